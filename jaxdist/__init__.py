@@ -1,0 +1,1 @@
+"""Prove a distributed training run on a laptop, then run it unchanged on a cluster."""

@@ -1,0 +1,255 @@
+"""Every setting of a run as frozen values, and the checks that hold between them.
+
+A `RunConfig` that exists is valid: `__post_init__` refuses whatever cannot work, before anything is traced.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import MeshShape
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+GradSync = Literal["per-parameter", "flat", "bucketed"]
+OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
+AttentionName = Literal["auto", "cudnn", "xla"]
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name}={value}", "it must be a whole number, at least 1", f"Use {name}=1 or more")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a GPT-2 (Radford et al. 2019): sizes in elements, dropout as a probability."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    ffn_width: int
+    seq_len: int
+    vocab_size: int
+    dropout: float = 0.0
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary rounded up so that every tp divides it: tp divides the heads, so lcm(128, heads) does."""
+        multiple = math.lcm(128, self.num_heads)
+        return -(-self.vocab_size // multiple) * multiple
+
+    def __post_init__(self):
+        for name in ("num_layers", "width", "num_heads", "ffn_width", "seq_len", "vocab_size"):
+            require_positive(name, getattr(self, name))
+        if self.width % self.num_heads:
+            raise ConfigError(
+                f"width={self.width} with num_heads={self.num_heads}",
+                "each head holds width/num_heads columns, which must be whole",
+                f"Use num_heads in {divisors(self.width)}",
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout}", "it is a probability, at least 0 and below 1", "Use 0.1")
+
+
+def _preset(num_layers, width, num_heads, seq_len=1024, vocab_size=50257) -> ModelConfig:
+    return ModelConfig(num_layers, width, num_heads, 4 * width, seq_len, vocab_size)
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": _preset(4, 128, 4, seq_len=128, vocab_size=256),
+    "12m": _preset(6, 320, 5, seq_len=512, vocab_size=16000),
+    "gpt2-124m": _preset(12, 768, 12),
+    "gpt2-350m": _preset(24, 1024, 16),
+    "gpt2-774m": _preset(36, 1280, 20),
+    "gpt2-1.5b": _preset(48, 1600, 25),
+    "7b": _preset(32, 4096, 32, seq_len=2048),
+    "70b": _preset(88, 8192, 64, seq_len=2048),
+    "175b": _preset(96, 12288, 96, seq_len=2048),
+}
+Preset = Literal["tiny", "12m", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "7b", "70b", "175b"]
+
+
+REMAT = {"none": 0, "selective": 0, "block": 1}  # name -> blocks recomputed together
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How one training step is split over a mesh.
+
+    zero: 0 replicates the optimiser state over dp, 1 shards it, 2 shards gradients too, 3 parameters too.
+    sp: split activations outside the tensor-parallel regions along the sequence, over tp.
+    grad_sync: which gradients (and ZeRO-2/3 weights) share one collective; `bucketed` fills `bucket_mb` MiB.
+    accumulate: micro-batches per update on each data rank.
+    remat: "none", "selective" (the attention core), "block", or "every-K" blocks.
+    reshard_after_forward: ZeRO-3 drops gathered weights after forward and gathers again in backward.
+    """
+
+    mesh: MeshShape = MeshShape()
+    zero: int = 0
+    sp: bool = False
+    grad_sync: GradSync = "bucketed"
+    bucket_mb: float = 25.0
+    accumulate: int = 1
+    remat: str = "none"
+    reshard_after_forward: bool = True
+    attention: AttentionName = "auto"
+
+    @property
+    def remat_every(self) -> int:
+        """Blocks recomputed together in backward; 0 where whole blocks are not recomputed."""
+        return REMAT[self.remat] if self.remat in REMAT else int(self.remat.removeprefix("every-"))
+
+    def __post_init__(self):
+        if self.zero not in (0, 1, 2, 3):
+            raise ConfigError(f"zero={self.zero}", "ZeRO has stages 0 (off) to 3", "Use --zero 0, 1, 2 or 3")
+        if not (math.isfinite(self.bucket_mb) and self.bucket_mb > 0):
+            raise ConfigError(f"bucket_mb={self.bucket_mb}", "a bucket holds a positive size in MiB", "Use 25")
+        require_positive("accumulate", self.accumulate)
+        every = self.remat.removeprefix("every-")
+        if self.remat not in REMAT and not (every != self.remat and every.isascii() and every.isdigit() and int(every)):
+            raise ConfigError(
+                f"remat={self.remat!r}", "it is none, selective, block or every-K with K a whole number", "Use every-2"
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Update rule and its schedule: linear warm-up to `lr`, then a cosine down to `lr * min_lr_ratio` at `steps`."""
+
+    name: OptimizerName = "adamw"
+    lr: float = 3e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+
+    def __post_init__(self):
+        for name in ("lr", "eps", "clip_norm"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name}={value}", "it must be a positive finite number", "Use the default")
+        for name, top in (("beta1", 1), ("beta2", 1), ("min_lr_ratio", 1 + 1e-9), ("weight_decay", math.inf)):
+            value = getattr(self, name)
+            if not 0 <= value < top:
+                raise ConfigError(f"{name}={value}", f"it must be at least 0 and below {top:g}", "Use the default")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps={self.warmup_steps}", "it cannot be negative", "Use 0 for no warm-up")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Dtypes: parameters and activations in `dtype`, masters and moments in at least fp32, reductions in
+    `reduce_dtype` (default: that of the masters). fp16 scales the loss dynamically."""
+
+    dtype: Dtype = "float32"
+    reduce_dtype: Dtype | None = None
+    loss_scale: float = 2.0**12
+    loss_scale_window: int = 1000
+    loss_scale_hysteresis: int = 2
+
+    @property
+    def master_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def reduction_dtype(self) -> str:
+        return self.reduce_dtype or self.master_dtype
+
+    def __post_init__(self):
+        if not (math.isfinite(self.loss_scale) and self.loss_scale >= 1):
+            raise ConfigError(f"loss_scale={self.loss_scale}", "it must be a finite number, at least 1", "Use 4096")
+        require_positive("loss_scale_window", self.loss_scale_window)
+        require_positive("loss_scale_hysteresis", self.loss_scale_hysteresis)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run. `batch_size` counts sequences per update, over the whole mesh."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    batch_size: int = 16
+    steps: int = 300
+    seed: int = 0
+
+    def __post_init__(self):
+        require_positive("batch_size", self.batch_size)
+        require_positive("steps", self.steps)
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed}", "it must be a whole number from 0 to 2**32 - 1", "Use --seed 0")
+        self._check_tensor_parallel()
+        self._check_batch()
+        self._check_optimizer()
+        layers, every = self.model.num_layers, self.parallel.remat_every
+        if every and layers % every:
+            raise ConfigError(
+                f"remat=every-{every} with num_layers={layers}",
+                "blocks are recomputed in equal groups",
+                f"Use every-K with K in {divisors(layers)}",
+            )
+
+    def _check_tensor_parallel(self):
+        model, tp = self.model, self.parallel.mesh.tp
+        for name, sized in (("num_heads", model.num_heads), ("ffn_width", model.ffn_width)):
+            if sized % tp:
+                common = divisors(math.gcd(model.num_heads, model.ffn_width))
+                raise ConfigError(
+                    f"{name}={sized} cannot be split over tp={tp}", f"each tp rank holds {name}/tp", f"Use tp in {common}"
+                )
+        if self.parallel.sp and model.seq_len % tp:
+            raise ConfigError(
+                f"seq_len={model.seq_len} cannot be split over tp={tp}",
+                "with --sp each tp rank holds seq_len/tp positions",
+                f"Use a seq_len that is a multiple of {tp}, or leave --sp out",
+            )
+
+    def _check_batch(self):
+        mesh, accumulate = self.parallel.mesh, self.parallel.accumulate
+        unit = mesh.replica * mesh.dp * accumulate
+        if self.batch_size % unit:
+            below = self.batch_size // unit * unit
+            raise ConfigError(
+                f"batch_size={self.batch_size}",
+                f"it is split over replica={mesh.replica} x dp={mesh.dp} x accumulate={accumulate}, so it must be a "
+                f"multiple of {unit}",
+                f"Use {f'{below} or ' if below else ''}{below + unit}",
+            )
+
+    def _check_optimizer(self):
+        parallel = self.parallel
+        if self.optimizer.name == "adafactor" and (parallel.mesh.tp > 1 or (parallel.zero and parallel.mesh.dp > 1)):
+            raise ConfigError(
+                f"optimizer adafactor with tp={parallel.mesh.tp}, zero={parallel.zero}",
+                "its factored moments and update clipping need whole parameters on every rank, and tp and ZeRO split "
+                "them",
+                "Use --mesh dp=N --zero 0, or --optimizer adamw, lion or sgd",
+            )
+
+    def warnings(self) -> list[str]:
+        """Legal but unwise combinations, one sentence each."""
+        parallel, notes = self.parallel, []
+        if parallel.zero and parallel.mesh.dp == 1:
+            notes.append(f"--zero {parallel.zero} shards over dp, and dp=1: nothing is sharded.")
+        if parallel.sp and parallel.mesh.tp == 1:
+            notes.append("--sp splits the sequence over tp, and tp=1: it changes nothing.")
+        if not parallel.reshard_after_forward and parallel.zero != 3:
+            notes.append("--no-reshard-after-forward concerns ZeRO-3 alone: it changes nothing here.")
+        if self.precision.dtype == "float16" and self.model.num_layers > 48:
+            notes.append("float16 overflows easily in deep models; bfloat16 has the range of float32.")
+        return notes
+
+
+def to_dict(config) -> dict:
+    """The config as plain nested dicts, ready for JSON."""
+    return dataclasses.asdict(config)

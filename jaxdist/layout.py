@@ -1,0 +1,246 @@
+"""Where every parameter lives: one declaration per leaf, read by all that follows (DESIGN R2, R5).
+
+A leaf has a *compute* layout (how it enters the differentiated function: the tensor-parallel dims its module declared)
+and a *storage* layout (how the optimiser holds it: ZeRO adds dp on one more dim, padded where none divides).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdist.config import ParallelConfig
+from jaxdist.mesh import DATA_AXES, MeshShape
+
+STACKED = "blocks"  # the subtree whose leaves carry a leading layer dim
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter. Dims index the array with its leading layer dim where it has one.
+
+    shape: global, unpadded. spec: the mesh axis of each dim in the compute layout, live axes only.
+    zero_dim: the dim ZeRO shards over dp, None where nothing is sharded; `zero_local` its padded size per tp rank.
+    reduce_axes: axes over which the gradient is still a partial sum when backward ends (the rule of DESIGN R5).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    spec: tuple[str | None, ...]
+    decay: bool
+    tp: int
+    dp: int
+    zero_dim: int | None
+    reduce_axes: tuple[str, ...]
+
+    @property
+    def compute_local(self) -> tuple[int, ...]:
+        """Local shape in the compute layout."""
+        return tuple(n // self.tp if axis == "tp" else n for n, axis in zip(self.shape, self.spec, strict=True))
+
+    @property
+    def zero_local(self) -> int:
+        """Size of `zero_dim` on one tp rank, padded to a multiple of dp."""
+        return -(-self.compute_local[self.zero_dim] // self.dp) * self.dp
+
+    @property
+    def compute_spec(self) -> PartitionSpec:
+        return PartitionSpec(*self.spec)
+
+    @property
+    def storage_spec(self) -> PartitionSpec:
+        if self.zero_dim is None:
+            return self.compute_spec
+        both = (*filter(None, [self.spec[self.zero_dim]]), "dp")
+        return PartitionSpec(*_replace(self.spec, self.zero_dim, both if len(both) > 1 else "dp"))
+
+    @property
+    def storage_local(self) -> tuple[int, ...]:
+        """Local shape in the storage layout."""
+        if self.zero_dim is None:
+            return self.compute_local
+        return _replace(self.compute_local, self.zero_dim, self.zero_local // self.dp)
+
+    @property
+    def storage_shape(self) -> tuple[int, ...]:
+        """Global shape in the storage layout, padding counted."""
+        if self.zero_dim is None:
+            return self.shape
+        parts = self.tp if self.spec[self.zero_dim] == "tp" else 1
+        return _replace(self.shape, self.zero_dim, parts * self.zero_local)
+
+    @property
+    def spec_axes(self) -> tuple[str, ...]:
+        """Mesh axes the leaf is sharded on in the compute layout."""
+        return tuple(filter(None, self.spec))
+
+    @property
+    def storage_axes(self) -> tuple[str, ...]:
+        """Mesh axes the stored leaf is sharded on."""
+        return self.spec_axes + (() if self.zero_dim is None else ("dp",))
+
+    @property
+    def shard_reduce_axes(self) -> tuple[str, ...]:
+        """`reduce_axes` less the dp that a reduce-scatter takes care of."""
+        return tuple(axis for axis in self.reduce_axes if self.zero_dim is None or axis != "dp")
+
+    def layer(self) -> "Leaf":
+        """The same leaf of one layer: without the leading layer dim."""
+        return dataclasses.replace(
+            self,
+            shape=self.shape[1:],
+            spec=self.spec[1:],
+            zero_dim=None if self.zero_dim is None else self.zero_dim - 1,
+        )
+
+    # Inside shard_map, on local arrays.
+
+    def pad(self, x: jax.Array) -> jax.Array:
+        """Compute-local array -> the same with `zero_dim` zero-padded to a multiple of dp."""
+        extra = self.zero_local - x.shape[self.zero_dim]
+        return jnp.pad(x, [(0, extra if d == self.zero_dim else 0) for d in range(x.ndim)]) if extra else x
+
+    def unpad(self, x: jax.Array) -> jax.Array:
+        """Undo `pad`."""
+        return lax.slice_in_dim(x, 0, self.compute_local[self.zero_dim], axis=self.zero_dim)
+
+    # Outside shard_map, on global arrays. Padding sits at the end of each tp rank's part.
+
+    def to_storage(self, x: jax.Array) -> jax.Array:
+        """Logical global array -> the padded global array that `storage_spec` splits."""
+        if self.zero_dim is None:
+            return x
+        return self._by_tp_rank(x, lambda part, dim: _pad_to(part, dim, self.zero_local))
+
+    def from_storage(self, x: jax.Array) -> jax.Array:
+        """Undo `to_storage`."""
+        if self.zero_dim is None:
+            return x
+        local = self.compute_local[self.zero_dim]
+        return self._by_tp_rank(x, lambda part, dim: lax.slice_in_dim(part, 0, local, axis=dim))
+
+    def _by_tp_rank(self, x: jax.Array, change: Callable) -> jax.Array:
+        dim, parts = self.zero_dim, self.tp if self.spec[self.zero_dim] == "tp" else 1
+        split = x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+        changed = change(split, dim + 1)
+        return changed.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The leaves of a parameter tree (`leaves` mirrors it) and the strategy that placed them."""
+
+    leaves: dict
+    parallel: ParallelConfig
+
+    @property
+    def params_stored(self) -> bool:
+        """Whether parameters themselves are held in the storage layout (ZeRO-3)."""
+        return self.sharded and self.parallel.zero == 3
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ZeRO shards anything at all."""
+        return self.parallel.zero > 0 and self.parallel.mesh.dp > 1
+
+    @property
+    def grads_scattered(self) -> bool:
+        """Whether backward itself reduce-scatters, block by block (ZeRO-2 and 3)."""
+        return self.sharded and self.parallel.zero >= 2
+
+    def param_specs(self) -> dict:
+        return self.storage_specs() if self.params_stored else self.compute_specs()
+
+    def compute_specs(self) -> dict:
+        return jax.tree.map(lambda leaf: leaf.compute_spec, self.leaves)
+
+    def storage_specs(self) -> dict:
+        return jax.tree.map(lambda leaf: leaf.storage_spec, self.leaves)
+
+    def batch_spec(self) -> PartitionSpec:
+        return live_spec((DATA_AXES,), self.parallel.mesh)
+
+    def to_logical(self, tree: dict) -> dict:
+        """Stored global arrays -> unpadded global arrays."""
+        return jax.tree.map(lambda leaf, x: leaf.from_storage(x), self.leaves, tree)
+
+
+def make_layout(declared: dict, parallel: ParallelConfig) -> Layout:
+    """Place every declared leaf: `declared` holds the model's `Declaration`s, by name."""
+    mesh = parallel.mesh
+
+    def place(path, declaration) -> Leaf:
+        names = [entry.key for entry in path]
+        stacked = names[0] == STACKED
+        dims = ((None,) if stacked else ()) + tuple(declaration.spec)
+        spec = tuple(live_spec(dims, mesh)) + (None,) * (len(declaration.shape) - len(dims))
+        leaf = Leaf(
+            name=".".join(names),
+            shape=tuple(declaration.shape),
+            spec=spec,
+            decay=declaration.decay,
+            tp=mesh.tp,
+            dp=mesh.dp,
+            zero_dim=None,
+            reduce_axes=tuple(axis for axis in partial_sum_axes(parallel) if axis not in spec),
+        )
+        if parallel.zero == 0 or mesh.dp == 1:
+            return leaf
+        return dataclasses.replace(leaf, zero_dim=choose_zero_dim(leaf, first=int(stacked)))
+
+    return Layout(jax.tree.map_with_path(place, declared), parallel)
+
+
+def partial_sum_axes(parallel: ParallelConfig) -> tuple[str, ...]:
+    """Axes that split the tokens: a parameter not sharded on one of them owes a sum over it."""
+    axes = DATA_AXES + (("tp",) if parallel.sp else ())
+    return tuple(axis for axis in axes if getattr(parallel.mesh, axis) > 1)
+
+
+def choose_zero_dim(leaf: Leaf, first: int) -> int:
+    """The dim to shard over dp: least padding, then a dim tp leaves whole, then the largest.
+
+    The layer dim (before `first`) is never chosen: a block must be gathered on its own.
+    """
+
+    def cost(dim):
+        local = leaf.compute_local[dim]
+        padded = -(-local // leaf.dp) * leaf.dp
+        return padded / local, leaf.spec[dim] is not None, -local
+
+    return min(range(first, len(leaf.shape)), key=cost)
+
+
+def live_spec(dims: Iterable, mesh: MeshShape) -> PartitionSpec:
+    """A PartitionSpec without the axes of size 1."""
+
+    def keep(entry):
+        axes = tuple(a for a in ((entry,) if isinstance(entry, str) else entry or ()) if getattr(mesh, a) > 1)
+        return axes if len(axes) > 1 else axes[0] if axes else None
+
+    return PartitionSpec(*map(keep, dims))
+
+
+def shardings(mesh: jax.sharding.Mesh, specs):
+    """Specs -> NamedShardings, through any pytree."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+
+
+def local_bytes(tree) -> int:
+    """Bytes one device holds of a pytree of sharded (or abstract, with `sharding`) global arrays."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _replace(entries: tuple, index: int, value) -> tuple:
+    return (*entries[:index], value, *entries[index + 1 :])
+
+
+def _pad_to(x, dim, size):
+    return jnp.pad(x, [(0, size - n if d == dim else 0) for d, n in enumerate(x.shape)])

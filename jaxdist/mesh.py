@@ -1,0 +1,82 @@
+"""Mesh axes, their sizes, and meshes of real, simulated or abstract devices."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxdist.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The size of every mesh axis, outermost (slowest link) first; an axis that is not used has size 1.
+
+    `replica` and `dp` both split the batch; ZeRO shards over `dp` alone, so `replica > 1` is hybrid sharding.
+    """
+
+    pp: int = 1
+    replica: int = 1
+    dp: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    def __str__(self) -> str:
+        used = [f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        return ",".join(used) or "1 device"
+
+
+AXES: tuple[str, ...] = tuple(field.name for field in fields(MeshShape))
+DATA_AXES = ("replica", "dp")
+AVAILABLE_AXES = ("replica", "dp", "tp")
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """`"dp=2,tp=2"` -> MeshShape; the empty string and `"1"` are one device.
+
+    Raises: ConfigError for an unknown or repeated axis or a size that is not a positive whole number.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))) if text.strip() != "1" else ():
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        if axis not in AVAILABLE_AXES:
+            known = "not available yet" if axis in AXES else "not a mesh axis"
+            raise ConfigError(
+                f"--mesh {text}", f"{axis!r} is {known}", f"Use {', '.join(AVAILABLE_AXES)}, as in --mesh dp=2,tp=2"
+            )
+        if axis in sizes:
+            raise ConfigError(f"--mesh {text}", f"axis {axis!r} is named twice", "Name each axis once")
+        if not (size.isascii() and size.isdigit() and int(size) > 0):
+            raise ConfigError(
+                f"--mesh {text}", f"axis {axis!r} needs a whole number of ranks, at least 1", f"Write {axis}=2"
+            )
+        sizes[axis] = int(size)
+    return MeshShape(**sizes)
+
+
+def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh with all six axes over `devices`, whose number must be exactly `shape.num_devices`."""
+    if len(devices) != shape.num_devices:
+        raise ConfigError(
+            f"mesh {shape}",
+            f"it has {shape.num_devices} ranks and {len(devices)} devices were given",
+            f"Give {shape.num_devices} devices",
+        )
+    return Mesh(np.asarray(devices).reshape(shape.sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def make_abstract_mesh(shape: MeshShape) -> AbstractMesh:
+    """The same mesh with no devices: enough to trace a step of any number of ranks."""
+    return AbstractMesh(shape.sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))

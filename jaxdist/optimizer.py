@@ -1,0 +1,101 @@
+"""Update rules on the shards a rank owns, the learning-rate schedule, clipping and loss scaling."""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxdist.config import OptimizerConfig, PrecisionConfig, RunConfig
+from jaxdist.layout import Layout
+from jaxdist.parallel import collectives as comm
+
+
+def make_optimizer(config: OptimizerConfig, layout: Layout) -> optax.GradientTransformation:
+    """The update direction, before the learning rate: `p <- p - lr * update`.
+
+    AdamW, Lion and SGD-momentum work element by element, so they run unchanged on shards of any layout. Adafactor
+    looks at whole (stacked) leaves; `RunConfig` refuses it where a rank holds less. Weight decay is decoupled and
+    applies to matrices and embeddings alone, as declared beside each parameter.
+    """
+    rule = {
+        "adamw": lambda: optax.scale_by_adam(config.beta1, config.beta2, config.eps),
+        "lion": lambda: optax.scale_by_lion(config.beta1, config.beta2),
+        "sgd": lambda: optax.trace(config.beta1),
+        "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+    }[config.name]()
+    decay_mask = jax.tree.map(lambda leaf: leaf.decay, layout.leaves)
+    return optax.chain(rule, optax.add_decayed_weights(config.weight_decay, decay_mask))
+
+
+def optimizer_specs(optimizer: optax.GradientTransformation, layout: Layout):
+    """PartitionSpecs of an optimiser state: moments are stored as their parameters are, counters are replicated."""
+    storage = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, jnp.float32), layout.leaves)
+    return optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda moment, leaf: leaf.storage_spec if moment.shape == leaf.storage_shape else PartitionSpec(),
+        jax.eval_shape(optimizer.init, storage),
+        layout.leaves,
+        transform_non_params=lambda _: PartitionSpec(),
+    )
+
+
+def learning_rate(config: RunConfig, step: jax.Array) -> jax.Array:
+    """Linear warm-up, then a cosine from `lr` to `lr * min_lr_ratio` at the last step. `step` counts from 0."""
+    schedule = config.optimizer
+    warmup = min(schedule.warmup_steps, config.steps)
+    ramp = (step + 1) / max(warmup, 1)
+    progress = jnp.clip((step - warmup) / max(config.steps - warmup, 1), 0, 1)
+    floor = schedule.min_lr_ratio
+    decayed = floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+    return schedule.lr * jnp.where(step < warmup, ramp, decayed)
+
+
+def global_norm(grads: dict, layout: Layout) -> jax.Array:
+    """L2 norm of the whole gradient, every replicated element counted once.
+
+    Layout: grads in the storage layout -> a scalar equal on every rank.
+    Sends: one scalar all-reduce for each set of axes that leaves are sharded on. (`optax.clip_by_global_norm` on
+    shards would use each rank's own norm.)
+    """
+    sums: dict[Hashable, jax.Array] = {}
+    for leaf, g in zip(jax.tree.leaves(layout.leaves), jax.tree.leaves(grads), strict=True):
+        sums[leaf.storage_axes] = sums.get(leaf.storage_axes, 0) + jnp.sum(jnp.square(g))
+    return jnp.sqrt(sum(comm.all_reduce(total, axes) for axes, total in sums.items()))
+
+
+class LossScale(NamedTuple):
+    """Dynamic loss scaling: the scale, steps since the last overflow, overflows still tolerated before it halves."""
+
+    scale: jax.Array
+    good_steps: jax.Array
+    hysteresis: jax.Array
+
+
+def initial_loss_scale(config: PrecisionConfig) -> LossScale | None:
+    if config.dtype != "float16":
+        return None
+    return LossScale(jnp.float32(config.loss_scale), jnp.int32(0), jnp.int32(config.loss_scale_hysteresis))
+
+
+def next_loss_scale(state: LossScale, finite: jax.Array, config: PrecisionConfig) -> LossScale:
+    """Double after a window of finite steps; halve (never below 1) once overflows have used up the hysteresis.
+
+    Source: arXiv 1710.03740, section 3.2; hysteresis as in Megatron-LM.
+    """
+    grown = state.good_steps + 1 >= config.loss_scale_window
+    exhausted = state.hysteresis <= 1
+    full = jnp.int32(config.loss_scale_hysteresis)
+    good = LossScale(
+        jnp.where(grown, state.scale * 2, state.scale),
+        jnp.where(grown, 0, state.good_steps + 1),
+        jnp.where(grown, full, state.hysteresis),
+    )
+    bad = LossScale(
+        jnp.where(exhausted, jnp.maximum(state.scale / 2, 1), state.scale),
+        jnp.int32(0),
+        jnp.where(exhausted, state.hysteresis, state.hysteresis - 1),
+    )
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), good, bad)

@@ -1,0 +1,169 @@
+"""Collectives over named mesh axes, for the body of a `jax.shard_map` with `check_vma=True`.
+
+Every function takes local arrays (or, where it says so, pytrees of them) and drops mesh axes of size 1, so a
+parallelism that is not used leaves nothing in the compiled program. Specs passed to `shard_map` must leave size-1 axes
+out too (`jaxdist.layout.live_spec`), or the types would still call a value varying over them.
+
+With n the product of the axis sizes and S the bytes of the *full* buffer, "Sends" counts the bytes one device puts on
+the wire in a ring, the convention of arXiv 1909.09756 and of NCCL's bus bandwidth.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.compat import varying_axes
+
+Axes = str | Sequence[str]
+Tree = TypeVar("Tree")
+
+
+def live(axes: Axes) -> tuple[str, ...]:
+    """The axes among `axes` that have more than one rank."""
+    return tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes) if lax.axis_size(axis) > 1)
+
+
+def size(axes: Axes) -> int:
+    """The number of ranks along `axes`, a Python int."""
+    return functools.reduce(lambda total, axis: total * lax.axis_size(axis), live(axes), 1)
+
+
+def rank(axis: str) -> jax.Array | int:
+    """This device's coordinate on `axis`; the Python int 0 where the axis has size 1."""
+    return lax.axis_index(axis) if live(axis) else 0
+
+
+def varying(tree: Tree, axes: Axes) -> Tree:
+    """Cast every leaf to varying over `axes`. Free; the transpose is the psum that a replicated operand is owed.
+
+    Layout: x -> x, typed varying over `axes`.
+    Backward: psum over the axes that were added.
+    Sends: nothing forward.
+    """
+
+    def cast(x):
+        missing = tuple(axis for axis in live(axes) if axis not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def varying_like(tree: Tree, reference: Tree) -> Tree:
+    """Cast each leaf to vary over every axis its partner in `reference` varies over (scan carries need it)."""
+    return jax.tree.map(lambda x, like: varying(x, sorted(varying_axes(like))), tree, reference)
+
+
+def _require_owed(name: str, x, axes: tuple[str, ...]) -> None:
+    equal = [axis for axis in axes if axis not in varying_axes(x)]
+    if equal:
+        raise ValueError(
+            f"{name} over {axes}: the operand is already equal along {equal}, so summing it there would multiply it "
+            "by the axis size. Drop the axis, or cast with `varying` where every rank really owes a share."
+        )
+
+
+def all_reduce(tree: Tree, axes: Axes) -> Tree:
+    """Sum over `axes`, one variadic collective for the whole tree.
+
+    Layout: x[...] {U_axes} -> x[...], equal along `axes`.
+    Backward: cast to varying (free).
+    Sends: 2 (n-1)/n * S.
+    Raises: ValueError where a leaf is already equal along one of the axes: a second sum would multiply it by n.
+    """
+    axes = live(axes)
+    leaves, treedef = jax.tree.flatten(tree)
+    if not axes or not leaves:
+        return tree
+    for leaf in leaves:
+        _require_owed("all_reduce", leaf, axes)
+    return jax.tree.unflatten(treedef, lax.psum(tuple(leaves), axes))
+
+
+def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
+    """Largest value over `axes`. Not differentiable: stop the gradient first.
+
+    Sends: 2 (n-1)/n * S.
+    """
+    axes = live(axes)
+    return lax.pmax(x, axes) if axes else x
+
+
+def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Sum over `axis` and keep this rank's slice of `dim`.
+
+    Layout: x[..., D, ...] {U_axis} -> x[..., D_axis, ...].
+    Backward: all_gather over `axis` on `dim`.
+    Sends: (n-1)/n * S.
+    Raises: ValueError where `dim` does not divide by the axis, or the operand is already equal along it.
+    """
+    if not live(axis):
+        return x
+    _require_owed("reduce_scatter", x, (axis,))
+    if x.shape[dim] % size(axis):
+        raise ValueError(
+            f"reduce_scatter over {axis}={size(axis)}: dim {dim} of shape {x.shape} does not divide. "
+            f"Pad it to {-(-x.shape[dim] // size(axis)) * size(axis)}."
+        )
+    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+
+def all_gather(x: jax.Array, axis: str, dim: int, *, replicated: bool = False) -> jax.Array:
+    """Concatenate every rank's slice of `dim`.
+
+    Layout: x[..., D_axis, ...] -> x[..., D, ...]; still typed varying, unless `replicated` asks for a value that may
+    leave `shard_map` through a spec without the axis.
+    Backward: reduce_scatter over `axis` on `dim`; with `replicated`, this rank's slice (free).
+    Sends: (n-1)/n * S.
+    """
+    if not live(axis):
+        return x
+    return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying" if replicated else "varying")
+
+
+def all_to_all(x: jax.Array, axis: str, split_dim: int, concat_dim: int) -> jax.Array:
+    """Exchange: slice r of `split_dim` goes to rank r, which concatenates what it receives on `concat_dim`.
+
+    Layout: x[..., A, B_axis, ...] -> x[..., A_axis, B, ...] for split_dim A and concat_dim B.
+    Backward: all_to_all with the two dims swapped.
+    Sends: (n-1)/n of the local bytes.
+    """
+    if not live(axis):
+        return x
+    if x.shape[split_dim] % size(axis):
+        raise ValueError(
+            f"all_to_all over {axis}={size(axis)}: dim {split_dim} of shape {x.shape} does not divide. "
+            f"Pad it to {-(-x.shape[split_dim] // size(axis)) * size(axis)}."
+        )
+    return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
+
+
+def permute(x: jax.Array, axis: str, shift: int = 1) -> jax.Array:
+    """Send to the rank `shift` places further along `axis`, cyclically.
+
+    Layout: x on rank r -> x on rank (r + shift) mod n.
+    Backward: permute by -shift.
+    Sends: the local bytes, once.
+    """
+    if not live(axis):
+        return x
+    n = size(axis)
+    return lax.ppermute(x, axis, [(source, (source + shift) % n) for source in range(n)])
+
+
+def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
+    """Every rank gets rank `root`'s value: a masked sum, whose result is typed equal along `axis`.
+
+    Layout: x on every rank -> x of `root`, equal along `axis`.
+    Backward: the cotangent reaches `root` alone.
+    Sends: 2 (n-1)/n * S (it is an all-reduce; the mask keeps a NaN of another rank out).
+    Raises: ValueError where `root` is not a rank of the axis.
+    """
+    if not 0 <= root < lax.axis_size(axis):
+        raise ValueError(f"broadcast from rank {root}: {axis} has ranks 0 to {lax.axis_size(axis) - 1}.")
+    if not live(axis):
+        return x
+    return lax.psum(jnp.where(rank(axis) == root, x, jnp.zeros_like(x)), axis)

@@ -1,0 +1,30 @@
+"""Dropout whose mask does not depend on the mesh."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import random
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None, *indices: jax.Array) -> jax.Array:
+    """Zero elements with probability `rate` and scale the rest by 1 / (1 - rate).
+
+    The mask of an element depends on the key and on its *global* index alone. `indices[d]` holds the global indices of
+    dim d of the local array, for every leading dim that some mesh axis may split; the key is folded with them, one
+    dim after the other, and the remaining dims are drawn at once.
+    """
+    if rate == 0 or key is None:
+        return x
+    rest = x.shape[len(indices) :]
+
+    def draw(key: jax.Array, indices: tuple[jax.Array, ...]) -> jax.Array:
+        if not indices:
+            return random.bits(key, rest, jnp.uint32)
+        keys = jax.vmap(partial(random.fold_in, key))(indices[0])
+        return jax.vmap(lambda each: draw(each, indices[1:]))(keys)
+
+    keep = draw(key, indices) >= jnp.uint32(rate * 2**32)
+    return jnp.where(keep, x * (1 / (1 - rate)), 0).astype(x.dtype)
+
+

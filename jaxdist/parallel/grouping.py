@@ -1,0 +1,128 @@
+"""Which leaves share one collective: per parameter, all in one, or buckets of a given size."""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.config import ParallelConfig
+from jaxdist.layout import Leaf
+from jaxdist.parallel import collectives as comm
+
+
+def group(
+    leaves: Sequence[Leaf], parallel: ParallelConfig, itemsize: int, key: Callable[[Leaf], Hashable]
+) -> list[list[int]]:
+    """Indices of `leaves` in groups, last leaf first: backward finishes the last layers' gradients first.
+
+    Only leaves with an equal `key` (the axes they are reduced and sharded over) share a group. A bucket closes before
+    it would pass `bucket_mb` MiB of local bytes; a larger leaf travels alone.
+    """
+    limit = {"per-parameter": 0, "flat": math.inf, "bucketed": parallel.bucket_mb * 2**20}[parallel.grad_sync]
+    groups: list[list[int]] = []
+    open_groups: dict[Hashable, tuple[list[int], float]] = {}
+    for index in reversed(range(len(leaves))):
+        num_bytes = math.prod(leaves[index].compute_local) * itemsize
+        members, filled = open_groups.get(key(leaves[index]), ([], math.inf))
+        if filled + num_bytes > limit or not members:
+            members, filled = [], 0.0
+            groups.append(members)
+        members.append(index)
+        open_groups[key(leaves[index])] = (members, filled + num_bytes)
+    return groups
+
+
+def all_reduce_groups(
+    arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axes_of: Callable[[Leaf], tuple[str, ...]], parallel
+) -> list[jax.Array]:
+    """Sum each array over its axes, one variadic all-reduce a group: no copy of the gradients is made.
+
+    Layout: each x {U_axes} -> x, equal along its axes.
+    Sends: 2 (n-1)/n of the arrays' bytes, in as many messages as there are groups.
+    Source: gradient bucketing of arXiv 2006.15704, section 3.2, without its bucket buffers.
+    """
+    out = list(arrays)
+    itemsize = max((x.dtype.itemsize for x in arrays), default=1)
+    for members in group(leaves, parallel, itemsize, axes_of):
+        summed = comm.all_reduce([arrays[i] for i in members], axes_of(leaves[members[0]]))
+        for i, x in zip(members, summed, strict=True):
+            out[i] = x
+    return out
+
+
+def reduce_scatter_groups(
+    arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axis: str, parallel: ParallelConfig
+) -> list[jax.Array]:
+    """Compute-local gradients -> this rank's summed shards, one reduce-scatter a group.
+
+    Layout: each g in the compute layout {U_axis} -> g in the storage layout.
+    Sends: (n-1)/n of the padded bytes. A group of several leaves is laid side by side first: one copy of that group.
+    Source: ZeRO, arXiv 1910.02054, section 5.
+    """
+    out = list(arrays)
+    for members in group(leaves, parallel, arrays[0].dtype.itemsize, lambda leaf: leaf.spec_axes):
+        padded = [leaves[i].pad(arrays[i]) for i in members]
+        if len(members) == 1:
+            out[members[0]] = comm.reduce_scatter(padded[0], axis, leaves[members[0]].zero_dim)
+            continue
+        rows = [_rank_major(x, leaves[i]) for x, i in zip(padded, members, strict=True)]
+        shard = comm.reduce_scatter(jnp.concatenate(rows, axis=1), axis, 0)
+        for i, x in zip(members, _split(shard[0], [leaves[i].storage_local for i in members]), strict=True):
+            out[i] = x
+    return out
+
+
+def all_gather_groups(
+    shards: Sequence[jax.Array], leaves: Sequence[Leaf], axis: str, parallel: ParallelConfig, *, replicated: bool = False
+) -> list[jax.Array]:
+    """Shards in the storage layout -> whole compute-local arrays, one all-gather a group.
+
+    Layout: each w in the storage layout -> w in the compute layout; typed equal along `axis` with `replicated`.
+    Sends: (n-1)/n of the padded bytes.
+    """
+    out = list(shards)
+    for members in group(leaves, parallel, shards[0].dtype.itemsize, lambda leaf: leaf.spec_axes):
+        if len(members) == 1:
+            leaf = leaves[members[0]]
+            out[members[0]] = leaf.unpad(comm.all_gather(shards[members[0]], axis, leaf.zero_dim, replicated=replicated))
+            continue
+        flat = jnp.concatenate([shards[i].reshape(1, -1) for i in members], axis=1)
+        rows = comm.all_gather(flat, axis, 0, replicated=replicated)
+        start = 0
+        for i in members:
+            num = shards[i].size
+            out[i] = leaves[i].unpad(_from_rank_major(rows[:, start : start + num], leaves[i]))
+            start += num
+    return out
+
+
+def shard(x: jax.Array, leaf: Leaf) -> jax.Array:
+    """Compute-local array -> this dp rank's part of it, in the storage layout. Sends nothing."""
+    if leaf.zero_dim is None:
+        return x
+    num_rows = leaf.zero_local // leaf.dp
+    return lax.dynamic_slice_in_dim(leaf.pad(x), comm.rank("dp") * num_rows, num_rows, axis=leaf.zero_dim)
+
+
+def _rank_major(x: jax.Array, leaf: Leaf) -> jax.Array:
+    """Padded array -> [dp, elements of one shard]."""
+    dim = leaf.zero_dim
+    split = x.reshape(*x.shape[:dim], leaf.dp, x.shape[dim] // leaf.dp, *x.shape[dim + 1 :])
+    return jnp.moveaxis(split, dim, 0).reshape(leaf.dp, -1)
+
+
+def _from_rank_major(rows: jax.Array, leaf: Leaf) -> jax.Array:
+    """Undo `_rank_major`."""
+    dim, local = leaf.zero_dim, leaf.storage_local
+    split = jnp.moveaxis(rows.reshape(leaf.dp, *local), 0, dim)
+    return split.reshape(*local[:dim], -1, *local[dim + 1 :])
+
+
+def _split(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    parts, start = [], 0
+    for shape in shapes:
+        parts.append(flat[start : start + math.prod(shape)].reshape(shape))
+        start += math.prod(shape)
+    return parts

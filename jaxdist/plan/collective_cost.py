@@ -1,0 +1,109 @@
+"""Predicted time of a collective, in the α–β model: every step costs a latency α, every byte 1/B.
+
+No JAX here. The named algorithms are those of `jaxdist.parallel.algorithms`, whose permutes the tests count against
+this table, and the pairwise all-to-all.
+
+Convention: S is the *full* buffer, what one device holds where it holds most: the input of a reduce-scatter, the output
+of an all-gather, either side of an all-reduce, and the local buffer that an all-to-all cuts in n.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jaxdist.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """What a collective waits for: `steps` messages one after the other, and the bytes in them.
+
+    `bytes_sent` is the sum over the steps of the largest message in each. Where every device works in every step (ring,
+    halving-doubling, all-to-all) that is what each device sends, and receives. In the tree it is the critical path: S a
+    step, up and down again. At the central server it is the root's link, all it receives and then all it sends.
+    """
+
+    steps: int
+    bytes_sent: float
+
+    def seconds(self, alpha_s: float, bytes_per_s: float) -> float:
+        """steps·α + bytes/B, for a latency in seconds a step and a bandwidth in bytes/s, one direction of one link."""
+        if not (alpha_s >= 0 and bytes_per_s > 0):
+            raise ConfigError(
+                f"a link with latency {alpha_s} s and bandwidth {bytes_per_s} bytes/s",
+                "latency cannot be negative and bandwidth must be above 0",
+                "Use 0 s to leave latency out, and bytes (not bits) a second, as in 25e9",
+            )
+        return self.steps * alpha_s + self.bytes_sent / bytes_per_s
+
+
+def _tree(n: int, s: float) -> CollectiveCost:
+    # (n - 1).bit_length() is ceil(log2 n). Pipelined trees (NCCL's) send 2S whatever n is; this one does not pipeline.
+    steps = 2 * (n - 1).bit_length()
+    return CollectiveCost(steps, steps * s)
+
+
+_ALGORITHMS = {
+    "ring_reduce_scatter": lambda n, s: CollectiveCost(n - 1, (n - 1) * s / n),
+    "ring_all_gather": lambda n, s: CollectiveCost(n - 1, (n - 1) * s / n),
+    "ring_all_reduce": lambda n, s: CollectiveCost(2 * (n - 1), 2 * (n - 1) * s / n),
+    "halving_doubling_all_reduce": lambda n, s: CollectiveCost(2 * (n - 1).bit_length(), 2 * (n - 1) * s / n),
+    "tree_all_reduce": _tree,
+    "central_all_reduce": lambda n, s: CollectiveCost(2 * (n - 1), 2 * (n - 1) * s),
+    "all_to_all": lambda n, s: CollectiveCost(n - 1, (n - 1) * s / n),
+}
+ALGORITHMS = tuple(_ALGORITHMS)
+
+_BUS_BANDWIDTH_FACTORS = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "permute": lambda n: 1.0,
+}
+
+
+def collective_cost(algorithm: str, n: int, size_bytes: float) -> CollectiveCost:
+    """Steps and bytes of one of `ALGORITHMS` over n ranks, for a full buffer of `size_bytes`; (0, 0) on one rank.
+
+    Raises: ConfigError for an unknown algorithm, n below 1, halving-doubling over n that is not a power of two, and
+        sizes that are negative or not finite.
+    Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; Patarasuk
+        & Yuan 2009 for the ring. Summing arithmetic (their γ) is left out.
+    """
+    asked = f"the cost of {algorithm!r} over {n} ranks"
+    _require_name(asked, "algorithm", algorithm, ALGORITHMS)
+    _require_ranks(asked, n)
+    if algorithm == "halving_doubling_all_reduce" and n & (n - 1):
+        raise ConfigError(
+            asked,
+            "its steps halve the ranks, so their number must be a power of two",
+            f"Use {1 << (n.bit_length() - 1)} or {1 << n.bit_length()} ranks, or 'ring_all_reduce'",
+        )
+    if not (math.isfinite(size_bytes) and size_bytes >= 0):
+        raise ConfigError(
+            f"{asked} of {size_bytes} bytes", "a buffer has a finite size, not below 0", "Use 0 or more bytes"
+        )
+    return _ALGORITHMS[algorithm](n, size_bytes)
+
+
+def bus_bandwidth_factor(kind: str, n: int) -> float:
+    """busbw / algbw, where algbw = S / seconds: busbw is the link speed at any n, when the algorithm is optimal.
+
+    Raises: ConfigError for an unknown kind of collective, or n below 1.
+    Source: NCCL tests, doc/PERFORMANCE.md.
+    """
+    asked = f"the bus bandwidth of {kind!r} over {n} ranks"
+    _require_name(asked, "kind", kind, _BUS_BANDWIDTH_FACTORS)
+    _require_ranks(asked, n)
+    return _BUS_BANDWIDTH_FACTORS[kind](n)
+
+
+def _require_name(asked: str, what: str, name: str, known) -> None:
+    if name not in known:
+        raise ConfigError(asked, f"there is no {what} of that name", f"Use one of {', '.join(known)}")
+
+
+def _require_ranks(asked: str, n: int) -> None:
+    if n < 1:
+        raise ConfigError(asked, "a collective needs at least one rank", "Use n = 1 or more")

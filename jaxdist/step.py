@@ -1,0 +1,327 @@
+"""One training step: micro-batches, the gradient rule, clipping, the update. All of it inside one `jax.shard_map`."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax, random
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jaxdist import model
+from jaxdist.config import RunConfig
+from jaxdist.layout import Layout, local_bytes, make_layout, shardings
+from jaxdist.mesh import DATA_AXES
+from jaxdist.optimizer import (
+    LossScale,
+    global_norm,
+    initial_loss_scale,
+    learning_rate,
+    make_optimizer,
+    next_loss_scale,
+    optimizer_specs,
+)
+from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.data import gather_parameters, reduce_gradients
+from jaxdist.parallel.grouping import shard
+from jaxdist.parallel.zero import make_fetch
+
+REPLICATED = PartitionSpec()
+
+
+class State(NamedTuple):
+    """Everything a step reads and replaces.
+
+    params: compute dtype; compute layout, or storage layout for ZeRO-3. master: fp32 in the storage layout, None where
+    `params` are fp32 (or fp64) already. moments: the optimiser's, in the storage layout. scale: fp16 only.
+    """
+
+    step: jax.Array
+    params: dict
+    master: dict | None
+    moments: Any
+    scale: LossScale | None
+
+
+class Batch(NamedTuple):
+    """inputs, targets: tokens[B, T] (a negative target does not count). rows[B]: index in the global batch."""
+
+    inputs: Any
+    targets: Any
+    rows: Any
+
+
+@dataclass(frozen=True)
+class Program:
+    """A run's functions, compiled on first use, and the layout they share.
+
+    init(seed) -> State. step(state, batch) -> (State, metrics), donating the state; with `with_gradients`, also the
+    gradients the optimiser was given, before clipping, in the storage layout. evaluate(params, batch) -> mean loss.
+    """
+
+    config: RunConfig
+    mesh: Mesh | AbstractMesh
+    layout: Layout
+    specs: State
+    init: Callable
+    step: Callable
+    evaluate: Callable
+
+    def abstract_state(self) -> State:
+        """Shapes, dtypes and shardings of the state; nothing is allocated."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(self.init, jnp.uint32(0)),
+            shardings(self.mesh, self.specs),
+        )
+
+    def abstract_batch(self) -> Batch:
+        rows, length = self.config.batch_size, self.config.model.seq_len
+        sharding = shardings(self.mesh, self.layout.batch_spec())
+        shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=sharding)
+        return Batch(shape((rows, length)), shape((rows, length)), shape((rows,)))
+
+    def put(self, batch: dict) -> Batch:
+        """Host arrays of the global batch -> device arrays, each rank getting its rows."""
+        sharding = shardings(self.mesh, self.layout.batch_spec())
+        return Batch(*(jax.device_put(batch[name], sharding) for name in Batch._fields))
+
+    def compile_step(self) -> jax.stages.Compiled:
+        """Compile the step ahead of time.
+
+        Raises: RuntimeError where XLA cannot reuse the donated state, since the state would then be held twice.
+        """
+        state = self.abstract_state()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Some donated buffers were not usable")
+            compiled = self.step.lower(state, self.abstract_batch()).compile()
+        memory = compiled.memory_analysis()
+        if memory is not None and memory.alias_size_in_bytes < local_bytes(state):
+            raise RuntimeError(
+                f"donation failed: {local_bytes(state)} bytes of state a device, {memory.alias_size_in_bytes} reused"
+            )
+        return compiled
+
+
+def build_program(config: RunConfig, mesh: Mesh | AbstractMesh, *, with_gradients: bool = False) -> Program:
+    """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run."""
+    layout = make_layout(model.declare(config.model), config.parallel)
+    optimizer = make_optimizer(config.optimizer, layout)
+    specs = State(
+        step=REPLICATED,
+        params=layout.param_specs(),
+        master=None if config.precision.dtype == config.precision.master_dtype else layout.storage_specs(),
+        moments=optimizer_specs(optimizer, layout),
+        scale=None if config.precision.dtype != "float16" else LossScale(*[REPLICATED] * 3),
+    )
+    batch_specs = Batch(*[layout.batch_spec()] * 3)
+    on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
+
+    def step(state, batch):
+        return train_step(config, layout, optimizer, _platform(mesh), with_gradients, state, batch)
+
+    def evaluate(params, batch):
+        return evaluate_loss(config, layout, _platform(mesh), params, batch)
+
+    outputs = (specs, REPLICATED) + ((layout.storage_specs(),) if with_gradients else ())
+    return Program(
+        config=config,
+        mesh=mesh,
+        layout=layout,
+        specs=specs,
+        init=jax.jit(partial(initial_state, config, layout, optimizer), out_shardings=shardings(mesh, specs)),
+        step=jax.jit(on_mesh(step, in_specs=(specs, batch_specs), out_specs=outputs), donate_argnums=0),
+        evaluate=jax.jit(on_mesh(evaluate, in_specs=(specs.params, batch_specs), out_specs=REPLICATED)),
+    )
+
+
+def initial_state(config: RunConfig, layout: Layout, optimizer: optax.GradientTransformation, seed) -> State:
+    """The state before the first step, at global shape: bit-equal on every mesh for one seed."""
+    drawn = model.initial_parameters(config.model, seed)
+    stored = jax.tree.map(
+        lambda leaf, x: leaf.to_storage(x).astype(config.precision.master_dtype), layout.leaves, drawn
+    )
+    params = stored if layout.params_stored else jax.tree.map(lambda x: x.astype(config.precision.master_dtype), drawn)
+    return State(
+        step=jnp.int32(0),
+        params=jax.tree.map(lambda x: x.astype(config.precision.dtype), params),
+        master=None if config.precision.dtype == config.precision.master_dtype else stored,
+        moments=optimizer.init(stored),
+        scale=initial_loss_scale(config.precision),
+    )
+
+
+def train_step(config, layout, optimizer, platform, with_gradients, state: State, batch: Batch):
+    """The step on local shards: (State, Batch) -> (State, metrics[, gradients])."""
+    # Gradients of the mean loss: a sum over tokens, divided once by the global token count.
+    num_tokens = count_targets(batch)
+    scale = state.scale.scale if state.scale is not None else 1
+    grads, loss_sum = accumulate_gradients(config, layout, platform, state, batch, weight=scale / num_tokens)
+    grads = reduce_gradients(grads, layout, config.precision.reduction_dtype)
+    grads = jax.tree.map(lambda g: g / scale, grads)
+    loss = comm.all_reduce(loss_sum, DATA_AXES) / num_tokens
+
+    # Clip by the norm of the whole gradient. It is equal on every rank, and so is the overflow flag made from it.
+    norm = global_norm(grads, layout)
+    finite = jnp.isfinite(norm)
+    shrink = jnp.minimum(1, config.optimizer.clip_norm / (norm + 1e-6))
+    clipped = jax.tree.map(lambda g: g * shrink, grads)
+
+    # Update the shards this rank owns, then make the parameters of the next step from them.
+    lr = learning_rate(config, state.step).astype(norm.dtype)
+    owned = state.master if state.master is not None else owned_shards(state.params, layout)
+    updates, moments = optimizer.update(clipped, state.moments, owned)
+    updated = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), owned, updates)
+    if state.scale is not None:
+        updated, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (updated, moments), (owned, state.moments))
+    params = jax.tree.map(lambda p: p.astype(config.precision.dtype), updated)
+    new_state = State(
+        step=state.step + 1,
+        params=gather_parameters(params, layout) if layout.sharded and not layout.params_stored else params,
+        master=None if state.master is None else updated,
+        moments=moments,
+        scale=None if state.scale is None else next_loss_scale(state.scale, finite, config.precision),
+    )
+    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "finite": finite, "tokens": num_tokens}
+    return (new_state, metrics, grads) if with_gradients else (new_state, metrics)
+
+
+def accumulate_gradients(config, layout, platform, state, batch, weight) -> tuple[dict, jax.Array]:
+    """Gradients of `weight` times the summed loss over this rank's micro-batches, and the unweighted sum.
+
+    Parameters are cast to varying over every axis that splits the tokens once, before the loop, so no reduction is
+    left inside it; the sums they owe are paid by `reduce_gradients` after it. ZeRO-2 and 3 alone reduce inside, over
+    dp, because they keep no whole gradient.
+    """
+    run, split = plan_forward(config, layout, platform, training=True)
+    key = random.fold_in(random.key(config.seed), state.step) if config.model.dropout else None
+    differentiated = jax.tree.map(
+        lambda leaf, p: comm.varying(p, leaf.reduce_axes), layout.leaves, gradient_holders(state.params, layout)
+    )
+    whole = jax.tree.map(lambda leaf, p: comm.varying(p, leaf.reduce_axes), layout.leaves, state.params)
+
+    def micro_loss(differentiated, micro: Batch):
+        noise = model.Noise(config.model.dropout, key, micro.rows)
+        total = forward_loss(config, run, split(differentiated, whole), micro, noise)
+        return total * weight, total
+
+    gradients = jax.grad(micro_loss, has_aux=True)
+    num_micro = config.parallel.accumulate
+    if num_micro == 1:
+        grads, loss_sum = gradients(differentiated, batch)
+        return jax.tree.map(lambda g: g.astype(config.precision.master_dtype), grads), loss_sum
+
+    def body(carry, micro):
+        grads, loss_sum = gradients(differentiated, micro)
+        summed = jax.tree.map(lambda total, g: total + g.astype(total.dtype), carry[0], grads)
+        return (summed, carry[1] + loss_sum), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, config.precision.master_dtype), differentiated)
+    start = (comm.varying_like(zeros, differentiated), comm.varying(jnp.zeros((), weight.dtype), DATA_AXES))
+    micros = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
+    return lax.scan(body, start, micros)[0]
+
+
+def gradient_holders(params: dict, layout: Layout) -> dict:
+    """What backward differentiates: the parameters, or for ZeRO-2 empty shards whose only use is to receive gradients."""
+    if not layout.grads_scattered or layout.params_stored:
+        return params
+    return jax.tree.map(
+        lambda leaf, p: comm.varying(jnp.zeros(leaf.storage_local, p.dtype), leaf.storage_axes), layout.leaves, params
+    )
+
+
+def owned_shards(params: dict, layout: Layout) -> dict:
+    """The part of the parameters whose update this rank computes. Sends nothing."""
+    return params if layout.params_stored else jax.tree.map(lambda leaf, p: shard(p, leaf), layout.leaves, params)
+
+
+def plan_forward(config: RunConfig, layout: Layout, platform: str, training: bool):
+    """The static `Forward` and split(differentiated, whole) -> (root weights, block weights) for it."""
+    parallel = config.parallel
+    common = dict(
+        sp=parallel.sp,
+        attention=choose_attention(config, platform, training),
+        remat=parallel.remat,
+        remat_every=parallel.remat_every,
+    )
+    if not layout.grads_scattered:
+        return model.Forward(**common), lambda params, _: split_root(params)
+
+    def fetch_of(leaves):
+        return make_fetch(leaves, layout, config.precision.reduction_dtype)
+
+    root, blocks = split_root(layout.leaves)
+    fetch_block = fetch_of(jax.tree.map(lambda leaf: leaf.layer(), blocks))
+    regather = layout.params_stored and parallel.reshard_after_forward
+    if regather:
+        fetch_embed, fetch_head = (
+            lambda weights, names=names: fetch_of({name: root[name] for name in names})(
+                {name: weights[name] for name in names}
+            )
+            for names in (model.EMBED_PARTS, model.HEAD_PARTS)
+        )
+        run = model.Forward(
+            **common, regather=True, fetch_block=fetch_block, fetch_embed=fetch_embed, fetch_head=fetch_head
+        )
+        return run, lambda params, _: split_root(params)
+
+    # Nothing is dropped after forward: what is not a block's is fetched once, and its gradient scattered once.
+    def split(differentiated, whole):
+        root_shards, block_shards = split_root(differentiated)
+        root_whole, block_whole = split_root(whole)
+        if layout.params_stored:
+            return fetch_of(root)(root_shards), block_shards
+        return fetch_of(root)((root_shards, root_whole)), (block_shards, block_whole)
+
+    return model.Forward(**common, fetch_block=fetch_block), split
+
+
+def split_root(tree: dict) -> tuple[dict, dict]:
+    """A parameter-shaped tree -> (what is not a block's, the blocks)."""
+    return {name: part for name, part in tree.items() if name != model.BLOCKS}, tree[model.BLOCKS]
+
+
+def forward_loss(config, run: model.Forward, weights, batch: Batch, noise: model.Noise) -> jax.Array:
+    """Summed cross-entropy of this rank's rows."""
+    root, blocks = weights
+    x_BTD = model.embed(root, batch.inputs, run, noise.at(0))
+    x_BTD = model.stage(config.model, blocks, x_BTD, run, noise.at(1))
+    return model.loss(config.model, root, x_BTD, batch.targets, run)
+
+
+def evaluate_loss(config, layout, platform, params, batch: Batch) -> jax.Array:
+    """Mean loss of a batch in nats per token, without dropout; equal on every rank."""
+    run, split = plan_forward(config, layout, platform, training=False)
+    holders = gradient_holders(params, layout)
+    total = forward_loss(config, run, split(holders, params), batch, model.Noise(0.0, None, batch.rows))
+    return comm.all_reduce(total, DATA_AXES) / count_targets(batch)
+
+
+def count_targets(batch: Batch) -> jax.Array:
+    """Targets that count, over the whole global batch; at least 1."""
+    here = jnp.sum(batch.targets >= 0)
+    return jnp.maximum(comm.all_reduce(here, DATA_AXES), 1).astype(jnp.float32)
+
+
+def choose_attention(config: RunConfig, platform: str, training: bool) -> str:
+    """cuDNN's flash attention where it can run, the written-out one elsewhere."""
+    if config.parallel.attention != "auto":
+        return config.parallel.attention
+    head_dim = config.model.width // config.model.num_heads
+    possible = (
+        platform == "gpu"
+        and config.precision.dtype in ("bfloat16", "float16")
+        and not (training and config.model.dropout)
+        and head_dim % 8 == 0
+        and head_dim <= 128
+    )
+    return "cudnn" if possible else "xla"
+
+
+def _platform(mesh: Mesh | AbstractMesh) -> str:
+    return "abstract" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
