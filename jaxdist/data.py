@@ -75,10 +75,11 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     """Entropy of the token frequencies, in nats per token: the loss of the best model that ignores context."""
     counts = np.zeros(0, np.int64)
     for _, chunk in _chunks(tokens):
+        # The cast is for uint64, which bincount refuses in numpy 2.0.
         longer = np.bincount(chunk.astype(np.int64), minlength=len(counts))
         longer[: len(counts)] += counts
         counts = longer
-    p = counts[counts > 0] / max(len(tokens), 1)
+    p = counts[counts > 0] / len(tokens)
     return float(np.sum(p * np.log(1 / p)))
 
 

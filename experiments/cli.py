@@ -1,0 +1,138 @@
+"""Flags that all programs share, and the border where a wrong one ends the program."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+
+from jaxdist.config import (
+    PRESETS,
+    AttentionName,
+    Dtype,
+    GradSync,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerName,
+    ParallelConfig,
+    PrecisionConfig,
+    Preset,
+    RunConfig,
+)
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import parse_mesh
+from jaxdist.runtime import DeviceChoice
+
+Flags = TypeVar("Flags")
+
+
+@dataclass(frozen=True)
+class CommonFlags:
+    """Which model, on which mesh, in which precision."""
+
+    mesh: str = ""
+    """Axes above 1, as in dp=2,tp=2. Axes: replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
+    device: DeviceChoice = "auto"
+    """auto simulates the mesh on the CPU where there are too few accelerators."""
+    preset: Preset = "tiny"
+    """Model shape; the flags below override it."""
+    num_layers: int | None = None
+    width: int | None = None
+    num_heads: int | None = None
+    ffn_width: int | None = None
+    """Default: 4 x width where --width is given."""
+    seq_len: int | None = None
+    """Tokens per sequence."""
+    vocab_size: int | None = None
+    dropout: float = 0.0
+    batch_size: int = 16
+    """Sequences per update, over the whole mesh."""
+    steps: int = 300
+    seed: int = 0
+    dtype: Dtype = "float32"
+    """Of parameters and activations; masters and moments stay in at least float32."""
+    reduce_dtype: Dtype | None = None
+    """In which gradients are summed. Default: float32 (float64 where --dtype is)."""
+    zero: int = 0
+    """ZeRO stage: 1 shards optimiser state over dp, 2 gradients too, 3 parameters too."""
+    sp: bool = False
+    """Sequence parallelism: split activations between tensor-parallel regions over tp."""
+    grad_sync: GradSync = "bucketed"
+    """Which gradients (with ZeRO-3 also weights) share one collective."""
+    bucket_mb: float = 25.0
+    accumulate: int = 1
+    """Micro-batches per update on each data rank."""
+    remat: str = "none"
+    """What backward recomputes: none, selective (the attention core), block, or every-K blocks."""
+    reshard_after_forward: bool = True
+    """ZeRO-3: drop gathered weights after forward and gather them again in backward."""
+    attention: AttentionName = "auto"
+    optimizer: OptimizerName = "adamw"
+    lr: float = 3e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def model_config(self) -> ModelConfig:
+        preset = PRESETS[self.preset]
+        width = _either(self.width, preset.width)
+        return ModelConfig(
+            num_layers=_either(self.num_layers, preset.num_layers),
+            width=width,
+            num_heads=_either(self.num_heads, preset.num_heads),
+            ffn_width=_either(self.ffn_width, preset.ffn_width if self.width is None else 4 * width),
+            seq_len=_either(self.seq_len, preset.seq_len),
+            vocab_size=_either(self.vocab_size, preset.vocab_size),
+            dropout=self.dropout,
+        )
+
+    def run_config(self) -> RunConfig:
+        """The validated configuration. Raises: ConfigError."""
+        return RunConfig(
+            model=self.model_config(),
+            parallel=ParallelConfig(
+                mesh=parse_mesh(self.mesh),
+                zero=self.zero,
+                sp=self.sp,
+                grad_sync=self.grad_sync,
+                bucket_mb=self.bucket_mb,
+                accumulate=self.accumulate,
+                remat=self.remat,
+                reshard_after_forward=self.reshard_after_forward,
+                attention=self.attention,
+            ),
+            optimizer=OptimizerConfig(
+                name=self.optimizer,
+                lr=self.lr,
+                min_lr_ratio=self.min_lr_ratio,
+                warmup_steps=self.warmup_steps,
+                weight_decay=self.weight_decay,
+                clip_norm=self.clip_norm,
+            ),
+            precision=PrecisionConfig(dtype=self.dtype, reduce_dtype=self.reduce_dtype),
+            batch_size=self.batch_size,
+            steps=self.steps,
+            seed=self.seed,
+        )
+
+
+def _either(given, default):
+    return default if given is None else given
+
+
+def run_program(flags_type: type[Flags], main: Callable[[Flags, Console], int | None], prog: str) -> None:
+    """Parse the command line and run `main`; a ConfigError becomes one message on stderr and exit code 2."""
+    flags = tyro.cli(flags_type, prog=f"python -m {prog}")
+    try:
+        sys.exit(main(flags, Console(highlight=False)))
+    except ConfigError as error:
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+

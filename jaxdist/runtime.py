@@ -1,0 +1,99 @@
+"""The devices a run uses: real ones where they are, simulated ones where the mesh needs more."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+
+from jaxdist.errors import ConfigError
+
+DeviceChoice = Literal["auto", "cpu", "gpu"]
+
+# Simulated devices take turns on few cores: a rank that waits for the others is slow, not stuck.
+PATIENT_FLAGS = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
+    "--xla_cpu_collective_timeout_seconds=3600",
+)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """`devices` in mesh order; `simulated` where several of them share one CPU; `description` for a person."""
+
+    devices: list[jax.Device]
+    simulated: bool
+    description: str
+
+    @property
+    def platform(self) -> str:
+        return self.devices[0].platform
+
+
+def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
+    """`count` devices, simulating them on the CPU where the machine has fewer accelerators.
+
+    Call it before anything else touches a JAX backend: the number of simulated devices is fixed when it starts.
+
+    Raises: ConfigError where `choice` is "gpu" and there are too few, or a backend with too few CPU devices has
+    started already.
+    """
+    prepare_cpu(count)
+    if choice == "cpu":
+        _set("jax_platforms", "cpu")
+        return _on_cpu(count, "--device cpu")
+    if choice == "gpu":
+        try:
+            found = jax.devices("gpu")
+        except RuntimeError:
+            found = []
+        if len(found) < count:
+            raise ConfigError(
+                f"--device gpu with a mesh of {count}",
+                f"this machine shows JAX {len(found)} GPU{'s' * (len(found) != 1)}, and each rank needs one",
+                "Use --device cpu to simulate the mesh"
+                + ("" if found else ", or install jaxdist[cuda] on a machine with an NVIDIA driver"),
+            )
+        return _on_accelerator(found, count)
+    found = jax.devices()
+    if found[0].platform != "cpu" and len(found) >= count:
+        return _on_accelerator(found, count)
+    if found[0].platform == "cpu":
+        return _on_cpu(count, "no accelerator was found")
+    _set("jax_default_device", jax.devices("cpu")[0])
+    return _on_cpu(count, f"the mesh needs {count} devices and this machine has {len(found)} {found[0].device_kind}")
+
+
+def prepare_cpu(count: int) -> None:
+    """Ask for `count` CPU devices, if no backend has started yet."""
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in PATIENT_FLAGS if flag.split("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+    _set("jax_num_cpu_devices", count)
+
+
+def _set(name: str, value) -> None:
+    try:
+        jax.config.update(name, value)
+    except RuntimeError:  # the backend runs already; what it has is checked by the caller
+        return
+
+
+def _on_cpu(count: int, why: str) -> Devices:
+    found = jax.devices("cpu")
+    if len(found) < count:
+        raise ConfigError(
+            f"a mesh of {count} simulated devices",
+            f"JAX has started already with {len(found)}, and the number is fixed then",
+            f"Set jax_num_cpu_devices to {count} before JAX starts",
+        )
+    if count == 1:
+        return Devices(found[:1], False, f"1 CPU device ({why})")
+    text = f"{count} SIMULATED devices on one CPU ({why}): values and layouts are real, speed is not"
+    return Devices(found[:count], True, text)
+
+
+def _on_accelerator(found: list[jax.Device], count: int) -> Devices:
+    unused = f" ({len(found) - count} of {len(found)} left unused)" if len(found) > count else ""
+    return Devices(found[:count], False, f"{count} x {found[0].device_kind}{unused}")
