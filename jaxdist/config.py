@@ -62,6 +62,7 @@ def _preset(num_layers, width, num_heads, seq_len=1024, vocab_size=50257) -> Mod
 
 
 PRESETS: dict[str, ModelConfig] = {
+    "proof": _preset(4, 64, 8, seq_len=32, vocab_size=250),
     "tiny": _preset(4, 128, 4, seq_len=128, vocab_size=256),
     "12m": _preset(6, 320, 5, seq_len=512, vocab_size=16000),
     "gpt2-124m": _preset(12, 768, 12),
@@ -72,7 +73,7 @@ PRESETS: dict[str, ModelConfig] = {
     "70b": _preset(88, 8192, 64, seq_len=2048),
     "175b": _preset(96, 12288, 96, seq_len=2048),
 }
-Preset = Literal["tiny", "12m", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "7b", "70b", "175b"]
+Preset = Literal["proof", "tiny", "12m", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "7b", "70b", "175b"]
 
 
 REMAT = {"none": 0, "selective": 0, "block": 1}  # name -> blocks recomputed together

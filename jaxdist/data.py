@@ -153,6 +153,31 @@ class Batches:
         return place if self.seed is None else _permutation(self.seed, epoch, self.num_windows)[place]
 
 
+def held_out_batches(tokens: np.ndarray, batch_size: int, seq_len: int, limit: int) -> list[dict[str, np.ndarray]]:
+    """At most `limit` batches of windows spread evenly over the held-out tokens, the same ones at every call.
+
+    Every window that is there counts, and once: rows and positions without a token have target -1, which no loss
+    counts.
+
+    Raises: ConfigError when there are fewer than two tokens, since a target needs the token before it.
+    """
+    if len(tokens) < 2:
+        raise ConfigError(
+            f"held-out data of {len(tokens)} tokens", "one target and the token before it are needed", "Use more data."
+        )
+    num_windows = -(-(len(tokens) - 1) // seq_len)
+    chosen = np.unique(np.linspace(0, num_windows - 1, min(num_windows, limit * batch_size)).astype(int))
+    batches = []
+    for first in range(0, len(chosen), batch_size):
+        inputs = np.zeros((batch_size, seq_len), np.int32)
+        targets = np.full((batch_size, seq_len), -1, np.int32)
+        for row, window in enumerate(chosen[first : first + batch_size]):
+            text = tokens[window * seq_len : (window + 1) * seq_len + 1]
+            inputs[row, : len(text) - 1], targets[row, : len(text) - 1] = text[:-1], text[1:]
+        batches.append({"inputs": inputs, "targets": targets, "rows": np.arange(batch_size, dtype=np.int32)})
+    return batches
+
+
 @lru_cache(maxsize=2)  # a batch straddles at most two epochs
 def _permutation(seed: int, epoch: int, num_windows: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(num_windows)

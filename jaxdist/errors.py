@@ -9,4 +9,4 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, asked: str, required: str, remedy: str):
-        super().__init__(f"{asked}: {required}. {remedy}")
+        super().__init__(f"{asked}: {required}. {remedy.removesuffix('.')}.")

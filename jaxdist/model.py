@@ -266,10 +266,12 @@ def loss(config: ModelConfig, root: dict, x_BTD: jax.Array, targets_BT: jax.Arra
     return jnp.where(targets_BT >= 0, head(root, x_BTD), 0).sum()
 
 
-GATHERED = {"all_gather", "all_gather_invariant"}
-RESHAPES = {"reshape", "transpose", "slice", "squeeze", "concatenate", "convert_element_type", "pvary", "pcast", "copy"}
+GATHERS = {"all_gather", "all_gather_invariant"}
+RESHAPES = {"reshape", "transpose", "slice", "squeeze", "concatenate", "convert_element_type", "pvary", "copy"}
 
 
-def keep_all_but_gathered(primitive, *_, **__) -> bool:
+def keep_all_but_gathered(primitive, *_, **params) -> bool:
     """Remat policy of ZeRO-3: gathered weights, and whatever is only their bytes in another shape, are not saved."""
-    return primitive.name not in GATHERED | RESHAPES
+    if primitive.name == "custom_vjp_call":  # the fetch of a part's weights is one
+        return not any(eqn.primitive.name in GATHERS for eqn in params["call_jaxpr"].eqns)
+    return primitive.name not in GATHERS | RESHAPES

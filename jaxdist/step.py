@@ -60,7 +60,8 @@ class Program:
     """A run's functions, compiled on first use, and the layout they share.
 
     init(seed) -> State. step(state, batch) -> (State, metrics), donating the state; with `with_gradients`, also the
-    gradients the optimiser was given, before clipping, in the storage layout. evaluate(params, batch) -> mean loss.
+    gradients the optimiser was given, before clipping, in the storage layout. evaluate(params, batch) -> (summed
+    loss, number of targets).
     """
 
     config: RunConfig
@@ -135,7 +136,7 @@ def build_program(config: RunConfig, mesh: Mesh | AbstractMesh, *, with_gradient
         specs=specs,
         init=jax.jit(partial(initial_state, config, layout, optimizer), out_shardings=shardings(mesh, specs)),
         step=jax.jit(on_mesh(step, in_specs=(specs, batch_specs), out_specs=outputs), donate_argnums=0),
-        evaluate=jax.jit(on_mesh(evaluate, in_specs=(specs.params, batch_specs), out_specs=REPLICATED)),
+        evaluate=jax.jit(on_mesh(evaluate, in_specs=(specs.params, batch_specs), out_specs=(REPLICATED, REPLICATED))),
     )
 
 
@@ -158,7 +159,7 @@ def initial_state(config: RunConfig, layout: Layout, optimizer: optax.GradientTr
 def train_step(config, layout, optimizer, platform, with_gradients, state: State, batch: Batch):
     """The step on local shards: (State, Batch) -> (State, metrics[, gradients])."""
     # Gradients of the mean loss: a sum over tokens, divided once by the global token count.
-    num_tokens = count_targets(batch)
+    num_tokens = count_targets(batch).astype(config.precision.master_dtype)
     scale = state.scale.scale if state.scale is not None else 1
     grads, loss_sum = accumulate_gradients(config, layout, platform, state, batch, weight=scale / num_tokens)
     grads = reduce_gradients(grads, layout, config.precision.reduction_dtype)
@@ -186,7 +187,9 @@ def train_step(config, layout, optimizer, platform, with_gradients, state: State
         moments=moments,
         scale=None if state.scale is None else next_loss_scale(state.scale, finite, config.precision),
     )
-    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "finite": finite, "tokens": num_tokens}
+    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": num_tokens}
+    if state.scale is not None:
+        metrics["loss_scale"] = state.scale.scale
     return (new_state, metrics, grads) if with_gradients else (new_state, metrics)
 
 
@@ -294,18 +297,18 @@ def forward_loss(config, run: model.Forward, weights, batch: Batch, noise: model
     return model.loss(config.model, root, x_BTD, batch.targets, run)
 
 
-def evaluate_loss(config, layout, platform, params, batch: Batch) -> jax.Array:
-    """Mean loss of a batch in nats per token, without dropout; equal on every rank."""
+def evaluate_loss(config, layout, platform, params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Summed loss of a batch in nats, without dropout, and the number of targets; equal on every rank."""
     run, split = plan_forward(config, layout, platform, training=False)
     holders = gradient_holders(params, layout)
     total = forward_loss(config, run, split(holders, params), batch, model.Noise(0.0, None, batch.rows))
-    return comm.all_reduce(total, DATA_AXES) / count_targets(batch)
+    return comm.all_reduce(total, DATA_AXES), count_targets(batch)
 
 
 def count_targets(batch: Batch) -> jax.Array:
     """Targets that count, over the whole global batch; at least 1."""
     here = jnp.sum(batch.targets >= 0)
-    return jnp.maximum(comm.all_reduce(here, DATA_AXES), 1).astype(jnp.float32)
+    return jnp.maximum(comm.all_reduce(here, DATA_AXES), 1)
 
 
 def choose_attention(config: RunConfig, platform: str, training: bool) -> str:

@@ -67,7 +67,7 @@ def _require_owed(name: str, x, axes: tuple[str, ...]) -> None:
 
 
 def all_reduce(tree: Tree, axes: Axes) -> Tree:
-    """Sum over `axes`, one variadic collective for the whole tree.
+    """Sum over `axes`, one collective a leaf.
 
     Layout: x[...] {U_axes} -> x[...], equal along `axes`.
     Backward: cast to varying (free).
@@ -75,12 +75,11 @@ def all_reduce(tree: Tree, axes: Axes) -> Tree:
     Raises: ValueError where a leaf is already equal along one of the axes: a second sum would multiply it by n.
     """
     axes = live(axes)
-    leaves, treedef = jax.tree.flatten(tree)
-    if not axes or not leaves:
+    if not axes:
         return tree
-    for leaf in leaves:
+    for leaf in jax.tree.leaves(tree):
         _require_owed("all_reduce", leaf, axes)
-    return jax.tree.unflatten(treedef, lax.psum(tuple(leaves), axes))
+    return lax.psum(tree, axes)
 
 
 def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:

@@ -37,17 +37,26 @@ def group(
 def all_reduce_groups(
     arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axes_of: Callable[[Leaf], tuple[str, ...]], parallel
 ) -> list[jax.Array]:
-    """Sum each array over its axes, one variadic all-reduce a group: no copy of the gradients is made.
+    """Sum each array over its axes, one all-reduce a group.
+
+    A group of several is laid side by side first, so at most a bucket is copied at a time; a leaf larger than a bucket
+    is reduced where it is. (A variadic all-reduce would copy nothing, but under `check_vma` a psum takes one operand.)
 
     Layout: each x {U_axes} -> x, equal along its axes.
     Sends: 2 (n-1)/n of the arrays' bytes, in as many messages as there are groups.
-    Source: gradient bucketing of arXiv 2006.15704, section 3.2, without its bucket buffers.
+    Source: gradient bucketing of arXiv 2006.15704, section 3.2.
     """
     out = list(arrays)
-    itemsize = max((x.dtype.itemsize for x in arrays), default=1)
-    for members in group(leaves, parallel, itemsize, axes_of):
-        summed = comm.all_reduce([arrays[i] for i in members], axes_of(leaves[members[0]]))
-        for i, x in zip(members, summed, strict=True):
+    owing = [i for i, leaf in enumerate(leaves) if axes_of(leaf)]
+    itemsize = max((arrays[i].dtype.itemsize for i in owing), default=1)
+    for members in group([leaves[i] for i in owing], parallel, itemsize, lambda leaf: (axes_of(leaf), leaf.storage_axes)):
+        members = [owing[i] for i in members]
+        axes = axes_of(leaves[members[0]])
+        if len(members) == 1:
+            out[members[0]] = comm.all_reduce(arrays[members[0]], axes)
+            continue
+        flat = comm.all_reduce(jnp.concatenate([arrays[i].reshape(-1) for i in members]), axes)
+        for i, x in zip(members, _split(flat, [arrays[i].shape for i in members]), strict=True):
             out[i] = x
     return out
 

@@ -86,5 +86,5 @@ def vocab_parallel_cross_entropy(
     picked_BT = jnp.take_along_axis(logits_BTV, jnp.where(owned_BT, local_BT, 0)[..., None], axis=-1)[..., 0]
     target_BT = jnp.where(owned_BT, picked_BT, 0)
     total_BT = jnp.exp(logits_BTV - peak_BT[..., None]).sum(-1)
-    total_BT, target_BT = comm.all_reduce((total_BT, target_BT), AXIS)
+    total_BT, target_BT = comm.all_reduce(jnp.stack([total_BT, target_BT]), AXIS)
     return jnp.log(total_BT) + peak_BT - target_BT

@@ -1,0 +1,115 @@
+"""The named strategies every parity property runs over. Adding a strategy is adding a row.
+
+Each runs the `proof` preset (4 layers, width 64, 8 heads, vocabulary 250 padded to 256) on up to 8 simulated devices.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from jaxdist.config import PRESETS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.mesh import parse_mesh
+
+BATCH_SIZE = 48  # divides by every dp x accumulate below, 3 among them
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A mesh and what is done on it; `parallel` overrides ParallelConfig, `optimizer` OptimizerConfig."""
+
+    name: str
+    mesh: str
+    parallel: dict = field(default_factory=dict)
+    dropout: float = 0.0
+    dtype: str = "float32"
+    reduce_dtype: str | None = None
+    optimizer: dict = field(default_factory=dict)
+
+    def run_config(self, dtype: str | None = None, steps: int = 2, seed: int = 0) -> RunConfig:
+        return RunConfig(
+            model=dataclasses.replace(PRESETS["proof"], dropout=self.dropout),
+            parallel=ParallelConfig(mesh=parse_mesh(self.mesh), **self.parallel),
+            optimizer=OptimizerConfig(warmup_steps=0, **self.optimizer),
+            precision=PrecisionConfig(dtype=dtype or self.dtype, reduce_dtype=self.reduce_dtype),
+            batch_size=BATCH_SIZE,
+            steps=steps,
+            seed=seed,
+        )
+
+
+STRATEGIES = [
+    # One at a time.
+    Strategy("dp2", "dp=2"),
+    Strategy("dp8", "dp=8"),
+    Strategy("dp8-per-parameter", "dp=8", {"grad_sync": "per-parameter"}),
+    Strategy("dp8-flat", "dp=8", {"grad_sync": "flat"}),
+    Strategy("dp8-buckets", "dp=8", {"bucket_mb": 0.05}),
+    Strategy("dp4-accumulate", "dp=4", {"accumulate": 4}),
+    Strategy("replica2-dp4", "replica=2,dp=4"),
+    Strategy("tp2", "tp=2"),
+    Strategy("tp8", "tp=8"),
+    Strategy("tp4-sp", "tp=4", {"sp": True}),
+    Strategy("dp8-zero1", "dp=8", {"zero": 1}),
+    Strategy("dp8-zero2", "dp=8", {"zero": 2}),
+    Strategy("dp8-zero3", "dp=8", {"zero": 3}),
+    Strategy("remat-selective", "", {"remat": "selective"}),
+    Strategy("remat-block", "", {"remat": "block"}),
+    Strategy("remat-every-2", "", {"remat": "every-2"}),
+    Strategy("accumulate", "", {"accumulate": 6}),
+    # ZeRO in its variants: sizes that do not divide, hybrid sharding, grouping, accumulation, keeping weights.
+    Strategy("dp3-zero1-padded", "dp=3", {"zero": 1}),
+    Strategy("dp3-zero2-padded", "dp=3", {"zero": 2}),
+    Strategy("dp3-zero3-padded", "dp=3", {"zero": 3}),
+    Strategy("dp3-zero3-padded-per-parameter", "dp=3", {"zero": 3, "grad_sync": "per-parameter"}),
+    Strategy("replica2-dp4-zero1", "replica=2,dp=4", {"zero": 1}),
+    Strategy("replica2-dp4-zero2", "replica=2,dp=4", {"zero": 2}),
+    Strategy("replica2-dp4-zero3", "replica=2,dp=4", {"zero": 3}),
+    Strategy("dp8-zero1-flat", "dp=8", {"zero": 1, "grad_sync": "flat"}),
+    Strategy("dp8-zero1-per-parameter", "dp=8", {"zero": 1, "grad_sync": "per-parameter"}),
+    Strategy("dp8-zero2-flat", "dp=8", {"zero": 2, "grad_sync": "flat"}),
+    Strategy("dp8-zero3-per-parameter", "dp=8", {"zero": 3, "grad_sync": "per-parameter"}),
+    Strategy("dp4-zero1-accumulate", "dp=4", {"zero": 1, "accumulate": 3}),
+    Strategy("dp4-zero2-accumulate", "dp=4", {"zero": 2, "accumulate": 3}),
+    Strategy("dp4-zero3-accumulate", "dp=4", {"zero": 3, "accumulate": 3}),
+    Strategy("dp4-zero3-keep", "dp=4", {"zero": 3, "reshard_after_forward": False}),
+    Strategy("dp4-zero3-remat-block", "dp=4", {"zero": 3, "remat": "block"}),
+    Strategy("dp4-zero3-remat-every-2", "dp=4", {"zero": 3, "remat": "every-2"}),
+    # Pairs and triples on 8 devices.
+    Strategy("dp2-tp2", "dp=2,tp=2"),
+    Strategy("dp2-tp4", "dp=2,tp=4"),
+    Strategy("dp4-tp2-sp", "dp=4,tp=2", {"sp": True}),
+    Strategy("dp4-tp2-zero1", "dp=4,tp=2", {"zero": 1}),
+    Strategy("dp2-tp4-sp-zero1-flat", "dp=2,tp=4", {"sp": True, "zero": 1, "grad_sync": "flat"}),
+    Strategy("dp4-tp2-sp-zero2", "dp=4,tp=2", {"sp": True, "zero": 2}),
+    Strategy("dp4-tp2-zero3", "dp=4,tp=2", {"zero": 3}),
+    Strategy("dp4-tp2-sp-zero3", "dp=4,tp=2", {"sp": True, "zero": 3}),
+    Strategy("dp3-tp2-sp-zero3-padded", "dp=3,tp=2", {"sp": True, "zero": 3}),
+    Strategy("replica2-dp2-tp2-sp-zero2", "replica=2,dp=2,tp=2", {"sp": True, "zero": 2}),
+    Strategy("replica2-dp2-tp2-sp-zero3", "replica=2,dp=2,tp=2", {"sp": True, "zero": 3}),
+    Strategy(
+        "replica2-dp2-tp2-sp-zero3-accumulate-remat",
+        "replica=2,dp=2,tp=2",
+        {"sp": True, "zero": 3, "accumulate": 2, "remat": "selective"},
+    ),
+    # Dropout: the mask belongs to the token, not to the device.
+    Strategy("dp2-tp2-dropout", "dp=2,tp=2", dropout=0.2),
+    Strategy("dp2-tp4-sp-zero1-dropout", "dp=2,tp=4", {"sp": True, "zero": 1}, dropout=0.2),
+    Strategy("dp4-tp2-zero3-dropout-remat", "dp=4,tp=2", {"zero": 3, "remat": "block"}, dropout=0.2),
+    Strategy("dp2-tp2-dropout-accumulate", "dp=2,tp=2", {"accumulate": 4}, dropout=0.2),
+    # Other update rules.
+    Strategy("dp2-tp2-zero1-sgd", "dp=2,tp=2", {"zero": 1}, optimizer={"name": "sgd"}),
+    Strategy("dp2-tp2-zero3-lion", "dp=2,tp=2", {"zero": 3}, optimizer={"name": "lion"}),
+    Strategy("dp4-adafactor", "dp=4", optimizer={"name": "adafactor"}),
+    Strategy("dp2-tp2-zero2-clipped", "dp=2,tp=2", {"zero": 2}, optimizer={"clip_norm": 0.1}),
+    # 16 bits, with tolerances of their own.
+    Strategy("dp2-tp2-zero1-bf16", "dp=2,tp=2", {"zero": 1}, dtype="bfloat16"),
+    Strategy("dp4-tp2-sp-zero3-bf16", "dp=4,tp=2", {"sp": True, "zero": 3}, dtype="bfloat16"),
+    Strategy("dp4-zero2-bf16-reduced", "dp=4", {"zero": 2}, dtype="bfloat16", reduce_dtype="bfloat16"),
+    Strategy("dp2-tp2-fp16", "dp=2,tp=2", dtype="float16"),
+    Strategy("dp4-tp2-zero2-fp16", "dp=4,tp=2", {"zero": 2}, dtype="float16"),
+    # 64 bits: rounding shrinks by nine orders of magnitude, a wrong reduction does not.
+    Strategy("dp2-tp2-fp64", "dp=2,tp=2", dtype="float64"),
+    Strategy("replica2-dp2-tp2-sp-zero3-fp64", "replica=2,dp=2,tp=2", {"sp": True, "zero": 3}, dtype="float64"),
+    Strategy("dp3-tp2-zero1-dropout-fp64", "dp=3,tp=2", {"zero": 1}, dropout=0.2, dtype="float64"),
+]
+
+BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}

@@ -1,0 +1,183 @@
+"""Train a GPT on any data x tensor mesh.
+
+python -m experiments.train --mesh dp=2,tp=2
+"""
+
+import time
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from experiments.cli import CommonFlags, run_program
+from jaxdist.config import require_positive
+from jaxdist.data import Batches, Corpus, held_out_batches, load_corpus, unigram_entropy
+from jaxdist.layout import local_bytes
+from jaxdist.mesh import make_mesh
+from jaxdist.metrics import RunFiles
+from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.step import Program, State, build_program
+
+
+@dataclass(frozen=True)
+class TrainFlags(CommonFlags):
+    """Train a GPT on real text, on one device or any mesh of data and tensor axes."""
+
+    data: str | None = None
+    """A text file, a folder, or a .npy / .bin token file. Default: the source of Python's standard library."""
+    out: str | None = None
+    """Folder for config.json, metrics.jsonl and summary.json."""
+    eval_every: int = 50
+    """Steps between held-out evaluations."""
+    eval_batches: int = 4
+
+
+def main(flags: TrainFlags, console: Console) -> None:
+    # ---- check everything, before anything is traced ----
+    config = flags.run_config()
+    require_positive("eval_every", flags.eval_every)
+    require_positive("eval_batches", flags.eval_batches)
+    corpus = load_corpus(flags.data, config.model.vocab_size)
+    batches = Batches(corpus.train, config.batch_size, config.model.seq_len, config.seed)
+    held_out = held_out_batches(corpus.held_out, config.batch_size, config.model.seq_len, flags.eval_batches)
+    devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
+    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
+
+    with RunFiles(flags.out, config, {"data": corpus.source, "devices": devices.description}) as files:
+        # ---- say what will run ----
+        entropy = unigram_entropy(corpus.train)
+        print_resolved(console, program, devices, corpus, entropy)
+
+        # ---- compile, initialise ----
+        start = time.perf_counter()
+        step = program.compile_step()
+        state = program.init(config.seed)
+        console.print(f"compiled and initialised in {time.perf_counter() - start:.1f} s\n")
+
+        # ---- train ----
+        state, losses = train(flags, program, step, state, batches, held_out, files, console)
+
+        # ---- report ----
+        first, last = losses[0], losses[-1]
+        console.print(
+            f"\n[bold]done[/]: {config.steps} steps, held-out loss {last:.4f} nats/token "
+            f"(started at {first:.4f}; unigram entropy of the corpus {entropy:.4f})"
+        )
+        files.write_summary(
+            {"steps": config.steps, "held_out_loss": last, "first_held_out_loss": first, "unigram_entropy": entropy}
+        )
+
+
+def train(flags, program: Program, step, state: State, batches, held_out, files: RunFiles, console: Console):
+    """Run every step; returns the final state and the held-out losses."""
+    config = program.config
+    losses = [evaluate(program, state, held_out)]
+    console.print(f"step {0:>5}  held-out loss {losses[0]:.4f}")
+    live = console.is_terminal
+    every = max(1, config.steps // 20)
+    with _progress(console, disable=not live) as progress:
+        task = progress.add_task("train", total=config.steps, line="")
+        for index in range(config.steps):
+            start = time.perf_counter()
+            state, metrics = step(state, program.put(batches[index]))
+            metrics = jax.device_get(metrics)  # waits for the step
+            record = step_record(index + 1, metrics, time.perf_counter() - start)
+            files.write_step(record)
+            line = describe(record)
+            progress.update(task, advance=1, line=line)
+            if not live and (index + 1) % every == 0:
+                console.print(f"step {index + 1:>5}  {line}")
+            if not np.isfinite(record["loss"]) and state.scale is None:
+                raise FloatingPointError(
+                    f"step {index + 1}: loss {record['loss']}, gradient norm {record['grad_norm']}. "
+                    "Nothing recovers from this; try a lower --lr or --dtype float32."
+                )
+            if (index + 1) % flags.eval_every == 0 or index + 1 == config.steps:
+                losses.append(evaluate(program, state, held_out))
+                console.print(f"step {index + 1:>5}  held-out loss {losses[-1]:.4f}")
+    return state, losses
+
+
+def evaluate(program: Program, state: State, held_out: list[dict]) -> float:
+    """Mean held-out loss, nats per token."""
+    sums = [program.evaluate(state.params, program.put(batch)) for batch in held_out]
+    return float(sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums))
+
+
+def step_record(step: int, metrics: dict, seconds: float) -> dict:
+    """One line of metrics.jsonl. `tokens` counts this step's targets."""
+    tokens = int(metrics["tokens"])
+    record = {
+        "step": step,
+        "loss": float(metrics["loss"]),
+        "grad_norm": float(metrics["grad_norm"]),
+        "lr": float(metrics["lr"]),
+        "tokens": tokens,
+        "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+    }
+    return record if "loss_scale" not in metrics else {**record, "loss_scale": float(metrics["loss_scale"])}
+
+
+def describe(record: dict) -> str:
+    return (
+        f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "
+        f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}"
+    )
+
+
+def _progress(console: Console, disable: bool) -> Progress:
+    columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[line]}"), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=disable)
+
+
+def print_resolved(console: Console, program: Program, devices: Devices, corpus: Corpus, entropy: float) -> None:
+    """The mesh, the layout of every parameter, the bytes of a device and whether it is simulated."""
+    config, parallel = program.config, program.config.parallel
+    model, state = config.model, program.abstract_state()
+    leaves = jax.tree.leaves(program.layout.leaves)
+    num_parameters = sum(int(np.prod(leaf.shape)) for leaf in leaves)
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("[bold]mesh[/]", f"{parallel.mesh}")
+    facts.add_row("[bold]devices[/]", devices.description)
+    facts.add_row(
+        "[bold]model[/]",
+        f"{num_parameters:,} parameters: {model.num_layers} layers, width {model.width}, {model.num_heads} heads, "
+        f"FFN {model.ffn_width}, context {model.seq_len}, vocabulary {model.vocab_size} "
+        f"(padded to {model.padded_vocab_size})",
+    )
+    facts.add_row(
+        "[bold]strategy[/]",
+        f"ZeRO {parallel.zero}, sequence parallel {'on' if parallel.sp else 'off'}, gradients {parallel.grad_sync}, "
+        f"{parallel.accumulate} micro-batch{'es' * (parallel.accumulate > 1)}, remat {parallel.remat}",
+    )
+    facts.add_row("[bold]precision[/]", f"{config.precision.dtype}, reductions in {config.precision.reduction_dtype}")
+    facts.add_row("[bold]data[/]", f"{corpus.source}: {len(corpus.train):,} + {len(corpus.held_out):,} held-out tokens")
+    facts.add_row("", f"unigram entropy {entropy:.3f} nats/token (a model that ignores context gets no lower)")
+    master = 0 if state.master is None else local_bytes(state.master)
+    facts.add_row(
+        "[bold]state[/]",
+        f"{_mib(local_bytes(state))} a device: parameters {_mib(local_bytes(state.params))}, masters {_mib(master)}, "
+        f"moments {_mib(local_bytes(state.moments))}",
+    )
+    console.print(facts)
+
+    table = Table("parameter", "global", "computed with", "stored as", box=None, header_style="bold", pad_edge=False)
+    for leaf in leaves:
+        stored = leaf.storage_spec if leaf.zero_dim is not None else leaf.compute_spec
+        table.add_row(leaf.name, str(leaf.shape), str(tuple(leaf.compute_spec)), str(tuple(stored)))
+    console.print(table)
+    for note in config.warnings():
+        console.print(f"[yellow]note:[/] {note}")
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.2f} MiB"
+
+
+if __name__ == "__main__":
+    run_program(TrainFlags, main, "experiments.train")

@@ -1,0 +1,174 @@
+"""Prove that a sharded run is the same computation as the one-device run: every leaf by name.
+
+python -m experiments.verify --mesh dp=2,tp=2 --zero 2 --sp
+python -m experiments.verify --all
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from experiments.cli import CommonFlags, run_program
+from experiments.strategies import STRATEGIES
+from jaxdist.config import Preset, RunConfig, to_dict
+from jaxdist.errors import ConfigError
+from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.verify import Difference, Observed, compare, observe, one_device, random_batches, worst
+
+
+@dataclass(frozen=True)
+class VerifyFlags(CommonFlags):
+    """Run the same batches on the mesh and on one device; compare losses, gradients, parameters and moments."""
+
+    preset: Preset = "proof"
+    """Model shape: a small one by default, since every size goes through the same code."""
+    batch_size: int = 48
+    steps: int = 3
+    warmup_steps: int = 0
+    all: bool = False
+    """Run the whole table of named strategies instead of the one the flags describe."""
+    only: str = ""
+    """With --all: the strategies whose name contains this text."""
+    json: str | None = None
+    """Also write what was found to this file."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One strategy's comparison with its reference."""
+
+    name: str
+    config: RunConfig
+    run: Observed
+    differences: list[Difference]
+
+    @property
+    def ok(self) -> bool:
+        return all(difference.ok for difference in self.differences)
+
+
+def main(flags: VerifyFlags, console: Console) -> int:
+    # ---- check, before anything is traced ----
+    if flags.all:
+        chosen = [(strategy.name, strategy.run_config(steps=flags.steps, seed=flags.seed)) for strategy in STRATEGIES]
+        chosen = [(name, config) for name, config in chosen if flags.only in name]
+        if not chosen:
+            raise ConfigError(f"--only {flags.only}", "no strategy has that in its name", "Try --only zero3")
+    else:
+        config = flags.run_config()
+        chosen = [(str(config.parallel.mesh), config)]
+    if flags.json:
+        _require_writable(flags.json)
+    count = max(config.parallel.mesh.num_devices for _, config in chosen)
+    devices = acquire_devices(count, flags.device)
+    console.print(f"devices: {devices.description}")
+
+    # ---- run and compare ----
+    verify = Verifier(devices, flags.steps)
+    table = summary_table()
+    verdicts = []
+    for name, config in chosen:
+        with console.status(f"{name} ({len(verdicts) + 1} of {len(chosen)})"):
+            verdicts.append(verify(name, config))
+        add_row(table, verdicts[-1])
+        if not console.is_terminal:
+            console.print(f"{'pass' if verdicts[-1].ok else 'FAIL'}  {name}")
+
+    # ---- report ----
+    if not flags.all:
+        print_leaves(console, verdicts[0])
+    console.print(table)
+    for verdict in verdicts:
+        for difference in verdict.differences:
+            if not difference.ok:
+                console.print(f"[red]{verdict.name}[/]: {describe(difference)}")
+    num_passed = sum(verdict.ok for verdict in verdicts)
+    console.print(f"{num_passed} of {len(verdicts)} strategies compute what one device computes")
+    if flags.json:
+        Path(flags.json).write_text(json.dumps([to_json(v) for v in verdicts], indent=1) + "\n", encoding="utf-8")
+    return 0 if num_passed == len(verdicts) else 1
+
+
+class Verifier:
+    """Compares runs with their one-device reference, running each reference once."""
+
+    def __init__(self, devices: Devices, steps: int):
+        self.devices, self.steps = devices.devices, steps
+        self.references: dict[RunConfig, Observed] = {}
+
+    def __call__(self, name: str, config: RunConfig) -> Verdict:
+        with jax.enable_x64(config.precision.dtype == "float64"):
+            batches = random_batches(config, self.steps, config.seed + 1)
+            reference = one_device(config)
+            if reference not in self.references:
+                self.references[reference] = observe(reference, self.devices, batches)
+            run = observe(config, self.devices, batches)
+        return Verdict(name, config, run, compare(config, run, self.references[reference]))
+
+
+def summary_table() -> Table:
+    columns = ("strategy", "mesh", "loss", "worst leaf", "error", "allowed", "state / device", "sent / step", "verdict")
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for column, side in zip(table.columns, "llrlrrrrl", strict=True):
+        column.justify = {"l": "left", "r": "right"}[side]
+    return table
+
+
+def add_row(table: Table, verdict: Verdict) -> None:
+    gradient = worst(verdict.differences, "gradient")
+    table.add_row(
+        verdict.name,
+        str(verdict.config.parallel.mesh),
+        f"{verdict.run.losses[0]:.6f}",
+        gradient.name,
+        f"{gradient.error:.1e}",
+        f"{gradient.tolerance:.0e}",
+        f"{verdict.run.state_bytes / 1024:,.0f} KiB",
+        f"{verdict.run.sent_bytes / 1024:,.0f} KiB",
+        "[green]equal[/]" if verdict.ok else f"[bold red]DIFFERS[/] ({worst(verdict.differences).kind})",
+    )
+
+
+def print_leaves(console: Console, verdict: Verdict) -> None:
+    """Every compared value, one row each."""
+    columns = ("what", "leaf", "error", "allowed", "norm on the mesh", "norm on one device", "")
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for d in verdict.differences:
+        mark = "[green]ok[/]" if d.ok else "[bold red]FAIL[/]"
+        row = (f"{d.error:.1e}", f"{d.tolerance:.0e}", f"{d.norm:.8g}", f"{d.reference_norm:.8g}", mark)
+        table.add_row(d.kind, d.name, *row)
+    console.print(table)
+
+
+def describe(difference: Difference) -> str:
+    return (
+        f"{difference.kind} {difference.name}: error {difference.error:.2e}, allowed {difference.tolerance:.0e}; "
+        f"norm {difference.norm:.8g}, on one device {difference.reference_norm:.8g}"
+    )
+
+
+def to_json(verdict: Verdict) -> dict:
+    return {
+        "strategy": verdict.name,
+        "config": to_dict(verdict.config),
+        "ok": verdict.ok,
+        "losses": verdict.run.losses,
+        "state_bytes_per_device": verdict.run.state_bytes,
+        "sent_bytes_per_step": verdict.run.sent_bytes,
+        "differences": [dataclasses.asdict(d) for d in verdict.differences],
+    }
+
+
+def _require_writable(path: str) -> None:
+    parent = Path(path).absolute().parent
+    if not parent.is_dir() or Path(path).is_dir():
+        raise ConfigError(f"--json {path}", "it names no file in an existing folder", "Name a file to write")
+
+
+if __name__ == "__main__":
+    run_program(VerifyFlags, main, "experiments.verify")

@@ -1,0 +1,50 @@
+"""What a run leaves on disk: its configuration, one JSON object a step, and a summary once it is complete."""
+
+import json
+from pathlib import Path
+from typing import Self
+
+from jaxdist.config import RunConfig, to_dict
+from jaxdist.errors import ConfigError
+
+
+class RunFiles:
+    """`config.json` and `metrics.jsonl` in a folder, written as the run goes; `summary.json` only at its end.
+
+    A folder without `summary.json` is a run that did not finish. With `out` None nothing is written.
+
+    Raises: ConfigError where the folder cannot be written or holds a run already.
+    """
+
+    def __init__(self, out: str | None, config: RunConfig, extra: dict):
+        self.folder = None if out is None else Path(out)
+        self._metrics = None
+        if self.folder is None:
+            return
+        if (self.folder / "metrics.jsonl").exists():
+            raise ConfigError(f"--out {out}", "the folder holds a run already", "Choose another folder")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({**to_dict(config), **extra}, indent=2)
+            (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")
+            self._metrics = (self.folder / "metrics.jsonl").open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--out {out}", f"it cannot be written ({error.strerror})", "Name a folder that you may write"
+            ) from error
+
+    def write_step(self, record: dict) -> None:
+        if self._metrics:
+            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.flush()
+
+    def write_summary(self, summary: dict) -> None:
+        if self.folder:
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._metrics:
+            self._metrics.close()

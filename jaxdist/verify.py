@@ -1,0 +1,205 @@
+"""Is the sharded run the same computation as the one-device one? Every leaf by name, with a verdict.
+
+Both runs start from bit-equal parameters and see the same global batches; the sharded one runs the very step that
+trains, with its gradients as an extra output.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.layout import local_bytes
+from jaxdist.mesh import make_mesh
+from jaxdist.plan.trace import collectives_of, total_sent
+from jaxdist.step import build_program
+
+# Relative errors that rounding alone explains. fp32 and fp64 hold for any order of summation; in 16 bits every
+# activation is rounded after every partial sum, so two meshes differ by a few units of the last place (bf16: 2^-8).
+GRADIENT_TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-2, "float16": 1e-2}
+LOSS_TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 1e-3, "float16": 2e-4}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The error of one leaf (and layer): relative, and relative to its tolerance's meaning as `kind` says."""
+
+    kind: str
+    name: str
+    error: float
+    tolerance: float
+    norm: float
+    reference_norm: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one run computed: losses and gradient norms by step, first-step gradients, final parameters and moments."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, np.ndarray]
+    parameters: dict[str, np.ndarray]
+    moments: dict[str, np.ndarray]
+    state_bytes: int
+    sent_bytes: int
+
+
+def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dict[str, np.ndarray]]:
+    """Random tokens; some targets are ignored, unevenly over the rows, so that a mean of means shows."""
+    rng = np.random.default_rng(seed)
+    rows, length = config.batch_size, config.model.seq_len
+    batches = []
+    for _ in range(num_steps):
+        tokens = rng.integers(0, config.model.vocab_size, (rows, length + 1)).astype(np.int32)
+        targets = tokens[:, 1:].copy()
+        for row in range(rows):
+            targets[row, length - (row * length) // (2 * rows) :] = -1
+        batches.append({"inputs": tokens[:, :-1], "targets": targets, "rows": np.arange(rows, dtype=np.int32)})
+    return batches
+
+
+def observe(config: RunConfig, devices: list[jax.Device], batches: list[dict[str, np.ndarray]]) -> Observed:
+    """Run `batches` as training steps and bring everything back at logical shape."""
+    mesh = make_mesh(config.parallel.mesh, devices[: config.parallel.mesh.num_devices])
+    program = build_program(config, mesh, with_gradients=True)
+    abstract = (program.abstract_state(), program.abstract_batch())
+    traced = program.step.trace(*abstract)
+    step = traced.lower().compile()
+    state, losses, norms, gradients = program.init(config.seed), [], [], None
+    for batch in batches:
+        state, metrics, grads = step(state, program.put(batch))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+        gradients = _by_name(program.layout.to_logical(grads)) if gradients is None else gradients
+    stored = state.master if state.master is not None else state.params
+    if state.master is not None or program.layout.params_stored:
+        stored = program.layout.to_logical(stored)
+    return Observed(
+        losses=losses,
+        norms=norms,
+        gradients=gradients,
+        parameters=_by_name(stored),
+        moments=_moments(state.moments, program),
+        state_bytes=local_bytes(abstract[0]),
+        sent_bytes=total_sent(collectives_of(traced.jaxpr, config.parallel.mesh), config.parallel.mesh),
+    )
+
+
+def one_device(config: RunConfig) -> RunConfig:
+    """The reference of a run: the same computation with no mesh and no strategy."""
+    return dataclasses.replace(config, parallel=ParallelConfig(attention=config.parallel.attention))
+
+
+def compare(config: RunConfig, run: Observed, reference: Observed) -> list[Difference]:
+    """Every loss, gradient norm, gradient, parameter and moment, layer by layer."""
+    dtype = config.precision.dtype
+    loss_tolerance, tolerance = LOSS_TOLERANCE[dtype], GRADIENT_TOLERANCE[dtype]
+    differences = []
+    for step, (ours, theirs) in enumerate(zip(run.losses, reference.losses, strict=True), 1):
+        differences.append(_scalar("loss", f"step {step}", ours, theirs, loss_tolerance))
+    differences.append(_scalar("gradient norm", "step 1", run.norms[0], reference.norms[0], tolerance))
+    for name, ours in run.gradients.items():
+        differences.append(_array("gradient", name, ours, reference.gradients[name], tolerance))
+    differences += compare_parameters(config, run, reference)
+    # A second moment is a gradient squared: twice the relative error; and later steps see parameters that differ.
+    for name, ours in run.moments.items():
+        differences.append(_array("moment", name, ours, reference.moments[name], 10 * tolerance))
+    return differences
+
+
+def compare_parameters(config: RunConfig, run: Observed, reference: Observed) -> list[Difference]:
+    """Parameters after the steps, with the error that an update rule may make of an allowed gradient error.
+
+    AdamW and Lion divide an element's gradient by its own size. Where a gradient is rounding noise (a key bias shifts
+    every score of a query alike, so its true gradient is 0), the update is noise of size lr too, and no tolerance on
+    the parameter itself would mean anything. So an element's difference, in units of the largest total update, is
+    weighted by the size of its gradient relative to the largest of its leaf: the error is traced back to the gradient
+    that caused it and held to a gradient's tolerance, times 10 for the steps after the first.
+    """
+    tolerance = 10 * GRADIENT_TOLERANCE[config.precision.dtype]
+    normalised = config.optimizer.name in ("adamw", "lion", "adafactor")
+    eps = float(np.finfo(config.precision.master_dtype).eps)
+    differences = []
+    for name, ours in run.parameters.items():
+        theirs, gradient = reference.parameters[name], np.abs(reference.gradients[name])
+        rounding = 4 * eps * len(reference.losses) * np.abs(theirs)
+        gap = np.maximum(np.abs(ours - theirs) - rounding, 0)
+        peak = gradient.max() or 1.0
+        step_size = config.optimizer.lr * len(reference.losses)
+        if normalised:
+            error = float((gap / step_size * gradient / peak).max())
+        else:
+            error = float((gap / step_size).max() / peak)
+        differences.append(
+            Difference("parameter", name, error, tolerance, float(np.linalg.norm(ours)), float(np.linalg.norm(theirs)))
+        )
+    return differences
+
+
+def worst(differences: list[Difference], kind: str | None = None) -> Difference:
+    """The difference closest to (or furthest beyond) its tolerance."""
+
+    def severity(difference: Difference) -> float:
+        return math.inf if math.isnan(difference.error) else difference.error / difference.tolerance
+
+    return max((d for d in differences if kind in (None, d.kind)), key=severity)
+
+
+def _scalar(kind, name, ours, theirs, tolerance) -> Difference:
+    error = abs(ours - theirs) / max(abs(theirs), 1e-30)
+    return Difference(kind, name, error, tolerance, abs(ours), abs(theirs))
+
+
+def _array(kind, name, ours, theirs, tolerance) -> Difference:
+    """Relative error in the L2 norm; and in the largest element, whichever is worse."""
+    norm, reference_norm = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
+    gap = ours - theirs
+    if not theirs.any():
+        error = 0.0 if not gap.any() else math.inf
+    else:
+        error = max(float(np.linalg.norm(gap)) / reference_norm, float(np.abs(gap).max() / np.abs(theirs).max()))
+    return Difference(kind, name, error, tolerance, norm, reference_norm)
+
+
+def _by_name(tree: dict) -> dict[str, np.ndarray]:
+    """Logical arrays as float64 NumPy, one entry a leaf and layer."""
+    named = {}
+    for path, x in jax.tree.leaves_with_path(tree):
+        name = ".".join(str(getattr(entry, "key", entry)) for entry in path)
+        array = np.asarray(x).astype(np.float64)
+        if name.startswith("blocks."):
+            named.update({f"{name}[{layer}]": part for layer, part in enumerate(array)})
+        else:
+            named[name] = array
+    return named
+
+
+def _moments(moments, program) -> dict[str, np.ndarray]:
+    """Every parameter-shaped tree in the optimiser state, by its path."""
+    structure = jax.tree.structure(program.layout.leaves)
+    found = {}
+
+    def visit(path, node):
+        if jax.tree.structure(node) == structure:
+            shapes = [leaf.storage_shape for leaf in jax.tree.leaves(program.layout.leaves)]
+            if [x.shape for x in jax.tree.leaves(node)] == shapes:
+                for name, x in _by_name(program.layout.to_logical(node)).items():
+                    found[f"{path}.{name}"] = x
+                return
+        if hasattr(node, "_fields"):
+            for field in node._fields:
+                visit(field if path == "" else path + "." + field, getattr(node, field))
+        elif isinstance(node, tuple):
+            for child in node:
+                visit(path, child)
+
+    visit("", moments)
+    return found
