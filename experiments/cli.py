@@ -128,11 +128,9 @@ def run_program(flags_type: type[Flags], main: Callable[[Flags, Console], int | 
     """Parse the command line and run `main`; a ConfigError becomes one message on stderr and exit code 2."""
     flags = tyro.cli(flags_type, prog=f"python -m {prog}")
     try:
-        sys.exit(main(flags, Console(highlight=False)))
+        sys.exit(main(flags, Console(highlight=False, width=None if sys.stdout.isatty() else 160)))
     except ConfigError as error:
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-
-

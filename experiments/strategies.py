@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from jaxdist.config import PRESETS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
 
+PROOF_LR = 1e-4  # small: AdamW makes steps of size lr out of rounding noise where a true gradient is 0
 BATCH_SIZE = 48  # divides by every dp x accumulate below, 3 among them
 
 
@@ -28,7 +29,7 @@ class Strategy:
         return RunConfig(
             model=dataclasses.replace(PRESETS["proof"], dropout=self.dropout),
             parallel=ParallelConfig(mesh=parse_mesh(self.mesh), **self.parallel),
-            optimizer=OptimizerConfig(warmup_steps=0, **self.optimizer),
+            optimizer=OptimizerConfig(lr=PROOF_LR, warmup_steps=0, **self.optimizer),
             precision=PrecisionConfig(dtype=dtype or self.dtype, reduce_dtype=self.reduce_dtype),
             batch_size=BATCH_SIZE,
             steps=steps,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.cli import CommonFlags, run_program
-from experiments.strategies import STRATEGIES
+from experiments.strategies import PROOF_LR, STRATEGIES
 from jaxdist.config import Preset, RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import Devices, acquire_devices
@@ -30,6 +30,7 @@ class VerifyFlags(CommonFlags):
     batch_size: int = 48
     steps: int = 3
     warmup_steps: int = 0
+    lr: float = PROOF_LR
     all: bool = False
     """Run the whole table of named strategies instead of the one the flags describe."""
     only: str = ""

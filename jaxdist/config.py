@@ -206,7 +206,9 @@ class RunConfig:
             if sized % tp:
                 common = divisors(math.gcd(model.num_heads, model.ffn_width))
                 raise ConfigError(
-                    f"{name}={sized} cannot be split over tp={tp}", f"each tp rank holds {name}/tp", f"Use tp in {common}"
+                    f"{name}={sized} cannot be split over tp={tp}",
+                    f"each tp rank holds {name}/tp",
+                    f"Use tp in {common}",
                 )
         if self.parallel.sp and model.seq_len % tp:
             raise ConfigError(

@@ -228,9 +228,7 @@ def live_spec(dims: Iterable, mesh: MeshShape) -> PartitionSpec:
 
 def shardings(mesh: jax.sharding.Mesh, specs):
     """Specs -> NamedShardings, through any pytree."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def local_bytes(tree) -> int:

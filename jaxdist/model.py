@@ -55,7 +55,7 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float = INIT_STD) -> jax
 class Forward:
     """How a forward pass runs: everything static that the model needs to know.
 
-    regather: ZeRO-3 gathers weights again in backward, so remat must not save them.
+    refetch: ZeRO-2 and 3 fetch weights again in backward, so they must not be saved.
     fetch_block, fetch_embed, fetch_head: where ZeRO-2 and 3 stand between a part and its parameters.
     """
 
@@ -63,7 +63,7 @@ class Forward:
     attention: str = "xla"
     remat: str = "none"
     remat_every: int = 0
-    regather: bool = False
+    refetch: bool = False
     fetch_block: Fetch = fetch_whole
     fetch_embed: Fetch = fetch_whole
     fetch_head: Fetch = fetch_whole
@@ -242,10 +242,12 @@ def stage(config: ModelConfig, blocks: Weights, x_BTD: jax.Array, run: Forward, 
         block = nnx.merge(graph, run.fetch_block(weights))
         return block(x_BTD, run, noise.at(index)), None
 
-    if run.regather:
-        body = jax.checkpoint(body, policy=keep_all_but_gathered, prevent_cse=False)
+    if run.remat_every == 1:
+        body = jax.checkpoint(body, prevent_cse=False)
+    elif run.refetch:
+        body = jax.checkpoint(body, policy=keep_all_but_weights, prevent_cse=False)
     layers = (blocks, jnp.arange(jax.tree.leaves(blocks)[0].shape[0]))
-    if not run.remat_every:
+    if run.remat_every <= 1:
         return lax.scan(body, x_BTD, layers)[0]
     groups = jax.tree.map(lambda x: x.reshape(-1, run.remat_every, *x.shape[1:]), layers)
     recomputed = jax.checkpoint(lambda x_BTD, group: lax.scan(body, x_BTD, group), prevent_cse=False)
@@ -261,17 +263,23 @@ def loss(config: ModelConfig, root: dict, x_BTD: jax.Array, targets_BT: jax.Arra
         x_BTD = nnx.merge(graph, weights["ln_final"])(x_BTD)
         return vocab_parallel_cross_entropy(x_BTD, weights["tokens"], targets_BT, config.vocab_size, run.sp)
 
-    if run.regather:
-        head = jax.checkpoint(head, policy=keep_all_but_gathered, prevent_cse=False)
+    if run.refetch:
+        head = jax.checkpoint(head, policy=keep_all_but_weights, prevent_cse=False)
     return jnp.where(targets_BT >= 0, head(root, x_BTD), 0).sum()
 
 
-GATHERS = {"all_gather", "all_gather_invariant"}
-RESHAPES = {"reshape", "transpose", "slice", "squeeze", "concatenate", "convert_element_type", "pvary", "copy"}
+MOVES = {"all_gather", "all_gather_invariant", "reshape", "transpose", "slice", "squeeze", "concatenate", "pvary"}
+MOVES |= {"convert_element_type", "copy", "broadcast_in_dim"}
 
 
-def keep_all_but_gathered(primitive, *_, **params) -> bool:
-    """Remat policy of ZeRO-3: gathered weights, and whatever is only their bytes in another shape, are not saved."""
-    if primitive.name == "custom_vjp_call":  # the fetch of a part's weights is one
-        return not any(eqn.primitive.name in GATHERS for eqn in params["call_jaxpr"].eqns)
-    return primitive.name not in GATHERS | RESHAPES
+def keep_all_but_weights(primitive, *_, **params) -> bool:
+    """Remat policy of ZeRO-2 and 3: fetched weights, and their bytes in another shape, are fetched again, not saved."""
+    return not _only_moves(primitive.name, params)
+
+
+def _only_moves(name: str, params: dict) -> bool:
+    """Whether an operation moves bytes without computing: a fetch is a custom_vjp_call of nothing but such."""
+    if name in ("custom_vjp_call", "jit", "pjit"):
+        inner = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+        return all(_only_moves(eqn.primitive.name, eqn.params) for eqn in inner.eqns)
+    return name in MOVES

@@ -178,7 +178,9 @@ def train_step(config, layout, optimizer, platform, with_gradients, state: State
     updates, moments = optimizer.update(clipped, state.moments, owned)
     updated = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), owned, updates)
     if state.scale is not None:
-        updated, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (updated, moments), (owned, state.moments))
+        updated, moments = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (updated, moments), (owned, state.moments)
+        )
     params = jax.tree.map(lambda p: p.astype(config.precision.dtype), updated)
     new_state = State(
         step=state.step + 1,
@@ -230,7 +232,7 @@ def accumulate_gradients(config, layout, platform, state, batch, weight) -> tupl
 
 
 def gradient_holders(params: dict, layout: Layout) -> dict:
-    """What backward differentiates: the parameters, or for ZeRO-2 empty shards whose only use is to receive gradients."""
+    """What backward differentiates: the parameters, or for ZeRO-2 empty shards that only receive gradients."""
     if not layout.grads_scattered or layout.params_stored:
         return params
     return jax.tree.map(
@@ -269,7 +271,7 @@ def plan_forward(config: RunConfig, layout: Layout, platform: str, training: boo
             for names in (model.EMBED_PARTS, model.HEAD_PARTS)
         )
         run = model.Forward(
-            **common, regather=True, fetch_block=fetch_block, fetch_embed=fetch_embed, fetch_head=fetch_head
+            **common, refetch=True, fetch_block=fetch_block, fetch_embed=fetch_embed, fetch_head=fetch_head
         )
         return run, lambda params, _: split_root(params)
 
@@ -281,7 +283,7 @@ def plan_forward(config: RunConfig, layout: Layout, platform: str, training: boo
             return fetch_of(root)(root_shards), block_shards
         return fetch_of(root)((root_shards, root_whole)), (block_shards, block_whole)
 
-    return model.Forward(**common, fetch_block=fetch_block), split
+    return model.Forward(**common, refetch=not layout.params_stored, fetch_block=fetch_block), split
 
 
 def split_root(tree: dict) -> tuple[dict, dict]:

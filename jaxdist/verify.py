@@ -17,9 +17,11 @@ from jaxdist.mesh import make_mesh
 from jaxdist.plan.trace import collectives_of, total_sent
 from jaxdist.step import build_program
 
-# Relative errors that rounding alone explains. fp32 and fp64 hold for any order of summation; in 16 bits every
-# activation is rounded after every partial sum, so two meshes differ by a few units of the last place (bf16: 2^-8).
-GRADIENT_TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-2, "float16": 1e-2}
+# Relative errors that rounding alone explains. fp32 and fp64 hold for any order of summation, and for the largest
+# element as well as for the L2 norm. In 16 bits every activation is rounded after every partial sum, so two meshes
+# differ: ten units of the last place are allowed (eps is 2^-7 in bf16, 2^-10 in fp16), and single elements, which
+# the sum of many tokens may leave near 0, by more: there the norm alone is held to the tolerance.
+GRADIENT_TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 8e-2, "float16": 1e-2}
 LOSS_TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 1e-3, "float16": 2e-4}
 
 
@@ -72,8 +74,11 @@ def observe(config: RunConfig, devices: list[jax.Device], batches: list[dict[str
     program = build_program(config, mesh, with_gradients=True)
     abstract = (program.abstract_state(), program.abstract_batch())
     traced = program.step.trace(*abstract)
-    step = traced.lower().compile()
-    state, losses, norms, gradients = program.init(config.seed), [], [], None
+    # The program is the one that trains; the CPU's code generator is told not to polish it, which takes half the time.
+    quick = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
+    step = traced.lower().compile(compiler_options=quick)
+    state = program.init.lower(config.seed).compile(compiler_options=quick)(config.seed)
+    losses, norms, gradients = [], [], None
     for batch in batches:
         state, metrics, grads = step(state, program.put(batch))
         losses.append(float(metrics["loss"]))
@@ -106,12 +111,13 @@ def compare(config: RunConfig, run: Observed, reference: Observed) -> list[Diffe
     for step, (ours, theirs) in enumerate(zip(run.losses, reference.losses, strict=True), 1):
         differences.append(_scalar("loss", f"step {step}", ours, theirs, loss_tolerance))
     differences.append(_scalar("gradient norm", "step 1", run.norms[0], reference.norms[0], tolerance))
+    elementwise = dtype in ("float32", "float64")
     for name, ours in run.gradients.items():
-        differences.append(_array("gradient", name, ours, reference.gradients[name], tolerance))
+        differences.append(_array("gradient", name, ours, reference.gradients[name], tolerance, elementwise))
     differences += compare_parameters(config, run, reference)
     # A second moment is a gradient squared: twice the relative error; and later steps see parameters that differ.
     for name, ours in run.moments.items():
-        differences.append(_array("moment", name, ours, reference.moments[name], 10 * tolerance))
+        differences.append(_array("moment", name, ours, reference.moments[name], 10 * tolerance, elementwise))
     return differences
 
 
@@ -122,7 +128,8 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
     every score of a query alike, so its true gradient is 0), the update is noise of size lr too, and no tolerance on
     the parameter itself would mean anything. So an element's difference, in units of the largest total update, is
     weighted by the size of its gradient relative to the largest of its leaf: the error is traced back to the gradient
-    that caused it and held to a gradient's tolerance, times 10 for the steps after the first.
+    that caused it and held to a gradient's tolerance, times 10 for the steps after the first. (That noise also moves
+    the next step's gradients by about lr, so proofs use a small one.)
     """
     tolerance = 10 * GRADIENT_TOLERANCE[config.precision.dtype]
     normalised = config.optimizer.name in ("adamw", "lion", "adafactor")
@@ -158,14 +165,15 @@ def _scalar(kind, name, ours, theirs, tolerance) -> Difference:
     return Difference(kind, name, error, tolerance, abs(ours), abs(theirs))
 
 
-def _array(kind, name, ours, theirs, tolerance) -> Difference:
-    """Relative error in the L2 norm; and in the largest element, whichever is worse."""
+def _array(kind, name, ours, theirs, tolerance, elementwise) -> Difference:
+    """Relative error in the L2 norm; with `elementwise`, of the largest element where that is worse."""
     norm, reference_norm = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
     gap = ours - theirs
     if not theirs.any():
         error = 0.0 if not gap.any() else math.inf
     else:
-        error = max(float(np.linalg.norm(gap)) / reference_norm, float(np.abs(gap).max() / np.abs(theirs).max()))
+        error = float(np.linalg.norm(gap)) / reference_norm
+        error = max(error, float(np.abs(gap).max() / np.abs(theirs).max())) if elementwise else error
     return Difference(kind, name, error, tolerance, norm, reference_norm)
 
 

@@ -26,5 +26,3 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None, *indices: jax.Arra
 
     keep = draw(key, indices) >= jnp.uint32(rate * 2**32)
     return jnp.where(keep, x * (1 / (1 - rate)), 0).astype(x.dtype)
-
-

@@ -49,7 +49,9 @@ def all_reduce_groups(
     out = list(arrays)
     owing = [i for i, leaf in enumerate(leaves) if axes_of(leaf)]
     itemsize = max((arrays[i].dtype.itemsize for i in owing), default=1)
-    for members in group([leaves[i] for i in owing], parallel, itemsize, lambda leaf: (axes_of(leaf), leaf.storage_axes)):
+    for members in group(
+        [leaves[i] for i in owing], parallel, itemsize, lambda leaf: (axes_of(leaf), leaf.storage_axes)
+    ):
         members = [owing[i] for i in members]
         axes = axes_of(leaves[members[0]])
         if len(members) == 1:
@@ -84,7 +86,12 @@ def reduce_scatter_groups(
 
 
 def all_gather_groups(
-    shards: Sequence[jax.Array], leaves: Sequence[Leaf], axis: str, parallel: ParallelConfig, *, replicated: bool = False
+    shards: Sequence[jax.Array],
+    leaves: Sequence[Leaf],
+    axis: str,
+    parallel: ParallelConfig,
+    *,
+    replicated: bool = False,
 ) -> list[jax.Array]:
     """Shards in the storage layout -> whole compute-local arrays, one all-gather a group.
 
@@ -95,7 +102,9 @@ def all_gather_groups(
     for members in group(leaves, parallel, shards[0].dtype.itemsize, lambda leaf: leaf.spec_axes):
         if len(members) == 1:
             leaf = leaves[members[0]]
-            out[members[0]] = leaf.unpad(comm.all_gather(shards[members[0]], axis, leaf.zero_dim, replicated=replicated))
+            out[members[0]] = leaf.unpad(
+                comm.all_gather(shards[members[0]], axis, leaf.zero_dim, replicated=replicated)
+            )
             continue
         flat = jnp.concatenate([shards[i].reshape(1, -1) for i in members], axis=1)
         rows = comm.all_gather(flat, axis, 0, replicated=replicated)

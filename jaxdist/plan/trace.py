@@ -60,7 +60,7 @@ def collectives_of(jaxpr, mesh: MeshShape) -> list[Collective]:
     Raises: ValueError for a `while` loop around a collective, whose count the program does not state.
     """
     found = []
-    for eqn, count, depth in _equations(jaxpr, 1, 0):
+    for eqn, count, depth in equations(jaxpr):
         kind = KINDS.get(eqn.primitive.name)
         if kind is None:
             continue
@@ -86,19 +86,20 @@ def summary(collectives: list[Collective]) -> Counter:
     return Counter((c.kind, c.axes, c.depth) for c in collectives)
 
 
-def _equations(jaxpr, count: int | None, depth: int) -> Iterator[tuple]:
+def equations(jaxpr, count: int | None = 1, depth: int = 0) -> Iterator[tuple]:
+    """Every equation of a jaxpr and of those inside it, with how often it runs (None: unknown) and its loop depth."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for eqn in jaxpr.eqns:
         yield eqn, count, depth
         name = eqn.primitive.name
         if name == "scan":
-            yield from _equations(eqn.params["jaxpr"], _times(count, eqn.params["length"]), depth + 1)
+            yield from equations(eqn.params["jaxpr"], _times(count, eqn.params["length"]), depth + 1)
         else:
             inner = None if name == "while" else count
             for value in eqn.params.values():
                 for sub in value if isinstance(value, tuple | list) else (value,):
                     if isinstance(sub, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr):
-                        yield from _equations(sub, inner, depth + (name == "while"))
+                        yield from equations(sub, inner, depth + (name == "while"))
 
 
 def _times(count: int | None, length: int) -> int | None:

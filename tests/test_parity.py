@@ -1,0 +1,191 @@
+"""Three oracles: plain jnp, one device, every mesh. Each leaf by name."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from conftest import DEVICES
+
+from experiments.strategies import BY_NAME, STRATEGIES, Strategy
+from experiments.verify import Verifier
+from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.parallel.dropout import dropout
+from jaxdist.runtime import Devices
+from jaxdist.step import build_program
+from jaxdist.verify import observe, one_device, random_batches
+
+VERIFIER = Verifier(Devices(DEVICES, True, "simulated"), steps=2)
+
+
+def assert_equal(verdict):
+    wrong = [d for d in verdict.differences if not d.ok]
+    assert not wrong, "\n".join(
+        f"{d.kind} {d.name}: error {d.error:.2e} > {d.tolerance:.0e}, norm {d.norm:.8g} against {d.reference_norm:.8g}"
+        for d in wrong[:20]
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_every_strategy_equals_one_device(strategy):
+    assert_equal(VERIFIER(strategy.name, strategy.run_config()))
+
+
+EXHAUSTIVE = [
+    Strategy(f"{mesh}-zero{zero}-{sync}-acc{accumulate}-{remat}-seed{seed}", mesh, parallel, dropout=dropout)
+    for mesh in ("dp=4", "replica=2,dp=2", "dp=2,tp=2", "dp=3,tp=2", "replica=2,dp=2,tp=2")
+    for zero in (0, 1, 2, 3)
+    for sync in ("per-parameter", "flat", "bucketed")
+    for accumulate, remat, dropout, seed in ((1, "none", 0.0, 1), (4, "selective", 0.1, 2), (2, "every-2", 0.0, 3))
+    for parallel in [
+        {"zero": zero, "grad_sync": sync, "accumulate": accumulate, "remat": remat, "sp": "tp" in mesh and zero != 1}
+    ]
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", EXHAUSTIVE, ids=lambda s: s.name)
+def test_matrix_equals_one_device(strategy):
+    seed = int(strategy.name[-1])
+    assert_equal(VERIFIER(strategy.name, strategy.run_config(seed=seed)))
+
+
+@pytest.mark.parametrize("name", ["dp2-tp2-zero1-sgd", "replica2-dp2-tp2-sp-zero2", "dp2-tp4"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_other_seeds(name, seed):
+    assert_equal(VERIFIER(name, BY_NAME[name].run_config(seed=seed)))
+
+
+ODD = ModelConfig(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        ("dp=4", {"zero": 3}),
+        ("tp=6", {"sp": True}),
+        ("tp=3,dp=2", {"zero": 2, "sp": True}),
+        ("tp=2,dp=4", {"zero": 1, "remat": "every-3"}),
+    ],
+)
+def test_sizes_that_divide_badly(mesh, parallel):
+    config = RunConfig(
+        ODD,
+        ParallelConfig(mesh=parse_mesh(mesh), **parallel),
+        OptimizerConfig(lr=1e-4, warmup_steps=0),
+        batch_size=8,
+        steps=2,
+    )
+    assert_equal(VERIFIER(mesh, config))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_device_equals_plain_jnp(dtype):
+    """Loss, every gradient, and parameters and moments after two AdamW steps with clipping and decay."""
+    tolerance = {"float32": 1e-5, "float64": 1e-10}[dtype]
+    with jax.enable_x64(dtype == "float64"):
+        config = RunConfig(
+            ODD,
+            optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0, min_lr_ratio=1.0, clip_norm=0.5),
+            precision=PrecisionConfig(dtype=dtype),
+            batch_size=8,
+            steps=2,
+        )
+        batches = random_batches(config, 2)
+        run = observe(config, DEVICES, batches)
+
+        program = build_program(config, make_mesh(config.parallel.mesh, DEVICES[:1]))
+        params = program.init(config.seed).params
+        decayed = jax.tree.map(lambda leaf: leaf.decay, program.layout.leaves)
+        moments = (jax.tree.map(jnp.zeros_like, params),) * 2
+        gradient_of = jax.jit(jax.value_and_grad(lambda p, b: reference.mean_loss(p, b, ODD.vocab_size)))
+        for step, batch in enumerate(batches, 1):
+            loss, grads = gradient_of(params, batch)
+            assert abs(run.losses[step - 1] - float(loss)) < tolerance * float(loss)
+            if step == 1:
+                for name, expected in leaves_of(grads):
+                    assert_close(name, run.gradients, expected, tolerance)
+            params, moments = reference.adamw_step(params, grads, moments, step, 1e-4, decayed, clip=0.5)
+        for name, expected in leaves_of(params):
+            assert_close(name, run.parameters, expected, 10 * tolerance)
+        for kind, tree in zip(("mu", "nu"), moments, strict=True):
+            for name, expected in leaves_of(tree):
+                assert_close(f"{kind}.{name}", run.moments, expected, 10 * tolerance)
+
+
+def leaves_of(tree):
+    for path, x in jax.tree.leaves_with_path(tree):
+        yield ".".join(entry.key for entry in path), np.asarray(x, np.float64)
+
+
+def assert_close(name, found, expected, tolerance):
+    prefix, _, rest = name.partition("blocks.")
+    ours = (
+        np.stack([found[f"{name}[{layer}]"] for layer in range(ODD.num_layers)])
+        if rest and prefix in ("", "mu.", "nu.")
+        else found[name]
+    )
+    error = np.linalg.norm(ours - expected) / max(np.linalg.norm(expected), 1e-30)
+    assert error < tolerance, f"{name}: {error:.2e}, norms {np.linalg.norm(ours):.8g}, {np.linalg.norm(expected):.8g}"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [("dp=2,tp=3", {}), ("dp=8", {"zero": 3}), ("dp=3,tp=2", {"zero": 1, "sp": True})],
+)
+def test_initial_values_are_bit_equal_on_every_mesh(mesh, parallel):
+    def initial(mesh, **parallel):
+        shape = parse_mesh(mesh)
+        config = RunConfig(ODD, ParallelConfig(mesh=shape, **parallel), batch_size=24)
+        program = build_program(config, make_mesh(shape, DEVICES[: shape.num_devices]))
+        params = program.init(7).params
+        return program.layout.to_logical(params) if program.layout.params_stored else params
+
+    expected = dict(leaves_of(initial("")))
+    for name, x in leaves_of(initial(mesh, **parallel)):
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+
+
+def test_padded_vocabulary_never_counts():
+    """Whatever stands in the padded rows, loss and gradients stay the same, and their own gradient is zero."""
+    shape = parse_mesh("tp=2")
+    config = RunConfig(ODD, ParallelConfig(mesh=shape), batch_size=4)
+    program = build_program(config, make_mesh(shape, DEVICES[:2]), with_gradients=True)
+    batch = random_batches(config, 1)[0]
+    losses, gradients = [], []
+    for filler in (0.0, 50.0):
+        state = program.init(0)
+        table = state.params["tokens"]
+        padding = jnp.arange(table.shape[0])[:, None] >= ODD.vocab_size
+        filled = jax.device_put(jnp.where(padding, filler, table), table.sharding)
+        state = state._replace(params={**state.params, "tokens": filled})
+        _, metrics, grads = program.step(state, program.put(batch))
+        losses.append(float(metrics["loss"]))
+        gradients.append(np.asarray(grads["tokens"]))
+    assert losses[0] == losses[1]
+    np.testing.assert_array_equal(gradients[0], gradients[1])
+    assert not gradients[0][ODD.vocab_size :].any()
+    assert gradients[0][: ODD.vocab_size].any(1).all()
+
+
+def test_dropout_is_the_same_function_of_the_token_on_every_mesh_and_differs_by_step():
+    config = BY_NAME["dp2-tp2-dropout"].run_config()
+    batches = [random_batches(config, 1)[0]] * 2
+    run = observe(dataclasses.replace(config, optimizer=OptimizerConfig(lr=1e-12)), DEVICES, batches)
+    plain = observe(one_device(dataclasses.replace(config, optimizer=OptimizerConfig(lr=1e-12))), DEVICES, batches)
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=1e-6)
+    assert abs(run.losses[0] - run.losses[1]) > 1e-4  # same batch, same weights, another mask
+
+
+def test_dropout_keeps_the_right_share_and_the_mean():
+    x = np.asarray(dropout(jnp.ones((64, 16, 32)), 0.3, jax.random.key(0), jnp.arange(64), jnp.arange(16)))
+    assert abs((x == 0).mean() - 0.3) < 0.01
+    assert abs(x.mean() - 1) < 0.01
+    assert not np.array_equal(x[0], x[1])
+    assert not np.array_equal(x[:, 0], x[:, 1])
+    np.testing.assert_array_equal(
+        x[5:7, 3:4], dropout(jnp.ones((2, 1, 32)), 0.3, jax.random.key(0), jnp.arange(5, 7), jnp.arange(3, 4))
+    )

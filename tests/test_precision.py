@@ -1,0 +1,105 @@
+"""bf16 and fp16: masters, loss scaling, and what is agreed on by every rank."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DEVICES
+
+from experiments.strategies import BY_NAME
+from jaxdist.config import PrecisionConfig
+from jaxdist.mesh import make_mesh
+from jaxdist.optimizer import initial_loss_scale, next_loss_scale
+from jaxdist.plan.trace import equations
+from jaxdist.step import build_program
+from jaxdist.verify import observe, random_batches
+
+
+def program_of(name, **precision):
+    config = BY_NAME[name].run_config()
+    config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, **precision))
+    mesh = make_mesh(config.parallel.mesh, DEVICES[: config.parallel.mesh.num_devices])
+    return config, build_program(config, mesh, with_gradients=True)
+
+
+def test_fp16_gradients_are_unscaled():
+    config, _ = program_of("dp2-tp2-fp16")
+    batches = random_batches(config, 1)
+    half = observe(config, DEVICES, batches)
+    full = observe(dataclasses.replace(config, precision=PrecisionConfig()), DEVICES, batches)
+    for name, expected in full.gradients.items():
+        error = np.linalg.norm(half.gradients[name] - expected) / np.linalg.norm(expected)
+        assert error < 2e-2, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", ["dp2-tp2-fp16", "dp4-tp2-zero2-fp16"])
+def test_overflow_skips_the_update_on_every_rank(name):
+    """One rank's rows overflow (a scale far too large); nobody updates, and every rank agrees on the next scale."""
+    config, program = program_of(name, loss_scale=2.0**40, loss_scale_hysteresis=1)
+    batch = random_batches(config, 1)[0]
+    state = program.init(0)
+    before = jax.device_get((state.params, state.master, state.moments))
+    state, metrics, _ = program.step(state, program.put(batch))
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get((state.params, state.master, state.moments)))
+    assert not np.isfinite(metrics["grad_norm"])
+    assert float(metrics["loss_scale"]) == 2.0**40
+    scales = {float(shard.data) for shard in state.scale.scale.addressable_shards}
+    assert scales == {2.0**39}
+    for _ in range(35):
+        state, metrics, _ = program.step(state, program.put(batch))
+    assert np.isfinite(metrics["grad_norm"])  # the scale came down until it fits
+    assert not np.array_equal(before[1]["tokens"], np.asarray(state.master["tokens"]))
+
+
+def test_loss_scale_rules():
+    """Window, hysteresis, floor: FACTS section 1, precision."""
+    config = PrecisionConfig(dtype="float16", loss_scale=4.0, loss_scale_window=3, loss_scale_hysteresis=2)
+    state = initial_loss_scale(config)
+    scales = []
+    for finite in (True, True, True, False, False, True, True, True, False, False, False, False, False):
+        state = next_loss_scale(state, jnp.bool_(finite), config)
+        scales.append(float(state.scale))
+    assert scales == [4, 4, 8, 8, 4, 4, 4, 8, 8, 4, 2, 1, 1]
+    assert initial_loss_scale(PrecisionConfig(dtype="bfloat16")) is None
+
+
+def test_masters_keep_what_bf16_would_lose():
+    """Updates far below a bf16 ulp of the weight add up in the fp32 master."""
+    config, _ = program_of("dp2-tp2-zero1-bf16")
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, lr=1e-6, min_lr_ratio=1.0, weight_decay=0.0)
+    )
+    mesh = make_mesh(config.parallel.mesh, DEVICES[:4])
+    program = build_program(config, mesh)
+    batch = program.put(random_batches(config, 1)[0])
+    state = program.init(0)
+    start = np.asarray(state.master["tokens"])
+    for _ in range(3):
+        state, _ = program.step(state, batch)
+    moved = np.abs(np.asarray(state.master["tokens"]) - start)
+    assert 1e-6 < np.median(moved[:250]) < 4e-6
+    assert state.params["tokens"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        np.asarray(state.params["tokens"], np.float32),
+        np.asarray(
+            program.layout.leaves["tokens"].from_storage(state.master["tokens"]).astype(jnp.bfloat16), np.float32
+        ),
+    )
+
+
+def test_reduction_dtype_is_what_was_asked():
+    """The gradients of bf16 parameters cross the wire in fp32, or in bf16 on request."""
+
+    def dtypes(**precision):
+        _, program = program_of("dp2-tp2-zero1-bf16", **precision)
+        jaxpr = program.step.trace(program.abstract_state(), program.abstract_batch()).jaxpr
+        return {eqn.invars[0].aval.dtype.name for eqn in _scatters(jaxpr)}
+
+    assert dtypes() == {"float32"}
+    assert dtypes(reduce_dtype="bfloat16") == {"bfloat16"}
+
+
+def _scatters(jaxpr):
+    return [eqn for eqn, _, _ in equations(jaxpr) if eqn.primitive.name == "reduce_scatter"]

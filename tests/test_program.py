@@ -1,0 +1,290 @@
+"""What the program of each strategy sends and keeps, read from the lowered program and the compiler."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import DEVICES
+
+from experiments.strategies import BY_NAME, STRATEGIES
+from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.layout import local_bytes
+from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
+from jaxdist.plan.trace import collectives_of, equations, summary, total_sent
+from jaxdist.step import build_program
+
+HLO_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "collective_permute", "all_to_all")
+
+
+@cache
+def traced(name: str):
+    config = BY_NAME[name].run_config()
+    with jax.enable_x64(config.precision.dtype == "float64"):
+        program = build_program(config, make_mesh(config.parallel.mesh, DEVICES[: config.parallel.mesh.num_devices]))
+        return program, program.step.trace(program.abstract_state(), program.abstract_batch())
+
+
+def collectives(name: str):
+    program, trace = traced(name)
+    return collectives_of(trace.jaxpr, program.config.parallel.mesh)
+
+
+DP, TP = ("dp",), ("tp",)
+# (kind, axes, loop depth) -> how many stand in the program. Three scalars travel in every data-parallel step: the token
+# count, the loss, and the gradient norm where leaves are sharded. A tp step adds: embedding, two for the softmax, and
+# the head's input gradient outside the blocks; 2 + 2 in a block; and its own part of the norm.
+PROMISED = {
+    "dp8": {("all_reduce", DP, 0): 2 + 1},
+    "dp8-flat": {("all_reduce", DP, 0): 2 + 1},
+    "dp8-per-parameter": {("all_reduce", DP, 0): 2 + 16},
+    "dp4-accumulate": {("all_reduce", DP, 0): 2 + 1},
+    "replica2-dp4": {("all_reduce", ("replica", "dp"), 0): 2 + 1},
+    "accumulate": {},
+    "remat-block": {},
+    "tp2": {("all_reduce", TP, 0): 4 + 1, ("all_reduce", TP, 1): 2 + 2},
+    "tp8": {("all_reduce", TP, 0): 4 + 1, ("all_reduce", TP, 1): 2 + 2},
+    "tp4-sp": {
+        ("all_gather", TP, 1): 2 + 2,
+        ("reduce_scatter", TP, 1): 2 + 2,
+        ("all_gather", TP, 0): 1 + 1,
+        ("reduce_scatter", TP, 0): 1 + 1,
+        ("all_reduce", TP, 0): 2 + 1 + 1,  # softmax, norm, and the leaves that saw only a part of the sequence
+    },
+    "dp8-zero1": {("all_reduce", DP, 0): 2 + 1, ("reduce_scatter", DP, 0): 1, ("all_gather", DP, 0): 1},
+    "dp4-zero1-accumulate": {("all_reduce", DP, 0): 2 + 1, ("reduce_scatter", DP, 0): 1, ("all_gather", DP, 0): 1},
+    "dp8-zero1-per-parameter": {
+        ("all_reduce", DP, 0): 2 + 1,
+        ("reduce_scatter", DP, 0): 16,
+        ("all_gather", DP, 0): 16,
+    },
+    "dp8-zero2": {
+        ("all_reduce", DP, 0): 2 + 1,
+        ("reduce_scatter", DP, 1): 1,
+        ("reduce_scatter", DP, 0): 1,
+        ("all_gather", DP, 0): 1,
+    },
+    "dp4-zero2-accumulate": {
+        ("all_reduce", DP, 0): 2 + 1,
+        ("reduce_scatter", DP, 2): 1,
+        ("reduce_scatter", DP, 1): 1,
+        ("all_gather", DP, 0): 1,
+    },
+    "dp8-zero3": {
+        ("all_reduce", DP, 0): 2 + 1,
+        ("all_gather", DP, 1): 1 + 1,  # a block forward, again backward
+        ("reduce_scatter", DP, 1): 1,
+        ("all_gather", DP, 0): 1 + 2,  # embedding; head forward, again backward
+        ("reduce_scatter", DP, 0): 2,
+    },
+    "dp4-zero3-remat-block": {
+        ("all_reduce", DP, 0): 2 + 1,
+        ("all_gather", DP, 1): 1 + 1,
+        ("reduce_scatter", DP, 1): 1,
+        ("all_gather", DP, 0): 1 + 2,
+        ("reduce_scatter", DP, 0): 2,
+    },
+    "dp4-zero3-keep": {
+        ("all_reduce", DP, 0): 2 + 1,
+        ("all_gather", DP, 1): 1,
+        ("reduce_scatter", DP, 1): 1,
+        ("all_gather", DP, 0): 1,
+        ("reduce_scatter", DP, 0): 1,
+    },
+    "replica2-dp4-zero3": {
+        ("all_reduce", ("replica", "dp"), 0): 2,
+        ("all_reduce", DP, 0): 1,
+        ("all_reduce", ("replica",), 0): 1,  # shards, across the groups
+        ("all_gather", DP, 1): 1 + 1,
+        ("reduce_scatter", DP, 1): 1,
+        ("all_gather", DP, 0): 1 + 2,
+        ("reduce_scatter", DP, 0): 2,
+    },
+    "dp2-tp2": {
+        ("all_reduce", DP, 0): 2 + 2,  # leaves split over tp, and leaves that are not
+        ("all_reduce", TP, 0): 4 + 1,
+        ("all_reduce", TP, 1): 2 + 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_exactly_the_promised_collectives(name):
+    assert summary(collectives(name)) == PROMISED[name]
+
+
+@pytest.mark.parametrize("name", [s.name for s in STRATEGIES if s.mesh])
+def test_trace_counts_what_the_lowered_program_holds(name):
+    """Same collectives in the StableHLO text as in the trace, and no gradient reduction where it does not belong."""
+    program, trace = traced(name)
+    found = collectives(name)
+    with jax.enable_x64(program.config.precision.dtype == "float64"):
+        text = trace.lower().as_text()
+    in_text = {kind: len(re.findall(rf"stablehlo\.{kind}\b", text)) for kind in HLO_NAMES}
+    in_trace = Counter(c.kind for c in found)
+    assert in_text == {kind: in_trace[kind] for kind in HLO_NAMES}
+
+    zero, sharded = program.config.parallel.zero, program.layout.sharded
+    for c in found:
+        data_like = set(c.axes) & {"replica", "dp"}
+        if data_like and c.depth > 0:
+            assert zero >= 2 and c.axes == ("dp",) and c.kind != "all_reduce", f"{c} inside a loop"
+        if sharded and c.kind == "all_reduce" and "dp" in c.axes:
+            assert c.full_bytes <= 8, f"{c}: ZeRO leaves no all-reduce over dp but scalars"
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=4", "dp=8"])
+def test_volume_per_step_is_that_of_the_papers(mesh):
+    """DP and ZeRO-1/2 send 2 psi (n-1)/n elements, ZeRO-3 3 psi, keeping weights 2 psi; scalars left out."""
+    n = parse_mesh(mesh).dp
+    model = ModelConfig(4, 64, 8, 256, 32, 256)
+
+    def sent(**parallel):
+        shape = parse_mesh(mesh)
+        program = build_program(RunConfig(model, ParallelConfig(mesh=shape, **parallel)), make_abstract_mesh(shape))
+        trace = program.step.trace(program.abstract_state(), program.abstract_batch())
+        big = [c for c in collectives_of(trace.jaxpr, shape) if c.full_bytes > 8]
+        leaves = {leaf.name: math.prod(leaf.shape) for leaf in jax.tree.leaves(program.layout.leaves)}
+        return total_sent(big, shape) / 4, sum(leaves.values()), leaves["tokens"], leaves["positions"]
+
+    for parallel, factor in (({}, 2), ({"zero": 1}, 2), ({"zero": 2}, 2)):
+        elements, psi, _, _ = sent(**parallel)
+        assert elements == factor * psi * (n - 1) / n
+    elements, psi, _, _ = sent(zero=3, reshard_after_forward=False)
+    assert elements == 2 * psi * (n - 1) / n
+    # The tied table is used twice: gathered for the embedding and (twice) for the head, its gradient scattered twice.
+    # The embedding's own weights are not needed in backward.
+    elements, psi, tokens, positions = sent(zero=3)
+    assert elements == (3 * psi + 2 * tokens - positions) * (n - 1) / n
+
+
+def producers_of_stacked_weights(name):
+    """The operations of a step that make an array of the shape of a whole weight matrix of all layers."""
+    program, trace = traced(name)
+    blocks = jax.tree.leaves(program.layout.leaves["blocks"])
+    whole = {leaf.compute_local for leaf in blocks if len(leaf.shape) > 2}
+    return {
+        eqn.primitive.name
+        for eqn, _, depth in equations(trace.jaxpr)
+        for v in eqn.outvars
+        if v.aval.shape in whole and eqn.primitive.name != "shard_map"
+    }
+
+
+def test_zero3_keeps_no_gathered_weight():
+    """No value of the whole step has the shape of a stacked whole weight, unless keeping them was asked for."""
+    for name in ("dp8-zero3", "dp4-tp2-sp-zero3", "dp4-zero3-accumulate", "dp4-zero3-remat-every-2"):
+        assert not producers_of_stacked_weights(name)
+    assert "scan" in producers_of_stacked_weights("dp4-zero3-keep")
+
+
+def test_zero2_never_holds_a_whole_stacked_gradient():
+    """Only the parameters themselves have that shape: cast before the loop, gathered after the update."""
+    assert producers_of_stacked_weights("dp8-zero2") <= {"pvary", "reshape", "slice"}
+    assert "scan" in producers_of_stacked_weights("dp8-zero1")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes
+# ---------------------------------------------------------------------------------------------------------------------
+
+DIVISIBLE = ModelConfig(num_layers=2, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=256)
+
+
+def zero_formula(psi: float, n: int, zero: int, params: int, grads: int, optimizer: int) -> float:
+    """Bytes a device: arXiv 1910.02054, figure 1."""
+    return psi * (
+        params / (n if zero >= 3 else 1) + grads / (n if zero >= 2 else 1) + optimizer / (n if zero >= 1 else 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("zero", "ranks", "tp", "dtype"),
+    [(zero, ranks, 1, "float32") for zero in (0, 1, 2, 3) for ranks in (2, 4, 8)]
+    + [(zero, 4, 2, "bfloat16") for zero in (0, 1, 2, 3)],
+)
+def test_state_bytes_follow_the_zero_formula(zero, ranks, tp, dtype):
+    """Live bytes of real arrays, device by device, and the gradients the step hands to the optimiser.
+
+    fp32: 4 + 4 + 8 bytes a parameter (the parameters are the masters). bf16: 2 + 12, and gradients in fp32: 4.
+    """
+    shape = MeshShape(dp=ranks, tp=tp)
+    config = RunConfig(
+        DIVISIBLE, ParallelConfig(mesh=shape, zero=zero), precision=PrecisionConfig(dtype=dtype), batch_size=16
+    )
+    program = build_program(config, make_mesh(shape, DEVICES[: ranks * tp]), with_gradients=True)
+    held = Counter()
+    for x in jax.tree.leaves(program.init(0)):
+        for shard in x.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    leaves = jax.tree.leaves(program.layout.leaves)
+    psi = sum(math.prod(leaf.compute_local) for leaf in leaves)
+    params, optimizer = (4, 8) if dtype == "float32" else (2, 12)
+    counters = 4 + 4  # the step, and AdamW's own count
+    expected = zero_formula(psi, ranks, zero, params, 0, optimizer) + counters
+    assert set(held.values()) == {expected}
+    assert local_bytes(program.abstract_state()) == expected
+
+    # Gradients between backward and update: whole for stages 0 and 1, shards from stage 2 on.
+    whole = sum(math.prod(leaf.compute_local) for leaf in leaves) * 4
+    shards = sum(math.prod(leaf.storage_local) for leaf in leaves) * 4
+    assert (shards if zero >= 2 else whole) == zero_formula(psi, ranks, zero, 0, 4, 0)
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_state_bytes_count_padding(ranks):
+    shape = MeshShape(dp=ranks)
+    config = RunConfig(DIVISIBLE, ParallelConfig(mesh=shape, zero=1), batch_size=15)
+    program = build_program(config, make_mesh(shape, DEVICES[:ranks]))
+    leaves = jax.tree.leaves(program.layout.leaves)
+    psi = sum(math.prod(leaf.shape) for leaf in leaves)
+    padded = sum(math.prod(leaf.storage_shape) for leaf in leaves)
+    assert psi < padded < 1.1 * psi
+    assert local_bytes(program.abstract_state()) == 4 * psi + 8 * padded / ranks + 8
+    assert {x.addressable_shards[0].data.size for x in jax.tree.leaves(program.init(0).moments[0].mu)} == {
+        math.prod(leaf.storage_local) for leaf in leaves
+    }
+
+
+@pytest.mark.parametrize("name", ["dp2-tp2", "dp4-tp2-sp-zero3", "dp2-tp2-zero1-bf16"])
+def test_state_is_donated(name):
+    config = BY_NAME[name].run_config()
+    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES[: config.parallel.mesh.num_devices]))
+    compiled = program.compile_step()
+    state = program.init(0)
+    batch = program.put({k: jnp.zeros(x.shape, x.dtype) for k, x in program.abstract_batch()._asdict().items()})
+    compiled(state, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.moments, state.master)))
+
+
+def test_compiled_memory_of_zero3_and_remat():
+    """What the compiler allocates: keeping gathered weights costs more, recomputing blocks costs less."""
+    wide = ModelConfig(num_layers=8, width=128, num_heads=8, ffn_width=512, seq_len=64, vocab_size=256)
+
+    def temp(**parallel):
+        shape = MeshShape(dp=4)
+        config = RunConfig(wide, ParallelConfig(mesh=shape, **parallel), OptimizerConfig(), batch_size=4)
+        program = build_program(config, make_mesh(shape, DEVICES[:4]))
+        lowered = program.step.lower(program.abstract_state(), program.abstract_batch())
+        return (
+            lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).memory_analysis().temp_size_in_bytes
+        )
+
+    blocks = 12 * 8 * 128 * 128 * 4  # bytes of the whole block weights
+    kept, dropped = temp(zero=3, reshard_after_forward=False), temp(zero=3)
+    assert kept - dropped > 0.8 * blocks
+    assert temp(zero=2) < temp(zero=1)
+    assert temp(remat="block") < temp(remat="selective") < temp()
+
+
+def test_abstract_mesh_traces_a_thousand_ranks():
+    shape = MeshShape(dp=512, tp=2)
+    config = dataclasses.replace(BY_NAME["dp4-tp2-sp-zero3"].run_config(), batch_size=512)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=shape))
+    program = build_program(config, make_abstract_mesh(shape))
+    trace = program.step.trace(program.abstract_state(), program.abstract_batch())
+    assert summary(collectives_of(trace.jaxpr, shape)) == summary(collectives("dp4-tp2-sp-zero3"))
