@@ -451,7 +451,7 @@ def one_device_program(devices, config, batch_size, dtype, attention, num_steps,
         batch_size=batch_size,
         steps=num_steps,
     )
-    return build_program(run, make_mesh(run.parallel.mesh, devices.devices[:1]), with_gradients=with_gradients)
+    return build_program(run, make_mesh(run.parallel.mesh, devices.devices), with_gradients=with_gradients)
 
 
 def random_batch(config: ModelConfig, batch_size: int) -> dict[str, np.ndarray]:

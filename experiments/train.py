@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -166,13 +168,19 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
     )
     console.print(facts)
 
-    table = Table("parameter", "global", "computed with", "stored as", box=None, header_style="bold", pad_edge=False)
+    table = Table("parameter", "computed with", "stored as", box=None, header_style="bold", pad_edge=False)
     for leaf in leaves:
-        stored = leaf.storage_spec if leaf.zero_dim is not None else leaf.compute_spec
-        table.add_row(leaf.name, str(leaf.shape), str(tuple(leaf.compute_spec)), str(tuple(stored)))
+        computed = layout_text(leaf.shape, leaf.compute_spec)
+        table.add_row(leaf.name, escape(computed), escape(layout_text(leaf.storage_shape, leaf.storage_spec)))
     console.print(table)
     for note in config.warnings():
         console.print(f"[yellow]note:[/] {note}")
+
+
+def layout_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
+    """A global shape with the mesh axes of each dim: [4, 128, 512_tp]."""
+    dims = [(axis,) if isinstance(axis, str) else axis or () for axis in spec]
+    return "[" + ", ".join("_".join([str(n), *axes]) for n, axes in zip(shape, dims, strict=True)) + "]"
 
 
 def _mib(num_bytes: int) -> str:

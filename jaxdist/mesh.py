@@ -67,14 +67,13 @@ def parse_mesh(text: str) -> MeshShape:
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh with all six axes over `devices`, whose number must be exactly `shape.num_devices`."""
-    if len(devices) != shape.num_devices:
+    """A mesh with all six axes over the first `shape.num_devices` of `devices`. Raises: ConfigError for too few."""
+    if len(devices) < shape.num_devices:
         raise ConfigError(
-            f"mesh {shape}",
-            f"it has {shape.num_devices} ranks and {len(devices)} devices were given",
-            f"Give {shape.num_devices} devices",
+            f"mesh {shape}", f"it has {shape.num_devices} ranks and {len(devices)} devices were given", "Give one each"
         )
-    return Mesh(np.asarray(devices).reshape(shape.sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    chosen = np.asarray(devices[: shape.num_devices]).reshape(shape.sizes)
+    return Mesh(chosen, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def make_abstract_mesh(shape: MeshShape) -> AbstractMesh:

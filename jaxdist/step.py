@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxdist import model
 from jaxdist.config import RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, local_bytes, make_layout, shardings
 from jaxdist.mesh import DATA_AXES
 from jaxdist.optimizer import (
@@ -111,6 +112,7 @@ class Program:
 def build_program(config: RunConfig, mesh: Mesh | AbstractMesh, *, with_gradients: bool = False) -> Program:
     """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run."""
     layout = make_layout(model.declare(config.model), config.parallel)
+    choose_attention(config, _platform(mesh), training=True)  # refuses what cannot run, before anything is traced
     optimizer = make_optimizer(config.optimizer, layout)
     specs = State(
         step=REPLICATED,
@@ -314,18 +316,24 @@ def count_targets(batch: Batch) -> jax.Array:
 
 
 def choose_attention(config: RunConfig, platform: str, training: bool) -> str:
-    """cuDNN's flash attention where it can run, the written-out one elsewhere."""
-    if config.parallel.attention != "auto":
-        return config.parallel.attention
-    head_dim = config.model.width // config.model.num_heads
-    possible = (
-        platform == "gpu"
-        and config.precision.dtype in ("bfloat16", "float16")
-        and not (training and config.model.dropout)
-        and head_dim % 8 == 0
-        and head_dim <= 128
-    )
-    return "cudnn" if possible else "xla"
+    """cuDNN's flash attention where it can run, the written-out one elsewhere.
+
+    Raises: ConfigError where "cudnn" was asked for and cannot run.
+    """
+    asked, head_dim = config.parallel.attention, config.model.width // config.model.num_heads
+    if asked == "xla":
+        return "xla"
+    obstacles = {
+        f"it needs an NVIDIA GPU and this mesh is of {platform} devices": platform not in ("gpu", "abstract"),
+        f"it computes in 16 bits and dtype is {config.precision.dtype}": config.precision.dtype
+        not in ("bfloat16", "float16"),
+        "it applies no dropout to the attention weights": training and config.model.dropout > 0,
+        f"it takes head widths up to 128 in steps of 8 and here it is {head_dim}": head_dim % 8 or head_dim > 128,
+    }
+    in_the_way = [reason for reason, applies in obstacles.items() if applies]
+    if asked == "cudnn" and in_the_way:
+        raise ConfigError("--attention cudnn", in_the_way[0], "Use --attention auto")
+    return "cudnn" if platform == "gpu" and not in_the_way else "xla"
 
 
 def _platform(mesh: Mesh | AbstractMesh) -> str:

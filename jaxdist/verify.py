@@ -70,7 +70,7 @@ def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dic
 
 def observe(config: RunConfig, devices: list[jax.Device], batches: list[dict[str, np.ndarray]]) -> Observed:
     """Run `batches` as training steps and bring everything back at logical shape."""
-    mesh = make_mesh(config.parallel.mesh, devices[: config.parallel.mesh.num_devices])
+    mesh = make_mesh(config.parallel.mesh, devices)
     program = build_program(config, mesh, with_gradients=True)
     abstract = (program.abstract_state(), program.abstract_batch())
     traced = program.step.trace(*abstract)

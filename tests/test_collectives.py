@@ -16,7 +16,7 @@ from jaxdist.plan.trace import collectives_of
 
 SHAPE = MeshShape(replica=2, dp=2, tp=2)
 MESH = make_mesh(SHAPE, DEVICES)
-ONE = make_mesh(MeshShape(), DEVICES[:1])
+ONE = make_mesh(MeshShape(), DEVICES)
 X = np.arange(8 * 4 * 6, dtype=np.float32).reshape(8, 4, 6)
 ALL = ("replica", "dp", "tp")
 PER_RANK = P(ALL)

@@ -20,7 +20,7 @@ from jaxdist.verify import observe, random_batches
 def program_of(name, **precision):
     config = BY_NAME[name].run_config()
     config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, **precision))
-    mesh = make_mesh(config.parallel.mesh, DEVICES[: config.parallel.mesh.num_devices])
+    mesh = make_mesh(config.parallel.mesh, DEVICES)
     return config, build_program(config, mesh, with_gradients=True)
 
 
@@ -71,7 +71,7 @@ def test_masters_keep_what_bf16_would_lose():
     config = dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, lr=1e-6, min_lr_ratio=1.0, weight_decay=0.0)
     )
-    mesh = make_mesh(config.parallel.mesh, DEVICES[:4])
+    mesh = make_mesh(config.parallel.mesh, DEVICES)
     program = build_program(config, mesh)
     batch = program.put(random_batches(config, 1)[0])
     state = program.init(0)

@@ -25,7 +25,7 @@ HLO_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "collective_permute",
 def traced(name: str):
     config = BY_NAME[name].run_config()
     with jax.enable_x64(config.precision.dtype == "float64"):
-        program = build_program(config, make_mesh(config.parallel.mesh, DEVICES[: config.parallel.mesh.num_devices]))
+        program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
         return program, program.step.trace(program.abstract_state(), program.abstract_batch())
 
 
@@ -216,7 +216,7 @@ def test_state_bytes_follow_the_zero_formula(zero, ranks, tp, dtype):
     config = RunConfig(
         DIVISIBLE, ParallelConfig(mesh=shape, zero=zero), precision=PrecisionConfig(dtype=dtype), batch_size=16
     )
-    program = build_program(config, make_mesh(shape, DEVICES[: ranks * tp]), with_gradients=True)
+    program = build_program(config, make_mesh(shape, DEVICES), with_gradients=True)
     held = Counter()
     for x in jax.tree.leaves(program.init(0)):
         for shard in x.addressable_shards:
@@ -239,7 +239,7 @@ def test_state_bytes_follow_the_zero_formula(zero, ranks, tp, dtype):
 def test_state_bytes_count_padding(ranks):
     shape = MeshShape(dp=ranks)
     config = RunConfig(DIVISIBLE, ParallelConfig(mesh=shape, zero=1), batch_size=15)
-    program = build_program(config, make_mesh(shape, DEVICES[:ranks]))
+    program = build_program(config, make_mesh(shape, DEVICES))
     leaves = jax.tree.leaves(program.layout.leaves)
     psi = sum(math.prod(leaf.shape) for leaf in leaves)
     padded = sum(math.prod(leaf.storage_shape) for leaf in leaves)
@@ -253,7 +253,7 @@ def test_state_bytes_count_padding(ranks):
 @pytest.mark.parametrize("name", ["dp2-tp2", "dp4-tp2-sp-zero3", "dp2-tp2-zero1-bf16"])
 def test_state_is_donated(name):
     config = BY_NAME[name].run_config()
-    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES[: config.parallel.mesh.num_devices]))
+    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
     compiled = program.compile_step()
     state = program.init(0)
     batch = program.put({k: jnp.zeros(x.shape, x.dtype) for k, x in program.abstract_batch()._asdict().items()})
@@ -268,7 +268,7 @@ def test_compiled_memory_of_zero3_and_remat():
     def temp(**parallel):
         shape = MeshShape(dp=4)
         config = RunConfig(wide, ParallelConfig(mesh=shape, **parallel), OptimizerConfig(), batch_size=4)
-        program = build_program(config, make_mesh(shape, DEVICES[:4]))
+        program = build_program(config, make_mesh(shape, DEVICES))
         lowered = program.step.lower(program.abstract_state(), program.abstract_batch())
         return (
             lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).memory_analysis().temp_size_in_bytes

@@ -1,0 +1,259 @@
+"""Tables of what strategies cost.
+
+python -m experiments.bench strategies   state, peak and sent bytes of each strategy, steps/s, equality with one device
+python -m experiments.bench overhead     what the mesh machinery costs: one device against plain jit, 8 against one
+python -m experiments.bench compile      compile time against depth
+
+Times of simulated devices are marked so: they are ratios on one CPU, never the speed of a cluster.
+"""
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments import plain
+from experiments.cli import CommonFlags, run_program
+from experiments.verify import Verifier
+from jaxdist.config import ParallelConfig, RunConfig, require_positive
+from jaxdist.errors import ConfigError
+from jaxdist.layout import local_bytes
+from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
+from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.step import build_program
+from jaxdist.verify import random_batches
+
+STRATEGY_ROWS = [
+    ("DP flat", "dp=4", {"grad_sync": "flat"}),
+    ("DP flat + ZeRO-1", "dp=4", {"grad_sync": "flat", "zero": 1}),
+    ("DP flat + ZeRO-2", "dp=4", {"grad_sync": "flat", "zero": 2}),
+    ("DP flat + ZeRO-3", "dp=4", {"grad_sync": "flat", "zero": 3}),
+    ("DP bucketed", "dp=4", {}),
+    ("DP bucketed + ZeRO-1", "dp=4", {"zero": 1}),
+    ("DP bucketed + ZeRO-2", "dp=4", {"zero": 2}),
+    ("DP bucketed + ZeRO-3", "dp=4", {"zero": 3}),
+    ("TP", "tp=4", {}),
+    ("TP + SP", "tp=4", {"sp": True}),
+    ("DP x TP + SP + ZeRO-1", "dp=2,tp=2", {"sp": True, "zero": 1}),
+    ("hybrid (replica x ZeRO-3)", "replica=2,dp=2", {"zero": 3}),
+]
+
+EIGHT_WAY = [
+    ("dp=8", {}),
+    ("dp=8", {"zero": 1}),
+    ("dp=8", {"zero": 2}),
+    ("dp=8", {"zero": 3}),
+    ("replica=2,dp=4", {"zero": 3}),
+    ("dp=4,tp=2", {}),
+    ("dp=2,tp=4", {"sp": True, "zero": 1}),
+    ("tp=8", {}),
+    ("tp=8", {"sp": True}),
+]
+
+
+@dataclass(frozen=True)
+class BenchFlags(CommonFlags):
+    """Compare strategies in one run, as ratios. Strategy flags are set by the table itself."""
+
+    which: tyro.conf.Positional[Literal["strategies", "overhead", "compile"]] = "strategies"
+    num_layers: int | None = 6
+    width: int | None = 256
+    num_heads: int | None = 8
+    seq_len: int | None = 256
+    vocab_size: int | None = 10000
+    batch_size: int = 8
+    repeats: int = 5
+    """Timed steps; tables show their median."""
+    depths: tuple[int, ...] = (12, 48)
+    """For `compile`."""
+    json: str | None = None
+    """Also write the figures to this file."""
+
+
+def main(flags: BenchFlags, console: Console) -> int:
+    require_positive("repeats", flags.repeats)
+    if flags.mesh or flags.zero or flags.sp:
+        raise ConfigError("--mesh, --zero or --sp", "each table has its own rows of strategies", "Leave them out")
+    if flags.json and not Path(flags.json).absolute().parent.is_dir():
+        raise ConfigError(f"--json {flags.json}", "its folder does not exist", "Name a file in an existing folder")
+    config = flags.run_config()
+    bench = {"strategies": bench_strategies, "overhead": bench_overhead, "compile": bench_compile}[flags.which]
+    rows, ok = bench(flags, config, console)
+    if flags.json:
+        record = {"bench": flags.which, "jax": jax.__version__, "model": dataclasses.asdict(config.model), "rows": rows}
+        Path(flags.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0 if ok else 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Strategies
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def bench_strategies(flags: BenchFlags, config: RunConfig, console: Console) -> tuple[list[dict], bool]:
+    """One row a strategy on four devices."""
+    configs = [(name, with_parallel(config, mesh, {"accumulate": 2, **more})) for name, mesh, more in STRATEGY_ROWS]
+    devices = acquire_devices(4, flags.device)
+    console.print(f"devices: {devices.description}")
+    # Warm-up and lr as in a proof: AdamW's first steps amplify rounding noise by the learning rate.
+    proof = dataclasses.replace(config.optimizer, lr=1e-4, warmup_steps=0)
+    verify = Verifier(devices, steps=2)
+    rows = []
+    for name, each in configs:
+        with console.status(name):
+            verdict = verify(name, dataclasses.replace(each, optimizer=proof, steps=2))
+            step, peak = timed_step(each, devices)
+            seconds = statistics.median(step() for _ in range(flags.repeats))
+        rows.append(
+            {
+                "strategy": name,
+                "mesh": str(each.parallel.mesh),
+                "steps_per_second": 1 / seconds,
+                "simulated": devices.simulated,
+                "state_bytes": verdict.run.state_bytes,
+                "peak_bytes": peak,
+                "sent_bytes": verdict.run.sent_bytes,
+                "worst_gradient_error": max(d.error for d in verdict.differences if d.kind == "gradient"),
+                "equal": verdict.ok,
+            }
+        )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    timing = "steps/s (simulated)" if devices.simulated else "steps/s"
+    for title in ("strategy", "mesh"):
+        table.add_column(title)
+    for title in (timing, "state MiB/device", "peak MiB/device", "sent MiB/step", "worst gradient error", "equal"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(
+            row["strategy"],
+            row["mesh"],
+            f"{row['steps_per_second']:.2f}",
+            f"{row['state_bytes'] / 2**20:.1f}",
+            "unknown" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.1f}",
+            f"{row['sent_bytes'] / 2**20:.1f}",
+            f"{row['worst_gradient_error']:.1e}",
+            "[green]yes[/]" if row["equal"] else "[bold red]NO[/]",
+        )
+    console.print(table)
+    return rows, all(row["equal"] for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Overhead
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def bench_overhead(flags: BenchFlags, config: RunConfig, console: Console) -> tuple[list[dict], bool]:
+    """Each mesh in turn with the one-device step, pair by pair, so that a drifting machine cancels out."""
+    devices = acquire_devices(8, flags.device)
+    console.print(f"devices: {devices.description}")
+    one, _ = timed_step(with_parallel(config, "", {}), devices)
+    table = Table("step", "against", "ratio", "spread", "target", "", box=None, header_style="bold", pad_edge=False)
+    rows = []
+
+    def compare(name: str, against: str, ours: Callable, theirs: Callable, target: float) -> None:
+        with console.status(name):
+            ratios = sorted(ours() / theirs() for _ in range(flags.repeats))
+        ratio = statistics.median(ratios)
+        mark = "[green]met[/]" if ratio <= target else "[bold red]missed[/]"
+        table.add_row(name, against, f"{ratio:.3f}", f"{ratios[0]:.3f}-{ratios[-1]:.3f}", f"{target:.2f}", mark)
+        rows.append({"step": name, "against": against, "ratio": ratio, "target": target, "met": ratio <= target})
+
+    compare("one device, shard_map", "plain jit", one, timed_plain(config, devices), 1.02)
+    for mesh, more in EIGHT_WAY:
+        each = with_parallel(config, mesh, more)
+        name = " ".join([mesh, *(f"{key}={value}" for key, value in more.items())])
+        ours, _ = timed_step(each, devices)
+        compare(f"{name} (simulated)", "one device", ours, one, 1.15 if (mesh, more) == ("dp=8", {}) else 2.0)
+    console.print(table)
+    return rows, all(row["met"] for row in rows)
+
+
+def timed_plain(config: RunConfig, devices: Devices) -> Callable[[], float]:
+    program = build_program(config, make_mesh(MeshShape(), devices.devices))
+    init, step = plain.make_step(config, jax.tree.map(lambda leaf: leaf.decay, program.layout.leaves))
+    batch = jax.device_put(full_batch(config), devices.devices[0])
+    held = {"state": init(program.init(config.seed).params)}
+
+    def run() -> float:
+        start = time.perf_counter()
+        held["state"], loss = step(held["state"], batch)
+        jax.block_until_ready((held["state"], loss))
+        return time.perf_counter() - start
+
+    run()
+    return run
+
+
+def timed_step(config: RunConfig, devices: Devices) -> tuple[Callable[[], float], int | None]:
+    """(run one step and return its seconds, the compiler's peak bytes a device)."""
+    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
+    compiled = program.compile_step()
+    memory = compiled.memory_analysis()
+    peak = None if memory is None else local_bytes(program.abstract_state()) + memory.temp_size_in_bytes
+    batch = program.put(full_batch(config))
+    held = {"state": program.init(config.seed)}
+
+    def run() -> float:
+        start = time.perf_counter()
+        held["state"], metrics = compiled(held["state"], batch)
+        jax.block_until_ready((held["state"], metrics))
+        return time.perf_counter() - start
+
+    run()
+    return run, peak
+
+
+def full_batch(config: RunConfig) -> dict:
+    """A random batch in which every target counts."""
+    batch = random_batches(config, 1)[0]
+    return {**batch, "targets": np.maximum(batch["targets"], 0)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compile time
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def bench_compile(flags: BenchFlags, config: RunConfig, console: Console) -> tuple[list[dict], bool]:
+    """Seconds to trace, lower and compile the step, by number of layers; the first depth is the unit."""
+    devices = acquire_devices(1, flags.device)
+    table = Table("layers", "seconds", "ratio", box=None, header_style="bold", pad_edge=False)
+    seconds: dict[int, list[float]] = {depth: [] for depth in flags.depths}
+    for repeat in range(flags.repeats + 1):
+        for depth in flags.depths:
+            model = dataclasses.replace(config.model, num_layers=depth)
+            program = build_program(dataclasses.replace(config, model=model), make_mesh(MeshShape(), devices.devices))
+            with console.status(f"{depth} layers, {repeat} of {flags.repeats}"):
+                start = time.perf_counter()
+                program.compile_step()
+            if repeat:  # the first round warms up
+                seconds[depth].append(time.perf_counter() - start)
+    unit = statistics.median(seconds[flags.depths[0]])
+    rows = [
+        {"layers": depth, "seconds": statistics.median(s), "ratio": statistics.median(s) / unit}
+        for depth, s in seconds.items()
+    ]
+    for row in rows:
+        table.add_row(str(row["layers"]), f"{row['seconds']:.2f}", f"{row['ratio']:.3f}")
+    console.print(table)
+    return rows, all(row["ratio"] <= 1.2 for row in rows)
+
+
+def with_parallel(config: RunConfig, mesh: str, more: dict) -> RunConfig:
+    parallel = ParallelConfig(mesh=parse_mesh(mesh), attention=config.parallel.attention, **more)
+    return dataclasses.replace(config, parallel=parallel)
+
+
+if __name__ == "__main__":
+    run_program(BenchFlags, main, "experiments.bench")

@@ -1,0 +1,263 @@
+"""The programs as a user meets them: what they print and write, and how each wrong input ends."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import experiments.bench
+import experiments.train
+import experiments.verify
+from experiments import planted_bugs
+from experiments.cli import CommonFlags, run_program
+from experiments.strategies import STRATEGIES
+from jaxdist.config import ModelConfig, ParallelConfig, RunConfig
+from jaxdist.mesh import parse_mesh
+
+TEXT = "the quick brown fox jumps over the lazy dog; " * 400
+SMALL = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "32", "--batch-size", "8"]
+
+
+def run(monkeypatch, capsys, module, *args) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a program, in this process."""
+    program = {"train": experiments.train, "verify": experiments.verify, "bench": experiments.bench}[module]
+    flags = {"train": "TrainFlags", "verify": "VerifyFlags", "bench": "BenchFlags"}[module]
+    monkeypatch.setattr(sys, "argv", [module, *map(str, args)])
+    with pytest.raises(SystemExit) as stop:
+        run_program(getattr(program, flags), program.main, f"experiments.{module}")
+    out, err = capsys.readouterr()
+    return stop.value.code or 0, out, err
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path, text):
+    out = tmp_path / "run"
+    code, stdout, _ = run(
+        monkeypatch,
+        capsys,
+        "train",
+        "--mesh",
+        "dp=2,tp=2",
+        "--data",
+        text,
+        "--out",
+        out,
+        "--steps",
+        "60",
+        "--lr",
+        "0.01",
+        *SMALL,
+    )
+    assert code == 0
+    for said in ("dp=2,tp=2", "SIMULATED", "MiB a device", "unigram entropy", "blocks.attention.w_qkv", "done"):
+        assert said in stdout
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    fields = {"step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second"}
+    assert set(lines[0]) == fields
+    assert lines[0]["tokens"] == 8 * 32
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["held_out_loss"] < summary["unigram_entropy"] < summary["first_held_out_loss"]
+    config = json.loads((out / "config.json").read_text())
+    assert config["parallel"]["mesh"]["tp"] == 2 and config["model"]["width"] == 32 and "SIMULATED" in config["devices"]
+
+
+@pytest.mark.parametrize(
+    "more", [("--zero", "3", "--sp", "--mesh", "dp=2,tp=2"), ("--mesh", "dp=3", "--batch-size", "9")]
+)
+def test_train_gives_the_losses_of_one_device(monkeypatch, capsys, tmp_path, text, more):
+    common = ["--data", text, "--steps", "3", "--dropout", "0.1", *SMALL]
+    batch = ["--batch-size", "9"] if "9" in more else []
+    run(monkeypatch, capsys, "train", *common, "--out", tmp_path / "mesh", *more.split())
+    run(monkeypatch, capsys, "train", *common, "--out", tmp_path / "one", *batch)
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("mesh", "one")
+    ]
+    np.testing.assert_allclose(*losses, rtol=2e-5)
+
+
+def test_verify_prints_every_leaf_and_writes_json(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "found.json"
+    args = ("--mesh", "dp=2,tp=2", "--zero", "2", "--sp", "--num-layers", "2", "--steps", "1", "--json", path)
+    code, stdout, _ = run(monkeypatch, capsys, "verify", *args)
+    assert code == 0
+    assert "1 of 1 strategies compute what one device computes" in stdout
+    (found,) = json.loads(path.read_text())
+    names = {d["name"] for d in found["differences"] if d["kind"] == "gradient"}
+    assert {"tokens", "positions", "ln_final.scale", "blocks.mlp.w_up[0]", "blocks.mlp.w_up[1]"} <= names
+    assert len(names) == 4 + 2 * 12
+    assert found["ok"] and found["sent_bytes_per_step"] > 0
+    assert {d["kind"] for d in found["differences"]} == {"loss", "gradient norm", "gradient", "parameter", "moment"}
+
+
+def test_verify_exits_1_on_a_difference(monkeypatch, capsys):
+    """A tolerance nothing can meet stands for a wrong run: the verdict must reach the exit code."""
+    monkeypatch.setattr("jaxdist.verify.GRADIENT_TOLERANCE", {"float32": 1e-12})
+    args = ("--mesh", "dp=2", "--num-layers", "2", "--width", "16", "--num-heads", "2", "--steps", "1")
+    code, stdout, _ = run(monkeypatch, capsys, "verify", *args)
+    assert code == 1
+    assert "DIFFERS" in stdout and "0 of 1" in stdout and "on one device" in stdout
+
+
+def test_the_table_of_strategies_is_wide_enough():
+    assert len({s.name for s in STRATEGIES}) == len(STRATEGIES) >= 25
+    assert sum(parse_mesh(s.mesh).num_devices == 8 for s in STRATEGIES) >= 15
+    for strategy in STRATEGIES:
+        strategy.run_config()
+
+
+def test_planted_bugs_still_fit_the_source():
+    """Every bug's text stands exactly once where it says; running them is `python -m experiments.planted_bugs`."""
+    assert len(planted_bugs.BUGS) >= 20
+    for bug in planted_bugs.BUGS:
+        source = (planted_bugs.ROOT / bug.path).read_text()
+        assert planted_bugs.planted(bug, source) != source
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input: one message, exit code 2, nothing traced, nothing left behind
+# ---------------------------------------------------------------------------------------------------------------------
+
+WRONG_FLAGS = [
+    (["--mesh", "xx=2"], "not a mesh axis", "replica, dp, tp"),
+    (["--mesh", "pp=2"], "not available yet", "replica, dp, tp"),
+    (["--mesh", "dp=2,dp=2"], "named twice", "once"),
+    (["--mesh", "dp=0"], "at least 1", "dp=2"),
+    (["--mesh", "dp=-2"], "at least 1", "dp=2"),
+    (["--mesh", "dp=two"], "whole number", "dp=2"),
+    (["--mesh", "dp"], "whole number", "dp=2"),
+    (["--mesh", "tp=3"], "num_heads=4 cannot be split over tp=3", "[1, 2, 4]"),
+    (["--mesh", "tp=2", "--ffn-width", "129"], "ffn_width=129", "[1]"),
+    (["--mesh", "tp=2", "--sp", "--seq-len", "33"], "seq_len=33", "multiple of 2"),
+    (["--mesh", "dp=3"], "batch_size=16", "15 or 18"),
+    (["--mesh", "dp=32"], "batch_size=16", "Use 32"),
+    (["--accumulate", "3"], "batch_size=16", "15 or 18"),
+    (["--accumulate", "0"], "accumulate=0", "accumulate=1"),
+    (["--zero", "4"], "zero=4", "0, 1, 2 or 3"),
+    (["--bucket-mb", "0"], "bucket_mb=0", "25"),
+    (["--bucket-mb", "nan"], "bucket_mb=nan", "25"),
+    (["--remat", "some"], "remat='some'", "every-2"),
+    (["--remat", "every-0"], "remat='every-0'", "every-2"),
+    (["--remat", "every-3"], "num_layers=4", "[1, 2, 4]"),
+    (["--width", "130"], "num_heads=4", "[1, 2, 5"),
+    (["--num-layers", "0"], "num_layers=0", "num_layers=1"),
+    (["--dropout", "1.0"], "dropout=1.0", "0.1"),
+    (["--dropout", "-0.1"], "dropout=-0.1", "0.1"),
+    (["--lr", "0"], "lr=0", "default"),
+    (["--lr", "inf"], "lr=inf", "default"),
+    (["--clip-norm", "-1"], "clip_norm=-1", "default"),
+    (["--steps", "0"], "steps=0", "steps=1"),
+    (["--seed", "-1"], "seed=-1", "--seed 0"),
+    (["--batch-size", "0"], "batch_size=0", "batch_size=1"),
+    (["--eval-every", "0"], "eval_every=0", "eval_every=1"),
+    (["--optimizer", "adafactor", "--mesh", "tp=2"], "adafactor", "--optimizer adamw"),
+    (["--optimizer", "adafactor", "--mesh", "dp=2", "--zero", "1"], "adafactor", "--zero 0"),
+    (["--device", "gpu"], "0 GPUs", "--device cpu"),
+    (["--vocab-size", "90"], "outside the vocabulary of 90", "--vocab-size 256"),
+    (["--seq-len", "100000"], "tokens", "--seq-len"),
+    (["--data", "/nonexistent/file"], "cannot be read", "existing"),
+    (["--attention", "cudnn"], "cudnn", "--attention auto"),
+    (["--mesh", "dp=16"], "16 simulated devices", "before JAX starts"),
+]
+
+
+@pytest.mark.parametrize(("args", "said", "remedy"), WRONG_FLAGS, ids=lambda value: str(value)[:40])
+def test_wrong_input_ends_before_tracing(monkeypatch, capsys, tmp_path, text, args, said, remedy):
+    monkeypatch.setattr(experiments.train, "print_resolved", lambda *_: pytest.fail("got as far as running"))
+    data = [] if "--data" in args else ["--data", text]
+    code, stdout, stderr = run(monkeypatch, capsys, "train", *data, *args, "--out", tmp_path / "run")
+    assert code == 2
+    assert said in stderr and remedy in stderr, stderr
+    assert "Traceback" not in stderr and not stdout
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "args", [["--no-such-flag"], ["--dtype", "int8"], ["--steps", "many"], ["--grad-sync", "ring"]]
+)
+def test_what_the_parser_refuses(monkeypatch, capsys, args):
+    code, _, stderr = run(monkeypatch, capsys, "train", *args)
+    assert code == 2
+    assert args[0] in stderr
+
+
+def test_unwritable_out(monkeypatch, capsys, tmp_path, text):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, "--out", out, *SMALL)
+        assert code == 2 and "cannot be written" in stderr
+
+
+def test_out_that_holds_a_run(monkeypatch, capsys, tmp_path, text):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, "--out", tmp_path, *SMALL)
+    assert code == 2 and "holds a run already" in stderr
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_bad_data_files(monkeypatch, capsys, tmp_path):
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    np.save(tmp_path / "floats.npy", np.zeros(10000))
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    np.save(tmp_path / "large.npy", np.full(100000, 999, np.uint16))
+    for name, said in (
+        ("empty.txt", "empty"),
+        ("latin.txt", "UTF-8"),
+        ("floats.npy", "1-D integer array"),
+        ("objects.npy", "not a whole .npy array"),
+        ("large.npy", "token 999"),
+    ):
+        code, _, stderr = run(monkeypatch, capsys, "train", "--data", tmp_path / name)
+        assert code == 2 and said in stderr, stderr
+
+
+def test_verify_and_bench_refuse_too(monkeypatch, capsys, tmp_path):
+    for module, args, said in (
+        ("verify", ["--mesh", "tp=3"], "num_heads"),
+        ("verify", ["--json", tmp_path / "no" / "file.json"], "existing folder"),
+        ("verify", ["--all", "--only", "nothing"], "no strategy"),
+        ("bench", ["--mesh", "dp=2"], "own rows"),
+        ("bench", ["--repeats", "0"], "repeats=0"),
+    ):
+        code, _, stderr = run(monkeypatch, capsys, module, *args)
+        assert code == 2 and said in stderr
+
+
+def test_unwise_combinations_are_said():
+    def notes(**parallel):
+        return RunConfig(ModelConfig(2, 32, 4, 128, 32, 256), ParallelConfig(**parallel)).warnings()
+
+    assert "dp=1" in notes(zero=2)[0]
+    assert "tp=1" in notes(sp=True)[0]
+    assert "ZeRO-3 alone" in notes(reshard_after_forward=False)[0]
+    assert not notes()
+
+
+def test_presets_have_their_names_sizes():
+    sizes = {"12m": 12.5e6, "gpt2-124m": 124e6, "gpt2-350m": 355e6, "gpt2-774m": 774e6, "gpt2-1.5b": 1558e6}
+    sizes |= {"7b": 6.7e9, "70b": 71e9, "175b": 175e9}
+    for name, expected in sizes.items():
+        m = CommonFlags(preset=name).model_config()
+        count = m.num_layers * (12 * m.width**2 + 13 * m.width) + (m.vocab_size + m.seq_len + 2) * m.width
+        assert math.isclose(count, expected, rel_tol=0.03), (name, count)
+
+
+def test_simulated_devices_set_themselves_up():
+    """A new process with one mesh flag and nothing else prepared."""
+    code = (
+        "from jaxdist.runtime import acquire_devices; d = acquire_devices(3, 'auto'); "
+        "print(len(d.devices), d.simulated, d.description)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("3 True 3 SIMULATED devices")
