@@ -43,7 +43,10 @@ def optimizer_specs(optimizer: optax.GradientTransformation, layout: Layout):
 
 
 def learning_rate(config: RunConfig, step: jax.Array) -> jax.Array:
-    """Linear warm-up, then a cosine from `lr` to `lr * min_lr_ratio` at the last step. `step` counts from 0."""
+    """Linear warm-up, then a cosine from `lr` to `lr * min_lr_ratio` after the last step.
+
+    `step` counts from 0, as a float of the precision wanted.
+    """
     schedule = config.optimizer
     warmup = min(schedule.warmup_steps, config.steps)
     ramp = (step + 1) / max(warmup, 1)

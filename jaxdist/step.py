@@ -69,6 +69,7 @@ class Program:
     mesh: Mesh | AbstractMesh
     layout: Layout
     specs: State
+    shapes: State
     init: Callable
     step: Callable
     evaluate: Callable
@@ -77,7 +78,7 @@ class Program:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(self.init, jnp.uint32(0)),
+            self.shapes,
             shardings(self.mesh, self.specs),
         )
 
@@ -109,7 +110,13 @@ class Program:
         return compiled
 
 
-def build_program(config: RunConfig, mesh: Mesh | AbstractMesh, *, with_gradients: bool = False) -> Program:
+def build_program(
+    config: RunConfig,
+    mesh: Mesh | AbstractMesh,
+    *,
+    with_gradients: bool = False,
+    compiler_options: dict | None = None,
+) -> Program:
     """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run."""
     layout = make_layout(model.declare(config.model), config.parallel)
     choose_attention(config, _platform(mesh), training=True)  # refuses what cannot run, before anything is traced
@@ -123,6 +130,12 @@ def build_program(config: RunConfig, mesh: Mesh | AbstractMesh, *, with_gradient
     )
     batch_specs = Batch(*[layout.batch_spec()] * 3)
     on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
+    jit = partial(jax.jit, compiler_options=compiler_options)
+
+    # Two programs: parameters and masters must come from the same bits, and XLA may fuse (and round) one draw twice.
+    make_state = partial(initial_state, config, layout, optimizer)
+    draw = jit(partial(draw_parameters, config, layout), out_shardings=shardings(mesh, layout.storage_specs()))
+    assemble = jit(make_state, out_shardings=shardings(mesh, specs))
 
     def step(state, batch):
         return train_step(config, layout, optimizer, _platform(mesh), with_gradients, state, batch)
@@ -136,19 +149,22 @@ def build_program(config: RunConfig, mesh: Mesh | AbstractMesh, *, with_gradient
         mesh=mesh,
         layout=layout,
         specs=specs,
-        init=jax.jit(partial(initial_state, config, layout, optimizer), out_shardings=shardings(mesh, specs)),
-        step=jax.jit(on_mesh(step, in_specs=(specs, batch_specs), out_specs=outputs), donate_argnums=0),
-        evaluate=jax.jit(on_mesh(evaluate, in_specs=(specs.params, batch_specs), out_specs=(REPLICATED, REPLICATED))),
+        shapes=jax.eval_shape(lambda: make_state(draw_parameters(config, layout, 0))),
+        init=lambda seed: assemble(draw(seed)),
+        step=jit(on_mesh(step, in_specs=(specs, batch_specs), out_specs=outputs), donate_argnums=0),
+        evaluate=jit(on_mesh(evaluate, in_specs=(specs.params, batch_specs), out_specs=(REPLICATED, REPLICATED))),
     )
 
 
-def initial_state(config: RunConfig, layout: Layout, optimizer: optax.GradientTransformation, seed) -> State:
-    """The state before the first step, at global shape: bit-equal on every mesh for one seed."""
+def draw_parameters(config: RunConfig, layout: Layout, seed) -> dict:
+    """Initial values at full precision in the storage layout: bit-equal on every mesh for one seed."""
     drawn = model.initial_parameters(config.model, seed)
-    stored = jax.tree.map(
-        lambda leaf, x: leaf.to_storage(x).astype(config.precision.master_dtype), layout.leaves, drawn
-    )
-    params = stored if layout.params_stored else jax.tree.map(lambda x: x.astype(config.precision.master_dtype), drawn)
+    return jax.tree.map(lambda leaf, x: leaf.to_storage(x).astype(config.precision.master_dtype), layout.leaves, drawn)
+
+
+def initial_state(config: RunConfig, layout: Layout, optimizer: optax.GradientTransformation, stored: dict) -> State:
+    """The state before the first step, at global shape."""
+    params = stored if layout.params_stored else layout.to_logical(stored)
     return State(
         step=jnp.int32(0),
         params=jax.tree.map(lambda x: x.astype(config.precision.dtype), params),
@@ -171,11 +187,11 @@ def train_step(config, layout, optimizer, platform, with_gradients, state: State
     # Clip by the norm of the whole gradient. It is equal on every rank, and so is the overflow flag made from it.
     norm = global_norm(grads, layout)
     finite = jnp.isfinite(norm)
-    shrink = jnp.minimum(1, config.optimizer.clip_norm / (norm + 1e-6))
+    shrink = config.optimizer.clip_norm / jnp.maximum(norm, config.optimizer.clip_norm)
     clipped = jax.tree.map(lambda g: g * shrink, grads)
 
     # Update the shards this rank owns, then make the parameters of the next step from them.
-    lr = learning_rate(config, state.step).astype(norm.dtype)
+    lr = learning_rate(config, state.step.astype(norm.dtype))
     owned = state.master if state.master is not None else owned_shards(state.params, layout)
     updates, moments = optimizer.update(clipped, state.moments, owned)
     updated = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), owned, updates)

@@ -71,13 +71,13 @@ def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dic
 def observe(config: RunConfig, devices: list[jax.Device], batches: list[dict[str, np.ndarray]]) -> Observed:
     """Run `batches` as training steps and bring everything back at logical shape."""
     mesh = make_mesh(config.parallel.mesh, devices)
-    program = build_program(config, mesh, with_gradients=True)
-    abstract = (program.abstract_state(), program.abstract_batch())
-    traced = program.step.trace(*abstract)
     # The program is the one that trains; the CPU's code generator is told not to polish it, which takes half the time.
     quick = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
-    step = traced.lower().compile(compiler_options=quick)
-    state = program.init.lower(config.seed).compile(compiler_options=quick)(config.seed)
+    program = build_program(config, mesh, with_gradients=True, compiler_options=quick)
+    abstract = (program.abstract_state(), program.abstract_batch())
+    traced = program.step.trace(*abstract)
+    step = traced.lower().compile()
+    state = program.init(config.seed)
     losses, norms, gradients = [], [], None
     for batch in batches:
         state, metrics, grads = step(state, program.put(batch))
