@@ -27,10 +27,9 @@ from experiments.cli import CommonFlags, run_program
 from experiments.verify import Verifier
 from jaxdist.config import ParallelConfig, RunConfig, require_positive
 from jaxdist.errors import ConfigError
-from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import build_program
+from jaxdist.step import build_program, compiled_peak_bytes
 from jaxdist.verify import random_batches
 
 STRATEGY_ROWS = [
@@ -199,8 +198,7 @@ def timed_step(config: RunConfig, devices: Devices) -> tuple[Callable[[], float]
     """(run one step and return its seconds, the compiler's peak bytes a device)."""
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
     compiled = program.compile_step()
-    memory = compiled.memory_analysis()
-    peak = None if memory is None else local_bytes(program.abstract_state()) + memory.temp_size_in_bytes
+    peak = compiled_peak_bytes(compiled, program.abstract_state())
     batch = program.put(full_batch(config))
     held = {"state": program.init(config.seed)}
 

@@ -21,7 +21,7 @@ from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.metrics import RunFiles
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import Program, State, build_program
+from jaxdist.step import Program, State, build_program, compiled_peak_bytes
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,16 @@ class TrainFlags(CommonFlags):
     eval_batches: int = 4
 
 
-def main(flags: TrainFlags, console: Console) -> None:
+class Diverged(ArithmeticError):
+    """The loss is no number any more, and no later step can repair it."""
+
+
+def main(flags: TrainFlags, console: Console) -> int:
     # ---- check everything, before anything is traced ----
     config = flags.run_config()
     require_positive("eval_every", flags.eval_every)
     require_positive("eval_batches", flags.eval_batches)
+    jax.config.update("jax_enable_x64", config.precision.dtype == "float64")
     corpus = load_corpus(flags.data, config.model.vocab_size)
     batches = Batches(corpus.train, config.batch_size, config.model.seq_len, config.seed)
     held_out = held_out_batches(corpus.held_out, config.batch_size, config.model.seq_len, flags.eval_batches)
@@ -57,10 +62,16 @@ def main(flags: TrainFlags, console: Console) -> None:
         start = time.perf_counter()
         step = program.compile_step()
         state = program.init(config.seed)
-        console.print(f"compiled and initialised in {time.perf_counter() - start:.1f} s\n")
+        peak = compiled_peak_bytes(step, state)
+        note = "" if peak is None else f"; the compiler plans {_mib(peak)} a device at the peak"
+        console.print(f"compiled and initialised in {time.perf_counter() - start:.1f} s{note}\n")
 
         # ---- train ----
-        state, losses = train(flags, program, step, state, batches, held_out, files, console)
+        try:
+            state, losses = train(flags, program, step, state, batches, held_out, files, console)
+        except Diverged as error:
+            console.print(f"[bold red]diverged[/] at {error}")
+            return 1
 
         # ---- report ----
         first, last = losses[0], losses[-1]
@@ -71,6 +82,7 @@ def main(flags: TrainFlags, console: Console) -> None:
         files.write_summary(
             {"steps": config.steps, "held_out_loss": last, "first_held_out_loss": first, "unigram_entropy": entropy}
         )
+    return 0
 
 
 def train(flags, program: Program, step, state: State, batches, held_out, files: RunFiles, console: Console):
@@ -92,11 +104,8 @@ def train(flags, program: Program, step, state: State, batches, held_out, files:
             progress.update(task, advance=1, line=line)
             if not live and (index + 1) % every == 0:
                 console.print(f"step {index + 1:>5}  {line}")
-            if not np.isfinite(record["loss"]) and state.scale is None:
-                raise FloatingPointError(
-                    f"step {index + 1}: loss {record['loss']}, gradient norm {record['grad_norm']}. "
-                    "Nothing recovers from this; try a lower --lr or --dtype float32."
-                )
+            if not np.isfinite(record["loss"]):
+                raise Diverged(f"step {index + 1}: the loss is {record['loss']}. Try a lower --lr, or --dtype float32.")
             if (index + 1) % flags.eval_every == 0 or index + 1 == config.steps:
                 losses.append(evaluate(program, state, held_out))
                 console.print(f"step {index + 1:>5}  held-out loss {losses[-1]:.4f}")

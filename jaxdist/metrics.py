@@ -1,6 +1,7 @@
 """What a run leaves on disk: its configuration, one JSON object a step, and a summary once it is complete."""
 
 import json
+import math
 from pathlib import Path
 from typing import Self
 
@@ -34,8 +35,10 @@ class RunFiles:
             ) from error
 
     def write_step(self, record: dict) -> None:
+        """Append one line; a number JSON has no word for (the infinite norm of a step fp16 skipped) becomes null."""
         if self._metrics:
-            self._metrics.write(json.dumps(record) + "\n")
+            finite = {k: v if math.isfinite(v) else None for k, v in record.items()}
+            self._metrics.write(json.dumps(finite, allow_nan=False) + "\n")
             self._metrics.flush()
 
     def write_summary(self, summary: dict) -> None:

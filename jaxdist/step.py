@@ -110,6 +110,12 @@ class Program:
         return compiled
 
 
+def compiled_peak_bytes(compiled: jax.stages.Compiled, state: State) -> int | None:
+    """Bytes a device needs at most during a step: the donated state and the compiler's temporaries; None if unknown."""
+    memory = compiled.memory_analysis()
+    return None if memory is None else local_bytes(state) + memory.temp_size_in_bytes
+
+
 def build_program(
     config: RunConfig,
     mesh: Mesh | AbstractMesh,

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -84,6 +85,25 @@ def test_train_gives_the_losses_of_one_device(monkeypatch, capsys, tmp_path, tex
         for name in ("mesh", "one")
     ]
     np.testing.assert_allclose(*losses, rtol=2e-5)
+
+
+def test_train_that_diverges_says_so_and_leaves_no_summary(monkeypatch, capsys, tmp_path, text):
+    args = ["--data", text, "--steps", "30", "--lr", "1e30", "--warmup-steps", "0", "--clip-norm", "1e30", *SMALL]
+    code, stdout, stderr = run(monkeypatch, capsys, "train", *args, "--out", tmp_path / "run")
+    assert code == 1 and "diverged" in stdout and "lower --lr" in stdout and "Traceback" not in stderr
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_train_in_every_dtype(monkeypatch, capsys, tmp_path, text, dtype):
+    args = ["--mesh", "dp=2", "--zero", "2", "--data", text, "--steps", "8", "--dtype", dtype, *SMALL]
+    code, _, _ = run(monkeypatch, capsys, "train", *args, "--out", tmp_path / "run")
+    jax.config.update("jax_enable_x64", False)  # the program switched it on for float64
+    assert code == 0
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0] - 0.1
 
 
 def test_verify_prints_every_leaf_and_writes_json(monkeypatch, capsys, tmp_path):
