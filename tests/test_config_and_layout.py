@@ -1,0 +1,146 @@
+"""Declarations and placement: what is sharded where, padding there and back, schedule and update rules."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxdist import model
+from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.layout import Leaf, choose_zero_dim, make_layout
+from jaxdist.mesh import MeshShape
+from jaxdist.optimizer import learning_rate
+from jaxdist.parallel.grouping import group
+
+MODEL = ModelConfig(num_layers=3, width=48, num_heads=6, ffn_width=96, seq_len=16, vocab_size=100)
+
+
+def layout_of(zero=0, sp=False, config=MODEL, **axes):
+    return make_layout(model.declare(config), ParallelConfig(mesh=MeshShape(**axes), zero=zero, sp=sp))
+
+
+def test_every_parameter_is_declared_once_with_its_gpt2_shape():
+    leaves = {leaf.name: leaf for leaf in jax.tree.leaves(layout_of(tp=2).leaves)}
+    shapes = {
+        "tokens": ((384, 48), ("tp", None)),  # 100 rounded up to lcm(128, 6)
+        "positions": ((16, 48), (None, None)),
+        "blocks.attention.w_qkv": ((3, 48, 3, 6, 8), (None, None, None, "tp", None)),
+        "blocks.attention.b_qkv": ((3, 3, 6, 8), (None, None, "tp", None)),
+        "blocks.attention.w_out": ((3, 6, 8, 48), (None, "tp", None, None)),
+        "blocks.attention.b_out": ((3, 48), (None, None)),
+        "blocks.mlp.w_up": ((3, 48, 96), (None, None, "tp")),
+        "blocks.mlp.b_up": ((3, 96), (None, "tp")),
+        "blocks.mlp.w_down": ((3, 96, 48), (None, "tp", None)),
+        "blocks.mlp.b_down": ((3, 48), (None, None)),
+        "ln_final.scale": ((48,), (None,)),
+        "ln_final.bias": ((48,), (None,)),
+    } | {
+        f"blocks.{norm}.{part}": ((3, 48), (None, None))
+        for norm in ("ln_attention", "ln_mlp")
+        for part in ("scale", "bias")
+    }
+    assert {name: (leaf.shape, leaf.spec) for name, leaf in leaves.items()} == shapes
+    decayed = {name for name, leaf in leaves.items() if leaf.decay}
+    assert decayed == {"tokens", "positions"} | {
+        f"blocks.{w}" for w in ("attention.w_qkv", "attention.w_out", "mlp.w_up", "mlp.w_down")
+    }
+
+
+def test_initial_values_have_the_gpt2_statistics():
+    wide = ModelConfig(num_layers=8, width=128, num_heads=4, ffn_width=512, seq_len=64, vocab_size=250)
+    params = jax.jit(lambda: model.initial_parameters(wide, 0))()
+    blocks = params["blocks"]
+    for w in (params["tokens"][:250], params["positions"], blocks["attention"]["w_qkv"], blocks["mlp"]["w_up"]):
+        assert abs(float(w.std()) - 0.02) < 0.001 and abs(float(w.mean())) < 0.001
+    for w in (blocks["attention"]["w_out"], blocks["mlp"]["w_down"]):
+        assert abs(float(w.std()) - 0.02 / 4) < 0.0003  # sqrt(2 * 8 layers) = 4
+    assert not params["tokens"][250:].any()
+    assert (blocks["ln_mlp"]["scale"] == 1).all() and not blocks["mlp"]["b_up"].any()
+    layers = np.asarray(blocks["mlp"]["w_up"])
+    assert not np.array_equal(layers[0], layers[1])
+
+
+@pytest.mark.parametrize("heads", [1, 4, 5, 6, 12, 20, 25])
+def test_any_tp_that_divides_the_heads_divides_the_vocabulary(heads):
+    config = ModelConfig(1, 8 * heads, heads, 8 * heads, 8, 50257)
+    padded = config.padded_vocab_size
+    assert padded >= 50257 and padded % 128 == 0
+    assert all(padded % tp == 0 for tp in range(1, heads + 1) if heads % tp == 0)
+    assert padded - 50257 < math.lcm(128, heads)
+
+
+def test_what_each_leaf_owes():
+    owed = {leaf.name: leaf.reduce_axes for leaf in jax.tree.leaves(layout_of(replica=2, dp=2, tp=2, sp=True).leaves)}
+    assert owed["blocks.mlp.w_up"] == ("replica", "dp")
+    assert owed["blocks.ln_mlp.scale"] == ("replica", "dp", "tp")
+    assert owed["positions"] == ("replica", "dp", "tp")
+    owed = {leaf.name: leaf.reduce_axes for leaf in jax.tree.leaves(layout_of(replica=2, dp=2, tp=2).leaves)}
+    assert set(owed.values()) == {("replica", "dp")}
+
+
+def leaf(shape, spec, tp, dp, zero_dim):
+    return Leaf("x", shape, spec, True, tp, dp, zero_dim, ())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_storage_is_undone_exactly_and_padding_is_small(data):
+    tp, dp = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.integers(2, 9))
+    shape = tuple(data.draw(st.integers(1, 7)) * (tp if split else 1) for split in (False, True, False))
+    spec = (None, "tp" if tp > 1 else None, None)
+    zero_dim = choose_zero_dim(leaf(shape, spec, tp, dp, None), first=data.draw(st.integers(0, 1)))
+    placed = leaf(shape, spec, tp, dp, zero_dim)
+    x = jnp.arange(1, math.prod(shape) + 1).reshape(shape)
+    stored = placed.to_storage(x)
+    assert stored.shape == placed.storage_shape
+    np.testing.assert_array_equal(placed.from_storage(stored), x)
+    assert int((stored != 0).sum()) == x.size  # padding is zeros, and nothing is lost
+    assert math.prod(placed.storage_local) * tp * dp == stored.size
+    # Each tp rank's part begins where tp would cut the padded array.
+    if tp > 1 and spec[zero_dim] == "tp":
+        first = jnp.split(stored, tp, axis=zero_dim)[1]
+        np.testing.assert_array_equal(
+            jnp.take(first, 0, axis=zero_dim), jnp.take(x, shape[zero_dim] // tp, axis=zero_dim)
+        )
+
+
+def test_zero_never_splits_the_layer_dim_and_prefers_no_padding():
+    for dp in (2, 3, 4, 5, 8):
+        for placed in jax.tree.leaves(layout_of(zero=1, dp=dp, tp=2).leaves):
+            assert not (placed.name.startswith("blocks.") and placed.zero_dim == 0)
+            local = placed.compute_local[placed.zero_dim]
+            divisible = [n % dp == 0 for n in placed.compute_local[int(placed.name.startswith("blocks.")) :]]
+            assert local % dp == 0 or not any(divisible)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(1e-5, 1), st.sampled_from(["per-parameter", "flat", "bucketed"]))
+def test_groups_hold_every_leaf_once_in_reverse_order(bucket_mb, grad_sync):
+    leaves = jax.tree.leaves(layout_of(tp=2, dp=2).leaves)
+    parallel = ParallelConfig(grad_sync=grad_sync, bucket_mb=bucket_mb)
+    groups = group(leaves, parallel, 4, lambda leaf: leaf.spec_axes)
+    assert sorted(i for members in groups for i in members) == list(range(len(leaves)))
+    for members in groups:
+        assert members == sorted(members, reverse=True)
+        assert len({leaves[i].spec_axes for i in members}) == 1
+        size = sum(math.prod(leaves[i].compute_local) * 4 for i in members)
+        assert len(members) == 1 or grad_sync == "flat" or size <= bucket_mb * 2**20
+    if grad_sync == "per-parameter":
+        assert all(len(members) == 1 for members in groups)
+    if grad_sync == "flat":
+        assert len(groups) == 2  # split over tp, and whole
+
+
+def test_learning_rate_warms_up_and_decays():
+    config = RunConfig(MODEL, optimizer=OptimizerConfig(lr=1.0, warmup_steps=10, min_lr_ratio=0.1), steps=110)
+    rates = [float(learning_rate(config, jnp.float32(step))) for step in range(111)]
+    np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6)
+    np.testing.assert_allclose(rates[60], 0.55, rtol=1e-5)  # half way down
+    np.testing.assert_allclose(rates[110], 0.1, rtol=1e-5)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    short = RunConfig(MODEL, optimizer=OptimizerConfig(lr=1.0, warmup_steps=10), steps=5)
+    assert float(learning_rate(short, jnp.float32(4))) == pytest.approx(1.0)
