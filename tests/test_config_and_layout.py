@@ -1,5 +1,6 @@
 """Declarations and placement: what is sharded where, padding there and back, schedule and update rules."""
 
+import itertools
 import math
 
 import jax
@@ -141,6 +142,6 @@ def test_learning_rate_warms_up_and_decays():
     np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6)
     np.testing.assert_allclose(rates[60], 0.55, rtol=1e-5)  # half way down
     np.testing.assert_allclose(rates[110], 0.1, rtol=1e-5)
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
     short = RunConfig(MODEL, optimizer=OptimizerConfig(lr=1.0, warmup_steps=10), steps=5)
     assert float(learning_rate(short, jnp.float32(4))) == pytest.approx(1.0)
