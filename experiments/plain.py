@@ -16,7 +16,14 @@ def make_step(config: RunConfig, decay_mask: dict):
     schedule = config.optimizer
     optimizer = optax.chain(
         optax.clip_by_global_norm(schedule.clip_norm),
-        optax.adamw(schedule.lr, schedule.beta1, schedule.beta2, schedule.eps, None, schedule.weight_decay, decay_mask),
+        optax.adamw(
+            schedule.lr,
+            b1=schedule.beta1,
+            b2=schedule.beta2,
+            eps=schedule.eps,
+            weight_decay=schedule.weight_decay,
+            mask=decay_mask,
+        ),
     )
 
     def step(state, batch):

@@ -268,8 +268,8 @@ def loss(config: ModelConfig, root: dict, x_BTD: jax.Array, targets_BT: jax.Arra
     return jnp.where(targets_BT >= 0, head(root, x_BTD), 0).sum()
 
 
-MOVES = {"all_gather", "all_gather_invariant", "reshape", "transpose", "slice", "squeeze", "concatenate", "pvary"}
-MOVES |= {"convert_element_type", "copy", "broadcast_in_dim"}
+GATHERS = {"all_gather", "all_gather_invariant"}
+MOVES = {"reshape", "transpose", "slice", "squeeze", "concatenate", "pvary", "convert_element_type", "copy"}
 
 
 def keep_all_but_weights(primitive, *_, **params) -> bool:
@@ -278,7 +278,12 @@ def keep_all_but_weights(primitive, *_, **params) -> bool:
 
 
 def _only_moves(name: str, params: dict) -> bool:
-    """Whether an operation moves bytes without computing: a fetch is a custom_vjp_call of nothing but such."""
+    """Whether an operation moves weights without computing: a fetch is a custom_vjp_call of nothing but such.
+
+    Only dp gathers weights; a gather over tp is of activations, which are saved as ever.
+    """
+    if name in GATHERS:
+        return "dp" in params["axis_name"]
     if name in ("custom_vjp_call", "jit", "pjit"):
         inner = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
         return all(_only_moves(eqn.primitive.name, eqn.params) for eqn in inner.eqns)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax, random
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -124,6 +125,8 @@ def build_program(
     compiler_options: dict | None = None,
 ) -> Program:
     """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run."""
+    if config.precision.dtype == "float64" and not jax.config.jax_enable_x64:
+        raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")
     layout = make_layout(model.declare(config.model), config.parallel)
     choose_attention(config, _platform(mesh), training=True)  # refuses what cannot run, before anything is traced
     optimizer = make_optimizer(config.optimizer, layout)
@@ -156,7 +159,7 @@ def build_program(
         layout=layout,
         specs=specs,
         shapes=jax.eval_shape(lambda: make_state(draw_parameters(config, layout, 0))),
-        init=lambda seed: assemble(draw(seed)),
+        init=lambda seed: assemble(draw(np.uint32(seed))),
         step=jit(on_mesh(step, in_specs=(specs, batch_specs), out_specs=outputs), donate_argnums=0),
         evaluate=jit(on_mesh(evaluate, in_specs=(specs.params, batch_specs), out_specs=(REPLICATED, REPLICATED))),
     )
@@ -228,14 +231,12 @@ def accumulate_gradients(config, layout, platform, state, batch, weight) -> tupl
     """
     run, split = plan_forward(config, layout, platform, training=True)
     key = random.fold_in(random.key(config.seed), state.step) if config.model.dropout else None
-    differentiated = jax.tree.map(
-        lambda leaf, p: comm.varying(p, leaf.reduce_axes), layout.leaves, gradient_holders(state.params, layout)
-    )
-    whole = jax.tree.map(lambda leaf, p: comm.varying(p, leaf.reduce_axes), layout.leaves, state.params)
+    held = cast_to_owed(state.params, layout)
+    differentiated = cast_to_owed(gradient_holders(held, layout, config.precision.master_dtype), layout)
 
     def micro_loss(differentiated, micro: Batch):
         noise = model.Noise(config.model.dropout, key, micro.rows)
-        total = forward_loss(config, run, split(differentiated, whole), micro, noise)
+        total = forward_loss(config, run, split(differentiated, held), micro, noise)
         return total * weight, total
 
     gradients = jax.grad(micro_loss, has_aux=True)
@@ -255,12 +256,20 @@ def accumulate_gradients(config, layout, platform, state, batch, weight) -> tupl
     return lax.scan(body, start, micros)[0]
 
 
-def gradient_holders(params: dict, layout: Layout) -> dict:
-    """What backward differentiates: the parameters, or for ZeRO-2 empty shards that only receive gradients."""
-    if not layout.grads_scattered or layout.params_stored:
+def cast_to_owed(tree: dict, layout: Layout) -> dict:
+    """Cast each leaf to vary over the axes its gradient owes a sum over, so that backward leaves the sum to us."""
+    return jax.tree.map(lambda leaf, x: comm.varying(x, leaf.reduce_axes), layout.leaves, tree)
+
+
+def gradient_holders(params: dict, layout: Layout, dtype: str) -> dict:
+    """What backward differentiates: the parameters; for ZeRO-2 and 3 zero shards that only receive gradients.
+
+    The holders are of the masters' dtype, so a gradient summed in fp32 is not rounded to the 16 bits of its parameter.
+    """
+    if not layout.grads_scattered:
         return params
     return jax.tree.map(
-        lambda leaf, p: comm.varying(jnp.zeros(leaf.storage_local, p.dtype), leaf.storage_axes), layout.leaves, params
+        lambda leaf: comm.varying(jnp.zeros(leaf.storage_local, dtype), leaf.storage_axes), layout.leaves
     )
 
 
@@ -270,7 +279,10 @@ def owned_shards(params: dict, layout: Layout) -> dict:
 
 
 def plan_forward(config: RunConfig, layout: Layout, platform: str, training: bool):
-    """The static `Forward` and split(differentiated, whole) -> (root weights, block weights) for it."""
+    """The static `Forward` and split(differentiated, held) -> (root weights, block weights) for it.
+
+    `held` are the parameters as the state has them. Under ZeRO-2 and 3 weights travel as (holders, held) until a fetch.
+    """
     parallel = config.parallel
     common = dict(
         sp=parallel.sp,
@@ -282,32 +294,33 @@ def plan_forward(config: RunConfig, layout: Layout, platform: str, training: boo
         return model.Forward(**common), lambda params, _: split_root(params)
 
     def fetch_of(leaves):
-        return make_fetch(leaves, layout, config.precision.reduction_dtype)
+        return make_fetch(leaves, layout, config.precision.reduction_dtype, config.precision.master_dtype)
 
     root, blocks = split_root(layout.leaves)
-    fetch_block = fetch_of(jax.tree.map(lambda leaf: leaf.layer(), blocks))
-    regather = layout.params_stored and parallel.reshard_after_forward
-    if regather:
-        fetch_embed, fetch_head = (
-            lambda weights, names=names: fetch_of({name: root[name] for name in names})(
-                {name: weights[name] for name in names}
-            )
-            for names in (model.EMBED_PARTS, model.HEAD_PARTS)
-        )
-        run = model.Forward(
-            **common, refetch=True, fetch_block=fetch_block, fetch_embed=fetch_embed, fetch_head=fetch_head
-        )
-        return run, lambda params, _: split_root(params)
+    common["fetch_block"] = fetch_of(jax.tree.map(lambda leaf: leaf.layer(), blocks))
+    if not (layout.params_stored and parallel.reshard_after_forward):
+        # Nothing is dropped after forward: what is not a block's is fetched once, and its gradient scattered once.
+        def split(holders, held):
+            (root_holders, block_holders), (root_held, block_held) = split_root(holders), split_root(held)
+            return fetch_of(root)((root_holders, root_held)), (block_holders, block_held)
 
-    # Nothing is dropped after forward: what is not a block's is fetched once, and its gradient scattered once.
-    def split(differentiated, whole):
-        root_shards, block_shards = split_root(differentiated)
-        root_whole, block_whole = split_root(whole)
-        if layout.params_stored:
-            return fetch_of(root)(root_shards), block_shards
-        return fetch_of(root)((root_shards, root_whole)), (block_shards, block_whole)
+        return model.Forward(**common, refetch=not layout.params_stored), split
 
-    return model.Forward(**common, refetch=not layout.params_stored, fetch_block=fetch_block), split
+    def fetch_parts(names):
+        def fetch(weights):
+            return fetch_of(_pick(root, names))(tuple(_pick(tree, names) for tree in weights))
+
+        return fetch
+
+    def split_pairs(holders, held):
+        return tuple(zip(split_root(holders), split_root(held), strict=True))
+
+    fetch_embed, fetch_head = fetch_parts(model.EMBED_PARTS), fetch_parts(model.HEAD_PARTS)
+    return model.Forward(**common, refetch=True, fetch_embed=fetch_embed, fetch_head=fetch_head), split_pairs
+
+
+def _pick(tree: dict, names: tuple[str, ...]) -> dict:
+    return {name: tree[name] for name in names}
 
 
 def split_root(tree: dict) -> tuple[dict, dict]:
@@ -326,7 +339,7 @@ def forward_loss(config, run: model.Forward, weights, batch: Batch, noise: model
 def evaluate_loss(config, layout, platform, params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Summed loss of a batch in nats, without dropout, and the number of targets; equal on every rank."""
     run, split = plan_forward(config, layout, platform, training=False)
-    holders = gradient_holders(params, layout)
+    holders = gradient_holders(params, layout, config.precision.master_dtype)
     total = forward_loss(config, run, split(holders, params), batch, model.Noise(0.0, None, batch.rows))
     return comm.all_reduce(total, DATA_AXES), count_targets(batch)
 
@@ -355,7 +368,7 @@ def choose_attention(config: RunConfig, platform: str, training: bool) -> str:
     in_the_way = [reason for reason, applies in obstacles.items() if applies]
     if asked == "cudnn" and in_the_way:
         raise ConfigError("--attention cudnn", in_the_way[0], "Use --attention auto")
-    return "cudnn" if platform == "gpu" and not in_the_way else "xla"
+    return "cudnn" if asked == "cudnn" or (platform == "gpu" and not in_the_way) else "xla"
 
 
 def _platform(mesh: Mesh | AbstractMesh) -> str:

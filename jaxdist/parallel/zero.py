@@ -20,33 +20,32 @@ def fetch_whole(weights: Weights) -> dict:
     return weights
 
 
-def make_fetch(leaves: dict, layout: Layout, reduce_dtype: str) -> Fetch:
+def make_fetch(leaves: dict, layout: Layout, reduce_dtype: str, holder_dtype: str) -> Fetch:
     """The fetch of one part of the model, whose leaves (layer dim removed) are `leaves`.
 
-    ZeRO-3 calls it with the shards, which are gathered. ZeRO-2 calls it with (shards, whole): the replicated weights
-    are used as they are, and the shards only receive the gradient.
+    It takes (holders, held). `held` are shards, which ZeRO-3 gathers, or the whole weights of ZeRO-2, which are used as
+    they are. The holders have the shape of shards; their value is never used, and their gradient is the weights'.
 
     Layout: w in the storage layout -> all_gather dp -> w in the compute layout, typed varying over dp.
-    Backward: reduce_scatter over dp of dw, in `reduce_dtype`.
+    Backward: reduce_scatter over dp of dw, in `reduce_dtype`; the sum is kept in `holder_dtype`.
     Sends: (n-1)/n of the part's bytes forward (nothing for ZeRO-2), again under remat, and once backward.
     Source: ZeRO, arXiv 1910.02054, section 7.2; FSDP, arXiv 2304.11277, section 3.
     """
     flat_leaves, treedef = jax.tree.flatten(leaves)
 
     @jax.custom_vjp
-    def fetch(shards: dict, whole: dict | None) -> dict:
-        if whole is not None:
-            return whole
-        return treedef.unflatten(all_gather_groups(treedef.flatten_up_to(shards), flat_leaves, "dp", layout.parallel))
+    def fetch(holders: dict, held: dict) -> dict:
+        if not layout.params_stored:
+            return held
+        return treedef.unflatten(all_gather_groups(treedef.flatten_up_to(held), flat_leaves, "dp", layout.parallel))
 
-    def forward(shards, whole):
-        return fetch(shards, whole), None
+    def forward(holders, held):
+        return fetch(holders, held), None
 
     def backward(_, d_weights):
-        given = treedef.flatten_up_to(d_weights)
-        arrays = [g.astype(reduce_dtype) for g in given]
+        arrays = [g.astype(reduce_dtype) for g in treedef.flatten_up_to(d_weights)]
         summed = reduce_scatter_groups(arrays, flat_leaves, "dp", layout.parallel)
-        return treedef.unflatten([x.astype(g.dtype) for x, g in zip(summed, given, strict=True)]), None
+        return treedef.unflatten([x.astype(holder_dtype) for x in summed]), None
 
     fetch.defvjp(forward, backward)
-    return lambda weights: fetch(*weights) if isinstance(weights, tuple) else fetch(weights, None)
+    return lambda weights: fetch(*weights)
