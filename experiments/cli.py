@@ -1,10 +1,13 @@
 """Flags that all programs share, and the border where a wrong one ends the program."""
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
+import jax
 import tyro
 from rich.console import Console
 from rich.markup import escape
@@ -122,6 +125,31 @@ class CommonFlags:
 
 def _either(given, default):
     return default if given is None else given
+
+
+def set_precision(config: RunConfig) -> None:
+    """Switch JAX to 64 bits for a float64 run; before anything is traced."""
+    jax.config.update("jax_enable_x64", config.precision.dtype == "float64")
+
+
+def require_writable(flag: str, path: str | None) -> None:
+    """Refuse a file that cannot be written, before any work is done for it."""
+    if path is None:
+        return
+    try:
+        Path(path).open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path!r}", f"it cannot be written ({error.strerror})", "Name a file in an existing folder"
+        ) from error
+
+
+def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
+    """Refuse a common flag that was set and that this program would not use."""
+    for field in dataclasses.fields(flags):
+        default = getattr(type(flags), field.name)
+        if field.name not in used and getattr(flags, field.name) != default:
+            raise ConfigError(f"--{field.name.replace('_', '-')}", why, "Leave it out")
 
 
 def run_program(flags_type: type[Flags], main: Callable[[Flags, Console], int | None], prog: str) -> None:

@@ -208,8 +208,8 @@ BUGS = [
     Bug(
         "reduction inside the micro-batch loop",
         "jaxdist/step.py",
-        "comm.varying(p, leaf.reduce_axes), layout.leaves, gradient_holders(state.params, layout)",
-        "p, layout.leaves, gradient_holders(state.params, layout)",
+        "return jax.tree.map(lambda leaf, x: comm.varying(x, leaf.reduce_axes), layout.leaves, tree)",
+        "return tree",
         (PARITY.format("dp4-accumulate"), PROGRAM.format("dp4-accumulate")),
     ),
     Bug(

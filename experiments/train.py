@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.cli import CommonFlags, run_program
+from experiments.cli import CommonFlags, run_program, set_precision
 from jaxdist.config import require_positive
 from jaxdist.data import Batches, Corpus, held_out_batches, load_corpus, unigram_entropy
 from jaxdist.layout import local_bytes
@@ -46,7 +46,7 @@ def main(flags: TrainFlags, console: Console) -> int:
     config = flags.run_config()
     require_positive("eval_every", flags.eval_every)
     require_positive("eval_batches", flags.eval_batches)
-    jax.config.update("jax_enable_x64", config.precision.dtype == "float64")
+    set_precision(config)
     corpus = load_corpus(flags.data, config.model.vocab_size)
     batches = Batches(corpus.train, config.batch_size, config.model.seq_len, config.seed)
     held_out = held_out_batches(corpus.held_out, config.batch_size, config.model.seq_len, flags.eval_batches)
@@ -167,7 +167,9 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
         f"{parallel.accumulate} micro-batch{'es' * (parallel.accumulate > 1)}, remat {parallel.remat}",
     )
     facts.add_row("[bold]precision[/]", f"{config.precision.dtype}, reductions in {config.precision.reduction_dtype}")
-    facts.add_row("[bold]data[/]", f"{corpus.source}: {len(corpus.train):,} + {len(corpus.held_out):,} held-out tokens")
+    facts.add_row(
+        "[bold]data[/]", f"{escape(corpus.source)}: {len(corpus.train):,} + {len(corpus.held_out):,} held-out tokens"
+    )
     facts.add_row("", f"unigram entropy {entropy:.3f} nats/token (a model that ignores context gets no lower)")
     master = 0 if state.master is None else local_bytes(state.master)
     facts.add_row(

@@ -13,9 +13,9 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from experiments.cli import CommonFlags, run_program
+from experiments.cli import CommonFlags, refuse_ignored, require_writable, run_program
 from experiments.strategies import PROOF_LR, STRATEGIES
-from jaxdist.config import Preset, RunConfig, to_dict
+from jaxdist.config import Preset, RunConfig, require_positive, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.verify import Difference, Observed, compare, observe, one_device, random_batches, worst
@@ -56,6 +56,9 @@ class Verdict:
 def main(flags: VerifyFlags, console: Console) -> int:
     # ---- check, before anything is traced ----
     if flags.all:
+        used = {"all", "only", "steps", "seed", "device", "json"}
+        refuse_ignored(flags, used, "with --all the named strategies say what runs")
+        require_positive("steps", flags.steps)
         chosen = [(strategy.name, strategy.run_config(steps=flags.steps, seed=flags.seed)) for strategy in STRATEGIES]
         chosen = [(name, config) for name, config in chosen if flags.only in name]
         if not chosen:
@@ -63,8 +66,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
     else:
         config = flags.run_config()
         chosen = [(str(config.parallel.mesh), config)]
-    if flags.json:
-        _require_writable(flags.json)
+    require_writable("--json", flags.json)
     count = max(config.parallel.mesh.num_devices for _, config in chosen)
     devices = acquire_devices(count, flags.device)
     console.print(f"devices: {devices.description}")
@@ -163,12 +165,6 @@ def to_json(verdict: Verdict) -> dict:
         "sent_bytes_per_step": verdict.run.sent_bytes,
         "differences": [dataclasses.asdict(d) for d in verdict.differences],
     }
-
-
-def _require_writable(path: str) -> None:
-    parent = Path(path).absolute().parent
-    if not parent.is_dir() or Path(path).is_dir():
-        raise ConfigError(f"--json {path}", "it names no file in an existing folder", "Name a file to write")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ A `RunConfig` that exists is valid: `__post_init__` refuses whatever cannot work
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape
@@ -19,6 +19,16 @@ AttentionName = Literal["auto", "cudnn", "xla"]
 
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def require_choices(config) -> None:
+    """Refuse a value that its field's Literal type does not list."""
+    for name, hint in get_type_hints(type(config)).items():
+        literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+        value = getattr(config, name)
+        if literals and value is not None and value not in get_args(literals[0]):
+            choices = ", ".join(map(str, get_args(literals[0])))
+            raise ConfigError(f"{name}={value!r}", f"{name} is one of a few words", f"Use {choices}")
 
 
 def require_positive(name: str, value: int) -> None:
@@ -47,6 +57,8 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("num_layers", "width", "num_heads", "ffn_width", "seq_len", "vocab_size"):
             require_positive(name, getattr(self, name))
+        if self.vocab_size >= 2**31:
+            raise ConfigError(f"vocab_size={self.vocab_size}", "tokens are 32-bit integers", "Use less than 2**31")
         if self.width % self.num_heads:
             raise ConfigError(
                 f"width={self.width} with num_heads={self.num_heads}",
@@ -73,7 +85,7 @@ PRESETS: dict[str, ModelConfig] = {
     "70b": _preset(88, 8192, 64, seq_len=2048),
     "175b": _preset(96, 12288, 96, seq_len=2048),
 }
-Preset = Literal["proof", "tiny", "12m", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "7b", "70b", "175b"]
+Preset = Literal[tuple(PRESETS)]
 
 
 REMAT = {"none": 0, "selective": 0, "block": 1}  # name -> blocks recomputed together
@@ -106,7 +118,13 @@ class ParallelConfig:
         """Blocks recomputed together in backward; 0 where whole blocks are not recomputed."""
         return REMAT[self.remat] if self.remat in REMAT else int(self.remat.removeprefix("every-"))
 
+    @property
+    def sharded(self) -> bool:
+        """Whether ZeRO shards anything at all."""
+        return self.zero > 0 and self.mesh.dp > 1
+
     def __post_init__(self):
+        require_choices(self)
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"zero={self.zero}", "ZeRO has stages 0 (off) to 3", "Use --zero 0, 1, 2 or 3")
         if not (math.isfinite(self.bucket_mb) and self.bucket_mb > 0):
@@ -134,11 +152,12 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self):
+        require_choices(self)
         for name in ("lr", "eps", "clip_norm"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name}={value}", "it must be a positive finite number", "Use the default")
-        for name, top in (("beta1", 1), ("beta2", 1), ("min_lr_ratio", 1 + 1e-9), ("weight_decay", math.inf)):
+        for name, top in (("beta1", 1), ("beta2", 1), ("min_lr_ratio", 1.000001), ("weight_decay", math.inf)):
             value = getattr(self, name)
             if not 0 <= value < top:
                 raise ConfigError(f"{name}={value}", f"it must be at least 0 and below {top:g}", "Use the default")
@@ -166,6 +185,13 @@ class PrecisionConfig:
         return self.reduce_dtype or self.master_dtype
 
     def __post_init__(self):
+        require_choices(self)
+        if self.reduce_dtype == "float64" and self.dtype != "float64":
+            raise ConfigError(
+                f"reduce_dtype=float64 with dtype={self.dtype}",
+                "64 bits are switched on for the whole program or not at all",
+                "Use --dtype float64, or reduce in float32",
+            )
         if not (math.isfinite(self.loss_scale) and self.loss_scale >= 1):
             raise ConfigError(f"loss_scale={self.loss_scale}", "it must be a finite number, at least 1", "Use 4096")
         require_positive("loss_scale_window", self.loss_scale_window)
@@ -248,6 +274,12 @@ class RunConfig:
             notes.append("--sp splits the sequence over tp, and tp=1: it changes nothing.")
         if not parallel.reshard_after_forward and parallel.zero != 3:
             notes.append("--no-reshard-after-forward concerns ZeRO-3 alone: it changes nothing here.")
+        if not parallel.reshard_after_forward and parallel.remat_every:
+            notes.append(
+                f"--remat {parallel.remat} recomputes blocks, and so gathers their weights again all the same."
+            )
+        if self.precision.reduction_dtype == "float16" != self.precision.dtype:
+            notes.append("gradients are summed in float16 without a loss scale: small ones become 0.")
         if self.precision.dtype == "float16" and self.model.num_layers > 48:
             notes.append("float16 overflows easily in deep models; bfloat16 has the range of float32.")
         return notes

@@ -146,7 +146,7 @@ class Layout:
     @property
     def sharded(self) -> bool:
         """Whether ZeRO shards anything at all."""
-        return self.parallel.zero > 0 and self.parallel.mesh.dp > 1
+        return self.parallel.sharded
 
     @property
     def grads_scattered(self) -> bool:
@@ -189,7 +189,7 @@ def make_layout(declared: dict, parallel: ParallelConfig) -> Layout:
             zero_dim=None,
             reduce_axes=tuple(axis for axis in partial_sum_axes(parallel) if axis not in spec),
         )
-        if parallel.zero == 0 or mesh.dp == 1:
+        if not parallel.sharded:
             return leaf
         return dataclasses.replace(leaf, zero_dim=choose_zero_dim(leaf, first=int(stacked)))
 

@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxdist.errors import ConfigError
+
+AXES = ("pp", "replica", "dp", "ep", "cp", "tp")
+DATA_AXES = ("replica", "dp")
+AVAILABLE_AXES = ("replica", "dp", "tp")
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,12 @@ class MeshShape:
     cp: int = 1
     tp: int = 1
 
+    def __post_init__(self):
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            if size < 1 or (size > 1 and axis not in AVAILABLE_AXES):
+                why = "not available yet" if size > 1 else "a whole number of ranks, at least 1"
+                raise ConfigError(f"mesh axis {axis}={size}", f"it is {why}", f"Use {axis}=1")
+
     @property
     def num_devices(self) -> int:
         return math.prod(self.sizes)
@@ -36,11 +46,6 @@ class MeshShape:
     def __str__(self) -> str:
         used = [f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
         return ",".join(used) or "1 device"
-
-
-AXES: tuple[str, ...] = tuple(field.name for field in fields(MeshShape))
-DATA_AXES = ("replica", "dp")
-AVAILABLE_AXES = ("replica", "dp", "tp")
 
 
 def parse_mesh(text: str) -> MeshShape:

@@ -22,9 +22,11 @@ class RunFiles:
         self._metrics = None
         if self.folder is None:
             return
-        if (self.folder / "metrics.jsonl").exists():
-            raise ConfigError(f"--out {out}", "the folder holds a run already", "Choose another folder")
         try:
+            holds_a_run = (self.folder / "metrics.jsonl").exists()
+            if holds_a_run or not out:
+                reason = "the folder holds a run already" if holds_a_run else "it names no folder"
+                raise ConfigError(f"--out {out!r}", reason, "Choose another folder")
             self.folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps({**to_dict(config), **extra}, indent=2)
             (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")

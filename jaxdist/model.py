@@ -26,7 +26,6 @@ from jaxdist.parallel.tensor import (
 )
 from jaxdist.parallel.zero import Fetch, Weights, fetch_whole
 
-BLOCKS = "blocks"  # the parameters stacked over layers
 EMBED_PARTS = ("tokens", "positions")  # the others, by where they are used
 HEAD_PARTS = ("tokens", "ln_final")
 LAYER_NORM_EPS = 1e-5

@@ -18,6 +18,9 @@ PATIENT_FLAGS = (
 )
 
 
+MAX_SIMULATED = 256
+
+
 @dataclass(frozen=True)
 class Devices:
     """`devices` in mesh order; `simulated` where several of them share one CPU; `description` for a person."""
@@ -39,6 +42,12 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
     Raises: ConfigError where `choice` is "gpu" and there are too few, or a backend with too few CPU devices has
     started already.
     """
+    if count > MAX_SIMULATED and choice != "gpu":
+        raise ConfigError(
+            f"a mesh of {count} devices",
+            f"more than {MAX_SIMULATED} are not simulated here: each is a thread with its own buffers",
+            "Use a smaller mesh; an abstract mesh (jaxdist.mesh.make_abstract_mesh) can be traced at any size",
+        )
     prepare_cpu(count)
     if choice == "cpu":
         _set("jax_platforms", "cpu")
@@ -56,7 +65,12 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
                 + ("" if found else ", or install jaxdist[cuda] on a machine with an NVIDIA driver"),
             )
         return _on_accelerator(found, count)
-    found = jax.devices()
+    try:
+        found = jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(
+            "--device auto", f"JAX cannot start ({error})", "Unset JAX_PLATFORMS, or --device cpu"
+        ) from error
     if found[0].platform != "cpu" and len(found) >= count:
         return _on_accelerator(found, count)
     if found[0].platform == "cpu":

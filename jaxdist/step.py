@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxdist import model
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import Layout, local_bytes, make_layout, shardings
+from jaxdist.layout import STACKED, Layout, local_bytes, make_layout, shardings
 from jaxdist.mesh import DATA_AXES
 from jaxdist.optimizer import (
     LossScale,
@@ -325,7 +325,7 @@ def _pick(tree: dict, names: tuple[str, ...]) -> dict:
 
 def split_root(tree: dict) -> tuple[dict, dict]:
     """A parameter-shaped tree -> (what is not a block's, the blocks)."""
-    return {name: part for name, part in tree.items() if name != model.BLOCKS}, tree[model.BLOCKS]
+    return {name: part for name, part in tree.items() if name != STACKED}, tree[STACKED]
 
 
 def forward_loss(config, run: model.Forward, weights, batch: Batch, noise: model.Noise) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxdist.config import ParallelConfig, RunConfig
-from jaxdist.layout import local_bytes
+from jaxdist.layout import STACKED, local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.trace import collectives_of, total_sent
 from jaxdist.step import build_program
@@ -27,7 +27,7 @@ LOSS_TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 1e-3, "float16"
 
 @dataclass(frozen=True)
 class Difference:
-    """The error of one leaf (and layer): relative, and relative to its tolerance's meaning as `kind` says."""
+    """The relative error of one value (a loss, or a leaf of one layer) and what is allowed; norms of both runs."""
 
     kind: str
     name: str
@@ -105,12 +105,13 @@ def one_device(config: RunConfig) -> RunConfig:
 
 def compare(config: RunConfig, run: Observed, reference: Observed) -> list[Difference]:
     """Every loss, gradient norm, gradient, parameter and moment, layer by layer."""
-    dtype = config.precision.dtype
+    dtype = coarsest_dtype(config)
     loss_tolerance, tolerance = LOSS_TOLERANCE[dtype], GRADIENT_TOLERANCE[dtype]
     differences = []
     for step, (ours, theirs) in enumerate(zip(run.losses, reference.losses, strict=True), 1):
         differences.append(_scalar("loss", f"step {step}", ours, theirs, loss_tolerance))
-    differences.append(_scalar("gradient norm", "step 1", run.norms[0], reference.norms[0], tolerance))
+    for step, (ours, theirs) in enumerate(zip(run.norms, reference.norms, strict=True), 1):
+        differences.append(_scalar("gradient norm", f"step {step}", ours, theirs, tolerance * (1 if step == 1 else 10)))
     elementwise = dtype in ("float32", "float64")
     for name, ours in run.gradients.items():
         differences.append(_array("gradient", name, ours, reference.gradients[name], tolerance, elementwise))
@@ -119,6 +120,11 @@ def compare(config: RunConfig, run: Observed, reference: Observed) -> list[Diffe
     for name, ours in run.moments.items():
         differences.append(_array("moment", name, ours, reference.moments[name], 10 * tolerance, elementwise))
     return differences
+
+
+def coarsest_dtype(config: RunConfig) -> str:
+    """The coarser of the dtypes in which a gradient is computed and summed: what its rounding is measured by."""
+    return max(config.precision.dtype, config.precision.reduction_dtype, key=GRADIENT_TOLERANCE.__getitem__)
 
 
 def compare_parameters(config: RunConfig, run: Observed, reference: Observed) -> list[Difference]:
@@ -131,7 +137,7 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
     that caused it and held to a gradient's tolerance, times 10 for the steps after the first. (That noise also moves
     the next step's gradients by about lr, so proofs use a small one.)
     """
-    tolerance = 10 * GRADIENT_TOLERANCE[config.precision.dtype]
+    tolerance = 10 * GRADIENT_TOLERANCE[coarsest_dtype(config)]
     normalised = config.optimizer.name in ("adamw", "lion", "adafactor")
     eps = float(np.finfo(config.precision.master_dtype).eps)
     differences = []
@@ -183,7 +189,7 @@ def _by_name(tree: dict) -> dict[str, np.ndarray]:
     for path, x in jax.tree.leaves_with_path(tree):
         name = ".".join(str(getattr(entry, "key", entry)) for entry in path)
         array = np.asarray(x).astype(np.float64)
-        if name.startswith("blocks."):
+        if name.startswith(f"{STACKED}."):
             named.update({f"{name}[{layer}]": part for layer, part in enumerate(array)})
         else:
             named[name] = array

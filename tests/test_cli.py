@@ -72,9 +72,7 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
     assert config["parallel"]["mesh"]["tp"] == 2 and config["model"]["width"] == 32 and "SIMULATED" in config["devices"]
 
 
-@pytest.mark.parametrize(
-    "more", [("--zero", "3", "--sp", "--mesh", "dp=2,tp=2"), ("--mesh", "dp=3", "--batch-size", "9")]
-)
+@pytest.mark.parametrize("more", ["--mesh dp=2,tp=2 --zero 3 --sp", "--mesh dp=3 --batch-size 9"])
 def test_train_gives_the_losses_of_one_device(monkeypatch, capsys, tmp_path, text, more):
     common = ["--data", text, "--steps", "3", "--dropout", "0.1", *SMALL]
     batch = ["--batch-size", "9"] if "9" in more else []
@@ -245,10 +243,17 @@ def test_bad_data_files(monkeypatch, capsys, tmp_path):
 def test_verify_and_bench_refuse_too(monkeypatch, capsys, tmp_path):
     for module, args, said in (
         ("verify", ["--mesh", "tp=3"], "num_heads"),
-        ("verify", ["--json", tmp_path / "no" / "file.json"], "existing folder"),
+        ("verify", ["--json", tmp_path / "no" / "file.json"], "cannot be written"),
         ("verify", ["--all", "--only", "nothing"], "no strategy"),
-        ("bench", ["--mesh", "dp=2"], "own rows"),
+        ("bench", ["--mesh", "dp=2"], "rows of its own"),
         ("bench", ["--repeats", "0"], "repeats=0"),
+        ("bench", ["overhead", "--dtype", "bfloat16"], "rows of its own"),
+        ("verify", ["--all", "--zero", "1"], "named strategies"),
+        ("train", ["--vocab-size", "99999999999999"], "32-bit"),
+        ("train", ["--out", "a" * 300, "--data", __file__], "cannot be written"),
+        ("train", ["--out", "", "--data", __file__], "names no folder"),
+        ("train", ["--mesh", "dp=4096", "--batch-size", "4096", "--seq-len", "2", "--data", __file__], "not simulated"),
+        ("train", ["--reduce-dtype", "float64"], "64 bits"),
     ):
         code, _, stderr = run(monkeypatch, capsys, module, *args)
         assert code == 2 and said in stderr

@@ -123,13 +123,13 @@ def test_zero_never_splits_the_layer_dim_and_prefers_no_padding():
 def test_groups_hold_every_leaf_once_in_reverse_order(bucket_mb, grad_sync):
     leaves = jax.tree.leaves(layout_of(tp=2, dp=2).leaves)
     parallel = ParallelConfig(grad_sync=grad_sync, bucket_mb=bucket_mb)
-    groups = group(leaves, parallel, 4, lambda leaf: leaf.spec_axes)
+    sizes = [math.prod(leaf.compute_local) * 4 for leaf in leaves]
+    groups = group(leaves, sizes, parallel, lambda leaf: leaf.spec_axes)
     assert sorted(i for members in groups for i in members) == list(range(len(leaves)))
     for members in groups:
         assert members == sorted(members, reverse=True)
         assert len({leaves[i].spec_axes for i in members}) == 1
-        size = sum(math.prod(leaves[i].compute_local) * 4 for i in members)
-        assert len(members) == 1 or grad_sync == "flat" or size <= bucket_mb * 2**20
+        assert len(members) == 1 or grad_sync == "flat" or sum(sizes[i] for i in members) <= bucket_mb * 2**20
     if grad_sync == "per-parameter":
         assert all(len(members) == 1 for members in groups)
     if grad_sync == "flat":

@@ -103,3 +103,19 @@ def test_reduction_dtype_is_what_was_asked():
 
 def _scatters(jaxpr):
     return [eqn for eqn, _, _ in equations(jaxpr) if eqn.primitive.name == "reduce_scatter"]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_gradients_keep_the_precision_of_the_reduction(zero):
+    """Summed in fp32, a gradient of bf16 parameters is not rounded back to bf16, whatever the stage."""
+    name = {0: "dp8", 1: "dp8-zero1", 2: "dp8-zero2", 3: "dp8-zero3"}[zero]
+    config, program = program_of(name, dtype="bfloat16")
+    _, _, grads = program.step(program.init(0), program.put(random_batches(config, 1)[0]))
+    g = np.asarray(grads["blocks"]["mlp"]["w_up"])
+    assert g.dtype == np.float32
+    assert (g != g.astype(jnp.bfloat16).astype(np.float32)).mean() > 0.5
+
+
+def test_float64_needs_jax_to_be_told():
+    with pytest.raises(ValueError, match="jax_enable_x64"):
+        program_of("dp2-tp2-fp64")

@@ -13,24 +13,23 @@ from jaxdist.parallel import collectives as comm
 
 
 def group(
-    leaves: Sequence[Leaf], parallel: ParallelConfig, itemsize: int, key: Callable[[Leaf], Hashable]
+    leaves: Sequence[Leaf], sizes: Sequence[int], parallel: ParallelConfig, key: Callable[[Leaf], Hashable]
 ) -> list[list[int]]:
     """Indices of `leaves` in groups, last leaf first: backward finishes the last layers' gradients first.
 
     Only leaves with an equal `key` (the axes they are reduced and sharded over) share a group. A bucket closes before
-    it would pass `bucket_mb` MiB of local bytes; a larger leaf travels alone.
+    it would pass `bucket_mb` MiB, `sizes` being the bytes of each leaf's full buffer; a larger leaf travels alone.
     """
     limit = {"per-parameter": 0, "flat": math.inf, "bucketed": parallel.bucket_mb * 2**20}[parallel.grad_sync]
     groups: list[list[int]] = []
     open_groups: dict[Hashable, tuple[list[int], float]] = {}
     for index in reversed(range(len(leaves))):
-        num_bytes = math.prod(leaves[index].compute_local) * itemsize
         members, filled = open_groups.get(key(leaves[index]), ([], math.inf))
-        if filled + num_bytes > limit or not members:
+        if filled + sizes[index] > limit or not members:
             members, filled = [], 0.0
             groups.append(members)
         members.append(index)
-        open_groups[key(leaves[index])] = (members, filled + num_bytes)
+        open_groups[key(leaves[index])] = (members, filled + sizes[index])
     return groups
 
 
@@ -48,10 +47,8 @@ def all_reduce_groups(
     """
     out = list(arrays)
     owing = [i for i, leaf in enumerate(leaves) if axes_of(leaf)]
-    itemsize = max((arrays[i].dtype.itemsize for i in owing), default=1)
-    for members in group(
-        [leaves[i] for i in owing], parallel, itemsize, lambda leaf: (axes_of(leaf), leaf.storage_axes)
-    ):
+    sizes = [arrays[i].nbytes for i in owing]
+    for members in group([leaves[i] for i in owing], sizes, parallel, lambda leaf: (axes_of(leaf), leaf.storage_axes)):
         members = [owing[i] for i in members]
         axes = axes_of(leaves[members[0]])
         if len(members) == 1:
@@ -73,12 +70,12 @@ def reduce_scatter_groups(
     Source: ZeRO, arXiv 1910.02054, section 5.
     """
     out = list(arrays)
-    for members in group(leaves, parallel, arrays[0].dtype.itemsize, lambda leaf: leaf.spec_axes):
-        padded = [leaves[i].pad(arrays[i]) for i in members]
+    padded = [leaf.pad(x) for x, leaf in zip(arrays, leaves, strict=True)]
+    for members in group(leaves, [x.nbytes for x in padded], parallel, lambda leaf: leaf.spec_axes):
         if len(members) == 1:
-            out[members[0]] = comm.reduce_scatter(padded[0], axis, leaves[members[0]].zero_dim)
+            out[members[0]] = comm.reduce_scatter(padded[members[0]], axis, leaves[members[0]].zero_dim)
             continue
-        rows = [_rank_major(x, leaves[i]) for x, i in zip(padded, members, strict=True)]
+        rows = [_rank_major(padded[i], leaves[i]) for i in members]
         shard = comm.reduce_scatter(jnp.concatenate(rows, axis=1), axis, 0)
         for i, x in zip(members, _split(shard[0], [leaves[i].storage_local for i in members]), strict=True):
             out[i] = x
@@ -99,7 +96,8 @@ def all_gather_groups(
     Sends: (n-1)/n of the padded bytes.
     """
     out = list(shards)
-    for members in group(leaves, parallel, shards[0].dtype.itemsize, lambda leaf: leaf.spec_axes):
+    sizes = [x.nbytes * leaf.dp for x, leaf in zip(shards, leaves, strict=True)]
+    for members in group(leaves, sizes, parallel, lambda leaf: leaf.spec_axes):
         if len(members) == 1:
             leaf = leaves[members[0]]
             out[members[0]] = leaf.unpad(
