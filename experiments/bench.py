@@ -73,6 +73,8 @@ class BenchFlags(CommonFlags):
     batch_size: int = 8
     repeats: int = 5
     """Timed steps; tables show their median."""
+    only: str = ""
+    """Rows whose name contains this text (strategies, overhead)."""
     depths: tuple[int, ...] = (12, 48)
     """For `compile`."""
     json: str | None = None
@@ -107,6 +109,7 @@ def main(flags: BenchFlags, console: Console) -> int:
 def bench_strategies(flags: BenchFlags, config: RunConfig, console: Console) -> tuple[list[dict], bool]:
     """One row a strategy on four devices."""
     configs = [(name, with_parallel(config, mesh, {"accumulate": 2, **more})) for name, mesh, more in STRATEGY_ROWS]
+    configs = [(name, each) for name, each in configs if flags.only in name]
     devices = acquire_devices(4, flags.device)
     console.print(f"devices: {devices.description}")
     # Warm-up and lr as in a proof: AdamW's first steps amplify rounding noise by the learning rate.
@@ -166,6 +169,7 @@ def bench_overhead(flags: BenchFlags, config: RunConfig, console: Console) -> tu
     rows = []
 
     def compare(name: str, against: str, ours: Callable, theirs: Callable, target: float) -> None:
+        """Add one row: the median of the paired ratios."""
         with console.status(name):
             ratios = sorted(ours() / theirs() for _ in range(flags.repeats))
         ratio = statistics.median(ratios)
@@ -173,12 +177,13 @@ def bench_overhead(flags: BenchFlags, config: RunConfig, console: Console) -> tu
         table.add_row(name, against, f"{ratio:.3f}", f"{ratios[0]:.3f}-{ratios[-1]:.3f}", f"{target:.2f}", mark)
         rows.append({"step": name, "against": against, "ratio": ratio, "target": target, "met": ratio <= target})
 
-    compare("one device, shard_map", "plain jit", one, timed_plain(config, devices), 1.02)
+    if flags.only in "one device, shard_map":
+        compare("one device, shard_map", "plain jit", one, timed_plain(config, devices), 1.02)
     for mesh, more in EIGHT_WAY:
-        each = with_parallel(config, mesh, more)
-        name = " ".join([mesh, *(f"{key}={value}" for key, value in more.items())])
-        ours, _ = timed_step(each, devices)
-        compare(f"{name} (simulated)", "one device", ours, one, 1.15 if (mesh, more) == ("dp=8", {}) else 2.0)
+        name = " ".join([mesh, *(f"{key}={value}" for key, value in more.items()), "(simulated)"])
+        if flags.only in name:
+            ours, _ = timed_step(with_parallel(config, mesh, more), devices)
+            compare(name, "one device", ours, one, 1.15 if (mesh, more) == ("dp=8", {}) else 2.0)
     console.print(table)
     return rows, all(row["met"] for row in rows)
 
