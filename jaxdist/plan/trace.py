@@ -1,7 +1,8 @@
 """What a program sends, read from the program itself: walk its jaxpr, multiply by loop counts.
 
 Works on any mesh, abstract ones too, so no device is needed. Bytes are those one device sends in a ring (the
-convention of `jaxdist.parallel.collectives`); a size-1 axis sends nothing.
+convention of `jaxdist.parallel.collectives`); a size-1 axis sends nothing. Every branch of a `cond` is counted as if it
+ran, and a permute as if every rank sent.
 """
 
 import math
