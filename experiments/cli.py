@@ -51,34 +51,34 @@ class CommonFlags:
     """Tokens per sequence."""
     vocab_size: int | None = None
     dropout: float = 0.0
-    batch_size: int = 16
+    batch_size: int = RunConfig.batch_size
     """Sequences per update, over the whole mesh."""
-    steps: int = 300
-    seed: int = 0
-    dtype: Dtype = "float32"
+    steps: int = RunConfig.steps
+    seed: int = RunConfig.seed
+    dtype: Dtype = PrecisionConfig.dtype
     """Of parameters and activations; masters and moments stay in at least float32."""
     reduce_dtype: Dtype | None = None
     """In which gradients are summed. Default: float32 (float64 where --dtype is)."""
-    zero: int = 0
+    zero: int = ParallelConfig.zero
     """ZeRO stage: 1 shards optimiser state over dp, 2 gradients too, 3 parameters too."""
-    sp: bool = False
+    sp: bool = ParallelConfig.sp
     """Sequence parallelism: split activations between tensor-parallel regions over tp."""
-    grad_sync: GradSync = "bucketed"
+    grad_sync: GradSync = ParallelConfig.grad_sync
     """Which gradients (with ZeRO-3 also weights) share one collective."""
-    bucket_mb: float = 25.0
-    accumulate: int = 1
+    bucket_mb: float = ParallelConfig.bucket_mb
+    accumulate: int = ParallelConfig.accumulate
     """Micro-batches per update on each data rank."""
-    remat: str = "none"
+    remat: str = ParallelConfig.remat
     """What backward recomputes: none, selective (the attention core), block, or every-K blocks."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool = ParallelConfig.reshard_after_forward
     """ZeRO-3: drop gathered weights after forward and gather them again in backward."""
-    attention: AttentionName = "auto"
-    optimizer: OptimizerName = "adamw"
-    lr: float = 3e-3
-    min_lr_ratio: float = 0.1
-    warmup_steps: int = 20
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
+    attention: AttentionName = ParallelConfig.attention
+    optimizer: OptimizerName = OptimizerConfig.name
+    lr: float = OptimizerConfig.lr
+    min_lr_ratio: float = OptimizerConfig.min_lr_ratio
+    warmup_steps: int = OptimizerConfig.warmup_steps
+    weight_decay: float = OptimizerConfig.weight_decay
+    clip_norm: float = OptimizerConfig.clip_norm
 
     def model_config(self) -> ModelConfig:
         preset = PRESETS[self.preset]
