@@ -37,7 +37,7 @@ class CommonFlags:
     """Which model, on which mesh, in which precision."""
 
     mesh: str = ""
-    """Axes above 1, as in dp=2,tp=2. Axes: replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
+    """Axes above 1, as in dp=2,tp=2. Axes: pp (pipeline), replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
     device: DeviceChoice = "auto"
     """auto simulates the mesh on the CPU where there are too few accelerators."""
     preset: Preset = "tiny"
@@ -73,6 +73,14 @@ class CommonFlags:
     reshard_after_forward: bool = ParallelConfig.reshard_after_forward
     """ZeRO-3: drop gathered weights after forward and gather them again in backward."""
     attention: AttentionName = ParallelConfig.attention
+    schedule: str = ParallelConfig.schedule
+    """Of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
+    microbatches: int | None = ParallelConfig.microbatches
+    """In one pass of the pipeline, on each data rank. Default: twice the stages."""
+    chunks: int | None = ParallelConfig.chunks
+    """Of layers on each stage. Default: what the schedule needs."""
+    stages: str = ParallelConfig.stages
+    """Layers of each part of the pipeline: even, balanced (by FLOPs, the head counted), or as in 3,5,5,3."""
     optimizer: OptimizerName = OptimizerConfig.name
     lr: float = OptimizerConfig.lr
     min_lr_ratio: float = OptimizerConfig.min_lr_ratio
@@ -107,6 +115,10 @@ class CommonFlags:
                 remat=self.remat,
                 reshard_after_forward=self.reshard_after_forward,
                 attention=self.attention,
+                schedule=self.schedule,
+                microbatches=self.microbatches,
+                chunks=self.chunks,
+                stages=self.stages,
             ),
             optimizer=OptimizerConfig(
                 name=self.optimizer,

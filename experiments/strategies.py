@@ -1,13 +1,17 @@
 """The named strategies every parity property runs over. Adding a strategy is adding a row.
 
 Each runs the `proof` preset (4 layers, width 64, 8 heads, vocabulary 250 padded to 256) on up to 8 simulated devices.
+`PIPELINES` is every schedule at every size, with the other strategies mixed in.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count, product
 
 from jaxdist.config import PRESETS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
+from jaxdist.parallel.schedules import NAMES, default_chunks
 
 PROOF_LR = 1e-4  # small: AdamW makes steps of size lr out of rounding noise where a true gradient is 0
 BATCH_SIZE = 48  # divides by every dp x accumulate below, 3 among them
@@ -24,14 +28,16 @@ class Strategy:
     dtype: str = "float32"
     reduce_dtype: str | None = None
     optimizer: dict = field(default_factory=dict)
+    num_layers: int = PRESETS["proof"].num_layers
+    batch_size: int = BATCH_SIZE
 
     def run_config(self, dtype: str | None = None, steps: int = 2, seed: int = 0) -> RunConfig:
         return RunConfig(
-            model=dataclasses.replace(PRESETS["proof"], dropout=self.dropout),
+            model=dataclasses.replace(PRESETS["proof"], dropout=self.dropout, num_layers=self.num_layers),
             parallel=ParallelConfig(mesh=parse_mesh(self.mesh), **self.parallel),
             optimizer=OptimizerConfig(lr=PROOF_LR, warmup_steps=0, **self.optimizer),
             precision=PrecisionConfig(dtype=dtype or self.dtype, reduce_dtype=self.reduce_dtype),
-            batch_size=BATCH_SIZE,
+            batch_size=self.batch_size,
             steps=steps,
             seed=seed,
         )
@@ -91,6 +97,35 @@ STRATEGIES = [
         "replica=2,dp=2,tp=2",
         {"sp": True, "zero": 3, "accumulate": 2, "remat": "selective"},
     ),
+    # Pipelines: every schedule once, and each thing that a pipeline could get wrong. All schedules: `PIPELINES` below.
+    Strategy("pp2-gpipe", "pp=2", {"schedule": "gpipe", "microbatches": 6}),
+    Strategy("pp4-1f1b", "pp=4", {"microbatches": 12}),
+    Strategy("pp2-interleaved", "pp=2", {"schedule": "interleaved", "microbatches": 6}),
+    Strategy("pp4-zb-h1", "pp=4", {"schedule": "zb-h1", "microbatches": 8}),
+    Strategy("pp2-zb-v", "pp=2", {"schedule": "zb-v"}),
+    Strategy("pp2-v-half-8-layers", "pp=2", {"schedule": "v-half", "microbatches": 8}, num_layers=8),
+    Strategy("pp2-v-min-7-layers", "pp=2", {"schedule": "v-min"}, num_layers=7),
+    Strategy("pp8-fewer-microbatches", "pp=8", {"microbatches": 3}, num_layers=8),
+    Strategy("pp4-uneven", "pp=4", {"stages": "1,3,3,1"}, num_layers=8),
+    Strategy("pp4-balanced", "pp=4", {"stages": "balanced"}, num_layers=13),
+    Strategy("pp2-remat-block", "pp=2", {"remat": "block"}, num_layers=6),
+    Strategy("pp2-remat-every-2-of-3", "pp=2", {"remat": "every-2", "schedule": "zb-h1"}, num_layers=6),
+    Strategy("pp2-remat-selective-accumulate", "pp=2", {"remat": "selective", "accumulate": 3}),
+    Strategy("pp2-dp2-tp2-sp-zero1", "pp=2,dp=2,tp=2", {"sp": True, "zero": 1}),
+    Strategy("pp2-dp2-tp2-zero2-zb-v", "pp=2,dp=2,tp=2", {"zero": 2, "schedule": "zb-v"}),
+    Strategy("pp2-dp2-tp2-sp-zero3", "pp=2,dp=2,tp=2", {"sp": True, "zero": 3}),
+    Strategy(
+        "pp2-dp2-zero3-keep-accumulate", "pp=2,dp=2", {"zero": 3, "reshard_after_forward": False, "accumulate": 2}
+    ),
+    Strategy("pp2-replica2-dp2-zero3-dropout", "pp=2,replica=2,dp=2", {"zero": 3, "remat": "block"}, dropout=0.2),
+    Strategy("pp2-dp3-zero2-padded", "pp=2,dp=3", {"zero": 2, "schedule": "zb-h1"}),
+    Strategy("pp2-tp4-sp-dropout", "pp=2,tp=4", {"sp": True, "schedule": "interleaved"}, dropout=0.2),
+    Strategy("pp2-tp2-clipped-sgd", "pp=2,tp=2", {}, optimizer={"name": "sgd", "clip_norm": 0.1}),
+    Strategy("pp2-dp2-tp2-zero1-bf16", "pp=2,dp=2,tp=2", {"zero": 1}, dtype="bfloat16"),
+    Strategy("pp2-dp2-zero3-bf16", "pp=2,dp=2", {"zero": 3, "schedule": "zb-h1"}, dtype="bfloat16"),
+    Strategy("pp2-dp2-tp2-fp16", "pp=2,dp=2,tp=2", {"schedule": "zb-v"}, dtype="float16"),
+    Strategy("pp2-dp2-tp2-sp-zero3-fp64", "pp=2,dp=2,tp=2", {"sp": True, "zero": 3}, dtype="float64"),
+    Strategy("pp4-zb-v-dropout-fp64", "pp=4,dp=2", {"schedule": "zb-v"}, dropout=0.2, dtype="float64", num_layers=8),
     # Dropout: the mask belongs to the token, not to the device.
     Strategy("dp2-tp2-dropout", "dp=2,tp=2", dropout=0.2),
     Strategy("dp2-tp4-sp-zero1-dropout", "dp=2,tp=4", {"sp": True, "zero": 1}, dropout=0.2),
@@ -113,4 +148,52 @@ STRATEGIES = [
     Strategy("dp3-tp2-zero1-dropout-fp64", "dp=3,tp=2", {"zero": 1}, dropout=0.2, dtype="float64"),
 ]
 
-BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
+
+def pipeline_matrix() -> Iterator[Strategy]:
+    """Every schedule x stages {2, 4, 8} x micro-batches {1, 2, S-1, S, 2S, a prime}.
+
+    The rest of the eight devices, recomputation, dropout and layers that do not divide take turns over the rows. One
+    sequence is a micro-batch on each data rank.
+    """
+    others = {
+        2: [
+            ("dp=2,tp=2", {"zero": 1, "sp": True}),
+            ("dp=4", {"zero": 2}),
+            ("dp=2,tp=2", {"zero": 3, "sp": True}),
+            ("tp=4", {"sp": True}),
+            ("replica=2,dp=2", {"zero": 3}),
+            ("dp=2,tp=2", {"zero": 2}),
+            ("tp=2", {}),
+        ],
+        4: [
+            ("dp=2", {"zero": 3}),
+            ("tp=2", {"sp": True}),
+            ("dp=2", {"zero": 1}),
+            ("tp=2", {}),
+            ("dp=2", {"zero": 2}),
+        ],
+        8: [("", {})],
+    }
+    remats, dropouts = ("none", "block", "selective", "every-2"), (0.0, 0.0, 0.2)
+    turn = count()
+    for stages, schedule in product((2, 4, 8), NAMES):
+        for micro in sorted({1, 2, stages - 1, stages, 2 * stages, {2: 7, 4: 5, 8: 11}[stages]}):
+            index = next(turn)
+            mesh, parallel = others[stages][index % len(others[stages])]
+            mesh = ",".join(filter(None, [f"pp={stages}", mesh]))
+            parts = stages * default_chunks(schedule)
+            parallel = {**parallel, "remat": remats[index % 4], "schedule": schedule, "microbatches": micro}
+            shape = parse_mesh(mesh)
+            yield Strategy(
+                f"{schedule}-{mesh}-m{micro}",
+                mesh,
+                parallel,
+                dropout=dropouts[index % 3],
+                num_layers=parts + (0, 1, parts)[index % 3],
+                batch_size=micro * shape.dp * shape.replica,
+            )
+
+
+PIPELINES = list(pipeline_matrix())
+
+BY_NAME = {strategy.name: strategy for strategy in (*STRATEGIES, *PIPELINES)}

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.cli import CommonFlags, refuse_ignored, require_writable, run_program
-from experiments.strategies import PROOF_LR, STRATEGIES
+from experiments.strategies import PIPELINES, PROOF_LR, STRATEGIES
 from jaxdist.config import Preset, RunConfig, require_positive, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import Devices, acquire_devices
@@ -33,8 +33,10 @@ class VerifyFlags(CommonFlags):
     lr: float = PROOF_LR
     all: bool = False
     """Run the whole table of named strategies instead of the one the flags describe."""
+    pipelines: bool = False
+    """Run every pipeline schedule at every size, with the other strategies mixed in, in --dtype float32 or float64."""
     only: str = ""
-    """With --all: the strategies whose name contains this text."""
+    """With --all or --pipelines: the strategies whose name contains this text."""
     json: str | None = None
     """Also write what was found to this file."""
 
@@ -55,11 +57,15 @@ class Verdict:
 
 def main(flags: VerifyFlags, console: Console) -> int:
     # ---- check, before anything is traced ----
-    if flags.all:
-        used = {"all", "only", "steps", "seed", "device", "json"}
-        refuse_ignored(flags, used, "with --all the named strategies say what runs")
+    strategies = (*(STRATEGIES if flags.all else ()), *(PIPELINES if flags.pipelines else ()))
+    if strategies:
+        used = {"all", "pipelines", "only", "steps", "seed", "device", "json"} | (
+            {"dtype"} if flags.pipelines else set()
+        )
+        refuse_ignored(flags, used, "with --all or --pipelines the named strategies say what runs")
         require_positive("steps", flags.steps)
-        chosen = [(strategy.name, strategy.run_config(steps=flags.steps, seed=flags.seed)) for strategy in STRATEGIES]
+        dtype = flags.dtype if flags.pipelines else None
+        chosen = [(s.name, s.run_config(dtype, steps=flags.steps, seed=flags.seed)) for s in strategies]
         chosen = [(name, config) for name, config in chosen if flags.only in name]
         if not chosen:
             raise ConfigError(f"--only {flags.only}", "no strategy has that in its name", "Try --only zero3")
@@ -83,7 +89,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
             console.print(f"{'pass' if verdicts[-1].ok else 'FAIL'}  {name}")
 
     # ---- report ----
-    if not flags.all:
+    if not strategies:
         print_leaves(console, verdicts[0])
     console.print(table)
     for verdict in verdicts:

@@ -6,10 +6,14 @@ A `RunConfig` that exists is valid: `__post_init__` refuses whatever cannot work
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape
+from jaxdist.parallel import schedules
+from jaxdist.parallel.schedules import Schedule
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 GradSync = Literal["per-parameter", "flat", "bucketed"]
@@ -53,6 +57,12 @@ class ModelConfig:
         """The vocabulary rounded up so that every tp divides it: tp divides the heads, so lcm(128, heads) does."""
         multiple = math.lcm(128, self.num_heads)
         return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def head_in_layers(self) -> float:
+        """FLOPs of the output head in units of one layer's (matmuls and attention, arXiv 2104.04473, appendix)."""
+        layer = 8 * self.width**2 + 4 * self.width * self.ffn_width + 4 * self.seq_len * self.width
+        return 2 * self.width * self.padded_vocab_size / layer
 
     def __post_init__(self):
         for name in ("num_layers", "width", "num_heads", "ffn_width", "seq_len", "vocab_size"):
@@ -101,6 +111,10 @@ class ParallelConfig:
     accumulate: micro-batches per update on each data rank.
     remat: "none", "selective" (the attention core), "block", or "every-K" blocks.
     reshard_after_forward: ZeRO-3 drops gathered weights after forward and gathers again in backward.
+    schedule, microbatches, chunks: of the pipeline (pp > 1). A name, or the path of a table written by hand; the
+        micro-batches of one pass (default twice the stages), of which an update makes `accumulate`; chunks of layers a
+        stage holds (default: what the schedule needs).
+    stages: layers of each part of the pipelined model: "even", "balanced" (by FLOPs, the head counted), or "3,5,5,3".
     """
 
     mesh: MeshShape = MeshShape()
@@ -112,6 +126,24 @@ class ParallelConfig:
     remat: str = "none"
     reshard_after_forward: bool = True
     attention: AttentionName = "auto"
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    chunks: int | None = None
+    stages: str = "even"
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches in one pass of the pipeline; 1 where there is none."""
+        if self.mesh.pp == 1:
+            return 1
+        return 2 * self.mesh.pp if self.microbatches is None else self.microbatches
+
+    @property
+    def pipeline(self) -> Schedule | None:
+        """The schedule that runs; None where pp=1."""
+        if self.mesh.pp == 1:
+            return None
+        return find_schedule(self.schedule, self.mesh.pp, self.num_microbatches, self.chunks)
 
     @property
     def remat_every(self) -> int:
@@ -135,6 +167,38 @@ class ParallelConfig:
             raise ConfigError(
                 f"remat={self.remat!r}", "it is none, selective, block or every-K with K a whole number", "Use every-2"
             )
+        for name in ("microbatches", "chunks"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
+        if self.stages not in ("even", "balanced") and not all(_is_positive(part) for part in self.stages.split(",")):
+            raise ConfigError(
+                f"stages={self.stages!r}",
+                "it is even, balanced, or the layers of each part",
+                "Use 3,5,5,3 for 16 layers",
+            )
+        _ = self.pipeline  # refuses a schedule that cannot be made
+
+
+@cache
+def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None) -> Schedule:
+    """The named schedule for these sizes, or the one in a file. Raises: ConfigError where there is none."""
+    if name in schedules.NAMES or not Path(name).is_file():
+        return schedules.make_schedule(name, num_stages, num_microbatches, num_chunks)
+    schedule = schedules.load(name)
+    found = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
+    wanted = (num_stages, num_microbatches, num_chunks or schedule.num_chunks)
+    if found != wanted:
+        sizes = "{} stages, {} micro-batches and {} chunks"
+        raise ConfigError(
+            f"the schedule in {name} is for {sizes.format(*found)}",
+            f"the run has {sizes.format(*wanted)}",
+            f"Use --mesh pp={found[0]},... --microbatches {found[1]}, or write another table",
+        )
+    return schedule
+
+
+def _is_positive(text: str) -> bool:
+    return text.strip().isascii() and text.strip().isdigit() and int(text) > 0
 
 
 @dataclass(frozen=True)
@@ -218,12 +282,37 @@ class RunConfig:
         self._check_tensor_parallel()
         self._check_batch()
         self._check_optimizer()
+        self._check_pipeline()
         layers, every = self.model.num_layers, self.parallel.remat_every
-        if every and layers % every:
+        if every and layers % every and self.parallel.mesh.pp == 1:
             raise ConfigError(
                 f"remat=every-{every} with num_layers={layers}",
                 "blocks are recomputed in equal groups",
                 f"Use every-K with K in {divisors(layers)}",
+            )
+
+    @property
+    def part_layers(self) -> tuple[int, ...]:
+        """Layers of each part of the pipelined model, in model order; all in one part where pp=1."""
+        schedule, stages, model = self.parallel.pipeline, self.parallel.stages, self.model
+        if schedule is None:
+            return (model.num_layers,)
+        if stages in ("even", "balanced"):
+            head = model.head_in_layers if stages == "balanced" else 0.0
+            return schedules.divide_layers(model.num_layers, schedule.num_parts, last=head)
+        return tuple(int(part) for part in stages.split(","))
+
+    def _check_pipeline(self):
+        schedule, parts = self.parallel.pipeline, self.part_layers
+        if schedule is None:
+            return
+        if len(parts) != schedule.num_parts or sum(parts) != self.model.num_layers:
+            raise ConfigError(
+                f"stages={self.parallel.stages} with num_layers={self.model.num_layers}",
+                f"schedule {schedule.name} has {schedule.num_parts} parts ({schedule.num_stages} stages x "
+                f"{schedule.num_chunks} chunks), which together hold every layer once; here {len(parts)} parts hold "
+                f"{sum(parts)}",
+                "Use " + ",".join(map(str, schedules.divide_layers(self.model.num_layers, schedule.num_parts))),
             )
 
     def _check_tensor_parallel(self):
@@ -244,24 +333,26 @@ class RunConfig:
             )
 
     def _check_batch(self):
-        mesh, accumulate = self.parallel.mesh, self.parallel.accumulate
-        unit = mesh.replica * mesh.dp * accumulate
+        mesh, accumulate, micro = self.parallel.mesh, self.parallel.accumulate, self.parallel.num_microbatches
+        unit = mesh.replica * mesh.dp * accumulate * micro
+        pipeline = f" x microbatches={micro}" if mesh.pp > 1 else ""
         if self.batch_size % unit:
             below = self.batch_size // unit * unit
             raise ConfigError(
                 f"batch_size={self.batch_size}",
-                f"it is split over replica={mesh.replica} x dp={mesh.dp} x accumulate={accumulate}, so it must be a "
-                f"multiple of {unit}",
+                f"it is split over replica={mesh.replica} x dp={mesh.dp} x accumulate={accumulate}{pipeline}, so it must "
+                f"be a multiple of {unit}",
                 f"Use {f'{below} or ' if below else ''}{below + unit}",
             )
 
     def _check_optimizer(self):
         parallel = self.parallel
-        if self.optimizer.name == "adafactor" and (parallel.mesh.tp > 1 or (parallel.zero and parallel.mesh.dp > 1)):
+        split = parallel.mesh.pp > 1 or parallel.mesh.tp > 1 or (parallel.zero and parallel.mesh.dp > 1)
+        if self.optimizer.name == "adafactor" and split:
             raise ConfigError(
-                f"optimizer adafactor with tp={parallel.mesh.tp}, zero={parallel.zero}",
-                "its factored moments and update clipping need whole parameters on every rank, and tp and ZeRO split "
-                "them",
+                f"optimizer adafactor with pp={parallel.mesh.pp}, tp={parallel.mesh.tp}, zero={parallel.zero}",
+                "its factored moments and update clipping need whole parameters on every rank, and pp, tp and ZeRO "
+                "split them",
                 "Use --mesh dp=N --zero 0, or --optimizer adamw, lion or sgd",
             )
 
@@ -277,6 +368,15 @@ class RunConfig:
         if not parallel.reshard_after_forward and parallel.remat_every:
             notes.append(
                 f"--remat {parallel.remat} recomputes blocks, and so gathers their weights again all the same."
+            )
+        default = ParallelConfig()
+        for name in ("schedule", "microbatches", "chunks", "stages"):
+            if parallel.mesh.pp == 1 and getattr(parallel, name) != getattr(default, name):
+                notes.append(f"--{name} concerns the pipeline, and pp=1: it changes nothing.")
+        if parallel.mesh.pp > 1 and parallel.num_microbatches < parallel.mesh.pp:
+            notes.append(
+                f"{parallel.num_microbatches} micro-batches cannot fill {parallel.mesh.pp} stages: some idle all the "
+                "time."
             )
         if self.precision.reduction_dtype == "float16" != self.precision.dtype:
             notes.append("gradients are summed in float16 without a loss scale: small ones become 0.")

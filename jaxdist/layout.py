@@ -5,8 +5,9 @@ and a *storage* layout (how the optimiser holds it: ZeRO adds dp on one more dim
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.config import ParallelConfig
 from jaxdist.mesh import DATA_AXES, MeshShape
+from jaxdist.parallel.schedules import Schedule
 
 STACKED = "blocks"  # the subtree whose leaves carry a leading layer dim
 
@@ -27,6 +29,8 @@ class Leaf:
     shape: global, unpadded. spec: the mesh axis of each dim in the compute layout, live axes only.
     zero_dim: the dim ZeRO shards over dp, None where nothing is sharded; `zero_local` its padded size per tp rank.
     reduce_axes: axes over which the gradient is still a partial sum when backward ends (the rule of DESIGN R5).
+    rows: for a stacked leaf under pp, the layer in each row, stage by stage and chunk by chunk; -1 pads the parts that
+        have fewer layers than the largest. The compute and storage layouts hold these rows, split over pp.
     """
 
     name: str
@@ -37,11 +41,19 @@ class Leaf:
     dp: int
     zero_dim: int | None
     reduce_axes: tuple[str, ...]
+    pp: int = 1
+    rows: tuple[int, ...] | None = None
+
+    @property
+    def compute_shape(self) -> tuple[int, ...]:
+        """Global shape in the compute layout."""
+        return self.shape if self.rows is None else (len(self.rows), *self.shape[1:])
 
     @property
     def compute_local(self) -> tuple[int, ...]:
         """Local shape in the compute layout."""
-        return tuple(n // self.tp if axis == "tp" else n for n, axis in zip(self.shape, self.spec, strict=True))
+        sizes = {None: 1, "tp": self.tp, "pp": self.pp}
+        return tuple(n // sizes[axis] for n, axis in zip(self.compute_shape, self.spec, strict=True))
 
     @property
     def zero_local(self) -> int:
@@ -70,9 +82,9 @@ class Leaf:
     def storage_shape(self) -> tuple[int, ...]:
         """Global shape in the storage layout, padding counted."""
         if self.zero_dim is None:
-            return self.shape
+            return self.compute_shape
         parts = self.tp if self.spec[self.zero_dim] == "tp" else 1
-        return _replace(self.shape, self.zero_dim, parts * self.zero_local)
+        return _replace(self.compute_shape, self.zero_dim, parts * self.zero_local)
 
     @property
     def spec_axes(self) -> tuple[str, ...]:
@@ -96,6 +108,7 @@ class Leaf:
             shape=self.shape[1:],
             spec=self.spec[1:],
             zero_dim=None if self.zero_dim is None else self.zero_dim - 1,
+            rows=None,
         )
 
     # Inside shard_map, on local arrays.
@@ -109,20 +122,31 @@ class Leaf:
         """Undo `pad`."""
         return lax.slice_in_dim(x, 0, self.compute_local[self.zero_dim], axis=self.zero_dim)
 
-    # Outside shard_map, on global arrays. Padding sits at the end of each tp rank's part.
+    # Outside shard_map, on global arrays. ZeRO's padding sits at the end of each tp rank's part.
 
     def to_storage(self, x: jax.Array) -> jax.Array:
         """Logical global array -> the padded global array that `storage_spec` splits."""
+        if self.rows is not None:
+            rows = jnp.asarray(self.rows)
+            x = jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)) >= 0, x[jnp.maximum(rows, 0)], 0)
         if self.zero_dim is None:
             return x
         return self._by_tp_rank(x, lambda part, dim: _pad_to(part, dim, self.zero_local))
 
     def from_storage(self, x: jax.Array) -> jax.Array:
         """Undo `to_storage`."""
+        return self.from_compute(self.storage_to_compute(x))
+
+    def storage_to_compute(self, x: jax.Array) -> jax.Array:
+        """The global array of the storage layout -> that of the compute layout: ZeRO's padding taken off."""
         if self.zero_dim is None:
             return x
         local = self.compute_local[self.zero_dim]
         return self._by_tp_rank(x, lambda part, dim: lax.slice_in_dim(part, 0, local, axis=dim))
+
+    def from_compute(self, x: jax.Array) -> jax.Array:
+        """The global array of the compute layout -> the logical one: layers in model order."""
+        return x if self.rows is None else x[jnp.asarray([self.rows.index(layer) for layer in range(self.shape[0])])]
 
     def _by_tp_rank(self, x: jax.Array, change: Callable) -> jax.Array:
         dim, parts = self.zero_dim, self.tp if self.spec[self.zero_dim] == "tp" else 1
@@ -166,18 +190,32 @@ class Layout:
         return live_spec((DATA_AXES,), self.parallel.mesh)
 
     def to_logical(self, tree: dict) -> dict:
-        """Stored global arrays -> unpadded global arrays."""
+        """Stored global arrays -> logical ones: unpadded, layers in model order."""
         return jax.tree.map(lambda leaf, x: leaf.from_storage(x), self.leaves, tree)
 
+    def to_compute(self, tree: dict) -> dict:
+        """Stored global arrays -> those of the compute layout."""
+        return jax.tree.map(lambda leaf, x: leaf.storage_to_compute(x), self.leaves, tree)
 
-def make_layout(declared: dict, parallel: ParallelConfig) -> Layout:
-    """Place every declared leaf: `declared` holds the model's `Declaration`s, by name."""
+    def logical_params(self, params: dict) -> dict:
+        """Parameters as the state holds them -> logical ones."""
+        if self.params_stored:
+            return self.to_logical(params)
+        return jax.tree.map(lambda leaf, x: leaf.from_compute(x), self.leaves, params)
+
+
+def make_layout(declared: dict, parallel: ParallelConfig, part_layers: Sequence[int] = ()) -> Layout:
+    """Place every declared leaf: `declared` holds the model's `Declaration`s, by name.
+
+    part_layers: under pp, the layers of each part of the model, in model order.
+    """
     mesh = parallel.mesh
+    rows = None if mesh.pp == 1 else pipeline_rows(parallel.pipeline, part_layers)
 
     def place(path, declaration) -> Leaf:
         names = [entry.key for entry in path]
         stacked = names[0] == STACKED
-        dims = ((None,) if stacked else ()) + tuple(declaration.spec)
+        dims = (("pp",) if stacked else ()) + tuple(declaration.spec)
         spec = tuple(live_spec(dims, mesh)) + (None,) * (len(declaration.shape) - len(dims))
         leaf = Leaf(
             name=".".join(names),
@@ -188,6 +226,8 @@ def make_layout(declared: dict, parallel: ParallelConfig) -> Layout:
             dp=mesh.dp,
             zero_dim=None,
             reduce_axes=tuple(axis for axis in partial_sum_axes(parallel) if axis not in spec),
+            pp=mesh.pp,
+            rows=rows if stacked else None,
         )
         if not parallel.sharded:
             return leaf
@@ -196,9 +236,20 @@ def make_layout(declared: dict, parallel: ParallelConfig) -> Layout:
     return Layout(jax.tree.map_with_path(place, declared), parallel)
 
 
+def pipeline_rows(schedule: Schedule, part_layers: Sequence[int]) -> tuple[int, ...]:
+    """The layer in each row of a stacked leaf, in the order in which stages hold their chunks; -1 is padding."""
+    starts, depth = [0, *itertools.accumulate(part_layers)], max(part_layers)
+    rows = []
+    for stage in range(schedule.num_stages):
+        for chunk in range(schedule.num_chunks):
+            part = schedule.part(stage, chunk)
+            rows += [starts[part] + row if row < part_layers[part] else -1 for row in range(depth)]
+    return tuple(rows)
+
+
 def partial_sum_axes(parallel: ParallelConfig) -> tuple[str, ...]:
-    """Axes that split the tokens: a parameter not sharded on one of them owes a sum over it."""
-    axes = DATA_AXES + (("tp",) if parallel.sp else ())
+    """Axes that split the work: a parameter not sharded on one of them owes a sum over it."""
+    axes = ("pp", *DATA_AXES) + (("tp",) if parallel.sp else ())
     return tuple(axis for axis in axes if getattr(parallel.mesh, axis) > 1)
 
 

@@ -12,7 +12,7 @@ from jaxdist.errors import ConfigError
 
 AXES = ("pp", "replica", "dp", "ep", "cp", "tp")
 DATA_AXES = ("replica", "dp")
-AVAILABLE_AXES = ("replica", "dp", "tp")
+AVAILABLE_AXES = ("pp", "replica", "dp", "tp")
 
 
 @dataclass(frozen=True)

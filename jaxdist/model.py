@@ -221,7 +221,7 @@ def static_half(make: Callable[[], nnx.Module]):
     return nnx.split(nnx.eval_shape(make))[0]
 
 
-# The three functions of the model, on local shards inside shard_map.
+# The functions of the model, on local shards inside shard_map.
 
 
 def embed(root: dict, tokens_BT: jax.Array, run: Forward, noise: Noise) -> jax.Array:
@@ -232,14 +232,18 @@ def embed(root: dict, tokens_BT: jax.Array, run: Forward, noise: Noise) -> jax.A
     return noise.hidden(x_BTD + jnp.take(weights["positions"], here_T, axis=0), run.sp)
 
 
+def layer(config: ModelConfig, weights: Weights, x_BTD: jax.Array, run: Forward, noise: Noise) -> jax.Array:
+    """One block: x -> x in the same layout."""
+    graph = static_half(lambda: Block(config, nnx.Rngs(0)))
+    return nnx.merge(graph, run.fetch_block(weights))(x_BTD, run, noise)
+
+
 def stage(config: ModelConfig, blocks: Weights, x_BTD: jax.Array, run: Forward, noise: Noise) -> jax.Array:
     """A stack of blocks, scanned over layers: x -> x in the same layout."""
-    graph = static_half(lambda: Block(config, nnx.Rngs(0)))
 
-    def body(x_BTD, layer):
-        weights, index = layer
-        block = nnx.merge(graph, run.fetch_block(weights))
-        return block(x_BTD, run, noise.at(index)), None
+    def body(x_BTD, row):
+        weights, index = row
+        return layer(config, weights, x_BTD, run, noise.at(index)), None
 
     if run.remat_every == 1:
         body = jax.checkpoint(body, prevent_cse=False)

@@ -30,9 +30,12 @@ from jaxdist.optimizer import (
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.data import gather_parameters, reduce_gradients
 from jaxdist.parallel.grouping import shard
-from jaxdist.parallel.zero import make_fetch
+from jaxdist.parallel.pipeline import Stages, iterations, pipeline_gradients, pipeline_loss
+from jaxdist.parallel.zero import make_fetch, make_scatter
+from jaxdist.plan.trace import Collective, collectives_of
 
 REPLICATED = PartitionSpec()
+LOSS_AXES = ("pp", *DATA_AXES)  # each data rank has its rows' loss; under pp, on one stage
 
 
 class State(NamedTuple):
@@ -89,6 +92,12 @@ class Program:
         shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=sharding)
         return Batch(shape((rows, length)), shape((rows, length)), shape((rows,)))
 
+    def collectives_of(self, traced: jax.stages.Traced) -> list[Collective]:
+        """What a traced function of this program sends."""
+        parallel = self.config.parallel
+        loops = None if parallel.mesh.pp == 1 else iterations(parallel.pipeline, self.config.part_layers)
+        return collectives_of(traced.jaxpr, parallel.mesh, loops)
+
     def put(self, batch: dict) -> Batch:
         """Host arrays of the global batch -> device arrays, each rank getting its rows."""
         sharding = shardings(self.mesh, self.layout.batch_spec())
@@ -127,7 +136,7 @@ def build_program(
     """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run."""
     if config.precision.dtype == "float64" and not jax.config.jax_enable_x64:
         raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")
-    layout = make_layout(model.declare(config.model), config.parallel)
+    layout = make_layout(model.declare(config.model), config.parallel, config.part_layers)
     choose_attention(config, _platform(mesh), training=True)  # refuses what cannot run, before anything is traced
     optimizer = make_optimizer(config.optimizer, layout)
     specs = State(
@@ -173,7 +182,7 @@ def draw_parameters(config: RunConfig, layout: Layout, seed) -> dict:
 
 def initial_state(config: RunConfig, layout: Layout, optimizer: optax.GradientTransformation, stored: dict) -> State:
     """The state before the first step, at global shape."""
-    params = stored if layout.params_stored else layout.to_logical(stored)
+    params = stored if layout.params_stored else layout.to_compute(stored)
     return State(
         step=jnp.int32(0),
         params=jax.tree.map(lambda x: x.astype(config.precision.dtype), params),
@@ -191,7 +200,7 @@ def train_step(config, layout, optimizer, platform, with_gradients, state: State
     grads, loss_sum = accumulate_gradients(config, layout, platform, state, batch, weight=scale / num_tokens)
     grads = reduce_gradients(grads, layout, config.precision.reduction_dtype)
     grads = jax.tree.map(lambda g: g / scale, grads)
-    loss = comm.all_reduce(loss_sum, DATA_AXES) / num_tokens
+    loss = comm.all_reduce(loss_sum, LOSS_AXES) / num_tokens
 
     # Clip by the norm of the whole gradient. It is equal on every rank, and so is the overflow flag made from it.
     norm = global_norm(grads, layout)
@@ -223,8 +232,9 @@ def train_step(config, layout, optimizer, platform, with_gradients, state: State
 
 
 def accumulate_gradients(config, layout, platform, state, batch, weight) -> tuple[dict, jax.Array]:
-    """Gradients of `weight` times the summed loss over this rank's micro-batches, and the unweighted sum.
+    """Gradients of `weight` times the summed loss over this rank's rows, and the unweighted sum.
 
+    The rows go through in `accumulate` parts, one after the other: micro-batches, or under pp passes of the pipeline.
     Parameters are cast to varying over every axis that splits the tokens once, before the loop, so no reduction is
     left inside it; the sums they owe are paid by `reduce_gradients` after it. ZeRO-2 and 3 alone reduce inside, over
     dp, because they keep no whole gradient.
@@ -239,7 +249,11 @@ def accumulate_gradients(config, layout, platform, state, batch, weight) -> tupl
         total = forward_loss(config, run, split(differentiated, held), micro, noise)
         return total * weight, total
 
-    gradients = jax.grad(micro_loss, has_aux=True)
+    def gradients(differentiated, batch):
+        if layout.parallel.mesh.pp > 1:
+            return pipelined_gradients(config, layout, run, split, differentiated, held, batch, key, weight)
+        return jax.grad(micro_loss, has_aux=True)(differentiated, batch)
+
     num_micro = config.parallel.accumulate
     if num_micro == 1:
         grads, loss_sum = gradients(differentiated, batch)
@@ -251,9 +265,67 @@ def accumulate_gradients(config, layout, platform, state, batch, weight) -> tupl
         return (summed, carry[1] + loss_sum), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, config.precision.master_dtype), differentiated)
-    start = (comm.varying_like(zeros, differentiated), comm.varying(jnp.zeros((), weight.dtype), DATA_AXES))
-    micros = jax.tree.map(lambda x: x.reshape(num_micro, -1, *x.shape[1:]), batch)
-    return lax.scan(body, start, micros)[0]
+    start = (comm.varying_like(zeros, differentiated), comm.varying(jnp.zeros((), weight.dtype), LOSS_AXES))
+    return lax.scan(body, start, cut(batch, num_micro))[0]
+
+
+def pipelined_gradients(config, layout, run, split, differentiated, held, batch, key, weight) -> tuple[dict, jax.Array]:
+    """What `jax.grad` gives without a pipeline, for one pass of all its micro-batches: (gradients, summed loss)."""
+    root, root_held, blocks, fixed = pipeline_weights(layout, split, differentiated, held)
+    loss, d_root, d_blocks = pipeline_gradients(
+        pipeline_stages(config, run, root_held, key),
+        config.parallel.pipeline,
+        root,
+        blocks,
+        cut(batch, config.parallel.num_microbatches),
+        fixed=fixed,
+        num_layers=config.part_layers,
+        seed=weight,
+        recompute_every=run.remat_every,
+        dtype=config.precision.master_dtype,
+    )
+    if layout.grads_scattered and root_held is None:  # fetched whole, once: scattered once
+        d_root = make_scatter(
+            split_root(layout.leaves)[0], layout, config.precision.reduction_dtype, config.precision.master_dtype
+        )(d_root)
+    return {**d_root, STACKED: d_blocks}, loss
+
+
+def pipeline_weights(layout: Layout, split, differentiated: dict, held: dict):
+    """(root weights, root weights held as shards or None, block weights, what else belongs to each layer)."""
+    root, blocks = split(differentiated, held)
+    root, root_held = root if isinstance(root, tuple) else (root, None)
+    blocks, blocks_held = blocks if isinstance(blocks, tuple) else (blocks, None)
+    rows = jax.tree.leaves(split_root(layout.leaves)[1])[0].rows
+    layers = comm.varying(jnp.asarray(rows).reshape(layout.parallel.mesh.pp, -1), "pp")[comm.rank("pp")]
+    return root, root_held, blocks, (blocks_held, layers)
+
+
+def pipeline_stages(config: RunConfig, run: model.Forward, root_held: dict | None, key) -> Stages:
+    """The model as the pipeline's executor calls it; each micro-batch is a `Batch`."""
+
+    def whole(weights, held):
+        return weights if held is None else (weights, held)
+
+    def noise(micro: Batch) -> model.Noise:
+        return model.Noise(config.model.dropout, key, micro.rows)
+
+    def first(root, micro):
+        return model.embed(whole(root, root_held), micro.inputs, run, noise(micro).at(0))
+
+    def layer(weights, fixed, micro, x_BTD):
+        held, index = fixed
+        return model.layer(config.model, whole(weights, held), x_BTD, run, noise(micro).at(1).at(index))
+
+    def last(root, x_BTD, micro):
+        return model.loss(config.model, whole(root, root_held), x_BTD, micro.targets, run)
+
+    return Stages(first, layer, last)
+
+
+def cut(batch: Batch, num_parts: int) -> Batch:
+    """[B, ...] -> [num_parts, B / num_parts, ...]."""
+    return jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), batch)
 
 
 def cast_to_owed(tree: dict, layout: Layout) -> dict:
@@ -340,8 +412,16 @@ def evaluate_loss(config, layout, platform, params, batch: Batch) -> tuple[jax.A
     """Summed loss of a batch in nats, without dropout, and the number of targets; equal on every rank."""
     run, split = plan_forward(config, layout, platform, training=False)
     holders = gradient_holders(params, layout, config.precision.master_dtype)
-    total = forward_loss(config, run, split(holders, params), batch, model.Noise(0.0, None, batch.rows))
-    return comm.all_reduce(total, DATA_AXES), count_targets(batch)
+    if layout.parallel.mesh.pp > 1:
+        root, root_held, blocks, fixed = pipeline_weights(layout, split, holders, params)
+        stages = pipeline_stages(config, run, root_held, None)
+        micros = cut(batch, config.parallel.num_microbatches)
+        total = pipeline_loss(
+            stages, config.parallel.pipeline, root, blocks, micros, fixed=fixed, num_layers=config.part_layers
+        )
+    else:
+        total = forward_loss(config, run, split(holders, params), batch, model.Noise(0.0, None, batch.rows))
+    return comm.all_reduce(total, LOSS_AXES), count_targets(batch)
 
 
 def count_targets(batch: Batch) -> jax.Array:

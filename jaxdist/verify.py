@@ -14,7 +14,7 @@ import numpy as np
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.layout import STACKED, local_bytes
 from jaxdist.mesh import make_mesh
-from jaxdist.plan.trace import collectives_of, total_sent
+from jaxdist.plan.trace import total_sent
 from jaxdist.step import build_program
 
 # Relative errors that rounding alone explains. fp32 and fp64 hold for any order of summation, and for the largest
@@ -84,17 +84,16 @@ def observe(config: RunConfig, devices: list[jax.Device], batches: list[dict[str
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
         gradients = _by_name(program.layout.to_logical(grads)) if gradients is None else gradients
-    stored = state.master if state.master is not None else state.params
-    if state.master is not None or program.layout.params_stored:
-        stored = program.layout.to_logical(stored)
+    layout = program.layout
+    logical = layout.logical_params(state.params) if state.master is None else layout.to_logical(state.master)
     return Observed(
         losses=losses,
         norms=norms,
         gradients=gradients,
-        parameters=_by_name(stored),
+        parameters=_by_name(logical),
         moments=_moments(state.moments, program),
         state_bytes=local_bytes(abstract[0]),
-        sent_bytes=total_sent(collectives_of(traced.jaxpr, config.parallel.mesh), config.parallel.mesh),
+        sent_bytes=total_sent(program.collectives_of(traced), config.parallel.mesh),
     )
 
 

@@ -3,45 +3,54 @@
 `collectives`: typed wrappers that drop size-1 axes and refuse a second reduction. `algorithms`: ring, tree and
 halving-doubling written by hand from `ppermute`. `tensor`: the two places a block meets tensor parallelism, and the
 vocabulary-parallel embedding and loss. `zero`, `grouping`, `data`: the gradient rule over a `jaxdist.layout.Layout`.
+`schedules` (no JAX), `pipeline`, `split`: pipeline schedules as tables, and the executor that runs any of them.
+
+Names are imported when first used, so that `jaxdist.parallel.schedules` needs no JAX.
 """
 
-from jaxdist.parallel import algorithms, collectives, data, dropout, grouping, tensor, zero
-from jaxdist.parallel.collectives import (
-    all_gather,
-    all_reduce,
-    all_reduce_max,
-    all_to_all,
-    broadcast,
-    permute,
-    rank,
-    reduce_scatter,
-    size,
-    varying,
-)
-from jaxdist.parallel.data import reduce_gradients
-from jaxdist.parallel.tensor import enter, leave, vocab_parallel_cross_entropy, vocab_parallel_embedding
+from importlib import import_module
 
-__all__ = [
+EXPORTS = {
+    "collectives": (
+        "all_gather",
+        "all_reduce",
+        "all_reduce_max",
+        "all_to_all",
+        "broadcast",
+        "permute",
+        "rank",
+        "reduce_scatter",
+        "size",
+        "varying",
+    ),
+    "data": ("reduce_gradients",),
+    "pipeline": ("Stages", "pipeline_gradients", "pipeline_loss"),
+    "schedules": ("Action", "Schedule", "make_schedule"),
+    "tensor": ("enter", "leave", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"),
+}
+MODULES = (
     "algorithms",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_max",
-    "all_to_all",
-    "broadcast",
     "collectives",
     "data",
     "dropout",
-    "enter",
     "grouping",
-    "leave",
-    "permute",
-    "rank",
-    "reduce_gradients",
-    "reduce_scatter",
-    "size",
+    "pipeline",
+    "schedules",
+    "split",
     "tensor",
-    "varying",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_embedding",
     "zero",
-]
+)
+_HOME = {name: module for module, names in EXPORTS.items() for name in names}
+__all__ = sorted([*MODULES, *_HOME])  # noqa: PLE0605
+
+
+def __getattr__(name: str):
+    if name in MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -32,6 +32,7 @@ def make_fetch(leaves: dict, layout: Layout, reduce_dtype: str, holder_dtype: st
     Source: ZeRO, arXiv 1910.02054, section 7.2; FSDP, arXiv 2304.11277, section 3.
     """
     flat_leaves, treedef = jax.tree.flatten(leaves)
+    scatter = make_scatter(leaves, layout, reduce_dtype, holder_dtype)
 
     @jax.custom_vjp
     def fetch(holders: dict, held: dict) -> dict:
@@ -43,9 +44,19 @@ def make_fetch(leaves: dict, layout: Layout, reduce_dtype: str, holder_dtype: st
         return fetch(holders, held), None
 
     def backward(_, d_weights):
-        arrays = [g.astype(reduce_dtype) for g in treedef.flatten_up_to(d_weights)]
-        summed = reduce_scatter_groups(arrays, flat_leaves, "dp", layout.parallel)
-        return treedef.unflatten([x.astype(holder_dtype) for x in summed]), None
+        return scatter(d_weights), None
 
     fetch.defvjp(forward, backward)
     return lambda weights: fetch(*weights)
+
+
+def make_scatter(leaves: dict, layout: Layout, reduce_dtype: str, holder_dtype: str) -> Callable[[dict], dict]:
+    """What a fetch does backward: whole gradients -> shards summed over dp."""
+    flat_leaves, treedef = jax.tree.flatten(leaves)
+
+    def scatter(d_weights: dict) -> dict:
+        arrays = [g.astype(reduce_dtype) for g in treedef.flatten_up_to(d_weights)]
+        summed = reduce_scatter_groups(arrays, flat_leaves, "dp", layout.parallel)
+        return treedef.unflatten([x.astype(holder_dtype) for x in summed])
+
+    return scatter

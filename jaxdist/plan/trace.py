@@ -2,13 +2,15 @@
 
 Works on any mesh, abstract ones too, so no device is needed. Bytes are those one device sends in a ring (the
 convention of `jaxdist.parallel.collectives`); a size-1 axis sends nothing. Every branch of a `cond` is counted as if it
-ran, and a permute as if every rank sent.
+ran, and a permute as if every rank sent. The loops of the pipeline executor, whose trip counts are data, are counted as
+`jaxdist.parallel.pipeline.iterations` says.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import jax.extend
 import numpy as np
@@ -55,13 +57,15 @@ class Collective:
         return self.count * factor * self.full_bytes // n
 
 
-def collectives_of(jaxpr, mesh: MeshShape) -> list[Collective]:
+def collectives_of(jaxpr, mesh: MeshShape, iterations: Mapping[str, Fraction] | None = None) -> list[Collective]:
     """Every collective of a (closed) jaxpr over a live axis, in program order.
 
-    Raises: ValueError for a `while` loop around a collective, whose count the program does not state.
+    iterations: by the name of a jitted function that is one `while` loop, how often the loop runs in each iteration of
+    the scan around it.
+    Raises: ValueError for another `while` loop around a collective, whose count the program does not state.
     """
     found = []
-    for eqn, count, depth in equations(jaxpr):
+    for eqn, count, depth in equations(jaxpr, iterations):
         kind = KINDS.get(eqn.primitive.name)
         if kind is None:
             continue
@@ -73,7 +77,7 @@ def collectives_of(jaxpr, mesh: MeshShape) -> list[Collective]:
                 raise ValueError(f"{kind} over {live} inside a while loop: its count is unknown. Use lax.scan.")
             operands = eqn.outvars if kind == "all_gather" else eqn.invars
             full = sum(_bytes(v.aval) for v in operands)
-            found.append(Collective(kind, live, count, depth, len(eqn.invars), full))
+            found.append(Collective(kind, live, int(count), depth, len(eqn.invars), full))
     return found
 
 
@@ -87,23 +91,33 @@ def summary(collectives: list[Collective]) -> Counter:
     return Counter((c.kind, c.axes, c.depth) for c in collectives)
 
 
-def equations(jaxpr, count: int | None = 1, depth: int = 0) -> Iterator[tuple]:
-    """Every equation of a jaxpr and of those inside it, with how often it runs (None: unknown) and its loop depth."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    for eqn in jaxpr.eqns:
-        yield eqn, count, depth
-        name = eqn.primitive.name
-        if name == "scan":
-            yield from equations(eqn.params["jaxpr"], _times(count, eqn.params["length"]), depth + 1)
-        else:
-            inner = None if name == "while" else count
+def equations(jaxpr, iterations: Mapping[str, Fraction] | None = None) -> Iterator[tuple]:
+    """Every equation of a jaxpr and of those inside it, with how often it runs (None: unknown) and its loop depth.
+
+    `iterations`: see `collectives_of`.
+    """
+
+    def walk(jaxpr, count, depth, scanned, loop) -> Iterator[tuple]:
+        """`scanned`: how often the innermost scan's body runs. `loop`: how often the next `while` body runs."""
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            yield eqn, count, depth
+            name, inner = eqn.primitive.name, (count, depth, scanned, loop)
+            if name == "scan":
+                times = _times(count, eqn.params["length"])
+                inner = (times, depth + 1, times, None)
+            elif name == "while":
+                inner = (loop, depth + 1, scanned, None)
+            elif iterations and eqn.params.get("name") in iterations:
+                inner = (count, depth, scanned, _times(scanned, iterations[eqn.params["name"]]))
             for value in eqn.params.values():
                 for sub in value if isinstance(value, tuple | list) else (value,):
                     if isinstance(sub, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr):
-                        yield from equations(sub, inner, depth + (name == "while"))
+                        yield from walk(sub, *inner)
+
+    yield from walk(jaxpr, 1, 0, 1, None)
 
 
-def _times(count: int | None, length: int) -> int | None:
+def _times(count: Fraction | None, length: Fraction) -> Fraction | None:
     return None if count is None else count * length
 
 

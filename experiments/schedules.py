@@ -1,0 +1,195 @@
+"""Pipeline schedules side by side: bubble, memory in flight, time for given costs. Simulated; nothing is run.
+
+python -m experiments.schedules                                 every schedule for 4 stages and 8 micro-batches
+python -m experiments.schedules --schedule zb-v                 one, drawn as text, with the figures of each stage
+python -m experiments.schedules --file table.txt                check and show a table of your own
+python -m experiments.schedules --draw docs/schedules           also write a timeline of each as SVG and PNG
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.cli import run_program
+from experiments.timeline import timeline, write_png, write_svg
+from jaxdist.errors import ConfigError
+from jaxdist.parallel.schedules import NAMES, Costs, Schedule, draw, in_flight, load, make_schedule, simulate
+
+
+@dataclass(frozen=True)
+class SchedulesFlags:
+    """Compare pipeline schedules, or look at one."""
+
+    stages: int | None = None
+    """Default: 4."""
+    microbatches: int | None = None
+    """Default: 8."""
+    chunks: int | None = None
+    """Chunks a stage of the interleaved schedule. Default: 2."""
+    schedule: str | None = None
+    """Show only this one."""
+    file: str | None = None
+    """Show the table in this file instead; docs/schedules.md has the format."""
+    forward: float = 1.0
+    """Seconds that F of all layers of a stage takes for one micro-batch."""
+    backward_input: float = 1.0
+    """The same of B, the input gradient."""
+    backward_weights: float = 1.0
+    """The same of W, the weight gradient."""
+    link: float = 0.0
+    """Seconds that a message takes between two stages."""
+    draw: str | None = None
+    """Folder for a timeline of each shown schedule, as SVG and PNG."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one schedule costs. Bubbles and memory are of the table (every action one tick), times of the costs."""
+
+    schedule: Schedule
+    idle_over_ideal: float
+    idle_share: float
+    peak: float
+    """Activations in flight on the worst stage, in those of a stage's layers for one micro-batch."""
+    lock_step: float
+    """Seconds, as our executor waits."""
+    textbook: float
+    """Seconds, waiting only for what is needed."""
+
+
+def main(flags: SchedulesFlags, console: Console) -> int:
+    shown = shown_schedules(flags)
+    folder = make_folder(flags.draw)
+    if len(shown) == 1:
+        console.print(draw(shown[0]), soft_wrap=True, markup=False)
+        print_stages(flags, shown[0], console)
+    sizes = (shown[0].num_stages, shown[0].num_microbatches)
+    baseline = measure(flags, make_schedule("1f1b", *sizes))
+    print_comparison([measure(flags, schedule) for schedule in shown], baseline, console)
+    if folder is not None:
+        draw_all(flags, shown, baseline, folder, console)
+    return 0
+
+
+def shown_schedules(flags: SchedulesFlags) -> list[Schedule]:
+    if flags.file is not None:
+        for name in ("schedule", "stages", "microbatches", "chunks"):
+            if getattr(flags, name) is not None:
+                raise ConfigError(
+                    f"--{name} with --file", "the table in the file says it", f"Leave --{name} or --file out"
+                )
+        return [load(flags.file)]
+    names = NAMES if flags.schedule is None else (flags.schedule,)
+    stages = 4 if flags.stages is None else flags.stages
+    microbatches = 8 if flags.microbatches is None else flags.microbatches
+    # All together: --chunks is for the one that has a choice. One alone: it is told whether it can have them.
+    return [
+        make_schedule(name, stages, microbatches, flags.chunks if len(names) == 1 or name == "interleaved" else None)
+        for name in names
+    ]
+
+
+def make_folder(path: str | None) -> Path | None:
+    if path is None:
+        return None
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--draw {path!r}", f"it is no folder ({error.strerror})", "Name a folder") from error
+    return Path(path)
+
+
+def chunk_costs(flags: SchedulesFlags, schedule: Schedule) -> Costs:
+    """A chunk has its share of the stage's layers."""
+    times = (flags.forward, flags.backward_input, flags.backward_weights)
+    return Costs(*(time / schedule.num_chunks for time in times))
+
+
+def measure(flags: SchedulesFlags, schedule: Schedule) -> Figures:
+    table = simulate(schedule)
+    costs = chunk_costs(flags, schedule)
+    return Figures(
+        schedule,
+        table.idle_over_ideal,
+        table.idle_share,
+        max(in_flight(schedule)) / schedule.num_chunks,
+        simulate(schedule, costs, flags.link, "ticks").makespan,
+        simulate(schedule, costs, flags.link, "dependencies").makespan,
+    )
+
+
+def ratio(value: float, baseline: float) -> str:
+    return f"{value / baseline:.2f}" if baseline else "-"
+
+
+def print_comparison(rows: list[Figures], baseline: Figures, console: Console) -> None:
+    schedule = baseline.schedule
+    table = Table(title=f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches (simulated)")
+    for column in ("schedule", "chunks", "ticks", "idle / ideal", "idle share", "bubble / 1F1B's"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for column in ("peak in flight", "/ 1F1B's", "lock-step s", "textbook s"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.schedule.name,
+            str(row.schedule.num_chunks),
+            str(row.schedule.num_ticks),
+            f"{100 * row.idle_over_ideal:.1f} %",
+            f"{100 * row.idle_share:.1f} %",
+            ratio(row.idle_over_ideal, baseline.idle_over_ideal),
+            f"{row.peak:g}",
+            ratio(row.peak, baseline.peak),
+            f"{row.lock_step:g}",
+            f"{row.textbook:g}",
+        )
+    console.print(table)
+    console.print(
+        "A tick is one action of one chunk. Bubbles and memory are of the table, every action one tick. In flight: the"
+        " worst stage, in activations of a stage's layers for one micro-batch, from the start of F to the end of W."
+        " Lock-step waits for both ring neighbours after every tick, as the executor does; textbook only for inputs.",
+        style="dim",
+    )
+
+
+def print_stages(flags: SchedulesFlags, schedule: Schedule, console: Console) -> None:
+    unit = simulate(schedule)
+    timed = simulate(schedule, chunk_costs(flags, schedule), flags.link)
+    columns = zip(
+        unit.busy, unit.idle, in_flight(schedule, "B"), in_flight(schedule, "W"), timed.busy, timed.idle, strict=True
+    )
+    table = Table(title="Stages; in flight in chunks, seconds in lock-step (simulated)")
+    headings = ("busy ticks", "idle ticks", "in flight until B", "until W", "busy s", "idle s")
+    for column in ("stage", *headings):
+        table.add_column(column, justify="right")
+    for stage, figures in enumerate(columns):
+        table.add_row(str(stage), *(f"{figure:g}" for figure in figures))
+    console.print(table)
+
+
+def draw_all(flags: SchedulesFlags, shown: list[Schedule], baseline: Figures, folder: Path, console: Console) -> None:
+    for schedule in shown:
+        figures = measure(flags, schedule)
+        subtitle = (
+            f"{schedule.num_ticks} ticks; with even ticks a bubble of {100 * figures.idle_over_ideal:.1f} % of the work"
+            f" ({ratio(figures.idle_over_ideal, baseline.idle_over_ideal)} x 1F1B's), at most {figures.peak:g}"
+            f" activations in flight ({ratio(figures.peak, baseline.peak)} x 1F1B's)"
+        )
+        picture = timeline(schedule, chunk_costs(flags, schedule), subtitle)
+        path = folder / f"{schedule.name}.svg"
+        try:
+            write_svg(picture, path)
+            console.print(f"wrote {path}")
+            write_png(picture, path.with_suffix(".png"))
+            console.print(f"wrote {path.with_suffix('.png')}")
+        except ImportError:
+            console.print(f"no {path.with_suffix('.png')}: PNG needs Pillow (pip install pillow)")
+        except OSError as error:
+            raise ConfigError(
+                f"--draw {str(folder)!r}", f"cannot write {path} ({error.strerror})", "Name another"
+            ) from error
+
+
+if __name__ == "__main__":
+    run_program(SchedulesFlags, main, "experiments.schedules")

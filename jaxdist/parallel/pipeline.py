@@ -1,0 +1,617 @@
+"""Run a pipeline schedule, any schedule: one `lax.scan` over its table; a tick is one action a stage and two permutes.
+
+An action is F (forward of one micro-batch through one chunk of layers), B (its input gradient) or W (its weight
+gradient), so a tick costs about one unit on every stage that has work, and nothing on one that is idle. What F leaves
+for B and W, and B for W, waits in buffers that hold as many entries as the schedule ever has in flight, no more.
+
+Each kind of action is a loop that runs as many times as the table says on this stage: once for each layer of the chunk,
+or not at all. (A `lax.switch` would be the plain way; XLA copies every buffer that passes through a conditional, all
+of them at every tick, where a loop updates them in place.)
+
+Dims: S stages, M micro-batches, C chunks a stage, L layers a chunk. Source: GPipe, arXiv 1811.06965; 1F1B and
+interleaving, arXiv 2104.04473, section 2.2; the division of backward, arXiv 2401.10241, section 2.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdist.compat import type_of, varying_axes
+from jaxdist.errors import ConfigError
+from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.schedules import Schedule, validate
+from jaxdist.parallel.split import SplitLayer, split_layer
+
+IDLE, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
+KINDS = {"F": FORWARD, "B": INPUT_GRADIENT, "W": WEIGHT_GRADIENT}
+NOWHERE = -1
+
+
+class Stages(NamedTuple):
+    """A model as a pipeline sees it; each function works on local shards of one micro-batch.
+
+    first(shared, micro) -> x, on the first part of the model. layer(weights, fixed, micro, x) -> x of the same shape
+    and dtype. last(shared, x, micro) -> the micro-batch's summed loss, a scalar, on the last part.
+    """
+
+    first: Callable
+    layer: Callable
+    last: Callable
+
+
+class Instructions(NamedTuple):
+    """A schedule as the executor reads it: int32[ticks, S] each; a slot of -1 is nowhere.
+
+    kind: 0 idle, 1 F, 2 B, 3 W. first, last: whether the chunk is the first or last part of the model. slot_in: where
+    the action's input waits among the messages. slot_b, slot_w, slot_h: where it keeps (or finds) what F leaves until
+    B, what F leaves until W, and what B hands to W. from_before, from_after, from_self: where to put the message that
+    comes at the end of the tick from the stage before, the stage after, and this stage.
+    """
+
+    kind: Any
+    microbatch: Any
+    chunk: Any
+    first: Any
+    last: Any
+    slot_in: Any
+    slot_b: Any
+    slot_w: Any
+    slot_h: Any
+    from_before: Any
+    from_after: Any
+    from_self: Any
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Instructions and how many slots they need of each buffer (the most that any stage has in use at once)."""
+
+    instructions: Instructions
+    num_messages: int
+    num_until_b: int
+    num_until_w: int
+    num_handed: int
+
+
+def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
+    """Give every activation, gradient and residual of a schedule a slot; no JAX.
+
+    forward_only: without B and W, and without the ticks that have nothing else.
+    Raises: ConfigError where `validate` does, or where a message would have to go further than the next stage.
+    """
+    validate(schedule)
+    table = schedule.table
+    if forward_only:
+        table = [[a if a is not None and a.kind == "F" else None for a in row] for row in table]
+        table = [row for row in table if any(row)]
+    shape = (len(table), schedule.num_stages)
+    out = Instructions(
+        **{name: np.full(shape, NOWHERE if "_" in name else 0, np.int32) for name in Instructions._fields}
+    )
+    when = {(a.kind, a.microbatch, schedule.part(stage, a.chunk)): (tick, stage)
+            for tick, row in enumerate(table) for stage, a in enumerate(row) if a is not None}  # fmt: skip
+    messages, until_b, until_w, handed = ([Slots() for _ in range(schedule.num_stages)] for _ in range(4))
+    final = schedule.num_parts - 1
+
+    for (kind, micro, part), (tick, stage) in sorted(when.items(), key=lambda item: item[1]):
+        chunk = schedule.place(part)[1]
+        for name, value in (("kind", KINDS[kind]), ("microbatch", micro), ("chunk", chunk),
+                            ("first", part == 0), ("last", part == final)):  # fmt: skip
+            getattr(out, name)[tick, stage] = value
+        if kind == "F" and not forward_only:
+            b_tick, w_tick = when["B", micro, part][0], when["W", micro, part][0]
+            out.slot_b[tick, stage] = out.slot_b[b_tick, stage] = until_b[stage].take(tick, b_tick)
+            slot = until_w[stage].take(tick, w_tick)
+            for reader in (tick, b_tick, w_tick):
+                out.slot_w[reader, stage] = slot
+        if kind == "B":
+            w_tick = when["W", micro, part][0]
+            out.slot_h[tick, stage] = out.slot_h[w_tick, stage] = handed[stage].take(tick, w_tick)
+
+        # Where the result is used next: F's by the next part, or the loss's gradient by the last part itself.
+        target = {"F": ("F", micro, part + 1) if part < final else ("B", micro, part), "B": ("B", micro, part - 1)}
+        if (use := when.get(target.get(kind))) is None:
+            continue
+        use_tick, receiver = use
+        slot = messages[receiver].take(tick + 1, use_tick)
+        out.slot_in[use_tick, receiver] = slot
+        getattr(out, _arrival(stage, receiver, schedule.num_stages))[tick, receiver] = slot
+
+    return Lowered(out, *(max(slots.count for slots in pool) for pool in (messages, until_b, until_w, handed)))
+
+
+class Slots:
+    """Slots of one buffer on one stage, taken in order of time: the lowest that is free."""
+
+    def __init__(self):
+        self.busy_until: list[int] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.busy_until)
+
+    def take(self, start: int, end: int) -> int:
+        """A slot for ticks `start` to `end`, both included."""
+        for slot, busy in enumerate(self.busy_until):
+            if busy < start:
+                self.busy_until[slot] = end
+                return slot
+        self.busy_until.append(end)
+        return self.count - 1
+
+
+def _arrival(sender: int, receiver: int, num_stages: int) -> str:
+    if sender == receiver:
+        return "from_self"
+    distance = (receiver - sender) % num_stages
+    if distance == 1:
+        return "from_before"
+    if distance == num_stages - 1:
+        return "from_after"
+    raise ConfigError(
+        f"a message from stage {sender} to stage {receiver}",
+        "a tick exchanges messages between neighbours on the ring of stages alone",
+        "Place consecutive parts of the model on the same or on neighbouring stages",
+    )
+
+
+# Inside shard_map.
+
+
+def pipeline_gradients(
+    stages: Stages,
+    schedule: Schedule,
+    shared,
+    layers,
+    micros,
+    *,
+    fixed=None,
+    num_layers: Sequence[int] | None = None,
+    seed: jax.Array | float = 1.0,
+    recompute_every: int = 0,
+    dtype=None,
+    axis: str = "pp",
+) -> tuple[jax.Array, Any, Any]:
+    """Loss and gradients of a model whose layers are divided over `axis`, for all micro-batches of a step.
+
+    Layout: shared equal on all stages; layers[(C L)_axis, ...]: each stage's chunks one after the other; fixed (not
+    differentiated) like layers; micros[M, ...] equal on all stages -> loss {U_axis}, nonzero on one stage alone;
+    d_shared {U_axis}; d_layers[(C L)_axis, ...]. Sums over other axes are owed as the caller's types say: cast shared
+    and layers to varying over the axes that split the batch, and reduce once afterwards.
+    Sends: every tick one micro-batch's activations to the next stage and as many to the one before (to one of them
+    alone where the schedule never needs the other).
+    Args:
+        num_layers: layers of each part of the model, in model order, where some have fewer than L; the rows beyond
+            them are padding: never read, and their gradient is 0.
+        seed: the gradient is that of seed times the summed loss.
+        recompute_every: 0 keeps what backward needs; K keeps the input of every K layers and runs them again in B.
+        dtype: in which gradients are summed over micro-batches; None: that of the weights.
+    Returns: (summed loss, d_shared, d_layers).
+    Raises: ConfigError for an invalid schedule, one for another number of stages, chunks or micro-batches.
+    """
+    run = _Runner.make(stages, schedule, shared, layers, micros, fixed, num_layers, recompute_every, axis)
+    lowered = lower(schedule)
+    state = run.scan(lowered.instructions, partial(run.act, jnp.asarray(seed)), run.initial(lowered, dtype))
+    return state.loss, state.d_shared, state.d_layers
+
+
+def pipeline_loss(
+    stages: Stages, schedule: Schedule, shared, layers, micros, *, fixed=None, num_layers=None, axis: str = "pp"
+) -> jax.Array:
+    """The summed loss alone, by the forward actions of `schedule`; arguments and layout of `pipeline_gradients`."""
+    run = _Runner.make(stages, schedule, shared, layers, micros, fixed, num_layers, None, axis)
+    lowered = lower(schedule, forward_only=True)
+    return run.scan(lowered.instructions, run.act_forward, run.initial(lowered, None)).loss
+
+
+def pipeline(stage_fn: Callable, loss_fn: Callable, schedule: Schedule, axis: str = "pp") -> Callable:
+    """The plainest pipeline: any `stage_fn(params, x) -> x`, for the body of a `jax.shard_map`.
+
+    Gives gradients(params, inputs, targets) -> (loss, d_params), of the sum over micro-batches of
+    `loss_fn(y, target)`.
+
+    Layout: params[C_axis, ...]: one entry for each chunk this stage holds; inputs[M, ...], targets[M, ...] equal on
+    all stages -> loss, equal on all stages; d_params[C_axis, ...].
+    """
+    stages = Stages(
+        first=lambda _, micro: micro[0],
+        layer=lambda params, fixed, micro, x: stage_fn(params, x),
+        last=lambda _, y, micro: loss_fn(y, micro[1]),
+    )
+
+    def gradients(params, inputs, targets):
+        loss, _, d_params = pipeline_gradients(stages, schedule, (), params, (inputs, targets), axis=axis)
+        return comm.all_reduce(loss, axis), d_params
+
+    return gradients
+
+
+class _State(NamedTuple):
+    """The scan's carry: buffers[slots, ...] (pools: lists of [slots, L, ...]), and the sums so far."""
+
+    messages: jax.Array
+    until_b: list
+    until_w: list
+    handed: list
+    d_shared: Any
+    d_layers: Any
+    loss: jax.Array
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """One pipeline, its functions traced once. `recompute_every` is None where there is no backward at all."""
+
+    stages: Stages
+    shared: Any
+    layers: Any
+    fixed: Any
+    micros: Any
+    split: SplitLayer | None
+    x: Any
+    loss: Any
+    depth: int
+    counts: jax.Array
+    recompute_every: int | None
+    axis: str
+
+    @classmethod
+    def make(cls, stages, schedule, shared, layers, micros, fixed, num_layers, recompute_every, axis):
+        depth = check_sizes(schedule, layers, micros, num_layers, axis)
+        # What a stage's own loops read is typed varying over the axis first, as their trip counts are.
+        shared, layers, fixed, micros = comm.varying((shared, layers, fixed, micros), axis)
+        row, micro = (jax.tree.map(lambda x: _without_leading(type_of(x)), tree) for tree in ((layers, fixed), micros))
+        shared_type = jax.tree.map(type_of, shared)
+        first, x = stages.first, _type_of(stages.first, shared_type, micro)
+        y = _type_of(stages.layer, *row, micro, x)
+        if varying_axes(y) != varying_axes(x):
+
+            def first(shared, micro):
+                return comm.varying(stages.first(shared, micro), sorted(varying_axes(y) | {axis}))
+
+            x = _type_of(first, shared_type, micro)
+        return cls(
+            stages=stages._replace(first=first),
+            shared=shared,
+            layers=layers,
+            fixed=fixed,
+            micros=micros,
+            split=None if recompute_every is None else split_layer(stages.layer, *row, micro, x),
+            x=x,
+            loss=_type_of(stages.last, shared_type, x, micro),
+            depth=depth,
+            counts=counts_of(schedule, num_layers or [depth] * schedule.num_parts, axis),
+            recompute_every=recompute_every,
+            axis=axis,
+        )
+
+    def initial(self, lowered: Lowered, dtype) -> _State:
+        """Empty buffers and zero sums."""
+        until_b, until_w, handed, d_shared, d_layers = [], [], [], (), ()
+        if self.split is not None:
+            split, every = self.split, self.recompute_every
+            if every:
+                until_b = self.pool(lowered.num_until_b, [self.x], -(-self.depth // every))
+                handed = self.pool(lowered.num_handed, (*split.handed, *split.until_w))
+            else:
+                until_b = self.pool(lowered.num_until_b, split.until_b)
+                until_w = self.pool(lowered.num_until_w, split.until_w)
+                handed = self.pool(lowered.num_handed, split.handed)
+            d_shared, d_layers = jax.tree.map(lambda w: self.zeros(type_of(w), dtype=dtype), (self.shared, self.layers))
+        messages = self.zeros(self.x, (lowered.num_messages,))
+        return _State(messages, until_b, until_w, handed, d_shared, d_layers, self.zeros(self.loss))
+
+    def pool(self, num_slots: int, types: Sequence, length: int | None = None) -> list[jax.Array]:
+        """One buffer[slots, L, ...] for each type."""
+        return [self.zeros(t, (num_slots, self.depth if length is None else length)) for t in types]
+
+    def zeros(self, like, leading: tuple[int, ...] = (), dtype=None) -> jax.Array:
+        """Zeros of a type, with leading dims, varying over the pipeline's axis as well."""
+        zeros = jnp.zeros((*leading, *like.shape), dtype or like.dtype)
+        return comm.varying(zeros, sorted(varying_axes(like) | {self.axis}))
+
+    def scan(self, instructions: Instructions, act: Callable, state: _State) -> _State:
+        """Every tick: act, exchange messages with both neighbours, put away what came."""
+        arrivals = [
+            (name, shift)
+            for name, shift in (("from_before", 1), ("from_after", -1), ("from_self", 0))
+            if (getattr(instructions, name) != NOWHERE).any()
+        ]
+
+        def tick(state, row):
+            mine = jax.tree.map(lambda column: comm.varying(column, self.axis)[comm.rank(self.axis)], row)
+            state, message = act(state, mine)
+            messages = state.messages
+            for name, shift in arrivals:
+                arrived = comm.permute(message, self.axis, shift) if shift else message
+                messages = put(messages, getattr(mine, name), arrived)
+            return state._replace(messages=messages), None
+
+        return lax.scan(tick, state, jax.tree.map(jnp.asarray, instructions))[0]
+
+    # A tick: (state, row) -> (state, message). The value on its way is loaded, changed by the loops of the one action
+    # this stage has, and sent.
+
+    def act(self, seed: jax.Array, state: _State, row: Instructions):
+        micro, value = pick(self.micros, row.microbatch), pick(state.messages, jnp.maximum(row.slot_in, 0))
+        value = self.embed(row, micro, value)
+        value, state = (self.forward_inputs if self.recompute_every else self.forward)(row, micro, value, state)
+        value, state = self.head(seed, row, micro, value, state)
+        value, state = (self.backward_again if self.recompute_every else self.backward)(row, micro, value, state)
+        state = self.embed_gradient(row, micro, value, state)
+        return self.weight_gradient(row, state), value
+
+    def act_forward(self, state: _State, row: Instructions):
+        micro, value = pick(self.micros, row.microbatch), pick(state.messages, jnp.maximum(row.slot_in, 0))
+        value = self.embed(row, micro, value)
+        value = self.for_layers(
+            "layers_forward",
+            row,
+            FORWARD,
+            lambda x, layer: self.stages.layer(*self.weights(row, layer), micro, x),
+            value,
+        )
+        loss = self.once(
+            "head",
+            (row.kind == FORWARD) & (row.last == 1),
+            lambda loss: loss + self.stages.last(self.shared, value, micro),
+            state.loss,
+        )
+        return state._replace(loss=loss), value
+
+    def embed(self, row, micro, value):
+        at_work = (row.kind == FORWARD) & (row.first == 1)
+        return self.once("embed", at_work, lambda _: self.stages.first(self.shared, micro), value)
+
+    def forward(self, row, micro, value, state: _State):
+        """F of every layer, keeping what backward needs."""
+
+        def body(carry, layer):
+            x, until_b, until_w = carry
+            x, kept_b, kept_w = self.split.forward(*self.weights(row, layer), micro, x)
+            return x, store(until_b, row.slot_b, layer, kept_b), store(until_w, row.slot_w, layer, kept_w)
+
+        carry = (value, state.until_b, state.until_w)
+        value, until_b, until_w = self.for_layers("layers_forward", row, FORWARD, body, carry)
+        return value, state._replace(until_b=until_b, until_w=until_w)
+
+    def forward_inputs(self, row, micro, value, state: _State):
+        """F of every layer, keeping the input of every group of layers."""
+
+        def body(carry, group):
+            x, until_b = carry
+            until_b = store(until_b, row.slot_b, group, [x])
+            first, size = self.members(row, group)
+
+            def layer_of_group(x, index):
+                return self.stages.layer(*self.weights(row, first + index), micro, x)
+
+            return self.loop("layers_forward", size, layer_of_group, x), until_b
+
+        carry = (value, state.until_b)
+        value, until_b = self.loop("groups_forward", self.num_groups(row, FORWARD), body, carry)
+        return value, state._replace(until_b=until_b)
+
+    def head(self, seed, row, micro, value, state: _State):
+        """The loss and, at once, its gradient: logits are too large to keep until B."""
+
+        def body(carry):
+            d_shared, loss, y = carry
+            here, pull = jax.vjp(lambda shared, y: self.stages.last(shared, y, micro), self.shared, y)
+            d_here, dy = pull(comm.varying_like(seed.astype(here.dtype), here))
+            return add(d_shared, d_here), loss + here, dy
+
+        at_work = (row.kind == FORWARD) & (row.last == 1)
+        d_shared, loss, value = self.once("head", at_work, body, (state.d_shared, state.loss, value))
+        return value, state._replace(d_shared=d_shared, loss=loss)
+
+    def backward(self, row, micro, value, state: _State):
+        """B of every layer, from what F kept."""
+
+        def body(carry, layer):
+            dx, handed = carry
+            kept = load(state.until_b, row.slot_b, layer), load(state.until_w, row.slot_w, layer)
+            dx, for_w = self.split.input_gradient(*self.weights(row, layer), *kept, dx)
+            return dx, store(handed, row.slot_h, layer, for_w)
+
+        carry = (value, state.handed)
+        value, handed = self.for_layers("layers_input_gradient", row, INPUT_GRADIENT, body, carry, reverse=True)
+        return value, state._replace(handed=handed)
+
+    def backward_again(self, row, micro, value, state: _State):
+        """B of every group of layers: forward again from the group's input, then backward through it."""
+        split, every = self.split, self.recompute_every
+
+        def body(carry, group):
+            first, size = self.members(row, group)
+
+            def forward(carry, index):
+                x, kept_b, kept_w = carry
+                x, new_b, new_w = split.forward(*self.weights(row, first + index), micro, x)
+                return x, store(kept_b, 0, index, new_b), store(kept_w, 0, index, new_w)
+
+            def backward(carry, index):
+                dx, handed = carry
+                kept = load(kept_b, 0, index), load(kept_w, 0, index)
+                dx, for_w = split.input_gradient(*self.weights(row, first + index), *kept, dx)
+                return dx, store(handed, row.slot_h, first + index, [*for_w, *kept[1]])
+
+            [x] = load(state.until_b, row.slot_b, group)
+            start = (x, self.pool(1, split.until_b, every), self.pool(1, split.until_w, every))
+            _, kept_b, kept_w = self.loop("layers_again", size, forward, start)
+            return self.loop("layers_input_gradient", size, backward, carry, reverse=True)
+
+        num_groups = self.num_groups(row, INPUT_GRADIENT)
+        value, handed = self.loop("groups_backward", num_groups, body, (value, state.handed), reverse=True)
+        return value, state._replace(handed=handed)
+
+    def embed_gradient(self, row, micro, value, state: _State) -> _State:
+        def body(d_shared):
+            _, pull = jax.vjp(lambda shared: self.stages.first(shared, micro), self.shared)
+            return add(d_shared, pull(value)[0])
+
+        at_work = (row.kind == INPUT_GRADIENT) & (row.first == 1)
+        return state._replace(d_shared=self.once("embed_gradient", at_work, body, state.d_shared))
+
+    def weight_gradient(self, row, state: _State) -> _State:
+        """W of every layer, added to the sums."""
+        num_handed = len(self.split.handed)
+
+        def body(d_layers, layer):
+            for_w = load(state.handed, row.slot_h, layer)
+            kept = for_w[num_handed:] if self.recompute_every else load(state.until_w, row.slot_w, layer)
+            dw = self.split.weight_gradient(*self.weights(row, layer), kept, for_w[:num_handed])
+            at = row.chunk * self.depth + layer
+            total = add(pick(d_layers, at), dw)
+            return jax.tree.map(lambda sums, x: lax.dynamic_update_index_in_dim(sums, x, at, 0), d_layers, total)
+
+        d_layers = self.for_layers("layers_weight_gradient", row, WEIGHT_GRADIENT, body, state.d_layers)
+        return state._replace(d_layers=d_layers)
+
+    # Loops.
+
+    def weights(self, row: Instructions, layer):
+        """Weights and fixed values of one layer of the action's chunk."""
+        return pick((self.layers, self.fixed), row.chunk * self.depth + layer)
+
+    def num_groups(self, row: Instructions, kind: int):
+        """Groups of layers that are recomputed together; 0 where this stage does something else."""
+        num_groups = (self.counts[row.chunk] + self.recompute_every - 1) // self.recompute_every
+        return jnp.where(row.kind == kind, num_groups, 0)
+
+    def members(self, row: Instructions, group):
+        """(first layer, number of layers) of a group."""
+        first = group * self.recompute_every
+        return first, jnp.minimum(self.recompute_every, self.counts[row.chunk] - first)
+
+    def for_layers(self, name: str, row: Instructions, kind: int, body: Callable, carry, reverse: bool = False):
+        """carry = body(carry, layer) for every layer of the action's chunk, where the action is of this kind."""
+        return self.loop(name, jnp.where(row.kind == kind, self.counts[row.chunk], 0), body, carry, reverse)
+
+    def once(self, name: str, at_work, body: Callable, carry):
+        """carry = body(carry) where this stage has that to do."""
+        return self.loop(name, at_work.astype(jnp.int32), lambda carry, _: body(carry), carry)
+
+    def loop(self, name: str, times, body: Callable, carry, reverse: bool = False):
+        """carry = body(carry, index) for every index below `times`, which differs from stage to stage.
+
+        The name stays in the program: `jaxdist.plan.trace` finds there how often the loop runs.
+        """
+
+        def step(state):
+            index, carry = state
+            new = body(carry, times - 1 - index if reverse else index)
+            return index + 1, comm.varying_like(new, carry)
+
+        def run(carry):
+            start = comm.varying(jnp.int32(0), self.axis)
+            return lax.while_loop(lambda state: state[0] < times, step, (start, carry))[1]
+
+        run.__name__ = name
+        return jax.jit(run)(carry)
+
+
+def iterations(schedule: Schedule, num_layers: Sequence[int], recompute_every: int = 0) -> dict[str, Fraction]:
+    """How often each named loop of the executor runs, a tick on average, on the stage that runs it most."""
+    per_stage = [
+        sum(num_layers[schedule.part(stage, chunk)] for chunk in range(schedule.num_chunks))
+        for stage in range(schedule.num_stages)
+    ]
+    layers = Fraction(schedule.num_microbatches * max(per_stage), schedule.num_ticks)
+    once = Fraction(schedule.num_microbatches, schedule.num_ticks)
+    every_layer = ("layers_forward", "layers_again", "layers_input_gradient", "layers_weight_gradient")
+    return dict.fromkeys(every_layer, layers) | dict.fromkeys(("embed", "head", "embed_gradient"), once)
+
+
+def check_sizes(schedule: Schedule, layers, micros, num_layers, axis: str) -> int:
+    """Rows of a chunk. Raises: ConfigError where a schedule is for other sizes than the arrays have."""
+    rows, num_micro = (jax.tree.leaves(tree)[0].shape[0] for tree in (layers, micros))
+    found = {"stages": lax.axis_size(axis), "micro-batches": num_micro}
+    for what, wanted in (("stages", schedule.num_stages), ("micro-batches", schedule.num_microbatches)):
+        if found[what] != wanted:
+            raise ConfigError(
+                f"schedule {schedule.name} for {wanted} {what}",
+                f"{axis!r} has {found[what]} ranks" if what == "stages" else f"the batch is cut into {num_micro}",
+                f"Make the schedule for {found[what]} {what}",
+            )
+    if rows % schedule.num_chunks:
+        raise ConfigError(
+            f"schedule {schedule.name} with {schedule.num_chunks} chunks",
+            f"each stage holds {rows} layers, which do not divide",
+            "Hold a multiple of the chunks, with `num_layers` where parts have fewer",
+        )
+    depth = rows // schedule.num_chunks
+    if num_layers is not None and (len(num_layers) != schedule.num_parts or not 0 < max(num_layers) <= depth):
+        raise ConfigError(
+            f"num_layers={tuple(num_layers)}",
+            f"schedule {schedule.name} has {schedule.num_parts} parts, of at most {depth} layers here",
+            "Name one number for each part, in model order",
+        )
+    return depth
+
+
+def counts_of(schedule: Schedule, num_layers: Sequence[int], axis: str) -> jax.Array:
+    """Layers in each chunk of this stage, int32[C]."""
+    table = [
+        [num_layers[schedule.part(stage, chunk)] for chunk in range(schedule.num_chunks)]
+        for stage in range(schedule.num_stages)
+    ]
+    return comm.varying(jnp.asarray(table, jnp.int32), axis)[comm.rank(axis)]
+
+
+def pick(tree, index):
+    """Entry `index` of the leading dim of every leaf."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def put(buffer: jax.Array, slot, x: jax.Array) -> jax.Array:
+    """`x` into a slot of the buffer; nothing happens for slot -1."""
+    at = jnp.maximum(slot, 0)
+    kept = jnp.where(slot >= 0, x, lax.dynamic_index_in_dim(buffer, at, keepdims=False))
+    return lax.dynamic_update_index_in_dim(buffer, kept, at, 0)
+
+
+def load(pool: list, slot, layer) -> list:
+    """Each buffer[slots, L, ...] of a pool at one slot and layer."""
+
+    def at(buffer):
+        start = jnp.int32(slot), jnp.int32(layer), *[jnp.int32(0)] * (buffer.ndim - 2)
+        return lax.dynamic_slice(buffer, start, (1, 1, *buffer.shape[2:])).reshape(buffer.shape[2:])
+
+    return [at(buffer) for buffer in pool]
+
+
+def store(pool: list, slot, layer, values: list) -> list:
+    """The pool with `values` at one slot and layer."""
+
+    def at(buffer, x):
+        start = jnp.int32(slot), jnp.int32(layer), *[jnp.int32(0)] * (buffer.ndim - 2)
+        return lax.dynamic_update_slice(buffer, comm.varying_like(x, buffer)[None, None], start)
+
+    return [at(buffer, x) for buffer, x in zip(pool, values, strict=True)]
+
+
+def add(sums, tree):
+    """Running sums plus a tree of the same structure, in the dtype of the sums."""
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, tree)
+
+
+def _without_leading(t):
+    return t.update(shape=t.shape[1:])
+
+
+def _type_of(function: Callable, *types):
+    [out] = jax.make_jaxpr(function)(*types).out_avals
+    return out
+
+
+def buffer_bytes(types: Sequence) -> int:
+    return sum(math.prod(t.shape) * t.dtype.itemsize for t in types)

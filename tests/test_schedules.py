@@ -1,0 +1,546 @@
+"""Schedules as data: every table that is made is valid, meets the laws of its paper, and can be shown to fail."""
+
+import ast
+import dataclasses
+import io
+import itertools
+import math
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from experiments.schedules import SchedulesFlags, main
+from jaxdist.errors import ConfigError
+from jaxdist.parallel import schedules
+from jaxdist.parallel.schedules import (
+    NAMES,
+    Action,
+    Costs,
+    Schedule,
+    default_chunks,
+    divide_layers,
+    draw,
+    from_orders,
+    held_chunks,
+    in_flight,
+    load,
+    make_schedule,
+    parse,
+    placement_of,
+    simulate,
+    validate,
+)
+
+checked = settings(derandomize=True, deadline=None, max_examples=60)
+STAGES, MICROBATCHES, CHUNKS = st.integers(1, 12), st.integers(1, 24), st.integers(1, 4)
+
+
+@st.composite
+def made(draw_value) -> Schedule:
+    name = draw_value(st.sampled_from(NAMES))
+    chunks = draw_value(CHUNKS) if name == "interleaved" else None
+    return make_schedule(name, draw_value(STAGES), draw_value(MICROBATCHES), chunks)
+
+
+def bubble(schedule: Schedule) -> int:
+    """Ticks above those of one stage's work."""
+    return schedule.num_ticks - 3 * schedule.num_microbatches * schedule.num_chunks
+
+
+def idle_inside(schedule: Schedule) -> int:
+    """Idle ticks between a stage's first action and its last, over all stages."""
+    count = 0
+    for column in zip(*schedule.table, strict=True):
+        ticks = [tick for tick, action in enumerate(column) if action is not None]
+        count += ticks[-1] - ticks[0] + 1 - len(ticks)
+    return count
+
+
+# -------------------------------------------------------------------------------------------------- what is always so
+
+
+@checked
+@given(made())
+def test_every_schedule_is_valid_and_complete(schedule):
+    validate(schedule)
+    actions = [action for row in schedule.table for action in row if action is not None]
+    assert len(actions) == 3 * schedule.num_microbatches * schedule.num_parts
+    assert all(any(row) for row in schedule.table)
+
+
+@checked
+@given(made())
+def test_draw_and_parse_are_inverse(schedule):
+    text = draw(schedule)
+    assert parse(text) == schedule
+    assert draw(parse(text)) == text
+
+
+@checked
+@given(made())
+def test_with_unit_costs_both_ways_of_waiting_take_the_ticks_of_the_table(schedule):
+    assert simulate(schedule).makespan == schedule.num_ticks
+    assert simulate(schedule, waiting="dependencies").makespan == schedule.num_ticks
+
+
+@checked
+@given(made(), st.tuples(*[st.floats(0.25, 4)] * 3), st.floats(0, 1))
+def test_lock_step_is_never_faster_than_dependencies(schedule, times, link):
+    ticks = simulate(schedule, Costs(*times), link)
+    dependencies = simulate(schedule, Costs(*times), link, waiting="dependencies")
+    assert ticks.makespan >= dependencies.makespan - 1e-9
+    assert ticks.busy == pytest.approx(dependencies.busy)
+
+
+@checked
+@given(made())
+def test_order_of_each_stage_gives_the_table_back_or_a_shorter_one(schedule):
+    orders = [[action for action in column if action] for column in zip(*schedule.table, strict=True)]
+    sizes = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks, schedule.placement)
+    again = from_orders(schedule.name, *sizes, orders, fused_backward=schedule.fused_backward)
+    assert again.num_ticks <= schedule.num_ticks
+
+
+@given(made())
+@checked
+def test_part_and_place_are_inverse(schedule):
+    places = [schedule.place(part) for part in range(schedule.num_parts)]
+    assert [schedule.part(*place) for place in places] == list(range(schedule.num_parts))
+    for (stage, _), (following, _) in itertools.pairwise(places):
+        distance = (following - stage) % schedule.num_stages
+        assert distance in ({0, 1, schedule.num_stages - 1} if schedule.placement == "v" else {1 % schedule.num_stages})
+
+
+@checked
+@given(made())
+def test_held_chunks_until_b_are_never_more_than_until_w(schedule):
+    for until_b, until_w in zip(held_chunks(schedule, "B"), held_chunks(schedule, "W"), strict=True):
+        assert all(b <= w for b, w in zip(until_b, until_w, strict=True))
+    # The last action of the last tick holds its own chunk still.
+    assert sum(held_chunks(schedule)[-1]) == sum(action is not None for action in schedule.table[-1])
+
+
+# ------------------------------------------------------------------------------------------------ laws of the papers
+
+
+@checked
+@given(STAGES, MICROBATCHES)
+def test_gpipe_and_1f1b(num_stages, num_microbatches):
+    for name in ("gpipe", "1f1b"):
+        schedule = make_schedule(name, num_stages, num_microbatches)
+        assert schedule.num_ticks == 3 * (num_microbatches + num_stages - 1)
+        result = simulate(schedule)
+        assert result.idle_over_ideal == pytest.approx((num_stages - 1) / num_microbatches)
+        assert result.idle_share == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
+    assert in_flight(schedule) == [min(num_microbatches, num_stages - stage) for stage in range(num_stages)]
+    assert in_flight(make_schedule("gpipe", num_stages, num_microbatches)) == [num_microbatches] * num_stages
+
+
+def test_published_bubbles():
+    assert make_schedule("1f1b", 4, 16).num_ticks == 57
+    for sizes, percent in {(4, 4): 42.9, (4, 8): 27.3, (4, 16): 15.8, (8, 32): 17.9}.items():
+        assert round(100 * simulate(make_schedule("1f1b", *sizes)).idle_share, 1) == percent
+    assert round(100 * simulate(make_schedule("interleaved", 4, 8, 2)).idle_share, 1) == 15.8
+
+
+@checked
+@given(STAGES, st.integers(1, 4), CHUNKS)
+def test_interleaved(num_stages, rounds, num_chunks):
+    num_microbatches = rounds * num_stages
+    schedule = make_schedule("interleaved", num_stages, num_microbatches, num_chunks)
+    share = (num_stages - 1) / (num_chunks * num_microbatches + num_stages - 1)
+    assert simulate(schedule).idle_share == pytest.approx(share)
+    if num_stages > 1 and num_chunks > 1 and rounds > 1:
+        # arXiv 2205.05198: the first stage holds 1 + (S-1)/(S v) times what it holds under 1F1B.
+        assert in_flight(schedule)[0] == num_stages * num_chunks + num_stages - 1
+
+
+@checked
+@given(STAGES, MICROBATCHES)
+def test_interleaved_with_one_chunk_is_1f1b(num_stages, num_microbatches):
+    interleaved = make_schedule("interleaved", num_stages, num_microbatches, 1)
+    assert interleaved.table == make_schedule("1f1b", num_stages, num_microbatches).table
+
+
+@checked
+@given(STAGES, MICROBATCHES)
+def test_zb_h1_has_a_third_of_the_bubble_in_the_memory_of_1f1b(num_stages, num_microbatches):
+    schedule = make_schedule("zb-h1", num_stages, num_microbatches)
+    # The second term is the lower bound for fewer micro-batches than stages.
+    assert bubble(schedule) == num_stages - 1 + max(0, num_stages - num_microbatches)
+    assert max(in_flight(schedule)) <= min(num_microbatches, num_stages)
+
+
+@checked
+@given(STAGES, MICROBATCHES)
+def test_zb_v_has_no_bubble_in_the_memory_of_1f1b(num_stages, num_microbatches):
+    schedule = make_schedule("zb-v", num_stages, num_microbatches)
+    assert max(in_flight(schedule)) <= 2 * num_stages
+    if num_microbatches >= num_stages:
+        assert bubble(schedule) == num_stages - 1
+    if num_microbatches >= 2 * num_stages:
+        assert idle_inside(schedule) == 0
+
+
+@checked
+@given(STAGES, MICROBATCHES)
+def test_v_half_has_half_the_bubble_in_half_the_memory(num_stages, num_microbatches):
+    schedule = make_schedule("v-half", num_stages, num_microbatches)
+    assert max(in_flight(schedule)) <= num_stages + (1 if num_stages % 2 else 2)
+    if num_microbatches > num_stages / 2:
+        assert bubble(schedule) == 3 * (num_stages - 1) - (num_stages > 2)
+
+
+@checked
+@given(STAGES, MICROBATCHES)
+def test_v_min_has_two_thirds_of_the_bubble_in_a_third_of_the_memory(num_stages, num_microbatches):
+    schedule = make_schedule("v-min", num_stages, num_microbatches)
+    assert max(in_flight(schedule)) <= 2 * math.ceil((num_stages + 2) / 3) <= 2 * num_stages / 3 + 8 / 3
+    assert bubble(schedule) <= max(0, 4 * (num_stages - 1) + (1 if num_stages % 3 == 0 else -1))
+
+
+def test_the_bubble_does_not_grow_with_the_micro_batches():
+    for name in NAMES:
+        few, many = make_schedule(name, 8, 16), make_schedule(name, 8, 64)
+        assert bubble(few) == bubble(many), name
+        assert name == "gpipe" or in_flight(few) == in_flight(many), name
+
+
+# ------------------------------------------------------------------------------------------------------- planted faults
+
+
+def changed(schedule: Schedule, entries: dict[tuple[int, int], Action | None]) -> Schedule:
+    table = [list(row) for row in schedule.table]
+    for (tick, stage), action in entries.items():
+        table[tick][stage] = action
+    return dataclasses.replace(schedule, table=tuple(map(tuple, table)))
+
+
+def entries_of(schedule: Schedule) -> list[tuple[int, int, Action]]:
+    return [
+        (tick, stage, action)
+        for tick, row in enumerate(schedule.table)
+        for stage, action in enumerate(row)
+        if action is not None
+    ]
+
+
+FAULTY = [make_schedule(name, 3, 4) for name in NAMES]
+by_name = pytest.mark.parametrize("schedule", FAULTY, ids=lambda schedule: schedule.name)
+
+
+@by_name
+def test_missing_action_is_named(schedule):
+    for tick, stage, action in entries_of(schedule):
+        with pytest.raises(ConfigError, match=f"stage {stage}: {action} is missing"):
+            validate(changed(schedule, {(tick, stage): None}))
+
+
+@by_name
+def test_doubled_action_is_named_with_both_ticks(schedule):
+    for tick, stage, action in entries_of(schedule):
+        last = schedule.num_ticks
+        doubled = dataclasses.replace(schedule, table=(*schedule.table, (None,) * schedule.num_stages))
+        with pytest.raises(ConfigError, match=f"tick {last}, stage {stage}: {action}: .*already run it at tick {tick}"):
+            validate(changed(doubled, {(last, stage): action}))
+
+
+@by_name
+def test_action_shifted_before_what_it_needs_is_named(schedule):
+    """Each action is run at the very tick of an input: its own entry and the input's are swapped, or the rows shift."""
+    for tick, stage, action in entries_of(schedule):
+        for source, needed in schedules._inputs(schedule, stage, action):
+            arrives = next(t for t, s, a in entries_of(schedule) if (s, a) == (source, needed))
+            if source == stage:
+                swapped = changed(schedule, {(tick, stage): needed, (arrives, stage): action})
+                with pytest.raises(ConfigError, match=r"tick \d+, stage \d+: [FBW] of micro-batch \d+, chunk \d+: "):
+                    validate(swapped)
+            elif schedule.table[arrives][stage] is None:
+                shifted = changed(schedule, {(tick, stage): None, (arrives, stage): action})
+                with pytest.raises(ConfigError, match=f"tick {arrives}, stage {stage}: {action}: .*needs .*after tick"):
+                    validate(shifted)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min"])
+def test_swapped_chunk_is_named(name):
+    schedule = make_schedule(name, 3, 4)
+    for tick, stage, action in entries_of(schedule):
+        other = action._replace(chunk=1 - action.chunk)
+        with pytest.raises(
+            ConfigError, match=rf"stage {stage}: {other.kind} of micro-batch {other.microbatch}, chunk "
+        ):
+            validate(changed(schedule, {(tick, stage): other}))
+
+
+@by_name
+def test_wrong_micro_batch_is_named(schedule):
+    for tick, stage, action in entries_of(schedule):
+        with pytest.raises(
+            ConfigError, match=rf"stage {stage}: {action.kind} of micro-batch \d+, chunk {action.chunk}"
+        ):
+            validate(changed(schedule, {(tick, stage): action._replace(microbatch=(action.microbatch + 1) % 4)}))
+        with pytest.raises(ConfigError, match=f"tick {tick}, stage {stage}: .*micro-batch 4 is out of range"):
+            validate(changed(schedule, {(tick, stage): action._replace(microbatch=4)}))
+
+
+@by_name
+def test_table_of_other_sizes_is_named(schedule):
+    with pytest.raises(ConfigError, match="tick 0: the row has 3 entries, and there are 4 stages"):
+        validate(dataclasses.replace(schedule, num_stages=4))
+    with pytest.raises(ConfigError, match=r"tick \d+, stage 0: F of micro-batch 3, chunk 0: .* out of range, .* has 3"):
+        validate(dataclasses.replace(schedule, num_microbatches=3))
+    with pytest.raises(ConfigError, match=r"stage 0: F of micro-batch 4, chunk 0 is missing"):
+        validate(dataclasses.replace(schedule, num_microbatches=5))
+
+
+def test_unknown_kind_and_chunk_out_of_range_are_named():
+    schedule = make_schedule("1f1b", 2, 2)
+    with pytest.raises(ConfigError, match="tick 0, stage 0: X of micro-batch 0, chunk 0: unknown kind"):
+        validate(changed(schedule, {(0, 0): Action("X", 0, 0)}))
+    with pytest.raises(ConfigError, match="tick 0, stage 0: F of micro-batch 0, chunk 1: chunk 1 is out of range"):
+        validate(changed(schedule, {(0, 0): Action("F", 0, 1)}))
+
+
+def test_fused_backward_means_that_w_follows_its_b():
+    schedule = make_schedule("zb-h1", 3, 4)
+    with pytest.raises(ConfigError, match=r"tick \d+, stage \d+: [BW] of micro-batch \d+"):
+        validate(dataclasses.replace(schedule, fused_backward=True))
+    apart = parse("F0 B0 . W0")
+    with pytest.raises(ConfigError, match=r"tick 3, stage 0: W of micro-batch 0, chunk 0: .*at once, here at tick 2"):
+        validate(dataclasses.replace(apart, fused_backward=True))
+
+
+def test_deadlocked_orders_say_which_stage_waits_for_what():
+    def order(cells):
+        return [schedules._parse_cell(cell, "") for cell in cells.split()]
+
+    first, last = "F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1"
+    assert from_orders("mine", 2, 2, 1, "loop", [order(first), order(last)]).num_ticks == 8
+    with pytest.raises(
+        ConfigError,
+        match=r"tick 1: deadlock: .*stage 0 with B of micro-batch 0, chunk 0 waits for B of micro-batch 0, chunk 0 of"
+        " stage 1; stage 1 with F of micro-batch 1, chunk 0 waits for F of micro-batch 1, chunk 0 of stage 0",
+    ):
+        from_orders("mine", 2, 2, 1, "loop", [order("F0 B0 W0 F1 B1 W1"), order("F1 B1 W1 F0 B0 W0")])
+    with pytest.raises(ConfigError, match="stage 1, position 0 of its order: F of micro-batch 7"):
+        from_orders("mine", 2, 2, 1, "loop", [order(first), order("F7")])
+    with pytest.raises(ConfigError, match="1 orders"):
+        from_orders("mine", 2, 2, 1, "loop", [order(first)])
+    with pytest.raises(ConfigError, match="stage 1: F of micro-batch 0, chunk 0 is missing"):
+        from_orders("mine", 2, 1, 1, "loop", [order("F0"), []])
+    with pytest.raises(ConfigError, match=r"stage 0: F of micro-batch 0, chunk 0: .*already"):
+        from_orders("mine", 1, 1, 1, "loop", [order("F0 F0 B0 W0")])
+
+
+def test_asking_for_what_cannot_be_made():
+    for arguments, message in {
+        ("2f2b", 2, 2): "'2f2b': there is no schedule of that name. Use one of gpipe, 1f1b",
+        ("1f1b", 0, 2): "0 stages",
+        ("1f1b", 2, 0): "0 micro-batches",
+        ("interleaved", 2, 2, 0): "0 chunks",
+        ("1f1b", 2, 2, 2): "made for 1",
+        ("zb-v", 2, 2, 3): "made for 2",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            make_schedule(*arguments)
+    with pytest.raises(ConfigError, match="a V goes down"):
+        validate(dataclasses.replace(make_schedule("1f1b", 1, 1), placement="v"))
+    with pytest.raises(ConfigError, match="no placement of that name"):
+        validate(dataclasses.replace(make_schedule("1f1b", 1, 1), placement="ring"))
+    with pytest.raises(ConfigError, match="until 'F'"):
+        in_flight(make_schedule("1f1b", 1, 1), until="F")
+    assert [default_chunks(name) for name in NAMES] == [1, 1, 2, 1, 2, 2, 2]
+    assert {name for name in NAMES if placement_of(name) == "v"} == {"zb-v", "v-half", "v-min"}
+
+
+# ----------------------------------------------------------------------------------------------------------- simulation
+
+
+def test_lock_step_trap_of_a_backward_of_two_units():
+    """4 stages, 16 micro-batches, F = 1 and the whole backward = 2: textbook 57, one action a tick 72."""
+    split = make_schedule("1f1b", 4, 16)
+    assert simulate(split).makespan == 57
+    # The same order of F and B with the weight gradients, here free, out of the way at the end.
+    orders = [
+        [action for action in column if action and action.kind != "W"] + [Action("W", m, 0) for m in range(16)]
+        for column in zip(*split.table, strict=True)
+    ]
+    whole = from_orders("whole backward", 4, 16, 1, "loop", orders)
+    assert simulate(whole, Costs(1, 2, 0), waiting="dependencies").makespan == 57
+    assert simulate(whole, Costs(1, 2, 0), waiting="ticks").makespan == 72
+
+
+def test_two_stages_one_micro_batch_by_hand():
+    schedule = parse("F0 . . . B0 W0\n. F0 B0 W0")  # stage 1's W runs at the tick before stage 0's B
+    costs = [Costs(1, 2, 3), Costs(10, 20, 30)]
+    ticks = simulate(schedule, costs, link=0.5)
+    # A tick starts after the stage's own last one, and after the neighbour's and the link: 61.5 + 0.5 for B0 above.
+    assert ticks.start[:, 0].tolist() == [0, 1, 12, 32, 62, 64]
+    assert ticks.start[:, 1].tolist() == [0, 1.5, 11.5, 31.5, 61.5, 64.5]
+    assert ticks.makespan == 67
+    assert (ticks.busy, ticks.idle) == ([6, 60], [61, 7])
+    textbook = simulate(schedule, costs, link=0.5, waiting="dependencies")
+    # B of stage 0 needs only B of stage 1, done at 31.5.
+    assert textbook.start[4, 0] == 32.0
+    assert textbook.makespan == 61.5
+    fused = simulate(dataclasses.replace(schedule, fused_backward=True), costs, link=0.5, waiting="dependencies")
+    assert fused.start[4, 0] == 62.0
+    assert fused.makespan == 67.0
+
+
+def test_uneven_stages_wait_for_their_neighbours_only():
+    schedule = parse("F0 . . . . . . B0 W0\n. F0 . . . . B0 W0\n. . F0 . . B0 W0\n. . . F0 B0 W0")
+    result = simulate(schedule, [Costs(), Costs(), Costs(), Costs(5, 5, 5)])
+    # Stage 3 runs F from 3 to 8. Stages 2 and 0 are its neighbours on the ring, stage 1 hears of it a tick later.
+    assert result.start[4].tolist() == [8, 3, 8, 8]
+    assert result.start[5].tolist() == [13, 8, 13, 13]
+    assert result.makespan == 1 + 1 + 1 + 5 + 5 + 5 + 1 + 1 + 1
+
+
+def test_an_uneven_stage_sets_the_pace():
+    schedule = make_schedule("1f1b", 4, 32)
+    slow = [Costs(), Costs(), Costs(2, 2, 2), Costs()]
+    for waiting in ("ticks", "dependencies"):
+        assert simulate(schedule, slow, waiting=waiting).makespan >= 6 * 32
+    assert simulate(schedule, slow, waiting="dependencies").makespan <= 6 * 32 + 3 * 3
+
+
+def test_costs_and_links_that_cannot_be():
+    schedule = make_schedule("1f1b", 2, 2)
+    for costs in ((-1, 1, 1), (0, 0, 0), (1, math.inf, 1)):
+        with pytest.raises(ConfigError, match="F, B and W take"):
+            Costs(*costs)
+    with pytest.raises(ConfigError, match="costs of 3 stages"):
+        simulate(schedule, [Costs()] * 3)
+    with pytest.raises(ConfigError, match="link of -1"):
+        simulate(schedule, link=-1)
+    with pytest.raises(ConfigError, match="waiting 'never'"):
+        simulate(schedule, waiting="never")
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+
+def test_a_table_written_by_hand(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("# a V of one stage\nname=mine placement=v\n0: F0 f0 b0 w0 B0 W0  # turn, then back\n")
+    schedule = load(path)
+    assert (schedule.name, schedule.placement, schedule.num_chunks, schedule.num_microbatches) == ("mine", "v", 2, 1)
+    assert schedule.table[1] == (Action("F", 0, 1),)
+    assert parse("F0 F0:1 B0:1 W0:1 B0 W0") == dataclasses.replace(schedule, name="table", placement="loop")
+    assert parse("F0 F0:1 F0:2 B0:2 W0:2 b0 w0 B0 W0").num_chunks == 3
+
+
+def test_text_that_cannot_be_read_names_line_and_cell(tmp_path):
+    for text, message in {
+        "F0 G0": "line 1, tick 1, stage 0: 'G0'",
+        "F0\nF0 f0:1": "line 2, tick 1, stage 1: 'f0:1'",
+        "F0 F\u0661": "tick 1, stage 0",
+        "1: F0": "line 1: '1:': here comes stage 0",
+        "stages=2\nF0 B0 W0": "stages=2: it has 1 lines",
+        "chunks=two\nF0 B0 W0": "chunks=two",
+        "colour=red\nF0": "'colour=red'",
+        "fused=maybe\nF0": "'fused=maybe'",
+        "microbatches=2\nF0 B0 W0": "F of micro-batch 1, chunk 0 is missing",
+        "microbatches=0\nF0 B0 W0": "0 micro-batches",
+        "placement=v chunks=3\nF0": "a V goes down",
+        "# nothing": "no stages",
+        ". .": "F of micro-batch 0, chunk 0 is missing",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse(text)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "absent.txt")
+
+
+# --------------------------------------------------------------------------------------------------------------- layers
+
+
+@checked
+@given(st.integers(1, 40), st.integers(1, 12), st.floats(0, 6), st.floats(0, 6))
+def test_layers_are_divided_with_the_least_largest_cost(num_layers, num_parts, first, last):
+    if num_layers < num_parts:
+        with pytest.raises(ConfigError, match=f"{num_layers} layers over {num_parts} parts"):
+            divide_layers(num_layers, num_parts, first, last)
+        return
+
+    def most(layers):
+        ends = [first] + [0.0] * (num_parts - 1)
+        ends[-1] += last
+        return max(n + end for n, end in zip(layers, ends, strict=True))
+
+    layers = divide_layers(num_layers, num_parts, first, last)
+    assert sum(layers) == num_layers and min(layers) >= 1
+    # Moving a layer from the dearest part to any other is no better; for one cost a part that is the optimum.
+    for source, target in itertools.permutations(range(num_parts), 2):
+        if layers[source] > 1:
+            moved = list(layers)
+            moved[source] -= 1
+            moved[target] += 1
+            assert most(moved) >= most(layers) - 1e-9
+
+
+def test_layers_left_over_go_to_the_middle():
+    assert divide_layers(13, 4) == (3, 3, 4, 3)
+    assert divide_layers(14, 4) == (3, 4, 4, 3)
+    assert divide_layers(12, 5) == (2, 2, 3, 3, 2)
+    assert divide_layers(12, 4, first=0.5, last=2) == (3, 4, 4, 1)
+    assert divide_layers(5, 1, first=1, last=1) == (5,)
+    for arguments in ((4, 0), (4, 2, -1.0), (4, 2, 0.0, math.nan)):
+        with pytest.raises(ConfigError, match="4 layers over"):
+            divide_layers(*arguments)
+
+
+def test_schedules_import_no_jax():
+    tree = ast.parse(Path(schedules.__file__).read_text(encoding="utf-8"))
+    imported = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module])
+    }
+    assert {name.split(".")[0] for name in imported if not name.startswith("jaxdist")} <= {
+        *("collections", "dataclasses", "itertools", "math", "numpy", "pathlib", "re", "typing")
+    }
+    assert {name for name in imported if name.startswith("jaxdist")} == {"jaxdist.errors"}
+
+
+# ------------------------------------------------------------------------------------------------------------- program
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "schedules.md"
+
+
+def test_program_compares_shows_and_draws(tmp_path):
+    console = Console(file=io.StringIO(), width=160)
+    assert main(SchedulesFlags(draw=str(tmp_path)), console) == 0
+    printed = console.file.getvalue()
+    documented = [line.strip("| ").split(" | ") for line in DOCUMENT.read_text(encoding="utf-8").splitlines()]
+    for name in NAMES:
+        ElementTree.parse(tmp_path / f"{name}.svg")
+        row = next(
+            [cell.strip() for cell in line.strip("│ ").split("│")]
+            for line in printed.splitlines()
+            if f" {name} " in line
+        )
+        assert next(cells for cells in documented if cells[0] == f"`{name}`")[1:8] == row[1:8]
+    table = tmp_path / "mine.txt"
+    table.write_text(draw(make_schedule("v-min", 2, 3)))
+    assert main(SchedulesFlags(file=str(table)), console) == 0
+    assert table.read_text().splitlines()[2] in console.file.getvalue()
+    with pytest.raises(ConfigError, match="--stages with --file"):
+        main(SchedulesFlags(file=str(table), stages=2), console)
+
+
+def test_documented_table_and_its_fault():
+    lines = [line.strip() for line in DOCUMENT.read_text(encoding="utf-8").splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith("name=mine"))
+    text = "\n".join(lines[start : start + 3])
+    parse(text)
+    error = next(i for i, line in enumerate(lines) if line.startswith("error: "))
+    with pytest.raises(ConfigError) as caught:
+        parse(text.replace(".  B0 W0", "B0 W0"))
+    assert " ".join(lines[error : error + 2]).removeprefix("error: ") == str(caught.value)
