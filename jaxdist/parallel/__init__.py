@@ -41,7 +41,7 @@ MODULES = (
     "zero",
 )
 _HOME = {name: module for module, names in EXPORTS.items() for name in names}
-__all__ = sorted([*MODULES, *_HOME])  # noqa: PLE0605
+__all__ = sorted([*MODULES, *_HOME])
 
 
 def __getattr__(name: str):

@@ -12,7 +12,6 @@ Dims: S stages, M micro-batches, C chunks a stage, L layers a chunk. Source: GPi
 interleaving, arXiv 2104.04473, section 2.2; the division of backward, arXiv 2401.10241, section 2.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -92,9 +91,9 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
     if forward_only:
         table = [[a if a is not None and a.kind == "F" else None for a in row] for row in table]
         table = [row for row in table if any(row)]
-    shape = (len(table), schedule.num_stages)
+    shape, slots = (len(table), schedule.num_stages), Instructions._fields[5:]
     out = Instructions(
-        **{name: np.full(shape, NOWHERE if "_" in name else 0, np.int32) for name in Instructions._fields}
+        **{name: np.full(shape, NOWHERE if name in slots else 0, np.int32) for name in Instructions._fields}
     )
     when = {(a.kind, a.microbatch, schedule.part(stage, a.chunk)): (tick, stage)
             for tick, row in enumerate(table) for stage, a in enumerate(row) if a is not None}  # fmt: skip
@@ -294,19 +293,19 @@ class _Runner:
         )
 
     def initial(self, lowered: Lowered, dtype) -> _State:
-        """Empty buffers and zero sums."""
+        """Empty buffers and zero sums. Each buffer is made by a function of that name, which stays in the program."""
         until_b, until_w, handed, d_shared, d_layers = [], [], [], (), ()
         if self.split is not None:
             split, every = self.split, self.recompute_every
             if every:
-                until_b = self.pool(lowered.num_until_b, [self.x], -(-self.depth // every))
-                handed = self.pool(lowered.num_handed, (*split.handed, *split.until_w))
+                until_b = named("until_b", self.pool, lowered.num_until_b, [self.x], -(-self.depth // every))
+                handed = named("handed", self.pool, lowered.num_handed, (*split.handed, *split.until_w))
             else:
-                until_b = self.pool(lowered.num_until_b, split.until_b)
-                until_w = self.pool(lowered.num_until_w, split.until_w)
-                handed = self.pool(lowered.num_handed, split.handed)
+                until_b = named("until_b", self.pool, lowered.num_until_b, split.until_b)
+                until_w = named("until_w", self.pool, lowered.num_until_w, split.until_w)
+                handed = named("handed", self.pool, lowered.num_handed, split.handed)
             d_shared, d_layers = jax.tree.map(lambda w: self.zeros(type_of(w), dtype=dtype), (self.shared, self.layers))
-        messages = self.zeros(self.x, (lowered.num_messages,))
+        messages = named("messages", self.zeros, self.x, (max(lowered.num_messages, 1),))
         return _State(messages, until_b, until_w, handed, d_shared, d_layers, self.zeros(self.loss))
 
     def pool(self, num_slots: int, types: Sequence, length: int | None = None) -> list[jax.Array]:
@@ -511,12 +510,11 @@ class _Runner:
             new = body(carry, times - 1 - index if reverse else index)
             return index + 1, comm.varying_like(new, carry)
 
-        def run(carry):
-            start = comm.varying(jnp.int32(0), self.axis)
-            return lax.while_loop(lambda state: state[0] < times, step, (start, carry))[1]
+        start = comm.varying(jnp.int32(0), self.axis)
+        return named(name, lax.while_loop, lambda state: state[0] < times, step, (start, carry))[1]
 
-        run.__name__ = name
-        return jax.jit(run)(carry)
+
+BUFFERS = ("messages", "until_b", "until_w", "handed")
 
 
 def iterations(schedule: Schedule, num_layers: Sequence[int], recompute_every: int = 0) -> dict[str, Fraction]:
@@ -567,6 +565,16 @@ def counts_of(schedule: Schedule, num_layers: Sequence[int], axis: str) -> jax.A
     return comm.varying(jnp.asarray(table, jnp.int32), axis)[comm.rank(axis)]
 
 
+def named(name: str, function: Callable, *args):
+    """function(*args) as a jitted function of that name, for whoever reads the traced program."""
+
+    def run():
+        return function(*args)
+
+    run.__name__ = name
+    return jax.jit(run)()
+
+
 def pick(tree, index):
     """Entry `index` of the leading dim of every leaf."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
@@ -611,7 +619,3 @@ def _without_leading(t):
 def _type_of(function: Callable, *types):
     [out] = jax.make_jaxpr(function)(*types).out_avals
     return out
-
-
-def buffer_bytes(types: Sequence) -> int:
-    return sum(math.prod(t.shape) * t.dtype.itemsize for t in types)

@@ -8,7 +8,7 @@ ran, and a permute as if every rank sent. The loops of the pipeline executor, wh
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -115,6 +115,16 @@ def equations(jaxpr, iterations: Mapping[str, Fraction] | None = None) -> Iterat
                         yield from walk(sub, *inner)
 
     yield from walk(jaxpr, 1, 0, 1, None)
+
+
+def named_bytes(jaxpr, names: Iterable[str]) -> dict[str, int]:
+    """Local bytes of what the jitted functions of these names return, each where it first stands."""
+    found: dict[str, int] = {}
+    for eqn, *_ in equations(jaxpr):
+        name = eqn.params.get("name")
+        if name in names and name not in found:
+            found[name] = sum(_bytes(v.aval) for v in eqn.outvars)
+    return found
 
 
 def _times(count: Fraction | None, length: Fraction) -> Fraction | None:
