@@ -7,7 +7,7 @@ input gradient stays in B. Values that W reads from B are *handed* over. Source:
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,28 @@ from jaxdist.errors import ConfigError
 
 # Operations that only move or retype one array: W repeats them rather than being handed a larger result.
 MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "pvary", "copy"}
+# Operations that work element by element: backward repeats them where that lets fewer bytes be kept.
+CHEAP = MOVES | {
+    *("abs", "add", "and", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite"),
+    *(
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "pow",
+        "rsqrt",
+        "select_n",
+    ),
+    *("sign", "sin", "sqrt", "square", "sub", "tanh", "xor"),
+}
 
 
 @dataclass(frozen=True)
@@ -29,8 +51,9 @@ class SplitLayer:
     dropped after B; `until_w` is read by W (and perhaps by B).
     input_gradient(weights, fixed, until_b, until_w, dy) -> (dx, handed).
     weight_gradient(weights, fixed, until_w, handed) -> dw, in the structure of `weights`.
-    until_b, until_w, handed: types of what the lists hold. What follows from weights alone (a cast, a ZeRO-3 gather) is
-    in none of them: B and W compute it again.
+    until_b, until_w, handed: types of what the lists hold. Neither what follows from weights alone (a cast, a ZeRO-3
+    gather) nor what elementwise operations make of something smaller that is kept (the steps of a GELU) is in them: B
+    and W compute it again.
     """
 
     forward: Callable
@@ -57,7 +80,7 @@ def split_layer(layer: Callable, weights, fixed, micro, x) -> SplitLayer:
         residuals, pullback = jax.tree.flatten(pull)
         return y, residuals
 
-    forward = jax.make_jaxpr(forward_and_residuals)(*types)
+    forward = flat(jax.make_jaxpr(forward_and_residuals)(*types))
     y_type, x_type = forward.out_avals[0], types[3]
     if (y_type.shape, y_type.dtype) != (x_type.shape, x_type.dtype):
         raise ConfigError(
@@ -67,20 +90,16 @@ def split_layer(layer: Callable, weights, fixed, micro, x) -> SplitLayer:
         )
     num_weights, num_fixed = (len(jax.tree.leaves(part)) for part in types[:2])
     y_var, *residual_vars = forward.jaxpr.outvars
-    of_micro = dependents(forward.jaxpr.eqns, forward.jaxpr.invars[num_weights + num_fixed :])
-    stored = list(dict.fromkeys(v for v in residual_vars if not isinstance(v, Literal) and v in of_micro))
-    remade = list(dict.fromkeys(v for v in residual_vars if not isinstance(v, Literal) and v not in of_micro))
-
-    def residuals_from(values: dict):
-        return [v.val if isinstance(v, Literal) else values[v] for v in residual_vars]
+    residuals = list(dict.fromkeys(variables(residual_vars)))
 
     def pull(values, dy):
-        return jax.tree.unflatten(pullback, residuals_from(dict(zip(stored + remade, values, strict=True))))(dy)
+        known = dict(zip(residuals, values, strict=True))
+        leaves = [v.val if isinstance(v, Literal) else known[v] for v in residual_vars]
+        return jax.tree.unflatten(pullback, leaves)(dy)
 
-    backward = jax.make_jaxpr(pull)([v.aval for v in stored + remade], y_type)
+    backward = flat(jax.make_jaxpr(pull)([v.aval for v in residuals], y_type))
     *inputs, dy_var = backward.jaxpr.invars
     *dw_vars, dx_var = backward.jaxpr.outvars
-    stored_inputs, remade_inputs = inputs[: len(stored)], inputs[len(stored) :]
     weights_tree = jax.tree.structure(types[0])
 
     # ---- divide ----
@@ -89,43 +108,57 @@ def split_layer(layer: Callable, weights, fixed, micro, x) -> SplitLayer:
     w_eqns, handed_vars = rest_for(dw_vars, backward.jaxpr.eqns, made_by_b, dy_var)
     read_by_w = {v for eqn in w_eqns for v in variables(eqn.invars)} | set(variables(dw_vars))
     read_by_b = {v for eqn in b_eqns for v in variables(eqn.invars)} | set(variables([dx_var])) | set(handed_vars)
-    in_w = [v in read_by_w for v in stored_inputs]
-    in_b = [v in read_by_b and not w for v, w in zip(stored_inputs, in_w, strict=True)]
-    until_w = [(v, source) for v, source, keep in zip(stored_inputs, stored, in_w, strict=True) if keep]
-    until_b = [(v, source) for v, source, keep in zip(stored_inputs, stored, in_b, strict=True) if keep]
+    source_of = dict(zip(inputs, residuals, strict=True))
+    for_b, for_w = ([v for v in inputs if v in read] for read in (read_by_b, read_by_w))
 
-    def remake(readers: set, weights, fixed) -> dict:
-        wanted = [(v, source) for v, source in zip(remade_inputs, remade, strict=True) if v in readers]
-        known = zip(forward.jaxpr.invars, jax.tree.leaves((weights, fixed)), strict=False)
-        sources = [source for _, source in wanted]
-        made = evaluate(needed_for(sources, forward.jaxpr.eqns), dict(known), constants(forward), sources)
-        return dict(zip((v for v, _ in wanted), made, strict=True))
+    # ---- what F keeps for them ----
+    of_micro = dependents(forward.jaxpr.eqns, forward.jaxpr.invars[num_weights + num_fixed :])
+    kept = choose_kept(forward.jaxpr.eqns, of_micro, [source_of[v] for v in (*for_b, *for_w)])
+    until_w = reached([source_of[v] for v in for_w], forward.jaxpr.eqns, kept)
+    until_b = [v for v in reached([source_of[v] for v in for_b], forward.jaxpr.eqns, kept) if v not in until_w]
+
+    def remake(readers: list, weights, fixed, kept: dict) -> dict:
+        """The residuals that `readers` stand for, from weights and what was kept."""
+        known = dict(zip(forward.jaxpr.invars, jax.tree.leaves((weights, fixed)), strict=False)) | kept
+        sources = [source_of[v] for v in readers]
+        made = evaluate(needed_for(sources, forward.jaxpr.eqns, known), known, constants(forward), sources)
+        return dict(zip(readers, made, strict=True))
 
     def run_forward(weights, fixed, micro, x):
         known = dict(zip(forward.jaxpr.invars, jax.tree.leaves((weights, fixed, micro, x)), strict=True))
-        wanted = [y_var, *(source for _, source in until_b), *(source for _, source in until_w)]
-        y, *kept = evaluate(needed_for(wanted, forward.jaxpr.eqns), known, constants(forward), wanted)
-        return y, kept[: len(until_b)], kept[len(until_b) :]
+        wanted = [y_var, *until_b, *until_w]
+        y, *values = evaluate(needed_for(wanted, forward.jaxpr.eqns), known, constants(forward), wanted)
+        return y, values[: len(until_b)], values[len(until_b) :]
 
     def input_gradient(weights, fixed, kept_b, kept_w, dy):
-        known = remake(read_by_b, weights, fixed) | {dy_var: dy}
-        known |= zip((v for v, _ in (*until_b, *until_w)), (*kept_b, *kept_w), strict=True)
+        values = dict(zip((*until_b, *until_w), (*kept_b, *kept_w), strict=True))
+        known = remake(for_b, weights, fixed, values) | {dy_var: dy}
         dx, *handed = evaluate(b_eqns, known, constants(backward), [dx_var, *handed_vars])
         return dx, handed
 
     def weight_gradient(weights, fixed, kept_w, handed):
-        known = remake(read_by_w, weights, fixed)
-        known |= zip((*(v for v, _ in until_w), *handed_vars), (*kept_w, *handed), strict=True)
+        known = remake(for_w, weights, fixed, dict(zip(until_w, kept_w, strict=True)))
+        known |= zip(handed_vars, handed, strict=True)
         return weights_tree.unflatten(evaluate(w_eqns, known, constants(backward), dw_vars))
 
     return SplitLayer(
         forward=run_forward,
         input_gradient=input_gradient,
         weight_gradient=weight_gradient,
-        until_b=tuple(v.aval for v, _ in until_b),
-        until_w=tuple(v.aval for v, _ in until_w),
+        until_b=tuple(v.aval for v in until_b),
+        until_w=tuple(v.aval for v in until_w),
         handed=tuple(v.aval for v in handed_vars),
     )
+
+
+def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with its calls of jitted functions (jnp's own are such) written out."""
+
+    def run(closed: ClosedJaxpr, args: Sequence) -> list:
+        values = constants(closed) | dict(zip(closed.jaxpr.invars, args, strict=True))
+        return evaluate(closed.jaxpr.eqns, values, {}, closed.jaxpr.outvars, call=run)
+
+    return jax.make_jaxpr(lambda *args: run(closed, args))(*closed.in_avals)
 
 
 def variables(atoms: Iterable) -> list:
@@ -145,14 +178,45 @@ def dependents(eqns: Sequence, sources: Sequence) -> set:
     return found
 
 
-def needed_for(outputs: Sequence, eqns: Sequence) -> list:
-    """The equations that `outputs` depend on, in order."""
-    live, needed = set(variables(outputs)), []
+def needed_for(outputs: Sequence, eqns: Sequence, known: Collection = ()) -> list:
+    """The equations that `outputs` depend on, in order, as far back as to variables that are known."""
+    live, needed = {v for v in variables(outputs) if v not in known}, []
     for eqn in reversed(eqns):
         if any(v in live for v in eqn.outvars):
             needed.append(eqn)
-            live.update(variables(eqn.invars))
+            live.update(v for v in variables(eqn.invars) if v not in known)
     return needed[::-1]
+
+
+def choose_kept(eqns: Sequence, of_micro: set, residuals: Sequence) -> list:
+    """What to keep of a micro-batch so that cheap operations alone, and weights, give all its residuals again.
+
+    Going backward, the result of an elementwise operation gives way to its inputs where they need no more bytes beyond
+    what is kept already. Going forward again, inputs that nothing else needs give way to a result that is no larger.
+    """
+    wanted = {v for v in residuals if v in of_micro}
+    kept = set(wanted)
+    for eqn in reversed(eqns):
+        made = [v for v in eqn.outvars if v in kept]
+        if made and eqn.primitive.name in CHEAP:
+            inputs = {v for v in variables(eqn.invars) if v in of_micro and v not in kept}
+            if sum(num_bytes(v.aval) for v in inputs) <= sum(num_bytes(v.aval) for v in made):
+                kept = (kept - set(made)) | inputs
+    again = needed_for(residuals, eqns, kept)
+    for eqn in again:
+        inputs = {v for v in variables(eqn.invars) if v in kept}
+        elsewhere = {v for other in again if other is not eqn for v in variables(other.invars)} | wanted
+        smaller = sum(num_bytes(v.aval) for v in eqn.outvars) <= sum(num_bytes(v.aval) for v in inputs)
+        if inputs and smaller and eqn.primitive.name in CHEAP and not inputs & elsewhere:
+            kept = (kept - inputs) | set(eqn.outvars)
+    return reached(residuals, eqns, kept)
+
+
+def reached(outputs: Sequence, eqns: Sequence, kept: Collection) -> list:
+    """The kept variables from which `outputs` are computed, each once, in an order that does not change."""
+    needed = needed_for(outputs, eqns, kept)
+    read = (*outputs, *(v for eqn in needed for v in variables(eqn.invars)))
+    return list(dict.fromkeys(v for v in read if v in kept))
 
 
 def rest_for(outputs: Sequence, eqns: Sequence, made_by_b: dict, dy_var) -> tuple[list, list]:
@@ -190,15 +254,19 @@ def num_bytes(aval) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
-def evaluate(eqns: Sequence, known: dict, consts: dict, outputs: Sequence) -> list:
-    """Run equations on arrays: `known` and `consts` map variables to values."""
+def evaluate(eqns: Sequence, known: dict, consts: dict, outputs: Sequence, call: Callable | None = None) -> list:
+    """Run equations on arrays: `known` and `consts` map variables to values; `call` runs a jitted function's."""
     values = known | consts
 
     def read(atom):
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for eqn in eqns:
+        args = [read(atom) for atom in eqn.invars]
+        if call is not None and eqn.primitive.name in ("jit", "pjit"):
+            values |= zip(eqn.outvars, call(eqn.params["jaxpr"], args), strict=True)
+            continue
         with eqn.ctx.manager:
-            results = eqn.primitive.bind(*map(read, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+            results = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
         values |= zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True)
     return [read(v) for v in outputs]
