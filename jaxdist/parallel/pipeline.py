@@ -27,7 +27,7 @@ from jaxdist.compat import type_of, varying_axes
 from jaxdist.errors import ConfigError
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.schedules import Schedule, validate
-from jaxdist.parallel.split import SplitLayer, split_layer
+from jaxdist.parallel.split import SplitLayer, pruned, split_layer
 
 IDLE, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
 KINDS = {"F": FORWARD, "B": INPUT_GRADIENT, "W": WEIGHT_GRADIENT}
@@ -453,9 +453,11 @@ class _Runner:
         return value, state._replace(handed=handed)
 
     def embed_gradient(self, row, micro, value, state: _State) -> _State:
+        def gradient(shared, micro, dx):
+            return jax.vjp(lambda shared: self.stages.first(shared, micro), shared)[1](dx)[0]
+
         def body(d_shared):
-            _, pull = jax.vjp(lambda shared: self.stages.first(shared, micro), self.shared)
-            return add(d_shared, pull(value)[0])
+            return add(d_shared, pruned(gradient, self.shared, micro, value))
 
         at_work = (row.kind == INPUT_GRADIENT) & (row.first == 1)
         return state._replace(d_shared=self.once("embed_gradient", at_work, body, state.d_shared))

@@ -161,6 +161,15 @@ def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *args: run(closed, args))(*closed.in_avals)
 
 
+def pruned(function: Callable, *args):
+    """function(*args), running only what its outputs depend on: no forward collective whose result backward ignores."""
+    closed, tree = jax.make_jaxpr(function, return_shape=True)(*args)
+    closed, tree = flat(closed), jax.tree.structure(tree)
+    known = dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
+    outputs = closed.jaxpr.outvars
+    return tree.unflatten(evaluate(needed_for(outputs, closed.jaxpr.eqns), known, constants(closed), outputs))
+
+
 def variables(atoms: Iterable) -> list:
     return [v for v in atoms if not isinstance(v, Literal)]
 

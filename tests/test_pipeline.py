@@ -1,0 +1,403 @@
+"""The executor and the split of backward, without the GPT and with it: equality, ticks, buffers, what is sent."""
+
+import dataclasses
+from collections import Counter
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DEVICES
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from experiments.strategies import BY_NAME
+from jaxdist.config import ModelConfig, ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.pipeline import BUFFERS, Stages, lower, pipeline, pipeline_gradients, pipeline_loss
+from jaxdist.parallel.schedules import NAMES, in_flight, make_schedule, parse
+from jaxdist.parallel.split import split_layer
+from jaxdist.plan.trace import equations, named_bytes, summary
+from jaxdist.step import build_program
+
+PP, TP = ("pp",), ("tp",)
+
+
+def mesh_of(**sizes) -> Mesh:
+    count = int(np.prod(list(sizes.values())))
+    return Mesh(
+        np.asarray(DEVICES[:count]).reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+
+
+# ---- any stage_fn ----
+
+
+def stage_fn(params, x):
+    """Something that is no transformer block: a gated residual with a parameter that is used twice."""
+    hidden = jnp.tanh(x @ params["in"]) * jax.nn.sigmoid(x * params["gate"])
+    return x + hidden @ params["in"].T + params["gate"]
+
+
+def loss_fn(y, target):
+    return jnp.square(y - target).sum()
+
+
+def toy(num_parts: int, num_microbatches: int, width: int = 6):
+    """(params[P, ...] in model order, inputs[M, 5, D], targets[M, 5, D])."""
+    rng = np.random.default_rng(0)
+    params = {"in": rng.normal(size=(num_parts, width, width)) * 0.3, "gate": rng.normal(size=(num_parts, width))}
+    return jax.tree.map(jnp.asarray, (params, *rng.normal(size=(2, num_microbatches, 5, width))))
+
+
+def plain_gradients(params, inputs, targets):
+    def total(params):
+        loss = 0
+        for x, target in zip(inputs, targets, strict=True):
+            for part in range(params["gate"].shape[0]):
+                x = stage_fn(jax.tree.map(lambda p, part=part: p[part], params), x)
+            loss += loss_fn(x, target)
+        return loss
+
+    return jax.jit(jax.value_and_grad(total))(params)
+
+
+def assert_pipeline_is_plain(schedule):
+    with jax.enable_x64(True):
+        params, inputs, targets = toy(schedule.num_parts, schedule.num_microbatches)
+        order = [schedule.part(s, c) for s in range(schedule.num_stages) for c in range(schedule.num_chunks)]
+        staged = PartitionSpec("pp" if schedule.num_stages > 1 else None)
+        run = jax.jit(
+            jax.shard_map(
+                pipeline(stage_fn, loss_fn, schedule),
+                mesh=mesh_of(pp=schedule.num_stages),
+                in_specs=(staged, PartitionSpec(), PartitionSpec()),
+                out_specs=(PartitionSpec(), staged),
+            )
+        )
+        loss, grads = run(jax.tree.map(lambda p: p[np.array(order)], params), inputs, targets)
+        expected_loss, expected = plain_gradients(params, inputs, targets)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
+        for name, g in grads.items():
+            np.testing.assert_allclose(g, expected[name][np.array(order)], rtol=1e-10, atol=1e-10, err_msg=name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 5), (3, 2), (4, 7)])
+def test_any_stage_function(name, stages, microbatches):
+    assert_pipeline_is_plain(make_schedule(name, stages, microbatches))
+
+
+def test_more_chunks():
+    assert_pipeline_is_plain(make_schedule("interleaved", 3, 4, 3))
+
+
+def test_a_table_written_by_hand():
+    assert_pipeline_is_plain(
+        parse(
+            """
+            name=mine placement=v stages=2 chunks=2 microbatches=1 fused=no
+            0: F0 .  .  f0 b0 w0 .  B0 .  W0
+            1: .  F0 f0 .  .  b0 B0 w0 W0
+            """
+        )
+    )
+
+
+def test_a_table_that_cannot_run_is_refused_before_it_is_traced():
+    good = make_schedule("zb-h1", 2, 2)
+    early = dataclasses.replace(good, table=(*good.table[:2], *good.table[3:]))
+    with pytest.raises(ConfigError, match=r"stage 1: B of micro-batch 0, chunk 0 is missing|tick 2, stage"):
+        lower(early)
+
+
+# ---- uneven parts, shared weights, tensor parallelism, recomputation ----
+
+
+def tied_stages(tp: bool) -> Stages:
+    """Embedding and head share a table; a layer is one Megatron MLP whose bias is also fixed data's business."""
+
+    def first(shared, micro):
+        return jnp.take(shared["table"], micro["tokens"], axis=0) * micro["scale"]
+
+    def layer(weights, fixed, micro, x):
+        hidden = jnp.tanh(comm.varying(x, "tp") @ weights["up"]) if tp else jnp.tanh(x @ weights["up"])
+        out = hidden @ weights["down"]
+        out = comm.all_reduce(out, "tp") if tp else out
+        return x + out * fixed + weights["bias"] * micro["scale"]
+
+    def last(shared, x, micro):
+        return jax.nn.logsumexp(x @ shared["table"].T, axis=-1).sum() * micro["scale"]
+
+    return Stages(first, layer, last)
+
+
+def tied_problem(num_layers: int, num_microbatches: int):
+    rng = np.random.default_rng(1)
+    shared = {"table": rng.normal(size=(11, 8))}
+    layers = {
+        "up": rng.normal(size=(num_layers, 8, 12)) * 0.3,
+        "down": rng.normal(size=(num_layers, 12, 8)) * 0.3,
+        "bias": rng.normal(size=(num_layers, 8)),
+    }
+    micros = {
+        "tokens": rng.integers(0, 11, (num_microbatches, 3)),
+        "scale": rng.uniform(0.5, 2, num_microbatches),
+    }
+    return jax.tree.map(jnp.asarray, (shared, layers, rng.uniform(0.5, 1, num_layers), micros))
+
+
+def tied_plain(shared, layers, fixed, micros):
+    stages = tied_stages(tp=False)
+
+    def total(shared, layers):
+        def one(micro):
+            x = stages.first(shared, micro)
+            x, _ = jax.lax.scan(lambda x, row: (stages.layer(*row, micro, x), None), x, (layers, fixed))
+            return stages.last(shared, x, micro)
+
+        return sum(one(jax.tree.map(lambda a, m=m: a[m], micros)) for m in range(len(micros["scale"])))
+
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(shared, layers)
+
+
+@pytest.mark.parametrize("every", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("1f1b", (1, 3)), ("interleaved", (2, 1, 3, 2)), ("zb-v", (3, 1, 1, 2)), ("v-min", (1, 1, 1, 1))],
+)
+def test_uneven_parts_with_tied_weights_tp_and_recomputation(name, parts, every):
+    schedule = make_schedule(name, 2, 3)
+    with jax.enable_x64(True):
+        shared, layers, fixed, micros = tied_problem(sum(parts), 3)
+        depth, starts = max(parts), np.cumsum([0, *parts])
+        order = [schedule.part(s, c) for s in range(2) for c in range(schedule.num_chunks)]
+        rows = np.array([starts[p] + min(i, parts[p] - 1) for p in order for i in range(depth)])
+        real = np.array([i < parts[p] for p in order for i in range(depth)])
+
+        def run(shared, layers, fixed, micros):
+            stages = tied_stages(tp=True)
+            sizes = dict(fixed=fixed, num_layers=parts)
+            loss, d_shared, d_layers = pipeline_gradients(
+                stages, schedule, shared, layers, micros, recompute_every=every, seed=2.0, **sizes
+            )
+            again = pipeline_loss(stages, schedule, shared, layers, micros, **sizes)
+            return comm.all_reduce((loss, again, d_shared), "pp"), d_layers
+
+        specs = {"up": PartitionSpec("pp", None, "tp"), "down": PartitionSpec("pp", "tp"), "bias": PartitionSpec("pp")}
+        everywhere = PartitionSpec()
+        stacked = jax.tree.map(lambda w: w[rows], (layers, fixed))
+        (loss, again, d_shared), d_layers = jax.jit(
+            jax.shard_map(
+                run,
+                mesh=mesh_of(pp=2, tp=2),
+                in_specs=(everywhere, specs, PartitionSpec("pp"), everywhere),
+                out_specs=(everywhere, specs),
+            )
+        )(shared, *stacked, micros)
+        expected_loss, (expected_shared, expected_layers) = tied_plain(shared, layers, fixed, micros)
+        np.testing.assert_allclose([loss, again], [expected_loss] * 2, rtol=1e-12)
+        np.testing.assert_allclose(d_shared["table"], 2 * expected_shared["table"], rtol=1e-10)
+        for key, g in d_layers.items():
+            np.testing.assert_allclose(g[real], 2 * expected_layers[key][rows[real]], rtol=1e-9, err_msg=key)
+            assert not np.asarray(g)[~real].any()
+
+
+# ---- the split ----
+
+
+def block_split(mesh: str = "pp=2,tp=2"):
+    """The split of one GPT block, and the traced equations of its parts."""
+    found = []
+
+    def record(*args):
+        found.append(split_layer(*args))
+        return found[-1]
+
+    program = build_program(RunConfig(BY_NAME["dp2"].run_config().model, ParallelConfig(mesh=parse_mesh(mesh))),
+                            make_mesh(parse_mesh(mesh), DEVICES))  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxdist.parallel.pipeline.split_layer", record)
+        traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+    return found[0], traced
+
+
+def loop_equations(traced, name: str) -> Counter:
+    """Primitive names in the loop of that name."""
+    [loop] = [eqn for eqn, *_ in equations(traced.jaxpr) if eqn.params.get("name") == name]
+    return Counter(eqn.primitive.name for eqn, *_ in equations(loop.params["jaxpr"]))
+
+
+def test_a_tensor_parallel_block_splits_8_matmuls_to_b_and_4_to_w_and_its_sums_stay_in_b():
+    _, traced = block_split()
+    parts = {
+        name: loop_equations(traced, f"layers_{name}") for name in ("forward", "input_gradient", "weight_gradient")
+    }
+    matmuls = {name: found["dot_general"] for name, found in parts.items()}
+    assert matmuls == {"forward": 6, "input_gradient": 8, "weight_gradient": 4}
+    sums = {name: found["psum_invariant"] for name, found in parts.items()}
+    assert sums == {"forward": 2, "input_gradient": 2, "weight_gradient": 0}
+
+
+def test_what_a_block_keeps():
+    """Of each token of a fp32 block: q, k, v and o, two normalised inputs, the MLP's h; and one attention matrix.
+
+    Nothing is kept of the GELU's steps, of probabilities beside their exponentials, or of weights.
+    """
+    split, _ = block_split("pp=2")
+    model = BY_NAME["dp2"].run_config().model
+    rows, length, width = 16 // 4, model.seq_len, model.width
+    tokens = rows * length
+    kept = sum(t.size for t in (*split.until_b, *split.until_w))
+    scalars = 2 * tokens  # of the layer norms
+    assert kept == tokens * (6 * width + model.ffn_width) + scalars + rows * model.num_heads * length * (length + 1)
+    handed = sum(t.size for t in split.handed)
+    assert handed == tokens * (7 * width + model.ffn_width)
+
+
+def test_b_and_w_together_are_the_gradient():
+    with jax.enable_x64(True):
+        params, inputs, _ = toy(1, 1)
+        weights, x = jax.tree.map(lambda p: p[0], params), inputs[0]
+        split = split_layer(lambda w, fixed, micro, x: stage_fn(w, x), weights, None, None, x)
+        y, pull = jax.vjp(stage_fn, weights, x)
+        ours, kept_b, kept_w = split.forward(weights, None, None, x)
+        dx, handed = split.input_gradient(weights, None, kept_b, kept_w, y)
+        dw = split.weight_gradient(weights, None, kept_w, handed)
+        expected_dw, expected_dx = pull(y)
+        np.testing.assert_allclose(ours, y)
+        np.testing.assert_allclose(dx, expected_dx)
+        jax.tree.map(np.testing.assert_allclose, dw, expected_dw)
+
+
+def test_a_layer_that_changes_the_shape_is_refused():
+    with pytest.raises(ConfigError, match="must return the shape and dtype it takes"):
+        split_layer(lambda w, fixed, micro, x: x @ w, jnp.ones((3, 4)), None, None, jnp.ones((2, 3)))
+
+
+# ---- what runs is what the table says ----
+
+
+def pipeline_config(schedule: str, microbatches: int, stages: int = 4, layers: int = 16, **parallel) -> RunConfig:
+    model = ModelConfig(layers, 64, 4, 256, 64, 256)
+    shape = parse_mesh(f"pp={stages}")
+    return RunConfig(
+        model,
+        ParallelConfig(mesh=shape, schedule=schedule, microbatches=microbatches, **parallel),
+        batch_size=2 * microbatches,
+    )
+
+
+@cache
+def compiled(config: RunConfig):
+    """(traced step, bytes of the buffers, bytes of the compiler's temporaries)."""
+    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+    traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+    buffers = sum(named_bytes(traced.jaxpr, BUFFERS).values())
+    return program, traced, buffers, traced.lower().compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_as_many_ticks_run_as_the_table_has(name):
+    config = pipeline_config(name, 6)
+    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+    traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+    schedule = config.parallel.pipeline
+    ticks = [
+        eqn.params["length"] for eqn, _, depth in equations(traced.jaxpr) if eqn.primitive.name == "scan" and not depth
+    ]
+    assert ticks == [schedule.num_ticks]
+    found = summary(program.collectives_of(traced))
+    # Each tick one message up and one down; after them the tied table and final norm, the loss, and the norm's share.
+    assert found == {("permute", PP, 1): 2, ("all_reduce", PP, 0): 3}
+    [up, down] = [c for c in program.collectives_of(traced) if c.kind == "permute"]
+    assert up.count == down.count == schedule.num_ticks
+
+
+def test_1f1b_takes_57_units_where_lock_step_of_whole_backwards_would_take_72():
+    config = pipeline_config("1f1b", 16)
+    assert config.parallel.pipeline.num_ticks == 57
+
+
+def test_each_action_runs_once_where_the_table_says():
+    """Counts carried by the data: every F of a part adds 1 on the way, every W adds 1 to its part's gradient."""
+    schedule = make_schedule("zb-v", 4, 6)
+    run = jax.jit(
+        jax.shard_map(
+            pipeline(lambda p, x: x + p, lambda y, target: y.sum(), schedule),
+            mesh=mesh_of(pp=4),
+            in_specs=(PartitionSpec("pp"), PartitionSpec(), PartitionSpec()),
+            out_specs=(PartitionSpec(), PartitionSpec("pp")),
+        )
+    )
+    loss, grads = run(jnp.ones(8), jnp.zeros((6, 1)), jnp.zeros(6))
+    assert loss == 6 * 8
+    np.testing.assert_array_equal(grads, np.full(8, 6.0))
+
+
+def test_a_tensor_parallel_pipeline_sends_what_its_layers_send():
+    """Loop counts come from the table: every micro-batch through every layer of a stage, forward and backward."""
+    strategy = dataclasses.replace(BY_NAME["pp2-tp2-clipped-sgd"], name="", batch_size=48)
+    config = strategy.run_config()
+    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+    traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+    micro, layers = config.parallel.num_microbatches, config.model.num_layers // 2
+    inside = Counter()
+    for c in program.collectives_of(traced):
+        if c.axes == TP and c.depth == 2:
+            inside[c.count] += 1
+    # In blocks 2 forward and 2 backward; embedding, softmax (2) and the head's input gradient once a micro-batch.
+    assert inside == {micro * layers: 4, micro: 4}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 3), (4, 8), (8, 5)])
+def test_buffers_hold_what_is_in_flight(name, stages, microbatches):
+    schedule = make_schedule(name, stages, microbatches)
+    lowered = lower(schedule)
+    assert lowered.num_until_w == max(in_flight(schedule))
+    assert lowered.num_until_b == max(in_flight(schedule, "B"))
+
+
+# ---- memory and compile time ----
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "remat"),
+    [
+        ("1f1b", 16, "none"),
+        ("1f1b", 32, "none"),
+        ("gpipe", 8, "none"),
+        ("gpipe", 16, "none"),
+        ("zb-h1", 8, "none"),
+        ("interleaved", 8, "none"),
+        ("zb-v", 8, "none"),
+        ("v-half", 8, "none"),
+        ("v-min", 8, "none"),
+    ],
+)
+def test_compiled_memory_is_what_in_flight_predicts(name, microbatches, remat):
+    """The compiler's temporaries are the buffers and what any schedule needs beside them, known from one 1F1B."""
+    _, _, buffers, temp = compiled(pipeline_config("1f1b", 8))
+    beside = temp - buffers
+    _, _, buffers, temp = compiled(pipeline_config(name, microbatches, remat=remat))
+    predicted = buffers + beside
+    assert abs(temp - predicted) < 0.05 * temp, f"compiled {temp}, predicted {predicted}, of it buffers {buffers}"
+
+
+def test_memory_of_1f1b_does_not_grow_with_the_micro_batches_and_gpipes_does():
+    temps = {(name, m): compiled(pipeline_config(name, m))[3] for name in ("1f1b", "gpipe") for m in (8, 16)}
+    assert temps["1f1b", 16] < 1.01 * temps["1f1b", 8]
+    assert temps["gpipe", 16] > 1.6 * temps["gpipe", 8]
+
+
+def test_the_program_grows_neither_with_micro_batches_nor_with_layers():
+    def size(microbatches, layers):
+        config = pipeline_config("zb-h1", microbatches, layers=layers)
+        program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+        traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+        return sum(1 for _ in equations(traced.jaxpr))
+
+    assert size(8, 16) == size(32, 16) == size(8, 64)
