@@ -85,13 +85,14 @@ def assert_pipeline_is_plain(schedule):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 5), (3, 2), (4, 7)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 5), (4, 3)])
 def test_any_stage_function(name, stages, microbatches):
     assert_pipeline_is_plain(make_schedule(name, stages, microbatches))
 
 
-def test_more_chunks():
-    assert_pipeline_is_plain(make_schedule("interleaved", 3, 4, 3))
+@pytest.mark.parametrize("sizes", [("interleaved", 3, 4, 3), ("1f1b", 1, 3), ("zb-v", 1, 2)])
+def test_more_chunks_and_a_single_stage(sizes):
+    assert_pipeline_is_plain(make_schedule(*sizes))
 
 
 def test_a_table_written_by_hand():
@@ -108,8 +109,8 @@ def test_a_table_written_by_hand():
 
 def test_a_table_that_cannot_run_is_refused_before_it_is_traced():
     good = make_schedule("zb-h1", 2, 2)
-    early = dataclasses.replace(good, table=(*good.table[:2], *good.table[3:]))
-    with pytest.raises(ConfigError, match=r"stage 1: B of micro-batch 0, chunk 0 is missing|tick 2, stage"):
+    early = dataclasses.replace(good, table=(*good.table[:2], good.table[3], good.table[2], *good.table[4:]))
+    with pytest.raises(ConfigError, match="tick 2, stage 0: B of micro-batch 0, chunk 0: it needs B"):
         lower(early)
 
 
@@ -163,11 +164,8 @@ def tied_plain(shared, layers, fixed, micros):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(shared, layers)
 
 
-@pytest.mark.parametrize("every", [0, 1, 2, 5])
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [("1f1b", (1, 3)), ("interleaved", (2, 1, 3, 2)), ("zb-v", (3, 1, 1, 2)), ("v-min", (1, 1, 1, 1))],
-)
+@pytest.mark.parametrize("every", [0, 2, 5])
+@pytest.mark.parametrize(("name", "parts"), [("1f1b", (1, 3)), ("interleaved", (2, 1, 3, 2)), ("zb-v", (3, 1, 1, 2))])
 def test_uneven_parts_with_tied_weights_tp_and_recomputation(name, parts, every):
     schedule = make_schedule(name, 2, 3)
     with jax.enable_x64(True):
@@ -365,31 +363,24 @@ def test_buffers_hold_what_is_in_flight(name, stages, microbatches):
 
 
 @pytest.mark.parametrize(
-    ("name", "microbatches", "remat"),
-    [
-        ("1f1b", 16, "none"),
-        ("1f1b", 32, "none"),
-        ("gpipe", 8, "none"),
-        ("gpipe", 16, "none"),
-        ("zb-h1", 8, "none"),
-        ("interleaved", 8, "none"),
-        ("zb-v", 8, "none"),
-        ("v-half", 8, "none"),
-        ("v-min", 8, "none"),
-    ],
+    ("name", "microbatches"),
+    [("1f1b", 32), ("gpipe", 8), ("gpipe", 16), ("zb-h1", 8), ("interleaved", 8), ("zb-v", 8), ("v-min", 8)],
 )
-def test_compiled_memory_is_what_in_flight_predicts(name, microbatches, remat):
+def test_compiled_memory_is_what_in_flight_predicts(name, microbatches):
     """The compiler's temporaries are the buffers and what any schedule needs beside them, known from one 1F1B."""
     _, _, buffers, temp = compiled(pipeline_config("1f1b", 8))
     beside = temp - buffers
-    _, _, buffers, temp = compiled(pipeline_config(name, microbatches, remat=remat))
+    _, _, buffers, temp = compiled(pipeline_config(name, microbatches))
     predicted = buffers + beside
     assert abs(temp - predicted) < 0.05 * temp, f"compiled {temp}, predicted {predicted}, of it buffers {buffers}"
 
 
 def test_memory_of_1f1b_does_not_grow_with_the_micro_batches_and_gpipes_does():
-    temps = {(name, m): compiled(pipeline_config(name, m))[3] for name in ("1f1b", "gpipe") for m in (8, 16)}
-    assert temps["1f1b", 16] < 1.01 * temps["1f1b", 8]
+    temps = {
+        (name, m): compiled(pipeline_config(name, m))[3]
+        for name, m in (("1f1b", 8), ("1f1b", 32), ("gpipe", 8), ("gpipe", 16))
+    }
+    assert temps["1f1b", 32] < 1.01 * temps["1f1b", 8]
     assert temps["gpipe", 16] > 1.6 * temps["gpipe", 8]
 
 
