@@ -3,6 +3,7 @@
 python -m experiments.bench strategies   state, peak and sent bytes of each strategy, steps/s, equality with one device
 python -m experiments.bench overhead     what the mesh machinery costs: one device against plain jit, 8 against one
 python -m experiments.bench compile      compile time against depth
+python -m experiments.bench pipeline     every schedule: ticks, memory predicted and compiled, compile time
 
 Times of simulated devices are marked so: they are ratios on one CPU, never the speed of a cluster.
 """
@@ -28,11 +29,14 @@ from experiments.verify import Verifier
 from jaxdist.config import ParallelConfig, RunConfig, require_positive
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
+from jaxdist.parallel.pipeline import BUFFERS
+from jaxdist.parallel.schedules import in_flight, simulate
+from jaxdist.plan.trace import named_bytes
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.step import build_program, compiled_peak_bytes
 from jaxdist.verify import random_batches
 
-STRATEGY_ROWS = [
+STRATEGY_ROWS: list[tuple[str, str, dict]] = [
     ("DP flat", "dp=4", {"grad_sync": "flat"}),
     ("DP flat + ZeRO-1", "dp=4", {"grad_sync": "flat", "zero": 1}),
     ("DP flat + ZeRO-2", "dp=4", {"grad_sync": "flat", "zero": 2}),
@@ -45,6 +49,10 @@ STRATEGY_ROWS = [
     ("TP + SP", "tp=4", {"sp": True}),
     ("DP x TP + SP + ZeRO-1", "dp=2,tp=2", {"sp": True, "zero": 1}),
     ("hybrid (replica x ZeRO-3)", "replica=2,dp=2", {"zero": 3}),
+    ("PP 1F1B", "pp=4", {"microbatches": 4, "accumulate": 1}),
+    ("PP ZB-H1", "pp=4", {"microbatches": 4, "accumulate": 1, "schedule": "zb-h1"}),
+    ("PP x DP + ZeRO-1", "pp=2,dp=2", {"microbatches": 4, "accumulate": 1, "zero": 1}),
+    ("PP x TP + SP", "pp=2,tp=2", {"microbatches": 4, "accumulate": 1, "sp": True}),
 ]
 
 EIGHT_WAY = [
@@ -57,6 +65,8 @@ EIGHT_WAY = [
     ("dp=2,tp=4", {"sp": True, "zero": 1}),
     ("tp=8", {}),
     ("tp=8", {"sp": True}),
+    ("pp=8", {"microbatches": 8}),
+    ("pp=2,dp=2,tp=2", {"microbatches": 4}),
 ]
 
 
@@ -64,7 +74,7 @@ EIGHT_WAY = [
 class BenchFlags(CommonFlags):
     """Compare strategies in one run, as ratios. Strategy flags are set by the table itself."""
 
-    which: tyro.conf.Positional[Literal["strategies", "overhead", "compile"]] = "strategies"
+    which: tyro.conf.Positional[Literal["strategies", "overhead", "compile", "pipeline"]] = "strategies"
     num_layers: int | None = 6
     width: int | None = 256
     num_heads: int | None = 8
@@ -74,7 +84,7 @@ class BenchFlags(CommonFlags):
     repeats: int = 5
     """Timed steps; tables show their median."""
     only: str = ""
-    """Rows whose name contains this text (strategies, overhead)."""
+    """Rows whose name contains this text (strategies, overhead, pipeline)."""
     depths: tuple[int, ...] = (12, 48)
     """For `compile`."""
     json: str | None = None
@@ -84,6 +94,9 @@ class BenchFlags(CommonFlags):
 def main(flags: BenchFlags, console: Console) -> int:
     require_positive("repeats", flags.repeats)
     ignored = {"mesh", "zero", "sp", "grad_sync", "bucket_mb", "accumulate", "remat", "reshard_after_forward"}
+    ignored |= {"schedule", "microbatches", "chunks", "stages"}
+    if flags.which == "pipeline":
+        ignored |= {"num_layers", "batch_size"}
     if flags.which == "overhead":  # the plain step is AdamW in fp32 without dropout
         ignored |= {"dtype", "reduce_dtype", "dropout", "optimizer"}
     used = {field.name for field in dataclasses.fields(flags)} - ignored
@@ -93,7 +106,12 @@ def main(flags: BenchFlags, console: Console) -> int:
         raise ConfigError("--depths", "at least one number of layers is needed", "Use --depths 12 48")
     config = flags.run_config()
     set_precision(config)
-    bench = {"strategies": bench_strategies, "overhead": bench_overhead, "compile": bench_compile}[flags.which]
+    bench = {
+        "strategies": bench_strategies,
+        "overhead": bench_overhead,
+        "compile": bench_compile,
+        "pipeline": bench_pipeline,
+    }[flags.which]
     rows, ok = bench(flags, config, console)
     if flags.json:
         record = {"bench": flags.which, "jax": jax.__version__, "model": dataclasses.asdict(config.model), "rows": rows}
@@ -256,6 +274,90 @@ def bench_compile(flags: BenchFlags, config: RunConfig, console: Console) -> tup
         table.add_row(str(row["layers"]), f"{row['seconds']:.2f}", f"{row['ratio']:.3f}")
     console.print(table)
     return rows, all(row["ratio"] <= 1.2 for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipelines
+# ---------------------------------------------------------------------------------------------------------------------
+
+STAGES, LAYERS, ROWS = 4, 4, 2  # layers a stage, sequences a micro-batch
+# (schedule, micro-batches, what is recomputed); the first row is the one the others are predicted from.
+PIPELINE_ROWS = [
+    *(("1f1b", micro, "none") for micro in (8, 16, 32)),
+    *(("gpipe", micro, "none") for micro in (8, 16, 32)),
+    *((name, 16, "none") for name in ("interleaved", "zb-h1", "zb-v", "v-half", "v-min")),
+]
+
+
+def bench_pipeline(flags: BenchFlags, config: RunConfig, console: Console) -> tuple[list[dict], bool]:
+    """Memory: the compiler's temporaries against the buffers the schedule asks for, plus what 1F1B needs beside them.
+
+    Compile time: against 1F1B with 8 micro-batches, and with four times the layers a stage.
+    """
+    devices = acquire_devices(STAGES, flags.device)
+    console.print(f"devices: {devices.description}")
+
+    def measure(schedule: str, micro: int, remat: str, layers: int = LAYERS) -> dict:
+        model = dataclasses.replace(config.model, num_layers=STAGES * layers)
+        more = {"schedule": schedule, "microbatches": micro, "remat": remat}
+        each = dataclasses.replace(config, model=model, batch_size=ROWS * micro)
+        each = with_parallel(each, f"pp={STAGES}", more)
+        program = build_program(each, make_mesh(each.parallel.mesh, devices.devices))
+        start = time.perf_counter()
+        traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+        compiled = traced.lower().compile()
+        seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+        table = each.parallel.pipeline
+        return {
+            "schedule": schedule,
+            "microbatches": micro,
+            "remat": remat,
+            "layers_per_stage": layers,
+            "ticks": table.num_ticks,
+            "idle_share": simulate(table).idle_share,
+            "in_flight": max(in_flight(table)) / table.num_chunks,
+            "buffer_bytes": sum(named_bytes(traced.jaxpr, BUFFERS).values()),
+            "compiled_bytes": memory.temp_size_in_bytes,
+            "compile_seconds": seconds,
+        }
+
+    measure(*PIPELINE_ROWS[0])  # warms up
+    first = measure(*PIPELINE_ROWS[0])
+    rows = [first]
+    for name, micro, remat in PIPELINE_ROWS[1:]:
+        if flags.only in name:
+            with console.status(f"{name}, {micro} micro-batches"):
+                rows.append(measure(name, micro, remat))
+    beside = first["compiled_bytes"] - first["buffer_bytes"]
+    deep = measure(*PIPELINE_ROWS[0], layers=4 * LAYERS)
+    deeper = deep["compile_seconds"] / first["compile_seconds"]
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("schedule", "micro-batches", "ticks", "idle (simulated)", "in flight", "buffers MiB"):
+        table.add_column(title, justify="left" if title == "schedule" else "right")
+    for title in ("predicted MiB", "compiled MiB", "error", "compile s", "/ first"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        row["predicted_bytes"] = row["buffer_bytes"] + beside
+        row["error"] = row["predicted_bytes"] / row["compiled_bytes"] - 1
+        table.add_row(
+            row["schedule"],
+            str(row["microbatches"]),
+            str(row["ticks"]),
+            f"{row['idle_share']:.1%}",
+            f"{row['in_flight']:g}",
+            *(f"{row[name] / 2**20:.1f}" for name in ("buffer_bytes", "predicted_bytes", "compiled_bytes")),
+            f"{row['error']:+.1%}",
+            f"{row['compile_seconds']:.1f}",
+            f"{row['compile_seconds'] / first['compile_seconds']:.2f}",
+        )
+    console.print(table)
+    console.print(
+        f"{4 * LAYERS} layers a stage against {LAYERS}: compile time {deeper:.2f} times. In flight: activations of one "
+        "micro-batch on the stage that holds most. Predicted: the buffers, and what the first row needs beside its own."
+    )
+    ok = all(abs(row["error"]) < 0.05 for row in rows) and deeper < 1.5
+    return [*rows, {**deep, "compile_ratio": deeper}], ok
 
 
 def with_parallel(config: RunConfig, mesh: str, more: dict) -> RunConfig:

@@ -20,6 +20,7 @@ from jaxdist.data import Batches, Corpus, held_out_batches, load_corpus, unigram
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.metrics import RunFiles
+from jaxdist.parallel.schedules import in_flight, simulate
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.step import Program, State, build_program, compiled_peak_bytes
 
@@ -166,6 +167,13 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
         f"ZeRO {parallel.zero}, sequence parallel {'on' if parallel.sp else 'off'}, gradients {parallel.grad_sync}, "
         f"{parallel.accumulate} micro-batch{'es' * (parallel.accumulate > 1)}, remat {parallel.remat}",
     )
+    if (schedule := parallel.pipeline) is not None:
+        facts.add_row(
+            "[bold]pipeline[/]",
+            f"{schedule.name}, {schedule.num_microbatches} micro-batches over {schedule.num_stages} stages, layers "
+            f"{'+'.join(map(str, config.part_layers))}: {schedule.num_ticks} ticks, idle "
+            f"{simulate(schedule).idle_share:.1%} (simulated, even ticks), in flight {max(in_flight(schedule))}",
+        )
     facts.add_row("[bold]precision[/]", f"{config.precision.dtype}, reductions in {config.precision.reduction_dtype}")
     facts.add_row(
         "[bold]data[/]", f"{escape(corpus.source)}: {len(corpus.train):,} + {len(corpus.held_out):,} held-out tokens"
