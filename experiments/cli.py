@@ -37,7 +37,7 @@ class CommonFlags:
     """Which model, on which mesh, in which precision."""
 
     mesh: str = ""
-    """Axes above 1, as in dp=2,tp=2: pp (pipeline), replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
+    """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
     device: DeviceChoice = "auto"
     """auto simulates the mesh on the CPU where there are too few accelerators."""
     preset: Preset = "tiny"

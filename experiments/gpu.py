@@ -1,4 +1,4 @@
-"""Check and measure one GPU, unattended: numbers against fp32, collectives in branches, speed beside PyTorch, memory.
+"""Check and measure one GPU, unattended: numbers against fp32, the pipeline executor, speed beside PyTorch, memory.
 
 python -m experiments.gpu
 
@@ -40,15 +40,17 @@ from jaxdist import model
 from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, PrecisionConfig, Preset, RunConfig, require_positive
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
+from jaxdist.parallel.pipeline import pipeline
+from jaxdist.parallel.schedules import make_schedule
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.step import Program, build_program, choose_attention
 
-Kind = Literal["switch", "collectives", "parity-xla", "parity-cudnn", "speed", "torch"]
+Kind = Literal["pipeline", "collectives", "parity-xla", "parity-cudnn", "speed", "torch"]
 Clock = Callable[[], float]
 
 # kind -> (seconds without which it is not started, seconds after which it counts as stuck and is killed)
 SECONDS: dict[Kind, tuple[float, float]] = {
-    "switch": (10, 90),
+    "pipeline": (15, 120),
     "collectives": (15, 90),
     "parity-xla": (20, 120),
     "parity-cudnn": (20, 150),
@@ -157,7 +159,7 @@ def plan_sections(flags: GpuFlags) -> list[Section]:
     sizes = flags.batch_sizes or [DEFAULT_BATCH_SIZES.get(preset, 4) for preset in flags.presets]
     for size in sizes:
         require_positive("batch_sizes", size)
-    sections = [Section(kind) for kind in ("switch", "collectives", "parity-xla", "parity-cudnn")]
+    sections = [Section(kind) for kind in ("pipeline", "collectives", "parity-xla", "parity-cudnn")]
     for preset, size in zip(flags.presets, sizes, strict=True):
         sections += [Section("speed", preset, size), Section("torch", preset, size)]
     return [section for section in sections if flags.section in (None, section.kind)]
@@ -206,7 +208,7 @@ def run_here(section: Section, flags: GpuFlags, devices: Devices | None) -> Entr
     """Run one section in this process."""
     size = (PRESETS[section.preset] if section.preset else CHECKED_MODEL, section.batch_size or CHECKED_BATCH_SIZE)
     figures = {
-        "switch": lambda: check_switch(devices),
+        "pipeline": lambda: check_pipeline(devices),
         "collectives": lambda: check_collectives(devices, *size),
         "parity-xla": lambda: check_parity(devices, *size, "xla"),
         "parity-cudnn": lambda: check_parity(devices, *size, "cudnn"),
@@ -261,49 +263,57 @@ def run_command(command: list[str], log: Path, seconds: float) -> int | None:
 # ---- sections: each takes the devices and a size, and returns figures for the report ----
 
 
-def check_switch(devices: Devices, num_ticks: int = 12) -> dict:
-    """A pipeline's inner loop: each tick a rank's own action chooses a branch that holds a collective over tp.
+def check_pipeline(devices: Devices, width: int = 1024, num_layers: int = 8, repeats: int = 5) -> dict:
+    """The pipeline's executor on one stage: loops whose trip counts are data; values and time against `jax.grad`.
 
-    Layout: x[8_(pp,tp)] -> num_ticks times (switch by actions[tick, pp] -> ppermute pp) -> the same.
+    One device runs every action of a ZB-V of one stage, so the time beyond that of `jax.grad` is the executor's own.
     """
-    mesh = Mesh(np.asarray(devices.devices[:1]).reshape(1, 1), ("pp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    schedule = make_schedule("zb-v", 1, 8)
+    mesh = Mesh(np.asarray(devices.devices[:1]), ("pp",), axis_types=(AxisType.Auto,))
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights = jax.random.normal(keys[0], (schedule.num_parts, num_layers // 2, width, width)) * width**-0.5
+    inputs, targets = jax.random.normal(keys[1], (2, schedule.num_microbatches, width, width))
 
-    def idle(x):
-        return x
+    def part(weights, x):
+        return lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, weights)[0]
 
-    def summed(x):
-        return lax.pcast(lax.psum(x, "tp"), "tp", to="varying") + 1
+    def distance(y, target):
+        return jnp.square(y - target).sum()
 
-    def shifted(x):
-        return 2 * lax.ppermute(x, "tp", [(0, 0)])
+    def plain(weights, inputs, targets):
+        def of_micro(weights, x, target):
+            for each in range(schedule.num_parts):
+                x = part(weights[each], x)
+            return distance(x, target)
 
-    def body(actions, x):
-        def tick(x, action):
-            x = lax.switch(action[0], (idle, summed, shifted), x)
-            return lax.ppermute(x, "pp", [(0, 0)]), None
+        def add(sums, micro):
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(of_micro)(weights, *micro)), None
 
-        return lax.scan(tick, x, actions)[0]
+        return lax.scan(add, (jnp.float32(0), jnp.zeros_like(weights)), (inputs, targets))[0]
 
-    whole = P(("pp", "tp"))
-    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=(P(None, "pp"), whole), out_specs=whole, check_vma=True)
-    actions = np.arange(num_ticks, dtype=np.int32)[:, None] % 3
-    x = np.arange(8, dtype=np.float32)  # small whole numbers: every result is exact
-    compiled = jax.jit(on_mesh).lower(jnp.asarray(actions), jnp.asarray(x)).compile()
-    got = np.asarray(jax.device_get(compiled(jnp.asarray(actions), jnp.asarray(x))))
-
-    expected = x
-    for action in actions[:, 0]:
-        expected = (expected, expected + 1, 2 * expected)[action]
-    equal = bool(np.array_equal(got, expected))
-    kept = count_collectives(compiled.as_text())
-    kept_text = ", ".join(f"{count} {name}" for name, count in kept.items()) or "no collective (XLA dropped them)"
+    executor = pipeline(part, distance, schedule)
+    on_mesh = jax.jit(jax.shard_map(executor, mesh=mesh, in_specs=(P(), P(), P()), out_specs=(P(), P())))
+    runs = {"pipeline": on_mesh, "plain": jax.jit(plain)}
+    results, seconds = {}, {}
+    with jax.default_matmul_precision("highest"):
+        for name, run in runs.items():
+            results[name] = jax.block_until_ready(run(weights, inputs, targets))
+        for name, run in runs.items():
+            start = time.perf_counter()
+            for _ in range(repeats):
+                jax.block_until_ready(run(weights, inputs, targets))
+            seconds[name] = (time.perf_counter() - start) / repeats
+    (loss, grads), (plain_loss, plain_grads) = (results[name] for name in ("pipeline", "plain"))
+    error = float(jnp.linalg.norm(grads - plain_grads) / jnp.linalg.norm(plain_grads))
+    loss_error = abs(float(loss) / float(plain_loss) - 1)
+    ratio = seconds["pipeline"] / seconds["plain"]
     return {
-        "passed": equal,
-        "summary": f"{'equal to' if equal else 'DIFFERS from'} NumPy over {num_ticks} ticks; compiled with {kept_text}",
-        "collectives_kept": kept,
-        "num_ticks": num_ticks,
-        "got": got.tolist(),
-        "expected": expected.tolist(),
+        "passed": error < 1e-5 and loss_error < 1e-5,
+        "summary": f"gradient error {error:.1e}, loss error {loss_error:.1e}; {ratio:.2f} times the time of jax.grad",
+        "gradient_error": error,
+        "loss_error": loss_error,
+        "time_ratio": ratio,
+        "num_ticks": schedule.num_ticks,
     }
 
 

@@ -81,7 +81,7 @@ def test_flags_that_cannot_work(flags, message):
 def test_the_plan_alternates_the_frameworks():
     names = [section.name for section in gpu.plan_sections(GpuFlags())]
     assert names == [
-        "switch",
+        "pipeline",
         "collectives",
         "parity-xla",
         "parity-cudnn",
@@ -104,10 +104,10 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_main_runs_one_section_and_its_exit_code_tells(monkeypatch, tmp_path, cpu, passed, code, status):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setattr(gpu, "require_gpu", lambda: cpu)
-    monkeypatch.setattr(gpu, "check_switch", lambda devices: {"passed": passed, "summary": f"on {devices.platform}"})
-    assert gpu.main(GpuFlags(out=str(tmp_path), section="switch"), QUIET) == code
+    monkeypatch.setattr(gpu, "check_pipeline", lambda devices: {"passed": passed, "summary": f"on {devices.platform}"})
+    assert gpu.main(GpuFlags(out=str(tmp_path), section="pipeline"), QUIET) == code
     (entry,) = written(tmp_path)["sections"]
-    assert (entry["name"], entry["status"], entry["figures"]["summary"]) == ("switch", status, "on cpu")
+    assert (entry["name"], entry["status"], entry["figures"]["summary"]) == ("pipeline", status, "on cpu")
 
 
 # ---- the border ----
@@ -156,7 +156,7 @@ def test_a_section_does_not_start_without_time_left(report):
 
 
 def test_a_child_that_ends_early_is_a_failure_with_its_last_words(no_gpu):
-    entry = gpu.run_in_child(Section("switch"), GpuFlags(), 90)
+    entry = gpu.run_in_child(Section("pipeline"), GpuFlags(), 90)
     assert entry["status"] == "failed"
     assert "ended with code 2" in entry["error"] and "JAX sees none" in entry["log"]
 
@@ -171,7 +171,7 @@ def test_a_stuck_child_is_killed(monkeypatch, tmp_path):
     stuck = [sys.executable, "-c", "import time; print('working', flush=True); time.sleep(600)"]
     assert gpu.run_command(stuck, tmp_path / "log", 1.0) is None
     monkeypatch.setattr(gpu, "run_command", lambda command, log, seconds: log.write_text("a\nworking\n") and None)
-    section, (_, most) = Section("switch"), gpu.SECONDS["switch"]
+    section, (_, most) = Section("pipeline"), gpu.SECONDS["pipeline"]
     assert gpu.run_in_child(section, GpuFlags(), most - 1)["status"] == "out of time"
     entry = gpu.run_in_child(section, GpuFlags(), most + 1)
     assert entry["status"] == "failed" and entry["error"].endswith("stuck; its last line: working")
@@ -180,11 +180,9 @@ def test_a_stuck_child_is_killed(monkeypatch, tmp_path):
 # ---- the sections ----
 
 
-def test_switch_equals_numpy(cpu):
-    figures = gpu.check_switch(cpu, num_ticks=5)
-    # Five ticks are x, +1, *2, x, +1.
-    assert figures["expected"] == [2 * (x + 1) + 1 for x in range(8)]
-    assert figures["passed"] and figures["got"] == figures["expected"]
+def test_the_executor_equals_plain_gradients(cpu):
+    figures = gpu.check_pipeline(cpu, width=16, num_layers=4, repeats=1)
+    assert figures["passed"] and figures["gradient_error"] < 1e-6 and figures["num_ticks"] == 48
 
 
 def test_one_device_leaves_no_collective(cpu, compile_fast):
