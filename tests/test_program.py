@@ -112,12 +112,12 @@ PROMISED = {
     },
     # A pipeline: the loss; the tied table, positions and final norm, used on two stages; the norm of the blocks. A ring
     # of two needs one permute for both ways.
-    "pp2-gpipe": {("permute", PP, 1): 1, ("all_reduce", PP, 0): 3},
-    "pp4-1f1b": {("permute", PP, 1): 2, ("all_reduce", PP, 0): 3},
-    "pp4-zb-h1": {("permute", PP, 1): 2, ("all_reduce", PP, 0): 3},
-    "pp2-zb-v": {("permute", PP, 1): 1, ("all_reduce", PP, 0): 3},
+    "pp2-gpipe": {("permute", PP, 2): 1, ("all_reduce", PP, 0): 3},
+    "pp4-1f1b": {("permute", PP, 2): 2, ("all_reduce", PP, 0): 3},
+    "pp4-zb-h1": {("permute", PP, 2): 2, ("all_reduce", PP, 0): 3},
+    "pp2-zb-v": {("permute", PP, 2): 1, ("all_reduce", PP, 0): 3},
     "pp2-dp2-tp2-sp-zero1": {
-        ("permute", PP, 1): 1,
+        ("permute", PP, 2): 1,
         ("all_gather", TP, 2): 2 + 2 + 1 + 1,  # in a block; for the head; of the embedding's gradient
         ("reduce_scatter", TP, 2): 2 + 2 + 1 + 1,  # in a block; of the embedding; of the head's input gradient
         ("all_reduce", TP, 2): 2,  # softmax

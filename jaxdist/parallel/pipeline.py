@@ -1,4 +1,4 @@
-"""Run a pipeline schedule, any schedule: one `lax.scan` over its table; a tick is one action a stage and two permutes.
+"""Run a pipeline schedule, any schedule: one `lax.scan` over its table, each stage doing its own action at each tick.
 
 An action is F (forward of one micro-batch through one chunk of layers), B (its input gradient) or W (its weight
 gradient), so a tick costs about one unit on every stage that has work, and nothing on one that is idle. What F leaves
@@ -32,6 +32,7 @@ from jaxdist.parallel.split import SplitLayer, pruned, split_layer
 IDLE, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
 KINDS = {"F": FORWARD, "B": INPUT_GRADIENT, "W": WEIGHT_GRADIENT}
 NOWHERE = -1
+ARRIVALS = {"from_before": 1, "from_after": -1, "from_self": 0}  # where a message comes from -> shift of the permute
 
 
 class Stages(NamedTuple):
@@ -185,8 +186,8 @@ def pipeline_gradients(
     differentiated) like layers; micros[M, ...] equal on all stages -> loss {U_axis}, nonzero on one stage alone;
     d_shared {U_axis}; d_layers[(C L)_axis, ...]. Sums over other axes are owed as the caller's types say: cast shared
     and layers to varying over the axes that split the batch, and reduce once afterwards.
-    Sends: every tick one micro-batch's activations to the next stage and as many to the one before (to one of them
-    alone where the schedule never needs the other).
+    Sends: one micro-batch's activations to the next stage at every tick at which any stage receives from the one
+    before it, and as many to the stage before at every tick at which any receives from the one after it.
     Args:
         num_layers: layers of each part of the model, in model order, where some have fewer than L; the rows beyond
             them are padding: never read, and their gradient is 0.
@@ -318,23 +319,22 @@ class _Runner:
         return comm.varying(zeros, sorted(varying_axes(like) | {self.axis}))
 
     def scan(self, instructions: Instructions, act: Callable, state: _State) -> _State:
-        """Every tick: act, exchange messages with both neighbours, put away what came."""
-        arrivals = [
-            (name, shift)
-            for name, shift in (("from_before", 1), ("from_after", -1), ("from_self", 0))
-            if (getattr(instructions, name) != NOWHERE).any()
-        ]
+        """Every tick: act, send to the neighbours where any stage of the ring receives, put away what came."""
+        receives = {name: (getattr(instructions, name) != NOWHERE).any(1) for name in ARRIVALS}
 
-        def tick(state, row):
+        def tick(state, rows):
+            row, receiving = rows
             mine = jax.tree.map(lambda column: comm.varying(column, self.axis)[comm.rank(self.axis)], row)
             state, message = act(state, mine)
             messages = state.messages
-            for name, shift in arrivals:
-                arrived = comm.permute(message, self.axis, shift) if shift else message
-                messages = put(messages, getattr(mine, name), arrived)
+            for name, shift in ARRIVALS.items():
+                if receives[name].any():
+                    send = partial(comm.permute, axis=self.axis, shift=shift)
+                    arrived = self.once(name, receiving[name], send, message) if shift else message
+                    messages = put(messages, getattr(mine, name), arrived)
             return state._replace(messages=messages), None
 
-        return lax.scan(tick, state, jax.tree.map(jnp.asarray, instructions))[0]
+        return lax.scan(tick, state, jax.tree.map(jnp.asarray, (instructions, receives)))[0]
 
     # A tick: (state, row) -> (state, message). The value on its way is loaded, changed by the loops of the one action
     # this stage has, and sent.
@@ -527,8 +527,13 @@ def iterations(schedule: Schedule, num_layers: Sequence[int], recompute_every: i
     ]
     layers = Fraction(schedule.num_microbatches * max(per_stage), schedule.num_ticks)
     once = Fraction(schedule.num_microbatches, schedule.num_ticks)
+    instructions = lower(schedule).instructions
+    received = {
+        name: Fraction(int((getattr(instructions, name) != NOWHERE).any(1).sum()), schedule.num_ticks)
+        for name in ARRIVALS
+    }
     every_layer = ("layers_forward", "layers_again", "layers_input_gradient", "layers_weight_gradient")
-    return dict.fromkeys(every_layer, layers) | dict.fromkeys(("embed", "head", "embed_gradient"), once)
+    return received | dict.fromkeys(every_layer, layers) | dict.fromkeys(("embed", "head", "embed_gradient"), once)
 
 
 def check_sizes(schedule: Schedule, layers, micros, num_layers, axis: str) -> int:
