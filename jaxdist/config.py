@@ -182,8 +182,14 @@ class ParallelConfig:
 @cache
 def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None) -> Schedule:
     """The named schedule for these sizes, or the one in a file. Raises: ConfigError where there is none."""
-    if name in schedules.NAMES or not Path(name).is_file():
+    if name in schedules.NAMES:
         return schedules.make_schedule(name, num_stages, num_microbatches, num_chunks)
+    if not Path(name).is_file():
+        raise ConfigError(
+            f"schedule {name!r}",
+            "it is neither the name of a schedule nor a file with a table",
+            f"Use {', '.join(schedules.NAMES)}",
+        )
     schedule = schedules.load(name)
     found = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
     wanted = (num_stages, num_microbatches, num_chunks or schedule.num_chunks)
@@ -297,6 +303,12 @@ class RunConfig:
         schedule, stages, model = self.parallel.pipeline, self.parallel.stages, self.model
         if schedule is None:
             return (model.num_layers,)
+        if model.num_layers < schedule.num_parts:
+            raise ConfigError(
+                f"num_layers={model.num_layers} over {schedule.num_stages} stages x {schedule.num_chunks} chunks",
+                f"each of the {schedule.num_parts} parts of schedule {schedule.name} holds at least one layer",
+                f"Use --num-layers {schedule.num_parts} or more, or fewer stages or chunks",
+            )
         if stages in ("even", "balanced"):
             head = model.head_in_layers if stages == "balanced" else 0.0
             return schedules.divide_layers(model.num_layers, schedule.num_parts, last=head)

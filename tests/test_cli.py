@@ -147,8 +147,17 @@ def test_planted_bugs_still_fit_the_source():
 # ---------------------------------------------------------------------------------------------------------------------
 
 WRONG_FLAGS = [
-    (["--mesh", "xx=2"], "not a mesh axis", "replica, dp, tp"),
-    (["--mesh", "pp=2"], "not available yet", "replica, dp, tp"),
+    (["--mesh", "xx=2"], "not a mesh axis", "pp, replica, dp, tp"),
+    (["--mesh", "ep=2"], "not available yet", "pp, replica, dp, tp"),
+    (["--mesh", "pp=8"], "num_layers=4 over 8 stages", "--num-layers 8"),
+    (["--mesh", "pp=2", "--schedule", "interleaved", "--chunks", "3"], "2 stages x 3 chunks", "--num-layers 6"),
+    (["--mesh", "pp=2", "--schedule", "zb-v", "--chunks", "3"], "3 chunks", "Use 2"),
+    (["--mesh", "pp=2", "--schedule", "pipedream"], "neither the name", "zb-h1"),
+    (["--mesh", "pp=2", "--microbatches", "0"], "microbatches=0", "microbatches=1"),
+    (["--mesh", "pp=2", "--microbatches", "3"], "microbatches=3", "15 or 18"),
+    (["--mesh", "pp=2", "--stages", "1,2"], "together hold every layer once", "2,2"),
+    (["--mesh", "pp=2", "--stages", "4,0"], "stages='4,0'", "3,5,5,3"),
+    (["--optimizer", "adafactor", "--mesh", "pp=2"], "adafactor", "--optimizer adamw"),
     (["--mesh", "dp=2,dp=2"], "named twice", "once"),
     (["--mesh", "dp=0"], "at least 1", "dp=2"),
     (["--mesh", "dp=-2"], "at least 1", "dp=2"),
@@ -198,6 +207,32 @@ def test_wrong_input_ends_before_tracing(monkeypatch, capsys, tmp_path, text, ar
     assert said in stderr and remedy in stderr, stderr
     assert "Traceback" not in stderr and not stdout
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("0: F0 .  .  B0 W0\n1: .  F0 B0", "stage 1: W of micro-batch 0, chunk 0 is missing"),
+        (
+            "0: F0 F0 .  B0 W0\n1: .  F0 B0 W0",
+            "tick 1, stage 0: F of micro-batch 0, chunk 0: the stage has already run it",
+        ),
+        ("0: F0 .  B0 W0\n1: .  F0 B0 W0", "tick 2, stage 0: B of micro-batch 0, chunk 0: it needs B"),
+        ("0: F0 .  .  B0 W0\n1: .  F0 B0 W0", "is for 2 stages, 1 micro-batches and 1 chunks"),
+    ],
+)
+def test_a_schedule_from_a_file_is_checked(monkeypatch, capsys, tmp_path, text, table, said):
+    (tmp_path / "table.txt").write_text(table)
+    flags = ["--mesh", "pp=2", "--schedule", tmp_path / "table.txt", "--microbatches", 2]
+    code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, *flags, "--out", tmp_path / "run")
+    assert code == 2 and said in stderr and "Traceback" not in stderr
+
+
+def test_verify_runs_a_schedule_from_a_file(monkeypatch, capsys, tmp_path):
+    (tmp_path / "table.txt").write_text("0: F0 F1 .  B0 W0 B1 W1\n1: .  F0 B0 F1 B1 W0 W1")
+    flags = ["--mesh", "pp=2", "--schedule", tmp_path / "table.txt", "--microbatches", 2, "--batch-size", 4]
+    code, stdout, _ = run(monkeypatch, capsys, "verify", *flags, "--steps", 1)
+    assert code == 0 and "1 of 1 strategies" in stdout
 
 
 @pytest.mark.parametrize(
