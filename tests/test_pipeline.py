@@ -17,7 +17,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline import BUFFERS, Stages, lower, pipeline, pipeline_gradients, pipeline_loss
-from jaxdist.parallel.schedules import NAMES, in_flight, make_schedule, parse
+from jaxdist.parallel.schedules import NAMES, Action, Schedule, in_flight, make_schedule, parse
 from jaxdist.parallel.split import split_layer
 from jaxdist.plan.trace import equations, named_bytes, summary
 from jaxdist.step import build_program
@@ -64,10 +64,11 @@ def plain_gradients(params, inputs, targets):
     return jax.jit(jax.value_and_grad(total))(params)
 
 
-def assert_pipeline_is_plain(schedule):
+def assert_pipeline_is_plain(schedule, depth=1):
     with jax.enable_x64(True):
-        params, inputs, targets = toy(schedule.num_parts, schedule.num_microbatches)
-        order = [schedule.part(s, c) for s in range(schedule.num_stages) for c in range(schedule.num_chunks)]
+        params, inputs, targets = toy(depth * schedule.num_parts, schedule.num_microbatches)
+        parts = [schedule.part(s, c) for s in range(schedule.num_stages) for c in range(schedule.num_chunks)]
+        order = [part * depth + layer for part in parts for layer in range(depth)]
         staged = PartitionSpec("pp" if schedule.num_stages > 1 else None)
         run = jax.jit(
             jax.shard_map(
@@ -93,6 +94,42 @@ def test_any_stage_function(name, stages, microbatches):
 @pytest.mark.parametrize("sizes", [("interleaved", 3, 4, 3), ("1f1b", 1, 3), ("zb-v", 1, 2)])
 def test_more_chunks_and_a_single_stage(sizes):
     assert_pipeline_is_plain(make_schedule(*sizes))
+
+
+def test_several_layers_a_chunk():
+    assert_pipeline_is_plain(make_schedule("zb-v", 2, 3), depth=3)
+
+
+def random_table(seed: int) -> Schedule:
+    """Any stage may run any action that is ready, or idle for no reason."""
+    rng = np.random.default_rng(seed)
+    placement = ("loop", "v")[seed % 2]
+    stages, microbatches = rng.integers(1, 5, 2)
+    chunks = 2 if placement == "v" else rng.integers(1, 4)
+    empty = Schedule("random", int(stages), int(microbatches), int(chunks), placement, ())
+    todo = {(k, m, p) for k in "FBW" for m in range(microbatches) for p in range(empty.num_parts)}
+    done, table = set(), []
+    while todo:
+        row, after = [None] * empty.num_stages, set()
+        for action in rng.permutation(sorted(todo)).tolist():
+            kind, micro, part = action[0], int(action[1]), int(action[2])
+            needs = {
+                "F": {("F", micro, part - 1)} if part else set(),
+                "B": {("F", micro, part)} | ({("B", micro, part + 1)} if part + 1 < empty.num_parts else set()),
+                "W": {("B", micro, part)},
+            }[kind]
+            stage, chunk = empty.place(part)
+            if needs <= done and row[stage] is None and rng.random() < 0.7:
+                row[stage] = Action(kind, micro, chunk)
+                after.add((kind, micro, part))
+        done, todo = done | after, todo - after
+        table.append(tuple(row))
+    return dataclasses.replace(empty, table=tuple(table))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_table_that_is_valid(seed):
+    assert_pipeline_is_plain(random_table(seed))
 
 
 def test_a_table_written_by_hand():

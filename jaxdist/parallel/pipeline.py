@@ -218,8 +218,9 @@ def pipeline(stage_fn: Callable, loss_fn: Callable, schedule: Schedule, axis: st
     Gives gradients(params, inputs, targets) -> (loss, d_params), of the sum over micro-batches of
     `loss_fn(y, target)`.
 
-    Layout: params[C_axis, ...]: one entry for each chunk this stage holds; inputs[M, ...], targets[M, ...] equal on
-    all stages -> loss, equal on all stages; d_params[C_axis, ...].
+    Layout: params[(C L)_axis, ...]: a row for each layer (or whole chunk, with L = 1) this stage holds, through which
+    `stage_fn` takes x one after the other; inputs[M, ...], targets[M, ...] equal on all stages -> loss, equal on all
+    stages; d_params[(C L)_axis, ...].
     """
     stages = Stages(
         first=lambda _, micro: micro[0],
