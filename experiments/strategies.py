@@ -104,7 +104,7 @@ STRATEGIES = [
     Strategy("pp4-zb-h1", "pp=4", {"schedule": "zb-h1", "microbatches": 8}),
     Strategy("pp2-zb-v", "pp=2", {"schedule": "zb-v"}),
     Strategy("pp2-v-half-8-layers", "pp=2", {"schedule": "v-half", "microbatches": 8}, num_layers=8),
-    Strategy("pp2-v-min-7-layers", "pp=2", {"schedule": "v-min"}, num_layers=7),
+    Strategy("pp2-v-min-5-layers", "pp=2", {"schedule": "v-min"}, num_layers=5),
     Strategy("pp8-fewer-microbatches", "pp=8", {"microbatches": 3}, num_layers=8),
     Strategy("pp4-uneven", "pp=4", {"stages": "1,3,3,1"}, num_layers=8),
     Strategy("pp4-balanced", "pp=4", {"stages": "balanced"}, num_layers=13),

@@ -11,7 +11,7 @@ from conftest import DEVICES
 
 from experiments import plain
 from experiments.bench import full_batch
-from experiments.strategies import BY_NAME, STRATEGIES, Strategy
+from experiments.strategies import BY_NAME, PIPELINES, STRATEGIES, Strategy
 from experiments.verify import Verifier
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import make_mesh, parse_mesh
@@ -34,6 +34,31 @@ def assert_equal(verdict):
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 def test_every_strategy_equals_one_device(strategy):
     assert_equal(VERIFIER(strategy.name, strategy.run_config()))
+
+
+@pytest.mark.parametrize("strategy", PIPELINES[4::11], ids=lambda s: s.name)
+def test_a_sample_of_pipelines_equals_one_device(strategy):
+    """The whole matrix: `python -m experiments.verify --pipelines`, or `pytest -m exhaustive`."""
+    assert_equal(VERIFIER(strategy.name, strategy.run_config()))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", PIPELINES, ids=lambda s: s.name)
+def test_every_pipeline_equals_one_device(strategy):
+    assert_equal(VERIFIER(strategy.name, strategy.run_config()))
+
+
+@pytest.mark.parametrize("name", ["pp2-interleaved", "pp4-uneven", "pp2-dp2-tp2-sp-zero3"])
+def test_a_pipeline_evaluates_what_one_device_evaluates(name):
+    """The forward actions alone, with padding rows and with weights held as shards."""
+    config = BY_NAME[name].run_config()
+    batch = random_batches(config, 1)[0]
+    found = []
+    for run in (config, one_device(config)):
+        program = build_program(run, make_mesh(run.parallel.mesh, DEVICES))
+        total, count = program.evaluate(program.init(run.seed).params, program.put(batch))
+        found.append((float(total), int(count)))
+    np.testing.assert_allclose(*found, rtol=1e-6)
 
 
 EXHAUSTIVE = [
@@ -136,15 +161,20 @@ def assert_close(name, found, expected, tolerance):
 
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
-    [("dp=2,tp=3", {}), ("dp=8", {"zero": 3}), ("dp=3,tp=2", {"zero": 1, "sp": True})],
+    [
+        ("dp=2,tp=3", {}),
+        ("dp=8", {"zero": 3}),
+        ("dp=3,tp=2", {"zero": 1, "sp": True}),
+        ("pp=3,dp=2", {"zero": 1}),
+        ("pp=2,tp=3", {"stages": "1,2"}),
+    ],
 )
 def test_initial_values_are_bit_equal_on_every_mesh(mesh, parallel):
     def initial(mesh, **parallel):
         shape = parse_mesh(mesh)
         config = RunConfig(ODD, ParallelConfig(mesh=shape, **parallel), batch_size=24)
         program = build_program(config, make_mesh(shape, DEVICES))
-        params = program.init(7).params
-        return program.layout.to_logical(params) if program.layout.params_stored else params
+        return program.layout.logical_params(program.init(7).params)
 
     expected = dict(leaves_of(initial("")))
     for name, x in leaves_of(initial(mesh, **parallel)):

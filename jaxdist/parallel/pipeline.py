@@ -128,6 +128,11 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
     return Lowered(out, *(max(slots.count for slots in pool) for pool in (messages, until_b, until_w, handed)))
 
 
+def receiving_ticks(instructions: Instructions) -> dict[str, np.ndarray]:
+    """bool[ticks]: whether any stage receives at the end of the tick, from before, from after, from itself."""
+    return {name: (getattr(instructions, name) != NOWHERE).any(1) for name in ARRIVALS}
+
+
 class Slots:
     """Slots of one buffer on one stage, taken in order of time: the lowest that is free."""
 
@@ -321,7 +326,7 @@ class _Runner:
 
     def scan(self, instructions: Instructions, act: Callable, state: _State) -> _State:
         """Every tick: act, send to the neighbours where any stage of the ring receives, put away what came."""
-        receives = {name: (getattr(instructions, name) != NOWHERE).any(1) for name in ARRIVALS}
+        receives = receiving_ticks(instructions)
 
         def tick(state, rows):
             row, receiving = rows
@@ -528,10 +533,9 @@ def iterations(schedule: Schedule, num_layers: Sequence[int], recompute_every: i
     ]
     layers = Fraction(schedule.num_microbatches * max(per_stage), schedule.num_ticks)
     once = Fraction(schedule.num_microbatches, schedule.num_ticks)
-    instructions = lower(schedule).instructions
     received = {
-        name: Fraction(int((getattr(instructions, name) != NOWHERE).any(1).sum()), schedule.num_ticks)
-        for name in ARRIVALS
+        name: Fraction(int(ticks.sum()), schedule.num_ticks)
+        for name, ticks in receiving_ticks(lower(schedule).instructions).items()
     }
     every_layer = ("layers_forward", "layers_again", "layers_input_gradient", "layers_weight_gradient")
     return received | dict.fromkeys(every_layer, layers) | dict.fromkeys(("embed", "head", "embed_gradient"), once)
