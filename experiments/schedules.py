@@ -184,7 +184,7 @@ def draw_all(flags: SchedulesFlags, shown: list[Schedule], baseline: Figures, fo
             write_png(picture, path.with_suffix(".png"))
             console.print(f"wrote {path.with_suffix('.png')}")
         except ImportError:
-            console.print(f"no {path.with_suffix('.png')}: PNG needs Pillow (pip install pillow)")
+            console.print(f"no {path.with_suffix('.png')}: PNG needs Pillow (pip install jaxdist[draw])", markup=False)
         except OSError as error:
             raise ConfigError(
                 f"--draw {str(folder)!r}", f"cannot write {path} ({error.strerror})", "Name another"

@@ -85,7 +85,7 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
     """Give every activation, gradient and residual of a schedule a slot; no JAX.
 
     forward_only: without B and W, and without the ticks that have nothing else.
-    Raises: ConfigError where `validate` does, or where a message would have to go further than the next stage.
+    Raises: ConfigError where `validate` does.
     """
     validate(schedule)
     table = schedule.table
@@ -154,18 +154,10 @@ class Slots:
 
 
 def _arrival(sender: int, receiver: int, num_stages: int) -> str:
-    if sender == receiver:
-        return "from_self"
+    """Where a message comes from, as its receiver sees it: consecutive parts are on one stage or on neighbours."""
     distance = (receiver - sender) % num_stages
-    if distance == 1:
-        return "from_before"
-    if distance == num_stages - 1:
-        return "from_after"
-    raise ConfigError(
-        f"a message from stage {sender} to stage {receiver}",
-        "a tick exchanges messages between neighbours on the ring of stages alone",
-        "Place consecutive parts of the model on the same or on neighbouring stages",
-    )
+    assert distance in (0, 1, num_stages - 1), (sender, receiver)
+    return "from_self" if distance == 0 else "from_before" if distance == 1 else "from_after"
 
 
 # Inside shard_map.

@@ -22,24 +22,8 @@ MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "
 # Operations that work element by element: backward repeats them where that lets fewer bytes be kept.
 CHEAP = MOVES | {
     *("abs", "add", "and", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite"),
-    *(
-        "le",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "not",
-        "or",
-        "pow",
-        "rsqrt",
-        "select_n",
-    ),
-    *("sign", "sin", "sqrt", "square", "sub", "tanh", "xor"),
+    *("le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or"),
+    *("pow", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh", "xor"),
 }
 
 
