@@ -468,8 +468,8 @@ BUGS = [
     Bug(
         "padding rows trained (pipeline)",
         "jaxdist/parallel/pipeline.py",
-        "counts_of(schedule, num_layers or [depth] * schedule.num_parts, axis)",
-        "counts_of(schedule, [depth] * schedule.num_parts, axis)",
+        "counts=counts_of(schedule, num_layers, axis)",
+        "counts=counts_of(schedule, [depth] * schedule.num_parts, axis)",
         (PARITY.format("pp4-uneven"),),
     ),
     Bug(

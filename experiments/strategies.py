@@ -145,6 +145,7 @@ STRATEGIES = [
     # 64 bits: rounding shrinks by nine orders of magnitude, a wrong reduction does not.
     Strategy("dp2-tp2-fp64", "dp=2,tp=2", dtype="float64"),
     Strategy("replica2-dp2-tp2-sp-zero3-fp64", "replica=2,dp=2,tp=2", {"sp": True, "zero": 3}, dtype="float64"),
+    Strategy("dp3-zero2-padded-2-layers-fp64", "dp=3", {"zero": 2}, dtype="float64", num_layers=2),
     Strategy("dp3-tp2-zero1-dropout-fp64", "dp=3,tp=2", {"zero": 1}, dropout=0.2, dtype="float64"),
 ]
 

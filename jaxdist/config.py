@@ -179,11 +179,13 @@ class ParallelConfig:
         _ = self.pipeline  # refuses a schedule that cannot be made
 
 
-@cache
+_make_schedule = cache(schedules.make_schedule)
+
+
 def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None) -> Schedule:
     """The named schedule for these sizes, or the one in a file. Raises: ConfigError where there is none."""
     if name in schedules.NAMES:
-        return schedules.make_schedule(name, num_stages, num_microbatches, num_chunks)
+        return _make_schedule(name, num_stages, num_microbatches, num_chunks)
     if not Path(name).is_file():
         raise ConfigError(
             f"schedule {name!r}",
@@ -198,7 +200,7 @@ def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
         raise ConfigError(
             f"the schedule in {name} is for {sizes.format(*found)}",
             f"the run has {sizes.format(*wanted)}",
-            f"Use --mesh pp={found[0]},... --microbatches {found[1]}, or write another table",
+            f"Use --mesh pp={found[0]},... --microbatches {found[1]} --chunks {found[2]}, or write another table",
         )
     return schedule
 

@@ -65,6 +65,16 @@ class Leaf:
         return PartitionSpec(*self.spec)
 
     @property
+    def draw_spec(self) -> PartitionSpec:
+        """How the logical array is split while it is drawn: as in storage, where that takes no padding."""
+        axes = list(self.spec)
+        if "pp" in axes and self.shape[0] % self.pp:
+            axes[0] = None
+        if self.zero_dim is not None and self.compute_local[self.zero_dim] == self.zero_local:
+            axes[self.zero_dim] = (*filter(None, [axes[self.zero_dim]]), "dp")
+        return PartitionSpec(*axes)
+
+    @property
     def storage_spec(self) -> PartitionSpec:
         if self.zero_dim is None:
             return self.compute_spec
@@ -185,6 +195,9 @@ class Layout:
 
     def storage_specs(self) -> dict:
         return jax.tree.map(lambda leaf: leaf.storage_spec, self.leaves)
+
+    def draw_specs(self) -> dict:
+        return jax.tree.map(lambda leaf: leaf.draw_spec, self.leaves)
 
     def batch_spec(self) -> PartitionSpec:
         return live_spec((DATA_AXES,), self.parallel.mesh)

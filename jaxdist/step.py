@@ -92,10 +92,11 @@ class Program:
         shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=sharding)
         return Batch(shape((rows, length)), shape((rows, length)), shape((rows,)))
 
-    def collectives_of(self, traced: jax.stages.Traced) -> list[Collective]:
-        """What a traced function of this program sends."""
-        parallel = self.config.parallel
-        loops = None if parallel.mesh.pp == 1 else iterations(parallel.pipeline, self.config.part_layers)
+    def collectives_of(self, traced: jax.stages.Traced, *, evaluate: bool = False) -> list[Collective]:
+        """What the traced `step` sends, or the traced `evaluate`."""
+        parallel, loops = self.config.parallel, None
+        if parallel.mesh.pp > 1:
+            loops = iterations(parallel.pipeline, self.config.part_layers, forward_only=evaluate)
         return collectives_of(traced.jaxpr, parallel.mesh, loops)
 
     def put(self, batch: dict) -> Batch:
@@ -150,9 +151,11 @@ def build_program(
     on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
     jit = partial(jax.jit, compiler_options=compiler_options)
 
-    # Two programs: parameters and masters must come from the same bits, and XLA may fuse (and round) one draw twice.
+    # Three programs, since every mesh, parameters and masters must get the same bits: XLA may fuse a draw with what
+    # is done to it (padding, another order of layers, a cast), and then round it in another way.
     make_state = partial(initial_state, config, layout, optimizer)
-    draw = jit(partial(draw_parameters, config, layout), out_shardings=shardings(mesh, layout.storage_specs()))
+    draw = jit(partial(model.initial_parameters, config.model), out_shardings=shardings(mesh, layout.draw_specs()))
+    store = jit(partial(stored_parameters, config, layout), out_shardings=shardings(mesh, layout.storage_specs()))
     assemble = jit(make_state, out_shardings=shardings(mesh, specs))
 
     def step(state, batch):
@@ -167,16 +170,17 @@ def build_program(
         mesh=mesh,
         layout=layout,
         specs=specs,
-        shapes=jax.eval_shape(lambda: make_state(draw_parameters(config, layout, 0))),
-        init=lambda seed: assemble(draw(np.uint32(seed))),
+        shapes=jax.eval_shape(
+            lambda: make_state(stored_parameters(config, layout, model.initial_parameters(config.model, 0)))
+        ),
+        init=lambda seed: assemble(store(draw(np.uint32(seed)))),
         step=jit(on_mesh(step, in_specs=(specs, batch_specs), out_specs=outputs), donate_argnums=0),
         evaluate=jit(on_mesh(evaluate, in_specs=(specs.params, batch_specs), out_specs=(REPLICATED, REPLICATED))),
     )
 
 
-def draw_parameters(config: RunConfig, layout: Layout, seed) -> dict:
-    """Initial values at full precision in the storage layout: bit-equal on every mesh for one seed."""
-    drawn = model.initial_parameters(config.model, seed)
+def stored_parameters(config: RunConfig, layout: Layout, drawn: dict) -> dict:
+    """Initial values as drawn -> at full precision in the storage layout."""
     return jax.tree.map(lambda leaf, x: leaf.to_storage(x).astype(config.precision.master_dtype), layout.leaves, drawn)
 
 

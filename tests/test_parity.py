@@ -166,6 +166,7 @@ def assert_close(name, found, expected, tolerance):
         ("dp=8", {"zero": 3}),
         ("dp=3,tp=2", {"zero": 1, "sp": True}),
         ("pp=3,dp=2", {"zero": 1}),
+        ("pp=2,dp=3", {"zero": 1, "microbatches": 2}),
         ("pp=2,tp=3", {"stages": "1,2"}),
     ],
 )

@@ -16,8 +16,16 @@ from jaxdist.config import ModelConfig, ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.pipeline import BUFFERS, Stages, lower, pipeline, pipeline_gradients, pipeline_loss
-from jaxdist.parallel.schedules import NAMES, Action, Schedule, in_flight, make_schedule, parse
+from jaxdist.parallel.pipeline import (
+    BUFFERS,
+    Stages,
+    lower,
+    pipeline,
+    pipeline_gradients,
+    pipeline_loss,
+    receiving_ticks,
+)
+from jaxdist.parallel.schedules import NAMES, Action, Schedule, in_flight, make_schedule, parse, ways
 from jaxdist.parallel.split import split_layer
 from jaxdist.plan.trace import equations, named_bytes, summary
 from jaxdist.step import build_program
@@ -353,6 +361,14 @@ def test_as_many_ticks_run_as_the_table_has(name):
     assert schedule.num_microbatches * schedule.num_chunks <= min(sent) and max(sent) <= schedule.num_ticks
 
 
+def test_evaluating_sends_forward_alone():
+    config = pipeline_config("1f1b", 8)
+    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+    traced = program.evaluate.trace(program.abstract_state().params, program.abstract_batch())
+    sent = [(c.kind, c.count) for c in program.collectives_of(traced, evaluate=True)]
+    assert sent == [("permute", 8 + 4 - 2), ("all_reduce", 1)]  # all ticks but the last; the loss
+
+
 def test_1f1b_takes_57_units_where_lock_step_of_whole_backwards_would_take_72():
     config = pipeline_config("1f1b", 16)
     assert config.parallel.pipeline.num_ticks == 57
@@ -396,6 +412,81 @@ def test_buffers_hold_what_is_in_flight(name, stages, microbatches):
     lowered = lower(schedule)
     assert lowered.num_until_w == max(in_flight(schedule))
     assert lowered.num_until_b == max(in_flight(schedule, "B"))
+    receives = receiving_ticks(lowered.instructions)
+    for tick in range(schedule.num_ticks):
+        assert ways(schedule, tick) == {w for n, w in (("from_before", 1), ("from_after", -1)) if receives[n][tick]}
+
+
+def refused(match, stage=lambda p, x: jnp.tanh(x @ p["w"]), sizes=None, specs=None, schedule=None, change=None, **more):
+    """Tracing a pipeline of two stages, three micro-batches and two axes ends in one ConfigError."""
+    arguments = {"w": jnp.ones((2, 4, 4)), "x": jnp.ones((3, 5, 4)), "t": jnp.ones((3, 5, 4))} | (change or {})
+    run = pipeline(stage, more.get("loss", loss_fn), schedule or make_schedule("1f1b", 2, 3))
+    w = arguments["w"] if isinstance(arguments["w"], dict) else {"w": arguments["w"]}
+    sharded = jax.shard_map(
+        run,
+        mesh=mesh_of(**(sizes or {"pp": 2, "tp": 2})),
+        in_specs=(jax.tree.map(lambda _: PartitionSpec("pp"), w) if specs is None else specs, *[PartitionSpec()] * 2),
+        out_specs=(PartitionSpec(), PartitionSpec("pp")),
+    )
+    with pytest.raises(ConfigError, match=match):
+        jax.eval_shape(sharded, w, arguments["x"], arguments["t"])
+
+
+def test_what_a_library_user_gets_wrong_is_refused_by_name():
+    swap = [(0, 1), (1, 0)]
+    refused(r"`layer` permutes over", lambda p, x: x + jax.lax.ppermute(comm.varying(x, "tp"), "tp", swap))
+    refused("leading sizes 2, 3", change={"t": jnp.ones((2, 5, 4))})
+    refused("leading sizes 1, 2", change={"w": {"w": jnp.ones((2, 4, 4)), "b": jnp.ones((4, 4))}})
+    refused("no arrays", change={"w": {}})
+    refused("for 3 micro-batches: the batch is cut into 4", change={"x": jnp.ones((4, 5, 4)), "t": jnp.ones((4, 5, 4))})
+    refused("for 3 stages", schedule=make_schedule("1f1b", 3, 3))
+    refused("which do not divide", schedule=make_schedule("zb-v", 2, 3))
+    refused("weights of type int32", change={"w": jnp.ones((2, 4, 4), jnp.int32)})
+    refused("which has one rank", schedule=make_schedule("1f1b", 1, 3), sizes={"pp": 1, "tp": 2})
+    refused("must return the shape", lambda p, x: (x @ p["w"])[:, :2])
+    refused("floating-point", lambda p, x: x, change={"x": jnp.ones((3, 5, 4), jnp.int32)})
+    refused("`layer` returns 2 arrays", lambda p, x: (x, x))
+    refused("it is one number", loss=lambda y, t: jnp.square(y - t))
+
+
+def test_sums_over_another_axis_work_in_any_stage():
+    """Of a batch split over tp, and a gradient summed over it once, after the pipeline."""
+    schedule = make_schedule("zb-h1", 2, 3)
+
+    def layer(params, x):
+        mean = comm.all_reduce(x, "tp") / 2
+        gathered = comm.all_gather(x, "tp", 0).sum(0, keepdims=True)
+        return x + jnp.tanh(x @ params["w"]) + comm.varying(jnp.sin(mean), "tp") + jnp.cos(gathered)
+
+    def run(params, inputs, targets):
+        loss, grads = pipeline(layer, loss_fn, schedule)(comm.varying(params, "tp"), inputs, targets)
+        return comm.all_reduce((loss, grads), "tp")
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(3)
+        w, (inputs, targets) = jnp.asarray(rng.normal(size=(4, 4, 4))), jnp.asarray(rng.normal(size=(2, 3, 6, 4)))
+        halves = PartitionSpec(None, "tp")
+        loss, grads = jax.jit(
+            jax.shard_map(
+                run,
+                mesh=mesh_of(pp=2, tp=2),
+                in_specs=({"w": PartitionSpec("pp")}, halves, halves),
+                out_specs=(PartitionSpec(), {"w": PartitionSpec("pp")}),
+            )
+        )({"w": w}, inputs, targets)
+
+        def plain(w):
+            def one(x, target):
+                for part in w:
+                    mean = jnp.tile(x.reshape(2, 3, 4).mean(0), (2, 1))
+                    x = x + jnp.tanh(x @ part) + jnp.sin(mean) + jnp.cos(x.sum(0, keepdims=True))
+                return loss_fn(x, target)
+
+            return sum(one(x, target) for x, target in zip(inputs, targets, strict=True))
+
+        expected_loss, expected = jax.jit(jax.value_and_grad(plain))(w)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
+        np.testing.assert_allclose(grads["w"], expected, rtol=1e-9, atol=1e-9)
 
 
 # ---- memory and compile time ----

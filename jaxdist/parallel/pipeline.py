@@ -26,8 +26,8 @@ from jax import lax
 from jaxdist.compat import type_of, varying_axes
 from jaxdist.errors import ConfigError
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.schedules import Schedule, validate
-from jaxdist.parallel.split import SplitLayer, pruned, split_layer
+from jaxdist.parallel.schedules import Action, Schedule, validate
+from jaxdist.parallel.split import SplitLayer, all_equations, pruned, split_layer
 
 IDLE, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
 KINDS = {"F": FORWARD, "B": INPUT_GRADIENT, "W": WEIGHT_GRADIENT}
@@ -84,14 +84,11 @@ class Lowered:
 def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
     """Give every activation, gradient and residual of a schedule a slot; no JAX.
 
-    forward_only: without B and W, and without the ticks that have nothing else.
+    forward_only: the forward actions alone, in their order, each as soon as it can run.
     Raises: ConfigError where `validate` does.
     """
     validate(schedule)
-    table = schedule.table
-    if forward_only:
-        table = [[a if a is not None and a.kind == "F" else None for a in row] for row in table]
-        table = [row for row in table if any(row)]
+    table = forwards(schedule) if forward_only else schedule.table
     shape, slots = (len(table), schedule.num_stages), Instructions._fields[5:]
     out = Instructions(
         **{name: np.full(shape, NOWHERE if name in slots else 0, np.int32) for name in Instructions._fields}
@@ -126,6 +123,20 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
         getattr(out, _arrival(stage, receiver, schedule.num_stages))[tick, receiver] = slot
 
     return Lowered(out, *(max(slots.count for slots in pool) for pool in (messages, until_b, until_w, handed)))
+
+
+def forwards(schedule: Schedule) -> list[list[Action | None]]:
+    """A table of the forward actions alone: every stage in its order, each action as soon as it can run."""
+    table: list[list[Action | None]] = []
+    free, done = [0] * schedule.num_stages, {}
+    for stage, action in (entry for row in schedule.table for entry in enumerate(row)):
+        if action is not None and action.kind == "F":
+            part = schedule.part(stage, action.chunk)
+            tick = max(free[stage], done.get((action.microbatch, part - 1), -1) + 1)
+            free[stage], done[action.microbatch, part] = tick + 1, tick
+            table += [[None] * schedule.num_stages for _ in range(tick + 1 - len(table))]
+            table[tick][stage] = action
+    return table
 
 
 def receiving_ticks(instructions: Instructions) -> dict[str, np.ndarray]:
@@ -191,7 +202,7 @@ def pipeline_gradients(
         seed: the gradient is that of seed times the summed loss.
         recompute_every: 0 keeps what backward needs; K keeps the input of every K layers and runs them again in B.
         dtype: in which gradients are summed over micro-batches; None: that of the weights.
-    Returns: (summed loss, d_shared, d_layers).
+    Returns: (loss, summed in the dtype `last` gives it, d_shared, d_layers).
     Raises: ConfigError for an invalid schedule, one for another number of stages, chunks or micro-batches.
     """
     run = _Runner.make(stages, schedule, shared, layers, micros, fixed, num_layers, recompute_every, axis)
@@ -262,31 +273,38 @@ class _Runner:
     axis: str
 
     @classmethod
-    def make(cls, stages, schedule, shared, layers, micros, fixed, num_layers, recompute_every, axis):
-        depth = check_sizes(schedule, layers, micros, num_layers, axis)
+    def make(cls, given, schedule, shared, layers, micros, fixed, num_layers, recompute_every, axis):
+        depth = check_sizes(schedule, shared, layers, fixed, micros, num_layers, axis)
         # What a stage's own loops read is typed varying over the axis first, as their trip counts are.
         shared, layers, fixed, micros = comm.varying((shared, layers, fixed, micros), axis)
+        num_layers = [depth] * schedule.num_parts if num_layers is None else num_layers
         row, micro = (jax.tree.map(lambda x: _without_leading(type_of(x)), tree) for tree in ((layers, fixed), micros))
         shared_type = jax.tree.map(type_of, shared)
-        first, x = stages.first, _type_of(stages.first, shared_type, micro)
-        y = _type_of(stages.layer, *row, micro, x)
-        if varying_axes(y) != varying_axes(x):
-
-            def first(shared, micro):
-                return comm.varying(stages.first(shared, micro), sorted(varying_axes(y) | {axis}))
-
-            x = _type_of(first, shared_type, micro)
+        # x goes from layer to layer as one type, so it varies over every axis over which any of them makes it vary.
+        x = _type_of("first", given.first, shared_type, micro)
+        wide = sorted(varying_axes(x) | varying_axes(_type_of("layer", given.layer, *row, micro, x)) | {axis})
+        stages = Stages(
+            first=lambda shared, micro: comm.varying(given.first(shared, micro), wide),
+            layer=lambda *args: comm.varying(given.layer(*args), wide),
+            last=given.last,
+        )
+        x = _type_of("first", stages.first, shared_type, micro)
+        loss = _type_of("last", stages.last, shared_type, x, micro)
+        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.inexact):
+            raise ConfigError(
+                f"a loss of type {loss.str_short()}", "its gradient is taken, and it is one number", "Sum it"
+            )
         return cls(
-            stages=stages._replace(first=first),
+            stages=stages,
             shared=shared,
             layers=layers,
             fixed=fixed,
             micros=micros,
             split=None if recompute_every is None else split_layer(stages.layer, *row, micro, x),
             x=x,
-            loss=_type_of(stages.last, shared_type, x, micro),
+            loss=loss,
             depth=depth,
-            counts=counts_of(schedule, num_layers or [depth] * schedule.num_parts, axis),
+            counts=counts_of(schedule, num_layers, axis),
             recompute_every=recompute_every,
             axis=axis,
         )
@@ -517,47 +535,79 @@ class _Runner:
 BUFFERS = ("messages", "until_b", "until_w", "handed")
 
 
-def iterations(schedule: Schedule, num_layers: Sequence[int], recompute_every: int = 0) -> dict[str, Fraction]:
+def iterations(schedule: Schedule, num_layers: Sequence[int], *, forward_only: bool = False) -> dict[str, Fraction]:
     """How often each named loop of the executor runs, a tick on average, on the stage that runs it most."""
+    receives = receiving_ticks(lower(schedule, forward_only=forward_only).instructions)
+    num_ticks = len(receives["from_before"])
     per_stage = [
         sum(num_layers[schedule.part(stage, chunk)] for chunk in range(schedule.num_chunks))
         for stage in range(schedule.num_stages)
     ]
-    layers = Fraction(schedule.num_microbatches * max(per_stage), schedule.num_ticks)
-    once = Fraction(schedule.num_microbatches, schedule.num_ticks)
-    received = {
-        name: Fraction(int(ticks.sum()), schedule.num_ticks)
-        for name, ticks in receiving_ticks(lower(schedule).instructions).items()
-    }
+    layers = Fraction(schedule.num_microbatches * max(per_stage), num_ticks)
+    once = Fraction(schedule.num_microbatches, num_ticks)
+    received = {name: Fraction(int(ticks.sum()), num_ticks) for name, ticks in receives.items()}
     every_layer = ("layers_forward", "layers_again", "layers_input_gradient", "layers_weight_gradient")
     return received | dict.fromkeys(every_layer, layers) | dict.fromkeys(("embed", "head", "embed_gradient"), once)
 
 
-def check_sizes(schedule: Schedule, layers, micros, num_layers, axis: str) -> int:
-    """Rows of a chunk. Raises: ConfigError where a schedule is for other sizes than the arrays have."""
-    rows, num_micro = (jax.tree.leaves(tree)[0].shape[0] for tree in (layers, micros))
-    found = {"stages": lax.axis_size(axis), "micro-batches": num_micro}
-    for what, wanted in (("stages", schedule.num_stages), ("micro-batches", schedule.num_microbatches)):
-        if found[what] != wanted:
+def check_sizes(schedule: Schedule, shared, layers, fixed, micros, num_layers, axis: str) -> int:
+    """Rows of a chunk. Raises: ConfigError where arrays are not what the schedule, or the executor, needs."""
+    stages, micro = lax.axis_size(axis), _leading(micros, "micros")
+    for what, found, wanted in (
+        ("stages", stages, schedule.num_stages),
+        ("micro-batches", micro, schedule.num_microbatches),
+    ):
+        if found != wanted:
             raise ConfigError(
                 f"schedule {schedule.name} for {wanted} {what}",
-                f"{axis!r} has {found[what]} ranks" if what == "stages" else f"the batch is cut into {num_micro}",
-                f"Make the schedule for {found[what]} {what}",
+                f"{axis!r} has {found} ranks" if what == "stages" else f"the batch is cut into {found}",
+                f"Make the schedule for {found} {what}",
             )
+    rows = _leading(layers, "layers")
+    if jax.tree.leaves(fixed) and _leading(fixed, "fixed") != rows:
+        raise ConfigError(
+            f"fixed values for {_leading(fixed, 'fixed')} layers", f"a stage has {rows} layers", "Give one row a layer"
+        )
     if rows % schedule.num_chunks:
         raise ConfigError(
             f"schedule {schedule.name} with {schedule.num_chunks} chunks",
             f"each stage holds {rows} layers, which do not divide",
             "Hold a multiple of the chunks, with `num_layers` where parts have fewer",
         )
+    for leaf in jax.tree.leaves((shared, layers)):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ConfigError(
+                f"weights of type {leaf.dtype}", "weights are differentiated", "Pass it in `fixed` or in `micros`"
+            )
+        if stages == 1 and axis in varying_axes(leaf):
+            raise ConfigError(
+                f"weights split over {axis!r}, which has one rank",
+                "an axis of size 1 is in no spec here (see jaxdist.parallel.collectives)",
+                f"Leave {axis!r} out of in_specs and out_specs, or use more stages",
+            )
     depth = rows // schedule.num_chunks
-    if num_layers is not None and (len(num_layers) != schedule.num_parts or not 0 < max(num_layers) <= depth):
+    if num_layers is not None and (
+        len(num_layers) != schedule.num_parts or not all(n in range(depth + 1) for n in num_layers)
+    ):
         raise ConfigError(
             f"num_layers={tuple(num_layers)}",
             f"schedule {schedule.name} has {schedule.num_parts} parts, of at most {depth} layers here",
-            "Name one number for each part, in model order",
+            "Name one whole number for each part, in model order",
         )
     return depth
+
+
+def _leading(tree, name: str) -> int:
+    """The size of the leading dim that all leaves share."""
+    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(tree)}
+    if len(sizes) != 1 or None in sizes:
+        found = ", ".join(sorted(map(str, sizes))) or "no arrays"
+        raise ConfigError(
+            f"{name} with leading sizes {found}",
+            "every leaf has the same leading dim: a row for each layer of the stage, or for each micro-batch",
+            "Give every leaf that dim, and every leaf of layers the pipeline's axis in its spec",
+        )
+    return sizes.pop()
 
 
 def counts_of(schedule: Schedule, num_layers: Sequence[int], axis: str) -> jax.Array:
@@ -620,6 +670,21 @@ def _without_leading(t):
     return t.update(shape=t.shape[1:])
 
 
-def _type_of(function: Callable, *types):
-    [out] = jax.make_jaxpr(function)(*types).out_avals
-    return out
+def _type_of(name: str, function: Callable, *types):
+    """The type of what a stage function returns.
+
+    Raises: ConfigError where that is not one array, or where the function permutes over an axis of several ranks:
+    stages run different loops at a tick, and a permute (on XLA:CPU, of all devices at once) would pair one stage's
+    with another's.
+    """
+    closed = jax.make_jaxpr(function)(*types)
+    if len(closed.out_avals) != 1:
+        raise ConfigError(f"`{name}` returns {len(closed.out_avals)} arrays", "it returns one", "Return one array")
+    for eqn in all_equations(closed):
+        if eqn.primitive.name == "ppermute" and comm.live(eqn.params["axis_name"]):
+            raise ConfigError(
+                f"`{name}` permutes over {eqn.params['axis_name']}",
+                "stages run different layers at a tick, and their permutes would be taken for one another",
+                "Use all_gather, all_to_all or a sum, which meet inside one stage alone",
+            )
+    return closed.out_avals[0]

@@ -585,13 +585,25 @@ class Simulation:
         return sum(self.idle) / (sum(self.idle) + sum(self.busy))
 
 
+def ways(schedule: Schedule, tick: int) -> set[int]:
+    """Which ways round the ring messages go at the end of a tick: 1 to the next stage, -1 to the one before."""
+    found = set()
+    for stage, action in enumerate(schedule.table[tick]):
+        if action is None or action.kind == "W":
+            continue
+        target = schedule.part(stage, action.chunk) + (1 if action.kind == "F" else -1)
+        if 0 <= target < schedule.num_parts:
+            found.add((schedule.place(target)[0] - stage) % schedule.num_stages)
+    return {1 if way == 1 else -1 for way in found - {0}}
+
+
 def simulate(
     schedule: Schedule, costs: Costs | Sequence[Costs] = Costs(), link: float = 0.0, waiting: str = "ticks"
 ) -> Simulation:
     """When every action runs, if one chunk costs `costs` (for all stages, or one a stage) and a message takes `link`.
 
-    `waiting` "ticks" is our executor: after every tick each stage exchanges messages with both its neighbours on the
-    ring, whether there is something to send or not, and starts the next when its own tick and both messages are done.
+    `waiting` "ticks" is our executor: at the end of a tick at which any stage sends to the next, all do, and likewise
+    to the one before (`ways`); a stage starts its next tick when its own is done and these messages have arrived.
     "dependencies" is the textbook: an action starts when its stage is free and what it needs has arrived; messages
     between different stages take `link` and keep no stage busy.
 
@@ -618,8 +630,7 @@ def simulate(
             if tick > 0:
                 arrivals.append(end[tick - 1, stage])
             if tick > 0 and waiting == "ticks":
-                neighbours = {(stage - 1) % num_stages, (stage + 1) % num_stages} - {stage}
-                arrivals += [end[tick - 1, neighbour] + link for neighbour in neighbours]
+                arrivals += [end[tick - 1, (stage - way) % num_stages] + link for way in ways(schedule, tick - 1)]
             if action is not None and waiting == "dependencies":
                 arrivals += [
                     finished[source, needed] + (link if source != stage else 0.0)
@@ -680,7 +691,7 @@ def parse(text: str, source: str = "table") -> Schedule:
 
     One line a stage, cells between blanks as `draw` writes them (F3:0 and F3:1 are understood too), shorter lines idle
     at the end. A line may begin with its stage's number and a colon; what follows a # is left out. Words like
-    placement=v anywhere before the stages set what cannot be seen in the cells; by default placement=loop, fused=no,
+    placement=v on lines of their own set what cannot be seen in the cells; by default placement=loop, fused=no,
     and as many chunks and micro-batches as the cells name.
 
     Raises: ConfigError naming the line and cell that cannot be read, and as `validate`.
@@ -737,10 +748,11 @@ def _parse_header(words: list[str], where: str) -> dict[str, str]:
     header = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not (equals and value and key in _HEADER_KEYS) or (key == "fused" and value not in ("yes", "no")):
+        known = equals and key in _HEADER_KEYS and re.fullmatch(r"[\w.-]+", value, re.ASCII)
+        if not known or (key == "fused" and value not in ("yes", "no")):
             raise ConfigError(
                 f"{where}: {word!r}",
-                f"a header holds {', '.join(_HEADER_KEYS)}",
+                f"a header holds {', '.join(_HEADER_KEYS)}, each a word of letters, digits, points and dashes",
                 "Write them as in placement=v fused=no",
             )
         header[key] = value
@@ -749,7 +761,7 @@ def _parse_header(words: list[str], where: str) -> dict[str, str]:
 
 def _header_size(header: dict[str, str], key: str, seen: int, source: str) -> int:
     value = header.get(key, str(seen))
-    if not value.isdecimal():
+    if not re.fullmatch(r"\d{1,9}", value, re.ASCII):
         raise ConfigError(f"{source}: {key}={value}", "it is a count", f"Write {key}={seen}")
     return int(value)
 
@@ -757,7 +769,7 @@ def _header_size(header: dict[str, str], key: str, seen: int, source: str) -> in
 def _parse_cell(word: str, where: str) -> Action | None:
     if word == ".":
         return None
-    match = re.fullmatch(r"([FBW])(\d+)(?::(\d+))?|([fbw])(\d+)", word, re.ASCII)
+    match = re.fullmatch(r"([FBW])(\d{1,9})(?::(\d{1,9}))?|([fbw])(\d{1,9})", word, re.ASCII)
     if match is None:
         raise ConfigError(
             f"{where}: {word!r}",

@@ -7,12 +7,13 @@ input gradient stays in B. Values that W reads from B are *handed* over. Source:
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxdist.compat import type_of
 from jaxdist.errors import ConfigError
@@ -52,8 +53,9 @@ def split_layer(layer: Callable, weights, fixed, micro, x) -> SplitLayer:
     """Trace `layer` at these arguments (arrays or their types; typed varying alike) and divide its backward.
 
     weights: a pytree of floating-point leaves, differentiated. fixed, micro: pytrees, not differentiated; `micro` is
-    what belongs to the micro-batch. x: one floating-point array.
-    Raises: ConfigError where y does not have the shape and dtype of x, which a pipeline needs to pass it on.
+    what belongs to the micro-batch. x: one floating-point array. Effects of a layer (jax.debug.print) are dropped.
+    Raises: ConfigError where x is not floating point, or y does not have its shape and dtype, so that it could not be
+    passed on.
     """
     types = [jax.tree.map(type_of, part) for part in (weights, fixed, micro, x)]
     pullback = None
@@ -66,10 +68,10 @@ def split_layer(layer: Callable, weights, fixed, micro, x) -> SplitLayer:
 
     forward = flat(jax.make_jaxpr(forward_and_residuals)(*types))
     y_type, x_type = forward.out_avals[0], types[3]
-    if (y_type.shape, y_type.dtype) != (x_type.shape, x_type.dtype):
+    if (y_type.shape, y_type.dtype) != (x_type.shape, x_type.dtype) or not jnp.issubdtype(x_type.dtype, jnp.inexact):
         raise ConfigError(
             f"a layer from {x_type.str_short()} to {y_type.str_short()}",
-            "the parts of a pipeline pass one array on, so each must return the shape and dtype it takes",
+            "the parts of a pipeline pass one floating-point array on: each must return the shape and dtype it takes",
             "Do what changes the shape in the first or the last function",
         )
     num_weights, num_fixed = (len(jax.tree.leaves(part)) for part in types[:2])
@@ -152,6 +154,16 @@ def pruned(function: Callable, *args):
     known = dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
     outputs = closed.jaxpr.outvars
     return tree.unflatten(evaluate(needed_for(outputs, closed.jaxpr.eqns), known, constants(closed), outputs))
+
+
+def all_equations(jaxpr) -> Iterator:
+    """Every equation of a program and of those inside it."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(inner, Jaxpr | ClosedJaxpr):
+                    yield from all_equations(inner)
 
 
 def variables(atoms: Iterable) -> list:

@@ -77,6 +77,7 @@ def collectives_of(jaxpr, mesh: MeshShape, iterations: Mapping[str, Fraction] | 
                 raise ValueError(f"{kind} over {live} inside a while loop: its count is unknown. Use lax.scan.")
             operands = eqn.outvars if kind == "all_gather" else eqn.invars
             full = sum(_bytes(v.aval) for v in operands)
+            assert count == int(count), f"{kind} over {live} runs {count} times: `iterations` are of another program"
             found.append(Collective(kind, live, int(count), depth, len(eqn.invars), full))
     return found
 
