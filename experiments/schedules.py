@@ -54,7 +54,7 @@ class Figures:
     peak: float
     """Activations in flight on the worst stage, in those of a stage's layers for one micro-batch."""
     lock_step: float
-    """Seconds, as our executor waits."""
+    """Seconds, where every stage waits for both neighbours at every tick."""
     textbook: float
     """Seconds, waiting only for what is needed."""
 
@@ -148,7 +148,7 @@ def print_comparison(rows: list[Figures], baseline: Figures, console: Console) -
     console.print(
         "A tick is one action of one chunk. Bubbles and memory are of the table, every action one tick. In flight: the"
         " worst stage, in activations of a stage's layers for one micro-batch, from the start of F to the end of W."
-        " Lock-step waits for both ring neighbours after every tick, as the executor does; textbook only for inputs.",
+        " Lock-step waits for both ring neighbours after every tick (the executor at most); textbook only for inputs.",
         style="dim",
     )
 

@@ -23,9 +23,8 @@ from jaxdist.parallel.pipeline import (
     pipeline,
     pipeline_gradients,
     pipeline_loss,
-    receiving_ticks,
 )
-from jaxdist.parallel.schedules import NAMES, Action, Schedule, in_flight, make_schedule, parse, ways
+from jaxdist.parallel.schedules import NAMES, Action, Schedule, in_flight, make_schedule, parse
 from jaxdist.parallel.split import split_layer
 from jaxdist.plan.trace import equations, named_bytes, summary
 from jaxdist.step import build_program
@@ -412,9 +411,6 @@ def test_buffers_hold_what_is_in_flight(name, stages, microbatches):
     lowered = lower(schedule)
     assert lowered.num_until_w == max(in_flight(schedule))
     assert lowered.num_until_b == max(in_flight(schedule, "B"))
-    receives = receiving_ticks(lowered.instructions)
-    for tick in range(schedule.num_ticks):
-        assert ways(schedule, tick) == {w for n, w in (("from_before", 1), ("from_after", -1)) if receives[n][tick]}
 
 
 def refused(match, stage=lambda p, x: jnp.tanh(x @ p["w"]), sizes=None, specs=None, schedule=None, change=None, **more):

@@ -585,25 +585,14 @@ class Simulation:
         return sum(self.idle) / (sum(self.idle) + sum(self.busy))
 
 
-def ways(schedule: Schedule, tick: int) -> set[int]:
-    """Which ways round the ring messages go at the end of a tick: 1 to the next stage, -1 to the one before."""
-    found = set()
-    for stage, action in enumerate(schedule.table[tick]):
-        if action is None or action.kind == "W":
-            continue
-        target = schedule.part(stage, action.chunk) + (1 if action.kind == "F" else -1)
-        if 0 <= target < schedule.num_parts:
-            found.add((schedule.place(target)[0] - stage) % schedule.num_stages)
-    return {1 if way == 1 else -1 for way in found - {0}}
-
-
 def simulate(
     schedule: Schedule, costs: Costs | Sequence[Costs] = Costs(), link: float = 0.0, waiting: str = "ticks"
 ) -> Simulation:
     """When every action runs, if one chunk costs `costs` (for all stages, or one a stage) and a message takes `link`.
 
-    `waiting` "ticks" is our executor: at the end of a tick at which any stage sends to the next, all do, and likewise
-    to the one before (`ways`); a stage starts its next tick when its own is done and these messages have arrived.
+    `waiting` "ticks" is lock-step: after every tick each stage exchanges messages with both its neighbours on the ring,
+    and starts the next when its own tick and both messages are done. Our executor is never slower: it does so, but
+    leaves out the messages of ticks at which no stage receives any.
     "dependencies" is the textbook: an action starts when its stage is free and what it needs has arrived; messages
     between different stages take `link` and keep no stage busy.
 
@@ -630,7 +619,8 @@ def simulate(
             if tick > 0:
                 arrivals.append(end[tick - 1, stage])
             if tick > 0 and waiting == "ticks":
-                arrivals += [end[tick - 1, (stage - way) % num_stages] + link for way in ways(schedule, tick - 1)]
+                neighbours = {(stage - 1) % num_stages, (stage + 1) % num_stages} - {stage}
+                arrivals += [end[tick - 1, neighbour] + link for neighbour in neighbours]
             if action is not None and waiting == "dependencies":
                 arrivals += [
                     finished[source, needed] + (link if source != stage else 0.0)
