@@ -1,6 +1,9 @@
 """What differs between the JAX versions this package supports (0.10 to 0.12), in one place."""
 
+from collections.abc import Iterator
+
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def type_of(x) -> jax.core.ShapedArray:
@@ -11,3 +14,11 @@ def type_of(x) -> jax.core.ShapedArray:
 def varying_axes(x) -> frozenset[str]:
     """The mesh axes along which the local value `x` may differ from rank to rank, as `shard_map` has proven."""
     return frozenset(type_of(x).manual_axis_type.varying)
+
+
+def inner_programs(eqn) -> Iterator[Jaxpr | ClosedJaxpr]:
+    """The programs inside an equation: bodies of loops, branches, calls."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
+                yield inner

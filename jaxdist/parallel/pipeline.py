@@ -205,6 +205,8 @@ def pipeline_gradients(
     Returns: (loss, summed in the dtype `last` gives it, d_shared, d_layers).
     Raises: ConfigError for an invalid schedule, one for another number of stages, chunks or micro-batches.
     """
+    if not isinstance(recompute_every, int) or recompute_every < 0:
+        raise ConfigError(f"recompute_every={recompute_every}", "it is a number of layers, or 0", "Use 0, 1, 2, ...")
     run = _Runner.make(stages, schedule, shared, layers, micros, fixed, num_layers, recompute_every, axis)
     lowered = lower(schedule)
     state = run.scan(lowered.instructions, partial(run.act, jnp.asarray(seed)), run.initial(lowered, dtype))

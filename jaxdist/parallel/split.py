@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxdist.compat import type_of
+from jaxdist.compat import inner_programs, type_of
 from jaxdist.errors import ConfigError
 
 # Operations that only move or retype one array: W repeats them rather than being handed a larger result.
@@ -160,10 +160,8 @@ def all_equations(jaxpr) -> Iterator:
     """Every equation of a program and of those inside it."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(inner, Jaxpr | ClosedJaxpr):
-                    yield from all_equations(inner)
+        for inner in inner_programs(eqn):
+            yield from all_equations(inner)
 
 
 def variables(atoms: Iterable) -> list:

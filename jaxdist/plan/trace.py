@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-import jax.extend
 import numpy as np
 
+from jaxdist.compat import inner_programs
 from jaxdist.mesh import MeshShape
 
 KINDS = {
@@ -110,10 +110,8 @@ def equations(jaxpr, iterations: Mapping[str, Fraction] | None = None) -> Iterat
                 inner = (loop, depth + 1, scanned, None)
             elif iterations and eqn.params.get("name") in iterations:
                 inner = (count, depth, scanned, _times(scanned, iterations[eqn.params["name"]]))
-            for value in eqn.params.values():
-                for sub in value if isinstance(value, tuple | list) else (value,):
-                    if isinstance(sub, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr):
-                        yield from walk(sub, *inner)
+            for sub in inner_programs(eqn):
+                yield from walk(sub, *inner)
 
     yield from walk(jaxpr, 1, 0, 1, None)
 
