@@ -643,12 +643,16 @@ def put(buffer: jax.Array, slot, x: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(buffer, kept, at, 0)
 
 
+# Slots and layers are taken as one dim: with one layer a chunk XLA would see that a load does not depend on the loop's
+# index, and would lift it out of the loop, to be run at every tick on every stage.
+
+
 def load(pool: list, slot, layer) -> list:
     """Each buffer[slots, L, ...] of a pool at one slot and layer."""
 
     def at(buffer):
-        start = jnp.int32(slot), jnp.int32(layer), *[jnp.int32(0)] * (buffer.ndim - 2)
-        return lax.dynamic_slice(buffer, start, (1, 1, *buffer.shape[2:])).reshape(buffer.shape[2:])
+        flat = buffer.reshape(-1, *buffer.shape[2:])
+        return lax.dynamic_index_in_dim(flat, slot * buffer.shape[1] + layer, keepdims=False)
 
     return [at(buffer) for buffer in pool]
 
@@ -657,8 +661,9 @@ def store(pool: list, slot, layer, values: list) -> list:
     """The pool with `values` at one slot and layer."""
 
     def at(buffer, x):
-        start = jnp.int32(slot), jnp.int32(layer), *[jnp.int32(0)] * (buffer.ndim - 2)
-        return lax.dynamic_update_slice(buffer, comm.varying_like(x, buffer)[None, None], start)
+        flat, row = buffer.reshape(-1, *buffer.shape[2:]), slot * buffer.shape[1] + layer
+        x = comm.varying_like(x, buffer)
+        return lax.dynamic_update_index_in_dim(flat, x, row, 0).reshape(buffer.shape)
 
     return [at(buffer, x) for buffer, x in zip(pool, values, strict=True)]
 
