@@ -1,8 +1,8 @@
 """Closed forms of the papers: parameters, FLOPs, memory, communication, pipeline idle, days and dollars.
 
-No JAX here. They explain what `jaxdist.plan.trace` and the compiler count, and cost microseconds. Sizes are in elements,
-memory in bytes (GB = 1e9, GiB = 2**30), time in seconds, speed in FLOP/s and bytes/s. Whatever a search over layouts
-varies (batch, tp, dp, ZeRO stage, remat, ...) may be a number or a numpy array: arrays are columns of layouts.
+No JAX here. They explain what `jaxdist.plan.trace` and the compiler count, and cost microseconds. Sizes are in
+elements, memory in bytes (GB = 1e9, GiB = 2**30), time in seconds, speed in FLOP/s and bytes/s. Whatever a search over
+layouts varies (batch, tp, dp, ZeRO stage, remat, ...) may be a number or a numpy array: arrays are columns of layouts.
 
 Where sources disagree the choice is a named argument, and the result is a `Stated` value whose text says which it was.
 Letters in formulas are the papers': L layers, h width, a heads, s sequence length, b rows of a micro-batch, B sequences
@@ -413,9 +413,9 @@ def head_activation_bytes(
 
 
 def interleave_factor(pp: Number, chunks: Number) -> Number:
-    """First-stage activations with v chunks over those without: 1 + (p-1)/(pv). Source: arXiv 2205.05198, section 4.2.3.
+    """First-stage activations with v chunks over those without: 1 + (p-1)/(pv); 1 where v = 1.
 
-    With one chunk there is no interleaving and the factor is 1.
+    Source: arXiv 2205.05198, section 4.2.3.
     """
     return np.where(np.asarray(chunks) > 1, 1 + (np.asarray(pp) - 1) / (np.asarray(pp) * chunks), 1.0)[()]
 
@@ -425,9 +425,7 @@ def stage_activation_bytes(layer_bytes: Number, num_layers: int, pp: Number, mic
     return layer_bytes * num_layers / pp * in_flight("1f1b", pp, microbatches) * interleave_factor(pp, chunks)
 
 
-def kv_cache_bytes(
-    shape: ModelShape, context: Number, rows: Number = 1, itemsize: float = 2, tp: Number = 1
-) -> Number:
+def kv_cache_bytes(shape: ModelShape, context: Number, rows: Number = 1, itemsize: float = 2, tp: Number = 1) -> Number:
     """2·L·(K·H)·context·rows·itemsize; a tp rank holds its share where tp divides the key/value heads, else all."""
     heads = shape.num_kv_heads or shape.num_heads
     share = np.where(heads % np.asarray(tp) == 0, tp, 1)[()]
@@ -488,9 +486,7 @@ def tp_traffic(
     calls = np.where(full_recompute, 6, 4)
     size = rows * shape.seq_len / cp * shape.width
     active = np.asarray(tp) > 1
-    return Traffic(
-        (calls * 2 * size * (np.asarray(tp) - 1) / tp)[()], (active * calls * np.where(sp, 2, 1))[()]
-    )
+    return Traffic((calls * 2 * size * (np.asarray(tp) - 1) / tp)[()], (active * calls * np.where(sp, 2, 1))[()])
 
 
 def pp_traffic(
@@ -517,7 +513,7 @@ def tokens_to_hide_dp(flops_per_s: Number, bytes_per_s: Number, gradient_bytes: 
 
 
 def bubble_over_ideal(pp: Number, microbatches: Number, chunks: Number = 1) -> Number:
-    """Idle over working time of GPipe and 1F1B: (p-1)/m; interleaved (p-1)/(vm). Source: arXiv 2104.04473, section 2.2."""
+    """Idle over working time: GPipe and 1F1B (p-1)/m, interleaved (p-1)/(vm). Source: arXiv 2104.04473, section 2.2."""
     return (np.asarray(pp) - 1) / (np.asarray(chunks) * microbatches)
 
 
@@ -528,7 +524,7 @@ def bubble_share(pp: Number, microbatches: Number, chunks: Number = 1) -> Number
 
 @dataclass(frozen=True)
 class PipelineKind:
-    """Bubble in units of 1F1B's, (p-1)(F+B+W), where F = B = W; activations in units of 1F1B's, which are p in flight."""
+    """Bubble in units of 1F1B's, (p-1)(F+B+W), where F = B = W; activations in units of 1F1B's, p in flight."""
 
     bubble: float
     activations: float

@@ -78,7 +78,9 @@ def load_hardware(path: str | Path | None = None) -> dict[str, Accelerator]:
     source = "hardware.toml" if path is None else str(path)
     table = _merged("hardware.toml", path)
     _require_tables(source, table, ("links", "accelerators"))
-    links = {name: _make(Link, source, f"links.{name}", {"name": name, **entry}) for name, entry in table["links"].items()}
+    links = {
+        name: _make(Link, source, f"links.{name}", {"name": name, **entry}) for name, entry in table["links"].items()
+    }
     found = {}
     for name, entry in table["accelerators"].items():
         where = f"accelerators.{name}"
@@ -183,9 +185,7 @@ def load_prices(path: str | Path | None = None) -> dict[str, dict]:
     return _merged("prices.toml", path)
 
 
-def price(
-    hardware: str, vendor: str, today: datetime.date | None = None, path: str | Path | None = None
-) -> Price:
+def price(hardware: str, vendor: str, today: datetime.date | None = None, path: str | Path | None = None) -> Price:
     """What a vendor asks for one accelerator an hour, on demand.
 
     `today` None is `date.today()`; a price older than 90 days by then carries a warning.
@@ -204,7 +204,9 @@ def price(
     age = ((today or datetime.date.today()) - date).days
     warning = ""
     if age > STALE_DAYS:
-        warning = f"The price of {hardware} at {vendor} is of {date}, {age} days old ({source}): check it before you pay."
+        warning = (
+            f"The price of {hardware} at {vendor} is of {date}, {age} days old ({source}): check it before you pay."
+        )
     return Price(float(dollars), hardware, vendor, date, source, warning)
 
 

@@ -56,8 +56,36 @@ class Efficiency:
         for name in ("matmul", "hbm", "inside", "between"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(
-                    f"efficiency {name}={getattr(self, name)}", "it is a part of a peak, above 0 and at most 1", "Use 0.7"
+                    f"efficiency {name}={getattr(self, name)}",
+                    "it is a part of a peak, above 0 and at most 1",
+                    "Use 0.7",
                 )
+
+
+# Fitted by `python -m jaxdist.plan.calibration --fit` to published runs; errors and what was fitted are in docs/plan.md.
+EFFICIENCIES = {
+    "a100-megatron": Efficiency(
+        matmul=0.861,
+        half_size=69.8,
+        hbm=0.572,
+        inside=0.7,
+        between=0.7,
+        hide=0.0,
+        relative_error=0.07,
+        stack="a100-megatron",
+    ),
+    "h100-nanotron": Efficiency(
+        matmul=0.590,
+        half_size=50.0,
+        hbm=0.7,
+        inside=0.75,
+        between=0.572,
+        step_seconds=0.0429,
+        hide=0.5,
+        relative_error=0.13,
+        stack="h100-nanotron",
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +98,7 @@ class Layout:
     of the stage that also has the head (default L/p). gradient_bytes: of one accumulated and reduced element.
     remat: words of `jaxdist.config.ParallelConfig`. overlap_dp: gradients (and ZeRO-3 weights) travel during backward.
     overlap_tp: gathers before column-parallel matmuls travel during them, half of all tp traffic. flash: attention that
-    never writes its scores.
+    never writes its scores. scatter_gather: without sp, tp ranks send different parts of a message between stages.
     """
 
     pp: Number = 1
@@ -94,6 +122,7 @@ class Layout:
     overlap_tp: Number = False
     flash: Number = False
     dropout: Number = False
+    scatter_gather: Number = False
 
     @property
     def num_devices(self) -> Number:
@@ -229,8 +258,7 @@ def step_time(
     again = every > 0  # recomputed forwards
     layer = {
         "compute": (3 + again) * matrices + (3 + (again | selective)) * core,
-        "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise
-        + (1 + BACKWARD_TRAFFIC + (again | selective)) * softmax,
+        "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise + (1 + BACKWARD_TRAFFIC + (again | selective)) * softmax,
         "overhead": (3 + again) * e.layer_seconds,
         "tp": (4 + 2 * again) * all_reduce * np.where(layout.overlap_tp, 0.5, 1.0),
         "cp": (3 + again) * ring_attention,
@@ -247,10 +275,12 @@ def step_time(
     most = np.ceil(shape.num_layers / pp) if layout.most_layers is None else np.asarray(layout.most_layers)
     last = shape.num_layers / pp if layout.last_layers is None else np.asarray(layout.last_layers)
     with_head = last * sum(layer.values()) + sum(head.values()) >= most * sum(layer.values())
-    local = (shape.num_layers * shape.layer_parameters / pp + shape.vocab_size * h) / tp  # parameters on the worst stage
+    local = (
+        shape.num_layers * shape.layer_parameters / pp + shape.vocab_size * h
+    ) / tp  # parameters on the worst stage
     micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
     micro["memory"] = micro["memory"] + local * (itemsize + 2 * grad) / hbm  # add a gradient to the sum so far
-    message = activation / tp * np.where(sp, 1, tp)
+    message = activation / np.where(sp | np.asarray(layout.scatter_gather), tp, 1)
     micro["pp"] = 2 * layout.chunks * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
 
     # ---- one update

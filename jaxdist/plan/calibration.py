@@ -1,0 +1,357 @@
+"""The plan's predictions beside published runs: errors, what was fitted to them, and errors of what was left out.
+
+`python -m jaxdist.plan.calibration` prints the tables of docs/plan.md; `--fit` the fitted constants.
+
+What is fitted is few and stated: `FITTED` constants of an `Efficiency` for each software stack, and for nanotron's
+memory the `MemoryConvention`. Leave-one-out: the constants are fitted again without a run, and predict that run.
+"""
+
+import argparse
+import itertools
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from jaxdist.parallel.schedules import divide_layers
+from jaxdist.plan import formulas
+from jaxdist.plan.formulas import GIB, ModelShape, StateRecipe
+from jaxdist.plan.hardware import HERE, Cluster, find_hardware
+from jaxdist.plan.time_model import EFFICIENCIES, Efficiency, Layout, step_time
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published number and ours. `left_out`: what a fit without this run predicts; None where nothing is fitted."""
+
+    group: str
+    name: str
+    quantity: str
+    unit: str
+    published: float
+    predicted: float
+    left_out: float | None = None
+
+    @property
+    def error(self) -> float:
+        """Relative, signed."""
+        return self.predicted / self.published - 1
+
+    @property
+    def left_out_error(self) -> float | None:
+        return None if self.left_out is None else self.left_out / self.published - 1
+
+
+def mean_and_max(errors: Sequence[float]) -> tuple[float, float]:
+    """Of the sizes of relative errors."""
+    sizes = np.abs(errors)
+    return float(sizes.mean()), float(sizes.max())
+
+
+@cache
+def published() -> dict:
+    return tomllib.loads((HERE / "published.toml").read_text(encoding="utf-8"))
+
+
+def _cluster(group: str, num_devices: int) -> Cluster:
+    hardware = find_hardware(published()["groups"][group]["accelerator"])
+    return Cluster(hardware, -(-num_devices // hardware.devices_per_node), min(num_devices, hardware.devices_per_node))
+
+
+def _shape(group: str, run: dict) -> ModelShape:
+    facts = published()["groups"][group]
+    if group != "nanotron":
+        return ModelShape.gpt(run["layers"], run["width"], run["heads"], facts["seq_len"], facts["vocab_size"])
+    return ModelShape(
+        run["layers"],
+        run["width"],
+        run["heads"],
+        run["ffn_width"],
+        facts["seq_len"],
+        facts["vocab_size"],
+        gated_mlp=True,
+        tied_embedding=run["tied"],
+        learned_positions=False,
+        biases=False,
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- time
+
+
+@dataclass(frozen=True, eq=False)
+class TimeCase:
+    """A run with a published time. Where the layout has several columns, the fastest is what the authors are taken to
+    have run: their micro-batch was tuned and is not printed."""
+
+    group: str
+    name: str
+    shape: ModelShape
+    layout: Layout
+    cluster: Cluster
+    seconds: float
+
+    def predict(self, efficiency: Efficiency) -> float:
+        dtype = "bfloat16" if self.group == "nanotron" else "float16"
+        return float(step_time(self.shape, self.layout, self.cluster, efficiency, dtype).total.min())
+
+
+@cache
+def time_cases(stack: str) -> tuple[TimeCase, ...]:
+    """Every published time of a software stack, in seconds a step; MFU and TFLOP/s turned into seconds as published."""
+    groups = [name for name, facts in published()["groups"].items() if facts["stack"] == stack]
+    makers = {"recompute": _recompute_times, "weak_scaling": _weak_scaling_times, "nanotron": _nanotron_times}
+    return tuple(case for group in groups for run in published()[group] for case in makers[group](run))
+
+
+MEGATRON = {"gradient_bytes": 2, "overlap_dp": False, "dropout": True}
+
+
+def _recompute_times(run: dict) -> list[TimeCase]:
+    shape, cluster = _shape("recompute", run), _cluster("recompute", run["gpus"])
+    common = {key: run[key] for key in ("tp", "pp", "chunks", "rows")} | MEGATRON
+    common["microbatches"] = run["batch"] // run["rows"]
+    layouts = {
+        "full": Layout(remat="block", scatter_gather=True, **common),
+        "selective": Layout(remat="selective", sp=True, **common),
+    }
+    return [
+        TimeCase("recompute", f"{run['name']} {kind}", shape, layout, cluster, run[f"seconds_{kind}"])
+        for kind, layout in layouts.items()
+    ]
+
+
+def _weak_scaling_times(run: dict) -> list[TimeCase]:
+    shape, tp = _shape("weak_scaling", run), min(run["model_parallel"], 8)
+    pp = run["model_parallel"] // tp
+    dp = run["gpus"] // run["model_parallel"]
+    rows = np.array([rows for rows in (1, 2, 4, 8) if run["batch"] % (dp * rows) == 0])
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        rows=rows,
+        microbatches=run["batch"] // (dp * rows),
+        remat="block",
+        scatter_gather=True,
+        **MEGATRON,
+    )
+    flops = formulas.iteration_flops(shape, run["batch"], "block").value
+    seconds = flops / (run["tflops"] * 1e12 * run["gpus"])
+    cluster = _cluster("weak_scaling", run["gpus"])
+    return [TimeCase("weak_scaling", run["name"], shape, layout, cluster, seconds)]
+
+
+def _nanotron_times(run: dict) -> list[TimeCase]:
+    shape, cluster = _shape("nanotron", run), _cluster("nanotron", run["gpus"])
+    layers = nanotron_layers(shape, run["pp"])
+    layout = Layout(
+        **{key: run[key] for key in ("dp", "tp", "pp", "microbatches", "rows", "zero")},
+        sp=run["tp"] > 1,
+        most_layers=max(layers),
+        last_layers=layers[-1],
+        gradient_bytes=4,
+        flash=True,
+        overlap_dp=True,
+        overlap_tp=True,
+    )
+    tokens = layout.sequences * shape.seq_len
+    flops = 3 * sum(formulas.forward_flops_per_token(shape).values()) * tokens
+    seconds = float(flops / (run["mfu"] / 100 * cluster.hardware.peak("bfloat16") * run["gpus"]))
+    return [TimeCase("nanotron", run["name"], shape, layout, cluster, seconds)]
+
+
+def nanotron_layers(shape: ModelShape, pp: int) -> tuple[int, ...]:
+    """nanotron spreads layers over stages by matmul cost, the head counted as so many layers."""
+    return divide_layers(shape.num_layers, pp, last=shape.vocab_size * shape.width / shape.layer_matrices)
+
+
+# --------------------------------------------------------------------------------------------------------------- fit
+
+RUN_SPREAD = 0.05  # relative error that a published time is expected to have under the model
+
+# What is fitted, with the guess it starts from and how far off that may be; other constants of the stack stay guesses.
+# The guess keeps a constant that few runs depend on where it was: six nanotron runs cannot say three things freely.
+FITTED = {
+    "a100-megatron": {"matmul": (0.8, 0.2), "half_size": (60.0, 60.0), "hbm": (0.7, 0.2)},
+    "h100-nanotron": {"matmul": (0.7, 0.2), "between": (0.7, 0.2), "step_seconds": (0.02, 0.02)},
+}
+
+
+def fit(stack: str, leave_out: int | None = None) -> Efficiency:
+    """The stack's `FITTED` constants for the published times, by least squares of log errors and guesses.
+
+    Gauss-Newton with damping: minimises the squares of log(predicted/published) / RUN_SPREAD, and of
+    (constant - guess) / spread.
+    """
+    cases = [case for index, case in enumerate(time_cases(stack)) if index != leave_out]
+    guess, spread = np.array(list(FITTED[stack].values())).T
+
+    def efficiency(x):
+        return replace(
+            EFFICIENCIES[stack], **dict(zip(FITTED[stack], (guess + x * spread).clip(1e-3).tolist(), strict=True))
+        )
+
+    def errors(x):
+        logs = np.log([case.predict(efficiency(x)) / case.seconds for case in cases])
+        return np.concatenate([logs / RUN_SPREAD, x])
+
+    x, damping = np.zeros(len(guess)), 1e-2
+    now = errors(x)
+    for _ in range(30):
+        slopes = np.stack([(errors(x + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(x))], axis=1)
+        change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(x)), -slopes.T @ now)
+        then = errors(x + change)
+        if then @ then < now @ now:
+            x, now, damping = x + change, then, damping / 10
+            if np.abs(change).max() < 1e-4:
+                break
+        else:
+            damping *= 10
+    return efficiency(x)
+
+
+def time_rows(stack: str, leave_out: bool = True) -> list[Row]:
+    """Seconds a step, published and predicted with the constants of `EFFICIENCIES`."""
+    rows = []
+    for index, case in enumerate(time_cases(stack)):
+        predicted = case.predict(EFFICIENCIES[stack])
+        left_out = case.predict(fit(stack, leave_out=index)) if leave_out else None
+        rows.append(Row(case.group, case.name, "step time", "s", case.seconds, predicted, left_out))
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+@dataclass(frozen=True)
+class MemoryConvention:
+    """What a framework keeps beyond the papers' formulas. The defaults are nanotron's, as its six published peaks say.
+
+    micro_gradient: bytes a parameter of a micro-batch's own gradient, beside the accumulated one. update: bytes a
+    parameter, over dp, of the optimiser's temporaries. extra_hidden: bytes a position and h that a layer keeps beyond
+    its matmuls' and norms' inputs. gathered: with sp, the whole gathered inputs of QKV and of the MLP are kept (4h
+    bytes a position instead of 4h/t). bytes_per_logit: 16-bit logits, fp32 logits and softmax.
+    """
+
+    micro_gradient: float = 2
+    update: float = 4
+    extra_hidden: float = 2
+    gathered: bool = True
+    bytes_per_logit: float = 10
+
+
+# Every convention that leave-one-out chooses from.
+CHOICES = [MemoryConvention(*c) for c in itertools.product((0, 2, 4), (0, 4, 8), (0, 2, 4), (False, True), (6, 10, 14))]
+
+
+def nanotron_peak_bytes(run: dict, convention: MemoryConvention = MemoryConvention()) -> float:
+    """Bytes of the fullest stage: 2+4+12 a parameter (the 12 over dp with ZeRO-1), 1F1B's activations, the logits."""
+    shape = _shape("nanotron", run)
+    tp, pp, dp, rows = (run[name] for name in ("tp", "pp", "dp", "rows"))
+    sp, positions = tp > 1, run["rows"] * shape.seq_len
+    layer = formulas.layer_activation_bytes(shape, rows, tp, sp, dropout=False, flash=True)
+    layer += positions * shape.width * convention.extra_hidden / tp
+    layer += positions * shape.width * 4 * (1 - 1 / tp) * convention.gathered
+    head = formulas.head_activation_bytes(shape, rows, tp, sp, bytes_per_logit=convention.bytes_per_logit)
+    recipe = StateRecipe(2, 4 + convention.micro_gradient, 12 + convention.update)
+    stages = []
+    for stage, layers in enumerate(nanotron_layers(shape, pp)):
+        ends = (stage == 0) + (stage == pp - 1)
+        tables = min(ends, 1) if shape.tied_embedding else ends  # a tied table is on both end stages
+        parameters = layers * shape.layer_parameters + tables * shape.vocab_size * shape.width
+        state = formulas.state_bytes(parameters, recipe, run["zero"], dp, tp).total
+        held = formulas.in_flight("1f1b", pp, run["microbatches"], stage)
+        stages.append(state + layers * held * layer + (head if stage == pp - 1 else 0))
+    return float(max(stages))
+
+
+def best_convention(leave_out: int | None = None) -> MemoryConvention:
+    """The one of `CHOICES` with the least mean error over nanotron's published peaks."""
+    runs = [run for index, run in enumerate(published()["nanotron"]) if index != leave_out]
+    return min(CHOICES, key=lambda c: sum(abs(nanotron_peak_bytes(run, c) / GIB / run["peak_gib"] - 1) for run in runs))
+
+
+def memory_rows(leave_out: bool = True) -> list[Row]:
+    """GiB, published and predicted. Megatron's are what the paper's own formulas give; only nanotron's were measured."""
+    rows = []
+    for run in published()["recompute"]:
+        shape, tp, pp, chunks = _shape("recompute", run), run["tp"], run["pp"], run["chunks"]
+        # The printed figure is 18 bytes for each of 12Lh², spread evenly: no embedding, biases or norms.
+        matrices = shape.num_layers * shape.layer_matrices
+        state = formulas.state_bytes(matrices, "mixed-adam-fp32-gradients", tp=tp, pp=pp).total
+        rows.append(Row("recompute", run["name"], "parameters + optimiser", "GiB", run["state_gib"], state / GIB))
+        for kind, sp, remat in (("none", False, "none"), ("selective", True, "selective")):
+            layer = formulas.layer_activation_bytes(shape, run["rows"], tp, sp, remat=remat)
+            kept = formulas.stage_activation_bytes(layer, shape.num_layers, pp, run["batch"] // run["rows"], chunks)
+            quantity = "activations" if kind == "none" else "activations, sp + selective"
+            rows.append(
+                Row("recompute", run["name"], quantity, "GiB", run[f"activations_{kind}_gib"], float(kept) / GIB)
+            )
+    for index, run in enumerate(published()["nanotron"]):
+        left_out = nanotron_peak_bytes(run, best_convention(index)) / GIB if leave_out else None
+        predicted = nanotron_peak_bytes(run) / GIB
+        rows.append(Row("nanotron", run["name"], "peak", "GiB", run["peak_gib"], predicted, left_out))
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def all_rows(leave_out: bool = True) -> list[Row]:
+    """Every published number beside ours."""
+    return memory_rows(leave_out) + [row for stack in FITTED for row in time_rows(stack, leave_out)]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown, one line a number."""
+    lines = [
+        "| run | quantity | published | predicted | error | left out |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        left_out = "" if row.left_out is None else f"{row.left_out_error:+.1%}"
+        lines.append(
+            f"| {row.group} {row.name} | {row.quantity} | {row.published:.4g} {row.unit} | "
+            f"{row.predicted:.4g} {row.unit} | {row.error:+.1%} | {left_out} |"
+        )
+    return "\n".join(lines)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Markdown: mean and max error by what was predicted."""
+    lines = ["| what | numbers | mean | max | mean, left out | max, left out |", "|---|--:|--:|--:|--:|--:|"]
+    time = [row for row in rows if row.quantity == "step time"]
+    kinds = {
+        "memory, formulas (Megatron)": [row for row in rows if row.group == "recompute" and row.unit == "GiB"],
+        "memory, measured peaks (nanotron)": [row for row in rows if row.quantity == "peak"],
+        "memory, all": [row for row in rows if row.unit == "GiB"],
+        "step time, A100, Megatron": [row for row in time if row.group != "nanotron"],
+        "step time, H100, nanotron": [row for row in time if row.group == "nanotron"],
+        "step time, all": time,
+    }
+    for what, of in kinds.items():
+        mean, worst = mean_and_max([row.error for row in of])
+        left = [row.left_out_error for row in of if row.left_out is not None]
+        ending = "{:.1%} | {:.1%}".format(*mean_and_max(left)) if left else "|"
+        lines.append(f"| {what} | {len(of)} | {mean:.1%} | {worst:.1%} | {ending} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", action="store_true", help="print the fitted constants instead of the tables")
+    if parser.parse_args().fit:
+        for stack in FITTED:
+            fitted = fit(stack)
+            print(stack, {name: round(getattr(fitted, name), 4) for name in FITTED[stack]})
+        print("nanotron memory", best_convention())
+        return
+    rows = all_rows()
+    print(summary(rows), table(rows), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
