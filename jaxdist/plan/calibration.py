@@ -2,7 +2,7 @@
 
 `python -m jaxdist.plan.calibration` prints the tables of docs/plan.md; `--fit` the fitted constants.
 
-What is fitted is few and stated: `FITTED` constants of an `Efficiency` for each software stack, and for nanotron's
+What is fitted is little and stated: `FITTED` constants of an `Efficiency` for each software stack, and for nanotron's
 memory the `MemoryConvention`. Leave-one-out: the constants are fitted again without a run, and predict that run.
 """
 
@@ -62,7 +62,7 @@ def _cluster(group: str, num_devices: int) -> Cluster:
 
 def _shape(group: str, run: dict) -> ModelShape:
     facts = published()["groups"][group]
-    if group != "nanotron":
+    if facts["stack"] == "a100-megatron":
         return ModelShape.gpt(run["layers"], run["width"], run["heads"], facts["seq_len"], facts["vocab_size"])
     return ModelShape(
         run["layers"],
@@ -94,16 +94,20 @@ class TimeCase:
     seconds: float
 
     def predict(self, efficiency: Efficiency) -> float:
-        dtype = "bfloat16" if self.group == "nanotron" else "float16"
-        return float(step_time(self.shape, self.layout, self.cluster, efficiency, dtype).total.min())
+        return float(step_time(self.shape, self.layout, self.cluster, efficiency).total.min())
 
 
 @cache
 def time_cases(stack: str) -> tuple[TimeCase, ...]:
     """Every published time of a software stack, in seconds a step; MFU and TFLOP/s turned into seconds as published."""
     groups = [name for name, facts in published()["groups"].items() if facts["stack"] == stack]
-    makers = {"recompute": _recompute_times, "weak_scaling": _weak_scaling_times, "nanotron": _nanotron_times}
-    return tuple(case for group in groups for run in published()[group] for case in makers[group](run))
+    makers = {"recompute": _recompute_times, "weak_scaling": _weak_scaling_times}
+    return tuple(
+        case
+        for group in groups
+        for run in published()[group]
+        for case in (makers[group](run) if group in makers else [_nanotron_time(group, run)])
+    )
 
 
 MEGATRON = {"gradient_bytes": 2, "overlap_dp": False, "dropout": True}
@@ -144,8 +148,8 @@ def _weak_scaling_times(run: dict) -> list[TimeCase]:
     return [TimeCase("weak_scaling", run["name"], shape, layout, cluster, seconds)]
 
 
-def _nanotron_times(run: dict) -> list[TimeCase]:
-    shape, cluster = _shape("nanotron", run), _cluster("nanotron", run["gpus"])
+def _nanotron_time(group: str, run: dict) -> TimeCase:
+    shape, cluster = _shape(group, run), _cluster(group, run["gpus"])
     layers = nanotron_layers(shape, run["pp"])
     layout = Layout(
         **{key: run[key] for key in ("dp", "tp", "pp", "microbatches", "rows", "zero")},
@@ -155,12 +159,11 @@ def _nanotron_times(run: dict) -> list[TimeCase]:
         gradient_bytes=4,
         flash=True,
         overlap_dp=True,
-        overlap_tp=True,
     )
     tokens = layout.sequences * shape.seq_len
     flops = 3 * sum(formulas.forward_flops_per_token(shape).values()) * tokens
-    seconds = float(flops / (run["mfu"] / 100 * cluster.hardware.peak("bfloat16") * run["gpus"]))
-    return [TimeCase("nanotron", run["name"], shape, layout, cluster, seconds)]
+    speed = run["tflops"] * 1e12 if "tflops" in run else run["mfu"] / 100 * cluster.hardware.peak("bfloat16")
+    return TimeCase(group, run["name"], shape, layout, cluster, float(flops / (speed * run["gpus"])))
 
 
 def nanotron_layers(shape: ModelShape, pp: int) -> tuple[int, ...]:
@@ -180,13 +183,20 @@ FITTED = {
 }
 
 
+NEVER_FITTED = ("tp_scaling",)
+
+
 def fit(stack: str, leave_out: int | None = None) -> Efficiency:
     """The stack's `FITTED` constants for the published times, by least squares of log errors and guesses.
 
     Gauss-Newton with damping: minimises the squares of log(predicted/published) / RUN_SPREAD, and of
     (constant - guess) / spread.
     """
-    cases = [case for index, case in enumerate(time_cases(stack)) if index != leave_out]
+    cases = [
+        case
+        for index, case in enumerate(time_cases(stack))
+        if index != leave_out and case.group not in NEVER_FITTED
+    ]
     guess, spread = np.array(list(FITTED[stack].values())).T
 
     def efficiency(x):
@@ -218,7 +228,8 @@ def time_rows(stack: str, leave_out: bool = True) -> list[Row]:
     rows = []
     for index, case in enumerate(time_cases(stack)):
         predicted = case.predict(EFFICIENCIES[stack])
-        left_out = case.predict(fit(stack, leave_out=index)) if leave_out else None
+        fitted = leave_out and case.group not in NEVER_FITTED
+        left_out = case.predict(fit(stack, leave_out=index)) if fitted else None
         rows.append(Row(case.group, case.name, "step time", "s", case.seconds, predicted, left_out))
     return rows
 
@@ -275,7 +286,7 @@ def best_convention(leave_out: int | None = None) -> MemoryConvention:
 
 
 def memory_rows(leave_out: bool = True) -> list[Row]:
-    """GiB, published and predicted. Megatron's are what the paper's own formulas give; only nanotron's were measured."""
+    """GiB, published and predicted. Megatron's are what the paper's formulas give; only nanotron's were measured."""
     rows = []
     for run in published()["recompute"]:
         shape, tp, pp, chunks = _shape("recompute", run), run["tp"], run["pp"], run["chunks"]
@@ -328,9 +339,10 @@ def summary(rows: Sequence[Row]) -> str:
         "memory, formulas (Megatron)": [row for row in rows if row.group == "recompute" and row.unit == "GiB"],
         "memory, measured peaks (nanotron)": [row for row in rows if row.quantity == "peak"],
         "memory, all": [row for row in rows if row.unit == "GiB"],
-        "step time, A100, Megatron": [row for row in time if row.group != "nanotron"],
+        "step time, A100, Megatron": [row for row in time if row.group in ("recompute", "weak_scaling")],
         "step time, H100, nanotron": [row for row in time if row.group == "nanotron"],
-        "step time, all": time,
+        "step time, all that were fitted": [row for row in time if row.group not in NEVER_FITTED],
+        "step time, never fitted (tp 2 to 32)": [row for row in time if row.group in NEVER_FITTED],
     }
     for what, of in kinds.items():
         mean, worst = mean_and_max([row.error for row in of])

@@ -524,7 +524,10 @@ def bubble_share(pp: Number, microbatches: Number, chunks: Number = 1) -> Number
 
 @dataclass(frozen=True)
 class PipelineKind:
-    """Bubble in units of 1F1B's, (p-1)(F+B+W), where F = B = W; activations in units of 1F1B's, p in flight."""
+    """Bubble in units of 1F1B's, (p-1)(F+B+W), where F = B = W; activations in units of 1F1B's, p in flight.
+
+    ZB-V's 0 is between a device's first action and its last: the ends, (p-1) chunk ticks, remain.
+    """
 
     bubble: float
     activations: float

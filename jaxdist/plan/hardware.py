@@ -193,7 +193,7 @@ def price(hardware: str, vendor: str, today: datetime.date | None = None, path: 
     """
     entry = nearest(vendor, load_prices(path), "vendor", "Add it in your own price file")
     listed = {name: value for name, value in entry.items() if name not in ("source", "date")}
-    dollars = nearest(hardware, listed, f"price at {vendor} for", "Add it in your own price file")
+    dollars = nearest(hardware, listed, f"accelerator in the prices of {vendor},", "Add it in your own price file")
     date, source = entry.get("date"), entry.get("source", "no source given")
     if not isinstance(dollars, (int, float)) or not dollars > 0 or not isinstance(date, datetime.date):
         raise ConfigError(
