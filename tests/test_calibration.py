@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from jaxdist.parallel import schedules
-from jaxdist.plan import calibration
+from jaxdist.plan import calibration, formulas
 from jaxdist.plan.calibration import FITTED, all_rows, fit, mean_and_max
-from jaxdist.plan.formulas import GIB, ModelShape
+from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.memory_model import NANOTRON, device_bytes
 from jaxdist.plan.time_model import BINDS, EFFICIENCIES, PARTS, Efficiency, Layout, step_time
 
 
@@ -30,6 +31,7 @@ def test_every_published_case_is_there(rows):
     assert len(errors(rows, group="weak_scaling")) == 9
     assert len(errors(rows, group="nanotron")) == 12
     assert len(errors(rows, unit="GiB")) == 18
+    assert len(errors(rows, group="tp_scaling")) == 5
 
 
 def test_memory_targets(rows):
@@ -52,13 +54,15 @@ def test_step_time_targets(rows):
 
 
 def test_leave_one_out(rows):
-    """What the targets are worth for a run that was not fitted. Above 10 % at most on H100 and for memory: see docs."""
+    """What the targets are worth for a run that was not fitted: H100 and memory miss them, docs/plan.md says why."""
     step = [row for row in rows if row.quantity == "step time"]
-    megatron = mean_and_max([row.left_out_error for row in step if row.group != "nanotron"])
+    megatron = mean_and_max([row.left_out_error for row in step if row.group in ("recompute", "weak_scaling")])
     nanotron = mean_and_max([row.left_out_error for row in step if row.group == "nanotron"])
+    never = mean_and_max([row.error for row in step if row.group == "tp_scaling"])
     peaks = mean_and_max([row.left_out_error for row in rows if row.quantity == "peak"])
     assert megatron[0] <= 0.05 and megatron[1] <= 0.10
-    assert nanotron[0] <= 0.05 and nanotron[1] <= 0.13
+    assert nanotron[0] <= 0.075 and nanotron[1] <= 0.175
+    assert never[0] <= 0.06 and never[1] <= 0.08
     assert peaks[0] <= 0.09 and peaks[1] <= 0.17
 
 
@@ -70,8 +74,8 @@ def test_constants_are_what_the_fit_gives(stack):
 
 
 def test_constants_are_few_and_the_convention_is_the_best_one():
-    assert sum(len(names) for names in FITTED.values()) == 6
-    assert calibration.best_convention() == calibration.MemoryConvention()
+    assert sum(len(names) for names in FITTED.values()) == 5
+    assert calibration.best_convention() == NANOTRON
 
 
 def test_error_bars_hold_the_published_times():
@@ -84,16 +88,41 @@ def test_error_bars_hold_the_published_times():
 
 def test_tables_print(rows):
     text = calibration.summary(rows) + calibration.table(rows)
-    assert "| step time, all | 23 |" in text and "| nanotron 8.86B, 128 GPUs | peak | 66.88 GiB |" in text
+    assert (
+        "| step time, all that were fitted | 23 |" in text and "| nanotron 8.86B, 128 GPUs | peak | 66.88 GiB |" in text
+    )
     assert calibration.table(rows).count("\n") == len(rows) + 1
 
 
 def test_the_fullest_stage_can_be_any():
-    """The peak is of the stage that holds most, not always the first: a large vocabulary fills the last."""
-    run = dict(calibration.published()["nanotron"][1])
-    few_micro = calibration.nanotron_peak_bytes({**run, "microbatches": 1, "rows": 8})
-    logits = 8 * 4096 * 131072 * 10
-    assert few_micro > logits and calibration.nanotron_peak_bytes(run) / GIB == pytest.approx(15.69, abs=0.01)
+    """Not always the first: a large vocabulary fills the last one, and the second may have more layers."""
+    shape = ModelShape.gpt(16, 2048, 16, vocab_size=131072)
+    assert device_bytes(shape, Layout(pp=2, microbatches=16)).stage == "first"
+    assert device_bytes(shape, Layout(pp=2, rows=8)).stage == "last"
+    assert (
+        device_bytes(shape, Layout(pp=4, microbatches=8, first_layers=1, last_layers=1, most_layers=7)).stage
+        == "second"
+    )
+
+
+def test_memory_in_columns_is_the_closed_forms():
+    pp, tp, zero = np.array([1, 2, 4, 1]), np.array([8, 4, 2, 1]), np.array([0, 1, 2, 3])
+    remat = np.array(["block", "selective", "none", "every-4"])
+    layout = Layout(pp=pp, tp=tp, dp=4, zero=zero, remat=remat, sp=True, microbatches=8, rows=2, dropout=True)
+    found = device_bytes(SHAPE, layout, "mixed-adam")
+    layer = formulas.layer_activation_bytes(SHAPE, 2, tp, True, remat=remat, dropout=True)
+    assert found.activations.tolist() == (layer * 32 / pp * np.minimum(8, pp)).tolist()
+    assert found.stage.tolist() == ["first"] * 4
+    parameters = 32 / pp * SHAPE.layer_parameters + (51200 + 2048) * 4096
+    state = formulas.state_bytes(parameters, "mixed-adam", zero, 4, tp)
+    assert (found.parameters + found.gradients + found.optimizer).tolist() == pytest.approx(state.total.tolist())
+    assert found.recompute.tolist() == formulas.recompute_bytes(SHAPE, 2, remat, tp=tp, sp=True).tolist()
+    assert found.logits.tolist() == (formulas.head_activation_bytes(SHAPE, 2, tp, True) * (pp == 1)).tolist()
+    parts = ("parameters", "gradients", "optimizer", "activations", "recompute", "logits")
+    assert found.total == pytest.approx(sum(getattr(found, part) for part in parts))
+    held = max(schedules.in_flight(schedules.make_schedule("v-half", 4, 8))) / 2
+    half = device_bytes(SHAPE, Layout(pp=4, microbatches=8), held=held)
+    assert half.activations == pytest.approx(device_bytes(SHAPE, Layout(pp=4, microbatches=8)).activations * held / 4)
 
 
 # ---------------------------------------------------------------------------------------------------- laws of the model
@@ -167,7 +196,9 @@ def test_the_bubble_is_the_one_of_the_schedule_that_is_passed():
 
 def test_tensor_parallelism_is_cheaper_inside_a_node():
     inside, outside = one(tp=8, dp=8).tp, one(tp=16, dp=4).tp
-    assert outside > 3 * inside
+    # 8 inside and 2 across: half of S/8 more, twice, over a link of a ninth of the bandwidth.
+    assert outside > 1.4 * inside
+    assert one(tp=8, dp=8, pp=1).tp < one(tp=64).tp
     assert one(tp=8, dp=8, overlap_tp=True).tp < inside
 
 

@@ -3,7 +3,8 @@
 `python -m jaxdist.plan.calibration` prints the tables of docs/plan.md; `--fit` the fitted constants.
 
 What is fitted is little and stated: `FITTED` constants of an `Efficiency` for each software stack, and for nanotron's
-memory the `MemoryConvention`. Leave-one-out: the constants are fitted again without a run, and predict that run.
+memory the `MemoryConvention` that is best of `CHOICES`. Leave-one-out: the constants are fitted again without a run,
+and predict that run.
 """
 
 import argparse
@@ -17,8 +18,9 @@ import numpy as np
 
 from jaxdist.parallel.schedules import divide_layers
 from jaxdist.plan import formulas
-from jaxdist.plan.formulas import GIB, ModelShape, StateRecipe
+from jaxdist.plan.formulas import GIB, ModelShape
 from jaxdist.plan.hardware import HERE, Cluster, find_hardware
+from jaxdist.plan.memory_model import NANOTRON, MemoryConvention, device_bytes
 from jaxdist.plan.time_model import EFFICIENCIES, Efficiency, Layout, step_time
 
 
@@ -55,6 +57,7 @@ def published() -> dict:
     return tomllib.loads((HERE / "published.toml").read_text(encoding="utf-8"))
 
 
+@cache
 def _cluster(group: str, num_devices: int) -> Cluster:
     hardware = find_hardware(published()["groups"][group]["accelerator"])
     return Cluster(hardware, -(-num_devices // hardware.devices_per_node), min(num_devices, hardware.devices_per_node))
@@ -154,6 +157,7 @@ def _nanotron_time(group: str, run: dict) -> TimeCase:
     layout = Layout(
         **{key: run[key] for key in ("dp", "tp", "pp", "microbatches", "rows", "zero")},
         sp=run["tp"] > 1,
+        first_layers=layers[0],
         most_layers=max(layers),
         last_layers=layers[-1],
         gradient_bytes=4,
@@ -176,10 +180,10 @@ def nanotron_layers(shape: ModelShape, pp: int) -> tuple[int, ...]:
 RUN_SPREAD = 0.05  # relative error that a published time is expected to have under the model
 
 # What is fitted, with the guess it starts from and how far off that may be; other constants of the stack stay guesses.
-# The guess keeps a constant that few runs depend on where it was: six nanotron runs cannot say three things freely.
+# The guess holds a constant that few runs depend on near where it was.
 FITTED = {
     "a100-megatron": {"matmul": (0.8, 0.2), "half_size": (60.0, 60.0), "hbm": (0.7, 0.2)},
-    "h100-nanotron": {"matmul": (0.7, 0.2), "between": (0.7, 0.2), "step_seconds": (0.02, 0.02)},
+    "h100-nanotron": {"matmul": (0.7, 0.2), "step_seconds": (0.02, 0.02)},
 }
 
 
@@ -193,9 +197,7 @@ def fit(stack: str, leave_out: int | None = None) -> Efficiency:
     (constant - guess) / spread.
     """
     cases = [
-        case
-        for index, case in enumerate(time_cases(stack))
-        if index != leave_out and case.group not in NEVER_FITTED
+        case for index, case in enumerate(time_cases(stack)) if index != leave_out and case.group not in NEVER_FITTED
     ]
     guess, spread = np.array(list(FITTED[stack].values())).T
 
@@ -237,52 +239,28 @@ def time_rows(stack: str, leave_out: bool = True) -> list[Row]:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-@dataclass(frozen=True)
-class MemoryConvention:
-    """What a framework keeps beyond the papers' formulas. The defaults are nanotron's, as its six published peaks say.
-
-    micro_gradient: bytes a parameter of a micro-batch's own gradient, beside the accumulated one. update: bytes a
-    parameter, over dp, of the optimiser's temporaries. extra_hidden: bytes a position and h that a layer keeps beyond
-    its matmuls' and norms' inputs. gathered: with sp, the whole gathered inputs of QKV and of the MLP are kept (4h
-    bytes a position instead of 4h/t). bytes_per_logit: 16-bit logits, fp32 logits and softmax.
-    """
-
-    micro_gradient: float = 2
-    update: float = 4
-    extra_hidden: float = 2
-    gathered: bool = True
-    bytes_per_logit: float = 10
-
-
-# Every convention that leave-one-out chooses from.
+# Every convention that is chosen from: bytes of a micro-batch's gradient, of the update, of a layer, and of a logit.
 CHOICES = [MemoryConvention(*c) for c in itertools.product((0, 2, 4), (0, 4, 8), (0, 2, 4), (False, True), (6, 10, 14))]
 
 
-def nanotron_peak_bytes(run: dict, convention: MemoryConvention = MemoryConvention()) -> float:
-    """Bytes of the fullest stage: 2+4+12 a parameter (the 12 over dp with ZeRO-1), 1F1B's activations, the logits."""
-    shape = _shape("nanotron", run)
-    tp, pp, dp, rows = (run[name] for name in ("tp", "pp", "dp", "rows"))
-    sp, positions = tp > 1, run["rows"] * shape.seq_len
-    layer = formulas.layer_activation_bytes(shape, rows, tp, sp, dropout=False, flash=True)
-    layer += positions * shape.width * convention.extra_hidden / tp
-    layer += positions * shape.width * 4 * (1 - 1 / tp) * convention.gathered
-    head = formulas.head_activation_bytes(shape, rows, tp, sp, bytes_per_logit=convention.bytes_per_logit)
-    recipe = StateRecipe(2, 4 + convention.micro_gradient, 12 + convention.update)
-    stages = []
-    for stage, layers in enumerate(nanotron_layers(shape, pp)):
-        ends = (stage == 0) + (stage == pp - 1)
-        tables = min(ends, 1) if shape.tied_embedding else ends  # a tied table is on both end stages
-        parameters = layers * shape.layer_parameters + tables * shape.vocab_size * shape.width
-        state = formulas.state_bytes(parameters, recipe, run["zero"], dp, tp).total
-        held = formulas.in_flight("1f1b", pp, run["microbatches"], stage)
-        stages.append(state + layers * held * layer + (head if stage == pp - 1 else 0))
-    return float(max(stages))
+def nanotron_peak_gib(run: dict, convention: MemoryConvention = NANOTRON) -> float:
+    """GiB of the fullest stage: 2+4+12 a parameter (the 12 over dp with ZeRO-1), 1F1B's activations, the logits."""
+    case = _nanotron_time("nanotron", run)
+    return float(device_bytes(case.shape, case.layout, "mixed-adam-fp32-gradients", convention).total[0]) / GIB
+
+
+@cache
+def _errors_of_choices() -> np.ndarray:
+    """[choice, run]: sizes of relative errors."""
+    runs = published()["nanotron"]
+    return np.abs([[nanotron_peak_gib(run, choice) / run["peak_gib"] - 1 for run in runs] for choice in CHOICES])
 
 
 def best_convention(leave_out: int | None = None) -> MemoryConvention:
     """The one of `CHOICES` with the least mean error over nanotron's published peaks."""
-    runs = [run for index, run in enumerate(published()["nanotron"]) if index != leave_out]
-    return min(CHOICES, key=lambda c: sum(abs(nanotron_peak_bytes(run, c) / GIB / run["peak_gib"] - 1) for run in runs))
+    errors = _errors_of_choices()
+    kept = [run for run in range(errors.shape[1]) if run != leave_out]
+    return CHOICES[int(errors[:, kept].mean(axis=1).argmin())]
 
 
 def memory_rows(leave_out: bool = True) -> list[Row]:
@@ -302,8 +280,8 @@ def memory_rows(leave_out: bool = True) -> list[Row]:
                 Row("recompute", run["name"], quantity, "GiB", run[f"activations_{kind}_gib"], float(kept) / GIB)
             )
     for index, run in enumerate(published()["nanotron"]):
-        left_out = nanotron_peak_bytes(run, best_convention(index)) / GIB if leave_out else None
-        predicted = nanotron_peak_bytes(run) / GIB
+        left_out = nanotron_peak_gib(run, best_convention(index)) if leave_out else None
+        predicted = nanotron_peak_gib(run)
         rows.append(Row("nanotron", run["name"], "peak", "GiB", run["peak_gib"], predicted, left_out))
     return rows
 

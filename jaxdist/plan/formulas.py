@@ -304,6 +304,11 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
+def require_recipe(name: str) -> None:
+    """Refuse a recipe that is not one of `RECIPES`."""
+    _choose("recipe", name, RECIPES)
+
+
 def state_bytes(
     parameters: Number,
     recipe: str | StateRecipe = "mixed-adam",
@@ -318,7 +323,7 @@ def state_bytes(
     Source: ZeRO, arXiv 1910.02054, figure 1 (K = 12).
     """
     if isinstance(recipe, str):
-        _choose("recipe", recipe, RECIPES)
+        require_recipe(recipe)
         recipe = RECIPES[recipe]
     local = parameters / (np.asarray(tp) * pp)[()]
     zero = np.asarray(zero)
@@ -358,8 +363,8 @@ def layer_activation_bytes(
     sp: Number = False,
     cp: Number = 1,
     remat: str | np.ndarray = "none",
-    dropout: bool = True,
-    flash: bool = False,
+    dropout: Number = True,
+    flash: Number = False,
     itemsize: int = 2,
 ) -> Number:
     """Bytes that one layer keeps for backward, for one micro-batch of `rows` sequences, on one device.
@@ -372,14 +377,14 @@ def layer_activation_bytes(
     """
     h, f, kv = shape.width, shape.ffn_width, shape.kv_width
     selective, every = remat_columns(remat)
-    masks = 1 if dropout else 0
+    masks = np.where(dropout, 1, 0)
     # Kept whole on every tp rank without sp: the inputs of QKV, of the MLP and of both norms; two dropout masks.
     replicated = h * (4 * itemsize + 2 * masks)
     # Split over tp: q, k, v and the projection's input; what is between the MLP's matrices.
     hidden = (4 if shape.gated_mlp else 2) * f
     split = itemsize * (2 * h + 2 * kv + hidden)
     # The softmax's output, its dropout's mask and output: a·s scores for every position.
-    scores = shape.num_heads * shape.seq_len * (itemsize + (masks + itemsize if dropout else 0))
+    scores = shape.num_heads * shape.seq_len * (itemsize + masks * (1 + itemsize))
     positions = rows * shape.seq_len / cp
     sharded = np.where(sp, tp, 1)
     kept = replicated / sharded + (split + np.where(selective | flash, 0, scores)) / tp

@@ -65,12 +65,8 @@ class Efficiency:
 # Fitted by `python -m jaxdist.plan.calibration --fit` to published runs: what is written here and nothing else. Errors
 # are in docs/plan.md; `relative_error` is the largest one of a run that was left out of the fit.
 EFFICIENCIES = {
-    "a100-megatron": Efficiency(
-        matmul=0.855, half_size=66.6, hbm=0.563, relative_error=0.07, stack="a100-megatron"
-    ),
-    "h100-nanotron": Efficiency(
-        matmul=0.605, between=0.712, step_seconds=0.0470, relative_error=0.2, stack="h100-nanotron"
-    ),
+    "a100-megatron": Efficiency(matmul=0.855, half_size=66.6, hbm=0.563, relative_error=0.07, stack="a100-megatron"),
+    "h100-nanotron": Efficiency(matmul=0.605, step_seconds=0.0470, relative_error=0.17, stack="h100-nanotron"),
 }
 
 
@@ -79,12 +75,15 @@ class Layout:
     """Layouts as columns; every field is a number or an array, all of one length.
 
     microbatches: of one update on one data rank, all passes together; pipeline_microbatches: of one pass (default all).
-    rows: sequences of a micro-batch. bubble: idle over ideal time; default (p-1)/(vm), or pass
-    `schedules.simulate(...).idle_over_ideal`. most_layers: of the stage that has most (default ceil(L/p)), last_layers:
-    of the stage that also has the head (default L/p). gradient_bytes: of one accumulated and reduced element.
-    remat: words of `jaxdist.config.ParallelConfig`. overlap_dp: gradients (and ZeRO-3 weights) travel during backward.
-    overlap_tp: gathers before column-parallel matmuls travel during them, half of all tp traffic. flash: attention that
-    never writes its scores. scatter_gather: without sp, tp ranks send different parts of a message between stages.
+    rows: sequences of a micro-batch.
+    bubble: idle over ideal time; default (p-1)/(vm), or pass `schedules.simulate(...).idle_over_ideal`.
+    most_layers: of the stage that has most (default ceil(L/p)); last_layers: of the stage that also has the head
+        (default L/p); first_layers is for memory alone (default most_layers).
+    remat: words of `jaxdist.config.ParallelConfig`. gradient_bytes: of one accumulated and reduced element.
+    overlap_dp: gradients (and ZeRO-3 weights) travel during backward. overlap_tp: gathers before column-parallel
+        matmuls travel during them, half of all tp traffic.
+    flash: attention that never writes its scores. scatter_gather: without sp, tp ranks send different parts of a
+        message between stages.
     """
 
     pp: Number = 1
@@ -100,6 +99,7 @@ class Layout:
     chunks: Number = 1
     pipeline_microbatches: Number | None = None
     bubble: Number | None = None
+    first_layers: Number | None = None
     most_layers: Number | None = None
     last_layers: Number | None = None
     keep_after_forward: Number = False
