@@ -164,6 +164,8 @@ def test_tensor_parallel_traffic():
     traffic = f.tp_traffic(GPT3, b, t)
     assert traffic.elements == 8 * b * s * h * (t - 1) / t and traffic.collectives == 4
     assert f.tp_traffic(GPT3, b, t, full_recompute=True).elements == 1.5 * traffic.elements
+    needed = f.tp_traffic(GPT3, b, t, full_recompute=True, recomputed="needed")
+    assert needed.elements == 1.25 * traffic.elements and needed.collectives == 5
     sequence = f.tp_traffic(GPT3, b, t, sp=True)
     assert sequence.elements == traffic.elements and sequence.collectives == 8
     assert f.tp_traffic(GPT3, b, 1).elements == f.tp_traffic(GPT3, b, 1).collectives == 0

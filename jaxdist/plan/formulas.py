@@ -479,16 +479,25 @@ def hsdp_traffic(parameters: Number, replica: Number, dp: Number, keep_after_for
 
 
 def tp_traffic(
-    shape: ModelShape, rows: Number, tp: Number, sp: Number = False, full_recompute: Number = False, cp: Number = 1
+    shape: ModelShape,
+    rows: Number,
+    tp: Number,
+    sp: Number = False,
+    full_recompute: Number = False,
+    cp: Number = 1,
+    recomputed: str = "all",
 ) -> Traffic:
     """One layer and micro-batch: 2 all-reduces of b·s·h forward and 2 backward, 8bsh(t-1)/t elements sent by a device.
 
-    Full recompute adds the 2 forward ones again. SP makes an all-gather and a reduce-scatter of each: twice the
-    collectives, the same volume. (An implementation that keeps only the shard of a gathered input gathers it once more
-    in backward; that is not counted.)
+    SP makes an all-gather and a reduce-scatter of each: twice the collectives, the same volume. Full recompute adds the
+    2 forward ones again (recomputed "all", the papers); a compiler drops the second sum, which backward does not need
+    ("needed": what our own step does). Embedding forward and head backward add an all-reduce each, once a micro-batch.
+    (An implementation that keeps only the shard of a gathered input gathers it once more in backward: not counted.)
     Source: arXiv 2104.04473, section 3.2; arXiv 2205.05198, section 4.2.2.
     """
-    calls = np.where(full_recompute, 6, 4)
+    _choose("recomputed", recomputed, ("all", "needed"))
+    again = {"all": 2, "needed": np.where(sp, 1.5, 1)}[recomputed]
+    calls = 4 + np.where(full_recompute, again, 0)
     size = rows * shape.seq_len / cp * shape.width
     active = np.asarray(tp) > 1
     return Traffic((calls * 2 * size * (np.asarray(tp) - 1) / tp)[()], (active * calls * np.where(sp, 2, 1))[()])

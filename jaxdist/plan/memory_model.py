@@ -57,6 +57,7 @@ def device_bytes(
     recipe: str | StateRecipe = "mixed-adam-fp32-gradients",
     convention: MemoryConvention = MemoryConvention(),
     held: Number | None = None,
+    itemsize: int = 2,
 ) -> DeviceBytes:
     """Bytes of model state, activations and logits on the fullest stage, for every layout in the columns.
 
@@ -64,6 +65,7 @@ def device_bytes(
     `interleave_factor`. Of another schedule pass max(`schedules.in_flight(...)`) / chunks. The second stage holds one
     less and the last one; the second may have more layers than the first. Weights that ZeRO-3 gathers for a layer, and
     what an allocator loses, are not counted.
+    `itemsize` is of an activation: 2, or 4 in fp32 (with recipe "fp32-adam").
     Raises: ConfigError for an unknown recipe or remat.
     """
     if isinstance(recipe, str):
@@ -73,7 +75,7 @@ def device_bytes(
         recipe.parameter, recipe.gradient + convention.micro_gradient, recipe.optimizer + convention.update
     )
     pp, tp, dp, sp = (np.asarray(getattr(layout, name)) for name in ("pp", "tp", "dp", "sp"))
-    split = {"tp": tp, "sp": sp, "cp": layout.cp}
+    split = {"tp": tp, "sp": sp, "cp": layout.cp, "itemsize": itemsize}
     kept = {**split, "dropout": layout.dropout, "flash": layout.flash}
     _, every = formulas.remat_columns(layout.remat)
 
