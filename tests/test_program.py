@@ -15,6 +15,8 @@ from experiments.strategies import BY_NAME, STRATEGIES
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
+from jaxdist.plan import formulas
+from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.trace import collectives_of, equations, summary, total_sent
 from jaxdist.step import build_program
 
@@ -178,13 +180,28 @@ def test_volume_per_step_is_that_of_the_papers(mesh):
 
     for parallel, factor in (({}, 2), ({"zero": 1}, 2), ({"zero": 2}, 2)):
         elements, psi, _, _ = sent(**parallel)
-        assert elements == factor * psi * (n - 1) / n
+        assert elements == factor * psi * (n - 1) / n == formulas.dp_traffic(psi, n, **parallel).elements
     elements, psi, _, _ = sent(zero=3, reshard_after_forward=False)
-    assert elements == 2 * psi * (n - 1) / n
+    assert elements == 2 * psi * (n - 1) / n == formulas.dp_traffic(psi, n, 3, keep_after_forward=True).elements
     # The tied table is used twice: gathered for the embedding and (twice) for the head, its gradient scattered twice.
     # The embedding's own weights are not needed in backward.
     elements, psi, tokens, positions = sent(zero=3)
     assert elements == (3 * psi + 2 * tokens - positions) * (n - 1) / n
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("remat", ["none", "selective", "block"])
+def test_tensor_parallel_volume_is_that_of_the_papers(sp, remat):
+    """8bsh(t-1)/t elements a layer, two all-reduces more for embedding and head; recompute repeats what it needs."""
+    model, mesh, rows = ModelConfig(4, 64, 8, 256, 32, 256), MeshShape(tp=4), 16
+    run = RunConfig(model, ParallelConfig(mesh=mesh, sp=sp, remat=remat), batch_size=rows)
+    program = build_program(run, make_abstract_mesh(mesh))
+    trace = program.step.trace(program.abstract_state(), program.abstract_batch())
+    activation = rows * model.seq_len * model.width
+    found = [c for c in collectives_of(trace.jaxpr, mesh) if c.full_bytes == 4 * activation]
+    layer = formulas.tp_traffic(ModelShape.of(model), rows, 4, sp, remat == "block", recomputed="needed")
+    assert total_sent(found, mesh) / 4 == model.num_layers * layer.elements + 2 * 2 * activation * 3 / 4
+    assert sum(c.count for c in found) == model.num_layers * layer.collectives + (4 if sp else 2)
 
 
 def producers_of_stacked_weights(name):
@@ -222,9 +239,7 @@ DIVISIBLE = ModelConfig(num_layers=2, width=64, num_heads=8, ffn_width=256, seq_
 
 def zero_formula(psi: float, n: int, zero: int, params: int, grads: int, optimizer: int) -> float:
     """Bytes a device: arXiv 1910.02054, figure 1."""
-    return psi * (
-        params / (n if zero >= 3 else 1) + grads / (n if zero >= 2 else 1) + optimizer / (n if zero >= 1 else 1)
-    )
+    return formulas.state_bytes(psi, formulas.StateRecipe(params, grads, optimizer), zero, n).total
 
 
 @pytest.mark.parametrize(

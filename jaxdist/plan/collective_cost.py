@@ -5,10 +5,13 @@ this table, and the pairwise all-to-all.
 
 Convention: S is the *full* buffer, what one device holds where it holds most: the input of a reduce-scatter, the output
 of an all-gather, either side of an all-reduce, and the local buffer that an all-to-all cuts in n.
+
+Ranks, bytes, latencies and bandwidths may be numpy arrays, columns of layouts.
 """
 
-import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from jaxdist.errors import ConfigError
 
@@ -27,7 +30,7 @@ class CollectiveCost:
 
     def seconds(self, alpha_s: float, bytes_per_s: float) -> float:
         """steps·α + bytes/B, for a latency in seconds a step and a bandwidth in bytes/s, one direction of one link."""
-        if not (alpha_s >= 0 and bytes_per_s > 0):
+        if not (np.all(np.asarray(alpha_s) >= 0) and np.all(np.asarray(bytes_per_s) > 0)):
             raise ConfigError(
                 f"a link with latency {alpha_s} s and bandwidth {bytes_per_s} bytes/s",
                 "latency cannot be negative and bandwidth must be above 0",
@@ -36,18 +39,27 @@ class CollectiveCost:
         return self.steps * alpha_s + self.bytes_sent / bytes_per_s
 
 
-def _tree(n: int, s: float) -> CollectiveCost:
-    # (n - 1).bit_length() is ceil(log2 n). Pipelined trees (NCCL's) send 2S whatever n is; this one does not pipeline.
-    steps = 2 * (n - 1).bit_length()
+def _ceil_log2(n):
+    return (n - 1).bit_length() if isinstance(n, int) else np.ceil(np.log2(n)).astype(int)
+
+
+def _tree(n, s) -> CollectiveCost:
+    steps = 2 * _ceil_log2(n)
     return CollectiveCost(steps, steps * s)
+
+
+def _pipelined_tree(n, s) -> CollectiveCost:
+    # Pieces follow each other up and down (NCCL's trees): the links carry S twice, whatever n is.
+    return CollectiveCost(2 * _ceil_log2(n), 2 * s * (n > 1))
 
 
 _ALGORITHMS = {
     "ring_reduce_scatter": lambda n, s: CollectiveCost(n - 1, (n - 1) * s / n),
     "ring_all_gather": lambda n, s: CollectiveCost(n - 1, (n - 1) * s / n),
     "ring_all_reduce": lambda n, s: CollectiveCost(2 * (n - 1), 2 * (n - 1) * s / n),
-    "halving_doubling_all_reduce": lambda n, s: CollectiveCost(2 * (n - 1).bit_length(), 2 * (n - 1) * s / n),
+    "halving_doubling_all_reduce": lambda n, s: CollectiveCost(2 * _ceil_log2(n), 2 * (n - 1) * s / n),
     "tree_all_reduce": _tree,
+    "pipelined_tree_all_reduce": _pipelined_tree,
     "central_all_reduce": lambda n, s: CollectiveCost(2 * (n - 1), 2 * (n - 1) * s),
     "all_to_all": lambda n, s: CollectiveCost(n - 1, (n - 1) * s / n),
 }
@@ -74,17 +86,34 @@ def collective_cost(algorithm: str, n: int, size_bytes: float) -> CollectiveCost
     asked = f"the cost of {algorithm!r} over {n} ranks"
     _require_name(asked, "algorithm", algorithm, ALGORITHMS)
     _require_ranks(asked, n)
-    if algorithm == "halving_doubling_all_reduce" and n & (n - 1):
+    if algorithm == "halving_doubling_all_reduce" and np.any(n & (n - 1)):
+        n = int(np.ravel(n)[np.ravel(n & (n - 1)) > 0][0])
         raise ConfigError(
             asked,
             "its steps halve the ranks, so their number must be a power of two",
             f"Use {1 << (n.bit_length() - 1)} or {1 << n.bit_length()} ranks, or 'ring_all_reduce'",
         )
-    if not (math.isfinite(size_bytes) and size_bytes >= 0):
+    if not np.all(np.isfinite(size_bytes) & (np.asarray(size_bytes) >= 0)):
         raise ConfigError(
             f"{asked} of {size_bytes} bytes", "a buffer has a finite size, not below 0", "Use 0 or more bytes"
         )
     return _ALGORITHMS[algorithm](n, size_bytes)
+
+
+def two_level(algorithm: str, inside: int, across: int, size_bytes: float) -> tuple[CollectiveCost, CollectiveCost]:
+    """A collective over `across` nodes of `inside` ranks each: (what the link in a node carries, what leaves it).
+
+    Reduce-scatter inside, the collective over the nodes on the 1/inside that each rank then holds, all-gather inside;
+    a reduce-scatter or all-gather alone leaves the other half out. Ranks of one node send at the same time, each over
+    its own network port; where they share one, divide its bandwidth.
+
+    Raises: ConfigError as `collective_cost`, and for an algorithm that is not a ring.
+    Source: Thakur et al. 2005 for the parts; the same decomposition as NCCL's rings over several network ports.
+    """
+    parts = ("ring_reduce_scatter", "ring_all_gather")
+    _require_name(f"{algorithm!r} in two levels", "such algorithm", algorithm, ("ring_all_reduce", *parts))
+    within = collective_cost(algorithm, inside, size_bytes)
+    return within, collective_cost(algorithm, across, np.true_divide(size_bytes, inside))
 
 
 def bus_bandwidth_factor(kind: str, n: int) -> float:
@@ -105,5 +134,5 @@ def _require_name(asked: str, what: str, name: str, known) -> None:
 
 
 def _require_ranks(asked: str, n: int) -> None:
-    if n < 1:
+    if np.any(np.asarray(n) < 1):
         raise ConfigError(asked, "a collective needs at least one rank", "Use n = 1 or more")

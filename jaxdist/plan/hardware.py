@@ -1,0 +1,315 @@
+"""Accelerators, links, prices and clusters: what the plan knows of the machine, and how to tell it more.
+
+No JAX here. The tables are `hardware.toml` and `prices.toml` beside this file; a user's TOML is merged over them.
+Bandwidths are bytes/s that one device sends in one direction; latencies are seconds a step of a collective.
+"""
+
+import datetime
+import difflib
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.errors import ConfigError
+from jaxdist.plan.collective_cost import two_level
+
+HERE = Path(__file__).parent
+STALE_DAYS = 90
+AXES = ("pp", "replica", "dp", "ep", "cp", "tp")  # outermost first; `jaxdist.mesh` has them too, but imports JAX
+Number = Any  # a Python number, or a numpy array of them
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of wire. `bytes_per_s`: one device, one direction. `quoted`: how the datasheet says it."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    quoted: str
+    quoted_bytes_per_s: float
+    source: str
+    date: datetime.date
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device: dense `peak_flops` in FLOP/s by dtype, memory in vendors' GB (2**30 bytes) and bytes/s, its links."""
+
+    name: str
+    title: str
+    peak_flops: dict[str, float]
+    memory_gb: float
+    memory_bytes_per_s: float
+    inside: Link
+    between: Link
+    devices_per_node: int
+    source: str
+    date: datetime.date
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory_gb * 2**30
+
+    def peak(self, dtype: str = "bfloat16") -> float:
+        """Dense matmul FLOP/s. Raises: ConfigError for a dtype it has no figure for."""
+        if dtype not in self.peak_flops:
+            raise ConfigError(
+                f"the peak of {self.name} in {dtype}",
+                "the hardware table has no figure for it",
+                f"Use {', '.join(self.peak_flops)}, or add it in your own hardware file",
+            )
+        return self.peak_flops[dtype]
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def load_hardware(path: str | Path | None = None) -> dict[str, Accelerator]:
+    """Every accelerator by name; a user's TOML at `path` is merged over the shipped one, key by key.
+
+    Raises: ConfigError for a file that cannot be read, an entry without one of its keys, a value that is not of its
+        kind, or a link that is not there.
+    """
+    source = "hardware.toml" if path is None else str(path)
+    table = _merged("hardware.toml", path)
+    _require_tables(source, table, ("links", "accelerators"))
+    links = {
+        name: _make(Link, source, f"links.{name}", {"name": name, **entry}) for name, entry in table["links"].items()
+    }
+    found = {}
+    for name, entry in table["accelerators"].items():
+        where = f"accelerators.{name}"
+        ends = {
+            end: nearest(entry[end], links, "link", f"Use one of those in {source}, or add [links.{entry[end]}]")
+            for end in ("inside", "between")
+            if end in entry
+        }
+        found[name] = _make(Accelerator, source, where, {"name": name, **entry, **ends})
+    return found
+
+
+def find_hardware(name: str, path: str | Path | None = None) -> Accelerator:
+    """One accelerator. Raises: ConfigError with the nearest names where there is none, and as `load_hardware`."""
+    return nearest(name, load_hardware(path), "accelerator", "Add it in your own hardware file")
+
+
+def nearest(name: str, known: dict, what: str, otherwise: str):
+    """known[name]; where it is not there, a ConfigError with the names nearest to it."""
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(str(name).lower(), list(known), n=3, cutoff=0.4)
+    raise ConfigError(
+        f"{what} {name!r}",
+        f"there is no {what} of that name among {', '.join(known)}",
+        f"Did you mean {' or '.join(close)}? {otherwise}" if close else otherwise,
+    )
+
+
+def _read(path: Path) -> dict:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"file {str(path)!r}", f"it cannot be read as TOML ({error})", "Name a TOML file") from error
+
+
+def _merged(shipped: str, path: str | Path | None) -> dict:
+    table = _read(HERE / shipped)
+    return table if path is None else _merge(table, _read(Path(path)))
+
+
+def _merge(below: dict, above: dict) -> dict:
+    both = dict(below)
+    for key, value in above.items():
+        inner = isinstance(value, dict) and isinstance(both.get(key), dict)
+        both[key] = _merge(both[key], value) if inner else value
+    return both
+
+
+def _require_tables(source: str, table: dict, known: Iterable[str]) -> None:
+    for name, entries in table.items():
+        if name not in known or not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
+            raise ConfigError(
+                f"[{name}] in {source}",
+                "a hardware file has tables of links and of accelerators",
+                "Write [links.NAME] or [accelerators.NAME]",
+            )
+
+
+def _make(kind, source: str, where: str, entry: dict):
+    names = [field.name for field in fields(kind)]
+    for wrong in entry.keys() - set(names):
+        raise ConfigError(f"[{where}] {wrong} in {source}", "there is no such key", f"Use {', '.join(names[1:])}")
+    for missing in [name for name in names if name not in entry]:
+        raise ConfigError(f"[{where}] in {source}", f"{missing} is missing", f"Give {', '.join(names[1:])}")
+    for field in fields(kind):
+        value = entry[field.name]
+        wanted = {float: (int, float), int: int, dict[str, float]: dict}.get(field.type, field.type)
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise ConfigError(
+                f"[{where}] {field.name}={value!r} in {source}", "it is not of the right kind", "See hardware.toml"
+            )
+        numbers = value.values() if isinstance(value, dict) else [value] if field.type in (int, float) else []
+        for number in numbers:
+            good = isinstance(number, (int, float)) and 0 <= number < float("inf")
+            if not good or (number == 0 and field.name != "latency_s"):
+                raise ConfigError(
+                    f"[{where}] {field.name}={number!r} in {source}",
+                    "it must be a positive finite number",
+                    "Write bytes (not bits) and FLOP (not TFLOP) a second, as in 25e9",
+                )
+    return kind(**entry)
+
+
+# ------------------------------------------------------------------------------------------------------------ prices
+
+
+@dataclass(frozen=True)
+class Price:
+    """Dollars an hour of one accelerator; `warning` is a sentence where the price is old, else empty."""
+
+    dollars_per_hour: float
+    hardware: str
+    vendor: str
+    date: datetime.date
+    source: str
+    warning: str = ""
+
+
+def load_prices(path: str | Path | None = None) -> dict[str, dict]:
+    """Vendor -> prices, with "source" and "date"; a user's TOML at `path` is merged over the shipped one."""
+    return _merged("prices.toml", path)
+
+
+def price(hardware: str, vendor: str, today: datetime.date | None = None, path: str | Path | None = None) -> Price:
+    """What a vendor asks for one accelerator an hour, on demand.
+
+    `today` None is `date.today()`; a price older than 90 days by then carries a warning.
+    Raises: ConfigError with the nearest names for an unknown vendor or an accelerator it does not list.
+    """
+    entry = nearest(vendor, load_prices(path), "vendor", "Add it in your own price file")
+    listed = {name: value for name, value in entry.items() if name not in ("source", "date")}
+    dollars = nearest(hardware, listed, f"accelerator in the prices of {vendor},", "Add it in your own price file")
+    date, source = entry.get("date"), entry.get("source", "no source given")
+    if not isinstance(dollars, (int, float)) or not dollars > 0 or not isinstance(date, datetime.date):
+        raise ConfigError(
+            f"the price of {hardware} at {vendor}",
+            f"it needs dollars above 0 and the date they were read, not {dollars!r} and {date!r}",
+            f"Write {hardware} = 2.99 and date = 2026-01-31 under [{vendor}]",
+        )
+    age = ((today or datetime.date.today()) - date).days
+    warning = ""
+    if age > STALE_DAYS:
+        warning = (
+            f"The price of {hardware} at {vendor} is of {date}, {age} days old ({source}): check it before you pay."
+        )
+    return Price(float(dollars), hardware, vendor, date, source, warning)
+
+
+# ----------------------------------------------------------------------------------------------------------- cluster
+
+
+def strides(sizes: dict[str, Number]) -> dict[str, Number]:
+    """How far apart two neighbours on each axis are, in devices: the product of the axes inside it.
+
+    Devices are laid out with tp innermost and pp outermost, as `jaxdist.mesh` does. Axes not given have size 1.
+    """
+    found, stride = {}, 1
+    for axis in reversed(AXES):
+        found[axis] = stride
+        stride = stride * np.asarray(sizes.get(axis, 1))
+    return found
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """num_nodes × devices_per_node accelerators; `inside` and `between` may replace the accelerator's own links."""
+
+    hardware: Accelerator
+    num_nodes: int = 1
+    devices_per_node: int | None = None
+    inside: Link | None = None
+    between: Link | None = None
+
+    def __post_init__(self):
+        defaults = {
+            "devices_per_node": self.hardware.devices_per_node,
+            "inside": self.hardware.inside,
+            "between": self.hardware.between,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name in ("num_nodes", "devices_per_node"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}", "a cluster has at least one", f"Use {name}=1")
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    def split_axis(self, size: Number, stride: Number) -> tuple[Number, Number]:
+        """(inside, across): ranks of one axis that share a node, and how many nodes its group touches.
+
+        An axis is inside a node when stride·size <= devices_per_node, and crosses one link a device when
+        stride >= devices_per_node. Otherwise it straddles: inside ranks in each of `across` nodes. Columns allowed.
+        """
+        size, stride = np.asarray(size), np.asarray(stride)
+        room = np.maximum(self.devices_per_node // stride, 1)
+        inside = np.where(stride * size <= self.devices_per_node, size, np.gcd(size, room))
+        return inside[()], (size // inside)[()]
+
+    def link_of(self, size: Number, stride: Number) -> np.ndarray | str:
+        """Which link a mesh axis lands on: "none" (one rank), "inside", "between", or "both" where it straddles."""
+        inside, across = self.split_axis(size, stride)
+        names = np.where(
+            np.asarray(across) == 1,
+            np.where(np.asarray(inside) == 1, "none", "inside"),
+            np.where(np.asarray(inside) == 1, "between", "both"),
+        )
+        return str(names) if names.ndim == 0 else names
+
+    def links_of(self, **sizes: int) -> dict[str, str]:
+        """`link_of` for every axis of a mesh given as pp=2, dp=4, tp=8."""
+        for axis in sizes.keys() - set(AXES):
+            raise ConfigError(f"mesh axis {axis!r}", "there is no axis of that name", f"Use {', '.join(AXES)}")
+        apart = strides(sizes)
+        return {axis: self.link_of(sizes.get(axis, 1), apart[axis]) for axis in AXES}
+
+    def collective_seconds(
+        self,
+        algorithm: str,
+        size: Number,
+        stride: Number,
+        num_bytes: Number,
+        inside_efficiency: float = 1.0,
+        between_efficiency: float = 1.0,
+    ) -> Number:
+        """Predicted seconds of a ring collective on an axis, on the link or two links it lands on. Columns allowed."""
+        inside, across = self.split_axis(size, stride)
+        within, beyond = two_level(algorithm, inside, across, num_bytes)
+        return within.seconds(self.inside.latency_s, self.inside.bytes_per_s * inside_efficiency) + beyond.seconds(
+            self.between.latency_s, self.between.bytes_per_s * between_efficiency
+        )
+
+    def permute_seconds(
+        self,
+        size: Number,
+        stride: Number,
+        num_bytes: Number,
+        inside_efficiency: float = 1.0,
+        between_efficiency: float = 1.0,
+    ) -> Number:
+        """Predicted seconds of one message to the next rank of an axis; 0 on one rank. Columns allowed.
+
+        The slowest pair decides: an axis that leaves the node anywhere sends at the speed between nodes.
+        """
+        size = np.asarray(size)
+        leaves = size * stride > self.devices_per_node
+        inside = self.inside.latency_s + num_bytes / (self.inside.bytes_per_s * inside_efficiency)
+        between = self.between.latency_s + num_bytes / (self.between.bytes_per_s * between_efficiency)
+        return np.where(size == 1, 0.0, np.where(leaves, between, inside))[()]

@@ -1,0 +1,305 @@
+"""Predicted seconds of a training step: columns of layouts in, columns of times out.
+
+No JAX here. Ten thousand layouts are a few numpy operations. A step is the slowest stage's micro-batch, times their
+number, plus the bubble, plus what the update sends and does, plus the host:
+
+    matmuls      FLOPs / (peak × efficiency of the smallest dim)
+    memory       bytes that elementwise operations, norms, gradient accumulation and the optimiser move / HBM bandwidth
+    tp, cp, pp   collectives and messages of every micro-batch, on the link their axis lands on (α–β, ring)
+    dp           gradients and ZeRO's weights, of which a part hides behind backward
+    bubble       idle over ideal × micro-batches × one micro-batch's time
+    overhead     launches of a layer, and the host once a step
+
+How good it is: `jaxdist.plan.calibration` compares it with published runs. It is a prediction; it has not been
+measured on the machine you plan for, unless you calibrate an `Efficiency` for it.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from jaxdist.errors import ConfigError
+from jaxdist.plan.formulas import ModelShape, bubble_over_ideal, forward_flops_per_token, remat_columns
+from jaxdist.plan.hardware import Cluster, strides
+
+Number = Any  # a Python number, or a numpy array of them
+
+BACKWARD_TRAFFIC = 1.5  # elementwise bytes of backward over forward: the incoming gradient is read as well
+LOGIT_TRAFFIC = 18  # bytes a logit: written in 16 bit, cast to fp32, read and written by softmax, loss and gradient
+OPTIMIZER_TRAFFIC = 40  # bytes a parameter: gradient read twice (norm, update), master and two moments read and written
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What a software stack reaches on an accelerator: the constants of the time model.
+
+    matmul: part of the peak that a large matmul reaches. half_size: a matmul whose smallest dim is this reaches half of
+    that. hbm, inside, between: parts of the bandwidths. layer_seconds: launches of one layer's forward (twice that
+    backward). step_seconds: host, once a step. hide: part of what may overlap that does. relative_error: ± of the
+    total, from the calibration; 0.3 where there was none.
+    """
+
+    matmul: float = 0.7
+    half_size: float = 60.0
+    hbm: float = 0.7
+    inside: float = 0.75
+    between: float = 0.7
+    layer_seconds: float = 0.0
+    step_seconds: float = 0.0
+    hide: float = 0.7
+    input_bytes_per_s: float = 1e9
+    relative_error: float = 0.3
+    stack: str = "uncalibrated"
+
+    def __post_init__(self):
+        for name in ("matmul", "hbm", "inside", "between"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"efficiency {name}={getattr(self, name)}",
+                    "it is a part of a peak, above 0 and at most 1",
+                    "Use 0.7",
+                )
+
+
+# Fitted by `python -m jaxdist.plan.calibration --fit` to published runs: what is written here and nothing else. Errors
+# are in docs/plan.md; `relative_error` is the largest one of a run that was left out of the fit.
+EFFICIENCIES = {
+    "a100-megatron": Efficiency(matmul=0.855, half_size=66.6, hbm=0.563, relative_error=0.07, stack="a100-megatron"),
+    "h100-nanotron": Efficiency(matmul=0.605, step_seconds=0.0470, relative_error=0.17, stack="h100-nanotron"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Layouts as columns; every field is a number or an array, all of one length.
+
+    microbatches: of one update on one data rank, all passes together; pipeline_microbatches: of one pass (default all).
+    rows: sequences of a micro-batch.
+    bubble: idle over ideal time; default (p-1)/(vm), or pass `schedules.simulate(...).idle_over_ideal`.
+    most_layers: of the stage that has most (default ceil(L/p)); last_layers: of the stage that also has the head
+        (default L/p); first_layers is for memory alone (default most_layers).
+    remat: words of `jaxdist.config.ParallelConfig`. gradient_bytes: of one accumulated and reduced element.
+    overlap_dp: gradients (and ZeRO-3 weights) travel during backward. overlap_tp: gathers before column-parallel
+        matmuls travel during them, half of all tp traffic.
+    flash: attention that never writes its scores. scatter_gather: without sp, tp ranks send different parts of a
+        message between stages.
+    """
+
+    pp: Number = 1
+    replica: Number = 1
+    dp: Number = 1
+    cp: Number = 1
+    tp: Number = 1
+    microbatches: Number = 1
+    rows: Number = 1
+    zero: Number = 0
+    sp: Number = False
+    remat: str | np.ndarray = "none"
+    chunks: Number = 1
+    pipeline_microbatches: Number | None = None
+    bubble: Number | None = None
+    first_layers: Number | None = None
+    most_layers: Number | None = None
+    last_layers: Number | None = None
+    keep_after_forward: Number = False
+    gradient_bytes: Number = 4
+    overlap_dp: Number = True
+    overlap_tp: Number = False
+    flash: Number = False
+    dropout: Number = False
+    scatter_gather: Number = False
+
+    @property
+    def num_devices(self) -> Number:
+        return np.asarray(self.pp) * self.replica * self.dp * self.cp * self.tp
+
+    @property
+    def sequences(self) -> Number:
+        """In one update, over the whole mesh."""
+        return np.asarray(self.replica) * self.dp * self.microbatches * self.rows
+
+
+PARTS = ("compute", "memory", "overhead", "tp", "cp", "dp", "pp", "bubble", "input")
+BINDS = ("compute", "memory", "communication", "bubble", "host")
+RELIEF = {
+    "compute": "Compute binds: more devices, less recomputation, or lower-precision matmuls would shorten the step.",
+    "memory": "Memory bandwidth binds: fused norms and activations, flash attention, sp, or larger micro-batches would "
+    "shorten the step.",
+    "tp": "Tensor-parallel communication binds: a smaller tp inside one node, or overlap, would shorten the step.",
+    "cp": "Context-parallel communication binds: a smaller cp, or fewer key/value heads, would shorten the step.",
+    "dp": "Data-parallel communication binds: more tokens a device (accumulate), 16-bit gradients, or a lower ZeRO "
+    "stage would shorten the step.",
+    "pp": "Messages between stages bind: fewer chunks, or scattering them over tp, would shorten the step.",
+    "bubble": "The pipeline's bubble binds: more micro-batches, chunks, a zero-bubble schedule, or fewer stages would "
+    "shorten the step.",
+    "host": "The host binds: larger micro-batches, or a faster input pipeline, would shorten the step.",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class StepTime:
+    """Columns of seconds, one entry a layout. `dp` is what shows; `dp_hidden` what overlaps with backward.
+
+    error: relative half-width of `total`'s bar. mfu: with full attention and the head, whatever is recomputed.
+    """
+
+    compute: np.ndarray
+    memory: np.ndarray
+    overhead: np.ndarray
+    tp: np.ndarray
+    cp: np.ndarray
+    dp: np.ndarray
+    dp_hidden: np.ndarray
+    pp: np.ndarray
+    bubble: np.ndarray
+    input: np.ndarray
+    total: np.ndarray
+    error: np.ndarray
+    mfu: np.ndarray
+
+    @property
+    def communication(self) -> np.ndarray:
+        return self.tp + self.cp + self.dp + self.pp
+
+    @property
+    def binds(self) -> np.ndarray:
+        """Which of `BINDS` takes most of each step."""
+        groups = (self.compute, self.memory, self.communication, self.bubble, self.overhead + self.input)
+        return np.array(BINDS)[np.argmax(np.stack(groups), axis=0)]
+
+    def relief(self, index: int = 0) -> str:
+        """What would shorten this step, and what part of it that is now."""
+        binds = str(self.binds[index])
+        if binds == "communication":
+            binds = max(("tp", "cp", "dp", "pp"), key=lambda name: getattr(self, name)[index])
+        seconds = self.overhead + self.input if binds == "host" else getattr(self, binds)
+        return f"{RELIEF[binds]} It is {seconds[index] / self.total[index]:.0%} of the predicted step."
+
+
+def elementwise_bytes(shape: ModelShape, dropout: Number, flash: Number, itemsize: int = 2) -> tuple:
+    """HBM bytes of one position's forward through one layer: (whole on every tp rank unless sp, split over tp, scores).
+
+    Counts what is read and written by kernels that fuse bias, dropout and residual, as in Megatron-LM: two norms; two
+    residual sums; copies of q, k, v (rotary embedding another of q and k); the activation, one more product when gated.
+    `scores` is softmax and its dropout, which flash attention does not write.
+    """
+    i, h, f, kv = itemsize, shape.width, shape.ffn_width, shape.kv_width
+    masks = np.where(dropout, 1, 0)
+    whole = h * (4 * i + 2 * (3 * i + masks))
+    rotary = 0 if shape.learned_positions else 2 * i * (h + kv)
+    split = 2 * i * (h + 2 * kv) + rotary + (5 if shape.gated_mlp else 2) * i * f
+    scores = np.where(flash, 0, shape.num_heads * shape.seq_len * np.where(dropout, 4 * i + 1, 2 * i))
+    return whole, split, scores
+
+
+def step_time(
+    shape: ModelShape,
+    layout: Layout,
+    cluster: Cluster,
+    efficiency: Efficiency = Efficiency(),
+    dtype: str = "bfloat16",
+) -> StepTime:
+    """Predicted time of one update for every layout in the columns. Matmuls run in `dtype`, 16 bits unless float32.
+
+    A layout must already be legal (heads, layers and batch divide); nothing is checked here, and memory not at all: see
+    `jaxdist.plan.formulas`. cp is a ring that shows in full.
+    Raises: ConfigError for a dtype the accelerator has no peak for, and an unknown remat.
+    """
+    itemsize = {"float32": 4, "tfloat32": 4, "float64": 8}.get(dtype, 2)
+    peak, e, h = cluster.hardware.peak(dtype), efficiency, shape.width
+    pp, dp, cp, tp = (np.asarray(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp"))
+    replica, m, sp = np.asarray(layout.replica), np.asarray(layout.microbatches), np.asarray(layout.sp)
+    zero, grad = np.asarray(layout.zero), np.asarray(layout.gradient_bytes)
+    selective, every = remat_columns(layout.remat)
+    apart = strides({"pp": pp, "replica": replica, "dp": dp, "cp": cp, "tp": tp})
+    hbm = cluster.hardware.memory_bytes_per_s * e.hbm
+    positions = layout.rows * shape.seq_len / cp  # of one micro-batch on one device
+
+    def matmul(n, k, m=positions):
+        smallest = np.minimum(np.minimum(m, n), k)
+        return 2 * positions * n * k / (peak * e.matmul * smallest / (smallest + e.half_size))
+
+    def ring(algorithm, axis, size, num_bytes):
+        return cluster.collective_seconds(algorithm, size, apart[axis], num_bytes, e.inside, e.between)
+
+    # ---- one layer, one micro-batch
+    up = (2 if shape.gated_mlp else 1) * shape.ffn_width
+    matrices = (
+        matmul((h + 2 * shape.kv_width) / tp, h)
+        + matmul(h, h / tp)
+        + matmul(up / tp, h)
+        + matmul(h, shape.ffn_width / tp)
+    )
+    # Scores and their sum over values: two matmuls whose smallest dim is the head's; flash skips what is masked.
+    core = np.where(layout.flash, 0.5, 1.0) * 2 * matmul(shape.seq_len, h / tp, m=shape.head_dim)
+    whole, split, scores = elementwise_bytes(shape, layout.dropout, layout.flash, itemsize)
+    elementwise = positions * (whole / np.where(sp, tp, 1) + split / tp) / hbm
+    softmax = positions * scores / tp / hbm
+    activation = positions * h * itemsize
+    all_reduce = ring("ring_all_reduce", "tp", tp, activation)
+    ring_attention = (cp - 1) * cluster.permute_seconds(
+        cp, apart["cp"], 2 * positions * shape.kv_width / tp * itemsize, e.inside, e.between
+    )
+    again = every > 0  # recomputed forwards
+    layer = {
+        "compute": (3 + again) * matrices + (3 + (again | selective)) * core,
+        "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise + (1 + BACKWARD_TRAFFIC + (again | selective)) * softmax,
+        "overhead": (3 + again) * e.layer_seconds,
+        "tp": (4 + 2 * again) * all_reduce * np.where(layout.overlap_tp, 0.5, 1.0),
+        "cp": (3 + again) * ring_attention,
+    }
+    head = {
+        "compute": 3 * matmul(shape.vocab_size / tp, h),
+        "memory": positions * LOGIT_TRAFFIC * shape.vocab_size / tp / hbm,
+        "overhead": 0.0,
+        "tp": 2 * all_reduce,
+        "cp": 0.0,
+    }
+
+    # ---- one micro-batch on the slowest stage
+    most = np.ceil(shape.num_layers / pp) if layout.most_layers is None else np.asarray(layout.most_layers)
+    last = shape.num_layers / pp if layout.last_layers is None else np.asarray(layout.last_layers)
+    with_head = last * sum(layer.values()) + sum(head.values()) >= most * sum(layer.values())
+    # Parameters of a device on a stage that holds the token table.
+    local = (shape.num_layers * shape.layer_parameters / pp + shape.vocab_size * h) / tp
+    micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
+    micro["memory"] = micro["memory"] + local * (itemsize + 2 * grad) / hbm  # add a gradient to the sum so far
+    message = activation / np.where(sp | np.asarray(layout.scatter_gather), tp, 1)
+    micro["pp"] = 2 * layout.chunks * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
+
+    # ---- one update
+    passes = m if layout.pipeline_microbatches is None else layout.pipeline_microbatches
+    idle = bubble_over_ideal(pp, passes, layout.chunks) if layout.bubble is None else np.asarray(layout.bubble)
+    time = {name: m * seconds for name, seconds in micro.items()}
+    time["bubble"] = idle * sum(time.values())
+    sharded = np.where(zero >= 1, dp, 1)
+    time["memory"] = time["memory"] + local * OPTIMIZER_TRAFFIC / sharded / hbm
+    time["overhead"] = time["overhead"] + e.step_seconds
+    time["input"] = m * layout.rows * shape.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
+
+    scatter = ring("ring_reduce_scatter", "dp", dp, local * grad)
+    across = ring("ring_all_reduce", "replica", replica, local * grad / dp)
+    across = across + ring("ring_all_reduce", "cp", cp, local * grad)
+    gather = ring("ring_all_gather", "dp", dp, local * np.where(zero >= 1, itemsize, grad))
+    rounds = np.where(zero >= 2, m, 1)
+    gathers = np.where(zero == 3, np.where(layout.keep_after_forward, 1, 2) * m, 1)
+    working = sum(micro[name] for name in ("compute", "memory"))
+    may_hide = rounds * scatter + across + np.where((zero == 0) | (zero == 3), gathers * gather, 0)
+    window = np.where(zero == 3, m, np.where(zero == 2, rounds * 2 / 3, 2 / 3)) * working  # backward is two thirds
+    hidden = np.where(layout.overlap_dp, e.hide * np.minimum(may_hide, window), 0)
+    time["dp"] = rounds * scatter + across + gathers * gather - hidden
+
+    total = sum(time.values())
+    flops = layout.sequences * shape.seq_len * 3 * sum(forward_flops_per_token(shape).values())
+    exposed = (time["tp"] + time["cp"] + time["dp"] + time["pp"]) / total
+    columns = {
+        **time,
+        "dp_hidden": hidden,
+        "total": total,
+        # Links are known less well than matmuls: a step that mostly communicates is as uncertain again.
+        "error": e.relative_error * (1 + exposed),
+        "mfu": flops / (total * peak * layout.num_devices),
+    }
+    length = np.broadcast_shapes((1,), *(np.shape(column) for column in columns.values()))
+    return StepTime(**{field.name: np.broadcast_to(columns[field.name], length) for field in fields(StepTime)})

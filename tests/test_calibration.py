@@ -1,0 +1,258 @@
+"""The time and memory models beside published runs, and laws that a step's predicted time must follow."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxdist.parallel import schedules
+from jaxdist.plan import calibration, formulas
+from jaxdist.plan.calibration import FITTED, all_rows, fit, mean_and_max
+from jaxdist.plan.formulas import ModelShape
+from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.memory_model import NANOTRON, device_bytes
+from jaxdist.plan.time_model import BINDS, EFFICIENCIES, PARTS, Efficiency, Layout, step_time
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return all_rows()
+
+
+def errors(rows, **wanted):
+    found = [row for row in rows if all(getattr(row, key) == value for key, value in wanted.items())]
+    assert found
+    return found
+
+
+def test_every_published_case_is_there(rows):
+    assert len(errors(rows, group="recompute", quantity="step time")) == 8
+    assert len(errors(rows, group="weak_scaling")) == 9
+    assert len(errors(rows, group="nanotron")) == 12
+    assert len(errors(rows, unit="GiB")) == 18
+    assert len(errors(rows, group="tp_scaling")) == 5
+
+
+def test_memory_targets(rows):
+    """5 % in the mean, 10 % at most, also over the six measured peaks alone."""
+    for chosen in (errors(rows, unit="GiB"), errors(rows, quantity="peak")):
+        mean, worst = mean_and_max([row.error for row in chosen])
+        assert mean <= 0.05 and worst <= 0.10
+
+
+def test_megatrons_memory_is_its_own_formula_to_the_printed_digit(rows):
+    for row in errors(rows, group="recompute", unit="GiB"):
+        assert row.predicted == pytest.approx(row.published, abs=0.0051), row
+
+
+def test_step_time_targets(rows):
+    """5 % in the mean, 10 % at most, on each stack by itself."""
+    for group in ("recompute", "weak_scaling", "nanotron"):
+        mean, worst = mean_and_max([row.error for row in errors(rows, group=group, quantity="step time")])
+        assert mean <= 0.05 and worst <= 0.10, group
+
+
+def test_leave_one_out(rows):
+    """What the targets are worth for a run that was not fitted: H100 and memory miss them, docs/plan.md says why."""
+    step = [row for row in rows if row.quantity == "step time"]
+    megatron = mean_and_max([row.left_out_error for row in step if row.group in ("recompute", "weak_scaling")])
+    nanotron = mean_and_max([row.left_out_error for row in step if row.group == "nanotron"])
+    never = mean_and_max([row.error for row in step if row.group == "tp_scaling"])
+    peaks = mean_and_max([row.left_out_error for row in rows if row.quantity == "peak"])
+    assert megatron[0] <= 0.05 and megatron[1] <= 0.10
+    assert nanotron[0] <= 0.075 and nanotron[1] <= 0.175
+    assert never[0] <= 0.06 and never[1] <= 0.08
+    assert peaks[0] <= 0.09 and peaks[1] <= 0.17
+
+
+@pytest.mark.parametrize("stack", FITTED)
+def test_constants_are_what_the_fit_gives(stack):
+    fitted = fit(stack)
+    for name in FITTED[stack]:
+        assert getattr(EFFICIENCIES[stack], name) == pytest.approx(getattr(fitted, name), rel=0.01), name
+
+
+def test_constants_are_few_and_the_convention_is_the_best_one():
+    assert sum(len(names) for names in FITTED.values()) == 5
+    assert calibration.best_convention() == NANOTRON
+
+
+def test_error_bars_hold_the_published_times():
+    for stack in FITTED:
+        for case in calibration.time_cases(stack):
+            found = step_time(case.shape, case.layout, case.cluster, EFFICIENCIES[stack])
+            best = int(found.total.argmin())
+            assert abs(found.total[best] - case.seconds) <= found.error[best] * found.total[best], case.name
+
+
+def test_tables_print(rows):
+    text = calibration.summary(rows) + calibration.table(rows)
+    assert (
+        "| step time, all that were fitted | 23 |" in text and "| nanotron 8.86B, 128 GPUs | peak | 66.88 GiB |" in text
+    )
+    assert calibration.table(rows).count("\n") == len(rows) + 1
+
+
+def test_the_fullest_stage_can_be_any():
+    """Not always the first: a large vocabulary fills the last one, and the second may have more layers."""
+    shape = ModelShape.gpt(16, 2048, 16, vocab_size=131072)
+    assert device_bytes(shape, Layout(pp=2, microbatches=16)).stage == "first"
+    assert device_bytes(shape, Layout(pp=2, rows=8)).stage == "last"
+    assert (
+        device_bytes(shape, Layout(pp=4, microbatches=8, first_layers=1, last_layers=1, most_layers=7)).stage
+        == "second"
+    )
+
+
+def test_memory_in_columns_is_the_closed_forms():
+    pp, tp, zero = np.array([1, 2, 4, 1]), np.array([8, 4, 2, 1]), np.array([0, 1, 2, 3])
+    remat = np.array(["block", "selective", "none", "every-4"])
+    layout = Layout(pp=pp, tp=tp, dp=4, zero=zero, remat=remat, sp=True, microbatches=8, rows=2, dropout=True)
+    found = device_bytes(SHAPE, layout, "mixed-adam")
+    layer = formulas.layer_activation_bytes(SHAPE, 2, tp, True, remat=remat, dropout=True)
+    assert found.activations.tolist() == (layer * 32 / pp * np.minimum(8, pp)).tolist()
+    assert found.stage.tolist() == ["first"] * 4
+    parameters = 32 / pp * SHAPE.layer_parameters + (51200 + 2048) * 4096
+    state = formulas.state_bytes(parameters, "mixed-adam", zero, 4, tp)
+    assert (found.parameters + found.gradients + found.optimizer).tolist() == pytest.approx(state.total.tolist())
+    assert found.recompute.tolist() == formulas.recompute_bytes(SHAPE, 2, remat, tp=tp, sp=True).tolist()
+    assert found.logits.tolist() == (formulas.head_activation_bytes(SHAPE, 2, tp, True) * (pp == 1)).tolist()
+    parts = ("parameters", "gradients", "optimizer", "activations", "recompute", "logits")
+    assert found.total == pytest.approx(sum(getattr(found, part) for part in parts))
+    held = max(schedules.in_flight(schedules.make_schedule("v-half", 4, 8))) / 2
+    half = device_bytes(SHAPE, Layout(pp=4, microbatches=8), held=held)
+    assert half.activations == pytest.approx(device_bytes(SHAPE, Layout(pp=4, microbatches=8)).activations * held / 4)
+
+
+# ---------------------------------------------------------------------------------------------------- laws of the model
+
+SHAPE = ModelShape.gpt(32, 4096, 32)
+H100 = Cluster(find_hardware("h100"), num_nodes=8)
+
+
+def one(**layout):
+    return step_time(SHAPE, Layout(**layout), H100)
+
+
+def test_ten_thousand_layouts_take_well_under_a_second():
+    rng, n = np.random.default_rng(0), 10_000
+
+    def pick(*values):
+        return rng.choice(values, n)
+
+    layout = Layout(
+        pp=pick(1, 2, 4, 8),
+        replica=pick(1, 2),
+        dp=pick(1, 2, 4, 8),
+        tp=pick(1, 2, 4, 8),
+        microbatches=pick(8, 16),
+        rows=pick(1, 2, 4),
+        zero=pick(0, 1, 2, 3),
+        sp=pick(False, True),
+        remat=pick("none", "selective", "block", "every-2"),
+        chunks=pick(1, 2),
+    )
+    start = time.perf_counter()
+    found = step_time(SHAPE, layout, H100)
+    assert time.perf_counter() - start < 1
+    assert found.total.shape == (n,) and np.isfinite(found.total).all() and (found.total > 0).all()
+    assert (found.mfu > 0).all() and (found.mfu < 1).all()
+    for index in (0, 17, 9_999):
+        columns = {name: value[index] for name, value in vars(layout).items() if isinstance(value, np.ndarray)}
+        single = step_time(SHAPE, Layout(**columns), H100)
+        for name in (*PARTS, "total", "mfu", "error", "dp_hidden"):
+            assert getattr(single, name)[0] == pytest.approx(getattr(found, name)[index], rel=1e-12), name
+        assert single.binds[0] == found.binds[index] in BINDS
+
+
+def test_parts_add_up():
+    found = one(pp=2, dp=4, tp=8, microbatches=8, zero=1, remat="block")
+    assert found.total == pytest.approx(sum(getattr(found, name) for name in PARTS))
+
+
+def test_axes_of_size_one_send_nothing():
+    found = one(microbatches=4)
+    assert found.communication == found.bubble == found.dp_hidden == 0
+
+
+def test_recomputation_costs_a_forward():
+    none, selective, block = (one(remat=kind, microbatches=4).compute for kind in ("none", "selective", "block"))
+    assert none < selective < block < none * 4 / 3
+    assert one(remat="every-4", microbatches=4).compute == block
+
+
+def test_the_bubble_is_the_one_of_the_schedule_that_is_passed():
+    given = {"pp": 4, "microbatches": 16}
+    default = one(**given)
+    work = default.total - default.bubble
+    textbook = schedules.simulate(schedules.make_schedule("1f1b", 4, 16)).idle_over_ideal
+    assert one(**given, bubble=textbook).bubble == pytest.approx(default.bubble)
+    assert default.bubble == pytest.approx(3 / 16 * work, rel=0.05)  # the optimiser and the host are not in the bubble
+    assert one(**given, chunks=2).bubble < default.bubble
+    assert one(**given, bubble=0.0).bubble == 0
+    assert one(**given, pipeline_microbatches=8).bubble == pytest.approx(2 * default.bubble)
+
+
+def test_tensor_parallelism_is_cheaper_inside_a_node():
+    inside, outside = one(tp=8, dp=8).tp, one(tp=16, dp=4).tp
+    # 8 inside and 2 across: half of S/8 more, twice, over a link of a ninth of the bandwidth.
+    assert outside > 1.4 * inside
+    assert one(tp=8, dp=8, pp=1).tp < one(tp=64).tp
+    assert one(tp=8, dp=8, overlap_tp=True).tp < inside
+
+
+def test_sequence_parallelism_saves_memory_traffic_and_sends_the_same():
+    plain, sequence = one(tp=8), one(tp=8, sp=True)
+    assert sequence.memory < plain.memory and sequence.tp == plain.tp
+
+
+def test_data_parallel_communication_hides_behind_enough_tokens():
+    few, many = one(dp=64, rows=1), one(dp=64, rows=1, microbatches=16)
+    assert few.dp + few.dp_hidden == pytest.approx(many.dp + many.dp_hidden)
+    assert one(dp=64, overlap_dp=False).dp == pytest.approx(few.dp + few.dp_hidden)
+    assert few.dp / few.total > many.dp / many.total
+    assert one(dp=64, gradient_bytes=2).dp < few.dp
+
+
+def test_zero_stages_in_communication_and_update():
+    zero = [one(dp=8, zero=stage, overlap_dp=False, microbatches=4) for stage in range(4)]
+    assert zero[1].dp < zero[2].dp < zero[3].dp  # scattered, and gathered, once a micro-batch
+    assert zero[1].dp < zero[0].dp, "weights are gathered in 16 bit, gradients all-reduced in 32"
+    assert zero[1].memory < zero[0].memory, "each rank updates its part alone"
+    kept = one(dp=8, zero=3, keep_after_forward=True, overlap_dp=False, microbatches=4)
+    assert kept.dp < zero[3].dp
+
+
+def test_a_stage_with_more_layers_sets_the_pace():
+    even = one(pp=4, microbatches=16)
+    uneven = one(pp=4, microbatches=16, most_layers=12, last_layers=6)
+    assert uneven.compute > even.compute
+    head_heavy = one(pp=4, microbatches=16, most_layers=9, last_layers=5)
+    assert head_heavy.compute < uneven.compute
+
+
+@pytest.mark.parametrize(
+    ("layout", "efficiency", "binds", "advice"),
+    [
+        ({"rows": 8}, {}, "compute", "Compute binds"),
+        ({"rows": 8}, {"hbm": 0.01}, "memory", "Memory bandwidth binds"),
+        ({"tp": 64}, {}, "communication", "Tensor-parallel communication binds"),
+        ({"dp": 64}, {"between": 0.01}, "communication", "Data-parallel communication binds"),
+        ({"pp": 32, "microbatches": 2}, {}, "bubble", "The pipeline's bubble binds"),
+        ({}, {"step_seconds": 10.0}, "host", "The host binds"),
+    ],
+)
+def test_what_binds_and_what_would_relieve_it(layout, efficiency, binds, advice):
+    found = step_time(SHAPE, Layout(**layout), H100, replace(Efficiency(), **efficiency))
+    assert found.binds.tolist() == [binds]
+    assert found.relief().startswith(advice) and found.relief().endswith("% of the predicted step.")
+
+
+def test_bad_inputs():
+    with pytest.raises(ValueError, match=r"efficiency matmul=1.2.*at most 1"):
+        Efficiency(matmul=1.2)
+    with pytest.raises(ValueError, match=r"the peak of v5e in float16"):
+        step_time(SHAPE, Layout(), Cluster(find_hardware("v5e")), dtype="float16")
+    with pytest.raises(ValueError, match=r"remat='all'"):
+        one(remat="all")

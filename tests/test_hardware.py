@@ -1,0 +1,246 @@
+"""Accelerators, links, prices and clusters: the datasheets' numbers, a user's own, and which link an axis lands on."""
+
+import datetime
+
+import numpy as np
+import pytest
+
+from jaxdist.mesh import AXES
+from jaxdist.plan import hardware as h
+from jaxdist.plan.collective_cost import collective_cost
+from jaxdist.plan.hardware import Cluster, find_hardware, load_hardware, load_prices, price, strides
+
+ACCELERATORS = {  # name: bf16 TFLOP/s, memory GB, HBM TB/s, NVLink GB/s in all (None: not NVLink), between GB/s
+    "a100-40": (312, 40, 1.56, 600, 25),
+    "a100-80": (312, 80, 2.0, 600, 25),
+    "h100": (989, 80, 3.35, 900, 50),
+    "h200": (989, 141, 4.8, 900, 50),
+}
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_links_and_peaks(name):
+    tflops, gigabytes, terabytes_per_s, total, between = ACCELERATORS[name]
+    device = find_hardware(name)
+    assert device.peak("bfloat16") == tflops * 1e12
+    assert device.memory_gb == gigabytes
+    assert device.memory_bytes_per_s == terabytes_per_s * 1e12
+    assert device.inside.quoted_bytes_per_s == total * 1e9 == 2 * device.inside.bytes_per_s, "one direction is half"
+    assert "total" in device.inside.quoted and f"{total} GB/s" in device.inside.quoted
+    assert device.between.bytes_per_s == between * 1e9
+
+
+def test_infiniband_in_bits():
+    assert find_hardware("a100-80").between.bytes_per_s == 200e9 / 8
+    assert find_hardware("h100").between.bytes_per_s == 400e9 / 8
+
+
+def test_memory_is_in_units_of_1024():
+    assert find_hardware("h200").memory_bytes == pytest.approx(151397597184, rel=1e-4)  # what its driver reports
+
+
+def test_every_entry_has_its_source_and_date():
+    table = load_hardware()
+    assert {"a100-40", "a100-80", "h100", "h200", "b200", "v5e", "v5p", "v6e"} <= table.keys()
+    for device in table.values():
+        assert device.source and isinstance(device.date, datetime.date), device.name
+        assert device.peak("bfloat16") > 1e14
+        for link in (device.inside, device.between):
+            assert link.source and link.quoted and isinstance(link.date, datetime.date), link.name
+            assert link.bytes_per_s <= link.quoted_bytes_per_s and link.latency_s > 0
+        assert device.inside.bytes_per_s > device.between.bytes_per_s
+
+
+def test_axes_are_those_of_the_mesh():
+    assert h.AXES == AXES
+
+
+# ------------------------------------------------------------------------------------------------------- a user's own
+
+
+@pytest.fixture
+def own(tmp_path):
+    def write(text):
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_users_file_is_merged_over_the_shipped_one(own):
+    path = own(
+        """
+        [accelerators.h100]
+        memory_gb = 94
+        peak_flops.bfloat16 = 835e12
+        [links.nvlink4]
+        latency_s = 0
+        [accelerators.b300]
+        title = "B300"
+        peak_flops = { bfloat16 = 2500e12 }
+        memory_gb = 288
+        memory_bytes_per_s = 8e12
+        inside = "nvlink5"
+        between = "ib400"
+        devices_per_node = 8
+        source = "mine"
+        date = 2026-01-31
+        """
+    )
+    device = find_hardware("h100", path)
+    assert (device.memory_gb, device.peak("bfloat16"), device.inside.latency_s) == (94, 835e12, 0)
+    assert device.peak("float8") == 1979e12 and device.memory_bytes_per_s == 3.35e12, "the rest is as shipped"
+    assert find_hardware("b300", path).inside.name == "nvlink5"
+    assert find_hardware("h100").memory_gb == 80
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[accelerators.x]\ntitle = 'X'", r"\[accelerators.x\] in .*mine.toml: peak_flops is missing\. Give title, "),
+        ("[accelerators.h100]\nflops = 1", r"\[accelerators.h100\] flops in .*: there is no such key\. Use title, "),
+        ("[accelerators.h100]\nmemory_gb = '80'", r"memory_gb='80' in .*not of the right kind"),
+        ("[accelerators.h100]\nmemory_gb = -80", r"memory_gb=-80 in .*positive finite"),
+        ("[accelerators.h100]\nmemory_gb = nan", r"memory_gb=nan in .*positive finite"),
+        ("[accelerators.h100]\ninside = 'nvlink'", r"link 'nvlink': .*Did you mean nvlink"),
+        ("[accelerator.h100]\nmemory_gb = 80", r"\[accelerator\] in .*Write \[links.NAME\]"),
+        ("[accelerators.h100", r"cannot be read as TOML .*Name a TOML file"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_key(own, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_hardware(own(text))
+
+
+def test_unknown_names_list_the_nearest():
+    with pytest.raises(ValueError, match=r"accelerator 'h1000': .*Did you mean h100"):
+        find_hardware("h1000")
+    with pytest.raises(ValueError, match=r"accelerator 'zzz': .*among a100-40, .*Add it in your own hardware file"):
+        find_hardware("zzz")
+    with pytest.raises(ValueError, match=r"the peak of v5e in float16: .*Use bfloat16, int8"):
+        find_hardware("v5e").peak("float16")
+    with pytest.raises(ValueError, match=r"file '/nowhere.toml': it cannot be read"):
+        load_hardware("/nowhere.toml")
+
+
+# ------------------------------------------------------------------------------------------------------------ prices
+
+
+def test_prices_are_dated_and_warn_when_old():
+    listed = load_prices()["aws"]["date"]
+    fresh = price("h100", "aws", today=listed + datetime.timedelta(days=90))
+    assert fresh.dollars_per_hour > 0 and fresh.warning == ""
+    old = price("h100", "aws", today=listed + datetime.timedelta(days=91))
+    assert old.dollars_per_hour == fresh.dollars_per_hour
+    assert old.warning.startswith(f"The price of h100 at aws is of {listed}, 91 days old (recalled list price")
+
+
+def test_three_vendors_none_verified():
+    prices = load_prices()
+    assert len(prices) >= 3
+    for vendor, entry in prices.items():
+        assert "recalled list price" in entry["source"] and "not verified" in entry["source"], vendor
+        for name in entry.keys() - {"source", "date"}:
+            assert price(name, vendor, today=entry["date"]).warning == ""
+            assert name in load_hardware()
+
+
+def test_prices_of_ones_own_and_names_that_are_not_there(own):
+    path = own("[mine]\nsource = 'my contract'\ndate = 2026-11-01\nh100 = 1.95\n[aws]\nh100 = 5.0\n[bad]\nh100 = 2\n")
+    today = datetime.date(2026, 11, 21)
+    assert price("h100", "mine", today, path).dollars_per_hour == 1.95
+    assert price("h100", "aws", today, path).dollars_per_hour == 5.0
+    with pytest.raises(ValueError, match=r"vendor 'lamda': .*Did you mean lambda"):
+        price("h100", "lamda")
+    with pytest.raises(ValueError, match=r"accelerator .* 'h20'.*Did you mean h100"):
+        price("h20", "lambda")
+    with pytest.raises(ValueError, match=r"the price of h100 at bad: it needs dollars above 0 and the date"):
+        price("h100", "bad", path=path)
+
+
+# ----------------------------------------------------------------------------------------------------------- cluster
+
+EIGHT = Cluster(find_hardware("h100"), num_nodes=8)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "links"),
+    [
+        ({"tp": 8, "dp": 8}, {"tp": "inside", "dp": "between"}),
+        ({"tp": 2, "dp": 4}, {"tp": "inside", "dp": "inside"}),
+        ({"tp": 4, "dp": 16}, {"tp": "inside", "dp": "both"}),
+        ({"tp": 16, "dp": 4}, {"tp": "both", "dp": "between"}),
+        ({"dp": 64}, {"dp": "both", "tp": "none"}),
+        ({"pp": 2, "dp": 4}, {"pp": "inside", "dp": "inside"}),
+        ({"pp": 2, "dp": 4, "tp": 8}, {"pp": "between", "dp": "between", "tp": "inside"}),
+        ({"replica": 4, "dp": 8, "tp": 2}, {"replica": "between", "dp": "both", "tp": "inside"}),
+        ({}, dict.fromkeys(AXES, "none")),
+    ],
+)
+def test_which_link_an_axis_lands_on(mesh, links):
+    found = EIGHT.links_of(**mesh)
+    assert {axis: found[axis] for axis in links} == links
+
+
+def test_split_axis_by_hand_and_in_columns():
+    sizes, apart = np.array([8, 16, 64, 4, 1]), np.array([1, 4, 1, 16, 8])
+    inside, across = EIGHT.split_axis(sizes, apart)
+    assert inside.tolist() == [8, 2, 8, 1, 1] and across.tolist() == [1, 8, 8, 4, 1]
+    assert EIGHT.link_of(sizes, apart).tolist() == ["inside", "both", "both", "between", "none"]
+    # Six ranks, three apart: eight devices hold two of them at most, so the axis leaves its node in groups of two.
+    assert [int(part) for part in EIGHT.split_axis(6, 3)] == [2, 3]
+
+
+def test_every_rank_of_an_axis_is_counted_once():
+    for tp in (1, 2, 4, 8, 16):
+        for dp in (1, 2, 3, 6, 8, 32):
+            inside, across = EIGHT.split_axis(dp, strides({"tp": tp})["dp"])
+            assert inside * across == dp and (inside - 1) * tp < 8
+
+
+def test_seconds_of_a_collective_on_its_links():
+    gigabyte, nvlink, infiniband = 1e9, EIGHT.inside, EIGHT.between
+    ring = collective_cost("ring_all_reduce", 8, gigabyte)
+    assert EIGHT.collective_seconds("ring_all_reduce", 8, 1, gigabyte) == pytest.approx(
+        ring.seconds(nvlink.latency_s, nvlink.bytes_per_s)
+    )
+    assert EIGHT.collective_seconds("ring_all_reduce", 8, 8, gigabyte) == pytest.approx(
+        ring.seconds(infiniband.latency_s, infiniband.bytes_per_s)
+    )
+    both = EIGHT.collective_seconds("ring_all_reduce", 64, 1, gigabyte)
+    across = collective_cost("ring_all_reduce", 8, gigabyte / 8)
+    assert both == pytest.approx(
+        ring.seconds(nvlink.latency_s, nvlink.bytes_per_s)
+        + across.seconds(infiniband.latency_s, infiniband.bytes_per_s)
+    )
+    assert EIGHT.collective_seconds("ring_all_reduce", 1, 1, gigabyte) == 0
+    slower = EIGHT.collective_seconds("ring_all_reduce", 8, 1, gigabyte, inside_efficiency=0.5)
+    assert slower == pytest.approx(14 * nvlink.latency_s + ring.bytes_sent / (nvlink.bytes_per_s / 2))
+
+
+def test_seconds_of_a_message():
+    assert EIGHT.permute_seconds(1, 8, 1e9) == 0
+    assert EIGHT.permute_seconds(2, 4, 1e9) == pytest.approx(3e-6 + 1 / 450)
+    assert EIGHT.permute_seconds(2, 32, 1e9) == pytest.approx(5e-6 + 1 / 50)
+
+
+def test_other_links_and_sizes_of_nodes():
+    table = load_hardware()
+    pcie = h.load_hardware()["a100-40"]
+    cluster = Cluster(pcie, num_nodes=2, devices_per_node=4, inside=table["h100"].between)
+    assert cluster.num_devices == 8 and cluster.links_of(tp=8)["tp"] == "both"
+    assert cluster.inside.name == "ib400" and cluster.between.name == "ib200"
+    with pytest.raises(ValueError, match=r"num_nodes=0.*at least one"):
+        Cluster(pcie, num_nodes=0)
+    with pytest.raises(ValueError, match=r"mesh axis 'data'.*Use pp, replica"):
+        EIGHT.links_of(data=8)
+
+
+def test_tables_are_in_the_package():
+    import tomllib
+
+    root = h.HERE.parent.parent
+    shipped = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert shipped["jaxdist.plan"] == ["*.toml"]
+    assert {path.name for path in h.HERE.glob("*.toml")} == {"hardware.toml", "prices.toml", "published.toml"}
