@@ -1,0 +1,409 @@
+"""Bytes a program needs on a device, read from its trace: which values get a buffer, and from when to when.
+
+Nothing is compiled. A jaxpr names every value; a compiler fuses most of them away. The rules here say which are left
+(what matmuls, collectives and loops read and write, and what is read twice and dear to compute again), how long each
+lives, and where loops and updates work in place. The lifetimes are then packed into one block of memory as XLA packs
+them. `experiments.bench memory` compares the result with the compilers' own plans; errors are in docs/plan.md.
+
+The rules were found by reading compiled programs of XLA:CPU and XLA:GPU (jax 0.10), and are the compiler's habits, not
+its promises. `jaxdist.plan.compile` asks the compiler itself.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxdist.compat import inner_programs
+from jaxdist.errors import ConfigError
+
+# What an operation does to buffers. Anything in none of these sets writes a buffer of its own and reads buffers.
+RENAMES = {"reshape", "squeeze", "expand_dims", "pvary", "stop_gradient", "optimization_barrier", "copy", "name"}
+GENERATES = {"broadcast_in_dim", "iota"}
+REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "gather"}
+DEAR = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "pow"}
+ELEMENTWISE = DEAR | {
+    *("abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "cos", "div", "eq", "floor", "ge", "gt"),
+    *("integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or"),
+    *("reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin"),
+    *("sqrt", "square", "sub", "xor"),
+}
+MOVES = {"concatenate", "dynamic_slice", "pad", "rev", "slice", "split", "stack", "transpose", "unstack"}
+FUSIBLE = ELEMENTWISE | MOVES | GENERATES | REDUCES
+IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
+LOOPS = {"scan", "while"}
+CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "shard_map"}
+
+
+@dataclass(frozen=True)
+class Habits:
+    """Where compilers differ. keeps_dear: results of `DEAR` operations that are read twice get a buffer, others are
+    computed again. zeros_first: what depends on no input (zeros to be filled) is made when the program starts.
+    takes_over: an elementwise result may take the buffer of an operand of its size. reduces_buffers: reductions over
+    whole arrays read a buffer rather than being fused.
+    """
+
+    keeps_dear: bool
+    zeros_first: bool
+    takes_over: bool
+    reduces_buffers: bool
+
+
+HABITS = {
+    "cpu": Habits(keeps_dear=True, zeros_first=True, takes_over=False, reduces_buffers=True),
+    "gpu": Habits(keeps_dear=False, zeros_first=False, takes_over=True, reduces_buffers=False),
+}
+
+
+@dataclass(eq=False)
+class Buffer:
+    """One block of memory: alive from clock `start` to clock `end`, both included."""
+
+    start: int
+    num_bytes: int
+    what: str
+    end: int = -1
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Predicted bytes of one device during a step. largest: (bytes, what) of the buffers alive at the peak."""
+
+    arguments: int
+    temporaries: int
+    largest: tuple[tuple[int, str], ...]
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.temporaries
+
+
+def step_memory(program, traced: jax.stages.Traced, compiler: str) -> StepMemory:
+    """What the traced `step` of a `jaxdist.step.Program` needs: its state, its batch, and temporaries.
+
+    Raises: ConfigError for a compiler that is not one of `HABITS`.
+    """
+    state = jax.tree.leaves(program.abstract_state())
+    arguments = jax.tree.leaves((program.abstract_state(), program.abstract_batch()))
+    donated = {index: index for index in range(len(state))}
+    temporaries, largest = temporary_bytes(traced.jaxpr, donated, compiler)
+    local = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arguments)
+    return StepMemory(local, temporaries, largest)
+
+
+def temporary_bytes(jaxpr, donated: Mapping[int, int], compiler: str) -> tuple[int, tuple[tuple[int, str], ...]]:
+    """Bytes beyond the arguments of a jaxpr whose top level is one shard_map (local shapes), or which has none.
+
+    donated: index of an output -> index of the argument whose memory it takes.
+    Returns: the bytes, and what they are at the moment of the highest need.
+    """
+    if compiler not in HABITS:
+        raise ConfigError(f"the memory of a program for {compiler!r}", "no habits are known", f"Use {', '.join(HABITS)}")
+    timeline = _Timeline(HABITS[compiler])
+    num_outputs = len(jaxpr.jaxpr.outvars)
+    timeline.run(jaxpr, donated, sliced=(), kept=[j for j in range(num_outputs) if j not in donated])
+    buffers = [buffer for buffer in timeline.buffers if buffer.num_bytes]
+    # XLA tries both orders and takes the better one.
+    by_size = sorted(buffers, key=lambda b: (-b.num_bytes, b.start - b.end))
+    by_time = sorted(buffers, key=lambda b: (b.start - b.end, -b.num_bytes))
+    return min(pack(by_size), pack(by_time)), alive_at_peak(buffers)
+
+
+def pack(buffers: Iterable[Buffer]) -> int:
+    """Height of the stack when each buffer, in order, goes to the tightest gap between those alive with it.
+
+    Source: the best fit of XLA's global heap simulator.
+    """
+    placed = np.zeros((0, 4), np.int64)  # start, end, bottom, top
+    for buffer in buffers:
+        alive = placed[(placed[:, 0] <= buffer.end) & (placed[:, 1] >= buffer.start)]
+        best, floor = None, 0
+        for bottom, top in sorted(map(tuple, alive[:, 2:].tolist())):
+            gap = bottom - floor
+            if gap >= buffer.num_bytes and (best is None or gap < best[0]):
+                best = gap, floor
+            floor = max(floor, top)
+        at = floor if best is None else best[1]
+        placed = np.vstack([placed, (buffer.start, buffer.end, at, at + buffer.num_bytes)])
+    return int(placed[:, 3].max(initial=0))
+
+
+def alive_at_peak(buffers: Collection[Buffer]) -> tuple[tuple[int, str], ...]:
+    """(bytes, what) of the buffers alive when most bytes are, largest first; equal ones together."""
+    changes: dict[int, int] = defaultdict(int)
+    for buffer in buffers:
+        changes[buffer.start] += buffer.num_bytes
+        changes[buffer.end + 1] -= buffer.num_bytes
+    now = peak = at = 0
+    for clock in sorted(changes):
+        now += changes[clock]
+        if now > peak:
+            peak, at = now, clock
+    found: dict[str, int] = defaultdict(int)
+    for buffer in buffers:
+        if buffer.start <= at <= buffer.end:
+            found[buffer.what] += buffer.num_bytes
+    return tuple(sorted(((num_bytes, what) for what, num_bytes in found.items()), reverse=True))
+
+
+# A program as a list of operations on numbered values.
+
+
+@dataclass(eq=False)
+class _Op:
+    name: str
+    inputs: list[int | None]  # None: a constant of the text
+    outputs: list[int]
+    eqn: object
+
+
+@dataclass
+class _Program:
+    sizes: list[int] = field(default_factory=list)
+    ops: list[_Op] = field(default_factory=list)
+
+    def new(self, aval) -> int:
+        self.sizes.append(_bytes(aval))
+        return len(self.sizes) - 1
+
+    def add(self, jaxpr, inputs: list) -> list:
+        """Append a jaxpr's equations, calls written out and mere renamings left out; returns its outputs."""
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        value_of = {v: self.new(v.aval) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(v):
+            return None if isinstance(v, Literal) else value_of[v]
+
+        for eqn in jaxpr.eqns:
+            name, ids = eqn.primitive.name, [read(v) for v in eqn.invars]
+            if name in CALLS:
+                results = self.add(next(inner_programs(eqn)), ids)
+            elif len(ids) == len(eqn.outvars) and (name in RENAMES or _is_no_cast(eqn)):
+                results = ids
+            else:
+                results = [self.new(v.aval) for v in eqn.outvars]
+                self.ops.append(_Op(name, ids, results, eqn))
+            value_of.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def prune(self, outputs: Iterable) -> None:
+        """Drop what no output needs."""
+        needed, kept = set(outputs), []
+        for op in reversed(self.ops):
+            if needed.intersection(op.outputs):
+                needed.update(op.inputs)
+                kept.append(op)
+        self.ops = kept[::-1]
+
+    def scatter_in_place(self, outputs: Iterable) -> None:
+        """x + scatter-add(zeros, ...) is scatter-add(x, ...), as every XLA compiler rewrites it."""
+        maker = {o: op for op in self.ops for o in op.outputs}
+        uses = defaultdict(int)
+        for op in self.ops:
+            for i in op.inputs:
+                uses[i] += 1
+        outputs = set(outputs)
+        for op in self.ops:
+            for one, other in (op.inputs, op.inputs[::-1]) if op.name == "add_any" else ():
+                scatter = maker.get(one)
+                if scatter is None or scatter.name != "scatter-add" or uses[one] > 1 or one in outputs or one == other:
+                    continue
+                zeros = maker.get(scatter.inputs[0])
+                if zeros is not None and zeros.name == "broadcast_in_dim" and zeros.inputs[0] is None:
+                    op.name, op.inputs = "scatter-add", [other, *scatter.inputs[1:]]
+                    break
+        self.prune(outputs)
+
+
+class _Timeline:
+    """Walks a program operation by operation, loops' bodies once, and notes when each buffer lives."""
+
+    def __init__(self, habits: Habits):
+        self.habits, self.clock, self.buffers = habits, 0, []
+
+    def run(self, jaxpr, carried: Mapping[int, int], sliced: Collection[int], kept: Collection[int]) -> None:
+        """One level of the program.
+
+        carried: index of an output -> of the input whose memory it takes (a loop's carry, a donated argument). sliced:
+        inputs that are one entry of an array of the caller's. kept: outputs that need memory of their own; the others
+        that are not carried are written into arrays of the caller's.
+        """
+        program = _Program()
+        inputs = [program.new(v.aval) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
+        outputs = program.add(jaxpr, inputs)
+        program.prune(outputs)
+        program.scatter_in_place(outputs)
+        level = _Level(program, self.habits, {inputs[i] for i in sliced}, {outputs[j] for j in kept} - {None})
+        home = {outputs[j]: inputs[carried[j]] if j in carried else None for j in range(len(outputs)) if j not in kept}
+
+        begin, ends = self.clock + 1, defaultdict(list)
+        live: dict[int, Buffer] = {}
+
+        def hold(value: int, buffer: Buffer) -> None:
+            live[value] = buffer
+            ends[level.last_use[value]].append(value)
+
+        def allocate(value: int, start: int, what: str) -> None:
+            self.buffers.append(Buffer(start, program.sizes[value], what))
+            hold(value, self.buffers[-1])
+
+        for i in carried.values():
+            if inputs[i] not in live:
+                hold(inputs[i], Buffer(begin, 0, "the caller's"))
+        arrivals = defaultdict(list)
+        for value in level.slices:
+            if level.buffered[value] and level.users[value]:
+                arrivals[min(level.users[value])].append(value)
+
+        for k, op in enumerate(program.ops):
+            self.clock += 1
+            start = self.clock
+            for value in arrivals[k]:
+                allocate(value, start, "one layer's part of a stacked array")
+            dying = [value for value in ends[k] if value in live]
+            carry = _carry(op)
+            for value in op.outputs:
+                if not level.buffered[value]:
+                    continue
+                place = op.inputs[0] if op.name in IN_PLACE else carry.get(value)
+                if place not in dying and value in home and value not in carry and not level.is_fusible(op):
+                    place = None  # made in a buffer of its own, then written to the caller's
+                if place not in dying and level.is_fusible(op) and self.habits.takes_over:
+                    size = program.sizes[value]
+                    place = next((v for v in dying if size and live[v].num_bytes == size), None)
+                if place in dying:
+                    dying.remove(place)
+                    hold(value, live.pop(place))
+                    continue
+                early = self.habits.zeros_first and (value in level.first or (op.name == "scan" and value not in carry))
+                allocate(value, begin if early else start, _describe(op, value in carry))
+            for body, body_carried, body_sliced, body_kept in _bodies(op):
+                self.run(body, body_carried, body_sliced, body_kept)
+            for value in ends[k]:
+                if value in live:
+                    live.pop(value).end = self.clock
+        for buffer in live.values():
+            buffer.end = self.clock
+
+
+class _Level:
+    """Which values of one program level get a buffer, and the last operation that reads each."""
+
+    def __init__(self, program: _Program, habits: Habits, slices: set[int], kept: set[int]):
+        self.program, self.habits, self.slices, self.kept = program, habits, slices, kept
+        self.users, self.maker = defaultdict(list), {}
+        for k, op in enumerate(program.ops):
+            for i in set(op.inputs) - {None}:
+                self.users[i].append(k)
+            for o in op.outputs:
+                self.maker[o] = op
+        self.made_at = {o: k for k, op in enumerate(program.ops) for o in op.outputs}
+        self.buffered = [self.needs_buffer(v) for v in range(len(program.sizes))]
+        self.last_use = self.last_uses()
+        self.first = self.made_first() if habits.zeros_first else set()
+
+    def is_fusible(self, op: _Op) -> bool:
+        reduces = self.habits.reduces_buffers and op.name in ("reduce_sum", "reduce_max")
+        return op.name in FUSIBLE and not reduces
+
+    def needs_buffer(self, value: int) -> bool:
+        read = any(not self.is_fusible(self.program.ops[c]) for c in self.users[value])
+        if value in self.kept:
+            return True
+        if value not in self.maker:
+            return value in self.slices and read
+        op = self.maker[value]
+        if op.name in GENERATES:
+            return False
+        if not self.is_fusible(op) or op.name in REDUCES or read:
+            return True
+        return self.habits.keeps_dear and op.name in DEAR and len(self.users[value]) > 1
+
+    def is_cheap(self, value: int) -> bool:
+        """Whether readers that can be fused compute the value again rather than read its buffer."""
+        if not self.habits.keeps_dear or value not in self.maker or value in self.kept:
+            return False
+        op = self.maker[value]
+        return self.is_fusible(op) and op.name not in REDUCES | DEAR | GENERATES
+
+    def last_uses(self) -> list[int]:
+        """The last operation that needs each value, through everything that is fused with its readers.
+
+        Goes backwards, so that readers are known before what they read.
+        """
+        ops, end = self.program.ops, len(self.program.ops)
+        last = [end if v in self.kept else self.made_at.get(v, -1) for v in range(len(self.program.sizes))]
+        fused = [-1] * len(last)  # the last operation into which a value is fused
+        for k in reversed(range(end)):
+            op = ops[k]
+            passes_on = [k]
+            if self.is_fusible(op):
+                passes_on += [last[o] for o in op.outputs if not self.buffered[o]]
+                passes_on += [fused[o] for o in op.outputs if self.buffered[o] and self.is_cheap(o)]
+            for i in set(op.inputs) - {None}:
+                if self.is_fusible(op):
+                    fused[i] = max(fused[i], *passes_on)
+                    if self.buffered[i] and self.is_cheap(i):
+                        continue
+                last[i] = max(last[i], *passes_on)
+        return last
+
+    def made_first(self) -> set[int]:
+        """Values that depend on nothing, and what is scattered onto such."""
+        found: set[int] = set()
+        for op in self.program.ops:
+            if op.name in GENERATES or (op.name in IN_PLACE and op.inputs[0] in found):
+                found.update(op.outputs)
+        return found
+
+
+def _carry(op: _Op) -> dict[int, int]:
+    """Output of a loop -> the value it starts from."""
+    if op.name == "scan":
+        first, number = op.eqn.params["num_consts"], op.eqn.params["num_carry"]
+    elif op.name == "while":
+        first = op.eqn.params["cond_nconsts"] + op.eqn.params["body_nconsts"]
+        number = len(op.outputs)
+    else:
+        return {}
+    return {op.outputs[j]: op.inputs[first + j] for j in range(number)}
+
+
+def _bodies(op: _Op) -> list[tuple]:
+    """The programs inside an operation, as arguments of `_Timeline.run`."""
+    params = op.eqn.params
+    if op.name == "scan":
+        first, number = params["num_consts"], params["num_carry"]
+        sliced = range(first + number, len(op.inputs))
+        return [(params["jaxpr"], {j: first + j for j in range(number)}, sliced, ())]
+    if op.name == "while":
+        first = params["body_nconsts"]
+        return [(params["body_jaxpr"], {j: first + j for j in range(len(op.outputs))}, (), ())]
+    if op.name == "cond":
+        return [(branch, {}, (), range(len(op.outputs))) for branch in params["branches"]]
+    return []
+
+
+def _describe(op: _Op, carried: bool) -> str:
+    if op.name == "scan" and not carried:
+        return "stacked by a loop (kept for backward, or gradients)"
+    if op.name in LOOPS:
+        return "carried by a loop"
+    aval = max((v.aval for v in op.eqn.outvars), key=_bytes)
+    return f"{op.name} {aval.dtype}[{', '.join(map(str, aval.shape))}]"
+
+
+def _is_no_cast(eqn) -> bool:
+    return eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+
+
+def _bytes(aval) -> int:
+    try:
+        itemsize = np.dtype(aval.dtype).itemsize
+    except TypeError:  # a random key
+        itemsize = 8
+    return math.prod(aval.shape) * itemsize
