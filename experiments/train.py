@@ -53,7 +53,7 @@ class Diverged(ArithmeticError):
     """The loss is no number any more, and no later step can repair it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Stopped(Exception):
     """The budget is used up or a signal came, after `steps` whole steps."""
 

@@ -88,6 +88,12 @@ def cost(price_per_hour: Decimal, num_devices: int, hours: Decimal) -> Decimal:
     return _UP.multiply(_UP.multiply(price_per_hour, Decimal(num_devices)), hours).quantize(UNIT, context=_UP)
 
 
+def cost_of_seconds(price_per_hour: Decimal, num_devices: int, seconds: float) -> Decimal:
+    """The same for a measured time; divided last, so that a whole result stays whole."""
+    times_3600 = _UP.multiply(_UP.multiply(price_per_hour, Decimal(num_devices)), Decimal(seconds))
+    return _UP.divide(times_3600, Decimal(3600)).quantize(UNIT, context=_UP)
+
+
 def affordable_hours(price_per_hour: Decimal, num_devices: int, amount: Decimal) -> Decimal:
     """The hours that `amount` pays for, rounded down to a millionth; 0 where nothing is left. The price is above 0."""
     per_hour = _UP.multiply(price_per_hour, Decimal(num_devices))
@@ -347,7 +353,7 @@ class SpendLog:
         if tail:
             raise self._error(
                 f"its last line is cut off; the {len(lines)} whole lines before it are all there",
-                f"Cut the file after its first {len(content) - len(tail)} bytes; the write that is lost was not finished",
+                f"Cut the file after its first {len(content) - len(tail)} bytes; the rest was never a whole line",
             )
         if len(lines) > head["lines"] + 1:  # one more is a line whose writer died before it wrote the head
             raise self._error(f"it has {len(lines)} lines, and its head {self.head.name} knows {head['lines']}")
@@ -486,8 +492,7 @@ class BudgetClock:
 
     def spent(self, ahead_seconds: float = 0.0) -> Decimal:
         """Cost so far, or `ahead_seconds` from now, rounded up to a `UNIT`."""
-        hours = _UP.divide(Decimal(self.seconds() + ahead_seconds), Decimal(3600))
-        return cost(self.price_per_hour, self.num_devices, hours)
+        return cost_of_seconds(self.price_per_hour, self.num_devices, self.seconds() + ahead_seconds)
 
     def exceeded(self, ahead_seconds: float = 0.0) -> bool:
         """Whether time or money is used up, or would be passed `ahead_seconds` from now. Free devices cost no money."""
@@ -503,14 +508,14 @@ class BudgetClock:
 class JobBudget:
     """One job under a budget, as a context: reserved by `begin_job`, settled with its actual cost on every way out.
 
-    Inside, the first of `signals` to come is kept in `self.signal` for the job to stop by itself; the next one acts as
-    it did before. A job killed otherwise is not settled, and its whole reservation stays counted.
+    Inside, the first of `signals` to come is kept in `self.signal` for the job to stop by itself; the next one ends it
+    at once, by SystemExit. A job killed otherwise is not settled, and its whole reservation stays counted.
     """
 
     def __init__(self, log: SpendLog, job: Job, clock: BudgetClock, signals: tuple[int, ...]):
         self.log, self.job, self.clock = log, job, clock
         self.signal: int | None = None
-        self._signals, self._before = signals, {}
+        self._signals, self._before, self._settling = signals, {}, False
         self._last_look: float | None = None
         self._longest = 0.0
 
@@ -540,18 +545,19 @@ class JobBudget:
         return self
 
     def _keep(self, number: int, frame) -> None:
+        if self._settling:
+            return
+        if self.signal is not None:
+            raise SystemExit(128 + number)  # the code that shells give for a signal
         self.signal = number
-        self._restore()
-
-    def _restore(self) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
 
     def __exit__(self, *_) -> None:
+        self._settling = True
         try:
             self.log.settle(self.job.id, self.clock.spent())
         finally:
-            self._restore()
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
 
 def is_asked_for(*flags: str | None, environ: Mapping[str, str] = os.environ) -> bool:
