@@ -879,11 +879,3 @@ def test_train_within_its_budget_finishes_and_settles(train, now_log, tmp_path):
     assert code == 0 and "done" in out and "cost $0.00 of $1.05 reserved" in out
     (job,) = now_log.read().jobs.values()
     assert job.actual == 0 and (tmp_path / "run" / "summary.json").exists()
-
-
-def test_train_that_diverges_is_settled_too(train, now_log):
-    guard = ["--price-per-hour", "0.35", "--max-hours", "3", "--spend-log", now_log.path]
-    code, _, _ = train(*guard, "--steps", "30", "--lr", "1e30", "--warmup-steps", "0", "--clip-norm", "1e30")
-    assert code == 1
-    (job,) = now_log.read().jobs.values()
-    assert job.actual is not None
