@@ -141,12 +141,6 @@ def run(flags: Run, command: list[str], console: Console, now: Callable[[], floa
     if program is None:
         raise ConfigError(f"the command {command[0]!r}", "there is no such program", "Name one that can be executed")
     grace = float(exact("grace", flags.grace))
-    if flags.hours is not None and float(exact("hours", flags.hours)) * 3600 <= grace:
-        raise ConfigError(
-            f"hours={flags.hours} with grace={flags.grace}",
-            "the grace, in seconds, is the end of the hours, and nothing is left of them",
-            "Use more hours or less grace",
-        )
     environment = {k: v for k, v in os.environ.items() if k not in (BUDGET_VARIABLE, LOG_VARIABLE)}
     job = begin_job(
         flags.devices,
@@ -160,6 +154,12 @@ def run(flags: Run, command: list[str], console: Console, now: Callable[[], floa
         now=now,
     )
     with job:
+        if job.clock.exceeded(ahead_seconds=grace):
+            raise ConfigError(
+                f"grace={flags.grace}",
+                f"these seconds are the end of the time, and {money(job.job.reserved)} pays for no more than them",
+                "Use more hours or less grace",
+            )
         try:
             process = subprocess.Popen(command, env=environment, start_new_session=True)
         except OSError as error:

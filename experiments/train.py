@@ -35,7 +35,7 @@ class TrainFlags(CommonFlags):
     data: str | None = None
     """A text file, a folder, or a .npy / .bin token file. Default: the source of Python's standard library."""
     out: str | None = None
-    """Folder for config.json, metrics.jsonl and summary.json."""
+    """Folder for config.json, metrics.jsonl and, at the end, summary.json (stopped.json where a budget stopped it)."""
     eval_every: int = 50
     """Steps between held-out evaluations."""
     eval_batches: int = 4

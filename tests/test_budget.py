@@ -388,6 +388,11 @@ def test_what_is_no_file_is_refused(tmp_path):
         assert_refused(SpendLog(tmp_path / path))
     (tmp_path / "folder.head").write_text('{"lines": 1, "hash": ""}')
     assert_refused(SpendLog(tmp_path / "folder"))
+    with pytest.raises(ConfigError, match="it is not a file"):
+        SpendLog(tmp_path / "folder").read()
+    with pytest.raises(ConfigError, match="cannot be used"):  # the head's name is too long
+        SpendLog(tmp_path / ("b" * 253)).create(dollars("3"))
+    assert not (tmp_path / ("b" * 253)).exists()
     assert_refused(SpendLog(os.devnull))
 
 

@@ -223,6 +223,9 @@ class SpendLog:
             self._lock(fd, exclusive=True)
             empty = Account(_NOTHING, {}, 0, "", datetime.fromtimestamp(0, UTC))
             self._append(fd, empty, "ceiling", "", ceiling, "", self._wall())
+        except ConfigError:
+            os.unlink(self.path)  # made a moment ago, by nobody else
+            raise
         finally:
             os.close(fd)
 
@@ -330,9 +333,9 @@ class SpendLog:
 
     def _verify(self, fd: int) -> Account:
         """Every line, each against the one before, and their number and last hash against the head."""
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise self._error("it is not a file", "Name a file")
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise self._error("it is not a file", "Name a file")
             content = b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
             head = json.loads(self.head.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
