@@ -345,6 +345,14 @@ def test_a_log_with_any_byte_changed_is_refused(full_log):
 def test_lines_taken_out_moved_or_repeated_are_refused(full_log):
     lines = full_log.path.read_bytes().splitlines(keepends=True)
     a, b, c, d = lines
+    other = SpendLog(full_log.path.with_name("other"), now=full_log.now)
+    other.create(dollars("3"))
+    other.reserve(UNIT)
+    x, y = other.path.read_bytes().splitlines(keepends=True)
+    for wrong in ([x, b, c, d], [a, y, c, d]):
+        full_log.path.write_bytes(b"".join(wrong))
+        with pytest.raises(ConfigError, match="was changed, or a line before it is missing"):
+            full_log.read()
     for wrong in ([a, c, d], [b, c, d], [a, c, b, d], [a, b, c, c, d], [a, b, c, d, d], [a, b, c, d, b"\n"], [a] * 4):
         full_log.path.write_bytes(b"".join(wrong))
         assert_refused(full_log)
