@@ -346,7 +346,7 @@ def test_lines_taken_out_moved_or_repeated_are_refused(full_log):
     lines = full_log.path.read_bytes().splitlines(keepends=True)
     a, b, c, d = lines
     other = SpendLog(full_log.path.with_name("other"), now=full_log.now)
-    other.create(dollars("3"))
+    other.create(dollars("4"))
     other.reserve(UNIT)
     x, y = other.path.read_bytes().splitlines(keepends=True)
     for wrong in ([x, b, c, d], [a, y, c, d]):
