@@ -724,7 +724,9 @@ def wait_until_gone(pid: int) -> None:
 def test_the_wrapper_passes_a_stop_on_and_settles(now_log, number):
     """The command sends the signal to the wrapper, and would then sleep."""
     code = f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(1000)"
+    before = signal.signal(number, signal.SIG_DFL)  # shells start background jobs with SIGINT ignored
     assert wrap(now_log, *python(code)) == 128 + number
+    signal.signal(number, before)
     assert now_log.spent() == 0 and not [job for job in now_log.read().jobs.values() if job.actual is None]
 
 
