@@ -336,6 +336,10 @@ def test_a_log_with_any_byte_changed_is_refused(full_log):
         full_log.path.write_bytes(bytes(changed))
         with pytest.raises(ConfigError):
             full_log.read()
+    for old, new in ((b": ", b":\t"), (b"reserve", rb"\u0072eserve"), (b"\n", b"\r\n")):
+        full_log.path.write_bytes(content.replace(old, new))  # the same JSON
+        with pytest.raises(ConfigError, match="is damaged"):
+            full_log.read()
     full_log.path.write_bytes(content.replace(b'"1"', b'"2"'))
     with pytest.raises(ConfigError, match="line 2 was changed"):
         full_log.read()
@@ -420,6 +424,23 @@ def test_a_writer_that_dies_between_line_and_head_loses_nothing(log):
     log.head.write_bytes(old)
     with pytest.raises(ConfigError, match="3 lines, and its head"):
         log.read()
+
+
+def test_writers_that_die_one_after_the_other_lose_nothing(log, monkeypatch):
+    """Each dies after its line and before its head: the log is never more than one line ahead."""
+    write_head, calls = SpendLog._write_head, []
+
+    def die(self, num_lines, last_hash):
+        if num_lines == len(self.path.read_bytes().splitlines()) and num_lines not in calls:
+            calls.append(num_lines)
+            raise OSError(5, "Input/output error")
+        write_head(self, num_lines, last_hash)
+
+    monkeypatch.setattr(SpendLog, "_write_head", die)
+    for dead in (1, 2, 3):
+        with pytest.raises(ConfigError, match="cannot be used"):
+            log.reserve(dollars("1"))
+        assert log.spent() == dead
 
 
 def test_a_half_line_at_the_end_is_refused_and_the_remedy_works(full_log):
