@@ -145,6 +145,9 @@ def test_more_than_was_reserved_counts_too(log):
     assert log.spent() == dollars("3.50") and log.read().left == dollars("-0.50")
     with pytest.raises(ConfigError):
         log.reserve(dollars("0"))
+    for price, hours in (("0.35", "3"), ("0.35", None), ("0", "3")):
+        with pytest.raises(ConfigError, match=r"is spent or reserved.*(Wait|Settle)"):
+            begin(log, price, hours)
 
 
 def test_a_jobs_own_ceiling_is_at_most_the_logs(log):
