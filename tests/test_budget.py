@@ -704,7 +704,7 @@ def test_the_wrapper_stops_a_command_that_may_save(now_log, tmp_path):
     code = (
         "import signal, sys, time; from pathlib import Path; "
         "signal.signal(signal.SIGTERM, lambda *_: (Path(sys.argv[2]).touch(), sys.exit(0))); "
-        "Path(sys.argv[1]).touch(); time.sleep(1000)"
+        "Path(sys.argv[1]).touch(); time.sleep(200)"
     )
     ready, saved, ticks = tmp_path / "ready", tmp_path / "saved", [0.0]
     limit = 3 * 3600 - 29  # the grace of 30 s is part of the time
@@ -720,7 +720,7 @@ def test_the_wrapper_kills_a_command_that_will_not_stop_and_its_children(now_log
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "child = os.fork()\n"
         "if child: Path(sys.argv[1] + '.new').write_text(str(child)); os.rename(sys.argv[1] + '.new', sys.argv[1])\n"
-        "time.sleep(1000)"
+        "time.sleep(200)"
     )
     ready = tmp_path / "ready"
     assert wrap(now_log, *python(code), ready, now=jump_once(ready)) == EXIT_BUDGET
@@ -729,7 +729,7 @@ def test_the_wrapper_kills_a_command_that_will_not_stop_and_its_children(now_log
 
 def test_the_wrapper_leaves_nothing_of_its_group_behind(now_log, tmp_path):
     pid = tmp_path / "pid"
-    assert wrap(now_log, "sh", "-c", f"sleep 1000 & echo $! > {pid}") == 0
+    assert wrap(now_log, "sh", "-c", f"sleep 200 & echo $! > {pid}") == 0
     wait_until_gone(int(pid.read_text()))
 
 
@@ -747,7 +747,7 @@ def wait_until_gone(pid: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_wrapper_passes_a_stop_on_and_settles(now_log, number):
     """The command sends the signal to the wrapper, and would then sleep."""
-    code = f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(1000)"
+    code = f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(200)"
     before = signal.signal(number, signal.SIG_DFL)  # shells start background jobs with SIGINT ignored
     assert wrap(now_log, *python(code)) == 128 + number
     signal.signal(number, before)
