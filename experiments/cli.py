@@ -1,6 +1,7 @@
 """Flags that all programs share, and the border where a wrong one ends the program."""
 
 import dataclasses
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ from jaxdist.mesh import parse_mesh
 from jaxdist.runtime import DeviceChoice
 
 Flags = TypeVar("Flags")
+
+# Exit codes beside 0 (done) and 1 (it ran, and what it ran is wrong).
+EXIT_BAD_INPUT = 2  # refused before anything ran
+EXIT_BUDGET = 75  # stopped because time or money was used up; "try again later" in sysexits.h
+EXIT_SIGNAL = 128  # plus the number of the signal that stopped it
 
 
 @dataclass(frozen=True)
@@ -164,13 +170,18 @@ def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
             raise ConfigError(f"--{field.name.replace('_', '-')}", why, "Leave it out")
 
 
-def run_program(flags_type: type[Flags], main: Callable[[Flags, Console], int | None], prog: str) -> None:
-    """Parse the command line and run `main`; a ConfigError becomes one message on stderr and exit code 2."""
-    flags = tyro.cli(flags_type, prog=f"python -m {prog}")
+def run_program(
+    flags_type: type[Flags],
+    main: Callable[[Flags, Console], int | None],
+    prog: str,
+    args: list[str] | None = None,
+) -> None:
+    """Parse `args` (default: the command line) and run `main`; a ConfigError becomes one message and exit code 2."""
+    flags = tyro.cli(flags_type, prog=f"python -m {prog}", args=args)
     try:
         sys.exit(main(flags, Console(highlight=False, width=None if sys.stdout.isatty() else 160)))
     except ConfigError as error:
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        sys.exit(2)
+        sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(EXIT_SIGNAL + signal.SIGINT)

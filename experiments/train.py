@@ -4,6 +4,8 @@ python -m experiments.train --mesh dp=2,tp=2
 """
 
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import jax
@@ -14,13 +16,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.cli import CommonFlags, run_program, set_precision
-from jaxdist.config import require_positive
+from experiments.cli import EXIT_BUDGET, EXIT_SIGNAL, CommonFlags, run_program, set_precision
+from jaxdist.config import RunConfig, require_positive
 from jaxdist.data import Batches, Corpus, held_out_batches, load_corpus, unigram_entropy
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.metrics import RunFiles
 from jaxdist.parallel.schedules import in_flight, simulate
+from jaxdist.plan.budget import JobBudget, begin_job, is_asked_for
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.step import Program, State, build_program, compiled_peak_bytes
 
@@ -32,17 +35,39 @@ class TrainFlags(CommonFlags):
     data: str | None = None
     """A text file, a folder, or a .npy / .bin token file. Default: the source of Python's standard library."""
     out: str | None = None
-    """Folder for config.json, metrics.jsonl and summary.json."""
+    """Folder for config.json, metrics.jsonl and, at the end, summary.json (stopped.json where a budget stopped it)."""
     eval_every: int = 50
     """Steps between held-out evaluations."""
     eval_batches: int = 4
+    budget: str | None = None
+    """Dollars that all jobs in the spend log may cost together. Default: JAXDIST_BUDGET, else the log's ceiling."""
+    price_per_hour: str | None = None
+    """Dollars for one device, an hour. Turns the budget guard on, as every flag and variable here does."""
+    max_hours: str | None = None
+    """Longest time for this run, reserved before it starts. Default: as long as the rest of the budget pays for."""
+    spend_log: str | None = None
+    """Default: JAXDIST_SPEND_LOG, else spend.jsonl. `python -m experiments.budget init` makes one."""
 
 
 class Diverged(ArithmeticError):
     """The loss is no number any more, and no later step can repair it."""
 
 
-def main(flags: TrainFlags, console: Console) -> int:
+@dataclass(eq=False)
+class Stopped(Exception):
+    """The budget is used up or a signal came, after `steps` whole steps."""
+
+    steps: int
+    reason: str
+
+
+def main(
+    flags: TrainFlags,
+    console: Console,
+    save: Callable[[State], None] | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> int:
+    """Args: `save` is called with the state where a run is stopped early; `now` is the clock of the budget."""
     # ---- check everything, before anything is traced ----
     config = flags.run_config()
     require_positive("eval_every", flags.eval_every)
@@ -54,7 +79,8 @@ def main(flags: TrainFlags, console: Console) -> int:
     devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
 
-    with RunFiles(flags.out, config, {"data": corpus.source, "devices": devices.description}) as files:
+    about = {"data": corpus.source, "devices": devices.description}
+    with job_budget(flags, config, console, now) as budget, RunFiles(flags.out, config, about) as files:
         # ---- say what will run ----
         entropy = unigram_entropy(corpus.train)
         print_resolved(console, program, devices, corpus, entropy)
@@ -69,10 +95,17 @@ def main(flags: TrainFlags, console: Console) -> int:
 
         # ---- train ----
         try:
-            state, losses = train(flags, program, step, state, batches, held_out, files, console)
+            state, losses = train(flags, program, step, state, batches, held_out, files, console, budget, save)
         except Diverged as error:
             console.print(f"[bold red]diverged[/] at {error}")
             return 1
+        except Stopped as stopped:
+            saved = "the state was saved" if save else "no checkpoint was made, this version has none"
+            console.print(
+                f"\n[bold red]stopped[/] after {stopped.steps} of {config.steps} steps: {stopped.reason}; {saved}"
+            )
+            files.write_stopped({"steps": stopped.steps, "of": config.steps, "reason": stopped.reason})
+            return EXIT_SIGNAL + budget.signal if budget.signal else EXIT_BUDGET
 
         # ---- report ----
         first, last = losses[0], losses[-1]
@@ -83,11 +116,31 @@ def main(flags: TrainFlags, console: Console) -> int:
         files.write_summary(
             {"steps": config.steps, "held_out_loss": last, "first_held_out_loss": first, "unigram_entropy": entropy}
         )
+        if budget:
+            console.print(f"cost {budget.report()}")
     return 0
 
 
-def train(flags, program: Program, step, state: State, batches, held_out, files: RunFiles, console: Console):
-    """Run every step; returns the final state and the held-out losses."""
+def job_budget(flags: TrainFlags, config: RunConfig, console: Console, now) -> JobBudget | nullcontext:
+    """The run's share of a budget, reserved; a context with nothing in it where no budget is asked for."""
+    if not is_asked_for(flags.budget, flags.price_per_hour, flags.max_hours, flags.spend_log):
+        return nullcontext()
+    return begin_job(
+        config.parallel.mesh.num_devices,
+        flags.price_per_hour,
+        flags.max_hours,
+        flags.budget,
+        flags.spend_log,
+        note="experiments.train",
+        say=lambda text: console.print(text, soft_wrap=True),
+        now=now,
+    )
+
+
+def train(
+    flags, program: Program, step, state: State, batches, held_out, files: RunFiles, console: Console, budget, save
+):
+    """Run every step; returns the final state and the held-out losses. Raises: Diverged; Stopped, once saved."""
     config = program.config
     losses = [evaluate(program, state, held_out)]
     console.print(f"step {0:>5}  held-out loss {losses[0]:.4f}")
@@ -96,6 +149,10 @@ def train(flags, program: Program, step, state: State, batches, held_out, files:
     with _progress(console, disable=not live) as progress:
         task = progress.add_task("train", total=config.steps, line="")
         for index in range(config.steps):
+            if budget and (reason := budget.stop_reason()):
+                if save:
+                    save(state)
+                raise Stopped(index, reason)
             start = time.perf_counter()
             state, metrics = step(state, program.put(batches[index]))
             metrics = jax.device_get(metrics)  # waits for the step

@@ -44,8 +44,15 @@ class RunFiles:
             self._metrics.flush()
 
     def write_summary(self, summary: dict) -> None:
+        self._write("summary.json", summary)
+
+    def write_stopped(self, stopped: dict) -> None:
+        """`stopped.json`, in place of a summary: the run ended by itself, before its last step."""
+        self._write("stopped.json", stopped)
+
+    def _write(self, name: str, content: dict) -> None:
         if self.folder:
-            (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            (self.folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,641 @@
+"""What a job may cost: reserved in a log before it starts, measured while it runs, settled when it ends.
+
+No JAX here. Money is `decimal.Decimal`, never float, in whole millionths (`UNIT`); a computed amount is rounded up to
+one. What counts as spent is the actual cost of every job that was settled and the whole reservation of every job that
+was not: a job that died keeps its estimate until somebody settles it by hand. A reservation is refused when it and what
+is spent come to more than the ceiling; exactly the ceiling is allowed.
+
+The spend log is a file of JSON lines that only grows. Each line holds the hash of the line before it, and a second file
+(the head, `LOG.head`) holds the number of lines and the last hash, so that a changed line, a half line and lines
+missing at the end are all seen. Whatever does not fit is refused: nothing is reserved on a log that cannot be trusted.
+That guards against accidents; whoever can write both files can also forge them.
+
+Two jobs at once are kept apart by `flock` on the log. On local disks that holds; on NFS it depends on the server and
+its mount options, and it is not checked there.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from decimal import ROUND_CEILING, Context, Decimal
+from pathlib import Path
+from typing import Self
+
+from jaxdist.errors import ConfigError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: every use of a log is refused
+    fcntl = None
+
+BUDGET_VARIABLE = "JAXDIST_BUDGET"
+LOG_VARIABLE = "JAXDIST_SPEND_LOG"
+DEFAULT_LOG = "spend.jsonl"
+
+UNIT = Decimal("0.000001")
+LIMIT = Decimal(10**12)
+SKEW_SECONDS = 60.0  # how far the clocks of two machines that share a log may differ
+
+_UP = Context(prec=60, rounding=ROUND_CEILING)  # sums and products of amounts below LIMIT are exact in it
+_NOTHING = Decimal(0)
+_FIELDS = ["line", "kind", "job", "amount", "time", "host", "pid", "note", "previous", "hash"]
+_LOST = (
+    "Put both files back from a backup, or start another log, its ceiling no more than what is left: "
+    "`python -m experiments.budget init --budget AMOUNT --spend-log OTHER`"
+)
+
+
+_COMMANDS = "(`python -m experiments.budget show`, `settle`, `ceiling`)"
+
+
+# ---- amounts ----
+
+
+def exact(name: str, value: str | int | Decimal) -> Decimal:
+    """A number that is exactly what was written: at least 0, at most `LIMIT`, six digits after the point.
+
+    Raises: ConfigError for anything else, a float among it.
+    """
+    number = None
+    if isinstance(value, Decimal) and value.is_finite():
+        number = value
+    elif isinstance(value, int) or (isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?", value, re.ASCII)):
+        number = Decimal(value)
+    if number is None or not 0 <= number <= LIMIT or number.normalize(_UP).as_tuple().exponent < -6:
+        raise ConfigError(
+            f"{name}={value}",
+            f"it must be an exact number from 0 to {LIMIT:,}, with at most 6 digits after the point"
+            + (" (a float is not exact)" if isinstance(value, float) else ""),
+            f"Write it out, as in {name}=0.35",
+        )
+    return number.normalize(_UP).copy_abs()  # -0 is 0
+
+
+def cost(price_per_hour: Decimal, num_devices: int, hours: Decimal) -> Decimal:
+    """price x devices x hours, rounded up to a `UNIT`."""
+    return _UP.multiply(_UP.multiply(price_per_hour, Decimal(num_devices)), hours).quantize(UNIT, context=_UP)
+
+
+def cost_of_seconds(price_per_hour: Decimal, num_devices: int, seconds: float) -> Decimal:
+    """The same for a measured time; divided last, so that a whole result stays whole."""
+    times_3600 = _UP.multiply(_UP.multiply(price_per_hour, Decimal(num_devices)), Decimal(seconds))
+    return _UP.divide(times_3600, Decimal(3600)).quantize(UNIT, context=_UP)
+
+
+def affordable_hours(price_per_hour: Decimal, num_devices: int, amount: Decimal) -> Decimal:
+    """The hours that `amount` pays for, rounded down to a millionth; 0 where nothing is left. The price is above 0."""
+    per_hour = _UP.multiply(price_per_hour, Decimal(num_devices))
+    return _UP.multiply(_UP.divide_int(_UP.multiply(max(amount, _NOTHING), Decimal(10**6)), per_hour), UNIT)
+
+
+def total(amounts) -> Decimal:
+    result = _NOTHING
+    for amount in amounts:
+        result = _UP.add(result, amount)
+    return result
+
+
+def money(amount: Decimal) -> str:
+    """$2.10; $0.000241: cents, and further digits only where there are any."""
+    whole, digits = f"{amount.copy_abs():,.6f}".split(".")
+    return f"{'-' * (amount < 0)}${whole}.{digits[:2]}{digits[2:].rstrip('0')}"
+
+
+def plain(number: Decimal) -> str:
+    """3, 1.5: as few digits as say it exactly."""
+    text = f"{number:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def sentence(
+    price_per_hour: Decimal, num_devices: int, hours: Decimal, ceiling: Decimal, spent: Decimal = _NOTHING
+) -> str:
+    """What is said before launch: `2 × $0.35/h × 3 h = $2.10. Budget $3.00, buffer $0.90.`
+
+    The buffer is what the budget would still hold if the job took all of its hours; `spent` (finished jobs and what
+    running ones have reserved) is named where there is any.
+    """
+    estimate = cost(price_per_hour, num_devices, hours)
+    before = f"spent or reserved before {money(spent)}, " if spent else ""
+    buffer = _UP.subtract(_UP.subtract(ceiling, spent), estimate)
+    total_text = _estimate_text(price_per_hour, num_devices, hours)
+    return f"{total_text}. Budget {money(ceiling)}, {before}buffer {money(buffer)}."
+
+
+def _estimate_text(price_per_hour: Decimal, num_devices: int, hours: Decimal) -> str:
+    estimate = cost(price_per_hour, num_devices, hours)
+    return f"{num_devices} × {money(price_per_hour)}/h × {plain(hours)} h = {money(estimate)}"
+
+
+# ---- the log ----
+
+
+@dataclass(frozen=True)
+class Job:
+    """One reservation. `actual` is None until it is settled; `time` is UTC."""
+
+    id: str
+    reserved: Decimal
+    actual: Decimal | None
+    time: datetime
+    host: str
+    pid: int
+    note: str
+
+    @property
+    def counted(self) -> Decimal:
+        return self.reserved if self.actual is None else self.actual
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a whole, undamaged log says."""
+
+    ceiling: Decimal
+    jobs: dict[str, Job]
+    num_lines: int
+    last_hash: str
+    last_time: datetime
+
+    @property
+    def spent(self) -> Decimal:
+        """Actual costs of settled jobs and reservations of all others."""
+        return total(job.counted for job in self.jobs.values())
+
+    @property
+    def left(self) -> Decimal:
+        """Below 0 where jobs cost more than they had reserved, or the ceiling was lowered."""
+        return _UP.subtract(self.ceiling, self.spent)
+
+    def under(self, ceiling: Decimal | None) -> "Account":
+        """The account as a job sees it that was given a ceiling of its own. Raises: ConfigError above the log's."""
+        if ceiling is None:
+            return self
+        ceiling = exact("budget", ceiling)
+        if ceiling > self.ceiling:
+            raise ConfigError(
+                f"a budget of {money(ceiling)}",
+                f"the ceiling in the spend log is {money(self.ceiling)}, and a job cannot raise it",
+                f"Use that or less, or `python -m experiments.budget ceiling --budget {plain(ceiling)}`",
+            )
+        return replace(self, ceiling=ceiling)
+
+
+class SpendLog:
+    """The log at `path` and its head beside it. `now` is the wall clock, in seconds since 1970.
+
+    Raises, from every method: ConfigError where the log is missing, cannot be read, locked or written, is damaged or
+    lacks lines that were once there.
+    """
+
+    def __init__(self, path: str | Path, now: Callable[[], float] = time.time):
+        self.path, self.now = Path(path), now
+        self.head = Path(f"{path}.head")
+
+    def create(self, ceiling: Decimal) -> None:
+        """A new log with its ceiling. Raises: ConfigError where there is one, or the head of one that is gone."""
+        ceiling = exact("budget", ceiling)
+        if os.path.exists(self.head) and not os.path.exists(self.path):
+            raise self._error(f"it is gone, and its head {self.head.name} is still here: what was spent is unknown")
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError as error:
+            raise ConfigError(
+                f"a new spend log {self.path}",
+                "there is one already, and what it says still counts",
+                "Use it as it is, change its ceiling with `python -m experiments.budget ceiling`, or name another file",
+            ) from error
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            self._lock(fd, exclusive=True)
+            empty = Account(_NOTHING, {}, 0, "", datetime.fromtimestamp(0, UTC))
+            self._append(fd, empty, "ceiling", "", ceiling, "", self._wall())
+        except ConfigError:
+            os.unlink(self.path)  # made a moment ago, by nobody else
+            raise
+        finally:
+            os.close(fd)
+
+    def read(self) -> Account:
+        with self._open(write=False) as (_, account):
+            return account
+
+    def spent(self) -> Decimal:
+        """Actual costs of settled jobs and reservations of all others."""
+        return self.read().spent
+
+    def set_ceiling(self, ceiling: Decimal) -> None:
+        """Raise or lower the ceiling, from now on."""
+        ceiling = exact("budget", ceiling)
+        with self._open(write=True) as (fd, account):
+            self._append(fd, account, "ceiling", "", ceiling, "", max(self._wall(), account.last_time))
+
+    def reserve(
+        self,
+        estimate: Decimal,
+        ceiling: Decimal | None = None,
+        note: str = "",
+        asked: str | None = None,
+        advise: Callable[[Decimal], str] = lambda left: f"Reserve at most {money(left)}",
+    ) -> tuple[Job, Account]:
+        """Write a job's estimate before it starts; returns the job, and the account as it was before.
+
+        Args: a `ceiling` below the log's own holds for this job alone; `asked` and `advise(left)` word a refusal.
+        Raises: ConfigError where the estimate and what is spent exceed the ceiling, or the clock is behind the log.
+        """
+        estimate = exact("estimate", estimate)
+        with self._open(write=True) as (fd, account):
+            account = account.under(ceiling)
+            if estimate > account.left:
+                raise ConfigError(
+                    asked or f"a reservation of {money(estimate)}",
+                    f"the budget is {money(account.ceiling)}, of which {money(account.spent)} is spent or reserved: "
+                    f"{money(_UP.subtract(estimate, account.left))} too much",
+                    f"{advise(account.left)}; settle jobs that died; or raise the ceiling {_COMMANDS}",
+                )
+            wall = self._wall()
+            if (account.last_time - wall).total_seconds() > SKEW_SECONDS:
+                raise ConfigError(
+                    f"a reservation at {wall:%Y-%m-%d %H:%M:%S} UTC",
+                    f"the last line of {self.path} is of {account.last_time:%Y-%m-%d %H:%M:%S} UTC, and time does not "
+                    "go back",
+                    "Set this machine's clock; if the log's last line is wrong, start another log for what is left",
+                )
+            job_id = secrets.token_hex(4)
+            while job_id in account.jobs:
+                job_id = secrets.token_hex(4)
+            job = self._append(fd, account, "reserve", job_id, estimate, note, max(wall, account.last_time))
+        return job, account
+
+    def settle(self, job_id: str, actual: Decimal, note: str = "") -> None:
+        """Write what a job cost, in place of its reservation. More than was reserved is written too: it was spent.
+
+        Never refused for the clock: a line that would be older than the last gets the last one's time.
+        Raises: ConfigError for a job that was never reserved or is settled already.
+        """
+        actual = exact("actual", actual)
+        with self._open(write=True) as (fd, account):
+            job = account.jobs.get(job_id)
+            if job is None or job.actual is not None:
+                unsettled = [job.id for job in account.jobs.values() if job.actual is None]
+                raise ConfigError(
+                    f"settling job {job_id!r} in {self.path}",
+                    "the log has no such job" if job is None else f"it was settled before, at {money(job.actual)}",
+                    f"Name one of the jobs not settled: {', '.join(unsettled) or 'there are none'}",
+                )
+            self._append(fd, account, "settle", job_id, actual, note, max(self._wall(), account.last_time))
+
+    def _wall(self) -> datetime:
+        return datetime.fromtimestamp(self.now(), UTC)
+
+    @contextmanager
+    def _open(self, write: bool) -> Iterator[tuple[int, Account]]:
+        """The locked file and what it says."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_APPEND if write else os.O_RDONLY)
+        except FileNotFoundError as error:
+            if os.path.exists(self.head):
+                raise self._error(f"it is gone; its head {self.head.name} is still here") from error
+            raise ConfigError(
+                f"spend log {self.path}",
+                "there is none, and without one nobody knows what was spent",
+                "Make one with its ceiling: `python -m experiments.budget init --budget 3.00 "
+                f"--spend-log {self.path}`, or name another with --spend-log or {LOG_VARIABLE}",
+            ) from error
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            self._lock(fd, exclusive=write)
+            yield fd, self._verify(fd)
+        finally:
+            os.close(fd)  # and with it the lock
+
+    def _lock(self, fd: int, exclusive: bool) -> None:
+        if fcntl is None:
+            raise self._error("this system has no file locks (fcntl)", "Use Linux or macOS")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _verify(self, fd: int) -> Account:
+        """Every line, each against the one before, and their number and last hash against the head."""
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise self._error("it is not a file", "Name a file")
+        try:
+            content = b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
+            head = json.loads(self.head.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise self._error(f"its head {self.head.name} is missing, so lines may be too") from error
+        except OSError as error:
+            raise self._unusable(error) from error
+        except ValueError as error:
+            raise self._error(f"its head {self.head.name} is damaged") from error
+        if not (isinstance(head, dict) and isinstance(head.get("lines"), int) and head["lines"] > 0):
+            raise self._error(f"its head {self.head.name} is damaged")
+
+        *lines, tail = content.split(b"\n")
+        records = self._chain(lines)
+        if len(lines) < head["lines"]:
+            raise self._error(f"{head['lines']} lines were written, and {len(lines)} whole ones are left")
+        if records[head["lines"] - 1]["hash"] != head.get("hash"):
+            raise self._error(f"line {head['lines']} is not the one that its head {self.head.name} knows")
+        if tail:
+            raise self._error(
+                f"its last line is cut off; the {len(lines)} whole lines before it are all there",
+                f"Cut the file after its first {len(content) - len(tail)} bytes; the rest was never a whole line",
+            )
+        if len(lines) > head["lines"] + 1:  # one more is a line whose writer died before it wrote the head
+            raise self._error(f"it has {len(lines)} lines, and its head {self.head.name} knows {head['lines']}")
+        return self._add_up(records)
+
+    def _chain(self, lines: list[bytes]) -> list[dict]:
+        """The lines as records, byte for byte what was written and in that order."""
+        records, previous = [], ""
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise self._error(f"line {number} is damaged") from error
+            if not isinstance(record, dict) or list(record) != _FIELDS or line != _encode(record):
+                raise self._error(f"line {number} is damaged")
+            if (record["line"], record["previous"], record["hash"]) != (number, previous, _hash(record)):
+                raise self._error(f"line {number} was changed, or a line before it is missing")
+            records.append(record)
+            previous = record["hash"]
+        return records
+
+    def _add_up(self, records: list[dict]) -> Account:
+        ceiling, jobs, last = _NOTHING, {}, datetime.fromtimestamp(0, UTC)
+        for record in records:
+            kind, amount, when = record["kind"], Decimal(record["amount"]), datetime.fromisoformat(record["time"])
+            job = jobs.get(record["job"])
+            unsettled = job is not None and job.actual is None
+            if kind == "ceiling":
+                ceiling = amount
+            elif kind == "reserve" and job is None:
+                jobs[record["job"]] = Job(
+                    record["job"], amount, None, when, *(record[k] for k in ("host", "pid", "note"))
+                )
+            elif kind == "settle" and unsettled:
+                jobs[job.id] = replace(job, actual=amount)
+            else:
+                raise self._error(f"line {record['line']} does not follow from those before it")
+            if when < last:
+                raise self._error(f"line {record['line']} is older than the line before it")
+            last = when
+        return Account(ceiling, jobs, len(records), records[-1]["hash"], last)
+
+    def _append(
+        self, fd: int, account: Account, kind: str, job: str, amount: Decimal, note: str, when: datetime
+    ) -> Job:
+        """One line on disk, then the head. A line without its head (a crash between the two) counts; see `_verify`."""
+        record = {
+            "line": account.num_lines + 1,
+            "kind": kind,
+            "job": job,
+            "amount": plain(amount),
+            "time": when.isoformat(timespec="microseconds"),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "note": note,
+            "previous": account.last_hash,
+        }
+        record["hash"] = _hash(record)
+        line = _encode(record) + b"\n"
+        try:
+            if account.num_lines:
+                self._write_head(account.num_lines, account.last_hash)  # it may be one line behind
+            size = os.fstat(fd).st_size
+            try:
+                written = os.write(fd, line)
+            except OSError:
+                written = 0
+            if written < len(line):
+                os.ftruncate(fd, size)
+                raise self._error("the disk did not take another line", "Make room on it")
+            os.fsync(fd)
+            self._write_head(record["line"], record["hash"])
+        except OSError as error:
+            raise self._unusable(error) from error
+        return Job(job, amount, None, when, record["host"], record["pid"], note)
+
+    def _write_head(self, num_lines: int, last_hash: str) -> None:
+        """Replace the head in one step: a reader sees the old one or the new one."""
+        new = Path(f"{self.head}.new")
+        with new.open("w", encoding="utf-8") as file:
+            json.dump({"lines": num_lines, "hash": last_hash}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self.head)
+        folder = os.open(self.head.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _error(self, required: str, remedy: str = _LOST) -> ConfigError:
+        return ConfigError(f"spend log {self.path}", required, remedy)
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return self._error(f"it cannot be used ({error.strerror})", "Name a file that you may read and write")
+
+
+def _encode(record: dict) -> bytes:
+    return json.dumps(record).encode("ascii")
+
+
+def _hash(record: dict) -> str:
+    """SHA-256 of a line without its own hash; it holds the hash of the line before."""
+    return hashlib.sha256(_encode({k: v for k, v in record.items() if k != "hash"})).hexdigest()
+
+
+# ---- a running job ----
+
+
+class BudgetClock:
+    """What a running job has cost so far, and whether it must stop.
+
+    The price is that of one device, an hour. Time is that of `now`, which must not jump (monotonic, in seconds), from
+    when this object is made: what a machine costs before and after is not seen. Where the clock does go back, what
+    was measured stays. Monotonic clocks may stand still while a machine sleeps.
+    """
+
+    def __init__(
+        self,
+        price_per_hour: Decimal,
+        num_devices: int,
+        reserved: Decimal,
+        max_seconds: float | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self.price_per_hour = exact("price_per_hour", price_per_hour)
+        self.num_devices, self.reserved = _whole("num_devices", num_devices), exact("reserved", reserved)
+        if max_seconds is not None and not 0 < max_seconds < math.inf:
+            raise ConfigError(f"max_seconds={max_seconds}", "it is a time above 0", "Use max_seconds=3600.0")
+        self.max_seconds, self._now = max_seconds, now
+        self._start, self._elapsed = now(), 0.0
+
+    def seconds(self) -> float:
+        self._elapsed = max(self._elapsed, self._now() - self._start)
+        return self._elapsed
+
+    def spent(self, ahead_seconds: float = 0.0) -> Decimal:
+        """Cost so far, or `ahead_seconds` from now, rounded up to a `UNIT`."""
+        return cost_of_seconds(self.price_per_hour, self.num_devices, self.seconds() + ahead_seconds)
+
+    def exceeded(self, ahead_seconds: float = 0.0) -> bool:
+        """Whether time or money is used up, or would be passed `ahead_seconds` from now. Free devices cost no money."""
+        late = self.max_seconds is not None and (
+            self.seconds() >= self.max_seconds or self.seconds() + ahead_seconds > self.max_seconds
+        )
+        costly = self.price_per_hour > 0 and (
+            self.spent() >= self.reserved or self.spent(ahead_seconds) > self.reserved
+        )
+        return late or costly
+
+
+class JobBudget:
+    """One job under a budget, as a context: reserved by `begin_job`, settled with its actual cost on every way out.
+
+    Inside, the first of `signals` to come is kept in `self.signal` for the job to stop by itself; the next one ends it
+    at once, by SystemExit. A job killed otherwise is not settled, and its whole reservation stays counted.
+    """
+
+    def __init__(self, log: SpendLog, job: Job, clock: BudgetClock, signals: tuple[int, ...]):
+        self.log, self.job, self.clock = log, job, clock
+        self.signal: int | None = None
+        self._signals, self._before, self._settling = signals, {}, False
+        self._last_look: float | None = None
+        self._longest = 0.0
+
+    def stop_reason(self) -> str | None:
+        """Asked before each step: why it must not start, or None.
+
+        A step that would take as long as the longest so far (asking to asking) must still fit.
+        """
+        now = self.clock.seconds()
+        if self._last_look is not None:
+            self._longest = max(self._longest, now - self._last_look)
+        self._last_look = now
+        if self.signal is not None:
+            return signal.Signals(self.signal).name
+        if self.clock.exceeded(ahead_seconds=self._longest):
+            return f"the budget is used up: {self.report()}"
+        return None
+
+    def report(self) -> str:
+        return f"{money(self.clock.spent())} of {money(self.job.reserved)} reserved, in {self.clock.seconds():.1f} s"
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in self._signals:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    self._before[number] = signal.signal(number, self._keep)
+        return self
+
+    def _keep(self, number: int, frame) -> None:
+        if self._settling:
+            return
+        if self.signal is not None:
+            raise SystemExit(128 + number)  # the code that shells give for a signal
+        self.signal = number
+
+    def __exit__(self, *_) -> None:
+        self._settling = True
+        try:
+            self.log.settle(self.job.id, self.clock.spent())
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+
+def is_asked_for(*flags: str | None, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a budget's flag or variable is set at all. One is enough: half a budget is refused, not ignored."""
+    return any(flag is not None for flag in (*flags, environ.get(BUDGET_VARIABLE), environ.get(LOG_VARIABLE)))
+
+
+def find_log(spend_log: str | None, environ: Mapping[str, str] = os.environ, now=time.time) -> SpendLog:
+    """The log that the flag names, else the variable, else `spend.jsonl` in the working folder."""
+    named = environ.get(LOG_VARIABLE, DEFAULT_LOG) if spend_log is None else spend_log
+    if not named:
+        raise ConfigError("a spend log without a name", "it is a file", f"Name one, as in {DEFAULT_LOG}")
+    return SpendLog(named, now)
+
+
+def find_ceiling(budget: str | None, environ: Mapping[str, str] = os.environ) -> Decimal | None:
+    """The amount that the flag names, else the variable; None for the log's own ceiling."""
+    named = environ.get(BUDGET_VARIABLE) if budget is None else budget
+    return None if named is None else exact("budget", named)
+
+
+def begin_job(
+    num_devices: int,
+    price_per_hour: str | Decimal | None,
+    hours: str | Decimal | None = None,
+    budget: str | None = None,
+    spend_log: str | None = None,
+    note: str = "",
+    signals: tuple[int, ...] = (signal.SIGTERM,),
+    say: Callable[[str], None] = print,
+    environ: Mapping[str, str] = os.environ,
+    now: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
+) -> JobBudget:
+    """Reserve what a job may cost and say so in one sentence. Without `hours` the whole rest of the budget is reserved.
+
+    Args: `price_per_hour` of one device; `now` measures the job, `wall` dates the log's lines.
+    Raises: ConfigError where anything is missing or wrong, the log cannot be trusted, or the budget is too small.
+    """
+    num_devices = _whole("num_devices", num_devices)
+    if price_per_hour is None:
+        raise ConfigError("a budget without a price", "the estimate needs one", "Give --price-per-hour, of one device")
+    price = exact("price_per_hour", price_per_hour)
+    log, ceiling = find_log(spend_log, environ, wall), find_ceiling(budget, environ)
+    if hours is not None:
+        limit = exact("hours", hours)
+        if not limit:
+            raise ConfigError("hours=0", "a job takes time", "Use hours=0.1 or more")
+    else:
+        if not price:
+            raise ConfigError("a price of 0 and no hours", "nothing would ever stop the job", "Give a number of hours")
+        account = log.read().under(ceiling)
+        limit = affordable_hours(price, num_devices, account.left)
+        if not limit:
+            raise ConfigError(
+                "a job for the whole rest of the budget",
+                f"the budget is {money(account.ceiling)}, and {money(account.spent)} is spent or reserved",
+                f"Settle jobs that died, or raise the ceiling {_COMMANDS}",
+            )
+    estimate = cost(price, num_devices, limit)
+
+    def advise(left: Decimal) -> str:
+        hours = affordable_hours(price, num_devices, left) if price else _NOTHING
+        return f"Use at most {plain(hours)} h or fewer devices" if hours else "Wait for running jobs to end"
+
+    text = _estimate_text(price, num_devices, limit)
+    job, before = log.reserve(estimate, ceiling, note, asked=text, advise=advise)
+    clock = BudgetClock(price, num_devices, estimate, float(limit) * 3600, now)
+    if hours is None:
+        say("No hours were given: the whole rest of the budget is reserved.")
+    say(sentence(price, num_devices, limit, before.ceiling, before.spent))
+    return JobBudget(log, job, clock, signals)
+
+
+def _whole(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**6:
+        raise ConfigError(f"{name}={value!r}", "it is a whole number from 1 to 1,000,000", f"Use {name}=1")
+    return value
