@@ -24,7 +24,7 @@ from jaxdist.errors import ConfigError
 # What an operation does to buffers. Anything in none of these sets writes a buffer of its own and reads buffers.
 RENAMES = {"reshape", "squeeze", "expand_dims", "pvary", "stop_gradient", "optimization_barrier", "copy", "name"}
 GENERATES = {"broadcast_in_dim", "iota"}
-REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "gather"}
+REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
 DEAR = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "pow"}
 ELEMENTWISE = DEAR | {
     *("abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "cos", "div", "eq", "floor", "ge", "gt"),
@@ -32,7 +32,7 @@ ELEMENTWISE = DEAR | {
     *("reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin"),
     *("sqrt", "square", "sub", "xor"),
 }
-MOVES = {"concatenate", "dynamic_slice", "pad", "rev", "slice", "split", "stack", "transpose", "unstack"}
+MOVES = {"concatenate", "dynamic_slice", "gather", "pad", "rev", "slice", "split", "stack", "transpose", "unstack"}
 FUSIBLE = ELEMENTWISE | MOVES | GENERATES | REDUCES
 IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
 LOOPS = {"scan", "while"}
@@ -44,18 +44,25 @@ class Habits:
     """Where compilers differ. keeps_dear: results of `DEAR` operations that are read twice get a buffer, others are
     computed again. zeros_first: what depends on no input (zeros to be filled) is made when the program starts.
     takes_over: an elementwise result may take the buffer of an operand of its size. reduces_buffers: reductions over
-    whole arrays read a buffer rather than being fused.
+    whole arrays read a buffer rather than being fused. fuses_gathers: into what reads them. widens: temporaries of 16 bits
+    take 32, in which everything is computed.
     """
 
     keeps_dear: bool
     zeros_first: bool
     takes_over: bool
     reduces_buffers: bool
+    fuses_gathers: bool
+    widens: bool
 
 
 HABITS = {
-    "cpu": Habits(keeps_dear=True, zeros_first=True, takes_over=False, reduces_buffers=True),
-    "gpu": Habits(keeps_dear=False, zeros_first=False, takes_over=True, reduces_buffers=False),
+    "cpu": Habits(
+        keeps_dear=True, zeros_first=True, takes_over=False, reduces_buffers=True, fuses_gathers=False, widens=True
+    ),
+    "gpu": Habits(
+        keeps_dear=False, zeros_first=False, takes_over=True, reduces_buffers=False, fuses_gathers=True, widens=False
+    ),
 }
 
 
@@ -102,7 +109,9 @@ def temporary_bytes(jaxpr, donated: Mapping[int, int], compiler: str) -> tuple[i
     Returns: the bytes, and what they are at the moment of the highest need.
     """
     if compiler not in HABITS:
-        raise ConfigError(f"the memory of a program for {compiler!r}", "no habits are known", f"Use {', '.join(HABITS)}")
+        raise ConfigError(
+            f"the memory of a program for {compiler!r}", "no habits are known", f"Use {', '.join(HABITS)}"
+        )
     timeline = _Timeline(HABITS[compiler])
     num_outputs = len(jaxpr.jaxpr.outvars)
     timeline.run(jaxpr, donated, sliced=(), kept=[j for j in range(num_outputs) if j not in donated])
@@ -163,11 +172,12 @@ class _Op:
 
 @dataclass
 class _Program:
+    widens: bool
     sizes: list[int] = field(default_factory=list)
     ops: list[_Op] = field(default_factory=list)
 
     def new(self, aval) -> int:
-        self.sizes.append(_bytes(aval))
+        self.sizes.append(_bytes(aval, self.widens))
         return len(self.sizes) - 1
 
     def add(self, jaxpr, inputs: list) -> list:
@@ -232,7 +242,7 @@ class _Timeline:
         inputs that are one entry of an array of the caller's. kept: outputs that need memory of their own; the others
         that are not carried are written into arrays of the caller's.
         """
-        program = _Program()
+        program = _Program(self.habits.widens)
         inputs = [program.new(v.aval) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
         outputs = program.add(jaxpr, inputs)
         program.prune(outputs)
@@ -319,7 +329,8 @@ class _Level:
         op = self.maker[value]
         if op.name in GENERATES:
             return False
-        if not self.is_fusible(op) or op.name in REDUCES or read:
+        gathers = op.name == "gather" and not self.habits.fuses_gathers
+        if not self.is_fusible(op) or op.name in REDUCES or gathers or read:
             return True
         return self.habits.keeps_dear and op.name in DEAR and len(self.users[value]) > 1
 
@@ -328,7 +339,7 @@ class _Level:
         if not self.habits.keeps_dear or value not in self.maker or value in self.kept:
             return False
         op = self.maker[value]
-        return self.is_fusible(op) and op.name not in REDUCES | DEAR | GENERATES
+        return self.is_fusible(op) and op.name not in REDUCES | DEAR | GENERATES | {"gather"}
 
     def last_uses(self) -> list[int]:
         """The last operation that needs each value, through everything that is fused with its readers.
@@ -401,9 +412,11 @@ def _is_no_cast(eqn) -> bool:
     return eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
-def _bytes(aval) -> int:
+def _bytes(aval, widens: bool = False) -> int:
     try:
         itemsize = np.dtype(aval.dtype).itemsize
     except TypeError:  # a random key
         itemsize = 8
+    if widens and jax.numpy.issubdtype(aval.dtype, jax.numpy.floating):
+        itemsize = max(itemsize, 4)
     return math.prod(aval.shape) * itemsize
