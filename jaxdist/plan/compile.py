@@ -1,0 +1,300 @@
+"""Ask the real compiler, with no accelerator present: what it allocates and which collectives it emits.
+
+The very step that would run is compiled for simulated CPU devices, for NVIDIA GPUs, or for TPUs. XLA needs a
+description of the device, not the device. Peak bytes are of its own buffer assignment; collectives are read from the
+optimised program, loops multiplied by their trip counts.
+"""
+
+import importlib.util
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxdist.config import RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import AXES, MeshShape, make_mesh
+from jaxdist.plan.trace import Collective
+from jaxdist.runtime import acquire_devices
+from jaxdist.step import Program, build_program
+
+GIB = 2**30
+# What XLA's GpuTargetConfigProto says of a card: streaming multiprocessors, compute capability, clock in GHz, L2 and
+# memory in bytes, memory bandwidth in bytes/s, shared memory of a multiprocessor and of a block. NVIDIA's architecture
+# white papers; an H200's memory as its driver reports it.
+CUDA_CARDS = {
+    "a100-40": (108, (8, 0), 1.41, 40 * 2**20, 42_298_834_944, 1.555e12, 167_936, 166_912),
+    "a100-80": (108, (8, 0), 1.41, 40 * 2**20, 84_987_740_160, 2.039e12, 167_936, 166_912),
+    "h100": (132, (9, 0), 1.98, 50 * 2**20, 84_961_591_296, 3.35e12, 233_472, 232_448),
+    "h200": (132, (9, 0), 1.98, 50 * 2**20, 151_397_597_184, 4.8e12, 233_472, 232_448),
+    "b200": (148, (10, 0), 1.965, 126 * 2**20, 191_514_148_864, 8.0e12, 233_472, 232_448),
+}
+TPU_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}  # dims of the torus
+TARGETS = ("cpu", *CUDA_CARDS, *TPU_DIMS)
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What a compiler made of the step, for one device. Bytes; seconds of compiling.
+
+    temporaries: beside the arguments (state and batch). collectives: of the optimised program; a count of None where a
+    loop's length is data. asynchronous: how many of them overlap with something by start and done.
+    """
+
+    target: str
+    seconds: float
+    arguments: int
+    temporaries: int
+    collectives: tuple["Emitted", ...]
+    text: str
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.temporaries
+
+    @property
+    def asynchronous(self) -> int:
+        return sum(c.asynchronous for c in self.collectives)
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """One collective instruction. axes: the mesh axes its groups span. full_bytes: of the gathered, or summed, buffer.
+
+    count: how often a step runs it; None where that is data.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int | None
+    full_bytes: int
+    num_operands: int
+    asynchronous: bool
+
+    def sent_bytes(self, mesh: MeshShape) -> int | None:
+        """Bytes one device sends in a step, in the convention of `jaxdist.plan.trace`."""
+        if self.count is None:
+            return None
+        return Collective(self.kind, self.axes, self.count, 0, self.num_operands, self.full_bytes).sent_bytes(mesh)
+
+
+def compile_step(config: RunConfig, target: str, *, num_nodes: int = 1, dump: str | None = None) -> CompiledStep:
+    """Compile the step of `config` for one of `TARGETS`; no device of that kind is needed.
+
+    num_nodes: over which the mesh's devices are spread (GPUs alone). dump: folder for the optimised program's text.
+    Raises: ConfigError for an unknown target, or one whose compiler is not installed, with the line that installs it.
+    """
+    num_devices = config.parallel.mesh.num_devices
+    devices = target_devices(target, num_devices, num_nodes)
+    program = build_program(config, make_mesh(config.parallel.mesh, devices))
+    start = time.perf_counter()
+    compiled = lower(program).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise RuntimeError(f"the compiler for {target} gives no memory analysis")
+    text = compiled.as_text()
+    if dump is not None:
+        folder = Path(dump)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"step-{target}.hlo.txt").write_text(text, encoding="utf-8")
+    return CompiledStep(
+        target=target,
+        seconds=seconds,
+        arguments=memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        collectives=tuple(emitted_collectives(text, config.parallel.mesh)),
+        text=text,
+    )
+
+
+def lower(program: Program) -> jax.stages.Lowered:
+    return program.step.lower(program.abstract_state(), program.abstract_batch())
+
+
+def target_devices(target: str, num_devices: int, num_nodes: int = 1) -> Sequence:
+    """Devices to compile for: simulated ones for "cpu", descriptions otherwise. Raises: as `compile_step`."""
+    if target not in TARGETS:
+        raise ConfigError(f"--compile {target}", "there is no such target", f"Use {', '.join(TARGETS)}")
+    if target == "cpu":
+        return acquire_devices(num_devices, "cpu").devices
+    jax.config.update("jax_platforms", "cpu")  # a plugin without its card must not be started
+    if target in CUDA_CARDS:
+        return _cuda_devices(target, num_devices, num_nodes)
+    return _tpu_devices(target, num_devices)
+
+
+def _cuda_devices(target: str, num_devices: int, num_nodes: int) -> Sequence:
+    version = jax.__version__
+    if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+        _refuse(target, f"jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} nvidia-cuda-nvcc nvidia-cudnn-cu13")
+    if num_devices % num_nodes:
+        raise ConfigError(
+            f"{num_devices} devices on {num_nodes} nodes", "each node has as many", f"Use a divisor of {num_devices}"
+        )
+    from jax.experimental import topologies
+
+    layout = f"{num_nodes}x1x{num_devices // num_nodes}"
+    return topologies.get_topology_desc(target, "cuda", target_config=_card(target), topology=layout).devices
+
+
+def _card(target: str) -> str:
+    """A GpuTargetConfigProto, in text form."""
+    cores, (major, minor), clock, l2, memory, bandwidth, shared, shared_block = CUDA_CARDS[target]
+    extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    return f"""
+        gpu_device_info {{
+            threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+            core_count: {cores} fpus_per_core: {64 if major == 8 else 128} clock_rate_ghz: {clock}
+            shared_memory_per_block: 49152 shared_memory_per_core: {shared}
+            shared_memory_per_block_optin: {shared_block}
+            block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+            registers_per_core_limit: 65536 registers_per_block_limit: 65536
+            memory_bandwidth: {int(bandwidth)} l2_cache_size: {l2} device_memory_size: {memory}
+            cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+        device_description_str: "{target}"
+    """
+
+
+def _tpu_devices(target: str, num_devices: int) -> Sequence:
+    if not importlib.util.find_spec("libtpu"):
+        _refuse(target, f"'jax[tpu]=={jax.__version__}'")
+    sizes = torus(num_devices, TPU_DIMS[target])
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    name = f"{target}:{'x'.join(map(str, sizes))}"
+    from jax.experimental import topologies
+
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except Exception as error:  # JAX raises its own runtime error, of no public type
+        raise ConfigError(
+            f"--compile {target} for {num_devices} devices",
+            f"libtpu knows no slice {name} ({str(error).splitlines()[0]})",
+            "Use a number of devices that is a power of two, 4 or more",
+        ) from error
+
+
+def torus(num_devices: int, dims: int) -> tuple[int, ...]:
+    """Sizes whose product is `num_devices`, as equal as they can be, smallest first."""
+    if dims == 1:
+        return (num_devices,)
+    fitting = [d for d in range(1, num_devices + 1) if num_devices % d == 0 and d**dims <= num_devices]
+    return (fitting[-1], *torus(num_devices // fitting[-1], dims - 1))
+
+
+def _refuse(target: str, packages: str) -> None:
+    extra = "prove-cuda" if target in CUDA_CARDS else "prove-tpu"
+    raise ConfigError(
+        f"--compile {target}",
+        "its compiler is not installed (it needs no device, but it is a package of its own)",
+        f"pip install 'jaxdist[{extra}]', or beside this jax: pip install {packages}",
+    )
+
+
+# The text of an optimised program.
+
+KINDS = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "permute",
+}
+_ITEMSIZES = {"pred": 1, "c64": 8, "c128": 16}
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_CALLED = re.compile(r"(body|to_apply|calls|called_computations|branch_computations)=(?:\{([^}]*)\}|(%[\w.\-]+))")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+def emitted_collectives(text: str, mesh: MeshShape) -> list[Emitted]:
+    """Every collective of an optimised HLO text over more than one device, in program order."""
+    bodies: dict[str, list[tuple[str, str, str, str]]] = {}
+    entry = current = None
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            current = found[2]
+            bodies[current] = []
+            entry = current if found[1] else entry
+        elif current is not None and (found := _INSTRUCTION.match(line)):
+            bodies[current].append(found.groups())
+
+    def walk(name: str, count: int | None) -> Iterable[Emitted]:
+        for _, shape, opcode, rest in bodies.get(name, ()):
+            kind = KINDS.get(opcode.removesuffix("-start"))
+            if kind and not opcode.endswith("-done"):
+                emitted = _emitted(kind, shape, opcode.endswith("-start"), rest, count, mesh)
+                if emitted is not None:
+                    yield emitted
+                continue
+            times = count
+            if opcode == "while":
+                trips = _TRIPS.search(rest)
+                times = None if trips is None or count is None else count * int(trips[1])
+            for role, several, one in _CALLED.findall(rest):
+                if role != "to_apply" or opcode == "call":
+                    for called in (several or one).split(", "):
+                        yield from walk(called.lstrip("%"), times)
+
+    return list(walk(entry, 1))
+
+
+def _emitted(kind: str, shape: str, asynchronous: bool, rest: str, count, mesh: MeshShape) -> Emitted | None:
+    groups = _groups(rest, mesh.num_devices)
+    axes = _axes_of(groups[0], mesh)
+    if not axes:
+        return None
+    # `text` of a start has operands and results; XLA may also call the pair async-start and async-done.
+    results = _arrays(shape)
+    if asynchronous and kind != "all_reduce" and len(results) > 1:
+        results = results[len(results) // 2 :] if kind != "permute" else results[1:2]
+    size = sum(results)
+    return Emitted(
+        kind=kind,
+        axes=axes,
+        count=count,
+        full_bytes=size * (len(groups[0]) if kind == "reduce_scatter" else 1),
+        num_operands=len(results),
+        asynchronous=asynchronous,
+    )
+
+
+def _arrays(shape: str) -> list[int]:
+    """Bytes of every array in an HLO shape, tuples opened."""
+    found = []
+    for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape):
+        bits = re.search(r"\d+", dtype)
+        itemsize = _ITEMSIZES.get(dtype) or int(bits[0]) / 8
+        found.append(int(itemsize * math.prod(int(d) for d in dims.split(",") if d)))
+    return found
+
+
+def _groups(rest: str, num_devices: int) -> list[list[int]]:
+    """Device numbers that meet, from either way in which HLO writes replica groups; pairs, for a permute."""
+    if found := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest):
+        pairs = [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d, ]+)\}", found[1])]
+        return [[n for pair in pairs if pair[0] != pair[1] for n in pair][:2] or pairs[0]]
+    if found := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", rest):
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", found[1])]
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in found.groups())
+        numbers = np.arange(math.prod(dims)).reshape(dims)
+        return (numbers if order is None else numbers.transpose(order)).reshape(shape).tolist()
+    return [list(range(num_devices))]
+
+
+def _axes_of(group: list[int], mesh: MeshShape) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ."""
+    places = np.array(np.unravel_index(group, mesh.sizes))
+    return tuple(axis for axis, row in zip(AXES, places, strict=True) if len(set(row.tolist())) > 1)
