@@ -21,10 +21,9 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
 from jaxdist.plan.trace import Collective
-from jaxdist.runtime import acquire_devices
+from jaxdist.runtime import MAX_SIMULATED, acquire_devices, prepare_cpu
 from jaxdist.step import Program, build_program
 
-GIB = 2**30
 # What XLA's GpuTargetConfigProto says of a card: streaming multiprocessors, compute capability, clock in GHz, L2 and
 # memory in bytes, memory bandwidth in bytes/s, shared memory of a multiprocessor and of a block. NVIDIA's architecture
 # white papers; an H200's memory as its driver reports it.
@@ -36,6 +35,7 @@ CUDA_CARDS = {
     "b200": (148, (10, 0), 1.965, 126 * 2**20, 191_514_148_864, 8.0e12, 233_472, 232_448),
 }
 TPU_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}  # dims of the torus
+TPU_TYPES = {"v5e": "v5litepod-{0}", "v6e": "v6e-{0}", "v5p": "v5p-{1}"}  # of chips, or of cores (two a chip)
 TARGETS = ("cpu", *CUDA_CARDS, *TPU_DIMS)
 
 
@@ -91,6 +91,7 @@ def compile_step(config: RunConfig, target: str, *, num_nodes: int = 1, dump: st
     Raises: ConfigError for an unknown target, or one whose compiler is not installed, with the line that installs it.
     """
     num_devices = config.parallel.mesh.num_devices
+    without_devices(num_devices)
     devices = target_devices(target, num_devices, num_nodes)
     program = build_program(config, make_mesh(config.parallel.mesh, devices))
     start = time.perf_counter()
@@ -118,13 +119,18 @@ def lower(program: Program) -> jax.stages.Lowered:
     return program.step.lower(program.abstract_state(), program.abstract_batch())
 
 
+def without_devices(num_devices: int) -> None:
+    """Keep JAX from starting an accelerator; call it before anything is traced. `num_devices` CPUs are simulated."""
+    jax.config.update("jax_platforms", "cpu")
+    prepare_cpu(min(num_devices, MAX_SIMULATED))
+
+
 def target_devices(target: str, num_devices: int, num_nodes: int = 1) -> Sequence:
     """Devices to compile for: simulated ones for "cpu", descriptions otherwise. Raises: as `compile_step`."""
     if target not in TARGETS:
         raise ConfigError(f"--compile {target}", "there is no such target", f"Use {', '.join(TARGETS)}")
     if target == "cpu":
         return acquire_devices(num_devices, "cpu").devices
-    jax.config.update("jax_platforms", "cpu")  # a plugin without its card must not be started
     if target in CUDA_CARDS:
         return _cuda_devices(target, num_devices, num_nodes)
     return _tpu_devices(target, num_devices)
@@ -171,6 +177,7 @@ def _tpu_devices(target: str, num_devices: int) -> Sequence:
     sizes = torus(num_devices, TPU_DIMS[target])
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", TPU_TYPES[target].format(num_devices, 2 * num_devices))
     name = f"{target}:{'x'.join(map(str, sizes))}"
     from jax.experimental import topologies
 
@@ -255,7 +262,7 @@ def _emitted(kind: str, shape: str, asynchronous: bool, rest: str, count, mesh: 
     axes = _axes_of(groups[0], mesh)
     if not axes:
         return None
-    # `text` of a start has operands and results; XLA may also call the pair async-start and async-done.
+    # A start's shape holds the operands first, then the results.
     results = _arrays(shape)
     if asynchronous and kind != "all_reduce" and len(results) > 1:
         results = results[len(results) // 2 :] if kind != "permute" else results[1:2]

@@ -44,8 +44,8 @@ class Habits:
     """Where compilers differ. keeps_dear: results of `DEAR` operations that are read twice get a buffer, others are
     computed again. zeros_first: what depends on no input (zeros to be filled) is made when the program starts.
     takes_over: an elementwise result may take the buffer of an operand of its size. reduces_buffers: reductions over
-    whole arrays read a buffer rather than being fused. fuses_gathers: into what reads them. widens: temporaries of 16 bits
-    take 32, in which everything is computed.
+    whole arrays read a buffer rather than being fused. fuses_gathers: into what reads them. widens: temporaries of 16
+    bits take 32, in which everything is computed.
     """
 
     keeps_dear: bool

@@ -1,0 +1,150 @@
+"""Prediction against compiler, layout by layout: peak bytes a device, and every collective.
+
+python -m experiments.levels                                  # 44 layouts, predicted and compiled for simulated CPUs
+python -m experiments.levels --compile h200 --dtype bfloat16  # the same for an NVIDIA card that need not be there
+"""
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.cli import CommonFlags, refuse_ignored, require_writable, run_program, set_precision
+from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.mesh import parse_mesh
+from jaxdist.plan.compile import CUDA_CARDS, without_devices
+from jaxdist.plan.levels import Levels, levels
+
+LAYOUTS: list[tuple[str, dict]] = [
+    ("", {}),
+    *(("dp=4", {"remat": remat}) for remat in ("none", "selective", "block", "every-2", "every-4")),
+    *(("dp=4", {"zero": zero}) for zero in (1, 2, 3)),
+    ("dp=4", {"zero": 3, "reshard_after_forward": False}),
+    ("dp=4", {"zero": 3, "remat": "block"}),
+    ("dp=2", {"accumulate": 4}),
+    ("dp=2", {"accumulate": 4, "zero": 1, "remat": "block"}),
+    ("dp=2", {"accumulate": 2, "zero": 2}),
+    ("dp=4", {"zero": 2, "remat": "selective"}),
+    ("dp=4", {"grad_sync": "flat"}),
+    ("dp=4", {"grad_sync": "per-parameter", "zero": 1}),
+    ("tp=2", {}),
+    ("tp=4", {}),
+    ("tp=4", {"sp": True}),
+    ("tp=2", {"sp": True, "remat": "selective"}),
+    ("tp=4", {"sp": True, "remat": "block"}),
+    ("dp=2,tp=2", {"sp": True, "zero": 1}),
+    ("dp=2,tp=2", {"sp": True, "zero": 3}),
+    ("dp=2,tp=4", {"zero": 3, "remat": "block"}),
+    ("replica=2,dp=2", {"zero": 3}),
+    ("replica=2,dp=2,tp=2", {"zero": 2, "remat": "every-2"}),
+    *(("pp=4", {"schedule": name}) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min")),
+    ("pp=4", {"remat": "block"}),
+    ("pp=2", {"remat": "selective"}),
+    ("pp=2", {"remat": "every-2", "microbatches": 8}),
+    ("pp=2,dp=2", {"zero": 1}),
+    ("pp=2,dp=2", {"zero": 2, "schedule": "zb-h1"}),
+    ("pp=2,dp=2", {"zero": 3, "remat": "block"}),
+    ("pp=2,tp=2", {"sp": True}),
+    ("pp=2,dp=2,tp=2", {"sp": True, "zero": 1, "schedule": "interleaved"}),
+    ("pp=2,dp=2,tp=2", {"zero": 3, "schedule": "zb-v"}),
+    ("pp=2,dp=2", {"accumulate": 2, "microbatches": 4}),
+]
+
+
+@dataclass(frozen=True)
+class LevelsFlags(CommonFlags):
+    """Compare what the trace predicts with what a compiler plans. Strategy flags are set by the table itself."""
+
+    compile: str = "cpu"
+    """cpu, an NVIDIA card (a100-40, a100-80, h100, h200, b200) or a TPU (v5e, v5p, v6e); it need not be there."""
+    only: str = ""
+    """Run the layouts whose name contains this, as in zero=3."""
+    num_layers: int | None = 8
+    width: int | None = 256
+    num_heads: int | None = 8
+    seq_len: int | None = 256
+    vocab_size: int | None = 8192
+    json: str | None = None
+    """File for every row."""
+
+
+USED = {"num_layers", "width", "num_heads", "ffn_width", "seq_len", "vocab_size", "batch_size", "dtype", "reduce_dtype"}
+
+
+def main(flags: LevelsFlags, console: Console) -> int:
+    refuse_ignored(flags, USED | {"compile", "only", "json"}, "the table has rows for it")
+    require_writable("--json", flags.json)
+    base = flags.run_config()
+    set_precision(base)
+    without_devices(max(parse_mesh(mesh).num_devices for mesh, _ in LAYOUTS))
+    rows = []
+    for mesh, more in LAYOUTS:
+        name = ", ".join([mesh or "1 device", *(f"{key}={value}" for key, value in more.items())])
+        if flags.only in name:
+            config = with_layout(base, mesh, more, flags.compile)
+            with console.status(name):
+                rows.append((name, levels(config, flags.compile)))
+    console.print(summary(rows))
+    errors = [abs(found.peak_error) for _, found in rows]
+    if errors:
+        worst = max(rows, key=lambda row: abs(row[1].peak_error))
+        console.print(
+            f"{len(rows)} layouts, {flags.compile}, {base.precision.dtype}: peak predicted with an error of "
+            f"{statistics.mean(errors):.1%} in the mean and {max(errors):.1%} at most ({worst[0]})"
+        )
+    console.print("Predicted from the trace; compiled for devices that need not be there; nothing was run.")
+    if flags.json:
+        Path(flags.json).write_text(json.dumps([record(*row) for row in rows], indent=1), encoding="utf-8")
+    return 0
+
+
+def with_layout(base: RunConfig, mesh: str, more: dict, target: str) -> RunConfig:
+    """cuDNN's attention where the target has it, the written-out one elsewhere."""
+    cudnn = target in CUDA_CARDS and base.precision.dtype in ("bfloat16", "float16")
+    parallel = ParallelConfig(mesh=parse_mesh(mesh), attention="cudnn" if cudnn else "xla", **more)
+    return dataclasses.replace(base, parallel=parallel)
+
+
+def summary(rows: list[tuple[str, Levels]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("layout")
+    for title in ("state MiB", "predicted MiB", "compiled MiB", "error", "compile s"):
+        table.add_column(title, justify="right")
+    table.add_column("collectives, compiled against traced")
+    for name, found in rows:
+        table.add_row(
+            name,
+            *(f"{n / 2**20:,.1f}" for n in (found.state, found.predicted.peak, found.compiled.peak)),
+            f"{found.peak_error:+.1%}",
+            f"{found.compiled.seconds:.1f}",
+            differences(found),
+        )
+    return table
+
+
+def differences(found: Levels) -> str:
+    """What the compiler changed, by kind and axes; what is equal or merely combined is only counted."""
+    same = sum(row.why.startswith("equal") for row in found.sent)
+    rest = [f"{row.kind} over {','.join(row.axes)}: {row.why}" for row in found.sent if not row.why.startswith("equal")]
+    return "; ".join([f"{same} of {len(found.sent)} equal", *rest])
+
+
+def record(name: str, found: Levels) -> dict:
+    return {
+        "layout": name,
+        "state_bytes": found.state,
+        "predicted_bytes": found.predicted.peak,
+        "compiled_bytes": found.compiled.peak,
+        "error": found.peak_error,
+        "compile_seconds": found.compiled.seconds,
+        "trace_seconds": found.trace_seconds,
+        "sent": [{**dataclasses.asdict(row), "why": row.why} for row in found.sent],
+    }
+
+
+if __name__ == "__main__":
+    run_program(LevelsFlags, main, "experiments.levels")

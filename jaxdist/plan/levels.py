@@ -1,0 +1,96 @@
+"""Formula, trace and compiler about one layout, side by side: what is kept, what is sent, and where they differ."""
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+from jaxdist.config import RunConfig
+from jaxdist.layout import local_bytes
+from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
+from jaxdist.plan.compile import CUDA_CARDS, CompiledStep, compile_step, without_devices
+from jaxdist.plan.memory import StepMemory, step_memory
+from jaxdist.step import build_program
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives of one kind over the same axes: how many a step runs, and the bytes one device sends for them.
+
+    None where the compiler's text does not say how often a loop runs.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    traced_count: int
+    traced_bytes: int
+    compiled_count: int | None = None
+    compiled_bytes: int | None = None
+
+    @property
+    def why(self) -> str:
+        """How the compiler's program differs from the trace, and what it has done."""
+        if self.compiled_count is None:
+            return "in loops whose length is data"
+        if (self.compiled_count, self.compiled_bytes) == (self.traced_count, self.traced_bytes):
+            return "equal"
+        if self.compiled_bytes == self.traced_bytes:
+            return f"equal bytes, combined: {self.traced_count} became {self.compiled_count}"
+        if self.compiled_bytes < self.traced_bytes:
+            return "the compiler sends less: what is gathered or summed twice, once"
+        return "the compiler sends more: 16 bits widened to 32, or a sum taken apart"
+
+
+@dataclass(frozen=True)
+class Levels:
+    """What each level says of one layout; `compiled` is None where no compiler was asked. Bytes, seconds."""
+
+    state: int
+    predicted: StepMemory
+    sent: tuple[Sent, ...]
+    trace_seconds: float
+    compiled: CompiledStep | None
+
+    @property
+    def peak_error(self) -> float | None:
+        """Predicted over compiled peak, less 1."""
+        return None if self.compiled is None else self.predicted.peak / self.compiled.peak - 1
+
+
+def levels(config: RunConfig, target: str | None = None, *, num_nodes: int = 1, dump: str | None = None) -> Levels:
+    """Trace the step of `config` on an abstract mesh, and compile it for `target` where one is named.
+
+    The prediction is of that target's habits; with none, of a GPU's for 16 bits and of a CPU's otherwise.
+    Raises: ConfigError as `jaxdist.plan.compile.compile_step`.
+    """
+    mesh = config.parallel.mesh
+    without_devices(mesh.num_devices)
+    compiled = None if target is None else compile_step(config, target, num_nodes=num_nodes, dump=dump)
+    gpu = target in CUDA_CARDS if target else config.precision.dtype in ("bfloat16", "float16")
+    start = time.perf_counter()
+    program = build_program(config, make_abstract_mesh(mesh))
+    traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+    predicted = step_memory(program, traced, "gpu" if gpu else "cpu")
+    sent = compare(program.collectives_of(traced), compiled, mesh)
+    seconds = time.perf_counter() - start
+    return Levels(local_bytes(program.abstract_state()), predicted, sent, seconds, compiled)
+
+
+def compare(traced: list, compiled: CompiledStep | None, mesh: MeshShape) -> tuple[Sent, ...]:
+    """Trace and compiled program, by kind and axes."""
+
+    def totals(collectives) -> dict:
+        found = defaultdict(lambda: [0, 0])
+        for c in collectives:
+            entry = found[c.kind, tuple(axis for axis in AXES if axis in c.axes)]
+            sent = c.sent_bytes(mesh)
+            entry[0] = None if c.count is None or entry[0] is None else entry[0] + c.count
+            entry[1] = None if sent is None or entry[1] is None else entry[1] + sent
+        return found
+
+    ours = totals(traced)
+    theirs = None if compiled is None else totals(compiled.collectives)
+    rows = []
+    for key in sorted({*ours, *(theirs or ())}, key=lambda key: (key[1], key[0])):
+        numbers = (None, None) if theirs is None else theirs[key]
+        rows.append(Sent(*key, *ours[key], *numbers))
+    return tuple(rows)
