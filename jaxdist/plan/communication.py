@@ -1,12 +1,12 @@
-"""What a step of ours sends, in closed form: from the leaves, the settings and the schedule's table. Nothing is traced.
+"""What our own step sends, in closed form: from the leaves, the settings and the schedule's table. Nothing is traced.
 
-`predicted` says for every message what it is for; `tests/test_communication.py` holds it equal, to the byte and to the
-message, to what `jaxdist.plan.trace` reads from the program. The papers' forms are in `jaxdist.plan.formulas`; where
-ours differ from them stands in docs/plan.md.
+`predicted` says of every message what it is for. `tests/test_communication.py` holds the messages equal, in number and
+to the byte, to those that `jaxdist.plan.trace` reads from the program. `jaxdist.plan.formulas` has the papers' forms;
+how far ours differ, and why, is in docs/plan.md, whose tables `python -m jaxdist.plan.communication` prints.
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxdist import model
 from jaxdist.config import RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.layout import STACKED, Layout, Leaf
 from jaxdist.mesh import DATA_AXES, MeshShape
 from jaxdist.parallel.grouping import group
@@ -23,7 +24,7 @@ from jaxdist.parallel.pipeline import iterations
 from jaxdist.parallel.schedules import Schedule
 from jaxdist.plan.trace import ring_bytes
 
-LAST_BIAS = f"{STACKED}.mlp.b_down"  # added last in a block, so nothing in backward asks for it
+Wanted = Callable[[Leaf], bool]
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,25 @@ class Row(NamedTuple):
 
 
 def predicted(config: RunConfig, layout: Layout) -> list[Message]:
-    """Every message of one step of `config`.
+    """Every message of one step of `config`, whose layout is `layout`.
 
-    The number of messages of weights and gradients depends on how `grad_sync` groups leaves, the bytes do not, but for
-    one thing: backward fetches the ZeRO-3 groups that hold a matrix, and with it whatever else is in them.
+    `grad_sync` changes the number of messages of weights and gradients. It changes their bytes in one case: a ZeRO-3
+    backward gathers every group that holds a matrix, and with the matrix whatever else is in the group.
+    Raises: ConfigError for the layout of another strategy.
     """
+    if layout.parallel != config.parallel:
+        raise ConfigError(
+            f"a layout on {layout.parallel.mesh} for a run on {config.parallel.mesh}",
+            "messages are of the leaves as the run itself places them, so both have one ParallelConfig",
+            "Use make_layout(declare(config.model), config.parallel, config.part_layers)",
+        )
     step = _Step(config, layout)
-    messages = [*step.scalars(), *step.tensor_parallel(), *step.fetches(), *step.stages(), *step.gradients()]
+    messages = [*step.scalars(), *step.tensor_parallel(), *step.stages(), *step.fetches(), *step.reductions()]
     return [message for message in messages if message.count and message.axes]
 
 
 def table(messages: Sequence[Message], mesh: MeshShape) -> list[Row]:
-    """The messages by purpose, kind and axes, in the order in which the step first sends them."""
+    """The messages added up by purpose, kind and axes, in the order given."""
     alike: dict[tuple, list[Message]] = {}
     for message in messages:
         alike.setdefault((message.purpose, message.kind, message.axes), []).append(message)
@@ -84,7 +92,7 @@ def runs_of(schedule: Schedule, num_layers: tuple[int, ...]) -> dict[str, int]:
 
 
 class _Step:
-    """The sizes that messages are made of. `runs`: how often a step does each thing, by the executor's names."""
+    """The messages of one step. `runs`: how often a step does each thing, by the names of the executor's loops."""
 
     def __init__(self, config: RunConfig, layout: Layout):
         self.config, self.layout, self.parallel, self.mesh = config, layout, config.parallel, config.parallel.mesh
@@ -103,8 +111,8 @@ class _Step:
         self.block = [leaf.layer() for leaf in jax.tree.leaves(layout.leaves[STACKED])]
 
         rows = config.batch_size // (self.mesh.replica * self.mesh.dp * passes * self.parallel.num_microbatches)
-        self.positions = rows * config.model.seq_len
-        self.activation = self.positions * config.model.width * self.item
+        self.tokens = rows * config.model.seq_len  # of a micro-batch on one data rank
+        self.activation = self.tokens * config.model.width * self.item
         self.sequence_split = self.parallel.sp and self.mesh.tp > 1
 
     def live(self, *axes: str) -> tuple[str, ...]:
@@ -114,7 +122,7 @@ class _Step:
 
     def scalars(self) -> list[Message]:
         """Token count, loss, and a part of the gradient norm for each set of axes that leaves are sharded on."""
-        counter = 8 if self.config.precision.dtype == "float64" else 4  # JAX's default integer
+        counter = 8 if self.config.precision.dtype == "float64" else 4  # JAX's default integer, with and without x64
         norms = dict.fromkeys(leaf.storage_axes for leaf in jax.tree.leaves(self.layout.leaves))
         return [
             Message("token count", "all_reduce", self.live(*DATA_AXES), 1, counter),
@@ -125,15 +133,17 @@ class _Step:
     # ---- activations ----
 
     def tensor_parallel(self) -> list[Message]:
-        """Where a block, the embedding and the head meet tp: `enter` and `leave`, forward, backward and recomputed."""
+        """What `jaxdist.parallel.tensor` sends: 2 `enter` and 2 `leave` in a block, 1 `leave` after the embedding, 1
+        `enter` and the softmax in the head.
+        """
         layers = self.runs["layers_forward"]
         enters, leaves = self.recomputed_in_a_block()
         return [
             *self.meets("embedding, forward", self.runs["embed"], leaves=1),
             *self.meets("blocks, forward", layers, enters=2, leaves=2),
             *self.meets("head, forward", self.runs["head"], enters=1),
-            Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], self.positions * self.master),
-            Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], 2 * self.positions * self.master),
+            Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], self.tokens * self.master),
+            Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], 2 * self.tokens * self.master),
             *self.meets("head, backward", self.runs["head"], enters=1, backward=True),
             *self.meets("blocks, recomputed", layers, enters, leaves),
             *self.meets("blocks, backward", layers, enters=2, leaves=2, backward=True),
@@ -141,15 +151,15 @@ class _Step:
         ]
 
     def meets(self, purpose: str, times: int, enters: int = 0, leaves: int = 0, backward: bool = False):
-        """`enters` before column-parallel and `leaves` after row-parallel matmuls; each is the other's transpose."""
+        """`enter` gathers with sp and sends nothing without; `leave` sums. Each is the other's transpose."""
         if backward:
             enters, leaves = leaves, enters
-        kinds = (("all_gather", enters), ("reduce_scatter", leaves)) if self.sequence_split else (("all_reduce", leaves),)
-        return [Message(purpose, kind, self.live("tp"), times * each, self.activation) for kind, each in kinds]
+        kinds = {"all_gather": enters, "reduce_scatter": leaves} if self.sequence_split else {"all_reduce": leaves}
+        return [Message(purpose, kind, self.live("tp"), times * each, self.activation) for kind, each in kinds.items()]
 
     def recomputed_in_a_block(self) -> tuple[int, int]:
-        """(enters, leaves) that run again. The second sum gives the next block's input, which one block alone has no
-        use for: JAX drops it. The pipeline's executor, and a loop over several blocks, do not.
+        """(enters, leaves) that backward runs again. The second sum of a block makes the next block's input: where each
+        block is recomputed alone, JAX drops it. A loop over several blocks keeps it, and so does the pipeline's.
         """
         if not self.parallel.remat_every:
             return 0, 0
@@ -159,106 +169,109 @@ class _Step:
         """A micro-batch's activations (or their gradient) from every stage, at each tick at which any receives."""
         size = self.activation // (self.mesh.tp if self.sequence_split else 1)
         return [
-            Message(f"activations, {name}", "permute", self.live("pp"), self.runs[ticks], size)
+            Message(f"activations {name}", "permute", self.live("pp"), self.runs[ticks], size)
             for name, ticks in (("to the next stage", "from_before"), ("to the stage before", "from_after"))
         ]
 
     # ---- weights and gradients ----
 
     def fetches(self) -> list[Message]:
-        """ZeRO-3's gathers, where weights are used; and ZeRO-2 and 3's scatters, where their gradients are made."""
+        """ZeRO-3's gathers where weights are used, ZeRO-2 and 3's scatters where their gradients are made."""
         if not self.layout.grads_scattered:
             return []
-        layers, parallel = self.runs["layers_forward"], self.parallel
-        scatter = self.scatters("gradients of a block", self.block, layers)
+        layers, parallel, messages = self.runs["layers_forward"], self.parallel, []
+        if self.layout.params_stored:
+            for name, only in self.block_fetches():
+                messages += self.gathers(f"weights of a block, {name}", self.block, layers, only)
+        messages += self.scatters("gradients of a block", self.block, layers)
         if self.layout.params_stored and parallel.reshard_after_forward:
             embed, head = (
                 jax.tree.leaves({name: self.root[name] for name in names})
                 for names in (model.EMBED_PARTS, model.HEAD_PARTS)
             )
-            messages = [
+            messages += [
                 *self.gathers("weights of the embedding", embed, self.runs["embed"]),
                 *self.gathers("weights of the head, forward", head, self.runs["head"]),
-                *self.gathers("weights of the head, backward", head, self.runs["head"], only=is_matrix),
+                *self.gathers("weights of the head, backward", head, self.runs["head"], is_matrix),
                 *self.scatters("gradients of the embedding", embed, self.runs["embed"]),
                 *self.scatters("gradients of the head", head, self.runs["head"]),
             ]
-        else:
-            root = jax.tree.leaves(self.root)  # fetched whole: once a micro-batch, or once a pass of the pipeline
-            messages = [
-                *(self.gathers("weights outside the blocks", root, parallel.accumulate) * self.layout.params_stored),
-                *self.scatters("gradients outside the blocks", root, parallel.accumulate),
-            ]
+            return messages
+        # Fetched together: once a micro-batch, or once a pass of the pipeline.
+        root, times = jax.tree.leaves(self.root), parallel.accumulate
         if self.layout.params_stored:
-            for name, only in self.block_fetches():
-                messages += self.gathers(f"weights of a block, {name}", self.block, layers, only)
-        return messages + scatter
+            messages += self.gathers("weights outside the blocks", root, times)
+        return messages + self.scatters("gradients outside the blocks", root, times)
 
-    def block_fetches(self) -> list[tuple[str, Callable[[Leaf], bool]]]:
-        """When ZeRO-3 gathers a block's weights, and which of them: a group travels when one of its leaves is asked for.
+    def block_fetches(self) -> list[tuple[str, Wanted]]:
+        """When ZeRO-3 gathers a block's weights, and which leaves are asked for then.
 
-        In a pipeline a fetch is one operation: whoever needs one weight gathers the block. Its W needs the last norms'
-        scale and bias unless what they give was kept, which it is where a cast to 16 bits or a gather over tp follows.
+        The pipeline's division of a layer takes a fetch for one operation, so B and W gather the whole block if they
+        need any of it. B multiplies by the matrices. W makes the norms' results again from their scale and bias, unless
+        F kept them, as it does where a cast to 16 bits or a gather over tp follows.
         """
         every = self.parallel.remat_every
-        fetches = [("forward", is_any)]
+        fetches = [("forward", every_leaf)]
         if self.pipelined:
-            fetches += [("recomputed", is_any)] * bool(every) + [("backward (B)", is_any)]
-            return fetches + [("backward (W)", is_any)] * (self.item >= 4 and not self.sequence_split)
+            if every:
+                fetches.append(("recomputed", every_leaf))
+            fetches.append(("B", every_leaf))
+            if self.item >= 4 and not self.sequence_split:
+                fetches.append(("W", every_leaf))
+            return fetches
         if every:
-            fetches.append(("recomputed", is_any if every > 1 else lambda leaf: leaf.name != LAST_BIAS))
+            fetches.append(("recomputed", every_leaf if every > 1 else all_but_last_bias))
         if self.parallel.reshard_after_forward and every != 1:
             fetches.append(("backward", is_matrix))
         return fetches
 
-    def gradients(self) -> list[Message]:
-        """What is left after backward: the gradient rule, and the updated parameters of ZeRO-1 and 2."""
-        leaves, layout = jax.tree.leaves(self.layout.leaves), self.layout
-        messages = []
+    def reductions(self) -> list[Message]:
+        """After backward: what the gradient rule of `jaxdist.parallel.data` sums, and ZeRO-1 and 2's new parameters."""
+        leaves, layout, messages = jax.tree.leaves(self.layout.leaves), self.layout, []
         if layout.sharded and not layout.grads_scattered:
             messages += self.scatters("gradients", leaves, 1)
-        # One all-reduce for each set of axes still owed.
         owing = [leaf for leaf in leaves if leaf.shard_reduce_axes]
         sizes = [math.prod(leaf.storage_local) * self.reduced for leaf in owing]
-        for members in self.groups(owing, sizes, lambda leaf: (leaf.shard_reduce_axes, leaf.storage_axes)):
+        for members in group(owing, sizes, self.parallel, lambda leaf: (leaf.shard_reduce_axes, leaf.storage_axes)):
             axes, size = owing[members[0]].shard_reduce_axes, sum(sizes[i] for i in members)
-            messages.append(Message(owed(axes, layout), "all_reduce", axes, 1, size))
+            messages.append(Message(owed_for(axes), "all_reduce", axes, 1, size))
         if layout.sharded and not layout.params_stored:
             messages += self.gathers("parameters after the update", leaves, 1)
         return messages
 
-    def gathers(self, purpose: str, leaves: Sequence[Leaf], times: int, only=None) -> list[Message]:
-        return self.over_dp(purpose, "all_gather", leaves, times, self.item, only)
+    def gathers(self, purpose: str, leaves: Sequence[Leaf], times: int, wanted: Wanted | None = None) -> list[Message]:
+        return self.over_dp(purpose, "all_gather", leaves, times, self.item, wanted or every_leaf)
 
     def scatters(self, purpose: str, leaves: Sequence[Leaf], times: int) -> list[Message]:
-        return self.over_dp(purpose, "reduce_scatter", leaves, times, self.reduced, None)
+        return self.over_dp(purpose, "reduce_scatter", leaves, times, self.reduced, every_leaf)
 
-    def over_dp(self, purpose, kind, leaves, times, itemsize, only) -> list[Message]:
-        """One message a group that holds a leaf of which `only` is true, its bytes those of the padded leaves."""
+    def over_dp(self, purpose, kind, leaves, times, itemsize, wanted) -> list[Message]:
+        """One message for each group with a wanted leaf in it; its bytes are those of all its leaves, padded."""
         sizes = [math.prod(leaf.storage_local) * leaf.dp * itemsize for leaf in leaves]
         return [
             Message(purpose, kind, ("dp",), times, sum(sizes[i] for i in members))
-            for members in self.groups(leaves, sizes, lambda leaf: leaf.spec_axes)
-            if only is None or any(only(leaves[i]) for i in members)
+            for members in group(leaves, sizes, self.parallel, lambda leaf: leaf.spec_axes)
+            if any(wanted(leaves[i]) for i in members)
         ]
 
-    def groups(self, leaves: Sequence[Leaf], sizes: Sequence[int], key: Callable[[Leaf], Hashable]) -> list[list[int]]:
-        return group(leaves, sizes, self.parallel, key)
 
-
-def is_any(leaf: Leaf) -> bool:
+def every_leaf(leaf: Leaf) -> bool:
     return True
 
 
 def is_matrix(leaf: Leaf) -> bool:
-    """Whether backward multiplies by the leaf: the matrices, which are also what decays."""
+    """Whether the input's gradient is a product with the leaf. Those are the leaves that decay."""
     return leaf.decay
 
 
-def owed(axes: tuple[str, ...], layout: Layout) -> str:
-    """Why gradients are summed over these axes."""
-    if not set(axes) & set(DATA_AXES):
-        return "gradients of what " + " and ".join(
-            {"pp": "several stages use", "tp": "saw a part of the sequence"}[axis] for axis in axes
-        )
-    return "gradients, across replicas" if layout.sharded else "gradients"
+def all_but_last_bias(leaf: Leaf) -> bool:
+    """A block's last bias is only added to its result, which nothing in backward asks for."""
+    return leaf.name != f"{STACKED}.mlp.b_down"
+
+
+def owed_for(axes: tuple[str, ...]) -> str:
+    """What an all-reduce of gradients over these axes is for."""
+    if set(axes) & set(DATA_AXES):
+        return "gradients"
+    reasons = {"pp": "gradients of what several stages use", "tp": "gradients of what saw a part of the sequence"}
+    return "gradients of what several stages use, a part of the sequence each" if len(axes) > 1 else reasons[axes[0]]
