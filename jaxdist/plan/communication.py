@@ -65,8 +65,8 @@ def predicted(config: RunConfig, layout: Layout) -> list[Message]:
     """
     if layout.parallel != config.parallel:
         raise ConfigError(
-            f"a layout on {layout.parallel.mesh} for a run on {config.parallel.mesh}",
-            "messages are of the leaves as the run itself places them, so both have one ParallelConfig",
+            f"a layout of another strategy, on {layout.parallel.mesh}, for a run on {config.parallel.mesh}",
+            "the messages are of leaves as the run places them, so both have the same ParallelConfig",
             "Use make_layout(declare(config.model), config.parallel, config.part_layers)",
         )
     step = _Step(config, layout)
