@@ -1,5 +1,6 @@
 """The closed form of what a step sends equals the traced program: each message's kind, axes and bytes, and how many."""
 
+import math
 import random
 import time
 from collections import Counter
@@ -7,6 +8,7 @@ from collections import Counter
 import jax
 import pytest
 
+from experiments.communication import COMPARED, against_papers
 from experiments.strategies import PIPELINES, STRATEGIES
 from jaxdist import model
 from jaxdist.config import PRESETS, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
@@ -204,3 +206,31 @@ def test_a_layout_of_another_strategy_is_refused():
     other = large("7b", "pp=4,dp=8,tp=8", zero=3, sp=True, microbatches=16)
     with pytest.raises(ConfigError, match=r"a layout of another strategy, on pp=4,dp=8,tp=8"):
         predicted(config, layout_of(other))
+
+
+def test_differences_from_the_papers_are_the_named_ones():
+    """docs/plan.md says by how much our own forms differ from the papers', and why."""
+    figures = {name: {what: rest for what, *rest in against_papers(config)} for name, config in COMPARED.items()}
+    shape, pp, tp = PRESETS["7b"], 4, 8
+    table_VD, positions_TD = shape.padded_vocab_size * shape.width, shape.seq_len * shape.width
+    leaves = jax.tree.leaves(layout_of(COMPARED["ZeRO-1"]).leaves)
+    whole = {leaf.name: math.prod(leaf.storage_local) * leaf.dp for leaf in leaves}
+    share = {leaf.name: math.prod(leaf.shape) / (pp * tp) for leaf in leaves}
+    vectors = sum(whole[leaf.name] - share[leaf.name] for leaf in leaves if not leaf.decay)
+    blocks = sum(size for name, size in whole.items() if name.startswith("blocks"))
+
+    # Every stage holds the table and the positions; no tp rank holds a part of the positions, or of what is a vector.
+    papers, ours = figures["ZeRO-1"]["weights and gradients over dp"]
+    assert ours - papers == pytest.approx(
+        2 * 7 / 8 * (table_VD / tp * (1 - 1 / pp) + positions_TD * (1 - 1 / (pp * tp)) + vectors), rel=1e-12
+    )
+    # For each micro-batch: blocks three times; the table gathered three times and scattered twice.
+    papers, ours = figures["ZeRO-3"]["weights and gradients over dp"]
+    root = 5 * table_VD / tp + 2 * positions_TD + 3 * 2 * shape.width - 2 * shape.width
+    assert ours == pytest.approx(16 * 7 / 8 * (3 * blocks + root), rel=1e-12)
+    # 43 messages up and 48 down, where a micro-batch needs one each way.
+    papers, ours = figures["ZeRO-1"]["activations over pp"]
+    assert ours / papers == (43 + 48) / (16 + 16)
+    for name in COMPARED:
+        papers, ours = figures[name]["blocks over tp"]
+        assert papers == ours

@@ -2,7 +2,7 @@
 
 `predicted` says of every message what it is for. `tests/test_communication.py` holds the messages equal, in number and
 to the byte, to those that `jaxdist.plan.trace` reads from the program. `jaxdist.plan.formulas` has the papers' forms;
-how far ours differ, and why, is in docs/plan.md, whose tables `python -m jaxdist.plan.communication` prints.
+how far ours differ, and why, is in docs/plan.md, whose tables `python -m experiments.communication` prints.
 """
 
 import math
@@ -31,7 +31,8 @@ Wanted = Callable[[Leaf], bool]
 class Message:
     """One collective of a step, in the field's words.
 
-    axes: mesh axes, all of them live. count: how often a step runs it (under pp, on the stage that runs it most).
+    axes: mesh axes, all of them live. count: how often a step runs it; under pp, on the stage that runs it most, which is
+    the first for the embedding and the last for the head, so that no stage sends all that a step is counted to send.
     full_bytes: bytes of the whole (gathered, or summed) buffer, once.
     """
 
