@@ -49,7 +49,7 @@ def against_papers(config: RunConfig) -> list[tuple[str, float, float]]:
         ("blocks over tp", block.elements * micro * shape.num_layers / mesh.pp, sent("tp", "blocks")),
     ]
     if mesh.pp > 1:
-        found.append(("activations over pp", 2 * micro * boundary.elements, sent("pp", "activations")))
+        found.append(("between stages", 2 * micro * boundary.elements, sent("pp", "between stages")))
     return found
 
 

@@ -717,8 +717,8 @@ BUGS = [
     Bug(
         "prediction: messages between stages at every tick",
         "jaxdist/plan/communication.py",
-        'for name, ticks in (("to the next stage", "from_before"), ("to the stage before", "from_after"))',
-        'for name, ticks in (("to the next stage", "from_before"), ("to the stage before", "from_before"))',
+        'for name, ticks in (("to the next", "from_before"), ("to the one before", "from_after"))',
+        'for name, ticks in (("to the next", "from_before"), ("to the one before", "from_before"))',
         (SENT.format("pp4-1f1b"),),
     ),
     Bug(

@@ -31,8 +31,8 @@ Wanted = Callable[[Leaf], bool]
 class Message:
     """One collective of a step, in the field's words.
 
-    axes: mesh axes, all of them live. count: how often a step runs it; under pp, on the stage that runs it most, which is
-    the first for the embedding and the last for the head, so that no stage sends all that a step is counted to send.
+    axes: mesh axes, all of them live. count: how often a step runs it; under pp, on the stage that runs it most. That
+    is the first for the embedding and the last for the head, so no one stage sends everything.
     full_bytes: bytes of the whole (gathered, or summed) buffer, once.
     """
 
@@ -170,8 +170,8 @@ class _Step:
         """A micro-batch's activations (or their gradient) from every stage, at each tick at which any receives."""
         size = self.activation // (self.mesh.tp if self.sequence_split else 1)
         return [
-            Message(f"activations {name}", "permute", self.live("pp"), self.runs[ticks], size)
-            for name, ticks in (("to the next stage", "from_before"), ("to the stage before", "from_after"))
+            Message(f"between stages, {name}", "permute", self.live("pp"), self.runs[ticks], size)
+            for name, ticks in (("to the next", "from_before"), ("to the one before", "from_after"))
         ]
 
     # ---- weights and gradients ----
