@@ -39,6 +39,7 @@ PARITY = "tests/test_parity.py::test_every_strategy_equals_one_device[{}]"
 PROGRAM = "tests/test_program.py::test_exactly_the_promised_collectives[{}]"
 ORACLE = "tests/test_parity.py::test_one_device_equals_plain_jnp[float32]"
 ORACLE_64 = "tests/test_parity.py::test_one_device_equals_plain_jnp[float64]"
+SENT = "tests/test_communication.py::test_every_strategy_sends_what_is_predicted[{}]"
 UNEVEN_V = "tests/test_pipeline.py::test_uneven_parts_with_tied_weights_tp_and_recomputation[zb-v-parts2-0]"
 
 BUGS = [
@@ -690,6 +691,50 @@ BUGS = [
         "return model.Noise(config.model.dropout, key, micro.rows)",
         "return model.Noise(config.model.dropout, key, jnp.arange(micro.rows.shape[0]))",
         (PARITY.format("pp2-tp4-sp-dropout"),),
+    ),
+    # The closed form of what a step sends.
+    Bug(
+        "prediction: gradients without ZeRO's padding",
+        "jaxdist/plan/communication.py",
+        "sizes = [math.prod(leaf.storage_local) * leaf.dp * itemsize for leaf in leaves]",
+        "sizes = [math.prod(leaf.compute_local) * itemsize for leaf in leaves]",
+        (SENT.format("dp3-zero3-padded"),),
+    ),
+    Bug(
+        "prediction: weights gathered in fp32",
+        "jaxdist/plan/communication.py",
+        'return self.over_dp(purpose, "all_gather", leaves, times, self.item, wanted or every_leaf)',
+        'return self.over_dp(purpose, "all_gather", leaves, times, self.master, wanted or every_leaf)',
+        (SENT.format("dp4-tp2-sp-zero3-bf16"),),
+    ),
+    Bug(
+        "prediction: a recomputed block's second sum sent again",
+        "jaxdist/plan/communication.py",
+        "return 2, 1 if self.parallel.remat_every == 1 and not self.pipelined else 2",
+        "return 2, 2",
+        (SENT.format("dp4-tp2-zero3-dropout-remat"),),
+    ),
+    Bug(
+        "prediction: messages between stages at every tick",
+        "jaxdist/plan/communication.py",
+        'for name, ticks in (("to the next", "from_before"), ("to the one before", "from_after"))',
+        'for name, ticks in (("to the next", "from_before"), ("to the one before", "from_before"))',
+        (SENT.format("pp4-1f1b"),),
+    ),
+    Bug(
+        "prediction: uneven stages taken for even ones",
+        "jaxdist/plan/communication.py",
+        "once = runs_of(self.parallel.pipeline, config.part_layers)",
+        "parts = self.parallel.pipeline.num_parts\n"
+        "            once = runs_of(self.parallel.pipeline, (layers // parts,) * parts)",
+        (SENT.format("interleaved-pp=2,tp=4-m4"),),
+    ),
+    Bug(
+        "prediction: the whole head gathered again",
+        "jaxdist/plan/communication.py",
+        'head, self.runs["head"], is_matrix),',
+        'head, self.runs["head"]),',
+        (SENT.format("dp3-zero3-padded-per-parameter"),),
     ),
 ]
 

@@ -50,11 +50,14 @@ class Collective:
 
     def sent_bytes(self, mesh: MeshShape) -> int:
         """Bytes one device sends in a step."""
-        n = math.prod(getattr(mesh, axis) for axis in self.axes)
-        if n == 1:
-            return 0
-        factor = {"all_reduce": 2 * (n - 1), "permute": n}.get(self.kind, n - 1)
-        return self.count * factor * self.full_bytes // n
+        return ring_bytes(self.kind, self.axes, self.count * self.full_bytes, mesh)
+
+
+def ring_bytes(kind: str, axes: Iterable[str], num_bytes: int, mesh: MeshShape) -> int:
+    """Bytes one device sends in a ring where the full buffers are of `num_bytes` together."""
+    n = math.prod(getattr(mesh, axis) for axis in axes)
+    factor = {"all_reduce": 2 * (n - 1), "permute": n if n > 1 else 0}.get(kind, n - 1)
+    return factor * num_bytes // n
 
 
 def collectives_of(jaxpr, mesh: MeshShape, iterations: Mapping[str, Fraction] | None = None) -> list[Collective]:

@@ -1,0 +1,278 @@
+"""What our own step sends, in closed form: from the leaves, the settings and the schedule's table. Nothing is traced.
+
+`predicted` says of every message what it is for. `tests/test_communication.py` holds the messages equal, in number and
+to the byte, to those that `jaxdist.plan.trace` reads from the program. `jaxdist.plan.formulas` has the papers' forms;
+how far ours differ, and why, is in docs/plan.md, whose tables `python -m experiments.communication` prints.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist import model
+from jaxdist.config import RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.layout import STACKED, Layout, Leaf
+from jaxdist.mesh import DATA_AXES, MeshShape
+from jaxdist.parallel.grouping import group
+from jaxdist.parallel.pipeline import iterations
+from jaxdist.parallel.schedules import Schedule
+from jaxdist.plan.trace import ring_bytes
+
+Wanted = Callable[[Leaf], bool]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective of a step, in the field's words.
+
+    axes: mesh axes, all of them live. count: how often a step runs it; under pp, on the stage that runs it most. That
+    is the first for the embedding and the last for the head, so no one stage sends everything.
+    full_bytes: bytes of the whole (gathered, or summed) buffer, once.
+    """
+
+    purpose: str
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    full_bytes: int
+
+    def sent_bytes(self, mesh: MeshShape) -> int:
+        """Bytes one device sends in a step, in a ring."""
+        return ring_bytes(self.kind, self.axes, self.count * self.full_bytes, mesh)
+
+
+class Row(NamedTuple):
+    """Messages of one purpose, kind and axes: how many a step sends, and the bytes one device sends in them."""
+
+    purpose: str
+    kind: str
+    axes: str
+    count: int
+    sent_bytes: int
+
+
+def predicted(config: RunConfig, layout: Layout) -> list[Message]:
+    """Every message of one step of `config`, whose layout is `layout`.
+
+    `grad_sync` changes the number of messages of weights and gradients. It changes their bytes in one case: a ZeRO-3
+    backward gathers every group that holds a matrix, and with the matrix whatever else is in the group.
+    Raises: ConfigError for the layout of another strategy.
+    """
+    if layout.parallel != config.parallel:
+        raise ConfigError(
+            f"a layout of another strategy, on {layout.parallel.mesh}, for a run on {config.parallel.mesh}",
+            "the messages are of leaves as the run places them, so both have the same ParallelConfig",
+            "Use make_layout(declare(config.model), config.parallel, config.part_layers)",
+        )
+    step = _Step(config, layout)
+    messages = [*step.scalars(), *step.tensor_parallel(), *step.stages(), *step.fetches(), *step.reductions()]
+    return [message for message in messages if message.count and message.axes]
+
+
+def table(messages: Sequence[Message], mesh: MeshShape) -> list[Row]:
+    """The messages added up by purpose, kind and axes, in the order given."""
+    alike: dict[tuple, list[Message]] = {}
+    for message in messages:
+        alike.setdefault((message.purpose, message.kind, message.axes), []).append(message)
+    return [
+        Row(purpose, kind, ", ".join(axes), sum(m.count for m in found), sum(m.sent_bytes(mesh) for m in found))
+        for (purpose, kind, axes), found in alike.items()
+    ]
+
+
+@cache
+def runs_of(schedule: Schedule, num_layers: tuple[int, ...]) -> dict[str, int]:
+    """How often each loop of the pipeline's executor runs in one pass, on the stage that runs it most."""
+    return {name: int(each * schedule.num_ticks) for name, each in iterations(schedule, num_layers).items()}
+
+
+class _Step:
+    """The messages of one step. `runs`: how often a step does each thing, by the names of the executor's loops."""
+
+    def __init__(self, config: RunConfig, layout: Layout):
+        self.config, self.layout, self.parallel, self.mesh = config, layout, config.parallel, config.parallel.mesh
+        self.item, self.reduced, self.master = (
+            jnp.dtype(name).itemsize
+            for name in (config.precision.dtype, config.precision.reduction_dtype, config.precision.master_dtype)
+        )
+        self.pipelined = self.mesh.pp > 1
+        passes, layers = self.parallel.accumulate, config.model.num_layers
+        if self.pipelined:
+            once = runs_of(self.parallel.pipeline, config.part_layers)
+        else:
+            once = {"embed": 1, "head": 1, "from_before": 0, "from_after": 0, "layers_forward": layers}
+        self.runs = {name: passes * times for name, times in once.items()}
+        self.root = {name: part for name, part in layout.leaves.items() if name != STACKED}
+        self.block = [leaf.layer() for leaf in jax.tree.leaves(layout.leaves[STACKED])]
+
+        rows = config.batch_size // (self.mesh.replica * self.mesh.dp * passes * self.parallel.num_microbatches)
+        self.tokens = rows * config.model.seq_len  # of a micro-batch on one data rank
+        self.activation = self.tokens * config.model.width * self.item
+        self.sequence_split = self.parallel.sp and self.mesh.tp > 1
+
+    def live(self, *axes: str) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if getattr(self.mesh, axis) > 1)
+
+    # ---- one number a message ----
+
+    def scalars(self) -> list[Message]:
+        """Token count, loss, and a part of the gradient norm for each set of axes that leaves are sharded on."""
+        counter = 8 if self.config.precision.dtype == "float64" else 4  # JAX's default integer, with and without x64
+        norms = dict.fromkeys(leaf.storage_axes for leaf in jax.tree.leaves(self.layout.leaves))
+        return [
+            Message("token count", "all_reduce", self.live(*DATA_AXES), 1, counter),
+            Message("loss", "all_reduce", self.live("pp", *DATA_AXES), 1, self.master),
+            *(Message("gradient norm", "all_reduce", axes, 1, self.master) for axes in norms),
+        ]
+
+    # ---- activations ----
+
+    def tensor_parallel(self) -> list[Message]:
+        """What `jaxdist.parallel.tensor` sends: 2 `enter` and 2 `leave` in a block, 1 `leave` after the embedding, 1
+        `enter` and the softmax in the head.
+        """
+        layers = self.runs["layers_forward"]
+        enters, leaves = self.recomputed_in_a_block()
+        return [
+            *self.meets("embedding, forward", self.runs["embed"], leaves=1),
+            *self.meets("blocks, forward", layers, enters=2, leaves=2),
+            *self.meets("head, forward", self.runs["head"], enters=1),
+            Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], self.tokens * self.master),
+            Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], 2 * self.tokens * self.master),
+            *self.meets("head, backward", self.runs["head"], enters=1, backward=True),
+            *self.meets("blocks, recomputed", layers, enters, leaves),
+            *self.meets("blocks, backward", layers, enters=2, leaves=2, backward=True),
+            *self.meets("embedding, backward", self.runs["embed"], leaves=1, backward=True),
+        ]
+
+    def meets(self, purpose: str, times: int, enters: int = 0, leaves: int = 0, backward: bool = False):
+        """`enter` gathers with sp and sends nothing without; `leave` sums. Each is the other's transpose."""
+        if backward:
+            enters, leaves = leaves, enters
+        kinds = {"all_gather": enters, "reduce_scatter": leaves} if self.sequence_split else {"all_reduce": leaves}
+        return [Message(purpose, kind, self.live("tp"), times * each, self.activation) for kind, each in kinds.items()]
+
+    def recomputed_in_a_block(self) -> tuple[int, int]:
+        """(enters, leaves) that backward runs again. The second sum of a block makes the next block's input: where each
+        block is recomputed alone, JAX drops it. A loop over several blocks keeps it, and so does the pipeline's.
+        """
+        if not self.parallel.remat_every:
+            return 0, 0
+        return 2, 1 if self.parallel.remat_every == 1 and not self.pipelined else 2
+
+    def stages(self) -> list[Message]:
+        """A micro-batch's activations (or their gradient) from every stage, at each tick at which any receives."""
+        size = self.activation // (self.mesh.tp if self.sequence_split else 1)
+        return [
+            Message(f"between stages, {name}", "permute", self.live("pp"), self.runs[ticks], size)
+            for name, ticks in (("to the next", "from_before"), ("to the one before", "from_after"))
+        ]
+
+    # ---- weights and gradients ----
+
+    def fetches(self) -> list[Message]:
+        """ZeRO-3's gathers where weights are used, ZeRO-2 and 3's scatters where their gradients are made."""
+        if not self.layout.grads_scattered:
+            return []
+        layers, parallel, messages = self.runs["layers_forward"], self.parallel, []
+        if self.layout.params_stored:
+            for name, only in self.block_fetches():
+                messages += self.gathers(f"weights of a block, {name}", self.block, layers, only)
+        messages += self.scatters("gradients of a block", self.block, layers)
+        if self.layout.params_stored and parallel.reshard_after_forward:
+            embed, head = (
+                jax.tree.leaves({name: self.root[name] for name in names})
+                for names in (model.EMBED_PARTS, model.HEAD_PARTS)
+            )
+            messages += [
+                *self.gathers("weights of the embedding", embed, self.runs["embed"]),
+                *self.gathers("weights of the head, forward", head, self.runs["head"]),
+                *self.gathers("weights of the head, backward", head, self.runs["head"], is_matrix),
+                *self.scatters("gradients of the embedding", embed, self.runs["embed"]),
+                *self.scatters("gradients of the head", head, self.runs["head"]),
+            ]
+            return messages
+        # Fetched together: once a micro-batch, or once a pass of the pipeline.
+        root, times = jax.tree.leaves(self.root), parallel.accumulate
+        if self.layout.params_stored:
+            messages += self.gathers("weights outside the blocks", root, times)
+        return messages + self.scatters("gradients outside the blocks", root, times)
+
+    def block_fetches(self) -> list[tuple[str, Wanted]]:
+        """When ZeRO-3 gathers a block's weights, and which leaves are asked for then.
+
+        The pipeline's division of a layer takes a fetch for one operation, so B and W gather the whole block if they
+        need any of it. B multiplies by the matrices. W makes the norms' results again from their scale and bias, unless
+        F kept them, as it does where a cast to 16 bits or a gather over tp follows.
+        """
+        every = self.parallel.remat_every
+        fetches = [("forward", every_leaf)]
+        if self.pipelined:
+            if every:
+                fetches.append(("recomputed", every_leaf))
+            fetches.append(("B", every_leaf))
+            if self.item >= 4 and not self.sequence_split:
+                fetches.append(("W", every_leaf))
+            return fetches
+        if every:
+            fetches.append(("recomputed", every_leaf if every > 1 else all_but_last_bias))
+        if self.parallel.reshard_after_forward and every != 1:
+            fetches.append(("backward", is_matrix))
+        return fetches
+
+    def reductions(self) -> list[Message]:
+        """After backward: what the gradient rule of `jaxdist.parallel.data` sums, and ZeRO-1 and 2's new parameters."""
+        leaves, layout, messages = jax.tree.leaves(self.layout.leaves), self.layout, []
+        if layout.sharded and not layout.grads_scattered:
+            messages += self.scatters("gradients", leaves, 1)
+        owing = [leaf for leaf in leaves if leaf.shard_reduce_axes]
+        sizes = [math.prod(leaf.storage_local) * self.reduced for leaf in owing]
+        for members in group(owing, sizes, self.parallel, lambda leaf: (leaf.shard_reduce_axes, leaf.storage_axes)):
+            axes, size = owing[members[0]].shard_reduce_axes, sum(sizes[i] for i in members)
+            messages.append(Message(owed_for(axes), "all_reduce", axes, 1, size))
+        if layout.sharded and not layout.params_stored:
+            messages += self.gathers("parameters after the update", leaves, 1)
+        return messages
+
+    def gathers(self, purpose: str, leaves: Sequence[Leaf], times: int, wanted: Wanted | None = None) -> list[Message]:
+        return self.over_dp(purpose, "all_gather", leaves, times, self.item, wanted or every_leaf)
+
+    def scatters(self, purpose: str, leaves: Sequence[Leaf], times: int) -> list[Message]:
+        return self.over_dp(purpose, "reduce_scatter", leaves, times, self.reduced, every_leaf)
+
+    def over_dp(self, purpose, kind, leaves, times, itemsize, wanted) -> list[Message]:
+        """One message for each group with a wanted leaf in it; its bytes are those of all its leaves, padded."""
+        sizes = [math.prod(leaf.storage_local) * leaf.dp * itemsize for leaf in leaves]
+        return [
+            Message(purpose, kind, ("dp",), times, sum(sizes[i] for i in members))
+            for members in group(leaves, sizes, self.parallel, lambda leaf: leaf.spec_axes)
+            if any(wanted(leaves[i]) for i in members)
+        ]
+
+
+def every_leaf(leaf: Leaf) -> bool:
+    return True
+
+
+def is_matrix(leaf: Leaf) -> bool:
+    """Whether the input's gradient is a product with the leaf. Those are the leaves that decay."""
+    return leaf.decay
+
+
+def all_but_last_bias(leaf: Leaf) -> bool:
+    """A block's last bias is only added to its result, which nothing in backward asks for."""
+    return leaf.name != f"{STACKED}.mlp.b_down"
+
+
+def owed_for(axes: tuple[str, ...]) -> str:
+    """What an all-reduce of gradients over these axes is for."""
+    if set(axes) & set(DATA_AXES):
+        return "gradients"
+    reasons = {"pp": "gradients of what several stages use", "tp": "gradients of what saw a part of the sequence"}
+    return "gradients of what several stages use, a part of the sequence each" if len(axes) > 1 else reasons[axes[0]]

@@ -1,0 +1,236 @@
+"""The closed form of what a step sends equals the traced program: each message's kind, axes and bytes, and how many."""
+
+import math
+import random
+import time
+from collections import Counter
+
+import jax
+import pytest
+
+from experiments.communication import COMPARED, against_papers
+from experiments.strategies import PIPELINES, STRATEGIES
+from jaxdist import model
+from jaxdist.config import PRESETS, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.layout import Layout, make_layout
+from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
+from jaxdist.parallel.schedules import NAMES
+from jaxdist.plan import communication
+from jaxdist.plan.communication import Message, predicted, table
+from jaxdist.plan.trace import Collective, total_sent
+from jaxdist.step import build_program
+
+
+def layout_of(config: RunConfig) -> Layout:
+    return make_layout(model.declare(config.model), config.parallel, config.part_layers)
+
+
+def traced(config: RunConfig) -> list[Collective]:
+    with jax.enable_x64(config.precision.dtype == "float64"):
+        program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+        return program.collectives_of(program.step.trace(program.abstract_state(), program.abstract_batch()))
+
+
+def by_size(messages: list[Message] | list[Collective]) -> Counter:
+    """(kind, axes, bytes of the full buffer) -> how many a step sends. Grouping is in it, purposes are not."""
+    found = Counter()
+    for message in messages:
+        found[message.kind, message.axes, message.full_bytes] += message.count
+    return found
+
+
+def assert_equals_trace(config: RunConfig) -> None:
+    messages, collectives = predicted(config, layout_of(config)), traced(config)
+    form, program = by_size(messages), by_size(collectives)
+    assert form == program, f"the form has {form - program} too many, the program {program - form}"
+
+
+# Messages of one kind, axes and size are equal in number, so bytes and numbers a (kind, axes) are: they are sums.
+
+SAMPLE = {strategy.name for strategy in random.Random(0).sample(PIPELINES, 20)}
+ROWS = [pytest.param(strategy, id=strategy.name) for strategy in STRATEGIES] + [
+    pytest.param(s, id=s.name, marks=[] if s.name in SAMPLE else pytest.mark.exhaustive) for s in PIPELINES
+]
+
+
+@pytest.mark.parametrize("strategy", ROWS)
+def test_every_strategy_sends_what_is_predicted(strategy):
+    assert_equals_trace(strategy.run_config())
+
+
+def random_config(seed: int) -> RunConfig:
+    """A tiny model of odd sizes with settings drawn freely, on up to 16 ranks; what is refused is drawn again."""
+    pick = random.Random(seed)
+    while True:
+        heads = pick.choice((1, 2, 3, 4, 6, 8))
+        shape = ModelConfig(
+            num_layers=pick.randint(1, 9),
+            width=heads * pick.choice((1, 3, 5, 8)),
+            num_heads=heads,
+            ffn_width=heads * pick.randint(1, 12),
+            seq_len=pick.choice((1, 2, 3, 6, 8, 12)),
+            vocab_size=pick.randint(1, 700),
+            dropout=pick.choice((0.0, 0.0, 0.1)),
+        )
+        mesh = MeshShape(
+            pp=pick.choice((1, 1, 2, 3, 4)),
+            replica=pick.choice((1, 1, 2)),
+            dp=pick.choice((1, 2, 3, 4, 5, 7, 8)),
+            tp=pick.choice((1, 1, 2, 3, 4)),
+        )
+        if mesh.num_devices > 16:
+            continue
+        try:
+            parallel = ParallelConfig(
+                mesh=mesh,
+                zero=pick.choice((0, 1, 2, 3, 3)),
+                sp=pick.random() < 0.5,
+                grad_sync=pick.choice(("per-parameter", "flat", "bucketed")),
+                bucket_mb=pick.choice((25, 0.01, 0.001)),
+                accumulate=pick.choice((1, 1, 2, 3)),
+                remat=pick.choice(("none", "selective", "block", "every-2", "every-3")),
+                reshard_after_forward=pick.random() < 0.6,
+                schedule=pick.choice(NAMES),
+                microbatches=pick.choice((None, 1, 2, 3, 5)),
+                stages=pick.choice(("even", "balanced")),
+            )
+            return RunConfig(
+                shape,
+                parallel,
+                OptimizerConfig(name=pick.choice(("adamw", "sgd", "lion", "adafactor"))),
+                PrecisionConfig(
+                    dtype=pick.choice(("float32", "bfloat16", "float16", "float64")),
+                    reduce_dtype=pick.choice((None, None, "bfloat16", "float32")),
+                ),
+                batch_size=mesh.dp
+                * mesh.replica
+                * parallel.accumulate
+                * parallel.num_microbatches
+                * pick.randint(1, 2),
+            )
+        except ConfigError:
+            continue
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 24 else pytest.mark.exhaustive) for n in range(200)])
+def test_random_runs_send_what_is_predicted(seed):
+    assert_equals_trace(random_config(seed))
+
+
+def large(preset: str, mesh: str, **parallel) -> RunConfig:
+    """Two sequences a micro-batch, in bf16."""
+    strategy = ParallelConfig(mesh=parse_mesh(mesh), **parallel)
+    ranks = strategy.mesh.dp * strategy.mesh.replica
+    return RunConfig(
+        PRESETS[preset],
+        strategy,
+        precision=PrecisionConfig(dtype="bfloat16"),
+        batch_size=2 * ranks * strategy.accumulate * strategy.num_microbatches,
+    )
+
+
+LARGE = {
+    "7b on 256 ranks": large("7b", "pp=4,dp=8,tp=8", zero=1, sp=True, microbatches=16),
+    "7b on 16,384 ranks": large("7b", "pp=16,dp=128,tp=8", zero=1, sp=True),
+    "175b on 4,096 ranks": large(
+        "175b", "pp=8,dp=64,tp=8", zero=1, sp=True, microbatches=64, remat="block", stages="balanced"
+    ),
+    "175b on 4,096 ranks, ZeRO-3": large("175b", "replica=2,dp=256,tp=8", zero=3, sp=True, remat="block", accumulate=2),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_runs_send_what_is_predicted(name):
+    config = LARGE[name]
+    assert_equals_trace(config)
+    sent = sum(message.sent_bytes(config.parallel.mesh) for message in predicted(config, layout_of(config)))
+    assert sent == total_sent(traced(config), config.parallel.mesh)
+
+
+def test_one_call_is_fast():
+    """Under 50 ms for 175b on 4,096 ranks, the schedule's table read anew."""
+    config = LARGE["175b on 4,096 ranks"]
+    layout, seconds = layout_of(config), []
+    for _ in range(3):
+        communication.runs_of.cache_clear()
+        start = time.process_time()
+        predicted(config, layout)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.05
+
+
+def test_bytes_do_not_depend_on_grouping():
+    """Numbers of messages do. Bytes do only where ZeRO-3's backward gathers a matrix's whole group."""
+    sent = {}
+    for zero in (0, 1, 2, 3):
+        for sync in ("per-parameter", "flat", "bucketed"):
+            config = large("gpt2-124m", "dp=8", zero=zero, grad_sync=sync)
+            messages = predicted(config, layout_of(config))
+            sent[zero, sync] = Counter()
+            for message in messages:
+                sent[zero, sync][message.purpose] += message.count * message.full_bytes
+    for zero in (0, 1, 2):
+        assert sent[zero, "flat"] == sent[zero, "per-parameter"] == sent[zero, "bucketed"]
+    assert not sent[3, "per-parameter"] - sent[3, "flat"]
+    more = sent[3, "flat"] - sent[3, "per-parameter"]
+    width, layers, itemsize = PRESETS["gpt2-124m"].width, PRESETS["gpt2-124m"].num_layers, 2
+    assert more == {
+        "weights of a block, backward": layers
+        * itemsize
+        * (4 + 2 + 3 + 4)
+        * width,  # two norms; biases out, down; qkv; up
+        "weights of the head, backward": itemsize * 2 * width,  # the last norm
+    }
+
+
+def test_table_adds_up():
+    config = LARGE["7b on 256 ranks"]
+    mesh = config.parallel.mesh
+    messages = predicted(config, layout_of(config))
+    rows = table(messages, mesh)
+    assert sum(row.sent_bytes for row in rows) == sum(message.sent_bytes(mesh) for message in messages)
+    assert sum(row.count for row in rows) == sum(message.count for message in messages)
+    assert len({row[:3] for row in rows}) == len(rows)
+    [update] = [row for row in rows if row.purpose == "parameters after the update"]
+    assert (update.kind, update.axes) == ("all_gather", "dp")
+
+
+def test_one_device_sends_nothing():
+    config = RunConfig(PRESETS["proof"])
+    assert predicted(config, layout_of(config)) == []
+
+
+def test_a_layout_of_another_strategy_is_refused():
+    config = LARGE["7b on 256 ranks"]
+    other = large("7b", "pp=4,dp=8,tp=8", zero=3, sp=True, microbatches=16)
+    with pytest.raises(ConfigError, match=r"a layout of another strategy, on pp=4,dp=8,tp=8"):
+        predicted(config, layout_of(other))
+
+
+def test_differences_from_the_papers_are_the_named_ones():
+    """docs/plan.md says by how much our own forms differ from the papers', and why."""
+    figures = {name: {what: rest for what, *rest in against_papers(config)} for name, config in COMPARED.items()}
+    shape, pp, tp = PRESETS["7b"], 4, 8
+    table_VD, positions_TD = shape.padded_vocab_size * shape.width, shape.seq_len * shape.width
+    leaves = jax.tree.leaves(layout_of(COMPARED["ZeRO-1"]).leaves)
+    whole = {leaf.name: math.prod(leaf.storage_local) * leaf.dp for leaf in leaves}
+    share = {leaf.name: math.prod(leaf.shape) / (pp * tp) for leaf in leaves}
+    vectors = sum(whole[leaf.name] - share[leaf.name] for leaf in leaves if not leaf.decay)
+    blocks = sum(size for name, size in whole.items() if name.startswith("blocks"))
+
+    # Every stage holds the table and the positions; no tp rank holds a part of the positions, or of what is a vector.
+    papers, ours = figures["ZeRO-1"]["weights and gradients over dp"]
+    assert ours - papers == pytest.approx(
+        2 * 7 / 8 * (table_VD / tp * (1 - 1 / pp) + positions_TD * (1 - 1 / (pp * tp)) + vectors), rel=1e-12
+    )
+    # For each micro-batch: blocks three times; the table gathered three times and scattered twice.
+    papers, ours = figures["ZeRO-3"]["weights and gradients over dp"]
+    root = 5 * table_VD / tp + 2 * positions_TD + 4 * shape.width  # the last norm is gathered and scattered once
+    assert ours == pytest.approx(16 * 7 / 8 * (3 * blocks + root), rel=1e-12)
+    # 43 messages up and 48 down, where a micro-batch needs one each way.
+    papers, ours = figures["ZeRO-1"]["between stages"]
+    assert ours / papers == (43 + 48) / (16 + 16)
+    for name in COMPARED:
+        papers, ours = figures[name]["blocks over tp"]
+        assert papers == ours
