@@ -383,6 +383,10 @@ class RunConfig:
             notes.append(
                 f"--remat {parallel.remat} recomputes blocks, and so gathers their weights again all the same."
             )
+        if not parallel.reshard_after_forward and parallel.zero == 3 and parallel.mesh.pp > 1:
+            notes.append(
+                "--no-reshard-after-forward: a pipeline gathers the weights of blocks again in B all the same."
+            )
         default = ParallelConfig()
         for name in ("schedule", "microbatches", "chunks", "stages"):
             if parallel.mesh.pp == 1 and getattr(parallel, name) != getattr(default, name):

@@ -208,6 +208,12 @@ def tied_plain(shared, layers, fixed, micros):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(shared, layers)
 
 
+@pytest.mark.parametrize("every", [-1, None, 1.5])
+def test_recomputing_an_impossible_number_of_layers_is_refused(every):
+    with pytest.raises(ConfigError, match="Use 0, 1, 2"):
+        pipeline_gradients(tied_stages(tp=False), make_schedule("1f1b", 2, 3), (), (), (), recompute_every=every)
+
+
 @pytest.mark.parametrize("every", [0, 2, 5])
 @pytest.mark.parametrize(("name", "parts"), [("1f1b", (1, 3)), ("interleaved", (2, 1, 3, 2)), ("zb-v", (3, 1, 1, 2))])
 def test_uneven_parts_with_tied_weights_tp_and_recomputation(name, parts, every):
