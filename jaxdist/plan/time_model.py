@@ -84,6 +84,8 @@ class Layout:
         matmuls travel during them, half of all tp traffic.
     flash: attention that never writes its scores. scatter_gather: without sp, tp ranks send different parts of a
         message between stages.
+    sends: messages of a micro-batch that a stage waits for, both ways together (default 2v).
+    shared_root: every stage holds the token table, and its gradient is summed over pp.
     """
 
     pp: Number = 1
@@ -109,6 +111,8 @@ class Layout:
     flash: Number = False
     dropout: Number = False
     scatter_gather: Number = False
+    sends: Number | None = None
+    shared_root: Number = False
 
     @property
     def num_devices(self) -> Number:
@@ -266,7 +270,8 @@ def step_time(
     micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
     micro["memory"] = micro["memory"] + local * (itemsize + 2 * grad) / hbm  # add a gradient to the sum so far
     message = activation / np.where(sp | np.asarray(layout.scatter_gather), tp, 1)
-    micro["pp"] = 2 * layout.chunks * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
+    sends = 2 * np.asarray(layout.chunks) if layout.sends is None else np.asarray(layout.sends)
+    micro["pp"] = sends * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
 
     # ---- one update
     passes = m if layout.pipeline_microbatches is None else layout.pipeline_microbatches
@@ -281,6 +286,8 @@ def step_time(
     scatter = ring("ring_reduce_scatter", "dp", dp, local * grad)
     across = ring("ring_all_reduce", "replica", replica, local * grad / dp)
     across = across + ring("ring_all_reduce", "cp", cp, local * grad)
+    root = shape.embedding_parameters / tp / sharded
+    across = across + np.where(layout.shared_root, ring("ring_all_reduce", "pp", pp, root * grad), 0)
     gather = ring("ring_all_gather", "dp", dp, local * np.where(zero >= 1, itemsize, grad))
     rounds = np.where(zero >= 2, m, 1)
     gathers = np.where(zero == 3, np.where(layout.keep_after_forward, 1, 2) * m, 1)

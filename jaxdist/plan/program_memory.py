@@ -1,0 +1,213 @@
+"""Bytes that our own training step needs on a device, in closed form: columns of layouts in, columns of bytes out.
+
+Nothing is traced. What is kept for backward is counted in `KEPT`, array by array, as the trace of our layer keeps it
+(a test compares the two); the papers' formulas (`jaxdist.plan.formulas`) describe other programs. State bytes are
+exact, padding counted. What one layer, the head and the update need besides is a rule for each, checked against a walk
+through whole traced steps: docs/plan.md has the errors.
+
+Every stage of a pipeline is the same program over buffers of the same size, so every device holds the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist.config import ModelConfig, ParallelConfig, RunConfig
+from jaxdist.layout import STACKED, make_layout
+from jaxdist.mesh import MeshShape
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}  # arrays of the masters' size; adafactor factors its own
+
+
+class Kept(NamedTuple):
+    """Arrays that one layer keeps of one micro-batch, by shape; `_w` are in at least fp32, the others as activations.
+
+    residual [B, T/sp, D], entered [B, T, D] (whole, after `enter`), heads [B, T, N/tp, H], ffn [B, T, F/tp],
+    scores [B, N/tp, T, T], row [B, T/sp, 1], head_row [B, N/tp, T]. weights: matrices of the layer that are kept in
+    another shape, of (w_qkv, w_out, w_up and w_down).
+    """
+
+    residual: int = 0
+    residual_w: int = 0
+    entered: int = 0
+    heads: int = 0
+    ffn: int = 0
+    scores: int = 0
+    scores_w: int = 0
+    row_w: int = 0
+    head_row_w: int = 0
+    weights: tuple[int, int, int] = (0, 0, 0)
+
+
+# What `jax.grad` of the scan over layers keeps; what the pipeline keeps from F until B, from F until W, from B until W.
+SCAN, FETCHED, UNTIL_B, UNTIL_W, HANDED = "scan", "fetched", "until_b", "until_w", "handed"
+KEPT = {
+    (SCAN, "xla"): Kept(
+        residual_w=6, entered=2, heads=4, ffn=6, scores=1, scores_w=1, row_w=4, head_row_w=2, weights=(1, 1, 0)
+    ),
+    (SCAN, "cudnn"): Kept(residual_w=6, entered=2, heads=5, ffn=6, row_w=4, head_row_w=1, weights=(1, 1, 0)),
+    (SCAN, "selective"): Kept(residual_w=6, entered=2, heads=4, ffn=6, row_w=4, weights=(1, 1, 0)),
+    (FETCHED, "xla"): Kept(residual_w=8, heads=5, ffn=6, scores_w=2, row_w=4, head_row_w=2),
+    (FETCHED, "cudnn"): Kept(residual_w=8, heads=4, ffn=6, row_w=4, head_row_w=1),
+    (FETCHED, "selective"): Kept(residual_w=8, heads=4, ffn=6, row_w=4),
+    (UNTIL_B, "xla"): Kept(heads=3, scores=1, scores_w=1, head_row_w=1),
+    (UNTIL_B, "cudnn"): Kept(heads=3, head_row_w=1),
+    (UNTIL_B, "selective"): Kept(heads=3),
+    (UNTIL_W, ""): Kept(residual_w=2, entered=2, heads=1, ffn=1, row_w=2),
+    (HANDED, ""): Kept(residual=4, heads=3, ffn=1),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramBytes:
+    """Columns of bytes on a device.
+
+    parameters, optimizer (masters and moments): exact. gradients: what is summed, and what the reduction copies.
+    activations: kept for backward, with the pipeline's buffers. logits: the head's. working: one layer's, and what a
+    phase needs that no other term is about. The last three and the gradients are those of the fullest phase: `phase`
+    says which, 0 backward, 1 head, 2 update.
+    """
+
+    parameters: np.ndarray
+    optimizer: np.ndarray
+    gradients: np.ndarray
+    activations: np.ndarray
+    logits: np.ndarray
+    working: np.ndarray
+    total: np.ndarray
+    phase: np.ndarray
+
+
+TERMS = ("parameters", "optimizer", "gradients", "activations", "logits", "working")
+PHASES = ("backward", "head", "update")
+
+
+class Elements(NamedTuple):
+    """Elements of one device: of a layer and of the rest, in the compute and the storage layout; of a layer's largest
+    leaf, and of the token table, in both."""
+
+    layer: int
+    root: int
+    stored_layer: int
+    stored_root: int
+    largest: int
+    stored_largest: int
+    table: int
+    stored_table: int
+
+
+@cache
+def device_elements(model: ModelConfig, tp: int, dp: int) -> Elements:
+    """Counted from the model's own declaration, ZeRO's padding included."""
+    parallel = ParallelConfig(mesh=MeshShape(dp=dp, tp=tp), zero=1)
+    leaves = make_layout(declared(model), parallel).leaves
+    root = _flat({name: part for name, part in leaves.items() if name != STACKED})
+    layer = [leaf.layer() for leaf in _flat(leaves[STACKED])]
+    size = lambda shapes: sum(map(_product, shapes))  # noqa: E731
+    return Elements(
+        layer=size(leaf.compute_local for leaf in layer),
+        root=size(leaf.compute_local for leaf in root),
+        stored_layer=size(leaf.storage_local for leaf in layer),
+        stored_root=size(leaf.storage_local for leaf in root),
+        largest=max(_product(leaf.compute_local) for leaf in layer),
+        stored_largest=max(_product(leaf.storage_local) for leaf in layer),
+        table=_product(leaves["tokens"].compute_local),
+        stored_table=_product(leaves["tokens"].storage_local),
+    )
+
+
+def kept_bytes(model: ModelConfig, kept: Kept, rows, tp, sp, itemsize: int, wide: int):
+    """Bytes of a layer's kept arrays for one micro-batch, columns allowed."""
+    positions, heads = rows * model.seq_len, model.num_heads / tp
+    h, f = model.width, model.ffn_width
+    outside = positions / np.where(sp, tp, 1)
+    matrices = np.array([3 * h * h, h * h, 2 * h * f]) @ np.array(kept.weights) / tp
+    narrow = outside * h * kept.residual + positions * h * kept.entered
+    narrow = narrow + positions / tp * (h * kept.heads + f * kept.ffn) + matrices
+    scores = positions * heads * model.seq_len
+    return (
+        itemsize * (narrow + scores * kept.scores)
+        + wide * (outside * (h * kept.residual_w + kept.row_w) + positions * heads * kept.head_row_w)
+        + wide * scores * kept.scores_w
+    )
+
+
+def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramBytes:
+    """Bytes of every layout in the columns, for the model, precision and optimiser of `config`.
+
+    layouts: `search.Candidates`. table: `search.Pipelines`.
+    """
+    model, precision = config.model, config.precision
+    itemsize, wide = ITEMSIZE[precision.dtype], ITEMSIZE[precision.master_dtype]
+    c = layouts
+    pairs, index = np.unique(np.stack([c.tp, c.dp]), axis=1, return_inverse=True)
+    elements = np.array([device_elements(model, *pair) for pair in pairs.T.tolist()])[index.reshape(-1)].T
+    e = Elements(*elements.astype(float))
+    pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp > 1)
+    num_rows = np.where(pipelined, c.chunks * table.depth, model.num_layers)  # of a stacked leaf, on one device
+    whole = num_rows * e.layer + e.root
+    stored = np.where(sharded, num_rows * e.stored_layer + e.stored_root, whole)
+
+    # ---- state
+    parameters = itemsize * np.where(sharded & (c.zero == 3), stored, whole)
+    optimizer = wide * stored * (itemsize < wide)
+    if config.optimizer.name in MOMENTS:
+        optimizer = optimizer + wide * stored * MOMENTS[config.optimizer.name]
+    else:
+        optimizer = optimizer + factored_bytes(model)
+
+    # ---- kept for backward
+    fetched = sharded & (c.zero >= 2)
+
+    def kept(context: str, kind: str):
+        return kept_bytes(model, KEPT[context, kind], c.rows, c.tp, c.sp == 1, itemsize, wide)
+
+    def by_remat(context: str):
+        return np.where(c.selective == 1, kept(context, "selective"), kept(context, attention))
+
+    x = c.rows * model.seq_len * model.width * itemsize / np.where(c.sp == 1, c.tp, 1)
+    one = np.where(fetched & (c.keep == 0), by_remat(FETCHED), by_remat(SCAN))
+    every = np.maximum(c.every, 1)
+    scanned = np.where(c.every > 0, model.num_layers / every * x, model.num_layers * one)
+    until_b, until_w, handed = by_remat(UNTIL_B), kept(UNTIL_W, ""), kept(HANDED, "")
+    buffers = np.where(
+        c.every > 0,
+        table.num_until_b * -(-table.depth // every) * x + table.num_handed * table.depth * (handed + until_w),
+        table.depth * (table.num_until_b * until_b + table.num_until_w * until_w + table.num_handed * handed),
+    )
+    activations = np.where(pipelined, buffers + table.num_messages * x, scanned)
+
+    # ---- what phases need besides (provisional)
+    positions = c.rows * model.seq_len
+    logits = positions * model.padded_vocab_size / c.tp * 10
+    gradients = np.where(fetched, wide * stored, wide * whole)
+    working = np.where(c.every > 0, every * one, 0)
+    zeros = np.zeros(len(c.pp))
+    columns = [parameters, optimizer, gradients, activations, logits, working]
+    columns = [np.broadcast_to(column + zeros, zeros.shape) for column in columns]
+    return ProgramBytes(*columns, total=sum(columns), phase=np.zeros(len(zeros), int))
+
+
+def factored_bytes(model: ModelConfig) -> float:
+    """Adafactor's moments: a row and a column for every matrix."""
+    return 0.0
+
+
+@cache
+def declared(model: ModelConfig) -> dict:
+    """`jaxdist.model.declare`, once for each model."""
+    from jaxdist.model import declare
+
+    return declare(model)
+
+
+def _flat(tree) -> list:
+    return [leaf for part in tree.values() for leaf in _flat(part)] if isinstance(tree, dict) else [tree]
+
+
+def _product(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
