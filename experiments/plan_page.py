@@ -1,0 +1,5 @@
+"""The plan as one HTML page."""
+
+
+def page(record: dict) -> str:
+    return ""
