@@ -181,15 +181,38 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     )
     activations = np.where(pipelined, buffers + table.num_messages * x, scanned)
 
-    # ---- what phases need besides (provisional)
+    # ---- gradients: summed over micro-batches so far, and this micro-batch's (or this pass's) own
+    holders = wide * np.where(fetched, stored, whole)
+    sums = np.where(c.accumulate > 1, holders, 0)
+    own = np.where(pipelined | fetched, holders, itemsize * whole)
+
+    # ---- the head: logits in fp32 and as the matmul gave (or takes) them, the table once more
     positions = c.rows * model.seq_len
-    logits = positions * model.padded_vocab_size / c.tp * 10
-    gradients = np.where(fetched, wide * stored, wide * whole)
-    working = np.where(c.every > 0, every * one, 0)
+    table_copies = np.where(fetched, 2, 1) * itemsize * e.table
+    logits = positions * model.padded_vocab_size / c.tp * (wide + itemsize) + table_copies
+
+    # ---- one layer's backward: its weights, their gradients, and what is between its matmuls
+    scores = positions * model.num_heads / c.tp * model.seq_len * itemsize
+    between = positions * (3 * model.ffn_width / c.tp + 6 * model.width) * itemsize
+    written = np.where((attention == "xla") | (c.selective == 1), 3, 0) * (attention == "xla") * scores
+    layer = between + written + itemsize * e.layer * np.where(c.every > 0, 1.5, 0.5)
+    again = np.where((c.every > 1) & ~pipelined, c.every * one, 0)
+    scratch = np.where(pipelined & (c.every > 0), c.every * (until_b + until_w), 0)
+    layer = layer + np.where(fetched, itemsize * e.layer + wide * e.largest, 0)
+    embedding = np.where(fetched, (wide + itemsize) * e.table, itemsize * e.table) * pipelined
+
     zeros = np.zeros(len(c.pp))
-    columns = [parameters, optimizer, gradients, activations, logits, working]
-    columns = [np.broadcast_to(column + zeros, zeros.shape) for column in columns]
-    return ProgramBytes(*columns, total=sum(columns), phase=np.zeros(len(zeros), int))
+    phases = [
+        (sums + own, activations, zeros, np.maximum(layer + again + scratch, embedding)),
+        (sums + own * pipelined, activations, logits, 3 * x),
+        (holders, zeros, zeros, np.where(fetched, 0, wide * num_rows * e.largest)),
+    ]
+    table_of = np.array([[column + zeros for column in phase] for phase in phases])
+    fullest = table_of.sum(axis=1).argmax(axis=0)
+    gradients, activations, logits, working = np.take_along_axis(table_of, fullest[None, None], axis=0)[0]
+    columns = [np.broadcast_to(column, zeros.shape) for column in (parameters, optimizer)]
+    columns += [gradients, activations, logits, working]
+    return ProgramBytes(*columns, total=sum(columns), phase=fullest)
 
 
 def factored_bytes(model: ModelConfig) -> float:
