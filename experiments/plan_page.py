@@ -22,7 +22,7 @@ TIMES = {
     "overhead": "host",
     "input": "input",
 }
-LEFT, BAR, ROW, GAP, WIDTH = 250, 22, 46, 8, 960
+BAR, ROW, WIDTH = 20, 48, 960
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --faint: #5f6670; --line: #d4d7dc; --paper: #ffffff; --card: #f5f6f8;
@@ -165,13 +165,13 @@ def bars(rows, values, ends, names, marks, unit, errors=()) -> str:
     shown = [name for name in names if any(value[name] > 0 for value in values)]
     colours = {name: f"var(--c{index})" for index, name in enumerate(names)}
     most = max([sum(value.values()) for value in values] + list(marks.values()) + [high for _, high in errors])
-    room = WIDTH - 130
+    room = WIDTH - (110 if marks else 20)
     scale = room / most
     height = len(rows) * ROW + 50
     out = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img">']
     for number, (row, value, end) in enumerate(zip(rows, values, ends, strict=True)):
         top = number * ROW + 26
-        out.append(f'<text x="0" y="{top - 5}">{escape(label(row))}</text>')
+        out.append(f'<text x="0" y="{top - 5}">{escape(label(row))}: <tspan font-weight="600">{escape(end)}</tspan></text>')
         x = 0.0
         for name in shown:
             width = value[name] * scale
@@ -188,8 +188,6 @@ def bars(rows, values, ends, names, marks, unit, errors=()) -> str:
                 f'<path d="M{low:.1f} {middle}H{high:.1f}M{low:.1f} {middle - 5}v10M{high:.1f} {middle - 5}v10" '
                 f'stroke="var(--ink)" fill="none"/>'
             )
-            x = max(x, high)
-        out.append(f'<text x="{x + 8:.1f}" y="{top + BAR / 2 + 4}">{escape(end)}</text>')
     for name, at in marks.items():
         x = at * scale
         anchor = "start" if name == "capacity" else "end"

@@ -9,7 +9,6 @@ does (docs/schedules.md). With whole blocks recomputed a B lasts two ticks' time
 the F of the last part includes the head.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -19,84 +18,12 @@ import numpy as np
 from jaxdist.config import ModelConfig, ParallelConfig, RunConfig, divisors
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AVAILABLE_AXES, AXES, MeshShape
-from jaxdist.parallel.pipeline import lower, receiving_ticks
-from jaxdist.parallel.schedules import NAMES, SCHEDULES, Schedule, divide_layers, make_schedule
+from jaxdist.parallel.schedules import NAMES, SCHEDULES, divide_layers
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster
-from jaxdist.plan.program_memory import TERMS, ProgramBytes, program_bytes
+from jaxdist.plan.program_memory import ProgramBytes, program_bytes
+from jaxdist.plan.schedule_facts import schedule_facts
 from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
-
-# --------------------------------------------------------------------------------------------------------- schedules
-
-
-@dataclass(frozen=True)
-class ScheduleFacts:
-    """What a plan needs of one table. Slots are those of the executor's buffers, on the stage that needs most.
-
-    bubble: idle over ideal time in lock-step; recompute_bubble: the same where B is two units long, F again and B.
-    sends: ticks at whose end the whole ring sends to the next stage, plus those at which it sends to the one before.
-    """
-
-    num_ticks: int
-    recompute_span: int
-    sends: int
-    num_messages: int
-    num_until_b: int
-    num_until_w: int
-    num_handed: int
-    work: int
-
-    @property
-    def bubble(self) -> float:
-        return self.num_ticks / (3 * self.work) - 1
-
-    @property
-    def recompute_bubble(self) -> float:
-        return self.recompute_span / (4 * self.work) - 1
-
-
-def table_facts(schedule: Schedule) -> ScheduleFacts:
-    """Read from the table itself."""
-    lowered = lower(schedule)
-    receives = receiving_ticks(lowered.instructions)
-    return ScheduleFacts(
-        num_ticks=schedule.num_ticks,
-        recompute_span=_lock_step(lowered.instructions.kind),
-        sends=int(receives["from_before"].sum() + receives["from_after"].sum()),
-        num_messages=max(lowered.num_messages, 1),
-        num_until_b=lowered.num_until_b,
-        num_until_w=lowered.num_until_w,
-        num_handed=lowered.num_handed,
-        work=schedule.num_microbatches * schedule.num_chunks,
-    )
-
-
-def _lock_step(kinds: np.ndarray) -> int:
-    """Makespan of `schedules.simulate(..., waiting="ticks")` for F, B, W of 1, 2 and 1 units."""
-    end = np.zeros(kinds.shape[1], int)
-    for costs in np.array([0, 1, 2, 1])[kinds]:
-        end = np.maximum(np.maximum(end, np.roll(end, 1)), np.roll(end, -1)) + costs
-    return int(end.max())
-
-
-@cache
-def schedule_facts(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> ScheduleFacts:
-    """`table_facts` of a named schedule; for many micro-batches extended linearly from two small tables.
-
-    From about two rounds of the stages on, a table repeats itself every S micro-batches.
-    """
-    if num_microbatches <= 4 * num_stages:
-        return table_facts(make_schedule(name, num_stages, num_microbatches, num_chunks))
-    base = 3 * num_stages + num_microbatches % num_stages
-    rounds = (num_microbatches - base) // num_stages
-    low, high = (schedule_facts(name, num_stages, base - n * num_stages, num_chunks) for n in (1, 0))
-    return ScheduleFacts(
-        **{
-            field.name: getattr(high, field.name) + rounds * (getattr(high, field.name) - getattr(low, field.name))
-            for field in fields(ScheduleFacts)
-        }
-    )
-
 
 # ------------------------------------------------------------------------------------------------------- enumeration
 
@@ -387,7 +314,7 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
         most_layers=deepest,
         # The last part's F includes the head; only its F may be shorter for that than the others' in lock-step.
         last_layers=deepest - (table.depth - table.last_part) / 3,
-        keep_after_forward=layouts.keep == 1,
+        gathers=weight_gathers(layouts),
         gradient_bytes=np.dtype(precision.reduction_dtype.replace("bfloat16", "float16")).itemsize,
         overlap_dp=layouts.zero >= 2,  # 0 and 1 reduce after backward
         flash=attention == "cudnn",
@@ -400,6 +327,13 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
         **{field.name: np.broadcast_to(getattr(time, field.name), len(layouts)) for field in fields(StepTime)}
     )
     return Scored(base, cluster, layouts, time, program_bytes(base, layouts, table, attention))
+
+
+def weight_gathers(layouts: Candidates) -> np.ndarray:
+    """How often a micro-batch gathers a layer's ZeRO-3 weights. A test compares it with the trace."""
+    alone = layouts.pp == 1
+    thrice = np.where(alone, layouts.every > 1, layouts.every > 0)  # forward, forward again, backward
+    return np.where(thrice, 3, np.where(alone & (layouts.keep == 1), 1, 2))
 
 
 def remat_words(layouts: Candidates) -> np.ndarray:

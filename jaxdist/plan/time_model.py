@@ -86,6 +86,7 @@ class Layout:
         message between stages.
     sends: messages of a micro-batch that a stage waits for, both ways together (default 2v).
     shared_root: every stage holds the token table, and its gradient is summed over pp.
+    gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     """
 
     pp: Number = 1
@@ -113,6 +114,7 @@ class Layout:
     scatter_gather: Number = False
     sends: Number | None = None
     shared_root: Number = False
+    gathers: Number | None = None
 
     @property
     def num_devices(self) -> Number:
@@ -290,7 +292,8 @@ def step_time(
     across = across + np.where(layout.shared_root, ring("ring_all_reduce", "pp", pp, root * grad), 0)
     gather = ring("ring_all_gather", "dp", dp, local * np.where(zero >= 1, itemsize, grad))
     rounds = np.where(zero >= 2, m, 1)
-    gathers = np.where(zero == 3, np.where(layout.keep_after_forward, 1, 2) * m, 1)
+    each = np.where(layout.keep_after_forward, 1, 2) if layout.gathers is None else np.asarray(layout.gathers)
+    gathers = np.where(zero == 3, each * m, 1)
     working = sum(micro[name] for name in ("compute", "memory"))
     may_hide = rounds * scatter + across + np.where((zero == 0) | (zero == 3), gathers * gather, 0)
     window = np.where(zero == 3, m, np.where(zero == 2, rounds * 2 / 3, 2 / 3)) * working  # backward is two thirds
