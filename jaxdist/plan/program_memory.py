@@ -53,13 +53,34 @@ KEPT = {
     (SCAN, "selective"): Kept(residual_w=6, entered=2, heads=4, ffn=6, row_w=4, weights=(1, 1, 0)),
     (FETCHED, "xla"): Kept(residual_w=8, heads=5, ffn=6, scores_w=2, row_w=4, head_row_w=2),
     (FETCHED, "cudnn"): Kept(residual_w=8, heads=4, ffn=6, row_w=4, head_row_w=1),
-    (FETCHED, "selective"): Kept(residual_w=8, heads=4, ffn=6, row_w=4),
     (UNTIL_B, "xla"): Kept(heads=3, scores=1, scores_w=1, head_row_w=1),
     (UNTIL_B, "cudnn"): Kept(heads=3, head_row_w=1),
     (UNTIL_B, "selective"): Kept(heads=3),
     (UNTIL_W, ""): Kept(residual_w=2, entered=2, heads=1, ffn=1, row_w=2),
     (HANDED, ""): Kept(residual=4, heads=3, ffn=1),
 }
+
+
+def kept_arrays(context: str, attention: str, selective: bool, sp: bool, wide: bool) -> Kept:
+    """What one layer keeps. `wide`: activations are in fp32 already.
+
+    ZeRO-2 and 3 decide by a policy of their own what a layer keeps (`model.keep_all_but_weights`), and it keeps the
+    scores with selective recompute too.
+    """
+    kind = "" if context in (UNTIL_W, HANDED) else "selective" if selective and context != FETCHED else attention
+    kept = KEPT[context, kind]
+    if context == FETCHED:
+        again = selective and kind == "cudnn"
+        kept = kept._replace(heads=kept.heads + again)
+        # With sp the gathered sequence, instead of what it was gathered from.
+        return kept._replace(entered=2, residual_w=kept.residual_w - 2) if sp else kept
+    if context == HANDED and sp:
+        return kept._replace(entered=2)
+    if context == UNTIL_B and wide and kind == "xla":  # the scores that the matmul takes are those of the softmax
+        return kept._replace(scores=0)
+    if context == UNTIL_W and wide and not sp:  # made again from the norm's, at no more bytes
+        return kept._replace(entered=0)
+    return kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +165,8 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     model, precision = config.model, config.precision
     itemsize, wide = ITEMSIZE[precision.dtype], ITEMSIZE[precision.master_dtype]
     c = layouts
-    pairs, index = np.unique(np.stack([c.tp, c.dp]), axis=1, return_inverse=True)
-    elements = np.array([device_elements(model, *pair) for pair in pairs.T.tolist()])[index.reshape(-1)].T
+    pairs, index = distinct(c.tp, c.dp)
+    elements = np.array([device_elements(model, *pair) for pair in pairs])[index].T
     e = Elements(*elements.astype(float))
     pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp > 1)
     num_rows = np.where(pipelined, c.chunks * table.depth, model.num_layers)  # of a stacked leaf, on one device
@@ -163,17 +184,22 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     # ---- kept for backward
     fetched = sharded & (c.zero >= 2)
 
-    def kept(context: str, kind: str):
-        return kept_bytes(model, KEPT[context, kind], c.rows, c.tp, c.sp == 1, itemsize, wide)
-
-    def by_remat(context: str):
-        return np.where(c.selective == 1, kept(context, "selective"), kept(context, attention))
+    def kept(context: str):
+        """Of one layer, for every layout."""
+        found = np.zeros(len(c.pp))
+        for selective, sp in ((False, False), (False, True), (True, False), (True, True)):
+            mask = ((c.selective == 1) == selective) & ((c.sp == 1) == sp)
+            if mask.any():
+                arrays = kept_arrays(context, attention, selective, sp, itemsize == wide)
+                found[mask] = kept_bytes(model, arrays, c.rows[mask], c.tp[mask], sp, itemsize, wide)
+        return found
 
     x = c.rows * model.seq_len * model.width * itemsize / np.where(c.sp == 1, c.tp, 1)
-    one = np.where(fetched & (c.keep == 0), by_remat(FETCHED), by_remat(SCAN))
+    kept_whole = c.keep * 2 * itemsize * model.width * model.ffn_width / c.tp  # ZeRO-3's other two matrices
+    one = np.where(fetched & (c.keep == 0), kept(FETCHED), kept(SCAN) + kept_whole)
     every = np.maximum(c.every, 1)
     scanned = np.where(c.every > 0, model.num_layers / every * x, model.num_layers * one)
-    until_b, until_w, handed = by_remat(UNTIL_B), kept(UNTIL_W, ""), kept(HANDED, "")
+    until_b, until_w, handed = kept(UNTIL_B), kept(UNTIL_W), kept(HANDED)
     buffers = np.where(
         c.every > 0,
         table.num_until_b * -(-table.depth // every) * x + table.num_handed * table.depth * (handed + until_w),
@@ -205,7 +231,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     phases = [
         (sums + own, activations, zeros, np.maximum(layer + again + scratch, embedding)),
         (sums + own * pipelined, activations, logits, 3 * x),
-        (holders, zeros, zeros, np.where(fetched, 0, wide * num_rows * e.largest)),
+        (holders, zeros, zeros, np.where(fetched, 0, wide * num_rows * np.where(sharded, e.stored_largest, e.largest))),
     ]
     table_of = np.array([[column + zeros for column in phase] for phase in phases])
     fullest = table_of.sum(axis=1).argmax(axis=0)
@@ -218,6 +244,15 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
 def factored_bytes(model: ModelConfig) -> float:
     """Adafactor's moments: a row and a column for every matrix."""
     return 0.0
+
+
+def distinct(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """The different rows of columns of small whole numbers, and for every row which of them it is."""
+    key = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        key = key * (int(column.max()) + 1) + column
+    _, first, index = np.unique(key, return_index=True, return_inverse=True)
+    return [tuple(row) for row in np.stack([column[first] for column in columns], axis=1).tolist()], index.reshape(-1)
 
 
 @cache

@@ -21,7 +21,7 @@ from jaxdist.mesh import AVAILABLE_AXES, AXES, MeshShape
 from jaxdist.parallel.schedules import NAMES, SCHEDULES, divide_layers
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster
-from jaxdist.plan.program_memory import ProgramBytes, program_bytes
+from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes
 from jaxdist.plan.schedule_facts import schedule_facts
 from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
 
@@ -281,10 +281,10 @@ class Pipelines:
 
 def pipelines(model: ModelConfig, layouts: Candidates) -> Pipelines:
     """The facts of every layout's schedule, and the layers of its largest and of its last part."""
-    keys = np.stack([layouts.pp, layouts.schedule, layouts.microbatches, layouts.chunks, layouts.every > 0])
-    kinds, index = np.unique(keys, axis=1, return_inverse=True)
+    again = (layouts.every > 0).astype(int)
+    kinds, index = distinct(layouts.pp, layouts.schedule, layouts.microbatches, layouts.chunks, again)
     rows = []
-    for pp, schedule, micro, chunks, again in kinds.T.tolist():
+    for pp, schedule, micro, chunks, again in kinds:
         parts = divide_layers(model.num_layers, pp * chunks)
         row = (0.0, 0.0, 0, 0, 0, 0)
         if pp > 1:
@@ -293,7 +293,7 @@ def pipelines(model: ModelConfig, layouts: Candidates) -> Pipelines:
             slots = (facts.num_messages, facts.num_until_b, facts.num_until_w, facts.num_handed)
             row = (bubble, facts.sends / micro, *slots)
         rows.append((*row, max(parts), parts[-1]))
-    columns = np.array(rows)[index.reshape(-1)].T
+    columns = np.array(rows)[index].T
     return Pipelines(*columns[:2], *columns[2:].astype(int))
 
 
@@ -338,8 +338,8 @@ def weight_gathers(layouts: Candidates) -> np.ndarray:
 
 def remat_words(layouts: Candidates) -> np.ndarray:
     """The words of `ParallelConfig.remat`, as a column."""
-    kinds, index = np.unique(layouts.every * 2 + layouts.selective, return_inverse=True)
-    return np.array([remat_word(kind // 2, kind % 2) for kind in kinds.tolist()])[index]
+    kinds, index = distinct(layouts.every, layouts.selective)
+    return np.array([remat_word(*kind) for kind in kinds])[index]
 
 
 # ----------------------------------------------------------------------------------------------------------- ranking
