@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.config import ModelConfig, ParallelConfig, RunConfig
+from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from jaxdist.layout import STACKED, make_layout
 from jaxdist.mesh import MeshShape
 
@@ -179,7 +179,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     if config.optimizer.name in MOMENTS:
         optimizer = optimizer + wide * stored * MOMENTS[config.optimizer.name]
     else:
-        optimizer = optimizer + factored_bytes(model)
+        optimizer = optimizer + factored_bytes(model, config.optimizer, precision.master_dtype)
 
     # ---- kept for backward
     fetched = sharded & (c.zero >= 2)
@@ -241,9 +241,17 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     return ProgramBytes(*columns, total=sum(columns), phase=fullest)
 
 
-def factored_bytes(model: ModelConfig) -> float:
-    """Adafactor's moments: a row and a column for every matrix."""
-    return 0.0
+@cache
+def factored_bytes(model: ModelConfig, optimizer: OptimizerConfig, dtype: str) -> int:
+    """Moments of an optimiser that does not hold them as parameters are held (adafactor), whole."""
+    import jax
+
+    from jaxdist.optimizer import make_optimizer
+
+    layout = make_layout(declared(model), ParallelConfig())
+    masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout.leaves)
+    moments = jax.tree.leaves(jax.eval_shape(make_optimizer(optimizer, layout).init, masters))
+    return sum(_product(moment.shape) * moment.dtype.itemsize for moment in moments)
 
 
 def distinct(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
