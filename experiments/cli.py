@@ -139,8 +139,7 @@ def flags_of(config: RunConfig) -> list[str]:
     """The command-line flags that give this configuration to any program with `CommonFlags`."""
     model, parallel, precision = config.model, config.parallel, config.precision
     shape = dataclasses.asdict(model)
-    near = {name: sum(shape[key] == value for key, value in dataclasses.asdict(p).items()) for name, p in PRESETS.items()}
-    preset = max(near, key=near.get)
+    preset = max(PRESETS, key=lambda name: sum(value == getattr(PRESETS[name], key) for key, value in shape.items()))
     values = {
         "mesh": "" if parallel.mesh.num_devices == 1 else str(parallel.mesh),
         "preset": preset,
@@ -160,8 +159,9 @@ def flags_of(config: RunConfig) -> list[str]:
     words = []
     for name, value in values.items():
         flag = name.replace("_", "-")
-        if value != getattr(CommonFlags, name):
-            words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        if value == getattr(CommonFlags, name):
+            continue
+        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return words
 
 

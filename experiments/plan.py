@@ -98,7 +98,7 @@ class Question:
     budget: float | None
     dollars_per_hour: float | None
     notes: tuple[str, ...]
-    efficiency: Efficiency = Efficiency()
+    efficiency: Efficiency
 
     def cluster(self, num_nodes: int) -> Cluster:
         return Cluster(self.hardware, num_nodes, self.devices_per_node)
@@ -113,7 +113,8 @@ class Question:
         hours = self.run_hours(step_seconds)
         if hours is None or self.dollars_per_hour is None:
             return None
-        return Cost(cluster.num_devices, self.dollars_per_hour, round(hours, 2), self.budget, cluster.hardware.name.upper())
+        name = cluster.hardware.name.upper()
+        return Cost(cluster.num_devices, self.dollars_per_hour, round(hours, 2), self.budget, name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +167,8 @@ def main(flags: PlanFlags, console: Console) -> int:
 # The question
 # ---------------------------------------------------------------------------------------------------------------------
 
-LAYOUT_FLAGS = {"zero", "sp", "accumulate", "remat", "reshard_after_forward", "schedule", "microbatches", "chunks", "stages"}
+LAYOUT_FLAGS = {"zero", "sp", "accumulate", "remat", "reshard_after_forward"}
+LAYOUT_FLAGS |= {"schedule", "microbatches", "chunks", "stages"}
 
 
 def ask(flags: PlanFlags) -> Question:
@@ -208,7 +210,16 @@ def ask(flags: PlanFlags) -> Question:
     if attention == "xla":
         notes.append("Attention writes its scores out (cuDNN's flash attention cannot run here): they count as memory.")
     return Question(
-        config, hardware, flags.devices_per_node, attention, flags.tokens, hours, flags.budget, dollars, tuple(notes)
+        base=config,
+        hardware=hardware,
+        devices_per_node=flags.devices_per_node,
+        attention=attention,
+        tokens=flags.tokens,
+        hours=hours,
+        budget=flags.budget,
+        dollars_per_hour=dollars,
+        notes=tuple(notes),
+        efficiency=Efficiency(),
     )
 
 
@@ -345,7 +356,8 @@ def impossible(question: Question, tried: list) -> tuple[str, str, str]:
             f"Use --deadline {math.ceil(cheapest[1])}h with --budget {math.ceil(cheapest[2].dollars)}, "
             f"or --deadline {math.ceil(quickest[1])}h with --budget {math.ceil(quickest[2].dollars)}"
         )
-    return f"{question.tokens:g} tokens with {asked} on {question.hardware.name}", f"no cluster tried meets that: {words}", remedy
+    asked = f"{question.tokens:g} tokens with {asked} on {question.hardware.name}"
+    return asked, f"no cluster tried meets that: {words}", remedy
 
 
 def check_limits(question: Question, plan: Plan) -> None:
@@ -379,10 +391,8 @@ def report_layout(flags: PlanFlags, question: Question) -> Plan:
     order = np.array([0])
     sentences = explain.explain(found, order, question.attention, question.efficiency)
     if not fits(found)[0]:
-        limit = usable_bytes(cluster)
-        sentences.insert(
-            0, f"It does not fit: {gib(found.memory.total[0])} of {gib(limit)} usable. {explain.what_would_fit(found)}"
-        )
+        needs = f"It does not fit: {gib(found.memory.total[0])} of {gib(usable_bytes(cluster))} usable."
+        sentences.insert(0, f"{needs} {explain.what_would_fit(found, question.attention)}")
     took = time.perf_counter() - start
     return Plan(question, found, order, order, [row_of(question, found, 0)], sentences, took)
 
@@ -465,8 +475,8 @@ def assumptions(question: Question) -> list[str]:
         f"Step time: {e.stack} efficiencies (matmuls {e.matmul:.0%} of peak, HBM {e.hbm:.0%}, links inside a node "
         f"{e.inside:.0%}, between nodes {e.between:.0%}); the bar is ±{e.relative_error:.0%}, more where communication "
         "shows.",
-        "Pipelines run in lock-step as our executor does: a tick is one F, B or W of one chunk; with recomputed blocks B "
-        "takes two ticks' time. The F of the last part includes the head.",
+        "Pipelines run in lock-step as our executor does: a tick is one F, B or W of one chunk; with recomputed blocks "
+        "B takes two ticks' time. The F of the last part includes the head.",
         "Memory: closed form of this program, the same on every device; docs/plan.md has its errors. A tenth of a "
         "device is left for the driver, communication buffers and fragmentation.",
     ]

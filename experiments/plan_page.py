@@ -1,6 +1,7 @@
 """The plan as one HTML page: pictures drawn by hand as inline SVG, nothing loaded from anywhere, light and dark."""
 
 from html import escape
+from math import log
 
 GIB = 2**30
 TERMS = {
@@ -25,9 +26,9 @@ TIMES = {
 BAR, ROW, WIDTH = 20, 48, 960
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --faint: #5f6670; --line: #d4d7dc; --paper: #ffffff; --card: #f5f6f8;
-  --c0: #3f6fb5; --c1: #7fa6d9; --c2: #b08a2e; --c3: #c9682b; --c4: #4f8f62; --c5: #8b7bb8; --c6: #b3545e; --c7: #7a7f87;
-  --c8: #a9adb3; --mark: #b3261e; }
+:root { color-scheme: light dark; --ink: #1f2328; --faint: #5f6670; --line: #d4d7dc; --paper: #ffffff;
+  --card: #f5f6f8; --c0: #3f6fb5; --c1: #7fa6d9; --c2: #b08a2e; --c3: #c9682b; --c4: #4f8f62; --c5: #8b7bb8;
+  --c6: #b3545e; --c7: #7a7f87; --c8: #a9adb3; --mark: #b3261e; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --faint: #9aa1ab; --line: #3a3f47; --paper: #16181c;
   --card: #1f2227; --c0: #6b9ae0; --c1: #3f6799; --c2: #cfa84a; --c3: #e08a4f; --c4: #6fb385; --c5: #a999d6;
   --c6: #d4747e; --c7: #8b919a; --c8: #646a73; --mark: #ff8a80; } }
@@ -41,8 +42,9 @@ th.l, td.l { text-align: left; } tbody tr:first-child { font-weight: 600; }
 .wide { overflow-x: auto; }
 pre { background: var(--card); padding: 0.8em 1em; border-radius: 6px; white-space: pre-wrap; word-break: break-word; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
-svg text.faint { fill: var(--faint); } figure { margin: 1em 0; } .legend { display: flex; flex-wrap: wrap; gap: 0.2em 1.2em;
-  font-size: 0.85em; } .legend i { display: inline-block; width: 0.8em; height: 0.8em; margin-right: 0.4em; border-radius: 2px; }
+svg text.faint { fill: var(--faint); } figure { margin: 1em 0; }
+.legend { display: flex; flex-wrap: wrap; gap: 0.2em 1.2em; font-size: 0.85em; }
+.legend i { display: inline-block; width: 0.8em; height: 0.8em; margin-right: 0.4em; border-radius: 2px; }
 """
 
 
@@ -116,9 +118,9 @@ def table(rows: list[dict]) -> str:
     money = rows[0]["dollars"] is not None
     heads = ["mesh", "ZeRO", "sp", "remat", "pipeline", "micro-batch", "step", "±", "MFU", "GiB"] + ["$"] * money
     left = {"mesh", "remat", "pipeline"}
-    lines = ["".join(f'<th{" class=l" * (head in left)}>{head}</th>' for head in heads)]
+    lines = ["".join(f"<th{' class=l' * (head in left)}>{head}</th>" for head in heads)]
     for row in rows:
-        pipeline = "" if row["schedule"] is None else f"{row['schedule']}, {row['chunks']} chunks, {row['microbatches']}"
+        pipeline = f"{row['schedule']}, {row['chunks']} chunks, {row['microbatches']}" if row["schedule"] else ""
         cells = [
             row["mesh"],
             f"{row['zero']}{' kept' * row['keep']}",
@@ -171,7 +173,8 @@ def bars(rows, values, ends, names, marks, unit, errors=()) -> str:
     out = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img">']
     for number, (row, value, end) in enumerate(zip(rows, values, ends, strict=True)):
         top = number * ROW + 26
-        out.append(f'<text x="0" y="{top - 5}">{escape(label(row))}: <tspan font-weight="600">{escape(end)}</tspan></text>')
+        words = f'{escape(label(row))}: <tspan font-weight="600">{escape(end)}</tspan>'
+        out.append(f'<text x="0" y="{top - 5}">{words}</text>')
         x = 0.0
         for name in shown:
             width = value[name] * scale
@@ -195,7 +198,8 @@ def bars(rows, values, ends, names, marks, unit, errors=()) -> str:
         dash = "" if name == "capacity" else ' stroke-dasharray="4 3"'
         out.append(
             f'<path d="M{x:.1f} 6V{height - 24}" stroke="var(--mark)"{dash} fill="none"/>'
-            f'<text class="faint" x="{x + shift:.1f}" y="{height - 10}" text-anchor="{anchor}">{name} {at:.0f} {unit}</text>'
+            f'<text class="faint" x="{x + shift:.1f}" y="{height - 10}" text-anchor="{anchor}">'
+            f"{name} {at:.0f} {unit}</text>"
         )
     legend = "".join(f'<span><i style="background:{colours[name]}"></i>{names[name]}</span>' for name in shown)
     return f'<figure>{"".join(out)}</svg><div class="legend">{legend}</div></figure>'
@@ -211,9 +215,7 @@ def scatter(record: dict) -> str:
 
     def place(row):
         x = left + (row["memory_bytes"] / GIB) / most * (width - left - 40)
-        # logarithmic: clusters of different sizes differ by factors
-        from math import log
-
+        # Logarithmic: clusters of different sizes differ by factors.
         y = 14 + (1 - log(row["step_seconds"] / low) / log(high / low)) * (height - bottom - 14)
         return x, y
 
@@ -222,16 +224,17 @@ def scatter(record: dict) -> str:
     for part in range(0, 5):
         value = most * part / 4
         x = left + part / 4 * (width - left - 40)
-        out.append(f'<text class="faint" x="{x:.0f}" y="{height - bottom + 18}" text-anchor="middle">{value:.0f}</text>')
+        out.append(f'<text class="faint" x="{x:.0f}" y="{height - 28}" text-anchor="middle">{value:.0f}</text>')
     for part in range(0, 5):
         value = low * (high / low) ** (part / 4)
         y = 14 + (1 - part / 4) * (height - bottom - 14)
         out.append(f'<text class="faint" x="{left - 8}" y="{y + 4:.0f}" text-anchor="end">{value:.3g} s</text>')
         out.append(f'<path d="M{left} {y:.0f}H{width - 20}" stroke="var(--line)" fill="none"/>')
     nodes = sorted({p["nodes"] for p in points})
+    colours = {n: f"var(--c{(0, 3, 4, 5, 6, 2, 1, 7, 8)[min(index, 8)]})" for index, n in enumerate(nodes)}
     for p in points:
         x, y = place(p)
-        colour = f"var(--c{(0, 3, 4, 5, 6, 2, 1, 7, 8)[min(nodes.index(p['nodes']), 8)]})"
+        colour = colours[p["nodes"]]
         words = f"{p['nodes']} nodes: {label(p)}, {p['step_seconds']:.3g} s, {p['memory_bytes'] / GIB:.1f} GiB"
         out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(words)}</title></circle>')
     x, y = place(best)
@@ -239,8 +242,7 @@ def scatter(record: dict) -> str:
     middle = (left + width) / 2
     out.append(f'<text class="faint" x="{middle:.0f}" y="{height - 8}" text-anchor="middle">GiB a device</text>')
     legend = "".join(
-        f'<span><i style="background:var(--c{(0, 3, 4, 5, 6, 2, 1, 7, 8)[min(index, 8)]})"></i>{n} node{"s" * (n > 1)}</span>'
-        for index, n in enumerate(nodes)
+        f'<span><i style="background:{colour}"></i>{n} node{"s" * (n > 1)}</span>' for n, colour in colours.items()
     )
     return (
         f'<figure>{"".join(out)}</svg><div class="legend">{legend}</div><figcaption>Layouts that no other beats in '

@@ -122,7 +122,8 @@ def test_no_legal_layout_is_missing(model, devices, batch):
             config = RunConfig(model, parallel, batch_size=batch)
         except ConfigError:
             continue
-        if any(word in note for note in config.warnings() for word in ("changes nothing", "nothing is", "all the same")):
+        idle = ("changes nothing", "nothing is", "all the same")
+        if any(word in note for note in config.warnings() for word in idle):
             continue
         row = tuple(int(getattr(Candidates.of(config), name)[0]) for name in INTEGERS)
         if row not in known:
@@ -278,9 +279,7 @@ def test_what_a_layer_keeps_is_what_the_trace_keeps(dtype, tp, sp):
         assert abs(predicted(context, remat == "selective") + extra - kept) < 0.2 * unit, (remat, zero, keep)
 
     for remat in ("none", "selective"):
-        parallel = ParallelConfig(
-            mesh=MeshShape(pp=2, tp=tp), sp=sp, remat=remat, schedule="zb-h1", microbatches=4
-        )
+        parallel = ParallelConfig(mesh=MeshShape(pp=2, tp=tp), sp=sp, remat=remat, schedule="zb-h1", microbatches=4)
         config = RunConfig(model, parallel, precision=PrecisionConfig(dtype), batch_size=4)
         _, trace = traced(config)
         lowered = lower(parallel.pipeline)
@@ -306,12 +305,10 @@ def test_zero_3_gathers_its_weights_as_often_as_the_program(mesh, more):
     micro = 4 if shape.pp > 1 else None
     # One gather a leaf: in a bucket, large leaves would travel again with the small ones that W needs.
     parallel = ParallelConfig(mesh=shape, zero=3, microbatches=micro, grad_sync="per-parameter", **more)
-    config = RunConfig(model, parallel, batch_size=16)
+    config = RunConfig(model, parallel, precision=PrecisionConfig("bfloat16"), batch_size=16)
     program, trace = traced(config)
     sent = sum(c.sent_bytes(shape) for c in program.collectives_of(trace) if c.kind == "all_gather")
     micro = config.parallel.num_microbatches
-    layers = 4 * 12 * model.width**2 * model.num_layers // shape.pp * (shape.dp - 1) // shape.dp * micro
+    layers = 2 * 12 * model.width**2 * model.num_layers // shape.pp * (shape.dp - 1) // shape.dp * micro
     times = int(weight_gathers(Candidates.of(config))[0])
     assert times <= sent / layers < times + 0.9  # the token table besides
-
-

@@ -258,8 +258,8 @@ def from_orders(
 class Recipe(NamedTuple):
     """A named schedule before its ticks are known: the order of actions of every stage, and how they are laid out.
 
-    limit None: `from_orders` of whole orders. Else `_fill`, from orders of F and B alone, with at most so many chunks in
-    flight on a stage.
+    limit None: `from_orders` of whole orders. Else `_fill`, from orders of F and B alone, with at most so many chunks
+    in flight on a stage.
     """
 
     name: str

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxdist.parallel.schedules import NAMES
 from jaxdist.plan.formulas import GIB
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import PHASES
-from jaxdist.plan.search import Scored, rank, score, usable_bytes
+from jaxdist.plan.search import Scored, rank, score, search, usable_bytes
+from jaxdist.plan.time_model import Efficiency
 
 STATE = ("parameters", "gradients", "optimizer")
 NAMES_OF_TERMS = {
@@ -34,10 +36,11 @@ def memory_terms(scored: Scored, index: int) -> str:
     """The terms of a device's bytes, largest first."""
     parts = {name: float(getattr(scored.memory, name)[index]) for name in NAMES_OF_TERMS}
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{NAMES_OF_TERMS[name]} {gib(value)}" for name, value in ordered if value > 0.005 * sum(parts.values()))
+    shown = [(name, value) for name, value in ordered if value > 0.005 * sum(parts.values())]
+    return ", ".join(f"{NAMES_OF_TERMS[name]} {gib(value)}" for name, value in shown)
 
 
-def explain(found: Scored, order: np.ndarray, attention: str, efficiency) -> list[str]:
+def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Efficiency) -> list[str]:
     """Why the best layout of a search that fits is what it is."""
     best, layouts = int(order[0]), found.layouts
     mesh = found.config(best).parallel.mesh
@@ -74,7 +77,7 @@ def plain_data_parallel(found: Scored, best: int) -> str:
         quickest = int(fits[found.time.total[fits].argmin()])
         ratio = found.time.total[quickest] / found.time.total[best]
         if ratio < 1.005:
-            return "Plain data parallel fits and nothing is faster: the model is neither too big nor does it need splitting."
+            return "Plain data parallel fits and nothing is faster: the model is not too big and need not be split."
         return (
             f"Plain data parallel fits ({gib(memory.total[quickest])} of {gib(limit)} usable) and takes "
             f"{seconds(found.time.total[quickest])} a step, {ratio - 1:.0%} more than the best: the model is not too "
@@ -82,26 +85,28 @@ def plain_data_parallel(found: Scored, best: int) -> str:
         )
     alone = [name for name in STATE if getattr(memory, name)[least] > limit]
     along = (
-        f"{' and '.join(NAMES_OF_TERMS[name] for name in alone)} alone exceed that"
+        f"{' and '.join(NAMES_OF_TERMS[name] for name in alone)} alone need more than that"
         if alone
         else f"parameters, gradients and optimiser state together take {gib(state)}"
         + (", more than there is" if state > limit else ", and activations and logits take the rest")
     )
     return (
         f"Plain data parallel does not fit: with recompute and the smallest micro-batch a device needs "
-        f"{gib(memory.total[least])} of {gib(limit)} usable ({memory_terms(found, least)}). It is too big, not too slow; "
-        f"{along}."
+        f"{gib(memory.total[least])} of {gib(limit)} usable ({memory_terms(found, least)}). It is too big, "
+        f"not too slow: {along}."
     )
 
 
-def _variant(found: Scored, index: int, attention: str, efficiency, cluster: Cluster | None = None, **changes) -> Scored:
+def _variant(
+    found: Scored, index: int, attention: str, efficiency: Efficiency, cluster: Cluster | None = None, **changes: int
+) -> Scored:
     """One layout with some of its columns changed, scored."""
     one = found.layouts.take(slice(index, index + 1))
     one = replace(one, **{name: np.array([value]) for name, value in changes.items()})
     return score(found.base, one, cluster or found.cluster, attention, efficiency)
 
 
-def zero_and_recompute(found: Scored, best: int, attention: str, efficiency) -> list[str]:
+def zero_and_recompute(found: Scored, best: int, attention: str, efficiency: Efficiency) -> list[str]:
     """What ZeRO and recomputation each buy in the best layout."""
     c, limit, sentences = found.layouts, usable_bytes(found.cluster), []
     here = found.memory.total[best]
@@ -109,8 +114,8 @@ def zero_and_recompute(found: Scored, best: int, attention: str, efficiency) -> 
         other = _variant(found, best, attention, efficiency, zero=0, keep=0)
         needed = "it would not fit" if other.memory.total[0] > limit else "it would still fit"
         sentences.append(
-            f"ZeRO-{c.zero[best]} over dp={c.dp[best]} brings a device from {gib(other.memory.total[0])} to {gib(here)} "
-            f"(without it {needed}), and the step from {seconds(other.time.total[0])} to "
+            f"ZeRO-{c.zero[best]} over dp={c.dp[best]} brings a device from {gib(other.memory.total[0])} to "
+            f"{gib(here)} (without it {needed}), and the step from {seconds(other.time.total[0])} to "
             f"{seconds(found.time.total[best])}."
         )
     if c.every[best] or c.selective[best]:
@@ -125,7 +130,7 @@ def zero_and_recompute(found: Scored, best: int, attention: str, efficiency) -> 
     return sentences
 
 
-def tensor_parallel(found: Scored, best: int, order: np.ndarray, attention: str, efficiency) -> list[str]:
+def tensor_parallel(found: Scored, best: int, order: np.ndarray, attention: str, efficiency: Efficiency) -> list[str]:
     """Why tp is as large as it is, and what it would take across nodes."""
     c, limit = found.layouts, usable_bytes(found.cluster)
     tp = int(c.tp[best])
@@ -150,8 +155,6 @@ def pipeline(found: Scored, best: int) -> list[str]:
     c = found.layouts
     if c.pp[best] == 1:
         return []
-    from jaxdist.parallel.schedules import NAMES
-
     return [
         f"pp={c.pp[best]} ({NAMES[c.schedule[best]]}, {c.microbatches[best]} micro-batches in flight a pass) sends "
         f"{seconds(found.time.pp[best])} of messages a step and idles {seconds(found.time.bubble[best])}, "
@@ -175,20 +178,19 @@ def nothing_fits(found: Scored, nearest: Callable[[], str]) -> tuple[str, str, s
     return (
         f"{found.cluster.num_devices} × {found.cluster.hardware.name} for this model and batch",
         f"no layout fits in the {gib(limit)} of a device that are usable: the smallest (--mesh {mesh.mesh} --zero "
-        f"{mesh.zero} --remat {mesh.remat}, {int(found.layouts.rows[index])} sequences a micro-batch) needs {gib(total)}, "
-        f"{gib(total - limit)} too much ({memory_terms(found, index)})",
+        f"{mesh.zero} --remat {mesh.remat}, {int(found.layouts.rows[index])} sequences a micro-batch) needs "
+        f"{gib(total)}, {gib(total - limit)} too much ({memory_terms(found, index)})",
         nearest(),
     )
 
 
-def what_would_fit(found: Scored) -> str:
+def what_would_fit(found: Scored, attention: str) -> str:
     """The nearest layout of the same devices and batch that fits, for one that does not."""
-    from jaxdist.plan.search import search
-
-    others = search(found.base, found.cluster)
+    others = search(found.base, found.cluster, attention)
     fits = np.flatnonzero(others.memory.total <= usable_bytes(found.cluster))
     if not len(fits):
         return "No layout of these devices does: use more of them."
     best = int(fits[others.time.total[fits].argmin()])
     parallel = others.config(best).parallel
-    return f"--mesh {parallel.mesh} --zero {parallel.zero} --remat {parallel.remat} would: {gib(others.memory.total[best])}."
+    words = f"--mesh {parallel.mesh} --zero {parallel.zero} --remat {parallel.remat}"
+    return f"{words} would: {gib(others.memory.total[best])}."

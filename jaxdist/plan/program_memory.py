@@ -9,7 +9,7 @@ Every stage of a pipeline is the same program over buffers of the same size, so 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 

@@ -27,7 +27,8 @@ from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
 
 # ------------------------------------------------------------------------------------------------------- enumeration
 
-INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows", "every", "selective")
+INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
+INTEGERS += ("every", "selective")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,17 +64,16 @@ class Candidates:
         """The rows of an index, a mask or a slice."""
         return Candidates(*(getattr(self, name)[index] for name in INTEGERS))
 
-    def parallel(self, index: int, base: ParallelConfig = ParallelConfig()) -> ParallelConfig:
+    def parallel(self, index: int, base: ParallelConfig | None = None) -> ParallelConfig:
         """The settings of one layout; what is not searched is as in `base`."""
         row = {name: int(getattr(self, name)[index]) for name in INTEGERS}
-        pipeline = {}
+        plain, pipeline = ParallelConfig(), {}
         if row["pp"] > 1:
             pipeline = {"schedule": NAMES[row["schedule"]], "microbatches": row["microbatches"]}
             if pipeline["schedule"] == "interleaved":
                 pipeline["chunks"] = row["chunks"]
-        plain = ParallelConfig()
         return replace(
-            base,
+            base or plain,
             mesh=MeshShape(**{axis: row[axis] for axis in AXES}),
             zero=row["zero"],
             sp=bool(row["sp"]),
@@ -117,17 +117,16 @@ def enumerate_layouts(model: ModelConfig, num_devices: int, batch_size: int, opt
     Raises: ConfigError where there is none.
     """
     blocks = [_of_mesh(model, mesh, batch_size) for mesh in _meshes(model, num_devices, batch_size)]
-    found = Candidates(*(np.concatenate([getattr(block, name) for block in blocks]) for name in INTEGERS)) if blocks else None
-    if found is not None and optimizer == "adafactor":  # needs whole parameters on every rank
-        found = found.take((found.pp == 1) & (found.tp == 1) & (found.zero == 0))
-    if not found:
+    if optimizer == "adafactor":  # needs whole parameters on every rank
+        blocks = [block.take((block.pp == 1) & (block.tp == 1) & (block.zero == 0)) for block in blocks]
+    if not any(map(len, blocks)):
         raise ConfigError(
             f"{num_devices} devices for a batch of {batch_size} sequences",
-            f"no mesh of {', '.join(AVAILABLE_AXES)} divides {model.num_layers} layers, {model.num_heads} heads, an FFN "
-            f"of {model.ffn_width} and the batch over them",
+            f"no mesh of {', '.join(AVAILABLE_AXES)} divides {model.num_layers} layers, {model.num_heads} heads, an "
+            f"FFN of {model.ffn_width} and the batch over them",
             f"Use a batch that is a multiple of {num_devices}, or fewer devices",
         )
-    return found
+    return Candidates(*(np.concatenate([getattr(block, name) for block in blocks]) for name in INTEGERS))
 
 
 def _meshes(model: ModelConfig, num_devices: int, batch_size: int) -> Iterator[dict[str, int]]:
@@ -211,6 +210,7 @@ def _group_sizes(num_layers: int) -> list[int]:
 
 # ----------------------------------------------------------------------------------------------------------- scoring
 
+UNCALIBRATED = Efficiency()
 BLOCK = 1 << 15  # layouts scored at a time: their columns stay in the cache
 
 
@@ -244,7 +244,7 @@ def score(
     layouts: Candidates,
     cluster: Cluster,
     attention: str = "xla",
-    efficiency: Efficiency = Efficiency(),
+    efficiency: Efficiency = UNCALIBRATED,
 ) -> Scored:
     """Step time and memory of every layout; model, precision, optimiser and batch are those of `base`.
 
@@ -387,7 +387,7 @@ def search(
     base: RunConfig,
     cluster: Cluster,
     attention: str = "xla",
-    efficiency: Efficiency = Efficiency(),
+    efficiency: Efficiency = UNCALIBRATED,
 ) -> Scored:
     """Every layout of the cluster's devices, scored. Raises: ConfigError as `enumerate_layouts` and `score`."""
     layouts = enumerate_layouts(base.model, cluster.num_devices, base.batch_size, base.optimizer.name)
