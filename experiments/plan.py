@@ -333,10 +333,9 @@ def misses(question: Question, hours: float | None, cost: Cost | None) -> bool:
 
 
 def impossible(question: Question, tried: list) -> tuple[str, str, str]:
-    asked = " and ".join(
-        [f"a deadline of {question.hours:g} h"] * (question.hours is not None)
-        + [f"a budget of ${question.budget:,.0f}"] * (question.budget is not None)
-    )
+    deadline = [] if question.hours is None else [f"a deadline of {question.hours:g} h"]
+    budget = [] if question.budget is None else [f"a budget of ${question.budget:,.0f}"]
+    asked = " and ".join(deadline + budget)
     if not tried:
         return (
             f"{asked} on {question.hardware.name}",
@@ -344,14 +343,15 @@ def impossible(question: Question, tried: list) -> tuple[str, str, str]:
             "Use a smaller model, a larger --global-batch (which allows more devices), or more memory a device",
         )
     quickest = min(tried, key=lambda row: row[1])
-    words = f"the fastest is {quickest[0]} nodes in {quickest[1]:,.1f} h"
+    words = f"the fastest is --nodes {quickest[0]} in {quickest[1]:,.1f} h"
     remedy = f"Use --deadline {math.ceil(quickest[1])}h, fewer --tokens, or a larger --global-batch"
     if quickest[2] is not None:
         cheapest = min(tried, key=lambda row: row[2].dollars)
         words += (
-            f" for ${quickest[2].dollars:,.0f}; the cheapest is {cheapest[0]} nodes in {cheapest[1]:,.1f} h for "
+            f" for ${quickest[2].dollars:,.0f}; the cheapest is --nodes {cheapest[0]} in {cheapest[1]:,.1f} h for "
             f"${cheapest[2].dollars:,.0f}"
         )
+    if quickest[2] is not None and question.budget is not None:
         remedy = (
             f"Use --deadline {math.ceil(cheapest[1])}h with --budget {math.ceil(cheapest[2].dollars)}, "
             f"or --deadline {math.ceil(quickest[1])}h with --budget {math.ceil(quickest[2].dollars)}"

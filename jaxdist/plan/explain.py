@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxdist.mesh import AXES
 from jaxdist.parallel.schedules import NAMES
 from jaxdist.plan.formulas import GIB
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import PHASES
-from jaxdist.plan.search import Scored, rank, score, search, usable_bytes
+from jaxdist.plan.search import Scored, layouts_of_mesh, rank, score, search, usable_bytes
 from jaxdist.plan.time_model import Efficiency
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -45,7 +46,7 @@ def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Effici
     best, layouts = int(order[0]), found.layouts
     mesh = found.config(best).parallel.mesh
     sentences = [
-        plain_data_parallel(found, best),
+        plain_data_parallel(found, best, attention, efficiency),
         *zero_and_recompute(found, best, attention, efficiency),
         *tensor_parallel(found, best, order, attention, efficiency),
         *pipeline(found, best),
@@ -61,39 +62,45 @@ def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Effici
 
 
 def _sizes(layouts, index: int) -> dict[str, int]:
-    return {axis: int(getattr(layouts, axis)[index]) for axis in ("pp", "replica", "dp", "ep", "cp", "tp")}
+    return {axis: int(getattr(layouts, axis)[index]) for axis in AXES}
 
 
-def plain_data_parallel(found: Scored, best: int) -> str:
+def plain_data_parallel(found: Scored, best: int, attention: str, efficiency: Efficiency) -> str:
     """Whether every device can hold the whole model, and if not, along which axis it is too big."""
-    c, memory, limit = found.layouts, found.memory, usable_bytes(found.cluster)
-    plain = np.flatnonzero((c.pp == 1) & (c.tp == 1) & (c.cp == 1) & (c.zero == 0) & (c.keep == 0))
-    if not len(plain):
+    mesh = dict.fromkeys(AXES, 1) | {"dp": found.cluster.num_devices}
+    if found.base.batch_size % found.cluster.num_devices:
         return "Plain data parallel: the batch cannot be divided over all devices."
-    least = int(plain[memory.total[plain].argmin()])
-    state = sum(float(getattr(memory, name)[least]) for name in STATE)
-    fits = plain[memory.total[plain] <= limit]
+    layouts = layouts_of_mesh(found.base.model, mesh, found.base.batch_size)
+    plain = score(found.base, layouts.take(layouts.zero == 0), found.cluster, attention, efficiency)
+    total, limit = plain.memory.total, usable_bytes(found.cluster)
+    fits = np.flatnonzero(total <= limit)
     if len(fits):
-        quickest = int(fits[found.time.total[fits].argmin()])
-        ratio = found.time.total[quickest] / found.time.total[best]
-        if ratio < 1.005:
-            return "Plain data parallel fits and nothing is faster: the model is not too big and need not be split."
+        quickest = int(fits[plain.time.total[fits].argmin()])
+        here, there = float(found.time.total[best]), float(plain.time.total[quickest])
+        how = f"Plain data parallel fits ({gib(total[quickest])} of {gib(limit)} usable)"
+        if there <= here * 1.005:
+            return f"{how} and this is not faster: the model is not too big and need not be split."
+        if there <= here * 1.05:
+            return f"{how} and takes {there / here - 1:.0%} more, far inside the error bar: prefer it, it is simpler."
         return (
-            f"Plain data parallel fits ({gib(memory.total[quickest])} of {gib(limit)} usable) and takes "
-            f"{seconds(found.time.total[quickest])} a step, {ratio - 1:.0%} more than the best: the model is not too "
-            "big for a device, plain replicas are slower."
+            f"{how} and takes {seconds(there)} a step, {there / here - 1:.0%} more: the model is not too big for a "
+            "device, plain replicas are slower."
         )
-    alone = [name for name in STATE if getattr(memory, name)[least] > limit]
-    along = (
-        f"{' and '.join(NAMES_OF_TERMS[name] for name in alone)} alone need more than that"
-        if alone
-        else f"parameters, gradients and optimiser state together take {gib(state)}"
-        + (", more than there is" if state > limit else ", and activations and logits take the rest")
-    )
+    least = int(total.argmin())
+    parts = {name: float(getattr(plain.memory, name)[least]) for name in NAMES_OF_TERMS}
+    state = sum(parts[name] for name in STATE)
+    alone = [NAMES_OF_TERMS[name] for name in NAMES_OF_TERMS if parts[name] > limit]
+    if alone:
+        listed = f"{', '.join(alone[:-1])} and {alone[-1]} each need" if alone[1:] else f"{alone[0]} alone needs"
+        along = f"{listed} more than that"
+    elif state > limit:
+        along = f"parameters, gradients and optimiser state together take {gib(state)}, none of them alone too much"
+    else:
+        along = f"parameters, gradients and optimiser state fit ({gib(state)}), activations, logits and buffers do not"
     return (
         f"Plain data parallel does not fit: with recompute and the smallest micro-batch a device needs "
-        f"{gib(memory.total[least])} of {gib(limit)} usable ({memory_terms(found, least)}). It is too big, "
-        f"not too slow: {along}."
+        f"{gib(total[least])} of {gib(limit)} usable ({memory_terms(plain, least)}). It is too big, not too slow: "
+        f"{along}."
     )
 
 
@@ -143,11 +150,15 @@ def tensor_parallel(found: Scored, best: int, order: np.ndarray, attention: str,
             f"tp=1: the fastest layout with tp>1 (tp={c.tp[other]}) takes {seconds(found.time.total[other])} a step, "
             f"{seconds(found.time.tp[other])} of it tp's all-reduces; there is no need to pay them."
         ]
+    inside = found.cluster.link_of(tp, 1) == "inside"
+    if not inside:
+        taken = f"tp={tp} leaves the node: its collectives take {seconds(found.time.tp[best])} a step"
+        return [f"{taken}. A tp of {found.cluster.devices_per_node} or less stays inside one."]
     apart = replace(found.cluster, devices_per_node=1, num_nodes=found.cluster.num_devices)
     other = _variant(found, best, attention, efficiency, cluster=apart)
     return [
-        f"tp={tp}: its collectives take {seconds(found.time.tp[best])} a step on the link they are on; between nodes "
-        f"they would take {seconds(other.time.tp[0])}, so tp stays inside one."
+        f"tp={tp}: its collectives take {seconds(found.time.tp[best])} a step inside the node; between nodes "
+        f"they would take {seconds(other.time.tp[0])}."
     ]
 
 
@@ -187,10 +198,13 @@ def nothing_fits(found: Scored, nearest: Callable[[], str]) -> tuple[str, str, s
 def what_would_fit(found: Scored, attention: str) -> str:
     """The nearest layout of the same devices and batch that fits, for one that does not."""
     others = search(found.base, found.cluster, attention)
-    fits = np.flatnonzero(others.memory.total <= usable_bytes(found.cluster))
-    if not len(fits):
+    fits = others.memory.total <= usable_bytes(found.cluster)
+    same = fits & np.logical_and.reduce([getattr(others.layouts, a) == getattr(found.layouts, a)[0] for a in AXES])
+    choice = np.flatnonzero(same if same.any() else fits)
+    if not len(choice):
         return "No layout of these devices does: use more of them."
-    best = int(fits[others.time.total[fits].argmin()])
+    best = int(choice[others.time.total[choice].argmin()])
     parallel = others.config(best).parallel
     words = f"--mesh {parallel.mesh} --zero {parallel.zero} --remat {parallel.remat}"
-    return f"{words} would: {gib(others.memory.total[best])}."
+    words += f" with micro-batches of {int(others.layouts.rows[best])}"
+    return f"{words} would, with {gib(others.memory.total[best])}."

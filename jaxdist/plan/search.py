@@ -116,7 +116,7 @@ def enumerate_layouts(model: ModelConfig, num_devices: int, batch_size: int, opt
     every-K where a smaller K makes as many groups of the layers of a part, and chunks where fewer of them are as short.
     Raises: ConfigError where there is none.
     """
-    blocks = [_of_mesh(model, mesh, batch_size) for mesh in _meshes(model, num_devices, batch_size)]
+    blocks = [layouts_of_mesh(model, mesh, batch_size) for mesh in _meshes(model, num_devices, batch_size)]
     if optimizer == "adafactor":  # needs whole parameters on every rank
         blocks = [block.take((block.pp == 1) & (block.tp == 1) & (block.zero == 0)) for block in blocks]
     if not any(map(len, blocks)):
@@ -145,7 +145,7 @@ def _meshes(model: ModelConfig, num_devices: int, batch_size: int) -> Iterator[d
             yield mesh
 
 
-def _of_mesh(model: ModelConfig, mesh: dict[str, int], batch_size: int) -> Candidates:
+def layouts_of_mesh(model: ModelConfig, mesh: dict[str, int], batch_size: int) -> Candidates:
     """Every layout of one mesh: what concerns layers, times what concerns ZeRO and sp, times how the batch is cut."""
     per_rank = batch_size // (mesh["replica"] * mesh["dp"])
     pp = mesh["pp"]
