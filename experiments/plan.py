@@ -27,7 +27,7 @@ from jaxdist.config import Dtype, Preset, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.schedules import NAMES
 from jaxdist.plan import explain
-from jaxdist.plan.explain import NAMES_OF_TERMS, gib, seconds
+from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
 from jaxdist.plan.formulas import Cost
 from jaxdist.plan.hardware import Cluster, find_hardware, price
 from jaxdist.plan.search import (
@@ -356,7 +356,7 @@ def impossible(question: Question, tried: list) -> tuple[str, str, str]:
             f"Use --deadline {math.ceil(cheapest[1])}h with --budget {math.ceil(cheapest[2].dollars)}, "
             f"or --deadline {math.ceil(quickest[1])}h with --budget {math.ceil(quickest[2].dollars)}"
         )
-    asked = f"{question.tokens:g} tokens with {asked} on {question.hardware.name}"
+    asked = f"{billions(question.tokens)} tokens with {asked} on {question.hardware.name}"
     return asked, f"no cluster tried meets that: {words}", remedy
 
 
@@ -504,7 +504,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     step = float(found.time.total[plan.best])
     if (hours := question.run_hours(step)) is not None:
         limit = "" if question.hours is None else f", the deadline is {question.hours:g} h"
-        console.print(f"\n{question.tokens:g} tokens take {hours:,.1f} h ({hours / 24:,.1f} days){limit}.")
+        console.print(f"\n{billions(question.tokens)} tokens take {hours:,.1f} h ({hours / 24:,.1f} days){limit}.")
     if (cost := question.cost(cluster, step)) is not None:
         console.print(f"{cost}", highlight=False)
     for note in question.notes:

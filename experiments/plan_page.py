@@ -3,15 +3,9 @@
 from html import escape
 from math import log
 
+from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib
+
 GIB = 2**30
-TERMS = {
-    "parameters": "parameters",
-    "optimizer": "optimiser state",
-    "gradients": "gradients",
-    "activations": "activations",
-    "logits": "logits",
-    "working": "working buffers",
-}
 TIMES = {
     "compute": "matmuls",
     "memory": "memory traffic",
@@ -66,7 +60,7 @@ def page(record: dict) -> str:
         f'<p class="faint">{escape(record["title"])}; context {model["seq_len"]}, {record["batch_size"]} sequences an '
         f"update, {record['dtype']}, {record['optimizer']}. {counted} Everything is predicted; nothing was run.</p>",
         f"<p><b>{escape(best['mesh'])}, ZeRO {best['zero']}</b>: {span(best)} a step, {best['mfu']:.0%} MFU, "
-        f"{best['memory_bytes'] / GIB:.1f} GiB a device.{cost_words(record)}</p>",
+        f"{gib(best['memory_bytes'])} a device.{cost_words(record)}</p>",
         f"<pre>{escape(record['command'])}</pre>",
         "<h2>Why</h2>",
         "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in record["sentences"]) + "</ul>",
@@ -102,7 +96,7 @@ def cost_words(record: dict) -> str:
     if record["tokens"] is None:
         return ""
     hours = record["rows"][0]["hours"]
-    words = f" {record['tokens']:g} tokens take {hours:,.1f} h ({hours / 24:,.1f} days)."
+    words = f" {billions(record['tokens'])} tokens take {hours:,.1f} h ({hours / 24:,.1f} days)."
     return escape(words + (f" {record['cost']}" if record["cost"] else ""))
 
 
@@ -145,13 +139,13 @@ def table(rows: list[dict]) -> str:
 
 def memory_bars(record: dict) -> str:
     rows = record["rows"]
-    values = [{name: row["memory"][name] / GIB for name in TERMS} for row in rows]
+    values = [{name: row["memory"][name] / GIB for name in NAMES_OF_TERMS} for row in rows]
     marks = {
         "usable": record["usable_bytes"] / GIB,
         "capacity": record["capacity_bytes"] / GIB,
     }
-    ends = [f"{row['memory_bytes'] / GIB:.1f} GiB" for row in rows]
-    return bars(rows, values, ends, TERMS, marks, "GiB")
+    ends = [gib(row["memory_bytes"]) for row in rows]
+    return bars(rows, values, ends, NAMES_OF_TERMS, marks, "GiB")
 
 
 def time_bars(record: dict) -> str:
@@ -164,7 +158,7 @@ def time_bars(record: dict) -> str:
 
 def bars(rows, values, ends, names, marks, unit, errors=()) -> str:
     """Stacked bars, one a layout: its words above the bar; an error bar where there is one, marks over all."""
-    shown = [name for name in names if any(value[name] > 0 for value in values)]
+    shown = [name for name in names if any(value[name] > 0.002 * sum(value.values()) for value in values)]
     colours = {name: f"var(--c{index})" for index, name in enumerate(names)}
     most = max([sum(value.values()) for value in values] + list(marks.values()) + [high for _, high in errors])
     room = WIDTH - (110 if marks else 20)
@@ -235,7 +229,7 @@ def scatter(record: dict) -> str:
     for p in points:
         x, y = place(p)
         colour = colours[p["nodes"]]
-        words = f"{p['nodes']} nodes: {label(p)}, {p['step_seconds']:.3g} s, {p['memory_bytes'] / GIB:.1f} GiB"
+        words = f"{p['nodes']} nodes: {label(p)}, {p['step_seconds']:.3g} s, {gib(p['memory_bytes'])}"
         out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(words)}</title></circle>')
     x, y = place(best)
     out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="var(--mark)" stroke-width="2"/>')

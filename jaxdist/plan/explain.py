@@ -33,6 +33,11 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
 
 
+def billions(count: float) -> str:
+    """Tokens in words."""
+    return f"{count / 1e9:,.4g} billion" if count >= 1e9 else f"{count / 1e6:,.4g} million"
+
+
 def memory_terms(scored: Scored, index: int) -> str:
     """The terms of a device's bytes, largest first."""
     parts = {name: float(getattr(scored.memory, name)[index]) for name in NAMES_OF_TERMS}
