@@ -506,7 +506,9 @@ def print_plan(console: Console, plan: Plan) -> None:
         limit = "" if question.hours is None else f", the deadline is {question.hours:g} h"
         console.print(f"\n{billions(question.tokens)} tokens take {hours:,.1f} h ({hours / 24:,.1f} days){limit}.")
     if (cost := question.cost(cluster, step)) is not None:
-        console.print(f"{cost}", highlight=False)
+        bar = float(found.time.error[plan.best])
+        low, high = (replace(cost, hours=cost.hours * (1 + sign * bar)).dollars for sign in (-1, 1))
+        console.print(f"{cost} With the bar ${low:,.0f} to ${high:,.0f}.", soft_wrap=True)
     for note in question.notes:
         console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
     console.print("\n[bold]Run it[/]")

@@ -172,7 +172,7 @@ def pipeline(found: Scored, best: int) -> list[str]:
     if c.pp[best] == 1:
         return []
     return [
-        f"pp={c.pp[best]} ({NAMES[c.schedule[best]]}, {c.microbatches[best]} micro-batches in flight a pass) sends "
+        f"pp={c.pp[best]} ({NAMES[c.schedule[best]]}, {c.microbatches[best]} micro-batches a pass) sends "
         f"{seconds(found.time.pp[best])} of messages a step and idles {seconds(found.time.bubble[best])}, "
         f"{found.time.bubble[best] / found.time.total[best]:.0%}."
     ]

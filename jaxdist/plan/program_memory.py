@@ -104,7 +104,7 @@ class ProgramBytes:
 
 
 TERMS = ("parameters", "optimizer", "gradients", "activations", "logits", "working")
-PHASES = ("backward", "head", "update")
+PHASES = ("backward", "the head", "the update")
 
 
 class Elements(NamedTuple):

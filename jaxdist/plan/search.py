@@ -316,7 +316,8 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
         last_layers=deepest - (table.depth - table.last_part) / 3,
         gathers=weight_gathers(layouts),
         gradient_bytes=np.dtype(precision.reduction_dtype.replace("bfloat16", "float16")).itemsize,
-        overlap_dp=layouts.zero >= 2,  # 0 and 1 reduce after backward
+        overlap_dp=layouts.zero >= 2,  # 0 and 1 reduce after backward, and every layout over replica
+        overlap_across=False,
         flash=attention == "cudnn",
         dropout=model.dropout > 0,
         sends=table.sends,

@@ -86,6 +86,7 @@ class Layout:
         message between stages.
     sends: messages of a micro-batch that a stage waits for, both ways together (default 2v).
     shared_root: every stage holds the token table, and its gradient is summed over pp.
+    overlap_across: with overlap_dp, the sum over replica (and cp) travels during backward as well.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     """
 
@@ -115,6 +116,7 @@ class Layout:
     sends: Number | None = None
     shared_root: Number = False
     gathers: Number | None = None
+    overlap_across: Number = True
 
     @property
     def num_devices(self) -> Number:
@@ -295,7 +297,8 @@ def step_time(
     each = np.where(layout.keep_after_forward, 1, 2) if layout.gathers is None else np.asarray(layout.gathers)
     gathers = np.where(zero == 3, each * m, 1)
     working = sum(micro[name] for name in ("compute", "memory"))
-    may_hide = rounds * scatter + across + np.where((zero == 0) | (zero == 3), gathers * gather, 0)
+    may_hide = rounds * scatter + np.where(layout.overlap_across, across, 0)
+    may_hide = may_hide + np.where((zero == 0) | (zero == 3), gathers * gather, 0)
     window = np.where(zero == 3, m, np.where(zero == 2, rounds * 2 / 3, 2 / 3)) * working  # backward is two thirds
     hidden = np.where(layout.overlap_dp, e.hide * np.minimum(may_hide, window), 0)
     time["dp"] = rounds * scatter + across + gathers * gather - hidden
