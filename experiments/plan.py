@@ -205,10 +205,10 @@ def ask(flags: PlanFlags) -> Question:
     config = flags.run_config()
     if flags.tokens is not None:
         config = replace(config, steps=math.ceil(flags.tokens / (batch * config.model.seq_len)))
-    platform = "gpu" if "nv" in hardware.inside.name or "pcie" in hardware.inside.name else "tpu"
+    platform = "tpu" if "TPU" in hardware.title else "gpu"
     attention = choose_attention(config, platform, training=True)
     if attention == "xla":
-        notes.append("Attention writes its scores out (cuDNN's flash attention cannot run here): they count as memory.")
+        notes.append("Attention writes its scores out (flash attention cannot run here): they count as memory.")
     return Question(
         base=config,
         hardware=hardware,
