@@ -28,7 +28,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.parallel.schedules import NAMES
 from jaxdist.plan import explain
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
-from jaxdist.plan.formulas import Cost
+from jaxdist.plan.formulas import GIB, Cost
 from jaxdist.plan.hardware import Cluster, find_hardware, price
 from jaxdist.plan.search import (
     Candidates,
@@ -478,7 +478,8 @@ def assumptions(question: Question) -> list[str]:
         "Pipelines run in lock-step as our executor does: a tick is one F, B or W of one chunk; with recomputed blocks "
         "B takes two ticks' time. The F of the last part includes the head.",
         "Memory: closed form of this program, the same on every device; docs/plan.md has its errors. A tenth of a "
-        "device is left for the driver, communication buffers and fragmentation.",
+        "device is left for the driver, communication buffers and fragmentation; full is of the rest. k: ZeRO-3 keeps "
+        "its weights after forward. Micro-batch: sequences × number in an update on one data rank.",
     ]
 
 
@@ -517,28 +518,29 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 def print_rows(console: Console, rows: list[dict], usable: float) -> None:
+    """A table of layouts; columns in which no row says anything are left out."""
+    columns = {
+        "nodes": [str(row["nodes"]) for row in rows],
+        "mesh": [row["mesh"] for row in rows],
+        "ZeRO": [f"{row['zero']}{'k' * row['keep']}" for row in rows],
+        "sp": ["yes" if row["sp"] else "" for row in rows],
+        "remat": [row["remat"] for row in rows],
+        "pipeline": [pipeline_words(row) for row in rows],
+        "micro-batch": [f"{row['rows']} × {row['accumulate'] * row['microbatches']}" for row in rows],
+        "step": [seconds(row["step_seconds"]) for row in rows],
+        "±": [f"{row['error']:.0%}" for row in rows],
+        "MFU": [f"{row['mfu']:.0%}" for row in rows],
+        "GiB": [f"{row['memory_bytes'] / GIB:.1f}" for row in rows],
+        "full": [f"{row['memory_bytes'] / usable:.0%}" for row in rows],
+        "days": ["" if row["hours"] is None else f"{row['hours'] / 24:.1f}" for row in rows],
+        "$": ["" if row["dollars"] is None else f"{row['dollars']:,.0f}" for row in rows],
+    }
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("nodes", "mesh", "ZeRO", "sp", "remat", "pipeline", "micro-batch"):
+    for title in shown:
         table.add_column(title, justify="left" if title in ("mesh", "remat", "pipeline") else "right")
-    for title in ("step", "±", "MFU", "GiB", "of usable", "days", "$"):
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row["nodes"]),
-            row["mesh"],
-            f"{row['zero']}{'k' * row['keep']}",
-            "yes" if row["sp"] else "",
-            row["remat"],
-            pipeline_words(row),
-            f"{row['rows']} × {row['accumulate'] * row['microbatches']}",
-            seconds(row["step_seconds"]),
-            f"{row['error']:.0%}",
-            f"{row['mfu']:.0%}",
-            f"{row['memory_bytes'] / 2**30:.1f}",
-            f"{row['memory_bytes'] / usable:.0%}",
-            "" if row["hours"] is None else f"{row['hours'] / 24:.1f}",
-            "" if row["dollars"] is None else f"{row['dollars']:,.0f}",
-        )
+    for cells in zip(*shown.values(), strict=True):
+        table.add_row(*cells)
     console.print(table)
 
 
