@@ -220,7 +220,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     # ---- one layer's backward: its weights, their gradients, and what is between its matmuls
     scores = positions * model.num_heads / c.tp * model.seq_len * itemsize
     between = positions * (3 * model.ffn_width / c.tp + 6 * model.width) * itemsize
-    written = np.where((attention == "xla") | (c.selective == 1), 3, 0) * (attention == "xla") * scores
+    written = (attention == "xla") * scores * np.where(pipelined & (c.every > 0), 1.5, 3)
     layer = between + written + itemsize * e.layer * np.where(c.every > 0, 1.5, 0.5)
     again = np.where((c.every > 1) & ~pipelined, c.every * one, 0)
     scratch = np.where(pipelined & (c.every > 0), c.every * (until_b + until_w), 0)
