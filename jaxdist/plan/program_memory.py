@@ -212,10 +212,11 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     sums = np.where(c.accumulate > 1, holders, 0)
     own = np.where(pipelined | fetched, holders, itemsize * whole)
 
-    # ---- the head: logits in fp32 and as the matmul gave (or takes) them, the table once more
+    # ---- the head: logits in fp32 and, in a 16-bit model, as the matmul takes them; the table once more
     positions = c.rows * model.seq_len
     table_copies = np.where(fetched, 2, 1) * itemsize * e.table
-    logits = positions * model.padded_vocab_size / c.tp * (wide + itemsize) + table_copies
+    in_16_bits = itemsize * (itemsize < wide)
+    logits = positions * model.padded_vocab_size / c.tp * (wide + in_16_bits) + table_copies
 
     # ---- one layer's backward: its weights, their gradients, and what is between its matmuls
     scores = positions * model.num_heads / c.tp * model.seq_len * itemsize
