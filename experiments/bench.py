@@ -3,6 +3,7 @@
 python -m experiments.bench strategies   state, peak and sent bytes of each strategy, steps/s, equality with one device
 python -m experiments.bench overhead     what the mesh machinery costs: one device against plain jit, 8 against one
 python -m experiments.bench compile      compile time against depth
+python -m experiments.bench search       layouts a second that experiments.plan enumerates, scores and ranks
 python -m experiments.bench pipeline     every schedule: ticks, memory predicted and compiled, compile time
 
 Times of simulated devices are marked so: they are ratios on one CPU, never the speed of a cluster.
@@ -26,11 +27,14 @@ from rich.table import Table
 from experiments import plain
 from experiments.cli import CommonFlags, refuse_ignored, require_writable, run_program, set_precision
 from experiments.verify import Verifier
-from jaxdist.config import ParallelConfig, RunConfig, require_positive
+from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig, require_positive
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.parallel.pipeline import BUFFERS
 from jaxdist.parallel.schedules import in_flight, simulate
+from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.schedule_facts import schedule_facts
+from jaxdist.plan.search import rank, search
 from jaxdist.plan.trace import named_bytes
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.step import build_program, compiled_peak_bytes
@@ -74,7 +78,7 @@ EIGHT_WAY = [
 class BenchFlags(CommonFlags):
     """Compare strategies in one run, as ratios. Strategy flags are set by the table itself."""
 
-    which: tyro.conf.Positional[Literal["strategies", "overhead", "compile", "pipeline"]] = "strategies"
+    which: tyro.conf.Positional[Literal["strategies", "overhead", "compile", "pipeline", "search"]] = "strategies"
     num_layers: int | None = 6
     width: int | None = 256
     num_heads: int | None = 8
@@ -97,6 +101,8 @@ def main(flags: BenchFlags, console: Console) -> int:
     ignored |= {"schedule", "microbatches", "chunks", "stages"}
     if flags.which == "pipeline":
         ignored |= {"num_layers", "batch_size"}
+    if flags.which == "search":
+        ignored |= {"num_layers", "width", "num_heads", "seq_len", "vocab_size", "batch_size", "dtype", "device"}
     if flags.which == "overhead":  # the plain step is AdamW in fp32 without dropout
         ignored |= {"dtype", "reduce_dtype", "dropout", "optimizer"}
     used = {field.name for field in dataclasses.fields(flags)} - ignored
@@ -111,6 +117,7 @@ def main(flags: BenchFlags, console: Console) -> int:
         "overhead": bench_overhead,
         "compile": bench_compile,
         "pipeline": bench_pipeline,
+        "search": bench_search,
     }[flags.which]
     rows, ok = bench(flags, config, console)
     if flags.json:
@@ -358,6 +365,42 @@ def bench_pipeline(flags: BenchFlags, config: RunConfig, console: Console) -> tu
     )
     ok = all(abs(row["error"]) < 0.05 for row in rows) and deeper < 1.5
     return [*rows, {**deep, "compile_ratio": deeper}], ok
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Search
+# ---------------------------------------------------------------------------------------------------------------------
+
+SEARCH_ROWS = [("gpt2-124m", 1, 64), ("7b", 1, 512), ("7b", 8, 512), ("70b", 16, 512)]  # preset, nodes, sequences
+SEARCH_SECONDS = 2.0  # for 10,000 layouts
+
+
+def bench_search(flags: BenchFlags, config: RunConfig, console: Console) -> tuple[list[dict], bool]:
+    """Seconds to enumerate, score and rank; the first search of a process, and one that knows its schedules."""
+    table = Table("model", "devices", "layouts", "first s", "again s", "layouts/s", box=None, header_style="bold")
+    rows = []
+    for preset, nodes, batch_size in SEARCH_ROWS:
+        base = RunConfig(PRESETS[preset], precision=PrecisionConfig("bfloat16"), batch_size=batch_size)
+        cluster = Cluster(find_hardware("h100"), nodes)
+        schedule_facts.cache_clear()
+        seconds = []
+        for _ in range(2):
+            start = time.perf_counter()
+            found = search(base, cluster, "cudnn")
+            rank(found)
+            seconds.append(time.perf_counter() - start)
+        row = {"model": preset, "devices": cluster.num_devices, "layouts": len(found)}
+        row |= {"first_seconds": seconds[0], "again_seconds": seconds[1], "per_second": len(found) / seconds[0]}
+        rows.append(row)
+        table.add_row(
+            preset,
+            str(cluster.num_devices),
+            f"{len(found):,}",
+            *(f"{s:.2f}" for s in seconds),
+            f"{row['per_second']:,.0f}",
+        )
+    console.print(table)
+    return rows, all(row["per_second"] > 10_000 / SEARCH_SECONDS for row in rows)
 
 
 def with_parallel(config: RunConfig, mesh: str, more: dict) -> RunConfig:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import jax
 import tyro
@@ -46,7 +46,7 @@ class CommonFlags:
     """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
     device: DeviceChoice = "auto"
     """auto simulates the mesh on the CPU where there are too few accelerators."""
-    preset: Preset = "tiny"
+    preset: Annotated[Preset, tyro.conf.arg(aliases=["--model"])] = "tiny"
     """Model shape; the flags below override it."""
     num_layers: int | None = None
     width: int | None = None
@@ -139,6 +139,36 @@ class CommonFlags:
             steps=self.steps,
             seed=self.seed,
         )
+
+
+def flags_of(config: RunConfig) -> list[str]:
+    """The command-line flags that give this configuration to any program with `CommonFlags`."""
+    model, parallel, precision = config.model, config.parallel, config.precision
+    shape = dataclasses.asdict(model)
+    preset = max(PRESETS, key=lambda name: sum(value == getattr(PRESETS[name], key) for key, value in shape.items()))
+    values = {
+        "mesh": "" if parallel.mesh.num_devices == 1 else str(parallel.mesh),
+        "preset": preset,
+        **{key: value for key, value in shape.items() if value != getattr(PRESETS[preset], key)},
+        "batch_size": config.batch_size,
+        "steps": config.steps,
+        "seed": config.seed,
+        "dtype": precision.dtype,
+        "reduce_dtype": precision.reduce_dtype,
+        **{field.name: getattr(parallel, field.name) for field in dataclasses.fields(parallel) if field.name != "mesh"},
+        **{name: getattr(config.optimizer, name) for name in ("lr", "min_lr_ratio", "warmup_steps", "weight_decay")},
+        "optimizer": config.optimizer.name,
+        "clip_norm": config.optimizer.clip_norm,
+    }
+    if "width" in values:
+        values.setdefault("ffn_width", model.ffn_width)
+    words = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if value == getattr(CommonFlags, name):
+            continue
+        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return words
 
 
 def _either(given, default):

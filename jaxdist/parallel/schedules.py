@@ -255,19 +255,35 @@ def from_orders(
 # ------------------------------------------------------------------------------------------------------------ making
 
 
-def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+class Recipe(NamedTuple):
+    """A named schedule before its ticks are known: the order of actions of every stage, and how they are laid out.
+
+    limit None: `from_orders` of whole orders. Else `_fill`, from orders of F and B alone, with at most so many chunks
+    in flight on a stage.
+    """
+
+    name: str
+    num_chunks: int
+    placement: str
+    orders: list[list[Action]]
+    fused_backward: bool = False
+    limit: int | None = None
+    run_ahead: bool = False
+
+
+def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
     """All forwards, then all backwards. Source: GPipe, arXiv 1811.06965."""
     order = [Action("F", m, 0) for m in range(num_microbatches)]
     order += [Action(kind, m, 0) for m in range(num_microbatches) for kind in "BW"]
-    return from_orders("gpipe", num_stages, num_microbatches, 1, "loop", [order] * num_stages, fused_backward=True)
+    return Recipe("gpipe", 1, "loop", [order] * num_stages, fused_backward=True)
 
 
-def _one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+def _one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
     """Warm-up of S-1-s forwards, then one forward one backward. Source: arXiv 2104.04473 section 2.2.1."""
     return _interleave("1f1b", num_stages, num_microbatches, 1)
 
 
-def _interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+def _interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
     """1F1B over v chunks a stage, S micro-batches of a chunk at a time. Source: arXiv 2104.04473 section 2.2.2.
 
     Megatron-LM asks for M a multiple of S. For another M this is the schedule of the next multiple without the actions
@@ -276,7 +292,7 @@ def _interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sch
     return _interleave("interleaved", num_stages, num_microbatches, num_chunks)
 
 
-def _interleave(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+def _interleave(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
     orders = [
         [
             after
@@ -285,7 +301,7 @@ def _interleave(name: str, num_stages: int, num_microbatches: int, num_chunks: i
         ]
         for order in _interleaved_orders(num_stages, num_microbatches, num_chunks)
     ]
-    return from_orders(name, num_stages, num_microbatches, num_chunks, "loop", orders, fused_backward=True)
+    return Recipe(name, num_chunks, "loop", orders, fused_backward=True)
 
 
 def _interleaved_orders(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
@@ -313,7 +329,7 @@ def _interleaved_orders(num_stages: int, num_microbatches: int, num_chunks: int)
     return orders
 
 
-def _zb_h1(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+def _zb_h1(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
     """The order of 1F1B with every W put off to where the stage would idle, in the memory of 1F1B's first stage.
 
     For M >= S: 3M + S-1 ticks, a third of 1F1B's bubble, and min(M, S) activations in flight. No schedule with that
@@ -321,35 +337,35 @@ def _zb_h1(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     Source: ZB-H1, arXiv 2401.10241 section 4.1.
     """
     orders = _interleaved_orders(num_stages, num_microbatches, 1)
-    return _fill("zb-h1", num_microbatches, 1, "loop", orders, limit=min(num_microbatches, num_stages))
+    return Recipe("zb-h1", 1, "loop", orders, limit=min(num_microbatches, num_stages))
 
 
-def _zb_v(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+def _zb_v(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
     """A V with 1F1B's memory and no bubble: at most 2S chunks in flight.
 
     6M + S-1 ticks for M >= S, the least a pipeline can take; for M >= 2S no stage idles between its first action and
     its last. Source: ZB-V, arXiv 2401.10241 section 6; its repeated block, arXiv 2405.15362.
     """
     orders = _v_orders(num_stages, num_microbatches, steps=(1, 5, 1, 5))
-    return _fill("zb-v", num_microbatches, 2, "v", orders, limit=2 * num_stages, run_ahead=True)
+    return Recipe("zb-v", 2, "v", orders, limit=2 * num_stages, run_ahead=True)
 
 
-def _v_half(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+def _v_half(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
     """A V with half of 1F1B's memory: S+1 chunks in flight for odd S, S+2 for even, where 1F1B holds 2S.
 
     Bubble 3(S-1) - 1 ticks for S > 2 and M > S/2, where 1F1B's is 6(S-1). Source: V-Half, arXiv 2405.15362.
     """
     orders = _v_orders(num_stages, num_microbatches, steps=(1, 2, 1, 2))
-    return _fill("v-half", num_microbatches, 2, "v", orders, limit=2 * (num_stages // 2 + 1))
+    return Recipe("v-half", 2, "v", orders, limit=2 * (num_stages // 2 + 1))
 
 
-def _v_min(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+def _v_min(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
     """A V with a third of 1F1B's memory: 2 ceil((S+2)/3) chunks in flight, where 1F1B holds 2S.
 
     Bubble 4(S-1) - 1 ticks, or 4(S-1) + 1 where 3 divides S; 1F1B's is 6(S-1). Source: V-Min, arXiv 2405.15362.
     """
     orders = _v_orders(num_stages, num_microbatches, steps=(1, 1, 1, 1))
-    return _fill("v-min", num_microbatches, 2, "v", orders, limit=2 * -(-(num_stages + 2) // 3))
+    return Recipe("v-min", 2, "v", orders, limit=2 * -(-(num_stages + 2) // 3))
 
 
 def _v_orders(num_stages: int, num_microbatches: int, steps: tuple[int, int, int, int]) -> list[list[Action]]:
@@ -453,7 +469,7 @@ def _fill(
 class _Kind(NamedTuple):
     """One row of the table of schedules."""
 
-    make: Callable[[int, int, int], Schedule]
+    make: Callable[[int, int, int], Recipe]
     placement: str
     chunks: int
     any_chunks: bool
@@ -492,6 +508,15 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
 
     Raises: ConfigError for an unknown name, sizes below 1 and chunks that the schedule cannot have.
     """
+    made = recipe(name, num_stages, num_microbatches, num_chunks)
+    sizes = (num_stages, num_microbatches, made.num_chunks, made.placement, made.orders)
+    if made.limit is None:
+        return from_orders(name, *sizes, fused_backward=made.fused_backward)
+    return _fill(name, num_microbatches, *sizes[2:], limit=made.limit, run_ahead=made.run_ahead)
+
+
+def recipe(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Recipe:
+    """What `make_schedule` makes its table from; raises as it does."""
     kind = _kind(name)
     num_chunks = kind.chunks if num_chunks is None else num_chunks
     if num_chunks != kind.chunks and not kind.any_chunks:

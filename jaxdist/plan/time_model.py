@@ -84,6 +84,10 @@ class Layout:
         matmuls travel during them, half of all tp traffic.
     flash: attention that never writes its scores. scatter_gather: without sp, tp ranks send different parts of a
         message between stages.
+    sends: messages of a micro-batch that a stage waits for, both ways together (default 2v).
+    shared_root: every stage holds the token table, and its gradient is summed over pp.
+    overlap_across: with overlap_dp, the sum over replica (and cp) travels during backward as well.
+    gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     """
 
     pp: Number = 1
@@ -109,6 +113,10 @@ class Layout:
     flash: Number = False
     dropout: Number = False
     scatter_gather: Number = False
+    sends: Number | None = None
+    shared_root: Number = False
+    gathers: Number | None = None
+    overlap_across: Number = True
 
     @property
     def num_devices(self) -> Number:
@@ -266,7 +274,8 @@ def step_time(
     micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
     micro["memory"] = micro["memory"] + local * (itemsize + 2 * grad) / hbm  # add a gradient to the sum so far
     message = activation / np.where(sp | np.asarray(layout.scatter_gather), tp, 1)
-    micro["pp"] = 2 * layout.chunks * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
+    sends = 2 * np.asarray(layout.chunks) if layout.sends is None else np.asarray(layout.sends)
+    micro["pp"] = sends * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
 
     # ---- one update
     passes = m if layout.pipeline_microbatches is None else layout.pipeline_microbatches
@@ -281,11 +290,15 @@ def step_time(
     scatter = ring("ring_reduce_scatter", "dp", dp, local * grad)
     across = ring("ring_all_reduce", "replica", replica, local * grad / dp)
     across = across + ring("ring_all_reduce", "cp", cp, local * grad)
+    root = shape.embedding_parameters / tp / sharded
+    across = across + np.where(layout.shared_root, ring("ring_all_reduce", "pp", pp, root * grad), 0)
     gather = ring("ring_all_gather", "dp", dp, local * np.where(zero >= 1, itemsize, grad))
     rounds = np.where(zero >= 2, m, 1)
-    gathers = np.where(zero == 3, np.where(layout.keep_after_forward, 1, 2) * m, 1)
+    each = np.where(layout.keep_after_forward, 1, 2) if layout.gathers is None else np.asarray(layout.gathers)
+    gathers = np.where(zero == 3, each * m, 1)
     working = sum(micro[name] for name in ("compute", "memory"))
-    may_hide = rounds * scatter + across + np.where((zero == 0) | (zero == 3), gathers * gather, 0)
+    may_hide = rounds * scatter + np.where(layout.overlap_across, across, 0)
+    may_hide = may_hide + np.where((zero == 0) | (zero == 3), gathers * gather, 0)
     window = np.where(zero == 3, m, np.where(zero == 2, rounds * 2 / 3, 2 / 3)) * working  # backward is two thirds
     hidden = np.where(layout.overlap_dp, e.hide * np.minimum(may_hide, window), 0)
     time["dp"] = rounds * scatter + across + gathers * gather - hidden

@@ -1,0 +1,215 @@
+"""Sentences about a searched plan, every number in them computed: what fits, what does not and why, what would help."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from jaxdist.mesh import AXES
+from jaxdist.parallel.schedules import NAMES
+from jaxdist.plan.formulas import GIB
+from jaxdist.plan.hardware import Cluster
+from jaxdist.plan.program_memory import PHASES
+from jaxdist.plan.search import Scored, layouts_of_mesh, rank, score, search, usable_bytes
+from jaxdist.plan.time_model import Efficiency
+
+STATE = ("parameters", "gradients", "optimizer")
+NAMES_OF_TERMS = {
+    "parameters": "parameters",
+    "optimizer": "optimiser state",
+    "gradients": "gradients",
+    "activations": "activations",
+    "logits": "logits",
+    "working": "working buffers",
+}
+LINKS = {"inside": "inside the node", "between": "between nodes", "both": "inside and between nodes", "none": "nowhere"}
+
+
+def gib(value: float) -> str:
+    return f"{value / GIB:.1f} GiB"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
+
+
+def billions(count: float) -> str:
+    """Tokens in words."""
+    return f"{count / 1e9:,.4g} billion" if count >= 1e9 else f"{count / 1e6:,.4g} million"
+
+
+def memory_terms(scored: Scored, index: int) -> str:
+    """The terms of a device's bytes, largest first."""
+    parts = {name: float(getattr(scored.memory, name)[index]) for name in NAMES_OF_TERMS}
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    shown = [(name, value) for name, value in ordered if value > 0.005 * sum(parts.values())]
+    return ", ".join(f"{NAMES_OF_TERMS[name]} {gib(value)}" for name, value in shown)
+
+
+def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Efficiency) -> list[str]:
+    """Why the best layout of a search that fits is what it is."""
+    best, layouts = int(order[0]), found.layouts
+    mesh = found.config(best).parallel.mesh
+    sentences = [
+        plain_data_parallel(found, best, attention, efficiency),
+        *zero_and_recompute(found, best, attention, efficiency),
+        *tensor_parallel(found, best, order, attention, efficiency),
+        *pipeline(found, best),
+        f"Memory is fullest in {PHASES[found.memory.phase[best]]}: {memory_terms(found, best)}.",
+        found.time.relief(best),
+        error_bar(found, best),
+    ]
+    links = {axis: link for axis, link in found.cluster.links_of(**_sizes(layouts, best)).items() if link != "none"}
+    if links:
+        where = "; ".join(f"{axis}={getattr(mesh, axis)} {LINKS[link]}" for axis, link in links.items())
+        sentences.insert(1, f"Communication runs: {where}.")
+    return [sentence for sentence in sentences if sentence]
+
+
+def _sizes(layouts, index: int) -> dict[str, int]:
+    return {axis: int(getattr(layouts, axis)[index]) for axis in AXES}
+
+
+def plain_data_parallel(found: Scored, best: int, attention: str, efficiency: Efficiency) -> str:
+    """Whether every device can hold the whole model, and if not, along which axis it is too big."""
+    mesh = dict.fromkeys(AXES, 1) | {"dp": found.cluster.num_devices}
+    if found.base.batch_size % found.cluster.num_devices:
+        return "Plain data parallel: the batch cannot be divided over all devices."
+    layouts = layouts_of_mesh(found.base.model, mesh, found.base.batch_size)
+    plain = score(found.base, layouts.take(layouts.zero == 0), found.cluster, attention, efficiency)
+    total, limit = plain.memory.total, usable_bytes(found.cluster)
+    fits = np.flatnonzero(total <= limit)
+    if len(fits):
+        quickest = int(fits[plain.time.total[fits].argmin()])
+        here, there = float(found.time.total[best]), float(plain.time.total[quickest])
+        how = f"Plain data parallel fits ({gib(total[quickest])} of {gib(limit)} usable)"
+        if there <= here * 1.005:
+            return f"{how} and this is not faster: the model is not too big and need not be split."
+        if there <= here * 1.05:
+            return f"{how} and takes {there / here - 1:.0%} more, far inside the error bar: prefer it, it is simpler."
+        return (
+            f"{how} and takes {seconds(there)} a step, {there / here - 1:.0%} more: the model is not too big for a "
+            "device, plain replicas are slower."
+        )
+    least = int(total.argmin())
+    parts = {name: float(getattr(plain.memory, name)[least]) for name in NAMES_OF_TERMS}
+    state = sum(parts[name] for name in STATE)
+    alone = [NAMES_OF_TERMS[name] for name in NAMES_OF_TERMS if parts[name] > limit]
+    if alone:
+        listed = f"{', '.join(alone[:-1])} and {alone[-1]} each need" if alone[1:] else f"{alone[0]} alone needs"
+        along = f"{listed} more than that"
+    elif state > limit:
+        along = f"parameters, gradients and optimiser state together take {gib(state)}, none of them alone too much"
+    else:
+        along = f"parameters, gradients and optimiser state fit ({gib(state)}), activations, logits and buffers do not"
+    return (
+        f"Plain data parallel does not fit: with recompute and the smallest micro-batch a device needs "
+        f"{gib(total[least])} of {gib(limit)} usable ({memory_terms(plain, least)}). It is too big, not too slow: "
+        f"{along}."
+    )
+
+
+def _variant(
+    found: Scored, index: int, attention: str, efficiency: Efficiency, cluster: Cluster | None = None, **changes: int
+) -> Scored:
+    """One layout with some of its columns changed, scored."""
+    one = found.layouts.take(slice(index, index + 1))
+    one = replace(one, **{name: np.array([value]) for name, value in changes.items()})
+    return score(found.base, one, cluster or found.cluster, attention, efficiency)
+
+
+def zero_and_recompute(found: Scored, best: int, attention: str, efficiency: Efficiency) -> list[str]:
+    """What ZeRO and recomputation each buy in the best layout."""
+    c, limit, sentences = found.layouts, usable_bytes(found.cluster), []
+    here = found.memory.total[best]
+    if c.zero[best]:
+        other = _variant(found, best, attention, efficiency, zero=0, keep=0)
+        needed = "it would not fit" if other.memory.total[0] > limit else "it would still fit"
+        sentences.append(
+            f"ZeRO-{c.zero[best]} over dp={c.dp[best]} brings a device from {gib(other.memory.total[0])} to "
+            f"{gib(here)} (without it {needed}), and the step from {seconds(other.time.total[0])} to "
+            f"{seconds(found.time.total[best])}."
+        )
+    if c.every[best] or c.selective[best]:
+        other = _variant(found, best, attention, efficiency, every=0, selective=0)
+        sentences.append(
+            f"Recomputing ({'the attention core' if c.selective[best] else 'blocks'}) brings a device from "
+            f"{gib(other.memory.total[0])} to {gib(here)} and costs "
+            f"{seconds(float(found.time.total[best] - other.time.total[0]))} a step."
+        )
+    elif attention == "cudnn":
+        sentences.append("Nothing is recomputed; flash attention never keeps the scores.")
+    return sentences
+
+
+def tensor_parallel(found: Scored, best: int, order: np.ndarray, attention: str, efficiency: Efficiency) -> list[str]:
+    """Why tp is as large as it is, and what it would take across nodes."""
+    c, limit = found.layouts, usable_bytes(found.cluster)
+    tp = int(c.tp[best])
+    if tp == 1:
+        others = order[(c.tp[order] > 1) & (found.memory.total[order] <= limit)]
+        if not len(others):
+            return []
+        other = int(others[0])
+        return [
+            f"tp=1: the fastest layout with tp>1 (tp={c.tp[other]}) takes {seconds(found.time.total[other])} a step, "
+            f"{seconds(found.time.tp[other])} of it tp's all-reduces; there is no need to pay them."
+        ]
+    inside = found.cluster.link_of(tp, 1) == "inside"
+    if not inside:
+        taken = f"tp={tp} leaves the node: its collectives take {seconds(found.time.tp[best])} a step"
+        return [f"{taken}. A tp of {found.cluster.devices_per_node} or less stays inside one."]
+    apart = replace(found.cluster, devices_per_node=1, num_nodes=found.cluster.num_devices)
+    other = _variant(found, best, attention, efficiency, cluster=apart)
+    return [
+        f"tp={tp}: its collectives take {seconds(found.time.tp[best])} a step inside the node; between nodes "
+        f"they would take {seconds(other.time.tp[0])}."
+    ]
+
+
+def pipeline(found: Scored, best: int) -> list[str]:
+    c = found.layouts
+    if c.pp[best] == 1:
+        return []
+    return [
+        f"pp={c.pp[best]} ({NAMES[c.schedule[best]]}, {c.microbatches[best]} micro-batches a pass) sends "
+        f"{seconds(found.time.pp[best])} of messages a step and idles {seconds(found.time.bubble[best])}, "
+        f"{found.time.bubble[best] / found.time.total[best]:.0%}."
+    ]
+
+
+def error_bar(found: Scored, index: int) -> str:
+    total, error = float(found.time.total[index]), float(found.time.error[index])
+    return (
+        f"Predicted, not measured: {seconds(total)} ± {error:.0%}, so {seconds(total * (1 - error))} to "
+        f"{seconds(total * (1 + error))} a step; no run of this program on this hardware has been calibrated."
+    )
+
+
+def nothing_fits(found: Scored, nearest: Callable[[], str]) -> tuple[str, str, str]:
+    """(asked, required and why, what would work) for a search in which no layout fits."""
+    limit, index = usable_bytes(found.cluster), int(rank(found)[0])
+    total = float(found.memory.total[index])
+    mesh = found.config(index).parallel
+    return (
+        f"{found.cluster.num_devices} × {found.cluster.hardware.name} for this model and batch",
+        f"no layout fits in the {gib(limit)} of a device that are usable: the smallest (--mesh {mesh.mesh} --zero "
+        f"{mesh.zero} --remat {mesh.remat}, {int(found.layouts.rows[index])} sequences a micro-batch) needs "
+        f"{gib(total)}, {gib(total - limit)} too much ({memory_terms(found, index)})",
+        nearest(),
+    )
+
+
+def what_would_fit(found: Scored, attention: str) -> str:
+    """The nearest layout of the same devices and batch that fits, for one that does not."""
+    others = search(found.base, found.cluster, attention)
+    fits = others.memory.total <= usable_bytes(found.cluster)
+    same = fits & np.logical_and.reduce([getattr(others.layouts, a) == getattr(found.layouts, a)[0] for a in AXES])
+    choice = np.flatnonzero(same if same.any() else fits)
+    if not len(choice):
+        return "No layout of these devices does: use more of them."
+    best = int(choice[others.time.total[choice].argmin()])
+    parallel = others.config(best).parallel
+    words = f"--mesh {parallel.mesh} --zero {parallel.zero} --remat {parallel.remat}"
+    words += f" with micro-batches of {int(others.layouts.rows[best])}"
+    return f"{words} would, with {gib(others.memory.total[best])}."

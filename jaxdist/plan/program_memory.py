@@ -1,0 +1,280 @@
+"""Bytes that our own training step needs on a device, in closed form: columns of layouts in, columns of bytes out.
+
+Nothing is traced. What is kept for backward is counted in `KEPT`, array by array, as the trace of our layer keeps it
+(a test compares the two); the papers' formulas (`jaxdist.plan.formulas`) describe other programs. State bytes are
+exact, padding counted. What one layer, the head and the update need besides is a rule for each, checked against a walk
+through whole traced steps: docs/plan.md has the errors.
+
+Every stage of a pipeline is the same program over buffers of the same size, so every device holds the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.layout import STACKED, make_layout
+from jaxdist.mesh import MeshShape
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}  # arrays of the masters' size; adafactor factors its own
+
+
+class Kept(NamedTuple):
+    """Arrays that one layer keeps of one micro-batch, by shape; `_w` are in at least fp32, the others as activations.
+
+    residual [B, T/sp, D], entered [B, T, D] (whole, after `enter`), heads [B, T, N/tp, H], ffn [B, T, F/tp],
+    scores [B, N/tp, T, T], row [B, T/sp, 1], head_row [B, N/tp, T]. weights: matrices of the layer that are kept in
+    another shape, of (w_qkv, w_out, w_up and w_down).
+    """
+
+    residual: int = 0
+    residual_w: int = 0
+    entered: int = 0
+    heads: int = 0
+    ffn: int = 0
+    scores: int = 0
+    scores_w: int = 0
+    row_w: int = 0
+    head_row_w: int = 0
+    weights: tuple[int, int, int] = (0, 0, 0)
+
+
+# What `jax.grad` of the scan over layers keeps; what the pipeline keeps from F until B, from F until W, from B until W.
+SCAN, FETCHED, UNTIL_B, UNTIL_W, HANDED = "scan", "fetched", "until_b", "until_w", "handed"
+KEPT = {
+    (SCAN, "xla"): Kept(
+        residual_w=6, entered=2, heads=4, ffn=6, scores=1, scores_w=1, row_w=4, head_row_w=2, weights=(1, 1, 0)
+    ),
+    (SCAN, "cudnn"): Kept(residual_w=6, entered=2, heads=5, ffn=6, row_w=4, head_row_w=1, weights=(1, 1, 0)),
+    (SCAN, "selective"): Kept(residual_w=6, entered=2, heads=4, ffn=6, row_w=4, weights=(1, 1, 0)),
+    (FETCHED, "xla"): Kept(residual_w=8, heads=5, ffn=6, scores_w=2, row_w=4, head_row_w=2),
+    (FETCHED, "cudnn"): Kept(residual_w=8, heads=4, ffn=6, row_w=4, head_row_w=1),
+    (UNTIL_B, "xla"): Kept(heads=3, scores=1, scores_w=1, head_row_w=1),
+    (UNTIL_B, "cudnn"): Kept(heads=3, head_row_w=1),
+    (UNTIL_B, "selective"): Kept(heads=3),
+    (UNTIL_W, ""): Kept(residual_w=2, entered=2, heads=1, ffn=1, row_w=2),
+    (HANDED, ""): Kept(residual=4, heads=3, ffn=1),
+}
+
+
+def kept_arrays(context: str, attention: str, selective: bool, sp: bool, wide: bool) -> Kept:
+    """What one layer keeps. `wide`: activations are in fp32 already.
+
+    ZeRO-2 and 3 decide by a policy of their own what a layer keeps (`model.keep_all_but_weights`), and it keeps the
+    scores with selective recompute too.
+    """
+    kind = "" if context in (UNTIL_W, HANDED) else "selective" if selective and context != FETCHED else attention
+    kept = KEPT[context, kind]
+    if context == FETCHED:
+        again = selective and kind == "cudnn"
+        kept = kept._replace(heads=kept.heads + again)
+        # With sp the gathered sequence, instead of what it was gathered from.
+        return kept._replace(entered=2, residual_w=kept.residual_w - 2) if sp else kept
+    if context == HANDED and sp:
+        return kept._replace(entered=2)
+    if context == UNTIL_B and wide and kind == "xla":  # the scores that the matmul takes are those of the softmax
+        return kept._replace(scores=0)
+    if context == UNTIL_W and wide and not sp:  # made again from the norm's, at no more bytes
+        return kept._replace(entered=0)
+    return kept
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramBytes:
+    """Columns of bytes on a device.
+
+    parameters, optimizer (masters and moments): exact. gradients: what is summed, and what the reduction copies.
+    activations: kept for backward, with the pipeline's buffers. logits: the head's. working: one layer's, and what a
+    phase needs that no other term is about. The last three and the gradients are those of the fullest phase: `phase`
+    says which, 0 backward, 1 head, 2 update.
+    """
+
+    parameters: np.ndarray
+    optimizer: np.ndarray
+    gradients: np.ndarray
+    activations: np.ndarray
+    logits: np.ndarray
+    working: np.ndarray
+    total: np.ndarray
+    phase: np.ndarray
+
+
+TERMS = ("parameters", "optimizer", "gradients", "activations", "logits", "working")
+PHASES = ("backward", "the head", "the update")
+
+
+class Elements(NamedTuple):
+    """Elements of one device: of a layer and of the rest, in the compute and the storage layout; of a layer's largest
+    leaf, and of the token table, in both."""
+
+    layer: int
+    root: int
+    stored_layer: int
+    stored_root: int
+    largest: int
+    stored_largest: int
+    table: int
+    stored_table: int
+
+
+@cache
+def device_elements(model: ModelConfig, tp: int, dp: int) -> Elements:
+    """Counted from the model's own declaration, ZeRO's padding included."""
+    parallel = ParallelConfig(mesh=MeshShape(dp=dp, tp=tp), zero=1)
+    leaves = make_layout(declared(model), parallel).leaves
+    root = _flat({name: part for name, part in leaves.items() if name != STACKED})
+    layer = [leaf.layer() for leaf in _flat(leaves[STACKED])]
+    size = lambda shapes: sum(map(_product, shapes))  # noqa: E731
+    return Elements(
+        layer=size(leaf.compute_local for leaf in layer),
+        root=size(leaf.compute_local for leaf in root),
+        stored_layer=size(leaf.storage_local for leaf in layer),
+        stored_root=size(leaf.storage_local for leaf in root),
+        largest=max(_product(leaf.compute_local) for leaf in layer),
+        stored_largest=max(_product(leaf.storage_local) for leaf in layer),
+        table=_product(leaves["tokens"].compute_local),
+        stored_table=_product(leaves["tokens"].storage_local),
+    )
+
+
+def kept_bytes(model: ModelConfig, kept: Kept, rows, tp, sp, itemsize: int, wide: int):
+    """Bytes of a layer's kept arrays for one micro-batch, columns allowed."""
+    positions, heads = rows * model.seq_len, model.num_heads / tp
+    h, f = model.width, model.ffn_width
+    outside = positions / np.where(sp, tp, 1)
+    matrices = np.array([3 * h * h, h * h, 2 * h * f]) @ np.array(kept.weights) / tp
+    narrow = outside * h * kept.residual + positions * h * kept.entered
+    narrow = narrow + positions / tp * (h * kept.heads + f * kept.ffn) + matrices
+    scores = positions * heads * model.seq_len
+    return (
+        itemsize * (narrow + scores * kept.scores)
+        + wide * (outside * (h * kept.residual_w + kept.row_w) + positions * heads * kept.head_row_w)
+        + wide * scores * kept.scores_w
+    )
+
+
+def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramBytes:
+    """Bytes of every layout in the columns, for the model, precision and optimiser of `config`.
+
+    layouts: `search.Candidates`. table: `search.Pipelines`.
+    """
+    model, precision = config.model, config.precision
+    itemsize, wide = ITEMSIZE[precision.dtype], ITEMSIZE[precision.master_dtype]
+    c = layouts
+    pairs, index = distinct(c.tp, c.dp)
+    elements = np.array([device_elements(model, *pair) for pair in pairs])[index].T
+    e = Elements(*elements.astype(float))
+    pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp > 1)
+    num_rows = np.where(pipelined, c.chunks * table.depth, model.num_layers)  # of a stacked leaf, on one device
+    whole = num_rows * e.layer + e.root
+    stored = np.where(sharded, num_rows * e.stored_layer + e.stored_root, whole)
+
+    # ---- state
+    parameters = itemsize * np.where(sharded & (c.zero == 3), stored, whole)
+    optimizer = wide * stored * (itemsize < wide)
+    if config.optimizer.name in MOMENTS:
+        optimizer = optimizer + wide * stored * MOMENTS[config.optimizer.name]
+    else:
+        optimizer = optimizer + factored_bytes(model, config.optimizer, precision.master_dtype)
+
+    # ---- kept for backward
+    fetched = sharded & (c.zero >= 2)
+
+    def kept(context: str):
+        """Of one layer, for every layout."""
+        found = np.zeros(len(c.pp))
+        for selective, sp in ((False, False), (False, True), (True, False), (True, True)):
+            mask = ((c.selective == 1) == selective) & ((c.sp == 1) == sp)
+            if mask.any():
+                arrays = kept_arrays(context, attention, selective, sp, itemsize == wide)
+                found[mask] = kept_bytes(model, arrays, c.rows[mask], c.tp[mask], sp, itemsize, wide)
+        return found
+
+    x = c.rows * model.seq_len * model.width * itemsize / np.where(c.sp == 1, c.tp, 1)
+    kept_whole = c.keep * 2 * itemsize * model.width * model.ffn_width / c.tp  # ZeRO-3's other two matrices
+    one = np.where(fetched & (c.keep == 0), kept(FETCHED), kept(SCAN) + kept_whole)
+    every = np.maximum(c.every, 1)
+    scanned = np.where(c.every > 0, model.num_layers / every * x, model.num_layers * one)
+    until_b, until_w, handed = kept(UNTIL_B), kept(UNTIL_W), kept(HANDED)
+    buffers = np.where(
+        c.every > 0,
+        table.num_until_b * -(-table.depth // every) * x + table.num_handed * table.depth * (handed + until_w),
+        table.depth * (table.num_until_b * until_b + table.num_until_w * until_w + table.num_handed * handed),
+    )
+    activations = np.where(pipelined, buffers + table.num_messages * x, scanned)
+
+    # ---- gradients: summed over micro-batches so far, and this micro-batch's (or this pass's) own
+    holders = wide * np.where(fetched, stored, whole)
+    sums = np.where(c.accumulate > 1, holders, 0)
+    own = np.where(pipelined | fetched, holders, itemsize * whole)
+
+    # ---- the head: logits in fp32 and, in a 16-bit model, as the matmul takes them; the table once more
+    positions = c.rows * model.seq_len
+    table_copies = np.where(fetched, 2, 1) * itemsize * e.table
+    in_16_bits = itemsize * (itemsize < wide)
+    logits = positions * model.padded_vocab_size / c.tp * (wide + in_16_bits) + table_copies
+
+    # ---- one layer's backward: its weights, their gradients, and what is between its matmuls
+    scores = positions * model.num_heads / c.tp * model.seq_len * itemsize
+    between = positions * (3 * model.ffn_width / c.tp + 6 * model.width) * itemsize
+    written = (attention == "xla") * scores * np.where(pipelined & (c.every > 0), 1.5, 3)
+    layer = between + written + itemsize * e.layer * np.where(c.every > 0, 1.5, 0.5)
+    again = np.where((c.every > 1) & ~pipelined, c.every * one, 0)
+    scratch = np.where(pipelined & (c.every > 0), c.every * (until_b + until_w), 0)
+    layer = layer + np.where(fetched, itemsize * e.layer + wide * e.largest, 0)
+    embedding = np.where(fetched, (wide + itemsize) * e.table, itemsize * e.table) * pipelined
+
+    zeros = np.zeros(len(c.pp))
+    phases = [
+        (sums + own, activations, zeros, np.maximum(layer + again + scratch, embedding)),
+        (sums + own * pipelined, activations, logits, 3 * x),
+        (holders, zeros, zeros, np.where(fetched, 0, wide * num_rows * np.where(sharded, e.stored_largest, e.largest))),
+    ]
+    table_of = np.array([[column + zeros for column in phase] for phase in phases])
+    fullest = table_of.sum(axis=1).argmax(axis=0)
+    gradients, activations, logits, working = np.take_along_axis(table_of, fullest[None, None], axis=0)[0]
+    columns = [np.broadcast_to(column, zeros.shape) for column in (parameters, optimizer)]
+    columns += [gradients, activations, logits, working]
+    return ProgramBytes(*columns, total=sum(columns), phase=fullest)
+
+
+@cache
+def factored_bytes(model: ModelConfig, optimizer: OptimizerConfig, dtype: str) -> int:
+    """Moments of an optimiser that does not hold them as parameters are held (adafactor), whole."""
+    import jax
+
+    from jaxdist.optimizer import make_optimizer
+
+    layout = make_layout(declared(model), ParallelConfig())
+    masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout.leaves)
+    moments = jax.tree.leaves(jax.eval_shape(make_optimizer(optimizer, layout).init, masters))
+    return sum(_product(moment.shape) * moment.dtype.itemsize for moment in moments)
+
+
+def distinct(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """The different rows of columns of small whole numbers, and for every row which of them it is."""
+    key = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        key = key * (int(column.max()) + 1) + column
+    _, first, index = np.unique(key, return_index=True, return_inverse=True)
+    return [tuple(row) for row in np.stack([column[first] for column in columns], axis=1).tolist()], index.reshape(-1)
+
+
+@cache
+def declared(model: ModelConfig) -> dict:
+    """`jaxdist.model.declare`, once for each model."""
+    from jaxdist.model import declare
+
+    return declare(model)
+
+
+def _flat(tree) -> list:
+    return [leaf for part in tree.values() for leaf in _flat(part)] if isinstance(tree, dict) else [tree]
+
+
+def _product(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64))

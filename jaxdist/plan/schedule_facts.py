@@ -1,0 +1,219 @@
+"""What a plan needs of a pipeline schedule, without making its table: ticks, lock-step time, messages, buffer slots.
+
+No JAX here. The tables of `jaxdist.parallel.schedules` are checked action by action; a search needs hundreds of them,
+of which only a few numbers. Here the same rules run over all stages at a time, on arrays of ticks, and tables of many
+micro-batches are extended from small ones. Tests hold the numbers against the tables themselves (`table_facts`).
+
+Ticks as in docs/schedules.md: one F, B or W of one chunk each, every stage waiting for its neighbours.
+"""
+
+from dataclasses import dataclass, fields
+from functools import cache
+
+import numpy as np
+
+from jaxdist.parallel import schedules
+from jaxdist.parallel.schedules import KINDS, Schedule
+
+NEVER = 1 << 30
+SPAN_COSTS = np.array([1, 2, 1])  # ticks' time of F, B and W where B runs the forward again
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """Slots are those of the executor's buffers, on the stage that needs most.
+
+    recompute_span: lock-step time, in ticks' time, where B runs the forward of its chunk again. sends: ticks at whose
+    end the ring sends to the next stage, plus those at which it sends to the one before. work: micro-batches × chunks.
+    """
+
+    num_ticks: int
+    recompute_span: int
+    sends: int
+    num_messages: int
+    num_until_b: int
+    num_until_w: int
+    num_handed: int
+    work: int
+
+    @property
+    def bubble(self) -> float:
+        """Idle over ideal time."""
+        return self.num_ticks / (3 * self.work) - 1
+
+    @property
+    def recompute_bubble(self) -> float:
+        """The same where B runs the forward of its chunk again."""
+        return self.recompute_span / (4 * self.work) - 1
+
+
+@cache
+def schedule_facts(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> ScheduleFacts:
+    """Of a named schedule. From four rounds of the stages on, extended linearly from two smaller tables.
+
+    From there on every S micro-batches add the same, but for `recompute_span`, which is then off by up to 3 %.
+    """
+    if num_microbatches <= 4 * num_stages:
+        ticks, placement = ticks_of(name, num_stages, num_microbatches, num_chunks)
+        return facts_of(ticks, num_stages, placement)
+    base = 3 * num_stages + num_microbatches % num_stages
+    rounds = (num_microbatches - base) // num_stages
+    low, high = (schedule_facts(name, num_stages, base - n * num_stages, num_chunks) for n in (1, 0))
+    return ScheduleFacts(
+        **{
+            field.name: getattr(high, field.name) + rounds * (getattr(high, field.name) - getattr(low, field.name))
+            for field in fields(ScheduleFacts)
+        }
+    )
+
+
+def table_facts(schedule: Schedule) -> ScheduleFacts:
+    """Read from a table."""
+    ticks = np.full((3, schedule.num_microbatches, schedule.num_parts), NEVER)
+    for tick, row in enumerate(schedule.table):
+        for stage, action in enumerate(row):
+            if action is not None:
+                ticks[KINDS.index(action.kind), action.microbatch, schedule.part(stage, action.chunk)] = tick
+    return facts_of(ticks, schedule.num_stages, schedule.placement)
+
+
+def stage_of(num_stages: int, num_parts: int, placement: str) -> np.ndarray:
+    """The stage that holds each part of the model."""
+    chunk, stage = np.divmod(np.arange(num_parts), num_stages)
+    return np.where((placement == "v") & (chunk == 1), num_stages - 1 - stage, stage)
+
+
+def facts_of(ticks: np.ndarray, num_stages: int, placement: str) -> ScheduleFacts:
+    """ticks[kind, micro-batch, part]: when each action runs."""
+    _, num_microbatches, num_parts = ticks.shape
+    f, b, w = ticks
+    num_ticks = int(w.max()) + 1
+    stages = np.broadcast_to(stage_of(num_stages, num_parts, placement), f.shape)
+
+    def most(start, end, stage) -> int:
+        """Intervals of ticks, both ends included, that overlap on one stage."""
+        change = np.zeros((num_stages, num_ticks + 2), int)
+        np.add.at(change, (stage, start), 1)
+        np.add.at(change, (stage, end + 1), -1)
+        return int(change.cumsum(axis=1).max())
+
+    # Messages: F's to F of the next part, the last part's to its own B, B's to B of the part before.
+    sent = np.concatenate([f[:, :-1], f[:, -1:], b[:, 1:]], axis=1)
+    used = np.concatenate([f[:, 1:], b[:, -1:], b[:, :-1]], axis=1)
+    sender = np.concatenate([stages[:, :-1], stages[:, -1:], stages[:, 1:]], axis=1)
+    receiver = np.concatenate([stages[:, 1:], stages[:, -1:], stages[:, :-1]], axis=1)
+    way = (receiver - sender) % num_stages
+    onward = (way == 1) & (num_stages > 1)
+    back = (way == num_stages - 1) & ~onward
+
+    kinds = np.zeros((num_ticks, num_stages), int)
+    for kind, cost in enumerate(SPAN_COSTS):
+        kinds[ticks[kind], stages] = cost
+    end = np.zeros(num_stages, int)
+    for costs in kinds:
+        both = np.concatenate([end[-1:], end, end[:1]])
+        end = np.maximum(np.maximum(both[:-2], both[2:]), end) + costs
+    return ScheduleFacts(
+        num_ticks=num_ticks,
+        recompute_span=int(end.max()),
+        sends=len(np.unique(sent[onward])) + len(np.unique(sent[back])),
+        num_messages=most(sent + 1, used, receiver),
+        num_until_b=most(f, b, stages),
+        num_until_w=most(f, w, stages),
+        num_handed=most(b, w, stages),
+        work=num_microbatches * (num_parts // num_stages),
+    )
+
+
+# The rules of `jaxdist.parallel.schedules`, all stages at a time.
+
+
+def ticks_of(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[np.ndarray, str]:
+    """(ticks[kind, micro-batch, part], placement) of a named schedule: those of `make_schedule`."""
+    recipe = schedules.recipe(name, num_stages, num_microbatches, num_chunks)
+    run = _Run(num_stages, num_microbatches, recipe.num_chunks, recipe.placement, recipe.orders)
+    return (run.fused() if recipe.fused_backward else run.filled(recipe.limit, recipe.run_ahead)), recipe.placement
+
+
+class _Run:
+    """Stages that go through their orders, a tick at a time; `ticks` is flat, with one entry that is always there."""
+
+    def __init__(self, num_stages, num_microbatches, num_chunks, placement, orders):
+        self.num_stages, self.num_microbatches = num_stages, num_microbatches
+        self.num_parts = num_stages * num_chunks
+        self.placement = placement
+        self.shape = (3, num_microbatches, self.num_parts)
+        self.ticks = np.full(3 * num_microbatches * self.num_parts + 1, NEVER)
+        self.ticks[-1] = -1
+        self.length = np.array([len(order) for order in orders])
+        depth = int(self.length.max())
+        self.kind, self.micro, self.chunk = (np.zeros((num_stages, depth + 1), int) for _ in range(3))
+        for stage, order in enumerate(orders):
+            n = len(order)
+            self.kind[stage, :n] = ["FBW".index(action[0]) for action in order]
+            self.micro[stage, :n] = [action[1] for action in order]
+            self.chunk[stage, :n] = [action[2] for action in order]
+        self.every = np.arange(num_stages)
+        self.part = self.part_of(self.every[:, None], self.chunk)
+
+    def part_of(self, stage, chunk):
+        looped = chunk * self.num_stages + stage
+        return np.where((self.placement == "v") & (chunk == 1), 2 * self.num_stages - 1 - stage, looped)
+
+    def at(self, kind, micro, part):
+        return (kind * self.num_microbatches + micro) * self.num_parts + part
+
+    def needs(self, kind, micro, part, fused: bool):
+        """Two entries that an action waits for; the last entry where there is nothing."""
+        nothing = len(self.ticks) - 1
+        before = np.where(part > 0, self.at(0, micro, part - 1), nothing)
+        own = np.where(kind == 1, self.at(0, micro, part), self.at(1, micro, part))
+        after = np.where(part < self.num_parts - 1, self.at(2 if fused else 1, micro, part + 1), nothing)
+        return np.where(kind == 0, before, own), np.where(kind == 1, after, nothing)
+
+    def fused(self) -> np.ndarray:
+        """As `from_orders`: every stage its next action, as soon as it can."""
+        own = self.at(self.kind, self.micro, self.part)
+        first, second = self.needs(self.kind, self.micro, self.part, fused=True)
+        position, tick = np.zeros(self.num_stages, int), 0
+        while (position < self.length).any():
+            here = (self.every, position)
+            ready = (position < self.length) & (self.ticks[first[here]] < tick) & (self.ticks[second[here]] < tick)
+            self.ticks[own[here][ready]] = tick
+            position += ready
+            tick += 1
+        return self.ticks[:-1].reshape(self.shape)
+
+    def filled(self, limit: int, run_ahead: bool) -> np.ndarray:
+        """As `schedules._fill`: F and B in order, W where neither can run, early forwards where they may."""
+        own = self.at(self.kind, self.micro, self.part)
+        first, second = self.needs(self.kind, self.micro, self.part, fused=False)
+        position, forwards, held, paid, owes = (np.zeros(self.num_stages, int) for _ in range(5))
+        owed = np.zeros((self.num_stages, self.num_microbatches * self.num_parts + 1), int)  # entries of W, in order
+        chunk_0 = self.part_of(self.every, np.zeros(self.num_stages, int))
+        left, tick = 3 * self.num_microbatches * self.num_parts, 0
+        while left:
+            while (skip := (position < self.length) & (self.ticks[own[self.every, position]] < NEVER)).any():
+                position += skip
+            here = (self.every, position)
+            is_f, owing = self.kind[here] == 0, owes > paid
+            ordered = (position < self.length) & ~(is_f & (held >= limit) & owing)
+            ordered &= (self.ticks[first[here]] < tick) & (self.ticks[second[here]] < tick)
+            weights = ~ordered & owing
+            early = np.zeros(self.num_stages, bool)
+            if run_ahead:
+                early = ~ordered & ~weights & (forwards < self.num_microbatches) & (held < limit - 1)
+                early &= self.ticks[self.needs(0, forwards, chunk_0, False)[0]] < tick
+            self.ticks[own[here][ordered]] = tick
+            self.ticks[owed[self.every, paid][weights]] = tick
+            self.ticks[self.at(0, forwards, chunk_0)[early]] = tick
+            ran_f, ran_b = (ordered & is_f) | early, ordered & ~is_f
+            owed[self.every[ran_b], owes[ran_b]] = self.at(2, self.micro[here], self.part[here])[ran_b]
+            held += ran_f
+            held -= weights
+            forwards += (ordered & is_f & (self.chunk[here] == 0)) | early
+            owes += ran_b
+            paid += weights
+            left -= int(ran_f.sum() + ran_b.sum() + weights.sum())
+            tick += 1
+        return self.ticks[:-1].reshape(self.shape)

@@ -1,0 +1,395 @@
+"""Every layout a model can have on a cluster, as numpy columns: enumerated by the rules of `RunConfig`, scored, ranked.
+
+Nothing is traced and no device is used; `memory` and `time_model` do the arithmetic, a column at a time. A layout is
+enumerated once: of settings that give the same program (`RunConfig.warnings` says which change nothing) only the plain
+one is here.
+
+Schedules: one tick is one F, B or W of one chunk, and every stage waits for its neighbours after it, as our executor
+does (docs/schedules.md). With whole blocks recomputed a B lasts two ticks' time, and lock-step makes the others wait;
+the F of the last part includes the head.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+import numpy as np
+
+from jaxdist.config import ModelConfig, ParallelConfig, RunConfig, divisors
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import AVAILABLE_AXES, AXES, MeshShape
+from jaxdist.parallel.schedules import NAMES, SCHEDULES, divide_layers
+from jaxdist.plan.formulas import ModelShape
+from jaxdist.plan.hardware import Cluster
+from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes
+from jaxdist.plan.schedule_facts import schedule_facts
+from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
+
+# ------------------------------------------------------------------------------------------------------- enumeration
+
+INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
+INTEGERS += ("every", "selective")
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Layouts as integer columns of one length.
+
+    keep: ZeRO-3 without dropping weights after forward. schedule: index in `schedules.NAMES`; where pp is 1 it is that
+    of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
+    micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed.
+    """
+
+    pp: np.ndarray
+    replica: np.ndarray
+    dp: np.ndarray
+    ep: np.ndarray
+    cp: np.ndarray
+    tp: np.ndarray
+    zero: np.ndarray
+    sp: np.ndarray
+    keep: np.ndarray
+    schedule: np.ndarray
+    chunks: np.ndarray
+    microbatches: np.ndarray
+    accumulate: np.ndarray
+    rows: np.ndarray
+    every: np.ndarray
+    selective: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pp)
+
+    def take(self, index) -> "Candidates":
+        """The rows of an index, a mask or a slice."""
+        return Candidates(*(getattr(self, name)[index] for name in INTEGERS))
+
+    def parallel(self, index: int, base: ParallelConfig | None = None) -> ParallelConfig:
+        """The settings of one layout; what is not searched is as in `base`."""
+        row = {name: int(getattr(self, name)[index]) for name in INTEGERS}
+        plain, pipeline = ParallelConfig(), {}
+        if row["pp"] > 1:
+            pipeline = {"schedule": NAMES[row["schedule"]], "microbatches": row["microbatches"]}
+            if pipeline["schedule"] == "interleaved":
+                pipeline["chunks"] = row["chunks"]
+        return replace(
+            base or plain,
+            mesh=MeshShape(**{axis: row[axis] for axis in AXES}),
+            zero=row["zero"],
+            sp=bool(row["sp"]),
+            accumulate=row["accumulate"],
+            remat=remat_word(row["every"], row["selective"]),
+            reshard_after_forward=not row["keep"],
+            **{"schedule": plain.schedule, "microbatches": None, "chunks": None, "stages": plain.stages, **pipeline},
+        )
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Candidates":
+        """One layout that somebody chose, as columns of length one."""
+        parallel, schedule = config.parallel, config.parallel.pipeline
+        mesh = parallel.mesh
+        micro = parallel.num_microbatches
+        row = {axis: getattr(mesh, axis) for axis in AXES} | {
+            "zero": parallel.zero if mesh.dp > 1 else 0,
+            "sp": parallel.sp and mesh.tp > 1,
+            "keep": parallel.zero == 3 and mesh.dp > 1 and not parallel.reshard_after_forward,
+            "schedule": NAMES.index(schedule.name if schedule is not None else "1f1b"),
+            "chunks": 1 if schedule is None else schedule.num_chunks,
+            "microbatches": micro,
+            "accumulate": parallel.accumulate,
+            "rows": config.batch_size // (mesh.replica * mesh.dp * parallel.accumulate * micro),
+            "every": parallel.remat_every,
+            "selective": parallel.remat == "selective",
+        }
+        return cls(*(np.array([int(row[name])]) for name in INTEGERS))
+
+
+def remat_word(every: int, selective: int) -> str:
+    """The word of `ParallelConfig.remat`."""
+    return {0: "selective" if selective else "none", 1: "block"}.get(every, f"every-{every}")
+
+
+def enumerate_layouts(model: ModelConfig, num_devices: int, batch_size: int, optimizer: str = "adamw") -> Candidates:
+    """Every distinct layout of `num_devices` devices that `RunConfig` accepts with `stages="even"`.
+
+    Left out, because another layout here is the same program or never worse: settings that change nothing; under pp,
+    every-K where a smaller K makes as many groups of the layers of a part, and chunks where fewer of them are as short.
+    Raises: ConfigError where there is none.
+    """
+    blocks = [layouts_of_mesh(model, mesh, batch_size) for mesh in _meshes(model, num_devices, batch_size)]
+    if optimizer == "adafactor":  # needs whole parameters on every rank
+        blocks = [block.take((block.pp == 1) & (block.tp == 1) & (block.zero == 0)) for block in blocks]
+    if not any(map(len, blocks)):
+        raise ConfigError(
+            f"{num_devices} devices for a batch of {batch_size} sequences",
+            f"no mesh of {', '.join(AVAILABLE_AXES)} divides {model.num_layers} layers, {model.num_heads} heads, an "
+            f"FFN of {model.ffn_width} and the batch over them",
+            f"Use a batch that is a multiple of {num_devices}, or fewer devices",
+        )
+    return Candidates(*(np.concatenate([getattr(block, name) for block in blocks]) for name in INTEGERS))
+
+
+def _meshes(model: ModelConfig, num_devices: int, batch_size: int) -> Iterator[dict[str, int]]:
+    def split(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
+        if not axes:
+            if left == 1:
+                yield {}
+            return
+        for size in divisors(left):
+            if size == 1 or axes[0] in AVAILABLE_AXES:
+                yield from ({axes[0]: size} | rest for rest in split(axes[1:], left // size))
+
+    for mesh in split(AXES, num_devices):
+        splits_heads = model.num_heads % mesh["tp"] == 0 and model.ffn_width % mesh["tp"] == 0
+        if splits_heads and mesh["pp"] <= model.num_layers and batch_size % (mesh["replica"] * mesh["dp"]) == 0:
+            yield mesh
+
+
+def layouts_of_mesh(model: ModelConfig, mesh: dict[str, int], batch_size: int) -> Candidates:
+    """Every layout of one mesh: what concerns layers, times what concerns ZeRO and sp, times how the batch is cut."""
+    per_rank = batch_size // (mesh["replica"] * mesh["dp"])
+    pp = mesh["pp"]
+    # (zero, keep)
+    states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if mesh["dp"] > 1 else [(0, 0)]
+    splits = [0, 1] if mesh["tp"] > 1 and model.seq_len % mesh["tp"] == 0 else [0]
+    # (schedule, chunks, every, selective)
+    if pp == 1:
+        layers = [(NAMES.index("1f1b"), 1, *again) for again in _remats(divisors(model.num_layers))]
+    else:
+        layers = [
+            (index, chunks, *again)
+            for index, kind in enumerate(SCHEDULES.values())
+            for chunks in (_chunk_counts(model.num_layers, pp) if kind.any_chunks else [kind.chunks])
+            if pp * chunks <= model.num_layers
+            for again in _remats(_group_sizes(-(-model.num_layers // (pp * chunks))))
+        ]
+    # (microbatches, accumulate, rows)
+    cuts = [
+        (micro, accumulate, per_rank // micro // accumulate)
+        for micro in (divisors(per_rank) if pp > 1 else [1])
+        for accumulate in divisors(per_rank // micro)
+    ]
+    grid = np.indices((len(layers), len(states), len(splits), len(cuts))).reshape(4, -1)
+    schedule, chunks, every, selective = np.array(layers)[grid[0]].T
+    zero, keep = np.array(states)[grid[1]].T
+    micro, accumulate, rows = np.array(cuts)[grid[3]].T
+    sizes = {axis: np.full(grid.shape[1], mesh[axis]) for axis in AXES}
+    found = Candidates(
+        **sizes,
+        zero=zero,
+        sp=np.array(splits)[grid[2]],
+        keep=keep,
+        schedule=schedule,
+        chunks=chunks,
+        microbatches=micro,
+        accumulate=accumulate,
+        rows=rows,
+        every=every,
+        selective=selective,
+    )
+    return found.take((keep == 0) | (every == 0))  # recomputed blocks are gathered again all the same
+
+
+def _chunk_counts(num_layers: int, pp: int) -> list[int]:
+    """Chunks of the interleaved schedule, at least 2: the fewest for each number of layers of the largest."""
+    fewest = {-(-num_layers // (pp * chunks)): chunks for chunks in range(num_layers // pp, 1, -1)}
+    return sorted(fewest.values())
+
+
+def _remats(group_sizes: list[int]) -> list[tuple[int, int]]:
+    """(every, selective): none, selective, and every group size."""
+    return [(0, 0), (0, 1), *((size, 0) for size in group_sizes)]
+
+
+@cache
+def _group_sizes(num_layers: int) -> list[int]:
+    """Sizes of groups that cut a part's layers in different numbers of groups; the smallest for each number."""
+    smallest = {-(-num_layers // size): size for size in range(num_layers, 0, -1)}
+    return sorted(smallest.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- scoring
+
+UNCALIBRATED = Efficiency()
+BLOCK = 1 << 15  # layouts scored at a time: their columns stay in the cache
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Layouts with what they are predicted to take: seconds of an update, bytes of a device."""
+
+    base: RunConfig
+    cluster: Cluster
+    layouts: Candidates
+    time: StepTime
+    memory: ProgramBytes
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    def take(self, index) -> "Scored":
+        time, memory = (
+            type(part)(**{field.name: getattr(part, field.name)[index] for field in fields(part)})
+            for part in (self.time, self.memory)
+        )
+        return Scored(self.base, self.cluster, self.layouts.take(index), time, memory)
+
+    def config(self, index: int) -> RunConfig:
+        """The run of one layout. Builds it, so it is checked by every rule of `RunConfig`."""
+        return replace(self.base, parallel=self.layouts.parallel(index, self.base.parallel))
+
+
+def score(
+    base: RunConfig,
+    layouts: Candidates,
+    cluster: Cluster,
+    attention: str = "xla",
+    efficiency: Efficiency = UNCALIBRATED,
+) -> Scored:
+    """Step time and memory of every layout; model, precision, optimiser and batch are those of `base`.
+
+    attention: what runs on the cluster, "cudnn" or "xla" (`jaxdist.step.choose_attention`).
+    Raises: ConfigError for a dtype that the accelerator has no peak for.
+    """
+    blocks = [
+        _score_block(base, layouts.take(slice(start, start + BLOCK)), cluster, attention, efficiency)
+        for start in range(0, len(layouts), BLOCK)
+    ]
+
+    def joined(kind, name):
+        parts = [getattr(block, name) for block in blocks]
+        return kind(
+            **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(kind)}
+        )
+
+    return Scored(base, cluster, layouts, joined(StepTime, "time"), joined(ProgramBytes, "memory"))
+
+
+@dataclass(frozen=True, eq=False)
+class Pipelines:
+    """Columns of what the tables of the layouts say; without a pipeline, a table of one stage that keeps nothing."""
+
+    bubble: np.ndarray
+    sends: np.ndarray
+    num_messages: np.ndarray
+    num_until_b: np.ndarray
+    num_until_w: np.ndarray
+    num_handed: np.ndarray
+    depth: np.ndarray
+    last_part: np.ndarray
+
+
+def pipelines(model: ModelConfig, layouts: Candidates) -> Pipelines:
+    """The facts of every layout's schedule, and the layers of its largest and of its last part."""
+    again = (layouts.every > 0).astype(int)
+    kinds, index = distinct(layouts.pp, layouts.schedule, layouts.microbatches, layouts.chunks, again)
+    rows = []
+    for pp, schedule, micro, chunks, again in kinds:
+        parts = divide_layers(model.num_layers, pp * chunks)
+        row = (0.0, 0.0, 0, 0, 0, 0)
+        if pp > 1:
+            facts = schedule_facts(NAMES[schedule], pp, micro, chunks)
+            bubble = facts.recompute_bubble if again else facts.bubble
+            slots = (facts.num_messages, facts.num_until_b, facts.num_until_w, facts.num_handed)
+            row = (bubble, facts.sends / micro, *slots)
+        rows.append((*row, max(parts), parts[-1]))
+    columns = np.array(rows)[index].T
+    return Pipelines(*columns[:2], *columns[2:].astype(int))
+
+
+def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> Scored:
+    model, precision = base.model, base.precision
+    table = pipelines(model, layouts)
+    deepest = layouts.chunks * table.depth
+    layout = Layout(
+        **{axis: getattr(layouts, axis) for axis in AXES if axis != "ep"},
+        microbatches=layouts.accumulate * layouts.microbatches,
+        pipeline_microbatches=layouts.microbatches,
+        rows=layouts.rows,
+        zero=layouts.zero,
+        sp=layouts.sp == 1,
+        remat=remat_words(layouts),
+        chunks=layouts.chunks,
+        bubble=table.bubble,
+        most_layers=deepest,
+        # The last part's F includes the head; only its F may be shorter for that than the others' in lock-step.
+        last_layers=deepest - (table.depth - table.last_part) / 3,
+        gathers=weight_gathers(layouts),
+        gradient_bytes=np.dtype(precision.reduction_dtype.replace("bfloat16", "float16")).itemsize,
+        overlap_dp=layouts.zero >= 2,  # 0 and 1 reduce after backward, and every layout over replica
+        overlap_across=False,
+        flash=attention == "cudnn",
+        dropout=model.dropout > 0,
+        sends=table.sends,
+        shared_root=layouts.pp > 1,
+    )
+    time = step_time(ModelShape.of(model), layout, cluster, efficiency, precision.dtype)
+    time = StepTime(
+        **{field.name: np.broadcast_to(getattr(time, field.name), len(layouts)) for field in fields(StepTime)}
+    )
+    return Scored(base, cluster, layouts, time, program_bytes(base, layouts, table, attention))
+
+
+def weight_gathers(layouts: Candidates) -> np.ndarray:
+    """How often a micro-batch gathers a layer's ZeRO-3 weights. A test compares it with the trace."""
+    alone = layouts.pp == 1
+    thrice = np.where(alone, layouts.every > 1, layouts.every > 0)  # forward, forward again, backward
+    return np.where(thrice, 3, np.where(alone & (layouts.keep == 1), 1, 2))
+
+
+def remat_words(layouts: Candidates) -> np.ndarray:
+    """The words of `ParallelConfig.remat`, as a column."""
+    kinds, index = distinct(layouts.every, layouts.selective)
+    return np.array([remat_word(*kind) for kind in kinds])[index]
+
+
+# ----------------------------------------------------------------------------------------------------------- ranking
+
+USABLE = 0.9  # of a device's memory; the rest is for the driver, communication buffers and fragmentation
+
+
+def usable_bytes(cluster: Cluster) -> float:
+    """Bytes of a device that a plan may fill."""
+    return USABLE * cluster.hardware.memory_bytes
+
+
+def rank(scored: Scored) -> np.ndarray:
+    """Indices of the layouts, best first: those that fit by time, then the others by memory."""
+    total, seconds = scored.memory.total, scored.time.total
+    fits = total <= usable_bytes(scored.cluster)
+    return np.lexsort((total, np.where(fits, seconds, total), ~fits))
+
+
+def best_of_each_mesh(scored: Scored, order: np.ndarray) -> np.ndarray:
+    """Of ranked indices, the first of every mesh."""
+    layouts = scored.layouts
+    mesh = np.zeros(len(layouts), int)
+    for axis in AXES:
+        mesh = mesh * (1 << 10) + getattr(layouts, axis)
+    return order[np.sort(np.unique(mesh[order], return_index=True)[1])]
+
+
+def pareto(*columns: np.ndarray) -> np.ndarray:
+    """Indices of the rows that no other row is at least as good as in every column and better in one (less is better),
+    by the first column."""
+    order = np.lexsort(columns[::-1])
+    front: list[int] = []
+    best = np.empty((0, len(columns)))
+    table = np.stack(columns, axis=1)
+    for index in order:
+        row = table[index]
+        if not (best <= row).all(axis=1).any():
+            front.append(int(index))
+            best = np.vstack([best, row])
+    return np.array(front, int)
+
+
+def search(
+    base: RunConfig,
+    cluster: Cluster,
+    attention: str = "xla",
+    efficiency: Efficiency = UNCALIBRATED,
+) -> Scored:
+    """Every layout of the cluster's devices, scored. Raises: ConfigError as `enumerate_layouts` and `score`."""
+    layouts = enumerate_layouts(base.model, cluster.num_devices, base.batch_size, base.optimizer.name)
+    return score(base, layouts, cluster, attention, efficiency)

@@ -1,0 +1,314 @@
+"""The search: every layout and only legal ones, schedule facts as the tables say, memory as the trace keeps it."""
+
+import dataclasses
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+
+from jaxdist.config import PRESETS, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, divisors
+from jaxdist.errors import ConfigError
+from jaxdist.layout import local_bytes
+from jaxdist.mesh import AVAILABLE_AXES, MeshShape, make_abstract_mesh
+from jaxdist.parallel.pipeline import lower, receiving_ticks
+from jaxdist.parallel.schedules import NAMES, SCHEDULES, Costs, make_schedule, simulate
+from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.program_memory import (
+    FETCHED,
+    HANDED,
+    SCAN,
+    UNTIL_B,
+    UNTIL_W,
+    kept_arrays,
+    kept_bytes,
+    program_bytes,
+)
+from jaxdist.plan.schedule_facts import ScheduleFacts, facts_of, schedule_facts, table_facts, ticks_of
+from jaxdist.plan.search import (
+    INTEGERS,
+    Candidates,
+    enumerate_layouts,
+    pareto,
+    pipelines,
+    rank,
+    score,
+    search,
+    usable_bytes,
+    weight_gathers,
+)
+from jaxdist.plan.trace import equations
+from jaxdist.step import build_program
+
+SMALL = ModelConfig(num_layers=4, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=250)
+H100 = Cluster(find_hardware("h100"))
+
+
+def base(model=SMALL, batch_size=16, **kwargs) -> RunConfig:
+    return RunConfig(model, batch_size=batch_size, **kwargs)
+
+
+# --------------------------------------------------------------------------------------------------------- schedules
+
+
+def chunks_of(name: str) -> tuple[int, ...]:
+    return (2, 3) if name == "interleaved" else (SCHEDULES[name].chunks,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schedule_facts_are_those_of_the_table(name):
+    for stages, chunks in itertools.product((2, 3, 4, 6), chunks_of(name)):
+        for microbatches in (1, 2, stages, 2 * stages + 1):
+            schedule = make_schedule(name, stages, microbatches, chunks)
+            facts, lowered = table_facts(schedule), lower(schedule)
+            receives = receiving_ticks(lowered.instructions)
+            assert facts == ScheduleFacts(
+                num_ticks=schedule.num_ticks,
+                recompute_span=simulate(schedule, Costs(1, 2, 1)).makespan,
+                sends=receives["from_before"].sum() + receives["from_after"].sum(),
+                num_messages=lowered.num_messages,
+                num_until_b=lowered.num_until_b,
+                num_until_w=lowered.num_until_w,
+                num_handed=lowered.num_handed,
+                work=microbatches * chunks,
+            )
+            assert math.isclose(facts.bubble, simulate(schedule).idle_over_ideal, abs_tol=1e-12)
+            ticks, placement = ticks_of(name, stages, microbatches, chunks)
+            assert facts_of(ticks, stages, placement) == facts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_micro_batches_extend_linearly(name):
+    for stages, chunks in itertools.product((2, 3, 4, 5), chunks_of(name)):
+        for microbatches in (4 * stages + 1, 5 * stages, 7 * stages - 1):
+            direct = dataclasses.asdict(table_facts(make_schedule(name, stages, microbatches, chunks)))
+            extended = dataclasses.asdict(schedule_facts(name, stages, microbatches, chunks))
+            span, other = direct.pop("recompute_span"), extended.pop("recompute_span")
+            assert extended == direct
+            assert abs(other / span - 1) < 0.03
+
+
+# ------------------------------------------------------------------------------------------------------- enumeration
+
+CASES = [
+    (SMALL, 8, 16),
+    (dataclasses.replace(SMALL, num_layers=6, num_heads=4), 4, 12),
+    (dataclasses.replace(SMALL, num_layers=5, seq_len=30), 6, 24),
+]
+
+
+@pytest.mark.parametrize("model, devices, batch", [*CASES, (PRESETS["7b"], 64, 128), (PRESETS["gpt2-1.5b"], 50, 100)])
+def test_every_candidate_is_a_legal_run_without_idle_settings(model, devices, batch):
+    found = enumerate_layouts(model, devices, batch)
+    for index in random.Random(0).sample(range(len(found)), min(len(found), 150)):
+        config = RunConfig(model, found.parallel(index), batch_size=batch)
+        assert config.parallel.mesh.num_devices == devices
+        assert not [note for note in config.warnings() if "changes nothing" in note or "nothing is sharded" in note]
+        again = Candidates.of(config)
+        assert {name: getattr(again, name)[0] for name in INTEGERS} == {
+            name: getattr(found, name)[index] for name in INTEGERS
+        }
+
+
+@pytest.mark.parametrize("model, devices, batch", CASES)
+def test_no_legal_layout_is_missing(model, devices, batch):
+    found = enumerate_layouts(model, devices, batch)
+    rows = [tuple(row) for row in np.stack([getattr(found, name) for name in INTEGERS], axis=1).tolist()]
+    assert len(rows) == len(set(rows))
+    known, missing = set(rows), []
+    for parallel in every_setting(model, devices, batch):
+        try:
+            config = RunConfig(model, parallel, batch_size=batch)
+        except ConfigError:
+            continue
+        idle = ("changes nothing", "nothing is", "all the same")
+        if any(word in note for note in config.warnings() for word in idle):
+            continue
+        row = tuple(int(getattr(Candidates.of(config), name)[0]) for name in INTEGERS)
+        if row not in known:
+            missing.append(config)
+    # What is left out is never better than something that is there.
+    everything = score(base(model, batch), found, H100)
+    for config in missing:
+        assert config.parallel.mesh.pp > 1 and (config.parallel.remat_every > 1 or config.parallel.chunks > 2)
+        left_out = score(config, Candidates.of(config), H100)
+        as_good = (everything.memory.total <= left_out.memory.total[0] * (1 + 1e-9)) & (
+            everything.time.total <= left_out.time.total[0] * (1 + 1e-9)
+        )
+        same = np.ones(len(found), bool)
+        for name in ("pp", "replica", "dp", "tp", "zero", "sp", "microbatches", "accumulate", "schedule"):
+            same &= getattr(found, name) == getattr(Candidates.of(config), name)[0]
+        assert (as_good & same).any(), config.parallel
+
+
+def every_setting(model, devices, batch):
+    """Settings of every kind on every mesh, legal or not."""
+    sizes = divisors(devices)
+    for shape in itertools.product(sizes, repeat=len(AVAILABLE_AXES)):
+        if math.prod(shape) != devices:
+            continue
+        mesh = MeshShape(**dict(zip(AVAILABLE_AXES, shape, strict=True)))
+        pipelines_of = [(None, None, None)]
+        if mesh.pp > 1:
+            pipelines_of = [
+                (name, chunks, micro)
+                for name in NAMES
+                for chunks in (range(2, 6) if name == "interleaved" else [None])
+                for micro in divisors(batch)
+            ]
+        for (name, chunks, micro), zero, keep, sp in itertools.product(
+            pipelines_of, range(4), (True, False), (False, True)
+        ):
+            if (not keep and zero != 3) or (sp and mesh.tp == 1) or (zero and mesh.dp == 1):
+                continue
+            for remat, accumulate in itertools.product(("none", "selective", "block", "every-2", "every-3"), (1, 2, 3)):
+                schedule = {} if name is None else {"schedule": name, "chunks": chunks, "microbatches": micro}
+                try:
+                    yield ParallelConfig(
+                        mesh=mesh,
+                        zero=zero,
+                        sp=sp,
+                        reshard_after_forward=keep,
+                        remat=remat,
+                        accumulate=accumulate,
+                        **schedule,
+                    )
+                except ConfigError:
+                    continue
+
+
+def test_adafactor_has_whole_parameters_alone():
+    found = enumerate_layouts(SMALL, 8, 16, "adafactor")
+    assert len(found) and set(found.pp) == set(found.tp) == {1} and set(found.zero) == {0}
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_with_a_remedy():
+    with pytest.raises(ConfigError, match="multiple of 7"):
+        enumerate_layouts(SMALL, 7, 16)
+
+
+# ----------------------------------------------------------------------------------------------------------- scoring
+
+
+def test_a_layout_alone_has_the_score_it_has_among_all():
+    found = search(base(precision=PrecisionConfig("bfloat16")), H100)
+    for index in (0, len(found) // 2, len(found) - 1):
+        alone = score(found.config(index), Candidates.of(found.config(index)), H100)
+        assert alone.time.total[0] == found.time.total[index]
+        assert alone.memory.total[0] == found.memory.total[index]
+
+
+def test_ranking_puts_what_fits_first_and_the_front_is_not_beaten():
+    config = RunConfig(PRESETS["7b"], precision=PrecisionConfig("bfloat16"), batch_size=32)
+    found = search(config, H100, "cudnn")
+    order = rank(found)
+    fits = (found.memory.total <= usable_bytes(H100))[order]
+    assert fits.any() and not fits.all() and (np.diff(fits.astype(int)) <= 0).all()
+    assert (np.diff(found.time.total[order][fits]) >= 0).all()
+    rows = np.stack([found.memory.total, found.time.total], axis=1)
+    front = pareto(*rows.T)
+    for index in front:
+        better = (rows <= rows[index]).all(axis=1) & (rows < rows[index]).any(axis=1)
+        assert not better.any()
+    for index in random.Random(1).sample(range(len(rows)), 200):
+        assert any((rows[f] <= rows[index]).all() for f in front)
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+STATES = [
+    ("dp=2", {"zero": 0}, "adamw", "float32"),
+    ("dp=4", {"zero": 1}, "adamw", "bfloat16"),
+    ("dp=3", {"zero": 3}, "lion", "bfloat16"),
+    ("dp=4,tp=2", {"zero": 2}, "sgd", "float32"),
+    ("pp=3,dp=2", {"zero": 1}, "adamw", "bfloat16"),
+    ("pp=3,dp=2", {"zero": 3, "schedule": "interleaved", "chunks": 2}, "adamw", "float16"),
+    ("dp=2", {}, "adafactor", "float32"),
+]
+
+
+def traced(config: RunConfig):
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    return program, program.step.trace(program.abstract_state(), program.abstract_batch())
+
+
+def mesh_of(text: str) -> MeshShape:
+    return MeshShape(**{axis: int(size) for axis, size in (part.split("=") for part in text.split(","))})
+
+
+@pytest.mark.parametrize("mesh, more, optimizer, dtype", STATES)
+def test_state_bytes_are_those_of_the_program(mesh, more, optimizer, dtype):
+    model = dataclasses.replace(SMALL, num_layers=8, width=256, num_heads=8, vocab_size=1000)
+    config = RunConfig(
+        model,
+        ParallelConfig(mesh=mesh_of(mesh), **more),
+        OptimizerConfig(optimizer),
+        PrecisionConfig(dtype),
+        batch_size=72,
+    )
+    layout = Candidates.of(config)
+    found = program_bytes(config, layout, pipelines(model, layout), "xla")
+    state = build_program(config, make_abstract_mesh(config.parallel.mesh)).abstract_state()
+    assert abs(float(found.parameters[0] + found.optimizer[0]) - local_bytes(state)) <= 64  # counters
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tp, sp", [(1, False), (4, False), (4, True)])
+def test_what_a_layer_keeps_is_what_the_trace_keeps(dtype, tp, sp):
+    model = dataclasses.replace(SMALL, width=256, ffn_width=1024, seq_len=128, vocab_size=512)
+    itemsize = np.dtype("float16" if dtype == "bfloat16" else dtype).itemsize
+    unit = 2 * model.seq_len * model.width / tp  # bytes of a 16-bit activation
+
+    def predicted(context, selective):
+        arrays = kept_arrays(context, "xla", selective, sp, itemsize == 4)
+        return kept_bytes(model, arrays, 1, tp, sp, itemsize, 4)
+
+    for remat, zero, keep in (("none", 0, False), ("selective", 0, False), ("none", 3, False), ("none", 3, True)):
+        parallel = ParallelConfig(
+            mesh=MeshShape(dp=2, tp=tp), zero=zero, sp=sp, remat=remat, reshard_after_forward=not keep
+        )
+        _, trace = traced(RunConfig(model, parallel, precision=PrecisionConfig(dtype), batch_size=2))
+        kept = max(
+            size_of(eqn.outvars[eqn.params["num_carry"] :]) / model.num_layers
+            for eqn, *_ in equations(trace.jaxpr)
+            if eqn.primitive.name == "scan" and eqn.params["length"] == model.num_layers
+        )
+        context = FETCHED if zero == 3 and not keep else SCAN
+        extra = keep * 2 * model.width * model.ffn_width / tp * itemsize
+        assert abs(predicted(context, remat == "selective") + extra - kept) < 0.2 * unit, (remat, zero, keep)
+
+    for remat in ("none", "selective"):
+        parallel = ParallelConfig(mesh=MeshShape(pp=2, tp=tp), sp=sp, remat=remat, schedule="zb-h1", microbatches=4)
+        config = RunConfig(model, parallel, precision=PrecisionConfig(dtype), batch_size=4)
+        _, trace = traced(config)
+        lowered = lower(parallel.pipeline)
+        slots = {UNTIL_B: lowered.num_until_b, UNTIL_W: lowered.num_until_w, HANDED: lowered.num_handed}
+        for eqn, *_ in equations(trace.jaxpr):
+            if (name := eqn.params.get("name")) in slots:
+                kept = size_of(eqn.outvars) / slots[name] / 2
+                assert abs(predicted(name, remat == "selective") - kept) < 0.05 * unit, (remat, name)
+
+
+def size_of(variables) -> int:
+    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
+
+
+GATHERS = [("dp=4", {}), ("dp=4", {"reshard_after_forward": False}), ("dp=4", {"remat": "block"})]
+GATHERS += [("dp=4", {"remat": "every-2"}), ("pp=2,dp=4", {}), ("pp=2,dp=4", {"remat": "block"})]
+
+
+@pytest.mark.parametrize("mesh, more", GATHERS)
+def test_zero_3_gathers_its_weights_as_often_as_the_program(mesh, more):
+    model = dataclasses.replace(SMALL, width=128, ffn_width=512, vocab_size=100, seq_len=16)
+    shape = mesh_of(mesh)
+    micro = 4 if shape.pp > 1 else None
+    # One gather a leaf: in a bucket, large leaves would travel again with the small ones that W needs.
+    parallel = ParallelConfig(mesh=shape, zero=3, microbatches=micro, grad_sync="per-parameter", **more)
+    config = RunConfig(model, parallel, precision=PrecisionConfig("bfloat16"), batch_size=16)
+    program, trace = traced(config)
+    sent = sum(c.sent_bytes(shape) for c in program.collectives_of(trace) if c.kind == "all_gather")
+    micro = config.parallel.num_microbatches
+    layers = 2 * 12 * model.width**2 * model.num_layers // shape.pp * (shape.dp - 1) // shape.dp * micro
+    times = int(weight_gathers(Candidates.of(config))[0])
+    assert times <= sent / layers < times + 0.9  # the token table besides
