@@ -3,6 +3,7 @@
 python -m experiments.plan --model 7b --hardware h200 --nodes 8
 python -m experiments.plan --model 7b --hardware h100 --tokens 300e9 --deadline 30d --price-per-hour 2.5
 python -m experiments.plan --model 7b --hardware h200 --mesh dp=8,tp=8 --zero 1
+python -m experiments.plan --model 7b --hardware h200 --nodes 8 --compile h200 --prove 3
 """
 
 import dataclasses
@@ -25,11 +26,16 @@ from experiments.cli import CommonFlags, flags_of, refuse_ignored, require_writa
 from experiments.plan_page import page
 from jaxdist.config import Dtype, Preset, RunConfig
 from jaxdist.errors import ConfigError
+from jaxdist.layout import make_layout
+from jaxdist.model import declare
 from jaxdist.parallel.schedules import NAMES
 from jaxdist.plan import explain
+from jaxdist.plan.communication import predicted
+from jaxdist.plan.compile import TARGETS, has_cuda_compiler, without_devices
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
 from jaxdist.plan.formulas import GIB, Cost
 from jaxdist.plan.hardware import Cluster, find_hardware, price
+from jaxdist.plan.levels import Levels, levels
 from jaxdist.plan.search import (
     Candidates,
     Scored,
@@ -83,6 +89,14 @@ class PlanFlags(CommonFlags):
     """Also write the plan to this file."""
     html: str | None = None
     """Also write a page with pictures to this file."""
+    trace: bool = False
+    """Also trace the step of the best layout: what it keeps and sends, from the program itself."""
+    compile: str | None = None
+    """Also compile it, with no device present: cpu, an NVIDIA card (h200, ...) or a TPU (v5p, ...). Implies --trace."""
+    prove: int = 1
+    """How many of the best layouts to trace or compile."""
+    dump_hlo: str | None = None
+    """Folder for the text of compiled programs."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +157,10 @@ def main(flags: PlanFlags, console: Console) -> int:
     question = ask(flags)
     for name in ("json", "html"):
         require_writable(f"--{name}", getattr(flags, name))
+    proving = flags.trace or flags.compile is not None
+    if proving:
+        require_target(flags.compile)
+        without_devices(question.base.parallel.mesh.num_devices * question.cluster(flags.nodes or 1).num_devices)
 
     # ---- answer ----
     if flags.mesh:
@@ -156,6 +174,8 @@ def main(flags: PlanFlags, console: Console) -> int:
     # ---- report ----
     print_plan(console, plan)
     record = to_json(plan)
+    if proving:
+        record["proven"] = prove(console, plan, flags)
     if flags.json:
         Path(flags.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if flags.html:
@@ -175,7 +195,7 @@ def ask(flags: PlanFlags) -> Question:
     """Every flag, checked. Raises: ConfigError."""
     used = {field.name for field in dataclasses.fields(flags)} - (set() if flags.mesh else LAYOUT_FLAGS) - {"device"}
     refuse_ignored(flags, used, "a layout is searched for, and this names a part of one (--mesh names a whole one)")
-    for name in ("nodes", "devices_per_node", "top", "tokens", "budget", "price_per_hour"):
+    for name in ("nodes", "devices_per_node", "top", "prove", "tokens", "budget", "price_per_hour"):
         value = getattr(flags, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}", "it must be above 0 and finite", "Use 1 or more")
@@ -370,11 +390,7 @@ def check_limits(question: Question, plan: Plan) -> None:
 
 
 def report_layout(flags: PlanFlags, question: Question) -> Plan:
-    """The same report for the one layout that --mesh and the other flags name.
-
-    This is the formula level. What tracing and compiling that very program say belongs beside it, from
-    `question.base` and the cluster.
-    """
+    """The same report for the one layout that --mesh and the other flags name."""
     config = question.base
     devices = config.parallel.mesh.num_devices
     per_node = flags.devices_per_node or question.hardware.devices_per_node
@@ -471,7 +487,7 @@ def assumptions(question: Question) -> list[str]:
     """What the numbers rest on."""
     e = question.efficiency
     return [
-        "Everything here is predicted: nothing was traced, compiled or run.",
+        "Everything above is predicted by closed forms: nothing was run.",
         f"Step time: {e.stack} efficiencies (matmuls {e.matmul:.0%} of peak, HBM {e.hbm:.0%}, links inside a node "
         f"{e.inside:.0%}, between nodes {e.between:.0%}); the bar is ±{e.relative_error:.0%}, more where communication "
         "shows.",
@@ -515,6 +531,113 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print("\n[bold]Run it[/]")
     console.print(plan.command, soft_wrap=True, markup=False)
     console.print("\n" + " ".join(assumptions(question)), style="dim")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trace and compile
+# ---------------------------------------------------------------------------------------------------------------------
+
+MARGIN = 0.10  # by which one level may differ from the one above before the report says so
+
+
+def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
+    """The best layouts again, by formula, trace and (where asked) compiler, side by side."""
+    found, records, lines = plan.found, [], []
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("layout")
+    for title in ("GiB formula", "traced", "compiled", "sent GiB formula", "traced", "compiled", "async"):
+        table.add_column(title, justify="right")
+    for title in ("trace s", "compile s"):
+        table.add_column(title, justify="right")
+    for place, index in enumerate(plan.shown[: flags.prove], start=1):
+        config = found.config(int(index))
+        name = f"{place}. {config.parallel.mesh} ZeRO {config.parallel.zero} {config.parallel.remat}"
+        config, note = with_attention(config, plan.question.attention)
+        with console.status(name):
+            dump = None if flags.dump_hlo is None else str(Path(flags.dump_hlo) / str(place))
+            level = levels(config, flags.compile, num_nodes=found.cluster.num_nodes, dump=dump)
+        formula = float(found.memory.total[int(index)])
+        if note:  # then the formula, too, of the attention that is traced
+            formula = float(score(config, Candidates.of(config), found.cluster, "xla").memory.total[0])
+        layout = make_layout(declare(config.model), config.parallel, config.part_layers)
+        sent = [sum(m.sent_bytes(config.parallel.mesh) for m in predicted(config, layout))]
+        sent += [sum(row.traced_bytes for row in level.sent)]
+        compiled = level.compiled
+        table.add_row(
+            name,
+            *(gib_number(n) for n in (formula, level.predicted.peak, compiled and compiled.peak)),
+            *(gib_number(n) for n in (*sent, total_compiled(level))),
+            "" if compiled is None else f"{compiled.asynchronous} of {len(compiled.collectives)}",
+            f"{level.trace_seconds:.1f}",
+            "" if compiled is None else f"{compiled.seconds:.0f}",
+        )
+        lines += [note] if note else []
+        lines += disagreements(name, formula, level)
+        lines.append(f"{name}: at the peak {largest(level)}.")
+        records.append(
+            {
+                "layout": name,
+                "formula_bytes": formula,
+                "traced_bytes": level.predicted.peak,
+                "compiled_bytes": None if compiled is None else compiled.peak,
+                "sent_formula_bytes": sent[0],
+                "sent": [{**dataclasses.asdict(row), "why": row.why} for row in level.sent],
+                "trace_seconds": level.trace_seconds,
+                "compile_seconds": None if compiled is None else compiled.seconds,
+            }
+        )
+    what = f", compiled for {flags.compile}" if flags.compile else ""
+    console.print(f"\n[bold]The same, traced{what}[/] (bytes on one device; nothing was run)")
+    console.print(table)
+    for line in dict.fromkeys(lines):
+        console.print(f"  • {escape(line)}", soft_wrap=True)
+    return records
+
+
+def require_target(target: str | None) -> None:
+    if target is not None and target not in TARGETS:
+        raise ConfigError(f"--compile {target}", "there is no such target", f"Use {', '.join(TARGETS)}")
+
+
+def with_attention(config: RunConfig, attention: str) -> tuple[RunConfig, str | None]:
+    """The config with the attention that would run; where that cannot be traced here, the written-out one, and why."""
+    note = None
+    if attention == "cudnn" and not has_cuda_compiler():
+        note = (
+            "Flash attention cannot be traced without the CUDA plugin: scores are written out here and counted "
+            "(pip install 'jaxdist[prove-cuda]' needs no card)."
+        )
+        attention = "xla"
+    parallel = replace(config.parallel, attention=attention)
+    return replace(config, parallel=parallel), note
+
+
+def disagreements(name: str, formula: float, level: Levels) -> list[str]:
+    """Where one level differs from the one above by more than the margin, and the largest differences."""
+    found = []
+    traced = level.predicted.peak
+    if abs(formula / traced - 1) > MARGIN:
+        found.append(f"{name}: the formula's memory differs from the trace's by {formula / traced - 1:+.0%}.")
+    if level.peak_error is not None and abs(level.peak_error) > MARGIN:
+        found.append(f"{name}: the trace's memory differs from the compiler's by {level.peak_error:+.0%}.")
+    changed = [row for row in level.sent if row.compiled_count is not None and not row.why.startswith("equal")]
+    for row in changed:
+        found.append(f"{name}: {row.kind} over {','.join(row.axes)}: {row.why}.")
+    return found
+
+
+def total_compiled(level: Levels) -> int | None:
+    """Bytes sent by the compiled program; None where it does not say."""
+    counted = [row.compiled_bytes for row in level.sent]
+    return None if None in counted else sum(counted)
+
+
+def largest(level: Levels) -> str:
+    return ", ".join(f"{gib(num_bytes)} {what}" for num_bytes, what in level.predicted.largest[:4])
+
+
+def gib_number(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / GIB:.2f}"
 
 
 def print_rows(console: Console, rows: list[dict], usable: float) -> None:

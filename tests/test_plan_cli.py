@@ -191,3 +191,16 @@ def test_the_page_is_whole_and_loads_nothing(monkeypatch, capsys, tmp_path):
     for said in ("activations", "capacity 80 GiB", "matmuls", "±", "python -m experiments.train", "uncalibrated"):
         assert said in text
     assert not re.search(r"\bnan\b", text)
+
+
+def test_the_best_layouts_are_traced_and_compiled_beside_the_formula(monkeypatch, capsys):
+    small = ["--model", "proof", "--hardware", "h100", "--devices-per-node", "4", "--global-batch", "16"]
+    code, out, _ = plan(monkeypatch, capsys, *small, "--dtype", "float32", "--compile", "cpu", "--prove", "2")
+    assert code == 0
+    assert "The same, traced, compiled for cpu" in out
+    assert out.count("at the peak") == 2
+
+
+def test_a_target_that_does_not_exist_is_refused_before_anything_is_searched(monkeypatch, capsys):
+    code, _, err = plan(monkeypatch, capsys, "--compile", "abacus")
+    assert code == 2 and "Use cpu, a100-40" in err

@@ -138,7 +138,7 @@ def target_devices(target: str, num_devices: int, num_nodes: int = 1) -> Sequenc
 
 def _cuda_devices(target: str, num_devices: int, num_nodes: int) -> Sequence:
     version = jax.__version__
-    if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+    if not has_cuda_compiler():
         _refuse(target, f"jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} nvidia-cuda-nvcc nvidia-cudnn-cu13")
     if num_devices % num_nodes:
         raise ConfigError(
@@ -148,6 +148,11 @@ def _cuda_devices(target: str, num_devices: int, num_nodes: int) -> Sequence:
 
     layout = f"{num_nodes}x1x{num_devices // num_nodes}"
     return topologies.get_topology_desc(target, "cuda", target_config=_card(target), topology=layout).devices
+
+
+def has_cuda_compiler() -> bool:
+    """Whether JAX's CUDA plugin is installed; it needs no card to compile, nor to trace cuDNN's attention."""
+    return any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13))
 
 
 def _card(target: str) -> str:
