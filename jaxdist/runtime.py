@@ -80,11 +80,11 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
 
 
 def prepare_cpu(count: int) -> None:
-    """Ask for `count` CPU devices, if no backend has started yet."""
+    """Ask for `count` CPU devices or more, if no backend has started yet."""
     given = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in PATIENT_FLAGS if flag.split("=")[0] not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
-    _set("jax_num_cpu_devices", count)
+    _set("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
 
 
 def _set(name: str, value) -> None:
