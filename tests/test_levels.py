@@ -18,7 +18,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.plan.compile import TARGETS, compile_step, emitted_collectives, target_devices, torus
-from jaxdist.plan.levels import levels
+from jaxdist.plan.levels import Sent, levels
 from jaxdist.plan.memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
 from jaxdist.step import build_program
 
@@ -248,3 +248,14 @@ def test_the_table_covers_every_stage_schedule_and_recomputation():
 def test_a_program_text_is_dumped(tmp_path):
     compiled = compile_step(BY_NAME["dp4-accumulate"].run_config(), "cpu", dump=str(tmp_path / "hlo"))
     assert (tmp_path / "hlo" / "step-cpu.hlo.txt").read_text() == compiled.text
+
+
+def test_how_a_compiled_program_differs_is_said():
+    def why(traced, compiled):
+        return Sent("all_reduce", ("dp",), *traced, *compiled).why
+
+    assert why((3, 300), (3, 300)) == "equal"
+    assert why((3, 21), (2, 22)) == "equal bytes, combined: 3 became 2"  # a byte is lost to rounding in each message
+    assert "sends less" in why((3, 300), (2, 200))
+    assert "sends more" in why((3, 300), (3, 600))
+    assert "length is data" in why((3, 300), (None, None))
