@@ -383,6 +383,10 @@ class RunConfig:
             notes.append(
                 f"--remat {parallel.remat} recomputes blocks, and so gathers their weights again all the same."
             )
+        if parallel.remat == "selective" and parallel.zero >= 2 and parallel.sharded and parallel.mesh.pp == 1:
+            notes.append(
+                f"--remat selective saves nothing under ZeRO-{parallel.zero}, whose own recomputation keeps the scores."
+            )
         if not parallel.reshard_after_forward and parallel.zero == 3 and parallel.mesh.pp > 1:
             notes.append(
                 "--no-reshard-after-forward: a pipeline gathers the weights of blocks again in B all the same."

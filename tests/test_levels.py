@@ -13,13 +13,15 @@ from jax import lax
 
 from experiments.levels import LAYOUTS, with_layout
 from experiments.strategies import BY_NAME
-from jaxdist.config import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.plan.compile import TARGETS, compile_step, emitted_collectives, target_devices, torus
+from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.levels import Sent, levels
 from jaxdist.plan.memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
+from jaxdist.plan.search import Candidates, score
 from jaxdist.step import build_program
 
 KIB = 1024
@@ -259,3 +261,22 @@ def test_how_a_compiled_program_differs_is_said():
     assert "sends less" in why((3, 300), (2, 200))
     assert "sends more" in why((3, 300), (3, 600))
     assert "length is data" in why((3, 300), (None, None))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ("dp=8", {"zero": 1, "accumulate": 2}),
+        ("dp=4,tp=2", {"zero": 3, "sp": True, "remat": "block"}),
+        ("replica=2,tp=4", {"remat": "selective"}),
+        ("pp=4,dp=2", {"zero": 1, "schedule": "1f1b", "microbatches": 8}),
+        ("pp=2,tp=2", {"schedule": "zb-v", "remat": "block"}),
+    ],
+)
+def test_the_searchs_closed_form_of_memory_agrees_with_the_trace(mesh, more):
+    # Samples of hundreds and their errors are in docs/plan.md.
+    parallel = ParallelConfig(mesh=parse_mesh(mesh), attention="xla", **more)
+    config = RunConfig(PRESETS["gpt2-124m"], parallel, precision=PrecisionConfig("bfloat16"), batch_size=64)
+    cluster = Cluster(find_hardware("h100"), devices_per_node=parallel.mesh.num_devices)
+    formula = score(config, Candidates.of(config), cluster, "xla").memory.total[0]
+    assert formula == pytest.approx(levels(config).predicted.peak, rel=0.10)
