@@ -576,7 +576,9 @@ BUGS = [
         "jaxdist/parallel/split.py",
         "kept = (kept - set(made)) | inputs",
         "kept = kept - set(made)",
-        ("tests/test_pipeline.py::test_b_and_w_together_are_the_gradient",),
+        (
+            "tests/test_pipeline.py::test_a_tensor_parallel_block_splits_8_matmuls_to_b_and_4_to_w_and_its_sums_stay_in_b",
+        ),
     ),
     Bug(
         "norm averaged over the stages (pipeline)",
