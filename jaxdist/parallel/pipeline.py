@@ -12,6 +12,7 @@ Dims: S stages, M micro-batches, C chunks a stage, L layers a chunk. Source: GPi
 interleaving, arXiv 2104.04473, section 2.2; the division of backward, arXiv 2401.10241, section 2.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -245,8 +246,24 @@ def pipeline(stage_fn: Callable, loss_fn: Callable, schedule: Schedule, axis: st
     return gradients
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["length", "shape"])
+@dataclass(frozen=True)
+class Pool:
+    """Values of one shape, a row for each slot and layer: rows[slots * length, elements].
+
+    Each value is laid out flat. With dims of its own, a GPU compiler gives a buffer the layout that one of its readers
+    likes (time first, for a reduce-scatter) and transposes the whole of it for the others, at every tick. And slots and
+    layers are one dim: with one layer a chunk, XLA would see that a load does not depend on the loop's index, and would
+    lift it out of the loop, to be run at every tick on every stage.
+    """
+
+    rows: jax.Array
+    length: int
+    shape: tuple[int, ...]
+
+
 class _State(NamedTuple):
-    """The scan's carry: buffers[slots, ...] (pools: lists of [slots, L, ...]), and the sums so far."""
+    """The scan's carry: messages[slots, ...], lists of pools, and the sums so far."""
 
     messages: jax.Array
     until_b: list
@@ -327,9 +344,15 @@ class _Runner:
         messages = named("messages", self.zeros, self.x, (max(lowered.num_messages, 1),))
         return _State(messages, until_b, until_w, handed, d_shared, d_layers, self.zeros(self.loss))
 
-    def pool(self, num_slots: int, types: Sequence, length: int | None = None) -> list[jax.Array]:
-        """One buffer[slots, L, ...] for each type."""
-        return [self.zeros(t, (num_slots, self.depth if length is None else length)) for t in types]
+    def pool(self, num_slots: int, types: Sequence, length: int | None = None) -> list[Pool]:
+        """An empty pool for each type."""
+        length = self.depth if length is None else length
+
+        def empty(t):
+            flat = t.update(shape=(math.prod(t.shape),))
+            return Pool(self.zeros(flat, (num_slots * length,)), length, t.shape)
+
+        return [empty(t) for t in types]
 
     def zeros(self, like, leading: tuple[int, ...] = (), dtype=None) -> jax.Array:
         """Zeros of a type, with leading dims, varying over the pipeline's axis as well."""
@@ -643,29 +666,24 @@ def put(buffer: jax.Array, slot, x: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(buffer, kept, at, 0)
 
 
-# Slots and layers are taken as one dim: with one layer a chunk XLA would see that a load does not depend on the loop's
-# index, and would lift it out of the loop, to be run at every tick on every stage.
+def load(pools: list[Pool], slot, layer) -> list:
+    """What each pool holds at one slot and layer."""
+
+    def at(pool):
+        return lax.dynamic_index_in_dim(pool.rows, slot * pool.length + layer, keepdims=False).reshape(pool.shape)
+
+    return [at(pool) for pool in pools]
 
 
-def load(pool: list, slot, layer) -> list:
-    """Each buffer[slots, L, ...] of a pool at one slot and layer."""
+def store(pools: list[Pool], slot, layer, values: list) -> list[Pool]:
+    """The pools with `values` at one slot and layer."""
 
-    def at(buffer):
-        flat = buffer.reshape(-1, *buffer.shape[2:])
-        return lax.dynamic_index_in_dim(flat, slot * buffer.shape[1] + layer, keepdims=False)
+    def at(pool, x):
+        x = comm.varying_like(x.reshape(-1), pool.rows)
+        rows = lax.dynamic_update_index_in_dim(pool.rows, x, slot * pool.length + layer, 0)
+        return Pool(rows, pool.length, pool.shape)
 
-    return [at(buffer) for buffer in pool]
-
-
-def store(pool: list, slot, layer, values: list) -> list:
-    """The pool with `values` at one slot and layer."""
-
-    def at(buffer, x):
-        flat, row = buffer.reshape(-1, *buffer.shape[2:]), slot * buffer.shape[1] + layer
-        x = comm.varying_like(x, buffer)
-        return lax.dynamic_update_index_in_dim(flat, x, row, 0).reshape(buffer.shape)
-
-    return [at(buffer, x) for buffer, x in zip(pool, values, strict=True)]
+    return [at(pool, x) for pool, x in zip(pools, values, strict=True)]
 
 
 def add(sums, tree):
