@@ -188,7 +188,7 @@ def _tpu_devices(target: str, num_devices: int) -> Sequence:
 
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    except Exception as error:  # JAX raises its own runtime error, of no public type
+    except RuntimeError as error:
         raise ConfigError(
             f"--compile {target} for {num_devices} devices",
             f"libtpu knows no slice {name} ({str(error).splitlines()[0]})",
