@@ -22,3 +22,10 @@ def inner_programs(eqn) -> Iterator[Jaxpr | ClosedJaxpr]:
         for inner in value if isinstance(value, tuple | list) else (value,):
             if isinstance(inner, Jaxpr | ClosedJaxpr):
                 yield inner
+
+
+def coordination_client():
+    """The client of `jax.distributed`'s key-value store and barriers; JAX has no public name for it."""
+    from jax._src.distributed import global_state
+
+    return global_state.client

@@ -202,19 +202,9 @@ class Layout:
     def batch_spec(self) -> PartitionSpec:
         return live_spec((DATA_AXES,), self.parallel.mesh)
 
-    def to_logical(self, tree: dict) -> dict:
-        """Stored global arrays -> logical ones: unpadded, layers in model order."""
-        return jax.tree.map(lambda leaf, x: leaf.from_storage(x), self.leaves, tree)
-
     def to_compute(self, tree: dict) -> dict:
         """Stored global arrays -> those of the compute layout."""
         return jax.tree.map(lambda leaf, x: leaf.storage_to_compute(x), self.leaves, tree)
-
-    def logical_params(self, params: dict) -> dict:
-        """Parameters as the state holds them -> logical ones."""
-        if self.params_stored:
-            return self.to_logical(params)
-        return jax.tree.map(lambda leaf, x: leaf.from_compute(x), self.leaves, params)
 
 
 def make_layout(declared: dict, parallel: ParallelConfig, part_layers: Sequence[int] = ()) -> Layout:

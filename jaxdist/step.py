@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxdist import model
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import STACKED, Layout, local_bytes, make_layout, shardings
-from jaxdist.mesh import DATA_AXES
+from jaxdist.layout import STACKED, Layout, live_spec, local_bytes, make_layout, shardings
+from jaxdist.mesh import AXES, DATA_AXES
 from jaxdist.optimizer import (
     LossScale,
     global_norm,
@@ -35,6 +35,7 @@ from jaxdist.parallel.zero import make_fetch, make_scatter
 from jaxdist.plan.trace import Collective, collectives_of
 
 REPLICATED = PartitionSpec()
+METRICS = ("loss", "grad_norm", "lr", "tokens")
 LOSS_AXES = ("pp", *DATA_AXES)  # each data rank has its rows' loss; under pp, on one stage
 
 
@@ -64,7 +65,8 @@ class Batch(NamedTuple):
 class Program:
     """A run's functions, compiled on first use, and the layout they share.
 
-    init(seed) -> State. step(state, batch) -> (State, metrics), donating the state; with `with_gradients`, also the
+    init(seed) -> State. step(state, batch) -> (State, metrics), donating the state; metrics["not_finite"] alone differs
+    from rank to rank (`flag_not_finite`). With `with_gradients`, also the
     gradients the optimiser was given, before clipping, in the storage layout. evaluate(params, batch) -> (summed
     loss, number of targets).
     """
@@ -102,7 +104,8 @@ class Program:
     def put(self, batch: dict) -> Batch:
         """Host arrays of the global batch -> device arrays, each rank getting its rows."""
         sharding = shardings(self.mesh, self.layout.batch_spec())
-        return Batch(*(jax.device_put(batch[name], sharding) for name in Batch._fields))
+        arrays = (batch[name] for name in Batch._fields)
+        return Batch(*(jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in arrays))
 
     def compile_step(self) -> jax.stages.Compiled:
         """Compile the step ahead of time.
@@ -133,8 +136,12 @@ def build_program(
     *,
     with_gradients: bool = False,
     compiler_options: dict | None = None,
+    poison: Callable | None = None,
 ) -> Program:
-    """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run."""
+    """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run.
+
+    poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.drill`).
+    """
     if config.precision.dtype == "float64" and not jax.config.jax_enable_x64:
         raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")
     layout = make_layout(model.declare(config.model), config.parallel, config.part_layers)
@@ -159,12 +166,14 @@ def build_program(
     assemble = jit(make_state, out_shardings=shardings(mesh, specs))
 
     def step(state, batch):
-        return train_step(config, layout, optimizer, _platform(mesh), with_gradients, state, batch)
+        return train_step(config, layout, optimizer, _platform(mesh), with_gradients, poison, state, batch)
 
     def evaluate(params, batch):
         return evaluate_loss(config, layout, _platform(mesh), params, batch)
 
-    outputs = (specs, REPLICATED) + ((layout.storage_specs(),) if with_gradients else ())
+    metrics = [*METRICS, *(["loss_scale"] if specs.scale is not None else [])]
+    metric_specs = dict.fromkeys(metrics, REPLICATED) | {"not_finite": live_spec((AXES,), config.parallel.mesh)}
+    outputs = (specs, metric_specs) + ((layout.storage_specs(),) if with_gradients else ())
     return Program(
         config=config,
         mesh=mesh,
@@ -196,12 +205,18 @@ def initial_state(config: RunConfig, layout: Layout, optimizer: optax.GradientTr
     )
 
 
-def train_step(config, layout, optimizer, platform, with_gradients, state: State, batch: Batch):
-    """The step on local shards: (State, Batch) -> (State, metrics[, gradients])."""
+def train_step(config, layout, optimizer, platform, with_gradients, poison, state: State, batch: Batch):
+    """The step on local shards: (State, Batch) -> (State, metrics[, gradients]).
+
+    A gradient that is not finite changes nothing but the step counter (and fp16's loss scale), on every rank.
+    """
     # Gradients of the mean loss: a sum over tokens, divided once by the global token count.
     num_tokens = count_targets(batch).astype(config.precision.master_dtype)
     scale = state.scale.scale if state.scale is not None else 1
     grads, loss_sum = accumulate_gradients(config, layout, platform, state, batch, weight=scale / num_tokens)
+    if poison is not None:
+        grads = poison(layout, state.step, grads)
+    not_finite = flag_not_finite(loss_sum, grads)
     grads = reduce_gradients(grads, layout, config.precision.reduction_dtype)
     grads = jax.tree.map(lambda g: g / scale, grads)
     loss = comm.all_reduce(loss_sum, LOSS_AXES) / num_tokens
@@ -217,10 +232,9 @@ def train_step(config, layout, optimizer, platform, with_gradients, state: State
     owned = state.master if state.master is not None else owned_shards(state.params, layout)
     updates, moments = optimizer.update(clipped, state.moments, owned)
     updated = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), owned, updates)
-    if state.scale is not None:
-        updated, moments = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (updated, moments), (owned, state.moments)
-        )
+    updated, moments = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), (updated, moments), (owned, state.moments)
+    )
     params = jax.tree.map(lambda p: p.astype(config.precision.dtype), updated)
     new_state = State(
         step=state.step + 1,
@@ -229,10 +243,20 @@ def train_step(config, layout, optimizer, platform, with_gradients, state: State
         moments=moments,
         scale=None if state.scale is None else next_loss_scale(state.scale, finite, config.precision),
     )
-    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": num_tokens}
+    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": num_tokens, "not_finite": not_finite}
     if state.scale is not None:
         metrics["loss_scale"] = state.scale.scale
     return (new_state, metrics, grads) if with_gradients else (new_state, metrics)
+
+
+def flag_not_finite(loss_sum: jax.Array, grads: dict) -> jax.Array:
+    """Which ranks made a number that is none, before sums spread it: flags[1, 1 + leaves], the loss first.
+
+    Layout: local -> flags[ranks, 1 + leaves] over all axes of the mesh, as `jaxdist.health.culprits` reads them.
+    Sends: nothing. Under ZeRO-2 and 3 backward has summed already: the flag is of the rank that owns the shard.
+    """
+    flags = [comm.varying(~jnp.all(jnp.isfinite(x)), AXES) for x in (loss_sum, *jax.tree.leaves(grads))]
+    return jnp.stack(flags)[None]
 
 
 def accumulate_gradients(config, layout, platform, state, batch, weight) -> tuple[dict, jax.Array]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.layout import STACKED, local_bytes
+from jaxdist.logical import MOMENTS, PARAMS, fetch, logical_parameters, named, to_logical
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.trace import total_sent
 from jaxdist.step import build_program
@@ -83,15 +84,15 @@ def observe(config: RunConfig, devices: list[jax.Device], batches: list[dict[str
         state, metrics, grads = step(state, program.put(batch))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
-        gradients = _by_name(program.layout.to_logical(grads)) if gradients is None else gradients
-    layout = program.layout
-    logical = layout.logical_params(state.params) if state.master is None else layout.to_logical(state.master)
+        if gradients is None:
+            gradients = _by_layer(named("", fetch(logical_parameters(program, grads))))
+    final = _by_layer(fetch(to_logical(program, state)))
     return Observed(
         losses=losses,
         norms=norms,
         gradients=gradients,
-        parameters=_by_name(logical),
-        moments=_moments(state.moments, program),
+        parameters=_under(PARAMS, final),
+        moments=_under(MOMENTS, final),
         state_bytes=local_bytes(abstract[0]),
         sent_bytes=total_sent(program.collectives_of(traced), config.parallel.mesh),
     )
@@ -182,37 +183,17 @@ def _array(kind, name, ours, theirs, tolerance, elementwise) -> Difference:
     return Difference(kind, name, error, tolerance, norm, reference_norm)
 
 
-def _by_name(tree: dict) -> dict[str, np.ndarray]:
-    """Logical arrays as float64 NumPy, one entry a leaf and layer."""
-    named = {}
-    for path, x in jax.tree.leaves_with_path(tree):
-        name = ".".join(str(getattr(entry, "key", entry)) for entry in path)
+def _by_layer(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Logical arrays as float64, those of stacked layers one layer at a time."""
+    split = {}
+    for name, x in arrays.items():
         array = np.asarray(x).astype(np.float64)
-        if name.startswith(f"{STACKED}."):
-            named.update({f"{name}[{layer}]": part for layer, part in enumerate(array)})
+        if STACKED in name.split("."):
+            split.update({f"{name}[{layer}]": part for layer, part in enumerate(array)})
         else:
-            named[name] = array
-    return named
+            split[name] = array
+    return split
 
 
-def _moments(moments, program) -> dict[str, np.ndarray]:
-    """Every parameter-shaped tree in the optimiser state, by its path."""
-    structure = jax.tree.structure(program.layout.leaves)
-    found = {}
-
-    def visit(path, node):
-        if jax.tree.structure(node) == structure:
-            shapes = [leaf.storage_shape for leaf in jax.tree.leaves(program.layout.leaves)]
-            if [x.shape for x in jax.tree.leaves(node)] == shapes:
-                for name, x in _by_name(program.layout.to_logical(node)).items():
-                    found[f"{path}.{name}"] = x
-                return
-        if hasattr(node, "_fields"):
-            for field in node._fields:
-                visit(field if path == "" else path + "." + field, getattr(node, field))
-        elif isinstance(node, tuple):
-            for child in node:
-                visit(path, child)
-
-    visit("", moments)
-    return found
+def _under(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name.removeprefix(f"{prefix}."): x for name, x in arrays.items() if name.startswith(f"{prefix}.")}

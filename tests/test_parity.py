@@ -14,6 +14,7 @@ from experiments.bench import full_batch
 from experiments.strategies import BY_NAME, PIPELINES, STRATEGIES, Strategy
 from experiments.verify import Verifier
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.logical import fetch, to_logical
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.parallel.dropout import dropout
 from jaxdist.runtime import Devices
@@ -175,10 +176,10 @@ def test_initial_values_are_bit_equal_on_every_mesh(mesh, parallel):
         shape = parse_mesh(mesh)
         config = RunConfig(ODD, ParallelConfig(mesh=shape, **parallel), batch_size=24)
         program = build_program(config, make_mesh(shape, DEVICES))
-        return program.layout.logical_params(program.init(7).params)
+        return fetch(to_logical(program, program.init(7)))
 
-    expected = dict(leaves_of(initial("")))
-    for name, x in leaves_of(initial(mesh, **parallel)):
+    expected = initial("")
+    for name, x in initial(mesh, **parallel).items():
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 

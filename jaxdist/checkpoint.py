@@ -1,0 +1,325 @@
+"""Checkpoints: a folder a step, whole or not there, every byte of it accounted for.
+
+    FOLDER/step_00000200/manifest.json    what it is, and the size and SHA-256 of every other file
+    FOLDER/step_00000200/arrays/          Orbax: logical arrays, each process writing its own shards
+
+A save writes into `step_00000200.partial` while training goes on, hashes it, writes the manifest, flushes everything
+to the disk and only then takes the `.partial` away by one rename. So whatever kills a process, and wherever, a folder
+named `step_*` is complete. Nothing in it is pickled and nothing read from it is run.
+
+Arrays have logical shapes (`jaxdist.logical`), so any mesh, ZeRO stage, schedule and number of processes can read them.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxdist import processes
+from jaxdist.errors import ConfigError
+
+FORMAT = 1
+MANIFEST, ARRAYS, PARTIAL = "manifest.json", "arrays", ".partial"
+MAX_MANIFEST_BYTES = 64 * 2**20
+_STEP = re.compile(r"step_(\d{8,})")
+_PACKAGES = ("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+class BadCheckpoint(ConfigError):
+    """A checkpoint that is damaged, incomplete or not one of ours; nothing was restored from it."""
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written; the ones committed before it are untouched."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is, read and checked without touching an array.
+
+    about: what the run says of itself (configuration, data, counters); JSON values.
+    arrays: name -> [dtype, shape]. files: path -> [bytes, SHA-256]. versions: of Python and the packages that wrote it.
+    """
+
+    step: int
+    about: dict
+    arrays: dict[str, list]
+    files: dict[str, list]
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+    format: int = FORMAT
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every process of the run makes one and calls it at the same steps.
+
+    Args:
+        folder: of the run's checkpoints, on a file system that all processes share; made at the first save.
+        keep_last: the newest ones that stay; None keeps all.
+        keep_every: those of every so many steps stay as well.
+        timeout: seconds until a save or restore that waits for another process gives up.
+    """
+
+    def __init__(
+        self, folder: Path | str, keep_last: int | None = None, keep_every: int | None = None, timeout: int = 600
+    ):
+        self.folder, self.keep_last, self.keep_every = Path(folder).absolute(), keep_last, keep_every
+        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), timeout_secs=timeout)
+        self._finishing: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self.last_committed: int | None = None
+
+    # ---- save ----
+
+    def save(self, step: int, arrays: dict[str, jax.Array], about: dict) -> None:
+        """Start to save; returns once the arrays are copied to the host, so that they may be donated.
+
+        A save still under way is waited for first. Raises: SaveFailed, for that one or this one.
+        """
+        self.wait()
+        if step in self.steps():
+            return
+        partial = self.path(step, PARTIAL)
+        try:
+            if processes.is_first():
+                shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+                partial.mkdir(parents=True)
+            processes.barrier(f"save {step}")
+            self._orbax.save(partial / ARRAYS, args=ocp.args.PyTreeSave(arrays))
+        except (OSError, ValueError) as error:
+            raise self._failed(step, error) from error
+        shapes = {name: [str(x.dtype), list(x.shape)] for name, x in arrays.items()}
+        self._finishing = threading.Thread(target=self._finish, args=(step, about, shapes), name=f"checkpoint {step}")
+        self._finishing.start()
+
+    def wait(self) -> None:
+        """Until the save under way is committed. Raises: SaveFailed, where it could not be."""
+        if self._finishing is not None:
+            self._finishing.join()
+            self._finishing = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    @property
+    def is_saving(self) -> bool:
+        return self._finishing is not None and self._finishing.is_alive()
+
+    def _finish(self, step: int, about: dict, shapes: dict) -> None:
+        try:
+            self._orbax.wait_until_finished()
+            if processes.is_first():
+                self._commit(step, about, shapes)
+            self.last_committed = step
+        except Exception as error:  # raised again by `wait`, in the thread that trains
+            self._failure = self._failed(step, error)
+
+    def _commit(self, step: int, about: dict, shapes: dict) -> None:
+        partial = self.path(step, PARTIAL)
+        manifest = Manifest(step, about, shapes, _hash_files(partial, flush=True))
+        with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+            json.dump(_sealed(asdict(manifest)), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+            _flush(folder)
+        partial.rename(self.path(step))
+        _flush(self.folder)
+        self._thin_out()
+
+    def _failed(self, step: int, error: Exception) -> SaveFailed:
+        if processes.is_first():
+            shutil.rmtree(self.path(step, PARTIAL), ignore_errors=True)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return SaveFailed(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}")
+
+    def _thin_out(self) -> None:
+        """Remove what neither `keep_last` nor `keep_every` keeps. A folder is renamed first: never half a `step_*`."""
+        if self.keep_last is None:
+            return
+        for step in self.steps()[: -self.keep_last]:
+            if not (self.keep_every and step % self.keep_every == 0):
+                doomed = self.path(step, PARTIAL)
+                shutil.rmtree(doomed, ignore_errors=True)
+                self.path(step).rename(doomed)
+                shutil.rmtree(doomed)
+
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps: a run that goes back to `step` will write its own."""
+        self.wait()
+        if processes.is_first():
+            for later in [s for s in self.steps() if s > step]:
+                doomed = self.path(later, PARTIAL)
+                shutil.rmtree(doomed, ignore_errors=True)
+                self.path(later).rename(doomed)
+                shutil.rmtree(doomed)
+        processes.barrier(f"remove after {step}")
+
+    # ---- restore ----
+
+    def path(self, step: int, suffix: str = "") -> Path:
+        return self.folder / f"step_{step:08d}{suffix}"
+
+    def steps(self) -> list[int]:
+        """Committed steps, oldest first. Nothing in them is read."""
+        if not self.folder.is_dir():
+            return []
+        matches = [_STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir()]
+        return sorted(int(match[1]) for match in matches if match)
+
+    def check(self, step: int) -> Manifest:
+        """Read the manifest and hash every file against it. Raises: BadCheckpoint naming the file."""
+        folder = self.path(step)
+        manifest = read_manifest(folder)
+        if manifest.step != step:
+            raise _bad(folder, f"its manifest is of step {manifest.step}")
+        found = _hash_files(folder)
+        for name in sorted(manifest.files.keys() | found.keys()):
+            if name not in found:
+                raise _bad(folder / name, "the file is missing")
+            if name not in manifest.files:
+                raise _bad(folder / name, "the manifest does not list this file")
+            (size, digest), (found_size, found_digest) = manifest.files[name], found[name]
+            if found_size != size:
+                raise _bad(folder / name, f"it has {found_size:,} bytes and {size:,} were written")
+            if found_digest != digest:
+                raise _bad(folder / name, "its SHA-256 is not the one that was written")
+        return manifest
+
+    def restore(self, manifest: Manifest, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The arrays `wanted` names, each with its sharding, of a checkpoint that `check` has passed.
+
+        Raises: BadCheckpoint where a name, shape or dtype differs; nothing has been read then.
+        """
+        folder = self.path(manifest.step)
+        require_same_arrays(folder, manifest, wanted)
+        try:
+            return self._orbax.restore(
+                folder / ARRAYS,
+                args=ocp.args.PyTreeRestore(
+                    item=dict(wanted),
+                    restore_args=jax.tree.map(
+                        lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), wanted
+                    ),
+                    partial_restore=True,
+                ),
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise _bad(folder / ARRAYS, f"it cannot be read ({error})") from error
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What a checkpoint says of itself. Raises: BadCheckpoint where it is no manifest of ours or was changed."""
+    path = folder / MANIFEST
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise _bad(path, f"it cannot be read ({error.strerror})") from error
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise _bad(path, f"it is larger than {MAX_MANIFEST_BYTES:,} bytes")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad(path, "it is not a whole JSON file") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise _bad(path, f"it is not a manifest of format {FORMAT}")
+    if content != _sealed(content):
+        raise _bad(path, "its own hash does not fit: it was changed after it was written")
+    content.pop("hash")
+    try:
+        manifest = Manifest(**content)
+        names = [PurePosixPath(name) for name in manifest.files]
+        sizes_fit = all(isinstance(size, int) and isinstance(digest, str) for size, digest in manifest.files.values())
+        shapes_fit = all(isinstance(dtype, str) and isinstance(shape, list) for dtype, shape in manifest.arrays.values())
+    except (TypeError, ValueError, AttributeError) as error:
+        raise _bad(path, f"it is not a manifest of format {FORMAT} ({error})") from error
+    for name in names:
+        if name.is_absolute() or ".." in name.parts:
+            raise _bad(path, f"it lists {str(name)!r}, which lies outside of the checkpoint")
+    if not (isinstance(manifest.step, int) and isinstance(manifest.about, dict) and sizes_fit and shapes_fit):
+        raise _bad(path, f"it is not a manifest of format {FORMAT}")
+    return manifest
+
+
+def require_same_arrays(folder: Path, manifest: Manifest, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises: BadCheckpoint naming the first array that the checkpoint lacks or holds with another shape or dtype."""
+    for name, x in wanted.items():
+        if name not in manifest.arrays:
+            raise _bad(folder, f"it holds no array {name}", "Restore it into the model and optimiser that wrote it")
+        dtype, shape = manifest.arrays[name]
+        if (dtype, tuple(shape)) != (str(x.dtype), x.shape):
+            raise _bad(
+                folder,
+                f"its array {name} is {dtype}{shape}, and this run needs {x.dtype}{list(x.shape)}",
+                "Restore it into the model and precision that wrote it",
+            )
+
+
+def newest_good(checkpoints: Checkpoints, warn: Callable[[str], None], fall_back: bool) -> Manifest | None:
+    """The newest checkpoint, checked; with `fall_back` the newest good one, each damaged one named to `warn`.
+
+    Raises: BadCheckpoint for the newest, unless told to fall back; for the oldest, where none is good.
+    """
+    steps = checkpoints.steps()
+    for step in reversed(steps):
+        try:
+            return checkpoints.check(step)
+        except BadCheckpoint as error:
+            if not fall_back or step == steps[0]:
+                raise
+            warn(str(error))
+    return None
+
+
+def _hash_files(folder: Path, flush: bool = False) -> dict[str, list]:
+    """path -> [bytes, SHA-256] of everything in a checkpoint but its manifest; with `flush`, forced to the disk."""
+    paths = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise _bad(path, "it is neither a file nor a folder")
+        if path.is_file() and path != folder / MANIFEST:
+            paths.append(path)
+
+    def digest(path: Path) -> list:
+        with path.open("rb") as file:
+            if flush:
+                os.fsync(file.fileno())
+            return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return {
+            path.relative_to(folder).as_posix(): found for path, found in zip(paths, pool.map(digest, paths), strict=True)
+        }
+
+
+def _sealed(content: dict) -> dict:
+    """The manifest's content with the SHA-256 of everything else in it."""
+    rest = {key: value for key, value in content.items() if key != "hash"}
+    return rest | {"hash": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _bad(path: Path, reason: str, remedy: str = "Use another checkpoint, or --fall-back for the newest good one"):
+    return BadCheckpoint(f"checkpoint {path}", reason, remedy)

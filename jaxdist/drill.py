@@ -1,0 +1,131 @@
+"""Faults on purpose: what a run does when they come can be rehearsed before they do.
+
+`--drill nan:step=5,rank=3,leaf=tokens` and the like, for one fault at one step. Nothing here runs without that flag.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxdist.errors import ConfigError
+from jaxdist.layout import Layout
+from jaxdist.mesh import AXES
+from jaxdist.parallel import collectives as comm
+
+KINDS = {
+    "nan": "one gradient of a rank becomes NaN (rank, leaf)",
+    "inf": "one gradient of a rank becomes infinite (rank, leaf)",
+    "flip": "one bit of a replicated parameter flips on a device (rank)",
+    "batch": "the tokens of the batch are noise",
+    "stuck": "a process stops for ever (process)",
+    "slow": "a process is late by half a second from that step on (process)",
+    "die": "a process is killed (process)",
+    "term": "a process gets SIGTERM (process)",
+}
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One fault. `step` counts from 1, as in the metrics; `rank` is a device in mesh order."""
+
+    kind: str
+    step: int
+    rank: int = 0
+    process: int = 0
+    leaf: str = ""
+
+    def poison(self) -> Callable | None:
+        """What `build_program` puts into the step for it."""
+        if self.kind not in ("nan", "inf"):
+            return None
+        value = {"nan": jnp.nan, "inf": jnp.inf}[self.kind]
+
+        def spoil(layout: Layout, step: jax.Array, grads: dict) -> dict:
+            here = (step + 1 == self.step) & (_rank() == self.rank)
+
+            def one(leaf, g):
+                if not leaf.name.startswith(self.leaf):
+                    return g
+                spoiled = g.at[(0,) * g.ndim].set(value)
+                here_too = comm.varying_like(here, g)
+                return jnp.where(here_too, comm.varying_like(spoiled, here_too), comm.varying_like(g, here_too))
+
+            return jax.tree.map(one, layout.leaves, grads)
+
+        return spoil
+
+    def before(self, step: int) -> None:
+        """What happens to a process on the host, before it starts step `step`."""
+        if jax.process_index() != self.process:
+            return
+        if self.kind == "slow" and step >= self.step:
+            time.sleep(0.5)
+        if step != self.step:
+            return
+        if self.kind == "stuck":
+            time.sleep(10**6)
+        if self.kind in ("die", "term"):
+            os.kill(os.getpid(), {"die": signal.SIGKILL, "term": signal.SIGTERM}[self.kind])
+
+    def spoil_batch(self, step: int, batch: dict) -> dict:
+        if self.kind != "batch" or step != self.step:
+            return batch
+        rng = np.random.default_rng(0)
+        return {**batch, "targets": rng.permutation(batch["targets"].ravel()).reshape(batch["targets"].shape)}
+
+    def flip(self, step: int, mesh: Mesh, tree):
+        """One device's copy of the first leaf with a bit of it flipped."""
+        if self.kind != "flip" or step != self.step:
+            return tree
+        first, *others = jax.tree.leaves(tree)
+        flipped = [
+            _flip(shard.data) if shard.device == mesh.devices.flat[self.rank] else shard.data
+            for shard in first.addressable_shards
+        ]
+        first = jax.make_array_from_single_device_arrays(first.shape, first.sharding, flipped)
+        return jax.tree.unflatten(jax.tree.structure(tree), [first, *others])
+
+
+def parse_drill(text: str | None, num_ranks: int) -> Drill | None:
+    """`"nan:step=5,rank=3,leaf=tokens"` -> Drill. Raises: ConfigError."""
+    if text is None:
+        return None
+    kind, _, settings = text.partition(":")
+    pairs = [piece.partition("=") for piece in settings.split(",")]
+    found = {key.strip(): value.strip() for key, _, value in pairs}
+    numbers = {key: value for key, value in found.items() if key != "leaf"}
+    known = {"step", "rank", "process", "leaf"}
+    if kind not in KINDS or "step" not in found or not found.keys() <= known or len(found) < len(pairs):
+        kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
+        raise ConfigError(
+            f"--drill {text}", f"it is a fault and its settings, of step, rank, process and leaf. {kinds}",
+            "Write nan:step=5,rank=1,leaf=tokens",
+        )
+    if not all(value.isascii() and value.isdigit() for value in numbers.values()):
+        raise ConfigError(f"--drill {text}", "step, rank and process are whole numbers", "Write nan:step=5,rank=1")
+    drill = Drill(kind, leaf=found.get("leaf", ""), **{key: int(value) for key, value in numbers.items()})
+    if drill.rank >= num_ranks:
+        raise ConfigError(f"--drill {text}", f"the mesh has ranks 0 to {num_ranks - 1}", "Name one of them")
+    return drill
+
+
+def _rank() -> jax.Array:
+    """This device's place in the mesh, in mesh order."""
+    place = jnp.int32(0)
+    for axis in AXES:
+        place = place * lax.axis_size(axis) + comm.rank(axis)
+    return place
+
+
+def _flip(x: jax.Array) -> jax.Array:
+    host = np.array(x)
+    host.reshape(-1).view(np.uint8)[0] ^= 1
+    return jax.device_put(host, next(iter(x.devices())))

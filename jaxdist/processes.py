@@ -1,0 +1,88 @@
+"""Several processes as one run: joining, agreeing, waiting for each other, all outside the devices.
+
+JAX's own coordination service does the talking (`jax.distributed`), so nothing here needs a working collective.
+With one process every function is trivial.
+"""
+
+import itertools
+import os
+
+import jax
+
+from jaxdist.compat import coordination_client
+from jaxdist.errors import ConfigError
+
+STARTED_BY = {  # variable that a launcher sets -> its name
+    "SLURM_NTASKS": "Slurm",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI",
+    "KUBERNETES_SERVICE_HOST": "Kubernetes",
+}
+
+
+def is_first() -> bool:
+    """Whether this process is the one that speaks, writes and decides."""
+    return jax.process_index() == 0
+
+
+def join(
+    address: str | None, num_processes: int | None, process_id: int | None, heartbeat_seconds: int = 30
+) -> None:
+    """Join the other processes of this run; before anything else touches a JAX backend.
+
+    Args: what is None is found by JAX, from Slurm, Open MPI or Kubernetes, or JAX_COORDINATOR_ADDRESS.
+    heartbeat_seconds: a process that is silent for so long is dead, and all others end.
+    Raises: ConfigError where they cannot be found or reached.
+    """
+    try:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            address,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=heartbeat_seconds,
+            initialization_timeout=120,
+            shutdown_timeout_seconds=60,
+        )
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(
+            "several processes",
+            f"they cannot find each other ({error})",
+            "Start them with Slurm, Open MPI or Kubernetes, with python -m experiments.launch, or give --coordinator "
+            "HOST:PORT --num-processes N --process-id I to each",
+        ) from error
+
+
+def asked_to_join() -> bool:
+    """Whether the environment names a coordinator."""
+    return "JAX_COORDINATOR_ADDRESS" in os.environ
+
+
+_COUNTER = itertools.count()
+
+
+def barrier(name: str, seconds: float = 600) -> None:
+    """Wait for every process. They must come here in the same order."""
+    if jax.process_count() > 1:
+        coordination_client().wait_at_barrier(f"jaxdist/{next(_COUNTER)}/{name}", int(seconds * 1000))
+
+
+def from_first(name: str, value: str, seconds: float = 600) -> str:
+    """The first process's `value`, on all of them. They must come here in the same order."""
+    if jax.process_count() == 1:
+        return value
+    client, key = coordination_client(), f"jaxdist/{next(_COUNTER)}/{name}"
+    if is_first():
+        client.key_value_set(key, value)
+        return value
+    return client.blocking_key_value_get(key, int(seconds * 1000))
+
+
+def from_all(name: str, value: str, seconds: float = 600) -> list[str]:
+    """Every process's `value`, in the order of processes. They must come here in the same order."""
+    if jax.process_count() == 1:
+        return [value]
+    client, key = coordination_client(), f"jaxdist/{next(_COUNTER)}/{name}"
+    client.key_value_set(f"{key}/{jax.process_index()}", value)
+    return [
+        client.blocking_key_value_get(f"{key}/{index}", int(seconds * 1000)) for index in range(jax.process_count())
+    ]
