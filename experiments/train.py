@@ -18,7 +18,7 @@ from rich.table import Table
 
 from experiments.cli import EXIT_BUDGET, EXIT_SIGNAL, CommonFlags, run_program, set_precision
 from jaxdist.config import RunConfig, require_positive
-from jaxdist.data import Batches, Corpus, held_out_batches, load_corpus, unigram_entropy
+from jaxdist.data import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.metrics import RunFiles
@@ -74,15 +74,15 @@ def main(
     require_positive("eval_batches", flags.eval_batches)
     set_precision(config)
     corpus = load_corpus(flags.data, config.model.vocab_size)
-    batches = Batches(corpus.train, config.batch_size, config.model.seq_len, config.seed)
-    held_out = held_out_batches(corpus.held_out, config.batch_size, config.model.seq_len, flags.eval_batches)
+    batches = Batches(corpus, config.batch_size, config.model.seq_len, config.seed)
+    held_out = held_out_batches(corpus, config.batch_size, config.model.seq_len, flags.eval_batches)
     devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
 
-    about = {"data": corpus.source, "devices": devices.description}
+    about = {"data": corpus.about, "devices": devices.description}
     with job_budget(flags, config, console, now) as budget, RunFiles(flags.out, config, about) as files:
         # ---- say what will run ----
-        entropy = unigram_entropy(corpus.train)
+        entropy = corpus.unigram_entropy()
         print_resolved(console, program, devices, corpus, entropy)
 
         # ---- compile, initialise ----
@@ -170,7 +170,7 @@ def train(
     return state, losses
 
 
-def evaluate(program: Program, state: State, held_out: list[dict]) -> float:
+def evaluate(program: Program, state: State, held_out: list[GlobalBatch]) -> float:
     """Mean held-out loss, nats per token."""
     sums = [program.evaluate(state.params, program.put(batch)) for batch in held_out]
     return float(sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums))
@@ -233,7 +233,7 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
         )
     facts.add_row("[bold]precision[/]", f"{config.precision.dtype}, reductions in {config.precision.reduction_dtype}")
     facts.add_row(
-        "[bold]data[/]", f"{escape(corpus.source)}: {len(corpus.train):,} + {len(corpus.held_out):,} held-out tokens"
+        "[bold]data[/]", f"{escape(corpus.about)}: {corpus.num_train:,} + {corpus.num_held_out:,} held-out tokens"
     )
     facts.add_row("", f"unigram entropy {entropy:.3f} nats/token (a model that ignores context gets no lower)")
     master = 0 if state.master is None else local_bytes(state.master)
