@@ -24,6 +24,7 @@ from jaxdist.mesh import make_mesh
 from jaxdist.metrics import RunFiles
 from jaxdist.parallel.schedules import in_flight, simulate
 from jaxdist.plan.budget import JobBudget, begin_job, is_asked_for
+from jaxdist.prefetch import Prefetched
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.step import Program, State, build_program, compiled_peak_bytes
 
@@ -33,7 +34,11 @@ class TrainFlags(CommonFlags):
     """Train a GPT on real text, on one device or any mesh of data and tensor axes."""
 
     data: str | None = None
-    """A text file, a folder, or a .npy / .bin token file. Default: the source of Python's standard library."""
+    """Text file or folder, .npy / .bin tokens, what experiments.prepare made, or a mixture as in a.bin=0.7,b.npy=0.3.
+
+    Default: the source of Python's standard library."""
+    prefetch: int = 2
+    """Batches that are read and sent to the devices ahead, while a step computes."""
     out: str | None = None
     """Folder for config.json, metrics.jsonl and, at the end, summary.json (stopped.json where a budget stopped it)."""
     eval_every: int = 50
@@ -72,6 +77,7 @@ def main(
     config = flags.run_config()
     require_positive("eval_every", flags.eval_every)
     require_positive("eval_batches", flags.eval_batches)
+    require_positive("prefetch", flags.prefetch)
     set_precision(config)
     corpus = load_corpus(flags.data, config.model.vocab_size)
     batches = Batches(corpus, config.batch_size, config.model.seq_len, config.seed)
@@ -146,7 +152,8 @@ def train(
     console.print(f"step {0:>5}  held-out loss {losses[0]:.4f}")
     live = console.is_terminal
     every = max(1, config.steps // 20)
-    with _progress(console, disable=not live) as progress:
+    inputs = Prefetched(lambda index: program.put(batches[index]), 0, config.steps, flags.prefetch)
+    with inputs, _progress(console, disable=not live) as progress:
         task = progress.add_task("train", total=config.steps, line="")
         for index in range(config.steps):
             if budget and (reason := budget.stop_reason()):
@@ -154,9 +161,9 @@ def train(
                     save(state)
                 raise Stopped(index, reason)
             start = time.perf_counter()
-            state, metrics = step(state, program.put(batches[index]))
+            state, metrics = step(state, next(inputs))
             metrics = jax.device_get(metrics)  # waits for the step
-            record = step_record(index + 1, metrics, time.perf_counter() - start)
+            record = step_record(index + 1, metrics, time.perf_counter() - start, inputs.waited)
             files.write_step(record)
             line = describe(record)
             progress.update(task, advance=1, line=line)
@@ -176,8 +183,8 @@ def evaluate(program: Program, state: State, held_out: list[GlobalBatch]) -> flo
     return float(sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums))
 
 
-def step_record(step: int, metrics: dict, seconds: float) -> dict:
-    """One line of metrics.jsonl. `tokens` counts this step's targets."""
+def step_record(step: int, metrics: dict, seconds: float, input_seconds: float) -> dict:
+    """One line of metrics.jsonl. `tokens` counts this step's targets; of `seconds` the input was waited for a part."""
     tokens = int(metrics["tokens"])
     record = {
         "step": step,
@@ -186,6 +193,7 @@ def step_record(step: int, metrics: dict, seconds: float) -> dict:
         "lr": float(metrics["lr"]),
         "tokens": tokens,
         "step_seconds": seconds,
+        "input_seconds": input_seconds,
         "tokens_per_second": tokens / seconds,
     }
     return record if "loss_scale" not in metrics else {**record, "loss_scale": float(metrics["loss_scale"])}

@@ -6,6 +6,7 @@ processes, by asking for that step again, and a process asks for its own rows al
 """
 
 import hashlib
+import math
 import os
 import platform
 import stat
@@ -20,6 +21,7 @@ import numpy as np
 
 from jaxdist.errors import ConfigError
 from jaxdist.order import Mixture, epoch_keys, make_mixture, shuffled
+from jaxdist.prepared import is_prepared, open_prepared
 from jaxdist.tokens import Part, Tokens, asked, find_files, map_bin, map_npy, read_text, unigram_entropy
 
 # Installed packages and caches differ from machine to machine; tests hold broken source on purpose.
@@ -139,21 +141,25 @@ class Batches:
         ):
             if value < least:
                 raise ConfigError(f"{flag} {value}", f"it must be at least {least}", f"Use {flag} {least} or more.")
-        for source, num_windows in zip(self.corpus.sources, self.num_windows, strict=True):
-            if num_windows < self.batch_size:
-                self._refuse_short(source, num_windows)
+        facts = zip(self.corpus.sources, self.corpus.shares, self.num_windows, strict=True)
+        for source, share, num_windows in facts:
+            rows = math.ceil(self.batch_size * share)  # of one batch, at most
+            if num_windows < rows:
+                self._refuse_short(source, share, rows, num_windows)
 
-    def _refuse_short(self, source: Source, num_windows: int):
+    def _refuse_short(self, source: Source, share: float, rows: int, num_windows: int):
         usable = max(len(source.train) - 1, 0)
         smaller = [
             f"{flag} {most} or less"
-            for flag, most in (("--batch-size", num_windows), ("--seq-len", usable // self.batch_size))
+            for flag, most in (("--batch-size", int(num_windows / share)), ("--seq-len", usable // rows))
             if most >= 1
         ]
-        where = "" if len(self.corpus.sources) == 1 else f" in {source.about}"
+        where, size = "", "batch size"
+        if len(self.corpus.sources) > 1:
+            where, size = f" in {source.about}", f"its {rows} rows of a batch"
         raise ConfigError(
             f"--batch-size {self.batch_size} --seq-len {self.seq_len}",
-            f"one batch needs {self.batch_size * self.seq_len + 1} tokens (batch size * sequence length + 1) and "
+            f"one batch needs {rows * self.seq_len + 1} tokens ({size} * sequence length + 1) and "
             f"there are {len(source.train)}{where}",
             f"Use {' or '.join([*smaller, 'more data'])}.",
         )
@@ -236,8 +242,9 @@ def load_corpus(path: str | None, vocab_size: int) -> Corpus:
 
     Args:
         path: a `.npy` file (1-D integers) or a `.bin` file (raw little-endian uint16), both mapped; any other file is
-            UTF-8 text whose bytes are the tokens. A folder is all of its text files, hidden ones left out, joined by
-            NUL bytes. None is the source of the running Python's standard library. `a=0.7,b=0.3` mixes several.
+            UTF-8 text whose bytes are the tokens. A folder is what `experiments.prepare` made, or else all of its text
+            files, hidden ones left out, joined by NUL bytes. None is the source of the running Python's standard
+            library. `a=0.7,b=0.3` mixes several.
 
     A single file holds out its last tenth. A folder is split by file: a hash of the relative path holds out about one
     in ten, or the last file where the hash leaves one side empty.
@@ -318,6 +325,8 @@ def _load_standard_library(root: Path, vocab_size: int) -> Source:
 
 
 def _load_folder(root: Path, vocab_size: int) -> Source:
+    if is_prepared(root):
+        return Source(*open_prepared(root, vocab_size))
     documents = {name: read_text(root / name) for name in find_files(root)}
     if not any(documents.values()):
         raise ConfigError(

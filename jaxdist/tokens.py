@@ -200,15 +200,20 @@ def map_bin(path: Path) -> np.ndarray:
 def read_text(path: Path) -> bytes:
     """The bytes of a UTF-8 file."""
     text = path.read_bytes()
+    decode_text(path, text)
+    return text
+
+
+def decode_text(path: Path, text: bytes, offset: int = 0) -> str:
+    """Args: `text` starts at byte `offset` of the file. Raises: ConfigError naming the first byte that is not UTF-8."""
     try:
-        text.decode("utf-8")
+        return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             asked(path),
-            f"text must be UTF-8, and the byte {text[error.start]:#04x} at offset {error.start} is not",
+            f"text must be UTF-8, and the byte {text[error.start]:#04x} at offset {offset + error.start} is not",
             "Convert it to UTF-8, leave it out, or pass token ids as a .npy or .bin file.",
         ) from error
-    return text
 
 
 def find_files(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
