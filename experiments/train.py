@@ -18,12 +18,13 @@ from rich.table import Table
 
 from experiments.cli import EXIT_BUDGET, EXIT_SIGNAL, CommonFlags, run_program, set_precision
 from jaxdist.config import RunConfig, require_positive
-from jaxdist.data import Batches, Corpus, held_out_batches, load_corpus, unigram_entropy
+from jaxdist.data import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.metrics import RunFiles
 from jaxdist.parallel.schedules import in_flight, simulate
 from jaxdist.plan.budget import JobBudget, begin_job, is_asked_for
+from jaxdist.prefetch import Prefetched
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.step import Program, State, build_program, compiled_peak_bytes
 
@@ -33,7 +34,11 @@ class TrainFlags(CommonFlags):
     """Train a GPT on real text, on one device or any mesh of data and tensor axes."""
 
     data: str | None = None
-    """A text file, a folder, or a .npy / .bin token file. Default: the source of Python's standard library."""
+    """Text file or folder, .npy / .bin tokens, what experiments.prepare made, or a mixture as in a.bin=0.7,b.npy=0.3.
+
+    Default: the source of Python's standard library."""
+    prefetch: int = 2
+    """Batches that are read and sent to the devices ahead, while a step computes."""
     out: str | None = None
     """Folder for config.json, metrics.jsonl and, at the end, summary.json (stopped.json where a budget stopped it)."""
     eval_every: int = 50
@@ -72,17 +77,18 @@ def main(
     config = flags.run_config()
     require_positive("eval_every", flags.eval_every)
     require_positive("eval_batches", flags.eval_batches)
+    require_positive("prefetch", flags.prefetch)
     set_precision(config)
     corpus = load_corpus(flags.data, config.model.vocab_size)
-    batches = Batches(corpus.train, config.batch_size, config.model.seq_len, config.seed)
-    held_out = held_out_batches(corpus.held_out, config.batch_size, config.model.seq_len, flags.eval_batches)
+    batches = Batches(corpus, config.batch_size, config.model.seq_len, config.seed)
+    held_out = held_out_batches(corpus, config.batch_size, config.model.seq_len, flags.eval_batches)
     devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
 
-    about = {"data": corpus.source, "devices": devices.description}
+    about = {"data": corpus.about, "devices": devices.description}
     with job_budget(flags, config, console, now) as budget, RunFiles(flags.out, config, about) as files:
         # ---- say what will run ----
-        entropy = unigram_entropy(corpus.train)
+        entropy = corpus.unigram_entropy()
         print_resolved(console, program, devices, corpus, entropy)
 
         # ---- compile, initialise ----
@@ -146,7 +152,8 @@ def train(
     console.print(f"step {0:>5}  held-out loss {losses[0]:.4f}")
     live = console.is_terminal
     every = max(1, config.steps // 20)
-    with _progress(console, disable=not live) as progress:
+    inputs = Prefetched(lambda index: program.put(batches[index]), 0, config.steps, flags.prefetch)
+    with inputs, _progress(console, disable=not live) as progress:
         task = progress.add_task("train", total=config.steps, line="")
         for index in range(config.steps):
             if budget and (reason := budget.stop_reason()):
@@ -154,9 +161,9 @@ def train(
                     save(state)
                 raise Stopped(index, reason)
             start = time.perf_counter()
-            state, metrics = step(state, program.put(batches[index]))
+            state, metrics = step(state, next(inputs))
             metrics = jax.device_get(metrics)  # waits for the step
-            record = step_record(index + 1, metrics, time.perf_counter() - start)
+            record = step_record(index + 1, metrics, time.perf_counter() - start, inputs.waited)
             files.write_step(record)
             line = describe(record)
             progress.update(task, advance=1, line=line)
@@ -170,14 +177,14 @@ def train(
     return state, losses
 
 
-def evaluate(program: Program, state: State, held_out: list[dict]) -> float:
+def evaluate(program: Program, state: State, held_out: list[GlobalBatch]) -> float:
     """Mean held-out loss, nats per token."""
     sums = [program.evaluate(state.params, program.put(batch)) for batch in held_out]
     return float(sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums))
 
 
-def step_record(step: int, metrics: dict, seconds: float) -> dict:
-    """One line of metrics.jsonl. `tokens` counts this step's targets."""
+def step_record(step: int, metrics: dict, seconds: float, input_seconds: float) -> dict:
+    """One line of metrics.jsonl. `tokens` counts this step's targets; of `seconds` the input was waited for a part."""
     tokens = int(metrics["tokens"])
     record = {
         "step": step,
@@ -186,6 +193,7 @@ def step_record(step: int, metrics: dict, seconds: float) -> dict:
         "lr": float(metrics["lr"]),
         "tokens": tokens,
         "step_seconds": seconds,
+        "input_seconds": input_seconds,
         "tokens_per_second": tokens / seconds,
     }
     return record if "loss_scale" not in metrics else {**record, "loss_scale": float(metrics["loss_scale"])}
@@ -233,7 +241,7 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
         )
     facts.add_row("[bold]precision[/]", f"{config.precision.dtype}, reductions in {config.precision.reduction_dtype}")
     facts.add_row(
-        "[bold]data[/]", f"{escape(corpus.source)}: {len(corpus.train):,} + {len(corpus.held_out):,} held-out tokens"
+        "[bold]data[/]", f"{escape(corpus.about)}: {corpus.num_train:,} + {corpus.num_held_out:,} held-out tokens"
     )
     facts.add_row("", f"unigram entropy {entropy:.3f} nats/token (a model that ignores context gets no lower)")
     master = 0 if state.master is None else local_bytes(state.master)

@@ -1,24 +1,28 @@
-"""Tokens from disk, and the order in which training visits them.
+"""What a run trains on, and the order in which it is visited.
 
-A corpus is two token arrays, training and held-out, left memory-mapped where the file allows it. The order of the data
-is a pure function of (seed, step), so a run resumes at any step, on any mesh, by asking for that step again.
+A corpus is one or several weighted sources, each with training and held-out tokens, left mapped where the file allows
+it. A global batch is a pure function of (seed, step): a run resumes at any step, on any mesh and with any number of
+processes, by asking for that step again, and a process asks for its own rows alone.
 """
 
 import hashlib
+import math
 import os
 import platform
 import stat
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from jaxdist.errors import ConfigError
-
-_CHUNK = 1 << 20  # tokens looked at together, so that a memory map is never loaded whole
+from jaxdist.order import Mixture, epoch_keys, make_mixture, shuffled
+from jaxdist.prepared import is_prepared, open_prepared
+from jaxdist.tokens import Part, Tokens, asked, find_files, map_bin, map_npy, read_text, unigram_entropy
 
 # Installed packages and caches differ from machine to machine; tests hold broken source on purpose.
 _NOT_CORPUS = frozenset(
@@ -27,27 +31,262 @@ _NOT_CORPUS = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus:
-    """Training and held-out tokens (1-D integer arrays, possibly memory maps, in their file's dtype)."""
+class Source:
+    """Training and held-out tokens, and the share of the samples that they give."""
 
-    train: np.ndarray
-    held_out: np.ndarray
-    source: str  # for people: what was read
+    train: Tokens
+    held_out: Tokens
+    about: str  # for people: what was read
+    weight: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """One source, or several that are mixed by their weights."""
+
+    sources: tuple[Source, ...]
+
+    @cached_property
+    def mixture(self) -> Mixture:
+        return make_mixture([source.weight for source in self.sources])
+
+    @property
+    def shares(self) -> list[float]:
+        """Of the samples, for each source; they sum to 1."""
+        return [share / self.mixture.period for share in self.mixture.shares]
+
+    @property
+    def about(self) -> str:
+        """For people: what was read, each source with its share."""
+        if len(self.sources) == 1:
+            return self.sources[0].about
+        return "; ".join(f"{share:.4g} of {s.about}" for share, s in zip(self.shares, self.sources, strict=True))
+
+    @property
+    def num_train(self) -> int:
+        return sum(len(source.train) for source in self.sources)
+
+    @property
+    def num_held_out(self) -> int:
+        return sum(len(source.held_out) for source in self.sources)
+
+    def unigram_entropy(self) -> float:
+        """Of the mixture that trains, nats per token; of a long source, from an even sample."""
+        return unigram_entropy([(s.train, share) for s, share in zip(self.sources, self.shares, strict=True)])
+
+
+class GlobalBatch(Mapping):
+    """One global batch, read when it is asked for: some rows by `read`, an array of all of them by its name.
+
+    `inputs` and `targets` int32 [B, T], targets one token ahead (-1: no target, which no loss counts); `rows` int32
+    [B], the row's index in the global batch, which stays with the row however a mesh shards it (dropout masks are
+    keyed on it).
+
+    Args: `read_windows` takes row numbers [n] and returns inputs and targets [n, T].
+    """
+
+    def __init__(self, num_rows: int, read_windows: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]):
+        self.num_rows = num_rows
+        self._read_windows = read_windows
+        self._seen: dict[tuple[int, int, int], dict[str, np.ndarray]] = {}
+
+    def read(self, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        """These rows of every array; nothing else is read from disk, and that once for all ranks that hold them."""
+        key = rows.indices(self.num_rows)
+        if key not in self._seen:
+            numbers = np.arange(*key)
+            inputs, targets = self._read_windows(numbers)
+            self._seen[key] = {"inputs": inputs, "targets": targets, "rows": numbers.astype(np.int32)}
+        return self._seen[key]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("inputs", "targets", "rows"))
+
+    def __len__(self) -> int:
+        return 3
+
+    def digest(self) -> str:
+        """SHA-256 of every token of the batch, to prove that two runs saw the same."""
+        whole = self.read()
+        return hashlib.sha256(b"".join(whole[name].astype("<i4").tobytes() for name in self)).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Global batches of next-token windows: `batches[step]`, for every step >= 0, is a pure function of seed and step.
+
+    Window w of a source covers tokens[w*seq_len : w*seq_len + seq_len + 1]; neighbours share one token, the last target
+    of one being the first input of the next. Sample i is row i % batch_size of batch i // batch_size. The mixture says
+    which source it comes from; each epoch of a source visits each of its windows once, in an order of its own. A batch
+    may straddle two epochs.
+
+    Args: `batch_size` counts rows of the global batch, summed over every mesh axis and micro-batch.
+
+    Raises: ConfigError where a source does not fill one batch, naming the batch size and sequence length that would.
+    """
+
+    corpus: Corpus
+    batch_size: int
+    seq_len: int
+    seed: int
+
+    def __post_init__(self):
+        for flag, value, least in (
+            ("--batch-size", self.batch_size, 1),
+            ("--seq-len", self.seq_len, 1),
+            ("--seed", self.seed, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{flag} {value}", f"it must be at least {least}", f"Use {flag} {least} or more.")
+        facts = zip(self.corpus.sources, self.corpus.shares, self.num_windows, strict=True)
+        for source, share, num_windows in facts:
+            rows = math.ceil(self.batch_size * share)  # of one batch, at most
+            if num_windows < rows:
+                self._refuse_short(source, share, rows, num_windows)
+
+    def _refuse_short(self, source: Source, share: float, rows: int, num_windows: int):
+        usable = max(len(source.train) - 1, 0)
+        smaller = [
+            f"{flag} {most} or less"
+            for flag, most in (("--batch-size", int(num_windows / share)), ("--seq-len", usable // rows))
+            if most >= 1
+        ]
+        where, size = "", "batch size"
+        if len(self.corpus.sources) > 1:
+            where, size = f" in {source.about}", f"its {rows} rows of a batch"
+        raise ConfigError(
+            f"--batch-size {self.batch_size} --seq-len {self.seq_len}",
+            f"one batch needs {rows * self.seq_len + 1} tokens ({size} * sequence length + 1) and "
+            f"there are {len(source.train)}{where}",
+            f"Use {' or '.join([*smaller, 'more data'])}.",
+        )
+
+    @property
+    def num_windows(self) -> list[int]:
+        """Of each source, in one epoch. The last target needs a token after the last input."""
+        return [max(len(source.train) - 1, 0) // self.seq_len for source in self.corpus.sources]
+
+    def __getitem__(self, step: int) -> GlobalBatch:
+        """The global batch of one step; no token is read before the batch is asked for it."""
+        if step < 0:
+            raise IndexError(f"step {step}: the first batch is step 0")
+        return GlobalBatch(self.batch_size, lambda rows: self._read(step * self.batch_size + rows))
+
+    def epochs(self, step: int) -> list[float]:
+        """Epochs of each source that are done before `step`."""
+        counts = self.corpus.mixture.counts(step * self.batch_size)
+        return [count / windows for count, windows in zip(counts, self.num_windows, strict=True)]
+
+    def _read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        text = np.empty((len(samples), self.seq_len + 1), np.int32)
+        sources, numbers = self.corpus.mixture.locate(samples)
+        for index, (source, num_windows) in enumerate(zip(self.corpus.sources, self.num_windows, strict=True)):
+            here = np.flatnonzero(sources == index)
+            epochs, places = np.divmod(numbers[here], num_windows)
+            for epoch in np.unique(epochs):
+                rows = here[epochs == epoch]
+                keys = epoch_keys(self.seed, index, int(epoch))
+                windows = shuffled(places[epochs == epoch], num_windows, keys)
+                text[rows] = source.train.windows(windows * self.seq_len, self.seq_len + 1)
+        return text[:, :-1], text[:, 1:]
+
+
+def held_out_batches(corpus: Corpus, batch_size: int, seq_len: int, limit: int) -> list[GlobalBatch]:
+    """At most `limit` batches of held-out windows, the same ones at every call.
+
+    Each source gives rows by its share, spread evenly over its held-out tokens, or all it has. Every window that is
+    there counts, and once: rows and positions without a token have target -1, which no loss counts.
+
+    Raises: ConfigError when there are fewer than two tokens, since a target needs the token before it.
+    """
+    chosen: list[tuple[Tokens, int]] = []
+    rows = corpus.mixture.counts(limit * batch_size)
+    for source, most in zip(corpus.sources, rows, strict=True):
+        tokens = source.held_out
+        if len(tokens) < 2:
+            raise ConfigError(
+                f"held-out data of {len(tokens)} tokens in {source.about}",
+                "one target and the token before it are needed",
+                "Use more data.",
+            )
+        num_windows = -(-(len(tokens) - 1) // seq_len)
+        windows = np.unique(np.linspace(0, num_windows - 1, min(num_windows, most)).astype(int))
+        chosen += [(tokens, int(window) * seq_len) for window in windows]
+
+    def batch_from(first: int) -> GlobalBatch:
+        def read(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            inputs = np.zeros((len(rows), seq_len), np.int32)
+            targets = np.full((len(rows), seq_len), -1, np.int32)
+            for place, number in enumerate(first + rows):
+                if number < len(chosen):
+                    tokens, start = chosen[number]
+                    text = tokens.read(start, min(start + seq_len + 1, len(tokens)))
+                    inputs[place, : len(text) - 1], targets[place, : len(text) - 1] = text[:-1], text[1:]
+            return inputs, targets
+
+        return GlobalBatch(batch_size, read)
+
+    return [batch_from(first) for first in range(0, len(chosen), batch_size)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def load_corpus(path: str | None, vocab_size: int) -> Corpus:
-    """Read the training and held-out tokens at `path` and check each against the vocabulary.
+    """Open the training and held-out tokens at `path` and check them against the vocabulary.
 
     Args:
-        path: a `.npy` file (1-D integers) or a `.bin` file (raw little-endian uint16), both memory-mapped; any other
-            file is UTF-8 text whose bytes are the tokens. A folder is all of its text files, hidden ones left out,
-            joined by NUL bytes. None is the source of the running Python's standard library.
+        path: a `.npy` file (1-D integers) or a `.bin` file (raw little-endian uint16), both mapped; any other file is
+            UTF-8 text whose bytes are the tokens. A folder is what `experiments.prepare` made, or else all of its text
+            files, hidden ones left out, joined by NUL bytes. None is the source of the running Python's standard
+            library. `a=0.7,b=0.3` mixes several.
 
     A single file holds out its last tenth. A folder is split by file: a hash of the relative path holds out about one
     in ten, or the last file where the hash leaves one side empty.
 
+    Token files are looked at whole up to 2^24 tokens, and in an even sample beyond: opening one takes no longer for
+    being large. What was not looked at is checked when it is read, before the model gets it.
+
     Raises: ConfigError naming the file, and the token or byte where there is one.
     """
+    if path is None:
+        return Corpus((_load_source(None, vocab_size),))
+    sources = []
+    for name, weight in parse_sources(path):
+        source = _load_source(name, vocab_size)
+        sources.append(Source(source.train, source.held_out, source.about, weight))
+    return Corpus(tuple(sources))
+
+
+def parse_sources(text: str) -> list[tuple[str, Fraction]]:
+    """`a=0.7,b=0.3` -> paths with their weights; anything without "=", or that exists by this name, is one path."""
+    if "=" not in text or os.path.exists(text):
+        return [(text, Fraction(1))]
+    sources = []
+    for item in text.split(","):
+        path, equals, number = item.rpartition("=")
+        try:
+            weight = Fraction(number) if equals and path else None
+        except (ValueError, ZeroDivisionError):
+            weight = None
+        if weight is None or weight <= 0:
+            raise ConfigError(
+                asked(text),
+                f"each source of a mixture is PATH=WEIGHT, the weight a number above 0, and {item!r} is not",
+                "Write --data a.bin=0.7,b.npy=0.3 (a path with a comma or an equals sign in it cannot be mixed)",
+            )
+        if path in [path for path, _ in sources]:
+            raise ConfigError(asked(text), f"{path!r} is named twice", "Give it the sum of both weights")
+        sources.append((path, weight))
+    return sources
+
+
+def _load_source(path: str | None, vocab_size: int) -> Source:
     root = Path(sysconfig.get_paths()["stdlib"] if path is None else path)
     try:
         if path is None:
@@ -60,138 +299,21 @@ def load_corpus(path: str | None, vocab_size: int) -> Corpus:
             return _load_file(root, vocab_size)
     except OSError as error:
         raise ConfigError(
-            _asked(root if error.filename is None else error.filename),
+            asked(root if error.filename is None else error.filename),
             f"it cannot be read ({error.strerror})",
             "Pass an existing text file, folder, .npy or .bin that you may read.",
         ) from error
     raise ConfigError(
-        _asked(path),
+        asked(path),
         "it is neither a regular file nor a folder, and the tokens are read more than once",
         "Write the data to a file first.",
     )
 
 
-def unigram_entropy(tokens: np.ndarray) -> float:
-    """Entropy of the token frequencies, in nats per token: the loss of the best model that ignores context."""
-    counts = np.zeros(0, np.int64)
-    for _, chunk in _chunks(tokens):
-        # The cast is for uint64, which bincount refuses in numpy 2.0.
-        longer = np.bincount(chunk.astype(np.int64), minlength=len(counts))
-        longer[: len(counts)] += counts
-        counts = longer
-    p = counts[counts > 0] / len(tokens)
-    return float(np.sum(p * np.log(1 / p)))
-
-
-@dataclass(frozen=True, eq=False)
-class Batches:
-    """Global batches of next-token windows: `batches[step]`, for every step >= 0, is a pure function of seed and step.
-
-    Window w covers tokens[w*seq_len : w*seq_len + seq_len + 1]; neighbours share one token, the last target of one
-    being the first input of the next. Each epoch visits every window once, in an order of its own; a batch may straddle
-    two epochs.
-
-    Args:
-        batch_size: rows of the global batch, summed over every mesh axis and micro-batch.
-        seed: orders the windows; None visits them in order, epoch after epoch (held-out evaluation).
-
-    Raises: ConfigError when the tokens do not fill one batch, naming the batch size and sequence length that would.
-    """
-
-    tokens: np.ndarray
-    batch_size: int
-    seq_len: int
-    seed: int | None
-
-    def __post_init__(self):
-        for flag, value, least in (
-            ("--batch-size", self.batch_size, 1),
-            ("--seq-len", self.seq_len, 1),
-            ("--seed", self.seed, 0),
-        ):
-            if value is not None and value < least:
-                raise ConfigError(f"{flag} {value}", f"it must be at least {least}", f"Use {flag} {least} or more.")
-        if self.num_windows < self.batch_size:
-            usable = max(len(self.tokens) - 1, 0)
-            smaller = [
-                f"{flag} {most} or less"
-                for flag, most in (("--batch-size", self.num_windows), ("--seq-len", usable // self.batch_size))
-                if most >= 1
-            ]
-            raise ConfigError(
-                f"--batch-size {self.batch_size} --seq-len {self.seq_len}",
-                f"one batch needs {self.batch_size * self.seq_len + 1} tokens (batch size * sequence length + 1) and "
-                f"there are {len(self.tokens)}",
-                f"Use {' or '.join([*smaller, 'more data'])}.",
-            )
-
-    @property
-    def num_windows(self) -> int:
-        # The last target needs a token after the last input.
-        return max(len(self.tokens) - 1, 0) // self.seq_len
-
-    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        """The global batch of one step.
-
-        Returns: `inputs` and `targets` int32 [B, T], targets one token ahead; `rows` int32 [B], the row's index in the
-        global batch, which stays with the row however a mesh shards it (dropout masks are keyed on it).
-        """
-        if step < 0:
-            raise IndexError(f"step {step}: the first batch is step 0")
-        samples = step * self.batch_size + np.arange(self.batch_size)
-        epochs, places = np.divmod(samples, self.num_windows)
-        windows = np.array([self._window(int(epoch), place) for epoch, place in zip(epochs, places, strict=True)])
-        # Gathered before the cast: only this batch's tokens are read from a memory map.
-        batch = self.tokens[windows[:, None] * self.seq_len + np.arange(self.seq_len + 1)]
-        return {
-            "inputs": batch[:, :-1].astype(np.int32),
-            "targets": batch[:, 1:].astype(np.int32),
-            "rows": np.arange(self.batch_size, dtype=np.int32),
-        }
-
-    def _window(self, epoch: int, place: int) -> int:
-        return place if self.seed is None else _permutation(self.seed, epoch, self.num_windows)[place]
-
-
-def held_out_batches(tokens: np.ndarray, batch_size: int, seq_len: int, limit: int) -> list[dict[str, np.ndarray]]:
-    """At most `limit` batches of windows spread evenly over the held-out tokens, the same ones at every call.
-
-    Every window that is there counts, and once: rows and positions without a token have target -1, which no loss
-    counts.
-
-    Raises: ConfigError when there are fewer than two tokens, since a target needs the token before it.
-    """
-    if len(tokens) < 2:
-        raise ConfigError(
-            f"held-out data of {len(tokens)} tokens", "one target and the token before it are needed", "Use more data."
-        )
-    num_windows = -(-(len(tokens) - 1) // seq_len)
-    chosen = np.unique(np.linspace(0, num_windows - 1, min(num_windows, limit * batch_size)).astype(int))
-    batches = []
-    for first in range(0, len(chosen), batch_size):
-        inputs = np.zeros((batch_size, seq_len), np.int32)
-        targets = np.full((batch_size, seq_len), -1, np.int32)
-        for row, window in enumerate(chosen[first : first + batch_size]):
-            text = tokens[window * seq_len : (window + 1) * seq_len + 1]
-            inputs[row, : len(text) - 1], targets[row, : len(text) - 1] = text[:-1], text[1:]
-        batches.append({"inputs": inputs, "targets": targets, "rows": np.arange(batch_size, dtype=np.int32)})
-    return batches
-
-
-@lru_cache(maxsize=2)  # a batch straddles at most two epochs
-def _permutation(seed: int, epoch: int, num_windows: int) -> np.ndarray:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(num_windows)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _load_standard_library(root: Path, vocab_size: int) -> Corpus:
-    names = [name for name in _find_files(root, _NOT_CORPUS) if name.endswith(".py")] if root.is_dir() else []
-    documents = {name: np.frombuffer((root / name).read_bytes(), np.uint8) for name in names}
-    if not any(map(len, documents.values())):
+def _load_standard_library(root: Path, vocab_size: int) -> Source:
+    names = [name for name in find_files(root, _NOT_CORPUS) if name.endswith(".py")] if root.is_dir() else []
+    documents = {name: (root / name).read_bytes() for name in names}
+    if not any(documents.values()):
         raise ConfigError(
             "no --data given",
             f"the default corpus is the source of Python's standard library, and there is none in {root}",
@@ -202,141 +324,66 @@ def _load_standard_library(root: Path, vocab_size: int) -> Corpus:
     return _split_by_file(documents, root, name, vocab_size)
 
 
-def _load_folder(root: Path, vocab_size: int) -> Corpus:
-    documents = {name: _read_text(root / name) for name in _find_files(root)}
-    if not any(map(len, documents.values())):
+def _load_folder(root: Path, vocab_size: int) -> Source:
+    if is_prepared(root):
+        return Source(*open_prepared(root, vocab_size))
+    documents = {name: read_text(root / name) for name in find_files(root)}
+    if not any(documents.values()):
         raise ConfigError(
-            _asked(root),
+            asked(root),
             "the folder holds no text (hidden files and folders are left out)",
             "Pass a folder with at least one UTF-8 text file in it.",
         )
     return _split_by_file(documents, root, str(root), vocab_size)
 
 
-def _load_file(path: Path, vocab_size: int) -> Corpus:
-    read = {".npy": _map_npy, ".bin": _map_bin}.get(path.suffix, _read_text)
-    tokens = read(path)
-    if len(tokens) == 0:
-        raise ConfigError(_asked(path), "the file is empty", "Pass a file with tokens in it.")
-    _check_tokens(path, tokens, vocab_size)
-    kind = "UTF-8 bytes" if read is _read_text else f"{tokens.dtype} tokens"
-    return _split_tail(tokens, f"{path}, {kind}")
+def _load_file(path: Path, vocab_size: int) -> Source:
+    mapped = {".npy": map_npy, ".bin": map_bin}.get(path.suffix)
+    array = mapped(path) if mapped else _bytes(read_text(path))
+    if len(array) == 0:
+        raise ConfigError(asked(path), "the file is empty", "Pass a file with tokens in it.")
+    tokens = _checked(array, path, vocab_size)
+    kind = f"{array.dtype} tokens" if mapped else "UTF-8 bytes"
+    return Source(*_split_tail(tokens), f"{path}, {kind}")
 
 
-def _find_files(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
-    """Relative POSIX paths of the regular files under `root`, hidden ones and `skipped` folders left out, sorted."""
-
-    def fail(error: OSError):
-        raise error  # os.walk would pass over a folder it cannot list
-
-    names = []
-    for folder, subfolders, files in os.walk(root, onerror=fail):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
-        paths = [Path(folder, name) for name in files if not name.startswith(".")]
-        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-    return sorted(names)
-
-
-def _read_text(path: Path) -> np.ndarray:
-    text = path.read_bytes()
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            _asked(path),
-            f"text must be UTF-8, and the byte {text[error.start]:#04x} at offset {error.start} is not",
-            "Convert it to UTF-8, leave it out, or pass token ids as a .npy or .bin file.",
-        ) from error
+def _bytes(text: bytes) -> np.ndarray:
     return np.frombuffer(text, np.uint8)
 
 
-def _map_npy(path: Path) -> np.ndarray:
-    try:
-        # Not np.load, which goes by the first bytes: this reads nothing but a plain array, and never unpickles.
-        tokens = np.lib.format.open_memmap(path, mode="r")
-    except OSError:
-        raise
-    except Exception as error:  # a damaged header ends in ValueError, tokenize.TokenError and others
-        raise ConfigError(
-            _asked(path),
-            f"it is not a whole .npy array of numbers ({error})",
-            "Save it again with np.save(path, tokens), tokens being a 1-D integer array.",
-        ) from error
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ConfigError(
-            _asked(path),
-            f"tokens must be a 1-D integer array, and this one is {tokens.dtype}{list(tokens.shape)}",
-            "Save it again with np.save(path, tokens.reshape(-1).astype(np.uint16)), or a wider integer dtype.",
-        )
+def _checked(array: np.ndarray, path: Path, vocab_size: int) -> Tokens:
+    tokens = Tokens([Part(array, str(path))], vocab_size)
+    tokens.check()
     return tokens
 
 
-def _map_bin(path: Path) -> np.ndarray:
-    size = path.stat().st_size
-    if size % 2:
-        raise ConfigError(
-            _asked(path),
-            f"a .bin is raw little-endian uint16 tokens, two bytes each, and this one has {size} bytes",
-            "Write it again with tokens.astype('<u2').tofile(path), or save another dtype as a .npy.",
-        )
-    return np.memmap(path, "<u2", mode="r") if size else np.zeros(0, "<u2")  # an empty file cannot be mapped
+def _split_tail(tokens: Tokens) -> tuple[Tokens, Tokens]:
+    return tokens.cut(len(tokens) * 9 // 10)
 
 
-def _check_tokens(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    for start, chunk in _chunks(tokens):
-        bad = np.flatnonzero((chunk < 0) | (chunk >= vocab_size))
-        if len(bad):
-            token = int(chunk[bad[0]])
-            enough = 256 if tokens.dtype == np.uint8 else 1 + max(int(chunk.max()) for _, chunk in _chunks(tokens))
-            raise ConfigError(
-                _asked(path),
-                f"token {token} at position {start + int(bad[0])} is outside the vocabulary of {vocab_size}: a token "
-                "is a row of the embedding, 0 <= token < --vocab-size",
-                "Negative tokens have no row: tokenize it again."
-                if token < 0
-                else f"Use --vocab-size {enough} or more.",
-            )
+def _split_by_file(documents: dict[str, bytes], root: Path, title: str, vocab_size: int) -> Source:
+    documents = {name: text for name, text in documents.items() if text}
+    for name, text in documents.items():
+        _checked(_bytes(text), root / name, vocab_size)
+    about = f"{title}, {len(documents)} file{'s' if len(documents) > 1 else ''}"
+    if len(documents) == 1:
+        [(name, text)] = documents.items()
+        return Source(*_split_tail(_checked(_bytes(text), root / name, vocab_size)), about)
+    held_out = held_out_names(list(documents))
+
+    def joined(names: list[str]) -> Tokens:
+        # The NUL byte between documents is token 0, which every vocabulary has.
+        return _checked(_bytes(b"\0".join(documents[name] for name in names)), root, vocab_size)
+
+    return Source(joined([n for n in documents if n not in held_out]), joined(sorted(held_out)), about)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Splitting
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _split_tail(tokens: np.ndarray, source: str) -> Corpus:
-    cut = len(tokens) * 9 // 10
-    return Corpus(tokens[:cut], tokens[cut:], source)
-
-
-def _split_by_file(documents: dict[str, np.ndarray], root: Path, title: str, vocab_size: int) -> Corpus:
-    documents = {name: tokens for name, tokens in documents.items() if len(tokens)}
-    for name, tokens in documents.items():
-        _check_tokens(root / name, tokens, vocab_size)
-    names = list(documents)
-    source = f"{title}, {len(names)} file{'s' if len(names) > 1 else ''}"
-    if len(names) == 1:
-        return _split_tail(documents[names[0]], source)
+def held_out_names(names: list[str]) -> set[str]:
+    """About one in ten, by a hash of the name; the last where that leaves one side empty."""
     held_out = {name for name in names if _is_held_out(name)}
-    if len(held_out) in (0, len(names)):
-        held_out = {names[-1]}
-    # The NUL byte between documents is token 0, which every vocabulary has.
-    train_bytes = b"\0".join(tokens for name, tokens in documents.items() if name not in held_out)
-    held_out_bytes = b"\0".join(tokens for name, tokens in documents.items() if name in held_out)
-    return Corpus(np.frombuffer(train_bytes, np.uint8), np.frombuffer(held_out_bytes, np.uint8), source)
+    return held_out if len(held_out) not in (0, len(names)) else {names[-1]}
 
 
 def _is_held_out(name: str) -> bool:
     # Not hash(), which differs from process to process: a held-out file must stay held out when a run resumes.
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") % 10 == 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _chunks(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    for start in range(0, len(tokens), _CHUNK):
-        yield start, tokens[start : start + _CHUNK]
-
-
-def _asked(path: str | os.PathLike) -> str:
-    return f"--data {os.fspath(path)!r}"

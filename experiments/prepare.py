@@ -1,0 +1,436 @@
+"""Turn text into token shards that open in an instant, whatever their size.
+
+python -m experiments.prepare --data FOLDER --out DIR --vocab-size 8192     train a BPE and encode with it
+python -m experiments.prepare --data FOLDER --out DIR --tokenizer FILE      encode with a tokenizer.json
+python -m experiments.prepare --data FOLDER --out DIR --tokenizer bytes     bytes are the tokens
+python -m experiments.prepare --check DIR                                   read everything and compare the hashes
+
+A killed run continues when the same command is run again, and gives the same bytes. Nothing has its final name before
+all of it is on the disk, and the manifest, without which a folder is not opened, comes last.
+"""
+
+import hashlib
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from experiments.cli import run_program
+from jaxdist.config import require_positive
+from jaxdist.data import held_out_names, load_corpus
+from jaxdist.errors import ConfigError
+from jaxdist.prepared import (
+    JOURNAL,
+    MANIFEST,
+    SPLITS,
+    TOKENIZER,
+    File,
+    Manifest,
+    Shard,
+    check_prepared,
+    is_prepared,
+    sha256_of,
+    shard_name,
+    write_whole,
+)
+from jaxdist.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer
+from jaxdist.tokens import asked, decode_text, find_files
+
+PIECE_BYTES = 1 << 20  # of text encoded as one; a longer document is cut at line ends
+BATCH_BYTES = 8 << 20  # of text given to the tokenizer's threads together
+
+
+@dataclass(frozen=True)
+class PrepareFlags:
+    """Turn a folder of text into token shards, a tokenizer and a manifest."""
+
+    data: str | None = None
+    """A UTF-8 text file or a folder of them. A file is a document; a .jsonl file has one in the "text" of each line."""
+    out: str | None = None
+    """Folder to make. An unfinished one continues."""
+    vocab_size: int | None = None
+    """Train a byte-level BPE of this size on the training text."""
+    tokenizer: str | None = None
+    """A tokenizer.json to encode with, or `bytes`."""
+    end_of_document: str = END_OF_DOCUMENT
+    """The token of --tokenizer that is put after each document."""
+    shard_mb: int = 64
+    """MB of text in a shard: what a killed run does again at most."""
+    check: str | None = None
+    """A prepared folder, or a .npy or .bin, to read whole and check; nothing is written."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes start .. stop-1 of a file. `ends`: a text document is over after them."""
+
+    name: str
+    start: int
+    stop: int
+    ends: bool
+
+
+def main(flags: PrepareFlags, console: Console) -> int:
+    try:
+        return check(flags, console) if flags.check is not None else prepare(flags, console)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or flags.out or flags.check}",
+            f"it cannot be read or written ({error.strerror})",
+            "Make room or give access, then run the same command again: it continues where it was",
+        ) from error
+
+
+def prepare(flags: PrepareFlags, console: Console) -> int:
+    # ---- check everything ----
+    if flags.data is None or not flags.out:
+        raise ConfigError(
+            "no --data or no --out given",
+            "text is read from one and tokens are written to the other",
+            "Pass --data FOLDER --out DIR, or --check DIR",
+        )
+    require_positive("shard_mb", flags.shard_mb)
+    root, out = Path(flags.data), Path(flags.out)
+    tokenizer = given_tokenizer(flags)
+    if root.is_file():
+        root, names = root.parent, [root.name]
+    else:
+        names = find_files(root)
+    if root.resolve() in out.resolve().parents:
+        raise ConfigError(
+            f"--out {flags.out}", "it is inside --data, so its shards would be read as text", "Name a folder elsewhere"
+        )
+    stats = {name: (root / name).stat() for name in names}
+    sizes = {name: stat.st_size for name, stat in stats.items() if stat.st_size}
+    if not sizes:
+        raise ConfigError(
+            asked(root), "there is no text in it", "Pass a folder with at least one UTF-8 text file in it"
+        )
+    units = cut_units(root, sizes, flags.shard_mb * 1_000_000)
+
+    # ---- begin, or go on ----
+    plan = {
+        "files": [[name, stats[name].st_size, stats[name].st_mtime_ns] for name in sizes],
+        "shard_mb": flags.shard_mb,
+        "vocab_size": flags.vocab_size,
+        "tokenizer": tokenizer and hashlib.sha256(tokenizer.to_bytes()).hexdigest(),
+        "end_of_document": flags.end_of_document,
+    }
+    journal = open_journal(out, plan)
+    if journal["shards"]:
+        console.print(f"continuing: {len(journal['shards'])} of {sum(map(len, units.values()))} shards are done")
+    if tokenizer is None:
+        tokenizer = train_tokenizer(root, out, units["train"], flags.vocab_size, console)
+    elif tokenizer.to_bytes():
+        write_whole(out / TOKENIZER, tokenizer.to_bytes())
+    shards = write_shards(root, out, units, tokenizer, journal, console)
+
+    # ---- the manifest makes it whole ----
+    text = tokenizer.to_bytes()
+    manifest = Manifest(
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end_of_document,
+        dtype=tokenizer.dtype,
+        num_documents=sum(done["num_documents"] for done in journal["shards"].values()),
+        tokenizer=File(TOKENIZER, len(text), hashlib.sha256(text).hexdigest()) if text else None,
+        train=tuple(shards["train"]),
+        held_out=tuple(shards["held_out"]),
+    )
+    write_whole(out / MANIFEST, manifest.to_json().encode())
+    (out / JOURNAL).unlink()
+    train, held_out = (sum(shard.num_tokens for shard in shards[split]) for split in SPLITS)
+    console.print(
+        f"[bold]done[/]: {train:,} + {held_out:,} held-out tokens of {manifest.num_documents:,} documents; train with\n"
+        f"  --data {escape(str(out))} --vocab-size {manifest.vocab_size}",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def check(flags: PrepareFlags, console: Console) -> int:
+    path = Path(flags.check)
+    if is_prepared(path):
+        with _progress(console) as progress:
+            total = sum(entry.stat().st_size for entry in path.iterdir())
+            task = progress.add_task("check", total=total)
+            manifest = check_prepared(path, lambda num_bytes: progress.advance(task, num_bytes))
+        tokens = sum(shard.num_tokens for split in (manifest.train, manifest.held_out) for shard in split)
+        console.print(f"[bold]whole[/]: {tokens:,} tokens, every file as the manifest says, none out of the vocabulary")
+        return 0
+    if flags.vocab_size is None:
+        raise ConfigError(
+            f"--check {flags.check}",
+            "it is no prepared folder, so nothing says how large its vocabulary is",
+            "Pass --vocab-size too",
+        )
+    corpus = load_corpus(flags.check, flags.vocab_size)
+    for tokens in (corpus.sources[0].train, corpus.sources[0].held_out):
+        for _ in tokens.chunks():
+            pass
+    console.print(f"[bold]whole[/]: {corpus.num_train + corpus.num_held_out:,} tokens, none out of the vocabulary")
+    return 0
+
+
+def given_tokenizer(flags: PrepareFlags) -> Tokenizer | None:
+    """The tokenizer that the flags name; None where one is to be trained."""
+    if (flags.vocab_size is None) == (flags.tokenizer is None):
+        raise ConfigError(
+            "--vocab-size and --tokenizer",
+            "exactly one of them says how text becomes tokens",
+            "Pass --vocab-size N to train a BPE, or --tokenizer with a tokenizer.json or `bytes`",
+        )
+    if flags.tokenizer == "bytes":
+        return ByteTokenizer()
+    if flags.tokenizer is not None:
+        return BPETokenizer.load(Path(flags.tokenizer), flags.end_of_document)
+    if flags.end_of_document != END_OF_DOCUMENT:
+        raise ConfigError(
+            f"--end-of-document {flags.end_of_document}",
+            f"a BPE that is trained here ends documents with {END_OF_DOCUMENT}",
+            "Leave it out",
+        )
+    BPETokenizer.check_size(flags.vocab_size)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cutting the text
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def cut_units(root: Path, sizes: dict[str, int], unit_bytes: int) -> dict[str, list[list[Range]]]:
+    """For each split, the text of each of its shards: ranges of files, about `unit_bytes` together.
+
+    Files are split as `load_corpus` does, so that a corpus is split alike whether it is prepared or not. A single file
+    holds out its last tenth, from a line's start on.
+    """
+    names = list(sizes)
+    if len(names) == 1:
+        [(name, size)] = sizes.items()
+        cut = line_start(root / name, size * 9 // 10, size)
+        wholes = {"train": [(name, 0, cut)], "held_out": [(name, cut, size)]}
+    else:
+        held_out = held_out_names(names)
+        wholes = {split: [] for split in SPLITS}
+        for name in names:
+            wholes["held_out" if name in held_out else "train"].append((name, 0, sizes[name]))
+
+    units: dict[str, list[list[Range]]] = {}
+    for split, parts in wholes.items():
+        unit, filled, units[split] = [], 0, []
+        for name, start, stop in parts:
+            while start < stop:
+                end = line_start(root / name, min(start + unit_bytes - filled, stop), stop)
+                unit.append(Range(name, start, end, ends=end == stop))
+                filled += end - start
+                start = end
+                if filled >= unit_bytes:
+                    units[split].append(unit)
+                    unit, filled = [], 0
+        if unit:
+            units[split].append(unit)
+    return units
+
+
+def line_start(path: Path, position: int, size: int) -> int:
+    """The first start of a line at `position` or after it, at most `size`; of a character where a text has no lines."""
+    if not 0 < position < size:
+        return 0 if position <= 0 else size
+    with open(path, "rb") as file:
+        file.seek(position - 1)
+        if path.suffix == ".jsonl":
+            file.readline()
+            return min(file.tell(), size)
+        text = file.read(PIECE_BYTES)
+    newline = text.find(b"\n")
+    if newline >= 0 and position + newline < size:
+        return position + newline
+    return position + _continuation_bytes(text[1:])
+
+
+def _continuation_bytes(text: bytes) -> int:
+    """How many bytes at the start are the rest of a UTF-8 character that began before."""
+    return next((count for count, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0)
+
+
+def read_pieces(root: Path, part: Range) -> Iterator[tuple[str, bool]]:
+    """(text, whether a document ends after it), in order; no text is much longer than PIECE_BYTES but a JSON line's."""
+    path = root / part.name
+    with open(path, "rb") as file:
+        file.seek(part.start)
+        offset = part.start
+        if path.suffix == ".jsonl":
+            while offset < part.stop:
+                line = file.readline()
+                if line.strip():
+                    yield document_of(path, line, offset), True
+                offset += len(line)
+            return
+        while offset < part.stop:
+            text = file.read(min(PIECE_BYTES, part.stop - offset))
+            if not text:
+                raise ConfigError(asked(path), "it became shorter while it was read", "Run the same command again")
+            if offset + len(text) < part.stop:
+                text = text[: _whole_length(text)]
+                file.seek(offset + len(text))
+            yield decode_text(path, text, offset), part.ends and offset + len(text) == part.stop
+            offset += len(text)
+
+
+def _whole_length(text: bytes) -> int:
+    """Length up to the end of the last line, or of the last whole character."""
+    if newline := text.rfind(b"\n") + 1:
+        return newline
+    back = next((count for count in range(1, 5) if text[-count] & 0xC0 != 0x80), 1)
+    return len(text) - back or len(text)
+
+
+def document_of(path: Path, line: bytes, offset: int) -> str:
+    try:
+        text = json.loads(decode_text(path, line, offset))["text"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        text = None
+    if not isinstance(text, str):
+        raise ConfigError(
+            asked(path),
+            f'each line of a .jsonl is an object with a "text" string, and the line at offset {offset} is not',
+            "Mend or remove the line",
+        )
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def open_journal(out: Path, plan: dict) -> dict:
+    """What is done already: {"plan": ..., "shards": {name: facts}}. Raises: ConfigError for another folder."""
+    asked_out = f"--out {os.fspath(out)!r}"
+    path = out / JOURNAL
+    if path.exists():
+        journal = json.loads(path.read_text(encoding="utf-8"))
+        if journal["plan"] != plan:
+            different = ", ".join(name for name in plan if journal["plan"].get(name) != plan[name])
+            raise ConfigError(
+                asked_out,
+                f"it holds the beginning of another preparation: {different} changed since",
+                "Give the same flags and files to continue it, or choose another folder",
+            )
+        return journal
+    if is_prepared(out):
+        raise ConfigError(asked_out, "it holds a prepared corpus already", "Choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    if any(not entry.name.endswith(".part") for entry in out.iterdir()):
+        raise ConfigError(asked_out, "it holds something else", "Choose an empty folder or a new one")
+    journal = {"plan": plan, "shards": {}}
+    write_whole(path, json.dumps(journal).encode())
+    return journal
+
+
+def train_tokenizer(root: Path, out: Path, units: list[list[Range]], vocab_size: int, console: Console) -> BPETokenizer:
+    """The BPE of the training text; the one in the folder where a run before this one had trained it."""
+    path = out / TOKENIZER
+    if path.exists():
+        return BPETokenizer.load(path)
+    with _progress(console) as progress:
+        task = progress.add_task("learn", total=sum(part.stop - part.start for unit in units for part in unit))
+
+        def texts() -> Iterator[str]:
+            for part in itertools.chain.from_iterable(units):
+                for text, _ in read_pieces(root, part):
+                    yield text
+                progress.advance(task, part.stop - part.start)
+
+        tokenizer = BPETokenizer.train(texts(), vocab_size)
+    write_whole(path, tokenizer.to_bytes())
+    if tokenizer.vocab_size < vocab_size:
+        console.print(
+            f"[yellow]note:[/] the text gave {tokenizer.vocab_size} tokens, fewer than --vocab-size {vocab_size}"
+        )
+    return tokenizer
+
+
+def write_shards(
+    root: Path,
+    out: Path,
+    units: dict[str, list[list[Range]]],
+    tokenizer: Tokenizer,
+    journal: dict,
+    console: Console,
+) -> dict[str, list[Shard]]:
+    """Encode each unit into its shard, passing over those that the journal has and the disk confirms."""
+    shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+    with _progress(console) as progress:
+        total = sum(part.stop - part.start for split in SPLITS for unit in units[split] for part in unit)
+        task = progress.add_task("encode", total=total)
+        for split in SPLITS:
+            for number, unit in enumerate(units[split]):
+                name = shard_name(split, number)
+                done = journal["shards"].get(name)
+                if not (done and (out / name).exists() and sha256_of(out / name) == done["sha256"]):
+                    tokens, num_documents = encode_unit(root, unit, tokenizer)
+                    content = npy_bytes(tokens)
+                    write_whole(out / name, content)
+                    done = {
+                        "num_bytes": len(content),
+                        "sha256": hashlib.sha256(content).hexdigest(),
+                        "num_tokens": len(tokens),
+                        "num_documents": num_documents,
+                    }
+                    journal["shards"][name] = done
+                    write_whole(out / JOURNAL, json.dumps(journal).encode())
+                shards[split].append(Shard(name, done["num_bytes"], done["sha256"], done["num_tokens"]))
+                progress.advance(task, sum(part.stop - part.start for part in unit))
+    return shards
+
+
+def encode_unit(root: Path, unit: list[Range], tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
+    """(tokens of the unit, each document followed by the end-of-document token; number of documents that end in it)."""
+    end = np.array([tokenizer.end_of_document], tokenizer.dtype)
+    found: list[np.ndarray] = []
+    num_documents = 0
+    for batch in batched_pieces(root, unit):
+        for tokens, (_, ends) in zip(tokenizer.encode([text for text, _ in batch]), batch, strict=True):
+            found += [tokens, end] if ends else [tokens]
+            num_documents += ends
+    return np.concatenate(found or [end[:0]]), num_documents
+
+
+def batched_pieces(root: Path, unit: list[Range]) -> Iterator[list[tuple[str, bool]]]:
+    batch, size = [], 0
+    for part in unit:
+        for text, ends in read_pieces(root, part):
+            batch.append((text, ends))
+            size += len(text)
+            if size >= BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def npy_bytes(tokens: np.ndarray) -> bytes:
+    """A .npy, little-endian on every machine."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, tokens.astype(tokens.dtype.newbyteorder("<")), allow_pickle=False)
+    return file.getvalue()
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+if __name__ == "__main__":
+    run_program(PrepareFlags, main, "experiments.prepare")

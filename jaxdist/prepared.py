@@ -1,0 +1,238 @@
+"""A prepared corpus: a folder of token shards, their tokenizer, and a manifest that says what belongs to it.
+
+    manifest.json        written last: a folder without it is not whole
+    tokenizer.json       as Hugging Face `tokenizers` saves it; none where the tokens are bytes
+    train-00000.npy ...  1-D tokens, each document followed by the end-of-document token
+    held_out-00000.npy ...
+
+Opening compares sizes and headers, which takes no longer for a larger corpus; `check` reads everything.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxdist.errors import ConfigError
+from jaxdist.tokens import Part, Tokens, asked, map_npy
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+JOURNAL = "unfinished.json"  # there while a preparation has not come to its end
+FORMAT = "jaxdist tokens 1"
+SPLITS = ("train", "held_out")
+_MAX_MANIFEST_BYTES = 64 << 20
+_REMEDY = (
+    "Prepare the corpus again with `python -m experiments.prepare`, or copy the folder again from where it is whole"
+)
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file of the folder must be."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Shard(File):
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    vocab_size: int
+    end_of_document: int
+    dtype: str
+    num_documents: int
+    tokenizer: File | None
+    train: tuple[Shard, ...]
+    held_out: tuple[Shard, ...]
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether the folder is, or was to be, a prepared corpus. A folder of text may have a manifest.json of its own."""
+    if any((folder / name).exists() for name in (JOURNAL, shard_name("train", 0))):
+        return True
+    try:
+        with open(folder / MANIFEST, "rb") as file:
+            return b'"jaxdist tokens ' in file.read(200)
+    except OSError:
+        return False
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The checked manifest of a folder. Raises: ConfigError naming what is wrong in it; no other file is looked at."""
+    path = folder / MANIFEST
+
+    def refuse(what: str):
+        raise ConfigError(asked(path), what, _REMEDY)
+
+    if not path.exists():
+        raise ConfigError(
+            asked(folder),
+            f"it holds token shards and no {MANIFEST}, which is written last, so it is not whole",
+            "Run the same `python -m experiments.prepare` command again: it continues where it was",
+        )
+    with open(path, "rb") as file:
+        text = file.read(_MAX_MANIFEST_BYTES + 1)
+    if len(text) > _MAX_MANIFEST_BYTES:
+        refuse(f"a manifest has less than {_MAX_MANIFEST_BYTES:,} bytes")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        refuse(f"it is not JSON ({error})")
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        refuse(f"it is not the manifest of a prepared corpus, whose format is {FORMAT!r}")
+
+    def take(holder: object, name: str, kind: type, least: int = 0):
+        value = holder.get(name) if isinstance(holder, dict) else None
+        if type(value) is not kind or (kind is int and value < least):
+            refuse(f"{name} must be {'a whole number' if kind is int else kind.__name__}, and it is {value!r:.80}")
+        return value
+
+    def take_file(holder: dict) -> dict:
+        found = {name: take(holder, name, kind) for name, kind in (("name", str), ("num_bytes", int), ("sha256", str))}
+        if not re.fullmatch("[0-9a-f]{64}", found["sha256"]):
+            refuse(f"sha256 of {found['name']!r:.80} is no SHA-256 in hexadecimal")
+        return found
+
+    def take_shards(split: str) -> tuple[Shard, ...]:
+        shards = tuple(
+            Shard(**take_file(shard), num_tokens=take(shard, "num_tokens", int, 1))
+            for shard in take(content, split, list)
+        )
+        for number, shard in enumerate(shards):
+            # A name that is no plain file name of this folder could reach any file of the machine.
+            if shard.name != shard_name(split, number):
+                refuse(f"{split} shard {number} must be {shard_name(split, number)}, and it is {shard.name!r:.80}")
+        return shards
+
+    tokenizer = content.get("tokenizer")
+    if tokenizer is not None:
+        tokenizer = File(**take_file(tokenizer))
+        if tokenizer.name != TOKENIZER:
+            refuse(f"the tokenizer must be {TOKENIZER}, and it is {tokenizer.name!r:.80}")
+    manifest = Manifest(
+        vocab_size=take(content, "vocab_size", int, 1),
+        end_of_document=take(content, "end_of_document", int),
+        dtype=take(content, "dtype", str),
+        num_documents=take(content, "num_documents", int),
+        tokenizer=tokenizer,
+        train=take_shards("train"),
+        held_out=take_shards("held_out"),
+    )
+    if manifest.dtype not in ("uint8", "uint16", "uint32"):
+        refuse(f"dtype must be uint8, uint16 or uint32, and it is {manifest.dtype!r:.80}")
+    if manifest.end_of_document >= manifest.vocab_size:
+        refuse(f"end_of_document {manifest.end_of_document} is outside the vocabulary of {manifest.vocab_size}")
+    return manifest
+
+
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:05d}.npy"
+
+
+def open_prepared(folder: Path, vocab_size: int) -> tuple[Tokens, Tokens, str]:
+    """(training tokens, held-out tokens, what they are), all mapped.
+
+    Raises: ConfigError where the vocabulary is too small, or naming the file that is missing, cut, longer, or another
+    than the manifest says.
+    """
+    manifest = read_manifest(folder)
+    if vocab_size < manifest.vocab_size:
+        raise ConfigError(
+            f"{asked(folder)} --vocab-size {vocab_size}",
+            f"the corpus was prepared with a vocabulary of {manifest.vocab_size}, and each of its tokens is a row of "
+            "the embedding",
+            f"Use --vocab-size {manifest.vocab_size}",
+        )
+    if manifest.tokenizer:
+        _check_size(folder, manifest.tokenizer)
+
+    def mapped(shard: Shard) -> Part:
+        path = folder / shard.name
+        _check_size(folder, shard)
+        array = map_npy(path)
+        if array.dtype != np.dtype(manifest.dtype).newbyteorder("<") or len(array) != shard.num_tokens:
+            raise ConfigError(
+                asked(path),
+                f"the manifest says {shard.num_tokens} {manifest.dtype} tokens, and it has {len(array)} {array.dtype}",
+                _REMEDY,
+            )
+        return Part(array, str(path))
+
+    train, held_out = (
+        Tokens(list(map(mapped, shards)), manifest.vocab_size) for shards in (manifest.train, manifest.held_out)
+    )
+    kind = "bytes" if manifest.tokenizer is None else f"BPE tokens, vocabulary {manifest.vocab_size}"
+    return train, held_out, f"{folder}, {manifest.num_documents} documents, {kind}"
+
+
+def _check_size(folder: Path, file: File) -> None:
+    path = folder / file.name
+    try:
+        # Not through a link, which could lead out of the folder.
+        size = os.stat(path, follow_symlinks=False).st_size
+        if not path.is_file() or path.is_symlink():
+            raise ConfigError(asked(path), "it is not a regular file", _REMEDY)
+    except FileNotFoundError as error:
+        raise ConfigError(asked(path), "the manifest names it and it is not there", _REMEDY) from error
+    if size != file.num_bytes:
+        raise ConfigError(asked(path), f"the manifest says {file.num_bytes} bytes, and it has {size}", _REMEDY)
+
+
+def check_prepared(folder: Path, say: Callable[[int], None] = lambda num_bytes: None) -> Manifest:
+    """Read every byte of a prepared corpus: hashes, sizes, and that every token is of the vocabulary.
+
+    Args: `say` is called with the bytes that were read since the last call.
+    Raises: ConfigError naming the first file that is not what the manifest says.
+    """
+    manifest = read_manifest(folder)
+    open_prepared(folder, manifest.vocab_size)
+    for file in [*([manifest.tokenizer] if manifest.tokenizer else []), *manifest.train, *manifest.held_out]:
+        found = sha256_of(folder / file.name, say)
+        if found != file.sha256:
+            raise ConfigError(
+                asked(folder / file.name),
+                f"its SHA-256 is {found[:16]}..., and the manifest says {file.sha256[:16]}...: it was changed",
+                _REMEDY,
+            )
+    for tokens in open_prepared(folder, manifest.vocab_size)[:2]:
+        for _ in tokens.chunks():
+            pass
+    return manifest
+
+
+def sha256_of(path: Path, say: Callable[[int], None] = lambda num_bytes: None) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            say(len(block))
+    return digest.hexdigest()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is under its name only when all of it is on the disk."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name is on the disk when its folder is
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
