@@ -29,13 +29,15 @@ from jaxdist.config import (
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.runtime import DeviceChoice
+from jaxdist.signals import EXIT_SIGNAL
 
 Flags = TypeVar("Flags")
 
 # Exit codes beside 0 (done) and 1 (it ran, and what it ran is wrong).
 EXIT_BAD_INPUT = 2  # refused before anything ran
+EXIT_PEER = 69  # another process of the run is gone; "service unavailable" in sysexits.h
+EXIT_SAVE = 74  # the last checkpoint could not be written; "input/output error"
 EXIT_BUDGET = 75  # stopped because time or money was used up; "try again later" in sysexits.h
-EXIT_SIGNAL = 128  # plus the number of the signal that stopped it
 
 
 @dataclass(frozen=True)

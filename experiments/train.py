@@ -1,12 +1,18 @@
-"""Train a GPT on any data x tensor mesh.
+"""Train a GPT on any mesh: data, tensor and pipeline parallel; on one process or many.
 
 python -m experiments.train --mesh dp=2,tp=2
+
+With --out the run is kept in a folder, and the same command continues it after whatever ended it.
 """
 
+import math
+import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -16,22 +22,33 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.cli import EXIT_BUDGET, EXIT_SIGNAL, CommonFlags, run_program, set_precision
+from experiments.cli import EXIT_BUDGET, EXIT_PEER, EXIT_SAVE, EXIT_SIGNAL, CommonFlags, run_program, set_precision
+from jaxdist import processes, resume
+from jaxdist.checkpoint import Checkpoints, SaveFailed
 from jaxdist.config import RunConfig, require_positive
 from jaxdist.data import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
+from jaxdist.drill import Drill, parse_drill
+from jaxdist.errors import ConfigError
+from jaxdist.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
-from jaxdist.metrics import RunFiles
+from jaxdist.metrics import RunFiles, holds_run, is_complete, read_config, require_writable_folder
+from jaxdist.pace import Pace
 from jaxdist.parallel.schedules import in_flight, simulate
 from jaxdist.plan.budget import JobBudget, begin_job, is_asked_for
 from jaxdist.prefetch import Prefetched
 from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.signals import Signals
 from jaxdist.step import Program, State, build_program, compiled_peak_bytes
+from jaxdist.watch import Agreement, Watchdog
+
+MAX_ROLL_BACKS = 5
+MAX_SKIPS_IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
 class TrainFlags(CommonFlags):
-    """Train a GPT on real text, on one device or any mesh of data and tensor axes."""
+    """Train a GPT on real text, on one device or any mesh."""
 
     data: str | None = None
     """Text file or folder, .npy / .bin tokens, what experiments.prepare made, or a mixture as in a.bin=0.7,b.npy=0.3.
@@ -40,7 +57,42 @@ class TrainFlags(CommonFlags):
     prefetch: int = 2
     """Batches that are read and sent to the devices ahead, while a step computes."""
     out: str | None = None
-    """Folder for config.json, metrics.jsonl and, at the end, summary.json (stopped.json where a budget stopped it)."""
+    """Folder of the run: config.json, metrics.jsonl, checkpoints/ and, at the end, summary.json (stopped.json where it
+    was stopped before). The same command continues the run from its newest checkpoint."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints. One is made at the end and where the run is stopped in any case."""
+    keep_last: int | None = 3
+    """Checkpoints to keep; older ones are removed."""
+    keep_every: int | None = None
+    """Keep the checkpoints of every so many steps as well."""
+    fresh: bool = False
+    """Start at step 0, where --out holds no run; with --overwrite also where it does."""
+    overwrite: bool = False
+    """With --fresh: remove the run that --out holds."""
+    restore: str | None = None
+    """DIR[:STEP] of another run: start from its checkpoint, on this mesh and with these settings."""
+    fall_back: bool = False
+    """Where the newest checkpoint is damaged, continue from the newest good one."""
+    grace: float = 30.0
+    """Seconds after SIGTERM or Ctrl-C within which the step must end and its checkpoint be written."""
+    on_nonfinite: Literal["stop", "skip", "roll-back"] = "stop"
+    """What to do where a loss or gradient is NaN or infinite. No parameter is touched by it in any case."""
+    on_spike: Literal["ignore", "stop", "roll-back"] = "ignore"
+    """What to do where the loss jumps. roll-back: to the newest checkpoint, and past the batches since."""
+    check_replicas_every: int | None = None
+    """Steps between comparisons of everything that several ranks hold. Default: before each checkpoint."""
+    stuck_after: float = 1800.0
+    """Seconds without a finished step after which every process writes its stacks down and ends."""
+    distributed: bool = False
+    """Join the other processes that Slurm, Open MPI or Kubernetes started (with JAX_COORDINATOR_ADDRESS: always)."""
+    coordinator: str | None = None
+    """HOST:PORT of the first process, where no launcher says so; --num-processes and --process-id belong to it."""
+    num_processes: int | None = None
+    process_id: int | None = None
+    heartbeat: int = 30
+    """Seconds of silence after which a process counts as dead, and all others end."""
+    drill: str | None = None
+    """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens or flip, batch, stuck, slow, die, term."""
     eval_every: int = 50
     """Steps between held-out evaluations."""
     eval_batches: int = 4
@@ -53,83 +105,215 @@ class TrainFlags(CommonFlags):
     spend_log: str | None = None
     """Default: JAXDIST_SPEND_LOG, else spend.jsonl. `python -m experiments.budget init` makes one."""
 
-
-class Diverged(ArithmeticError):
-    """The loss is no number any more, and no later step can repair it."""
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is read."""
+        for name in ("eval_every", "eval_batches", "prefetch", "heartbeat"):
+            require_positive(name, getattr(self, name))
+        for name in ("checkpoint_every", "keep_last", "keep_every", "check_replicas_every", "num_processes"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
+        for name in ("grace", "stuck_after"):
+            if not 0 < getattr(self, name) < 1e9:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} {getattr(self, name)}", "it is a time in seconds, above 0", f"Use {flag} 60")
+        if self.out is not None and not self.out:
+            raise ConfigError("--out ''", "it names no folder", "Name one")
+        if self.checkpoint_every is not None and self.out is None:
+            raise ConfigError("--checkpoint-every without --out", "checkpoints need a folder", "Add --out runs/a")
+        if self.overwrite and not self.fresh:
+            raise ConfigError("--overwrite without --fresh", "it removes a run to start anew", "Add --fresh")
+        if "roll-back" in (self.on_nonfinite, self.on_spike) and self.checkpoint_every is None:
+            raise ConfigError(
+                "roll-back without --checkpoint-every", "it needs a checkpoint", "Add --checkpoint-every 50"
+            )
 
 
 @dataclass(eq=False)
 class Stopped(Exception):
-    """The budget is used up or a signal came, after `steps` whole steps."""
+    """The run ended by itself after `steps` whole steps; `code` is the program's exit code."""
 
     steps: int
     reason: str
+    code: int
+    saved: str = ""
 
 
-def main(
-    flags: TrainFlags,
-    console: Console,
-    save: Callable[[State], None] | None = None,
-    now: Callable[[], float] = time.monotonic,
-) -> int:
-    """Args: `save` is called with the state where a run is stopped early; `now` is the clock of the budget."""
+@dataclass(eq=False)
+class RollBack(Exception):
+    """Go back to the newest checkpoint and on from batch `next_batch`."""
+
+    reason: str
+    next_batch: int
+
+
+@dataclass(eq=False)
+class Run:
+    """What the loop needs beside the state."""
+
+    flags: TrainFlags
+    console: Console
+    program: Program
+    step: Callable
+    batches: Batches
+    held_out: list[GlobalBatch]
+    data: dict
+    files: RunFiles
+    checkpoints: Checkpoints | None
+    signals: Signals
+    watchdog: Watchdog
+    budget: JobBudget | None
+    drill: Drill | None
+
+    def save(self, state: State, progress: resume.Progress) -> None:
+        """Raises: SaveFailed where this checkpoint, or the one before it, could not be written."""
+        if self.checkpoints is not None:
+            resume.save(self.checkpoints, self.program, state, self.data, progress)
+
+    def stop_reason(self) -> tuple[str, int] | None:
+        """Why this process wants to stop before the next step, and the exit code for it."""
+        if self.signals.number is not None:
+            return self.signals.reason, EXIT_SIGNAL + self.signals.number
+        if self.budget and (reason := self.budget.stop_reason()):
+            return reason, EXIT_BUDGET
+        return None
+
+
+def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.monotonic) -> int:
+    """Args: `now` is the clock of the budget."""
     # ---- check everything, before anything is traced ----
+    flags.check()
     config = flags.run_config()
-    require_positive("eval_every", flags.eval_every)
-    require_positive("eval_batches", flags.eval_batches)
-    require_positive("prefetch", flags.prefetch)
     set_precision(config)
+    if flags.distributed or flags.coordinator or processes.asked_to_join():
+        processes.join(flags.coordinator, flags.num_processes, flags.process_id, flags.heartbeat)
+    devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
+    console.quiet = not processes.is_first()
+    out = None if flags.out is None else Path(flags.out)
+    if out is not None and look_at_folder(flags, config, out, console):
+        return 0
     corpus = load_corpus(flags.data, config.model.vocab_size)
     batches = Batches(corpus, config.batch_size, config.model.seq_len, config.seed)
     held_out = held_out_batches(corpus, config.batch_size, config.model.seq_len, flags.eval_batches)
-    devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
-    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
+    drill = parse_drill(flags.drill, config.parallel.mesh.num_devices)
+    poison = drill.poison() if drill else None
+    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
+    data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}
+    checkpoints, other = None, None
+    if out is not None:
+        checkpoints = Checkpoints(out / resume.FOLDER, flags.keep_last, flags.keep_every)
+    warn = lambda text: console.print(f"[yellow]passed over:[/] {escape(text)}", soft_wrap=True)  # noqa: E731
+    own = resume.find(checkpoints, config, data, flags.fall_back, warn) if checkpoints else None
+    if own is None and flags.restore is not None:
+        other = resume.find_other(flags.restore, config)
 
-    about = {"data": corpus.about, "devices": devices.description}
-    with job_budget(flags, config, console, now) as budget, RunFiles(flags.out, config, about) as files:
+    def late() -> None:
+        last = checkpoints.last_committed if checkpoints else None
+        text = "no checkpoint was made" if last is None else f"the newest checkpoint is of step {last}"
+        print(f"not done within --grace {flags.grace:g} s: {text}", file=sys.stderr, flush=True)
+
+    with ExitStack() as stack:
+        signals = stack.enter_context(Signals(grace=flags.grace, late=late))
+        watchdog = stack.enter_context(Watchdog(flags.stuck_after, stacks_file(out)))
+        budget = stack.enter_context(job_budget(flags, config, console, now))
+        about = {"data": corpus.about, "devices": devices.description}
+        first = out if processes.is_first() else None
+        files = stack.enter_context(RunFiles(first, config, about, own.step if own else 0))
+
         # ---- say what will run ----
         entropy = corpus.unigram_entropy()
         print_resolved(console, program, devices, corpus, entropy)
 
-        # ---- compile, initialise ----
-        start = time.perf_counter()
+        # ---- compile, initialise or restore ----
+        begun = time.perf_counter()
         step = program.compile_step()
-        state = program.init(config.seed)
-        peak = compiled_peak_bytes(step, state)
+        compiled = time.perf_counter()
+
+        def find_start() -> resume.Start:
+            if checkpoints and (manifest := resume.find(checkpoints, config, data, flags.fall_back, warn)):
+                return resume.restore(checkpoints, manifest, program, same_run=True)
+            if other is not None:
+                return resume.restore(*other, program, same_run=False)
+            return resume.begin(program)
+
+        start = find_start()
+        peak = compiled_peak_bytes(step, start.state)
         note = "" if peak is None else f"; the compiler plans {_mib(peak)} a device at the peak"
-        console.print(f"compiled and initialised in {time.perf_counter() - start:.1f} s{note}\n")
+        console.print(
+            f"compiled in {compiled - begun:.1f} s, {'initialised' if not start.step else 'restored'} in "
+            f"{time.perf_counter() - compiled:.1f} s{note}"
+        )
+        if start.step:
+            verb = "resumed after" if own else "restored from"
+            console.print(
+                f"[bold]{verb}[/] {escape(start.about)}; batch {start.progress.batch} is next", soft_wrap=True
+            )
+        console.print()
 
         # ---- train ----
+        run = Run(
+            flags, console, program, step, batches, held_out, data, files, checkpoints, signals, watchdog, budget, drill
+        )
         try:
-            state, losses = train(flags, program, step, state, batches, held_out, files, console, budget, save)
-        except Diverged as error:
-            console.print(f"[bold red]diverged[/] at {error}")
-            return 1
+            progress, last = train(run, start, find_start)
         except Stopped as stopped:
-            saved = "the state was saved" if save else "no checkpoint was made, this version has none"
             console.print(
-                f"\n[bold red]stopped[/] after {stopped.steps} of {config.steps} steps: {stopped.reason}; {saved}"
+                f"\n[bold red]stopped[/] after {stopped.steps} of {config.steps} steps: {escape(stopped.reason)}; "
+                f"{stopped.saved or 'no checkpoint was made'}",
+                soft_wrap=True,
             )
             files.write_stopped({"steps": stopped.steps, "of": config.steps, "reason": stopped.reason})
-            return EXIT_SIGNAL + budget.signal if budget.signal else EXIT_BUDGET
+            return stopped.code
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            line = str(error).splitlines()[0]
+            print(f"process {jax.process_index()}: another process is gone ({line})", file=sys.stderr, flush=True)
+            sys.stderr.flush()
+            processes.leave(EXIT_PEER)
 
         # ---- report ----
-        first, last = losses[0], losses[-1]
         console.print(
             f"\n[bold]done[/]: {config.steps} steps, held-out loss {last:.4f} nats/token "
-            f"(started at {first:.4f}; unigram entropy of the corpus {entropy:.4f})"
+            f"(started at {progress.first_loss:.4f}; unigram entropy of the corpus {entropy:.4f})"
         )
         files.write_summary(
-            {"steps": config.steps, "held_out_loss": last, "first_held_out_loss": first, "unigram_entropy": entropy}
+            {
+                "steps": config.steps,
+                "tokens": progress.tokens,
+                "held_out_loss": last,
+                "first_held_out_loss": progress.first_loss,
+                "unigram_entropy": entropy,
+            }
         )
         if budget:
             console.print(f"cost {budget.report()}")
     return 0
 
 
+def look_at_folder(flags: TrainFlags, config: RunConfig, out: Path, console: Console) -> bool:
+    """Whether --out holds this run complete. Raises: ConfigError where it holds another, or must not be touched."""
+    if flags.fresh and processes.is_first():
+        resume.clear(out, flags.overwrite)
+    processes.barrier("folder")
+    require_writable_folder(out)
+    if not holds_run(out):
+        return False
+    resume.require_same_run(str(out), read_config(out), config)
+    if is_complete(out):
+        console.print(f"the run in {out} is complete: nothing is left to do", markup=False)
+        return True
+    return False
+
+
+def stacks_file(out: Path | None) -> str | None:
+    """Where a stuck process writes its stacks, beside stderr."""
+    return None if out is None else str(out / f"stacks.{jax.process_index()}.txt")
+
+
 def job_budget(flags: TrainFlags, config: RunConfig, console: Console, now) -> JobBudget | nullcontext:
     """The run's share of a budget, reserved; a context with nothing in it where no budget is asked for."""
-    if not is_asked_for(flags.budget, flags.price_per_hour, flags.max_hours, flags.spend_log):
+    asked_for = is_asked_for(flags.budget, flags.price_per_hour, flags.max_hours, flags.spend_log)
+    if not asked_for or not processes.is_first():
         return nullcontext()
     return begin_job(
         config.parallel.mesh.num_devices,
@@ -138,43 +322,180 @@ def job_budget(flags: TrainFlags, config: RunConfig, console: Console, now) -> J
         flags.budget,
         flags.spend_log,
         note="experiments.train",
+        signals=(),
         say=lambda text: console.print(text, soft_wrap=True),
         now=now,
     )
 
 
-def train(
-    flags, program: Program, step, state: State, batches, held_out, files: RunFiles, console: Console, budget, save
-):
-    """Run every step; returns the final state and the held-out losses. Raises: Diverged; Stopped, once saved."""
-    config = program.config
-    losses = [evaluate(program, state, held_out)]
-    console.print(f"step {0:>5}  held-out loss {losses[0]:.4f}")
-    live = console.is_terminal
-    every = max(1, config.steps // 20)
-    inputs = Prefetched(lambda index: program.put(batches[index]), 0, config.steps, flags.prefetch)
-    with inputs, _progress(console, disable=not live) as progress:
-        task = progress.add_task("train", total=config.steps, line="")
-        for index in range(config.steps):
-            if budget and (reason := budget.stop_reason()):
-                if save:
-                    save(state)
-                raise Stopped(index, reason)
-            start = time.perf_counter()
-            state, metrics = step(state, next(inputs))
+def train(run: Run, start: resume.Start, find_start: Callable[[], resume.Start]) -> tuple[resume.Progress, float]:
+    """All steps from `start` on; returns the final progress and held-out loss. Raises: Stopped, once all is saved."""
+    if start.progress.first_loss is None:
+        run.watchdog.alive("evaluating")
+        loss = evaluate(run.program, start.state, run.held_out)
+        start = replace(start, progress=replace(start.progress, first_loss=loss))
+        run.console.print(f"step {start.step:>5}  held-out loss {loss:.4f}")
+    while True:
+        try:
+            return train_from(run, start)
+        except RollBack as back:
+            start = go_back(run, start, back, find_start)
+
+
+def go_back(run: Run, start: resume.Start, back: RollBack, find_start) -> resume.Start:
+    """The newest checkpoint, with the batches since then left out. Raises: Stopped where that was done too often."""
+    run.checkpoints.wait()
+    again, before = find_start(), start.progress
+    count = max(before.roll_backs, again.progress.roll_backs) + 1
+    if count > MAX_ROLL_BACKS:
+        raise Stopped(again.step, f"{back.reason}; rolled back {MAX_ROLL_BACKS} times already", 1)
+    skipped = back.next_batch - again.progress.batch
+    run.console.print(
+        f"[bold red]rolled back[/] to step {again.step}: {escape(back.reason)}; {skipped} batches are left out",
+        soft_wrap=True,
+    )
+    run.files.go_back(again.step)
+    progress = replace(
+        again.progress,
+        batch=back.next_batch,
+        num_skipped=again.progress.num_skipped + skipped,
+        roll_backs=count,
+        first_loss=before.first_loss,
+    )
+    return replace(again, progress=progress)
+
+
+def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
+    """Every step after `start`. Raises: Stopped, RollBack."""
+    flags, config, console, program = run.flags, run.program.config, run.console, run.program
+    state, progress = start.state, start.progress
+    agreement, pace = Agreement(), Pace(console)
+    check_replicas = make_replica_check(program)
+    spikes = SpikeWatch(recent=progress.recent)
+    skips_in_a_row, held_out_loss = 0, math.nan
+    live, every = console.is_terminal, max(1, config.steps // 20)
+
+    def make(index: int):
+        batch = run.batches[index]
+        step = start.step + index - start.progress.batch + 1
+        return program.put(batch if run.drill is None else run.drill.spoil_batch(step, batch))
+
+    last_batch = progress.batch + config.steps - start.step
+    inputs = Prefetched(make, progress.batch, last_batch, flags.prefetch)
+    with inputs, _progress(console, disable=not live) as bar:
+        task = bar.add_task("train", total=config.steps, completed=start.step, line="")
+        for index in range(start.step, config.steps):
+            # ---- must this step not start? ----
+            run.watchdog.alive(f"taking step {index + 1}")
+            mine = run.stop_reason()
+            if reason := agreement.stop_reason(index, mine and mine[0]):
+                code = mine[1] if mine else EXIT_SIGNAL + 15
+                raise Stopped(index, reason, *last_save(run, state, progress, code))
+
+            # ---- the step ----
+            if run.drill is not None:
+                state = state._replace(params=run.drill.flip(index + 1, program.mesh, state.params))
+            begun = time.perf_counter()
+            pace.starts()
+            if run.drill is not None:
+                run.drill.before(index + 1)
+            batch = next(inputs)
+            pace.dispatches()
+            state, metrics = run.step(state, batch)
+            flags_of_ranks = metrics.pop("not_finite")
             metrics = jax.device_get(metrics)  # waits for the step
-            record = step_record(index + 1, metrics, time.perf_counter() - start, inputs.waited)
-            files.write_step(record)
+            record = step_record(index + 1, metrics, time.perf_counter() - begun, inputs.waited)
+            record["batch"] = progress.batch
+            run.files.write_step(record)
+            progress = replace(progress, tokens=progress.tokens + record["tokens"], batch=progress.batch + 1)
             line = describe(record)
-            progress.update(task, advance=1, line=line)
+            bar.update(task, advance=1, line=line)
             if not live and (index + 1) % every == 0:
                 console.print(f"step {index + 1:>5}  {line}")
-            if not np.isfinite(record["loss"]):
-                raise Diverged(f"step {index + 1}: the loss is {record['loss']}. Try a lower --lr, or --dtype float32.")
-            if (index + 1) % flags.eval_every == 0 or index + 1 == config.steps:
-                losses.append(evaluate(program, state, held_out))
-                console.print(f"step {index + 1:>5}  held-out loss {losses[-1]:.4f}")
-    return state, losses
+            pace.report(index + 1)
+
+            # ---- is it sound? ----
+            if is_fault(record):
+                culprits = name_culprits(program, gather_ranks("not finite", flags_of_ranks))
+                where = "; ".join(map(str, culprits)) or "in no single rank's part, only in their sum"
+                fault = f"step {index + 1} is not finite (batch {record['batch']}): {where}"
+                skips_in_a_row += 1
+                if flags.on_nonfinite == "roll-back":
+                    raise RollBack(fault, progress.batch)
+                if flags.on_nonfinite == "stop" or skips_in_a_row > MAX_SKIPS_IN_A_ROW:
+                    raise Stopped(index, f"{fault}. Parameters are as before it. {ADVICE}", 1, newest(run))
+                progress = replace(progress, num_skipped=progress.num_skipped + 1)
+                console.print(f"[bold red]skipped[/] {escape(fault)}", soft_wrap=True)
+            else:
+                skips_in_a_row = 0
+                if flags.on_spike != "ignore" and spikes.is_spike(record["loss"]):
+                    fault = f"the loss jumped to {record['loss']:.4f} in step {index + 1} (batch {record['batch']})"
+                    if flags.on_spike == "roll-back":
+                        raise RollBack(fault, progress.batch)
+                    raise Stopped(index + 1, fault, 1, newest(run))
+                progress = replace(progress, recent=spikes.recent if flags.on_spike != "ignore" else [])
+
+            # ---- held-out loss, replicas, checkpoint ----
+            done, last = index + 1, index + 1 == config.steps
+            if done % flags.eval_every == 0 or last:
+                run.watchdog.alive("evaluating")
+                held_out_loss = evaluate(program, state, run.held_out)
+                console.print(f"step {done:>5}  held-out loss {held_out_loss:.4f}")
+            due = run.checkpoints is not None and (
+                last or (flags.checkpoint_every and done % flags.checkpoint_every == 0)
+            )
+            compare = due or (flags.check_replicas_every and done % flags.check_replicas_every == 0)
+            if compare and (culprits := check_replicas(state)):
+                fault = f"after step {done} copies differ that should be equal: {'; '.join(map(str, culprits))}"
+                raise Stopped(done, fault, 1, newest(run))
+            if due:
+                run.watchdog.alive("saving")
+                try:
+                    run.save(state, progress)
+                except SaveFailed as error:
+                    if jax.process_count() > 1:
+                        raise Stopped(done, str(error), EXIT_SAVE, newest(run)) from error
+                    console.print(f"[bold red]not saved:[/] {escape(str(error))}", soft_wrap=True)
+    if start.step == config.steps:  # killed between the last checkpoint and the summary
+        held_out_loss = evaluate(program, state, run.held_out)
+    if run.checkpoints is not None:
+        run.watchdog.alive("writing the last checkpoint")
+        try:
+            run.checkpoints.wait()
+        except SaveFailed as error:
+            raise Stopped(config.steps, str(error), EXIT_SAVE, newest(run)) from error
+    return progress, held_out_loss
+
+
+ADVICE = "Try a lower --lr, --dtype float32, or --on-nonfinite skip"
+
+
+def last_save(run: Run, state: State, progress: resume.Progress, code: int) -> tuple[int, str]:
+    """Save where the run stops, and wait for it: (exit code, what was saved)."""
+    if run.checkpoints is None:
+        return code, "no checkpoint was made: there is no --out"
+    run.watchdog.alive("writing the last checkpoint")
+    try:
+        run.save(state, progress)
+        run.checkpoints.wait()
+    except SaveFailed as error:
+        return EXIT_SAVE, f"{error}; {newest(run)}"
+    return code, f"{newest(run)}; the same command continues"
+
+
+def newest(run: Run) -> str:
+    """What can be continued from, for a person."""
+    if run.checkpoints is None:
+        return ""
+    steps = run.checkpoints.steps()
+    return f"the newest checkpoint is of step {steps[-1]}" if steps else "no checkpoint was made"
+
+
+def is_fault(record: dict) -> bool:
+    """Whether the step's numbers are not finite. An overflow that a lower loss scale (fp16) will mend is none."""
+    if not math.isfinite(record["loss"]):
+        return True
+    return not math.isfinite(record["grad_norm"]) and record.get("loss_scale", 1) <= 1
 
 
 def evaluate(program: Program, state: State, held_out: list[GlobalBatch]) -> float:

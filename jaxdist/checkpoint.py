@@ -245,7 +245,9 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**content)
         names = [PurePosixPath(name) for name in manifest.files]
         sizes_fit = all(isinstance(size, int) and isinstance(digest, str) for size, digest in manifest.files.values())
-        shapes_fit = all(isinstance(dtype, str) and isinstance(shape, list) for dtype, shape in manifest.arrays.values())
+        shapes_fit = all(
+            isinstance(dtype, str) and isinstance(shape, list) for dtype, shape in manifest.arrays.values()
+        )
     except (TypeError, ValueError, AttributeError) as error:
         raise _bad(path, f"it is not a manifest of format {FORMAT} ({error})") from error
     for name in names:
@@ -303,7 +305,8 @@ def _hash_files(folder: Path, flush: bool = False) -> dict[str, list]:
 
     with ThreadPoolExecutor(max_workers=4) as pool:
         return {
-            path.relative_to(folder).as_posix(): found for path, found in zip(paths, pool.map(digest, paths), strict=True)
+            path.relative_to(folder).as_posix(): found
+            for path, found in zip(paths, pool.map(digest, paths), strict=True)
         }
 
 

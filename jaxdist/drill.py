@@ -106,7 +106,8 @@ def parse_drill(text: str | None, num_ranks: int) -> Drill | None:
     if kind not in KINDS or "step" not in found or not found.keys() <= known or len(found) < len(pairs):
         kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
         raise ConfigError(
-            f"--drill {text}", f"it is a fault and its settings, of step, rank, process and leaf. {kinds}",
+            f"--drill {text}",
+            f"it is a fault and its settings, of step, rank, process and leaf. {kinds}",
             "Write nan:step=5,rank=1,leaf=tokens",
         )
     if not all(value.isascii() and value.isdigit() for value in numbers.values()):

@@ -1,8 +1,8 @@
 """The state with no mesh in it: every array at its logical shape, under a name.
 
 Storage layouts pad dims so that ZeRO's ranks divide them, and order layers by stage and chunk. A checkpoint, a
-comparison of two runs and weights for generation want neither: `to_logical` takes both off, `from_logical` puts those of
-any other layout on. Values are moved, never computed, so the bits stay.
+comparison of two runs and weights for generation want neither: `to_logical` takes both off, `from_logical` puts those
+of any other layout on. Values are moved, never computed, so the bits stay.
 """
 
 import warnings

@@ -2,11 +2,15 @@
 
 import json
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
+
+CONFIG, METRICS, SUMMARY, STOPPED = "config.json", "metrics.jsonl", "summary.json", "stopped.json"
 
 
 class RunFiles:
@@ -14,45 +18,53 @@ class RunFiles:
 
     A folder without `summary.json` is a run that did not finish. With `out` None nothing is written.
 
-    Raises: ConfigError where the folder cannot be written or holds a run already.
+    Args:
+        steps: the steps done before; lines of later ones are dropped from `metrics.jsonl`, since they come again.
+
+    Raises: ConfigError where the folder cannot be written.
     """
 
-    def __init__(self, out: str | None, config: RunConfig, extra: dict):
-        self.folder = None if out is None else Path(out)
-        self._metrics = None
-        if self.folder is None:
+    def __init__(self, out: Path | None, config: RunConfig, extra: dict, steps: int = 0):
+        self.folder, self._metrics = out, None
+        if out is None:
             return
         try:
-            holds_a_run = (self.folder / "metrics.jsonl").exists()
-            if holds_a_run or not out:
-                reason = "the folder holds a run already" if holds_a_run else "it names no folder"
-                raise ConfigError(f"--out {out!r}", reason, "Choose another folder")
-            self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({**to_dict(config), **extra}, indent=2)
-            (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")
-            self._metrics = (self.folder / "metrics.jsonl").open("w", encoding="utf-8")
+            out.mkdir(parents=True, exist_ok=True)
+            for name in (SUMMARY, STOPPED):
+                (out / name).unlink(missing_ok=True)
+            self._write(CONFIG, {**to_dict(config), **extra})
+            self.go_back(steps)
         except OSError as error:
-            raise ConfigError(
-                f"--out {out}", f"it cannot be written ({error.strerror})", "Name a folder that you may write"
-            ) from error
+            raise _unwritable(out, error) from error
+
+    def go_back(self, steps: int) -> None:
+        """Keep the lines of the first `steps` steps, and write on from there."""
+        if self.folder is None:
+            return
+        if self._metrics:
+            self._metrics.close()
+        path = self.folder / METRICS
+        kept = "".join(line + "\n" for line, record in _lines(path) if record["step"] <= steps)
+        _replace(path, kept)
+        self._metrics = path.open("a", encoding="utf-8")
 
     def write_step(self, record: dict) -> None:
         """Append one line; a number JSON has no word for (the infinite norm of a step fp16 skipped) becomes null."""
         if self._metrics:
-            finite = {k: v if math.isfinite(v) else None for k, v in record.items()}
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
             self._metrics.write(json.dumps(finite, allow_nan=False) + "\n")
             self._metrics.flush()
 
     def write_summary(self, summary: dict) -> None:
-        self._write("summary.json", summary)
+        self._write(SUMMARY, summary)
 
     def write_stopped(self, stopped: dict) -> None:
         """`stopped.json`, in place of a summary: the run ended by itself, before its last step."""
-        self._write("stopped.json", stopped)
+        self._write(STOPPED, stopped)
 
     def _write(self, name: str, content: dict) -> None:
         if self.folder:
-            (self.folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            _replace(self.folder / name, json.dumps(content, indent=2) + "\n")
 
     def __enter__(self) -> Self:
         return self
@@ -60,3 +72,60 @@ class RunFiles:
     def __exit__(self, *_) -> None:
         if self._metrics:
             self._metrics.close()
+
+
+def holds_run(out: Path) -> bool:
+    return (out / METRICS).exists()
+
+
+def is_complete(out: Path) -> bool:
+    return (out / SUMMARY).exists()
+
+
+def read_config(out: Path) -> dict:
+    """The configuration of the run in a folder. Raises: ConfigError where there is none that can be read."""
+    path = out / CONFIG
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}", f"{path} cannot be read ({error.strerror})", "Choose another folder"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--out {out}", f"{path} is not JSON", "Choose another folder") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--out {out}", f"{path} is no configuration", "Choose another folder")
+    return content
+
+
+def require_writable_folder(out: Path) -> None:
+    """Raises: ConfigError where a run could not be written there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not os.access(out, os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _unwritable(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--out {out}", f"it cannot be written ({error.strerror})", "Name a folder that you may write")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict]]:
+    """The whole lines of a metrics file; a process that was killed may have left half a line at its end."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        yield line, record
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file in one step: a reader sees the old one or the new one."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

@@ -1,7 +1,7 @@
 """One training step: micro-batches, the gradient rule, clipping, the update. All of it inside one `jax.shard_map`."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxdist import model
 from jaxdist.config import RunConfig
+from jaxdist.data import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.layout import STACKED, Layout, live_spec, local_bytes, make_layout, shardings
 from jaxdist.mesh import AXES, DATA_AXES
@@ -101,11 +102,17 @@ class Program:
             loops = iterations(parallel.pipeline, self.config.part_layers, forward_only=evaluate)
         return collectives_of(traced.jaxpr, parallel.mesh, loops)
 
-    def put(self, batch: dict) -> Batch:
-        """Host arrays of the global batch -> device arrays, each rank getting its rows."""
-        sharding = shardings(self.mesh, self.layout.batch_spec())
-        arrays = (batch[name] for name in Batch._fields)
-        return Batch(*(jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in arrays))
+    def put(self, batch: Mapping) -> Batch:
+        """The global batch -> device arrays, each rank getting its rows.
+
+        batch: `inputs`, `targets` and `rows` as host arrays, or a `GlobalBatch`, of which a process reads its own rows.
+        """
+        read = batch.read if isinstance(batch, GlobalBatch) else lambda rows: {k: x[rows] for k, x in batch.items()}
+
+        def array(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.make_array_from_callback(like.shape, like.sharding, lambda at: read(at[0])[name])
+
+        return Batch(*map(array, Batch._fields, self.abstract_batch()))
 
     def compile_step(self) -> jax.stages.Compiled:
         """Compile the step ahead of time.

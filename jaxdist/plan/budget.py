@@ -23,7 +23,6 @@ import secrets
 import signal
 import socket
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Self
 
 from jaxdist.errors import ConfigError
+from jaxdist.signals import Signals
 
 try:
     import fcntl
@@ -517,8 +517,7 @@ class JobBudget:
 
     def __init__(self, log: SpendLog, job: Job, clock: BudgetClock, signals: tuple[int, ...]):
         self.log, self.job, self.clock = log, job, clock
-        self.signal: int | None = None
-        self._signals, self._before, self._settling = signals, {}, False
+        self._signals = Signals(signals)
         self._last_look: float | None = None
         self._longest = 0.0
 
@@ -531,8 +530,8 @@ class JobBudget:
         if self._last_look is not None:
             self._longest = max(self._longest, now - self._last_look)
         self._last_look = now
-        if self.signal is not None:
-            return signal.Signals(self.signal).name
+        if self._signals.reason is not None:
+            return self._signals.reason
         if self.clock.exceeded(ahead_seconds=self._longest):
             return f"the budget is used up: {self.report()}"
         return None
@@ -540,27 +539,20 @@ class JobBudget:
     def report(self) -> str:
         return f"{money(self.clock.spent())} of {money(self.job.reserved)} reserved, in {self.clock.seconds():.1f} s"
 
+    @property
+    def signal(self) -> int | None:
+        return self._signals.number
+
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in self._signals:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                    self._before[number] = signal.signal(number, self._keep)
+        self._signals.__enter__()
         return self
 
-    def _keep(self, number: int, frame) -> None:
-        if self._settling:
-            return
-        if self.signal is not None:
-            raise SystemExit(128 + number)  # the code that shells give for a signal
-        self.signal = number
-
     def __exit__(self, *_) -> None:
-        self._settling = True
+        self._signals.ignored = True
         try:
             self.log.settle(self.job.id, self.clock.spent())
         finally:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+            self._signals.__exit__()
 
 
 def is_asked_for(*flags: str | None, environ: Mapping[str, str] = os.environ) -> bool:

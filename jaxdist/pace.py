@@ -1,0 +1,77 @@
+"""Which process or device is slower than the others.
+
+In a step all ranks wait for the slowest, so a step's time names nobody. What can be told apart is what each process
+does alone: the time on its host between steps, and a fixed computation on each of its devices.
+"""
+
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from jaxdist import processes
+
+EVERY = 20  # steps between two reports of the processes to each other
+FACTOR = 1.5  # times the median of all
+LEAST_SECONDS = 0.02  # what a host may lose in a step unnamed
+
+
+class Pace:
+    """Measures this process and, every `EVERY` steps, names the slow ones. With one process it does nothing."""
+
+    def __init__(self, console: Console):
+        self._console, self._host, self._begun = console, [], 0.0
+
+    def starts(self) -> None:
+        """The host begins to prepare a step."""
+        self._begun = time.perf_counter()
+
+    def dispatches(self) -> None:
+        """The step goes to the devices."""
+        self._host.append(time.perf_counter() - self._begun)
+
+    def report(self, step: int) -> list[str]:
+        """Compare, every `EVERY` steps: what was said of slow processes."""
+        if jax.process_count() == 1 or step % EVERY:
+            return []
+        mine = {"host": statistics.median(self._host), "device": max(map(_probe, jax.local_devices()))}
+        self._host = []
+        found = [json.loads(text) for text in processes.from_all("pace", json.dumps(mine))]
+        lines = slow_processes(found)
+        for line in lines:
+            self._console.print(f"[yellow]slow:[/] step {step}: {line}")
+        return lines
+
+
+def slow_processes(found: list[dict[str, float]]) -> list[str]:
+    """Seconds of each process, "host" a step and "device" the probe -> a line for each that stands out."""
+    lines = []
+    for kind, least, what in (
+        ("host", LEAST_SECONDS, "spends {:.0f} ms on its host before each step, the median is {:.0f} ms"),
+        ("device", 0.0, "needs {:.1f} ms for a computation that takes {:.1f} ms in the median"),
+    ):
+        median = statistics.median_low([seconds[kind] for seconds in found])
+        for index, seconds in enumerate(found):
+            if seconds[kind] > FACTOR * median and seconds[kind] - median > least:
+                lines.append(f"process {index} {what.format(1e3 * seconds[kind], 1e3 * median)}")
+    return lines
+
+
+def _probe(device: jax.Device) -> float:
+    """Seconds that one device needs for a fixed computation, the best of three; no other device takes part."""
+    x = jax.device_put(jnp.ones((512, 512), jnp.float32), device)
+    _work(x).block_until_ready()
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        _work(x).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+@jax.jit
+def _work(x: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, 8, lambda _, y: y @ x / 512, x)

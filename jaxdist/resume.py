@@ -1,0 +1,204 @@
+"""Where a run starts: at its first step, at its own newest checkpoint, or at another run's."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import jax
+
+from jaxdist import processes
+from jaxdist.checkpoint import BadCheckpoint, Checkpoints, Manifest, newest_good, read_manifest
+from jaxdist.config import RunConfig, to_dict
+from jaxdist.errors import ConfigError
+from jaxdist.logical import abstract_logical, from_logical, to_logical
+from jaxdist.metrics import CONFIG, METRICS, STOPPED, SUMMARY, holds_run
+from jaxdist.step import Program, State
+
+FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run knows beside its state; with the seed, all that data order and reporting continue from.
+
+    batch: the next one. It is ahead of the step where batches were skipped. recent: the losses spikes are judged by.
+    """
+
+    tokens: int = 0
+    batch: int = 0
+    num_skipped: int = 0
+    roll_backs: int = 0
+    first_loss: float | None = None
+    recent: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state after `step` steps, and how the run got there."""
+
+    step: int
+    state: State
+    progress: Progress
+    about: str
+
+
+def about(config: RunConfig, data: dict, progress: Progress) -> dict:
+    """What a checkpoint says of the run that wrote it."""
+    return {"config": to_dict(config), "data": data, "progress": asdict(progress), "random": _random(config)}
+
+
+def _random(config: RunConfig) -> dict:
+    """All that random numbers follow from: keys are made from the seed and the step."""
+    return {
+        "seed": config.seed,
+        "implementation": jax.config.jax_default_prng_impl,
+        "partitionable": jax.config.jax_threefry_partitionable,
+    }
+
+
+def save(checkpoints: Checkpoints, program: Program, state: State, data: dict, progress: Progress) -> None:
+    """Start to save what comes after `state.step` steps."""
+    step = int(state.step)
+    checkpoints.save(step, to_logical(program, state), about(program.config, data, progress))
+
+
+def find(
+    checkpoints: Checkpoints, config: RunConfig, data: dict, fall_back: bool, warn: Callable[[str], None]
+) -> Manifest | None:
+    """The newest checkpoint of this very run. Raises: ConfigError where another run wrote it, naming what differs."""
+    manifest = _agreed(checkpoints, lambda: newest_good(checkpoints, warn, fall_back))
+    if manifest is None:
+        return None
+    require_same_run(str(checkpoints.folder.parent), manifest.about.get("config"), config)
+    random = manifest.about.get("random")
+    if random != _random(config):
+        raise ConfigError(
+            f"--out {checkpoints.folder.parent}",
+            f"its random numbers are of {random}, and here of {_random(config)}",
+            "Use the same JAX settings",
+        )
+    if manifest.about.get("data", {}).get("fingerprint") != data["fingerprint"]:
+        raise ConfigError(
+            f"--out {checkpoints.folder.parent}",
+            f"its run reads other data ({manifest.about.get('data', {}).get('source')}; here {data['source']})",
+            "Give the same --data, or start another run with --restore",
+        )
+    return manifest
+
+
+def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
+    """The checkpoint that `--restore DIR[:STEP]` names; its model and optimiser must be this run's."""
+    folder, _, step = text.rpartition(":")
+    if not folder or not step.isdigit():
+        folder, step = text, ""
+    path = Path(folder)
+    checkpoints = Checkpoints(path / FOLDER if (path / FOLDER).is_dir() else path)
+    steps = checkpoints.steps()
+    if not steps or (step and int(step) not in steps):
+        found = f"it holds those of steps {', '.join(map(str, steps))}" if steps else "it holds no committed one"
+        raise ConfigError(f"--restore {text}", f"there is no such checkpoint: {found}", "Name DIR or DIR:STEP")
+    manifest = _agreed(checkpoints, lambda: checkpoints.check(int(step) if step else steps[-1]))
+    there = manifest.about.get("config")
+    differing = differences(there, to_dict(config), only=("model", "optimizer.name"))
+    differing = [line for line in differing if "dropout" not in line]
+    if differing:
+        raise ConfigError(f"--restore {text}", f"it is of another model: {'; '.join(differing)}", "Use the same")
+    if manifest.step >= config.steps:
+        raise ConfigError(
+            f"--restore {text}", f"it is of step {manifest.step} and --steps is {config.steps}", "Use more steps"
+        )
+    return checkpoints, manifest
+
+
+def _agreed(checkpoints: Checkpoints, choose: Callable[[], Manifest | None]) -> Manifest | None:
+    """The first process's choice, on all of them: it alone reads and hashes every file."""
+    chosen = None
+    if processes.is_first():
+        try:
+            chosen = choose()
+        except ConfigError as error:
+            if jax.process_count() == 1:
+                raise
+            processes.from_first("checkpoint", "!" + "\n".join((str(error), "the first process says so", "See above")))
+            raise
+    said = processes.from_first("checkpoint", "" if chosen is None else str(chosen.step))
+    if processes.is_first():
+        return chosen
+    if said.startswith("!"):
+        raise BadCheckpoint(*said[1:].split("\n"))
+    return read_manifest(checkpoints.path(int(said))) if said else None
+
+
+def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, same_run: bool) -> Start:
+    """The state on this program's mesh, bit for bit, from whatever mesh wrote it."""
+    wanted = abstract_logical(program)
+    if not same_run:  # a loss scale belongs to a precision
+        wanted = {name: x for name, x in wanted.items() if not name.startswith("scale.") or name in manifest.arrays}
+    try:
+        progress = Progress(**manifest.about["progress"])
+        written_on = manifest.about["config"]["parallel"]["mesh"]
+    except (KeyError, TypeError) as error:
+        raise BadCheckpoint(
+            f"checkpoint {checkpoints.path(manifest.step)}",
+            f"it does not say where its run was ({error})",
+            "Use another",
+        ) from error
+    state = from_logical(program, checkpoints.restore(manifest, wanted))
+    axes = ",".join(f"{axis}={size}" for axis, size in written_on.items() if size > 1) or "1 device"
+    text = f"step {manifest.step} of {checkpoints.folder.parent}, written on {axes}"
+    if not same_run:
+        progress = replace(progress, recent=[], roll_backs=0)
+    return Start(manifest.step, state, progress, text)
+
+
+def clear(out: Path, overwrite: bool) -> None:
+    """Remove the run in a folder. Raises: ConfigError where there is one and `overwrite` does not say so."""
+    if not holds_run(out) and not (out / FOLDER).exists():
+        return
+    if not overwrite:
+        raise ConfigError(
+            f"--fresh --out {out}", "the folder holds a run already", "Choose another folder, or add --overwrite"
+        )
+    shutil.rmtree(out / FOLDER, ignore_errors=True)
+    for name in (CONFIG, METRICS, SUMMARY, STOPPED):
+        (out / name).unlink(missing_ok=True)
+
+
+def begin(program: Program) -> Start:
+    return Start(0, program.init(program.config.seed), Progress(), "initial values")
+
+
+def require_same_run(out: str, there: dict | None, config: RunConfig) -> None:
+    """Raises: ConfigError naming every setting that differs. The mesh and all of the strategy may."""
+    differing = differences(
+        there, to_dict(config), only=("model", "optimizer", "precision", "batch_size", "steps", "seed")
+    )
+    if differing:
+        raise ConfigError(
+            f"--out {out}",
+            f"it holds a run of other settings, so continuing it would be another run: {'; '.join(differing)}",
+            "Give the same flags, choose another folder, or add --restore DIR to start from its checkpoint in another",
+        )
+
+
+def differences(there, here: dict, only: tuple[str, ...]) -> list[str]:
+    """`optimizer.lr is 0.001 there and 0.003 here`, for every setting under the names in `only`."""
+    if not isinstance(there, dict):
+        return ["it does not say what its settings were"]
+    old, new = _flat(there), _flat(here)
+    wanted = [
+        name for name in old.keys() | new.keys() if any(name == top or name.startswith(f"{top}.") for top in only)
+    ]
+    return [
+        f"{name} is {old.get(name)} there and {new.get(name)} here"
+        for name in sorted(wanted)
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,90 @@
+"""When a run must end before its last step: agreement between processes, and what no step can notice.
+
+Everything here works outside of the devices, since a collective that waits for a rank which never comes cannot.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from typing import Self
+
+import jax
+
+from jaxdist.compat import coordination_client
+
+EXIT_STUCK = 70
+
+
+class Agreement:
+    """The step before which all processes stop, once any of them wants to.
+
+    Each asks before it starts a step. One that wants to stop says so before it starts step s, and all stop before
+    step s + 1: no other process can finish step s without it, so each reads the message in time.
+    """
+
+    def __init__(self):
+        self._said = False
+
+    def stop_reason(self, step: int, mine: str | None) -> str | None:
+        """Why this process must not start `step`, or None. `mine`: why it wants to stop itself."""
+        if jax.process_count() == 1:
+            return mine
+        client = coordination_client()
+        if mine is not None and not self._said:
+            self._said = True
+            client.key_value_set(
+                f"jaxdist/stop/{jax.process_index()}", f"{step + 1} process {jax.process_index()}: {mine}"
+            )
+        for _, text in client.key_value_dir_get("jaxdist/stop/"):
+            last, _, reason = text.partition(" ")
+            if step >= int(last):
+                return reason
+        return None
+
+
+class Watchdog:
+    """Ends the process when no step has finished for `seconds`, after the stack of every thread is written down.
+
+    A rank that waits in a collective for one that never comes is stuck as well, so every process ends by its own
+    watchdog. Should even that be held up (by a lock of the interpreter), `faulthandler` ends the process 10 s later.
+    """
+
+    def __init__(self, seconds: float | None, where: str | None = None):
+        self.seconds, self._where = seconds, where
+        self._doing, self._deadline = "starting", None
+        self._stop = threading.Event()
+        self._file = None
+
+    def __enter__(self) -> Self:
+        if self.seconds is not None:
+            self._file = sys.stderr if self._where is None else open(self._where, "a", encoding="utf-8")
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def alive(self, doing: str) -> None:
+        """Progress was made; what comes next is `doing`."""
+        self._doing = doing
+        if self.seconds is not None:
+            self._deadline = time.monotonic() + self.seconds
+            faulthandler.dump_traceback_later(self.seconds + 10, exit=True, file=self._file)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(min(1.0, self.seconds / 4)):
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                text = (
+                    f"process {jax.process_index()} is stuck: nothing was finished for {self.seconds:g} s while "
+                    f"{self._doing}. The stack of every thread follows."
+                )
+                for file in {sys.stderr, self._file}:
+                    print(text, file=file, flush=True)
+                    faulthandler.dump_traceback(file, all_threads=True)
+                os._exit(EXIT_STUCK)
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        if self.seconds is not None:
+            faulthandler.cancel_dump_traceback_later()
+            if self._file is not sys.stderr:
+                self._file.close()
