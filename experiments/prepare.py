@@ -258,7 +258,7 @@ def line_start(path: Path, position: int, size: int) -> int:
 
 def _continuation_bytes(text: bytes) -> int:
     """How many bytes at the start are the rest of a UTF-8 character that began before."""
-    return next((count for count, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0)
+    return next((count for count, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), len(text[:4]))
 
 
 def read_pieces(root: Path, part: Range) -> Iterator[tuple[str, bool]]:

@@ -12,7 +12,7 @@ import platform
 import stat
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from jaxdist.errors import ConfigError
 from jaxdist.order import Mixture, epoch_keys, make_mixture, shuffled
 from jaxdist.prepared import is_prepared, open_prepared
-from jaxdist.tokens import Part, Tokens, asked, find_files, map_bin, map_npy, read_text, unigram_entropy
+from jaxdist.tokens import SAMPLED_CHUNKS, Part, Tokens, asked, find_files, map_bin, map_npy, read_text, unigram_entropy
 
 # Installed packages and caches differ from machine to machine; tests hold broken source on purpose.
 _NOT_CORPUS = frozenset(
@@ -38,6 +38,7 @@ class Source:
     held_out: Tokens
     about: str  # for people: what was read
     weight: Fraction = Fraction(1)
+    tokenizer: str | None = None  # what the tokens mean: "bytes", the hash of a tokenizer.json, or unknown
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,16 @@ class Corpus:
     """One source, or several that are mixed by their weights."""
 
     sources: tuple[Source, ...]
+
+    def __post_init__(self):
+        known = {source.tokenizer: source for source in self.sources if source.tokenizer is not None}
+        if len(known) > 1:
+            first, second, *_ = known.values()
+            raise ConfigError(
+                f"--data that mixes {first.about} and {second.about}",
+                "their tokens come from different tokenizers, so that one number would mean two things",
+                "Prepare them with one tokenizer: `python -m experiments.prepare --tokenizer FILE`",
+            )
 
     @cached_property
     def mixture(self) -> Mixture:
@@ -73,6 +84,16 @@ class Corpus:
     def unigram_entropy(self) -> float:
         """Of the mixture that trains, nats per token; of a long source, from an even sample."""
         return unigram_entropy([(s.train, share) for s, share in zip(self.sources, self.shares, strict=True)])
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the weights, the lengths and the tokens, of a long source an even sample, to know data again."""
+        digest = hashlib.sha256()
+        for source in self.sources:
+            for tokens in (source.train, source.held_out):
+                digest.update(f"{source.weight} {len(tokens)}\n".encode())
+                for chunk in tokens.chunks(SAMPLED_CHUNKS):
+                    digest.update(chunk.astype("<i4").tobytes())
+        return digest.hexdigest()
 
 
 class GlobalBatch(Mapping):
@@ -259,7 +280,7 @@ def load_corpus(path: str | None, vocab_size: int) -> Corpus:
     sources = []
     for name, weight in parse_sources(path):
         source = _load_source(name, vocab_size)
-        sources.append(Source(source.train, source.held_out, source.about, weight))
+        sources.append(replace(source, weight=weight))
     return Corpus(tuple(sources))
 
 
@@ -326,7 +347,8 @@ def _load_standard_library(root: Path, vocab_size: int) -> Source:
 
 def _load_folder(root: Path, vocab_size: int) -> Source:
     if is_prepared(root):
-        return Source(*open_prepared(root, vocab_size))
+        train, held_out, about, tokenizer = open_prepared(root, vocab_size)
+        return Source(train, held_out, about, tokenizer=tokenizer)
     documents = {name: read_text(root / name) for name in find_files(root)}
     if not any(documents.values()):
         raise ConfigError(
@@ -343,8 +365,9 @@ def _load_file(path: Path, vocab_size: int) -> Source:
     if len(array) == 0:
         raise ConfigError(asked(path), "the file is empty", "Pass a file with tokens in it.")
     tokens = _checked(array, path, vocab_size)
-    kind = f"{array.dtype} tokens" if mapped else "UTF-8 bytes"
-    return Source(*_split_tail(tokens), f"{path}, {kind}")
+    if mapped:
+        return Source(*_split_tail(tokens), f"{path}, {array.dtype} tokens")
+    return Source(*_split_tail(tokens), f"{path}, UTF-8 bytes", tokenizer="bytes")
 
 
 def _bytes(text: bytes) -> np.ndarray:
@@ -368,14 +391,15 @@ def _split_by_file(documents: dict[str, bytes], root: Path, title: str, vocab_si
     about = f"{title}, {len(documents)} file{'s' if len(documents) > 1 else ''}"
     if len(documents) == 1:
         [(name, text)] = documents.items()
-        return Source(*_split_tail(_checked(_bytes(text), root / name, vocab_size)), about)
+        return Source(*_split_tail(_checked(_bytes(text), root / name, vocab_size)), about, tokenizer="bytes")
     held_out = held_out_names(list(documents))
 
     def joined(names: list[str]) -> Tokens:
         # The NUL byte between documents is token 0, which every vocabulary has.
         return _checked(_bytes(b"\0".join(documents[name] for name in names)), root, vocab_size)
 
-    return Source(joined([n for n in documents if n not in held_out]), joined(sorted(held_out)), about)
+    train = [name for name in documents if name not in held_out]
+    return Source(joined(train), joined(sorted(held_out)), about, tokenizer="bytes")
 
 
 def held_out_names(names: list[str]) -> set[str]:

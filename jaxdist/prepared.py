@@ -143,8 +143,8 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.npy"
 
 
-def open_prepared(folder: Path, vocab_size: int) -> tuple[Tokens, Tokens, str]:
-    """(training tokens, held-out tokens, what they are), all mapped.
+def open_prepared(folder: Path, vocab_size: int) -> tuple[Tokens, Tokens, str, str]:
+    """(training tokens, held-out tokens, what they are, the hash of their tokenizer), all mapped.
 
     Raises: ConfigError where the vocabulary is too small, or naming the file that is missing, cut, longer, or another
     than the manifest says.
@@ -176,7 +176,8 @@ def open_prepared(folder: Path, vocab_size: int) -> tuple[Tokens, Tokens, str]:
         Tokens(list(map(mapped, shards)), manifest.vocab_size) for shards in (manifest.train, manifest.held_out)
     )
     kind = "bytes" if manifest.tokenizer is None else f"BPE tokens, vocabulary {manifest.vocab_size}"
-    return train, held_out, f"{folder}, {manifest.num_documents} documents, {kind}"
+    about = f"{folder}, {manifest.num_documents} documents, {kind}"
+    return train, held_out, about, "bytes" if manifest.tokenizer is None else manifest.tokenizer.sha256
 
 
 def _check_size(folder: Path, file: File) -> None:

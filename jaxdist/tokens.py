@@ -81,11 +81,8 @@ class Tokens:
 
     def chunks(self, most: int | None = None) -> Iterator[np.ndarray]:
         """All tokens, in order, as int32 chunks; at most `most` of them, spread evenly from the first to the last."""
-        count = -(-len(self) // CHUNK)
-        chosen = range(count) if most is None else np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
-        for number in chosen:
-            start = int(number) * CHUNK
-            yield self.read(start, min(start + CHUNK, len(self)))
+        for start, stop in chunk_bounds(len(self), most):
+            yield self.read(start, stop)
 
     def check(self) -> None:
         """Look at a sample, which is everything up to SAMPLED_CHUNKS chunks. Raises: ConfigError."""
@@ -106,6 +103,13 @@ class Tokens:
                     base.madvise(mmap.MADV_DONTNEED)
 
 
+def chunk_bounds(num_tokens: int, most: int | None) -> Iterator[tuple[int, int]]:
+    count = -(-num_tokens // CHUNK)
+    chosen = range(count) if most is None else np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+    for number in chosen:
+        yield int(number) * CHUNK, min((int(number) + 1) * CHUNK, num_tokens)
+
+
 def check_vocabulary(tokens: np.ndarray, part: Part, position: int, vocab_size: int) -> None:
     """Refuse a token without a row in the embedding.
 
@@ -117,7 +121,8 @@ def check_vocabulary(tokens: np.ndarray, part: Part, position: int, vocab_size: 
         return
     bad = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
     token = int(tokens[bad])
-    enough = 256 if tokens.dtype == np.uint8 else 1 + int(tokens.max())
+    largest = max(int(part.array[start:stop].max()) for start, stop in chunk_bounds(len(part.array), SAMPLED_CHUNKS))
+    enough = 256 if tokens.dtype == np.uint8 else 1 + max(largest, token)
     raise ConfigError(
         asked(part.path),
         f"token {token} at position {part.first + position + bad} is outside the vocabulary of {vocab_size}: a token "
@@ -156,7 +161,7 @@ def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def map_npy(path: Path) -> np.ndarray:
     """The 1-D integer array of a .npy, mapped. Raises: ConfigError for anything else, and for a damaged one."""
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             _check_header(file)
         # Not np.load, which goes by the first bytes: this reads nothing but a plain array, and never unpickles.
         tokens = np.lib.format.open_memmap(path, mode="r")

@@ -63,7 +63,7 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
         assert said in stdout
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 61))
-    fields = {"step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second"}
+    fields = {"step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "input_seconds", "tokens_per_second"}
     assert set(lines[0]) == fields
     assert lines[0]["tokens"] == 8 * 32
     summary = json.loads((out / "summary.json").read_text())

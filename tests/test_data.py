@@ -1,20 +1,22 @@
-"""The tokens of every kind of input, every input that must be refused, and the order of the data."""
+"""The tokens of every kind of input, and every input that must be refused."""
 
 import math
 import os
 import pickle
 import sysconfig
 import tracemalloc
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxdist import data
-from jaxdist.data import Batches, load_corpus, unigram_entropy
+from jaxdist import tokens as tokens_module
+from jaxdist.data import Batches, Corpus, load_corpus
 from jaxdist.errors import ConfigError
+from jaxdist.order import make_mixture
+from jaxdist.tokens import Part, Tokens, unigram_entropy
 
 
 def write_tree(root: Path, files: dict[str, bytes]) -> Path:
@@ -24,8 +26,29 @@ def write_tree(root: Path, files: dict[str, bytes]) -> Path:
     return root
 
 
+def train_of(corpus: Corpus) -> np.ndarray:
+    """Every training token."""
+    return whole(corpus.sources[0].train)
+
+
+def held_out_of(corpus: Corpus) -> np.ndarray:
+    return whole(corpus.sources[0].held_out)
+
+
+def whole(tokens: Tokens) -> np.ndarray:
+    return tokens.read(0, len(tokens))
+
+
+def text_of(tokens: np.ndarray) -> bytes:
+    return tokens.astype(np.uint8).tobytes()
+
+
 def documents(tokens: np.ndarray) -> list[bytes]:
-    return tokens.tobytes().split(b"\0")
+    return text_of(tokens).split(b"\0")
+
+
+def held(array: np.ndarray, vocab_size: int = 2**31 - 1) -> Tokens:
+    return Tokens([Part(array, "array")], vocab_size)
 
 
 def refused(path, *expected: str, vocab_size: int = 256) -> None:
@@ -43,17 +66,17 @@ def refused(path, *expected: str, vocab_size: int = 256) -> None:
 
 def test_standard_library_is_split_by_file():
     corpus = load_corpus(None, 256)
-    assert "standard library" in corpus.source
-    assert corpus.train.dtype == corpus.held_out.dtype == np.uint8
-    held_out_fraction = len(corpus.held_out) / (len(corpus.train) + len(corpus.held_out))
+    assert "standard library" in corpus.about
+    held_out_fraction = corpus.num_held_out / (corpus.num_train + corpus.num_held_out)
     assert 0.02 < held_out_fraction < 0.3
 
     again = load_corpus(None, 256)
-    np.testing.assert_array_equal(corpus.train, again.train)
-    np.testing.assert_array_equal(corpus.held_out, again.held_out)
+    np.testing.assert_array_equal(train_of(corpus), train_of(again))
+    np.testing.assert_array_equal(held_out_of(corpus), held_out_of(again))
+    assert corpus.fingerprint() == again.fingerprint()
 
-    train, held_out = documents(corpus.train), documents(corpus.held_out)
-    assert f"{len(train) + len(held_out)} files" in corpus.source
+    train, held_out = documents(train_of(corpus)), documents(held_out_of(corpus))
+    assert f"{len(train) + len(held_out)} files" in corpus.about
     assert not {d for d in held_out if len(d) > 1000} & set(train)
     for module in ("dataclasses.py", "json/decoder.py"):
         source = (Path(sysconfig.get_paths()["stdlib"]) / module).read_bytes()
@@ -71,9 +94,9 @@ def test_standard_library_leaves_out_installed_packages_and_tests(tmp_path, monk
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr(data, "_is_held_out", lambda name: name == "b.py")
     corpus = load_corpus(None, 256)
-    assert documents(corpus.train) == [b"a", b"a/z"]  # sorted as text: "a.py" < "a/z.py"
-    assert documents(corpus.held_out) == [b"b"]
-    assert "3 files" in corpus.source
+    assert documents(train_of(corpus)) == [b"a", b"a/z"]  # sorted as text: "a.py" < "a/z.py"
+    assert documents(held_out_of(corpus)) == [b"b"]
+    assert "3 files" in corpus.about
 
 
 @pytest.mark.parametrize("stdlib", [".", "python311.zip", "missing"])
@@ -94,17 +117,16 @@ def test_text_file_holds_out_its_last_tenth(size, tmp_path):
     text = bytes(32 + i % 90 for i in range(size))
     (tmp_path / "a.txt").write_bytes(text)
     corpus = load_corpus(str(tmp_path / "a.txt"), 256)
-    assert corpus.train.dtype == np.uint8
-    assert corpus.train.tobytes() + corpus.held_out.tobytes() == text
-    assert len(corpus.held_out) == math.ceil(size / 10)
-    assert str(tmp_path / "a.txt") in corpus.source
+    assert text_of(train_of(corpus)) + text_of(held_out_of(corpus)) == text
+    assert corpus.num_held_out == math.ceil(size / 10)
+    assert str(tmp_path / "a.txt") in corpus.about
 
 
 def test_text_tokens_are_bytes(tmp_path):
     (tmp_path / "a").write_text("é" * 10, encoding="utf-8")
     corpus = load_corpus(str(tmp_path / "a"), 256)
-    np.testing.assert_array_equal(corpus.train, [0xC3, 0xA9] * 9)
-    np.testing.assert_array_equal(corpus.held_out, [0xC3, 0xA9])
+    np.testing.assert_array_equal(train_of(corpus), [0xC3, 0xA9] * 9)
+    np.testing.assert_array_equal(held_out_of(corpus), [0xC3, 0xA9])
 
 
 def test_empty_file_is_refused(tmp_path):
@@ -134,9 +156,9 @@ def test_folder_reads_every_visible_file_sorted(tmp_path, monkeypatch):
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")  # an entry that is not a regular file
     monkeypatch.setattr(data, "_is_held_out", lambda name: name in ("b.md", "sub/deep/c"))
     corpus = load_corpus(str(tmp_path), 256)
-    assert documents(corpus.train) == [b"a", b"d"]
-    assert documents(corpus.held_out) == [b"b", b"c"]
-    assert "4 files" in corpus.source
+    assert documents(train_of(corpus)) == [b"a", b"d"]
+    assert documents(held_out_of(corpus)) == [b"b", b"c"]
+    assert "4 files" in corpus.about
 
 
 def test_folder_split_is_the_same_everywhere(tmp_path):
@@ -144,7 +166,7 @@ def test_folder_split_is_the_same_everywhere(tmp_path):
     for folder in ("here", "there"):
         files = {f"{i % 3}/{i}.txt": f"{i}".encode() for i in range(60)}
         corpus = load_corpus(str(write_tree(tmp_path / folder, files)), 256)
-        train, held_out = documents(corpus.train), documents(corpus.held_out)
+        train, held_out = documents(train_of(corpus)), documents(held_out_of(corpus))
         assert sorted(train + held_out) == sorted(files.values())
         assert held_out == [b"22", b"35"]
 
@@ -154,15 +176,15 @@ def test_folder_where_the_hash_leaves_a_side_empty_holds_out_its_last_file(tmp_p
     for everything in (False, True):
         monkeypatch.setattr(data, "_is_held_out", lambda name, everything=everything: everything)
         corpus = load_corpus(str(tmp_path), 256)
-        assert documents(corpus.train) == [b"a", b"b"]
-        assert documents(corpus.held_out) == [b"c"]
+        assert documents(train_of(corpus)) == [b"a", b"b"]
+        assert documents(held_out_of(corpus)) == [b"c"]
 
 
 def test_folder_of_one_file_holds_out_its_last_tenth(tmp_path):
     write_tree(tmp_path, {"only": b"0123456789" * 2, "empty": b""})
     corpus = load_corpus(str(tmp_path), 256)
-    assert corpus.train.tobytes() == b"012345678901234567"
-    assert corpus.held_out.tobytes() == b"89"
+    assert text_of(train_of(corpus)) == b"012345678901234567"
+    assert text_of(held_out_of(corpus)) == b"89"
 
 
 def test_folder_with_a_file_that_is_not_utf8_is_refused_by_its_name(tmp_path):
@@ -184,33 +206,60 @@ def test_folder_without_text_is_refused(files, tmp_path):
 def test_npy_is_memory_mapped_in_its_own_dtype(dtype, tmp_path):
     tokens = (np.arange(1009) % 251).astype(dtype)
     np.save(tmp_path / "a.npy", tokens)
-    corpus = load_corpus(str(tmp_path / "a.npy"), 251)
-    for part, expected in ((corpus.train, tokens[:908]), (corpus.held_out, tokens[908:])):
-        assert isinstance(part, np.memmap) and part.mode == "r"
-        assert part.dtype == np.dtype(dtype)
-        np.testing.assert_array_equal(part, expected)
-    assert unigram_entropy(corpus.train) == pytest.approx(unigram_entropy(tokens[:908].astype(int)))
+    [source] = load_corpus(str(tmp_path / "a.npy"), 251).sources
+    for part, expected in ((source.train, tokens[:908]), (source.held_out, tokens[908:])):
+        [mapped] = part.parts
+        assert isinstance(mapped.array, np.memmap) and mapped.array.mode == "r"
+        assert mapped.array.dtype == np.dtype(dtype)
+        read = whole(part)
+        assert type(read) is np.ndarray and read.dtype == np.int32
+        np.testing.assert_array_equal(read, expected)
+    assert unigram_entropy([(source.train, 1)]) == pytest.approx(unigram_entropy([(held(tokens[:908]), 1)]))
 
 
 def test_bin_is_memory_mapped_little_endian_uint16(tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes([1, 2] * 9 + [3, 0]))
     corpus = load_corpus(str(tmp_path / "a.bin"), 514)
-    assert isinstance(corpus.train, np.memmap) and isinstance(corpus.held_out, np.memmap)
-    np.testing.assert_array_equal(corpus.train, [0x0201] * 9)
-    np.testing.assert_array_equal(corpus.held_out, [3])
+    assert isinstance(corpus.sources[0].train.parts[0].array, np.memmap)
+    np.testing.assert_array_equal(train_of(corpus), [0x0201] * 9)
+    np.testing.assert_array_equal(held_out_of(corpus), [3])
+
+
+def test_a_large_file_is_looked_at_in_an_even_sample(tmp_path, monkeypatch):
+    """Opening, entropy and a batch of a file read a bounded number of its tokens, the first and last among them."""
+    monkeypatch.setattr(tokens_module, "CHUNK", 1000)
+    monkeypatch.setattr(tokens_module, "SAMPLED_CHUNKS", 8)
+    with open(tmp_path / "a.bin", "wb") as file:
+        file.truncate(2 * 10_000_000)  # a sparse file of zeros
+    read = []
+    checked = tokens_module.check_vocabulary
+    monkeypatch.setattr(
+        tokens_module,
+        "check_vocabulary",
+        lambda tokens, part, position, vocab: (
+            read.append((part.first + position, len(tokens))) or checked(tokens, part, position, vocab)
+        ),
+    )
+    corpus = load_corpus(str(tmp_path / "a.bin"), 1)
+    assert read[0][0] == 0 and sum(read[-1]) == 10_000_000
+    assert corpus.unigram_entropy() == 0
+    assert sum(count for _, count in read) <= 3 * 8 * 1000
+    read.clear()
+    Batches(corpus, 2, 8, 0)[0].read()
+    assert sum(count for _, count in read) == 2 * 9
 
 
 def test_memory_map_is_never_loaded_whole(tmp_path):
     num_tokens = 24_000_000
     with open(tmp_path / "a.bin", "wb") as file:
-        file.truncate(2 * num_tokens)  # a sparse file of zeros
+        file.truncate(2 * num_tokens)
     tracemalloc.start()
     corpus = load_corpus(str(tmp_path / "a.bin"), 1)
-    assert unigram_entropy(corpus.train) == 0
-    Batches(corpus.train, 2, 8, None)[0]
+    assert corpus.unigram_entropy() == 0
+    Batches(corpus, 2, 8, 0)[0].read()
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak_bytes < num_tokens
+    assert peak_bytes < num_tokens / 4
 
 
 def test_odd_bin_is_refused(tmp_path):
@@ -263,6 +312,27 @@ def test_damaged_npy_is_refused(tmp_path):
     refused(path, ".npy array")
 
 
+def test_huge_npy_header_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "a.npy"
+    with open(path, "wb") as file:
+        file.write(b"\x93NUMPY\x02\x00" + (1 << 30).to_bytes(4, "little"))
+        file.truncate(1 << 31)  # sparse
+    tracemalloc.start()
+    refused(path, "header", "1,073,741,824 bytes")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("shape", ["(1000000000000,)", "(-1,)", "(4611686018427387904,)"])
+def test_npy_that_says_it_is_longer_than_its_file_is_refused(shape, tmp_path):
+    header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(100)
+    (tmp_path / "a.npy").write_bytes(content)
+    refused(tmp_path / "a.npy", ".npy array")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Paths
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,6 +361,7 @@ def test_unreadable_path_is_refused(name, tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(denied))
 
     monkeypatch.setattr(Path, "read_bytes", deny)
+    monkeypatch.setattr(Path, "open", deny)
     monkeypatch.setattr(np, "memmap", deny)
     monkeypatch.setattr(np.lib.format, "open_memmap", deny)
     refused(path, "cannot be read", "Permission denied")
@@ -318,7 +389,7 @@ def test_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("position", [0, 3, 4, 17, 19])  # 18 and 19 are held out
 @pytest.mark.parametrize("name", ["a.npy", "a.bin"])
 def test_token_outside_the_vocabulary_is_named(name, position, chunk, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "_CHUNK", chunk)
+    monkeypatch.setattr(tokens_module, "CHUNK", chunk)
     tokens = np.full(20, 49, "<u2")
     tokens[position] = 50
     tokens[19] = max(tokens[19], 49 if position == 19 else 61)  # a later, larger one: named in the remedy
@@ -327,6 +398,24 @@ def test_token_outside_the_vocabulary_is_named(name, position, chunk, tmp_path, 
     largest = int(tokens.max())
     refused(path, f"token 50 at position {position} ", "of 50", f"--vocab-size {largest + 1} ", vocab_size=50)
     load_corpus(str(path), largest + 1)
+
+
+@pytest.mark.parametrize("bad", [50, -1, 2**40])
+def test_token_that_the_opening_did_not_see_never_reaches_the_model(bad, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens_module, "CHUNK", 10)
+    monkeypatch.setattr(tokens_module, "SAMPLED_CHUNKS", 2)  # the first and the last
+    tokens = np.zeros(1000, np.int64)
+    tokens[555] = bad
+    np.save(tmp_path / "a.npy", tokens)
+    batches = Batches(load_corpus(str(tmp_path / "a.npy"), 50), 1, 8, 0)
+    num_refused = 0
+    for step in range(batches.num_windows[0]):
+        try:
+            assert not batches[step]["inputs"].any()
+        except ConfigError as error:
+            num_refused += 1
+            assert f"token {bad} at position 555 " in str(error) and "a.npy" in str(error)
+    assert num_refused == 1
 
 
 def test_negative_token_is_refused_without_blaming_the_vocabulary(tmp_path):
@@ -350,151 +439,65 @@ def test_text_needs_only_the_byte_values_it_uses(tmp_path):
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_unigram_entropy_in_nats(chunk, monkeypatch):
-    monkeypatch.setattr(data, "_CHUNK", chunk)
-    assert unigram_entropy(np.arange(8, dtype=np.uint8)) == pytest.approx(math.log(8))
-    assert unigram_entropy(np.array([5, 0, 0, 0], np.uint64)) == pytest.approx(
-        0.25 * math.log(4) + 0.75 * math.log(4 / 3)
-    )
-    assert unigram_entropy(np.full(9, 7)) == 0
-    assert unigram_entropy(np.zeros(0, np.uint8)) == 0
+    monkeypatch.setattr(tokens_module, "CHUNK", chunk)
+    for expected, tokens in (
+        (math.log(8), np.arange(8, dtype=np.uint8)),
+        (0.25 * math.log(4) + 0.75 * math.log(4 / 3), np.array([5, 0, 0, 0], np.uint64)),
+        (0, np.full(9, 7)),
+        (0, np.zeros(0, np.uint8)),
+    ):
+        assert unigram_entropy([(held(tokens), 1)]) == pytest.approx(expected)
+
+
+def test_unigram_entropy_of_a_mixture_is_of_what_it_draws():
+    zeros, ones = held(np.zeros(50, int)), held(np.ones(3, int))
+    expected = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
+    assert unigram_entropy([(zeros, 0.25), (ones, 0.75)]) == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batches
+# Mixtures
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def visits(batches: Batches, num_epochs: int) -> list[int]:
-    """The windows visited, in order: with tokens = arange, the first input of a row tells its window."""
-    num_steps = -(-num_epochs * batches.num_windows // batches.batch_size)
-    starts = np.concatenate([batches[step]["inputs"][:, 0] for step in range(num_steps)])
-    assert not (starts % batches.seq_len).any()
-    return (starts // batches.seq_len).tolist()[: num_epochs * batches.num_windows]
+def test_sources_are_mixed_by_their_weights(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros(1000, np.uint16))
+    np.full(500, 1, "<u2").tofile(tmp_path / "b.bin")
+    corpus = load_corpus(f"{tmp_path}/a.npy=0.75,{tmp_path}/b.bin=0.25", 2)
+    assert corpus.shares == [0.75, 0.25]
+    assert (corpus.num_train, corpus.num_held_out) == (1350, 150)
+    for words in ("0.75 of", "a.npy", "0.25 of", "b.bin"):
+        assert words in corpus.about
+    assert corpus.unigram_entropy() == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3))
+    first = np.concatenate([Batches(corpus, 4, 8, 0)[step]["inputs"][:, 0] for step in range(10)])
+    assert first.sum() == 10
+    assert corpus.fingerprint() != load_corpus(f"{tmp_path}/a.npy=0.5,{tmp_path}/b.bin=0.5", 2).fingerprint()
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_each_epoch_visits_each_window_once(draw):
-    seq_len = draw.draw(st.integers(1, 9), "seq_len")
-    num_windows = draw.draw(st.integers(1, 40), "num_windows")
-    num_tokens = num_windows * seq_len + 1 + draw.draw(st.integers(0, seq_len - 1), "left over")
-    batch_size = draw.draw(st.integers(1, num_windows), "batch_size")
-    seed = draw.draw(st.none() | st.integers(0, 2**70), "seed")
-    batches = Batches(np.arange(num_tokens), batch_size, seq_len, seed)
-    assert batches.num_windows == num_windows
-    order = visits(batches, num_epochs=3)
-    for epoch in range(3):
-        windows = order[epoch * num_windows : (epoch + 1) * num_windows]
-        assert sorted(windows) == list(range(num_windows))
-        if seed is None:
-            assert windows == list(range(num_windows))
+def test_a_path_with_an_equals_sign_is_one_path(tmp_path):
+    (tmp_path / "a=1,b=2.txt").write_bytes(b"text of some length")
+    assert load_corpus(str(tmp_path / "a=1,b=2.txt"), 256).num_train == 17
 
 
-@pytest.mark.parametrize("seed", [None, 0, 7])
-def test_batch_holds_shifted_windows(seed):
-    batch_size, seq_len = 3, 5
-    tokens = np.random.default_rng(0).integers(0, 1000, 7 * seq_len + 1).astype(np.uint16)
-    windows = {tuple(tokens[start : start + seq_len + 1]) for start in range(0, len(tokens) - 1, seq_len)}
-    batches = Batches(tokens, batch_size, seq_len, seed)
-    for step in range(8):
-        batch = batches[step]
-        assert {name: (array.dtype, array.shape) for name, array in batch.items()} == {
-            "inputs": (np.int32, (batch_size, seq_len)),
-            "targets": (np.int32, (batch_size, seq_len)),
-            "rows": (np.int32, (batch_size,)),
-        }
-        np.testing.assert_array_equal(batch["targets"][:, :-1], batch["inputs"][:, 1:])
-        np.testing.assert_array_equal(batch["rows"], range(batch_size))
-        rows = np.concatenate([batch["inputs"], batch["targets"][:, -1:]], axis=1)
-        assert {tuple(row) for row in rows} <= windows
+@pytest.mark.parametrize("text", ["a=", "=1", "a=0", "a=-1", "a=x", "a=1/0", "a=1,b", "a=nan", "a=inf", "a=1,,b=1"])
+def test_bad_mixture_is_refused(text):
+    with pytest.raises(ConfigError, match="PATH=WEIGHT"):
+        load_corpus(text, 256)
 
 
-def test_batch_of_a_memory_map_is_a_plain_array(tmp_path):
-    tokens = np.arange(101, dtype="<u2")
-    tokens.tofile(tmp_path / "a.bin")
-    mapped = Batches(np.memmap(tmp_path / "a.bin", "<u2", mode="r"), 4, 5, 0)[1]
-    for name, array in Batches(tokens, 4, 5, 0)[1].items():
-        assert type(mapped[name]) is np.ndarray
-        np.testing.assert_array_equal(mapped[name], array)
+def test_source_named_twice_is_refused():
+    with pytest.raises(ConfigError, match="'a' is named twice"):
+        load_corpus("a=1,b=1,a=2", 256)
 
 
-def test_order_depends_on_seed_and_epoch_alone():
-    tokens = np.arange(501)
-    first = visits(Batches(tokens, 4, 5, seed=1), num_epochs=2)
-    data._permutation.cache_clear()
-    assert first == visits(Batches(tokens.copy(), 4, 5, seed=1), num_epochs=2)
-    assert first == visits(Batches(tokens, 7, 5, seed=1), num_epochs=2)  # sample order is free of the batch size
-    assert first != visits(Batches(tokens, 4, 5, seed=2), num_epochs=2)
-    assert first[:100] != first[100:]
-    assert first[:100] != list(range(100))
+def test_missing_source_of_a_mixture_is_named(tmp_path):
+    (tmp_path / "a").write_bytes(b"text")
+    with pytest.raises(ConfigError, match=r"--data '.*missing': it cannot be read"):
+        load_corpus(f"{tmp_path}/a=1,{tmp_path}/missing=1", 256)
 
 
-def test_any_step_can_be_asked_for_first():
-    """Resuming at a step gives what a run from the start gets there."""
-    tokens = np.arange(56)
-    from_start = [Batches(tokens, 4, 5, seed=3)[step] for step in range(12)]
-    for step in reversed(range(12)):
-        data._permutation.cache_clear()
-        for name, array in Batches(tokens, 4, 5, seed=3)[step].items():
-            np.testing.assert_array_equal(array, from_start[step][name], err_msg=f"{name} of step {step}")
-
-
-def test_order_is_pinned():
-    """A change here changes the data of every resumed run."""
-    assert visits(Batches(np.arange(11), 5, 1, seed=0), num_epochs=2) == [
-        8,
-        0,
-        3,
-        7,
-        6,
-        4,
-        1,
-        5,
-        2,
-        9,
-        1,
-        5,
-        6,
-        4,
-        8,
-        7,
-        9,
-        3,
-        2,
-        0,
-    ]
-
-
-def test_far_step_does_not_overflow():
-    step = 2**40
-    order = Batches(np.arange(8), 3, 1, seed=None)[step]["inputs"][:, 0]
-    np.testing.assert_array_equal(order, [(step * 3 + row) % 7 for row in range(3)])
-
-
-def test_negative_step_is_an_index_error():
-    with pytest.raises(IndexError, match="-1"):
-        Batches(np.arange(11), 2, 1, seed=0)[-1]
-
-
-def test_too_short_corpus_says_what_would_work():
-    with pytest.raises(ConfigError) as caught:
-        Batches(np.arange(512), 8, 64, seed=0)
-    for words in ("there are 512", "needs 513", "--batch-size 7 ", "--seq-len 63 ", "more data"):
-        assert words in str(caught.value)
-    Batches(np.arange(513), 8, 64, seed=0)
-    Batches(np.arange(512), 7, 64, seed=0)
-    Batches(np.arange(512), 8, 63, seed=0)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1])
-def test_corpus_too_short_for_any_batch_asks_for_data(num_tokens):
-    with pytest.raises(ConfigError, match=r"Use more data\.$"):
-        Batches(np.arange(num_tokens), 1, 1, seed=None)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "seq_len", "seed", "flag"), [(0, 4, 0, "--batch-size"), (2, 0, 0, "--seq-len"), (2, 4, -1, "--seed")]
-)
-def test_impossible_sizes_and_seeds_are_refused(batch_size, seq_len, seed, flag):
-    with pytest.raises(ConfigError, match=flag):
-        Batches(np.arange(100), batch_size, seq_len, seed)
+def test_weights_of_a_long_pattern_are_refused():
+    for weights, period in (([0.5, 0.5], 2), ([7, 3], 10), ([1], 1), (["0.3333", "0.6667"], 10_000)):
+        assert make_mixture([Fraction(w) for w in weights]).period == period
+    with pytest.raises(ConfigError, match="repeats after 100,000"):
+        make_mixture([Fraction("0.33333"), Fraction("0.66667")])

@@ -1,0 +1,491 @@
+"""Preparing a corpus: what the shards hold, killed and continued runs, and every damage that must be refused."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from experiments import prepare as program
+from experiments.prepare import PrepareFlags, cut_units, main, read_pieces
+from jaxdist.data import Corpus, load_corpus
+from jaxdist.errors import ConfigError
+from jaxdist.prepared import JOURNAL, MANIFEST, check_prepared
+from jaxdist.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer
+
+VOCAB_SIZE = 300
+WORDS = ["le", "cœur", "a", "ses", "raisons", "que", "la", "raison", "ne", "connaît", "point"]
+
+
+def run(**flags) -> str:
+    """The output of `experiments.prepare`, which must succeed."""
+    console = Console(file=open(os.devnull, "w"), record=True, width=200)  # noqa: SIM115
+    assert main(PrepareFlags(**flags), console) == 0
+    return console.export_text()
+
+
+def refused(*expected: str, **flags) -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(PrepareFlags(**flags), Console(quiet=True))
+    for words in expected:
+        assert words in str(caught.value)
+
+
+def not_opened(folder: Path, *expected: str, vocab_size: int = VOCAB_SIZE) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_corpus(str(folder), vocab_size)
+    for words in expected:
+        assert words in str(caught.value)
+
+
+def whole(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
+    return tuple(tokens.read(0, len(tokens)) for tokens in (corpus.sources[0].train, corpus.sources[0].held_out))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Thirty documents; three of them are held out by the hash of their names."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    for number in range(30):
+        lines = [" ".join(rng.choice(WORDS, 8)) for _ in range(40)]
+        (folder / f"{number}.txt").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "empty.txt").write_text("")
+    (folder / "special.txt").write_text(f"a{END_OF_DOCUMENT}b \x01\r\n\ttabs  and   spaces\n\n\n日本", newline="")
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Shards of 5 kB of text, pieces of 256 bytes."""
+    monkeypatch.setattr(program, "PIECE_BYTES", 256)
+    monkeypatch.setattr(program, "BATCH_BYTES", 1024)
+    cut = program.cut_units
+    monkeypatch.setattr(program, "cut_units", lambda root, sizes, unit_bytes: cut(root, sizes, 5000))
+
+
+@pytest.fixture(scope="module")
+def bpe(text, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared") / "bpe"
+    run(data=str(text), out=str(folder), vocab_size=VOCAB_SIZE)
+    return folder
+
+
+@pytest.fixture
+def copy(bpe, tmp_path) -> Path:
+    return shutil.copytree(bpe, tmp_path / "copy")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is made
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{"vocab_size": VOCAB_SIZE}, {"tokenizer": "bytes"}], ids=["bpe", "bytes"])
+def test_every_document_comes_back(how, text, tmp_path, small):
+    """Decoded, the shards are the documents in order, held-out ones apart, split as the folder itself is split."""
+    out = tmp_path / "out"
+    run(data=str(text), out=str(out), **how)
+    tokenizer = ByteTokenizer() if "tokenizer" in how else BPETokenizer.load(out / "tokenizer.json")
+    corpus = load_corpus(str(out), tokenizer.vocab_size)
+    assert len(corpus.sources[0].train.parts) > 2
+    documents = []
+    for tokens in whole(corpus):
+        assert tokens[-1] == tokenizer.end_of_document
+        cuts = np.flatnonzero(tokens == tokenizer.end_of_document)
+        documents.append([tokenizer.decode(part).strip("\0") for part in np.split(tokens, cuts)])
+    found = [{text.removeprefix(END_OF_DOCUMENT) for text in part if text} for part in documents]
+
+    plain = load_corpus(str(text), 256)
+    for part, tokens in zip(found, whole(plain), strict=True):
+        expected = tokens.astype(np.uint8).tobytes().decode().split("\0")
+        assert part - {""} == set(expected)
+    assert len(found[0] | found[1]) - ("" in found[0] | found[1]) == 31
+
+
+def test_a_bpe_is_shorter_than_bytes_and_opens_mapped(bpe, text):
+    corpus = load_corpus(str(bpe), VOCAB_SIZE)
+    plain = load_corpus(str(text), 256)
+    assert corpus.num_train < 0.5 * plain.num_train
+    assert isinstance(corpus.sources[0].train.parts[0].array, np.memmap)
+    assert corpus.sources[0].train.parts[0].array.dtype == np.uint16
+    assert "31 documents" in corpus.about and str(VOCAB_SIZE) in corpus.about
+    manifest = check_prepared(bpe)
+    assert manifest.vocab_size == VOCAB_SIZE and manifest.end_of_document == 0
+
+
+def test_prepared_again_it_is_the_same_to_the_byte(bpe, text, tmp_path):
+    run(data=str(text), out=str(tmp_path / "again"), vocab_size=VOCAB_SIZE)
+    assert contents(tmp_path / "again") == contents(bpe)
+
+
+def test_a_loaded_tokenizer_gives_what_the_trained_one_gave(bpe, text, tmp_path):
+    run(data=str(text), out=str(tmp_path / "again"), tokenizer=str(bpe / "tokenizer.json"))
+    assert contents(tmp_path / "again") == contents(bpe)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text())
+def test_decoding_gives_the_text_back(bpe, text):
+    for tokenizer in (ByteTokenizer(), BPETokenizer.load(bpe / "tokenizer.json")):
+        [tokens] = tokenizer.encode([text])
+        assert tokenizer.decode(tokens) == text
+        assert text.count("\0") or tokenizer.end_of_document not in tokens
+
+
+def test_vocabularies_above_16_bits_have_wider_tokens(bpe):
+    content = json.loads((bpe / "tokenizer.json").read_text())
+    content["model"]["vocab"]["a token far away"] = 70_000
+    tokenizer = BPETokenizer(json.dumps(content), "wide")
+    assert (tokenizer.vocab_size, tokenizer.dtype) == (70_001, "uint32")
+
+
+def test_lines_of_jsonl_are_documents(tmp_path):
+    (tmp_path / "text").mkdir()
+    lines = [json.dumps({"text": f"document {number}\nof two lines", "other": 1}) for number in range(50)]
+    (tmp_path / "text" / "a.jsonl").write_text("\n\n".join(lines) + "\n")
+    run(data=str(tmp_path / "text"), out=str(tmp_path / "out"), tokenizer="bytes")
+    train, held_out = whole(load_corpus(str(tmp_path / "out"), 256))
+    texts = np.concatenate([train, held_out]).astype(np.uint8).tobytes().split(b"\0")
+    assert texts == [*(f"document {number}\nof two lines".encode() for number in range(50)), b""]
+    assert held_out[-1] == 0 and train[-1] == 0
+    for bad in ("[1]", '{"text": 1}', "{", '{"other": ""}'):
+        (tmp_path / "text" / "a.jsonl").write_text(f'{{"text": "fine"}}\n{bad}\n')
+        (tmp_path / "text" / "b.jsonl").write_text('{"text": "fine"}\n')
+        refused("a.jsonl", "offset 17 ", data=str(tmp_path / "text"), out=str(tmp_path / "bad"), tokenizer="bytes")
+        shutil.rmtree(tmp_path / "bad")
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    texts=st.lists(st.text(alphabet="ab\né日", min_size=1, max_size=60), min_size=1, max_size=5),
+    unit=st.integers(1, 40),
+)
+def test_units_and_pieces_cover_the_text(texts, unit, tmp_path_factory):
+    """No byte twice or missed, no character cut, however small the shards and pieces are."""
+    root = tmp_path_factory.mktemp("units")
+    sizes = {}
+    for number, text in enumerate(texts):
+        (root / str(number)).write_bytes(text.encode())
+        sizes[str(number)] = len(text.encode())
+    before, program.PIECE_BYTES = program.PIECE_BYTES, 8
+    try:
+        units = cut_units(root, sizes, unit)
+        found = dict.fromkeys(sizes, "")
+        for split in units.values():
+            for part in (part for unit in split for part in unit):
+                for piece, _ in read_pieces(root, part):
+                    found[part.name] += piece
+    finally:
+        program.PIECE_BYTES = before
+    assert list(found.values()) == texts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Killed and continued
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing may catch it, as nothing catches a SIGKILL."""
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["between", "half-written"])
+def test_killed_at_any_write_it_continues_to_the_same_bytes(half, text, tmp_path, small, monkeypatch):
+    """Killed again and again, at its second or third rename, it goes on from where it was."""
+    run(data=str(text), out=str(tmp_path / "straight"), vocab_size=VOCAB_SIZE)
+    replace, encode_unit = os.replace, program.encode_unit
+    encoded = []
+
+    def counted(root, unit, tokenizer):
+        encoded.append(unit[0])
+        return encode_unit(root, unit, tokenizer)
+
+    monkeypatch.setattr(program, "encode_unit", counted)
+    out, kills = tmp_path / "killed", 0
+    for attempt in range(100):
+        left = 2 + attempt % 2  # a shard and the journal are a rename each, so both are cut off
+
+        def kill(source, target):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                if half:
+                    os.truncate(source, os.path.getsize(source) // 2)
+                raise Killed
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", kill)
+        try:
+            output = run(data=str(text), out=str(out), vocab_size=VOCAB_SIZE)
+            break
+        except Killed:
+            kills += 1
+            if (out / JOURNAL).exists():
+                not_opened(out, MANIFEST, "same `python -m experiments.prepare` command")
+    assert kills > 5 and "continuing" in output
+    assert contents(out) == contents(tmp_path / "straight")
+    assert len(encoded) <= len(list(out.glob("*.npy"))) + kills  # a kill costs one shard at most
+
+
+def test_a_shard_that_changed_since_is_made_again(text, tmp_path, small, monkeypatch):
+    run(data=str(text), out=str(tmp_path / "straight"), tokenizer="bytes")
+    out = tmp_path / "out"
+    encode_unit, left = program.encode_unit, 3
+
+    def stop(root, unit, tokenizer):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise Killed
+        return encode_unit(root, unit, tokenizer)
+
+    monkeypatch.setattr(program, "encode_unit", stop)
+    with pytest.raises(Killed):
+        run(data=str(text), out=str(out), tokenizer="bytes")
+    monkeypatch.setattr(program, "encode_unit", encode_unit)
+    (out / "train-00000.npy").write_bytes(b"other")
+    (out / "train-00001.npy").unlink()
+    run(data=str(text), out=str(out), tokenizer="bytes")
+    assert contents(out) == contents(tmp_path / "straight")
+
+
+def test_only_the_same_preparation_is_continued(text, tmp_path, monkeypatch):
+    changing = shutil.copytree(text, tmp_path / "text")
+    flags = {"data": str(changing), "out": str(tmp_path / "out")}
+
+    def stop(*_):
+        raise Killed
+
+    monkeypatch.setattr(program, "encode_unit", stop)
+    with pytest.raises(Killed):
+        run(**flags, vocab_size=VOCAB_SIZE)
+    refused("vocab_size changed since", **flags, vocab_size=VOCAB_SIZE + 1)
+    refused("tokenizer changed since", **flags, tokenizer="bytes")
+    refused("shard_mb changed since", **flags, vocab_size=VOCAB_SIZE, shard_mb=1)
+    (changing / "new.txt").write_text("new")
+    refused("files changed since", **flags, vocab_size=VOCAB_SIZE)
+
+
+def test_a_full_disk_is_named_and_the_run_continues(text, tmp_path, monkeypatch):
+    fsync, left = os.fsync, 6
+
+    def full(descriptor):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    refused("No space left on device", data=str(text), out=str(tmp_path / "out"), tokenizer="bytes")
+    run(data=str(text), out=str(tmp_path / "out"), tokenizer="bytes")
+    check_prepared(tmp_path / "out")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damage
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["train-00000.npy", "held_out-00000.npy", "tokenizer.json"])
+def test_cut_longer_or_deleted_files_are_refused_by_name(name, copy):
+    content = (copy / name).read_bytes()
+    for damaged in (content[:-1], content + b"\0", b""):
+        (copy / name).write_bytes(damaged)
+        not_opened(copy, name, f"{len(content)} bytes", f"has {len(damaged)}")
+    (copy / name).unlink()
+    not_opened(copy, name, "not there")
+
+
+@pytest.mark.parametrize("name", ["train-00000.npy", "held_out-00000.npy", "tokenizer.json"])
+def test_a_flipped_byte_is_found_by_check(name, copy):
+    content = bytearray((copy / name).read_bytes())
+    content[-1] ^= 1
+    (copy / name).write_bytes(content)
+    load_corpus(str(copy), VOCAB_SIZE)
+    refused(name, "SHA-256", "was changed", check=str(copy))
+
+
+def test_a_token_outside_the_vocabulary_is_refused_when_it_is_read(copy):
+    path = copy / "train-00000.npy"
+    content = bytearray(path.read_bytes())
+    content[-2:] = (VOCAB_SIZE).to_bytes(2, "little")
+    path.write_bytes(content)
+    corpus = load_corpus(str(copy), 1000)  # a larger model does not make it a token
+    with pytest.raises(ConfigError, match=rf"token {VOCAB_SIZE} at position .* vocabulary of {VOCAB_SIZE}"):
+        whole(corpus)
+
+
+def test_a_missing_manifest_is_a_folder_that_is_not_whole(copy):
+    (copy / MANIFEST).unlink()
+    not_opened(copy, MANIFEST, "not whole")
+
+
+def test_a_shard_of_another_corpus_is_refused(copy):
+    path = copy / "train-00000.npy"
+    tokens = np.load(path)
+    np.save(path, tokens.view(np.int16))  # as many bytes, of another dtype
+    not_opened(copy, "train-00000.npy", "int16")
+    np.save(path, np.zeros(len(tokens) // 2, np.uint32)) if len(tokens) % 2 == 0 else None
+
+
+def test_a_pickled_shard_is_never_unpickled(copy, tmp_path):
+    path = copy / "train-00000.npy"
+    np.save(path, np.array([Exploding(tmp_path / "exploded")], dtype=object), allow_pickle=True)
+    edit(copy, lambda manifest: manifest["train"][0].update(num_bytes=path.stat().st_size))
+    not_opened(copy, "train-00000.npy", ".npy array")
+    refused("train-00000.npy", ".npy array", check=str(copy))
+    assert not (tmp_path / "exploded").exists()
+
+
+class Exploding:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_link_out_of_the_folder_is_refused(copy, tmp_path):
+    shutil.move(copy / "train-00000.npy", tmp_path / "elsewhere.npy")
+    (copy / "train-00000.npy").symlink_to(tmp_path / "elsewhere.npy")
+    not_opened(copy, "train-00000.npy", "not a regular file")
+
+
+def edit(folder: Path, change) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda m: m["train"][0].update(name="../../secret.npy"), "'../../secret.npy'"),
+        (lambda m: m["train"][0].update(name="/etc/passwd"), "'/etc/passwd'"),
+        (lambda m: m["train"][0].update(name="held_out-00000.npy"), "held_out-00000.npy"),
+        (lambda m: m["tokenizer"].update(name="../tokenizer.json"), "'../tokenizer.json'"),
+        (lambda m: m["train"].append(m["train"][0]), "train shard 1 must be train-00001.npy"),
+        (lambda m: m.update(format="another"), "not the manifest"),
+        (lambda m: m.pop("vocab_size"), "vocab_size must be a whole number"),
+        (lambda m: m.update(vocab_size=0), "vocab_size must be a whole number"),
+        (lambda m: m.update(vocab_size=True), "vocab_size must be a whole number"),
+        (lambda m: m.update(vocab_size=1e300), "vocab_size must be a whole number"),
+        (lambda m: m.update(train={}), "train must be list"),
+        (lambda m: m.update(train=["train-00000.npy"]), "name must be str"),
+        (lambda m: m.update(dtype="object"), "dtype must be uint8"),
+        (lambda m: m.update(end_of_document=VOCAB_SIZE), "end_of_document 300 is outside"),
+        (lambda m: m["train"][0].update(num_tokens=-1), "num_tokens must be a whole number"),
+        (lambda m: m["train"][0].update(num_tokens=5), "the manifest says 5 uint16 tokens"),
+        (lambda m: m["train"][0].update(sha256="x"), "no SHA-256"),
+        (lambda m: m.update(tokenizer=[]), "name must be str"),
+    ],
+)
+def test_a_wrong_or_hostile_manifest_is_refused(change, expected, copy):
+    edit(copy, change)
+    not_opened(copy, expected)
+    refused(expected, check=str(copy))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff", b"[]", b"null", b"[" * 100_000, b'{"format": "jaxdist tokens 2"}']
+)
+def test_a_damaged_manifest_is_refused(content, copy):
+    (copy / MANIFEST).write_bytes(content)
+    not_opened(copy, MANIFEST)
+
+
+def test_a_huge_manifest_is_not_read(copy):
+    with open(copy / MANIFEST, "r+b") as file:
+        file.truncate(1 << 33)  # sparse
+    not_opened(copy, MANIFEST, "less than")
+
+
+def test_a_smaller_vocabulary_is_refused_and_a_larger_one_is_fine(bpe):
+    not_opened(bpe, f"--vocab-size {VOCAB_SIZE - 1}", f"Use --vocab-size {VOCAB_SIZE}", vocab_size=VOCAB_SIZE - 1)
+    assert load_corpus(str(bpe), VOCAB_SIZE + 7).num_train > 0
+
+
+def test_a_folder_of_text_with_a_manifest_of_its_own_is_text(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"name": "of a web page"}')
+    assert load_corpus(str(tmp_path), 256).num_train == 22
+
+
+def test_sources_of_different_tokenizers_are_not_mixed(bpe, text, tmp_path):
+    with pytest.raises(ConfigError, match="different tokenizers"):
+        load_corpus(f"{bpe}=1,{text}=1", VOCAB_SIZE)
+    again = shutil.copytree(bpe, tmp_path / "again")
+    np.save(tmp_path / "unknown.npy", np.zeros(100, int))
+    assert len(load_corpus(f"{bpe}=1,{again}=1,{tmp_path}/unknown.npy=1", VOCAB_SIZE).sources) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_check_says_whole(bpe, tmp_path):
+    assert "whole" in run(check=str(bpe))
+    np.save(tmp_path / "a.npy", np.arange(100))
+    assert "100 tokens" in run(check=str(tmp_path / "a.npy"), vocab_size=100)
+    refused("token 99 at position 99 ", check=str(tmp_path / "a.npy"), vocab_size=99)
+    refused("--vocab-size", check=str(tmp_path / "a.npy"))
+    refused("missing", "cannot be read", check=str(tmp_path / "missing"), vocab_size=10)
+
+
+def test_wrong_flags_are_refused_before_anything_is_made(text, bpe, tmp_path):
+    out = str(tmp_path / "out")
+    both = {"data": str(text), "out": out}
+    refused("--data", "--out", out=out, vocab_size=300)
+    refused("exactly one", **both)
+    refused("exactly one", **both, vocab_size=300, tokenizer="bytes")
+    refused("--vocab-size 256", "257", **both, vocab_size=256)
+    refused("shard_mb", **both, tokenizer="bytes", shard_mb=0)
+    refused("missing.json", "cannot be read", **both, tokenizer=str(tmp_path / "missing.json"))
+    refused("no tokenizer.json", **both, tokenizer=str(text / "0.txt"))
+    refused(
+        "--end-of-document <eos>",
+        END_OF_DOCUMENT,
+        **both,
+        tokenizer=str(bpe / "tokenizer.json"),
+        end_of_document="<eos>",
+    )
+    refused("--end-of-document <eos>", **both, vocab_size=300, end_of_document="<eos>")
+    refused("inside --data", data=str(text), out=str(text / "out"), tokenizer="bytes")
+    refused("missing", "cannot be read", data=str(tmp_path / "missing"), out=out, tokenizer="bytes")
+    (tmp_path / "nothing").mkdir()
+    refused("no text", data=str(tmp_path / "nothing"), out=out, tokenizer="bytes")
+    assert not Path(out).exists()
+
+
+def test_folders_with_something_in_them_are_left_alone(text, bpe, tmp_path):
+    before = hashlib.sha256(b"".join(contents(bpe).values())).hexdigest()
+    refused("prepared corpus already", data=str(text), out=str(bpe), vocab_size=VOCAB_SIZE)
+    assert hashlib.sha256(b"".join(contents(bpe).values())).hexdigest() == before
+    (tmp_path / "mine").write_text("mine")
+    refused("something else", data=str(text), out=str(tmp_path), tokenizer="bytes")
+
+
+def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path, small):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(b"line\n" * 400 + b"\xff" + b"\nline" * 400)
+    (tmp_path / "text" / "b.txt").write_bytes(b"line\n")
+    refused("a.txt", "0xff at offset 2000 ", data=str(tmp_path / "text"), out=str(tmp_path / "out"), tokenizer="bytes")
+
+
+def test_without_the_library_it_says_what_to_install(text, tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    refused("jaxdist[data]", data=str(text), out=str(tmp_path / "out"), vocab_size=300)
