@@ -29,3 +29,10 @@ def coordination_client():
     from jax._src.distributed import global_state
 
     return global_state.client
+
+
+def coordination_count() -> int:
+    """The number of processes that `jax.distributed` joined; known before a backend starts."""
+    from jax._src.distributed import global_state
+
+    return global_state.num_processes or 1

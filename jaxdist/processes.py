@@ -9,14 +9,17 @@ import os
 
 import jax
 
-from jaxdist.compat import coordination_client
+from jaxdist.compat import coordination_client, coordination_count
 from jaxdist.errors import ConfigError
 
-STARTED_BY = {  # variable that a launcher sets -> its name
-    "SLURM_NTASKS": "Slurm",
-    "OMPI_COMM_WORLD_SIZE": "Open MPI",
-    "KUBERNETES_SERVICE_HOST": "Kubernetes",
-}
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+
+# How launchers tell a process how many there are and which one it is.
+LAUNCHERS = (
+    ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),  # python -m experiments.launch
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI
+    ("SLURM_NTASKS", "SLURM_PROCID"),
+)
 
 
 def is_first() -> bool:
@@ -24,13 +27,21 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def join(address: str | None, num_processes: int | None, process_id: int | None, heartbeat_seconds: int = 30) -> None:
+def join(
+    address: str | None, num_processes: int | None, process_id: int | None, heartbeat_seconds: int = 30
+) -> None:
     """Join the other processes of this run; before anything else touches a JAX backend.
 
-    Args: what is None is found by JAX, from Slurm, Open MPI or Kubernetes, or JAX_COORDINATOR_ADDRESS.
+    Args: what is None is read from the variables of a launcher, or found by JAX (Slurm, Open MPI 4, Kubernetes).
     heartbeat_seconds: a process that is silent for so long is dead, and all others end.
     Raises: ConfigError where they cannot be found or reached.
     """
+    address = address or os.environ.get(ADDRESS)
+    if address is not None:
+        for count, index in LAUNCHERS:
+            if count in os.environ and index in os.environ:
+                num_processes = int(os.environ[count]) if num_processes is None else num_processes
+                process_id = int(os.environ[index]) if process_id is None else process_id
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
@@ -44,7 +55,7 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(
             "several processes",
-            f"they cannot find each other ({error})",
+            f"they cannot find each other ({str(error).splitlines()[0]})",
             "Start them with Slurm, Open MPI or Kubernetes, with python -m experiments.launch, or give --coordinator "
             "HOST:PORT --num-processes N --process-id I to each",
         ) from error
@@ -52,7 +63,12 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
 
 def asked_to_join() -> bool:
     """Whether the environment names a coordinator."""
-    return "JAX_COORDINATOR_ADDRESS" in os.environ
+    return ADDRESS in os.environ
+
+
+def count() -> int:
+    """Processes of this run, whether or not a backend has started."""
+    return coordination_count()
 
 
 def leave(code: int) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 
+from jaxdist import processes
 from jaxdist.errors import ConfigError
 
 DeviceChoice = Literal["auto", "cpu", "gpu"]
@@ -48,7 +49,14 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
             f"more than {MAX_SIMULATED} are not simulated here: each is a thread with its own buffers",
             "Use a smaller mesh; an abstract mesh (jaxdist.mesh.make_abstract_mesh) can be traced at any size",
         )
-    prepare_cpu(count)
+    num_processes = processes.count()
+    if count % num_processes:
+        raise ConfigError(
+            f"a mesh of {count} devices on {num_processes} processes",
+            "every process holds the same number of ranks",
+            f"Use a mesh of {num_processes * max(count // num_processes, 1)} devices, or another number of processes",
+        )
+    prepare_cpu(count // num_processes)
     if choice == "cpu":
         _set("jax_platforms", "cpu")
         return _on_cpu(count, "--device cpu")
@@ -80,7 +88,7 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
 
 
 def prepare_cpu(count: int) -> None:
-    """Ask for `count` CPU devices or more, if no backend has started yet."""
+    """Ask for `count` CPU devices in this process or more, if no backend has started yet."""
     given = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in PATIENT_FLAGS if flag.split("=")[0] not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
@@ -96,18 +104,31 @@ def _set(name: str, value) -> None:
 
 def _on_cpu(count: int, why: str) -> Devices:
     found = jax.devices("cpu")
-    if len(found) < count:
+    chosen = _share(found, count)
+    if len(chosen) < count:
         raise ConfigError(
             f"a mesh of {count} simulated devices",
             f"JAX has started already with {len(found)}, and the number is fixed then",
             f"Set jax_num_cpu_devices to {count} before JAX starts",
         )
     if count == 1:
-        return Devices(found[:1], False, f"1 CPU device ({why})")
-    text = f"{count} SIMULATED devices on one CPU ({why}): values and layouts are real, speed is not"
-    return Devices(found[:count], True, text)
+        return Devices(chosen, False, f"1 CPU device ({why})")
+    where = "one CPU" if processes.count() == 1 else f"the CPUs of {processes.count()} processes"
+    text = f"{count} SIMULATED devices on {where} ({why}): values and layouts are real, speed is not"
+    return Devices(chosen, True, text)
 
 
 def _on_accelerator(found: list[jax.Device], count: int) -> Devices:
     unused = f" ({len(found) - count} of {len(found)} left unused)" if len(found) > count else ""
-    return Devices(found[:count], False, f"{count} x {found[0].device_kind}{unused}")
+    return Devices(_share(found, count), False, f"{count} x {found[0].device_kind}{unused}")
+
+
+def _share(found: list[jax.Device], count: int) -> list[jax.Device]:
+    """The same number of devices from each process, process by process; fewer than `count` where one has too few."""
+    each = count // processes.count()
+    taken: dict[int, list[jax.Device]] = {}
+    for device in found:
+        mine = taken.setdefault(device.process_index, [])
+        if len(mine) < each:
+            mine.append(device)
+    return [device for process in sorted(taken) for device in taken[process]]

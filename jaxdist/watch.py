@@ -88,3 +88,5 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             if self._file is not sys.stderr:
                 self._file.close()
+                if not os.path.getsize(self._where):
+                    os.unlink(self._where)

@@ -1,0 +1,114 @@
+"""Start one run as several processes on this machine, for tests and for trying things out.
+
+python -m experiments.launch --processes 2 --devices-per-process 4 -- -m experiments.train --mesh dp=8
+
+On a cluster Slurm, Open MPI or Kubernetes does this (docs/cluster.md). Here each process gets an address to meet at, its
+number, and its share of simulated devices; what it prints is passed on with its number before each line.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from experiments.cli import run_program
+from jaxdist.config import require_positive
+from jaxdist.errors import ConfigError
+from jaxdist.signals import EXIT_SIGNAL, Signals
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class LaunchFlags:
+    """Run `python COMMAND` as several processes that find each other."""
+
+    command: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """What follows --: arguments of python, as in -m experiments.train --mesh dp=8."""
+    processes: int = 2
+    devices_per_process: int = 1
+    """Simulated CPU devices of each."""
+    bound: float = 60.0
+    """Seconds that the others have to end by themselves after one has failed, and after a signal was passed on."""
+
+
+def main(flags: LaunchFlags, console: Console) -> int:
+    """The exit code is that of the first process that failed, else 0."""
+    require_positive("processes", flags.processes)
+    require_positive("devices_per_process", flags.devices_per_process)
+    if not flags.command:
+        raise ConfigError("no command", "there is nothing to start", "Write -- -m experiments.train --mesh dp=2")
+    address = f"127.0.0.1:{free_port()}"
+    with Signals() as signals:
+        processes = [start(flags, index, address) for index in range(flags.processes)]
+        readers = [pass_on(process, index) for index, process in enumerate(processes)]
+        code = wait(processes, signals, flags.bound)
+        for reader in readers:
+            reader.join()
+    return code
+
+
+def start(flags: LaunchFlags, index: int, address: str) -> subprocess.Popen:
+    environment = {
+        **os.environ,
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": str(flags.processes),
+        "JAX_PROCESS_ID": str(index),
+        "JAX_NUM_CPU_DEVICES": str(flags.devices_per_process),
+    }
+    return subprocess.Popen(
+        [sys.executable, *flags.command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def pass_on(process: subprocess.Popen, index: int) -> threading.Thread:
+    def copy():
+        for line in process.stdout:
+            print(f"[{index}] {line}", end="", flush=True)
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait(processes: list[subprocess.Popen], signals: Signals, bound: float) -> int:
+    """Until all have ended. Signals are passed on; where one failed, the others are killed after `bound` seconds."""
+    first_failure, deadline, passed = None, None, False
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [code for code in codes if code]
+        if failed and first_failure is None:
+            first_failure = EXIT_SIGNAL - failed[0] if failed[0] < 0 else failed[0]
+            deadline = time.monotonic() + bound
+        if signals.number is not None and not passed:
+            passed, deadline = True, time.monotonic() + bound
+            send(processes, signals.number)
+        if None not in codes:
+            return first_failure or 0
+        if deadline is not None and time.monotonic() > deadline:
+            send(processes, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+
+
+def send(processes: list[subprocess.Popen], number: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+if __name__ == "__main__":
+    run_program(LaunchFlags, main, "experiments.launch")
