@@ -171,11 +171,10 @@ class Run:
 
     def stop_reason(self) -> tuple[str, int] | None:
         """Why this process wants to stop before the next step, and the exit code for it."""
+        used_up = self.budget.stop_reason() if self.budget else None
         if self.signals.number is not None:
             return self.signals.reason, EXIT_SIGNAL + self.signals.number
-        if self.budget and (reason := self.budget.stop_reason()):
-            return reason, EXIT_BUDGET
-        return None
+        return (used_up, EXIT_BUDGET) if used_up else None
 
 
 def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.monotonic) -> int:
@@ -377,8 +376,7 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
 
     def make(index: int):
         batch = run.batches[index]
-        step = start.step + index - start.progress.batch + 1
-        return program.put(batch if run.drill is None else run.drill.spoil_batch(step, batch))
+        return program.put(batch if run.drill is None else run.drill.spoil_batch(index, batch))
 
     last_batch = progress.batch + config.steps - start.step
     inputs = Prefetched(make, progress.batch, last_batch, flags.prefetch)
@@ -487,6 +485,10 @@ def newest(run: Run) -> str:
     """What can be continued from, for a person."""
     if run.checkpoints is None:
         return ""
+    try:
+        run.checkpoints.wait()
+    except SaveFailed as error:
+        run.console.print(f"[bold red]not saved:[/] {escape(str(error))}", soft_wrap=True)
     steps = run.checkpoints.steps()
     return f"the newest checkpoint is of step {steps[-1]}" if steps else "no checkpoint was made"
 

@@ -6,7 +6,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -24,7 +24,7 @@ KINDS = {
     "nan": "one gradient of a rank becomes NaN (rank, leaf)",
     "inf": "one gradient of a rank becomes infinite (rank, leaf)",
     "flip": "one bit of a replicated parameter flips on a device (rank)",
-    "batch": "the tokens of the batch are noise",
+    "batch": "the targets of the batch that this step takes are shuffled",
     "stuck": "a process stops for ever (process)",
     "slow": "a process is late by half a second from that step on (process)",
     "die": "a process is killed (process)",
@@ -49,14 +49,17 @@ class Drill:
         value = {"nan": jnp.nan, "inf": jnp.inf}[self.kind]
 
         def spoil(layout: Layout, step: jax.Array, grads: dict) -> dict:
+            names = [leaf.name for leaf in jax.tree.leaves(layout.leaves)]
+            name = self.leaf or names[0]
+            if name not in names:
+                raise ConfigError(f"--drill with leaf={name}", "the model has no such parameter", f"Use {names[0]}")
             here = (step + 1 == self.step) & (_rank() == self.rank)
 
             def one(leaf, g):
-                if not leaf.name.startswith(self.leaf):
+                if leaf.name != name:
                     return g
-                spoiled = g.at[(0,) * g.ndim].set(value)
-                here_too = comm.varying_like(here, g)
-                return jnp.where(here_too, comm.varying_like(spoiled, here_too), comm.varying_like(g, here_too))
+                g = comm.varying_like(g, here)
+                return jnp.where(comm.varying_like(here, g), g.at[(0,) * g.ndim].set(value), g)
 
             return jax.tree.map(one, layout.leaves, grads)
 
@@ -75,8 +78,9 @@ class Drill:
         if self.kind in ("die", "term"):
             os.kill(os.getpid(), {"die": signal.SIGKILL, "term": signal.SIGTERM}[self.kind])
 
-    def spoil_batch(self, step: int, batch: dict) -> dict:
-        if self.kind != "batch" or step != self.step:
+    def spoil_batch(self, index: int, batch: Mapping) -> Mapping:
+        """The batch of this index, counted from 0 as in the metrics; a step that comes again has another one."""
+        if self.kind != "batch" or index + 1 != self.step:
             return batch
         rng = np.random.default_rng(0)
         return {**batch, "targets": rng.permutation(batch["targets"].ravel()).reshape(batch["targets"].shape)}

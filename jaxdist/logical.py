@@ -94,6 +94,18 @@ def from_logical(program: Program, arrays: dict[str, jax.Array]) -> State:
         return jax.jit(place, out_shardings=out, donate_argnums=0)(arrays)
 
 
+def parameters_from_logical(program: Program, arrays: dict[str, jax.Array]) -> dict:
+    """Parameters as this program's `evaluate` takes them, from `params.*` alone: weights for generation."""
+    config, layout = program.config, program.layout
+    optimizer = make_optimizer(config.optimizer, layout)
+
+    def place(arrays: dict) -> dict:
+        params = unnamed(PARAMS, layout.leaves, arrays)
+        return initial_state(config, layout, optimizer, stored_parameters(config, layout, params)).params
+
+    return jax.jit(place, out_shardings=shardings(program.mesh, program.specs.params))(arrays)
+
+
 def fetch(tree):
     """A tree of logical arrays -> whole NumPy arrays, on every process. For models that fit in one host's memory."""
 

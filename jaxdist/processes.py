@@ -27,9 +27,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def join(
-    address: str | None, num_processes: int | None, process_id: int | None, heartbeat_seconds: int = 30
-) -> None:
+def join(address: str | None, num_processes: int | None, process_id: int | None, heartbeat_seconds: int = 30) -> None:
     """Join the other processes of this run; before anything else touches a JAX backend.
 
     Args: what is None is read from the variables of a launcher, or found by JAX (Slurm, Open MPI 4, Kubernetes).

@@ -882,7 +882,7 @@ def test_train_stops_at_once_where_the_price_is_absurd(train, tmp_path):
     code, out, _ = train(*price, "--steps", "50")
     assert code == EXIT_BUDGET
     assert "1 × $1,000,000,000.00/h × 0.000001 h = $1,000.00. Budget $1,000,000.00, buffer $999,000.00." in out
-    assert "stopped after 0 of 50 steps: the budget is used up" in out and "no checkpoint" in out
+    assert "stopped after 0 of 50 steps: the budget is used up" in out
     (job,) = log.read().jobs.values()
     assert job.actual > job.reserved == 1000
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -891,7 +891,7 @@ def test_train_stops_at_once_where_the_price_is_absurd(train, tmp_path):
 @pytest.mark.parametrize("stop", ["time", "SIGTERM"])
 def test_train_stops_between_steps_saves_and_settles(train, now_log, tmp_path, stop):
     """Three steps in, the clock stands at two hours and 59 minutes, or a signal comes."""
-    metrics, saved = tmp_path / "run" / "metrics.jsonl", []
+    metrics = tmp_path / "run" / "metrics.jsonl"
 
     def now() -> float:
         late = metrics.exists() and len(metrics.read_text().splitlines()) == 3
@@ -900,11 +900,10 @@ def test_train_stops_between_steps_saves_and_settles(train, now_log, tmp_path, s
         return 10740.0 if late else 0.0
 
     guard = ["--mesh", "dp=2", "--price-per-hour", "0.35", "--max-hours", "3", "--spend-log", now_log.path]
-    code, out, _ = train(*guard, "--steps", "50", save=saved.append, now=now)
+    code, out, _ = train(*guard, "--steps", "50", now=now)
     assert code == (EXIT_BUDGET if stop == "time" else 128 + signal.SIGTERM)
-    assert "stopped after 3 of 50 steps" in out and "the state was saved" in out
-    (state,) = saved
-    assert int(state.step) == 3
+    assert "stopped after 3 of 50 steps" in out and "the newest checkpoint is of step 3" in out
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000003"]
     assert len(metrics.read_text().splitlines()) == 3
     stopped = json.loads((tmp_path / "run" / "stopped.json").read_text())
     assert stopped["steps"] == 3 and stopped["of"] == 50 and stopped["reason"]

@@ -63,7 +63,17 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
         assert said in stdout
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 61))
-    fields = {"step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "input_seconds", "tokens_per_second"}
+    fields = {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "step_seconds",
+        "input_seconds",
+        "tokens_per_second",
+        "batch",
+    }
     assert set(lines[0]) == fields
     assert lines[0]["tokens"] == 8 * 32
     summary = json.loads((out / "summary.json").read_text())
@@ -88,7 +98,13 @@ def test_train_gives_the_losses_of_one_device(monkeypatch, capsys, tmp_path, tex
 def test_train_that_diverges_says_so_and_leaves_no_summary(monkeypatch, capsys, tmp_path, text):
     args = ["--data", text, "--steps", "30", "--lr", "1e30", "--warmup-steps", "0", "--clip-norm", "1e30", *SMALL]
     code, stdout, stderr = run(monkeypatch, capsys, "train", *args, "--out", tmp_path / "run")
-    assert code == 1 and "diverged" in stdout and "lower --lr" in stdout and "Traceback" not in stderr
+    assert (
+        code == 1
+        and "is not finite" in stdout
+        and "loss" in stdout
+        and "lower --lr" in stdout
+        and "Traceback" not in stderr
+    )
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -251,10 +267,10 @@ def test_unwritable_out(monkeypatch, capsys, tmp_path, text):
         assert code == 2 and "cannot be written" in stderr
 
 
-def test_out_that_holds_a_run(monkeypatch, capsys, tmp_path, text):
+def test_out_that_holds_no_run_that_can_be_read(monkeypatch, capsys, tmp_path, text):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, "--out", tmp_path, *SMALL)
-    assert code == 2 and "holds a run already" in stderr
+    assert code == 2 and "config.json cannot be read" in stderr
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
 
 

@@ -1,0 +1,324 @@
+"""Checkpoints: exact on every mesh, whole or not there, and nothing damaged, foreign or hostile gets through."""
+
+import json
+import os
+import pickle
+import shutil
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from conftest import DEVICES
+
+from jaxdist import checkpoint, resume
+from jaxdist.checkpoint import MANIFEST, BadCheckpoint, Checkpoints, SaveFailed, newest_good
+from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.logical import PARAMS, abstract_logical, fetch, from_logical, parameters_from_logical, to_logical
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.step import build_program
+from jaxdist.verify import random_batches
+
+MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100, dropout=0.1)
+FOUR = replace(MODEL, num_layers=4)
+DATA = {"source": "random", "fingerprint": "0"}
+
+
+def make_program(mesh="", *, model=MODEL, precision="float32", optimizer="adamw", batch_size=8, **parallel):
+    config = RunConfig(
+        model,
+        ParallelConfig(mesh=parse_mesh(mesh), **parallel),
+        OptimizerConfig(name=optimizer, lr=1e-3, warmup_steps=2),
+        PrecisionConfig(dtype=precision),
+        batch_size=batch_size,
+        steps=8,
+    )
+    return build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+
+
+def run_steps(program, state, batches, step=None):
+    losses, step = [], step or program.compile_step()
+    for batch in batches:
+        state, metrics = step(state, program.put(batch))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def saved(folder, program, state, step, **keep) -> Checkpoints:
+    checkpoints = Checkpoints(folder, **keep)
+    checkpoints.save(step, to_logical(program, state), resume.about(program.config, DATA, resume.Progress(batch=step)))
+    checkpoints.wait()
+    return checkpoints
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A program, its first state and one checkpoint of it (step 3), which tests copy before they damage it."""
+    program = make_program("dp=2", zero=1)
+    folder = tmp_path_factory.mktemp("checkpoints")
+    saved(folder, program, program.init(0)._replace(step=jax.numpy.int32(3)), 3)
+    return program, folder
+
+
+@pytest.fixture
+def damaged(small, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(small[1], folder)
+    return Checkpoints(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exactness
+# ---------------------------------------------------------------------------------------------------------------------
+
+EXACT = {
+    "one": {},
+    "dp4": dict(mesh="dp=4"),
+    "dp3-zero1-padded": dict(mesh="dp=3", zero=1, batch_size=9),
+    "dp2-tp2-zero2-sp": dict(mesh="dp=2,tp=2", zero=2, sp=True),
+    "dp4-zero3-bf16": dict(mesh="dp=4", zero=3, precision="bfloat16"),
+    "dp2-fp16": dict(mesh="dp=2", precision="float16"),
+    "replica2-dp2-zero3": dict(mesh="replica=2,dp=2", zero=3),
+    "pp2-dp2-1f1b": dict(mesh="pp=2,dp=2", schedule="1f1b"),
+    "pp2-dp2-zb-v-zero1": dict(model=FOUR, mesh="pp=2,dp=2", schedule="zb-v", zero=1),
+    "pp3-uneven": dict(model=FOUR, mesh="pp=3", stages="1,2,1", batch_size=12),
+    "dp2-lion": dict(mesh="dp=2", optimizer="lion", zero=1),
+    "one-adafactor": dict(optimizer="adafactor"),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_continued_run_equals_the_uninterrupted_one_bit_for_bit(name, tmp_path):
+    """Saved while the next steps run and donate the state; restored into a fresh state: losses and every bit after."""
+    settings = EXACT[name]
+    program = make_program(**settings)
+    batches, step = random_batches(program.config, 5), program.compile_step()
+    middle, _ = run_steps(program, program.init(0), batches[:2], step)
+    checkpoints = Checkpoints(tmp_path)
+    resume.save(checkpoints, program, middle, DATA, resume.Progress(batch=2))
+    end, losses = run_steps(program, middle, batches[2:], step)
+    checkpoints.wait()
+
+    start = resume.restore(checkpoints, checkpoints.check(2), program, same_run=True)
+    assert start.step == 2 and start.progress.batch == 2
+    jax.tree.map(lambda ours, x: ours.sharding.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(), start.state, end)
+    again, losses_again = run_steps(program, start.state, batches[2:], step)
+    assert losses_again == losses
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(end), jax.device_get(again))
+
+
+def test_a_run_goes_on_over_four_meshes(tmp_path):
+    """dp8 -> tp2 pp2 dp2 -> ZeRO-3 dp4 -> one device: the losses of a run that never moved."""
+    meshes = [
+        dict(mesh="dp=8"),
+        dict(mesh="pp=2,dp=2,tp=2", microbatches=2),
+        dict(mesh="dp=4", zero=3),
+        {},
+    ]
+    reference = make_program("dp=8", batch_size=16)
+    batches = random_batches(reference.config, 8)
+    _, expected = run_steps(reference, reference.init(0), batches)
+    found, state = [], None
+    for leg, settings in enumerate(meshes):
+        program = make_program(batch_size=16, **settings)
+        if leg == 0:
+            state = program.init(0)
+        else:
+            state = resume.restore(checkpoints, checkpoints.check(2 * leg), program, same_run=True).state
+        state, losses = run_steps(program, state, batches[2 * leg : 2 * leg + 2])
+        checkpoints = saved(tmp_path, program, state, 2 * leg + 2)
+        found += losses
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert checkpoints.steps() == [2, 4, 6, 8]
+
+
+def test_weights_alone_in_another_precision_and_layout(small):
+    program, folder = small
+    other = make_program("tp=2", precision="bfloat16")
+    checkpoints = Checkpoints(folder)
+    wanted = {name: x for name, x in abstract_logical(other).items() if name.startswith(f"{PARAMS}.")}
+    params = parameters_from_logical(other, checkpoints.restore(checkpoints.check(3), wanted))
+    expected = other.init(0).params
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), jax.device_get(expected))
+
+
+def test_logical_arrays_are_the_same_from_every_layout():
+    expected = fetch(to_logical(make_program(), make_program().init(5)))
+    for settings in (dict(mesh="dp=3", zero=3, batch_size=9), dict(mesh="pp=2,tp=2", stages="1,1")):
+        program = make_program(**settings)
+        found = to_logical(program, program.init(5))
+        described = abstract_logical(program)
+        assert {k: (x.shape, x.dtype) for k, x in found.items()} == {
+            k: (x.shape, x.dtype) for k, x in described.items()
+        }
+        for name, x in fetch(found).items():
+            np.testing.assert_array_equal(x, expected[name], err_msg=name)
+        placed = {k: jax.device_put(expected[k], described[k].sharding) for k in described}
+        state = from_logical(program, placed)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(program.init(5)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which ones are kept, and what a killed save leaves
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_and_every_tenth_are_kept(small, tmp_path):
+    program, _ = small
+    state = program.init(0)
+    for step in (0, 4, 10, 12, 14, 20, 22, 24):
+        checkpoints = saved(tmp_path, program, state, step, keep_last=2, keep_every=10)
+    assert checkpoints.steps() == [0, 10, 20, 22, 24]
+    assert not list(tmp_path.glob("*.partial"))
+    checkpoints.remove_after(20)
+    assert checkpoints.steps() == [0, 10, 20]
+
+
+def test_a_save_that_was_killed_is_not_there(damaged, small):
+    """Whatever stands in a `.partial` folder is no checkpoint, and the next save of that step replaces it."""
+    partial = damaged.path(7, ".partial")
+    shutil.copytree(damaged.path(3), partial)
+    (partial / MANIFEST).unlink()
+    assert damaged.steps() == [3]
+    program, _ = small
+    checkpoints = saved(damaged.folder, program, program.init(0), 7)
+    assert checkpoints.steps() == [3, 7] and not partial.exists()
+    checkpoints.check(7)
+
+
+def test_a_save_that_fails_says_so_and_loses_nothing(damaged, small, monkeypatch):
+    program, _ = small
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_hash_files", full)
+    damaged.save(9, to_logical(program, program.init(0)), {})
+    with pytest.raises(SaveFailed, match="step 9 .*No space left on device"):
+        damaged.wait()
+    damaged.wait()  # said once
+    assert damaged.steps() == [3] and not list(damaged.folder.glob("*.partial"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damage, foreign files, hostile ones
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def every_file(checkpoints: Checkpoints, step: int = 3):
+    return sorted(path for path in checkpoints.path(step).rglob("*") if path.is_file() and path.stat().st_size)
+
+
+@pytest.mark.parametrize("index", range(0, 17, 3))
+@pytest.mark.parametrize("how", ["truncated", "flipped", "deleted"])
+def test_a_damaged_file_is_named(damaged, how, index):
+    files = every_file(damaged)
+    path = files[index % len(files)]
+    content = bytearray(path.read_bytes())
+    if how == "deleted":
+        path.unlink()
+    else:
+        if how == "truncated":
+            del content[len(content) // 2 :]
+        else:
+            content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(BadCheckpoint, match=path.name.replace(".", r"\.")):
+        damaged.check(3)
+
+
+def test_a_file_that_does_not_belong_is_named(damaged):
+    (damaged.path(3) / "arrays" / "extra.bin").write_bytes(b"?")
+    with pytest.raises(BadCheckpoint, match=r"extra\.bin.*does not list"):
+        damaged.check(3)
+    (damaged.path(3) / "arrays" / "extra.bin").unlink()
+    os.symlink("/etc/passwd", damaged.path(3) / "arrays" / "link")
+    with pytest.raises(BadCheckpoint, match="link.*neither a file nor a folder"):
+        damaged.check(3)
+
+
+def reseal(path, **changed):
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(checkpoint._sealed({**content, **changed})))
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: path.write_bytes(pickle.dumps({"step": 3})), "not a whole JSON file"),
+        (lambda path: path.write_text("[" * 100_000), "not a whole JSON file"),
+        (lambda path: path.write_text("[]"), "not a manifest of format"),
+        (lambda path: path.write_text(path.read_text().replace('"step": 3', '"step": 4')), "its own hash does not fit"),
+        (lambda path: reseal(path, step=4), "is of step 4"),
+        (lambda path: reseal(path, format=2), "not a manifest of format 1"),
+        (lambda path: reseal(path, files={"../../etc/passwd": [1, "0"]}), "outside of the checkpoint"),
+        (lambda path: reseal(path, files={"/etc/passwd": [1, "0"]}), "outside of the checkpoint"),
+        (lambda path: reseal(path, files={"arrays": 7}), "not a manifest of format"),
+        (lambda path: reseal(path, files={}), "does not list this file"),
+        (lambda path: reseal(path, more=1), "not a manifest of format"),
+        (lambda path: path.unlink(), "cannot be read"),
+    ],
+)
+def test_a_foreign_or_hostile_manifest_is_refused(damaged, write, message):
+    write(damaged.path(3) / MANIFEST)
+    with pytest.raises(BadCheckpoint, match=message):
+        damaged.check(3)
+
+
+def test_a_huge_manifest_is_not_read(damaged, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(BadCheckpoint, match="larger than 100 bytes"):
+        damaged.check(3)
+
+
+def test_the_newest_good_one_is_used_only_when_told(damaged, small):
+    program, _ = small
+    saved(damaged.folder, program, program.init(0), 7)
+    victim = every_file(damaged, 7)[-1]
+    victim.write_bytes(victim.read_bytes()[:-1])
+    with pytest.raises(BadCheckpoint, match="step_00000007"):
+        newest_good(damaged, lambda text: None, fall_back=False)
+    said = []
+    assert newest_good(damaged, said.append, fall_back=True).step == 3
+    assert len(said) == 1 and victim.name in said[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(vocab_size=200), "model.vocab_size is 100 there and 200 here"),
+        (dict(width=64), "model.width is 32 there and 64 here"),
+        (dict(num_layers=3), "model.num_layers is 2 there and 3 here"),
+    ],
+)
+def test_another_model_is_refused_with_what_differs(small, changed, message):
+    program, folder = small
+    config = replace(program.config, model=replace(MODEL, **changed))
+    with pytest.raises(ValueError, match=message):
+        resume.find(Checkpoints(folder), config, DATA, False, print)
+    with pytest.raises(ValueError, match=message):
+        resume.find_other(str(folder), config)
+
+
+def test_arrays_of_another_shape_name_or_dtype_are_refused_before_anything_is_read(small):
+    program, folder = small
+    checkpoints = Checkpoints(folder)
+    manifest, wanted = checkpoints.check(3), abstract_logical(program)
+    tokens = wanted["params.tokens"]
+    for other, message in (
+        ({"params.tokens": jax.ShapeDtypeStruct((256, 32), tokens.dtype)}, r"params.tokens is float32\[128, 32\]"),
+        ({"params.tokens": jax.ShapeDtypeStruct(tokens.shape, np.float64)}, "this run needs float64"),
+        ({"params.gate": tokens}, "holds no array params.gate"),
+    ):
+        with pytest.raises(BadCheckpoint, match=message):
+            checkpoints.restore(manifest, {**wanted, **other})
+
+
+def test_other_data_or_random_numbers_are_refused(small):
+    program, folder = small
+    find = lambda data: resume.find(Checkpoints(folder), program.config, data, False, print)  # noqa: E731
+    assert find(DATA).step == 3
+    with pytest.raises(ValueError, match="reads other data"):
+        find({"source": "x", "fingerprint": "1"})
+    with jax.default_prng_impl("rbg"), pytest.raises(ValueError, match="random numbers"):
+        find(DATA)

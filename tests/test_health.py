@@ -1,0 +1,146 @@
+"""Numbers that are none, copies that differ, losses that jump, processes that are slow: found, and named."""
+
+import jax
+import numpy as np
+import pytest
+from conftest import DEVICES
+
+from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.drill import parse_drill
+from jaxdist.errors import ConfigError
+from jaxdist.health import SpikeWatch, checksum, gather_ranks, make_replica_check, name_culprits
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.pace import slow_processes
+from jaxdist.step import build_program
+from jaxdist.verify import random_batches
+
+MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
+
+
+def make_program(mesh, drill=None, precision="float32", **parallel):
+    shape = parse_mesh(mesh)
+    config = RunConfig(
+        MODEL,
+        ParallelConfig(mesh=shape, **parallel),
+        OptimizerConfig(warmup_steps=0),
+        PrecisionConfig(dtype=precision, loss_scale=1.0),
+        batch_size=8,
+        steps=4,
+    )
+    poison = drill and parse_drill(drill, shape.num_devices).poison()
+    return build_program(config, make_mesh(shape, DEVICES), poison=poison)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings", "drill", "named"),
+    [
+        ("dp=4", {}, "nan:step=2,rank=3,leaf=blocks.mlp.w_up", "rank 3 (dp=3): blocks.mlp.w_up"),
+        ("dp=2,tp=2", {"zero": 1, "sp": True}, "inf:step=2,rank=2,leaf=tokens", "rank 2 (dp=1,tp=0): tokens"),
+        ("dp=4", {"zero": 3}, "nan:step=2,rank=1,leaf=blocks.ln_mlp.scale", "rank 1 (dp=1): blocks.ln_mlp.scale"),
+        ("pp=2,dp=2", {"stages": "1,1"}, "nan:step=2,rank=3,leaf=positions", "rank 3 (pp=1,dp=1): positions"),
+        ("dp=2", {"precision": "bfloat16", "zero": 2}, "inf:step=2,rank=0", "rank 0 (dp=0): blocks.attention.b_out"),
+        ("dp=2", {"precision": "float16"}, "nan:step=2,rank=1,leaf=tokens", "rank 1 (dp=1): tokens"),
+    ],
+)
+def test_one_bad_shard_is_named_and_changes_no_bit(mesh, settings, drill, named):
+    """All ranks agree in the same step; the step after it is a normal one."""
+    program = make_program(mesh, drill, **settings)
+    step, batches = program.compile_step(), random_batches(program.config, 3)
+    state, metrics = step(program.init(0), program.put(batches[0]))
+    assert name_culprits(program, gather_ranks("", metrics["not_finite"])) == []
+    before = jax.device_get((state.params, state.master, state.moments))
+
+    state, metrics = step(state, program.put(batches[1]))
+    assert not np.isfinite(metrics["grad_norm"]) and np.isfinite(metrics["loss"]) and int(state.step) == 2
+    assert [str(culprit) for culprit in name_culprits(program, gather_ranks("", metrics["not_finite"]))] == [named]
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get((state.params, state.master, state.moments)))
+
+    state, metrics = step(state, program.put(batches[2]))
+    assert np.isfinite(metrics["grad_norm"])
+    assert not np.array_equal(before[0]["tokens"], state.params["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings", "rank", "named"),
+    [
+        ("dp=4", {}, 2, [2]),
+        ("dp=2,tp=2", {"zero": 1}, 1, [1]),
+        ("dp=2", {}, 1, [0, 1]),  # of two that differ nobody knows which is right
+        ("replica=3,dp=2", {"zero": 3}, 4, [4]),
+        ("pp=2,dp=4", {"stages": "1,1"}, 6, [6]),
+    ],
+)
+def test_a_copy_that_differs_is_named(mesh, settings, rank, named):
+    shape = parse_mesh(mesh)
+    config = RunConfig(MODEL, ParallelConfig(mesh=shape, **settings), batch_size=24)
+    program = build_program(config, make_mesh(shape, DEVICES))
+    check, state = make_replica_check(program), program.init(0)
+    assert check(state) == []
+    drill = parse_drill(f"flip:step=1,rank={rank}", shape.num_devices)
+    flipped = state._replace(params=drill.flip(1, program.mesh, state.params))
+    culprits = check(flipped)
+    assert [culprit.rank for culprit in culprits] == named
+    assert all(culprit.names == ("params.blocks.attention.b_out",) for culprit in culprits)
+    assert drill.flip(2, program.mesh, state.params) is state.params
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
+def test_a_checksum_sees_every_flipped_bit_and_a_swap(dtype):
+    x = np.arange(1, 1000).astype(dtype)
+    sums = {int(checksum(x))}
+    for place in (0, 1, 512, 998):
+        for bit in range(8 * x.dtype.itemsize):
+            changed = x.copy()
+            changed.view(f"u{x.dtype.itemsize}")[place] ^= 1 << bit
+            sums.add(int(checksum(changed)))
+    assert len(sums) == 1 + 4 * 8 * x.dtype.itemsize
+    swapped = x.copy()
+    swapped[[3, 4]] = x[[4, 3]]
+    assert int(checksum(swapped)) not in sums
+
+
+def test_a_spike_is_what_stands_out_of_noise_and_trend():
+    rng = np.random.default_rng(0)
+    losses = 5 * np.exp(-np.arange(200) / 80) + 2 + 0.05 * rng.standard_normal(200)
+    watch = SpikeWatch()
+    assert not any(watch.is_spike(loss) for loss in losses)
+    assert watch.is_spike(losses[-1] * 1.5) and watch.is_spike(float("inf"))
+    assert not watch.is_spike(losses[-1]), "a spike is not remembered"
+    again = SpikeWatch(recent=watch.recent)
+    assert again.is_spike(losses[-1] * 1.5)
+    assert not SpikeWatch().is_spike(100.0), "nothing is judged before half a window was seen"
+
+
+def test_slow_processes_are_named():
+    even = {"host": 0.002, "device": 0.010}
+    assert slow_processes([even, even]) == []
+    assert slow_processes([even, {"host": 0.5, "device": 0.010}]) == [
+        "process 1 spends 500 ms on its host before each step, the median is 2 ms"
+    ]
+    (line,) = slow_processes([even, even, {"host": 0.002, "device": 0.030}, even])
+    assert line.startswith("process 2 needs 30.0 ms")
+    assert slow_processes([even, {"host": 0.009, "device": 0.011}]) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nan",
+        "nan:",
+        "rot:step=1",
+        "nan:step",
+        "nan:step=x",
+        "nan:step=1,who=2",
+        "nan:step=1,step=2",
+        "flip:step=1,rank=4",
+    ],
+)
+def test_a_drill_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match="--drill"):
+        parse_drill(text, 4)
+
+
+def test_a_drill_of_a_leaf_that_is_not_there():
+    program = make_program("dp=2", "nan:step=1,leaf=gate")
+    with pytest.raises(ConfigError, match="gate"):
+        program.compile_step()

@@ -1,0 +1,167 @@
+"""A run that is stopped, killed, damaged or sent back goes on by the same command, and says what it did."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+import experiments.train
+from experiments.cli import run_program
+
+SMALL = (
+    "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --dropout 0.1 --eval-every 4 --eval-batches 1"
+)
+
+
+@pytest.fixture
+def train(monkeypatch, capfd, tmp_path):
+    """(exit code, stdout, stderr) of `python -m experiments.train` in this process; the text to train on is made."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+
+    def run(flags: str) -> tuple[int, str, str]:
+        words = [
+            "train",
+            "--data",
+            str(tmp_path / "text.txt"),
+            *SMALL.split(),
+            *flags.replace("OUT", str(tmp_path)).split(),
+        ]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as stop:
+            run_program(experiments.train.TrainFlags, experiments.train.main, "train")
+        return stop.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder) -> list[float]:
+    return [record["loss"] for record in metrics(folder)]
+
+
+def test_the_same_command_continues_bit_for_bit_then_has_nothing_to_do(train, tmp_path):
+    flags = "--mesh dp=2 --zero 1 --steps 8 --checkpoint-every 2 --keep-last 2"
+    assert train(f"{flags} --out OUT/whole")[0] == 0
+
+    code, out, _ = train(f"{flags} --out OUT/cut --drill term:step=5")
+    assert code == 128 + 15
+    assert "stopped after 5 of 8 steps: SIGTERM; the newest checkpoint is of step 5" in out
+    assert (tmp_path / "cut" / "stopped.json").exists()
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "loss": 0.0}\n{"step": 7, "lo')  # of steps after the checkpoint, the last line cut
+    code, out, _ = train(f"{flags} --out OUT/cut")
+    assert code == 0 and "resumed after step 5" in out and "written on dp=2" in out
+
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    read = lambda name: json.loads((tmp_path / name / "summary.json").read_text())  # noqa: E731
+    assert read("cut") == read("whole") and read("cut")["tokens"] == 8 * 8 * 16
+    manifests = [tmp_path / name / "checkpoints" / "step_00000008" / "manifest.json" for name in ("cut", "whole")]
+    progress = [json.loads(path.read_text())["about"]["progress"] for path in manifests]
+    assert progress[0] == progress[1]
+    assert not (tmp_path / "cut" / "stopped.json").exists()
+    assert sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()) == [
+        "step_00000006",
+        "step_00000008",
+    ]
+
+    before = (tmp_path / "cut" / "metrics.jsonl").read_text()
+    code, out, _ = train(f"{flags} --out OUT/cut")
+    assert code == 0 and "complete: nothing is left to do" in out
+    code, _, err = train(f"{flags} --out OUT/cut --lr 0.1")
+    assert code == 2 and "optimizer.lr is 0.003 there and 0.1 here" in err
+    code, _, err = train(f"{flags} --out OUT/cut --fresh")
+    assert code == 2 and "holds a run already" in err and "--overwrite" in err
+    assert (tmp_path / "cut" / "metrics.jsonl").read_text() == before
+
+    # Another mesh, another strategy, other settings: a run of its own from that checkpoint.
+    code, _, err = train(f"{flags} --out OUT/more --restore OUT/cut")
+    assert code == 2 and "it is of step 8 and --steps is 8" in err
+    code, _, err = train(f"{flags} --out OUT/more --restore OUT/cut:7 --steps 10")
+    assert code == 2 and "it holds those of steps 6, 8" in err
+    code, _, err = train(f"{flags} --out OUT/more --restore OUT/cut --steps 10 --width 32")
+    assert code == 2 and "model.width is 16 there and 32 here" in err
+    code, out, _ = train("--mesh tp=2 --dtype bfloat16 --lr 0.001 --out OUT/more --restore OUT/cut:6 --steps 8")
+    assert code == 0 and "restored from step 6" in out
+    assert [record["step"] for record in metrics(tmp_path / "more")] == [7, 8]
+    assert [record["batch"] for record in metrics(tmp_path / "more")] == [6, 7]
+
+
+def test_a_damaged_newest_checkpoint_is_refused_or_passed_over(train, tmp_path):
+    flags = "--steps 6 --checkpoint-every 2 --out OUT/run"
+    assert train(f"{flags} --drill term:step=5")[0] == 143
+    for path in sorted((tmp_path / "run" / "checkpoints" / "step_00000005").rglob("*")):
+        if path.is_file() and path.name != "manifest.json" and path.stat().st_size:
+            path.write_bytes(path.read_bytes()[:-1])
+            break
+    code, _, err = train(flags)
+    assert code == 2 and path.name in err and "--fall-back" in err
+    code, out, _ = train(f"{flags} --fall-back")
+    assert code == 0 and path.name in " ".join(out.split()) and "resumed after step 4" in out
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "roll-back"])
+def test_a_gradient_that_is_not_finite(train, tmp_path, policy):
+    flags = f"--mesh dp=2 --steps 8 --checkpoint-every 3 --out OUT/run --on-nonfinite {policy}"
+    code, out, _ = train(f"{flags} --drill nan:step=5,rank=1,leaf=positions")
+    said = "step 5 is not finite (batch 4): rank 1 (dp=1): positions"
+    assert said in out
+    seen = [(record["step"], record["batch"]) for record in metrics(tmp_path / "run")]
+    if policy == "stop":
+        assert code == 1 and "the newest checkpoint is of step 3" in out
+        assert seen[-1] == (5, 4)
+        code, out, _ = train(flags)  # without the fault
+        assert code == 0 and "resumed after step 3" in out
+        assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 9))
+    elif policy == "skip":
+        assert code == 0 and f"skipped {said}" in out
+        assert seen == [(step, step - 1) for step in range(1, 9)]
+        assert metrics(tmp_path / "run")[4]["grad_norm"] is None
+    else:  # the drill strikes step 5 again, with another batch, until the run has had enough
+        assert code == 1 and out.count("rolled back to step 3") == 5 and "rolled back 5 times already" in out
+
+
+def test_a_loss_that_jumps_sends_the_run_back_past_the_batch(train, tmp_path):
+    flags = "--steps 40 --lr 0.01 --checkpoint-every 10 --out OUT/run --on-spike roll-back"
+    code, out, _ = train(f"{flags} --drill batch:step=34")
+    assert code == 0 and "rolled back to step 30: the loss jumped to" in out and "4 batches are left out" in out
+    seen = [(record["step"], record["batch"]) for record in metrics(tmp_path / "run")]
+    assert seen == [(step, step - 1 + 4 * (step > 30)) for step in range(1, 41)]
+    manifest = json.loads((tmp_path / "run" / "checkpoints" / "step_00000040" / "manifest.json").read_text())
+    assert manifest["about"]["progress"]["num_skipped"] == 4
+    assert np.isfinite(losses(tmp_path / "run")).all()
+
+
+def test_copies_that_differ_are_never_saved(train, tmp_path):
+    code, out, _ = train(
+        "--mesh dp=3 --batch-size 9 --steps 8 --checkpoint-every 2 --out OUT/run --drill flip:step=4,rank=2"
+    )
+    assert code == 1
+    assert "after step 4 copies differ that should be equal: rank 2 (dp=2): params." in out
+    assert "the newest checkpoint is of step 2" in out
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--checkpoint-every 5", "checkpoints need a folder"),
+        ("--checkpoint-every 0 --out OUT/run", "checkpoint_every=0"),
+        ("--keep-last 0 --out OUT/run", "keep_last=0"),
+        ("--overwrite --out OUT/run", "--overwrite without --fresh"),
+        ("--on-spike roll-back --out OUT/run", "roll-back without --checkpoint-every"),
+        ("--grace 0", "--grace 0.0"),
+        ("--stuck-after nan", "--stuck-after nan"),
+        ("--restore OUT/nowhere", "it holds no committed one"),
+        ("--drill rot:step=1", "--drill rot:step=1"),
+        ("--coordinator 127.0.0.1:1 --num-processes 2 --process-id 5", "several processes"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_written(train, tmp_path, flags, said):
+    code, _, err = train(flags)
+    assert code == 2 and said in err
+    assert not (tmp_path / "run").exists()
