@@ -18,6 +18,7 @@ from jaxdist.data import Corpus, load_corpus
 from jaxdist.errors import ConfigError
 from jaxdist.prepared import JOURNAL, MANIFEST, check_prepared
 from jaxdist.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer
+from jaxdist.tokens import TokenFile
 
 VOCAB_SIZE = 300
 WORDS = ["le", "cœur", "a", "ses", "raisons", "que", "la", "raison", "ne", "connaît", "point"]
@@ -113,11 +114,11 @@ def test_every_document_comes_back(how, text, tmp_path, small):
     assert len(found[0] | found[1]) - ("" in found[0] | found[1]) == 31
 
 
-def test_a_bpe_is_shorter_than_bytes_and_opens_mapped(bpe, text):
+def test_a_bpe_is_shorter_than_bytes_and_is_read_in_place(bpe, text):
     corpus = load_corpus(str(bpe), VOCAB_SIZE)
     plain = load_corpus(str(text), 256)
     assert corpus.num_train < 0.5 * plain.num_train
-    assert isinstance(corpus.sources[0].train.parts[0].array, np.memmap)
+    assert isinstance(corpus.sources[0].train.parts[0].array, TokenFile)
     assert corpus.sources[0].train.parts[0].array.dtype == np.uint16
     assert "31 documents" in corpus.about and str(VOCAB_SIZE) in corpus.about
     manifest = check_prepared(bpe)
