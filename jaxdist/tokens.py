@@ -141,9 +141,10 @@ def check_vocabulary(tokens: np.ndarray, part: Part, position: int, vocab_size: 
 
     Args: `tokens` start at token `position` of the file. Raises: ConfigError with the token's place in it.
     """
-    if tokens.dtype.kind == "u" and np.iinfo(tokens.dtype).max < vocab_size:
+    unsigned = tokens.dtype.kind == "u"
+    if len(tokens) == 0 or (unsigned and 1 << 8 * tokens.dtype.itemsize <= vocab_size):
         return
-    if len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < vocab_size):
+    if tokens.max() < vocab_size and (unsigned or tokens.min() >= 0):
         return
     bad = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
     token = int(tokens[bad])
