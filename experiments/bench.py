@@ -450,7 +450,8 @@ def bench_input(flags: BenchFlags, config: RunConfig, console: Console) -> tuple
         console.print(
             f"Opening checks an even sample of at most {CHUNK * SAMPLED_CHUNKS:,} tokens. Read: {READ_BATCHES} batches "
             f"of {config.batch_size} x {config.model.seq_len} tokens from all over the file, by one thread. Memory: "
-            "resident, from before opening to after the last batch. The files had just been written: no disk is in it."
+            "resident, from before opening to after the last batch. The files had just been written, and what of them "
+            "the system still held in memory came from there."
         )
         shares = input_shares(load_corpus(str(path), config.model.vocab_size), flags, config, console)
     grown = [row["grown_bytes"] or 0 for row in rows]

@@ -119,9 +119,11 @@ def main(
             f"\n[bold]done[/]: {config.steps} steps, held-out loss {last:.4f} nats/token "
             f"(started at {first:.4f}; unigram entropy of the corpus {entropy:.4f})"
         )
-        files.write_summary(
-            {"steps": config.steps, "held_out_loss": last, "first_held_out_loss": first, "unigram_entropy": entropy}
-        )
+        epochs = batches.epochs(config.steps)
+        for source, done in zip(corpus.sources, epochs, strict=True):
+            console.print(f"{done:.3g} epochs of {escape(source.about)}")
+        summary = {"steps": config.steps, "held_out_loss": last, "first_held_out_loss": first}
+        files.write_summary({**summary, "unigram_entropy": entropy, "epochs": epochs})
         if budget:
             console.print(f"cost {budget.report()}")
     return 0

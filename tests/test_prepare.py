@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -278,6 +279,12 @@ def test_only_the_same_preparation_is_continued(text, tmp_path, monkeypatch):
     refused("files changed since", **flags, vocab_size=VOCAB_SIZE)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"plan": 1, "shards": {}}'])
+def test_a_damaged_journal_is_refused(content, text, tmp_path):
+    (tmp_path / JOURNAL).write_text(content)
+    refused(JOURNAL, "damaged", data=str(text), out=str(tmp_path), tokenizer="bytes")
+
+
 def test_a_full_disk_is_named_and_the_run_continues(text, tmp_path, monkeypatch):
     fsync, left = os.fsync, 6
 
@@ -486,7 +493,5 @@ def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path, small):
 
 
 def test_without_the_library_it_says_what_to_install(text, tmp_path, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     refused("jaxdist[data]", data=str(text), out=str(tmp_path / "out"), vocab_size=300)
