@@ -5,13 +5,16 @@ python -m experiments.bench overhead     what the mesh machinery costs: one devi
 python -m experiments.bench compile      compile time against depth
 python -m experiments.bench search       layouts a second that experiments.plan enumerates, scores and ranks
 python -m experiments.bench pipeline     every schedule: ticks, memory predicted and compiled, compile time
+python -m experiments.bench input        token files of 0.1, 1 and 10 GB: opening, memory, tokens/s, share of a step
 
 Times of simulated devices are marked so: they are ratios on one CPU, never the speed of a cluster.
 """
 
 import dataclasses
 import json
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ from experiments import plain
 from experiments.cli import CommonFlags, refuse_ignored, require_writable, run_program, set_precision
 from experiments.verify import Verifier
 from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig, require_positive
+from jaxdist.data import Batches, Corpus, load_corpus
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.parallel.pipeline import BUFFERS
@@ -36,8 +40,10 @@ from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.schedule_facts import schedule_facts
 from jaxdist.plan.search import rank, search
 from jaxdist.plan.trace import named_bytes
+from jaxdist.prefetch import Prefetched
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.step import build_program, compiled_peak_bytes
+from jaxdist.tokens import CHUNK, SAMPLED_CHUNKS
 from jaxdist.verify import random_batches
 
 STRATEGY_ROWS: list[tuple[str, str, dict]] = [
@@ -78,7 +84,9 @@ EIGHT_WAY = [
 class BenchFlags(CommonFlags):
     """Compare strategies in one run, as ratios. Strategy flags are set by the table itself."""
 
-    which: tyro.conf.Positional[Literal["strategies", "overhead", "compile", "pipeline", "search"]] = "strategies"
+    which: tyro.conf.Positional[Literal["strategies", "overhead", "compile", "pipeline", "search", "input"]] = (
+        "strategies"
+    )
     num_layers: int | None = 6
     width: int | None = 256
     num_heads: int | None = 8
@@ -91,6 +99,8 @@ class BenchFlags(CommonFlags):
     """Rows whose name contains this text (strategies, overhead, pipeline)."""
     depths: tuple[int, ...] = (12, 48)
     """For `compile`."""
+    gigabytes: tuple[float, ...] = (0.1, 1, 10)
+    """For `input`: files written to the temporary folder and removed again."""
     json: str | None = None
     """Also write the figures to this file."""
 
@@ -110,6 +120,8 @@ def main(flags: BenchFlags, console: Console) -> int:
     require_writable("--json", flags.json)
     if not flags.depths:
         raise ConfigError("--depths", "at least one number of layers is needed", "Use --depths 12 48")
+    if not flags.gigabytes or min(flags.gigabytes) < 0.01:
+        raise ConfigError("--gigabytes", "at least one size of 0.01 or more is needed", "Use --gigabytes 0.1 1 10")
     config = flags.run_config()
     set_precision(config)
     bench = {
@@ -118,6 +130,7 @@ def main(flags: BenchFlags, console: Console) -> int:
         "compile": bench_compile,
         "pipeline": bench_pipeline,
         "search": bench_search,
+        "input": bench_input,
     }[flags.which]
     rows, ok = bench(flags, config, console)
     if flags.json:
@@ -401,6 +414,116 @@ def bench_search(flags: BenchFlags, config: RunConfig, console: Console) -> tupl
         )
     console.print(table)
     return rows, all(row["per_second"] > 10_000 / SEARCH_SECONDS for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Input
+# ---------------------------------------------------------------------------------------------------------------------
+
+OPEN_SECONDS = 1.0
+OPEN_BYTES = 64 << 20  # of memory, whatever the size of the file
+READ_BATCHES = 200
+
+
+def bench_input(flags: BenchFlags, config: RunConfig, console: Console) -> tuple[list[dict], bool]:
+    """What it costs to open token files and to read batches from them, and the part of a step that waits for input."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("GB", "tokens", "open s", "first batch ms", "tokens/s read", "memory grew MiB"):
+        table.add_column(title, justify="right")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "tokens.bin")
+        for gigabytes in sorted(flags.gigabytes):
+            with console.status(f"{gigabytes:g} GB"):
+                write_tokens(path, int(gigabytes * 1e9), config.model.vocab_size)
+                rows.append({"gigabytes": gigabytes, **measure_input(path, config)})
+            row = rows[-1]
+            table.add_row(
+                f"{gigabytes:g}",
+                f"{row['tokens']:,}",
+                f"{row['open_seconds']:.3f}",
+                f"{row['first_batch_seconds'] * 1e3:.1f}",
+                f"{row['tokens_per_second']:,.0f}",
+                "unknown" if row["grown_bytes"] is None else f"{row['grown_bytes'] / 2**20:.1f}",
+            )
+        console.print(table)
+        console.print(
+            f"Opening checks an even sample of at most {CHUNK * SAMPLED_CHUNKS:,} tokens. Read: {READ_BATCHES} batches "
+            f"of {config.batch_size} x {config.model.seq_len} tokens from all over the file, by one thread. Memory: "
+            "resident, from before opening to after the last batch. The files had just been written, and what of them "
+            "the system still held in memory came from there."
+        )
+        shares = input_shares(load_corpus(str(path), config.model.vocab_size), flags, config, console)
+    grown = [row["grown_bytes"] or 0 for row in rows]
+    return [*rows, shares], max(row["open_seconds"] for row in rows) < OPEN_SECONDS and max(grown) < OPEN_BYTES
+
+
+def write_tokens(path: Path, num_bytes: int, vocab_size: int) -> None:
+    block = np.random.default_rng(0).integers(0, vocab_size, 5_000_000).astype("<u2")
+    with open(path, "wb") as file:
+        while num_bytes > 0:
+            file.write(block[: num_bytes // 2].tobytes())
+            num_bytes -= block.nbytes
+
+
+def measure_input(path: Path, config: RunConfig) -> dict:
+    before, start = resident_bytes(), time.perf_counter()
+    corpus = load_corpus(str(path), config.model.vocab_size)
+    batches = Batches(corpus, config.batch_size, config.model.seq_len, config.seed)
+    opened = time.perf_counter()
+    batches[0].read()
+    first = time.perf_counter()
+    for step in range(READ_BATCHES):
+        batches[step].read()
+    seconds = time.perf_counter() - first
+    return {
+        "tokens": corpus.num_train + corpus.num_held_out,
+        "open_seconds": opened - start,
+        "first_batch_seconds": first - opened,
+        "tokens_per_second": READ_BATCHES * config.batch_size * config.model.seq_len / seconds,
+        "grown_bytes": None if before is None else resident_bytes() - before,
+    }
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process; None where the system has no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def input_shares(corpus: Corpus, flags: BenchFlags, config: RunConfig, console: Console) -> dict:
+    """The part of a step's time that is spent on its input, prefetched and not."""
+    devices = acquire_devices(2, flags.device)
+    config = with_parallel(config, "dp=2", {})
+    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
+    step, state = program.compile_step(), program.init(config.seed)
+    batches = Batches(corpus, config.batch_size, config.model.seq_len, config.seed)
+
+    def make(index: int):
+        return jax.block_until_ready(program.put(batches[index]))
+
+    shares = {}
+    num_steps = flags.repeats + 1  # the first batch has no step to hide behind, and is left out
+    for name, depth in (("prefetched", 2), ("not_prefetched", 0)):
+        waits, seconds = [], []
+        with Prefetched(make, 0, num_steps if depth else 0, max(depth, 1)) as inputs:
+            for index in range(num_steps):
+                start = time.perf_counter()
+                batch = next(inputs) if depth else make(index)
+                waits.append(time.perf_counter() - start)
+                state, metrics = step(state, batch)
+                jax.block_until_ready(metrics)
+                seconds.append(time.perf_counter() - start)
+        shares[name] = sum(waits[1:]) / sum(seconds[1:])
+    marked = " (simulated)" if devices.simulated else ""
+    console.print(
+        f"Input's share of {flags.repeats} steps of this model on dp=2{marked}: {shares['prefetched']:.2%} prefetched, "
+        f"{shares['not_prefetched']:.2%} read in the loop."
+    )
+    return {**shares, "simulated": devices.simulated}
 
 
 def with_parallel(config: RunConfig, mesh: str, more: dict) -> RunConfig:

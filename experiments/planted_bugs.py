@@ -40,6 +40,10 @@ PROGRAM = "tests/test_program.py::test_exactly_the_promised_collectives[{}]"
 ORACLE = "tests/test_parity.py::test_one_device_equals_plain_jnp[float32]"
 ORACLE_64 = "tests/test_parity.py::test_one_device_equals_plain_jnp[float64]"
 SENT = "tests/test_communication.py::test_every_strategy_sends_what_is_predicted[{}]"
+ORDER = "tests/test_order.py::{}"
+DATA = "tests/test_data.py::{}"
+PREFETCH = "tests/test_prefetch.py::{}"
+PREPARE = "tests/test_prepare.py::{}"
 UNEVEN_V = "tests/test_pipeline.py::test_uneven_parts_with_tied_weights_tp_and_recomputation[zb-v-parts2-0]"
 
 BUGS = [
@@ -737,6 +741,122 @@ BUGS = [
         'head, self.runs["head"], is_matrix),',
         'head, self.runs["head"]),',
         (SENT.format("dp3-zero3-padded-per-parameter"),),
+    ),
+    # Data.
+    Bug(
+        "a value walked out of its epoch is taken modulo its size (data)",
+        "jaxdist/order.py",
+        "        walking = walking[values[walking] >= count]",
+        "        values %= np.uint64(count)\n        walking = walking[:0]",
+        (ORDER.format("test_shuffled_is_a_permutation"),),
+    ),
+    Bug(
+        "every epoch in the same order (data)",
+        "jaxdist/order.py",
+        "np.random.SeedSequence([seed, source, epoch])",
+        "np.random.SeedSequence([seed, source])",
+        (ORDER.format("test_order_depends_on_seed_and_epoch_alone"),),
+    ),
+    Bug(
+        "every source in the same order (data)",
+        "jaxdist/order.py",
+        "np.random.SeedSequence([seed, source, epoch])",
+        "np.random.SeedSequence([seed, 0, epoch])",
+        (ORDER.format("test_sources_are_not_shuffled_alike"),),
+    ),
+    Bug(
+        "half of the rounds hash nothing (data)",
+        "jaxdist/order.py",
+        "right = (right + _hash(left, key) % np.uint64(b)) % np.uint64(b)",
+        "right = (right + np.uint64(key) % np.uint64(b)) % np.uint64(b)",
+        (
+            ORDER.format("test_each_value_is_as_likely_at_each_place[50]"),
+            ORDER.format("test_neighbours_in_a_large_epoch_are_unrelated"),
+        ),
+    ),
+    Bug(
+        "the largest source first, whatever its deadline (data)",
+        "jaxdist/order.py",
+        "source_at[place] = min(deadlines)[1]",
+        "source_at[place] = max(deadlines, key=lambda each: shares[each[1]])[1]",
+        (ORDER.format("test_shares_are_exact_up_to_rounding_after_every_sample"),),
+    ),
+    Bug(
+        "rows counted from the share's start (data)",
+        "jaxdist/data.py",
+        "numbers = np.arange(*key)",
+        "numbers = np.arange(len(range(*key)))",
+        (ORDER.format("test_any_split_of_the_rows_reads_the_global_batch"),),
+    ),
+    Bug(
+        "the last window left out (data)",
+        "jaxdist/data.py",
+        "return [max(len(source.train) - 1, 0) // self.seq_len for",
+        "return [max(len(source.train) - 2, 0) // self.seq_len for",
+        (ORDER.format("test_each_epoch_visits_each_window_once"),),
+    ),
+    Bug(
+        "held-out data with the training data in it (data)",
+        "jaxdist/tokens.py",
+        "after.append(Part(part.array, part.path, middle, part.stop))",
+        "after.append(Part(part.array, part.path, part.start, part.stop))",
+        (DATA.format("test_text_file_holds_out_its_last_tenth"),),
+    ),
+    Bug(
+        "tokens are checked when a file is opened, and then no more (data)",
+        "jaxdist/tokens.py",
+        "            check_vocabulary(piece, part, first, self.vocab_size)\n",
+        "            if len(piece) == CHUNK:\n                check_vocabulary(piece, part, first, self.vocab_size)\n",
+        (DATA.format("test_token_that_the_opening_did_not_see_never_reaches_the_model"),),
+    ),
+    Bug(
+        "an error of the thread ends the data (data)",
+        "jaxdist/prefetch.py",
+        "            raise StopIteration\n",
+        "            raise StopIteration\n        if self._ahead[0].exception():\n            raise StopIteration\n",
+        (PREFETCH.format("test_an_error_comes_in_its_place_with_its_own_message"),),
+    ),
+    Bug(
+        "a file has its name before it is whole (data)",
+        "jaxdist/prepared.py",
+        """    part = path.with_name(path.name + ".part")\n""",
+        "    part = path\n",
+        (PREPARE.format("test_killed_at_any_write_it_continues_to_the_same_bytes[half-written]"),),
+    ),
+    Bug(
+        "a shard on the disk is taken for whole (data)",
+        "experiments/prepare.py",
+        'if not (done and (out / name).exists() and sha256_of(out / name) == done["sha256"]):',
+        "if not (done and (out / name).exists()):",
+        (PREPARE.format("test_a_shard_that_changed_since_is_made_again"),),
+    ),
+    Bug(
+        "a shard's name may be any path (data)",
+        "jaxdist/prepared.py",
+        "            if shard.name != shard_name(split, number):",
+        '            if not shard.name.endswith(".npy"):',
+        (PREPARE.format("test_a_wrong_or_hostile_manifest_is_refused"),),
+    ),
+    Bug(
+        "sizes of files are not compared (data)",
+        "jaxdist/prepared.py",
+        "    if size != file.num_bytes:",
+        "    if size > file.num_bytes:",
+        (PREPARE.format("test_cut_longer_or_deleted_files_are_refused_by_name"),),
+    ),
+    Bug(
+        "a document ends at the text of a special token (data)",
+        "jaxdist/tokenizer.py",
+        "        self._inner.encode_special_tokens = True\n",
+        "",
+        (PREPARE.format("test_every_document_comes_back"),),
+    ),
+    Bug(
+        "a character is cut between two pieces (data)",
+        "experiments/prepare.py",
+        "    return len(text) - back or len(text)",
+        "    return len(text)",
+        (PREPARE.format("test_units_and_pieces_cover_the_text"),),
     ),
 ]
 

@@ -319,7 +319,11 @@ def open_journal(out: Path, plan: dict) -> dict:
     asked_out = f"--out {os.fspath(out)!r}"
     path = out / JOURNAL
     if path.exists():
-        journal = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            journal = json.loads(path.read_text(encoding="utf-8"))
+            _ = journal["plan"].items(), journal["shards"].items()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(asked_out, f"its {JOURNAL} is damaged", "Remove the folder and begin again") from error
         if journal["plan"] != plan:
             different = ", ".join(name for name in plan if journal["plan"].get(name) != plan[name])
             raise ConfigError(

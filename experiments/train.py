@@ -275,6 +275,9 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
             f"\n[bold]done[/]: {config.steps} steps, held-out loss {last:.4f} nats/token "
             f"(started at {progress.first_loss:.4f}; unigram entropy of the corpus {entropy:.4f})"
         )
+        epochs = batches.epochs(progress.batch)
+        for source, passes in zip(corpus.sources, epochs, strict=True):
+            console.print(f"{passes:.3g} epochs of {escape(source.about)}")
         files.write_summary(
             {
                 "steps": config.steps,
@@ -282,6 +285,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
                 "held_out_loss": last,
                 "first_held_out_loss": progress.first_loss,
                 "unigram_entropy": entropy,
+                "epochs": epochs,
             }
         )
         if budget:

@@ -1,8 +1,8 @@
 """What a run trains on, and the order in which it is visited.
 
-A corpus is one or several weighted sources, each with training and held-out tokens, left mapped where the file allows
-it. A global batch is a pure function of (seed, step): a run resumes at any step, on any mesh and with any number of
-processes, by asking for that step again, and a process asks for its own rows alone.
+A corpus is one or several weighted sources, each with training and held-out tokens, read where they are when they are
+asked for. A global batch is a pure function of (seed, step): a run resumes at any step, on any mesh and with any number
+of processes, by asking for that step again, and a process asks for its own rows alone.
 """
 
 import hashlib
@@ -22,7 +22,17 @@ import numpy as np
 from jaxdist.errors import ConfigError
 from jaxdist.order import Mixture, epoch_keys, make_mixture, shuffled
 from jaxdist.prepared import is_prepared, open_prepared
-from jaxdist.tokens import SAMPLED_CHUNKS, Part, Tokens, asked, find_files, map_bin, map_npy, read_text, unigram_entropy
+from jaxdist.tokens import (
+    SAMPLED_CHUNKS,
+    Tokens,
+    asked,
+    find_files,
+    open_bin,
+    open_npy,
+    read_text,
+    tokens_in,
+    unigram_entropy,
+)
 
 # Installed packages and caches differ from machine to machine; tests hold broken source on purpose.
 _NOT_CORPUS = frozenset(
@@ -262,10 +272,10 @@ def load_corpus(path: str | None, vocab_size: int) -> Corpus:
     """Open the training and held-out tokens at `path` and check them against the vocabulary.
 
     Args:
-        path: a `.npy` file (1-D integers) or a `.bin` file (raw little-endian uint16), both mapped; any other file is
-            UTF-8 text whose bytes are the tokens. A folder is what `experiments.prepare` made, or else all of its text
-            files, hidden ones left out, joined by NUL bytes. None is the source of the running Python's standard
-            library. `a=0.7,b=0.3` mixes several.
+        path: a `.npy` file (1-D integers) or a `.bin` file (raw little-endian uint16), both read in place; any other
+            file is UTF-8 text whose bytes are the tokens. A folder is what `experiments.prepare` made, or else all of
+            its text files, hidden ones left out, joined by NUL bytes. None is the source of the running Python's
+            standard library. `a=0.7,b=0.3` mixes several.
 
     A single file holds out its last tenth. A folder is split by file: a hash of the relative path holds out about one
     in ten, or the last file where the hash leaves one side empty.
@@ -360,24 +370,18 @@ def _load_folder(root: Path, vocab_size: int) -> Source:
 
 
 def _load_file(path: Path, vocab_size: int) -> Source:
-    mapped = {".npy": map_npy, ".bin": map_bin}.get(path.suffix)
-    array = mapped(path) if mapped else _bytes(read_text(path))
+    opened = {".npy": open_npy, ".bin": open_bin}.get(path.suffix)
+    array = opened(path) if opened else _bytes(read_text(path))
     if len(array) == 0:
         raise ConfigError(asked(path), "the file is empty", "Pass a file with tokens in it.")
-    tokens = _checked(array, path, vocab_size)
-    if mapped:
-        return Source(*_split_tail(tokens), f"{path}, {array.dtype} tokens")
-    return Source(*_split_tail(tokens), f"{path}, UTF-8 bytes", tokenizer="bytes")
+    train, held_out = _split_tail(tokens_in(array, path, vocab_size))
+    if opened:
+        return Source(train, held_out, f"{path}, {array.dtype} tokens")
+    return Source(train, held_out, f"{path}, UTF-8 bytes", tokenizer="bytes")
 
 
 def _bytes(text: bytes) -> np.ndarray:
     return np.frombuffer(text, np.uint8)
-
-
-def _checked(array: np.ndarray, path: Path, vocab_size: int) -> Tokens:
-    tokens = Tokens([Part(array, str(path))], vocab_size)
-    tokens.check()
-    return tokens
 
 
 def _split_tail(tokens: Tokens) -> tuple[Tokens, Tokens]:
@@ -386,17 +390,15 @@ def _split_tail(tokens: Tokens) -> tuple[Tokens, Tokens]:
 
 def _split_by_file(documents: dict[str, bytes], root: Path, title: str, vocab_size: int) -> Source:
     documents = {name: text for name, text in documents.items() if text}
-    for name, text in documents.items():
-        _checked(_bytes(text), root / name, vocab_size)
+    checked = {name: tokens_in(_bytes(text), root / name, vocab_size) for name, text in documents.items()}
     about = f"{title}, {len(documents)} file{'s' if len(documents) > 1 else ''}"
     if len(documents) == 1:
-        [(name, text)] = documents.items()
-        return Source(*_split_tail(_checked(_bytes(text), root / name, vocab_size)), about, tokenizer="bytes")
+        return Source(*_split_tail(*checked.values()), about, tokenizer="bytes")
     held_out = held_out_names(list(documents))
 
     def joined(names: list[str]) -> Tokens:
         # The NUL byte between documents is token 0, which every vocabulary has.
-        return _checked(_bytes(b"\0".join(documents[name] for name in names)), root, vocab_size)
+        return tokens_in(_bytes(b"\0".join(documents[name] for name in names)), root, vocab_size)
 
     train = [name for name in documents if name not in held_out]
     return Source(joined(train), joined(sorted(held_out)), about, tokenizer="bytes")

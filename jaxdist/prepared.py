@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.errors import ConfigError
-from jaxdist.tokens import Part, Tokens, asked, map_npy
+from jaxdist.tokens import Part, Tokens, asked, open_npy
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -144,7 +144,7 @@ def shard_name(split: str, number: int) -> str:
 
 
 def open_prepared(folder: Path, vocab_size: int) -> tuple[Tokens, Tokens, str, str]:
-    """(training tokens, held-out tokens, what they are, the hash of their tokenizer), all mapped.
+    """(training tokens, held-out tokens, what they are, the hash of their tokenizer).
 
     Raises: ConfigError where the vocabulary is too small, or naming the file that is missing, cut, longer, or another
     than the manifest says.
@@ -160,20 +160,21 @@ def open_prepared(folder: Path, vocab_size: int) -> tuple[Tokens, Tokens, str, s
     if manifest.tokenizer:
         _check_size(folder, manifest.tokenizer)
 
-    def mapped(shard: Shard) -> Part:
+    def opened(shard: Shard) -> Part:
         path = folder / shard.name
         _check_size(folder, shard)
-        array = map_npy(path)
+        array = open_npy(path)
         if array.dtype != np.dtype(manifest.dtype).newbyteorder("<") or len(array) != shard.num_tokens:
             raise ConfigError(
                 asked(path),
                 f"the manifest says {shard.num_tokens} {manifest.dtype} tokens, and it has {len(array)} {array.dtype}",
                 _REMEDY,
             )
-        return Part(array, str(path))
+        return Part(array, str(path), 0, len(array))
 
     train, held_out = (
-        Tokens(list(map(mapped, shards)), manifest.vocab_size) for shards in (manifest.train, manifest.held_out)
+        Tokens([opened(shard) for shard in shards], manifest.vocab_size)
+        for shards in (manifest.train, manifest.held_out)
     )
     kind = "bytes" if manifest.tokenizer is None else f"BPE tokens, vocabulary {manifest.vocab_size}"
     about = f"{folder}, {manifest.num_documents} documents, {kind}"

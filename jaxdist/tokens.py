@@ -1,10 +1,15 @@
-"""Long sequences of tokens that stay where they are: in files mapped into memory, or in the bytes of a text.
+"""Long sequences of tokens that stay where they are: in a file, or in the bytes of a text.
 
-Nothing here reads a mapped file whole, and no token leaves without having been checked against the vocabulary.
+Nothing here reads a token file whole, and no token leaves without having been checked against the vocabulary.
+
+Files are read in place (`pread`) and not mapped into memory. The pages of a mapped file count as the process's own: a
+few thousand windows out of 10 GB make it 8 GB large, where it stays at 50 MB this way and is no slower. And a mapped
+file that is cut while the run goes on kills the process (SIGBUS) where this is an error with the file's name.
 """
 
-import mmap
+import math
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +21,47 @@ from jaxdist.errors import ConfigError
 
 CHUNK = 1 << 18  # tokens looked at together
 SAMPLED_CHUNKS = 64  # of a sequence too long to be looked at whole when it is opened
-_RELEASED_BYTES = 64 << 20  # read before the pages of a mapped file are let go
 _MAX_NPY_HEADER = 10_000  # bytes; numpy's own limit, which it checks once it has read them
+
+
+class TokenFile:
+    """A 1-D array of integers in a file; `tokens[start:stop]` reads these and no others.
+
+    Args: `dtype`, with its byte order; the array's first byte is at `offset` of the file.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, offset: int, length: int):
+        self.path, self.dtype, self._offset, self._length = path, dtype, offset, length
+        self._file = path.open("rb", buffering=0)
+        weakref.finalize(self, self._file.close)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        start, stop, _ = where.indices(self._length)
+        size = max(stop - start, 0) * self.dtype.itemsize
+        content = os.pread(self._file.fileno(), size, self._offset + start * self.dtype.itemsize)
+        if len(content) != size:
+            raise ConfigError(
+                asked(self.path),
+                f"it had {self._length} tokens when it was opened, and ends before token {stop} now",
+                "Leave the file alone while a run reads it, and restore it",
+            )
+        return np.frombuffer(content, self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Tokens that lie together: `array` is 1-D, of integers, and starts at token `first` of the file at `path`."""
+    """Tokens that lie together: `array[start:stop]`, of the file at `path`."""
 
-    array: np.ndarray
+    array: np.ndarray | TokenFile
     path: str
-    first: int = 0
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
 
 class Tokens:
@@ -37,10 +72,9 @@ class Tokens:
     """
 
     def __init__(self, parts: Sequence[Part], vocab_size: int):
-        self.parts = tuple(part for part in parts if len(part.array))
+        self.parts = tuple(part for part in parts if len(part))
         self.vocab_size = vocab_size
-        self._ends = np.cumsum([len(part.array) for part in self.parts], dtype=np.int64)
-        self._read_bytes = 0
+        self._ends = np.cumsum([len(part) for part in self.parts], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self.parts else 0
@@ -51,16 +85,14 @@ class Tokens:
             raise IndexError(f"tokens {start} to {stop} of {len(self)}")
         out = np.empty(stop - start, np.int32)
         done = 0
-        number = int(np.searchsorted(self._ends, start, side="right"))
         while done < len(out):
+            number = int(np.searchsorted(self._ends, start + done, side="right"))
             part = self.parts[number]
-            within = start + done - (int(self._ends[number]) - len(part.array))
-            piece = part.array[within : within + len(out) - done]
-            check_vocabulary(piece, part, within, self.vocab_size)
+            first = part.stop - (int(self._ends[number]) - start - done)
+            piece = part.array[first : min(first + len(out) - done, first + CHUNK, part.stop)]
+            check_vocabulary(piece, part, first, self.vocab_size)
             out[done : done + len(piece)] = piece
-            self._let_go(part.array, piece.nbytes)
             done += len(piece)
-            number += 1
         return out
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -74,9 +106,9 @@ class Tokens:
         """The first `at` tokens, and the rest."""
         before, after = [], []
         for part, end in zip(self.parts, self._ends.tolist(), strict=True):
-            inside = min(max(at - (end - len(part.array)), 0), len(part.array))
-            before.append(Part(part.array[:inside], part.path, part.first))
-            after.append(Part(part.array[inside:], part.path, part.first + inside))
+            middle = min(max(part.stop - (end - at), part.start), part.stop)
+            before.append(Part(part.array, part.path, part.start, middle))
+            after.append(Part(part.array, part.path, middle, part.stop))
         return Tokens(before, self.vocab_size), Tokens(after, self.vocab_size)
 
     def chunks(self, most: int | None = None) -> Iterator[np.ndarray]:
@@ -89,18 +121,12 @@ class Tokens:
         for _ in self.chunks(SAMPLED_CHUNKS):
             pass
 
-    def _let_go(self, array: np.ndarray, num_bytes: int) -> None:
-        # Pages of a mapped file count as memory of the process for as long as they are mapped. They stay in the
-        # system's cache, which gives them back when it needs the room.
-        self._read_bytes += num_bytes
-        if self._read_bytes >= _RELEASED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
-            self._read_bytes = 0
-            for part in self.parts:
-                base = part.array
-                while isinstance(base, np.ndarray):
-                    base = base.base
-                if isinstance(base, mmap.mmap):
-                    base.madvise(mmap.MADV_DONTNEED)
+
+def tokens_in(array: np.ndarray | TokenFile, path: Path, vocab_size: int) -> Tokens:
+    """A whole file as one part, looked at (see `Tokens.check`)."""
+    tokens = Tokens([Part(array, str(path), 0, len(array))], vocab_size)
+    tokens.check()
+    return tokens
 
 
 def chunk_bounds(num_tokens: int, most: int | None) -> Iterator[tuple[int, int]]:
@@ -113,11 +139,12 @@ def chunk_bounds(num_tokens: int, most: int | None) -> Iterator[tuple[int, int]]
 def check_vocabulary(tokens: np.ndarray, part: Part, position: int, vocab_size: int) -> None:
     """Refuse a token without a row in the embedding.
 
-    Args: `tokens` start at token `position` of the part. Raises: ConfigError with the token's place in its file.
+    Args: `tokens` start at token `position` of the file. Raises: ConfigError with the token's place in it.
     """
-    if tokens.dtype.kind == "u" and np.iinfo(tokens.dtype).max < vocab_size:
+    unsigned = tokens.dtype.kind == "u"
+    if len(tokens) == 0 or (unsigned and 1 << 8 * tokens.dtype.itemsize <= vocab_size):
         return
-    if len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < vocab_size):
+    if tokens.max() < vocab_size and (unsigned or tokens.min() >= 0):
         return
     bad = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
     token = int(tokens[bad])
@@ -125,7 +152,7 @@ def check_vocabulary(tokens: np.ndarray, part: Part, position: int, vocab_size: 
     enough = 256 if tokens.dtype == np.uint8 else 1 + max(largest, token)
     raise ConfigError(
         asked(part.path),
-        f"token {token} at position {part.first + position + bad} is outside the vocabulary of {vocab_size}: a token "
+        f"token {token} at position {position + bad} is outside the vocabulary of {vocab_size}: a token "
         "is a row of the embedding, 0 <= token < --vocab-size",
         "Negative tokens have no row: tokenize it again." if token < 0 else f"Use --vocab-size {enough} or more.",
     )
@@ -158,13 +185,15 @@ def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def map_npy(path: Path) -> np.ndarray:
-    """The 1-D integer array of a .npy, mapped. Raises: ConfigError for anything else, and for a damaged one."""
+def open_npy(path: Path) -> TokenFile:
+    """The 1-D integer array of a .npy. Raises: ConfigError for anything else, and for a damaged one."""
     try:
         with path.open("rb") as file:
-            _check_header(file)
-        # Not np.load, which goes by the first bytes: this reads nothing but a plain array, and never unpickles.
-        tokens = np.lib.format.open_memmap(path, mode="r")
+            # Not np.load, which goes by the first bytes: this reads nothing but a header, and never unpickles.
+            shape, dtype = _read_header(file)
+            offset, size = file.tell(), os.fstat(file.fileno()).st_size
+        if math.prod(shape) * dtype.itemsize > size - offset:
+            raise ValueError(f"{dtype}{list(shape)} is more than its {size} bytes")
     except OSError:
         raise
     except Exception as error:  # a damaged header ends in ValueError, tokenize.TokenError and others
@@ -173,25 +202,34 @@ def map_npy(path: Path) -> np.ndarray:
             f"it is not a whole .npy array of numbers ({error})",
             "Save it again with np.save(path, tokens), tokens being a 1-D integer array.",
         ) from error
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+    if len(shape) != 1 or dtype.kind not in "iu":
         raise ConfigError(
             asked(path),
-            f"tokens must be a 1-D integer array, and this one is {tokens.dtype}{list(tokens.shape)}",
+            f"tokens must be a 1-D integer array, and this one is {dtype}{list(shape)}",
             "Save it again with np.save(path, tokens.reshape(-1).astype(np.uint16)), or a wider integer dtype.",
         )
-    return tokens
+    return TokenFile(path, dtype, offset, shape[0])
 
 
-def _check_header(file: BinaryIO) -> None:
-    """Refuse a header that says it is long before numpy allocates what it says."""
+def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
+    """(shape, dtype). Refuses a header that says it is long before numpy allocates what it says."""
     version = np.lib.format.read_magic(file)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"version {version} is not that of an array of numbers")
+    start = file.tell()
     size = int.from_bytes(file.read(2 if version == (1, 0) else 4), "little")
     if size > _MAX_NPY_HEADER:
         raise ValueError(f"its header says it has {size:,} bytes, and one of an array of numbers has about 100")
+    file.seek(start)
+    shape, _, dtype = readers[version](file)
+    if min(shape, default=0) < 0 or dtype.hasobject:
+        raise ValueError(f"{dtype}{list(shape)}")
+    return shape, dtype
 
 
-def map_bin(path: Path) -> np.ndarray:
-    """The tokens of a raw little-endian uint16 file, mapped."""
+def open_bin(path: Path) -> TokenFile:
+    """The tokens of a raw little-endian uint16 file."""
     size = path.stat().st_size
     if size % 2:
         raise ConfigError(
@@ -199,7 +237,7 @@ def map_bin(path: Path) -> np.ndarray:
             f"a .bin is raw little-endian uint16 tokens, two bytes each, and this one has {size} bytes",
             "Write it again with tokens.astype('<u2').tofile(path), or save another dtype as a .npy.",
         )
-    return np.memmap(path, "<u2", mode="r") if size else np.zeros(0, "<u2")  # an empty file cannot be mapped
+    return TokenFile(path, np.dtype("<u2"), 0, size // 2)
 
 
 def read_text(path: Path) -> bytes:

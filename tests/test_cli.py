@@ -78,14 +78,18 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
     assert lines[0]["tokens"] == 8 * 32
     summary = json.loads((out / "summary.json").read_text())
     assert summary["held_out_loss"] < summary["unigram_entropy"] < summary["first_held_out_loss"]
+    assert len(summary["epochs"]) == 1 and summary["epochs"][0] > 0
     config = json.loads((out / "config.json").read_text())
     assert config["parallel"]["mesh"]["tp"] == 2 and config["model"]["width"] == 32 and "SIMULATED" in config["devices"]
 
 
 @pytest.mark.parametrize("more", ["--mesh dp=2,tp=2 --zero 3 --sp", "--mesh dp=3 --batch-size 9"])
 def test_train_gives_the_losses_of_one_device(monkeypatch, capsys, tmp_path, text, more):
-    common = ["--data", text, "--steps", "3", "--dropout", "0.1", *SMALL]
-    batch = ["--batch-size", "9"] if "9" in more else []
+    batch, data = [], text
+    if "9" in more:
+        batch, data = ["--batch-size", "9"], f"{text}=0.6,{tmp_path}/more.npy=0.4"
+        np.save(tmp_path / "more.npy", np.arange(5000) % 100)
+    common = ["--data", data, "--steps", "3", "--dropout", "0.1", *SMALL]
     run(monkeypatch, capsys, "train", *common, "--out", tmp_path / "mesh", *more.split())
     run(monkeypatch, capsys, "train", *common, "--out", tmp_path / "one", *batch)
     losses = [
@@ -209,6 +213,8 @@ WRONG_FLAGS = [
     (["--vocab-size", "90"], "outside the vocabulary of 90", "--vocab-size 256"),
     (["--seq-len", "100000"], "tokens", "--seq-len"),
     (["--data", "/nonexistent/file"], "cannot be read", "existing"),
+    (["--data", "/nonexistent/file=0.7,b"], "PATH=WEIGHT", "a.bin=0.7,b.npy=0.3"),
+    (["--prefetch", "0"], "prefetch=0", "prefetch=1"),
     (["--attention", "cudnn"], "cudnn", "--attention auto"),
     (["--mesh", "dp=16"], "16 simulated devices", "before JAX starts"),
 ]

@@ -15,7 +15,7 @@ from jaxdist.tokens import Part, Tokens
 
 
 def tokens_of(*arrays: np.ndarray) -> Tokens:
-    return Tokens([Part(array, f"part {number}") for number, array in enumerate(arrays)], 2**31 - 1)
+    return Tokens([Part(array, f"part {number}", 0, len(array)) for number, array in enumerate(arrays)], 2**31 - 1)
 
 
 def corpus_of(*arrays: np.ndarray, weights=None) -> Corpus:

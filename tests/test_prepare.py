@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from jaxdist.data import Corpus, load_corpus
 from jaxdist.errors import ConfigError
 from jaxdist.prepared import JOURNAL, MANIFEST, check_prepared
 from jaxdist.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer
+from jaxdist.tokens import TokenFile
 
 VOCAB_SIZE = 300
 WORDS = ["le", "cœur", "a", "ses", "raisons", "que", "la", "raison", "ne", "connaît", "point"]
@@ -113,11 +115,11 @@ def test_every_document_comes_back(how, text, tmp_path, small):
     assert len(found[0] | found[1]) - ("" in found[0] | found[1]) == 31
 
 
-def test_a_bpe_is_shorter_than_bytes_and_opens_mapped(bpe, text):
+def test_a_bpe_is_shorter_than_bytes_and_is_read_in_place(bpe, text):
     corpus = load_corpus(str(bpe), VOCAB_SIZE)
     plain = load_corpus(str(text), 256)
     assert corpus.num_train < 0.5 * plain.num_train
-    assert isinstance(corpus.sources[0].train.parts[0].array, np.memmap)
+    assert isinstance(corpus.sources[0].train.parts[0].array, TokenFile)
     assert corpus.sources[0].train.parts[0].array.dtype == np.uint16
     assert "31 documents" in corpus.about and str(VOCAB_SIZE) in corpus.about
     manifest = check_prepared(bpe)
@@ -275,6 +277,12 @@ def test_only_the_same_preparation_is_continued(text, tmp_path, monkeypatch):
     refused("shard_mb changed since", **flags, vocab_size=VOCAB_SIZE, shard_mb=1)
     (changing / "new.txt").write_text("new")
     refused("files changed since", **flags, vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"plan": 1, "shards": {}}'])
+def test_a_damaged_journal_is_refused(content, text, tmp_path):
+    (tmp_path / JOURNAL).write_text(content)
+    refused(JOURNAL, "damaged", data=str(text), out=str(tmp_path), tokenizer="bytes")
 
 
 def test_a_full_disk_is_named_and_the_run_continues(text, tmp_path, monkeypatch):
@@ -485,7 +493,5 @@ def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path, small):
 
 
 def test_without_the_library_it_says_what_to_install(text, tmp_path, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     refused("jaxdist[data]", data=str(text), out=str(tmp_path / "out"), vocab_size=300)
