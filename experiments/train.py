@@ -92,7 +92,7 @@ class TrainFlags(CommonFlags):
     heartbeat: int = 30
     """Seconds of silence after which a process counts as dead, and all others end."""
     drill: str | None = None
-    """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens or flip, batch, stuck, slow, die, term."""
+    """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens; also inf, flip, batch, stuck, slow, die, term, late, full."""
     eval_every: int = 50
     """Steps between held-out evaluations."""
     eval_batches: int = 4
@@ -166,8 +166,12 @@ class Run:
 
     def save(self, state: State, progress: resume.Progress) -> None:
         """Raises: SaveFailed where this checkpoint, or the one before it, could not be written."""
-        if self.checkpoints is not None:
+        if self.checkpoints is None:
+            return
+        with nullcontext() if self.drill is None else self.drill.no_room(int(state.step)):
             resume.save(self.checkpoints, self.program, state, self.data, progress)
+            if self.drill is not None:
+                self.checkpoints.wait()
 
     def stop_reason(self) -> tuple[str, int] | None:
         """Why this process wants to stop before the next step, and the exit code for it."""

@@ -4,9 +4,11 @@
 """
 
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -29,6 +31,8 @@ KINDS = {
     "slow": "a process is late by half a second from that step on (process)",
     "die": "a process is killed (process)",
     "term": "a process gets SIGTERM (process)",
+    "late": "a process gets SIGTERM, and its step never ends (process)",
+    "full": "no file may grow beyond 1 KiB while the checkpoint of that step is written",
 }
 
 
@@ -73,10 +77,23 @@ class Drill:
             time.sleep(0.5)
         if step != self.step:
             return
-        if self.kind == "stuck":
+        if self.kind in ("die", "term", "late"):
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "die" else signal.SIGTERM)
+        if self.kind in ("stuck", "late"):
             time.sleep(10**6)
-        if self.kind in ("die", "term"):
-            os.kill(os.getpid(), {"die": signal.SIGKILL, "term": signal.SIGTERM}[self.kind])
+
+    @contextmanager
+    def no_room(self, step: int) -> Iterator[None]:
+        """While the checkpoint of `step` is written: the system refuses larger files, as a full disk would."""
+        if self.kind != "full" or step != self.step:
+            yield
+            return
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     def spoil_batch(self, index: int, batch: Mapping) -> Mapping:
         """The batch of this index, counted from 0 as in the metrics; a step that comes again has another one."""

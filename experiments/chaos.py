@@ -1,0 +1,409 @@
+"""Break runs in every way this package claims to survive, and check what each one leaves.
+
+python -m experiments.chaos [--short]
+
+Kills a process at random moments of its saves, again and again, and after each kill starts the same command; then one
+run of each documented fault. A row says what was done, what had to come of it, and whether it did. The last column is
+how long the run took to end, against its bound.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from experiments.cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, run_program
+from jaxdist.config import require_positive
+from jaxdist.signals import EXIT_SIGNAL
+from jaxdist.watch import EXIT_STUCK
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --eval-every 1000 --eval-batches 1"
+BOUND = 240.0  # seconds in which a run of these sizes must end on a slow machine, whatever is done to it
+HEARTBEAT = 10
+
+
+@dataclass(frozen=True)
+class ChaosFlags:
+    """Break runs in every documented way."""
+
+    short: bool = False
+    """Few kills, and one fault of each kind: for CI."""
+    kills: int | None = None
+    """Kills during saves. Default: 50, or 4 with --short."""
+    seed: int = 0
+    only: str = ""
+    """Faults whose name contains this text."""
+    json: str | None = None
+    """Write the rows to this file."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: exit code, what it printed, seconds."""
+
+    code: int
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    fault: str
+    expected: str
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A folder, a text to train on, and the commands."""
+
+    folder: Path
+
+    def train(self, flags: str, *, processes: int = 1) -> list[str]:
+        train = ["-m", "experiments.train", "--data", str(self.folder / "text.txt"), *SIZES.split(), *flags.split()]
+        if processes == 1:
+            return [sys.executable, *train]
+        launch = [sys.executable, "-m", "experiments.launch", "--processes", str(processes), "--bound", "90"]
+        return [*launch, "--devices-per-process", "1", "--", *train]
+
+    def start(self, command: list[str]) -> subprocess.Popen:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, flags: str, *, processes: int = 1, bound: float = BOUND) -> Outcome:
+        """A run to its end. Raises: TimeoutError where it hangs."""
+        begun = time.monotonic()
+        process = self.start(self.train(flags, processes=processes))
+        try:
+            text, _ = process.communicate(timeout=bound)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise TimeoutError(f"it did not end within {bound:g} s: {process.communicate()[0][-500:]}") from error
+        return Outcome(process.returncode, text, time.monotonic() - begun)
+
+    def records(self, out: str) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
+
+    def committed(self, out: str) -> list[int]:
+        folder = self.folder / out / "checkpoints"
+        return sorted(int(path.name[5:]) for path in folder.glob("step_*") if path.suffix == "")
+
+    def spoil(self, out: str, how: Callable[[Path], None]) -> Path:
+        """Damage the largest file of the newest checkpoint."""
+        step = self.folder / out / "checkpoints" / f"step_{self.committed(out)[-1]:08d}"
+        victim = max((path for path in (step / "arrays").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+        how(victim)
+        return victim
+
+
+def main(flags: ChaosFlags, console: Console) -> int:
+    kills = flags.kills if flags.kills is not None else 4 if flags.short else 50
+    require_positive("kills", kills)
+    faults = [fault for fault in FAULTS if flags.only in fault.__name__]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        lab = Lab(Path(folder))
+        (lab.folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+        if not flags.only or flags.only in "kills":
+            rows += kill_saves(lab, kills, random.Random(flags.seed), console)
+        for fault in faults:
+            with console.status(fault.__doc__):
+                rows.append(tried(lab, fault))
+            console.print(line(rows[-1]), soft_wrap=True)
+            for path in lab.folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+    table = Table("fault", "what must come of it", "did it", "seconds", box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        table.add_row(row.fault, row.expected, "[green]yes[/]" if row.ok else "[bold red]NO[/]", f"{row.seconds:.0f}")
+    console.print(table)
+    good = sum(row.ok for row in rows)
+    console.print(f"{good} of {len(rows)} ended as documented; {kills} kills during saves")
+    if flags.json:
+        Path(flags.json).write_text(json.dumps([row.__dict__ for row in rows], indent=1) + "\n", encoding="utf-8")
+    return 0 if good == len(rows) else 1
+
+
+def line(row: Row) -> str:
+    verdict = "[green]as documented[/]" if row.ok else "[bold red]NOT as documented[/]"
+    return f"{verdict}  {row.fault} ({row.seconds:.0f} s)" + "".join(f"\n    {escape(text)}" for text in row.problems)
+
+
+def tried(lab: Lab, fault: Callable[[Lab, "Expect"], str]) -> Row:
+    expect, begun = Expect(), time.monotonic()
+    try:
+        expected = fault(lab, expect)
+    except (TimeoutError, OSError, ValueError, IndexError) as error:
+        expected = ""
+        expect.problems.append(f"{type(error).__name__}: {error}")
+    return Row(fault.__doc__, expected, expect.problems, time.monotonic() - begun)
+
+
+class Expect:
+    """Collects what was not as it had to be."""
+
+    def __init__(self):
+        self.problems: list[str] = []
+
+    def that(self, true: bool, otherwise: str) -> None:
+        if not true:
+            self.problems.append(otherwise)
+
+    def ended(self, outcome: Outcome, code: int, *said: str) -> None:
+        self.that(outcome.code == code, f"exit code {outcome.code} for {code}; the end: {outcome.text[-600:]}")
+        flat = " ".join(outcome.text.split())
+        for text in said:
+            self.that(text in flat, f"{text!r} was not said; the end: {outcome.text[-600:]}")
+
+
+# ---- kills ----
+
+
+def kill_saves(lab: Lab, kills: int, rng: random.Random, console: Console) -> list[Row]:
+    """kill -9 at random moments of saves, until as many kills hit one; then the run ends as if nothing had been.
+
+    The run saves after every step, so that it is nearly always saving. Each kill comes a random time after a save has
+    begun to write. Between kills the same command continues, and must come back with no step less than was committed.
+    """
+    steps, problems, begun = 100_000, [], time.monotonic()
+    flags = f"--mesh dp=2 --zero 1 --dropout 0.1 --steps {steps} --checkpoint-every 1 --out killed"
+    committed = [0]
+    for number in range(kills):
+        process = lab.start(lab.train(flags))
+        checkpoints, deadline = lab.folder / "killed" / "checkpoints", time.monotonic() + BOUND
+        # Some kills strike the first save after the start, others a later one.
+        wanted = committed[-1] + rng.randint(1, 4)
+        while process.poll() is None and time.monotonic() < deadline:
+            done = lab.committed("killed")
+            if done and done[-1] >= wanted and list(checkpoints.glob("*.partial")):
+                break
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.25)
+        if process.poll() is not None:
+            problems.append(f"kill {number}: the run ended by itself: {process.communicate()[0][-800:]}")
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        text = process.communicate()[0]
+        after = lab.committed("killed")
+        if committed[-1] and f"resumed after step {committed[-1]} " not in " ".join(text.split()):
+            problems.append(f"kill {number}: it did not resume after step {committed[-1]}: {text[-800:]}")
+        if not after or after[-1] < committed[-1]:
+            problems.append(f"kill {number}: step {committed[-1]} was committed, and now {after}")
+        committed.append(after[-1] if after else 0)
+        if (number + 1) % 10 == 0 or number + 1 == kills:
+            console.print(f"{number + 1} of {kills} kills, {committed[-1]} steps committed, {len(problems)} problems")
+    seconds = time.monotonic() - begun
+    row = Row(f"kill -9 during a save, {kills} times", "resumes after the last committed step", problems, seconds)
+    return [row, compare_with_whole(lab, committed[-1] + 2)]
+
+
+def compare_with_whole(lab: Lab, steps: int) -> Row:
+    """The run that was killed so often, against one that never was: every loss, bit for bit."""
+    begun, expect = time.monotonic(), Expect()
+    whole = lab.run(f"--mesh dp=2 --zero 1 --dropout 0.1 --steps 100000 --drill term:step={steps} --out whole")
+    expect.ended(whole, EXIT_SIGNAL + signal.SIGTERM)
+    one, other = ([(r["step"], r["loss"]) for r in lab.records(out)] for out in ("killed", "whole"))
+    common = min(len(one), len(other))
+    expect.that(common >= steps - 4 and one[:common] == other[:common], "losses differ from a run that was not killed")
+    for out in ("killed", "whole"):
+        shutil.rmtree(lab.folder / out)
+    return Row(f"its first {common} losses", "those of a run never killed", expect.problems, time.monotonic() - begun)
+
+
+# ---- faults; the docstring is the name, the returned text what must come of it ----
+
+
+def sigterm(lab: Lab, expect: Expect) -> str:
+    """SIGTERM"""
+    flags = "--mesh dp=2 --steps 6 --checkpoint-every 50 --out run"
+    expect.ended(lab.run(f"{flags} --drill term:step=4"), 143, "the newest checkpoint is of step 4", "same command")
+    expect.ended(lab.run(flags), 0, "resumed after step 4", "done: 6 steps")
+    return "finishes its step, saves, exit code 143; the same command continues"
+
+
+def interrupt(lab: Lab, expect: Expect) -> str:
+    """Ctrl-C (SIGINT) while it trains"""
+    flags = "--steps 100000 --out run"
+    process = lab.start(lab.train(flags))
+    metrics, deadline = lab.folder / "run" / "metrics.jsonl", time.monotonic() + BOUND
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size > 300):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    text, _ = process.communicate(timeout=BOUND)
+    expect.ended(Outcome(process.returncode, text, 0), 130, "SIGINT; the newest checkpoint is of step")
+    return "finishes its step, saves, exit code 130"
+
+
+def grace(lab: Lab, expect: Expect) -> str:
+    """SIGTERM where a step takes longer than the grace"""
+    out = lab.run("--steps 6 --checkpoint-every 1 --out run --grace 2 --drill late:step=4")
+    expect.ended(out, 143, "not done within --grace 2 s: the newest checkpoint is of step 3")
+    return "exit code 143 when the grace is over, naming the last committed step"
+
+
+def truncated(lab: Lab, expect: Expect) -> str:
+    """the newest checkpoint cut short"""
+    return damaged(lab, expect, lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes and")
+
+
+def flipped(lab: Lab, expect: Expect) -> str:
+    """one byte of the newest checkpoint flipped"""
+
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 0x10
+        path.write_bytes(content)
+
+    return damaged(lab, expect, flip, "SHA-256")
+
+
+def deleted(lab: Lab, expect: Expect) -> str:
+    """a file of the newest checkpoint deleted"""
+    return damaged(lab, expect, Path.unlink, "the file is missing")
+
+
+def foreign(lab: Lab, expect: Expect) -> str:
+    """a foreign file in the newest checkpoint"""
+    return damaged(lab, expect, lambda path: (path.parent / "payload.pkl").write_bytes(b"\x80\x04."), "does not list")
+
+
+def damaged(lab: Lab, expect: Expect, how: Callable[[Path], None], said: str) -> str:
+    flags = "--steps 6 --checkpoint-every 2 --out run"
+    expect.ended(lab.run(f"{flags} --drill term:step=5"), 143)
+    victim = lab.spoil("run", how)
+    name = "payload.pkl" if said == "does not list" else victim.name
+    expect.ended(lab.run(flags), EXIT_BAD_INPUT, name, said, "--fall-back")
+    expect.ended(lab.run(f"{flags} --fall-back"), 0, "passed over:", "resumed after step 4", "done: 6 steps")
+    return "refused, the file named; with --fall-back continues from the newest good one"
+
+
+def other_model(lab: Lab, expect: Expect) -> str:
+    """the checkpoint of another model"""
+    expect.ended(lab.run("--steps 2 --out run"), 0)
+    expect.ended(lab.run("--steps 4 --width 32 --out new --restore run"), 2, "model.width is 16 there and 32 here")
+    expect.ended(lab.run("--steps 4 --vocab-size 300 --out new --restore run"), 2, "model.vocab_size is 256 there")
+    expect.that(not (lab.folder / "new" / "metrics.jsonl").exists(), "something was written")
+    return "refused, the difference named, before anything is changed"
+
+
+def disk_full(lab: Lab, expect: Expect) -> str:
+    """no room on the disk for a checkpoint"""
+    flags = "--steps 6 --checkpoint-every 2 --out run"
+    expect.ended(lab.run(f"{flags} --drill full:step=4"), 0, "not saved: the checkpoint of step 4 could not be written")
+    expect.that(lab.committed("run") == [2, 6], f"committed: {lab.committed('run')} for [2, 6]")
+    expect.ended(
+        lab.run(f"{flags.replace('run', 'last')} --drill full:step=6"),
+        EXIT_SAVE,
+        "could not be written",
+        "checkpoint is of step 4",
+    )
+    return "said, training goes on; exit code 74 where it was the last checkpoint"
+
+
+def not_finite(lab: Lab, expect: Expect) -> str:
+    """NaN in one gradient of one rank"""
+    flags = "--mesh dp=2 --steps 6 --checkpoint-every 2 --drill nan:step=4,rank=1,leaf=positions"
+    said = "step 4 is not finite (batch 3): rank 1 (dp=1): positions"
+    expect.ended(lab.run(f"{flags} --out a"), 1, said, "the newest checkpoint is of step 2")
+    expect.ended(lab.run(f"{flags} --out b --on-nonfinite skip"), 0, f"skipped {said}", "done: 6 steps")
+    return "step, rank and leaf named; stops, or skips the batch on all ranks"
+
+
+def spike(lab: Lab, expect: Expect) -> str:
+    """a batch of noise"""
+    flags = "--lr 0.01 --steps 40 --checkpoint-every 10 --out run --on-spike roll-back --drill batch:step=34"
+    expect.ended(lab.run(flags), 0, "rolled back to step 30: the loss jumped", "4 batches are left out", "done: 40")
+    return "back to the newest checkpoint, and past the batch"
+
+
+def diverged_copy(lab: Lab, expect: Expect) -> str:
+    """one bit of one copy of a parameter flipped"""
+    out = lab.run("--mesh dp=3 --batch-size 9 --steps 6 --checkpoint-every 2 --out run --drill flip:step=4,rank=2")
+    expect.ended(out, 1, "copies differ that should be equal: rank 2 (dp=2)", "the newest checkpoint is of step 2")
+    return "the rank named before the next checkpoint, which is not made"
+
+
+def peer_dies(lab: Lab, expect: Expect) -> str:
+    """one of two processes killed"""
+    flags = f"--mesh dp=2 --steps 6 --checkpoint-every 2 --out run --heartbeat {HEARTBEAT}"
+    out = lab.run(f"{flags} --drill die:step=4,process=1", processes=2)
+    expect.that(out.code not in (0, None), "exit code 0")
+    gone = "another process is gone" in out.text or "heartbeat" in out.text or "unhealthy" in out.text
+    expect.that(gone, f"nobody said so: {out.text[-800:]}")
+    expect.ended(lab.run(flags, processes=2), 0, "resumed after step 2", "done: 6 steps")
+    return f"the other ends within its heartbeat, exit code {EXIT_PEER} or JAX's own; the same command continues"
+
+
+def stuck(lab: Lab, expect: Expect) -> str:
+    """one of two processes stuck"""
+    flags = "--mesh dp=2 --steps 6 --checkpoint-every 2 --out run --stuck-after 15"
+    out = lab.run(f"{flags} --drill stuck:step=4,process=1", processes=2)
+    expect.ended(out, EXIT_STUCK, "process 0 is stuck", "process 1 is stuck", "drill.py", "while taking step 4")
+    stacks = sorted(path.name for path in (lab.folder / "run").glob("stacks.*"))
+    expect.that(stacks == ["stacks.0.txt", "stacks.1.txt"], f"stacks were left in {stacks}")
+    return "both write every stack down, exit code 70"
+
+
+def slow(lab: Lab, expect: Expect) -> str:
+    """one of two processes slow"""
+    out = lab.run("--mesh dp=2 --steps 24 --out run --drill slow:step=1,process=1", processes=2)
+    expect.ended(out, 0, "slow: step 20: process 1 spends 5", "done: 24 steps")
+    return "named"
+
+
+def term_one(lab: Lab, expect: Expect) -> str:
+    """SIGTERM to one of two processes"""
+    flags = "--mesh dp=2 --steps 8 --out run"
+    out = lab.run(f"{flags} --drill term:step=4,process=1", processes=2)
+    expect.ended(out, 143, "process 1: SIGTERM; the newest checkpoint is of step", "same command")
+    expect.ended(lab.run(flags), 0, "resumed after step", "done: 8 steps")
+    return "all agree on the step to stop before, and save; continues on one process"
+
+
+FAULTS = (
+    sigterm,
+    interrupt,
+    grace,
+    truncated,
+    flipped,
+    deleted,
+    foreign,
+    other_model,
+    disk_full,
+    not_finite,
+    spike,
+    diverged_copy,
+    peer_dies,
+    stuck,
+    slow,
+    term_one,
+)
+
+if __name__ == "__main__":
+    run_program(ChaosFlags, main, "experiments.chaos")
