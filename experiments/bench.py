@@ -5,6 +5,7 @@ python -m experiments.bench overhead     what the mesh machinery costs: one devi
 python -m experiments.bench compile      compile time against depth
 python -m experiments.bench search       layouts a second that experiments.plan enumerates, scores and ranks
 python -m experiments.bench pipeline     every schedule: ticks, memory predicted and compiled, compile time
+python -m experiments.bench checkpoint   what saving adds to steps, how long a restore takes, host memory of a save
 python -m experiments.bench input        token files of 0.1, 1 and 10 GB: opening, memory, tokens/s, share of a step
 
 Times of simulated devices are marked so: they are ratios on one CPU, never the speed of a cluster.
@@ -15,11 +16,12 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import jax
 import numpy as np
@@ -30,9 +32,12 @@ from rich.table import Table
 from experiments import plain
 from experiments.cli import CommonFlags, refuse_ignored, require_writable, run_program, set_precision
 from experiments.verify import Verifier
-from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig, require_positive
+from jaxdist.checkpoint import Checkpoints
+from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, require_positive
 from jaxdist.data import Batches, Corpus, load_corpus
 from jaxdist.errors import ConfigError
+from jaxdist.layout import local_bytes
+from jaxdist.logical import abstract_logical, from_logical, to_logical
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.parallel.pipeline import BUFFERS
 from jaxdist.parallel.schedules import in_flight, simulate
@@ -84,9 +89,9 @@ EIGHT_WAY = [
 class BenchFlags(CommonFlags):
     """Compare strategies in one run, as ratios. Strategy flags are set by the table itself."""
 
-    which: tyro.conf.Positional[Literal["strategies", "overhead", "compile", "pipeline", "search", "input"]] = (
-        "strategies"
-    )
+    which: tyro.conf.Positional[
+        Literal["strategies", "overhead", "compile", "pipeline", "search", "input", "checkpoint"]
+    ] = "strategies"
     num_layers: int | None = 6
     width: int | None = 256
     num_heads: int | None = 8
@@ -101,12 +106,15 @@ class BenchFlags(CommonFlags):
     """For `compile`."""
     gigabytes: tuple[float, ...] = (0.1, 1, 10)
     """For `input`: files written to the temporary folder and removed again."""
+    save_every: int = 50
+    """For `checkpoint`: steps between two saves."""
     json: str | None = None
     """Also write the figures to this file."""
 
 
 def main(flags: BenchFlags, console: Console) -> int:
     require_positive("repeats", flags.repeats)
+    require_positive("save_every", flags.save_every)
     ignored = {"mesh", "zero", "sp", "grad_sync", "bucket_mb", "accumulate", "remat", "reshard_after_forward"}
     ignored |= {"schedule", "microbatches", "chunks", "stages"}
     if flags.which == "pipeline":
@@ -131,6 +139,7 @@ def main(flags: BenchFlags, console: Console) -> int:
         "pipeline": bench_pipeline,
         "search": bench_search,
         "input": bench_input,
+        "checkpoint": bench_checkpoint,
     }[flags.which]
     rows, ok = bench(flags, config, console)
     if flags.json:
@@ -456,6 +465,113 @@ def bench_input(flags: BenchFlags, config: RunConfig, console: Console) -> tuple
         shares = input_shares(load_corpus(str(path), config.model.vocab_size), flags, config, console)
     grown = [row["grown_bytes"] or 0 for row in rows]
     return [*rows, shares], max(row["open_seconds"] for row in rows) < OPEN_SECONDS and max(grown) < OPEN_BYTES
+
+
+def bench_checkpoint(flags: BenchFlags, config: RunConfig, console: Console) -> tuple[list[dict], bool]:
+    """What saving adds to the steps of a run, and what a save and a restore of GPT-2 124M take."""
+    share = save_share(flags, config, console)
+    table = Table("model", box=None, header_style="bold", pad_edge=False)
+    for title in ("state MiB", "on disk MiB", "blocks s", "committed s", "checked s", "restored s", "host MiB, save"):
+        table.add_column(title, justify="right")
+    rows = [
+        save_once(flags, name, each) for name, each in ((flags.preset, config.model), ("124m", PRESETS["gpt2-124m"]))
+    ]
+    for row in rows:
+        mib = [f"{row[key] / 2**20:,.0f}" for key in ("state_bytes", "disk_bytes")]
+        seconds = [
+            f"{row[key]:.2f}" for key in ("blocks_seconds", "commit_seconds", "check_seconds", "restore_seconds")
+        ]
+        grown = "unknown" if row["grown_bytes"] is None else f"{row['grown_bytes'] / 2**20:,.0f}"
+        table.add_row(row["model"], *mib, *seconds, grown)
+    console.print(table)
+    console.print(
+        "One device, fp32, AdamW. Blocks: until training goes on. Committed: hashed, flushed, renamed. Checked: every "
+        "file hashed. Restored: read and put into the layout, with compiling. Host: the most that the process grew by."
+    )
+    return [share, *rows], True
+
+
+def save_share(flags: BenchFlags, config: RunConfig, console: Console) -> dict:
+    """The same steps with and without a save among them, one after the other: the ratio of their times."""
+    config = with_parallel(config, "dp=2", {"zero": 1})
+    devices = acquire_devices(2, flags.device)
+    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
+    step, batch, state = program.compile_step(), program.put(full_batch(config)), program.init(0)
+    state, _ = step(state, batch)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(folder, keep_last=1)
+        for repeat in range(flags.repeats):
+            for saving in (False, True):
+                with console.status(f"{flags.save_every} steps, {repeat + 1} of {flags.repeats}"):
+                    start = time.perf_counter()
+                    for index in range(flags.save_every):
+                        if saving and index == 0:
+                            checkpoints.save(int(state.step), to_logical(program, state), {})
+                        state, metrics = step(state, batch)
+                        jax.block_until_ready(metrics)
+                    times[saving].append(time.perf_counter() - start)
+            checkpoints.wait()
+    ratios = [b / a for a, b in zip(times[False], times[True], strict=True)]
+    share = statistics.median(ratios) - 1
+    simulated = ", simulated" if devices.simulated else ""
+    console.print(
+        f"a save every {flags.save_every} steps of {statistics.median(times[False]) / flags.save_every:.2f} s (dp=2"
+        f"{simulated}) adds {share:.1%} to them (median of {flags.repeats} pairs, {min(ratios) - 1:.1%} to "
+        f"{max(ratios) - 1:.1%}), the writing and hashing beside them counted"
+    )
+    return {"save_every": flags.save_every, "share": share, "ratios": ratios, "seconds": times[False] + times[True]}
+
+
+def save_once(flags: BenchFlags, name: str, model: ModelConfig) -> dict:
+    config = RunConfig(model, ParallelConfig(), batch_size=1)
+    program = build_program(config, make_mesh(config.parallel.mesh, acquire_devices(1, flags.device).devices))
+    state = program.init(0)
+    jax.block_until_ready(state)
+    with tempfile.TemporaryDirectory() as folder, Growth() as growth:
+        checkpoints = Checkpoints(folder)
+        start = time.perf_counter()
+        checkpoints.save(0, to_logical(program, state), {})
+        blocked = time.perf_counter()
+        checkpoints.wait()
+        committed = time.perf_counter()
+        grown = growth.most()
+        manifest = checkpoints.check(0)
+        checked = time.perf_counter()
+        again = from_logical(program, checkpoints.restore(manifest, abstract_logical(program)))
+        jax.block_until_ready(again)
+        restored = time.perf_counter()
+    return {
+        "model": name,
+        "state_bytes": local_bytes(state),
+        "disk_bytes": sum(size for size, _ in manifest.files.values()),
+        "blocks_seconds": blocked - start,
+        "commit_seconds": committed - start,
+        "check_seconds": checked - committed,
+        "restore_seconds": restored - checked,
+        "grown_bytes": grown,
+    }
+
+
+class Growth:
+    """The most that this process's memory has grown by, looked at every few milliseconds."""
+
+    def __enter__(self) -> Self:
+        self._before, self._most, self._stop = resident_bytes(), resident_bytes(), threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        if self._before is not None:
+            self._thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self._stop.wait(0.005):
+            self._most = max(self._most, resident_bytes())
+
+    def most(self) -> int | None:
+        return None if self._before is None else self._most - self._before
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
 
 
 def write_tokens(path: Path, num_bytes: int, vocab_size: int) -> None:

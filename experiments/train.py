@@ -92,7 +92,7 @@ class TrainFlags(CommonFlags):
     heartbeat: int = 30
     """Seconds of silence after which a process counts as dead, and all others end."""
     drill: str | None = None
-    """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens; also inf, flip, batch, stuck, slow, die, term, late, full."""
+    """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens (inf, flip, batch, stuck, slow, die, term, late, full)."""
     eval_every: int = 50
     """Steps between held-out evaluations."""
     eval_batches: int = 4
@@ -459,7 +459,7 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
                 try:
                     run.save(state, progress)
                 except SaveFailed as error:
-                    if jax.process_count() > 1:
+                    if last or jax.process_count() > 1:
                         raise Stopped(done, str(error), EXIT_SAVE, newest(run)) from error
                     console.print(f"[bold red]not saved:[/] {escape(str(error))}", soft_wrap=True)
     if start.step == config.steps:  # killed between the last checkpoint and the summary

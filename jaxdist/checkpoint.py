@@ -144,7 +144,7 @@ class Checkpoints:
     def _failed(self, step: int, error: Exception) -> SaveFailed:
         if processes.is_first():
             shutil.rmtree(self.path(step, PARTIAL), ignore_errors=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
         return SaveFailed(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}")
 
     def _thin_out(self) -> None:
@@ -157,17 +157,6 @@ class Checkpoints:
                 shutil.rmtree(doomed, ignore_errors=True)
                 self.path(step).rename(doomed)
                 shutil.rmtree(doomed)
-
-    def remove_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps: a run that goes back to `step` will write its own."""
-        self.wait()
-        if processes.is_first():
-            for later in [s for s in self.steps() if s > step]:
-                doomed = self.path(later, PARTIAL)
-                shutil.rmtree(doomed, ignore_errors=True)
-                self.path(later).rename(doomed)
-                shutil.rmtree(doomed)
-        processes.barrier(f"remove after {step}")
 
     # ---- restore ----
 

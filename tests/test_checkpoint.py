@@ -118,7 +118,7 @@ def test_a_run_goes_on_over_four_meshes(tmp_path):
     reference = make_program("dp=8", batch_size=16)
     batches = random_batches(reference.config, 8)
     _, expected = run_steps(reference, reference.init(0), batches)
-    found, state = [], None
+    checkpoints, found = Checkpoints(tmp_path), []
     for leg, settings in enumerate(meshes):
         program = make_program(batch_size=16, **settings)
         if leg == 0:
@@ -126,14 +126,14 @@ def test_a_run_goes_on_over_four_meshes(tmp_path):
         else:
             state = resume.restore(checkpoints, checkpoints.check(2 * leg), program, same_run=True).state
         state, losses = run_steps(program, state, batches[2 * leg : 2 * leg + 2])
-        checkpoints = saved(tmp_path, program, state, 2 * leg + 2)
+        saved(tmp_path, program, state, 2 * leg + 2)
         found += losses
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert checkpoints.steps() == [2, 4, 6, 8]
 
 
 def test_weights_alone_in_another_precision_and_layout(small):
-    program, folder = small
+    _, folder = small
     other = make_program("tp=2", precision="bfloat16")
     checkpoints = Checkpoints(folder)
     wanted = {name: x for name, x in abstract_logical(other).items() if name.startswith(f"{PARAMS}.")}
@@ -170,8 +170,6 @@ def test_the_newest_and_every_tenth_are_kept(small, tmp_path):
         checkpoints = saved(tmp_path, program, state, step, keep_last=2, keep_every=10)
     assert checkpoints.steps() == [0, 10, 20, 22, 24]
     assert not list(tmp_path.glob("*.partial"))
-    checkpoints.remove_after(20)
-    assert checkpoints.steps() == [0, 10, 20]
 
 
 def test_a_save_that_was_killed_is_not_there(damaged, small):
@@ -194,7 +192,7 @@ def test_a_save_that_fails_says_so_and_loses_nothing(damaged, small, monkeypatch
 
     monkeypatch.setattr(checkpoint, "_hash_files", full)
     damaged.save(9, to_logical(program, program.init(0)), {})
-    with pytest.raises(SaveFailed, match="step 9 .*No space left on device"):
+    with pytest.raises(SaveFailed, match=r"step 9 .*No space left on device"):
         damaged.wait()
     damaged.wait()  # said once
     assert damaged.steps() == [3] and not list(damaged.folder.glob("*.partial"))
@@ -233,7 +231,7 @@ def test_a_file_that_does_not_belong_is_named(damaged):
         damaged.check(3)
     (damaged.path(3) / "arrays" / "extra.bin").unlink()
     os.symlink("/etc/passwd", damaged.path(3) / "arrays" / "link")
-    with pytest.raises(BadCheckpoint, match="link.*neither a file nor a folder"):
+    with pytest.raises(BadCheckpoint, match=r"link.*neither a file nor a folder"):
         damaged.check(3)
 
 
