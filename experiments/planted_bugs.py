@@ -45,6 +45,9 @@ DATA = "tests/test_data.py::{}"
 PREFETCH = "tests/test_prefetch.py::{}"
 PREPARE = "tests/test_prepare.py::{}"
 UNEVEN_V = "tests/test_pipeline.py::test_uneven_parts_with_tied_weights_tp_and_recomputation[zb-v-parts2-0]"
+CHECKPOINT = "tests/test_checkpoint.py::{}"
+EXACT = CHECKPOINT.format("test_continued_run_equals_the_uninterrupted_one_bit_for_bit[{}]")
+HEALTH = "tests/test_health.py::{}"
 
 BUGS = [
     Bug(
@@ -857,6 +860,128 @@ BUGS = [
         "    return len(text) - back or len(text)",
         "    return len(text)",
         (PREPARE.format("test_units_and_pieces_cover_the_text"),),
+    ),
+    # Checkpoints, resuming, faults.
+    Bug(
+        "a flipped byte goes unseen (survive)",
+        "jaxdist/checkpoint.py",
+        "            if found_digest != digest:\n",
+        "            if False:\n",
+        (CHECKPOINT.format("test_a_damaged_file_is_named[flipped-3]"),),
+    ),
+    Bug(
+        "a missing file goes unseen (survive)",
+        "jaxdist/checkpoint.py",
+        "        for name in sorted(manifest.files.keys() | found.keys()):\n",
+        "        for name in sorted(found.keys()):\n",
+        (CHECKPOINT.format("test_a_damaged_file_is_named[deleted-3]"),),
+    ),
+    Bug(
+        "a link is followed (survive)",
+        "jaxdist/checkpoint.py",
+        "        if path.is_symlink() or not (path.is_file() or path.is_dir()):\n",
+        "        if not (path.is_file() or path.is_dir()):\n",
+        (CHECKPOINT.format("test_a_file_that_does_not_belong_is_named"),),
+    ),
+    Bug(
+        "names lead out of the checkpoint (survive)",
+        "jaxdist/checkpoint.py",
+        '        if name.is_absolute() or ".." in name.parts:\n',
+        "        if name.is_absolute():\n",
+        (CHECKPOINT.format("test_a_foreign_or_hostile_manifest_is_refused"),),
+    ),
+    Bug(
+        "a changed manifest is believed (survive)",
+        "jaxdist/checkpoint.py",
+        "    if content != _sealed(content):\n",
+        "    if False:\n",
+        (CHECKPOINT.format("test_a_foreign_or_hostile_manifest_is_refused"),),
+    ),
+    Bug(
+        "the newest are removed, not the oldest (survive)",
+        "jaxdist/checkpoint.py",
+        "self.steps()[: -self.keep_last]",
+        "self.steps()[self.keep_last :]",
+        (CHECKPOINT.format("test_the_newest_and_every_tenth_are_kept"),),
+    ),
+    Bug(
+        "arrays are restored whatever their shape (survive)",
+        "jaxdist/checkpoint.py",
+        "        require_same_arrays(folder, manifest, wanted)\n",
+        "",
+        (CHECKPOINT.format("test_arrays_of_another_shape_name_or_dtype_are_refused_before_anything_is_read"),),
+    ),
+    Bug(
+        "moments start anew (survive)",
+        "jaxdist/logical.py",
+        "return fresh._replace(step=arrays[STEP], moments=moments, scale=scale)",
+        "return fresh._replace(step=arrays[STEP], scale=scale)",
+        (EXACT.format("one"),),
+    ),
+    Bug(
+        "the step starts anew, and with it dropout (survive)",
+        "jaxdist/logical.py",
+        "return fresh._replace(step=arrays[STEP], moments=moments, scale=scale)",
+        "return fresh._replace(moments=moments, scale=scale)",
+        (EXACT.format("one"),),
+    ),
+    Bug(
+        "the loss scale starts anew (survive)",
+        "jaxdist/logical.py",
+        "return fresh._replace(step=arrays[STEP], moments=moments, scale=scale)",
+        "return fresh._replace(step=arrays[STEP], moments=moments)",
+        (EXACT.format("dp2-fp16"),),
+    ),
+    Bug(
+        "layers saved in the stages' order (survive)",
+        "jaxdist/logical.py",
+        "return leaf.rows is None or leaf.rows == tuple(range(leaf.shape[0]))",
+        "return True",
+        (EXACT.format("pp2-dp2-zb-v-zero1"),),
+    ),
+    Bug(
+        "the data starts anew (survive)",
+        "jaxdist/resume.py",
+        'progress = Progress(**manifest.about["progress"])',
+        "progress = Progress()",
+        (EXACT.format("one"),),
+    ),
+    Bug(
+        "the rank is looked for after the sum (survive)",
+        "jaxdist/step.py",
+        "    not_finite = flag_not_finite(loss_sum, grads)\n"
+        "    grads = reduce_gradients(grads, layout, config.precision.reduction_dtype)\n",
+        "    grads = reduce_gradients(grads, layout, config.precision.reduction_dtype)\n"
+        "    not_finite = flag_not_finite(loss_sum, grads)\n",
+        (HEALTH.format("test_one_bad_shard_is_named_and_changes_no_bit"),),
+    ),
+    Bug(
+        "moments take up a gradient that is not finite (survive)",
+        "jaxdist/step.py",
+        "lambda new, old: jnp.where(finite, new, old), (updated, moments), (owned, state.moments)",
+        "lambda new, old: jnp.where(finite, new, old), (updated, state.moments), (owned, moments)",
+        (HEALTH.format("test_one_bad_shard_is_named_and_changes_no_bit"),),
+    ),
+    Bug(
+        "a checksum blind to order (survive)",
+        "jaxdist/health.py",
+        "return jnp.sum(bits * weights, dtype=jnp.uint32)",
+        "return jnp.sum(bits, dtype=jnp.uint32)",
+        (HEALTH.format("test_a_checksum_sees_every_flipped_bit_and_a_swap"),),
+    ),
+    Bug(
+        "the majority is blamed (survive)",
+        "jaxdist/health.py",
+        "wrong[rank] = tied or sums[rank] != common",
+        "wrong[rank] = tied or sums[rank] == common",
+        (HEALTH.format("test_a_copy_that_differs_is_named"),),
+    ),
+    Bug(
+        "a spike is remembered as normal (survive)",
+        "jaxdist/health.py",
+        "1.1 * max(expected, self.recent[-1])):\n                return True",
+        "1.1 * max(expected, self.recent[-1])):\n                self.recent.append(loss)\n                return True",
+        (HEALTH.format("test_a_spike_is_what_stands_out_of_noise_and_trend"),),
     ),
 ]
 
