@@ -72,6 +72,30 @@ def test_a_loop_keeps_what_backward_needs_once_for_each_turn():
     assert short < 30 * KIB  # but not ten times everything inside
 
 
+def test_a_loop_copies_one_layer_of_what_it_goes_through():
+    def through(x, stacked):
+        return lax.scan(lambda x, w: (x @ w, None), x, stacked)[0]
+
+    same = temporaries(lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, length=10)[0], X, X)
+    assert temporaries(through, X, jax.ShapeDtypeStruct((10, 16, 16), jnp.float32)) == same + 1 * KIB
+
+
+def test_what_is_fused_keeps_what_it_reads_until_its_reader():
+    def f(x):
+        a = x @ x
+        doubled = a * 2  # fused into the sum, which needs `a` beside a product and its operand
+        return (doubled + x @ x @ x) @ x
+
+    assert temporaries(f, X) == 3 * KIB
+
+    def g(x):
+        a = x @ x
+        b = a + 1  # a buffer, for the next matmul; the last line computes it again, on a CPU
+        return (b @ x @ x @ x + b * 2) @ x
+
+    assert temporaries(g, X, compiler="cpu") == 4 * KIB
+
+
 def test_a_loop_updates_its_carry_in_place():
     def fill(buffer):
         def body(buffer, index):
@@ -247,9 +271,14 @@ def test_the_table_covers_every_stage_schedule_and_recomputation():
     assert {more.get("remat", "none") for more in used} >= {"none", "selective", "block", "every-2"}
 
 
-def test_a_program_text_is_dumped(tmp_path):
-    compiled = compile_step(BY_NAME["dp4-accumulate"].run_config(), "cpu", dump=str(tmp_path / "hlo"))
+def test_a_program_text_is_dumped_and_its_state_counted_once(tmp_path):
+    config = BY_NAME["dp4-accumulate"].run_config()
+    compiled = compile_step(config, "cpu", dump=str(tmp_path / "hlo"))
     assert (tmp_path / "hlo" / "step-cpu.hlo.txt").read_text() == compiled.text
+    # The new state takes the memory of the old: what is left over is the batch and the step's numbers.
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    state = local_bytes(program.abstract_state())
+    assert state < compiled.arguments < 1.1 * state
 
 
 def test_how_a_compiled_program_differs_is_said():
