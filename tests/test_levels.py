@@ -19,7 +19,7 @@ from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.plan.compile import TARGETS, compile_step, emitted_collectives, target_devices, torus
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.levels import Sent, levels
+from jaxdist.plan.levels import Sent, habits_of, levels
 from jaxdist.plan.memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
 from jaxdist.plan.search import Candidates, score
 from jaxdist.step import build_program
@@ -231,6 +231,11 @@ def test_predicted_peak_is_near_the_compilers():
     for mesh, more in [("dp=2", {"remat": "selective"}), ("tp=2", {"sp": True}), ("pp=2", {})]:
         base = RunConfig(model=model, batch_size=8)
         assert abs(levels(with_layout(base, mesh, more, "cpu"), "cpu").peak_error) < 0.10, mesh
+
+
+def test_a_tpu_is_not_predicted_to_widen_16_bits():
+    assert [habits_of(target, "bfloat16") for target in ("cpu", "h200", "v5p", None)] == ["cpu", "gpu", "gpu", "gpu"]
+    assert [habits_of(target, "float32") for target in ("cpu", "h200", "v5p", None)] == ["cpu", "gpu", "gpu", "cpu"]
 
 
 def test_arguments_of_a_step_are_its_state_and_its_batch():
