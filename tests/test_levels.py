@@ -212,6 +212,12 @@ def test_a_compiler_that_is_not_there_names_its_package(target):
     assert target in TARGETS
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+@pytest.mark.parametrize("num", [4, 8, 16])
+def test_slices_of_a_tpu_are_known_to_its_compiler(num):
+    assert len(target_devices("v5p", num)) == num
+
+
 # ---- the levels together
 
 
@@ -294,7 +300,7 @@ def test_how_a_compiled_program_differs_is_said():
     assert why((3, 21), (2, 22)) == "equal bytes, combined: 3 became 2"  # a byte is lost to rounding in each message
     assert "sends less" in why((3, 300), (2, 200))
     assert "sends more" in why((3, 300), (3, 600))
-    assert "length is data" in why((3, 300), (None, None))
+    assert "text does not say" in why((3, 300), (None, None))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Sent:
     def why(self) -> str:
         """How the compiler's program differs from the trace, and what it has done."""
         if self.compiled_count is None:
-            return "in loops whose length is data"
+            return "in loops whose length the compiler's text does not say"
         # A message's bytes are rounded down, so combining some may show a byte for each.
         if abs(self.compiled_bytes - self.traced_bytes) <= max(self.traced_count, self.compiled_count):
             if self.compiled_count == self.traced_count:
