@@ -73,6 +73,7 @@ def test_the_sentence_to_the_character():
     assert said == "2 × $0.35/h × 3 h = $2.10. Budget $3.00, spent or reserved before $0.50, buffer $0.40."
     said = sentence(dollars("0.0375"), 1, dollars("1.5"), ceiling=dollars("12000"))
     assert said == "1 × $0.0375/h × 1.5 h = $0.05625. Budget $12,000.00, buffer $11,999.94375."
+    assert sentence(price, 2, three, ceiling=dollars("2")).endswith("= $2.10. Budget $2.00, $0.10 over.")
 
 
 NO_TEXTS = ["-1", "-0.01", "NaN", "nan", "inf", "-inf", "Infinity", "1e3", "1_000", " 1", "1,5", "$3", "", "１", "3\n"]

@@ -215,6 +215,36 @@ def test_data_parallel_communication_hides_behind_enough_tokens():
     assert one(dp=64, gradient_bytes=2).dp < few.dp
 
 
+def test_no_more_hides_than_backward_takes():
+    few = one(dp=64, rows=1)
+    assert few.dp_hidden <= 0.7 * 2 / 3 * (few.compute + few.memory)
+
+
+def test_sums_over_replicas_and_stages_are_of_what_their_ranks_hold():
+    def ring(axis_size, apart, num_bytes):
+        e = Efficiency()
+        return H100.collective_seconds("ring_all_reduce", axis_size, apart, num_bytes, e.inside, e.between)
+
+    own = {"dp": 8, "zero": 1, "overlap_dp": False}
+    parameters = 32 * SHAPE.layer_parameters + SHAPE.vocab_size * SHAPE.width
+    assert one(replica=8, **own).dp - one(**own).dp == pytest.approx(ring(8, 8, parameters * 4 / 8))
+    staged = {"pp": 8, "overlap_dp": False}
+    root = SHAPE.embedding_parameters * 4
+    assert one(shared_root=True, **staged).dp - one(**staged).dp == pytest.approx(ring(8, 1, root))
+
+
+def test_the_head_is_one_more_matmul_each_way():
+    twice = step_time(replace(SHAPE, vocab_size=2 * SHAPE.vocab_size), Layout(), H100)
+    flops = 3 * 2 * SHAPE.seq_len * SHAPE.vocab_size * SHAPE.width
+    peak = H100.hardware.peak("bfloat16") * 0.7 * SHAPE.seq_len / (SHAPE.seq_len + 60)
+    assert twice.compute - one().compute == pytest.approx(flops / peak)
+
+
+def test_with_sp_stages_send_a_part_of_a_message():
+    plain, part = one(pp=2, tp=8, microbatches=8).pp, one(pp=2, tp=8, microbatches=8, sp=True).pp
+    assert plain / 8 < part < plain / 6  # latencies are not divided
+
+
 def test_zero_stages_in_communication_and_update():
     zero = [one(dp=8, zero=stage, overlap_dp=False, microbatches=4) for stage in range(4)]
     assert zero[1].dp < zero[2].dp < zero[3].dp  # scattered, and gathered, once a micro-batch

@@ -5,6 +5,7 @@ Every number of the reference list is here as data. `shown` is how a paper print
 
 import subprocess
 import sys
+from decimal import Decimal
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from jaxdist.config import PRESETS, PrecisionConfig
 from jaxdist.parallel import schedules
 from jaxdist.plan import formulas as f
+from jaxdist.plan.budget import sentence
 from jaxdist.plan.collective_cost import CollectiveCost, bus_bandwidth_factor, collective_cost, two_level
 from jaxdist.plan.formulas import GIB, ModelShape
 
@@ -407,9 +409,12 @@ def test_kv_cache():
 def test_cost_sentence():
     cost = f.Cost(2, 0.35, 3, budget=3.00)
     assert shown(cost.dollars, "2.10") and shown(cost.buffer, "0.90")
-    assert str(cost) == "2 GPUs × $0.35/h × 3 h = $2.10 against a budget of $3.00, buffer $0.90."
+    assert str(cost) == "2 GPUs × $0.35/h × 3 h = $2.10. Budget $3.00, buffer $0.90."
     assert str(f.Cost(2, 0.35, 3)) == "2 GPUs × $0.35/h × 3 h = $2.10."
-    assert str(f.Cost(1, 4, 1, budget=3.00)).endswith("$3.00, $1.00 over.")
+    assert str(f.Cost(1, 4, 1, budget=3.00)).endswith("= $4.00. Budget $3.00, $1.00 over.")
+    price, hours = Decimal("0.35"), Decimal(3)
+    assert str(cost) == sentence(price, 2, hours, Decimal(3), device="GPU")  # as before a launch, but for the name
+    assert str(cost).replace(" GPUs", "") == sentence(price, 2, hours, Decimal(3))
     assert f.hours_within(3.00, 2, 0.35) == pytest.approx(3 / 0.7)
 
 

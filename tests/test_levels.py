@@ -19,7 +19,7 @@ from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.plan.compile import TARGETS, compile_step, emitted_collectives, target_devices, torus
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.levels import Sent, levels
+from jaxdist.plan.levels import Sent, habits_of, levels
 from jaxdist.plan.memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
 from jaxdist.plan.search import Candidates, score
 from jaxdist.step import build_program
@@ -70,6 +70,30 @@ def test_a_loop_keeps_what_backward_needs_once_for_each_turn():
     short = temporaries(jax.grad(loss), X, X)
     assert short >= 10 * KIB  # ten x
     assert short < 30 * KIB  # but not ten times everything inside
+
+
+def test_a_loop_copies_one_layer_of_what_it_goes_through():
+    def through(x, stacked):
+        return lax.scan(lambda x, w: (x @ w, None), x, stacked)[0]
+
+    same = temporaries(lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, length=10)[0], X, X)
+    assert temporaries(through, X, jax.ShapeDtypeStruct((10, 16, 16), jnp.float32)) == same + 1 * KIB
+
+
+def test_what_is_fused_keeps_what_it_reads_until_its_reader():
+    def f(x):
+        a = x @ x
+        doubled = a * 2  # fused into the sum, which needs `a` beside a product and its operand
+        return (doubled + x @ x @ x) @ x
+
+    assert temporaries(f, X) == 3 * KIB
+
+    def g(x):
+        a = x @ x
+        b = a + 1  # a buffer, for the next matmul; the last line computes it again, on a CPU
+        return (b @ x @ x @ x + b * 2) @ x
+
+    assert temporaries(g, X, compiler="cpu") == 4 * KIB
 
 
 def test_a_loop_updates_its_carry_in_place():
@@ -188,6 +212,12 @@ def test_a_compiler_that_is_not_there_names_its_package(target):
     assert target in TARGETS
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+@pytest.mark.parametrize("num", [4, 8, 16])
+def test_slices_of_a_tpu_are_known_to_its_compiler(num):
+    assert len(target_devices("v5p", num)) == num
+
+
 # ---- the levels together
 
 
@@ -207,6 +237,11 @@ def test_predicted_peak_is_near_the_compilers():
     for mesh, more in [("dp=2", {"remat": "selective"}), ("tp=2", {"sp": True}), ("pp=2", {})]:
         base = RunConfig(model=model, batch_size=8)
         assert abs(levels(with_layout(base, mesh, more, "cpu"), "cpu").peak_error) < 0.10, mesh
+
+
+def test_a_tpu_is_not_predicted_to_widen_16_bits():
+    assert [habits_of(target, "bfloat16") for target in ("cpu", "h200", "v5p", None)] == ["cpu", "gpu", "gpu", "gpu"]
+    assert [habits_of(target, "float32") for target in ("cpu", "h200", "v5p", None)] == ["cpu", "gpu", "gpu", "cpu"]
 
 
 def test_arguments_of_a_step_are_its_state_and_its_batch():
@@ -247,9 +282,14 @@ def test_the_table_covers_every_stage_schedule_and_recomputation():
     assert {more.get("remat", "none") for more in used} >= {"none", "selective", "block", "every-2"}
 
 
-def test_a_program_text_is_dumped(tmp_path):
-    compiled = compile_step(BY_NAME["dp4-accumulate"].run_config(), "cpu", dump=str(tmp_path / "hlo"))
+def test_a_program_text_is_dumped_and_its_state_counted_once(tmp_path):
+    config = BY_NAME["dp4-accumulate"].run_config()
+    compiled = compile_step(config, "cpu", dump=str(tmp_path / "hlo"))
     assert (tmp_path / "hlo" / "step-cpu.hlo.txt").read_text() == compiled.text
+    # The new state takes the memory of the old: what is left over is the batch and the step's numbers.
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    state = local_bytes(program.abstract_state())
+    assert state < compiled.arguments < 1.1 * state
 
 
 def test_how_a_compiled_program_differs_is_said():
@@ -260,7 +300,7 @@ def test_how_a_compiled_program_differs_is_said():
     assert why((3, 21), (2, 22)) == "equal bytes, combined: 3 became 2"  # a byte is lost to rounding in each message
     assert "sends less" in why((3, 300), (2, 200))
     assert "sends more" in why((3, 300), (3, 600))
-    assert "length is data" in why((3, 300), (None, None))
+    assert "text does not say" in why((3, 300), (None, None))
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_the_smallest_cluster_that_meets_a_deadline_and_a_budget(monkeypatch, ca
     record = json.loads(path.read_text())
     assert code == 0 and record["nodes"] == 2
     assert record["rows"][0]["hours"] <= alone * 0.6
-    assert re.search(r"16 H100s × \$2.50/h × [\d.]+ h = \$[\d.]+ against a budget of \$5,000.00, buffer \$", out)
+    assert re.search(r"16 H100s × \$2.50/h × [\d.]+ h = \$[\d.]+\. Budget \$5,000.00, buffer \$", out)
 
 
 def test_an_old_price_warns(monkeypatch, capsys):

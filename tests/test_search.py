@@ -14,6 +14,7 @@ from jaxdist.layout import local_bytes
 from jaxdist.mesh import AVAILABLE_AXES, MeshShape, make_abstract_mesh
 from jaxdist.parallel.pipeline import lower, receiving_ticks
 from jaxdist.parallel.schedules import NAMES, SCHEDULES, Costs, make_schedule, simulate
+from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.program_memory import (
     FETCHED,
@@ -29,6 +30,7 @@ from jaxdist.plan.schedule_facts import ScheduleFacts, facts_of, schedule_facts,
 from jaxdist.plan.search import (
     INTEGERS,
     Candidates,
+    best_of_each_mesh,
     enumerate_layouts,
     pareto,
     pipelines,
@@ -38,6 +40,7 @@ from jaxdist.plan.search import (
     usable_bytes,
     weight_gathers,
 )
+from jaxdist.plan.time_model import PARTS, Layout, step_time
 from jaxdist.plan.trace import equations
 from jaxdist.step import build_program
 
@@ -199,6 +202,55 @@ def test_a_layout_alone_has_the_score_it_has_among_all():
         assert alone.memory.total[0] == found.memory.total[index]
 
 
+BY_HAND = {
+    "1f1b": ("pp=2,dp=2,tp=2", {"zero": 1, "sp": True, "microbatches": 8, "accumulate": 2}, Layout(zero=1, sp=True)),
+    "recompute": ("pp=4", {"schedule": "zb-h1", "microbatches": 8, "remat": "block"}, Layout(remat="block", gathers=3)),
+    # Parts of 1, 1, 2 and 1 layers: the last one's F alone is shorter.
+    "uneven": ("pp=4", {"schedule": "gpipe", "microbatches": 4}, Layout(most_layers=2, last_layers=2 - 1 / 3)),
+    "zero-3": ("dp=4", {"zero": 3}, Layout(zero=3, overlap_dp=True)),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_time_is_that_of_the_layout_written_by_hand(name):
+    """The schedule's part is read from its table, the rest is what docs/plan.md says of our program."""
+    mesh, more, layout = BY_HAND[name]
+    shape = mesh_of(mesh)
+    model = dataclasses.replace(SMALL, width=512, num_layers=5 if name == "uneven" else 8)
+    config = RunConfig(model, ParallelConfig(mesh=shape, **more), precision=PrecisionConfig("bfloat16"), batch_size=64)
+    schedule, micro = config.parallel.pipeline, config.parallel.num_microbatches
+    table = {}
+    if schedule is not None:
+        receives = receiving_ticks(lower(schedule).instructions)
+        span = simulate(schedule, Costs(1, 2, 1)).makespan
+        bubble = span / (4 * micro) - 1 if name == "recompute" else simulate(schedule).idle_over_ideal
+        table = {"bubble": bubble, "sends": (receives["from_before"].sum() + receives["from_after"].sum()) / micro}
+    by_hand = dataclasses.replace(
+        layout,
+        **{axis: getattr(shape, axis) for axis in AVAILABLE_AXES},
+        **table,
+        microbatches=micro * config.parallel.accumulate,
+        pipeline_microbatches=micro,
+        rows=64 // (shape.replica * shape.dp * micro * config.parallel.accumulate),
+        overlap_dp=config.parallel.zero >= 2,
+        overlap_across=False,
+        shared_root=shape.pp > 1,
+    )
+    found = score(config, Candidates.of(config), H100).time
+    expected = step_time(ModelShape.of(model), by_hand, H100)
+    for part in (*PARTS, "dp_hidden", "total"):
+        assert getattr(found, part)[0] == pytest.approx(getattr(expected, part)[0], rel=1e-9), part
+
+
+def test_the_best_of_each_mesh_is_its_first_in_the_order():
+    found = search(base(), H100)
+    order = rank(found)
+    first = {}
+    for index in order.tolist():
+        first.setdefault(tuple(int(getattr(found.layouts, axis)[index]) for axis in AVAILABLE_AXES), index)
+    assert best_of_each_mesh(found, order).tolist() == list(first.values())
+
+
 def test_ranking_puts_what_fits_first_and_the_front_is_not_beaten():
     config = RunConfig(PRESETS["7b"], precision=PrecisionConfig("bfloat16"), batch_size=32)
     found = search(config, H100, "cudnn")
@@ -251,6 +303,39 @@ def test_state_bytes_are_those_of_the_program(mesh, more, optimizer, dtype):
     found = program_bytes(config, layout, pipelines(model, layout), "xla")
     state = build_program(config, make_abstract_mesh(config.parallel.mesh)).abstract_state()
     assert abs(float(found.parameters[0] + found.optimizer[0]) - local_bytes(state)) <= 64  # counters
+
+
+def memory_of(mesh: str, batch_size: int, **more):
+    """Closed form of a small bf16 model of wide rows, its number of parameters, and its layout's columns."""
+    model = dataclasses.replace(SMALL, num_layers=6, width=256, seq_len=64, vocab_size=20_000)
+    config = RunConfig(
+        model, ParallelConfig(mesh=mesh_of(mesh), **more), precision=PrecisionConfig("bfloat16"), batch_size=batch_size
+    )
+    layout = Candidates.of(config)
+    state = build_program(config, make_abstract_mesh(config.parallel.mesh)).abstract_state()
+    return program_bytes(config, layout, pipelines(model, layout), "xla"), local_bytes(state.params) / 2, config
+
+
+def test_each_phase_holds_what_it_is_said_to_hold():
+    # The update: fp32 gradients of everything, and nothing of forward.
+    found, number, config = memory_of("replica=2", 2)
+    assert found.phase == 2 and found.gradients == 4 * number and found.activations == 0
+    assert found.working == 4 * 3 * 256**2 * 6  # the largest leaf, of q, k and v
+    # The head: logits in 32 and in 16 bits and a copy of the table, beside the sum over micro-batches.
+    found, number, config = memory_of("replica=2", 1024, accumulate=2, remat="block")
+    padded = config.model.padded_vocab_size
+    assert found.phase == 1 and found.gradients == 4 * number
+    assert found.logits == 256 * 64 * padded * 6 + 2 * padded * 256
+    assert found.activations == 6 * 256 * 64 * 256 * 2  # the input of every block
+    # Backward, of a pipeline that recomputes: the inputs of groups (two of three layers in two), what B hands to W,
+    # and messages, by the slots of the table.
+    found, number, config = memory_of("pp=2", 64, remat="every-2", microbatches=2, schedule="zb-h1")
+    slots, x = lower(config.parallel.pipeline), 32 * 64 * 256 * 2
+    layer = sum(
+        kept_bytes(config.model, kept_arrays(context, "xla", False, False, False), 32, 1, False, 2, 4)
+        for context in (HANDED, UNTIL_W)
+    )
+    assert found.activations == (2 * slots.num_until_b + slots.num_messages) * x + 3 * slots.num_handed * layer
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -120,23 +120,27 @@ def plain(number: Decimal) -> str:
 
 
 def sentence(
-    price_per_hour: Decimal, num_devices: int, hours: Decimal, ceiling: Decimal, spent: Decimal = _NOTHING
+    price_per_hour: Decimal,
+    num_devices: int,
+    hours: Decimal,
+    ceiling: Decimal | None = None,
+    spent: Decimal = _NOTHING,
+    device: str = "",
 ) -> str:
     """What is said before launch: `2 × $0.35/h × 3 h = $2.10. Budget $3.00, buffer $0.90.`
 
     The buffer is what the budget would still hold if the job took all of its hours; `spent` (finished jobs and what
-    running ones have reserved) is named where there is any.
+    running ones have reserved) is named where there is any. `device`: as in `2 GPUs × ...`.
     """
+    devices = f"{num_devices:,}" + (device and f" {device}{'s' * (num_devices != 1)}")
     estimate = cost(price_per_hour, num_devices, hours)
+    text = f"{devices} × {money(price_per_hour)}/h × {plain(hours)} h = {money(estimate)}."
+    if ceiling is None:
+        return text
     before = f"spent or reserved before {money(spent)}, " if spent else ""
     buffer = _UP.subtract(_UP.subtract(ceiling, spent), estimate)
-    total_text = _estimate_text(price_per_hour, num_devices, hours)
-    return f"{total_text}. Budget {money(ceiling)}, {before}buffer {money(buffer)}."
-
-
-def _estimate_text(price_per_hour: Decimal, num_devices: int, hours: Decimal) -> str:
-    estimate = cost(price_per_hour, num_devices, hours)
-    return f"{num_devices} × {money(price_per_hour)}/h × {plain(hours)} h = {money(estimate)}"
+    ending = f"{money(buffer.copy_abs())} over" if buffer < 0 else f"buffer {money(buffer)}"
+    return f"{text} Budget {money(ceiling)}, {before}{ending}."
 
 
 # ---- the log ----
@@ -618,8 +622,8 @@ def begin_job(
         hours = affordable_hours(price, num_devices, left) if price else _NOTHING
         return f"Use at most {plain(hours)} h or fewer devices" if hours else "Wait for running jobs to end"
 
-    text = _estimate_text(price, num_devices, limit)
-    job, before = log.reserve(estimate, ceiling, note, asked=text, advise=advise)
+    asked = sentence(price, num_devices, limit).removesuffix(".")
+    job, before = log.reserve(estimate, ceiling, note, asked=asked, advise=advise)
     clock = BudgetClock(price, num_devices, estimate, float(limit) * 3600, now)
     if hours is None:
         say("No hours were given: the whole rest of the budget is reserved.")

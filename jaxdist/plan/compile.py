@@ -43,8 +43,8 @@ TARGETS = ("cpu", *CUDA_CARDS, *TPU_DIMS)
 class CompiledStep:
     """What a compiler made of the step, for one device. Bytes; seconds of compiling.
 
-    temporaries: beside the arguments (state and batch). collectives: of the optimised program; a count of None where a
-    loop's length is data. asynchronous: how many of them overlap with something by start and done.
+    temporaries: beside the arguments (state and batch). collectives: of the optimised program; a count of None where
+    its text does not say a loop's length. asynchronous: how many of them overlap with something by start and done.
     """
 
     target: str
@@ -67,7 +67,7 @@ class CompiledStep:
 class Emitted:
     """One collective instruction. axes: the mesh axes its groups span. full_bytes: of the gathered, or summed, buffer.
 
-    count: how often a step runs it; None where that is data.
+    count: how often a step runs it; None where the text does not say.
     """
 
     kind: str
@@ -179,7 +179,7 @@ def _card(target: str) -> str:
 def _tpu_devices(target: str, num_devices: int) -> Sequence:
     if not importlib.util.find_spec("libtpu"):
         _refuse(target, f"'jax[tpu]=={jax.__version__}'")
-    sizes = torus(num_devices, TPU_DIMS[target])
+    sizes = sorted(torus(num_devices, TPU_DIMS[target]), key=lambda size: size == 1)  # a host is 2x2x1 chips
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", TPU_TYPES[target].format(num_devices, 2 * num_devices))

@@ -10,11 +10,13 @@ of an update, V vocabulary, P or Ψ parameters, D tokens, t = tp, p = pp, m micr
 """
 
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
 from jaxdist.errors import ConfigError
+from jaxdist.plan.budget import sentence
 
 GIB = 2**30
 Number = Any  # a Python number, or a numpy array of them
@@ -620,12 +622,12 @@ class Cost:
         return None if self.budget is None else self.budget - self.dollars
 
     def __str__(self) -> str:
-        devices = f"{self.num_devices:,} {self.device}{'' if self.num_devices == 1 else 's'}"
-        text = f"{devices} × ${self.price_per_hour:.2f}/h × {self.hours:g} h = ${self.dollars:,.2f}"
-        if self.budget is None:
-            return text + "."
-        ending = f"buffer ${self.buffer:,.2f}" if self.buffer >= 0 else f"${-self.buffer:,.2f} over"
-        return f"{text} against a budget of ${self.budget:,.2f}, {ending}."
+        """The sentence that is said before a launch too."""
+        price, hours, budget = (
+            None if number is None else Decimal(f"{number:.6f}")
+            for number in (self.price_per_hour, self.hours, self.budget)
+        )
+        return sentence(price, self.num_devices, hours, budget, device=self.device)
 
 
 def hours_within(budget: float, num_devices: Number, price_per_hour: float) -> Number:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxdist.config import RunConfig
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
-from jaxdist.plan.compile import CUDA_CARDS, CompiledStep, compile_step, without_devices
+from jaxdist.plan.compile import CompiledStep, compile_step, without_devices
 from jaxdist.plan.memory import StepMemory, step_memory
 from jaxdist.step import build_program
 
@@ -30,7 +30,7 @@ class Sent:
     def why(self) -> str:
         """How the compiler's program differs from the trace, and what it has done."""
         if self.compiled_count is None:
-            return "in loops whose length is data"
+            return "in loops whose length the compiler's text does not say"
         # A message's bytes are rounded down, so combining some may show a byte for each.
         if abs(self.compiled_bytes - self.traced_bytes) <= max(self.traced_count, self.compiled_count):
             if self.compiled_count == self.traced_count:
@@ -60,20 +60,29 @@ class Levels:
 def levels(config: RunConfig, target: str | None = None, *, num_nodes: int = 1, dump: str | None = None) -> Levels:
     """Trace the step of `config` on an abstract mesh, and compile it for `target` where one is named.
 
-    The prediction is of that target's habits; with none, of a GPU's for 16 bits and of a CPU's otherwise.
+    The prediction is of that target's habits (`habits_of`).
     Raises: ConfigError as `jaxdist.plan.compile.compile_step`.
     """
     mesh = config.parallel.mesh
     without_devices(mesh.num_devices)
     compiled = None if target is None else compile_step(config, target, num_nodes=num_nodes, dump=dump)
-    gpu = target in CUDA_CARDS if target else config.precision.dtype in ("bfloat16", "float16")
     start = time.perf_counter()
     program = build_program(config, make_abstract_mesh(mesh))
     traced = program.step.trace(program.abstract_state(), program.abstract_batch())
-    predicted = step_memory(program, traced, "gpu" if gpu else "cpu")
+    predicted = step_memory(program, traced, habits_of(target, config.precision.dtype))
     sent = compare(program.collectives_of(traced), compiled, mesh)
     seconds = time.perf_counter() - start
     return Levels(local_bytes(program.abstract_state()), predicted, sent, seconds, compiled)
+
+
+def habits_of(target: str | None, dtype: str) -> str:
+    """Which of `memory.HABITS` a target is predicted with; with none named, a GPU's for 16 bits and a CPU's otherwise.
+
+    A TPU gets a GPU's: both compute in 16 bits, which a CPU widens. What its tiles pad is not in them (docs/plan.md).
+    """
+    if target is None:
+        return "gpu" if dtype in ("bfloat16", "float16") else "cpu"
+    return "cpu" if target == "cpu" else "gpu"
 
 
 def compare(traced: list, compiled: CompiledStep | None, mesh: MeshShape) -> tuple[Sent, ...]:
