@@ -2,8 +2,8 @@
 
 python -m experiments.launch --processes 2 --devices-per-process 4 -- -m experiments.train --mesh dp=8
 
-On a cluster Slurm, Open MPI or Kubernetes does this (docs/cluster.md). Here each process gets an address to meet at, its
-number, and its share of simulated devices; what it prints is passed on with its number before each line.
+On a cluster Slurm, Open MPI or Kubernetes does this (docs/cluster.md). Here each process gets an address to meet at,
+its number, and its share of simulated devices; what it prints is passed on with its number before each line.
 """
 
 import os
