@@ -168,6 +168,12 @@ class ProcessFlags:
             require_positive("num_processes", self.num_processes)
         if self.distributed or self.coordinator or processes.asked_to_join():
             processes.join(self.coordinator, self.num_processes, self.process_id, self.heartbeat)
+        elif self.process_id is not None or self.num_processes not in (None, 1):
+            raise ConfigError(
+                "--num-processes or --process-id alone", "the processes need to find each other", "Add --coordinator"
+            )
+        elif self.num_processes is None:
+            processes.require_alone()
         devices = acquire_devices(count, choice)
         console.quiet = not processes.is_first()
         return devices
