@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from jaxdist import processes
 from jaxdist.config import (
     PRESETS,
     AttentionName,
@@ -25,10 +26,11 @@ from jaxdist.config import (
     PrecisionConfig,
     Preset,
     RunConfig,
+    require_positive,
 )
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
-from jaxdist.runtime import DeviceChoice
+from jaxdist.runtime import DeviceChoice, Devices, acquire_devices
 from jaxdist.signals import EXIT_SIGNAL
 
 Flags = TypeVar("Flags")
@@ -141,6 +143,40 @@ class CommonFlags:
             steps=self.steps,
             seed=self.seed,
         )
+
+
+@dataclass(frozen=True)
+class ProcessFlags:
+    """How this process finds the others, where a run is several processes."""
+
+    distributed: bool = False
+    """Join the other processes that Slurm, Open MPI or Kubernetes started (with JAX_COORDINATOR_ADDRESS: always)."""
+    coordinator: str | None = None
+    """HOST:PORT of the first process, where no launcher says so; --num-processes and --process-id belong to it."""
+    num_processes: int | None = None
+    process_id: int | None = None
+    heartbeat: int = 30
+    """Seconds of silence after which a process counts as dead, and all others end."""
+
+    def acquire_devices(self, count: int, choice: DeviceChoice, console: Console) -> Devices:
+        """Join the other processes, if there are any, and take the mesh's devices; only the first process prints.
+
+        Call it before anything else touches a JAX backend. Raises: ConfigError.
+        """
+        require_positive("heartbeat", self.heartbeat)
+        if self.num_processes is not None:
+            require_positive("num_processes", self.num_processes)
+        if self.distributed or self.coordinator or processes.asked_to_join():
+            processes.join(self.coordinator, self.num_processes, self.process_id, self.heartbeat)
+        elif self.process_id is not None or self.num_processes not in (None, 1):
+            raise ConfigError(
+                "--num-processes or --process-id alone", "the processes need to find each other", "Add --coordinator"
+            )
+        elif self.num_processes is None:
+            processes.require_alone()
+        devices = acquire_devices(count, choice)
+        console.quiet = not processes.is_first()
+        return devices
 
 
 def flags_of(config: RunConfig) -> list[str]:

@@ -49,10 +49,13 @@ def main(flags: LaunchFlags, console: Console) -> int:
     address = f"127.0.0.1:{free_port()}"
     with Signals() as signals:
         processes = [start(flags, index, address) for index in range(flags.processes)]
-        readers = [pass_on(process, index) for index, process in enumerate(processes)]
-        code = wait(processes, signals, flags.bound)
-        for reader in readers:
-            reader.join()
+        try:
+            readers = [pass_on(process, index) for index, process in enumerate(processes)]
+            code = wait(processes, signals, flags.bound)
+            for reader in readers:
+                reader.join()
+        finally:  # a second signal ends everything at once
+            send(processes, signal.SIGKILL)
     return code
 
 
@@ -64,8 +67,15 @@ def start(flags: LaunchFlags, index: int, address: str) -> subprocess.Popen:
         "JAX_PROCESS_ID": str(index),
         "JAX_NUM_CPU_DEVICES": str(flags.devices_per_process),
     }
+    # A process group of its own: Ctrl-C in a terminal then reaches each process once, passed on by this one.
     return subprocess.Popen(
-        [sys.executable, *flags.command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, *flags.command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
     )
 
 
@@ -84,18 +94,28 @@ def wait(processes: list[subprocess.Popen], signals: Signals, bound: float) -> i
     first_failure, deadline, passed = None, None, False
     while True:
         codes = [process.poll() for process in processes]
-        failed = [code for code in codes if code]
+        failed = [(index, code) for index, code in enumerate(codes) if code]
         if failed and first_failure is None:
-            first_failure = EXIT_SIGNAL - failed[0] if failed[0] < 0 else failed[0]
+            index, code = failed[0]
+            first_failure = EXIT_SIGNAL - code if code < 0 else code
             deadline = time.monotonic() + bound
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            say(f"process {index} {how}" + (f"; the others have {bound:g} s to end" if None in codes else ""))
         if signals.number is not None and not passed:
             passed, deadline = True, time.monotonic() + bound
             send(processes, signals.number)
         if None not in codes:
             return first_failure or 0
         if deadline is not None and time.monotonic() > deadline:
+            late = [f"process {index}" for index, code in enumerate(codes) if code is None]
+            say(f"{', '.join(late)} did not end within {bound:g} s: killed")
             send(processes, signal.SIGKILL)
+            deadline = None
         time.sleep(POLL_SECONDS)
+
+
+def say(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
 def send(processes: list[subprocess.Popen], number: int) -> None:

@@ -22,7 +22,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.cli import EXIT_BUDGET, EXIT_PEER, EXIT_SAVE, EXIT_SIGNAL, CommonFlags, run_program, set_precision
+from experiments.cli import (
+    EXIT_BUDGET,
+    EXIT_PEER,
+    EXIT_SAVE,
+    EXIT_SIGNAL,
+    CommonFlags,
+    ProcessFlags,
+    run_program,
+    set_precision,
+)
 from jaxdist import processes, resume
 from jaxdist.checkpoint import Checkpoints, SaveFailed
 from jaxdist.config import RunConfig, require_positive
@@ -37,7 +46,7 @@ from jaxdist.pace import Pace
 from jaxdist.parallel.schedules import in_flight, simulate
 from jaxdist.plan.budget import JobBudget, begin_job, is_asked_for
 from jaxdist.prefetch import Prefetched
-from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.runtime import Devices
 from jaxdist.signals import Signals
 from jaxdist.step import Program, State, build_program, compiled_peak_bytes
 from jaxdist.watch import Agreement, Watchdog
@@ -47,7 +56,7 @@ MAX_SKIPS_IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
-class TrainFlags(CommonFlags):
+class TrainFlags(CommonFlags, ProcessFlags):
     """Train a GPT on real text, on one device or any mesh."""
 
     data: str | None = None
@@ -83,14 +92,6 @@ class TrainFlags(CommonFlags):
     """Steps between comparisons of everything that several ranks hold. Default: before each checkpoint."""
     stuck_after: float = 1800.0
     """Seconds without a finished step after which every process writes its stacks down and ends."""
-    distributed: bool = False
-    """Join the other processes that Slurm, Open MPI or Kubernetes started (with JAX_COORDINATOR_ADDRESS: always)."""
-    coordinator: str | None = None
-    """HOST:PORT of the first process, where no launcher says so; --num-processes and --process-id belong to it."""
-    num_processes: int | None = None
-    process_id: int | None = None
-    heartbeat: int = 30
-    """Seconds of silence after which a process counts as dead, and all others end."""
     drill: str | None = None
     """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens (inf, flip, batch, stuck, slow, die, term, late, full)."""
     eval_every: int = 50
@@ -107,9 +108,9 @@ class TrainFlags(CommonFlags):
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is read."""
-        for name in ("eval_every", "eval_batches", "prefetch", "heartbeat"):
+        for name in ("eval_every", "eval_batches", "prefetch"):
             require_positive(name, getattr(self, name))
-        for name in ("checkpoint_every", "keep_last", "keep_every", "check_replicas_every", "num_processes"):
+        for name in ("checkpoint_every", "keep_last", "keep_every", "check_replicas_every"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
         for name in ("grace", "stuck_after"):
@@ -187,10 +188,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     flags.check()
     config = flags.run_config()
     set_precision(config)
-    if flags.distributed or flags.coordinator or processes.asked_to_join():
-        processes.join(flags.coordinator, flags.num_processes, flags.process_id, flags.heartbeat)
-    devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
-    console.quiet = not processes.is_first()
+    devices = flags.acquire_devices(config.parallel.mesh.num_devices, flags.device, console)
     out = None if flags.out is None else Path(flags.out)
     if out is not None and look_at_folder(flags, config, out, console):
         return 0

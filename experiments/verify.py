@@ -13,16 +13,17 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from experiments.cli import CommonFlags, refuse_ignored, require_writable, run_program
+from experiments.cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program
 from experiments.strategies import PIPELINES, PROOF_LR, STRATEGIES
+from jaxdist import processes
 from jaxdist.config import Preset, RunConfig, require_positive, to_dict
 from jaxdist.errors import ConfigError
-from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.runtime import Devices
 from jaxdist.verify import Difference, Observed, compare, observe, one_device, random_batches, worst
 
 
 @dataclass(frozen=True)
-class VerifyFlags(CommonFlags):
+class VerifyFlags(CommonFlags, ProcessFlags):
     """Run the same batches on the mesh and on one device; compare losses, gradients, parameters and moments."""
 
     preset: Preset = "proof"
@@ -62,6 +63,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
         used = {"all", "pipelines", "only", "steps", "seed", "device", "json"} | (
             {"dtype"} if flags.pipelines else set()
         )
+        used |= {field.name for field in dataclasses.fields(ProcessFlags)}
         refuse_ignored(flags, used, "with --all or --pipelines the named strategies say what runs")
         require_positive("steps", flags.steps)
         dtype = flags.dtype if flags.pipelines else None
@@ -72,9 +74,10 @@ def main(flags: VerifyFlags, console: Console) -> int:
     else:
         config = flags.run_config()
         chosen = [(str(config.parallel.mesh), config)]
-    require_writable("--json", flags.json)
     count = max(config.parallel.mesh.num_devices for _, config in chosen)
-    devices = acquire_devices(count, flags.device)
+    devices = flags.acquire_devices(count, flags.device, console)
+    report = flags.json if processes.is_first() else None
+    require_writable("--json", report)
     console.print(f"devices: {devices.description}")
 
     # ---- run and compare ----
@@ -98,8 +101,8 @@ def main(flags: VerifyFlags, console: Console) -> int:
                 console.print(f"[red]{verdict.name}[/]: {describe(difference)}")
     num_passed = sum(verdict.ok for verdict in verdicts)
     console.print(f"{num_passed} of {len(verdicts)} strategies compute what one device computes")
-    if flags.json:
-        Path(flags.json).write_text(json.dumps([to_json(v) for v in verdicts], indent=1) + "\n", encoding="utf-8")
+    if report:
+        Path(report).write_text(json.dumps([to_json(v) for v in verdicts], indent=1) + "\n", encoding="utf-8")
     return 0 if num_passed == len(verdicts) else 1
 
 
@@ -107,7 +110,7 @@ class Verifier:
     """Compares runs with their one-device reference, running each reference once."""
 
     def __init__(self, devices: Devices, steps: int):
-        self.devices, self.steps = devices.devices, steps
+        self.devices, self.steps = devices, steps
         self.references: dict[RunConfig, Observed] = {}
 
     def __call__(self, name: str, config: RunConfig) -> Verdict:
@@ -115,9 +118,13 @@ class Verifier:
             batches = random_batches(config, self.steps, config.seed + 1)
             reference = one_device(config)
             if reference not in self.references:
-                self.references[reference] = observe(reference, self.devices, batches)
-            run = observe(config, self.devices, batches)
+                self.references[reference] = self.observe(reference, batches)
+            run = self.observe(config, batches)
         return Verdict(name, config, run, compare(config, run, self.references[reference]))
+
+    def observe(self, config: RunConfig, batches: list[dict]) -> Observed:
+        """On every process of the run; a reference on each process alone."""
+        return observe(config, self.devices.take(config.parallel.mesh.num_devices), batches)
 
 
 def summary_table() -> Table:

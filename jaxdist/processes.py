@@ -17,8 +17,8 @@ ADDRESS = "JAX_COORDINATOR_ADDRESS"
 # How launchers tell a process how many there are and which one it is.
 LAUNCHERS = (
     ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),  # python -m experiments.launch
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI
-    ("SLURM_NTASKS", "SLURM_PROCID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI, 4 and 5
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),  # srun; a batch script itself is no step
 )
 
 
@@ -36,10 +36,14 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
     """
     address = address or os.environ.get(ADDRESS)
     if address is not None:
-        for count, index in LAUNCHERS:
-            if count in os.environ and index in os.environ:
-                num_processes = int(os.environ[count]) if num_processes is None else num_processes
-                process_id = int(os.environ[index]) if process_id is None else process_id
+        require_address(address)
+        num_processes, process_id = from_launcher(num_processes, process_id)
+    if None not in (num_processes, process_id) and not 0 <= process_id < num_processes:
+        raise ConfigError(
+            f"process {process_id} of {num_processes}",
+            "processes are numbered from 0",
+            f"Use a --process-id from 0 to {num_processes - 1}",
+        )
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
@@ -57,6 +61,42 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
             "Start them with Slurm, Open MPI or Kubernetes, with python -m experiments.launch, or give --coordinator "
             "HOST:PORT --num-processes N --process-id I to each",
         ) from error
+
+
+def require_address(address: str) -> None:
+    """Raises: ConfigError where it is not HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ConfigError(
+            f"--coordinator {address}",
+            "it is the host of the first process and a port that is free there",
+            "Write it as in 10.0.0.1:1234",
+        )
+
+
+def from_launcher(num_processes: int | None, process_id: int | None) -> tuple[int | None, int | None]:
+    """What is None filled in from the first launcher whose variables are set. Raises: ConfigError."""
+    for count, index in LAUNCHERS:
+        if count in os.environ and index in os.environ:
+            for name in (count, index):
+                if not (os.environ[name].isascii() and os.environ[name].isdigit()):
+                    raise ConfigError(f"{name}={os.environ[name]}", "it is a number of processes", "Start them anew")
+            num_processes = int(os.environ[count]) if num_processes is None else num_processes
+            process_id = int(os.environ[index]) if process_id is None else process_id
+            break
+    return num_processes, process_id
+
+
+def require_alone() -> None:
+    """Raises: ConfigError where a launcher started several processes: each would do the whole run."""
+    num_processes, process_id = from_launcher(None, None)
+    if (num_processes or 1) > 1:
+        raise ConfigError(
+            f"process {process_id} of {num_processes}",
+            "nobody asked it to join the others, and each would do the whole run by itself",
+            "Add --distributed under Slurm, --coordinator HOST:PORT under Open MPI, or --num-processes 1 where each "
+            "is a run of its own",
+        )
 
 
 def asked_to_join() -> bool:

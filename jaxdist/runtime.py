@@ -34,6 +34,12 @@ class Devices:
     def platform(self) -> str:
         return self.devices[0].platform
 
+    def take(self, count: int) -> list[jax.Device]:
+        """`count` of them, the same number from each process; this process's own where they do not divide."""
+        if count % processes.count() == 0:
+            return _share(self.devices, count)
+        return [device for device in self.devices if device.process_index == jax.process_index()][:count]
+
 
 def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
     """`count` devices, simulating them on the CPU where the machine has fewer accelerators.
