@@ -33,7 +33,7 @@ from experiments.cli import (
     set_precision,
 )
 from jaxdist import processes, resume
-from jaxdist.checkpoint import Checkpoints, SaveFailed
+from jaxdist.checkpoint import Checkpoints, Manifest, SaveFailed
 from jaxdist.config import RunConfig, require_positive
 from jaxdist.data import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.drill import Drill, parse_drill
@@ -92,6 +92,8 @@ class TrainFlags(CommonFlags, ProcessFlags):
     """Steps between comparisons of everything that several ranks hold. Default: before each checkpoint."""
     stuck_after: float = 1800.0
     """Seconds without a finished step after which every process writes its stacks down and ends."""
+    record_digests: bool = False
+    """Put the SHA-256 of every global batch into metrics.jsonl, to prove that two runs saw the same."""
     drill: str | None = None
     """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens (inf, flip, batch, stuck, slow, die, term, late, full)."""
     eval_every: int = 50
@@ -226,17 +228,22 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
 
         # ---- compile, initialise or restore ----
         begun = time.perf_counter()
+        watchdog.alive("compiling the step")
         step = program.compile_step()
         compiled = time.perf_counter()
 
-        def find_start() -> resume.Start:
-            if checkpoints and (manifest := resume.find(checkpoints, config, data, flags.fall_back, warn)):
+        def start_from(manifest: Manifest | None) -> resume.Start:
+            if manifest is not None:
                 return resume.restore(checkpoints, manifest, program, same_run=True)
             if other is not None:
                 return resume.restore(*other, program, same_run=False)
             return resume.begin(program)
 
-        start = find_start()
+        def find_start() -> resume.Start:
+            return start_from(resume.find(checkpoints, config, data, flags.fall_back, warn))
+
+        watchdog.alive("making the state")
+        start = start_from(own)
         peak = compiled_peak_bytes(step, start.state)
         note = "" if peak is None else f"; the compiler plans {_mib(peak)} a device at the peak"
         console.print(
@@ -380,8 +387,12 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
     skips_in_a_row, held_out_loss = 0, math.nan
     live, every = console.is_terminal, max(1, config.steps // 20)
 
+    digests: dict[int, str] = {}
+
     def make(index: int):
         batch = run.batches[index]
+        if flags.record_digests:
+            digests[index] = batch.digest()
         return program.put(batch if run.drill is None else run.drill.spoil_batch(index, batch))
 
     last_batch = progress.batch + config.steps - start.step
@@ -391,9 +402,8 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
         for index in range(start.step, config.steps):
             # ---- must this step not start? ----
             run.watchdog.alive(f"taking step {index + 1}")
-            mine = run.stop_reason()
-            if reason := agreement.stop_reason(index, mine and mine[0]):
-                code = mine[1] if mine else EXIT_SIGNAL + 15
+            if stop := agreement.stop_reason(index, run.stop_reason()):
+                reason, code = stop
                 raise Stopped(index, reason, *last_save(run, state, progress, code))
 
             # ---- the step ----
@@ -410,6 +420,8 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
             metrics = jax.device_get(metrics)  # waits for the step
             record = step_record(index + 1, metrics, time.perf_counter() - begun, inputs.waited)
             record["batch"] = progress.batch
+            if flags.record_digests:
+                record["digest"] = digests.pop(progress.batch)
             run.files.write_step(record)
             progress = replace(progress, tokens=progress.tokens + record["tokens"], batch=progress.batch + 1)
             line = describe(record)
@@ -465,7 +477,7 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
     if run.checkpoints is not None:
         run.watchdog.alive("writing the last checkpoint")
         try:
-            run.checkpoints.wait()
+            run.checkpoints.finish()
         except SaveFailed as error:
             raise Stopped(config.steps, str(error), EXIT_SAVE, newest(run)) from error
     return progress, held_out_loss
@@ -481,7 +493,7 @@ def last_save(run: Run, state: State, progress: resume.Progress, code: int) -> t
     run.watchdog.alive("writing the last checkpoint")
     try:
         run.save(state, progress)
-        run.checkpoints.wait()
+        run.checkpoints.finish()
     except SaveFailed as error:
         return EXIT_SAVE, f"{error}; {newest(run)}"
     return code, f"{newest(run)}; the same command continues"

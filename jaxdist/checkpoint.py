@@ -115,9 +115,22 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise failure
 
-    @property
-    def is_saving(self) -> bool:
-        return self._finishing is not None and self._finishing.is_alive()
+    def finish(self) -> None:
+        """Until the last save is committed, on all processes. Raises: SaveFailed on all where it could not be."""
+        failure = None
+        try:
+            self.wait()
+        except SaveFailed as error:
+            failure = error
+        said = processes.from_first("committed", str(failure or ""))
+        if failure or said:
+            raise failure or SaveFailed(said)
+
+    def set_aside(self, step: int) -> None:
+        """Take a damaged checkpoint out of the way, for a person to look at; a save of its step may then come."""
+        aside = self.path(step, ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.path(step).rename(aside)
 
     def _finish(self, step: int, about: dict, shapes: dict) -> None:
         try:
@@ -262,18 +275,23 @@ def require_same_arrays(folder: Path, manifest: Manifest, wanted: dict[str, jax.
 
 
 def newest_good(checkpoints: Checkpoints, warn: Callable[[str], None], fall_back: bool) -> Manifest | None:
-    """The newest checkpoint, checked; with `fall_back` the newest good one, each damaged one named to `warn`.
+    """The newest checkpoint, checked; with `fall_back` the newest good one, damaged ones named to `warn` and set aside.
 
     Raises: BadCheckpoint for the newest, unless told to fall back; for the oldest, where none is good.
     """
-    steps = checkpoints.steps()
+    steps, damaged = checkpoints.steps(), []
     for step in reversed(steps):
         try:
-            return checkpoints.check(step)
+            manifest = checkpoints.check(step)
         except BadCheckpoint as error:
             if not fall_back or step == steps[0]:
                 raise
-            warn(str(error))
+            damaged.append((step, str(error)))
+            continue
+        for bad, why in damaged:
+            checkpoints.set_aside(bad)
+            warn(why)
+        return manifest
     return None
 
 

@@ -27,20 +27,19 @@ class Agreement:
     def __init__(self):
         self._said = False
 
-    def stop_reason(self, step: int, mine: str | None) -> str | None:
-        """Why this process must not start `step`, or None. `mine`: why it wants to stop itself."""
+    def stop_reason(self, step: int, mine: tuple[str, int] | None) -> tuple[str, int] | None:
+        """Why this process must not start `step` and the exit code for it, or None; `mine` is its own wish."""
         if jax.process_count() == 1:
             return mine
-        client = coordination_client()
+        client, index = coordination_client(), jax.process_index()
         if mine is not None and not self._said:
             self._said = True
-            client.key_value_set(
-                f"jaxdist/stop/{jax.process_index()}", f"{step + 1} process {jax.process_index()}: {mine}"
-            )
+            reason, code = mine
+            client.key_value_set(f"jaxdist/stop/{index}", f"{step + 1} {code} process {index}: {reason}")
         for _, text in client.key_value_dir_get("jaxdist/stop/"):
-            last, _, reason = text.partition(" ")
+            last, code, reason = text.split(" ", 2)
             if step >= int(last):
-                return reason
+                return reason, int(code)
         return None
 
 

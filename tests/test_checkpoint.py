@@ -279,6 +279,7 @@ def test_the_newest_good_one_is_used_only_when_told(damaged, small):
     said = []
     assert newest_good(damaged, said.append, fall_back=True).step == 3
     assert len(said) == 1 and victim.name in said[0]
+    assert damaged.steps() == [3] and damaged.path(7, ".damaged").is_dir()
 
 
 @pytest.mark.parametrize(

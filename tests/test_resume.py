@@ -44,7 +44,7 @@ def losses(folder) -> list[float]:
 
 
 def test_the_same_command_continues_bit_for_bit_then_has_nothing_to_do(train, tmp_path):
-    flags = "--mesh dp=2 --zero 1 --steps 8 --checkpoint-every 2 --keep-last 2"
+    flags = "--mesh dp=2 --zero 1 --steps 8 --checkpoint-every 2 --keep-last 2 --record-digests"
     assert train(f"{flags} --out OUT/whole")[0] == 0
 
     code, out, _ = train(f"{flags} --out OUT/cut --drill term:step=5")
@@ -57,6 +57,8 @@ def test_the_same_command_continues_bit_for_bit_then_has_nothing_to_do(train, tm
     assert code == 0 and "resumed after step 5" in out and "written on dp=2" in out
 
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    digests = [[record["digest"] for record in metrics(tmp_path / name)] for name in ("cut", "whole")]
+    assert digests[0] == digests[1] and len(set(digests[0])) == 8
     read = lambda name: json.loads((tmp_path / name / "summary.json").read_text())  # noqa: E731
     assert read("cut") == read("whole") and read("cut")["tokens"] == 8 * 8 * 16
     manifests = [tmp_path / name / "checkpoints" / "step_00000008" / "manifest.json" for name in ("cut", "whole")]
