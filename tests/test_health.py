@@ -87,16 +87,15 @@ def test_a_copy_that_differs_is_named(mesh, settings, rank, named):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
 def test_a_checksum_sees_every_flipped_bit_and_a_swap(dtype):
     x = np.arange(1, 1000).astype(dtype)
-    sums = {int(checksum(x))}
+    whole = int(checksum(x))
     for place in (0, 1, 512, 998):
         for bit in range(8 * x.dtype.itemsize):
             changed = x.copy()
             changed.view(f"u{x.dtype.itemsize}")[place] ^= 1 << bit
-            sums.add(int(checksum(changed)))
-    assert len(sums) == 1 + 4 * 8 * x.dtype.itemsize
+            assert int(checksum(changed)) != whole
     swapped = x.copy()
     swapped[[3, 4]] = x[[4, 3]]
-    assert int(checksum(swapped)) not in sums
+    assert int(checksum(swapped)) != whole
 
 
 def test_a_spike_is_what_stands_out_of_noise_and_trend():
