@@ -72,7 +72,7 @@ def test_one_bad_shard_is_named_and_changes_no_bit(mesh, settings, drill, named)
 )
 def test_a_copy_that_differs_is_named(mesh, settings, rank, named):
     shape = parse_mesh(mesh)
-    config = RunConfig(MODEL, ParallelConfig(mesh=shape, **settings), batch_size=24)
+    config = RunConfig(MODEL, ParallelConfig(mesh=shape, **settings), batch_size=48)
     program = build_program(config, make_mesh(shape, DEVICES))
     check, state = make_replica_check(program), program.init(0)
     assert check(state) == []
