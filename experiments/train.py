@@ -168,13 +168,22 @@ class Run:
     drill: Drill | None
 
     def save(self, state: State, progress: resume.Progress) -> None:
-        """Raises: SaveFailed where this checkpoint, or the one before it, could not be written."""
+        """Start to save. Raises: SaveFailed; for the save before this one only where there are several processes."""
         if self.checkpoints is None:
             return
+        try:
+            self.checkpoints.wait()
+        except SaveFailed as error:
+            if jax.process_count() > 1:
+                raise
+            self.not_saved(error)
         with nullcontext() if self.drill is None else self.drill.no_room(int(state.step)):
             resume.save(self.checkpoints, self.program, state, self.data, progress)
             if self.drill is not None:
                 self.checkpoints.wait()
+
+    def not_saved(self, error: SaveFailed) -> None:
+        self.console.print(f"[bold red]not saved:[/] {escape(str(error))}", soft_wrap=True)
 
     def stop_reason(self) -> tuple[str, int] | None:
         """Why this process wants to stop before the next step, and the exit code for it."""
@@ -422,7 +431,8 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
             record["batch"] = progress.batch
             if flags.record_digests:
                 record["digest"] = digests.pop(progress.batch)
-            run.files.write_step(record)
+            if not run.files.write_step(record):
+                console.print(f"[bold red]not written:[/] the metrics of step {index + 1} ({run.files.failure})")
             progress = replace(progress, tokens=progress.tokens + record["tokens"], batch=progress.batch + 1)
             line = describe(record)
             bar.update(task, advance=1, line=line)
@@ -471,7 +481,7 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
                 except SaveFailed as error:
                     if last or jax.process_count() > 1:
                         raise Stopped(done, str(error), EXIT_SAVE, newest(run)) from error
-                    console.print(f"[bold red]not saved:[/] {escape(str(error))}", soft_wrap=True)
+                    run.not_saved(error)
     if start.step == config.steps:  # killed between the last checkpoint and the summary
         held_out_loss = evaluate(program, state, run.held_out)
     if run.checkpoints is not None:
@@ -506,7 +516,7 @@ def newest(run: Run) -> str:
     try:
         run.checkpoints.wait()
     except SaveFailed as error:
-        run.console.print(f"[bold red]not saved:[/] {escape(str(error))}", soft_wrap=True)
+        run.not_saved(error)
     steps = run.checkpoints.steps()
     return f"the newest checkpoint is of step {steps[-1]}" if steps else "no checkpoint was made"
 

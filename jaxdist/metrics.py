@@ -25,7 +25,7 @@ class RunFiles:
     """
 
     def __init__(self, out: Path | None, config: RunConfig, extra: dict, steps: int = 0):
-        self.folder, self._metrics = out, None
+        self.folder, self._metrics, self.failure = out, None, None
         if out is None:
             return
         try:
@@ -46,14 +46,27 @@ class RunFiles:
         path = self.folder / METRICS
         kept = "".join(line + "\n" for line, record in _lines(path) if record["step"] <= steps)
         _replace(path, kept)
-        self._metrics = path.open("a", encoding="utf-8")
+        self._metrics = path.open("ab", buffering=0)
 
-    def write_step(self, record: dict) -> None:
-        """Append one line; a number JSON has no word for (the infinite norm of a step fp16 skipped) becomes null."""
-        if self._metrics:
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-            self._metrics.write(json.dumps(finite, allow_nan=False) + "\n")
-            self._metrics.flush()
+    def write_step(self, record: dict) -> bool:
+        """Append one line; a number JSON has no word for (the infinite norm of a step fp16 skipped) becomes null.
+
+        False where the disk refuses it (`failure` says why): a run is worth more than its metrics.
+        """
+        if self._metrics is None:
+            return True
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
+        size = self._metrics.tell()
+        try:
+            if self._metrics.write(line) == len(line):
+                return True
+            self.failure = "the disk took half a line"
+        except OSError as error:
+            self.failure = error.strerror
+        self._metrics.truncate(size)
+        self._metrics.seek(size)
+        return False
 
     def write_summary(self, summary: dict) -> None:
         self._write(SUMMARY, summary)
