@@ -3,6 +3,7 @@
 import dataclasses
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,6 +251,13 @@ def run_program(
         sys.exit(main(flags, Console(highlight=False, width=None if sys.stdout.isatty() else 160)))
     except ConfigError as error:
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        if processes.count() > 1:
+            processes.fail(EXIT_BAD_INPUT, EXIT_BAD_INPUT, str(error))
         sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         sys.exit(EXIT_SIGNAL + signal.SIGINT)
+    except Exception as error:
+        if processes.count() == 1:
+            raise
+        traceback.print_exc()
+        processes.fail(1, EXIT_PEER, f"{type(error).__name__}: {error}")

@@ -279,6 +279,8 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
                 soft_wrap=True,
             )
             files.write_stopped({"steps": stopped.steps, "of": config.steps, "reason": stopped.reason})
+            if stopped.code == EXIT_SAVE and jax.process_count() > 1:  # which the others may not know
+                processes.fail(EXIT_SAVE, EXIT_SAVE, stopped.reason)
             return stopped.code
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:

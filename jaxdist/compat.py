@@ -36,3 +36,10 @@ def coordination_count() -> int:
     from jax._src.distributed import global_state
 
     return global_state.num_processes or 1
+
+
+def coordination_index() -> int:
+    """This process's number among them; known before a backend starts."""
+    from jax._src.distributed import global_state
+
+    return global_state.process_id

@@ -6,10 +6,14 @@ With one process every function is trivial.
 
 import itertools
 import os
+import sys
+import threading
+import time
+from contextlib import suppress
 
 import jax
 
-from jaxdist.compat import coordination_client, coordination_count
+from jaxdist.compat import coordination_client, coordination_count, coordination_index
 from jaxdist.errors import ConfigError
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -46,6 +50,7 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
         )
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM; jaxdist.signals does
         jax.distributed.initialize(
             address,
             num_processes,
@@ -61,6 +66,8 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
             "Start them with Slurm, Open MPI or Kubernetes, with python -m experiments.launch, or give --coordinator "
             "HOST:PORT --num-processes N --process-id I to each",
         ) from error
+    if count() > 1:
+        threading.Thread(target=_listen, name="other processes", daemon=True).start()
 
 
 def require_address(address: str) -> None:
@@ -112,6 +119,34 @@ def count() -> int:
 def leave(code: int) -> None:
     """End this process at once: saying goodbye would wait for processes that are gone."""
     os._exit(code)
+
+
+FAILED = "jaxdist/failed"
+LISTEN_SECONDS = 1.0
+_failing = threading.Event()
+
+
+def fail(code: int, others: int, reason: str) -> None:
+    """End this process with exit code `code`, and within seconds all others with `others`, wherever they wait.
+
+    What only one process finds wrong (a file it cannot read, a bug) would leave the others waiting for it.
+    """
+    _failing.set()
+    with suppress(RuntimeError):  # another one failed before
+        coordination_client().key_value_set(FAILED, f"{others} process {coordination_index()}: {reason}")
+    time.sleep(3 * LISTEN_SECONDS)  # the first process serves this message to the others
+    leave(code)
+
+
+def _listen() -> None:
+    """End this process when another one has failed."""
+    while not _failing.wait(LISTEN_SECONDS):
+        with suppress(RuntimeError):  # there is no message
+            code, _, reason = coordination_client().key_value_try_get(FAILED).partition(" ")
+            if not _failing.is_set():
+                print(f"process {coordination_index()} ends, since another one did. {reason}", file=sys.stderr)
+                sys.stderr.flush()
+                leave(int(code))
 
 
 _COUNTER = itertools.count()

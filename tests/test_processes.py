@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 import experiments.train
@@ -23,8 +22,8 @@ from jaxdist.signals import Signals
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
-    "--num-layers 2 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --dropout 0.1 --steps 6 --checkpoint-every 2 "
-    "--eval-every 50 --eval-batches 1 --data OUT/text.txt"
+    "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --dropout 0.1 --steps 6 --checkpoint-every 2 "
+    "--eval-every 50 --eval-batches 1 --grace 200 --data OUT/text.txt"
 )
 LAUNCHER_VARIABLES = {name for pair in processes.LAUNCHERS for name in pair} | {processes.ADDRESS}
 
@@ -53,6 +52,7 @@ def run(command: list[str], folder: Path, bound: float = 240) -> tuple[int, str]
     """(exit code, what it printed) of `python COMMAND`; OUT is the test's folder."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    environment["TTY_COMPATIBLE"] = "0"  # mpirun gives a terminal
     done = subprocess.run(
         [word.replace("OUT", str(folder)) for word in command],
         env=environment,
@@ -115,12 +115,11 @@ def test_two_processes_have_the_losses_of_one_and_one_process_continues_their_ru
     assert len(before) in (3, 4)
     assert train_here("--mesh dp=2,tp=2 --zero 1 --out OUT/one")[0] == 0
     whole = losses(folder / "one")
-    # The same ranks add the same numbers; gloo and the threads of one process differ in the order over tp and dp.
-    np.testing.assert_allclose(before, whole[: len(before)], rtol=1e-6)
+    assert before == whole[: len(before)]  # no axis has more than two ranks, and a + b is b + a
 
     code, out, _ = train_here("--mesh dp=2,tp=2 --zero 1 --out OUT/two")
     assert code == 0 and f"resumed after step {len(before)}" in out
-    np.testing.assert_allclose(losses(stopped_at_four), whole, rtol=1e-5)
+    assert losses(stopped_at_four) == whole
 
 
 def test_each_process_reads_its_own_rows_and_no_other(stopped_at_four, folder):
@@ -142,7 +141,7 @@ def test_open_mpi(folder, train_here):
     code, text = run([*mpirun, *train, "--coordinator", f"127.0.0.1:{launch.free_port()}"], folder)
     assert code == 0 and "the CPUs of 2 processes" in text and text.count("done: 6 steps") == 1, text
     assert train_here("--mesh dp=2 --out OUT/threads")[0] == 0
-    np.testing.assert_allclose(losses(folder / "mpi"), losses(folder / "threads"), rtol=1e-6)
+    assert losses(folder / "mpi") == losses(folder / "threads")
 
 
 # ---- what cannot work ----
@@ -152,7 +151,7 @@ def test_open_mpi(folder, train_here):
     ("flags", "said"),
     [
         ("--coordinator here", "--coordinator here: it is the host of the first process and a port"),
-        ("--coordinator :1", "HOST"),
+        ("--coordinator :1", "--coordinator :1: it is the host"),
         ("--coordinator a:99999", "--coordinator a:99999"),
         ("--coordinator 127.0.0.1:1 --num-processes 2 --process-id 2", "process 2 of 2: processes are numbered from 0"),
         ("--coordinator 127.0.0.1:1 --num-processes 0", "num_processes=0"),
