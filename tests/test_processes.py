@@ -181,6 +181,20 @@ def test_ranks_that_do_not_divide_over_processes_are_refused(monkeypatch):
         runtime.acquire_devices(3, "cpu")
 
 
+def test_what_one_process_finds_wrong_ends_the_others(folder):
+    alone = """
+import time
+from jaxdist import processes
+processes.join(None, None, None)
+if processes.coordination_index() == 1:
+    processes.fail(3, 4, "text.txt cannot be read")
+time.sleep(1000)
+"""
+    code, text = run([*as_processes(2, 1), "-c", alone], folder)
+    assert "[0] process 0 ends, since another one did. process 1: text.txt cannot be read" in text
+    assert code in (3, 4) and "did not end within" not in text
+
+
 # ---- how a process learns which one it is ----
 
 
