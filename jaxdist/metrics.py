@@ -1,5 +1,6 @@
 """What a run leaves on disk: its configuration, one JSON object a step, and a summary once it is complete."""
 
+import errno
 import json
 import math
 import os
@@ -112,11 +113,15 @@ def read_config(out: Path) -> dict:
 
 
 def require_writable_folder(out: Path) -> None:
-    """Raises: ConfigError where a run could not be written there."""
+    """Raises: ConfigError where a run could not be written there. Nothing is made yet."""
+    there = out
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK | os.X_OK):
-            raise PermissionError(13, "Permission denied")
+        while not there.exists():
+            there = there.parent
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "permission denied")
     except OSError as error:
         raise _unwritable(out, error) from error
 

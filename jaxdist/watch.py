@@ -3,12 +3,13 @@
 Everything here works outside of the devices, since a collective that waits for a rank which never comes cannot.
 """
 
+import contextlib
 import faulthandler
 import os
 import sys
 import threading
 import time
-from typing import Self
+from typing import Self, TextIO
 
 import jax
 
@@ -50,42 +51,38 @@ class Watchdog:
     watchdog. Should even that be held up (by a lock of the interpreter), `faulthandler` ends the process 10 s later.
     """
 
-    def __init__(self, seconds: float | None, where: str | None = None):
+    def __init__(self, seconds: float, where: str | None = None):
         self.seconds, self._where = seconds, where
         self._doing, self._deadline = "starting", None
         self._stop = threading.Event()
-        self._file = None
 
     def __enter__(self) -> Self:
-        if self.seconds is not None:
-            self._file = sys.stderr if self._where is None else open(self._where, "a", encoding="utf-8")
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def alive(self, doing: str) -> None:
         """Progress was made; what comes next is `doing`."""
-        self._doing = doing
-        if self.seconds is not None:
-            self._deadline = time.monotonic() + self.seconds
-            faulthandler.dump_traceback_later(self.seconds + 10, exit=True, file=self._file)
+        self._doing, self._deadline = doing, time.monotonic() + self.seconds
+        faulthandler.dump_traceback_later(self.seconds + 10, exit=True)
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.seconds / 4)):
             if self._deadline is not None and time.monotonic() > self._deadline:
-                text = (
-                    f"process {jax.process_index()} is stuck: nothing was finished for {self.seconds:g} s while "
-                    f"{self._doing}. The stack of every thread follows."
-                )
-                for file in {sys.stderr, self._file}:
-                    print(text, file=file, flush=True)
-                    faulthandler.dump_traceback(file, all_threads=True)
+                self._write(sys.stderr)
+                if self._where is not None:
+                    with contextlib.suppress(OSError), open(self._where, "a", encoding="utf-8") as file:
+                        self._write(file)
                 os._exit(EXIT_STUCK)
+
+    def _write(self, file: TextIO) -> None:
+        print(
+            f"process {jax.process_index()} is stuck: nothing was finished for {self.seconds:g} s while {self._doing}. "
+            "The stack of every thread follows.",
+            file=file,
+            flush=True,
+        )
+        faulthandler.dump_traceback(file, all_threads=True)
 
     def __exit__(self, *_) -> None:
         self._stop.set()
-        if self.seconds is not None:
-            faulthandler.cancel_dump_traceback_later()
-            if self._file is not sys.stderr:
-                self._file.close()
-                if not os.path.getsize(self._where):
-                    os.unlink(self._where)
+        faulthandler.cancel_dump_traceback_later()
