@@ -87,7 +87,12 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+RARER = {"dp4", "replica2-dp2-zero3", "dp2-lion", "one-adafactor"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in RARER)) for name in EXACT]
+)
 def test_continued_run_equals_the_uninterrupted_one_bit_for_bit(name, tmp_path):
     """Saved while the next steps run and donate the state; restored into a fresh state: losses and every bit after."""
     settings = EXACT[name]

@@ -328,3 +328,15 @@ def test_abstract_mesh_traces_a_thousand_ranks():
     program = build_program(config, make_abstract_mesh(shape))
     trace = program.step.trace(program.abstract_state(), program.abstract_batch())
     assert summary(collectives_of(trace.jaxpr, shape)) == summary(collectives("dp4-tp2-sp-zero3"))
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp4-sp", "dp2-tp2-zero2-clipped", "pp2-interleaved"])
+def test_the_heads_weight_gradient_does_not_wait_for_the_layers(name):
+    config = BY_NAME[name].run_config()
+    table = (config.model.padded_vocab_size // config.parallel.mesh.tp, config.model.width)
+    shapes = [[v.aval.shape for v in eqn.outvars] for eqn, *_ in equations(traced(name)[1].jaxpr) if is_barrier(eqn)]
+    assert any(len(pair) == 2 and pair[1] == table and pair[0][-1] == config.model.width for pair in shapes), shapes
+
+
+def is_barrier(eqn) -> bool:
+    return eqn.primitive.name == "optimization_barrier"

@@ -60,6 +60,19 @@ def vocab_parallel_embedding(tokens_BT: jax.Array, table_VD: jax.Array, sp: bool
     return leave(jnp.where(owned_BT[..., None], rows_BTD, 0), sp)
 
 
+@jax.custom_vjp
+def gradients_together(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x and w as they are. Backward: neither gradient is used before both are made.
+
+    Nothing but the update needs the head's weight gradient, so a GPU's scheduler puts it after all layers' backward,
+    and the logits' gradient waits as long (docs/plan.md).
+    """
+    return x, w
+
+
+gradients_together.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimization_barrier(grads))
+
+
 def vocab_parallel_cross_entropy(
     x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool
 ) -> jax.Array:
@@ -75,6 +88,7 @@ def vocab_parallel_cross_entropy(
     x_BTD = enter(x_BTD, sp)
     batch, length, width = x_BTD.shape
     table_VD = comm.varying(table_VD, AXIS)
+    x_BTD, table_VD = gradients_together(x_BTD, table_VD)
     logits_BTV = (x_BTD.reshape(-1, width) @ table_VD.T).reshape(batch, length, -1)
     logits_BTV = logits_BTV.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
     columns_V = global_indices(table_VD.shape[0])
