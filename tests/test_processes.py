@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import experiments.train
@@ -115,11 +116,12 @@ def test_two_processes_have_the_losses_of_one_and_one_process_continues_their_ru
     assert len(before) in (3, 4)
     assert train_here("--mesh dp=2,tp=2 --zero 1 --out OUT/one")[0] == 0
     whole = losses(folder / "one")
-    assert before == whole[: len(before)]  # no axis has more than two ranks, and a + b is b + a
+    # The gradient norm is a sum over all four ranks, which gloo and the threads of one process add in another order.
+    np.testing.assert_allclose(before, whole[: len(before)], rtol=1e-6)
 
     code, out, _ = train_here("--mesh dp=2,tp=2 --zero 1 --out OUT/two")
     assert code == 0 and f"resumed after step {len(before)}" in out
-    assert losses(stopped_at_four) == whole
+    np.testing.assert_allclose(losses(stopped_at_four), whole, rtol=1e-5)
 
 
 def test_each_process_reads_its_own_rows_and_no_other(stopped_at_four, folder):
@@ -141,7 +143,7 @@ def test_open_mpi(folder, train_here):
     code, text = run([*mpirun, *train, "--coordinator", f"127.0.0.1:{launch.free_port()}"], folder)
     assert code == 0 and "the CPUs of 2 processes" in text and text.count("done: 6 steps") == 1, text
     assert train_here("--mesh dp=2 --out OUT/threads")[0] == 0
-    assert losses(folder / "mpi") == losses(folder / "threads")
+    assert losses(folder / "mpi") == losses(folder / "threads")  # two ranks, and a + b is b + a
 
 
 # ---- what cannot work ----
