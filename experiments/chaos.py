@@ -144,7 +144,7 @@ def main(flags: ChaosFlags, console: Console) -> int:
         table.add_row(row.fault, row.expected, "[green]yes[/]" if row.ok else "[bold red]NO[/]", f"{row.seconds:.0f}")
     console.print(table)
     good = sum(row.ok for row in rows)
-    console.print(f"{good} of {len(rows)} ended as documented; {kills} kills during saves")
+    console.print(f"{good} of {len(rows)} ended as documented")
     if flags.json:
         Path(flags.json).write_text(json.dumps([row.__dict__ for row in rows], indent=1) + "\n", encoding="utf-8")
     return 0 if good == len(rows) else 1

@@ -833,7 +833,7 @@ BUGS = [
     ),
     Bug(
         "a file has its name before it is whole (data)",
-        "jaxdist/prepared.py",
+        "jaxdist/files.py",
         """    part = path.with_name(path.name + ".part")\n""",
         "    part = path\n",
         (PREPARE.format("test_killed_at_any_write_it_continues_to_the_same_bytes[half-written]"),),

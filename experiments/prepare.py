@@ -27,6 +27,7 @@ from experiments.cli import run_program
 from jaxdist.config import require_positive
 from jaxdist.data import held_out_names, load_corpus
 from jaxdist.errors import ConfigError
+from jaxdist.files import write_whole
 from jaxdist.prepared import (
     JOURNAL,
     MANIFEST,
@@ -39,7 +40,6 @@ from jaxdist.prepared import (
     is_prepared,
     sha256_of,
     shard_name,
-    write_whole,
 )
 from jaxdist.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer
 from jaxdist.tokens import asked, decode_text, find_files

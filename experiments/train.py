@@ -219,8 +219,8 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
         other = resume.find_other(flags.restore, config)
 
     def late() -> None:
-        last = checkpoints.last_committed if checkpoints else None
-        text = "no checkpoint was made" if last is None else f"the newest checkpoint is of step {last}"
+        steps = checkpoints.steps() if checkpoints else []
+        text = f"the newest checkpoint is of step {steps[-1]}" if steps else "no checkpoint was made"
         print(f"not done within --grace {flags.grace:g} s: {text}", file=sys.stderr, flush=True)
 
     with ExitStack() as stack:
@@ -298,7 +298,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
         epochs = batches.epochs(progress.batch)
         for source, passes in zip(corpus.sources, epochs, strict=True):
             console.print(f"{passes:.3g} epochs of {escape(source.about)}")
-        files.write_summary(
+        complete = files.write_summary(
             {
                 "steps": config.steps,
                 "tokens": progress.tokens,
@@ -310,6 +310,9 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
         )
         if budget:
             console.print(f"cost {budget.report()}")
+        if not complete:
+            console.print(f"[bold red]not written:[/] summary.json ({files.failure})")
+            return EXIT_SAVE
     return 0
 
 

@@ -28,6 +28,7 @@ import orbax.checkpoint as ocp
 
 from jaxdist import processes
 from jaxdist.errors import ConfigError
+from jaxdist.files import flush_folder, write_whole
 
 FORMAT = 1
 MANIFEST, ARRAYS, PARTIAL = "manifest.json", "arrays", ".partial"
@@ -81,7 +82,6 @@ class Checkpoints:
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), timeout_secs=timeout)
         self._finishing: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self.last_committed: int | None = None
 
     # ---- save ----
 
@@ -137,21 +137,17 @@ class Checkpoints:
             self._orbax.wait_until_finished()
             if processes.is_first():
                 self._commit(step, about, shapes)
-            self.last_committed = step
         except Exception as error:  # raised again by `wait`, in the thread that trains
             self._failure = self._failed(step, error)
 
     def _commit(self, step: int, about: dict, shapes: dict) -> None:
         partial = self.path(step, PARTIAL)
         manifest = Manifest(step, about, shapes, _hash_files(partial, flush=True))
-        with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-            json.dump(_sealed(asdict(manifest)), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
-            _flush(folder)
+        for folder in (path for path in partial.rglob("*") if path.is_dir()):
+            flush_folder(folder)
+        write_whole(partial / MANIFEST, json.dumps(_sealed(asdict(manifest)), indent=1).encode())
         partial.rename(self.path(step))
-        _flush(self.folder)
+        flush_folder(self.folder)
         self._thin_out()
 
     def _failed(self, step: int, error: Exception) -> SaveFailed:
@@ -321,14 +317,6 @@ def _sealed(content: dict) -> dict:
     """The manifest's content with the SHA-256 of everything else in it."""
     rest = {key: value for key, value in content.items() if key != "hash"}
     return rest | {"hash": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _bad(path: Path, reason: str, remedy: str = "Use another checkpoint, or --fall-back for the newest good one"):

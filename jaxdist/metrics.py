@@ -10,6 +10,7 @@ from typing import Self
 
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
+from jaxdist.files import write_whole
 
 CONFIG, METRICS, SUMMARY, STOPPED = "config.json", "metrics.jsonl", "summary.json", "stopped.json"
 
@@ -46,7 +47,7 @@ class RunFiles:
             self._metrics.close()
         path = self.folder / METRICS
         kept = "".join(line + "\n" for line, record in _lines(path) if record["step"] <= steps)
-        _replace(path, kept)
+        write_whole(path, kept.encode())
         self._metrics = path.open("ab", buffering=0)
 
     def write_step(self, record: dict) -> bool:
@@ -69,16 +70,25 @@ class RunFiles:
         self._metrics.seek(size)
         return False
 
-    def write_summary(self, summary: dict) -> None:
-        self._write(SUMMARY, summary)
+    def write_summary(self, summary: dict) -> bool:
+        """False where the disk refuses it."""
+        return self._try_to_write(SUMMARY, summary)
 
-    def write_stopped(self, stopped: dict) -> None:
+    def write_stopped(self, stopped: dict) -> bool:
         """`stopped.json`, in place of a summary: the run ended by itself, before its last step."""
-        self._write(STOPPED, stopped)
+        return self._try_to_write(STOPPED, stopped)
+
+    def _try_to_write(self, name: str, content: dict) -> bool:
+        try:
+            self._write(name, content)
+        except OSError as error:
+            self.failure = error.strerror
+            return False
+        return True
 
     def _write(self, name: str, content: dict) -> None:
         if self.folder:
-            _replace(self.folder / name, json.dumps(content, indent=2) + "\n")
+            write_whole(self.folder / name, (json.dumps(content, indent=2) + "\n").encode())
 
     def __enter__(self) -> Self:
         return self
@@ -140,10 +150,3 @@ def _lines(path: Path) -> Iterator[tuple[str, dict]]:
         except ValueError:
             return
         yield line, record
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file in one step: a reader sees the old one or the new one."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)

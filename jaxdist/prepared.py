@@ -223,18 +223,3 @@ def sha256_of(path: Path, say: Callable[[int], None] = lambda num_bytes: None) -
             digest.update(block)
             say(len(block))
     return digest.hexdigest()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is under its name only when all of it is on the disk."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the new name is on the disk when its folder is
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

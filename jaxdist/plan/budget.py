@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Self
 
 from jaxdist.errors import ConfigError
+from jaxdist.files import write_whole
 from jaxdist.signals import Signals
 
 try:
@@ -439,17 +440,7 @@ class SpendLog:
 
     def _write_head(self, num_lines: int, last_hash: str) -> None:
         """Replace the head in one step: a reader sees the old one or the new one."""
-        new = Path(f"{self.head}.new")
-        with new.open("w", encoding="utf-8") as file:
-            json.dump({"lines": num_lines, "hash": last_hash}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.head)
-        folder = os.open(self.head.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_whole(self.head, json.dumps({"lines": num_lines, "hash": last_hash}).encode())
 
     def _error(self, required: str, remedy: str = _LOST) -> ConfigError:
         return ConfigError(f"spend log {self.path}", required, remedy)
