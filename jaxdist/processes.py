@@ -17,6 +17,7 @@ from jaxdist.compat import coordination_client, coordination_count, coordination
 from jaxdist.errors import ConfigError
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
+JOIN_SECONDS = 120  # in which all processes must have come
 
 # How launchers tell a process how many there are and which one it is.
 LAUNCHERS = (
@@ -48,6 +49,9 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
             "processes are numbered from 0",
             f"Use a --process-id from 0 to {num_processes - 1}",
         )
+    slow = threading.Timer(JOIN_SECONDS / 4, _say_waiting, (address, num_processes, process_id))
+    slow.daemon = True
+    slow.start()
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM; jaxdist.signals does
@@ -56,7 +60,7 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
             num_processes,
             process_id,
             heartbeat_timeout_seconds=heartbeat_seconds,
-            initialization_timeout=120,
+            initialization_timeout=JOIN_SECONDS,
             shutdown_timeout_seconds=60,
         )
     except (ValueError, TypeError, RuntimeError) as error:
@@ -66,8 +70,17 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
             "Start them with Slurm, Open MPI or Kubernetes, with python -m experiments.launch, or give --coordinator "
             "HOST:PORT --num-processes N --process-id I to each",
         ) from error
+    finally:
+        slow.cancel()
     if count() > 1:
         threading.Thread(target=_listen, name="other processes", daemon=True).start()
+
+
+def _say_waiting(address: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """JAX aborts the process when the time is over, and does not say whom it waited for."""
+    where = "" if address is None else f" at {address}"
+    text = f"process {process_id} of {num_processes} still waits for the others{where}, until {JOIN_SECONDS} s are over"
+    print(text, file=sys.stderr, flush=True)
 
 
 def require_address(address: str) -> None:
