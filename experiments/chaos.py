@@ -103,8 +103,13 @@ class Lab:
         try:
             text, _ = process.communicate(timeout=bound)
         except subprocess.TimeoutExpired as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise TimeoutError(f"it did not end within {bound:g} s: {process.communicate()[0][-500:]}") from error
+            process.terminate()  # `launch` passes it on, and kills its processes when they take too long
+            try:
+                text, _ = process.communicate(timeout=BOUND)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                text, _ = process.communicate()
+            raise TimeoutError(f"it did not end within {bound:g} s: {text[-500:]}") from error
         return Outcome(process.returncode, text, time.monotonic() - begun)
 
     def records(self, out: str) -> list[dict]:
