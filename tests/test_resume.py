@@ -160,7 +160,7 @@ def test_copies_that_differ_are_never_saved(train, tmp_path):
         ("--stuck-after nan", "--stuck-after nan"),
         ("--restore OUT/nowhere", "it holds no committed one"),
         ("--drill rot:step=1", "--drill rot:step=1"),
-        ("--coordinator 127.0.0.1:1 --num-processes 2 --process-id 5", "several processes"),
+        ("--coordinator 127.0.0.1:1 --num-processes 2 --process-id 5", "numbered from 0"),
     ],
 )
 def test_wrong_flags_are_refused_before_anything_is_written(train, tmp_path, flags, said):
