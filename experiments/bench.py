@@ -474,7 +474,11 @@ def bench_checkpoint(flags: BenchFlags, config: RunConfig, console: Console) -> 
     for title in ("state MiB", "on disk MiB", "blocks s", "committed s", "checked s", "restored s", "host MiB, save"):
         table.add_column(title, justify="right")
     rows = [
-        save_once(flags, name, each) for name, each in ((flags.preset, config.model), ("124m", PRESETS["gpt2-124m"]))
+        save_once(flags, name, each)
+        for name, each in (
+            (f"{config.model.num_layers} x {config.model.width}", config.model),
+            ("gpt2-124m", PRESETS["gpt2-124m"]),
+        )
     ]
     for row in rows:
         mib = [f"{row[key] / 2**20:,.0f}" for key in ("state_bytes", "disk_bytes")]
