@@ -356,12 +356,12 @@ def diverged_copy(lab: Lab, expect: Expect) -> str:
 
 def peer_dies(lab: Lab, expect: Expect) -> str:
     """one of two processes killed"""
-    flags = f"--mesh dp=2 --steps 6 --checkpoint-every 2 --out run --heartbeat {HEARTBEAT}"
-    out = lab.run(f"{flags} --drill die:step=4,process=1", processes=2)
+    flags = f"--mesh dp=2 --steps 8 --checkpoint-every 2 --out run --heartbeat {HEARTBEAT}"
+    out = lab.run(f"{flags} --drill die:step=6,process=1", processes=2)
     expect.that(out.code not in (0, None), "exit code 0")
     gone = "another process is gone" in out.text or "heartbeat" in out.text or "unhealthy" in out.text
     expect.that(gone, f"nobody said so: {out.text[-800:]}")
-    expect.ended(lab.run(flags, processes=2), 0, "resumed after step 2", "done: 6 steps")
+    expect.ended(lab.run(flags, processes=2), 0, "resumed after step", "done: 8 steps")  # 2 or 4
     return f"the other ends within its heartbeat, exit code {EXIT_PEER} or JAX's own; the same command continues"
 
 
@@ -378,7 +378,7 @@ def stuck(lab: Lab, expect: Expect) -> str:
 def slow(lab: Lab, expect: Expect) -> str:
     """one of two processes slow"""
     out = lab.run("--mesh dp=2 --steps 24 --out run --drill slow:step=1,process=1", processes=2)
-    expect.ended(out, 0, "slow: step 20: process 1 spends 5", "done: 24 steps")
+    expect.ended(out, 0, "slow: step 20: process 1 spends", "done: 24 steps")
     return "named"
 
 
