@@ -403,6 +403,11 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
 
     digests: dict[int, str] = {}
 
+    def require_equal_copies(done: int, state: State) -> None:
+        if culprits := check_replicas(state):
+            fault = f"after step {done} copies differ that should be equal: {'; '.join(map(str, culprits))}"
+            raise Stopped(done, fault, 1, newest(run))
+
     def make(index: int):
         batch = run.batches[index]
         if flags.record_digests:
@@ -418,6 +423,8 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
             run.watchdog.alive(f"taking step {index + 1}")
             if stop := agreement.stop_reason(index, run.stop_reason()):
                 reason, code = stop
+                if run.checkpoints is not None:
+                    require_equal_copies(index, state)
                 raise Stopped(index, reason, *last_save(run, state, progress, code))
 
             # ---- the step ----
@@ -476,9 +483,8 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
                 last or (flags.checkpoint_every and done % flags.checkpoint_every == 0)
             )
             compare = due or (flags.check_replicas_every and done % flags.check_replicas_every == 0)
-            if compare and (culprits := check_replicas(state)):
-                fault = f"after step {done} copies differ that should be equal: {'; '.join(map(str, culprits))}"
-                raise Stopped(done, fault, 1, newest(run))
+            if compare:
+                require_equal_copies(done, state)
             if due:
                 run.watchdog.alive("saving")
                 try:
