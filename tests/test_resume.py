@@ -138,6 +138,14 @@ def test_a_loss_that_jumps_sends_the_run_back_past_the_batch(train, tmp_path):
     assert np.isfinite(losses(tmp_path / "run")).all()
 
 
+def test_a_run_that_is_stopped_saves_no_copies_that_differ(train, tmp_path, monkeypatch):
+    asked = iter([None] * 4 + [("SIGTERM", 143)])
+    monkeypatch.setattr(experiments.train.Run, "stop_reason", lambda run: next(asked))
+    code, out, _ = train("--mesh dp=3 --batch-size 9 --steps 8 --out OUT/run --drill flip:step=4,rank=2")
+    assert code == 1 and "after step 4 copies differ that should be equal: rank 2 (dp=2): params." in out
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_copies_that_differ_are_never_saved(train, tmp_path):
     code, out, _ = train(
         "--mesh dp=3 --batch-size 9 --steps 8 --checkpoint-every 2 --out OUT/run --drill flip:step=4,rank=2"
