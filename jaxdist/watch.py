@@ -63,12 +63,13 @@ class Watchdog:
     def alive(self, doing: str) -> None:
         """Progress was made; what comes next is `doing`."""
         self._doing, self._deadline = doing, time.monotonic() + self.seconds
-        faulthandler.dump_traceback_later(self.seconds + 10, exit=True)
+        # The real standard error: what stands in for it (a notebook, a test) may have no file descriptor.
+        faulthandler.dump_traceback_later(self.seconds + 10, exit=True, file=sys.__stderr__)
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.seconds / 4)):
             if self._deadline is not None and time.monotonic() > self._deadline:
-                self._write(sys.stderr)
+                self._write(sys.__stderr__)
                 if self._where is not None:
                     with contextlib.suppress(OSError), open(self._where, "a", encoding="utf-8") as file:
                         self._write(file)

@@ -1,5 +1,8 @@
 """Numbers that are none, copies that differ, losses that jump, processes that are slow: found, and named."""
 
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.pace import slow_processes
 from jaxdist.step import build_program
 from jaxdist.verify import random_batches
+from jaxdist.watch import EXIT_STUCK
 
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
 
@@ -143,3 +147,17 @@ def test_a_drill_of_a_leaf_that_is_not_there():
     program = make_program("dp=2", "nan:step=1,leaf=gate")
     with pytest.raises(ConfigError, match="gate"):
         program.compile_step()
+
+
+def test_a_stuck_process_ends_where_standard_error_is_no_file(tmp_path):
+    """A notebook's stand-in for standard error has no file descriptor, which faulthandler needs."""
+    program = (
+        "import io, sys, time; sys.stderr = io.StringIO()\n"
+        "from jaxdist.watch import Watchdog\n"
+        f"with Watchdog(0.2, {str(tmp_path / 'stacks')!r}) as watchdog:\n"
+        "    watchdog.alive('waiting for a rank'); time.sleep(120)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == EXIT_STUCK
+    for text in (ended.stderr, (tmp_path / "stacks").read_text()):
+        assert "nothing was finished for 0.2 s while waiting for a rank" in text and "most recent call first" in text
