@@ -86,6 +86,8 @@ def _preset(num_layers, width, num_heads, seq_len=1024, vocab_size=50257) -> Mod
 PRESETS: dict[str, ModelConfig] = {
     "proof": _preset(4, 64, 8, seq_len=32, vocab_size=250),
     "tiny": _preset(4, 128, 4, seq_len=128, vocab_size=256),
+    "gpt-7m": _preset(6, 256, 8, seq_len=256, vocab_size=10000),
+    "gpt-11m": _preset(6, 384, 6, seq_len=256, vocab_size=256),
     "12m": _preset(6, 320, 5, seq_len=512, vocab_size=16000),
     "gpt2-124m": _preset(12, 768, 12),
     "gpt2-350m": _preset(24, 1024, 16),

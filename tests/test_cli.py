@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-import experiments.bench
+import experiments.bench.__main__
 import experiments.train
 import experiments.verify
 from experiments import planted_bugs
@@ -24,7 +24,7 @@ SMALL = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", 
 
 def run(monkeypatch, capsys, module, *args) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a program, in this process."""
-    program = {"train": experiments.train, "verify": experiments.verify, "bench": experiments.bench}[module]
+    program = {"train": experiments.train, "verify": experiments.verify, "bench": experiments.bench.__main__}[module]
     flags = {"train": "TrainFlags", "verify": "VerifyFlags", "bench": "BenchFlags"}[module]
     monkeypatch.setattr(sys, "argv", [module, *map(str, args)])
     with pytest.raises(SystemExit) as stop:

@@ -10,7 +10,7 @@ import reference
 from conftest import DEVICES
 
 from experiments import plain
-from experiments.bench import full_batch
+from experiments.bench.timing import full_batch
 from experiments.strategies import BY_NAME, PIPELINES, STRATEGIES, Strategy
 from experiments.verify import Verifier
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig

@@ -1,0 +1,111 @@
+"""What saving adds to steps, how long a restore takes, host memory of a save."""
+
+import statistics
+import tempfile
+import time
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench.flags import BenchFlags
+from experiments.bench.rows import Measured, Row, ratios, rows_of
+from experiments.bench.timing import Growth, full_batch, with_parallel
+from jaxdist.checkpoint import Checkpoints
+from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, RunConfig
+from jaxdist.layout import local_bytes
+from jaxdist.logical import abstract_logical, from_logical, to_logical
+from jaxdist.mesh import make_mesh
+from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.step import build_program
+
+
+def bench_checkpoint(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
+    """What saving adds to the steps of a run, and what a save and a restore of GPT-2 124M take."""
+    devices = acquire_devices(2, flags.device)
+    share = save_share(flags, config, devices, console)
+    table = Table("model", box=None, header_style="bold", pad_edge=False)
+    for title in ("state MiB", "on disk MiB", "blocks s", "committed s", "checked s", "restored s", "host MiB, save"):
+        table.add_column(title, justify="right")
+    rows = [
+        save_once(flags, name, each)
+        for name, each in (
+            (f"{config.model.num_layers} x {config.model.width}", config.model),
+            ("gpt2-124m", PRESETS["gpt2-124m"]),
+        )
+    ]
+    for row in rows:
+        mib = [f"{row[key] / 2**20:,.0f}" for key in ("state_bytes", "disk_bytes")]
+        seconds = [
+            f"{row[key]:.2f}" for key in ("blocks_seconds", "commit_seconds", "check_seconds", "restore_seconds")
+        ]
+        grown = "unknown" if row["grown_bytes"] is None else f"{row['grown_bytes'] / 2**20:,.0f}"
+        table.add_row(row["model"], *mib, *seconds, grown)
+    console.print(table)
+    console.print(
+        "One device, fp32, AdamW. Blocks: until training goes on. Committed: hashed, flushed, renamed. Checked: every "
+        "file hashed. Restored: read and put into the layout, with compiling. Host: the most that the process grew by."
+    )
+    return [share, *(figure for row in rows for figure in rows_of(row.pop("model"), row))], devices, share.ratio < 1.05
+
+
+def save_share(flags: BenchFlags, config: RunConfig, devices: Devices, console: Console) -> Row:
+    """The same steps with and without a save among them, one after the other: the ratio of their times."""
+    config = with_parallel(config, "dp=2", {"zero": 1})
+    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
+    step, batch, state = program.compile_step(), program.put(full_batch(config)), program.init(0)
+    state, _ = step(state, batch)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(folder, keep_last=1)
+        for repeat in range(flags.repeats):
+            for saving in (False, True):
+                with console.status(f"{flags.save_every} steps, {repeat + 1} of {flags.repeats}"):
+                    start = time.perf_counter()
+                    for index in range(flags.save_every):
+                        if saving and index == 0:
+                            checkpoints.save(int(state.step), to_logical(program, state), {})
+                        state, metrics = step(state, batch)
+                        jax.block_until_ready(metrics)
+                    times[saving].append(time.perf_counter() - start)
+            checkpoints.wait()
+    pairs = ratios(times[True], times[False])
+    share = statistics.median(pairs) - 1
+    simulated = ", simulated" if devices.simulated else ""
+    console.print(
+        f"a save every {flags.save_every} steps of {statistics.median(times[False]) / flags.save_every:.2f} s (dp=2"
+        f"{simulated}) adds {share:.1%} to them (median of {flags.repeats} pairs, {pairs[0] - 1:.1%} to "
+        f"{pairs[-1] - 1:.1%}), the writing and hashing beside them counted"
+    )
+    name, plain = (f"{flags.save_every} steps{more}" for more in (", one save", ""))
+    return Row.of(name, times[True], "s", against=plain, ratio=share + 1, simulated=devices.simulated)
+
+
+def save_once(flags: BenchFlags, name: str, model: ModelConfig) -> dict:
+    config = RunConfig(model, ParallelConfig(), batch_size=1)
+    program = build_program(config, make_mesh(config.parallel.mesh, acquire_devices(1, flags.device).devices))
+    state = program.init(0)
+    jax.block_until_ready(state)
+    with tempfile.TemporaryDirectory() as folder, Growth() as growth:
+        checkpoints = Checkpoints(folder)
+        start = time.perf_counter()
+        checkpoints.save(0, to_logical(program, state), {})
+        blocked = time.perf_counter()
+        checkpoints.wait()
+        committed = time.perf_counter()
+        grown = growth.most()
+        manifest = checkpoints.check(0)
+        checked = time.perf_counter()
+        again = from_logical(program, checkpoints.restore(manifest, abstract_logical(program)))
+        jax.block_until_ready(again)
+        restored = time.perf_counter()
+    return {
+        "model": name,
+        "state_bytes": local_bytes(state),
+        "disk_bytes": sum(size for size, _ in manifest.files.values()),
+        "blocks_seconds": blocked - start,
+        "commit_seconds": committed - start,
+        "check_seconds": checked - committed,
+        "restore_seconds": restored - checked,
+        "grown_bytes": grown,
+    }

@@ -1,0 +1,41 @@
+"""Compile time against depth."""
+
+import dataclasses
+import statistics
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench.flags import BenchFlags
+from experiments.bench.rows import Measured, Row
+from jaxdist.config import RunConfig
+from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.runtime import acquire_devices
+from jaxdist.step import build_program
+
+
+def bench_compile(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
+    """Seconds to trace, lower and compile the step, by number of layers; the first depth is the unit."""
+    devices = acquire_devices(1, flags.device)
+    table = Table("layers", "seconds", "ratio", box=None, header_style="bold", pad_edge=False)
+    seconds: dict[int, list[float]] = {depth: [] for depth in flags.depths}
+    for repeat in range(flags.repeats + 1):
+        for depth in flags.depths:
+            model = dataclasses.replace(config.model, num_layers=depth)
+            program = build_program(dataclasses.replace(config, model=model), make_mesh(MeshShape(), devices.devices))
+            with console.status(f"{depth} layers, {repeat} of {flags.repeats}"):
+                start = time.perf_counter()
+                program.compile_step()
+            if repeat:  # the first round warms up
+                seconds[depth].append(time.perf_counter() - start)
+    unit = statistics.median(seconds[flags.depths[0]])
+    first = f"{flags.depths[0]} layers: compile"
+    rows = [
+        Row.of(f"{depth} layers: compile", s, "s", against=first, ratio=statistics.median(s) / unit)
+        for depth, s in seconds.items()
+    ]
+    for depth, row in zip(seconds, rows, strict=True):
+        table.add_row(str(depth), f"{row.value:.2f}", f"{row.ratio:.3f}")
+    console.print(table)
+    return rows, devices, all(row.ratio <= 1.2 for row in rows)

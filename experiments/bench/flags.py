@@ -1,0 +1,44 @@
+"""The flags of every bench."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from experiments.cli import CommonFlags
+from jaxdist.config import Preset, RunConfig
+
+Bench = Literal[
+    "step", "peers", "strategies", "overhead", "collectives", "kernels", "scaling", "flags",
+    "compile", "pipeline", "search", "checkpoint", "input",
+]  # fmt: skip
+ONE_STEP = {"step", "peers", "kernels", "scaling", "flags"}
+
+
+@dataclass(frozen=True)
+class BenchFlags(CommonFlags):
+    """Measure, as ratios in one run. Strategy flags are set by each bench's own table."""
+
+    which: tyro.conf.Positional[Bench] = "strategies"
+    preset: Annotated[Preset | None, tyro.conf.arg(aliases=["--model"])] = None
+    """Model shape. Default: gpt-11m for step, peers, kernels, scaling and flags, gpt-7m for the others."""
+    batch_size: int = 8
+    repeats: int = 5
+    """Times each figure is measured; tables show the median."""
+    only: str = ""
+    """Rows whose name contains this text."""
+    depths: tuple[int, ...] = (12, 48)
+    """For `compile`."""
+    gigabytes: tuple[float, ...] = (0.1, 1, 10)
+    """For `input`: files written to the temporary folder and removed again."""
+    save_every: int = 50
+    """For `checkpoint`: steps between two saves."""
+    json: str | None = None
+    """Also write the figures to this file."""
+
+    def run_config(self) -> RunConfig:
+        if self.preset is not None:
+            return super().run_config()
+        preset = "gpt-11m" if self.which in ONE_STEP else "gpt-7m"
+        return dataclasses.replace(self, preset=preset).run_config()

@@ -1,0 +1,78 @@
+"""What the mesh machinery costs: one device against plain jit, eight against one."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from experiments import plain
+from experiments.bench.flags import BenchFlags
+from experiments.bench.rows import Measured, Row, ratios
+from experiments.bench.timing import full_batch, timed_step, with_parallel
+from jaxdist.config import RunConfig
+from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.step import build_program
+
+EIGHT_WAY = [
+    ("dp=8", {}),
+    ("dp=8", {"zero": 1}),
+    ("dp=8", {"zero": 2}),
+    ("dp=8", {"zero": 3}),
+    ("replica=2,dp=4", {"zero": 3}),
+    ("dp=4,tp=2", {}),
+    ("dp=2,tp=4", {"sp": True, "zero": 1}),
+    ("tp=8", {}),
+    ("tp=8", {"sp": True}),
+    ("pp=8", {"microbatches": 8}),
+    ("pp=2,dp=2,tp=2", {"microbatches": 4}),
+]
+
+
+def bench_overhead(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
+    """Each mesh in turn with the one-device step, pair by pair, so that a drifting machine cancels out."""
+    devices = acquire_devices(8, flags.device)
+    console.print(f"devices: {devices.description}")
+    one, _ = timed_step(with_parallel(config, "", {}), devices)
+    table = Table("step", "against", "ratio", "spread", "target", "", box=None, header_style="bold", pad_edge=False)
+    rows, met = [], []
+
+    def compare(name: str, against: str, ours: Callable, theirs: Callable, target: float) -> None:
+        """Add one row: the median of the paired ratios."""
+        with console.status(name):
+            times = [(ours(), theirs()) for _ in range(flags.repeats)]
+        seconds, pairs = [ours for ours, _ in times], ratios(*zip(*times, strict=True))
+        ratio = statistics.median(pairs)
+        mark = "[green]met[/]" if ratio <= target else "[bold red]missed[/]"
+        table.add_row(name, against, f"{ratio:.3f}", f"{pairs[0]:.3f}-{pairs[-1]:.3f}", f"{target:.2f}", mark)
+        rows.append(Row.of(name, seconds, "s", against=against, ratio=ratio, simulated="(simulated)" in name))
+        met.append(ratio <= target)
+
+    if flags.only in "one device, shard_map":
+        compare("one device, shard_map", "plain jit", one, timed_plain(config, devices), 1.02)
+    for mesh, more in EIGHT_WAY:
+        name = " ".join([mesh, *(f"{key}={value}" for key, value in more.items()), "(simulated)"])
+        if flags.only in name:
+            ours, _ = timed_step(with_parallel(config, mesh, more), devices)
+            compare(name, "one device", ours, one, 1.15 if (mesh, more) == ("dp=8", {}) else 2.0)
+    console.print(table)
+    return rows, devices, all(met)
+
+
+def timed_plain(config: RunConfig, devices: Devices) -> Callable[[], float]:
+    program = build_program(config, make_mesh(MeshShape(), devices.devices))
+    init, step = plain.make_step(config, jax.tree.map(lambda leaf: leaf.decay, program.layout.leaves))
+    batch = jax.device_put(full_batch(config), devices.devices[0])
+    held = {"state": init(program.init(config.seed).params)}
+
+    def run() -> float:
+        start = time.perf_counter()
+        held["state"], loss = step(held["state"], batch)
+        jax.block_until_ready((held["state"], loss))
+        return time.perf_counter() - start
+
+    run()
+    return run

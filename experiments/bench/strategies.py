@@ -1,0 +1,74 @@
+"""State, peak and sent bytes of each strategy, time, and equality with one device."""
+
+import dataclasses
+import statistics
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench.flags import BenchFlags
+from experiments.bench.rows import Measured, Row
+from experiments.bench.timing import timed_step, with_parallel
+from experiments.verify import Verifier
+from jaxdist.config import RunConfig
+from jaxdist.runtime import acquire_devices
+
+STRATEGY_ROWS: list[tuple[str, str, dict]] = [
+    ("DP flat", "dp=4", {"grad_sync": "flat"}),
+    ("DP flat + ZeRO-1", "dp=4", {"grad_sync": "flat", "zero": 1}),
+    ("DP flat + ZeRO-2", "dp=4", {"grad_sync": "flat", "zero": 2}),
+    ("DP flat + ZeRO-3", "dp=4", {"grad_sync": "flat", "zero": 3}),
+    ("DP bucketed", "dp=4", {}),
+    ("DP bucketed + ZeRO-1", "dp=4", {"zero": 1}),
+    ("DP bucketed + ZeRO-2", "dp=4", {"zero": 2}),
+    ("DP bucketed + ZeRO-3", "dp=4", {"zero": 3}),
+    ("TP", "tp=4", {}),
+    ("TP + SP", "tp=4", {"sp": True}),
+    ("DP x TP + SP + ZeRO-1", "dp=2,tp=2", {"sp": True, "zero": 1}),
+    ("hybrid (replica x ZeRO-3)", "replica=2,dp=2", {"zero": 3}),
+    ("PP 1F1B", "pp=4", {"microbatches": 4, "accumulate": 1}),
+    ("PP ZB-H1", "pp=4", {"microbatches": 4, "accumulate": 1, "schedule": "zb-h1"}),
+    ("PP x DP + ZeRO-1", "pp=2,dp=2", {"microbatches": 4, "accumulate": 1, "zero": 1}),
+    ("PP x TP + SP", "pp=2,tp=2", {"microbatches": 4, "accumulate": 1, "sp": True}),
+]
+
+
+def bench_strategies(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
+    """One row a strategy on four devices."""
+    configs = [(name, with_parallel(config, mesh, {"accumulate": 2, **more})) for name, mesh, more in STRATEGY_ROWS]
+    configs = [(name, each) for name, each in configs if flags.only in name]
+    devices = acquire_devices(4, flags.device)
+    console.print(f"devices: {devices.description}")
+    # Warm-up and lr as in a proof: AdamW's first steps amplify rounding noise by the learning rate.
+    proof = dataclasses.replace(config.optimizer, lr=1e-4, warmup_steps=0)
+    verify = Verifier(devices, steps=2)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    timing = "s/step (simulated)" if devices.simulated else "s/step"
+    for title in ("strategy", "mesh"):
+        table.add_column(title)
+    for title in (timing, "state MiB/device", "peak MiB/device", "sent MiB/step", "worst gradient error", "equal"):
+        table.add_column(title, justify="right")
+    rows, ok = [], True
+    for name, each in configs:
+        with console.status(name):
+            verdict = verify(name, dataclasses.replace(each, optimizer=proof, steps=2))
+            step, peak = timed_step(each, devices)
+            seconds = [step() for _ in range(flags.repeats)]
+        ok &= verdict.ok
+        error = max(d.error for d in verdict.differences if d.kind == "gradient")
+        sizes = {"state": verdict.run.state_bytes, "peak": peak, "sent a step": verdict.run.sent_bytes}
+        rows += [
+            Row.of(f"{name}: step", seconds, "s", simulated=devices.simulated),
+            *(Row(f"{name}: {what}", size, "bytes") for what, size in sizes.items() if size is not None),
+            Row(f"{name}: worst gradient error", error, "relative L2"),
+        ]
+        table.add_row(
+            name,
+            str(each.parallel.mesh),
+            f"{statistics.median(seconds):.2f}",
+            *("unknown" if size is None else f"{size / 2**20:.1f}" for size in sizes.values()),
+            f"{error:.1e}",
+            "[green]yes[/]" if verdict.ok else "[bold red]NO[/]",
+        )
+    console.print(table)
+    return rows, devices, ok
