@@ -439,7 +439,8 @@ def measure_torch(
         return {"skipped": f"torch {torch.__version__} sees no GPU"}
     device, device_name = ("cpu", "cpu") if on_cpu else ("cuda", torch.cuda.get_device_name())
     batch = random_batch(config, batch_size)
-    figures = torch_gpt2.measure(config, batch, NUM_WARMUP, num_steps, device, compiled=not on_cpu)
+    training = torch_gpt2.Training(config, batch, device, compiled=not on_cpu)
+    figures = torch_gpt2.measure(training, NUM_WARMUP, num_steps)
     return {
         **figures,
         **speed_figures(config, batch_size, figures["step_seconds"], device_name, peak_tflops),

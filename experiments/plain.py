@@ -12,7 +12,7 @@ from jaxdist.config import RunConfig
 
 
 def make_step(config: RunConfig, decay_mask: dict):
-    """(init(params) -> state, step(state, batch) -> (state, loss)), both jitted; fp32, no dropout."""
+    """(init(params) -> state, step(state, batch) -> (state, loss), both jitted; the optimiser). fp32, no dropout."""
     schedule = config.optimizer
     optimizer = optax.chain(
         optax.clip_by_global_norm(schedule.clip_norm),
@@ -32,7 +32,7 @@ def make_step(config: RunConfig, decay_mask: dict):
         updates, moments = optimizer.update(grads, moments, params)
         return (optax.apply_updates(params, updates), moments), loss
 
-    return jax.jit(lambda params: (params, optimizer.init(params))), jax.jit(step, donate_argnums=0)
+    return jax.jit(lambda params: (params, optimizer.init(params))), jax.jit(step, donate_argnums=0), optimizer
 
 
 def mean_loss(params: dict, batch: dict, vocab_size: int) -> jax.Array:

@@ -270,9 +270,9 @@ BUGS = [
     ),
     Bug(
         "gathered weights kept for backward (ZeRO-3)",
-        "jaxdist/model.py",
-        "    return not _only_moves(primitive.name, params)",
-        "    return True",
+        "jaxdist/parallel/remat.py",
+        "            return not refetch and gathers_weights(name, params)",
+        "            return True",
         (PROGRAM.format("dp8-zero3"), "tests/test_program.py::test_zero3_keeps_no_gathered_weight"),
     ),
     Bug(

@@ -1,18 +1,23 @@
-"""The yardstick: GPT-2 in PyTorch under `torch.compile`, as its users write it. Imported only where torch is installed.
+"""The yardsticks in PyTorch, as its users write them. Imported only where torch is installed.
 
-Same shapes as `jaxdist.model`, padded vocabulary included: pre-LayerNorm, learned positions, tanh-GELU, biases, tied
-head. Weights in fp32 with bf16 autocast, flash attention through SDPA, fused AdamW, gradients clipped at 1.0.
+GPT2 has the shapes of `jaxdist.model`, padded vocabulary included: pre-LayerNorm, learned positions, tanh-GELU, biases,
+tied head. Attention is SDPA's, the optimiser AdamW, gradients are clipped at 1.0.
 """
 
+import contextlib
 import math
+import os
 import time
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional as F
 
 from jaxdist.config import ModelConfig
 from jaxdist.model import INIT_STD, LAYER_NORM_EPS
+
+Wrap = Literal["none", "ddp", "fsdp"]
 
 
 class Block(nn.Module):
@@ -57,51 +62,117 @@ class GPT2(nn.Module):
         return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
 
 
-def measure(
-    config: ModelConfig, batch: dict, num_warmup: int, num_steps: int, device: str = "cuda", compiled: bool = True
-) -> dict:
-    """Train on one batch of NumPy tokens over and over.
+class HuggingFaceGPT2(nn.Module):
+    """transformers' GPT2LMHeadModel of the same shape, without dropout, under the same signature."""
 
-    Returns: seconds a step, seconds of the first step (it compiles), losses of the first and last timed step, and the
-    peak bytes of tensors during the timed steps (None on the CPU).
+    def __init__(self, config: ModelConfig):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        self.model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=config.padded_vocab_size,
+                n_positions=config.seq_len,
+                n_embd=config.width,
+                n_layer=config.num_layers,
+                n_head=config.num_heads,
+                n_inner=config.ffn_width,
+                layer_norm_epsilon=LAYER_NORM_EPS,
+                **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+                use_cache=False,
+                attn_implementation="sdpa",
+            )
+        )
+        self.blocks = self.model.transformer.h
+
+    def forward(self, inputs_BT, targets_BT):
+        logits_BTV = self.model(inputs_BT).logits
+        return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+
+
+class Training:
+    """A model, its optimiser and one batch that is trained on over and over.
+
+    batch: NumPy `inputs` and `targets`; with `wrap`, the rows of this process of a torch.distributed group. dtype: that
+    of autocast, None for fp32 throughout.
     """
-    on_gpu = device == "cuda"
-    synchronize = torch.cuda.synchronize if on_gpu else (lambda: None)
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    with torch.device(device):
-        model = GPT2(config)
-    run = torch.compile(model, dynamic=False) if compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu)
-    inputs, targets = (torch.as_tensor(batch[name], dtype=torch.int64, device=device) for name in ("inputs", "targets"))
 
-    def step():
-        with torch.autocast(device, dtype=torch.bfloat16):
-            loss = run(inputs, targets)
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: dict,
+        device: str = "cuda",
+        compiled: bool = True,
+        dtype: torch.dtype | None = torch.bfloat16,
+        model: type[nn.Module] = GPT2,
+        wrap: Wrap = "none",
+    ):
+        self.on_gpu, self._device, self._dtype = device == "cuda", device, dtype
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("high")
+        with torch.device(device):
+            self.model = model(config)
+        if wrap == "ddp":
+            self.model = nn.parallel.DistributedDataParallel(self.model)
+        elif wrap == "fsdp":
+            from torch.distributed.fsdp import fully_shard
+
+            for block in self.model.blocks:
+                fully_shard(block)
+            fully_shard(self.model)
+        self._run = torch.compile(self.model, dynamic=False) if compiled else self.model
+        parameters = self.model.parameters()
+        self._optimizer = torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self._inputs, self._targets = (
+            torch.as_tensor(batch[name], dtype=torch.int64, device=device) for name in ("inputs", "targets")
+        )
+
+    def step(self) -> torch.Tensor:
+        autocast = contextlib.nullcontext()
+        if self._dtype is not None:
+            autocast = torch.autocast(self._device, dtype=self._dtype)
+        with autocast:
+            loss = self._run(self._inputs, self._targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
+def measure(training: Training, num_warmup: int, num_steps: int) -> dict:
+    """Returns: seconds a step, seconds of the first step (it compiles), losses of the first and last timed step, and
+    the peak bytes of tensors during the timed steps (None on the CPU).
+    """
     start = time.perf_counter()
-    step()
-    synchronize()
+    training.step()
+    training.synchronize()
     first_seconds = time.perf_counter() - start
     for _ in range(num_warmup - 1):
-        step()
-    synchronize()
-    if on_gpu:
+        training.step()
+    training.synchronize()
+    if training.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    losses = [step() for _ in range(num_steps)]
-    synchronize()
+    losses = [training.step() for _ in range(num_steps)]
+    training.synchronize()
     seconds = time.perf_counter() - start
     return {
         "step_seconds": seconds / num_steps,
         "first_step_seconds": first_seconds,
         "first_loss": float(losses[0]),
         "last_loss": float(losses[-1]),
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "num_parameters": sum(weight.numel() for weight in model.parameters()),
+        "peak_bytes": torch.cuda.max_memory_allocated() if training.on_gpu else None,
+        "num_parameters": sum(weight.numel() for weight in training.model.parameters()),
     }
+
+
+def join(rank: int, num_processes: int, port: int) -> None:
+    """Form a gloo group of `num_processes` on this machine, which share its cores."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_processes))
+    address = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=num_processes)

@@ -100,6 +100,14 @@ PRESETS: dict[str, ModelConfig] = {
 Preset = Literal[tuple(PRESETS)]
 
 
+MIN_QUERIES = 64  # in a block; smaller products of matrices are slower than what leaving out the masked ones saves
+
+
+def causal_blocks(seq_len: int) -> int:
+    """Into how many blocks of queries the written-out attention is cut: n leave (n - 1) / 2n of all scores out."""
+    return next(n for n in (4, 2, 1) if n == 1 or (seq_len % n == 0 and seq_len // n >= MIN_QUERIES))
+
+
 REMAT = {"none": 0, "selective": 0, "block": 1}  # name -> blocks recomputed together
 
 
@@ -384,10 +392,6 @@ class RunConfig:
         if not parallel.reshard_after_forward and parallel.remat_every:
             notes.append(
                 f"--remat {parallel.remat} recomputes blocks, and so gathers their weights again all the same."
-            )
-        if parallel.remat == "selective" and parallel.zero >= 2 and parallel.sharded and parallel.mesh.pp == 1:
-            notes.append(
-                f"--remat selective saves nothing under ZeRO-{parallel.zero}, whose own recomputation keeps the scores."
             )
         if not parallel.reshard_after_forward and parallel.zero == 3 and parallel.mesh.pp > 1:
             notes.append(

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax, random
 
-from jaxdist.config import ModelConfig
+from jaxdist.config import ModelConfig, causal_blocks
 from jaxdist.parallel.dropout import dropout
+from jaxdist.parallel.remat import keep, keep_what_costs
 from jaxdist.parallel.tensor import (
     enter,
     global_indices,
@@ -66,6 +67,11 @@ class Forward:
     fetch_block: Fetch = fetch_whole
     fetch_embed: Fetch = fetch_whole
     fetch_head: Fetch = fetch_whole
+
+    @property
+    def policy(self) -> Callable[..., bool]:
+        """What backward keeps where whole blocks are not recomputed."""
+        return keep_what_costs(self.refetch, self.remat == "selective")
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ class Attention(nnx.Module):
         core = attention_core(run.attention, noise)
         if run.remat == "selective":
             core = jax.checkpoint(core, prevent_cse=False)
-        o_BTNH = core(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
+        o_BTNH = keep(core(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]))
         batch, length, heads, head_dim = o_BTNH.shape
         w_ND = self.w_out[...].reshape(heads * head_dim, -1)
         return leave(linear(o_BTNH.reshape(batch, length, -1), w_ND), run.sp) + self.b_out[...]
@@ -134,19 +140,31 @@ class Attention(nnx.Module):
 def attention_core(implementation: str, noise: Noise) -> Callable[..., jax.Array]:
     """core(q_BTNH, k_BTNH, v_BTNH) -> o_BTNH, causal, scaled by 1/sqrt(H).
 
-    "cudnn" never holds the scores and takes no dropout; "xla" writes them out. Softmax runs in at least fp32.
+    "cudnn" never holds the scores and takes no dropout; "xla" writes them out, in blocks of queries that leave out most
+    of what the mask would. Softmax runs in at least fp32.
     """
 
     def cudnn(q_BTNH, k_BTNH, v_BTNH):
         return jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True, implementation="cudnn")
 
-    def xla(q_BTNH, k_BTNH, v_BTNH):
-        scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH * q_BTNH.shape[-1] ** -0.5, k_BTNH)
+    def rows_of_queries(q_BTNH, k_BSNH, v_BSNH):
+        """A block of queries, the last T of the S positions they may look at."""
+        scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH * q_BTNH.shape[-1] ** -0.5, k_BSNH)
         scores_BNTS = scores_BNTS.astype(jnp.promote_types(scores_BNTS.dtype, jnp.float32))
-        length = scores_BNTS.shape[-1]
-        causal_TS = jnp.arange(length)[:, None] >= jnp.arange(length)
+        rows, length = scores_BNTS.shape[-2:]
+        causal_TS = jnp.arange(length - rows, length)[:, None] >= jnp.arange(length)
         probs_BNTS = jax.nn.softmax(jnp.where(causal_TS, scores_BNTS, jnp.finfo(scores_BNTS.dtype).min), axis=-1)
-        return jnp.einsum("BNTS,BSNH->BTNH", noise.attention(probs_BNTS.astype(q_BTNH.dtype)), v_BTNH)
+        probs_BNTS = noise.at(length).attention(probs_BNTS.astype(q_BTNH.dtype))
+        return jnp.einsum("BNTS,BSNH->BTNH", probs_BNTS, v_BSNH)
+
+    def xla(q_BTNH, k_BTNH, v_BTNH):
+        length = q_BTNH.shape[1]
+        rows = length // causal_blocks(length)
+        blocks = [
+            rows_of_queries(q_BTNH[:, end - rows : end], k_BTNH[:, :end], v_BTNH[:, :end])
+            for end in range(rows, length + 1, rows)
+        ]
+        return jnp.concatenate(blocks, axis=1)
 
     return {"cudnn": cudnn, "xla": xla}[implementation]
 
@@ -247,8 +265,8 @@ def stage(config: ModelConfig, blocks: Weights, x_BTD: jax.Array, run: Forward, 
 
     if run.remat_every == 1:
         body = jax.checkpoint(body, prevent_cse=False)
-    elif run.refetch:
-        body = jax.checkpoint(body, policy=keep_all_but_weights, prevent_cse=False)
+    else:
+        body = jax.checkpoint(body, policy=run.policy, prevent_cse=False)
     layers = (blocks, jnp.arange(jax.tree.leaves(blocks)[0].shape[0]))
     if run.remat_every <= 1:
         return lax.scan(body, x_BTD, layers)[0]
@@ -266,28 +284,5 @@ def loss(config: ModelConfig, root: dict, x_BTD: jax.Array, targets_BT: jax.Arra
         x_BTD = nnx.merge(graph, weights["ln_final"])(x_BTD)
         return vocab_parallel_cross_entropy(x_BTD, weights["tokens"], targets_BT, config.vocab_size, run.sp)
 
-    if run.refetch:
-        head = jax.checkpoint(head, policy=keep_all_but_weights, prevent_cse=False)
+    head = jax.checkpoint(head, policy=run.policy, prevent_cse=False)
     return jnp.where(targets_BT >= 0, head(root, x_BTD), 0).sum()
-
-
-GATHERS = {"all_gather", "all_gather_invariant"}
-MOVES = {"reshape", "transpose", "slice", "squeeze", "concatenate", "pvary", "convert_element_type", "copy"}
-
-
-def keep_all_but_weights(primitive, *_, **params) -> bool:
-    """Remat policy of ZeRO-2 and 3: fetched weights, and their bytes in another shape, are fetched again, not saved."""
-    return not _only_moves(primitive.name, params)
-
-
-def _only_moves(name: str, params: dict) -> bool:
-    """Whether an operation moves weights without computing: a fetch is a custom_vjp_call of nothing but such.
-
-    Only dp gathers weights; a gather over tp is of activations, which are saved as ever.
-    """
-    if name in GATHERS:
-        return "dp" in params["axis_name"]
-    if name in ("custom_vjp_call", "jit", "pjit"):
-        inner = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
-        return all(_only_moves(eqn.primitive.name, eqn.params) for eqn in inner.eqns)
-    return name in MOVES

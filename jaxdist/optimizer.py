@@ -1,7 +1,7 @@
 """Update rules on the shards a rank owns, the learning-rate schedule, clipping and loss scaling."""
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,45 @@ from jaxdist.layout import Layout
 from jaxdist.parallel import collectives as comm
 
 
-def make_optimizer(config: OptimizerConfig, layout: Layout) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, layout: Layout, finite: jax.Array | bool = True
+) -> optax.GradientTransformation:
     """The update direction, before the learning rate: `p <- p - lr * update`.
+
+    Where `finite` is false the moments decay by 1, so that gradients of -0.0 leave them as they are, to the bit. (A
+    choice between old and new moments would need both at once, which costs a copy of them.)
 
     AdamW, Lion and SGD-momentum work element by element, so they run unchanged on shards of any layout. Adafactor
     looks at whole (stacked) leaves; `RunConfig` refuses it where a rank holds less. Weight decay is decoupled and
     applies to matrices and embeddings alone, as declared beside each parameter.
     """
+    betas = (config.beta1, config.beta2)
+    beta1, beta2 = betas if finite is True else (jnp.where(finite, beta, 1.0) for beta in betas)
     rule = {
-        "adamw": lambda: optax.scale_by_adam(config.beta1, config.beta2, config.eps),
-        "lion": lambda: optax.scale_by_lion(config.beta1, config.beta2),
-        "sgd": lambda: optax.trace(config.beta1),
+        "adamw": lambda: optax.scale_by_adam(beta1, beta2, config.eps),
+        "lion": lambda: optax.scale_by_lion(beta1, beta2),
+        "sgd": lambda: optax.trace(beta1),
         "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
     }[config.name]()
     decay_mask = jax.tree.map(lambda leaf: leaf.decay, layout.leaves)
     return optax.chain(rule, optax.add_decayed_weights(config.weight_decay, decay_mask))
+
+
+def update(
+    config: OptimizerConfig, layout: Layout, finite: jax.Array, grads: dict, moments, params: dict, lr: jax.Array
+) -> tuple[dict, Any]:
+    """(parameters, moments) after one update, both unchanged to the bit where `finite` is false.
+
+    Layout: all in the storage layout; sends nothing.
+    """
+    grads = jax.tree.map(lambda g: jnp.where(finite, g, -0.0), grads)
+    updates, changed = make_optimizer(config, layout, finite).update(grads, moments, params)
+    changed = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old) if config.name == "adafactor" or new.ndim == 0 else new,
+        changed,
+        moments,
+    )
+    return jax.tree.map(lambda p, u: jnp.where(finite, p - lr * u, p).astype(p.dtype), params, updates), changed
 
 
 def optimizer_specs(optimizer: optax.GradientTransformation, layout: Layout):

@@ -27,6 +27,7 @@ from jaxdist.optimizer import (
     make_optimizer,
     next_loss_scale,
     optimizer_specs,
+    update,
 )
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.data import gather_parameters, reduce_gradients
@@ -173,7 +174,7 @@ def build_program(
     assemble = jit(make_state, out_shardings=shardings(mesh, specs))
 
     def step(state, batch):
-        return train_step(config, layout, optimizer, _platform(mesh), with_gradients, poison, state, batch)
+        return train_step(config, layout, _platform(mesh), with_gradients, poison, state, batch)
 
     def evaluate(params, batch):
         return evaluate_loss(config, layout, _platform(mesh), params, batch)
@@ -212,7 +213,7 @@ def initial_state(config: RunConfig, layout: Layout, optimizer: optax.GradientTr
     )
 
 
-def train_step(config, layout, optimizer, platform, with_gradients, poison, state: State, batch: Batch):
+def train_step(config, layout, platform, with_gradients, poison, state: State, batch: Batch):
     """The step on local shards: (State, Batch) -> (State, metrics[, gradients]).
 
     A gradient that is not finite changes nothing but the step counter (and fp16's loss scale), on every rank.
@@ -237,11 +238,7 @@ def train_step(config, layout, optimizer, platform, with_gradients, poison, stat
     # Update the shards this rank owns, then make the parameters of the next step from them.
     lr = learning_rate(config, state.step.astype(norm.dtype))
     owned = state.master if state.master is not None else owned_shards(state.params, layout)
-    updates, moments = optimizer.update(clipped, state.moments, owned)
-    updated = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), owned, updates)
-    updated, moments = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), (updated, moments), (owned, state.moments)
-    )
+    updated, moments = update(config.optimizer, layout, finite, clipped, state.moments, owned, lr)
     params = jax.tree.map(lambda p: p.astype(config.precision.dtype), updated)
     new_state = State(
         step=state.step + 1,

@@ -1,6 +1,7 @@
 """The one place of measurement.
 
 python -m experiments.bench strategies   state, peak and sent bytes of each strategy, time, equality with one device
+python -m experiments.bench peers        one device and meshes beside plain JAX, automatic sharding, PyTorch, DDP, FSDP2
 python -m experiments.bench overhead     what the mesh machinery costs: one device against plain jit, 8 against one
 python -m experiments.bench compile      compile time against depth
 python -m experiments.bench search       layouts a second that experiments.plan enumerates, scores and ranks
@@ -30,6 +31,7 @@ PLAIN = {"dtype", "reduce_dtype", "dropout", "optimizer"}  # the plain step is A
 
 # bench -> (module, function, flags that it would not use, beside those of the strategy)
 BENCHES = {
+    "peers": ("peers", "bench_peers", PLAIN),
     "strategies": ("strategies", "bench_strategies", set()),
     "overhead": ("overhead", "bench_overhead", PLAIN),
     "compile": ("compiling", "bench_compile", set()),

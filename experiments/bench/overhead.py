@@ -1,7 +1,6 @@
 """What the mesh machinery costs: one device against plain jit, eight against one."""
 
 import statistics
-import time
 from collections.abc import Callable
 
 import jax
@@ -11,7 +10,7 @@ from rich.table import Table
 from experiments import plain
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row, ratios
-from experiments.bench.timing import full_batch, timed_step, with_parallel
+from experiments.bench.timing import Timed, full_batch, timed, timed_step, with_parallel
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.runtime import Devices, acquire_devices
@@ -36,7 +35,7 @@ def bench_overhead(flags: BenchFlags, config: RunConfig, console: Console) -> Me
     """Each mesh in turn with the one-device step, pair by pair, so that a drifting machine cancels out."""
     devices = acquire_devices(8, flags.device)
     console.print(f"devices: {devices.description}")
-    one, _ = timed_step(with_parallel(config, "", {}), devices)
+    one = timed_step(with_parallel(config, "", {}), devices).run
     table = Table("step", "against", "ratio", "spread", "target", "", box=None, header_style="bold", pad_edge=False)
     rows, met = [], []
 
@@ -52,27 +51,20 @@ def bench_overhead(flags: BenchFlags, config: RunConfig, console: Console) -> Me
         met.append(ratio <= target)
 
     if flags.only in "one device, shard_map":
-        compare("one device, shard_map", "plain jit", one, timed_plain(config, devices), 1.02)
+        compare("one device, shard_map", "plain jit", one, timed_plain(config, devices).run, 1.02)
     for mesh, more in EIGHT_WAY:
         name = " ".join([mesh, *(f"{key}={value}" for key, value in more.items()), "(simulated)"])
         if flags.only in name:
-            ours, _ = timed_step(with_parallel(config, mesh, more), devices)
+            ours = timed_step(with_parallel(config, mesh, more), devices).run
             compare(name, "one device", ours, one, 1.15 if (mesh, more) == ("dp=8", {}) else 2.0)
     console.print(table)
     return rows, devices, all(met)
 
 
-def timed_plain(config: RunConfig, devices: Devices) -> Callable[[], float]:
+def timed_plain(config: RunConfig, devices: Devices) -> Timed:
+    """The step of `experiments.plain` on one device."""
     program = build_program(config, make_mesh(MeshShape(), devices.devices))
-    init, step = plain.make_step(config, jax.tree.map(lambda leaf: leaf.decay, program.layout.leaves))
+    init, step, _ = plain.make_step(config, jax.tree.map(lambda leaf: leaf.decay, program.layout.leaves))
     batch = jax.device_put(full_batch(config), devices.devices[0])
-    held = {"state": init(program.init(config.seed).params)}
-
-    def run() -> float:
-        start = time.perf_counter()
-        held["state"], loss = step(held["state"], batch)
-        jax.block_until_ready((held["state"], loss))
-        return time.perf_counter() - start
-
-    run()
-    return run
+    state = init(program.init(config.seed).params)
+    return timed(step.lower(state, batch).compile(), state, batch, MeshShape())

@@ -52,11 +52,11 @@ def bench_strategies(flags: BenchFlags, config: RunConfig, console: Console) -> 
     for name, each in configs:
         with console.status(name):
             verdict = verify(name, dataclasses.replace(each, optimizer=proof, steps=2))
-            step, peak = timed_step(each, devices)
-            seconds = [step() for _ in range(flags.repeats)]
+            step = timed_step(each, devices)
+            seconds = [step.run() for _ in range(flags.repeats)]
         ok &= verdict.ok
         error = max(d.error for d in verdict.differences if d.kind == "gradient")
-        sizes = {"state": verdict.run.state_bytes, "peak": peak, "sent a step": verdict.run.sent_bytes}
+        sizes = {"state": verdict.run.state_bytes, "peak": step.peak_bytes, "sent a step": verdict.run.sent_bytes}
         rows += [
             Row.of(f"{name}: step", seconds, "s", simulated=devices.simulated),
             *(Row(f"{name}: {what}", size, "bytes") for what, size in sizes.items() if size is not None),

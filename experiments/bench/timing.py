@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -12,28 +13,51 @@ import jax
 import numpy as np
 
 from jaxdist.config import ParallelConfig, RunConfig
-from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
+from jaxdist.plan.compile import emitted_collectives
 from jaxdist.runtime import Devices
-from jaxdist.step import build_program, compiled_peak_bytes
+from jaxdist.step import build_program
 from jaxdist.verify import random_batches
 
 
-def timed_step(config: RunConfig, devices: Devices) -> tuple[Callable[[], float], int | None]:
-    """(run one step and return its seconds, the compiler's peak bytes a device)."""
-    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
-    compiled = program.compile_step()
-    peak = compiled_peak_bytes(compiled, program.abstract_state())
-    batch = program.put(full_batch(config))
-    held = {"state": program.init(config.seed)}
+@dataclass(frozen=True)
+class Timed:
+    """A compiled step that can be run over and over: `run()` gives the seconds of one.
+
+    peak_bytes: of one device, by the compiler's plan. sent_bytes: by one device in a step, read from the compiled
+    program. None where the compiler does not say.
+    """
+
+    run: Callable[[], float]
+    peak_bytes: int | None
+    sent_bytes: int | None
+
+
+def timed(compiled: jax.stages.Compiled, state, batch, mesh: MeshShape) -> Timed:
+    """`compiled` takes (state, batch), donates the state and returns (state, figures). Run once to warm up."""
+    memory = compiled.memory_analysis()
+    peak = None
+    if memory is not None:
+        kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        peak = kept + memory.temp_size_in_bytes
+    sizes = [collective.sent_bytes(mesh) for collective in emitted_collectives(compiled.as_text(), mesh)]
+    held = {"state": state}
 
     def run() -> float:
         start = time.perf_counter()
-        held["state"], metrics = compiled(held["state"], batch)
-        jax.block_until_ready((held["state"], metrics))
+        held["state"], figures = compiled(held["state"], batch)
+        jax.block_until_ready((held["state"], figures))
         return time.perf_counter() - start
 
     run()
-    return run, peak
+    return Timed(run, peak, None if None in sizes else sum(sizes))
+
+
+def timed_step(config: RunConfig, devices: Devices) -> Timed:
+    """Our own step."""
+    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
+    state, batch = program.init(config.seed), program.put(full_batch(config))
+    return timed(program.compile_step(), state, batch, config.parallel.mesh)
 
 
 def full_batch(config: RunConfig) -> dict:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import random
 
+from jaxdist.parallel.remat import keep
+
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None, *indices: jax.Array) -> jax.Array:
     """Zero elements with probability `rate` and scale the rest by 1 / (1 - rate).
@@ -24,5 +26,5 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None, *indices: jax.Arra
         keys = jax.vmap(partial(random.fold_in, key))(indices[0])
         return jax.vmap(lambda each: draw(each, indices[1:]))(keys)
 
-    keep = draw(key, indices) >= jnp.uint32(rate * 2**32)
-    return jnp.where(keep, x * (1 / (1 - rate)), 0).astype(x.dtype)
+    kept = keep(draw(key, indices) >= jnp.uint32(rate * 2**32))
+    return jnp.where(kept, x * (1 / (1 - rate)), 0).astype(x.dtype)

@@ -17,15 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxdist.compat import inner_programs, type_of
 from jaxdist.errors import ConfigError
-
-# Operations that only move or retype one array: W repeats them rather than being handed a larger result.
-MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "pvary", "copy"}
-# Operations that work element by element: backward repeats them where that lets fewer bytes be kept.
-CHEAP = MOVES | {
-    *("abs", "add", "and", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite"),
-    *("le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or"),
-    *("pow", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh", "xor"),
-}
+from jaxdist.parallel.remat import CHEAP, MOVES
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, causal_blocks
 from jaxdist.layout import STACKED, make_layout
 from jaxdist.mesh import MeshShape
 
@@ -27,8 +27,7 @@ class Kept(NamedTuple):
     """Arrays that one layer keeps of one micro-batch, by shape; `_w` are in at least fp32, the others as activations.
 
     residual [B, T/sp, D], entered [B, T, D] (whole, after `enter`), heads [B, T, N/tp, H], ffn [B, T, F/tp],
-    scores [B, N/tp, T, T], row [B, T/sp, 1], head_row [B, N/tp, T]. weights: matrices of the layer that are kept in
-    another shape, of (w_qkv, w_out, w_up and w_down).
+    scores [B, N/tp, T, T] less the blocks that no query looks at, row [B, T/sp, 1], head_row [B, N/tp, T].
     """
 
     residual: int = 0
@@ -40,19 +39,14 @@ class Kept(NamedTuple):
     scores_w: int = 0
     row_w: int = 0
     head_row_w: int = 0
-    weights: tuple[int, int, int] = (0, 0, 0)
 
 
-# What `jax.grad` of the scan over layers keeps; what the pipeline keeps from F until B, from F until W, from B until W.
-SCAN, FETCHED, UNTIL_B, UNTIL_W, HANDED = "scan", "fetched", "until_b", "until_w", "handed"
+# What the scan over layers keeps; what the pipeline keeps from F until B, from F until W, from B until W.
+SCAN, UNTIL_B, UNTIL_W, HANDED = "scan", "until_b", "until_w", "handed"
 KEPT = {
-    (SCAN, "xla"): Kept(
-        residual_w=6, entered=2, heads=4, ffn=6, scores=1, scores_w=1, row_w=4, head_row_w=2, weights=(1, 1, 0)
-    ),
-    (SCAN, "cudnn"): Kept(residual_w=6, entered=2, heads=5, ffn=6, row_w=4, head_row_w=1, weights=(1, 1, 0)),
-    (SCAN, "selective"): Kept(residual_w=6, entered=2, heads=4, ffn=6, row_w=4, weights=(1, 1, 0)),
-    (FETCHED, "xla"): Kept(residual_w=8, heads=5, ffn=6, scores_w=2, row_w=4, head_row_w=2),
-    (FETCHED, "cudnn"): Kept(residual_w=8, heads=4, ffn=6, row_w=4, head_row_w=1),
+    (SCAN, "xla"): Kept(residual=2, heads=4, ffn=1, scores=1, row_w=4, head_row_w=2),
+    (SCAN, "cudnn"): Kept(residual=2, heads=4, ffn=1, row_w=4, head_row_w=1),
+    (SCAN, "selective"): Kept(residual=2, heads=4, ffn=1, row_w=4, head_row_w=2),
     (UNTIL_B, "xla"): Kept(heads=3, scores=1, scores_w=1, head_row_w=1),
     (UNTIL_B, "cudnn"): Kept(heads=3, head_row_w=1),
     (UNTIL_B, "selective"): Kept(heads=3),
@@ -62,18 +56,12 @@ KEPT = {
 
 
 def kept_arrays(context: str, attention: str, selective: bool, sp: bool, wide: bool) -> Kept:
-    """What one layer keeps. `wide`: activations are in fp32 already.
-
-    ZeRO-2 and 3 decide by a policy of their own what a layer keeps (`model.keep_all_but_weights`), and it keeps the
-    scores with selective recompute too.
-    """
-    kind = "" if context in (UNTIL_W, HANDED) else "selective" if selective and context != FETCHED else attention
+    """What one layer keeps. `wide`: activations are in fp32 already."""
+    if context == SCAN:
+        kept = KEPT[SCAN, "selective" if selective and attention == "xla" else attention]
+        return kept._replace(entered=2) if sp else kept
+    kind = "" if context in (UNTIL_W, HANDED) else "selective" if selective else attention
     kept = KEPT[context, kind]
-    if context == FETCHED:
-        again = selective and kind == "cudnn"
-        kept = kept._replace(heads=kept.heads + again)
-        # With sp the gathered sequence, instead of what it was gathered from.
-        return kept._replace(entered=2, residual_w=kept.residual_w - 2) if sp else kept
     if context == HANDED and sp:
         return kept._replace(entered=2)
     if context == UNTIL_B and wide and kind == "xla":  # the scores that the matmul takes are those of the softmax
@@ -146,15 +134,20 @@ def kept_bytes(model: ModelConfig, kept: Kept, rows, tp, sp, itemsize: int, wide
     positions, heads = rows * model.seq_len, model.num_heads / tp
     h, f = model.width, model.ffn_width
     outside = positions / np.where(sp, tp, 1)
-    matrices = np.array([3 * h * h, h * h, 2 * h * f]) @ np.array(kept.weights) / tp
     narrow = outside * h * kept.residual + positions * h * kept.entered
-    narrow = narrow + positions / tp * (h * kept.heads + f * kept.ffn) + matrices
-    scores = positions * heads * model.seq_len
+    narrow = narrow + positions / tp * (h * kept.heads + f * kept.ffn)
+    scores = positions * heads * model.seq_len * causal_share(model.seq_len)
     return (
         itemsize * (narrow + scores * kept.scores)
         + wide * (outside * (h * kept.residual_w + kept.row_w) + positions * heads * kept.head_row_w)
         + wide * scores * kept.scores_w
     )
+
+
+def causal_share(seq_len: int) -> float:
+    """Of all scores, how many the written-out attention computes."""
+    blocks = causal_blocks(seq_len)
+    return (blocks + 1) / (2 * blocks)
 
 
 def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramBytes:
@@ -195,8 +188,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
         return found
 
     x = c.rows * model.seq_len * model.width * itemsize / np.where(c.sp == 1, c.tp, 1)
-    kept_whole = c.keep * 2 * itemsize * model.width * model.ffn_width / c.tp  # ZeRO-3's other two matrices
-    one = np.where(fetched & (c.keep == 0), kept(FETCHED), kept(SCAN) + kept_whole)
+    one = kept(SCAN) + c.keep * itemsize * e.layer  # weights that ZeRO-3 gathered
     every = np.maximum(c.every, 1)
     scanned = np.where(c.every > 0, model.num_layers / every * x, model.num_layers * one)
     until_b, until_w, handed = kept(UNTIL_B), kept(UNTIL_W), kept(HANDED)
@@ -219,7 +211,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     logits = positions * model.padded_vocab_size / c.tp * (wide + in_16_bits) + table_copies
 
     # ---- one layer's backward: its weights, their gradients, and what is between its matmuls
-    scores = positions * model.num_heads / c.tp * model.seq_len * itemsize
+    scores = positions * model.num_heads / c.tp * model.seq_len * causal_share(model.seq_len) * itemsize
     between = positions * (3 * model.ffn_width / c.tp + 6 * model.width) * itemsize
     written = (attention == "xla") * scores * np.where(pipelined & (c.every > 0), 1.5, 3)
     layer = between + written + itemsize * e.layer * np.where(c.every > 0, 1.5, 0.5)

@@ -1,0 +1,68 @@
+"""What backward keeps of forward and what it computes again."""
+
+from collections.abc import Callable
+
+from jax.ad_checkpoint import checkpoint_name
+
+# Operations that only move or retype one array.
+MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "pvary", "copy"}
+# Operations that work element by element, or take a part: cheaper to repeat than to write their result to memory and
+# read it again.
+CHEAP = MOVES | {
+    *("abs", "add", "and", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite"),
+    *("le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or"),
+    *("pow", "rsqrt", "select_n", "sign", "sin", "slice", "sqrt", "square", "sub", "tanh", "xor"),
+}
+GATHERS = {"all_gather", "all_gather_invariant"}
+# What follows from constants alone, and what a kept mask was drawn from.
+DRAWS = {"iota", "random_bits", "random_fold_in", "random_wrap", "random_unwrap", "threefry2x32"}
+KEPT = "kept"
+
+
+def keep(x):
+    """Mark an array that backward must not compute again though operations that are repeated made it."""
+    return checkpoint_name(x, KEPT)
+
+
+def keep_what_costs(refetch: bool, selective: bool) -> Callable[..., bool]:
+    """A policy for `jax.checkpoint`: products of matrices, sums and collectives are kept, elementwise work is repeated.
+
+    A layer then keeps its GELU's input instead of every step of the GELU, as fused kernels do elsewhere.
+    refetch: weights that a collective over dp fetched (ZeRO-3) are fetched again, not kept. selective: products with
+    batch dims, which are attention's alone, are repeated as well (arXiv 2205.05198, section 5).
+    """
+
+    def policy(primitive, *_, **params) -> bool:
+        name = primitive.name
+        if only_fetches(name, params):
+            return not refetch and gathers_weights(name, params)
+        if selective and name == "dot_general" and params["dimension_numbers"][1][0]:
+            return False
+        return params["name"] == KEPT if name == "name" else name not in CHEAP | DRAWS
+
+    return policy
+
+
+def only_fetches(name: str, params: dict) -> bool:
+    """Whether an operation moves weights without computing: a fetch is a custom_vjp_call of nothing but such.
+
+    Only dp gathers weights; a gather over tp is of activations.
+    """
+    inner = called(name, params)
+    if inner is not None:
+        return all(only_fetches(eqn.primitive.name, eqn.params) for eqn in inner.eqns)
+    return gathers_weights(name, params) or name in MOVES | {"slice", "concatenate"}
+
+
+def gathers_weights(name: str, params: dict) -> bool:
+    inner = called(name, params)
+    if inner is not None:
+        return any(gathers_weights(eqn.primitive.name, eqn.params) for eqn in inner.eqns)
+    return name in GATHERS and "dp" in params["axis_name"]
+
+
+def called(name: str, params: dict):
+    """The program that an operation calls once, None where it calls none."""
+    if name not in ("custom_vjp_call", "jit", "pjit"):
+        return None
+    return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
