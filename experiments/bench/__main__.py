@@ -1,8 +1,10 @@
 """The one place of measurement.
 
 python -m experiments.bench strategies   state, peak and sent bytes of each strategy, time, equality with one device
+python -m experiments.bench step         one step on --mesh, phase by phase: forward, backward, reduction, update
 python -m experiments.bench peers        one device and meshes beside plain JAX, automatic sharding, PyTorch, DDP, FSDP2
 python -m experiments.bench overhead     what the mesh machinery costs: one device against plain jit, 8 against one
+python -m experiments.bench collectives  each collective over sizes: algbw and busbw as NCCL tests define them
 python -m experiments.bench compile      compile time against depth
 python -m experiments.bench search       layouts a second that experiments.plan enumerates, scores and ranks
 python -m experiments.bench pipeline     every schedule: ticks, memory predicted and compiled, compile time
@@ -31,9 +33,11 @@ PLAIN = {"dtype", "reduce_dtype", "dropout", "optimizer"}  # the plain step is A
 
 # bench -> (module, function, flags that it would not use, beside those of the strategy)
 BENCHES = {
+    "step": ("step", "bench_step", set()),
     "peers": ("peers", "bench_peers", PLAIN),
     "strategies": ("strategies", "bench_strategies", set()),
     "overhead": ("overhead", "bench_overhead", PLAIN),
+    "collectives": ("collectives", "bench_collectives", SHAPE | PLAIN | {"batch_size"}),
     "compile": ("compiling", "bench_compile", set()),
     "pipeline": ("pipelines", "bench_pipeline", {"num_layers", "batch_size"}),
     "search": ("planning", "bench_search", SHAPE | {"batch_size", "dtype", "device"}),
@@ -46,7 +50,8 @@ def main(flags: BenchFlags, console: Console) -> int:
     require_positive("repeats", flags.repeats)
     require_positive("save_every", flags.save_every)
     module, function, unused = BENCHES[flags.which]
-    used = {field.name for field in dataclasses.fields(flags)} - STRATEGY - unused
+    strategy = set() if flags.which == "step" else STRATEGY - ({"mesh"} if flags.which == "collectives" else set())
+    used = {field.name for field in dataclasses.fields(flags)} - strategy - unused
     refuse_ignored(flags, used, f"the table of `{flags.which}` has rows of its own and would not use it")
     require_writable("--json", flags.json)
     if not flags.depths:

@@ -28,6 +28,8 @@ class BenchFlags(CommonFlags):
     """Times each figure is measured; tables show the median."""
     only: str = ""
     """Rows whose name contains this text."""
+    message_bytes: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 24)
+    """For `collectives`."""
     depths: tuple[int, ...] = (12, 48)
     """For `compile`."""
     gigabytes: tuple[float, ...] = (0.1, 1, 10)

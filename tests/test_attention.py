@@ -1,0 +1,78 @@
+"""The written-out attention, in blocks of queries: values and gradients of one without blocks, in fewer products."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DEVICES
+from jax import random
+from jax.sharding import PartitionSpec
+
+from jaxdist.config import causal_blocks
+from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.model import Noise, attention_core
+from jaxdist.parallel.dropout import dropout
+from jaxdist.parallel.split import all_equations
+
+NO_NOISE = Noise(0.0, None, np.arange(2))
+
+
+def xla_core(noise: Noise = NO_NOISE):
+    """The attention as it runs: inside of a mesh, here of one device."""
+    mesh = make_mesh(MeshShape(), DEVICES)
+    spec = PartitionSpec()
+    return jax.shard_map(attention_core("xla", noise), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+
+
+def plain(q, k, v, keep=None):
+    """softmax(q k^T / sqrt(H)) v under a causal mask; keep[B, N, T, S] are the probabilities' factors."""
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
+    probs = np.exp(scores - scores.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    return np.einsum("bnts,bsnh->btnh", probs if keep is None else probs * keep, v)
+
+
+@pytest.mark.parametrize("length, blocks", [(16, 1), (96, 1), (128, 2), (192, 2), (193, 1), (256, 4), (512, 4)])
+def test_blocks_are_where_they_pay(length, blocks):
+    assert causal_blocks(length) == blocks
+
+
+@pytest.mark.parametrize("length", [16, 128, 192, 256])
+def test_values_and_gradients_are_those_without_blocks(length):
+    with jax.enable_x64(True):
+        q, k, v, d = random.normal(random.key(0), (4, 2, length, 3, 8), jnp.float64)
+        core = xla_core()
+        np.testing.assert_allclose(core(q, k, v), plain(*map(np.asarray, (q, k, v))), rtol=1e-12, atol=1e-12)
+
+        def whole(q, k, v):
+            scores = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
+            scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+            return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+        ours, theirs = (jax.vjp(f, q, k, v)[1](d) for f in (core, whole))
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_masked_blocks_are_not_computed():
+    q = jnp.ones((1, 256, 2, 8))
+    jaxpr = jax.make_jaxpr(xla_core())(q, q, q)
+    products = [e.outvars[0].aval.shape for e in all_equations(jaxpr) if e.primitive.name == "dot_general"]
+    scores = [shape[-2:] for shape in products if 8 not in shape[-2:]]
+    assert sum(t * s for t, s in scores) == 256 * 256 * 5 // 8
+
+
+def test_every_block_draws_its_own_dropout():
+    """Column sums of a dropout mask: with v one-hot, what comes out are the probabilities that were kept."""
+    length, key = 256, random.key(1)
+    noise = Noise(0.5, key, jnp.arange(1))
+    zeros = jnp.zeros((1, length, 1, length))
+    out = np.asarray(xla_core(noise)(zeros, zeros, jnp.eye(length)[None, :, None]))[0, :, 0]
+    rows = length // 4
+    for end in range(rows, length + 1, rows):
+        block = jnp.ones((1, 1, rows, end))
+        kept = np.asarray(dropout(block, 0.5, noise.at(end).key, jnp.arange(1), jnp.arange(1)))[0, 0]
+        expected = np.tril(np.ones((length, length)))[end - rows : end, :end]
+        expected = expected / expected.sum(-1, keepdims=True) * kept
+        np.testing.assert_allclose(out[end - rows : end, :end], expected, rtol=1e-6, atol=1e-8)

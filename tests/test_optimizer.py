@@ -1,0 +1,64 @@
+"""The update: what optax makes of the same gradients, and nothing at all where a gradient is not finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig
+from jaxdist.layout import make_layout
+from jaxdist.model import declare, initial_parameters
+from jaxdist.optimizer import make_optimizer, update
+
+MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
+LAYOUT = make_layout(declare(MODEL), ParallelConfig())
+
+
+def a_few_updates(config: OptimizerConfig):
+    """(parameters, moments, gradients) after two updates, with zeros of both signs among the moments."""
+    params = initial_parameters(MODEL, 0)
+    moments = make_optimizer(config, LAYOUT).init(params)
+    step = jax.jit(lambda grads, moments, params: update(config, LAYOUT, jnp.bool(True), grads, moments, params, 1e-2))
+    for seed in (1, 2):
+        grads = initial_parameters(MODEL, seed)
+        params, moments = step(grads, moments, params)
+    return params, jax.tree.map(lambda m: m.at[..., :1].set(-0.0) if m.ndim else m, moments), grads
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_changes_no_bit(name, bad):
+    config = OptimizerConfig(name)
+    params, moments, grads = a_few_updates(config)
+    grads["tokens"] = grads["tokens"].at[3, 4].set(bad)
+    step = jax.jit(lambda *state: update(config, LAYOUT, jnp.bool(False), *state, 1e-2))
+    after = step(grads, moments, params)
+    for old, new in zip(jax.tree.leaves((params, moments)), jax.tree.leaves(after), strict=True):
+        assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor"])
+def test_a_finite_gradient_is_used_as_optax_would(name):
+    config = OptimizerConfig(name)
+    params, moments, grads = a_few_updates(config)
+    expected, expected_moments = jax.jit(make_optimizer(config, LAYOUT).update)(grads, moments, params)
+    expected = optax.apply_updates(params, jax.tree.map(lambda u: -1e-2 * u, expected))
+    found = jax.jit(lambda *state: update(config, LAYOUT, jnp.bool(True), *state, 1e-2))(grads, moments, params)
+    for old, new in zip(jax.tree.leaves((expected, expected_moments)), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(old, new, rtol=2e-5, atol=1e-7)
+
+
+def test_the_update_holds_no_second_copy_of_the_moments():
+    """A choice between old and new moments would: this is why they are frozen by their decay."""
+    config = OptimizerConfig("adamw")
+    params, moments, grads = a_few_updates(config)
+
+    def step(params, moments, grads):
+        norm = jnp.maximum(optax.global_norm(grads), 1)
+        clipped = jax.tree.map(lambda g: g * (1 / norm), grads)
+        return update(config, LAYOUT, jnp.isfinite(norm), clipped, moments, params, 1e-2)
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, moments, grads).compile()
+    whole = sum(p.nbytes for p in jax.tree.leaves(params))
+    assert compiled.memory_analysis().temp_size_in_bytes < whole / 2
