@@ -86,6 +86,7 @@ def random_config(seed: int) -> RunConfig:
                 mesh=mesh,
                 zero=pick.choice((0, 1, 2, 3, 3)),
                 sp=pick.random() < 0.5,
+                tp_ring=pick.choice(("none", "none", "one-way", "two-way")),
                 grad_sync=pick.choice(("per-parameter", "flat", "bucketed")),
                 bucket_mb=pick.choice((25, 0.01, 0.001)),
                 accumulate=pick.choice((1, 1, 2, 3)),

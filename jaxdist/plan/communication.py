@@ -141,13 +141,13 @@ class _Step:
         enters, leaves = self.recomputed_in_a_block()
         return [
             *self.meets("embedding, forward", self.runs["embed"], leaves=1),
-            *self.meets("blocks, forward", layers, enters=2, leaves=2),
+            *self.block_meets("blocks, forward", layers, enters=2, leaves=2),
             *self.meets("head, forward", self.runs["head"], enters=1),
             Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], self.tokens * self.master),
             Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], 2 * self.tokens * self.master),
             *self.meets("head, backward", self.runs["head"], enters=1, backward=True),
-            *self.meets("blocks, recomputed", layers, enters, leaves),
-            *self.meets("blocks, backward", layers, enters=2, leaves=2, backward=True),
+            *self.block_meets("blocks, recomputed", layers, enters, leaves),
+            *self.block_meets("blocks, backward", layers, enters=2, leaves=2, backward=True),
             *self.meets("embedding, backward", self.runs["embed"], leaves=1, backward=True),
         ]
 
@@ -157,6 +157,13 @@ class _Step:
             enters, leaves = leaves, enters
         kinds = {"all_gather": enters, "reduce_scatter": leaves} if self.sequence_split else {"all_reduce": leaves}
         return [Message(purpose, kind, self.live("tp"), times * each, self.activation) for kind, each in kinds.items()]
+
+    def block_meets(self, purpose: str, times: int, enters: int, leaves: int, backward: bool = False):
+        """The same in a block, where `jaxdist.parallel.rings` sends each gather or sum as n-1 chunks."""
+        if not self.parallel.ring:
+            return self.meets(purpose, times, enters, leaves, backward)
+        chunks = times * (enters + leaves) * (self.mesh.tp - 1)
+        return [Message(purpose, "permute", self.live("tp"), chunks, self.activation // self.mesh.tp)]
 
     def recomputed_in_a_block(self) -> tuple[int, int]:
         """(enters, leaves) that backward runs again. The second sum of a block makes the next block's input: where each
