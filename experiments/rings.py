@@ -2,8 +2,8 @@
 
 python -m experiments.rings      (with the CUDA compiler: pip install 'jaxdist[prove-cuda]')
 
-Two layers of the 7b preset on tp=8 with sequence parallelism, in bf16. `under a matmul`: asynchronous collectives of the
-program text with a matmul scheduled between start and done. That says what may overlap, not how long anything takes.
+Two layers of the 7b preset on tp=8 with sequence parallelism, in bf16. `under a matmul`: asynchronous collectives of
+the program text with a matmul scheduled between start and done. That says what may overlap, not how long it takes.
 """
 
 import dataclasses
