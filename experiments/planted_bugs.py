@@ -731,7 +731,7 @@ BUGS = [
     Bug(
         "a recomputed block's second sum sent again (plan)",
         "jaxdist/plan/communication.py",
-        "return 2, 1 if self.parallel.remat_every == 1 and not self.pipelined else 2",
+        "return 2, 1 if self.parallel.remat_every == 1 else 2",
         "return 2, 2",
         (SENT.format("dp4-tp2-zero3-dropout-remat"),),
     ),

@@ -264,8 +264,6 @@ def loss(config: ModelConfig, root: dict, x_BTD: jax.Array, targets_BT: jax.Arra
         x_BTD = nnx.merge(graph, weights["ln_final"])(x_BTD)
         return vocab_parallel_cross_entropy(x_BTD, weights["tokens"], targets_BT, config.vocab_size, run.sp)
 
-    if run.refetch:
-        head = jax.checkpoint(head, policy=keep_all_but_weights, prevent_cse=False)
     return jnp.where(targets_BT >= 0, head(root, x_BTD), 0).sum()
 
 
