@@ -131,6 +131,7 @@ STRATEGIES = [
     Strategy("pp4-uneven", "pp=4", {"stages": "1,3,3,1"}, num_layers=8),
     Strategy("pp4-balanced", "pp=4", {"stages": "balanced"}, num_layers=13),
     Strategy("pp2-remat-block", "pp=2", {"remat": "block"}, num_layers=6),
+    Strategy("pp2-tp2-sp-remat-block", "pp=2,tp=2", {"sp": True, "remat": "block"}),
     Strategy("pp2-remat-every-2-of-3", "pp=2", {"remat": "every-2", "schedule": "zb-h1"}, num_layers=6),
     Strategy("pp2-remat-selective-accumulate", "pp=2", {"remat": "selective", "accumulate": 3}),
     Strategy("pp2-dp2-tp2-sp-zero1", "pp=2,dp=2,tp=2", {"sp": True, "zero": 1}),
