@@ -27,6 +27,7 @@ from jaxdist.config import (
     PrecisionConfig,
     Preset,
     RunConfig,
+    TpRing,
     require_positive,
 )
 from jaxdist.errors import ConfigError
@@ -74,6 +75,8 @@ class CommonFlags:
     """ZeRO stage: 1 shards optimiser state over dp, 2 gradients too, 3 parameters too."""
     sp: bool = ParallelConfig.sp
     """Sequence parallelism: split activations between tensor-parallel regions over tp."""
+    tp_ring: TpRing = ParallelConfig.tp_ring
+    """With --sp: gather and scatter over tp in a ring whose chunks travel while others are multiplied."""
     grad_sync: GradSync = ParallelConfig.grad_sync
     """Which gradients (with ZeRO-3 also weights) share one collective."""
     bucket_mb: float = ParallelConfig.bucket_mb
@@ -120,6 +123,7 @@ class CommonFlags:
                 mesh=parse_mesh(self.mesh),
                 zero=self.zero,
                 sp=self.sp,
+                tp_ring=self.tp_ring,
                 grad_sync=self.grad_sync,
                 bucket_mb=self.bucket_mb,
                 accumulate=self.accumulate,

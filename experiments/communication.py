@@ -1,8 +1,16 @@
 """What a step sends, by purpose, for one layout; and how far it is from the papers' forms, for four. Nothing runs.
 
 python -m experiments.communication
+
+Last, for every named strategy, how much is sent for each byte that the strategy cannot do without (`least`).
 """
 
+import math
+from itertools import pairwise
+
+import jax
+
+from experiments.strategies import STRATEGIES
 from jaxdist import model
 from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import Layout, make_layout
@@ -53,6 +61,74 @@ def against_papers(config: RunConfig) -> list[tuple[str, float, float]]:
     return found
 
 
+KINDS = {
+    "activations over tp": ("embedding", "blocks", "head", "softmax"),
+    "between stages": ("between stages",),
+    "weights and gradients": ("weights", "gradients", "parameters"),
+}
+
+
+def least(config: RunConfig) -> dict[str, float]:
+    """Bytes that a device sends at the least in a step of this strategy, by what they are for; numbers are left out.
+
+    Every layer's activations: a sum twice forward and twice backward, and again what a recomputed group needs inside.
+    What a stage has for another: each micro-batch once. Every leaf, unpadded: its gradient summed once (over all
+    stages, where several use it), or scattered where it is made; its weights gathered once for each use. The head's
+    backward uses what its forward gathered, and a block's backward no vectors.
+    """
+    parallel, mesh, layout = config.parallel, config.parallel.mesh, layout_of(config)
+    item, reduced, master = (
+        jax.numpy.dtype(name).itemsize
+        for name in (config.precision.dtype, config.precision.reduction_dtype, config.precision.master_dtype)
+    )
+    micros, schedule = parallel.accumulate * parallel.num_microbatches, parallel.pipeline
+    layers, parts, leaving = config.model.num_layers, config.part_layers, 0
+    if schedule is not None:
+        homes = [schedule.place(part)[0] for part in range(schedule.num_parts)]
+        layers = max(sum(n for n, home in zip(parts, homes, strict=True) if home == s) for s in range(mesh.pp))
+        hops = [pair for a, b in pairwise(homes) if a != b for pair in (a, b)]  # forward from a, backward from b
+        leaving = max(hops.count(stage) for stage in range(mesh.pp))
+    tokens = config.batch_size // (mesh.replica * mesh.dp * micros) * config.model.seq_len
+    activation, every, sp = tokens * config.model.width * item, parallel.remat_every, parallel.sp
+
+    def part(n: int) -> float:
+        return (n - 1) / n
+
+    # In halves of an all-reduce: gathers or scatters. Recomputed: every sum but a group's last, and gathers with sp.
+    again = ((2 if sp else 0) + (1 if sp else 2) * (2 - 1 / every)) if every else 0
+    halves = layers * (8 + again) + 4
+    softmax = 2 * 3 * tokens * master
+    found = {"activations over tp": micros * part(mesh.tp) * (halves * activation + softmax)}
+    found["between stages"] = micros * leaving * activation / (mesh.tp if sp else 1)
+
+    total = 0.0
+    for leaf in jax.tree.leaves(layout.leaves):
+        size, block = math.prod(leaf.compute_local), leaf.name.startswith("blocks")
+        rest = math.prod(getattr(mesh, axis) for axis in leaf.shard_reduce_axes)
+        dp = mesh.dp if layout.sharded else 1
+        total += 2 * part(rest) * size / dp * reduced
+        uses = 1 if block else sum(leaf.name.split(".")[0] in names for names in (model.EMBED_PARTS, model.HEAD_PARTS))
+        if not (parallel.zero == 3 and parallel.reshard_after_forward) and not block:
+            uses = 1 / parallel.num_microbatches
+        times = micros * uses if layout.grads_scattered else 1
+        total += part(dp) * size * reduced * times
+        if layout.params_stored:
+            twice = block and ((leaf.decay and (parallel.reshard_after_forward or schedule)) or every)
+            total += part(dp) * size * item * times * (2 if twice else 1)
+        else:
+            total += part(dp) * size * item
+    return found | {"weights and gradients": total}
+
+
+def ratios(config: RunConfig) -> dict[str, float]:
+    """Bytes sent for each byte of `least`, where there are any."""
+    messages, mesh = predicted(config, layout_of(config)), config.parallel.mesh
+    sent = {
+        kind: sum(m.sent_bytes(mesh) for m in messages if m.purpose.startswith(names)) for kind, names in KINDS.items()
+    }
+    return {kind: sent[kind] / at_least for kind, at_least in least(config).items() if at_least}
+
+
 def main() -> None:
     mesh = EXAMPLE.parallel.mesh
     print(f"One step of 7b on {mesh} (bf16, fp32 gradients, ZeRO-1, sp, 16 micro-batches of 4 sequences):\n")
@@ -65,6 +141,12 @@ def main() -> None:
         for what, papers, ours in against_papers(config):
             figures = f"{papers / 1e6:,.1f} | {ours / 1e6:,.1f} | {ours / papers - 1:+.1%}"
             print(f"| {name}, {config.parallel.mesh} | {what} | {figures} |")
+    print("\nBytes sent for each byte that the strategy needs at the least:\n")
+    print(f"| strategy | {' | '.join(KINDS)} |\n|---|{'--:|' * len(KINDS)}")
+    for strategy in STRATEGIES:
+        found = ratios(strategy.run_config())
+        if found:
+            print(f"| {strategy.name} | {' | '.join(f'{found[k]:.3f}' if k in found else '' for k in KINDS)} |")
 
 
 if __name__ == "__main__":

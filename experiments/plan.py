@@ -187,7 +187,7 @@ def main(flags: PlanFlags, console: Console) -> int:
 # The question
 # ---------------------------------------------------------------------------------------------------------------------
 
-LAYOUT_FLAGS = {"zero", "sp", "accumulate", "remat", "reshard_after_forward"}
+LAYOUT_FLAGS = {"zero", "sp", "tp_ring", "accumulate", "remat", "reshard_after_forward"}
 LAYOUT_FLAGS |= {"schedule", "microbatches", "chunks", "stages"}
 
 

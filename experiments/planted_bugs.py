@@ -50,6 +50,7 @@ BUDGET = "tests/test_budget.py::{}"
 FORMULAS = "tests/test_formulas.py::{}"
 LAWS = "tests/test_calibration.py::{}"
 UNEVEN_V = "tests/test_pipeline.py::test_uneven_parts_with_tied_weights_tp_and_recomputation[zb-v-parts2-0]"
+RINGS = "tests/test_rings.py::test_a_ring_{}"
 CHECKPOINT = "tests/test_checkpoint.py::{}"
 EXACT = CHECKPOINT.format("test_continued_run_equals_the_uninterrupted_one_bit_for_bit[{}]")
 HEALTH = "tests/test_health.py::{}"
@@ -731,7 +732,7 @@ BUGS = [
     Bug(
         "a recomputed block's second sum sent again (plan)",
         "jaxdist/plan/communication.py",
-        "return 2, 1 if self.parallel.remat_every == 1 and not self.pipelined else 2",
+        "return 2, 1 if self.parallel.remat_every == 1 else 2",
         "return 2, 2",
         (SENT.format("dp4-tp2-zero3-dropout-remat"),),
     ),
@@ -1225,6 +1226,76 @@ BUGS = [
         "np.true_divide(size_bytes, inside)",
         "size_bytes",
         (FORMULAS.format("test_two_levels_send_what_one_ring_sends_in_all"),),
+    ),
+    Bug(
+        "a ring in the wrong direction (rings)",
+        "jaxdist/parallel/rings.py",
+        "comm.permute(here[-shift * step], axis, shift)",
+        "comm.permute(here[-shift * step], axis, -shift)",
+        (RINGS.format("equals_the_collective_and_a_matmul_and_so_do_its_gradients[4-one-way-gather]"),),
+    ),
+    Bug(
+        "a chunk placed one slot off (rings)",
+        "jaxdist/parallel/rings.py",
+        "y_BTF = place(y_BTF, products[distance], me + distance)",
+        "y_BTF = place(y_BTF, products[distance], me + distance + 1)",
+        (RINGS.format("equals_the_collective_and_a_matmul_and_so_do_its_gradients[4-one-way-gather]"),),
+    ),
+    Bug(
+        "weight gradients from misplaced chunks (rings)",
+        "jaxdist/parallel/rings.py",
+        "gathered_BTD = place(gathered_BTD, part, me + distance)",
+        "gathered_BTD = place(gathered_BTD, part, me - distance)",
+        (RINGS.format("equals_the_collective_and_a_matmul_and_so_do_its_gradients[4-two-way-scatter]"),),
+    ),
+    Bug(
+        "the last hop dropped (rings)",
+        "jaxdist/parallel/rings.py",
+        "coming = [comm.permute(total, axis, shift) for shift, total in sums.items()]",
+        "coming = list(sums.values())",
+        (RINGS.format("equals_the_collective_and_a_matmul_and_so_do_its_gradients[4-one-way-scatter]"),),
+    ),
+    Bug(
+        "one chunk sent both ways (rings)",
+        "jaxdist/parallel/rings.py",
+        "-1: (n - 1) // 2}",
+        "-1: n // 2}",
+        (RINGS.format("sends_what_the_collective_sends_forward_and_backward[4-two-way-gather]"),),
+    ),
+    Bug(
+        "a sum forgotten on its way (rings)",
+        "jaxdist/parallel/rings.py",
+        "coming[shift] + own if shift in coming",
+        "own if shift in coming",
+        (PARITY.format("tp8-sp-ring-two-way"),),
+    ),
+    Bug(
+        "a ring of n chunks (rings, plan)",
+        "jaxdist/plan/communication.py",
+        "chunks = times * (enters + leaves) * (self.mesh.tp - 1)",
+        "chunks = times * (enters + leaves) * self.mesh.tp",
+        (SENT.format("tp8-sp-ring"),),
+    ),
+    Bug(
+        "W gathers a block's weights again (rings)",
+        "jaxdist/parallel/split.py",
+        "if sum(num_bytes(v.aval) for v in fetched) > num_bytes(x_type):",
+        "if fetched:",
+        (SENT.format("pp2-dp2-zero3-keep-accumulate"),),
+    ),
+    Bug(
+        "a recomputed block's second sum sent again in a pipeline (rings)",
+        "jaxdist/parallel/split.py",
+        "values = run(wanted, weights, fixed, micro, x)",
+        "values = run([*wanted, y_var], weights, fixed, micro, x)[:-1]",
+        (SENT.format("pp2-tp2-sp-remat-block"),),
+    ),
+    Bug(
+        "the handed and the kept exchanged (rings)",
+        "jaxdist/parallel/split.py",
+        "for_b, fetched, weights, fixed, values)",
+        "for_b, fetched[::-1], weights, fixed, values)",
+        (PARITY.format("pp2-dp2-zero3-keep-accumulate"),),
     ),
 ]
 

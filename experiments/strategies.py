@@ -97,6 +97,28 @@ STRATEGIES = [
         "replica=2,dp=2,tp=2",
         {"sp": True, "zero": 3, "accumulate": 2, "remat": "selective"},
     ),
+    # Collective matmuls: tp's gathers and scatters as rings.
+    Strategy("tp2-sp-ring", "tp=2", {"sp": True, "tp_ring": "one-way"}),
+    Strategy("tp8-sp-ring", "tp=8", {"sp": True, "tp_ring": "one-way"}),
+    Strategy("tp8-sp-ring-two-way", "tp=8", {"sp": True, "tp_ring": "two-way"}),
+    Strategy(
+        "dp2-tp4-sp-ring-zero1-remat-dropout",
+        "dp=2,tp=4",
+        {"sp": True, "tp_ring": "one-way", "zero": 1, "remat": "block"},
+        dropout=0.2,
+    ),
+    Strategy(
+        "dp2-tp4-sp-ring-two-way-zero3-accumulate",
+        "dp=2,tp=4",
+        {"sp": True, "tp_ring": "two-way", "zero": 3, "accumulate": 2},
+    ),
+    Strategy(
+        "replica2-tp4-sp-ring-two-way-remat-every-2",
+        "replica=2,tp=4",
+        {"sp": True, "tp_ring": "two-way", "remat": "every-2"},
+    ),
+    Strategy("dp2-tp4-sp-ring-bf16", "dp=2,tp=4", {"sp": True, "tp_ring": "one-way"}, dtype="bfloat16"),
+    Strategy("dp2-tp4-sp-ring-two-way-fp64", "dp=2,tp=4", {"sp": True, "tp_ring": "two-way"}, dtype="float64"),
     # Pipelines: every schedule once, and each thing that a pipeline could get wrong. All schedules: `PIPELINES` below.
     Strategy("pp2-gpipe", "pp=2", {"schedule": "gpipe", "microbatches": 6}),
     Strategy("pp4-1f1b", "pp=4", {"microbatches": 12}),
@@ -109,6 +131,7 @@ STRATEGIES = [
     Strategy("pp4-uneven", "pp=4", {"stages": "1,3,3,1"}, num_layers=8),
     Strategy("pp4-balanced", "pp=4", {"stages": "balanced"}, num_layers=13),
     Strategy("pp2-remat-block", "pp=2", {"remat": "block"}, num_layers=6),
+    Strategy("pp2-tp2-sp-remat-block", "pp=2,tp=2", {"sp": True, "remat": "block"}),
     Strategy("pp2-remat-every-2-of-3", "pp=2", {"remat": "every-2", "schedule": "zb-h1"}, num_layers=6),
     Strategy("pp2-remat-selective-accumulate", "pp=2", {"remat": "selective", "accumulate": 3}),
     Strategy("pp2-dp2-tp2-sp-zero1", "pp=2,dp=2,tp=2", {"sp": True, "zero": 1}),

@@ -19,6 +19,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 GradSync = Literal["per-parameter", "flat", "bucketed"]
 OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
 AttentionName = Literal["auto", "cudnn", "xla"]
+TpRing = Literal["none", "one-way", "two-way"]
 
 
 def divisors(n: int) -> list[int]:
@@ -117,6 +118,7 @@ class ParallelConfig:
 
     zero: 0 replicates the optimiser state over dp, 1 shards it, 2 shards gradients too, 3 parameters too.
     sp: split activations outside the tensor-parallel regions along the sequence, over tp.
+    tp_ring: with sp, blocks gather and scatter over tp in a ring whose chunks travel while others are multiplied.
     grad_sync: which gradients (and ZeRO-2/3 weights) share one collective; `bucketed` fills `bucket_mb` MiB.
     accumulate: micro-batches per update on each data rank.
     remat: "none", "selective" (the attention core), "block", or "every-K" blocks.
@@ -130,6 +132,7 @@ class ParallelConfig:
     mesh: MeshShape = MeshShape()
     zero: int = 0
     sp: bool = False
+    tp_ring: TpRing = "none"
     grad_sync: GradSync = "bucketed"
     bucket_mb: float = 25.0
     accumulate: int = 1
@@ -161,6 +164,11 @@ class ParallelConfig:
         return REMAT[self.remat] if self.remat in REMAT else int(self.remat.removeprefix("every-"))
 
     @property
+    def ring(self) -> str | None:
+        """The direction of the rings that run; None where there are none."""
+        return None if self.tp_ring == "none" else self.tp_ring
+
+    @property
     def sharded(self) -> bool:
         """Whether ZeRO shards anything at all."""
         return self.zero > 0 and self.mesh.dp > 1
@@ -186,7 +194,27 @@ class ParallelConfig:
                 "it is even, balanced, or the layers of each part",
                 "Use 3,5,5,3 for 16 layers",
             )
+        self._check_ring()
         _ = self.pipeline  # refuses a schedule that cannot be made
+
+    def _check_ring(self):
+        asked = f"tp_ring={self.tp_ring}"
+        if self.ring and not self.sp:
+            raise ConfigError(
+                asked,
+                "a ring gathers and scatters the sequence, which sequence parallelism splits over tp",
+                "Add --sp, or use --tp-ring none",
+            )
+        if self.ring and self.mesh.tp == 1:
+            raise ConfigError(
+                f"{asked} with tp=1", "a ring needs neighbours", "Use --mesh tp=2 or more, or --tp-ring none"
+            )
+        if self.ring and self.mesh.pp > 1:
+            raise ConfigError(
+                f"{asked} with pp={self.mesh.pp}",
+                "pipeline stages run different layers at a tick, and their permutes would be taken for one another",
+                "Use --mesh pp=1, or --tp-ring none",
+            )
 
 
 _make_schedule = cache(schedules.make_schedule)

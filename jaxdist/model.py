@@ -17,11 +17,12 @@ from jax import lax, random
 from jaxdist.config import ModelConfig, causal_blocks
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.remat import keep, keep_what_costs
+from jaxdist.parallel.rings import Ring
 from jaxdist.parallel.tensor import (
-    enter,
+    column_parallel,
     global_indices,
-    leave,
     positions,
+    row_parallel,
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
 )
@@ -55,11 +56,13 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float = INIT_STD) -> jax
 class Forward:
     """How a forward pass runs: everything static that the model needs to know.
 
+    ring: how matmuls and their tp collectives overlap (`jaxdist.parallel.rings`); None: one after the other.
     refetch: ZeRO-2 and 3 fetch weights again in backward, so they must not be saved.
     fetch_block, fetch_embed, fetch_head: where ZeRO-2 and 3 stand between a part and its parameters.
     """
 
     sp: bool = False
+    ring: Ring | None = None
     attention: str = "xla"
     remat: str = "none"
     remat_every: int = 0
@@ -93,12 +96,6 @@ class Noise:
         return dropout(probs_BNTS, self.rate, self.key, self.rows_B, global_indices(probs_BNTS.shape[1]))
 
 
-def linear(x_BTD: jax.Array, w: jax.Array) -> jax.Array:
-    """x[B, T, D] @ w[D, ...] -> [B, T, ...], as one flat matmul (a batched one is a third slower on CPU)."""
-    batch, length, width = x_BTD.shape
-    return (x_BTD.reshape(-1, width) @ w.reshape(width, -1)).reshape(batch, length, *w.shape[1:])
-
-
 class LayerNorm(nnx.Module):
     def __init__(self, width: int):
         self.scale = parameter(jnp.ones(width), (None,))
@@ -127,14 +124,14 @@ class Attention(nnx.Module):
         self.b_out = parameter(jnp.zeros(width), (None,))
 
     def __call__(self, x_BTD: jax.Array, run: Forward, noise: Noise) -> jax.Array:
-        qkv = linear(enter(x_BTD, run.sp), self.w_qkv[...]) + self.b_qkv[...]
+        qkv = column_parallel(x_BTD, self.w_qkv[...], run.sp, run.ring) + self.b_qkv[...]
         core = attention_core(run.attention, noise)
         if run.remat == "selective":
             core = jax.checkpoint(core, prevent_cse=False)
         o_BTNH = keep(core(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]))
         batch, length, heads, head_dim = o_BTNH.shape
         w_ND = self.w_out[...].reshape(heads * head_dim, -1)
-        return leave(linear(o_BTNH.reshape(batch, length, -1), w_ND), run.sp) + self.b_out[...]
+        return row_parallel(o_BTNH.reshape(batch, length, -1), w_ND, run.sp, run.ring) + self.b_out[...]
 
 
 def attention_core(implementation: str, noise: Noise) -> Callable[..., jax.Array]:
@@ -184,8 +181,9 @@ class MLP(nnx.Module):
         self.b_down = parameter(jnp.zeros(width), (None,))
 
     def __call__(self, x_BTD: jax.Array, run: Forward) -> jax.Array:
-        h_BTF = jax.nn.gelu(linear(enter(x_BTD, run.sp), self.w_up[...]) + self.b_up[...], approximate=True)
-        return leave(linear(h_BTF, self.w_down[...]), run.sp) + self.b_down[...]
+        up_BTF = column_parallel(x_BTD, self.w_up[...], run.sp, run.ring) + self.b_up[...]
+        h_BTF = jax.nn.gelu(up_BTF, approximate=True)
+        return row_parallel(h_BTF, self.w_down[...], run.sp, run.ring) + self.b_down[...]
 
 
 class Block(nnx.Module):
@@ -284,5 +282,6 @@ def loss(config: ModelConfig, root: dict, x_BTD: jax.Array, targets_BT: jax.Arra
         x_BTD = nnx.merge(graph, weights["ln_final"])(x_BTD)
         return vocab_parallel_cross_entropy(x_BTD, weights["tokens"], targets_BT, config.vocab_size, run.sp)
 
-    head = jax.checkpoint(head, policy=run.policy, prevent_cse=False)
+    # Its backward follows at once: the table that ZeRO-3 gathered stays until then.
+    head = jax.checkpoint(head, policy=keep_what_costs(refetch=False, selective=False), prevent_cse=False)
     return jnp.where(targets_BT >= 0, head(root, x_BTD), 0).sum()

@@ -390,6 +390,7 @@ def plan_forward(config: RunConfig, layout: Layout, platform: str, training: boo
     parallel = config.parallel
     common = dict(
         sp=parallel.sp,
+        ring=parallel.ring,
         attention=choose_attention(config, platform, training),
         remat=parallel.remat,
         remat_every=parallel.remat_every,

@@ -227,8 +227,7 @@ def test_the_compiler_emits_what_was_traced_or_less(name):
     assert found.sent
     for row in found.sent:
         assert row.compiled_bytes <= row.traced_bytes, row
-        # ZeRO-3 gathers the head's table again for backward; here the compiler keeps it.
-        assert row.why.startswith("equal") or ("zero3" in name and row.kind == "all_gather"), row
+        assert row.why.startswith("equal"), row
 
 
 def test_predicted_peak_is_near_the_compilers():

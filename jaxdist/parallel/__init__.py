@@ -2,7 +2,8 @@
 
 `collectives`: typed wrappers that drop size-1 axes and refuse a second reduction. `algorithms`: ring, tree and
 halving-doubling written by hand from `ppermute`. `tensor`: the two places a block meets tensor parallelism, and the
-vocabulary-parallel embedding and loss. `zero`, `grouping`, `data`: the gradient rule over a `jaxdist.layout.Layout`.
+vocabulary-parallel embedding and loss. `rings`: matmuls whose gather or scatter over tp travels meanwhile.
+`zero`, `grouping`, `data`: the gradient rule over a `jaxdist.layout.Layout`.
 `schedules` (no JAX), `pipeline`, `split`: pipeline schedules as tables, and the executor that runs any of them.
 
 Names are imported when first used, so that `jaxdist.parallel.schedules` needs no JAX.
@@ -25,6 +26,7 @@ EXPORTS = {
     ),
     "data": ("reduce_gradients",),
     "pipeline": ("Stages", "pipeline_gradients", "pipeline_loss"),
+    "rings": ("gather_matmul", "matmul_scatter"),
     "schedules": ("Action", "Schedule", "make_schedule"),
     "tensor": ("enter", "leave", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"),
 }
@@ -35,6 +37,7 @@ MODULES = (
     "dropout",
     "grouping",
     "pipeline",
+    "rings",
     "schedules",
     "split",
     "tensor",

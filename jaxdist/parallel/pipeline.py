@@ -467,7 +467,13 @@ class _Runner:
         return value, state._replace(handed=handed)
 
     def backward_again(self, row, micro, value, state: _State):
-        """B of every group of layers: forward again from the group's input, then backward through it."""
+        """B of every group of layers: forward again from the group's input, then backward through it.
+
+        Of a single layer, what only its result needs is left out, and its weights are fetched once for both. A loop
+        over several layers computes every result and keeps no layer's weights.
+        """
+        if self.recompute_every == 1:
+            return self.backward_again_alone(row, micro, value, state)
         split, every = self.split, self.recompute_every
 
         def body(carry, group):
@@ -491,6 +497,19 @@ class _Runner:
 
         num_groups = self.num_groups(row, INPUT_GRADIENT)
         value, handed = self.loop("groups_backward", num_groups, body, (value, state.handed), reverse=True)
+        return value, state._replace(handed=handed)
+
+    def backward_again_alone(self, row, micro, value, state: _State):
+        """B of every layer, each from its own input."""
+
+        def body(carry, layer):
+            dx, handed = carry
+            [x] = load(state.until_b, row.slot_b, layer)
+            dx, for_w, kept_w = self.split.input_gradient_again(*self.weights(row, layer), micro, x, dx)
+            return dx, store(handed, row.slot_h, layer, [*for_w, *kept_w])
+
+        carry = (value, state.handed)
+        value, handed = self.for_layers("layers_input_gradient", row, INPUT_GRADIENT, body, carry, reverse=True)
         return value, state._replace(handed=handed)
 
     def embed_gradient(self, row, micro, value, state: _State) -> _State:

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxdist.compat import inner_programs, type_of
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.remat import CHEAP, MOVES
+from jaxdist.parallel.remat import CHEAP, GATHERS, MOVES
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,17 @@ class SplitLayer:
     forward(weights, fixed, micro, x) -> (y, until_b, until_w): what backward will need, in lists. `until_b` may be
     dropped after B; `until_w` is read by W (and perhaps by B).
     input_gradient(weights, fixed, until_b, until_w, dy) -> (dx, handed).
+    input_gradient_again(weights, fixed, micro, x, dy) -> (dx, handed, until_w): the same after another forward, without
+    what y alone needs; weights are fetched once for both.
     weight_gradient(weights, fixed, until_w, handed) -> dw, in the structure of `weights`.
     until_b, until_w, handed: types of what the lists hold. Neither what follows from weights alone (a cast, a ZeRO-3
     gather) nor what elementwise operations make of something smaller that is kept (the steps of a GELU) is in them: B
-    and W compute it again.
+    and W compute it again. Only what W would have to gather for is handed over by B, where it is smaller than x.
     """
 
     forward: Callable
     input_gradient: Callable
+    input_gradient_again: Callable
     weight_gradient: Callable
     until_b: tuple[Any, ...]
     until_w: tuple[Any, ...]
@@ -95,37 +98,54 @@ def split_layer(layer: Callable, weights, fixed, micro, x) -> SplitLayer:
     until_w = reached([source_of[v] for v in for_w], forward.jaxpr.eqns, kept)
     until_b = [v for v in reached([source_of[v] for v in for_b], forward.jaxpr.eqns, kept) if v not in until_w]
 
-    def remake(readers: list, weights, fixed, kept: dict) -> dict:
-        """The residuals that `readers` stand for, from weights and what was kept."""
+    # ---- what W would gather for, and B has gathered ----
+    fetched = gathered_for([source_of[v] for v in for_w], forward.jaxpr.eqns, until_w)
+    if sum(num_bytes(v.aval) for v in fetched) > num_bytes(x_type):
+        fetched = []
+
+    def remake(readers: list, more: list, weights, fixed, kept: dict) -> tuple[dict, list]:
+        """The residuals that `readers` stand for, and the values of `more`, from weights and what was kept."""
         known = dict(zip(forward.jaxpr.invars, jax.tree.leaves((weights, fixed)), strict=False)) | kept
-        sources = [source_of[v] for v in readers]
-        made = evaluate(needed_for(sources, forward.jaxpr.eqns, known), known, constants(forward), sources)
-        return dict(zip(readers, made, strict=True))
+        wanted = [*(source_of[v] for v in readers), *more]
+        made = evaluate(needed_for(wanted, forward.jaxpr.eqns, known), known, constants(forward), wanted)
+        return dict(zip(readers, made, strict=False)), made[len(readers) :]
+
+    def run(wanted: list, *args) -> list:
+        known = dict(zip(forward.jaxpr.invars, jax.tree.leaves(args), strict=True))
+        return evaluate(needed_for(wanted, forward.jaxpr.eqns), known, constants(forward), wanted)
 
     def run_forward(weights, fixed, micro, x):
-        known = dict(zip(forward.jaxpr.invars, jax.tree.leaves((weights, fixed, micro, x)), strict=True))
-        wanted = [y_var, *until_b, *until_w]
-        y, *values = evaluate(needed_for(wanted, forward.jaxpr.eqns), known, constants(forward), wanted)
+        y, *values = run([y_var, *until_b, *until_w], weights, fixed, micro, x)
         return y, values[: len(until_b)], values[len(until_b) :]
 
     def input_gradient(weights, fixed, kept_b, kept_w, dy):
         values = dict(zip((*until_b, *until_w), (*kept_b, *kept_w), strict=True))
-        known = remake(for_b, weights, fixed, values) | {dy_var: dy}
-        dx, *handed = evaluate(b_eqns, known, constants(backward), [dx_var, *handed_vars])
-        return dx, handed
+        known, for_later = remake(for_b, fetched, weights, fixed, values)
+        dx, *handed = evaluate(b_eqns, known | {dy_var: dy}, constants(backward), [dx_var, *handed_vars])
+        return dx, [*handed, *for_later]
+
+    def input_gradient_again(weights, fixed, micro, x, dy):
+        wanted = [*(source_of[v] for v in for_b), *fetched, *until_w]
+        values = run(wanted, weights, fixed, micro, x)
+        known, more = dict(zip(for_b, values, strict=False)), values[len(for_b) :]
+        dx, *handed = evaluate(b_eqns, known | {dy_var: dy}, constants(backward), [dx_var, *handed_vars])
+        return dx, [*handed, *more[: len(fetched)]], more[len(fetched) :]
 
     def weight_gradient(weights, fixed, kept_w, handed):
-        known = remake(for_w, weights, fixed, dict(zip(until_w, kept_w, strict=True)))
-        known |= zip(handed_vars, handed, strict=True)
+        from_b, gathered = handed[: len(handed_vars)], handed[len(handed_vars) :]
+        values = dict(zip((*until_w, *fetched), (*kept_w, *gathered), strict=True))
+        known, _ = remake(for_w, [], weights, fixed, values)
+        known |= zip(handed_vars, from_b, strict=True)
         return weights_tree.unflatten(evaluate(w_eqns, known, constants(backward), dw_vars))
 
     return SplitLayer(
         forward=run_forward,
         input_gradient=input_gradient,
+        input_gradient_again=input_gradient_again,
         weight_gradient=weight_gradient,
         until_b=tuple(v.aval for v in until_b),
         until_w=tuple(v.aval for v in until_w),
-        handed=tuple(v.aval for v in handed_vars),
+        handed=tuple(v.aval for v in (*handed_vars, *fetched)),
     )
 
 
@@ -212,6 +232,19 @@ def reached(outputs: Sequence, eqns: Sequence, kept: Collection) -> list:
     needed = needed_for(outputs, eqns, kept)
     read = (*outputs, *(v for eqn in needed for v in variables(eqn.invars)))
     return list(dict.fromkeys(v for v in read if v in kept))
+
+
+def gathered_for(outputs: Sequence, eqns: Sequence, kept: Collection) -> list:
+    """What gathers give to the computation of `outputs` from what is kept."""
+    needed = needed_for(outputs, eqns, kept)
+    read = {*variables(outputs), *(v for eqn in needed for v in variables(eqn.invars))}
+    gathers = [eqn for eqn in needed if eqn.primitive.name in GATHERS or holds_gather(eqn)]
+    return [v for eqn in gathers for v in eqn.outvars if v in read]
+
+
+def holds_gather(eqn) -> bool:
+    """Whether a gather is in a program inside the equation, as in ZeRO-3's fetch of a block."""
+    return any(inner.primitive.name in GATHERS for program in inner_programs(eqn) for inner in all_equations(program))
 
 
 def rest_for(outputs: Sequence, eqns: Sequence, made_by_b: dict, dy_var) -> tuple[list, list]:

@@ -141,13 +141,13 @@ class _Step:
         enters, leaves = self.recomputed_in_a_block()
         return [
             *self.meets("embedding, forward", self.runs["embed"], leaves=1),
-            *self.meets("blocks, forward", layers, enters=2, leaves=2),
+            *self.block_meets("blocks, forward", layers, enters=2, leaves=2),
             *self.meets("head, forward", self.runs["head"], enters=1),
             Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], self.tokens * self.master),
             Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], 2 * self.tokens * self.master),
             *self.meets("head, backward", self.runs["head"], enters=1, backward=True),
-            *self.meets("blocks, recomputed", layers, enters, leaves),
-            *self.meets("blocks, backward", layers, enters=2, leaves=2, backward=True),
+            *self.block_meets("blocks, recomputed", layers, enters, leaves),
+            *self.block_meets("blocks, backward", layers, enters=2, leaves=2, backward=True),
             *self.meets("embedding, backward", self.runs["embed"], leaves=1, backward=True),
         ]
 
@@ -158,13 +158,20 @@ class _Step:
         kinds = {"all_gather": enters, "reduce_scatter": leaves} if self.sequence_split else {"all_reduce": leaves}
         return [Message(purpose, kind, self.live("tp"), times * each, self.activation) for kind, each in kinds.items()]
 
+    def block_meets(self, purpose: str, times: int, enters: int, leaves: int, backward: bool = False):
+        """The same in a block, where `jaxdist.parallel.rings` sends each gather or sum as n-1 chunks."""
+        if not self.parallel.ring:
+            return self.meets(purpose, times, enters, leaves, backward)
+        chunks = times * (enters + leaves) * (self.mesh.tp - 1)
+        return [Message(purpose, "permute", self.live("tp"), chunks, self.activation // self.mesh.tp)]
+
     def recomputed_in_a_block(self) -> tuple[int, int]:
         """(enters, leaves) that backward runs again. The second sum of a block makes the next block's input: where each
-        block is recomputed alone, JAX drops it. A loop over several blocks keeps it, and so does the pipeline's.
+        block is recomputed alone, nothing needs it. A loop over several blocks keeps it.
         """
         if not self.parallel.remat_every:
             return 0, 0
-        return 2, 1 if self.parallel.remat_every == 1 and not self.pipelined else 2
+        return 2, 1 if self.parallel.remat_every == 1 else 2
 
     def stages(self) -> list[Message]:
         """A micro-batch's activations (or their gradient) from every stage, at each tick at which any receives."""
@@ -192,8 +199,7 @@ class _Step:
             )
             messages += [
                 *self.gathers("weights of the embedding", embed, self.runs["embed"]),
-                *self.gathers("weights of the head, forward", head, self.runs["head"]),
-                *self.gathers("weights of the head, backward", head, self.runs["head"], is_matrix),
+                *self.gathers("weights of the head", head, self.runs["head"]),
                 *self.scatters("gradients of the embedding", embed, self.runs["embed"]),
                 *self.scatters("gradients of the head", head, self.runs["head"]),
             ]
@@ -207,19 +213,14 @@ class _Step:
     def block_fetches(self) -> list[tuple[str, Wanted]]:
         """When ZeRO-3 gathers a block's weights, and which leaves are asked for then.
 
-        The pipeline's division of a layer takes a fetch for one operation, so B and W gather the whole block if they
-        need any of it. B multiplies by the matrices. W makes the norms' results again from their scale and bias, unless
-        F kept them, as it does where a cast to 16 bits or a gather over tp follows.
+        The pipeline's division of a layer takes a fetch for one operation, so B gathers the whole block, for its
+        recomputation too where that is of the one block. W needs no more of it than the norms' scale and bias, which B
+        hands over.
         """
         every = self.parallel.remat_every
         fetches = [("forward", every_leaf)]
         if self.pipelined:
-            if every:
-                fetches.append(("recomputed", every_leaf))
-            fetches.append(("B", every_leaf))
-            if self.item >= 4 and not self.sequence_split:
-                fetches.append(("W", every_leaf))
-            return fetches
+            return [*fetches, *[("recomputed", every_leaf)] * (every > 1), ("B", every_leaf)]
         if every:
             fetches.append(("recomputed", every_leaf if every > 1 else all_but_last_bias))
         if self.parallel.reshard_after_forward and every != 1:

@@ -227,20 +227,13 @@ _ITEMSIZES = {"pred": 1, "c64": 8, "c128": 16}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"(body|to_apply|calls|called_computations|branch_computations)=(?:\{([^}]*)\}|(%[\w.\-]+))")
+_LIBRARY_MATMUL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|fmha)')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 def emitted_collectives(text: str, mesh: MeshShape) -> list[Emitted]:
     """Every collective of an optimised HLO text over more than one device, in program order."""
-    bodies: dict[str, list[tuple[str, str, str, str]]] = {}
-    entry = current = None
-    for line in text.splitlines():
-        if found := _COMPUTATION.match(line):
-            current = found[2]
-            bodies[current] = []
-            entry = current if found[1] else entry
-        elif current is not None and (found := _INSTRUCTION.match(line)):
-            bodies[current].append(found.groups())
+    bodies, entry = _computations(text)
 
     def walk(name: str, count: int | None) -> Iterable[Emitted]:
         for _, shape, opcode, rest in bodies.get(name, ()):
@@ -260,6 +253,48 @@ def emitted_collectives(text: str, mesh: MeshShape) -> list[Emitted]:
                         yield from walk(called.lstrip("%"), times)
 
     return list(walk(entry, 1))
+
+
+def work_under_collectives(text: str) -> list[tuple[str, int]]:
+    """(kind, matmuls scheduled between its start and its done) of every asynchronous collective of an optimised text.
+
+    Each stands once, however often a loop runs it. A matmul is a dot, a fusion with a dot in it, or a library's call.
+    """
+    bodies, _ = _computations(text)
+
+    def is_matmul(opcode: str, rest: str) -> bool:
+        if opcode == "fusion":
+            called = re.search(r"calls=%?([\w.\-]+)", rest)[1]
+            return any(is_matmul(inner, more) for _, _, inner, more in bodies.get(called, ()))
+        return opcode == "dot" or bool(_LIBRARY_MATMUL.search(rest))
+
+    found = []
+    for body in bodies.values():
+        started: dict[str, int] = {}  # name of the start -> matmuls before it
+        done = 0
+        for name, _, opcode, rest in body:
+            kind = KINDS.get(re.sub("-(start|done)$", "", opcode))
+            if kind and opcode.endswith("-start"):
+                started[name] = done
+            elif kind and opcode.endswith("-done"):
+                found.append((kind, done - started[re.search(r"%([\w.\-]+)", rest)[1]]))
+            else:
+                done += is_matmul(opcode, rest)
+    return found
+
+
+def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], str | None]:
+    """The instructions (name, shape, opcode, rest of the line) of every computation, and the name of the entry."""
+    bodies: dict[str, list[tuple[str, str, str, str]]] = {}
+    entry = current = None
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            current = found[2]
+            bodies[current] = []
+            entry = current if found[1] else entry
+        elif current is not None and (found := _INSTRUCTION.match(line)):
+            bodies[current].append(found.groups())
+    return bodies, entry
 
 
 def _emitted(kind: str, shape: str, asynchronous: bool, rest: str, count, mesh: MeshShape) -> Emitted | None:

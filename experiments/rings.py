@@ -1,0 +1,40 @@
+"""What a compiler for H200 makes of tensor parallelism's collectives, as they are and as rings. No GPU is needed.
+
+python -m experiments.rings      (with the CUDA compiler: pip install 'jaxdist[prove-cuda]')
+
+Two layers of the 7b preset on tp=8 with sequence parallelism, in bf16. `under a matmul`: asynchronous collectives of
+the program text with a matmul scheduled between start and done. That says what may overlap, not how long it takes.
+"""
+
+import dataclasses
+
+from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.mesh import MeshShape
+from jaxdist.plan.compile import compile_step, work_under_collectives
+
+TARGET = "h200"
+MODEL = dataclasses.replace(PRESETS["7b"], num_layers=2)
+GIB = 2**30
+
+
+def config_of(tp_ring: str, batch_size: int = 4) -> RunConfig:
+    parallel = ParallelConfig(MeshShape(tp=8), sp=True, tp_ring=tp_ring)
+    return RunConfig(MODEL, parallel, precision=PrecisionConfig("bfloat16"), batch_size=batch_size)
+
+
+def main() -> None:
+    print("| --tp-ring | asynchronous | under a matmul | over tp, MB sent in blocks | peak, GiB |")
+    print("|---|--:|--:|--:|--:|")
+    for ring in ("none", "one-way", "two-way"):
+        config = config_of(ring)
+        compiled = compile_step(config, TARGET)
+        work = work_under_collectives(compiled.text)
+        activation = config.batch_size * MODEL.seq_len * MODEL.width * 2  # bytes
+        large = [c for c in compiled.collectives if c.full_bytes >= activation // 8 and c.count == MODEL.num_layers]
+        sent = sum(c.sent_bytes(config.parallel.mesh) for c in large) / 1e6
+        covered = sum(matmuls > 0 for _, matmuls in work)
+        print(f"| {ring} | {len(work)} | {covered} | {sent:,.1f} | {compiled.peak / GIB:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
