@@ -34,6 +34,7 @@ MODULES = (
     "data",
     "dropout",
     "grouping",
+    "overlap",
     "pipeline",
     "schedules",
     "split",
