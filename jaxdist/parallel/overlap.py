@@ -9,7 +9,7 @@ iteration there is something to send and something independent to compute:
 JAX's own transpose of a scan cannot do this: it puts the reduction of a layer's gradients into the iteration that
 makes them, after everything else. So the backward loop is written out here, from the division of a layer's backward in
 `jaxdist.parallel.split`. Whether a compiler then sends and computes at once is for its program to say:
-`jaxdist.plan.compile.overlaps`.
+`python -m experiments.overlap` reads it.
 
 Source: PyTorch DDP, arXiv 2006.15704, section 3.2.3; FSDP, arXiv 2304.11277, section 3.3.
 """
@@ -76,8 +76,9 @@ def overlapped_gradients(
     """
     num_layers = jax.tree.leaves(layers)[0].shape[0]
 
-    def ahead(index):
-        return None if gather is None else gather(pick(layers, index))
+    def ahead(index, after=()):
+        """The weights of a layer, not to be gathered before `after` is there."""
+        return None if gather is None else gather(lax.optimization_barrier((pick(layers, index), after))[0])
 
     def weights_of(weights, index):
         return pick(layers, index) if gather is None else weights
@@ -124,10 +125,12 @@ def overlapped_gradients(
 
     def step(carry: _Carry, index, kept, *, is_first: bool = False, is_last: bool = False) -> _Carry:
         """Backward of one layer. The model's first has nothing left to gather, its last nothing to reduce yet."""
-        coming = None if is_first else ahead(index - 1)
+        coming = None if is_first else ahead(index - 1, after=carry.dx)
         out = carry.layers if is_last else take(carry.pending, index + 1, carry.layers)
         d_weights, dx = gradient(carry.weights, index, kept, carry.dx)
         finite = jax.tree.map(lambda flag, g: flag & jnp.isfinite(g).all(), carry.finite, d_weights)
+        if is_first:  # or a compiler would make one late message of the last two layers and of what is no layer's
+            out, d_weights, dx = lax.optimization_barrier((out, d_weights, dx))
         return _Carry(dx, coming, d_weights, out, finite)
 
     start = jax.tree.map(lambda w: comm.varying_like(jnp.bool_(True), w), weights_of(weights, last))
