@@ -18,7 +18,7 @@ from jaxdist.plan.compile import CompiledStep, compile_step, without_devices
 
 @dataclass(frozen=True)
 class OverlapFlags(CommonFlags):
-    """Compile a layout with and without overlap, and say which collectives have matrix products between start and done."""
+    """Compile a layout with and without overlap; count the matrix products between a collective's start and done."""
 
     mesh: str = "dp=8"
     preset: Preset = "gpt2-124m"

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.compat import type_of
+from jaxdist.compat import type_of, varying_axes
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline import Stages, add, pick
 from jaxdist.parallel.split import pruned, split_layer
@@ -78,7 +78,7 @@ def overlapped_gradients(
 
     def ahead(index, after=()):
         """The weights of a layer, not to be gathered before `after` is there."""
-        return None if gather is None else gather(lax.optimization_barrier((pick(layers, index), after))[0])
+        return None if gather is None else gather(wait(pick(layers, index), after))
 
     def weights_of(weights, index):
         return pick(layers, index) if gather is None else weights
@@ -114,7 +114,8 @@ def overlapped_gradients(
         return (y, coming), kept
 
     last = num_layers - 1
-    (x, weights), kept = lax.scan(forward, (x, weights), jnp.arange(last))
+    if last > 0:
+        (x, weights), kept = lax.scan(forward, (x, weights), jnp.arange(last))
     y, kept_last = run(weights, jnp.int32(last), x)
 
     # ---- the loss; the last layer's weights are still here ----
@@ -129,8 +130,8 @@ def overlapped_gradients(
         out = carry.layers if is_last else take(carry.pending, index + 1, carry.layers)
         d_weights, dx = gradient(carry.weights, index, kept, carry.dx)
         finite = jax.tree.map(lambda flag, g: flag & jnp.isfinite(g).all(), carry.finite, d_weights)
-        if is_first:  # or a compiler would make one late message of the last two layers and of what is no layer's
-            out, d_weights, dx = lax.optimization_barrier((out, d_weights, dx))
+        if is_first and not is_last:  # or a compiler would send two layers in one late message, with what is no layer's
+            d_weights, dx = wait((d_weights, dx), jax.tree.map(lambda rows: rows[index + 1].reshape(-1)[0], out))
         return _Carry(dx, coming, d_weights, out, finite)
 
     start = jax.tree.map(lambda w: comm.varying_like(jnp.bool_(True), w), weights_of(weights, last))
@@ -141,7 +142,21 @@ def overlapped_gradients(
         def backward(carry, index):
             return step(carry, index, pick(kept, index)), None
 
-        carry, _ = lax.scan(backward, carry, jnp.arange(1, last), reverse=True)
+        if last > 1:
+            carry, _ = lax.scan(backward, carry, jnp.arange(1, last), reverse=True)
         carry = step(carry, jnp.int32(0), pick(kept, 0), is_first=True)
     out = take(carry.pending, 0, carry.layers)
     return Gradients(loss, add(d_shared, pull_first(carry.dx)[0]), out, carry.finite)
+
+
+def wait(tree, event):
+    """`tree`, with which nothing is computed before `event` is there.
+
+    A barrier makes its results vary alike, so a leaf waits for what varies over no more axes than it does itself.
+    """
+
+    def one(x):
+        events = [e for e in jax.tree.leaves(event) if varying_axes(e) <= varying_axes(x)]
+        return lax.optimization_barrier((x, events))[0]
+
+    return jax.tree.map(one, tree)
