@@ -229,20 +229,22 @@ def train_step(config, layout, optimizer, platform, with_gradients, poison, stat
     num_tokens = count_targets(batch).astype(config.precision.master_dtype)
     scale = state.scale.scale if state.scale is not None else 1
     if config.parallel.overlap:
-        grads, loss_sum, finite = overlapped_accumulation(config, layout, platform, state, batch, scale / num_tokens)
+        grads, loss_sum, finite_leaves = overlapped_accumulation(
+            config, layout, platform, state, batch, scale / num_tokens
+        )
     else:
         grads, loss_sum = accumulate_gradients(config, layout, platform, state, batch, weight=scale / num_tokens)
         if poison is not None:
             grads = poison(layout, state.step, grads)
-        finite = all_finite(grads)
+        finite_leaves = all_finite(grads)
         grads = reduce_gradients(grads, layout, config.precision.reduction_dtype)
-    not_finite = flag_not_finite(all_finite(loss_sum), finite)
+    not_finite = flag_not_finite(all_finite(loss_sum), finite_leaves)
     grads = jax.tree.map(lambda g: g / scale, grads)
     loss = comm.all_reduce(loss_sum, LOSS_AXES) / num_tokens
 
     # Clip by the norm of the whole gradient. It is equal on every rank, and so is the overflow flag made from it.
     norm = global_norm(grads, layout)
-    is_finite = jnp.isfinite(norm)
+    finite = jnp.isfinite(norm)
     shrink = config.optimizer.clip_norm / jnp.maximum(norm, config.optimizer.clip_norm)
     clipped = jax.tree.map(lambda g: g * shrink, grads)
 
@@ -252,7 +254,7 @@ def train_step(config, layout, optimizer, platform, with_gradients, poison, stat
     updates, moments = optimizer.update(clipped, state.moments, owned)
     updated = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), owned, updates)
     updated, moments = jax.tree.map(
-        lambda new, old: jnp.where(is_finite, new, old), (updated, moments), (owned, state.moments)
+        lambda new, old: jnp.where(finite, new, old), (updated, moments), (owned, state.moments)
     )
     params = jax.tree.map(lambda p: p.astype(config.precision.dtype), updated)
     new_state = State(
@@ -260,7 +262,7 @@ def train_step(config, layout, optimizer, platform, with_gradients, poison, stat
         params=gather_parameters(params, layout) if layout.sharded and not layout.params_stored else params,
         master=None if state.master is None else updated,
         moments=moments,
-        scale=None if state.scale is None else next_loss_scale(state.scale, is_finite, config.precision),
+        scale=None if state.scale is None else next_loss_scale(state.scale, finite, config.precision),
     )
     metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": num_tokens, "not_finite": not_finite}
     if state.scale is not None:
@@ -294,7 +296,7 @@ def accumulate_gradients(config, layout, platform, state, batch, weight) -> tupl
     dp, because they keep no whole gradient.
     """
     run, split = plan_forward(config, layout, platform, training=True)
-    key = random.fold_in(random.key(config.seed), state.step) if config.model.dropout else None
+    key = dropout_key(config, state.step)
     held = cast_to_owed(state.params, layout)
     differentiated = cast_to_owed(gradient_holders(held, layout, config.precision.master_dtype), layout)
 
@@ -323,6 +325,11 @@ def accumulate_gradients(config, layout, platform, state, batch, weight) -> tupl
     return lax.scan(body, start, cut(batch, num_micro))[0]
 
 
+def dropout_key(config: RunConfig, step: jax.Array) -> jax.Array | None:
+    """The key of one step; None where there is no dropout."""
+    return random.fold_in(random.key(config.seed), step) if config.model.dropout else None
+
+
 def overlapped_accumulation(config, layout, platform, state, batch, weight) -> tuple[dict, jax.Array, dict]:
     """`accumulate_gradients` and `reduce_gradients` in one, where blocks are reduced while backward runs.
 
@@ -335,7 +342,7 @@ def overlapped_accumulation(config, layout, platform, state, batch, weight) -> t
     """
     precision = config.precision
     run, split = plan_forward(config, layout, platform, training=True)
-    key = random.fold_in(random.key(config.seed), state.step) if config.model.dropout else None
+    key = dropout_key(config, state.step)
     held = cast_to_owed(state.params, layout)
     holders = cast_to_owed(gradient_holders(held, layout, precision.master_dtype), layout)
     root, root_held, blocks, (blocks_held, _) = pipeline_weights(layout, split, holders, held)
