@@ -346,10 +346,9 @@ def overlapped_accumulation(config, layout, platform, state, batch, weight) -> t
     held = cast_to_owed(state.params, layout)
     holders = cast_to_owed(gradient_holders(held, layout, precision.master_dtype), layout)
     root, root_held, blocks, (blocks_held, _) = pipeline_weights(layout, split, holders, held)
-    stages = pipeline_stages(config, dataclasses.replace(run, fetch_block=fetch_whole), root_held, key)
-    stages = stages._replace(
-        layer=lambda weights, index, *args, layer=stages.layer: layer(weights, (None, index), *args)
-    )
+    # Blocks get whole weights, and are told their layer: fetching is the loop's.
+    parts = pipeline_stages(config, dataclasses.replace(run, fetch_block=fetch_whole), root_held, key)
+    stages = parts._replace(layer=lambda weights, index, *args: parts.layer(weights, (None, index), *args))
     root_leaves, stacked = split_root(layout.leaves)
     block_layout = Layout(jax.tree.map(lambda leaf: leaf.layer(), stacked), layout.parallel)
 
@@ -393,8 +392,8 @@ def overlapped_accumulation(config, layout, platform, state, batch, weight) -> t
 
     last, summed = batch, None
     if config.parallel.accumulate > 1:
-        parts = cut(batch, config.parallel.accumulate)
-        first, last = jax.tree.map(lambda x: x[:-1], parts), jax.tree.map(lambda x: x[-1], parts)
+        micros = cut(batch, config.parallel.accumulate)
+        first, last = jax.tree.map(lambda x: x[:-1], micros), jax.tree.map(lambda x: x[-1], micros)
         start = Gradients(
             loss=comm.varying(jnp.zeros((), weight.dtype), LOSS_AXES),
             shared=jax.tree.map(zeros, root_leaves),
