@@ -86,6 +86,8 @@ class CommonFlags:
     """What backward recomputes: none, selective (the attention core), block, or every-K blocks."""
     reshard_after_forward: bool = ParallelConfig.reshard_after_forward
     """ZeRO-3: drop gathered weights after forward and gather them again in backward."""
+    overlap: bool = ParallelConfig.overlap
+    """Reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes."""
     attention: AttentionName = ParallelConfig.attention
     schedule: str = ParallelConfig.schedule
     """Of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
@@ -129,6 +131,7 @@ class CommonFlags:
                 accumulate=self.accumulate,
                 remat=self.remat,
                 reshard_after_forward=self.reshard_after_forward,
+                overlap=self.overlap,
                 attention=self.attention,
                 schedule=self.schedule,
                 microbatches=self.microbatches,

@@ -10,7 +10,7 @@ import dataclasses
 
 from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
-from jaxdist.plan.compile import compile_step, work_under_collectives
+from jaxdist.plan.compile import compile_step
 
 TARGET = "h200"
 MODEL = dataclasses.replace(PRESETS["7b"], num_layers=2)
@@ -28,12 +28,12 @@ def main() -> None:
     for ring in ("none", "one-way", "two-way"):
         config = config_of(ring)
         compiled = compile_step(config, TARGET)
-        work = work_under_collectives(compiled.text)
+        started = [c for c in compiled.collectives if c.asynchronous]
         activation = config.batch_size * MODEL.seq_len * MODEL.width * 2  # bytes
         large = [c for c in compiled.collectives if c.full_bytes >= activation // 8 and c.count == MODEL.num_layers]
         sent = sum(c.sent_bytes(config.parallel.mesh) for c in large) / 1e6
-        covered = sum(matmuls > 0 for _, matmuls in work)
-        print(f"| {ring} | {len(work)} | {covered} | {sent:,.1f} | {compiled.peak / GIB:.3f} |", flush=True)
+        covered = sum(c.matmuls > 0 for c in started)
+        print(f"| {ring} | {len(started)} | {covered} | {sent:,.1f} | {compiled.peak / GIB:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,7 @@ class ParallelConfig:
     accumulate: micro-batches per update on each data rank.
     remat: "none", "selective" (the attention core), "block", or "every-K" blocks.
     reshard_after_forward: ZeRO-3 drops gathered weights after forward and gathers again in backward.
+    overlap: reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes.
     schedule, microbatches, chunks: of the pipeline (pp > 1). A name, or the path of a table written by hand; the
         micro-batches of one pass (default twice the stages), of which an update makes `accumulate`; chunks of layers a
         stage holds (default: what the schedule needs).
@@ -138,6 +139,7 @@ class ParallelConfig:
     accumulate: int = 1
     remat: str = "none"
     reshard_after_forward: bool = True
+    overlap: bool = False
     attention: AttentionName = "auto"
     schedule: str = "1f1b"
     microbatches: int | None = None
@@ -195,6 +197,7 @@ class ParallelConfig:
                 "Use 3,5,5,3 for 16 layers",
             )
         self._check_ring()
+        self._check_overlap()
         _ = self.pipeline  # refuses a schedule that cannot be made
 
     def _check_ring(self):
@@ -215,6 +218,30 @@ class ParallelConfig:
                 "pipeline stages run different layers at a tick, and their permutes would be taken for one another",
                 "Use --mesh pp=1, or --tp-ring none",
             )
+
+    def _check_overlap(self):
+        for asked, why, instead, applies in (
+            (
+                f"pp={self.mesh.pp}",
+                "overlap is of the loop over all layers, which a pipeline divides into actions of its own",
+                "Use one of the two",
+                self.mesh.pp > 1,
+            ),
+            (
+                f"remat={self.remat}",
+                "overlap works layer by layer, and this recomputes several together",
+                "Use --remat block",
+                self.remat_every > 1,
+            ),
+            (
+                "--no-reshard-after-forward",
+                "weights that stay whole are not gathered ahead in backward",
+                "Use one of the two",
+                self.zero == 3 and not self.reshard_after_forward,
+            ),
+        ):
+            if self.overlap and applies:
+                raise ConfigError(f"--overlap with {asked}", why, instead)
 
 
 _make_schedule = cache(schedules.make_schedule)
@@ -425,6 +452,8 @@ class RunConfig:
             notes.append(
                 "--no-reshard-after-forward: a pipeline gathers the weights of blocks again in B all the same."
             )
+        if parallel.overlap and parallel.mesh.replica * parallel.mesh.dp == 1:
+            notes.append("--overlap hides what data ranks send, and there is one: it hides nothing.")
         default = ParallelConfig()
         for name in ("schedule", "microbatches", "chunks", "stages"):
             if parallel.mesh.pp == 1 and getattr(parallel, name) != getattr(default, name):

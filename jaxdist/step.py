@@ -1,5 +1,6 @@
 """One training step: micro-batches, the gradient rule, clipping, the update. All of it inside one `jax.shard_map`."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,8 +33,9 @@ from jaxdist.optimizer import (
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.data import gather_parameters, reduce_gradients
 from jaxdist.parallel.grouping import shard
-from jaxdist.parallel.pipeline import Stages, iterations, pipeline_gradients, pipeline_loss
-from jaxdist.parallel.zero import make_fetch, make_scatter
+from jaxdist.parallel.overlap import Gradients, overlapped_gradients
+from jaxdist.parallel.pipeline import Stages, add, iterations, pick, pipeline_gradients, pipeline_loss
+from jaxdist.parallel.zero import fetch_whole, make_fetch, make_scatter
 from jaxdist.plan.trace import Collective, collectives_of
 
 REPLICATED = PartitionSpec()
@@ -152,6 +154,12 @@ def build_program(
     """
     if config.precision.dtype == "float64" and not jax.config.jax_enable_x64:
         raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")
+    if poison is not None and config.parallel.overlap:
+        raise ConfigError(
+            "--overlap with a drill that spoils a gradient",
+            "it spoils one before it is summed over ranks, and here sums are made while backward runs",
+            "Leave --overlap out for the drill",
+        )
     layout = make_layout(model.declare(config.model), config.parallel, config.part_layers)
     choose_attention(config, _platform(mesh), training=True)  # refuses what cannot run, before anything is traced
     optimizer = make_optimizer(config.optimizer, layout)
@@ -221,11 +229,17 @@ def train_step(config, layout, platform, with_gradients, poison, state: State, b
     # Gradients of the mean loss: a sum over tokens, divided once by the global token count.
     num_tokens = count_targets(batch).astype(config.precision.master_dtype)
     scale = state.scale.scale if state.scale is not None else 1
-    grads, loss_sum = accumulate_gradients(config, layout, platform, state, batch, weight=scale / num_tokens)
-    if poison is not None:
-        grads = poison(layout, state.step, grads)
-    not_finite = flag_not_finite(loss_sum, grads)
-    grads = reduce_gradients(grads, layout, config.precision.reduction_dtype)
+    if config.parallel.overlap:
+        grads, loss_sum, finite_leaves = overlapped_accumulation(
+            config, layout, platform, state, batch, scale / num_tokens
+        )
+    else:
+        grads, loss_sum = accumulate_gradients(config, layout, platform, state, batch, weight=scale / num_tokens)
+        if poison is not None:
+            grads = poison(layout, state.step, grads)
+        finite_leaves = all_finite(grads)
+        grads = reduce_gradients(grads, layout, config.precision.reduction_dtype)
+    not_finite = flag_not_finite(all_finite(loss_sum), finite_leaves)
     grads = jax.tree.map(lambda g: g / scale, grads)
     loss = comm.all_reduce(loss_sum, LOSS_AXES) / num_tokens
 
@@ -253,13 +267,20 @@ def train_step(config, layout, platform, with_gradients, poison, state: State, b
     return (new_state, metrics, grads) if with_gradients else (new_state, metrics)
 
 
-def flag_not_finite(loss_sum: jax.Array, grads: dict) -> jax.Array:
+def all_finite(tree):
+    """For each leaf, whether all its local elements are finite."""
+    return jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
+
+
+def flag_not_finite(loss: jax.Array, grads: dict) -> jax.Array:
     """Which ranks made a number that is none, before sums spread it: flags[1, 1 + leaves], the loss first.
 
     Layout: local -> flags[ranks, 1 + leaves] over all axes of the mesh, as `jaxdist.health.culprits` reads them.
-    Sends: nothing. Under ZeRO-2 and 3 backward has summed already: the flag is of the rank that owns the shard.
+    Sends: nothing. Under ZeRO-2 and 3 backward has summed already: the flag is of the rank that owns the shard. (With
+    overlap that is so outside the blocks alone.)
+    Args: whether the loss, and each leaf of the gradient, is finite on this rank.
     """
-    flags = [comm.varying(~jnp.all(jnp.isfinite(x)), AXES) for x in (loss_sum, *jax.tree.leaves(grads))]
+    flags = [comm.varying(~finite, AXES) for finite in (loss, *jax.tree.leaves(grads))]
     return jnp.stack(flags)[None]
 
 
@@ -272,7 +293,7 @@ def accumulate_gradients(config, layout, platform, state, batch, weight) -> tupl
     dp, because they keep no whole gradient.
     """
     run, split = plan_forward(config, layout, platform, training=True)
-    key = random.fold_in(random.key(config.seed), state.step) if config.model.dropout else None
+    key = dropout_key(config, state.step)
     held = cast_to_owed(state.params, layout)
     differentiated = cast_to_owed(gradient_holders(held, layout, config.precision.master_dtype), layout)
 
@@ -299,6 +320,99 @@ def accumulate_gradients(config, layout, platform, state, batch, weight) -> tupl
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, config.precision.master_dtype), differentiated)
     start = (comm.varying_like(zeros, differentiated), comm.varying(jnp.zeros((), weight.dtype), LOSS_AXES))
     return lax.scan(body, start, cut(batch, num_micro))[0]
+
+
+def dropout_key(config: RunConfig, step: jax.Array) -> jax.Array | None:
+    """The key of one step; None where there is no dropout."""
+    return random.fold_in(random.key(config.seed), step) if config.model.dropout else None
+
+
+def overlapped_accumulation(config, layout, platform, state, batch, weight) -> tuple[dict, jax.Array, dict]:
+    """`accumulate_gradients` and `reduce_gradients` in one, where blocks are reduced while backward runs.
+
+    DP and ZeRO-1 sum over ranks once, in the last micro-batch's backward, what all of them gave; ZeRO-2 and 3 scatter
+    over dp in each, and sum over other axes in the last. What is not a block's is reduced after backward.
+
+    Layout: -> gradients in the storage layout, the local loss, and of each leaf whether its local gradient is finite.
+    Sends: what the two send without overlap, in a layer's messages rather than a stack's; less one layer's gather under
+    ZeRO-3.
+    """
+    precision = config.precision
+    run, split = plan_forward(config, layout, platform, training=True)
+    key = dropout_key(config, state.step)
+    held = cast_to_owed(state.params, layout)
+    holders = cast_to_owed(gradient_holders(held, layout, precision.master_dtype), layout)
+    root, root_held, blocks, (blocks_held, _) = pipeline_weights(layout, split, holders, held)
+    # Blocks get whole weights, and are told their layer: fetching is the loop's.
+    parts = pipeline_stages(config, dataclasses.replace(run, fetch_block=fetch_whole), root_held, key)
+    stages = parts._replace(layer=lambda weights, index, *args: parts.layer(weights, (None, index), *args))
+    root_leaves, stacked = split_root(layout.leaves)
+    block_layout = Layout(jax.tree.map(lambda leaf: leaf.layer(), stacked), layout.parallel)
+
+    def scatter(leaves, grads):
+        """What is summed in every micro-batch, with what ranks hold of it, in the dtype of the sums."""
+        if layout.grads_scattered:
+            return make_scatter(leaves, layout, precision.reduction_dtype, precision.master_dtype)(grads)
+        return jax.tree.map(lambda g: g.astype(precision.master_dtype), grads)
+
+    def one_pass(micro, out, take) -> Gradients:
+        gather = (lambda held: run.fetch_block((None, held))) if layout.params_stored else None
+        layers = blocks if blocks_held is None else blocks_held
+        recompute = run.remat_every == 1
+        found = overlapped_gradients(
+            stages, root, layers, micro, out, take=take, gather=gather, seed=weight, recompute=recompute
+        )
+        fetched_once = layout.grads_scattered and root_held is None
+        d_root = scatter(root_leaves, found.shared) if fetched_once else found.shared
+        return found._replace(shared=jax.tree.map(lambda g: g.astype(precision.master_dtype), d_root))
+
+    def put(out, index, row):
+        return jax.tree.map(lambda rows, x: lax.dynamic_update_index_in_dim(rows, x, index, 0), out, row)
+
+    # ---- all micro-batches but the last: sums that wait ----
+    def keep(d_weights, index, sums):
+        return put(sums, index, add(pick(sums, index), scatter(block_layout.leaves, d_weights)))
+
+    def plus(before: Gradients, found: Gradients) -> Gradients:
+        finite = jax.tree.map(jnp.logical_and, before.finite, found.finite)
+        return Gradients(before.loss + found.loss, add(before.shared, found.shared), found.layers, finite)
+
+    def body(carry, micro):
+        return plus(carry, one_pass(micro, carry.layers, keep)), None
+
+    def zeros(leaf):
+        shape = leaf.storage_local if layout.grads_scattered else leaf.compute_local
+        return comm.varying(jnp.zeros(shape, precision.master_dtype), (*leaf.storage_axes, *leaf.reduce_axes))
+
+    def true(leaf):
+        return comm.varying(jnp.bool_(True), (*leaf.spec_axes, *leaf.reduce_axes))
+
+    last, summed = batch, None
+    if config.parallel.accumulate > 1:
+        micros = cut(batch, config.parallel.accumulate)
+        first, last = jax.tree.map(lambda x: x[:-1], micros), jax.tree.map(lambda x: x[-1], micros)
+        start = Gradients(
+            loss=comm.varying(jnp.zeros((), weight.dtype), LOSS_AXES),
+            shared=jax.tree.map(zeros, root_leaves),
+            layers=jax.tree.map(zeros, stacked),
+            finite=jax.tree.map(true, stacked),
+        )
+        summed = lax.scan(body, start, first)[0]
+
+    # ---- the last one: each layer's sum is final when its backward is done ----
+    def settle(d_weights, index, out):
+        total = scatter(block_layout.leaves, d_weights)
+        total = total if summed is None else add(pick(summed.layers, index), total)
+        return put(out, index, reduce_gradients(total, block_layout, precision.reduction_dtype))
+
+    out = jax.tree.map(
+        lambda leaf: comm.varying(jnp.zeros(leaf.storage_local, precision.master_dtype), leaf.storage_axes), stacked
+    )
+    found = one_pass(last, out, settle)
+    found = found if summed is None else plus(summed, found)
+    d_root = reduce_gradients(found.shared, Layout(root_leaves, layout.parallel), precision.reduction_dtype)
+    finite = {**all_finite(found.shared), STACKED: found.finite}
+    return {**d_root, STACKED: found.layers}, found.loss, finite
 
 
 def pipelined_gradients(config, layout, run, split, differentiated, held, batch, key, weight) -> tuple[dict, jax.Array]:
@@ -328,7 +442,8 @@ def pipeline_weights(layout: Layout, split, differentiated: dict, held: dict):
     root, blocks = split(differentiated, held)
     root, root_held = root if isinstance(root, tuple) else (root, None)
     blocks, blocks_held = blocks if isinstance(blocks, tuple) else (blocks, None)
-    rows = jax.tree.leaves(split_root(layout.leaves)[1])[0].rows
+    leaf = jax.tree.leaves(split_root(layout.leaves)[1])[0]
+    rows = range(leaf.shape[0]) if leaf.rows is None else leaf.rows
     layers = comm.varying(jnp.asarray(rows).reshape(layout.parallel.mesh.pp, -1), "pp")[comm.rank("pp")]
     return root, root_held, blocks, (blocks_held, layers)
 

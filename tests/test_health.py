@@ -64,6 +64,26 @@ def test_one_bad_shard_is_named_and_changes_no_bit(mesh, settings, drill, named)
     assert not np.array_equal(before[0]["tokens"], state.params["tokens"])
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_with_overlap_the_rank_is_looked_for_before_blocks_are_summed(zero, accumulate):
+    """A bias that is NaN on one rank spoils its loss and gradients; then the sums, and with them all ranks."""
+    program = make_program("dp=4", zero=zero, overlap=True, accumulate=accumulate)
+    state = program.init(0)
+    bias = state.params["blocks"]["mlp"]["b_up"]
+    copies = [x.data * (np.nan if rank == 2 else 1) for rank, x in enumerate(bias.addressable_shards)]
+    state.params["blocks"]["mlp"]["b_up"] = jax.make_array_from_single_device_arrays(bias.shape, bias.sharding, copies)
+    _, metrics = program.step(state, program.put(random_batches(program.config, 1)[0]))
+    found = name_culprits(program, gather_ranks("", metrics["not_finite"]))
+    of_blocks = {c.rank: [name for name in c.names if name.startswith(("loss", "blocks"))] for c in found}
+    assert [rank for rank, names in of_blocks.items() if names] == [2] and "blocks.mlp.b_up" in of_blocks[2]
+
+
+def test_a_drill_that_spoils_a_local_gradient_is_refused_with_overlap():
+    with pytest.raises(ConfigError, match="Leave --overlap out"):
+        make_program("dp=4", "nan:step=2,rank=3", overlap=True)
+
+
 @pytest.mark.parametrize(
     ("mesh", "settings", "rank", "named"),
     [

@@ -156,9 +156,16 @@ HloModule jit_step, is_scheduled=true
   ROOT %add = f32[] add(%a, %b)
 }
 
+%product (a: f32[8,16]) -> f32[8,16] {
+  ROOT %m = f32[8,16]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
 %body (p: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
   %g = ((bf16[1,768]{1,0}, bf16[1,256]{1,0}), (bf16[2,768]{1,0}, bf16[2,256]{1,0})) all-gather-start(%x, %y), \
 replica_groups={{0,2},{1,3}}, dimensions={0}
+  %f = f32[8,16]{1,0} fusion(%x), kind=kCustom, calls=%product
+  %k = f32[8,16]{1,0} custom-call(%x), custom_call_target="__cublas$lt$matmul"
+  %h = f32[8,16]{1,0} add(%f, %k)
   %d = (bf16[2,768]{1,0}, bf16[2,256]{1,0}) all-gather-done(%g)
   %r = ((f32[8,16]{1,0}), f32[4,16]{1,0}) reduce-scatter-start(%z), replica_groups=[2,2]<=[4], to_apply=%sum
   ROOT %t = (s32[], bf16[8,16]) tuple(%i, %v)
@@ -189,6 +196,7 @@ def test_collectives_of_a_program_text_with_loops_and_groups_of_either_form():
         ("all_gather", ("dp",), None, 2 * 2 * (768 + 256), 2, True),  # a loop without a known length
         ("reduce_scatter", ("tp",), None, 4 * 8 * 16, 1, True),
     ]
+    assert [c.matmuls for c in found] == [2, 0, 0, 0, 2, 0]
 
 
 @pytest.mark.parametrize("num, dims, sizes", [(64, 3, (4, 4, 4)), (64, 2, (8, 8)), (32, 3, (2, 4, 4)), (7, 2, (1, 7))])

@@ -36,6 +36,7 @@ MODULES = (
     "data",
     "dropout",
     "grouping",
+    "overlap",
     "pipeline",
     "rings",
     "schedules",

@@ -190,7 +190,8 @@ class _Step:
         layers, parallel, messages = self.runs["layers_forward"], self.parallel, []
         if self.layout.params_stored:
             for name, only in self.block_fetches():
-                messages += self.gathers(f"weights of a block, {name}", self.block, layers, only)
+                times = layers - parallel.accumulate if parallel.overlap and name == "backward" else layers
+                messages += self.gathers(f"weights of a block, {name}", self.block, times, only)
         messages += self.scatters("gradients of a block", self.block, layers)
         if self.layout.params_stored and parallel.reshard_after_forward:
             embed, head = (
@@ -215,10 +216,12 @@ class _Step:
 
         The pipeline's division of a layer takes a fetch for one operation, so B gathers the whole block, for its
         recomputation too where that is of the one block. W needs no more of it than the norms' scale and bias, which B
-        hands over.
+        hands over. With overlap each block is gathered whole both times, but the last, whose backward comes next.
         """
         every = self.parallel.remat_every
         fetches = [("forward", every_leaf)]
+        if self.parallel.overlap:
+            return [*fetches, ("backward", every_leaf)]
         if self.pipelined:
             return [*fetches, *[("recomputed", every_leaf)] * (every > 1), ("B", every_leaf)]
         if every:
@@ -230,13 +233,17 @@ class _Step:
     def reductions(self) -> list[Message]:
         """After backward: what the gradient rule of `jaxdist.parallel.data` sums, and ZeRO-1 and 2's new parameters."""
         leaves, layout, messages = jax.tree.leaves(self.layout.leaves), self.layout, []
-        if layout.sharded and not layout.grads_scattered:
-            messages += self.scatters("gradients", leaves, 1)
-        owing = [leaf for leaf in leaves if leaf.shard_reduce_axes]
-        sizes = [math.prod(leaf.storage_local) * self.reduced for leaf in owing]
-        for members in group(owing, sizes, self.parallel, lambda leaf: (leaf.shard_reduce_axes, leaf.storage_axes)):
-            axes, size = owing[members[0]].shard_reduce_axes, sum(sizes[i] for i in members)
-            messages.append(Message(owed_for(axes), "all_reduce", axes, 1, size))
+        reduced = [(leaves, 1)]
+        if self.parallel.overlap:  # a block at a time, while backward runs
+            reduced = [(jax.tree.leaves(self.root), 1), (self.block, self.config.model.num_layers)]
+        for part, times in reduced:
+            if layout.sharded and not layout.grads_scattered:
+                messages += self.scatters("gradients", part, times)
+            owing = [leaf for leaf in part if leaf.shard_reduce_axes]
+            sizes = [math.prod(leaf.storage_local) * self.reduced for leaf in owing]
+            for members in group(owing, sizes, self.parallel, lambda leaf: (leaf.shard_reduce_axes, leaf.storage_axes)):
+                axes, size = owing[members[0]].shard_reduce_axes, sum(sizes[i] for i in members)
+                messages.append(Message(owed_for(axes), "all_reduce", axes, times, size))
         if layout.sharded and not layout.params_stored:
             messages += self.gathers("parameters after the update", leaves, 1)
         return messages

@@ -5,6 +5,7 @@ description of the device, not the device. Peak bytes are of its own buffer assi
 optimised program, loops multiplied by their trip counts.
 """
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -12,6 +13,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -67,7 +69,8 @@ class CompiledStep:
 class Emitted:
     """One collective instruction. axes: the mesh axes its groups span. full_bytes: of the gathered, or summed, buffer.
 
-    count: how often a step runs it; None where the text does not say.
+    count: how often a step runs it; None where the text does not say. matmuls: matrix products (attention kernels among
+    them) that the compiler has put between its start and its done, a loop's once; 0 where it is not asynchronous.
     """
 
     kind: str
@@ -76,6 +79,7 @@ class Emitted:
     full_bytes: int
     num_operands: int
     asynchronous: bool
+    matmuls: int = 0
 
     def sent_bytes(self, mesh: MeshShape) -> int | None:
         """Bytes one device sends in a step, in the convention of `jaxdist.plan.trace`."""
@@ -227,7 +231,7 @@ _ITEMSIZES = {"pred": 1, "c64": 8, "c128": 16}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"(body|to_apply|calls|called_computations|branch_computations)=(?:\{([^}]*)\}|(%[\w.\-]+))")
-_LIBRARY_MATMUL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|fmha)')
+_MATMUL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|fmha|conv)', re.IGNORECASE)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -235,52 +239,47 @@ def emitted_collectives(text: str, mesh: MeshShape) -> list[Emitted]:
     """Every collective of an optimised HLO text over more than one device, in program order."""
     bodies, entry = _computations(text)
 
+    @cache
+    def matmuls(computation: str) -> int:
+        return sum(map(matmuls_of, bodies.get(computation, ())))
+
+    def matmuls_of(instruction: tuple[str, str, str, str]) -> int:
+        _, _, opcode, rest = instruction
+        if opcode == "dot" or (opcode == "custom-call" and _MATMUL.search(rest)):
+            return 1
+        inside = sum(matmuls(called) for _, called in _called(rest))
+        return min(inside, 1) if opcode == "fusion" else inside
+
+    def while_under_way(computation: str, at: int) -> int:
+        """Matrix products from the start at this place to its done."""
+        name, *_ = bodies[computation][at]
+        found = 0
+        for instruction in bodies[computation][at + 1 :]:
+            if instruction[2].endswith("-done") and instruction[3].split(")")[0].lstrip("%") == name:
+                return found
+            found += matmuls_of(instruction)
+        return 0
+
     def walk(name: str, count: int | None) -> Iterable[Emitted]:
-        for _, shape, opcode, rest in bodies.get(name, ()):
+        for at, (_, shape, opcode, rest) in enumerate(bodies.get(name, ())):
             kind = KINDS.get(opcode.removesuffix("-start"))
+            started = while_under_way(name, at) if opcode.endswith("-start") else 0
             if kind and not opcode.endswith("-done"):
                 emitted = _emitted(kind, shape, opcode.endswith("-start"), rest, count, mesh)
                 if emitted is not None:
-                    yield emitted
+                    yield dataclasses.replace(emitted, matmuls=started)
                 continue
             times = count
             if opcode == "while":
                 trips = _TRIPS.search(rest)
                 times = None if trips is None or count is None else count * int(trips[1])
-            for role, several, one in _CALLED.findall(rest):
+            for role, called in _called(rest):
                 if role != "to_apply" or opcode == "call":
-                    for called in (several or one).split(", "):
-                        yield from walk(called.lstrip("%"), times)
+                    for emitted in walk(called, times):
+                        wrapped = {"asynchronous": True, "matmuls": started} if opcode == "async-start" else {}
+                        yield dataclasses.replace(emitted, **wrapped)
 
     return list(walk(entry, 1))
-
-
-def work_under_collectives(text: str) -> list[tuple[str, int]]:
-    """(kind, matmuls scheduled between its start and its done) of every asynchronous collective of an optimised text.
-
-    Each stands once, however often a loop runs it. A matmul is a dot, a fusion with a dot in it, or a library's call.
-    """
-    bodies, _ = _computations(text)
-
-    def is_matmul(opcode: str, rest: str) -> bool:
-        if opcode == "fusion":
-            called = re.search(r"calls=%?([\w.\-]+)", rest)[1]
-            return any(is_matmul(inner, more) for _, _, inner, more in bodies.get(called, ()))
-        return opcode == "dot" or bool(_LIBRARY_MATMUL.search(rest))
-
-    found = []
-    for body in bodies.values():
-        started: dict[str, int] = {}  # name of the start -> matmuls before it
-        done = 0
-        for name, _, opcode, rest in body:
-            kind = KINDS.get(re.sub("-(start|done)$", "", opcode))
-            if kind and opcode.endswith("-start"):
-                started[name] = done
-            elif kind and opcode.endswith("-done"):
-                found.append((kind, done - started[re.search(r"%([\w.\-]+)", rest)[1]]))
-            else:
-                done += is_matmul(opcode, rest)
-    return found
 
 
 def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], str | None]:
@@ -295,6 +294,13 @@ def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str, str]]]
         elif current is not None and (found := _INSTRUCTION.match(line)):
             bodies[current].append(found.groups())
     return bodies, entry
+
+
+def _called(rest: str) -> Iterable[tuple[str, str]]:
+    """(role, name) of each computation that an instruction calls."""
+    for role, several, one in _CALLED.findall(rest):
+        for called in (several or one).split(", "):
+            yield role, called.lstrip("%")
 
 
 def _emitted(kind: str, shape: str, asynchronous: bool, rest: str, count, mesh: MeshShape) -> Emitted | None:

@@ -1,0 +1,78 @@
+"""What a GPU compiler sends while it computes, with and without --overlap. Read from programs that no GPU has run.
+
+python -m experiments.overlap                      # gpt2-124m on dp=8, bf16, ZeRO 0 to 3, for H200s
+python -m experiments.overlap --zeros 3 --num-layers 4 --dump hlo
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.cli import CommonFlags, run_program, set_precision
+from jaxdist.config import Dtype, Preset, RunConfig
+from jaxdist.plan.compile import CompiledStep, compile_step, without_devices
+
+
+@dataclass(frozen=True)
+class OverlapFlags(CommonFlags):
+    """Compile a layout with and without overlap; count the matrix products between a collective's start and done."""
+
+    mesh: str = "dp=8"
+    preset: Preset = "gpt2-124m"
+    dtype: Dtype = "bfloat16"
+    batch_size: int = 64
+    zeros: tuple[int, ...] = field(default=(0, 1, 2, 3))
+    """ZeRO stages, one after the other."""
+    compile: str = "h200"
+    """An NVIDIA card; it need not be there."""
+    dump: str | None = None
+    """Folder for the programs' text."""
+
+
+def main(flags: OverlapFlags, console: Console) -> None:
+    base = flags.run_config()
+    set_precision(base)
+    without_devices(base.parallel.mesh.num_devices)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("ZeRO", "overlap"):
+        table.add_column(title)
+    for title in ("MiB sent", "while computing", "share", "in loops", "peak GiB", "compile s"):
+        table.add_column(title, justify="right")
+    table.add_column("messages in loops: matrix products between start and done")
+    for zero in flags.zeros:
+        for overlap in (False, True):
+            parallel = dataclasses.replace(base.parallel, zero=zero, overlap=overlap)
+            config = dataclasses.replace(base, parallel=parallel)
+            dump = flags.dump and str(Path(flags.dump) / f"zero{zero}-{'overlap' if overlap else 'plain'}")
+            with console.status(f"ZeRO-{zero}"):
+                table.add_row(*row(config, compile_step(config, flags.compile, dump=dump)))
+    console.print(table)
+    console.print(
+        f"{flags.preset}, {base.parallel.mesh}, {flags.dtype}; compiled for {flags.compile}, nothing was run."
+    )
+
+
+def row(config: RunConfig, compiled: CompiledStep) -> list[str]:
+    parallel, mib = config.parallel, 2**20
+    sent = [(c, c.sent_bytes(parallel.mesh)) for c in compiled.collectives]
+    total = sum(size for _, size in sent)
+    hidden = sum(size for c, size in sent if c.matmuls)
+    loops = [c for c, _ in sent if c.count > 1]
+    return [
+        str(parallel.zero),
+        "yes" if parallel.overlap else "no",
+        f"{total / mib:,.0f}",
+        f"{hidden / mib:,.0f}",
+        f"{hidden / total:.0%}",
+        f"{sum(size for c, size in sent if c.count > 1) / mib:,.0f}",
+        f"{compiled.peak / 2**30:.2f}",
+        f"{compiled.seconds:.0f}",
+        ", ".join(f"{c.kind} x{c.count}: {c.matmuls}" for c in loops) or "none",
+    ]
+
+
+if __name__ == "__main__":
+    run_program(OverlapFlags, main, "experiments.overlap")
