@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from traceback import format_exc
 from typing import Any, Literal
@@ -35,6 +33,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from experiments.bench.rows import describe_machine
 from experiments.cli import run_program
 from jaxdist import model
 from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, PrecisionConfig, Preset, RunConfig, require_positive
@@ -74,7 +73,6 @@ LOSS_TOLERANCE = 1e-3
 PEAK_FLOPS = (("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H200", 989e12), ("H100", 989e12), ("A100", 312e12))
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
-PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "numpy", "torch")
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def main(flags: GpuFlags, console: Console) -> int:
         devices = None
     else:
         devices = require_gpu()
-    report = Report(flags.out, describe_environment(devices))
+    report = Report(flags.out, describe_machine(devices, "experiments.gpu"))
 
     # ---- run ----
     if flags.section:
@@ -535,38 +533,6 @@ def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
 # ---- the report ----
 
 
-def describe_environment(devices: Devices | None) -> dict:
-    """The card, the driver and every version that the figures depend on."""
-    device = devices.devices[0] if devices else None
-    return {
-        "command": shlex.join(["python", "-m", "experiments.gpu", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "card": device.device_kind if device else None,
-        "compute_capability": str(getattr(device, "compute_capability", None)),
-        "backend": str(device.client.platform_version) if device else None,
-        "nvidia_smi": ask_nvidia_smi("name,driver_version,memory.total,power.limit"),
-        "python": sys.version.split()[0],
-        "versions": {name: installed_version(name) for name in PACKAGES},
-    }
-
-
-def installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def ask_nvidia_smi(fields: str) -> str | None:
-    """One line of `nvidia-smi` a card, None where it does not answer."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
-
-
 CONVENTIONS = (
     "MFU counts 6 N + 12 L D T FLOPs a token (PaLM: tied head once, attention in full) at the card's dense bf16 peak. "
     "Peak GiB is measured: for JAX the high-water mark of the process, for PyTorch that of the timed steps. "
@@ -625,7 +591,7 @@ class Report:
     def as_markdown(self) -> str:
         """The same table for docs/benchmarks.md, with what was run where."""
         about = self.environment
-        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         card = f"{about['card']} (compute capability {about['compute_capability']}; nvidia-smi: {about['nvidia_smi']})"
         lines = [f"`{about['command']}`", "", f"{about['date']}; {card}; Python {about['python']}, {versions}.", ""]
         lines += [markdown_row(HEADINGS), markdown_row(["---"] * len(HEADINGS))]

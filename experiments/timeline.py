@@ -35,13 +35,22 @@ class Text:
     anchor: str = "start"
 
 
+@dataclass(frozen=True)
+class Line:
+    x: float
+    y: float
+    end_x: float
+    end_y: float
+    fill: Colour
+
+
 @dataclass
 class Picture:
     """Shapes in pixels, painted in order on white."""
 
     width: float
     height: float
-    shapes: list[Rectangle | Text] = field(default_factory=list)
+    shapes: list[Rectangle | Text | Line] = field(default_factory=list)
 
 
 def timeline(schedule: Schedule, costs: Costs, subtitle: str) -> Picture:
@@ -130,6 +139,11 @@ def write_svg(picture: Picture, path: Path) -> None:
                 f'<rect x="{shape.x:.5g}" y="{shape.y:.5g}" width="{shape.width:.5g}" height="{shape.height:.5g}"'
                 f' fill="{fill}"/>'
             )
+        elif isinstance(shape, Line):
+            lines.append(
+                f'<line x1="{shape.x:.5g}" y1="{shape.y:.5g}" x2="{shape.end_x:.5g}" y2="{shape.end_y:.5g}"'
+                f' stroke="{fill}"/>'
+            )
         else:
             lines.append(
                 f'<text x="{shape.x:.5g}" y="{shape.y:.5g}" font-size="{shape.size:g}" fill="{fill}"'
@@ -152,6 +166,9 @@ def write_png(picture: Picture, path: Path, zoom: float = 1.5) -> None:
             anchor = {"start": "lm", "middle": "mm", "end": "rm"}[shape.anchor]
             at = (shape.x * zoom, shape.y * zoom)
             pencil.text(at, shape.text, fill=shape.fill, font=fonts[shape.size], anchor=anchor)
+        elif isinstance(shape, Line):
+            ends = (shape.x * zoom, shape.y * zoom, shape.end_x * zoom, shape.end_y * zoom)
+            pencil.line(ends, fill=shape.fill, width=round(zoom))
         else:
             left, top = round(shape.x * zoom), round(shape.y * zoom)
             # Pillow paints the last row and column of a box too.

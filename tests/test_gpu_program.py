@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from experiments import gpu
+from experiments.bench.rows import describe_machine
 from experiments.gpu import GpuFlags, Report, Section
 from jaxdist.config import PRESETS, ModelConfig
 from jaxdist.errors import ConfigError
@@ -44,7 +45,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def report(tmp_path) -> Report:
-    return Report(str(tmp_path / "out"), gpu.describe_environment(None))
+    return Report(str(tmp_path / "out"), describe_machine(None, "experiments.gpu"))
 
 
 def written(folder: Path) -> dict:

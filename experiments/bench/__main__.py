@@ -5,6 +5,8 @@ python -m experiments.bench step         one step on --mesh, phase by phase: for
 python -m experiments.bench peers        one device and meshes beside plain JAX, automatic sharding, PyTorch, DDP, FSDP2
 python -m experiments.bench overhead     what the mesh machinery costs: one device against plain jit, 8 against one
 python -m experiments.bench collectives  each collective over sizes: algbw and busbw as NCCL tests define them
+python -m experiments.bench scaling      time and bytes against width, depth, sequence, batch, ranks: fitted exponents
+python -m experiments.bench flags        compiler options: which this jaxlib accepts, what each gains or costs
 python -m experiments.bench compile      compile time against depth
 python -m experiments.bench search       layouts a second that experiments.plan enumerates, scores and ranks
 python -m experiments.bench pipeline     every schedule: ticks, memory predicted and compiled, compile time
@@ -38,6 +40,8 @@ BENCHES = {
     "strategies": ("strategies", "bench_strategies", set()),
     "overhead": ("overhead", "bench_overhead", PLAIN),
     "collectives": ("collectives", "bench_collectives", SHAPE | PLAIN | {"batch_size"}),
+    "scaling": ("scaling", "bench_scaling", set()),
+    "flags": ("compiler_flags", "bench_flags", set()),
     "compile": ("compiling", "bench_compile", set()),
     "pipeline": ("pipelines", "bench_pipeline", {"num_layers", "batch_size"}),
     "search": ("planning", "bench_search", SHAPE | {"batch_size", "dtype", "device"}),

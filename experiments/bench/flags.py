@@ -10,10 +10,10 @@ from experiments.cli import CommonFlags
 from jaxdist.config import Preset, RunConfig
 
 Bench = Literal[
-    "step", "peers", "strategies", "overhead", "collectives", "kernels", "scaling", "flags",
+    "step", "peers", "strategies", "overhead", "collectives", "scaling", "flags",
     "compile", "pipeline", "search", "checkpoint", "input",
 ]  # fmt: skip
-ONE_STEP = {"step", "peers", "kernels", "scaling", "flags"}
+ONE_STEP = {"step", "peers", "flags"}
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class BenchFlags(CommonFlags):
 
     which: tyro.conf.Positional[Bench] = "strategies"
     preset: Annotated[Preset | None, tyro.conf.arg(aliases=["--model"])] = None
-    """Model shape. Default: gpt-11m for step, peers, kernels, scaling and flags, gpt-7m for the others."""
+    """Model shape. Default: gpt-11m for step, peers and flags, tiny for scaling, gpt-7m for the others."""
     batch_size: int = 8
     repeats: int = 5
     """Times each figure is measured; tables show the median."""
@@ -36,11 +36,13 @@ class BenchFlags(CommonFlags):
     """For `input`: files written to the temporary folder and removed again."""
     save_every: int = 50
     """For `checkpoint`: steps between two saves."""
+    draw: str | None = None
+    """For `scaling`: also write the pictures NAME.svg and NAME.png."""
     json: str | None = None
     """Also write the figures to this file."""
 
     def run_config(self) -> RunConfig:
         if self.preset is not None:
             return super().run_config()
-        preset = "gpt-11m" if self.which in ONE_STEP else "gpt-7m"
+        preset = "gpt-11m" if self.which in ONE_STEP else {"scaling": "tiny"}.get(self.which, "gpt-7m")
         return dataclasses.replace(self, preset=preset).run_config()

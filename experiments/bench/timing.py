@@ -53,10 +53,11 @@ def timed(compiled: jax.stages.Compiled, state, batch, mesh: MeshShape) -> Timed
     return Timed(run, peak, None if None in sizes else sum(sizes))
 
 
-def timed_step(config: RunConfig, devices: Devices) -> Timed:
-    """Our own step."""
-    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
-    state, batch = program.init(config.seed), program.put(full_batch(config))
+def timed_step(config: RunConfig, devices: Devices, compiler_options: dict | None = None) -> Timed:
+    """Our own step; the options are for the step alone, not for what makes its first state."""
+    mesh = make_mesh(config.parallel.mesh, devices.devices)
+    program = build_program(config, mesh, compiler_options=compiler_options)
+    state, batch = build_program(config, mesh).init(config.seed), program.put(full_batch(config))
     return timed(program.compile_step(), state, batch, config.parallel.mesh)
 
 

@@ -1,0 +1,78 @@
+"""Compiler options: which this jaxlib accepts, and what each gains or costs on this machine."""
+
+import statistics
+
+from jax.errors import JaxRuntimeError
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench.flags import BenchFlags
+from experiments.bench.rows import Measured, Row, ratios
+from experiments.bench.timing import timed_step, with_parallel
+from jaxdist.config import RunConfig
+from jaxdist.runtime import acquire_devices
+
+# Options of XLA, tried one at a time against none.
+CPU_OPTIONS = {
+    "xla_cpu_enable_fast_math": (True,),
+    "xla_cpu_use_xnnpack": (True, False),
+    "xla_cpu_use_onednn": (True,),
+    "xla_cpu_experimental_onednn_custom_call": (True,),
+    "xla_cpu_multi_thread_eigen": (False,),
+    "xla_cpu_enable_concurrency_optimized_scheduler": (True, False),
+    "xla_cpu_prefer_vector_width": (128, 512),
+    "xla_cpu_copy_insertion_use_region_analysis": (True,),
+    "xla_cpu_use_fusion_emitters": (False,),
+    "xla_llvm_disable_expensive_passes": (True,),
+}
+GPU_OPTIONS = {
+    "xla_gpu_enable_latency_hiding_scheduler": (True, False),
+    "xla_gpu_enable_triton_gemm": (True, False),
+    "xla_gpu_enable_cublaslt": (True,),
+    "xla_gpu_enable_command_buffer": ("", "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,COLLECTIVES,WHILE"),
+    "xla_gpu_autotune_level": (0,),
+    "xla_gpu_enable_while_loop_double_buffering": (True,),
+    "xla_gpu_enable_split_k_autotuning": (False,),
+    "xla_gpu_cudnn_gemm_fusion_level": (2,),
+    "xla_gpu_enable_dynamic_slice_fusion": (True,),
+    "xla_gpu_all_reduce_combine_threshold_bytes": (2**28,),
+    "xla_gpu_experimental_parallel_collective_overlap_limit": (2,),
+    "xla_gpu_enable_pipelined_collectives": (True,),
+    "xla_gpu_lhs_enable_gpu_async_tracker": (True,),
+    "xla_gpu_enable_custom_fusions": (True,),
+}
+
+
+def bench_flags(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
+    """One device's step with each option, in turn with the step without any. One-device steps send nothing, so what an
+    option does to collectives is not seen here."""
+    devices = acquire_devices(1, flags.device)
+    console.print(f"devices: {devices.description}")
+    config = with_parallel(config, "", {})
+    plain = timed_step(config, devices)
+    table = Table("option", "", "time / none", "spread", "peak / none", box=None, header_style="bold", pad_edge=False)
+    rows = []
+    options = GPU_OPTIONS if devices.platform == "gpu" else CPU_OPTIONS
+    for option, values in options.items():
+        for value in values:
+            name = f"{option}={value}"
+            if flags.only not in name:
+                continue
+            with console.status(name):
+                try:
+                    step = timed_step(config, devices, compiler_options={option: value})
+                except (JaxRuntimeError, ValueError) as error:  # what a compiler says of an option it does not know
+                    table.add_row(name, f"refused: {str(error).splitlines()[0][:60]}")
+                    continue
+                times = [(step.run(), plain.run()) for _ in range(flags.repeats)]
+            ours, theirs = zip(*times, strict=True)
+            pairs = ratios(ours, theirs)
+            ratio = statistics.median(pairs)
+            peak = "" if None in (step.peak_bytes, plain.peak_bytes) else f"{step.peak_bytes / plain.peak_bytes:.3f}"
+            verdict = (
+                "within the spread" if pairs[0] <= 1 <= pairs[-1] else "[green]faster[/]" if ratio < 1 else "slower"
+            )
+            table.add_row(name, verdict, f"{ratio:.3f}", f"{pairs[0]:.3f}-{pairs[-1]:.3f}", peak)
+            rows.append(Row.of(name, ours, "s", against="no option", ratio=ratio))
+    console.print(table)
+    return rows, devices, True
