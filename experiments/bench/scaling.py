@@ -74,8 +74,8 @@ def bench_scaling(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
         rows += [Row(f"{name}: exponent of {what}", value, "exponent") for what, value in found.items()]
     console.print(table)
     console.print(
-        "Exponents of a fit a * x^k by least squares of logarithms. A small step has parts that do not grow with x, and "
-        "they lower its exponent. dp: simulated ranks share the same cores, so that the same global batch is the same work."
+        "Exponents of a fit a * x^k by least squares of logarithms. A small step has parts that do not grow with x, and"
+        " they lower it. dp: simulated ranks share the same cores, so that the same global batch is the same work."
     )
     if flags.draw:
         picture = draw(panels)
