@@ -238,6 +238,16 @@ def require_writable(flag: str, path: str | None) -> None:
         ) from error
 
 
+def make_folder(path: str | None) -> Path | None:
+    if path is None:
+        return None
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--draw {path!r}", f"it is no folder ({error.strerror})", "Name a folder") from error
+    return Path(path)
+
+
 def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
     """Refuse a common flag that was set and that this program would not use."""
     for field in dataclasses.fields(flags):

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from experiments.cli import run_program
-from experiments.timeline import timeline, write_png, write_svg
+from experiments.cli import make_folder, run_program
+from experiments.timeline import timeline, write_both
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.schedules import NAMES, Costs, Schedule, draw, in_flight, load, make_schedule, simulate
 
@@ -89,16 +89,6 @@ def shown_schedules(flags: SchedulesFlags) -> list[Schedule]:
         make_schedule(name, stages, microbatches, flags.chunks if len(names) == 1 or name == "interleaved" else None)
         for name in names
     ]
-
-
-def make_folder(path: str | None) -> Path | None:
-    if path is None:
-        return None
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--draw {path!r}", f"it is no folder ({error.strerror})", "Name a folder") from error
-    return Path(path)
 
 
 def chunk_costs(flags: SchedulesFlags, schedule: Schedule) -> Costs:
@@ -177,18 +167,7 @@ def draw_all(flags: SchedulesFlags, shown: list[Schedule], baseline: Figures, fo
             f" activations in flight ({ratio(figures.peak, baseline.peak)} x 1F1B's)"
         )
         picture = timeline(schedule, chunk_costs(flags, schedule), subtitle)
-        path = folder / f"{schedule.name}.svg"
-        try:
-            write_svg(picture, path)
-            console.print(f"wrote {path}")
-            write_png(picture, path.with_suffix(".png"))
-            console.print(f"wrote {path.with_suffix('.png')}")
-        except ImportError:
-            console.print(f"no {path.with_suffix('.png')}: PNG needs Pillow (pip install jaxdist[draw])", markup=False)
-        except OSError as error:
-            raise ConfigError(
-                f"--draw {str(folder)!r}", f"cannot write {path} ({error.strerror})", "Name another"
-            ) from error
+        write_both(picture, folder / schedule.name, console)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from rich.console import Console
+
+from jaxdist.errors import ConfigError
 from jaxdist.parallel.schedules import Costs, Schedule, held_chunks, simulate
 
 KIND_COLOURS = {"F": (52, 112, 196), "B": (214, 104, 40), "W": (62, 142, 92)}
@@ -124,6 +127,22 @@ def shade(colour: Colour, chunk: int, num_chunks: int) -> Colour:
     """Later chunks are lighter."""
     towards_white = 0.62 * chunk / max(num_chunks - 1, 1)
     return tuple(round(part + (255 - part) * towards_white) for part in colour)
+
+
+def write_both(picture: Picture, stem: Path, console: Console) -> None:
+    """STEM.svg, and STEM.png where Pillow is installed. Raises: ConfigError where they cannot be written."""
+    svg, png = (stem.with_name(f"{stem.name}.{kind}") for kind in ("svg", "png"))
+    try:
+        write_svg(picture, svg)
+        console.print(f"wrote {svg}")
+        write_png(picture, png)
+        console.print(f"wrote {png}")
+    except ImportError:
+        console.print(f"no {png}: PNG needs Pillow (pip install jaxdist[draw])", markup=False)
+    except OSError as error:
+        raise ConfigError(
+            f"--draw {str(stem.parent)!r}", f"cannot write {svg} ({error.strerror})", "Name another"
+        ) from error
 
 
 def write_svg(picture: Picture, path: Path) -> None:

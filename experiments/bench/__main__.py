@@ -24,7 +24,7 @@ from rich.console import Console
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import describe_machine, write_rows
-from experiments.cli import refuse_ignored, require_writable, run_program, set_precision
+from experiments.cli import make_folder, refuse_ignored, require_writable, run_program, set_precision
 from jaxdist.config import require_positive
 from jaxdist.errors import ConfigError
 
@@ -58,6 +58,7 @@ def main(flags: BenchFlags, console: Console) -> int:
     used = {field.name for field in dataclasses.fields(flags)} - strategy - unused
     refuse_ignored(flags, used, f"the table of `{flags.which}` has rows of its own and would not use it")
     require_writable("--json", flags.json)
+    make_folder(flags.draw)
     if not flags.depths:
         raise ConfigError("--depths", "at least one number of layers is needed", "Use --depths 12 48")
     if not flags.gigabytes or min(flags.gigabytes) < 0.01:

@@ -37,7 +37,7 @@ class BenchFlags(CommonFlags):
     save_every: int = 50
     """For `checkpoint`: steps between two saves."""
     draw: str | None = None
-    """For `scaling`: also write the pictures NAME.svg and NAME.png."""
+    """For `scaling`: also draw scaling.svg and scaling.png in this folder."""
     json: str | None = None
     """Also write the figures to this file."""
 

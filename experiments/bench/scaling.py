@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import log
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +14,9 @@ from rich.table import Table
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
 from experiments.bench.timing import timed_step, with_parallel
+from experiments.cli import make_folder
 from experiments.gpu import flops_per_token
-from experiments.timeline import FAINT, INK, Line, Picture, Rectangle, Text, write_png, write_svg
+from experiments.timeline import FAINT, INK, Line, Picture, Rectangle, Text, write_both
 from jaxdist.config import RunConfig
 from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.search import Candidates, pipelines
@@ -78,9 +78,7 @@ def bench_scaling(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
         " they lower it. dp: simulated ranks share the same cores, so that the same global batch is the same work."
     )
     if flags.draw:
-        picture = draw(panels)
-        write_svg(picture, Path(flags.draw).with_suffix(".svg"))
-        write_png(picture, Path(flags.draw).with_suffix(".png"))
+        write_both(draw(panels), make_folder(flags.draw) / "scaling", console)
     return rows, devices, True
 
 
