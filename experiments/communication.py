@@ -74,7 +74,7 @@ def least(config: RunConfig) -> dict[str, float]:
     Every layer's activations: a sum twice forward and twice backward, and again what a recomputed group needs inside.
     What a stage has for another: each micro-batch once. Every leaf, unpadded: its gradient summed once (over all
     stages, where several use it), or scattered where it is made; its weights gathered once for each use. The head's
-    backward uses what its forward gathered, and a block's backward no vectors.
+    backward uses what its forward gathered, and the last block's with overlap. A block's backward uses no vectors.
     """
     parallel, mesh, layout = config.parallel, config.parallel.mesh, layout_of(config)
     item, reduced, master = (
@@ -114,7 +114,8 @@ def least(config: RunConfig) -> dict[str, float]:
         total += part(dp) * size * reduced * times
         if layout.params_stored:
             twice = block and ((leaf.decay and (parallel.reshard_after_forward or schedule)) or every)
-            total += part(dp) * size * item * times * (2 if twice else 1)
+            once = 1 / config.model.num_layers if parallel.overlap else 0  # the last block, for forward and backward
+            total += part(dp) * size * item * times * (2 - once if twice else 1)
         else:
             total += part(dp) * size * item
     return found | {"weights and gradients": total}
