@@ -287,7 +287,8 @@ BUGS = [
         "row-parallel bias added before the sum",
         "jaxdist/model.py",
         "return row_parallel(h_BTF, self.w_down[...], run.sp, run.ring) + self.b_down[...]",
-        "return row_parallel(h_BTF + self.b_down[0], self.w_down[...], run.sp, run.ring)",
+        "return row_parallel(h_BTF, self.w_down[...], run.sp, run.ring) + lax.psum("
+        'lax.pcast(self.b_down[...], "tp", to="varying"), "tp")',
         (PARITY.format("tp2"),),
     ),
     Bug(
@@ -546,7 +547,8 @@ BUGS = [
         "B in the order of F (pipeline)",
         "jaxdist/parallel/pipeline.py",
         "            return dx, store(handed, row.slot_h, layer, for_w)\n\n        carry = (value, state.handed)\n"
-        '        value, handed = self.for_layers("layers_input_gradient", row, INPUT_GRADIENT, body, carry, reverse=True)',
+        '        value, handed = self.for_layers("layers_input_gradient", row, INPUT_GRADIENT, body, carry, '
+        "reverse=True)",
         "            return dx, store(handed, row.slot_h, layer, for_w)\n\n        carry = (value, state.handed)\n"
         '        value, handed = self.for_layers("layers_input_gradient", row, INPUT_GRADIENT, body, carry)',
         (PARITY.format("pp2-gpipe"),),
