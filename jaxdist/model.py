@@ -7,7 +7,7 @@ tied head); residual projections are initialised with std 0.02 / sqrt(2 L).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -257,6 +257,9 @@ def layer(config: ModelConfig, weights: Weights, x_BTD: jax.Array, run: Forward,
 def stage(config: ModelConfig, blocks: Weights, x_BTD: jax.Array, run: Forward, noise: Noise) -> jax.Array:
     """A stack of blocks, scanned over layers: x -> x in the same layout."""
 
+    if run.refetch:
+        run = replace(run, fetch_block=keep_vectors(config, run.fetch_block))
+
     def body(x_BTD, row):
         weights, index = row
         return layer(config, weights, x_BTD, run, noise.at(index)), None
@@ -271,6 +274,12 @@ def stage(config: ModelConfig, blocks: Weights, x_BTD: jax.Array, run: Forward, 
     groups = jax.tree.map(lambda x: x.reshape(-1, run.remat_every, *x.shape[1:]), layers)
     recomputed = jax.checkpoint(lambda x_BTD, group: lax.scan(body, x_BTD, group), prevent_cse=False)
     return lax.scan(recomputed, x_BTD, groups)[0]
+
+
+def keep_vectors(config: ModelConfig, fetch: Fetch) -> Fetch:
+    """A fetch of a block whose vectors backward keeps: matrices are worth a second message, they are not."""
+    declared = declare(config)["blocks"]
+    return lambda weights: jax.tree.map(lambda leaf, w: w if leaf.decay else keep(w), declared, fetch(weights))
 
 
 def loss(config: ModelConfig, root: dict, x_BTD: jax.Array, targets_BT: jax.Array, run: Forward) -> jax.Array:

@@ -326,7 +326,6 @@ def test_unwise_combinations_are_said():
     assert "dp=1" in notes(zero=2)[0]
     assert "tp=1" in notes(sp=True)[0]
     assert "ZeRO-3 alone" in notes(reshard_after_forward=False)[0]
-    assert "keeps the scores" in notes(mesh=parse_mesh("dp=2"), zero=2, remat="selective")[0]
     pipelined = notes(mesh=parse_mesh("pp=2,dp=2"), zero=3, reshard_after_forward=False, microbatches=4)
     assert "gathers the weights of blocks again" in pipelined[0]
     assert not notes()

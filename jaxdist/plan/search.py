@@ -333,7 +333,7 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
 def weight_gathers(layouts: Candidates) -> np.ndarray:
     """How often a micro-batch gathers a layer's ZeRO-3 weights. A test compares it with the trace."""
     alone = layouts.pp == 1
-    thrice = np.where(alone, layouts.every > 1, layouts.every > 0)  # forward, forward again, backward
+    thrice = layouts.every > 1  # forward, forward again, backward
     return np.where(thrice, 3, np.where(alone & (layouts.keep == 1), 1, 2))
 
 
