@@ -7,7 +7,7 @@ tied head); residual projections are initialised with std 0.02 / sqrt(2 L).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -256,9 +256,6 @@ def layer(config: ModelConfig, weights: Weights, x_BTD: jax.Array, run: Forward,
 
 def stage(config: ModelConfig, blocks: Weights, x_BTD: jax.Array, run: Forward, noise: Noise) -> jax.Array:
     """A stack of blocks, scanned over layers: x -> x in the same layout."""
-
-    if run.refetch:
-        run = replace(run, fetch_block=keep_vectors(config, run.fetch_block))
 
     def body(x_BTD, row):
         weights, index = row

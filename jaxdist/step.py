@@ -536,6 +536,8 @@ def plan_forward(config: RunConfig, layout: Layout, platform: str, training: boo
         return tuple(zip(split_root(holders), split_root(held), strict=True))
 
     fetch_embed, fetch_head = fetch_parts(model.EMBED_PARTS), fetch_parts(model.HEAD_PARTS)
+    if parallel.mesh.pp == 1 and not parallel.overlap:  # these two decide by themselves what is kept
+        common["fetch_block"] = model.keep_vectors(config.model, common["fetch_block"])
     return model.Forward(**common, refetch=True, fetch_embed=fetch_embed, fetch_head=fetch_head), split_pairs
 
 

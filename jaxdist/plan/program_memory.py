@@ -97,7 +97,7 @@ PHASES = ("backward", "the head", "the update")
 
 class Elements(NamedTuple):
     """Elements of one device: of a layer and of the rest, in the compute and the storage layout; of a layer's largest
-    leaf, and of the token table, in both."""
+    leaf, and of the token table, in both; of what is no matrix in a layer."""
 
     layer: int
     root: int
@@ -107,6 +107,7 @@ class Elements(NamedTuple):
     stored_largest: int
     table: int
     stored_table: int
+    vectors: int
 
 
 @cache
@@ -126,6 +127,7 @@ def device_elements(model: ModelConfig, tp: int, dp: int) -> Elements:
         stored_largest=max(_product(leaf.storage_local) for leaf in layer),
         table=_product(leaves["tokens"].compute_local),
         stored_table=_product(leaves["tokens"].storage_local),
+        vectors=size(leaf.compute_local for leaf in layer if not leaf.decay),
     )
 
 
@@ -188,7 +190,8 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
         return found
 
     x = c.rows * model.seq_len * model.width * itemsize / np.where(c.sp == 1, c.tp, 1)
-    one = kept(SCAN) + c.keep * itemsize * e.layer  # weights that ZeRO-3 gathered
+    gathered = np.where(c.keep == 1, e.layer, np.where(fetched & (c.zero == 3), e.vectors, 0))
+    one = kept(SCAN) + itemsize * gathered  # of ZeRO-3
     every = np.maximum(c.every, 1)
     scanned = np.where(c.every > 0, model.num_layers / every * x, model.num_layers * one)
     until_b, until_w, handed = kept(UNTIL_B), kept(UNTIL_W), kept(HANDED)
