@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Iterable
 
 # Tests compile much and compute little.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
@@ -9,6 +10,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_opti
 import jax
 import pytest
 
+from experiments.strategies import Strategy
 from jaxdist.runtime import acquire_devices
 
 # Before any test touches a backend.
@@ -20,3 +22,52 @@ warnings.filterwarnings("error", message="Some donated buffers were not usable")
 @pytest.fixture(scope="session")
 def devices() -> list[jax.Device]:
     return DEVICES
+
+
+# Strategies whose parts are each in another row too: in the whole matrix, not in the sample of every run.
+RARE = set(
+    [
+        "dp8-per-parameter",
+        "dp8-buckets",
+        "dp8-zero1-flat",
+        "dp8-zero1-per-parameter",
+        "dp8-zero2-flat",
+        "dp3-zero3-padded-per-parameter",
+        "dp4-zero1-accumulate",
+        "dp4-zero2-accumulate",
+        "replica2-dp4-zero2",
+        "dp4-tp2-zero1",
+        "dp2-tp4-sp-zero1-flat",
+        "replica2-dp2-tp2-sp-zero2",
+        "dp2-tp4-sp-zero1-dropout",
+        "dp2-tp2-dropout-accumulate",
+        "dp3-tp2-zero1-dropout-fp64",
+        "dp8-zero2-overlap",
+        "dp4-zero1-overlap-accumulate",
+        "dp4-zero2-overlap-accumulate",
+        "dp4-overlap-remat-block",
+        "dp4-zero1-overlap-buckets",
+        "dp4-zero3-overlap-per-parameter",
+        "replica2-dp4-zero1-overlap",
+        "dp4-overlap-fp16",
+        "replica2-dp2-tp2-sp-zero2-overlap",
+        "dp4-zero3-overlap-2-layers",
+        "dp2-tp4-sp-zero1-overlap-dropout",
+        "replica2-dp2-tp2-sp-zero3-overlap-fp64",
+        "replica2-tp4-sp-ring-two-way-remat-every-2",
+        "dp2-tp4-sp-ring-bf16",
+        "dp2-tp4-sp-ring-two-way-fp64",
+        "pp4-balanced",
+        "pp2-remat-every-2-of-3",
+        "pp4-zb-v-dropout-fp64",
+        "pp2-dp3-zero2-padded",
+        "pp2-dp2-zero3-bf16",
+        "pp2-tp2-clipped-sgd",
+        "pp2-v-min-5-layers",
+    ]
+)
+
+
+def sampled(strategies: Iterable[Strategy]) -> list:
+    """Rows for `parametrize`; those of RARE are marked exhaustive."""
+    return [pytest.param(s, id=s.name, marks=[pytest.mark.exhaustive] * (s.name in RARE)) for s in strategies]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from conftest import DEVICES
+from conftest import DEVICES, sampled
 
 from experiments import plain
 from experiments.bench.timing import full_batch
@@ -32,7 +32,7 @@ def assert_equal(verdict):
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES))
 def test_every_strategy_equals_one_device(strategy):
     assert_equal(VERIFIER(strategy.name, strategy.run_config()))
 

@@ -9,7 +9,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import DEVICES
+from conftest import DEVICES, sampled
 
 from experiments.strategies import BY_NAME, STRATEGIES
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
@@ -161,9 +161,10 @@ def test_exactly_the_promised_collectives(name):
     assert summary(collectives(name)) == PROMISED[name]
 
 
-@pytest.mark.parametrize("name", [s.name for s in STRATEGIES if s.mesh])
-def test_trace_counts_what_the_lowered_program_holds(name):
+@pytest.mark.parametrize("strategy", sampled(s for s in STRATEGIES if s.mesh))
+def test_trace_counts_what_the_lowered_program_holds(strategy):
     """Same collectives in the StableHLO text as in the trace, and no gradient reduction where it does not belong."""
+    name = strategy.name
     program, trace = traced(name)
     found = collectives(name)
     with jax.enable_x64(program.config.precision.dtype == "float64"):
