@@ -96,7 +96,7 @@ def race(title: str, peers: Sequence[Peer], repeats: int, targets: dict[str, flo
     for peer, theirs in zip(peers, seconds, strict=True):
         pairs = ratios(seconds[0], theirs)
         ratio, target = statistics.median(pairs), next((t for n, t in targets.items() if peer.name == n), None)
-        sizes = ["" if size is None else f"{size / 2**20:.1f}" for size in (peer.peak_bytes, peer.sent_bytes)]
+        sizes = ["" if not size else f"{size / 2**20:.1f}" for size in (peer.peak_bytes, peer.sent_bytes)]
         mark = "" if target is None else f"{target:.2f} " + ("[green]met[/]" if ratio <= target else "[red]missed[/]")
         spread = f"{pairs[0]:.2f}-{pairs[-1]:.2f}"
         table.add_row(peer.name, f"{statistics.median(theirs):.3f}", f"{ratio:.2f}", spread, *sizes, mark)
