@@ -129,7 +129,7 @@ def many_devices(config, mesh: str, more: dict, count: int, devices: Devices, co
 
 def jax_peer(name: str, step: Timed) -> Peer:
     def run(count: int) -> float:
-        return statistics.median(step.run() for _ in range(count))
+        return sum(step.run() for _ in range(count)) / count
 
     return Peer(name, run, peak_bytes=step.peak_bytes, sent_bytes=step.sent_bytes)
 
@@ -152,6 +152,7 @@ def torch_peer(
         "wrap": wrap,
         "num_processes": num_processes,
         "port": port,
+        "device": "cuda" if devices.platform == "gpu" else "cpu",  # where ours runs
     }
     batch = {k: np.asarray(v).tolist() for k, v in full_batch(config).items() if k in ("inputs", "targets")}
     children = []

@@ -25,7 +25,7 @@ def main(asked: dict, batch: dict) -> None:
     training = torch_gpt2.Training(
         ModelConfig(**asked["model"]),
         {name: values[rank * rows : (rank + 1) * rows] for name, values in batch.items()},
-        "cuda" if torch.cuda.is_available() else "cpu",
+        asked["device"],
         asked["compiled"],
         dtype=None,
         model=MODELS[asked["code"]],
