@@ -110,7 +110,7 @@ PROMISED = {
         ("all_reduce", DP, 0): 2 + 1,
         ("all_gather", DP, 1): 1 + 1,
         ("reduce_scatter", DP, 1): 1,
-        ("all_gather", DP, 0): 2 + 1 + 2,
+        ("all_gather", DP, 0): 2 + 1 + 1,
         ("reduce_scatter", DP, 0): 2 + 2,
     },
     # DP sums over ranks in the last micro-batch alone: not in the loop over the others.
