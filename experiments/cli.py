@@ -84,6 +84,8 @@ class CommonFlags:
     """Micro-batches per update on each data rank."""
     remat: str = ParallelConfig.remat
     """What backward recomputes: none, selective (the attention core), block, or every-K blocks."""
+    loss_chunks: int = ParallelConfig.loss_chunks
+    """Logits exist for one of so many parts of a micro-batch at a time."""
     reshard_after_forward: bool = ParallelConfig.reshard_after_forward
     """ZeRO-3: drop gathered weights after forward and gather them again in backward."""
     overlap: bool = ParallelConfig.overlap
@@ -130,6 +132,7 @@ class CommonFlags:
                 bucket_mb=self.bucket_mb,
                 accumulate=self.accumulate,
                 remat=self.remat,
+                loss_chunks=self.loss_chunks,
                 reshard_after_forward=self.reshard_after_forward,
                 overlap=self.overlap,
                 attention=self.attention,

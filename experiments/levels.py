@@ -52,6 +52,10 @@ LAYOUTS: list[tuple[str, dict]] = [
     ("pp=2,dp=2,tp=2", {"sp": True, "zero": 1, "schedule": "interleaved"}),
     ("pp=2,dp=2,tp=2", {"zero": 3, "schedule": "zb-v"}),
     ("pp=2,dp=2", {"accumulate": 2, "microbatches": 4}),
+    ("dp=4", {"loss_chunks": 8}),
+    ("dp=2,tp=2", {"sp": True, "zero": 3, "loss_chunks": 4}),
+    ("dp=2", {"accumulate": 4, "loss_chunks": 8, "remat": "block"}),
+    ("pp=2,tp=2", {"zero": 1, "loss_chunks": 4}),
 ]
 
 

@@ -202,8 +202,8 @@ BUGS = [
     Bug(
         "targets looked up without their vocabulary offset",
         "jaxdist/parallel/tensor.py",
-        "local_BT = targets_BT - comm.rank(AXIS) * table_VD.shape[0]",
-        "local_BT = comm.varying(targets_BT, AXIS)",
+        "local_R = targets_R - comm.rank(AXIS) * table_VD.shape[0]",
+        "local_R = comm.varying(targets_R, AXIS)",
         (PARITY.format("tp2"),),
     ),
     Bug(
@@ -219,6 +219,41 @@ BUGS = [
         "columns_V = global_indices(table_VD.shape[0])",
         "columns_V = comm.varying(jnp.arange(table_VD.shape[0]), AXIS)",
         ("tests/test_parity.py::test_padded_vocabulary_never_counts",),
+    ),
+    Bug(
+        "the table's gradient of the last chunk alone (chunks)",
+        "jaxdist/parallel/tensor.py",
+        "(loss + here, d_table + more.astype(wide))",
+        "(loss + here, more.astype(wide))",
+        (PARITY.format("loss-chunks-4"),),
+    ),
+    Bug(
+        "ignored targets counted (chunks)",
+        "jaxdist/parallel/tensor.py",
+        "return jnp.where(targets_R >= 0, losses_R, 0).sum()",
+        "return losses_R.sum()",
+        (PARITY.format("loss-chunks-4"),),
+    ),
+    Bug(
+        "the seed of half precision left in (chunks)",
+        "jaxdist/parallel/tensor.py",
+        "comm.varying_like(d_loss / seed, each)",
+        "comm.varying_like(d_loss, each)",
+        (PARITY.format("dp2-tp2-loss-chunks-fp16"),),
+    ),
+    Bug(
+        "the factor of the loss forgotten (chunks)",
+        "jaxdist/parallel/tensor.py",
+        "comm.varying_like(d_loss / seed, each) * each",
+        "each / seed",
+        (PARITY.format("loss-chunks-4"),),
+    ),
+    Bug(
+        "targets of other rows (chunks)",
+        "jaxdist/parallel/tensor.py",
+        "targets_CR = targets_BT.reshape(num_chunks, -1)",
+        "targets_CR = targets_BT.reshape(-1, num_chunks).T",
+        (PARITY.format("loss-chunks-4"),),
     ),
     Bug(
         "dropout keyed on the local row",
@@ -763,8 +798,8 @@ BUGS = [
     Bug(
         "the head's weight gradient left for later",
         "jaxdist/parallel/tensor.py",
-        "    x_BTD, table_VD = gradients_together(x_BTD, table_VD)\n",
-        "",
+        "x_BTD, table_VD = gradients_together(x_BTD, comm.varying(table_VD, AXIS))",
+        "table_VD = comm.varying(table_VD, AXIS)",
         ("tests/test_program.py::test_the_heads_weight_gradient_does_not_wait_for_the_layers[tp4-sp]",),
     ),
     # What a plan predicts: what a step sends, then memory, the compiled text, the search, money, time.

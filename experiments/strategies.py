@@ -153,6 +153,23 @@ STRATEGIES = [
     ),
     Strategy("dp2-tp4-sp-ring-bf16", "dp=2,tp=4", {"sp": True, "tp_ring": "one-way"}, dtype="bfloat16"),
     Strategy("dp2-tp4-sp-ring-two-way-fp64", "dp=2,tp=4", {"sp": True, "tp_ring": "two-way"}, dtype="float64"),
+    # The loss in chunks: gradients made while a chunk's logits are there, and its sums over tp in a loop.
+    Strategy("loss-chunks-4", "", {"loss_chunks": 4}),
+    Strategy("dp4-tp2-sp-zero3-loss-chunks", "dp=4,tp=2", {"sp": True, "zero": 3, "loss_chunks": 2}),
+    Strategy(
+        "replica2-dp2-tp2-zero2-overlap-loss-chunks",
+        "replica=2,dp=2,tp=2",
+        {"zero": 2, "overlap": True, "loss_chunks": 8},
+    ),
+    Strategy("pp2-tp2-dp2-zero1-loss-chunks", "pp=2,tp=2,dp=2", {"zero": 1, "loss_chunks": 4}),
+    Strategy(
+        "dp2-zero1-loss-chunks-accumulate-bf16",
+        "dp=2",
+        {"zero": 1, "accumulate": 2, "loss_chunks": 4},
+        dtype="bfloat16",
+    ),
+    Strategy("dp2-tp2-loss-chunks-fp16", "dp=2,tp=2", {"loss_chunks": 4}, dtype="float16"),
+    Strategy("dp2-tp4-sp-loss-chunks-fp64", "dp=2,tp=4", {"sp": True, "loss_chunks": 4}, dtype="float64"),
     # Pipelines: every schedule once, and each thing that a pipeline could get wrong. All schedules: `PIPELINES` below.
     Strategy("pp2-gpipe", "pp=2", {"schedule": "gpipe", "microbatches": 6}),
     Strategy("pp4-1f1b", "pp=4", {"microbatches": 12}),

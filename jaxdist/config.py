@@ -122,6 +122,7 @@ class ParallelConfig:
     grad_sync: which gradients (and ZeRO-2/3 weights) share one collective; `bucketed` fills `bucket_mb` MiB.
     accumulate: micro-batches per update on each data rank.
     remat: "none", "selective" (the attention core), "block", or "every-K" blocks.
+    loss_chunks: parts of a micro-batch whose logits are made, and turned into gradients, one after the other.
     reshard_after_forward: ZeRO-3 drops gathered weights after forward and gathers again in backward.
     overlap: reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes.
     schedule, microbatches, chunks: of the pipeline (pp > 1). A name, or the path of a table written by hand; the
@@ -138,6 +139,7 @@ class ParallelConfig:
     bucket_mb: float = 25.0
     accumulate: int = 1
     remat: str = "none"
+    loss_chunks: int = 1
     reshard_after_forward: bool = True
     overlap: bool = False
     attention: AttentionName = "auto"
@@ -182,6 +184,7 @@ class ParallelConfig:
         if not (math.isfinite(self.bucket_mb) and self.bucket_mb > 0):
             raise ConfigError(f"bucket_mb={self.bucket_mb}", "a bucket holds a positive size in MiB", "Use 25")
         require_positive("accumulate", self.accumulate)
+        require_positive("loss_chunks", self.loss_chunks)
         every = self.remat.removeprefix("every-")
         if self.remat not in REMAT and not (every != self.remat and every.isascii() and every.isdigit() and int(every)):
             raise ConfigError(
@@ -354,6 +357,12 @@ class RunConfig:
             raise ConfigError(f"seed={self.seed}", "it must be a whole number from 0 to 2**32 - 1", "Use --seed 0")
         self._check_tensor_parallel()
         self._check_batch()
+        if self.model.seq_len % self.parallel.loss_chunks:
+            raise ConfigError(
+                f"loss_chunks={self.parallel.loss_chunks} with seq_len={self.model.seq_len}",
+                "the loss is of equal parts of a micro-batch's positions",
+                f"Use --loss-chunks in {divisors(self.model.seq_len)}",
+            )
         self._check_optimizer()
         self._check_pipeline()
         layers, every = self.model.num_layers, self.parallel.remat_every

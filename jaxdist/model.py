@@ -20,6 +20,7 @@ from jaxdist.parallel.remat import keep, keep_what_costs
 from jaxdist.parallel.rings import Ring
 from jaxdist.parallel.tensor import (
     column_parallel,
+    cross_entropy_in_chunks,
     global_indices,
     positions,
     row_parallel,
@@ -66,6 +67,7 @@ class Forward:
     attention: str = "xla"
     remat: str = "none"
     remat_every: int = 0
+    loss_chunks: int = 1
     refetch: bool = False
     fetch_block: Fetch = fetch_whole
     fetch_embed: Fetch = fetch_whole
@@ -286,8 +288,12 @@ def loss(config: ModelConfig, root: dict, x_BTD: jax.Array, targets_BT: jax.Arra
     def head(root, x_BTD):
         weights = run.fetch_head(root)
         x_BTD = nnx.merge(graph, weights["ln_final"])(x_BTD)
+        if run.loss_chunks > 1:
+            return x_BTD, weights["tokens"]
         return vocab_parallel_cross_entropy(x_BTD, weights["tokens"], targets_BT, config.vocab_size, run.sp)
 
     # Its backward follows at once: the table that ZeRO-3 gathered stays until then.
     head = jax.checkpoint(head, policy=keep_what_costs(refetch=False, selective=False), prevent_cse=False)
+    if run.loss_chunks > 1:
+        return cross_entropy_in_chunks(*head(root, x_BTD), targets_BT, config.vocab_size, run.sp, run.loss_chunks)
     return jnp.where(targets_BT >= 0, head(root, x_BTD), 0).sum()

@@ -509,6 +509,7 @@ def plan_forward(config: RunConfig, layout: Layout, platform: str, training: boo
         attention=choose_attention(config, platform, training),
         remat=parallel.remat,
         remat_every=parallel.remat_every,
+        loss_chunks=parallel.loss_chunks,
     )
     if not layout.grads_scattered:
         return model.Forward(**common), lambda params, _: split_root(params)

@@ -195,6 +195,8 @@ WRONG_FLAGS = [
     (["--bucket-mb", "nan"], "bucket_mb=nan", "25"),
     (["--remat", "some"], "remat='some'", "every-2"),
     (["--remat", "every-0"], "remat='every-0'", "every-2"),
+    (["--loss-chunks", "0"], "loss_chunks=0", "1"),
+    (["--loss-chunks", "7", "--seq-len", "64"], "loss_chunks=7 with seq_len=64", "--loss-chunks in"),
     (["--overlap", "--mesh", "pp=2"], "--overlap with pp=2", "one of the two"),
     (["--overlap", "--remat", "every-2"], "--overlap with remat=every-2", "--remat block"),
     (["--overlap", "--mesh", "dp=2", "--zero", "3", "--no-reshard-after-forward"], "--overlap with --no", "one of the"),

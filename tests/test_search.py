@@ -327,6 +327,10 @@ def test_each_phase_holds_what_it_is_said_to_hold():
     assert found.phase == 1 and found.gradients == 4 * number
     assert found.logits == 256 * 64 * padded * 6 + 2 * padded * 256
     assert found.activations == 6 * 256 * 64 * 256 * 2  # the input of every block
+    # The same in chunks: an eighth of the logits, and the gradients of the table and of the head's input.
+    found, _, _ = memory_of("replica=2", 1024, accumulate=2, remat="block", loss_chunks=8)
+    assert found.phase == 1
+    assert found.logits == 32 * 64 * padded * 6 + 2 * padded * 256 + 4 * (padded * 256 + 256 * 64 * 256)
     # Backward, of a pipeline that recomputes: the inputs of groups (two of three layers in two), what B hands to W,
     # and messages, by the slots of the table.
     found, number, config = memory_of("pp=2", 64, remat="every-2", microbatches=2, schedule="zb-h1")

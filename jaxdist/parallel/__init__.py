@@ -28,7 +28,13 @@ EXPORTS = {
     "pipeline": ("Stages", "pipeline_gradients", "pipeline_loss"),
     "rings": ("gather_matmul", "matmul_scatter"),
     "schedules": ("Action", "Schedule", "make_schedule"),
-    "tensor": ("enter", "leave", "vocab_parallel_cross_entropy", "vocab_parallel_embedding"),
+    "tensor": (
+        "cross_entropy_in_chunks",
+        "enter",
+        "leave",
+        "vocab_parallel_cross_entropy",
+        "vocab_parallel_embedding",
+    ),
 }
 MODULES = (
     "algorithms",

@@ -139,12 +139,14 @@ class _Step:
         """
         layers = self.runs["layers_forward"]
         enters, leaves = self.recomputed_in_a_block()
+        parts = self.parallel.loss_chunks
+        chunks = self.runs["head"] * parts
         return [
             *self.meets("embedding, forward", self.runs["embed"], leaves=1),
             *self.block_meets("blocks, forward", layers, enters=2, leaves=2),
             *self.meets("head, forward", self.runs["head"], enters=1),
-            Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], self.tokens * self.master),
-            Message("softmax", "all_reduce", self.live("tp"), self.runs["head"], 2 * self.tokens * self.master),
+            Message("softmax", "all_reduce", self.live("tp"), chunks, self.tokens // parts * self.master),
+            Message("softmax", "all_reduce", self.live("tp"), chunks, 2 * (self.tokens // parts) * self.master),
             *self.meets("head, backward", self.runs["head"], enters=1, backward=True),
             *self.block_meets("blocks, recomputed", layers, enters, leaves),
             *self.block_meets("blocks, backward", layers, enters=2, leaves=2, backward=True),
