@@ -207,8 +207,8 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     sums = np.where(c.accumulate > 1, holders, 0)
     own = np.where(pipelined | fetched, holders, itemsize * whole)
 
-    # ---- the head: logits in fp32 and, in a 16-bit model, as the matmul takes them; the table once more. In chunks, the
-    # gradients of the table and of the head's input wait, in fp32, until the last.
+    # ---- the head: logits in fp32 and, in a 16-bit model, as the matmul takes them; the table once more. In chunks,
+    # the gradients of the table and of the head's input wait, in fp32, until the last.
     positions = c.rows * model.seq_len
     table_copies = np.where(fetched, 2, 1) * itemsize * e.table
     in_16_bits = itemsize * (itemsize < wide)
