@@ -187,7 +187,7 @@ def main(flags: PlanFlags, console: Console) -> int:
 # The question
 # ---------------------------------------------------------------------------------------------------------------------
 
-LAYOUT_FLAGS = {"zero", "sp", "tp_ring", "accumulate", "remat", "reshard_after_forward"}
+LAYOUT_FLAGS = {"zero", "sp", "tp_ring", "accumulate", "remat", "reshard_after_forward", "overlap"}
 LAYOUT_FLAGS |= {"schedule", "microbatches", "chunks", "stages"}
 
 
@@ -647,6 +647,7 @@ def print_rows(console: Console, rows: list[dict], usable: float) -> None:
         "mesh": [row["mesh"] for row in rows],
         "ZeRO": [f"{row['zero']}{'k' * row['keep']}" for row in rows],
         "sp": ["yes" if row["sp"] else "" for row in rows],
+        "overlap": ["yes" if row["overlap"] else "" for row in rows],
         "remat": [row["remat"] for row in rows],
         "pipeline": [pipeline_words(row) for row in rows],
         "micro-batch": [f"{row['rows']} × {row['accumulate'] * row['microbatches']}" for row in rows],

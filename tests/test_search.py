@@ -32,6 +32,7 @@ from jaxdist.plan.search import (
     Candidates,
     best_of_each_mesh,
     enumerate_layouts,
+    hidden_part,
     pareto,
     pipelines,
     rank,
@@ -140,7 +141,7 @@ def test_no_legal_layout_is_missing(model, devices, batch):
             everything.time.total <= left_out.time.total[0] * (1 + 1e-9)
         )
         same = np.ones(len(found), bool)
-        for name in ("pp", "replica", "dp", "tp", "zero", "sp", "microbatches", "accumulate", "schedule"):
+        for name in ("pp", "replica", "dp", "tp", "zero", "sp", "microbatches", "accumulate", "schedule", "overlap"):
             same &= getattr(found, name) == getattr(Candidates.of(config), name)[0]
         assert (as_good & same).any(), config.parallel
 
@@ -160,10 +161,12 @@ def every_setting(model, devices, batch):
                 for chunks in (range(2, 6) if name == "interleaved" else [None])
                 for micro in divisors(batch)
             ]
-        for (name, chunks, micro), zero, keep, sp in itertools.product(
-            pipelines_of, range(4), (True, False), (False, True)
+        for (name, chunks, micro), zero, keep, sp, overlap in itertools.product(
+            pipelines_of, range(4), (True, False), (False, True), (False, True)
         ):
             if (not keep and zero != 3) or (sp and mesh.tp == 1) or (zero and mesh.dp == 1):
+                continue
+            if overlap and mesh.dp * mesh.replica == 1:
                 continue
             for remat, accumulate in itertools.product(("none", "selective", "block", "every-2", "every-3"), (1, 2, 3)):
                 schedule = {} if name is None else {"schedule": name, "chunks": chunks, "microbatches": micro}
@@ -173,6 +176,7 @@ def every_setting(model, devices, batch):
                         zero=zero,
                         sp=sp,
                         reshard_after_forward=keep,
+                        overlap=overlap,
                         remat=remat,
                         accumulate=accumulate,
                         **schedule,
@@ -207,7 +211,8 @@ BY_HAND = {
     "recompute": ("pp=4", {"schedule": "zb-h1", "microbatches": 8, "remat": "block"}, Layout(remat="block", gathers=3)),
     # Parts of 1, 1, 2 and 1 layers: the last one's F alone is shorter.
     "uneven": ("pp=4", {"schedule": "gpipe", "microbatches": 4}, Layout(most_layers=2, last_layers=2 - 1 / 3)),
-    "zero-3": ("dp=4", {"zero": 3}, Layout(zero=3, overlap_dp=True)),
+    "zero-3": ("dp=4", {"zero": 3}, Layout(zero=3)),
+    "overlap": ("dp=2,replica=2", {"zero": 1, "overlap": True}, Layout(zero=1)),
 }
 
 
@@ -232,8 +237,8 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
         microbatches=micro * config.parallel.accumulate,
         pipeline_microbatches=micro,
         rows=64 // (shape.replica * shape.dp * micro * config.parallel.accumulate),
-        overlap_dp=config.parallel.zero >= 2,
-        overlap_across=False,
+        overlap_dp=config.parallel.overlap,
+        hidden_part=hidden_part(model),
         shared_root=shape.pp > 1,
     )
     found = score(config, Candidates.of(config), H100).time
@@ -321,16 +326,16 @@ def test_each_phase_holds_what_it_is_said_to_hold():
     found, number, config = memory_of("replica=2", 2)
     assert found.phase == 2 and found.gradients == 4 * number and found.activations == 0
     assert found.working == 4 * 3 * 256**2 * 6  # the largest leaf, of q, k and v
-    # The head: logits in 32 and in 16 bits and a copy of the table, beside the sum over micro-batches.
+    # The head: logits and a copy of the table, beside the sum over micro-batches.
     found, number, config = memory_of("replica=2", 1024, accumulate=2, remat="block")
     padded = config.model.padded_vocab_size
     assert found.phase == 1 and found.gradients == 4 * number
-    assert found.logits == 256 * 64 * padded * 6 + 2 * padded * 256
+    assert found.logits == 2 * (256 * 64 * padded + padded * 256)
     assert found.activations == 6 * 256 * 64 * 256 * 2  # the input of every block
     # The same in chunks: an eighth of the logits, and the gradients of the table and of the head's input.
     found, _, _ = memory_of("replica=2", 1024, accumulate=2, remat="block", loss_chunks=8)
     assert found.phase == 1
-    assert found.logits == 32 * 64 * padded * 6 + 2 * padded * 256 + 4 * (padded * 256 + 256 * 64 * 256)
+    assert found.logits == 2 * (32 * 64 * padded + padded * 256) + 4 * (padded * 256 + 256 * 64 * 256)
     # Backward, of a pipeline that recomputes: the inputs of groups (two of three layers in two), what B hands to W,
     # and messages, by the slots of the table.
     found, number, config = memory_of("pp=2", 64, remat="every-2", microbatches=2, schedule="zb-h1")

@@ -4,6 +4,8 @@ Dims: B batch in a micro-batch, T sequence, D model, F any width split over tp, 
 arXiv 1909.08053, section 3; sequence parallelism: arXiv 2205.05198, section 4.2.2.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -129,11 +131,22 @@ def row_losses(x_RD: jax.Array, table_VD: jax.Array, targets_R: jax.Array, vocab
     peak_R = comm.all_reduce_max(lax.stop_gradient(logits_RV.max(-1)), AXIS)
     local_R = targets_R - comm.rank(AXIS) * table_VD.shape[0]
     owned_R = (local_R >= 0) & (local_R < table_VD.shape[0])
-    picked_R = jnp.take_along_axis(logits_RV, jnp.where(owned_R, local_R, 0)[:, None], axis=-1)[:, 0]
-    target_R = jnp.where(owned_R, picked_R, 0)
+    target_R = jnp.where(owned_R, pick_column(table_VD.shape[0], logits_RV, jnp.where(owned_R, local_R, 0)), 0)
     total_R = jnp.exp(logits_RV - peak_R[:, None]).sum(-1)
     total_R, target_R = comm.all_reduce(jnp.stack([total_R, target_R]), AXIS)
     return jnp.log(total_R) + peak_R - target_R
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def pick_column(num_columns: int, x_RV: jax.Array, column_R: jax.Array) -> jax.Array:
+    """x[r, column[r]] of every row. The gradient is elementwise: JAX's own is a scatter into zeros as large as x."""
+    return jnp.take_along_axis(x_RV, column_R[:, None], axis=-1)[:, 0]
+
+
+pick_column.defvjp(
+    lambda num_columns, x_RV, column_R: (pick_column(num_columns, x_RV, column_R), column_R),
+    lambda num_columns, column_R, d_R: (jnp.where(jnp.arange(num_columns) == column_R[:, None], d_R[:, None], 0), None),
+)
 
 
 def cross_entropy_in_chunks(

@@ -193,8 +193,10 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     gathered = np.where(c.keep == 1, e.layer, np.where(fetched & (c.zero == 3), e.vectors, 0))
     one = kept(SCAN) + itemsize * gathered  # of ZeRO-3
     every = np.maximum(c.every, 1)
-    scanned = np.where(c.every > 0, model.num_layers / every * x, model.num_layers * one)
     until_b, until_w, handed = kept(UNTIL_B), kept(UNTIL_W), kept(HANDED)
+    overlapped = c.overlap == 1
+    one = np.where(overlapped, until_b + until_w, one)
+    scanned = np.where(c.every > 0, model.num_layers / every * x, model.num_layers * one)
     buffers = np.where(
         c.every > 0,
         table.num_until_b * -(-table.depth // every) * x + table.num_handed * table.depth * (handed + until_w),
@@ -206,14 +208,15 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     holders = wide * np.where(fetched, stored, whole)
     sums = np.where(c.accumulate > 1, holders, 0)
     own = np.where(pipelined | fetched, holders, itemsize * whole)
+    # With overlap each layer's is reduced into its place while the next is made.
+    own = np.where(overlapped, wide * stored + itemsize * e.layer, own)
 
-    # ---- the head: logits in fp32 and, in a 16-bit model, as the matmul takes them; the table once more. In chunks,
-    # the gradients of the table and of the head's input wait, in fp32, until the last.
+    # ---- the head: the logits as the matmul makes them (their gradient takes their place), the table once more. In
+    # chunks, the gradients of the table and of the head's input wait, in fp32, until the last.
     positions = c.rows * model.seq_len
     table_copies = np.where(fetched, 2, 1) * itemsize * e.table
-    in_16_bits = itemsize * (itemsize < wide)
     chunks = config.parallel.loss_chunks
-    logits = positions / chunks * model.padded_vocab_size / c.tp * (wide + in_16_bits) + table_copies
+    logits = positions / chunks * model.padded_vocab_size / c.tp * itemsize + table_copies
     logits = logits + (chunks > 1) * wide * (e.table + positions * model.width)
 
     # ---- one layer's backward: its weights, their gradients, and what is between its matmuls
@@ -224,6 +227,9 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     again = np.where((c.every > 1) & ~pipelined, c.every * one, 0)
     scratch = np.where(pipelined & (c.every > 0), c.every * (until_b + until_w), 0)
     layer = layer + np.where(fetched, itemsize * e.layer + wide * e.largest, 0)
+    layer = layer + np.where(
+        overlapped, np.where(c.zero == 3, itemsize * e.layer, 0) + np.where(c.every == 0, handed, 0), 0
+    )
     embedding = np.where(fetched, (wide + itemsize) * e.table, itemsize * e.table) * pipelined
 
     zeros = np.zeros(len(c.pp))

@@ -28,7 +28,7 @@ from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
 # ------------------------------------------------------------------------------------------------------- enumeration
 
 INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
-INTEGERS += ("every", "selective")
+INTEGERS += ("every", "selective", "overlap")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,7 @@ class Candidates:
     keep: ZeRO-3 without dropping weights after forward. schedule: index in `schedules.NAMES`; where pp is 1 it is that
     of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
     micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed.
+    overlap: what a layer sends for its gradients, and for ZeRO-3's weights, travels while another computes.
     """
 
     pp: np.ndarray
@@ -56,6 +57,7 @@ class Candidates:
     rows: np.ndarray
     every: np.ndarray
     selective: np.ndarray
+    overlap: np.ndarray
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -80,6 +82,7 @@ class Candidates:
             accumulate=row["accumulate"],
             remat=remat_word(row["every"], row["selective"]),
             reshard_after_forward=not row["keep"],
+            overlap=bool(row["overlap"]),
             **{"schedule": plain.schedule, "microbatches": None, "chunks": None, "stages": plain.stages, **pipeline},
         )
 
@@ -100,6 +103,7 @@ class Candidates:
             "rows": config.batch_size // (mesh.replica * mesh.dp * parallel.accumulate * micro),
             "every": parallel.remat_every,
             "selective": parallel.remat == "selective",
+            "overlap": parallel.overlap,
         }
         return cls(*(np.array([int(row[name])]) for name in INTEGERS))
 
@@ -149,8 +153,10 @@ def layouts_of_mesh(model: ModelConfig, mesh: dict[str, int], batch_size: int) -
     """Every layout of one mesh: what concerns layers, times what concerns ZeRO and sp, times how the batch is cut."""
     per_rank = batch_size // (mesh["replica"] * mesh["dp"])
     pp = mesh["pp"]
-    # (zero, keep)
+    # (zero, keep, overlap)
     states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if mesh["dp"] > 1 else [(0, 0)]
+    overlaps = [0, 1] if pp == 1 and mesh["dp"] * mesh["replica"] > 1 and model.num_layers > 1 else [0]
+    states = [(*state, overlap) for state in states for overlap in overlaps]
     splits = [0, 1] if mesh["tp"] > 1 and model.seq_len % mesh["tp"] == 0 else [0]
     # (schedule, chunks, every, selective)
     if pp == 1:
@@ -171,7 +177,7 @@ def layouts_of_mesh(model: ModelConfig, mesh: dict[str, int], batch_size: int) -
     ]
     grid = np.indices((len(layers), len(states), len(splits), len(cuts))).reshape(4, -1)
     schedule, chunks, every, selective = np.array(layers)[grid[0]].T
-    zero, keep = np.array(states)[grid[1]].T
+    zero, keep, overlap = np.array(states)[grid[1]].T
     micro, accumulate, rows = np.array(cuts)[grid[3]].T
     sizes = {axis: np.full(grid.shape[1], mesh[axis]) for axis in AXES}
     found = Candidates(
@@ -186,8 +192,10 @@ def layouts_of_mesh(model: ModelConfig, mesh: dict[str, int], batch_size: int) -
         rows=rows,
         every=every,
         selective=selective,
+        overlap=overlap,
     )
-    return found.take((keep == 0) | (every == 0))  # recomputed blocks are gathered again all the same
+    legal = (overlap == 0) | ((every <= 1) & (keep == 0))
+    return found.take(legal & ((keep == 0) | (every == 0)))  # recomputed blocks are gathered again all the same
 
 
 def _chunk_counts(num_layers: int, pp: int) -> list[int]:
@@ -316,8 +324,9 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
         last_layers=deepest - (table.depth - table.last_part) / 3,
         gathers=weight_gathers(layouts),
         gradient_bytes=np.dtype(precision.reduction_dtype.replace("bfloat16", "float16")).itemsize,
-        overlap_dp=layouts.zero >= 2,  # 0 and 1 reduce after backward, and every layout over replica
-        overlap_across=False,
+        # Without, a compiler finds nothing to compute beside what is sent (docs/benchmarks.md).
+        overlap_dp=layouts.overlap == 1,
+        hidden_part=hidden_part(model),
         flash=attention == "cudnn",
         dropout=model.dropout > 0,
         sends=table.sends,
@@ -328,6 +337,16 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
         **{field.name: np.broadcast_to(getattr(time, field.name), len(layouts)) for field in fields(StepTime)}
     )
     return Scored(base, cluster, layouts, time, program_bytes(base, layouts, table, attention))
+
+
+def hidden_part(model: ModelConfig) -> float:
+    """Of all parameters, those of layers that have another beside them: all but the last in backward."""
+    shape = ModelShape.of(model)
+    return (
+        (shape.num_layers - 1)
+        * shape.layer_parameters
+        / (shape.num_layers * shape.layer_parameters + shape.embedding_parameters)
+    )
 
 
 def weight_gathers(layouts: Candidates) -> np.ndarray:

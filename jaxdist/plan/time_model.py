@@ -86,6 +86,7 @@ class Layout:
         message between stages.
     sends: messages of a micro-batch that a stage waits for, both ways together (default 2v).
     shared_root: every stage holds the token table, and its gradient is summed over pp.
+    hidden_part: with overlap_dp, of what travels during backward, the part that has another layer beside it.
     overlap_across: with overlap_dp, the sum over replica (and cp) travels during backward as well.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     """
@@ -117,6 +118,7 @@ class Layout:
     shared_root: Number = False
     gathers: Number | None = None
     overlap_across: Number = True
+    hidden_part: Number = 1.0
 
     @property
     def num_devices(self) -> Number:
@@ -298,7 +300,7 @@ def step_time(
     gathers = np.where(zero == 3, each * m, 1)
     working = sum(micro[name] for name in ("compute", "memory"))
     may_hide = rounds * scatter + np.where(layout.overlap_across, across, 0)
-    may_hide = may_hide + np.where((zero == 0) | (zero == 3), gathers * gather, 0)
+    may_hide = layout.hidden_part * (may_hide + np.where((zero == 0) | (zero == 3), gathers * gather, 0))
     window = np.where(zero == 3, m, np.where(zero == 2, rounds * 2 / 3, 2 / 3)) * working  # backward is two thirds
     hidden = np.where(layout.overlap_dp, e.hide * np.minimum(may_hide, window), 0)
     time["dp"] = rounds * scatter + across + gathers * gather - hidden
