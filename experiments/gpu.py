@@ -56,7 +56,7 @@ class Section:
     name: str
     args: str
     least: float = 20
-    most: float = 120
+    most: float = 150
 
     def command(self, limit: float) -> list[str]:
         args = shlex.split(self.args.format(seconds=max(limit - 60, 0)))
@@ -82,13 +82,13 @@ def plan_sections(flags: GpuFlags, num_gpus: int = 1) -> list[Section]:
     sections = [
         Section("parity", "parity --device gpu --preset gpt2-124m --num-layers 2 --batch-size 2"),
         Section("executor", "executor --device gpu --num-layers 8 --width 1024", most=90),
-        Section("step gpt2-124m", f"step {step('gpt2-124m')}", 30, 150),
+        Section("step gpt2-124m", f"step {step('gpt2-124m')}", 30, 180),
         Section("peers gpt2-124m", f"peers --only 'one device' {step('gpt2-124m')}", 60, 200),
         Section("kernels gpt2-124m", f"kernels {step('gpt2-124m', 32)}", 45, 150),
         Section("step gpt2-774m", f"step --no-phases {step('gpt2-774m')}", 30),
         Section("step gpt2-1.5b", f"step --no-phases {step('gpt2-1.5b')}", 30),
-        Section("standin 8", f"standin --mesh dp=8 --zero 3 {step('gpt2-1.5b', 64)}", 30, 90),
-        Section("standin 64", f"standin --mesh dp=8,tp=8 --sp --zero 1 {step('7b', 64)}", 30, 90),
+        Section("standin 8", f"standin --mesh dp=8 --zero 3 {step('gpt2-1.5b', 64)}", 30, 120),
+        Section("standin 64", f"standin --mesh dp=8,tp=8 --sp --zero 1 {step('7b', 64)}", 30, 120),
         Section("flags gpt2-124m", f"flags {step('gpt2-124m')} --repeats 3 --start-within {{seconds}}", 75, 200),
         Section("collectives", f"collectives {mesh}", 20, 60),
     ]

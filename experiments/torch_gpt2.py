@@ -142,6 +142,11 @@ class Training:
         if self.on_gpu:
             torch.cuda.synchronize()
 
+    def release(self) -> None:
+        """Give memory back that no tensor uses."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
 
 def join(rank: int, num_processes: int, port: int) -> None:
     """Form a gloo group of `num_processes` on this machine, which share its cores."""

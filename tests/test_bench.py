@@ -13,7 +13,6 @@ from experiments.bench import kernels, parity, speed, standin
 from experiments.bench.__main__ import BENCHES, main
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Row, ratios, rows_of
-from experiments.bench.timing import timed_step
 from experiments.bench.workers import Worker, WorkerEnded
 from experiments.cli import run_program
 from jaxdist.config import PRESETS, ModelConfig, RunConfig
@@ -72,6 +71,11 @@ def test_a_bench_prints_a_table_and_writes_rows(capsys, tmp_path, bench, args, w
     assert {"command", "date", "cpu", "python", "versions", "model"} <= set(record["header"])
     assert num_rows is None or len(record["rows"]) == num_rows
     assert record["rows"] and all(set(row) == KEYS for row in record["rows"])
+
+
+def test_no_option_is_tried_after_its_time(capsys):
+    code, printed = run(capsys, "flags", "--only", "onednn", "--start-within", "0", *TINY)
+    assert code == 0 and printed.count("not tried") == 2
 
 
 BAD = [
@@ -146,14 +150,14 @@ def test_parity_can_fail(capsys, monkeypatch, spoil):
         return 1.0, {"b": np.ones(3), "w": np.ones(3) * (1 if dtype == "float32" else spoil)}
 
     monkeypatch.setattr(parity, "observe", observe)
-    monkeypatch.setattr(parity, "count_collectives", lambda text: {})
+    monkeypatch.setattr(parity, "compiled_text", lambda program: "")
     code, printed = run(capsys, "parity", *TINY)
     assert code == 1 and "missed" in printed and " w " in printed
 
 
 def test_a_collective_on_one_device_is_a_failure(capsys, monkeypatch):
     monkeypatch.setattr(parity, "observe", lambda *args: (1.0, {"b": np.ones(3)}))
-    monkeypatch.setattr(parity, "count_collectives", lambda text: {"all-reduce": 2})
+    monkeypatch.setattr(parity, "compiled_text", lambda program: "all-reduce(a) all-reduce(b)")
     code, printed = run(capsys, "parity", *TINY)
     assert code == 1 and "2 all-reduce in the compiled step" in printed
 
@@ -305,15 +309,10 @@ def no_accelerator(monkeypatch):
     return start
 
 
-def test_a_stand_in_adds_what_the_plan_models(cpu):
-    """On simulated devices, whose collectives are real: the same way from a timed step to rows."""
-    flags = BenchFlags(
-        which="standin", mesh="dp=2", zero=3, num_layers=2, width=32, num_heads=4, seq_len=32, batch_size=2
-    )
-    config = flags.run_config()
-    devices = Devices(jax.devices("cpu")[:2], True, "2 simulated devices")
-    step = timed_step(config, devices)
+def test_a_stand_in_adds_what_the_plan_models():
+    config = BenchFlags(which="standin", mesh="dp=2", zero=3).run_config()
     planned = standin.plan_step(config, find_hardware("h200"), "xla")
-    work, sent, whole = standin.compare([step.run(), step.run()], planned)
-    assert sent.value == planned.communication[0] > 0 and whole.value == pytest.approx(work.value + sent.value)
+    work, sent, whole = standin.compare([0.25, 0.5, 0.75], planned)
+    assert sent.value == planned.communication[0] > 0 and whole.value == pytest.approx(0.5 + sent.value)
     assert whole.ratio == pytest.approx(whole.value / planned.total[0])
+    assert work.ratio == pytest.approx(0.5 / (planned.total[0] - planned.communication[0]))

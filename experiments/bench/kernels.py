@@ -3,6 +3,7 @@
 Dims: B batch, T sequence, R = B T, D model, N heads, H head dim, F feed-forward, V padded vocabulary.
 """
 
+import dataclasses
 import importlib.util
 import math
 import statistics
@@ -227,9 +228,8 @@ def start_torch(config: RunConfig, devices: Devices, console: Console) -> Worker
     if importlib.util.find_spec("torch") is None:
         console.print("PyTorch: not run, torch is not installed (pip install 'jaxdist[bench]')")
         return None
-    model_sizes = {name: getattr(config.model, name) for name in ModelConfig.__dataclass_fields__}
     asked = {
-        "model": model_sizes,
+        "model": dataclasses.asdict(config.model),
         "batch_size": config.batch_size,
         "dtype": config.precision.dtype,
         "device": "cuda" if devices.platform == "gpu" else "cpu",

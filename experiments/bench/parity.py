@@ -56,7 +56,7 @@ def bench_parity(flags: BenchFlags, config: RunConfig, console: Console) -> Meas
         rows += [Row(f"{run}: error of {what}", error, "relative", against=against) for what, error in found.items()]
     console.print(table)
     console.print(f"tolerances: loss {LOSS_TOLERANCE:g}, gradients {GRADIENT_TOLERANCE:g} (relative, L2 norm)")
-    collectives = count_collectives(auto.compile_step().as_text())
+    collectives = count_collectives(compiled_text(auto))
     listed = ", ".join(f"{count} {name}" for name, count in collectives.items()) or "no collective"
     console.print(f"{listed} in the compiled step of one device")
     rows.append(Row("collectives in the compiled step", sum(collectives.values()), "instructions"))
@@ -87,6 +87,10 @@ def compare(run: Observed, against: Observed) -> tuple[float, dict[str, float]]:
         for name, value in expected.items()
     }
     return abs(loss - expected_loss) / abs(expected_loss), errors
+
+
+def compiled_text(program: Program) -> str:
+    return program.compile_step().as_text()
 
 
 def count_collectives(hlo: str) -> dict[str, int]:

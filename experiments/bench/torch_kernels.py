@@ -99,6 +99,7 @@ def main(asked: dict) -> None:
         try:
             if name != last:
                 call = None  # only the operation at hand holds memory
+                torch.cuda.empty_cache()  # does nothing where there is no card
                 call, last = make_call(name, *sizes), name
             synchronize()
             start = time.perf_counter()

@@ -1,7 +1,8 @@
 """One process of a PyTorch peer of `experiments.bench peers`, which starts it: steps on request, their time in return.
 
 The first line of its input is the batch, and its first answer the first loss; after that a line is a number of steps,
-and the answer their seconds and, on a GPU, the most bytes of tensors so far.
+and the answer their seconds and, on a GPU, the most bytes of tensors so far. While others have their turn the card's
+memory is theirs: what PyTorch keeps for itself is given back, and taken again by a step that is not timed.
 """
 
 import json
@@ -31,8 +32,11 @@ def main(asked: dict, batch: dict) -> None:
         wrap=wrap,
     )
     loss = float(training.step())
+    training.release()
     print(json.dumps({"loss": loss, "threads": torch.get_num_threads()}), flush=True)
     for line in sys.stdin:
+        if training.on_gpu:
+            training.step()
         training.synchronize()
         start = time.perf_counter()
         for _ in range(int(line)):
@@ -40,6 +44,7 @@ def main(asked: dict, batch: dict) -> None:
         training.synchronize()
         seconds = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated() if training.on_gpu else None
+        training.release()
         print(json.dumps({"seconds": seconds, "peak_bytes": peak}), flush=True)
 
 
