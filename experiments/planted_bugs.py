@@ -1100,7 +1100,7 @@ BUGS = [
     ),
     Bug(
         "donated state counted twice (plan)",
-        "jaxdist/plan/compile.py",
+        "jaxdist/step.py",
         " - memory.alias_size_in_bytes",
         "",
         (LEVELS.format("test_a_program_text_is_dumped_and_its_state_counted_once"),),

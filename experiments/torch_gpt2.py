@@ -7,7 +7,6 @@ tied head. Attention is SDPA's, the optimiser AdamW, gradients are clipped at 1.
 import contextlib
 import math
 import os
-import time
 from typing import Literal
 
 import torch
@@ -143,32 +142,10 @@ class Training:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-
-def measure(training: Training, num_warmup: int, num_steps: int) -> dict:
-    """Returns: seconds a step, seconds of the first step (it compiles), losses of the first and last timed step, and
-    the peak bytes of tensors during the timed steps (None on the CPU).
-    """
-    start = time.perf_counter()
-    training.step()
-    training.synchronize()
-    first_seconds = time.perf_counter() - start
-    for _ in range(num_warmup - 1):
-        training.step()
-    training.synchronize()
-    if training.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    losses = [training.step() for _ in range(num_steps)]
-    training.synchronize()
-    seconds = time.perf_counter() - start
-    return {
-        "step_seconds": seconds / num_steps,
-        "first_step_seconds": first_seconds,
-        "first_loss": float(losses[0]),
-        "last_loss": float(losses[-1]),
-        "peak_bytes": torch.cuda.max_memory_allocated() if training.on_gpu else None,
-        "num_parameters": sum(weight.numel() for weight in training.model.parameters()),
-    }
+    def release(self) -> None:
+        """Give memory back that no tensor uses."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
 
 
 def join(rank: int, num_processes: int, port: int) -> None:

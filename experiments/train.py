@@ -48,7 +48,7 @@ from jaxdist.plan.budget import JobBudget, begin_job, is_asked_for
 from jaxdist.prefetch import Prefetched
 from jaxdist.runtime import Devices
 from jaxdist.signals import Signals
-from jaxdist.step import Program, State, build_program, compiled_peak_bytes
+from jaxdist.step import Program, State, build_program, compiled_bytes
 from jaxdist.watch import Agreement, Watchdog
 
 MAX_ROLL_BACKS = 5
@@ -253,8 +253,8 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
 
         watchdog.alive("making the state")
         start = start_from(own)
-        peak = compiled_peak_bytes(step, start.state)
-        note = "" if peak is None else f"; the compiler plans {_mib(peak)} a device at the peak"
+        planned = compiled_bytes(step)
+        note = "" if planned is None else f"; the compiler plans {_mib(planned.peak)} a device at the peak"
         console.print(
             f"compiled in {compiled - begun:.1f} s, {'initialised' if not start.step else 'restored'} in "
             f"{time.perf_counter() - compiled:.1f} s{note}"

@@ -134,10 +134,24 @@ class Program:
         return compiled
 
 
-def compiled_peak_bytes(compiled: jax.stages.Compiled, state: State) -> int | None:
-    """Bytes a device needs at most during a step: the donated state and the compiler's temporaries; None if unknown."""
+class CompiledBytes(NamedTuple):
+    """Of one device, by the compiler's plan: what a call takes and gives (a donated array once), and temporaries."""
+
+    arguments: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.temporaries
+
+
+def compiled_bytes(compiled: jax.stages.Compiled) -> CompiledBytes | None:
+    """What a compiled program needs; None where its compiler does not say."""
     memory = compiled.memory_analysis()
-    return None if memory is None else local_bytes(state) + memory.temp_size_in_bytes
+    if memory is None:
+        return None
+    arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return CompiledBytes(arguments, memory.temp_size_in_bytes)
 
 
 def build_program(

@@ -1,6 +1,7 @@
 """Compiler options: which this jaxlib accepts, and what each gains or costs on this machine."""
 
 import statistics
+import time
 
 from jax.errors import JaxRuntimeError
 from rich.console import Console
@@ -46,6 +47,7 @@ GPU_OPTIONS = {
 def bench_flags(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """One device's step with each option, in turn with the step without any. One-device steps send nothing, so what an
     option does to collectives is not seen here."""
+    start = time.monotonic()
     devices = acquire_devices(1, flags.device)
     console.print(f"devices: {devices.description}")
     config = with_parallel(config, "", {})
@@ -57,6 +59,9 @@ def bench_flags(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
         for value in values:
             name = f"{option}={value}"
             if flags.only not in name:
+                continue
+            if time.monotonic() - start > flags.start_within:
+                table.add_row(name, "not tried: out of time")
                 continue
             with console.status(name):
                 try:

@@ -1,6 +1,7 @@
 """The flags of every bench."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -10,10 +11,10 @@ from experiments.cli import CommonFlags
 from jaxdist.config import Preset, RunConfig
 
 Bench = Literal[
-    "step", "peers", "strategies", "overhead", "collectives", "scaling", "flags",
-    "compile", "pipeline", "search", "checkpoint", "input",
+    "step", "peers", "kernels", "strategies", "overhead", "collectives", "scaling", "flags",
+    "compile", "pipeline", "search", "checkpoint", "input", "parity", "executor", "standin",
 ]  # fmt: skip
-ONE_STEP = {"step", "peers", "flags"}
+ONE_STEP = {"step", "peers", "kernels", "flags", "parity", "standin"}
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,16 @@ class BenchFlags(CommonFlags):
 
     which: tyro.conf.Positional[Bench] = "strategies"
     preset: Annotated[Preset | None, tyro.conf.arg(aliases=["--model"])] = None
-    """Model shape. Default: gpt-11m for step, peers and flags, tiny for scaling, gpt-7m for the others."""
+    """Model shape. Default: gpt-11m for what measures one step or proves one, tiny for scaling, gpt-7m otherwise."""
     batch_size: int = 8
     repeats: int = 5
     """Times each figure is measured; tables show the median."""
     only: str = ""
     """Rows whose name contains this text."""
+    phases: bool = True
+    """For `step`: also its phases, each of which is a program to compile."""
+    start_within: float = math.inf
+    """For `flags`: no further option is tried after this many seconds."""
     message_bytes: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 24)
     """For `collectives`."""
     depths: tuple[int, ...] = (12, 48)

@@ -5,9 +5,6 @@ import importlib.util
 import json
 import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,11 +17,15 @@ from experiments.bench.automatic import timed_automatic
 from experiments.bench.flags import BenchFlags
 from experiments.bench.overhead import timed_plain
 from experiments.bench.rows import Measured, Row, ratios
+from experiments.bench.speed import CONVENTIONS, describe_speed, speed_rows
 from experiments.bench.timing import Timed, full_batch, timed_step, with_parallel
+from experiments.bench.workers import Worker, WorkerEnded
 from jaxdist.config import RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.runtime import Devices, acquire_devices
 
 STEPS = 3  # in one turn of a peer
+ONLY = "one device"
 
 # (title, our mesh, our settings, peers beside automatic sharding: (name, code, compiled, wrap))
 ONE_DEVICE = (
@@ -44,22 +45,36 @@ TORCH_TARGET = 1.15  # of the time of the fastest PyTorch on one device
 
 @dataclass
 class Peer:
-    """Something that trains: `run(n)` makes n steps and returns the seconds of one."""
+    """Something that trains: `run(n)` makes n steps and returns the seconds of one.
+
+    peak_bytes: by the compiler's plan; of PyTorch what its tensors took at most. precision: where it is not fp32.
+    """
 
     name: str
     run: Callable[[int], float]
     close: Callable[[], None] = lambda: None
     peak_bytes: int | None = None
     sent_bytes: int | None = None
+    precision: str = ""
 
 
 def bench_peers(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
-    """In turn, round after round; every peer's ratio is the median of its rounds' ratios to ours."""
-    devices = acquire_devices(8, flags.device)
+    """In turn, round after round; every peer's ratio is the median of its rounds' ratios to ours.
+
+    In bfloat16 on one device alone: ours with fp32 masters, PyTorch under autocast.
+    """
+    dtype = config.precision.dtype
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"peers --dtype {dtype}", "peers train in float32 or bfloat16", "Use --dtype bfloat16")
+    if dtype != "float32" and flags.only != ONLY:
+        raise ConfigError(
+            f"peers --dtype {dtype}", "on meshes the peers are written in float32", f"Add --only {ONLY!r}"
+        )
+    devices = acquire_devices(1 if flags.only == ONLY else 8, flags.device)
     console.print(f"devices: {devices.description}")
     rows, met = [], []
     groups: list[tuple[str, Callable[[], list[Peer | None]], dict[str, float]]] = [
-        ("one device", lambda: one_device(config, devices, console), dict.fromkeys(["PyTorch"], TORCH_TARGET)),
+        (ONLY, lambda: one_device(config, devices, console), dict.fromkeys(["PyTorch"], TORCH_TARGET)),
     ]
     for count, meshes in MESHES.items():
         for mesh, more in meshes:
@@ -73,25 +88,27 @@ def bench_peers(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
             continue
         peers = make()
         try:
-            table, found, ok = race(title, peers, flags.repeats, targets, simulated=title != "one device")
+            table, found, ok = race(title, peers, flags.repeats, targets, config, devices)
         finally:
             for peer in peers:
                 peer.close()
         console.print(table)
         rows += found
         met += ok
+    if any("MFU" in row.name for row in rows):
+        console.print(CONVENTIONS)
     return rows, devices, all(met)
 
 
-def race(title: str, peers: Sequence[Peer], repeats: int, targets: dict[str, float], simulated: bool):
+def race(title: str, peers: Sequence[Peer], repeats: int, targets: dict[str, float], config, devices):
     """Rounds in which each peer makes `STEPS` steps: (table, rows, which targets are met). The first peer is ours."""
+    alone = title == ONLY
     seconds: list[list[float]] = [[] for _ in peers]
     for _ in range(repeats):
         for peer, found in zip(peers, seconds, strict=True):
             found.append(peer.run(STEPS))
-    table = Table(
-        title, "s/step", "ours / theirs", "spread", "peak MiB", "sent MiB", "target", box=None, header_style="bold"
-    )
+    headings = (title, "s/step", "ours / theirs", "spread", "peak MiB", "sent MiB", "target")
+    table = Table(*headings, *(("precision", "speed") if alone else ()), box=None, header_style="bold")
     rows, met = [], []
     for peer, theirs in zip(peers, seconds, strict=True):
         pairs = ratios(seconds[0], theirs)
@@ -99,20 +116,33 @@ def race(title: str, peers: Sequence[Peer], repeats: int, targets: dict[str, flo
         sizes = ["" if not size else f"{size / 2**20:.1f}" for size in (peer.peak_bytes, peer.sent_bytes)]
         mark = "" if target is None else f"{target:.2f} " + ("[green]met[/]" if ratio <= target else "[red]missed[/]")
         spread = f"{pairs[0]:.2f}-{pairs[-1]:.2f}"
-        table.add_row(peer.name, f"{statistics.median(theirs):.3f}", f"{ratio:.2f}", spread, *sizes, mark)
+        name = f"{title}: {peer.name}"
         more = {} if peer is peers[0] else {"against": f"{title}: {peers[0].name}", "ratio": 1 / ratio}
-        rows.append(Row.of(f"{title}: {peer.name}", theirs, "s", simulated=simulated, **more))
+        rows.append(Row.of(name, theirs, "s", simulated=not alone, **more))
+        words = []
+        if alone:
+            speeds = speed_rows(name, theirs, config, devices, 1)
+            words = [peer.precision, describe_speed(speeds)]
+            rows += speeds
+            if peer.peak_bytes:
+                rows.append(Row(f"{name}: peak, {peer.precision}", peer.peak_bytes, "bytes"))
+        table.add_row(peer.name, f"{statistics.median(theirs):.3f}", f"{ratio:.2f}", spread, *sizes, mark, *words)
         if target is not None:
             met.append(ratio <= target)
     return table, rows, met
 
 
 def one_device(config: RunConfig, devices: Devices, console: Console) -> list[Peer]:
-    peers = [
-        jax_peer("jaxdist", timed_step(with_parallel(config, "", {}), devices)),
-        jax_peer("plain jax.jit", timed_plain(config, devices)),
-    ]
-    return peers + [p for entry in ONE_DEVICE if (p := torch_peer(config, 1, *entry, devices, console)) is not None]
+    dtype, fp32 = config.precision.dtype, "float32" + (", TF32 products" if devices.platform == "gpu" else "")
+    mixed = dtype != "float32"
+    precision = f"{dtype}, fp32 masters" if mixed else fp32
+    peers = [jax_peer("jaxdist", timed_step(with_parallel(config, "", {}), devices), precision)]
+    if mixed:
+        console.print("plain jax.jit: not run, it is written in float32")
+    else:
+        peers.append(jax_peer("plain jax.jit", timed_plain(config, devices), precision))
+    precision = f"fp32, autocast to {dtype}" if mixed else fp32
+    return peers + torch_peers(config, 1, ONE_DEVICE, devices, console, precision)
 
 
 def many_devices(config, mesh: str, more: dict, count: int, devices: Devices, console: Console) -> list[Peer]:
@@ -122,26 +152,34 @@ def many_devices(config, mesh: str, more: dict, count: int, devices: Devices, co
         peers.append(jax_peer("automatic sharding", timed_automatic(parallel, devices)))
     if devices.platform != "cpu":  # one card cannot be many processes' card
         return peers
-    return peers + [
-        p for entry in MANY_DEVICES if (p := torch_peer(config, count, *entry, devices, console)) is not None
-    ]
+    return peers + torch_peers(config, count, MANY_DEVICES, devices, console)
 
 
-def jax_peer(name: str, step: Timed) -> Peer:
-    def run(count: int) -> float:
-        return sum(step.run() for _ in range(count)) / count
-
-    return Peer(name, run, peak_bytes=step.peak_bytes, sent_bytes=step.sent_bytes)
+def jax_peer(name: str, step: Timed, precision: str = "") -> Peer:
+    return Peer(name, step.run_several, peak_bytes=step.peak_bytes, sent_bytes=step.sent_bytes, precision=precision)
 
 
-def torch_peer(
-    config: RunConfig, num_processes: int, name: str, code: str, compiled: bool, wrap: str, devices: Devices, console
-) -> Peer | None:
-    """Processes of `torch_peer`, ready; None, and the reason on the console, where it cannot run here."""
-    missing = [package for package in ("torch", code) if importlib.util.find_spec(package) is None]
-    if missing:
-        console.print(f"{name}: not run, {missing[0]} is not installed (pip install 'jaxdist[bench]')")
-        return None
+def torch_peers(
+    config: RunConfig, num_processes: int, entries, devices: Devices, console: Console, precision: str = ""
+) -> list[Peer]:
+    """Processes of `torch_peer`, ready; without those that cannot run here, whose reasons go to the console.
+
+    On a GPU all start at once, because `torch.compile` takes a minute; on a CPU one after the other.
+    """
+    at_once = devices.platform == "gpu"
+    started = []
+    for name, code, compiled, wrap in entries:
+        missing = [package for package in ("torch", code) if importlib.util.find_spec(package) is None]
+        if missing:
+            console.print(f"{name}: not run, {missing[0]} is not installed (pip install 'jaxdist[bench]')")
+            continue
+        workers = start_workers(config, num_processes, code, compiled, wrap, devices)
+        started.append((name, workers, None if at_once else ready(name, workers, console)))
+    found = [(name, workers, peak or ready(name, workers, console)) for name, workers, peak in started]
+    return [torch_peer(name, workers, first, precision) for name, workers, first in found if first]
+
+
+def start_workers(config, num_processes: int, code: str, compiled: bool, wrap: str, devices: Devices) -> list[Worker]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -153,39 +191,41 @@ def torch_peer(
         "num_processes": num_processes,
         "port": port,
         "device": "cuda" if devices.platform == "gpu" else "cpu",  # where ours runs
+        "dtype": config.precision.dtype,
     }
     batch = {k: np.asarray(v).tolist() for k, v in full_batch(config).items() if k in ("inputs", "targets")}
-    children = []
-    for rank in range(num_processes):
-        log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        command = [sys.executable, "-m", "experiments.bench.torch_peer", json.dumps(asked | {"rank": rank})]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        child.log = log
-        children.append(child)
+    workers = [Worker("experiments.bench.torch_peer", asked | {"rank": rank}) for rank in range(num_processes)]
+    for worker in workers:
+        worker.send(json.dumps(batch))
+    return workers
 
-    def tell(line: str) -> list[dict]:
-        for child in children:
-            child.stdin.write(line + "\n")
-            child.stdin.flush()
-        answers = [child.stdout.readline() for child in children]
-        if not all(answers):
-            raise BrokenPipeError
-        return [json.loads(answer) for answer in answers]
 
-    def close():
-        for child in children:
-            child.kill()
-            child.wait()
-            child.log.close()
-
+def ready(name: str, workers: list[Worker], console: Console) -> dict | None:
+    """The answer to some first steps of all; None, and the reason on the console, where one of them ended."""
     try:
-        tell(json.dumps(batch))
-        tell("2")  # warm
-    except (BrokenPipeError, json.JSONDecodeError):
-        children[0].wait(30)
-        children[0].log.seek(0)
-        lines = children[0].log.read().strip().splitlines() or ["no message"]
-        console.print(f"{name}: not run ({escape(lines[-1])})")
-        close()
+        for worker in workers:
+            worker.answer()
+        return ask(workers, 2)
+    except WorkerEnded as ended:
+        console.print(f"{name}: not run ({escape(str(ended))})")
+        for worker in workers:
+            worker.close()
         return None
-    return Peer(name, lambda count: max(answer["seconds"] for answer in tell(str(count))) / count, close)
+
+
+def ask(workers: list[Worker], num_steps: int) -> dict:
+    """The slowest one's answer."""
+    for worker in workers:
+        worker.send(str(num_steps))
+    return max((worker.answer() for worker in workers), key=lambda answer: answer["seconds"])
+
+
+def torch_peer(name: str, workers: list[Worker], first: dict, precision: str) -> Peer:
+    def close():
+        for worker in workers:
+            worker.close()
+
+    def run(count: int) -> float:
+        return ask(workers, count)["seconds"] / count
+
+    return Peer(name, run, close, peak_bytes=first["peak_bytes"], precision=precision)

@@ -15,7 +15,7 @@ from jaxdist.parallel.pipeline import BUFFERS
 from jaxdist.parallel.schedules import in_flight, simulate
 from jaxdist.plan.trace import named_bytes
 from jaxdist.runtime import acquire_devices
-from jaxdist.step import build_program
+from jaxdist.step import build_program, compiled_bytes
 
 STAGES, LAYERS, ROWS = 4, 4, 2  # layers a stage, sequences a micro-batch
 # (schedule, micro-batches, what is recomputed); the first row is the one the others are predicted from.
@@ -43,7 +43,7 @@ def bench_pipeline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
         start = time.perf_counter()
         traced = program.step.trace(program.abstract_state(), program.abstract_batch())
         compiled = traced.lower().compile()
-        seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+        seconds = time.perf_counter() - start
         table = each.parallel.pipeline
         return {
             "schedule": schedule,
@@ -54,7 +54,7 @@ def bench_pipeline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
             "idle_share": simulate(table).idle_share,
             "in_flight": max(in_flight(table)) / table.num_chunks,
             "buffer_bytes": sum(named_bytes(traced.jaxpr, BUFFERS).values()),
-            "compiled_bytes": memory.temp_size_in_bytes,
+            "compiled_bytes": compiled_bytes(compiled).temporaries,
             "compile_seconds": seconds,
         }
 

@@ -1,4 +1,4 @@
-"""One step, phase by phase: forward, backward, reduction, update."""
+"""One step: its time, phase by phase, the memory it takes and the memory it was predicted to take."""
 
 import statistics
 import time
@@ -13,74 +13,145 @@ from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
-from experiments.bench.timing import full_batch
+from experiments.bench.speed import CONVENTIONS, describe_speed, speed_rows
+from experiments.bench.timing import full_batch, repeated
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.data import reduce_gradients
+from jaxdist.parallel.schedules import NAMES
+from jaxdist.plan.memory import step_memory
+from jaxdist.plan.program_memory import program_bytes
+from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import Program, accumulate_gradients, build_program
+from jaxdist.step import Program, accumulate_gradients, build_program, choose_attention, compiled_bytes
 
 PHASES = ("forward", "backward", "reduction", "update")
+AT_ONCE = 3  # steps that an accelerator gets in a row
 
 
 def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """Programs that end after each phase, run in turn; a phase is what the next one takes longer."""
     devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
     console.print(f"devices: {devices.description}")
-    runs = cumulative(config, devices)
-    seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    for _ in range(flags.repeats):
-        ends = [run() for run in runs]
-        for phase, start, end in zip(PHASES, [0.0, *ends], ends, strict=False):
-            seconds[phase].append(end - start)
-    whole = [sum(parts) for parts in zip(*seconds.values(), strict=True)]
-    total = statistics.median(whole)
-    marked = "ms (simulated)" if devices.simulated else "ms"
-    table = Table("phase", marked, "share of the step", "spread", box=None, header_style="bold", pad_edge=False)
-    rows = []
-    for name, values in (*seconds.items(), ("step", whole)):
-        share = statistics.median(values) / total
-        spread = f"{min(values) * 1e3:.1f}-{max(values) * 1e3:.1f}"
-        table.add_row(name, f"{statistics.median(values) * 1e3:.1f}", f"{share:.1%}", spread)
-        rows.append(Row.of(name, values, "s", against="step", ratio=share, simulated=devices.simulated))
-    console.print(table)
-    console.print(
-        "Each phase is a difference of two programs' times; the update holds clipping, ZeRO-1's and 2's gathers, and "
-        "what the compiler could not fuse across phases. Sums inside backward (ZeRO-2 and 3, tp, pp) count as backward."
-    )
-    return rows, devices, True
 
-
-def cumulative(config: RunConfig, devices: Devices) -> list[Callable[[], float]]:
-    """Programs that end after forward, backward, reduction and update: each run gives its seconds."""
+    # ---- the whole step first: what memory it takes at most is not seen behind other programs
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
+    start = time.perf_counter()
+    step = program.compile_step()
+    compile_seconds = time.perf_counter() - start
     batch = program.put(full_batch(config))
     held = {"state": program.init(config.seed)}
-    step = program.compile_step()
+    jax.block_until_ready(held)
+    before = peak_in_use(devices)
 
     def whole():
         held["state"], metrics = step(held["state"], batch)
         return held["state"], metrics
 
-    gradients = {reduced: gradient_program(program, devices.platform, reduced) for reduced in (False, True)}
-    runs = [
-        lambda: program.evaluate(held["state"].params, batch),
-        lambda: gradients[False](held["state"], batch),
-        lambda: gradients[True](held["state"], batch),
-        whole,
+    on_cpu = devices.platform == "cpu"
+    count = 1 if on_cpu else AT_ONCE
+    runs = {"step": repeated(whole, not on_cpu)}
+    runs["step"](1)
+    memory = memory_rows(program, step, devices, before, peak_in_use(devices))
+
+    # ---- time
+    if flags.phases:
+        runs = {name: repeated(run, not on_cpu) for name, run in phase_programs(program, devices, held, batch).items()}
+        runs |= {"update": repeated(whole, not on_cpu)}
+        for run in runs.values():
+            run(1)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(flags.repeats):
+        end = 0.0
+        for name, run in runs.items():
+            start, end = end, run(count)
+            seconds[name].append(end - start if flags.phases else end)
+    whole_seconds = [sum(parts) for parts in zip(*seconds.values(), strict=True)]
+
+    # ---- tables
+    phases = {**(seconds if flags.phases else {}), "step": whole_seconds}
+    table, rows = phase_table(phases, devices.simulated)
+    console.print(table)
+    if flags.phases:
+        console.print(
+            "Each phase is a difference of two programs' times; the update holds clipping, ZeRO-1's and 2's gathers, "
+            "and what the compiler could not fuse across phases. Sums inside backward (ZeRO-2 and 3, tp, pp) count as "
+            "backward."
+        )
+    speeds = speed_rows("step", whole_seconds, config, devices, len(devices.devices))
+    if speeds:
+        console.print(describe_speed(speeds))
+    if len(speeds) > 1:
+        console.print(CONVENTIONS)
+    console.print(memory_table(memory))
+    attention = choose_attention(config, devices.platform, training=True)
+    console.print(f"compiled in {compile_seconds:.1f} s; attention {attention}; dtype {config.precision.dtype}")
+    return [*rows, *speeds, *memory, Row("compile", compile_seconds, "s")], devices, True
+
+
+def phase_table(phases: dict[str, list[float]], simulated: bool) -> tuple[Table, list[Row]]:
+    total = statistics.median(phases["step"])
+    marked = "ms (simulated)" if simulated else "ms"
+    table = Table("phase", marked, "share of the step", "spread", box=None, header_style="bold", pad_edge=False)
+    rows = []
+    for name, values in phases.items():
+        share = statistics.median(values) / total
+        spread = f"{min(values) * 1e3:.1f}-{max(values) * 1e3:.1f}"
+        table.add_row(name, f"{statistics.median(values) * 1e3:.1f}", f"{share:.1%}", spread)
+        rows.append(Row.of(name, values, "s", against="step", ratio=share, simulated=simulated))
+    return table, rows
+
+
+def memory_rows(program: Program, step, devices: Devices, before: int | None, after: int | None) -> list[Row]:
+    """A device's peak: by the compiler's plan, from the trace, by the planner's formula, and as measured.
+
+    Measured is the process's high-water mark, so it is the step's own only where the step raised it.
+    """
+    config, on_cpu = program.config, devices.platform == "cpu"
+    planned = compiled_bytes(step)
+    traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+    found = {
+        "compiler's plan": planned and planned.peak,
+        "predicted from the trace": step_memory(program, traced, "cpu" if on_cpu else "gpu").peak,
+    }
+    schedule = config.parallel.pipeline
+    if schedule is None or schedule.name in NAMES:
+        layouts = Candidates.of(config)
+        attention = choose_attention(config, devices.platform, training=True)
+        formula = program_bytes(config, layouts, pipelines(config.model, layouts), attention)
+        found["predicted by formula"] = float(formula.total[0])
+    if after is not None:
+        raised = "measured" if after > before else "measured, but not raised by the step"
+        found |= {"measured before the step": before, raised: after}
+    against = f"peak: {next(iter(found))}"
+    return [
+        Row(f"peak: {name}", value, "bytes", against=against, ratio=planned and value / planned.peak)
+        for name, value in found.items()
+        if value is not None
     ]
 
-    def timed(run: Callable) -> Callable[[], float]:
-        jax.block_until_ready(run())
 
-        def seconds() -> float:
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            return time.perf_counter() - start
+def memory_table(rows: list[Row]) -> Table:
+    table = Table("peak of a device", "MiB", "/ plan", box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+        table.add_row(row.name.removeprefix("peak: "), f"{row.value / 2**20:,.1f}", ratio)
+    return table
 
-        return seconds
 
-    return [timed(run) for run in runs]
+def peak_in_use(devices: Devices) -> int | None:
+    """The high-water mark of a device's memory, bytes; None where the backend does not count (the CPU)."""
+    return (devices.devices[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def phase_programs(program: Program, devices: Devices, held: dict, batch) -> dict[str, Callable]:
+    """Programs that end after forward, backward and reduction."""
+    gradients = {reduced: gradient_program(program, devices.platform, reduced) for reduced in (False, True)}
+    return {
+        "forward": lambda: program.evaluate(held["state"].params, batch),
+        "backward": lambda: gradients[False](held["state"], batch),
+        "reduction": lambda: gradients[True](held["state"], batch),
+    }
 
 
 def gradient_program(program: Program, platform: str, reduced: bool) -> Callable:

@@ -16,41 +16,58 @@ from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.plan.compile import emitted_collectives
 from jaxdist.runtime import Devices
-from jaxdist.step import build_program
+from jaxdist.step import build_program, compiled_bytes
 from jaxdist.verify import random_batches
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A compiled step that can be run over and over: `run()` gives the seconds of one.
+    """A compiled step that can be run over and over: `run()` gives the seconds of one, `run_several(n)` of each of n.
+
+    An accelerator gets n steps at once, as in training; a CPU one after the other, since simulated devices that are
+    in different steps can wait for each other forever.
 
     peak_bytes: of one device, by the compiler's plan. sent_bytes: by one device in a step, read from the compiled
     program. None where the compiler does not say.
     """
 
-    run: Callable[[], float]
+    run_several: Callable[[int], float]
     peak_bytes: int | None
     sent_bytes: int | None
+
+    def run(self) -> float:
+        return self.run_several(1)
 
 
 def timed(compiled: jax.stages.Compiled, state, batch, mesh: MeshShape) -> Timed:
     """`compiled` takes (state, batch), donates the state and returns (state, figures). Run once to warm up."""
-    memory = compiled.memory_analysis()
-    peak = None
-    if memory is not None:
-        kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        peak = kept + memory.temp_size_in_bytes
     sizes = [collective.sent_bytes(mesh) for collective in emitted_collectives(compiled.as_text(), mesh)]
     held = {"state": state}
 
-    def run() -> float:
-        start = time.perf_counter()
+    def step():
         held["state"], figures = compiled(held["state"], batch)
-        jax.block_until_ready((held["state"], figures))
-        return time.perf_counter() - start
+        return held["state"], figures
 
-    run()
-    return Timed(run, peak, None if None in sizes else sum(sizes))
+    (device, *_) = jax.tree.leaves(state)[0].devices()
+    run_several = repeated(step, at_once=device.platform != "cpu")
+    run_several(1)
+    memory = compiled_bytes(compiled)
+    return Timed(run_several, memory and memory.peak, None if None in sizes else sum(sizes))
+
+
+def repeated(step: Callable, at_once: bool) -> Callable[[int], float]:
+    """n -> mean seconds of `step()`, called n times in a row; if not `at_once`, each is waited for."""
+
+    def run_several(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            outputs = step()
+            if not at_once:
+                jax.block_until_ready(outputs)
+        jax.block_until_ready(outputs)
+        return (time.perf_counter() - start) / count
+
+    return run_several
 
 
 def timed_step(config: RunConfig, devices: Devices, compiler_options: dict | None = None) -> Timed:

@@ -1,8 +1,8 @@
 """One process of a PyTorch peer of `experiments.bench peers`, which starts it: steps on request, their time in return.
 
-Each line of standard input is a number of steps; each line of standard output is JSON: once it is ready the first
-loss, then the seconds of the steps asked for. It runs in a process of its own so that two frameworks' threads
-never share one; while it waits for a line it uses no core.
+The first line of its input is the batch, and its first answer the first loss; after that a line is a number of steps,
+and the answer their seconds and, on a GPU, the most bytes of tensors so far. While others have their turn the card's
+memory is theirs: what PyTorch keeps for itself is given back, and taken again by a step that is not timed.
 """
 
 import json
@@ -27,19 +27,25 @@ def main(asked: dict, batch: dict) -> None:
         {name: values[rank * rows : (rank + 1) * rows] for name, values in batch.items()},
         asked["device"],
         asked["compiled"],
-        dtype=None,
+        dtype=None if asked["dtype"] == "float32" else getattr(torch, asked["dtype"]),
         model=MODELS[asked["code"]],
         wrap=wrap,
     )
     loss = float(training.step())
+    training.release()
     print(json.dumps({"loss": loss, "threads": torch.get_num_threads()}), flush=True)
     for line in sys.stdin:
+        if training.on_gpu:
+            training.step()
         training.synchronize()
         start = time.perf_counter()
         for _ in range(int(line)):
             training.step()
         training.synchronize()
-        print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
+        seconds = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() if training.on_gpu else None
+        training.release()
+        print(json.dumps({"seconds": seconds, "peak_bytes": peak}), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
 from jaxdist.plan.trace import Collective
 from jaxdist.runtime import MAX_SIMULATED, acquire_devices, prepare_cpu
-from jaxdist.step import Program, build_program
+from jaxdist.step import Program, build_program, compiled_bytes
 
 # What XLA's GpuTargetConfigProto says of a card: streaming multiprocessors, compute capability, clock in GHz, L2 and
 # memory in bytes, memory bandwidth in bytes/s, shared memory of a multiprocessor and of a block. NVIDIA's architecture
@@ -101,7 +101,7 @@ def compile_step(config: RunConfig, target: str, *, num_nodes: int = 1, dump: st
     start = time.perf_counter()
     compiled = lower(program).compile()
     seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
+    memory = compiled_bytes(compiled)
     if memory is None:
         raise RuntimeError(f"the compiler for {target} gives no memory analysis")
     text = compiled.as_text()
@@ -112,8 +112,8 @@ def compile_step(config: RunConfig, target: str, *, num_nodes: int = 1, dump: st
     return CompiledStep(
         target=target,
         seconds=seconds,
-        arguments=memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
+        arguments=memory.arguments,
+        temporaries=memory.temporaries,
         collectives=tuple(emitted_collectives(text, config.parallel.mesh)),
         text=text,
     )

@@ -1,0 +1,106 @@
+"""One card standing for many: one rank's program of a larger mesh, its collectives mocked, beside the plan's step time.
+
+JAX's `jax_mock_gpu_topology` gives a process with one GPU a client that shows N of them, compiles for all, runs its own
+and leaves out collectives. So what a rank computes is measured at its true local shapes, and what it sends is taken
+from the time model. Values mean nothing: nothing was received.
+"""
+
+import statistics
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench.flags import BenchFlags
+from experiments.bench.rows import Measured, Row
+from experiments.bench.speed import card_of
+from experiments.bench.timing import timed_step
+from jaxdist.config import RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.plan.hardware import Accelerator, Cluster
+from jaxdist.plan.search import Candidates, score
+from jaxdist.plan.time_model import StepTime
+from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.step import choose_attention
+
+AT_ONCE = 3
+# The client's other processes do not exist, and autotuning divided among them would wait for them forever
+# (openxla/xla issue 28959).
+OPTIONS = {"xla_gpu_shard_autotuning": False}
+
+
+def bench_standin(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
+    """Seconds of the first rank's program, plus the modelled communication, against the plan's whole step."""
+    mesh = config.parallel.mesh
+    if mesh.num_devices == 1:
+        raise ConfigError("standin without --mesh", "one card stands for the ranks of a mesh", "Use --mesh dp=8")
+    if mesh.pp > 1:
+        raise ConfigError(
+            f"standin with pp={mesh.pp}", "only the first stage's part would be measured", "Use a mesh of dp and tp"
+        )
+    devices = mock_gpus(mesh.num_devices)
+    hardware = card_of(devices.devices[0].device_kind)
+    if hardware is None:
+        raise ConfigError(
+            f"standin on {devices.devices[0].device_kind}", "the plan's table does not have it", "Use an H100 or H200"
+        )
+    console.print(f"devices: 1 x {devices.devices[0].device_kind}, standing for {mesh.num_devices}: {mesh}")
+    step = timed_step(config, devices, OPTIONS)
+    seconds = [step.run_several(AT_ONCE) for _ in range(flags.repeats)]
+    planned = plan_step(config, hardware, choose_attention(config, devices.platform, training=True))
+    rows = compare(seconds, planned)
+    if step.peak_bytes is not None:
+        rows.append(Row("peak of a rank: compiler's plan", step.peak_bytes, "bytes"))
+    table = Table("", "ms", "/ the plan's", box=None, header_style="bold", pad_edge=False)
+    for row in rows[:3]:
+        table.add_row(row.name, f"{row.value * 1e3:.1f}", "" if row.ratio is None else f"{row.ratio:.2f}")
+    console.print(table)
+    console.print(
+        f"The plan says {planned.total[0] * 1e3:.1f} ms ± {planned.error[0]:.0%}, of which "
+        f"{planned.communication[0] * 1e3:.1f} communication. Collectives were mocked: their time is modelled, and "
+        "what a real one takes from the card's bandwidth and multiprocessors is in neither figure."
+    )
+    return rows, devices, True
+
+
+def mock_gpus(count: int) -> Devices:
+    """`count` GPUs, one a process, of which this process has the first and the others do not exist.
+
+    Call it before anything else touches a JAX backend. Raises: ConfigError where there is no GPU.
+    """
+    jax.config.update("jax_mock_gpu_topology", f"1x{count}x1")  # slices x processes x devices of each
+    jax.config.update("jax_cuda_visible_devices", "0")
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        return acquire_devices(count, "gpu")
+    except ConfigError as error:
+        raise ConfigError(
+            f"standin for {count} devices",
+            "one real NVIDIA GPU stands for all of them, and JAX sees none that can on this machine",
+            "Run it on a machine with one; `experiments.plan` predicts without",
+        ) from error
+
+
+def plan_step(config: RunConfig, hardware: Accelerator, attention: str) -> StepTime:
+    """The plan's columns, of this one layout, on as few nodes as hold the mesh."""
+    count = config.parallel.mesh.num_devices
+    per_node = min(hardware.devices_per_node, count)
+    return score(config, Candidates.of(config), Cluster(hardware, -(-count // per_node), per_node), attention).time
+
+
+def compare(seconds: list[float], planned: StepTime) -> list[Row]:
+    """What was measured, what is modelled, and their sum, each beside the same part of the plan's step."""
+    sent, total = float(planned.communication[0]), float(planned.total[0])
+    whole = list(np.asarray(seconds) + sent)
+    return [
+        Row.of(
+            "a rank's own work, measured",
+            seconds,
+            "s",
+            against="the plan's step without communication",
+            ratio=statistics.median(seconds) / (total - sent),
+        ),
+        Row("communication, modelled", sent, "s"),
+        Row.of("step", whole, "s", against="the plan's step", ratio=statistics.median(whole) / total),
+    ]
