@@ -232,7 +232,8 @@ def kill_saves(lab: Lab, name: str, kills: int, rng: random.Random, console: Con
     """kill -9 at random moments of saves; then the run ends as if nothing had been.
 
     The run saves after every step, so that it is nearly always saving. Each kill comes a random time after a save has
-    begun to write. Between kills the same command continues, and must come back with no step less than was committed.
+    begun to write, or, where none is under way then, as the next one begins. Between kills the same command continues,
+    and must come back with no step less than was committed.
     """
     problems, begun = [], time.monotonic()
     flags = f"{KILLED[name]} --dropout 0.1 --steps 100000 --checkpoint-every 1 --out killed"
@@ -241,12 +242,12 @@ def kill_saves(lab: Lab, name: str, kills: int, rng: random.Random, console: Con
         process, deadline = lab.start(lab.train(flags)), time.monotonic() + BOUND
         # Some kills strike a save soon after the start, others a later one.
         wanted = committed + rng.randint(1, 4)
-        while process.poll() is None and time.monotonic() < deadline:
-            done = lab.committed("killed")
-            if done and done[-1] >= wanted and list(checkpoints.glob("*.partial")):
-                break
-            time.sleep(0.001)
-        time.sleep(rng.random() * 0.25)
+        for soonest, pause in ((wanted, rng.random() * 0.25), (0, 0.0)):
+            while process.poll() is None and time.monotonic() < deadline:
+                if max(lab.committed("killed"), default=0) >= soonest and any(checkpoints.glob("*.partial")):
+                    break
+                time.sleep(0.002)
+            time.sleep(pause)
         if process.poll() is not None:
             problems.append(f"kill {number}: the run ended by itself: {process.communicate()[0][-800:]}")
             break
@@ -279,6 +280,7 @@ def compare_with_whole(lab: Lab, flags: str, committed: int, steps: int, expect:
         for out in ("killed", "whole")
     )
     expect.that(len(one) == steps and one == other, "its metrics differ from those of a run that was not killed")
+    expect.that(not list((lab.folder / "killed").rglob("*.partial")), "what kills left of saves was not removed")
     one, other = lab.arrays("killed"), lab.arrays("whole")
     different = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
     expect.that(not different, f"its state differs from that of a run that was not killed: {different}")
