@@ -67,11 +67,10 @@ class ChaosFlags:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: exit code, what it printed, seconds."""
+    """How a run ended: exit code, what it printed."""
 
     code: int
     text: str
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -111,12 +110,14 @@ class Lab:
             start_new_session=True,
         )
 
-    def run(self, flags: str, *, processes: int = 1, bound: float = BOUND) -> Outcome:
+    def run(self, flags: str, *, processes: int = 1) -> Outcome:
         """A run to its end. Raises: TimeoutError where it hangs."""
-        begun = time.monotonic()
-        process = self.start(self.train(flags, processes=processes))
+        return self.end(self.start(self.train(flags, processes=processes)))
+
+    def end(self, process: subprocess.Popen) -> Outcome:
+        """Wait until a run ends. Raises: TimeoutError where it hangs."""
         try:
-            text, _ = process.communicate(timeout=bound)
+            text, _ = process.communicate(timeout=BOUND)
         except subprocess.TimeoutExpired as error:
             process.terminate()  # `launch` passes it on, and kills its processes when they take too long
             try:
@@ -124,8 +125,8 @@ class Lab:
             except subprocess.TimeoutExpired:
                 process.kill()
                 text, _ = process.communicate()
-            raise TimeoutError(f"it did not end within {bound:g} s: {text[-500:]}") from error
-        return Outcome(process.returncode, text, time.monotonic() - begun)
+            raise TimeoutError(f"it did not end within {BOUND:g} s: {text[-500:]}") from error
+        return Outcome(process.returncode, text)
 
     def records(self, out: str) -> list[dict]:
         return [json.loads(line) for line in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
@@ -161,6 +162,7 @@ class Lab:
 def main(flags: ChaosFlags, console: Console) -> int:
     kills = flags.kills if flags.kills is not None else 4 if flags.short else 50
     require_positive("kills", kills)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs, and by all they start
     faults = [fault for fault in FAULTS if flags.only in fault.__name__]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -306,8 +308,7 @@ def interrupt(lab: Lab, expect: Expect) -> str:
     while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size > 300):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    text, _ = process.communicate(timeout=BOUND)
-    expect.ended(Outcome(process.returncode, text, 0), 130, "SIGINT; the newest checkpoint is of step")
+    expect.ended(lab.end(process), 130, "SIGINT; the newest checkpoint is of step")
     return "finishes its step, saves, exit code 130"
 
 
