@@ -2,9 +2,9 @@
 
 python -m experiments.chaos [--short]
 
-Kills a process at random moments of its saves, again and again, and after each kill starts the same command; then one
-run of each documented fault. A row says what was done, what had to come of it, and whether it did. The last column is
-how long the run took to end, against its bound.
+Kills a process at random moments of its saves, again and again, and after each kill starts the same command, on one
+strategy after another; then one run of each documented fault. A row says what was done, what had to come of it, and
+whether it did. The last column is how long that took.
 """
 
 import json
@@ -18,14 +18,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from experiments.cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, run_program
+from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import require_positive
+from jaxdist.runtime import acquire_devices
 from jaxdist.signals import EXIT_SIGNAL
 from jaxdist.watch import EXIT_STUCK
 
@@ -33,6 +39,15 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --eval-every 1000 --eval-batches 1"
 BOUND = 240.0  # seconds in which a run of these sizes must end on a slow machine, whatever is done to it
 HEARTBEAT = 10
+
+# What the killed runs are; the kills are divided over them. --short takes the first ones.
+KILLED = {
+    "ZeRO-1 dp=2": "--mesh dp=2 --zero 1",
+    "fp16 tp=2": "--mesh tp=2 --sp --dtype float16",
+    "ZeRO-3 dp=2 bf16": "--mesh dp=2 --zero 3 --dtype bfloat16",
+    "ZB-V pp=2": "--mesh pp=2 --schedule zb-v --num-layers 4",
+}
+CLOCKS = {"step_seconds", "input_seconds", "tokens_per_second"}  # what differs between two equal runs
 
 
 @dataclass(frozen=True)
@@ -52,11 +67,10 @@ class ChaosFlags:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: exit code, what it printed, seconds."""
+    """How a run ended: exit code, what it printed."""
 
     code: int
     text: str
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -96,12 +110,14 @@ class Lab:
             start_new_session=True,
         )
 
-    def run(self, flags: str, *, processes: int = 1, bound: float = BOUND) -> Outcome:
+    def run(self, flags: str, *, processes: int = 1) -> Outcome:
         """A run to its end. Raises: TimeoutError where it hangs."""
-        begun = time.monotonic()
-        process = self.start(self.train(flags, processes=processes))
+        return self.end(self.start(self.train(flags, processes=processes)))
+
+    def end(self, process: subprocess.Popen) -> Outcome:
+        """Wait until a run ends. Raises: TimeoutError where it hangs."""
         try:
-            text, _ = process.communicate(timeout=bound)
+            text, _ = process.communicate(timeout=BOUND)
         except subprocess.TimeoutExpired as error:
             process.terminate()  # `launch` passes it on, and kills its processes when they take too long
             try:
@@ -109,8 +125,8 @@ class Lab:
             except subprocess.TimeoutExpired:
                 process.kill()
                 text, _ = process.communicate()
-            raise TimeoutError(f"it did not end within {bound:g} s: {text[-500:]}") from error
-        return Outcome(process.returncode, text, time.monotonic() - begun)
+            raise TimeoutError(f"it did not end within {BOUND:g} s: {text[-500:]}") from error
+        return Outcome(process.returncode, text)
 
     def records(self, out: str) -> list[dict]:
         return [json.loads(line) for line in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
@@ -119,6 +135,16 @@ class Lab:
         folder = self.folder / out / "checkpoints"
         return sorted(int(path.name[5:]) for path in folder.glob("step_*") if path.suffix == "")
 
+    def arrays(self, out: str) -> dict[str, bytes]:
+        """The newest checkpoint: its arrays by name."""
+        checkpoints = Checkpoints(self.folder / out / "checkpoints")
+        manifest = checkpoints.check(self.committed(out)[-1])
+        here = SingleDeviceSharding(acquire_devices(1, "cpu").devices[0])
+        wanted = {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=here) for name, (dtype, shape) in manifest.arrays.items()
+        }
+        return {name: np.asarray(x).tobytes() for name, x in checkpoints.restore(manifest, wanted).items()}
+
     def spoil(self, out: str, how: Callable[[Path], None]) -> Path:
         """Damage the largest file of the newest checkpoint."""
         step = self.folder / out / "checkpoints" / f"step_{self.committed(out)[-1]:08d}"
@@ -126,24 +152,32 @@ class Lab:
         how(victim)
         return victim
 
+    def clear(self) -> None:
+        """Remove the runs."""
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+
 
 def main(flags: ChaosFlags, console: Console) -> int:
     kills = flags.kills if flags.kills is not None else 4 if flags.short else 50
     require_positive("kills", kills)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs, and by all they start
     faults = [fault for fault in FAULTS if flags.only in fault.__name__]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(Path(folder))
         (lab.folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
         if not flags.only or flags.only in "kills":
-            rows += kill_saves(lab, kills, random.Random(flags.seed), console)
+            rng = random.Random(flags.seed)
+            for name, share in divided(kills).items():
+                rows += kill_saves(lab, name, share, rng, console)
+                lab.clear()
         for fault in faults:
             with console.status(fault.__doc__):
-                rows.append(tried(lab, fault))
+                rows.append(tried(fault.__doc__, partial(fault, lab)))
             console.print(line(rows[-1]), soft_wrap=True)
-            for path in lab.folder.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path)
+            lab.clear()
     table = Table("fault", "what must come of it", "did it", "seconds", box=None, header_style="bold", pad_edge=False)
     for row in rows:
         table.add_row(row.fault, row.expected, "[green]yes[/]" if row.ok else "[bold red]NO[/]", f"{row.seconds:.0f}")
@@ -160,14 +194,14 @@ def line(row: Row) -> str:
     return f"{verdict}  {row.fault} ({row.seconds:.0f} s)" + "".join(f"\n    {escape(text)}" for text in row.problems)
 
 
-def tried(lab: Lab, fault: Callable[[Lab, "Expect"], str]) -> Row:
+def tried(name: str, fault: Callable[["Expect"], str]) -> Row:
     expect, begun = Expect(), time.monotonic()
     try:
-        expected = fault(lab, expect)
+        expected = fault(expect)
     except (TimeoutError, OSError, ValueError, IndexError) as error:
         expected = ""
         expect.problems.append(f"{type(error).__name__}: {error}")
-    return Row(fault.__doc__, expected, expect.problems, time.monotonic() - begun)
+    return Row(name, expected, expect.problems, time.monotonic() - begun)
 
 
 class Expect:
@@ -190,55 +224,69 @@ class Expect:
 # ---- kills ----
 
 
-def kill_saves(lab: Lab, kills: int, rng: random.Random, console: Console) -> list[Row]:
-    """kill -9 at random moments of saves, until as many kills hit one; then the run ends as if nothing had been.
+def divided(kills: int) -> dict[str, int]:
+    """Kills for each strategy, at least two, so that a continued run is killed too; fewer strategies for few kills."""
+    names = list(KILLED)[: max(1, kills // 2)]
+    return {name: len(range(place, kills, len(names))) for place, name in enumerate(names)}
+
+
+def kill_saves(lab: Lab, name: str, kills: int, rng: random.Random, console: Console) -> list[Row]:
+    """kill -9 at random moments of saves; then the run ends as if nothing had been.
 
     The run saves after every step, so that it is nearly always saving. Each kill comes a random time after a save has
-    begun to write. Between kills the same command continues, and must come back with no step less than was committed.
+    begun to write, or, where none is under way then, as the next one begins. Between kills the same command continues,
+    and must come back with no step less than was committed.
     """
-    steps, problems, begun = 100_000, [], time.monotonic()
-    flags = f"--mesh dp=2 --zero 1 --dropout 0.1 --steps {steps} --checkpoint-every 1 --out killed"
-    committed = [0]
+    problems, begun = [], time.monotonic()
+    flags = f"{KILLED[name]} --dropout 0.1 --steps 100000 --checkpoint-every 1 --out killed"
+    checkpoints, committed, num_halves = lab.folder / "killed" / "checkpoints", 0, 0
     for number in range(kills):
-        process = lab.start(lab.train(flags))
-        checkpoints, deadline = lab.folder / "killed" / "checkpoints", time.monotonic() + BOUND
-        # Some kills strike the first save after the start, others a later one.
-        wanted = committed[-1] + rng.randint(1, 4)
-        while process.poll() is None and time.monotonic() < deadline:
-            done = lab.committed("killed")
-            if done and done[-1] >= wanted and list(checkpoints.glob("*.partial")):
-                break
-            time.sleep(0.001)
-        time.sleep(rng.random() * 0.25)
+        process, deadline = lab.start(lab.train(flags)), time.monotonic() + BOUND
+        # Some kills strike a save soon after the start, others a later one.
+        wanted = committed + rng.randint(1, 4)
+        for soonest, pause in ((wanted, rng.random() * 0.25), (0, 0.0)):
+            while process.poll() is None and time.monotonic() < deadline:
+                if max(lab.committed("killed"), default=0) >= soonest and any(checkpoints.glob("*.partial")):
+                    break
+                time.sleep(0.002)
+            time.sleep(pause)
         if process.poll() is not None:
             problems.append(f"kill {number}: the run ended by itself: {process.communicate()[0][-800:]}")
             break
         os.killpg(process.pid, signal.SIGKILL)
         text = process.communicate()[0]
         after = lab.committed("killed")
-        if committed[-1] and f"resumed after step {committed[-1]} " not in " ".join(text.split()):
-            problems.append(f"kill {number}: it did not resume after step {committed[-1]}: {text[-800:]}")
-        if not after or after[-1] < committed[-1]:
-            problems.append(f"kill {number}: step {committed[-1]} was committed, and now {after}")
-        committed.append(after[-1] if after else 0)
-        if (number + 1) % 10 == 0 or number + 1 == kills:
-            console.print(f"{number + 1} of {kills} kills, {committed[-1]} steps committed, {len(problems)} problems")
-    seconds = time.monotonic() - begun
-    row = Row(f"kill -9 during a save, {kills} times", "resumes after the last committed step", problems, seconds)
-    return [row, compare_with_whole(lab, committed[-1] + 2)]
+        if committed and f"resumed after step {committed} " not in " ".join(text.split()):
+            problems.append(f"kill {number}: it did not resume after step {committed}: {text[-800:]}")
+        if not after or after[-1] < committed:
+            problems.append(f"kill {number}: step {committed} was committed, and now {after}")
+        committed = after[-1] if after else 0
+        num_halves += any(checkpoints.glob("*.partial"))
+    fault = f"kill -9 during a save, {kills} times, {name}"
+    row = Row(fault, "resumes after the last committed step", problems, time.monotonic() - begun)
+    console.print(f"{line(row)}: {committed} steps committed, {num_halves} kills left half a save", soft_wrap=True)
+    steps = committed + 2
+    same = tried(f"its {steps} steps, {name}", partial(compare_with_whole, lab, flags, committed, steps))
+    console.print(line(same), soft_wrap=True)
+    return [row, same]
 
 
-def compare_with_whole(lab: Lab, steps: int) -> Row:
-    """The run that was killed so often, against one that never was: every loss, bit for bit."""
-    begun, expect = time.monotonic(), Expect()
-    whole = lab.run(f"--mesh dp=2 --zero 1 --dropout 0.1 --steps 100000 --drill term:step={steps} --out whole")
-    expect.ended(whole, EXIT_SIGNAL + signal.SIGTERM)
-    one, other = ([(r["step"], r["loss"]) for r in lab.records(out)] for out in ("killed", "whole"))
-    common = min(len(one), len(other))
-    expect.that(common >= steps - 4 and one[:common] == other[:common], "losses differ from a run that was not killed")
-    for out in ("killed", "whole"):
-        shutil.rmtree(lab.folder / out)
-    return Row(f"its first {common} losses", "those of a run never killed", expect.problems, time.monotonic() - begun)
+def compare_with_whole(lab: Lab, flags: str, committed: int, steps: int, expect: Expect) -> str:
+    """The run that was killed so often, continued to `steps`, against one that never was: bit for bit."""
+    end = f"--drill term:step={steps}"
+    expect.ended(lab.run(f"{flags} {end}"), EXIT_SIGNAL + signal.SIGTERM, f"resumed after step {committed} ")
+    whole = flags.replace("--checkpoint-every 1 --out killed", "--out whole")
+    expect.ended(lab.run(f"{whole} {end}"), EXIT_SIGNAL + signal.SIGTERM)
+    one, other = (
+        [{key: value for key, value in record.items() if key not in CLOCKS} for record in lab.records(out)]
+        for out in ("killed", "whole")
+    )
+    expect.that(len(one) == steps and one == other, "its metrics differ from those of a run that was not killed")
+    expect.that(not list((lab.folder / "killed").rglob("*.partial")), "what kills left of saves was not removed")
+    one, other = lab.arrays("killed"), lab.arrays("whole")
+    different = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    expect.that(not different, f"its state differs from that of a run that was not killed: {different}")
+    return "every loss and the last state of a run never killed"
 
 
 # ---- faults; the docstring is the name, the returned text what must come of it ----
@@ -260,8 +308,7 @@ def interrupt(lab: Lab, expect: Expect) -> str:
     while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size > 300):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    text, _ = process.communicate(timeout=BOUND)
-    expect.ended(Outcome(process.returncode, text, 0), 130, "SIGINT; the newest checkpoint is of step")
+    expect.ended(lab.end(process), 130, "SIGINT; the newest checkpoint is of step")
     return "finishes its step, saves, exit code 130"
 
 

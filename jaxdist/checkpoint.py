@@ -79,7 +79,7 @@ class Checkpoints:
         self, folder: Path | str, keep_last: int | None = None, keep_every: int | None = None, timeout: int = 600
     ):
         self.folder, self.keep_last, self.keep_every = Path(folder).absolute(), keep_last, keep_every
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), timeout_secs=timeout)
+        self._orbax = ocp.AsyncCheckpointer(_handler(), timeout_secs=timeout)
         self._finishing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -157,15 +157,17 @@ class Checkpoints:
         return SaveFailed(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}")
 
     def _thin_out(self) -> None:
-        """Remove what neither `keep_last` nor `keep_every` keeps. A folder is renamed first: never half a `step_*`."""
-        if self.keep_last is None:
-            return
-        for step in self.steps()[: -self.keep_last]:
+        """Remove what neither `keep_last` nor `keep_every` keeps, and what killed processes left of others.
+
+        A folder is renamed first: never half a `step_*`. No save is under way here, so every `.partial` is a left one.
+        """
+        for step in self.steps()[: -self.keep_last] if self.keep_last else []:
             if not (self.keep_every and step % self.keep_every == 0):
                 doomed = self.path(step, PARTIAL)
                 shutil.rmtree(doomed, ignore_errors=True)
                 self.path(step).rename(doomed)
-                shutil.rmtree(doomed)
+        for partial in self.folder.glob(f"step_*{PARTIAL}"):
+            shutil.rmtree(partial)
 
     # ---- restore ----
 
@@ -289,6 +291,17 @@ def newest_good(checkpoints: Checkpoints, warn: Callable[[str], None], fall_back
             warn(why)
         return manifest
     return None
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """How Orbax writes. What it reads may be of any kind: a checkpoint says how it was written.
+
+    Not compressed: fp32 values shrink by a twelfth, for a third of the time that writing takes. Where there is one
+    process, one copy is written whole: to write a part of each, the first save compiles a program for every shape.
+    """
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=processes.count() > 1)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
 
 
 def _hash_files(folder: Path, flush: bool = False) -> dict[str, list]:

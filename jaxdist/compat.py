@@ -24,6 +24,14 @@ def inner_programs(eqn) -> Iterator[Jaxpr | ClosedJaxpr]:
                 yield inner
 
 
+def scan_counts(eqn) -> tuple[int, int]:
+    """Of a `scan`'s inputs: how many constants come first, and how many carried values after them."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    num_consts, num_carry, _ = map(len, eqn.params["ft_in"].unpack())  # since 0.12
+    return num_consts, num_carry
+
+
 def coordination_client():
     """The client of `jax.distributed`'s key-value store and barriers; JAX has no public name for it."""
     from jax._src.distributed import global_state

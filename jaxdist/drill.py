@@ -148,6 +148,7 @@ def _rank() -> jax.Array:
 
 
 def _flip(x: jax.Array) -> jax.Array:
+    """The highest bit of the first number's fraction: the next update may round the lowest away."""
     host = np.array(x)
-    host.reshape(-1).view(np.uint8)[0] ^= 1
+    host.reshape(-1).view(f"u{host.itemsize}")[0] ^= 1 << (jnp.finfo(host.dtype).nmant - 1)
     return jax.device_put(host, next(iter(x.devices())))

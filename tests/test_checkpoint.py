@@ -178,14 +178,15 @@ def test_the_newest_and_every_tenth_are_kept(small, tmp_path):
 
 
 def test_a_save_that_was_killed_is_not_there(damaged, small):
-    """Whatever stands in a `.partial` folder is no checkpoint, and the next save of that step replaces it."""
+    """Whatever stands in a `.partial` folder is no checkpoint. The next save replaces it or removes it."""
     partial = damaged.path(7, ".partial")
     shutil.copytree(damaged.path(3), partial)
     (partial / MANIFEST).unlink()
+    shutil.copytree(partial, damaged.path(2, ".partial"))  # killed as it was removed, not as it was written
     assert damaged.steps() == [3]
     program, _ = small
     checkpoints = saved(damaged.folder, program, program.init(0), 7)
-    assert checkpoints.steps() == [3, 7] and not partial.exists()
+    assert checkpoints.steps() == [3, 7] and not list(damaged.folder.glob("*.partial"))
     checkpoints.check(7)
 
 

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from jaxdist.compat import scan_counts
 from jaxdist.config import PRESETS, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, divisors
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
@@ -370,7 +371,7 @@ def test_what_a_layer_keeps_is_what_the_trace_keeps(dtype, tp, sp):
         )
         _, trace = traced(RunConfig(model, parallel, precision=PrecisionConfig(dtype), batch_size=2))
         (kept,) = (
-            size_of(eqn.outvars[eqn.params["num_carry"] :]) / model.num_layers
+            size_of(eqn.outvars[scan_counts(eqn)[1] :]) / model.num_layers
             for eqn, *_ in equations(trace.jaxpr)
             if eqn.primitive.name == "scan" and not eqn.params["reverse"]
         )

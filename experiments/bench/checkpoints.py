@@ -56,6 +56,7 @@ def save_share(flags: BenchFlags, config: RunConfig, devices: Devices, console: 
     step, batch, state = program.compile_step(), program.put(full_batch(config)), program.init(0)
     state, _ = step(state, batch)
     times: dict[bool, list[float]] = {False: [], True: []}
+    waits = []
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(folder, keep_last=1)
         for repeat in range(flags.repeats):
@@ -65,6 +66,7 @@ def save_share(flags: BenchFlags, config: RunConfig, devices: Devices, console: 
                     for index in range(flags.save_every):
                         if saving and index == 0:
                             checkpoints.save(int(state.step), to_logical(program, state), {})
+                            waits.append(time.perf_counter() - start)
                         state, metrics = step(state, batch)
                         jax.block_until_ready(metrics)
                     times[saving].append(time.perf_counter() - start)
@@ -75,7 +77,8 @@ def save_share(flags: BenchFlags, config: RunConfig, devices: Devices, console: 
     console.print(
         f"a save every {flags.save_every} steps of {statistics.median(times[False]) / flags.save_every:.2f} s (dp=2"
         f"{simulated}) adds {share:.1%} to them (median of {flags.repeats} pairs, {pairs[0] - 1:.1%} to "
-        f"{pairs[-1] - 1:.1%}), the writing and hashing beside them counted"
+        f"{pairs[-1] - 1:.1%}), the writing and hashing beside them counted; the first save kept the steps waiting for "
+        f"{waits[0]:.2f} s, the last for {waits[-1]:.2f} s"
     )
     name, plain = (f"{flags.save_every} steps{more}" for more in (", one save", ""))
     return Row.of(name, times[True], "s", against=plain, ratio=share + 1, simulated=devices.simulated)

@@ -334,7 +334,7 @@ def _arrays(shape: str) -> list[int]:
 
 
 def _groups(rest: str, num_devices: int) -> list[list[int]]:
-    """Device numbers that meet, from either way in which HLO writes replica groups; pairs, for a permute."""
+    """Device numbers that meet, from each way in which HLO writes replica groups; pairs, for a permute."""
     if found := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest):
         pairs = [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d, ]+)\}", found[1])]
         return [[n for pair in pairs if pair[0] != pair[1] for n in pair][:2] or pairs[0]]
@@ -344,6 +344,12 @@ def _groups(rest: str, num_devices: int) -> list[list[int]]:
         shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in found.groups())
         numbers = np.arange(math.prod(dims)).reshape(dims)
         return (numbers if order is None else numbers.transpose(order)).reshape(shape).tolist()
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):  # since JAX 0.12
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        along = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", found[2])]
+        numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        size = math.prod(numbers.shape[i] for i in along)
+        return np.moveaxis(numbers, along, range(-len(along), 0)).reshape(-1, size).tolist()
     return [list(range(num_devices))]
 
 

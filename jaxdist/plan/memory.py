@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxdist.compat import inner_programs
+from jaxdist.compat import inner_programs, scan_counts
 from jaxdist.errors import ConfigError
 
 # What an operation does to buffers. Anything in none of these sets writes a buffer of its own and reads buffers.
@@ -375,7 +375,7 @@ class _Level:
 def _carry(op: _Op) -> dict[int, int]:
     """Output of a loop -> the value it starts from."""
     if op.name == "scan":
-        first, number = op.eqn.params["num_consts"], op.eqn.params["num_carry"]
+        first, number = scan_counts(op.eqn)
     elif op.name == "while":
         first = op.eqn.params["cond_nconsts"] + op.eqn.params["body_nconsts"]
         number = len(op.outputs)
@@ -388,7 +388,7 @@ def _bodies(op: _Op) -> list[tuple]:
     """The programs inside an operation, as arguments of `_Timeline.run`."""
     params = op.eqn.params
     if op.name == "scan":
-        first, number = params["num_consts"], params["num_carry"]
+        first, number = scan_counts(op.eqn)
         sliced = range(first + number, len(op.inputs))
         return [(params["jaxpr"], {j: first + j for j in range(number)}, sliced, ())]
     if op.name == "while":
