@@ -434,6 +434,7 @@ def row_of(question: Question, found: Scored, index: int) -> dict:
         "zero": parallel.zero,
         "keep": not parallel.reshard_after_forward,
         "sp": parallel.sp,
+        "overlap": parallel.overlap,
         "remat": parallel.remat,
         "schedule": NAMES[layouts.schedule[index]] if pipelined else None,
         "chunks": int(layouts.chunks[index]),

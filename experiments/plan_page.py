@@ -103,7 +103,7 @@ def cost_words(record: dict) -> str:
 def label(row: dict) -> str:
     """A layout in a few words."""
     words = [row["mesh"], f"Z{row['zero']}"]
-    words += ["sp"] * row["sp"] + [row["remat"]] * (row["remat"] != "none")
+    words += ["sp"] * row["sp"] + ["overlap"] * row["overlap"] + [row["remat"]] * (row["remat"] != "none")
     words += [row["schedule"]] * (row["schedule"] is not None)
     return " ".join(words)
 
@@ -117,7 +117,7 @@ def table(rows: list[dict]) -> str:
         pipeline = f"{row['schedule']}, {row['chunks']} chunks, {row['microbatches']}" if row["schedule"] else ""
         cells = [
             row["mesh"],
-            f"{row['zero']}{' kept' * row['keep']}",
+            f"{row['zero']}{' kept' * row['keep']}{' overlap' * row['overlap']}",
             "yes" if row["sp"] else "",
             row["remat"],
             pipeline,

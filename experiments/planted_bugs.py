@@ -1183,10 +1183,10 @@ BUGS = [
         (SEARCH.format("test_each_phase_holds_what_it_is_said_to_hold"),),
     ),
     Bug(
-        "logits in 16 bits alone (plan)",
+        "logits in fp32 (plan)",
         "jaxdist/plan/program_memory.py",
-        "c.tp * (wide + in_16_bits)",
-        "c.tp * itemsize",
+        "c.tp * itemsize + table_copies",
+        "c.tp * wide + table_copies",
         (SEARCH.format("test_each_phase_holds_what_it_is_said_to_hold"),),
     ),
     Bug(
