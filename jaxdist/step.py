@@ -33,7 +33,7 @@ from jaxdist.optimizer import (
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.data import gather_parameters, reduce_gradients
 from jaxdist.parallel.grouping import shard
-from jaxdist.parallel.overlap import Gradients, overlapped_gradients
+from jaxdist.parallel.overlap import Gradients, overlapped_gradients, wait
 from jaxdist.parallel.pipeline import Stages, add, iterations, pick, pipeline_gradients, pipeline_loss
 from jaxdist.parallel.zero import fetch_whole, make_fetch, make_scatter
 from jaxdist.plan.trace import Collective, collectives_of
@@ -369,9 +369,10 @@ def overlapped_accumulation(config, layout, platform, state, batch, weight) -> t
             return make_scatter(leaves, layout, precision.reduction_dtype, precision.master_dtype)(grads)
         return jax.tree.map(lambda g: g.astype(precision.master_dtype), grads)
 
-    def one_pass(micro, out, take) -> Gradients:
+    layers = blocks if blocks_held is None else blocks_held
+
+    def one_pass(layers, micro, out, take) -> Gradients:
         gather = (lambda held: run.fetch_block((None, held))) if layout.params_stored else None
-        layers = blocks if blocks_held is None else blocks_held
         recompute = run.remat_every == 1
         found = overlapped_gradients(
             stages, root, layers, micro, out, take=take, gather=gather, seed=weight, recompute=recompute
@@ -392,7 +393,7 @@ def overlapped_accumulation(config, layout, platform, state, batch, weight) -> t
         return Gradients(before.loss + found.loss, add(before.shared, found.shared), found.layers, finite)
 
     def body(carry, micro):
-        return plus(carry, one_pass(micro, carry.layers, keep)), None
+        return plus(carry, one_pass(layers, micro, carry.layers, keep)), None
 
     def zeros(leaf):
         shape = leaf.storage_local if layout.grads_scattered else leaf.compute_local
@@ -412,6 +413,8 @@ def overlapped_accumulation(config, layout, platform, state, batch, weight) -> t
             finite=jax.tree.map(true, stacked),
         )
         summed = lax.scan(body, start, first)[0]
+        # Or a compiler begins the last one's forward beside the others, and keeps twice as much.
+        layers = jax.tree.map(wait, layers, summed.layers)
 
     # ---- the last one: each layer's sum is final when its backward is done ----
     def settle(d_weights, index, out):
@@ -422,7 +425,7 @@ def overlapped_accumulation(config, layout, platform, state, batch, weight) -> t
     out = jax.tree.map(
         lambda leaf: comm.varying(jnp.zeros(leaf.storage_local, precision.master_dtype), leaf.storage_axes), stacked
     )
-    found = one_pass(last, out, settle)
+    found = one_pass(layers, last, out, settle)
     found = found if summed is None else plus(summed, found)
     d_root = reduce_gradients(found.shared, Layout(root_leaves, layout.parallel), precision.reduction_dtype)
     finite = {**all_finite(found.shared), STACKED: found.finite}

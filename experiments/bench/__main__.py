@@ -30,11 +30,10 @@ from rich.console import Console
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import describe_machine, write_rows
 from experiments.cli import make_folder, refuse_ignored, require_writable, run_program, set_precision
-from jaxdist.config import require_positive
+from jaxdist.config import ParallelConfig, require_positive
 from jaxdist.errors import ConfigError
 
-STRATEGY = {"mesh", "zero", "sp", "grad_sync", "bucket_mb", "accumulate", "remat", "reshard_after_forward"}
-STRATEGY |= {"schedule", "microbatches", "chunks", "stages"}
+STRATEGY = {field.name for field in dataclasses.fields(ParallelConfig)} - {"attention"}
 SHAPE = {"preset", "num_layers", "width", "num_heads", "seq_len", "vocab_size"}
 PLAIN = {"dtype", "reduce_dtype", "dropout", "optimizer"}  # the plain step is AdamW in fp32 without dropout
 

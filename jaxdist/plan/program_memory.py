@@ -202,6 +202,8 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
         table.num_until_b * -(-table.depth // every) * x + table.num_handed * table.depth * (handed + until_w),
         table.depth * (table.num_until_b * until_b + table.num_until_w * until_w + table.num_handed * handed),
     )
+    # With overlap the last micro-batch is a program of its own, and compilers keep its buffers beside the others'.
+    scanned = scanned * np.where(overlapped & (c.accumulate > 1), 2, 1)
     activations = np.where(pipelined, buffers + table.num_messages * x, scanned)
 
     # ---- gradients: summed over micro-batches so far, and this micro-batch's (or this pass's) own
