@@ -12,6 +12,7 @@ import pytest
 from conftest import DEVICES, sampled
 
 from experiments.strategies import BY_NAME, STRATEGIES
+from jaxdist.compat import inner_programs
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
@@ -19,6 +20,7 @@ from jaxdist.plan import formulas
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.trace import collectives_of, equations, summary, total_sent
 from jaxdist.step import build_program
+from jaxdist.verify import one_device
 
 HLO_NAMES = {kind: kind for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
 HLO_NAMES["permute"] = "collective_permute"
@@ -361,3 +363,26 @@ def test_the_heads_weight_gradient_does_not_wait_for_the_layers(name):
 
 def is_barrier(eqn) -> bool:
     return eqn.primitive.name == "optimization_barrier"
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_loss_scatters_no_logits_and_in_chunks_never_has_all(chunks):
+    config = BY_NAME["loss-chunks-4"].run_config()
+    config = config if chunks == 4 else one_device(config)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=1000))
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+    rows, vocab = config.batch_size * config.model.seq_len, config.model.padded_vocab_size
+    made = {"scatter": 0, "dot_general": 0}
+
+    def look(jaxpr):
+        for eqn in jaxpr.eqns:
+            kind = "scatter" if eqn.primitive.name.startswith("scatter") else eqn.primitive.name
+            for out in eqn.outvars:
+                if kind in made and out.aval.shape[-1:] == (vocab,):
+                    made[kind] = max(made[kind], out.aval.size)
+            for inner in inner_programs(eqn):
+                look(getattr(inner, "jaxpr", inner))
+
+    look(traced.jaxpr.jaxpr)
+    assert made == {"scatter": 0, "dot_general": rows * vocab // chunks}
