@@ -4,6 +4,7 @@ python -m experiments.bench strategies   state, peak and sent bytes of each stra
 python -m experiments.bench step         one step on --mesh, phase by phase; tokens/s, MFU; memory planned and measured
 python -m experiments.bench peers        one device and meshes beside plain JAX, automatic sharding, PyTorch, DDP, FSDP2
 python -m experiments.bench kernels      the operations of a step one by one, each beside PyTorch's
+python -m experiments.bench profile      the operations of a step on --mesh by what they came from, as XLA reports them
 python -m experiments.bench overhead     what the mesh machinery costs: one device against plain jit, 8 against one
 python -m experiments.bench collectives  each collective over sizes: algbw and busbw as NCCL tests define them
 python -m experiments.bench scaling      time and bytes against width, depth, sequence, batch, ranks: fitted exponents
@@ -42,6 +43,7 @@ BENCHES = {
     "step": ("step", "bench_step", set()),
     "peers": ("peers", "bench_peers", PLAIN - {"dtype"}),
     "kernels": ("kernels", "bench_kernels", PLAIN - {"dtype"}),
+    "profile": ("profile", "bench_profile", set()),
     "strategies": ("strategies", "bench_strategies", set()),
     "overhead": ("overhead", "bench_overhead", PLAIN),
     "collectives": ("collectives", "bench_collectives", SHAPE | PLAIN | {"batch_size"}),
@@ -64,7 +66,7 @@ def main(flags: BenchFlags, console: Console) -> int:
     module, function, unused = BENCHES[flags.which]
     strategy = (
         set()
-        if flags.which in ("step", "standin")
+        if flags.which in ("step", "profile", "standin")
         else STRATEGY - ({"mesh"} if flags.which == "collectives" else set())
     )
     used = {field.name for field in dataclasses.fields(flags)} - strategy - unused

@@ -12,9 +12,9 @@ from jaxdist.config import Preset, RunConfig
 
 Bench = Literal[
     "step", "peers", "kernels", "strategies", "overhead", "collectives", "scaling", "flags",
-    "compile", "pipeline", "search", "checkpoint", "input", "parity", "executor", "standin",
+    "compile", "pipeline", "search", "checkpoint", "input", "parity", "executor", "standin", "profile",
 ]  # fmt: skip
-ONE_STEP = {"step", "peers", "kernels", "flags", "parity", "standin"}
+ONE_STEP = {"step", "peers", "kernels", "flags", "parity", "standin", "profile"}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,13 @@ ONE_DEVICE = (
 MANY_DEVICES = (("PyTorch DDP", "torch", False, "ddp"), ("PyTorch FSDP2", "torch", False, "fsdp"))
 MESHES = {
     4: [("dp=4", {}), ("dp=4", {"zero": 1}), ("dp=4", {"zero": 3}), ("dp=2,tp=2", {}), ("pp=2,dp=2", {})],
-    8: [("dp=8", {}), ("dp=8", {"zero": 1}), ("dp=8", {"zero": 3}), ("dp=4,tp=2", {}), ("pp=2,dp=4", {})],
+    8: [
+        ("dp=8", {}),
+        ("dp=8", {"zero": 1}),
+        ("dp=8", {"zero": 3}),
+        ("dp=4,tp=2", {}),
+        ("pp=2,dp=4", {"microbatches": 2}),
+    ],
 }
 DDP_TARGET = 0.25  # of the time of DDP over gloo
 TORCH_TARGET = 1.15  # of the time of the fastest PyTorch on one device
@@ -80,9 +86,8 @@ def bench_peers(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
         for mesh, more in meshes:
             name = " ".join([mesh, *(f"{key}={value}" for key, value in more.items())])
             targets = {"automatic sharding": 1.0, "PyTorch DDP": DDP_TARGET}
-            groups.append(
-                (name, lambda m=mesh, s=more, n=count: many_devices(config, m, s, n, devices, console), targets)
-            )
+            parallel = with_parallel(config, mesh, more)  # now, so that a batch it cannot split is refused at once
+            groups.append((name, lambda c=parallel, n=count: many_devices(c, n, devices, console), targets))
     for title, make, targets in groups:
         if flags.only not in title:
             continue
@@ -145,11 +150,10 @@ def one_device(config: RunConfig, devices: Devices, console: Console) -> list[Pe
     return peers + torch_peers(config, 1, ONE_DEVICE, devices, console, precision)
 
 
-def many_devices(config, mesh: str, more: dict, count: int, devices: Devices, console: Console) -> list[Peer]:
-    parallel = with_parallel(config, mesh, more)
-    peers = [jax_peer("jaxdist", timed_step(parallel, devices))]
-    if parallel.parallel.mesh.pp == 1:
-        peers.append(jax_peer("automatic sharding", timed_automatic(parallel, devices)))
+def many_devices(config: RunConfig, count: int, devices: Devices, console: Console) -> list[Peer]:
+    peers = [jax_peer("jaxdist", timed_step(config, devices))]
+    if config.parallel.mesh.pp == 1:
+        peers.append(jax_peer("automatic sharding", timed_automatic(config, devices)))
     if devices.platform != "cpu":  # one card cannot be many processes' card
         return peers
     return peers + torch_peers(config, count, MANY_DEVICES, devices, console)

@@ -1,4 +1,4 @@
-"""State, peak and sent bytes of each strategy, time, and equality with one device."""
+"""State, peak and sent bytes of each strategy beside theory, time, and equality with one device."""
 
 import dataclasses
 import statistics
@@ -8,10 +8,15 @@ from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
+from experiments.bench.theory import sent_in_theory, state_in_theory
 from experiments.bench.timing import timed_step, with_parallel
 from experiments.verify import Verifier
 from jaxdist.config import RunConfig
+from jaxdist.mesh import make_abstract_mesh
+from jaxdist.plan.levels import habits_of
+from jaxdist.plan.memory import step_memory
 from jaxdist.runtime import acquire_devices
+from jaxdist.step import build_program
 
 STRATEGY_ROWS: list[tuple[str, str, dict]] = [
     ("DP flat", "dp=4", {"grad_sync": "flat"}),
@@ -46,7 +51,8 @@ def bench_strategies(flags: BenchFlags, config: RunConfig, console: Console) -> 
     timing = "s/step (simulated)" if devices.simulated else "s/step"
     for title in ("strategy", "mesh"):
         table.add_column(title)
-    for title in (timing, "state MiB/device", "peak MiB/device", "sent MiB/step", "worst gradient error", "equal"):
+    titles = ("state MiB/device", "/ theory", "sent MiB/step", "/ theory", "peak MiB/device", "/ plan")
+    for title in (timing, *titles, "worst gradient error", "equal"):
         table.add_column(title, justify="right")
     rows, ok = [], True
     for name, each in configs:
@@ -56,19 +62,34 @@ def bench_strategies(flags: BenchFlags, config: RunConfig, console: Console) -> 
             seconds = [step.run() for _ in range(flags.repeats)]
         ok &= verdict.ok
         error = max(d.error for d in verdict.differences if d.kind == "gradient")
-        sizes = {"state": verdict.run.state_bytes, "peak": step.peak_bytes, "sent a step": verdict.run.sent_bytes}
-        rows += [
-            Row.of(f"{name}: step", seconds, "s", simulated=devices.simulated),
-            *(Row(f"{name}: {what}", size, "bytes") for what, size in sizes.items() if size is not None),
-            Row(f"{name}: worst gradient error", error, "relative L2"),
-        ]
+        target = "cpu" if devices.platform == "cpu" else None
+        sizes = {
+            "state": (verdict.run.state_bytes, "theory", state_in_theory(each)),
+            "sent a step": (verdict.run.sent_bytes, "theory", sent_in_theory(each)),
+            "peak": (step.peak_bytes, "the plan", planned_peak(each, target)),
+        }
+        rows.append(Row.of(f"{name}: step", seconds, "s", simulated=devices.simulated))
+        cells = []
+        for what, (size, against, other) in sizes.items():
+            ratio = size / other if size and other else None
+            cells += ["unknown" if size is None else f"{size / 2**20:.1f}", "" if ratio is None else f"{ratio:.3f}"]
+            if size is not None:
+                rows.append(Row(f"{name}: {what}", size, "bytes", against=against, ratio=ratio))
+        rows.append(Row(f"{name}: worst gradient error", error, "relative L2"))
         table.add_row(
             name,
             str(each.parallel.mesh),
             f"{statistics.median(seconds):.2f}",
-            *("unknown" if size is None else f"{size / 2**20:.1f}" for size in sizes.values()),
+            *cells,
             f"{error:.1e}",
             "[green]yes[/]" if verdict.ok else "[bold red]NO[/]",
         )
     console.print(table)
     return rows, devices, ok
+
+
+def planned_peak(config: RunConfig, target: str | None) -> int:
+    """Bytes of a device, from the traced step."""
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+    return step_memory(program, traced, habits_of(target, config.precision.dtype)).peak

@@ -1,0 +1,122 @@
+"""Where a step's time goes: what XLA's own profile says of its operations, by what they came from in the program."""
+
+import re
+import resource
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench.flags import BenchFlags
+from experiments.bench.rows import Measured, Row
+from experiments.bench.timing import full_batch, timed
+from jaxdist.config import RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import make_mesh
+from jaxdist.runtime import acquire_devices
+from jaxdist.step import build_program
+
+SHOWN = 20
+
+
+def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
+    """The step of --mesh under JAX's profiler. Operations of all devices are added up."""
+    devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
+    console.print(f"devices: {devices.description}")
+    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
+    compiled = program.compile_step()
+    step = timed(compiled, program.init(config.seed), program.put(full_batch(config)), config.parallel.mesh)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = [step.run() for _ in range(flags.repeats)]
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            profiled = step.run_several(flags.repeats)
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        found = own_seconds(jax.profiler.ProfileData.from_file(str(path)))
+    if not found:
+        raise ConfigError("profile", f"{devices.platform} reports no operations to JAX's profiler", "Use --device cpu")
+
+    origins = origins_of(compiled.as_text())
+    totals, counts = Counter(), Counter()
+    for name, own, count in found:
+        totals[origins.get(name, ("", "others"))] += own / flags.repeats
+        counts[origins.get(name, ("", "others"))] += count / flags.repeats
+    table = Table("phase", "operation", box=None, header_style="bold", pad_edge=False)
+    for title in ("times a step", "ms a step", "share"):
+        table.add_column(title, justify="right")
+    rows, all_seconds = [], totals.total()
+    for (phase, operation), own in totals.most_common(SHOWN):
+        share = own / all_seconds
+        table.add_row(phase, operation, f"{counts[phase, operation]:.0f}", f"{own * 1e3:.1f}", f"{share:.1%}")
+        name = f"{phase} {operation}".strip()
+        rows.append(Row(name, own, "s", against="all operations", ratio=share, simulated=devices.simulated))
+    console.print(table)
+    usage = {
+        "user": after.ru_utime - before.ru_utime,
+        "system": after.ru_stime - before.ru_stime,
+    }
+    rows.append(Row.of("step", seconds, "s", simulated=devices.simulated))
+    rows += [Row(f"step: {name} time", value / flags.repeats, "s") for name, value in usage.items()]
+    user, system = (value / flags.repeats for value in usage.values())
+    console.print(
+        f"A step takes {statistics.median(seconds):.3f} s, {profiled:.3f} s while profiled; over all cores it uses"
+        f" {user:.2f} s, and the system {system:.2f} s for it (memory touched for the first time, mostly). The"
+        f" operations above are of {all_seconds:.2f} s; of a product on several cores, one of them is counted."
+    )
+    return rows, devices, True
+
+
+def own_seconds(profile) -> list[tuple[str, float, int]]:
+    """(instruction, its seconds without what ran inside it, how often it ran), over all threads and streams."""
+    totals, counts = Counter(), Counter()
+    for plane in profile.planes:
+        for line in plane.lines:
+            for name, nanoseconds in own_time(events(line)):
+                totals[name] += nanoseconds
+                counts[name] += 1
+    return [(name, nanoseconds / 1e9, counts[name]) for name, nanoseconds in totals.items()]
+
+
+def events(line) -> Iterator[tuple[str, float, float]]:
+    """(instruction, start, end) in nanoseconds, of the events that are an instruction of a compiled program."""
+    for event in line.events:
+        name = dict(event.stats).get("hlo_op")
+        if name:
+            yield name, event.start_ns, event.start_ns + event.duration_ns
+
+
+def own_time(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, float]]:
+    """What each span takes without the spans inside it. Spans of one thread are nested or apart."""
+    found: list[list] = []
+    open_spans: list[tuple[float, int]] = []
+    for name, start, end in sorted(spans, key=lambda span: (span[1], -span[2])):
+        while open_spans and open_spans[-1][0] <= start:
+            open_spans.pop()
+        if open_spans:
+            found[open_spans[-1][1]][1] -= end - start
+        open_spans.append((end, len(found)))
+        found.append([name, end - start])
+    return [tuple(each) for each in found]
+
+
+def origins_of(text: str) -> dict[str, tuple[str, str]]:
+    """Instruction -> (phase, JAX operation), from the metadata of a compiled program."""
+    found = {}
+    for name, origin in re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="([^"]*)"', text, re.MULTILINE):
+        phase = (
+            "recomputed"
+            if "rematted_computation" in origin
+            else "backward"
+            if "transpose(" in origin
+            else "forward"
+            if "jvp(" in origin
+            else "update"
+        )
+        found[name] = (phase, origin.rpartition("/")[2])
+    return found

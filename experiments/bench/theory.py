@@ -1,0 +1,144 @@
+"""What a layout has to hold and to send, by the papers' formulas: what a program's own figures are held against.
+
+Counted for the stage that needs most, each with the layers and the ends (embedding, head) that stand on it. The table
+is as the model pads it; what ZeRO and parts of unequal length pad is not counted, nor are single numbers (loss, norm).
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import jax.numpy as jnp
+
+from jaxdist.config import RunConfig
+from jaxdist.model import EMBED_PARTS, HEAD_PARTS, Declaration, declare
+from jaxdist.plan.formulas import ModelShape, StateRecipe, pp_traffic, state_bytes, tp_traffic
+
+MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers of a stage, which ends of the model stand on it, and how many of its boundaries face another stage.
+
+    Elements on one tp rank: `parameters` of all, `alike` of those that every tp rank holds whole, `table` of the tied
+    table where the model's other end is on another stage.
+    """
+
+    layers: int
+    embeds: bool
+    heads: bool
+    boundaries: int
+    parameters: float
+    alike: float
+    table: float
+
+
+def stages(config: RunConfig) -> list[Stage]:
+    mesh, schedule, layers = config.parallel.mesh, config.parallel.pipeline, config.part_layers
+    declared, depth = declare(config.model), config.model.num_layers
+    places = [0 if schedule is None else schedule.place(part)[0] for part in range(len(layers))]
+    found = []
+    for stage in range(mesh.pp):
+        here = sum(n for n, place in zip(layers, places, strict=True) if place == stage)
+        embeds, heads = places[0] == stage, places[-1] == stage
+        names = {*(EMBED_PARTS if embeds else ()), *(HEAD_PARTS if heads else ())}
+        split, alike = sizes(declared["blocks"])
+        split, alike = split * here / depth, alike * here / depth
+        for name in names:
+            more, as_well = sizes(declared[name])
+            split, alike = split + more, alike + as_well
+        boundaries = sum((a == stage) + (b == stage) for a, b in pairwise(places) if a != b)
+        table = 0.0 if embeds == heads else sizes(declared["tokens"])[0] / mesh.tp
+        found.append(Stage(here, embeds, heads, boundaries, split / mesh.tp + alike, alike, table))
+    return found
+
+
+def sizes(part: dict | Declaration) -> tuple[float, float]:
+    """Elements (split over tp, held whole by every tp rank)."""
+    if isinstance(part, dict):
+        return tuple(map(sum, zip(*(sizes(each) for each in part.values()), strict=True)))
+    size = math.prod(part.shape)
+    return (size, 0) if "tp" in part.spec else (0, size)
+
+
+def state_in_theory(config: RunConfig) -> float | None:
+    """Bytes of weights, masters and moments; None for an optimiser whose moments are not of the parameters' shapes.
+
+    Source: ZeRO, arXiv 1910.02054, figure 1, without its gradients, which are not kept from step to step.
+    """
+    if config.optimizer.name not in MOMENTS:
+        return None
+    item, _, master = itemsizes(config)
+    masters = 0 if config.precision.dtype == config.precision.master_dtype else master
+    recipe = StateRecipe(item, 0, masters + MOMENTS[config.optimizer.name] * master)
+    most = max(stage.parameters for stage in stages(config))
+    return float(state_bytes(most, recipe, config.parallel.zero, config.parallel.mesh.dp).total)
+
+
+def sent_in_theory(config: RunConfig) -> float:
+    """Bytes that one device sends in a step."""
+    parts = (over_data, over_tp, over_pp)
+    return max(float(sum(part(config, stage) for part in parts)) for stage in stages(config))
+
+
+def over_data(config: RunConfig, stage: Stage) -> float:
+    """Gradients and weights: ZeRO, arXiv 1910.02054, section 7; across replicas: arXiv 2304.11277, section 3.2.2.
+
+    With sp, gradients of what tp ranks hold alike are summed over tp in the same message: arXiv 2205.05198.
+    """
+    parallel = config.parallel
+    mesh, zero = parallel.mesh, parallel.zero
+    _, m = rows_of_a_microbatch(config)
+    item, reduced, _ = itemsizes(config)
+    ranks = mesh.replica * (1 if zero else mesh.dp)  # of an all-reduce
+    mine = stage.parameters / (mesh.dp if zero else 1)
+    alike = stage.alike / (mesh.dp if zero else 1) if parallel.sp else 0
+    summed = 2 * reduced * (mine * share(ranks) + alike * (share(ranks * mesh.tp) - share(ranks)))
+    if not zero:
+        return summed
+    of_gradients = {1: 1, 2: m, 3: m}[zero]
+    of_weights = {1: 1, 2: 1, 3: 2 * m if parallel.reshard_after_forward else m}[zero]
+    return summed + (of_gradients * reduced + of_weights * item) * stage.parameters * share(mesh.dp)
+
+
+def over_tp(config: RunConfig, stage: Stage) -> float:
+    """Activations: `tp_traffic`; the softmax's three numbers a token: arXiv 1909.08053, section 3."""
+    parallel, model = config.parallel, config.model
+    item, _, wide = itemsizes(config)
+    rows, microbatches = rows_of_a_microbatch(config)
+    shape, recompute = ModelShape.of(model), parallel.remat_every > 0
+    layer = tp_traffic(shape, rows, parallel.mesh.tp, parallel.sp, recompute, recomputed="needed").elements
+    tokens, around = rows * model.seq_len, 2 * share(parallel.mesh.tp)
+    ends = (stage.embeds + stage.heads) * tokens * model.width * around  # embedding forward, head backward
+    softmax = stage.heads * 3 * tokens * around
+    return microbatches * ((stage.layers * layer + ends) * item + softmax * wide)
+
+
+def over_pp(config: RunConfig, stage: Stage) -> float:
+    """`pp_traffic`, and the gradient of a tied table whose two uses are on two stages: arXiv 2104.04473."""
+    parallel = config.parallel
+    item, reduced, _ = itemsizes(config)
+    rows, microbatches = rows_of_a_microbatch(config)
+    one = pp_traffic(ModelShape.of(config.model), rows, parallel.mesh.tp, parallel.sp).elements
+    table = stage.table / (parallel.mesh.dp if parallel.zero else 1)  # an all-reduce of two sends its size once
+    return microbatches * stage.boundaries * one * item + table * reduced
+
+
+def itemsizes(config: RunConfig) -> tuple[int, int, int]:
+    """Bytes of an activation or weight, of a gradient on its way, of a master."""
+    precision = config.precision
+    names = (precision.dtype, precision.reduction_dtype, precision.master_dtype)
+    return tuple(jnp.dtype(name).itemsize for name in names)
+
+
+def rows_of_a_microbatch(config: RunConfig) -> tuple[float, int]:
+    """(sequences of a micro-batch on one data rank, micro-batches in a step)."""
+    parallel = config.parallel
+    microbatches = parallel.accumulate * parallel.num_microbatches
+    return config.batch_size / (parallel.mesh.replica * parallel.mesh.dp * microbatches), microbatches
+
+
+def share(n: int) -> float:
+    """What a ring's member sends of a message that every member holds: (n-1)/n."""
+    return (n - 1) / n
