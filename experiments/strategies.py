@@ -13,7 +13,9 @@ from jaxdist.config import PRESETS, OptimizerConfig, ParallelConfig, PrecisionCo
 from jaxdist.mesh import parse_mesh
 from jaxdist.parallel.schedules import NAMES, default_chunks
 
-PROOF_LR = 1e-4  # small: AdamW makes steps of size lr out of rounding noise where a true gradient is 0
+# AdamW makes steps of size lr out of rounding noise where a true gradient is 0, or near eps: a small lr, and an eps
+# above that noise, keep it out of the next step's gradients.
+PROOF_LR, PROOF_EPS = 1e-4, 1e-6
 BATCH_SIZE = 48  # divides by every dp x accumulate below, 3 among them
 
 
@@ -35,7 +37,7 @@ class Strategy:
         return RunConfig(
             model=dataclasses.replace(PRESETS["proof"], dropout=self.dropout, num_layers=self.num_layers),
             parallel=ParallelConfig(mesh=parse_mesh(self.mesh), **self.parallel),
-            optimizer=OptimizerConfig(lr=PROOF_LR, warmup_steps=0, **self.optimizer),
+            optimizer=OptimizerConfig(lr=PROOF_LR, warmup_steps=0, eps=PROOF_EPS, **self.optimizer),
             precision=PrecisionConfig(dtype=dtype or self.dtype, reduce_dtype=self.reduce_dtype),
             batch_size=self.batch_size,
             steps=steps,

@@ -8,7 +8,7 @@ With --out the run is kept in a folder, and the same command continues it after 
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +46,7 @@ from jaxdist.pace import Pace
 from jaxdist.parallel.schedules import in_flight, simulate
 from jaxdist.plan.budget import JobBudget, begin_job, is_asked_for
 from jaxdist.prefetch import Prefetched
-from jaxdist.runtime import Devices
+from jaxdist.runtime import Devices, refused_option
 from jaxdist.signals import Signals
 from jaxdist.step import Program, State, build_program, compiled_bytes
 from jaxdist.watch import Agreement, Watchdog
@@ -96,6 +96,9 @@ class TrainFlags(CommonFlags, ProcessFlags):
     """Put the SHA-256 of every global batch into metrics.jsonl, to prove that two runs saw the same."""
     drill: str | None = None
     """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens (inf, flip, batch, stuck, slow, die, term, late, full)."""
+    compiler_options: tuple[str, ...] = ()
+    """Options of XLA for the step, as in xla_gpu_enable_latency_hiding_scheduler=true. `experiments.bench flags` tells
+    which this jaxlib takes and what each gains. They may change the last bits of results."""
     eval_every: int = 50
     """Steps between held-out evaluations."""
     eval_batches: int = 4
@@ -200,6 +203,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     config = flags.run_config()
     set_precision(config)
     devices = flags.acquire_devices(config.parallel.mesh.num_devices, flags.device, console)
+    options = parse_options(flags.compiler_options)
     out = None if flags.out is None else Path(flags.out)
     if out is not None and look_at_folder(flags, config, out, console):
         return 0
@@ -227,7 +231,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
         signals = stack.enter_context(Signals(grace=flags.grace, late=late))
         watchdog = stack.enter_context(Watchdog(flags.stuck_after, stacks_file(out)))
         budget = stack.enter_context(job_budget(flags, config, console, now))
-        about = {"data": corpus.about, "devices": devices.description}
+        about = {"data": corpus.about, "devices": devices.description, "compiler_options": options}
         first = out if processes.is_first() else None
         files = stack.enter_context(RunFiles(first, config, about, own.step if own else 0))
 
@@ -238,7 +242,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
         # ---- compile, initialise or restore ----
         begun = time.perf_counter()
         watchdog.alive("compiling the step")
-        step = program.compile_step()
+        step = program.compile_step(options)
         compiled = time.perf_counter()
 
         def start_from(manifest: Manifest | None) -> resume.Start:
@@ -314,6 +318,20 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
             console.print(f"[bold red]not written:[/] summary.json ({files.failure})")
             return EXIT_SAVE
     return 0
+
+
+def parse_options(options: Sequence[str]) -> dict[str, str | bool]:
+    """NAME=VALUE, each, as this machine's compiler takes it."""
+    found: dict[str, str | bool] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        value = {"true": True, "false": False}.get(text.lower(), text)
+        refusal = refused_option(name, value) if name and equals else "an option is NAME=VALUE"
+        if refusal:
+            remedy = "Use one that `python -m experiments.bench flags` shows"
+            raise ConfigError(f"--compiler-options {option}", refusal, remedy)
+        found[name] = value
+    return found
 
 
 def look_at_folder(flags: TrainFlags, config: RunConfig, out: Path, console: Console) -> bool:

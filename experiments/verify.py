@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program
-from experiments.strategies import PIPELINES, PROOF_LR, STRATEGIES
+from experiments.strategies import PIPELINES, PROOF_EPS, PROOF_LR, STRATEGIES
 from jaxdist import processes
 from jaxdist.config import Preset, RunConfig, require_positive, to_dict
 from jaxdist.errors import ConfigError
@@ -73,6 +73,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
             raise ConfigError(f"--only {flags.only}", "no strategy has that in its name", "Try --only zero3")
     else:
         config = flags.run_config()
+        config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, eps=PROOF_EPS))
         chosen = [(str(config.parallel.mesh), config)]
     count = max(config.parallel.mesh.num_devices for _, config in chosen)
     devices = flags.acquire_devices(count, flags.device, console)

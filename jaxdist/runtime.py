@@ -138,3 +138,12 @@ def _share(found: list[jax.Device], count: int) -> list[jax.Device]:
         if len(mine) < each:
             mine.append(device)
     return [device for process in sorted(taken) for device in taken[process]]
+
+
+def refused_option(name: str, value: str | bool) -> str | None:
+    """What the default device's compiler says against an option; None where it takes it. Starts JAX's backend."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return None

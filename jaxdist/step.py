@@ -117,15 +117,15 @@ class Program:
 
         return Batch(*map(array, Batch._fields, self.abstract_batch()))
 
-    def compile_step(self) -> jax.stages.Compiled:
-        """Compile the step ahead of time.
+    def compile_step(self, compiler_options: dict[str, str | bool] | None = None) -> jax.stages.Compiled:
+        """Compile the step ahead of time, with options of XLA for the step alone.
 
         Raises: RuntimeError where XLA cannot reuse the donated state, since the state would then be held twice.
         """
         state = self.abstract_state()
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Some donated buffers were not usable")
-            compiled = self.step.lower(state, self.abstract_batch()).compile()
+            compiled = self.step.lower(state, self.abstract_batch()).compile(compiler_options=compiler_options)
         memory = compiled.memory_analysis()
         if memory is not None and memory.alias_size_in_bytes < local_bytes(state):
             raise RuntimeError(

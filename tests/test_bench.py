@@ -1,6 +1,7 @@
 """Benches: rows of one form, simulated time that is never called speed, and each bench at a tiny size."""
 
 import dataclasses
+import importlib
 import json
 import math
 import sys
@@ -97,6 +98,7 @@ SMALL = [
     ("kernels", ["--only", "optimizer", *TINY], "optimizer update", None),
     ("collectives", ["--mesh", "dp=2", "--message-bytes", "65536", "--repeats", "2"], "all_to_all", 5),
     ("compile", ["--depths", "1", "2", *TINY], "layers", 2),
+    ("scaling", ["--only", "accumulate", *TINY], "peak bytes", 12),
 ]
 
 
@@ -119,6 +121,12 @@ def test_time_inside_another_operation_is_not_its_own():
 def test_no_option_is_tried_after_its_time(capsys):
     code, printed = run(capsys, "flags", "--only", "onednn", "--start-within", "0", *TINY)
     assert code == 0 and printed.count("not tried") == 2
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_every_bench_can_be_imported(bench):
+    module, function, _ = BENCHES[bench]
+    assert callable(getattr(importlib.import_module(f"experiments.bench.{module}"), function))
 
 
 BAD = [

@@ -56,6 +56,9 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
         "60",
         "--lr",
         "0.01",
+        "--compiler-options",
+        "xla_cpu_enable_fast_min_max=true",
+        "xla_cpu_prefer_vector_width=256",
         *SMALL,
     )
     assert code == 0
@@ -81,6 +84,7 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
     assert len(summary["epochs"]) == 1 and summary["epochs"][0] > 0
     config = json.loads((out / "config.json").read_text())
     assert config["parallel"]["mesh"]["tp"] == 2 and config["model"]["width"] == 32 and "SIMULATED" in config["devices"]
+    assert config["compiler_options"] == {"xla_cpu_enable_fast_min_max": True, "xla_cpu_prefer_vector_width": "256"}
 
 
 @pytest.mark.parametrize("more", ["--mesh dp=2,tp=2 --zero 3 --sp", "--mesh dp=3 --batch-size 9"])
@@ -221,6 +225,9 @@ WRONG_FLAGS = [
     (["--data", "/nonexistent/file=0.7,b"], "PATH=WEIGHT", "a.bin=0.7,b.npy=0.3"),
     (["--prefetch", "0"], "prefetch=0", "prefetch=1"),
     (["--attention", "cudnn"], "cudnn", "--attention auto"),
+    (["--compiler-options", "xla_nope=1"], "No such compile option", "experiments.bench flags"),
+    (["--compiler-options", "xla_cpu_enable_fast_math=7"], "not a valid bool", "experiments.bench flags"),
+    (["--compiler-options", "xla_cpu_enable_fast_math"], "NAME=VALUE", "experiments.bench flags"),
     (["--mesh", "dp=16"], "16 simulated devices", "before JAX starts"),
 ]
 

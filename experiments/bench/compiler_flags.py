@@ -3,7 +3,6 @@
 import statistics
 import time
 
-from jax.errors import JaxRuntimeError
 from rich.console import Console
 from rich.table import Table
 
@@ -11,7 +10,7 @@ from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row, ratios
 from experiments.bench.timing import timed_step, with_parallel
 from jaxdist.config import RunConfig
-from jaxdist.runtime import acquire_devices
+from jaxdist.runtime import acquire_devices, refused_option
 
 # Options of XLA, tried one at a time against none.
 CPU_OPTIONS = {
@@ -64,11 +63,10 @@ def bench_flags(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
                 table.add_row(name, "not tried: out of time")
                 continue
             with console.status(name):
-                try:
-                    step = timed_step(config, devices, compiler_options={option: value})
-                except (JaxRuntimeError, ValueError) as error:  # what a compiler says of an option it does not know
-                    table.add_row(name, f"refused: {str(error).splitlines()[0][:60]}")
+                if refusal := refused_option(option, value):
+                    table.add_row(name, f"refused: {refusal[:60]}")
                     continue
+                step = timed_step(config, devices, compiler_options={option: value})
                 times = [(step.run(), plain.run()) for _ in range(flags.repeats)]
             ours, theirs = zip(*times, strict=True)
             pairs = ratios(ours, theirs)

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
+from experiments.bench.speed import flops_per_token
 from experiments.bench.timing import timed_step, with_parallel
 from experiments.cli import make_folder
-from experiments.gpu import flops_per_token
 from experiments.timeline import FAINT, INK, Line, Picture, Rectangle, Text, write_both
 from jaxdist.config import RunConfig
 from jaxdist.plan.program_memory import program_bytes
@@ -86,7 +86,7 @@ def measure(config: RunConfig, value: int, repeats: int, devices) -> Point:
     step = timed_step(config, devices)
     layouts = Candidates.of(config)
     planned = program_bytes(config, layouts, pipelines(config.model, layouts), "xla").total[0]
-    flops = flops_per_token(config.model) * config.batch_size * config.model.seq_len
+    flops = flops_per_token(config.model, "full") * config.batch_size * config.model.seq_len
     return Point(value, [step.run() for _ in range(repeats)], flops, step.peak_bytes, float(planned))
 
 

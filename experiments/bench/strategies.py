@@ -10,6 +10,7 @@ from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
 from experiments.bench.theory import sent_in_theory, state_in_theory
 from experiments.bench.timing import timed_step, with_parallel
+from experiments.strategies import PROOF_EPS, PROOF_LR
 from experiments.verify import Verifier
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_abstract_mesh
@@ -44,8 +45,7 @@ def bench_strategies(flags: BenchFlags, config: RunConfig, console: Console) -> 
     configs = [(name, each) for name, each in configs if flags.only in name]
     devices = acquire_devices(4, flags.device)
     console.print(f"devices: {devices.description}")
-    # Warm-up and lr as in a proof: AdamW's first steps amplify rounding noise by the learning rate.
-    proof = dataclasses.replace(config.optimizer, lr=1e-4, warmup_steps=0)
+    proof = dataclasses.replace(config.optimizer, lr=PROOF_LR, eps=PROOF_EPS, warmup_steps=0)
     verify = Verifier(devices, steps=2)
     table = Table(box=None, header_style="bold", pad_edge=False)
     timing = "s/step (simulated)" if devices.simulated else "s/step"
