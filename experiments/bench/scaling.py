@@ -133,7 +133,7 @@ def panel(picture: Picture, name: str, points: list[Point], left, top, width, he
     add = picture.shapes.append
     add(Line(left, top, left, top + height, FAINT))
     add(Line(left, top + height, left + width, top + height, FAINT))
-    for factor in (low, 1.0, high):
+    for factor in (low, 1.0, high) if low < 0.9 else (1.0, high):  # labels that do not touch
         add(Text(left - 5, place(points[0].value, factor)[1], f"{factor:.2g}x", 10, FAINT, "end"))
     for point in points:
         add(Text(place(point.value, low)[0], top + height + 11, str(point.value), 10, FAINT, "middle"))
