@@ -42,6 +42,8 @@ def update(
 ) -> tuple[dict, Any]:
     """(parameters, moments) after one update, both unchanged to the bit where `finite` is false.
 
+    (A mean of squares of -0.0 would become 0.0; none is ever made.)
+
     Layout: all in the storage layout; sends nothing.
     """
     grads = jax.tree.map(lambda g: jnp.where(finite, g, -0.0), grads)
