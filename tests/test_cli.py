@@ -15,8 +15,10 @@ import experiments.verify
 from experiments import planted_bugs
 from experiments.cli import CommonFlags, run_program
 from experiments.strategies import STRATEGIES
-from jaxdist.config import ModelConfig, ParallelConfig, RunConfig
-from jaxdist.mesh import parse_mesh
+from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.step import Program, build_program
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 400
 SMALL = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "32", "--batch-size", "8"]
@@ -85,6 +87,26 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
     config = json.loads((out / "config.json").read_text())
     assert config["parallel"]["mesh"]["tp"] == 2 and config["model"]["width"] == 32 and "SIMULATED" in config["devices"]
     assert config["compiler_options"] == {"xla_cpu_enable_fast_min_max": True, "xla_cpu_prefer_vector_width": "256"}
+
+
+def test_compiler_options_reach_the_step(monkeypatch, capsys, text):
+    given = []
+
+    def compile_step(program, options):
+        given.append(options)
+        raise ConfigError("a test", "it needs no more", "Stop")
+
+    monkeypatch.setattr(Program, "compile_step", compile_step)
+    option = "xla_cpu_enable_fast_min_max=true"
+    assert run(monkeypatch, capsys, "train", "--data", text, *SMALL, "--compiler-options", option)[0] == 2
+    assert given == [{"xla_cpu_enable_fast_min_max": True}]
+
+
+def test_the_step_is_compiled_with_its_options():
+    config = RunConfig(PRESETS["proof"], ParallelConfig(), batch_size=2)
+    program = build_program(config, make_mesh(config.parallel.mesh, jax.devices()))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_nope"):
+        program.compile_step({"xla_nope": "1"})
 
 
 @pytest.mark.parametrize("more", ["--mesh dp=2,tp=2 --zero 3 --sp", "--mesh dp=3 --batch-size 9"])

@@ -57,13 +57,10 @@ def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
         name = f"{phase} {operation}".strip()
         rows.append(Row(name, own, "s", against="all operations", ratio=share, simulated=devices.simulated))
     console.print(table)
-    usage = {
-        "user": after.ru_utime - before.ru_utime,
-        "system": after.ru_stime - before.ru_stime,
-    }
+    user = (after.ru_utime - before.ru_utime) / flags.repeats
+    system = (after.ru_stime - before.ru_stime) / flags.repeats
     rows.append(Row.of("step", seconds, "s", simulated=devices.simulated))
-    rows += [Row(f"step: {name} time", value / flags.repeats, "s") for name, value in usage.items()]
-    user, system = (value / flags.repeats for value in usage.values())
+    rows += [Row("step: user time", user, "s"), Row("step: system time", system, "s")]
     console.print(
         f"A step takes {statistics.median(seconds):.3f} s, {profiled:.3f} s while profiled; over all cores it uses"
         f" {user:.2f} s, and the system {system:.2f} s for it (memory touched for the first time, mostly). The"
