@@ -151,6 +151,16 @@ def fail(code: int, others: int, reason: str) -> None:
     leave(code)
 
 
+def end_together(name: str, seconds: float) -> None:
+    """Wait, `seconds` at most, until every process is here; each of them ends next, the first of them last."""
+    if jax.process_count() == 1:
+        return
+    with suppress(RuntimeError):  # some never came
+        coordination_client().wait_at_barrier(f"jaxdist/end/{name}", int(seconds * 1000))
+    if is_first():
+        time.sleep(LISTEN_SECONDS)  # it serves the barrier to the others
+
+
 def _listen() -> None:
     """End this process when another one has failed."""
     while not _failing.wait(LISTEN_SECONDS):

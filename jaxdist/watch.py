@@ -13,9 +13,12 @@ from typing import Self, TextIO
 
 import jax
 
+from jaxdist import processes
 from jaxdist.compat import coordination_client
 
 EXIT_STUCK = 70
+FALLBACK_SECONDS = 5
+OTHERS_SECONDS = 10  # in which every other process has noticed as well, or its fallback has
 
 
 class Agreement:
@@ -48,7 +51,8 @@ class Watchdog:
     """Ends the process when no step has finished for `seconds`, after the stack of every thread is written down.
 
     A rank that waits in a collective for one that never comes is stuck as well, so every process ends by its own
-    watchdog. Should even that be held up (by a lock of the interpreter), `faulthandler` ends the process 10 s later.
+    watchdog. The first to notice waits for the others to have written: JAX aborts them as soon as it is gone. Should
+    even the watchdog be held up (by a lock of the interpreter), `faulthandler` ends the process FALLBACK_SECONDS later.
     """
 
     def __init__(self, seconds: float, where: str | None = None):
@@ -64,7 +68,7 @@ class Watchdog:
         """Progress was made; what comes next is `doing`."""
         self._doing, self._deadline = doing, time.monotonic() + self.seconds
         # The real standard error: what stands in for it (a notebook, a test) may have no file descriptor.
-        faulthandler.dump_traceback_later(self.seconds + 10, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(self.seconds + FALLBACK_SECONDS, exit=True, file=sys.__stderr__)
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.seconds / 4)):
@@ -73,6 +77,8 @@ class Watchdog:
                 if self._where is not None:
                     with contextlib.suppress(OSError), open(self._where, "a", encoding="utf-8") as file:
                         self._write(file)
+                faulthandler.dump_traceback_later(2 * OTHERS_SECONDS, exit=True, file=sys.__stderr__)
+                processes.end_together("stuck", OTHERS_SECONDS)
                 os._exit(EXIT_STUCK)
 
     def _write(self, file: TextIO) -> None:

@@ -20,6 +20,7 @@ from experiments.cli import run_program
 from jaxdist import processes, runtime
 from jaxdist.errors import ConfigError
 from jaxdist.signals import Signals
+from jaxdist.watch import EXIT_STUCK
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -195,6 +196,27 @@ time.sleep(1000)
     code, text = run([*as_processes(2, 1), "-c", alone], folder)
     assert "[0] process 0 ends, since another one did. process 1: text.txt cannot be read" in text
     assert code in (3, 4) and "did not end within" not in text
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_the_first_to_notice_that_all_are_stuck_waits_for_the_others(folder, later):
+    """JAX aborts a process as soon as the first one is gone: its stacks would be lost."""
+    alone = f"""
+import time
+import jax
+from jaxdist import processes
+from jaxdist.watch import Watchdog
+processes.join(None, None, None)
+index = (jax.devices(), jax.process_index())[1]
+with Watchdog(4 if index == {later} else 1, f"{folder}/stuck.{later}.{{index}}") as watchdog:
+    watchdog.alive("waiting")
+    time.sleep(1000)
+"""
+    code, text = run([*as_processes(2, 1), "-c", alone], folder)
+    assert code == EXIT_STUCK
+    for index in range(2):
+        assert f"process {index} is stuck" in (folder / f"stuck.{later}.{index}").read_text()
+        assert f"[{index}] process {index} is stuck" in text
 
 
 # ---- how a process learns which one it is ----
