@@ -73,8 +73,9 @@ def least(config: RunConfig) -> dict[str, float]:
 
     Every layer's activations: a sum twice forward and twice backward, and again what a recomputed group needs inside.
     What a stage has for another: each micro-batch once. Every leaf, unpadded: its gradient summed once (over all
-    stages, where several use it), or scattered where it is made; its weights gathered once for each use. The head's
-    backward uses what its forward gathered, and the last block's with overlap. A block's backward uses no vectors.
+    stages, where several use it), or scattered where it is made, a stage's together; its weights gathered once for each
+    use. The head's backward uses what its forward gathered, and the last block's with overlap. A block's backward uses
+    no vectors.
     """
     parallel, mesh, layout = config.parallel, config.parallel.mesh, layout_of(config)
     item, reduced, master = (
@@ -110,11 +111,14 @@ def least(config: RunConfig) -> dict[str, float]:
         uses = 1 if block else sum(leaf.name.split(".")[0] in names for names in (model.EMBED_PARTS, model.HEAD_PARTS))
         if not (parallel.zero == 3 and parallel.reshard_after_forward) and not block:
             uses = 1 / parallel.num_microbatches
-        times = micros * uses if layout.grads_scattered else 1
-        total += part(dp) * size * reduced * times
+        times = micros * uses
+        scatters = (micros * min(uses, 1) if mesh.pp == 1 else times) if layout.grads_scattered else 1
+        total += part(dp) * size * reduced * scatters
         if layout.params_stored:
             twice = block and ((leaf.decay and (parallel.reshard_after_forward or schedule)) or every)
-            once = 1 / config.model.num_layers if parallel.overlap else 0  # the last block, for forward and backward
+            once = (
+                1 / config.model.num_layers if parallel.overlap_layers else 0
+            )  # the last block, for forward and backward
             total += part(dp) * size * item * times * (2 - once if twice else 1)
         else:
             total += part(dp) * size * item

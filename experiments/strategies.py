@@ -202,6 +202,24 @@ STRATEGIES = [
     Strategy("pp2-dp2-tp2-fp16", "pp=2,dp=2,tp=2", {"schedule": "zb-v"}, dtype="float16"),
     Strategy("pp2-dp2-tp2-sp-zero3-fp64", "pp=2,dp=2,tp=2", {"sp": True, "zero": 3}, dtype="float64"),
     Strategy("pp4-zb-v-dropout-fp64", "pp=4,dp=2", {"schedule": "zb-v"}, dropout=0.2, dtype="float64", num_layers=8),
+    # Messages between stages that travel while stages compute.
+    Strategy("pp4-1f1b-overlap", "pp=4", {"microbatches": 12, "overlap": True}),
+    Strategy(
+        "pp2-dp2-tp2-sp-zero3-zb-v-overlap-remat",
+        "pp=2,dp=2,tp=2",
+        {"sp": True, "zero": 3, "schedule": "zb-v", "overlap": True, "remat": "block"},
+        dropout=0.2,
+    ),
+    Strategy(
+        "pp4-zb-h1-overlap-uneven-fp64",
+        "pp=4,dp=2",
+        {"schedule": "zb-h1", "stages": "1,2,1,1", "overlap": True},
+        dtype="float64",
+        num_layers=5,
+    ),
+    Strategy(
+        "pp2-tp2-interleaved-overlap-bf16", "pp=2,tp=2", {"schedule": "interleaved", "overlap": True}, dtype="bfloat16"
+    ),
     # Dropout: the mask belongs to the token, not to the device.
     Strategy("dp2-tp2-dropout", "dp=2,tp=2", dropout=0.2),
     Strategy("dp2-tp4-sp-zero1-dropout", "dp=2,tp=4", {"sp": True, "zero": 1}, dropout=0.2),

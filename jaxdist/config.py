@@ -124,7 +124,8 @@ class ParallelConfig:
     remat: "none", "selective" (the attention core), "block", or "every-K" blocks.
     loss_chunks: parts of a micro-batch whose logits are made, and turned into gradients, one after the other.
     reshard_after_forward: ZeRO-3 drops gathered weights after forward and gathers again in backward.
-    overlap: reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes.
+    overlap: reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes; in a
+        pipeline instead, let messages between stages travel during a tick, while the stages compute.
     schedule, microbatches, chunks: of the pipeline (pp > 1). A name, or the path of a table written by hand; the
         micro-batches of one pass (default twice the stages), of which an update makes `accumulate`; chunks of layers a
         stage holds (default: what the schedule needs).
@@ -160,7 +161,14 @@ class ParallelConfig:
         """The schedule that runs; None where pp=1."""
         if self.mesh.pp == 1:
             return None
-        return find_schedule(self.schedule, self.mesh.pp, self.num_microbatches, self.chunks)
+        return find_schedule(
+            self.schedule, self.mesh.pp, self.num_microbatches, self.chunks, hop=2 if self.overlap else 1
+        )
+
+    @property
+    def overlap_layers(self) -> bool:
+        """Whether what a layer sends over dp travels while another computes. A pipeline overlaps its messages alone."""
+        return self.overlap and self.mesh.pp == 1
 
     @property
     def remat_every(self) -> int:
@@ -225,12 +233,6 @@ class ParallelConfig:
     def _check_overlap(self):
         for asked, why, instead, applies in (
             (
-                f"pp={self.mesh.pp}",
-                "overlap is of the loop over all layers, which a pipeline divides into actions of its own",
-                "Use one of the two",
-                self.mesh.pp > 1,
-            ),
-            (
                 f"remat={self.remat}",
                 "overlap works layer by layer, and this recomputes several together",
                 "Use --remat block",
@@ -243,17 +245,20 @@ class ParallelConfig:
                 self.zero == 3 and not self.reshard_after_forward,
             ),
         ):
-            if self.overlap and applies:
+            if self.overlap_layers and applies:
                 raise ConfigError(f"--overlap with {asked}", why, instead)
 
 
 _make_schedule = cache(schedules.make_schedule)
 
 
-def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None) -> Schedule:
-    """The named schedule for these sizes, or the one in a file. Raises: ConfigError where there is none."""
+def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None, hop: int = 1) -> Schedule:
+    """The named schedule for these sizes, or the one in a file. Raises: ConfigError where there is none.
+
+    hop: ticks from stage to stage; a table in a file must leave its messages that many.
+    """
     if name in schedules.NAMES:
-        return _make_schedule(name, num_stages, num_microbatches, num_chunks)
+        return _make_schedule(name, num_stages, num_microbatches, num_chunks, hop)
     if not Path(name).is_file():
         raise ConfigError(
             f"schedule {name!r}",
@@ -270,6 +275,8 @@ def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
             f"the run has {sizes.format(*wanted)}",
             f"Use --mesh pp={found[0]},... --microbatches {found[1]} --chunks {found[2]}, or write another table",
         )
+    schedule = dataclasses.replace(schedule, hop=hop)
+    schedules.validate(schedule)
     return schedule
 
 
@@ -461,7 +468,7 @@ class RunConfig:
             notes.append(
                 "--no-reshard-after-forward: a pipeline gathers the weights of blocks again in B all the same."
             )
-        if parallel.overlap and parallel.mesh.replica * parallel.mesh.dp == 1:
+        if parallel.overlap_layers and parallel.mesh.replica * parallel.mesh.dp == 1:
             notes.append("--overlap hides what data ranks send, and there is one: it hides nothing.")
         default = ParallelConfig()
         for name in ("schedule", "microbatches", "chunks", "stages"):

@@ -35,7 +35,7 @@ from jaxdist.parallel.data import gather_parameters, reduce_gradients
 from jaxdist.parallel.grouping import shard
 from jaxdist.parallel.overlap import Gradients, overlapped_gradients, wait
 from jaxdist.parallel.pipeline import Stages, add, iterations, pick, pipeline_gradients, pipeline_loss
-from jaxdist.parallel.zero import fetch_whole, make_fetch, make_scatter
+from jaxdist.parallel.zero import fetch_whole, make_fetch, make_scatter, make_whole_holders
 from jaxdist.plan.trace import Collective, collectives_of
 
 REPLICATED = PartitionSpec()
@@ -123,15 +123,24 @@ class Program:
         Raises: RuntimeError where XLA cannot reuse the donated state, since the state would then be held twice.
         """
         state = self.abstract_state()
+        options = step_options(self.config, _platform(self.mesh)) | (compiler_options or {})
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Some donated buffers were not usable")
-            compiled = self.step.lower(state, self.abstract_batch()).compile(compiler_options=compiler_options)
+            compiled = self.step.lower(state, self.abstract_batch()).compile(compiler_options=options)
         memory = compiled.memory_analysis()
         if memory is not None and memory.alias_size_in_bytes < local_bytes(state):
             raise RuntimeError(
                 f"donation failed: {local_bytes(state)} bytes of state a device, {memory.alias_size_in_bytes} reused"
             )
         return compiled
+
+
+def step_options(config: RunConfig, platform: str) -> dict[str, str | bool]:
+    """Options of XLA that a step is compiled with, before those that a user gives."""
+    if platform == "gpu" and config.parallel.overlap and config.parallel.mesh.pp > 1:
+        # A tick's messages go both ways at once; by default one collective of a GPU travels at a time.
+        return {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
+    return {}
 
 
 class CompiledBytes(NamedTuple):
@@ -168,7 +177,7 @@ def build_program(
     """
     if config.precision.dtype == "float64" and not jax.config.jax_enable_x64:
         raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")
-    if poison is not None and config.parallel.overlap:
+    if poison is not None and config.parallel.overlap_layers:
         raise ConfigError(
             "--overlap with a drill that spoils a gradient",
             "it spoils one before it is summed over ranks, and here sums are made while backward runs",
@@ -243,7 +252,7 @@ def train_step(config, layout, platform, with_gradients, poison, state: State, b
     # Gradients of the mean loss: a sum over tokens, divided once by the global token count.
     num_tokens = count_targets(batch).astype(config.precision.master_dtype)
     scale = state.scale.scale if state.scale is not None else 1
-    if config.parallel.overlap:
+    if config.parallel.overlap_layers:
         grads, loss_sum, finite_leaves = overlapped_accumulation(
             config, layout, platform, state, batch, scale / num_tokens
         )
@@ -377,9 +386,7 @@ def overlapped_accumulation(config, layout, platform, state, batch, weight) -> t
         found = overlapped_gradients(
             stages, root, layers, micro, out, take=take, gather=gather, seed=weight, recompute=recompute
         )
-        fetched_once = layout.grads_scattered and root_held is None
-        d_root = scatter(root_leaves, found.shared) if fetched_once else found.shared
-        return found._replace(shared=jax.tree.map(lambda g: g.astype(precision.master_dtype), d_root))
+        return found._replace(shared=scatter(root_leaves, found.shared))
 
     def put(out, index, row):
         return jax.tree.map(lambda rows, x: lax.dynamic_update_index_in_dim(rows, x, index, 0), out, row)
@@ -531,8 +538,10 @@ def plan_forward(config: RunConfig, layout: Layout, platform: str, training: boo
     if not layout.grads_scattered:
         return model.Forward(**common), lambda params, _: split_root(params)
 
-    def fetch_of(leaves):
-        return make_fetch(leaves, layout, config.precision.reduction_dtype, config.precision.master_dtype)
+    dtypes = config.precision.reduction_dtype, config.precision.master_dtype
+
+    def fetch_of(leaves, **how):
+        return make_fetch(leaves, layout, *dtypes, **how)
 
     root, blocks = split_root(layout.leaves)
     common["fetch_block"] = fetch_of(jax.tree.map(lambda leaf: leaf.layer(), blocks))
@@ -544,17 +553,24 @@ def plan_forward(config: RunConfig, layout: Layout, platform: str, training: boo
 
         return model.Forward(**common, refetch=not layout.params_stored), split
 
+    # The table is fetched for the embedding and for the head. On one stage both gradients are scattered as one; two
+    # stages would each have to keep a whole one through the pass.
+    together = parallel.mesh.pp == 1
+
     def fetch_parts(names):
         def fetch(weights):
-            return fetch_of(_pick(root, names))(tuple(_pick(tree, names) for tree in weights))
+            part = fetch_of(_pick(root, names), whole_holders=together)
+            return part(tuple(_pick(tree, names) for tree in weights))
 
         return fetch
 
     def split_pairs(holders, held):
-        return tuple(zip(split_root(holders), split_root(held), strict=True))
+        root_holders, block_holders = split_root(holders)
+        root_holders = make_whole_holders(root, layout, *dtypes)(root_holders) if together else root_holders
+        return tuple(zip((root_holders, block_holders), split_root(held), strict=True))
 
     fetch_embed, fetch_head = fetch_parts(model.EMBED_PARTS), fetch_parts(model.HEAD_PARTS)
-    if parallel.mesh.pp == 1 and not parallel.overlap:  # these two decide by themselves what is kept
+    if parallel.mesh.pp == 1 and not parallel.overlap_layers:  # these two decide by themselves what is kept
         common["fetch_block"] = model.keep_vectors(config.model, common["fetch_block"])
     return model.Forward(**common, refetch=True, fetch_embed=fetch_embed, fetch_head=fetch_head), split_pairs
 

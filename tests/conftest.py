@@ -88,6 +88,8 @@ RARE = set(
         "dp2-tp4-sp-loss-chunks-fp64",
         "dp4-tp2-zero3-dropout-remat",
         "pp2-remat-selective-accumulate",
+        "pp4-zb-h1-overlap-uneven-fp64",
+        "pp2-tp2-interleaved-overlap-bf16",
     ]
 )
 

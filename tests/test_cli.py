@@ -223,7 +223,6 @@ WRONG_FLAGS = [
     (["--remat", "every-0"], "remat='every-0'", "every-2"),
     (["--loss-chunks", "0"], "loss_chunks=0", "1"),
     (["--loss-chunks", "7", "--seq-len", "64"], "loss_chunks=7 with seq_len=64", "--loss-chunks in"),
-    (["--overlap", "--mesh", "pp=2"], "--overlap with pp=2", "one of the two"),
     (["--overlap", "--remat", "every-2"], "--overlap with remat=every-2", "--remat block"),
     (["--overlap", "--mesh", "dp=2", "--zero", "3", "--no-reshard-after-forward"], "--overlap with --no", "one of the"),
     (["--remat", "every-3"], "num_layers=4", "[1, 2, 4]"),
@@ -282,6 +281,13 @@ def test_a_schedule_from_a_file_is_checked(monkeypatch, capsys, tmp_path, text, 
     flags = ["--mesh", "pp=2", "--schedule", tmp_path / "table.txt", "--microbatches", 2]
     code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, *flags, "--out", tmp_path / "run")
     assert code == 2 and said in stderr and "Traceback" not in stderr
+
+
+def test_a_schedule_from_a_file_leaves_messages_a_tick_with_overlap(monkeypatch, capsys, tmp_path, text):
+    (tmp_path / "table.txt").write_text("0: F0 F1 .  B0 W0 B1 W1\n1: .  F0 B0 F1 B1 W0 W1")
+    flags = ["--mesh", "pp=2", "--schedule", tmp_path / "table.txt", "--microbatches", 2, "--overlap"]
+    code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, *flags)
+    assert code == 2 and "it needs F of micro-batch 0" in stderr and "Run it at tick 2 or later" in stderr
 
 
 def test_verify_runs_a_schedule_from_a_file(monkeypatch, capsys, tmp_path):

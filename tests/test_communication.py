@@ -228,9 +228,8 @@ def test_differences_from_the_papers_are_the_named_ones():
     papers, ours = figures["ZeRO-3"]["weights and gradients over dp"]
     root = 4 * table_VD / tp + 2 * positions_TD + 4 * shape.width  # the last norm is gathered and scattered once
     assert ours == pytest.approx(16 * 7 / 8 * (3 * blocks + root), rel=1e-12)
-    # 43 messages up and 48 down, where a micro-batch needs one each way.
     papers, ours = figures["ZeRO-1"]["between stages"]
-    assert ours / papers == (43 + 48) / (16 + 16)
+    assert ours == papers
     for name in COMPARED:
         papers, ours = figures[name]["blocks over tp"]
         # Of a block's four messages with sp, recomputation needs three.
@@ -250,7 +249,5 @@ def test_no_more_is_sent_than_the_strategy_needs_but_for_the_named_reasons(strat
         most["weights and gradients"] += 0.01  # a matrix is gathered with its group
     if parallel.zero == 3 and parallel.remat_every > 1:
         most["weights and gradients"] += 0.3  # gathered again for recomputation, and again for backward
-    if parallel.mesh.pp > 1:
-        most["between stages"] = 5.0  # all stages send where any has something to say
     for kind, ratio in ratios(config).items():
         assert 1 - 1e-6 < ratio <= most[kind] + 1e-6, kind

@@ -46,6 +46,14 @@ def made(draw_value) -> Schedule:
     return make_schedule(name, draw_value(STAGES), draw_value(MICROBATCHES), chunks)
 
 
+@st.composite
+def travelling(draw_value) -> Schedule:
+    """A schedule whose messages travel during a tick."""
+    name = draw_value(st.sampled_from(NAMES))
+    chunks = draw_value(CHUNKS) if name == "interleaved" else None
+    return make_schedule(name, draw_value(STAGES), draw_value(MICROBATCHES), chunks, hop=2)
+
+
 def bubble(schedule: Schedule) -> int:
     """Ticks above those of one stage's work."""
     return schedule.num_ticks - 3 * schedule.num_microbatches * schedule.num_chunks
@@ -70,6 +78,59 @@ def test_every_schedule_is_valid_and_complete(schedule):
     actions = [action for row in schedule.table for action in row if action is not None]
     assert len(actions) == 3 * schedule.num_microbatches * schedule.num_parts
     assert all(any(row) for row in schedule.table)
+
+
+@checked
+@given(travelling())
+def test_messages_that_travel_during_a_tick_are_a_tick_later(schedule):
+    """Valid by a rule of its own; at no stage before its neighbour's next tick but one."""
+    validate(schedule)
+    actions = [action for row in schedule.table for action in row if action is not None]
+    assert len(actions) == len(set(zip(actions, stages_of(schedule), strict=True)))
+    assert len(actions) == 3 * schedule.num_microbatches * schedule.num_parts
+    when = {
+        (action.kind, action.microbatch, schedule.part(stage, action.chunk)): (tick, stage)
+        for tick, row in enumerate(schedule.table)
+        for stage, action in enumerate(row)
+        if action is not None
+    }
+    for (kind, micro, part), (tick, stage) in when.items():
+        source = {"F": ("F", micro, part - 1), "B": ("B", micro, part + 1)}.get(kind)
+        if source in when:
+            sent, sender = when[source]
+            assert tick >= sent + (1 if sender == stage else 2)
+    assert parse(draw(schedule)) == schedule
+    plain = dataclasses.replace(schedule, hop=1)
+    validate(plain)
+
+
+def stages_of(schedule: Schedule) -> list[int]:
+    return [stage for row in schedule.table for stage, action in enumerate(row) if action is not None]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_eager_1f1b_loses_a_tick_a_stage_and_holds_twice_as_much(stages, rounds):
+    """arXiv 2211.05322, section 4: what is in flight covers the way there and back."""
+    micro = rounds * 2 * stages
+    eager = make_schedule("1f1b", stages, micro, hop=2)
+    assert eager.num_ticks == 3 * micro + 4 * (stages - 1)
+    assert in_flight(eager) == [2 * (stages - 1 - stage) + 1 for stage in range(stages)]
+    split = make_schedule("zb-h1", stages, micro, hop=2)
+    assert split.num_ticks == 3 * micro + 2 * (stages - 1)
+    assert max(in_flight(split)) == 2 * stages - 1
+    # A message that takes a fifth of a tick: shown in every tick, or in none.
+    assert simulate(eager, link=0.2).makespan < 1.06 * simulate(eager).makespan
+    assert simulate(make_schedule("1f1b", stages, micro), link=0.2).makespan > 1.15 * (3 * micro)
+
+
+def test_a_message_that_is_still_on_its_way_is_refused():
+    with pytest.raises(ConfigError, match="it needs F of micro-batch 0, chunk 0 of stage 0, which is there only after"):
+        validate(dataclasses.replace(make_schedule("1f1b", 2, 4), hop=2))
+    with pytest.raises(ConfigError, match="Use 1 or 2"):
+        make_schedule("1f1b", 2, 4, hop=3)
+    with pytest.raises(ConfigError, match="deadlock"):
+        from_orders("stuck", 2, 1, 1, "loop", [[Action("B", 0, 0)], [Action("F", 0, 0)]], hop=2)
 
 
 @checked

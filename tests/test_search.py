@@ -13,7 +13,7 @@ from jaxdist.config import PRESETS, ModelConfig, OptimizerConfig, ParallelConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AVAILABLE_AXES, MeshShape, make_abstract_mesh
-from jaxdist.parallel.pipeline import lower, receiving_ticks
+from jaxdist.parallel.pipeline import lower, senders_of
 from jaxdist.parallel.schedules import NAMES, SCHEDULES, Costs, make_schedule, simulate
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
@@ -63,15 +63,18 @@ def chunks_of(name: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_schedule_facts_are_those_of_the_table(name):
-    for stages, chunks in itertools.product((2, 3, 4, 6), chunks_of(name)):
+    for hop, stages, chunks in itertools.product((1, 2), (2, 3, 4, 6), chunks_of(name)):
+        if hop == 2 and (stages in (2, 6) or chunks == 3):
+            continue
         for microbatches in (1, 2, stages, 2 * stages + 1):
-            schedule = make_schedule(name, stages, microbatches, chunks)
+            schedule = make_schedule(name, stages, microbatches, chunks, hop)
             facts, lowered = table_facts(schedule), lower(schedule)
-            receives = receiving_ticks(lowered.instructions)
+            senders = senders_of(lowered.instructions).values()
             assert facts == ScheduleFacts(
                 num_ticks=schedule.num_ticks,
+                span=simulate(schedule).makespan,
                 recompute_span=simulate(schedule, Costs(1, 2, 1)).makespan,
-                sends=receives["from_before"].sum() + receives["from_after"].sum(),
+                sends=sum((which > 0).sum() if hop == 1 else schedule.num_ticks for _, which in senders),
                 num_messages=lowered.num_messages,
                 num_until_b=lowered.num_until_b,
                 num_until_w=lowered.num_until_w,
@@ -79,19 +82,24 @@ def test_schedule_facts_are_those_of_the_table(name):
                 work=microbatches * chunks,
             )
             assert math.isclose(facts.bubble, simulate(schedule).idle_over_ideal, abs_tol=1e-12)
-            ticks, placement = ticks_of(name, stages, microbatches, chunks)
-            assert facts_of(ticks, stages, placement) == facts
+            ticks, placement = ticks_of(name, stages, microbatches, chunks, hop)
+            assert facts_of(ticks, stages, placement, hop) == facts
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_many_micro_batches_extend_linearly(name):
-    for stages, chunks in itertools.product((2, 3, 4, 5), chunks_of(name)):
+    for hop, stages, chunks in itertools.product((1, 2), (2, 3, 4, 5), chunks_of(name)):
+        if hop == 2 and (stages in (2, 5) or chunks == 3):
+            continue
         for microbatches in (4 * stages + 1, 5 * stages, 7 * stages - 1):
-            direct = dataclasses.asdict(table_facts(make_schedule(name, stages, microbatches, chunks)))
-            extended = dataclasses.asdict(schedule_facts(name, stages, microbatches, chunks))
-            span, other = direct.pop("recompute_span"), extended.pop("recompute_span")
+            direct = dataclasses.asdict(table_facts(make_schedule(name, stages, microbatches, chunks, hop)))
+            extended = dataclasses.asdict(schedule_facts(name, stages, microbatches, chunks, hop))
+            loose = {"recompute_span": 0.03 if hop == 1 else 0.04}
+            if hop == 2 and name in ("v-half", "v-min"):
+                loose |= dict.fromkeys(("num_ticks", "span", "sends"), 0.07)
+            for field, error in loose.items():
+                assert extended.pop(field) == pytest.approx(direct.pop(field), rel=error)
             assert extended == direct
-            assert abs(other / span - 1) < 0.03
 
 
 # ------------------------------------------------------------------------------------------------------- enumeration
@@ -167,7 +175,7 @@ def every_setting(model, devices, batch):
         ):
             if (not keep and zero != 3) or (sp and mesh.tp == 1) or (zero and mesh.dp == 1):
                 continue
-            if overlap and mesh.dp * mesh.replica == 1:
+            if overlap and mesh.pp * mesh.dp * mesh.replica == 1:
                 continue
             for remat, accumulate in itertools.product(("none", "selective", "block", "every-2", "every-3"), (1, 2, 3)):
                 schedule = {} if name is None else {"schedule": name, "chunks": chunks, "microbatches": micro}
@@ -213,6 +221,7 @@ BY_HAND = {
     # Parts of 1, 1, 2 and 1 layers: the last one's F alone is shorter.
     "uneven": ("pp=4", {"schedule": "gpipe", "microbatches": 4}, Layout(most_layers=2, last_layers=2 - 1 / 3)),
     "zero-3": ("dp=4", {"zero": 3}, Layout(zero=3)),
+    "pipelined overlap": ("pp=4", {"schedule": "zb-h1", "microbatches": 8, "overlap": True}, Layout()),
     "overlap": ("dp=2,replica=2", {"zero": 1, "overlap": True}, Layout(zero=1)),
 }
 
@@ -227,10 +236,10 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
     schedule, micro = config.parallel.pipeline, config.parallel.num_microbatches
     table = {}
     if schedule is not None:
-        receives = receiving_ticks(lower(schedule).instructions)
+        sends = sum((which > 0).sum() for _, which in senders_of(lower(schedule).instructions).values())
         span = simulate(schedule, Costs(1, 2, 1)).makespan
         bubble = span / (4 * micro) - 1 if name == "recompute" else simulate(schedule).idle_over_ideal
-        table = {"bubble": bubble, "sends": (receives["from_before"].sum() + receives["from_after"].sum()) / micro}
+        table = {"bubble": bubble, "sends": (2 * schedule.num_ticks if schedule.hop == 2 else sends) / micro}
     by_hand = dataclasses.replace(
         layout,
         **{axis: getattr(shape, axis) for axis in AVAILABLE_AXES},
@@ -238,7 +247,8 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
         microbatches=micro * config.parallel.accumulate,
         pipeline_microbatches=micro,
         rows=64 // (shape.replica * shape.dp * micro * config.parallel.accumulate),
-        overlap_dp=config.parallel.overlap,
+        overlap_dp=config.parallel.overlap_layers,
+        overlap_pp=config.parallel.overlap,
         hidden_part=hidden_part(model),
         shared_root=shape.pp > 1,
     )

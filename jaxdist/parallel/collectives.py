@@ -140,17 +140,19 @@ def all_to_all(x: jax.Array, axis: str, split_dim: int, concat_dim: int) -> jax.
     return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
 
 
-def permute(x: jax.Array, axis: str, shift: int = 1) -> jax.Array:
-    """Send to the rank `shift` places further along `axis`, cyclically.
+def permute(x: jax.Array, axis: str, shift: int = 1, senders: Sequence[int] | None = None) -> jax.Array:
+    """Send to the rank `shift` places further along `axis`, cyclically; of `senders` alone, where they are given.
 
-    Layout: x on rank r -> x on rank (r + shift) mod n.
-    Backward: permute by -shift.
-    Sends: the local bytes, once.
+    Layout: x on rank r -> x on rank (r + shift) mod n; 0 on a rank to which nobody sends.
+    Backward: permute by -shift, back to the senders.
+    Sends: the local bytes, once, on each sender.
     """
     if not live(axis):
         return x
     n = size(axis)
-    return lax.ppermute(x, axis, [(source, (source + shift) % n) for source in range(n)])
+    return lax.ppermute(
+        x, axis, [(source, (source + shift) % n) for source in (range(n) if senders is None else senders)]
+    )
 
 
 def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:

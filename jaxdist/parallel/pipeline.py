@@ -54,7 +54,7 @@ class Instructions(NamedTuple):
     kind: 0 idle, 1 F, 2 B, 3 W. first, last: whether the chunk is the first or last part of the model. slot_in: where
     the action's input waits among the messages. slot_b, slot_w, slot_h: where it keeps (or finds) what F leaves until
     B, what F leaves until W, and what B hands to W. from_before, from_after, from_self: where to put the message that
-    comes at the end of the tick from the stage before, the stage after, and this stage.
+    has come by the end of the tick from the stage before, the stage after, and this stage.
     """
 
     kind: Any
@@ -97,7 +97,7 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
     when = {(a.kind, a.microbatch, schedule.part(stage, a.chunk)): (tick, stage)
             for tick, row in enumerate(table) for stage, a in enumerate(row) if a is not None}  # fmt: skip
     messages, until_b, until_w, handed = ([Slots() for _ in range(schedule.num_stages)] for _ in range(4))
-    final = schedule.num_parts - 1
+    final, sent = schedule.num_parts - 1, []
 
     for (kind, micro, part), (tick, stage) in sorted(when.items(), key=lambda item: item[1]):
         chunk = schedule.place(part)[1]
@@ -119,9 +119,13 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
         if (use := when.get(target.get(kind))) is None:
             continue
         use_tick, receiver = use
-        slot = messages[receiver].take(tick + 1, use_tick)
+        arrives = tick if receiver == stage else tick + schedule.hop - 1
+        sent.append((arrives, use_tick, receiver, _arrival(stage, receiver, schedule.num_stages)))
+
+    for arrives, use_tick, receiver, way in sorted(sent):
+        slot = messages[receiver].take(arrives + 1, use_tick)
         out.slot_in[use_tick, receiver] = slot
-        getattr(out, _arrival(stage, receiver, schedule.num_stages))[tick, receiver] = slot
+        getattr(out, way)[arrives, receiver] = slot
 
     return Lowered(out, *(max(slots.count for slots in pool) for pool in (messages, until_b, until_w, handed)))
 
@@ -133,16 +137,32 @@ def forwards(schedule: Schedule) -> list[list[Action | None]]:
     for stage, action in (entry for row in schedule.table for entry in enumerate(row)):
         if action is not None and action.kind == "F":
             part = schedule.part(stage, action.chunk)
-            tick = max(free[stage], done.get((action.microbatch, part - 1), -1) + 1)
+            hop = 1 if part == 0 or schedule.place(part - 1)[0] == stage else schedule.hop
+            tick = max(free[stage], done.get((action.microbatch, part - 1), -hop) + hop)
             free[stage], done[action.microbatch, part] = tick + 1, tick
             table += [[None] * schedule.num_stages for _ in range(tick + 1 - len(table))]
             table[tick][stage] = action
     return table
 
 
-def receiving_ticks(instructions: Instructions) -> dict[str, np.ndarray]:
-    """bool[ticks]: whether any stage receives at the end of the tick, from before, from after, from itself."""
-    return {name: (getattr(instructions, name) != NOWHERE).any(1) for name in ARRIVALS}
+class Senders(NamedTuple):
+    """Which stages send in one direction what arrives by the end of a tick: those of sets[which[tick] - 1], or none
+    for 0."""
+
+    sets: list[tuple[int, ...]]
+    which: np.ndarray
+
+
+def senders_of(instructions: Instructions) -> dict[str, Senders]:
+    """By direction, of those in which any stage ever sends."""
+    found = {}
+    for name, shift in ARRIVALS.items():
+        if shift and (getattr(instructions, name) != NOWHERE).any():
+            sends = np.roll(getattr(instructions, name) != NOWHERE, -shift, axis=1)  # [ticks, S]
+            rows = [tuple(np.flatnonzero(row).tolist()) for row in sends]
+            sets = sorted(set(rows) - {()})
+            found[name] = Senders(sets, np.array([sets.index(row) + 1 if row else 0 for row in rows], np.int32))
+    return found
 
 
 class Slots:
@@ -195,8 +215,8 @@ def pipeline_gradients(
     differentiated) like layers; micros[M, ...] equal on all stages -> loss {U_axis}, nonzero on one stage alone;
     d_shared {U_axis}; d_layers[(C L)_axis, ...]. Sums over other axes are owed as the caller's types say: cast shared
     and layers to varying over the axes that split the batch, and reduce once afterwards.
-    Sends: one micro-batch's activations to the next stage at every tick at which any stage receives from the one
-    before it, and as many to the stage before at every tick at which any receives from the one after it.
+    Sends: one micro-batch's activations to another stage wherever the model goes on there, and their gradient back;
+    with a schedule of hop 2 as much at every tick, while the stages compute, both ways where both are ever used.
     Args:
         num_layers: layers of each part of the model, in model order, where some have fewer than L; the rows beyond
             them are padding: never read, and their gradient is 0.
@@ -263,9 +283,11 @@ class Pool:
 
 
 class _State(NamedTuple):
-    """The scan's carry: messages[slots, ...], lists of pools, and the sums so far."""
+    """The scan's carry: messages[slots, ...], lists of pools, the sums so far; with hop 2 also the last tick's message,
+    which travels during the next."""
 
     messages: jax.Array
+    leaving: jax.Array | None
     until_b: list
     until_w: list
     handed: list
@@ -289,6 +311,7 @@ class _Runner:
     depth: int
     counts: jax.Array
     recompute_every: int | None
+    hop: int
     axis: str
 
     @classmethod
@@ -325,6 +348,7 @@ class _Runner:
             depth=depth,
             counts=counts_of(schedule, num_layers, axis),
             recompute_every=recompute_every,
+            hop=schedule.hop,
             axis=axis,
         )
 
@@ -342,7 +366,8 @@ class _Runner:
                 handed = named("handed", self.pool, lowered.num_handed, split.handed)
             d_shared, d_layers = jax.tree.map(lambda w: self.zeros(type_of(w), dtype=dtype), (self.shared, self.layers))
         messages = named("messages", self.zeros, self.x, (max(lowered.num_messages, 1),))
-        return _State(messages, until_b, until_w, handed, d_shared, d_layers, self.zeros(self.loss))
+        leaving = self.zeros(self.x) if self.hop == 2 else None
+        return _State(messages, leaving, until_b, until_w, handed, d_shared, d_layers, self.zeros(self.loss))
 
     def pool(self, num_slots: int, types: Sequence, length: int | None = None) -> list[Pool]:
         """An empty pool for each type."""
@@ -360,22 +385,48 @@ class _Runner:
         return comm.varying(zeros, sorted(varying_axes(like) | {self.axis}))
 
     def scan(self, instructions: Instructions, act: Callable, state: _State) -> _State:
-        """Every tick: act, send to the neighbours where any stage of the ring receives, put away what came."""
-        receives = receiving_ticks(instructions)
+        """Every tick: act, send where a neighbour waits for it, put away what came.
+
+        With hop 2 the message of the last tick travels meanwhile. It goes at every tick, whatever it is: inside a
+        branch of a conditional no compiler would let it travel beside the action.
+        """
+        senders = senders_of(instructions)
+        if self.hop == 2:
+            senders = {name: always(found) for name, found in senders.items()}
+        used = [name for name in ARRIVALS if (getattr(instructions, name) != NOWHERE).any()]
 
         def tick(state, rows):
-            row, receiving = rows
+            row, which = rows
             mine = jax.tree.map(lambda column: comm.varying(column, self.axis)[comm.rank(self.axis)], row)
-            state, message = act(state, mine)
-            messages = state.messages
-            for name, shift in ARRIVALS.items():
-                if receives[name].any():
-                    send = partial(comm.permute, axis=self.axis, shift=shift)
-                    arrived = self.once(name, receiving[name], send, message) if shift else message
-                    messages = put(messages, getattr(mine, name), arrived)
-            return state._replace(messages=messages), None
 
-        return lax.scan(tick, state, jax.tree.map(jnp.asarray, (instructions, receives)))[0]
+            def exchange(message):
+                return {name: self.send(name, found.sets, which[name], message) for name, found in senders.items()}
+
+            arrived = None if self.hop == 1 else exchange(state.leaving)
+            state, message = act(state, mine)
+            if arrived is None:
+                arrived = exchange(message)
+            else:  # Or a compiler puts away one of the two at once, and waits for it before it computes.
+                arrived, message = lax.optimization_barrier((arrived, message))
+            arrived["from_self"] = message
+            messages = state.messages
+            for name in used:
+                messages = put(messages, getattr(mine, name), arrived[name])
+            return state._replace(messages=messages, leaving=None if self.hop == 1 else message), None
+
+        which = {name: jnp.asarray(found.which) for name, found in senders.items()}
+        return lax.scan(tick, state, (jax.tree.map(jnp.asarray, instructions), which))[0]
+
+    def send(self, name: str, sets: list[tuple[int, ...]], which, message):
+        """What arrives from the neighbour, if it is of the set that sends. All stages take the same branch."""
+
+        def branch(index: int):
+            send = partial(comm.permute, axis=self.axis, shift=ARRIVALS[name], senders=sets[index])
+            return lambda message: named(sending(name, index), send, message)
+
+        if self.hop == 2:
+            return branch(0)(message)
+        return lax.switch(which, [lambda message: message, *map(branch, range(len(sets)))], message)
 
     # A tick: (state, row) -> (state, message). The value on its way is loaded, changed by the loops of the one action
     # this stage has, and sent.
@@ -579,19 +630,46 @@ class _Runner:
 BUFFERS = ("messages", "until_b", "until_w", "handed")
 
 
+def always(found: Senders) -> Senders:
+    """Every stage that ever sends in a direction, at every tick."""
+    return Senders([tuple(sorted(set().union(*found.sets)))], np.ones_like(found.which))
+
+
+def sending(name: str, index: int) -> str:
+    """The name of the function that sends in one direction, of the set of senders `index`."""
+    return f"{name}_{index}"
+
+
 def iterations(schedule: Schedule, num_layers: Sequence[int], *, forward_only: bool = False) -> dict[str, Fraction]:
-    """How often each named loop of the executor runs, a tick on average, on the stage that runs it most."""
-    receives = receiving_ticks(lower(schedule, forward_only=forward_only).instructions)
-    num_ticks = len(receives["from_before"])
+    """How often each named function of the executor runs, a tick on average, on the stage that runs it most.
+
+    Of the messages, how often each set of senders sends that the stage is in that sends most.
+    """
+    instructions = lower(schedule, forward_only=forward_only).instructions
+    senders, num_ticks = senders_of(instructions), len(instructions.kind)
+    if schedule.hop == 2:
+        senders = {name: always(found) for name, found in senders.items()}
     per_stage = [
         sum(num_layers[schedule.part(stage, chunk)] for chunk in range(schedule.num_chunks))
         for stage in range(schedule.num_stages)
     ]
     layers = Fraction(schedule.num_microbatches * max(per_stage), num_ticks)
     once = Fraction(schedule.num_microbatches, num_ticks)
-    received = {name: Fraction(int(ticks.sum()), num_ticks) for name, ticks in receives.items()}
+    times = {
+        (name, index): int((found.which == index + 1).sum())
+        for name, found in senders.items()
+        for index in range(len(found.sets))
+    }
+
+    def sent(stage: int) -> dict[str, int]:
+        return {
+            sending(name, index): count * (stage in senders[name].sets[index]) for (name, index), count in times.items()
+        }
+
+    most = max(map(sent, range(schedule.num_stages)), key=lambda counts: sum(counts.values()))
+    messages = {name: Fraction(count, num_ticks) for name, count in most.items()}
     every_layer = ("layers_forward", "layers_again", "layers_input_gradient", "layers_weight_gradient")
-    return received | dict.fromkeys(every_layer, layers) | dict.fromkeys(("embed", "head", "embed_gradient"), once)
+    return messages | dict.fromkeys(every_layer, layers) | dict.fromkeys(("embed", "head", "embed_gradient"), once)
 
 
 def check_sizes(schedule: Schedule, shared, layers, fixed, micros, num_layers, axis: str) -> int:

@@ -5,7 +5,8 @@ No JAX here. A schedule is made (`make_schedule`, `from_orders`, `parse`), check
 
 The model is cut in S*v *parts* in model order: S stages hold v chunks of layers each. An action F (forward), B (input
 gradient) or W (weight gradient) of one micro-batch and one chunk takes one tick. What it makes at tick t can be used by
-a neighbour, or by a later action of the same stage, from tick t+1 on:
+a later action of the same stage from tick t+1 on, and by a neighbour from tick t+hop on. hop is 1 where messages travel
+between two ticks, and 2 where they travel during one, while stages compute:
 
     F of part p needs F of part p-1 of the same micro-batch
     B of part p needs its own F, and B of part p+1 (with `fused_backward`: W of part p+1)
@@ -13,6 +14,7 @@ a neighbour, or by a later action of the same stage, from tick t+1 on:
 """
 
 import collections
+import dataclasses
 import itertools
 import math
 import re
@@ -48,7 +50,7 @@ class Schedule:
     the stages, chunk 1 comes back up: s, then 2S-1-s, so that stage 0 holds both ends.
     `table[tick][stage]` is an action, or None where the stage idles.
     `fused_backward` marks the textbook schedules, whose backward is one thing: W follows its B at once and the upstream
-    stage waits for both.
+    stage waits for both. `hop` is 1 or 2: ticks after which another stage can use a result.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Schedule:
     placement: str
     table: tuple[tuple[Action | None, ...], ...]
     fused_backward: bool = False
+    hop: int = 1
 
     @property
     def num_ticks(self) -> int:
@@ -103,6 +106,14 @@ def _inputs(schedule: Schedule, stage: int, action: Action) -> list[tuple[int, A
     return inputs
 
 
+def _earliest(schedule: Schedule, stage: int, source: int, needed: Action, tick: int) -> int:
+    """The first tick at which `stage` can use what `source` did at `tick`."""
+    if source == stage:
+        return tick + 1
+    # What travels of a fused backward is made by its B, a tick before its W.
+    return tick + max(1, schedule.hop - (needed.kind == "W"))
+
+
 def _check_sizes(schedule: Schedule) -> None:
     for what, size in (
         ("stages", schedule.num_stages),
@@ -122,6 +133,10 @@ def _check_sizes(schedule: Schedule) -> None:
             f"{schedule} with placement v and {schedule.num_chunks} chunks",
             "a V goes down the stages with chunk 0 and back up with chunk 1",
             "Use 2 chunks, or placement loop",
+        )
+    if schedule.hop not in (1, 2):
+        raise ConfigError(
+            f"{schedule} with hop {schedule.hop}", "a message travels between two ticks or during one", "Use 1 or 2"
         )
 
 
@@ -179,11 +194,11 @@ def validate(schedule: Schedule) -> None:
                     )
     for (stage, action), tick in done.items():
         for source, needed in _inputs(schedule, stage, action):
-            if tick <= (arrives := done[source, needed]):
+            if tick < (earliest := _earliest(schedule, stage, source, needed, done[source, needed])):
                 raise ConfigError(
                     f"{schedule}, tick {tick}, stage {stage}: {action}",
-                    f"it needs {needed} of stage {source}, which is there only after tick {arrives}",
-                    f"Run it at tick {arrives + 1} or later",
+                    f"it needs {needed} of stage {source}, which is there only after tick {earliest - 1}",
+                    f"Run it at tick {earliest} or later",
                 )
         if (
             schedule.fused_backward
@@ -205,12 +220,13 @@ def from_orders(
     placement: str,
     orders: Sequence[Sequence[Action]],
     fused_backward: bool = False,
+    hop: int = 1,
 ) -> Schedule:
     """The schedule in which every stage runs its actions in the given order, each as soon as it can.
 
     Raises: ConfigError as `validate`; and where the orders deadlock, naming the tick and what each stage waits for.
     """
-    empty = Schedule(name, num_stages, num_microbatches, num_chunks, placement, (), fused_backward)
+    empty = Schedule(name, num_stages, num_microbatches, num_chunks, placement, (), fused_backward, hop)
     _check_sizes(empty)
     if len(orders) != num_stages:
         raise ConfigError(f"{empty} from {len(orders)} orders", "each stage has one order", f"Give {num_stages}")
@@ -219,7 +235,8 @@ def from_orders(
             _check_action(empty, f"{empty}, stage {stage}, position {position} of its order", action)
 
     table: list[tuple[Action | None, ...]] = []
-    done: set[tuple[int, Action]] = set()
+    done: dict[tuple[int, Action], int] = {}
+    never = math.inf
     position = [0] * num_stages
     while any(position[stage] < len(orders[stage]) for stage in range(num_stages)):
         row: list[Action | None] = [None] * num_stages
@@ -229,14 +246,16 @@ def from_orders(
                 continue
             action = order[position[stage]]
             missing = [
-                (source, needed) for source, needed in _inputs(empty, stage, action) if (source, needed) not in done
+                (source, needed)
+                for source, needed in _inputs(empty, stage, action)
+                if _earliest(empty, stage, source, needed, done.get((source, needed), never)) > len(table)
             ]
             if missing:
                 source, needed = missing[0]
                 waits.append(f"stage {stage} with {action} waits for {needed} of stage {source}")
             else:
                 row[stage] = action
-        if not any(row):
+        if not any(row) and len(table) >= max(done.values(), default=-1) + hop:  # nothing is on its way
             raise ConfigError(
                 f"{empty}, tick {len(table)}: deadlock",
                 f"no stage can run its next action: {'; '.join(waits)}",
@@ -244,10 +263,10 @@ def from_orders(
             )
         for stage, action in enumerate(row):
             if action is not None:
-                done.add((stage, action))
+                done[stage, action] = len(table)
                 position[stage] += 1
         table.append(tuple(row))
-    schedule = Schedule(name, num_stages, num_microbatches, num_chunks, placement, tuple(table), fused_backward)
+    schedule = dataclasses.replace(empty, table=tuple(table))
     validate(schedule)
     return schedule
 
@@ -271,40 +290,43 @@ class Recipe(NamedTuple):
     run_ahead: bool = False
 
 
-def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
+def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int, hop: int) -> Recipe:
     """All forwards, then all backwards. Source: GPipe, arXiv 1811.06965."""
     order = [Action("F", m, 0) for m in range(num_microbatches)]
     order += [Action(kind, m, 0) for m in range(num_microbatches) for kind in "BW"]
     return Recipe("gpipe", 1, "loop", [order] * num_stages, fused_backward=True)
 
 
-def _one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
-    """Warm-up of S-1-s forwards, then one forward one backward. Source: arXiv 2104.04473 section 2.2.1."""
-    return _interleave("1f1b", num_stages, num_microbatches, 1)
+def _one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int, hop: int) -> Recipe:
+    """Warm-up of S-1-s forwards, then one forward one backward. Source: arXiv 2104.04473 section 2.2.1.
+
+    With hop 2 a warm-up of 2(S-1-s), and one tick more for each of S-1 stages: eager 1F1B, arXiv 2211.05322 section 4.
+    """
+    return _interleave("1f1b", num_stages, num_microbatches, 1, hop)
 
 
-def _interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
+def _interleaved(num_stages: int, num_microbatches: int, num_chunks: int, hop: int) -> Recipe:
     """1F1B over v chunks a stage, S micro-batches of a chunk at a time. Source: arXiv 2104.04473 section 2.2.2.
 
     Megatron-LM asks for M a multiple of S. For another M this is the schedule of the next multiple without the actions
     of the micro-batches that do not exist, each of the others as soon as it can.
     """
-    return _interleave("interleaved", num_stages, num_microbatches, num_chunks)
+    return _interleave("interleaved", num_stages, num_microbatches, num_chunks, hop)
 
 
-def _interleave(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
+def _interleave(name: str, num_stages: int, num_microbatches: int, num_chunks: int, hop: int) -> Recipe:
     orders = [
         [
             after
             for action in order
             for after in ([action, action._replace(kind="W")] if action.kind == "B" else [action])
         ]
-        for order in _interleaved_orders(num_stages, num_microbatches, num_chunks)
+        for order in _interleaved_orders(num_stages, num_microbatches, num_chunks, hop)
     ]
     return Recipe(name, num_chunks, "loop", orders, fused_backward=True)
 
 
-def _interleaved_orders(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
+def _interleaved_orders(num_stages: int, num_microbatches: int, num_chunks: int, hop: int) -> list[list[Action]]:
     """The F and B of every stage in order: warm-up, one forward one backward, cool-down."""
     group = num_stages * num_chunks  # actions before chunk 0 has its turn again
     num_actions = -(-num_microbatches // num_stages) * group
@@ -317,8 +339,9 @@ def _interleaved_orders(num_stages: int, num_microbatches: int, num_chunks: int)
     orders = []
     for stage in range(num_stages):
         below = num_stages - 1 - stage
-        # With chunks twice as deep: a forward goes round the ring and back before its backward can start.
-        warm_up = below if num_chunks == 1 else 2 * below + (num_chunks - 1) * num_stages
+        # With chunks twice as deep: a forward goes round the ring and back before its backward can start. That is deep
+        # enough where messages take a tick of their own, too; without chunks it takes as much (eager 1F1B).
+        warm_up = hop * below if num_chunks == 1 else 2 * below + (num_chunks - 1) * num_stages
         warm_up = min(warm_up, num_actions)
         order = [nth("F", n) for n in range(warm_up)]
         for n in range(num_actions):
@@ -329,18 +352,20 @@ def _interleaved_orders(num_stages: int, num_microbatches: int, num_chunks: int)
     return orders
 
 
-def _zb_h1(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
+def _zb_h1(num_stages: int, num_microbatches: int, num_chunks: int, hop: int) -> Recipe:
     """The order of 1F1B with every W put off to where the stage would idle, in the memory of 1F1B's first stage.
 
     For M >= S: 3M + S-1 ticks, a third of 1F1B's bubble, and min(M, S) activations in flight. No schedule with that
-    memory is shorter: the first B reaches stage 0 at tick 2S-1, before which only S forwards fit.
+    memory is shorter: the first B reaches stage 0 at tick 2S-1, before which only S forwards fit. With hop 2 the order
+    and memory of eager 1F1B, at most 2S-1 in flight.
     Source: ZB-H1, arXiv 2401.10241 section 4.1.
     """
-    orders = _interleaved_orders(num_stages, num_microbatches, 1)
-    return Recipe("zb-h1", 1, "loop", orders, limit=min(num_microbatches, num_stages))
+    orders = _interleaved_orders(num_stages, num_microbatches, 1, hop)
+    limit = min(num_microbatches, hop * (num_stages - 1) + 1)
+    return Recipe("zb-h1", 1, "loop", orders, limit=limit)
 
 
-def _zb_v(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
+def _zb_v(num_stages: int, num_microbatches: int, num_chunks: int, hop: int) -> Recipe:
     """A V with 1F1B's memory and no bubble: at most 2S chunks in flight.
 
     6M + S-1 ticks for M >= S, the least a pipeline can take; for M >= 2S no stage idles between its first action and
@@ -350,21 +375,21 @@ def _zb_v(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
     return Recipe("zb-v", 2, "v", orders, limit=2 * num_stages, run_ahead=True)
 
 
-def _v_half(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
+def _v_half(num_stages: int, num_microbatches: int, num_chunks: int, hop: int) -> Recipe:
     """A V with half of 1F1B's memory: S+1 chunks in flight for odd S, S+2 for even, where 1F1B holds 2S.
 
     Bubble 3(S-1) - 1 ticks for S > 2 and M > S/2, where 1F1B's is 6(S-1). Source: V-Half, arXiv 2405.15362.
     """
-    orders = _v_orders(num_stages, num_microbatches, steps=(1, 2, 1, 2))
+    orders = _v_orders(num_stages, num_microbatches, steps=(hop, 2, hop, 2))
     return Recipe("v-half", 2, "v", orders, limit=2 * (num_stages // 2 + 1))
 
 
-def _v_min(num_stages: int, num_microbatches: int, num_chunks: int) -> Recipe:
+def _v_min(num_stages: int, num_microbatches: int, num_chunks: int, hop: int) -> Recipe:
     """A V with a third of 1F1B's memory: 2 ceil((S+2)/3) chunks in flight, where 1F1B holds 2S.
 
     Bubble 4(S-1) - 1 ticks, or 4(S-1) + 1 where 3 divides S; 1F1B's is 6(S-1). Source: V-Min, arXiv 2405.15362.
     """
-    orders = _v_orders(num_stages, num_microbatches, steps=(1, 1, 1, 1))
+    orders = _v_orders(num_stages, num_microbatches, steps=(hop,) * 4)
     return Recipe("v-min", 2, "v", orders, limit=2 * -(-(num_stages + 2) // 3))
 
 
@@ -410,6 +435,7 @@ def _fill(
     orders: list[list[Action]],
     limit: int,
     run_ahead: bool = False,
+    hop: int = 1,
 ) -> Schedule:
     """The schedule that runs F and B in the given orders, each as soon as it can, and a W where none of them can run.
 
@@ -418,7 +444,7 @@ def _fill(
     early, if that leaves room for a chunk 1.
     """
     num_stages = len(orders)
-    empty = Schedule(name, num_stages, num_microbatches, num_chunks, placement, ())
+    empty = Schedule(name, num_stages, num_microbatches, num_chunks, placement, (), hop=hop)
     # The tick after which each action's result is there, and what each stage still has to do.
     done: dict[tuple[int, Action], int] = {}
     position = [0] * num_stages
@@ -427,7 +453,9 @@ def _fill(
     held = [0] * num_stages
 
     def ready(stage: int, action: Action) -> bool:
-        return all(done.get(needed, tick) < tick for needed in _inputs(empty, stage, action))
+        return all(
+            _earliest(empty, stage, *needed, done.get(needed, tick)) <= tick for needed in _inputs(empty, stage, action)
+        )
 
     def choose(stage: int) -> Action | None:
         order = orders[stage]
@@ -461,7 +489,7 @@ def _fill(
             else:
                 owed[stage].popleft()
                 held[stage] -= 1
-    schedule = Schedule(name, num_stages, num_microbatches, num_chunks, placement, tuple(table))
+    schedule = dataclasses.replace(empty, table=tuple(table))
     validate(schedule)
     return schedule
 
@@ -469,7 +497,7 @@ def _fill(
 class _Kind(NamedTuple):
     """One row of the table of schedules."""
 
-    make: Callable[[int, int, int], Recipe]
+    make: Callable[[int, int, int, int], Recipe]
     placement: str
     chunks: int
     any_chunks: bool
@@ -503,19 +531,22 @@ def placement_of(name: str) -> str:
     return _kind(name).placement
 
 
-def make_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
+def make_schedule(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None, hop: int = 1
+) -> Schedule:
     """One of `NAMES` for S stages and M micro-batches, checked. `num_chunks` None is the schedule's own default.
 
-    Raises: ConfigError for an unknown name, sizes below 1 and chunks that the schedule cannot have.
+    Raises: ConfigError for an unknown name, sizes below 1, chunks that the schedule cannot have and a hop of neither
+        1 nor 2.
     """
-    made = recipe(name, num_stages, num_microbatches, num_chunks)
+    made = recipe(name, num_stages, num_microbatches, num_chunks, hop)
     sizes = (num_stages, num_microbatches, made.num_chunks, made.placement, made.orders)
     if made.limit is None:
-        return from_orders(name, *sizes, fused_backward=made.fused_backward)
-    return _fill(name, num_microbatches, *sizes[2:], limit=made.limit, run_ahead=made.run_ahead)
+        return from_orders(name, *sizes, fused_backward=made.fused_backward, hop=hop)
+    return _fill(name, num_microbatches, *sizes[2:], limit=made.limit, run_ahead=made.run_ahead, hop=hop)
 
 
-def recipe(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Recipe:
+def recipe(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None, hop: int = 1) -> Recipe:
     """What `make_schedule` makes its table from; raises as it does."""
     kind = _kind(name)
     num_chunks = kind.chunks if num_chunks is None else num_chunks
@@ -525,8 +556,8 @@ def recipe(name: str, num_stages: int, num_microbatches: int, num_chunks: int | 
             f"it is made for {kind.chunks}",
             f"Use {kind.chunks}, or schedule interleaved",
         )
-    _check_sizes(Schedule(name, num_stages, num_microbatches, num_chunks, kind.placement, ()))
-    return kind.make(num_stages, num_microbatches, num_chunks)
+    _check_sizes(Schedule(name, num_stages, num_microbatches, num_chunks, kind.placement, (), hop=hop))
+    return kind.make(num_stages, num_microbatches, num_chunks, hop)
 
 
 # --------------------------------------------------------------------------------------------------------- measuring
@@ -618,6 +649,8 @@ def simulate(
     `waiting` "ticks" is lock-step: after every tick each stage exchanges messages with both its neighbours on the ring,
     and starts the next when its own tick and both messages are done. Our executor is never slower: it does so, but
     leaves out the messages of ticks at which no stage receives any.
+    With hop 2 the messages of a tick are those of the one before, exchanged while stages compute: a tick begins for a
+    stage when its own last one is done, computing and exchanging.
     "dependencies" is the textbook: an action starts when its stage is free and what it needs has arrived; messages
     between different stages take `link` and keep no stage busy.
 
@@ -645,7 +678,8 @@ def simulate(
                 arrivals.append(end[tick - 1, stage])
             if tick > 0 and waiting == "ticks":
                 neighbours = {(stage - 1) % num_stages, (stage + 1) % num_stages} - {stage}
-                arrivals += [end[tick - 1, neighbour] + link for neighbour in neighbours]
+                sent = end if schedule.hop == 1 else start
+                arrivals += [sent[tick - 1, neighbour] + link for neighbour in neighbours]
             if action is not None and waiting == "dependencies":
                 arrivals += [
                     finished[source, needed] + (link if source != stage else 0.0)
@@ -676,7 +710,7 @@ def draw(schedule: Schedule) -> str:
     header = (
         f"name={'-'.join(schedule.name.split())} placement={schedule.placement} stages={schedule.num_stages}"
         f" chunks={schedule.num_chunks} microbatches={schedule.num_microbatches}"
-        f" fused={'yes' if schedule.fused_backward else 'no'}"
+        f" fused={'yes' if schedule.fused_backward else 'no'}" + f" hop={schedule.hop}" * (schedule.hop > 1)
     )
     lines = [
         f"{label.ljust(margin)} {' '.join(cell.ljust(width) for cell in line)}"
@@ -698,7 +732,7 @@ def _cell(action: Action | None) -> str:
     )
 
 
-_HEADER_KEYS = ("name", "placement", "stages", "chunks", "microbatches", "fused")
+_HEADER_KEYS = ("name", "placement", "stages", "chunks", "microbatches", "fused", "hop")
 
 
 def parse(text: str, source: str = "table") -> Schedule:
@@ -706,7 +740,7 @@ def parse(text: str, source: str = "table") -> Schedule:
 
     One line a stage, cells between blanks as `draw` writes them (F3:0 and F3:1 are understood too), shorter lines idle
     at the end. A line may begin with its stage's number and a colon; what follows a # is left out. Words like
-    placement=v on lines of their own set what cannot be seen in the cells; by default placement=loop, fused=no,
+    placement=v on lines of their own set what cannot be seen in the cells; by default placement=loop, fused=no, hop=1,
     and as many chunks and micro-batches as the cells name.
 
     Raises: ConfigError naming the line and cell that cannot be read, and as `validate`.
@@ -745,6 +779,7 @@ def parse(text: str, source: str = "table") -> Schedule:
         placement=header.get("placement", "loop"),
         table=tuple(zip(*(line + [None] * (num_ticks - len(line)) for line in lines), strict=True)),
         fused_backward=header.get("fused", "no") == "yes",
+        hop=_header_size(header, "hop", 1, source),
     )
     validate(schedule)
     return schedule

@@ -7,8 +7,10 @@ reduce-scatters their gradient at once, so a whole gradient never lives longer t
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from jaxdist.layout import Layout
+from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouping import all_gather_groups, reduce_scatter_groups
 
 Weights = dict | tuple[dict, dict]
@@ -20,11 +22,14 @@ def fetch_whole(weights: Weights) -> dict:
     return weights
 
 
-def make_fetch(leaves: dict, layout: Layout, reduce_dtype: str, holder_dtype: str) -> Fetch:
+def make_fetch(
+    leaves: dict, layout: Layout, reduce_dtype: str, holder_dtype: str, *, whole_holders: bool = False
+) -> Fetch:
     """The fetch of one part of the model, whose leaves (layer dim removed) are `leaves`.
 
     It takes (holders, held). `held` are shards, which ZeRO-3 gathers, or the whole weights of ZeRO-2, which are used as
-    they are. The holders have the shape of shards; their value is never used, and their gradient is the weights'.
+    they are. The holders have the shape of shards; their value is never used, and their gradient is the weights'. With
+    `whole_holders` they are `make_whole_holders`', which scatter later what several fetches leave in them.
 
     Layout: w in the storage layout -> all_gather dp -> w in the compute layout, typed varying over dp.
     Backward: reduce_scatter over dp of dw, in `reduce_dtype`; the sum is kept in `holder_dtype`.
@@ -44,10 +49,32 @@ def make_fetch(leaves: dict, layout: Layout, reduce_dtype: str, holder_dtype: st
         return fetch(holders, held), None
 
     def backward(_, d_weights):
+        if whole_holders:
+            return jax.tree.map(lambda g: g.astype(holder_dtype), d_weights), None
         return scatter(d_weights), None
 
     fetch.defvjp(forward, backward)
     return lambda weights: fetch(*weights)
+
+
+def make_whole_holders(leaves: dict, layout: Layout, reduce_dtype: str, holder_dtype: str) -> Callable[[dict], dict]:
+    """Holders for weights that are fetched in several places (a tied table): their gradients add up before they travel.
+
+    Layout: holders in the storage layout -> zeros in the compute layout.
+    Backward: reduce_scatter over dp of the summed gradient, in `reduce_dtype`.
+    Sends: nothing forward, (n-1)/n of the leaves' bytes backward. A whole gradient lives from the head's backward
+    to the embedding's.
+    """
+    scatter = make_scatter(leaves, layout, reduce_dtype, holder_dtype)
+
+    @jax.custom_vjp
+    def whole(holders: dict) -> dict:
+        return jax.tree.map(
+            lambda leaf, x: comm.varying_like(jnp.zeros(leaf.compute_local, holder_dtype), x), leaves, holders
+        )
+
+    whole.defvjp(lambda holders: (whole(holders), None), lambda _, d_whole: (scatter(d_whole),))
+    return whole
 
 
 def make_scatter(leaves: dict, layout: Layout, reduce_dtype: str, holder_dtype: str) -> Callable[[dict], dict]:

@@ -106,7 +106,7 @@ class _Step:
         if self.pipelined:
             once = runs_of(self.parallel.pipeline, config.part_layers)
         else:
-            once = {"embed": 1, "head": 1, "from_before": 0, "from_after": 0, "layers_forward": layers}
+            once = {"embed": 1, "head": 1, "layers_forward": layers}
         self.runs = {name: passes * times for name, times in once.items()}
         self.root = {name: part for name, part in layout.leaves.items() if name != STACKED}
         self.block = [leaf.layer() for leaf in jax.tree.leaves(layout.leaves[STACKED])]
@@ -176,11 +176,13 @@ class _Step:
         return 2, 1 if self.parallel.remat_every == 1 else 2
 
     def stages(self) -> list[Message]:
-        """A micro-batch's activations (or their gradient) from every stage, at each tick at which any receives."""
+        """A micro-batch's activations (or their gradient), of the stage that sends most."""
         size = self.activation // (self.mesh.tp if self.sequence_split else 1)
+        ways = {"to the next": "from_before_", "to the one before": "from_after_"}
         return [
-            Message(f"between stages, {name}", "permute", self.live("pp"), self.runs[ticks], size)
-            for name, ticks in (("to the next", "from_before"), ("to the one before", "from_after"))
+            Message(f"between stages, {name}", "permute", self.live("pp"), times, size)
+            for name, way in ways.items()
+            for times in [sum(count for ran, count in self.runs.items() if ran.startswith(way))]
         ]
 
     # ---- weights and gradients ----
@@ -192,7 +194,7 @@ class _Step:
         layers, parallel, messages = self.runs["layers_forward"], self.parallel, []
         if self.layout.params_stored:
             for name, only in self.block_fetches():
-                times = layers - parallel.accumulate if parallel.overlap and name == "backward" else layers
+                times = layers - parallel.accumulate if parallel.overlap_layers and name == "backward" else layers
                 messages += self.gathers(f"weights of a block, {name}", self.block, times, only)
         messages += self.scatters("gradients of a block", self.block, layers)
         if self.layout.params_stored and parallel.reshard_after_forward:
@@ -200,18 +202,16 @@ class _Step:
                 jax.tree.leaves({name: self.root[name] for name in names})
                 for names in (model.EMBED_PARTS, model.HEAD_PARTS)
             )
-            messages += [
-                *self.gathers("weights of the embedding", embed, self.runs["embed"]),
-                *self.gathers("weights of the head", head, self.runs["head"]),
-                *self.scatters("gradients of the embedding", embed, self.runs["embed"]),
-                *self.scatters("gradients of the head", head, self.runs["head"]),
-            ]
-            return messages
-        # Fetched together: once a micro-batch, or once a pass of the pipeline.
-        root, times = jax.tree.leaves(self.root), parallel.accumulate
-        if self.layout.params_stored:
-            messages += self.gathers("weights outside the blocks", root, times)
-        return messages + self.scatters("gradients outside the blocks", root, times)
+            messages += self.gathers("weights of the embedding", embed, self.runs["embed"])
+            messages += self.gathers("weights of the head", head, self.runs["head"])
+            if self.pipelined:
+                messages += self.scatters("gradients of the embedding", embed, self.runs["embed"])
+                return messages + self.scatters("gradients of the head", head, self.runs["head"])
+        elif self.layout.params_stored:
+            messages += self.gathers("weights outside the blocks", jax.tree.leaves(self.root), parallel.accumulate)
+        # Together: once a micro-batch, or once a pass of the pipeline.
+        root = jax.tree.leaves(self.root)
+        return messages + self.scatters("gradients outside the blocks", root, parallel.accumulate)
 
     def block_fetches(self) -> list[tuple[str, Wanted]]:
         """When ZeRO-3 gathers a block's weights, and which leaves are asked for then.
@@ -222,7 +222,7 @@ class _Step:
         """
         every = self.parallel.remat_every
         fetches = [("forward", every_leaf)]
-        if self.parallel.overlap:
+        if self.parallel.overlap_layers:
             return [*fetches, ("backward", every_leaf)]
         if self.pipelined:
             return [*fetches, *[("recomputed", every_leaf)] * (every > 1), ("B", every_leaf)]
@@ -236,7 +236,7 @@ class _Step:
         """After backward: what the gradient rule of `jaxdist.parallel.data` sums, and ZeRO-1 and 2's new parameters."""
         leaves, layout, messages = jax.tree.leaves(self.layout.leaves), self.layout, []
         reduced = [(leaves, 1)]
-        if self.parallel.overlap:  # a block at a time, while backward runs
+        if self.parallel.overlap_layers:  # a block at a time, while backward runs
             reduced = [(jax.tree.leaves(self.root), 1), (self.block, self.config.model.num_layers)]
         for part, times in reduced:
             if layout.sharded and not layout.grads_scattered:

@@ -24,7 +24,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
 from jaxdist.plan.trace import Collective
 from jaxdist.runtime import MAX_SIMULATED, acquire_devices, prepare_cpu
-from jaxdist.step import Program, build_program, compiled_bytes
+from jaxdist.step import Program, build_program, compiled_bytes, step_options
 
 # What XLA's GpuTargetConfigProto says of a card: streaming multiprocessors, compute capability, clock in GHz, L2 and
 # memory in bytes, memory bandwidth in bytes/s, shared memory of a multiprocessor and of a block. NVIDIA's architecture
@@ -99,7 +99,7 @@ def compile_step(config: RunConfig, target: str, *, num_nodes: int = 1, dump: st
     devices = target_devices(target, num_devices, num_nodes)
     program = build_program(config, make_mesh(config.parallel.mesh, devices))
     start = time.perf_counter()
-    compiled = lower(program).compile()
+    compiled = lower(program).compile(compiler_options=step_options(config, devices[0].platform))
     seconds = time.perf_counter() - start
     memory = compiled_bytes(compiled)
     if memory is None:
@@ -273,6 +273,8 @@ def emitted_collectives(text: str, mesh: MeshShape) -> list[Emitted]:
             if opcode == "while":
                 trips = _TRIPS.search(rest)
                 times = None if trips is None or count is None else count * int(trips[1])
+            elif opcode == "conditional":
+                times = None
             for role, called in _called(rest):
                 if role != "to_apply" or opcode == "call":
                     for emitted in walk(called, times):

@@ -194,7 +194,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     one = kept(SCAN) + itemsize * gathered  # of ZeRO-3
     every = np.maximum(c.every, 1)
     until_b, until_w, handed = kept(UNTIL_B), kept(UNTIL_W), kept(HANDED)
-    overlapped = c.overlap == 1
+    overlapped = (c.overlap == 1) & ~pipelined
     one = np.where(overlapped, until_b + until_w, one)
     scanned = np.where(c.every > 0, model.num_layers / every * x, model.num_layers * one)
     buffers = np.where(
@@ -204,7 +204,9 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     )
     # With overlap the last micro-batch is a program of its own, and compilers keep its buffers beside the others'.
     scanned = scanned * np.where(overlapped & (c.accumulate > 1), 2, 1)
-    activations = np.where(pipelined, buffers + table.num_messages * x, scanned)
+    # A message that leaves while the stage computes, and what comes meanwhile from both sides.
+    travelling = 3 * (c.overlap == 1)
+    activations = np.where(pipelined, buffers + (table.num_messages + travelling) * x, scanned)
 
     # ---- gradients: summed over micro-batches so far, and this micro-batch's (or this pass's) own
     holders = wide * np.where(fetched, stored, whole)

@@ -23,11 +23,12 @@ SPAN_COSTS = np.array([1, 2, 1])  # ticks' time of F, B and W where B runs the f
 class ScheduleFacts:
     """Slots are those of the executor's buffers, on the stage that needs most.
 
-    recompute_span: lock-step time, in ticks' time, where B runs the forward of its chunk again. sends: ticks at whose
-    end the ring sends to the next stage, plus those at which it sends to the one before. work: micro-batches × chunks.
+    span: lock-step time, in ticks' time; recompute_span: where B runs the forward of its chunk again. sends: ticks at
+    which any stage sends to the next, plus those at which any sends to the one before. work: micro-batches × chunks.
     """
 
     num_ticks: int
+    span: int
     recompute_span: int
     sends: int
     num_messages: int
@@ -39,7 +40,7 @@ class ScheduleFacts:
     @property
     def bubble(self) -> float:
         """Idle over ideal time."""
-        return self.num_ticks / (3 * self.work) - 1
+        return self.span / (3 * self.work) - 1
 
     @property
     def recompute_bubble(self) -> float:
@@ -48,17 +49,18 @@ class ScheduleFacts:
 
 
 @cache
-def schedule_facts(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> ScheduleFacts:
+def schedule_facts(name: str, num_stages: int, num_microbatches: int, num_chunks: int, hop: int = 1) -> ScheduleFacts:
     """Of a named schedule. From four rounds of the stages on, extended linearly from two smaller tables.
 
-    From there on every S micro-batches add the same, but for `recompute_span`, which is then off by up to 3 %.
+    From there on every S micro-batches add the same, but for `recompute_span`, which is then off by up to 3 % (4 %
+    with hop 2), and the times of v-half and v-min with hop 2, off by up to 7 %.
     """
     if num_microbatches <= 4 * num_stages:
-        ticks, placement = ticks_of(name, num_stages, num_microbatches, num_chunks)
-        return facts_of(ticks, num_stages, placement)
+        ticks, placement = ticks_of(name, num_stages, num_microbatches, num_chunks, hop)
+        return facts_of(ticks, num_stages, placement, hop)
     base = 3 * num_stages + num_microbatches % num_stages
     rounds = (num_microbatches - base) // num_stages
-    low, high = (schedule_facts(name, num_stages, base - n * num_stages, num_chunks) for n in (1, 0))
+    low, high = (schedule_facts(name, num_stages, base - n * num_stages, num_chunks, hop) for n in (1, 0))
     return ScheduleFacts(
         **{
             field.name: getattr(high, field.name) + rounds * (getattr(high, field.name) - getattr(low, field.name))
@@ -74,7 +76,7 @@ def table_facts(schedule: Schedule) -> ScheduleFacts:
         for stage, action in enumerate(row):
             if action is not None:
                 ticks[KINDS.index(action.kind), action.microbatch, schedule.part(stage, action.chunk)] = tick
-    return facts_of(ticks, schedule.num_stages, schedule.placement)
+    return facts_of(ticks, schedule.num_stages, schedule.placement, schedule.hop)
 
 
 def stage_of(num_stages: int, num_parts: int, placement: str) -> np.ndarray:
@@ -83,7 +85,7 @@ def stage_of(num_stages: int, num_parts: int, placement: str) -> np.ndarray:
     return np.where((placement == "v") & (chunk == 1), num_stages - 1 - stage, stage)
 
 
-def facts_of(ticks: np.ndarray, num_stages: int, placement: str) -> ScheduleFacts:
+def facts_of(ticks: np.ndarray, num_stages: int, placement: str, hop: int = 1) -> ScheduleFacts:
     """ticks[kind, micro-batch, part]: when each action runs."""
     _, num_microbatches, num_parts = ticks.shape
     f, b, w = ticks
@@ -106,18 +108,29 @@ def facts_of(ticks: np.ndarray, num_stages: int, placement: str) -> ScheduleFact
     onward = (way == 1) & (num_stages > 1)
     back = (way == num_stages - 1) & ~onward
 
-    kinds = np.zeros((num_ticks, num_stages), int)
-    for kind, cost in enumerate(SPAN_COSTS):
-        kinds[ticks[kind], stages] = cost
-    end = np.zeros(num_stages, int)
-    for costs in kinds:
-        both = np.concatenate([end[-1:], end, end[:1]])
-        end = np.maximum(np.maximum(both[:-2], both[2:]), end) + costs
+    def span(costs) -> int:
+        """As `schedules.simulate` in lock-step, with links that take no time."""
+        table = np.zeros((num_ticks, num_stages), int)
+        for kind, cost in enumerate(costs):
+            table[ticks[kind], stages] = cost
+        start = end = np.zeros(num_stages, int)
+        for row in table:
+            others = end if hop == 1 else start
+            both = np.concatenate([others[-1:], others, others[:1]])
+            start = np.maximum(np.maximum(both[:-2], both[2:]), end)
+            end = start + row
+        return int(end.max())
+
+    if hop == 1:
+        sends = len(np.unique(sent[onward])) + len(np.unique(sent[back]))
+    else:
+        sends = num_ticks * (int(onward.any()) + int(back.any()))
     return ScheduleFacts(
         num_ticks=num_ticks,
-        recompute_span=int(end.max()),
-        sends=len(np.unique(sent[onward])) + len(np.unique(sent[back])),
-        num_messages=most(sent + 1, used, receiver),
+        span=num_ticks if hop == 1 else span((1, 1, 1)),
+        recompute_span=span(SPAN_COSTS),
+        sends=sends,
+        num_messages=most(sent + np.where(sender == receiver, 1, hop), used, receiver),
         num_until_b=most(f, b, stages),
         num_until_w=most(f, w, stages),
         num_handed=most(b, w, stages),
@@ -128,23 +141,25 @@ def facts_of(ticks: np.ndarray, num_stages: int, placement: str) -> ScheduleFact
 # The rules of `jaxdist.parallel.schedules`, all stages at a time.
 
 
-def ticks_of(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[np.ndarray, str]:
+def ticks_of(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int, hop: int = 1
+) -> tuple[np.ndarray, str]:
     """(ticks[kind, micro-batch, part], placement) of a named schedule: those of `make_schedule`."""
-    recipe = schedules.recipe(name, num_stages, num_microbatches, num_chunks)
-    run = _Run(num_stages, num_microbatches, recipe.num_chunks, recipe.placement, recipe.orders)
+    recipe = schedules.recipe(name, num_stages, num_microbatches, num_chunks, hop)
+    run = _Run(num_stages, num_microbatches, recipe.num_chunks, recipe.placement, recipe.orders, hop)
     return (run.fused() if recipe.fused_backward else run.filled(recipe.limit, recipe.run_ahead)), recipe.placement
 
 
 class _Run:
     """Stages that go through their orders, a tick at a time; `ticks` is flat, with one entry that is always there."""
 
-    def __init__(self, num_stages, num_microbatches, num_chunks, placement, orders):
-        self.num_stages, self.num_microbatches = num_stages, num_microbatches
+    def __init__(self, num_stages, num_microbatches, num_chunks, placement, orders, hop):
+        self.num_stages, self.num_microbatches, self.hop = num_stages, num_microbatches, hop
         self.num_parts = num_stages * num_chunks
         self.placement = placement
         self.shape = (3, num_microbatches, self.num_parts)
         self.ticks = np.full(3 * num_microbatches * self.num_parts + 1, NEVER)
-        self.ticks[-1] = -1
+        self.ticks[-1] = -hop
         self.length = np.array([len(order) for order in orders])
         depth = int(self.length.max())
         self.kind, self.micro, self.chunk = (np.zeros((num_stages, depth + 1), int) for _ in range(3))
@@ -155,6 +170,7 @@ class _Run:
             self.chunk[stage, :n] = [action[2] for action in order]
         self.every = np.arange(num_stages)
         self.part = self.part_of(self.every[:, None], self.chunk)
+        self.stages = stage_of(num_stages, self.num_parts, placement)
 
     def part_of(self, stage, chunk):
         looped = chunk * self.num_stages + stage
@@ -164,21 +180,34 @@ class _Run:
         return (kind * self.num_microbatches + micro) * self.num_parts + part
 
     def needs(self, kind, micro, part, fused: bool):
-        """Two entries that an action waits for; the last entry where there is nothing."""
+        """Two entries that an action waits for (the last entry where there is nothing), each with the ticks from it on.
+
+        As in `schedules._earliest`.
+        """
         nothing = len(self.ticks) - 1
+        stage = self.stages[part]
+
+        def wait(other, hop):
+            return np.where(self.stages[other.clip(0, self.num_parts - 1)] == stage, 1, hop)
+
         before = np.where(part > 0, self.at(0, micro, part - 1), nothing)
         own = np.where(kind == 1, self.at(0, micro, part), self.at(1, micro, part))
         after = np.where(part < self.num_parts - 1, self.at(2 if fused else 1, micro, part + 1), nothing)
-        return np.where(kind == 0, before, own), np.where(kind == 1, after, nothing)
+        first = np.where(kind == 0, before, own), np.where(kind == 0, wait(part - 1, self.hop), 1)
+        return first, (np.where(kind == 1, after, nothing), wait(part + 1, max(1, self.hop - fused)))
+
+    def ready(self, needs, here, tick: int):
+        """Whether what an action waits for is there."""
+        return np.logical_and(*(self.ticks[entries[here]] + wait[here] <= tick for entries, wait in needs))
 
     def fused(self) -> np.ndarray:
         """As `from_orders`: every stage its next action, as soon as it can."""
         own = self.at(self.kind, self.micro, self.part)
-        first, second = self.needs(self.kind, self.micro, self.part, fused=True)
+        needs = self.needs(self.kind, self.micro, self.part, fused=True)
         position, tick = np.zeros(self.num_stages, int), 0
         while (position < self.length).any():
             here = (self.every, position)
-            ready = (position < self.length) & (self.ticks[first[here]] < tick) & (self.ticks[second[here]] < tick)
+            ready = (position < self.length) & self.ready(needs, here, tick)
             self.ticks[own[here][ready]] = tick
             position += ready
             tick += 1
@@ -187,7 +216,7 @@ class _Run:
     def filled(self, limit: int, run_ahead: bool) -> np.ndarray:
         """As `schedules._fill`: F and B in order, W where neither can run, early forwards where they may."""
         own = self.at(self.kind, self.micro, self.part)
-        first, second = self.needs(self.kind, self.micro, self.part, fused=False)
+        needs = self.needs(self.kind, self.micro, self.part, fused=False)
         position, forwards, held, paid, owes = (np.zeros(self.num_stages, int) for _ in range(5))
         owed = np.zeros((self.num_stages, self.num_microbatches * self.num_parts + 1), int)  # entries of W, in order
         chunk_0 = self.part_of(self.every, np.zeros(self.num_stages, int))
@@ -198,12 +227,12 @@ class _Run:
             here = (self.every, position)
             is_f, owing = self.kind[here] == 0, owes > paid
             ordered = (position < self.length) & ~(is_f & (held >= limit) & owing)
-            ordered &= (self.ticks[first[here]] < tick) & (self.ticks[second[here]] < tick)
+            ordered &= self.ready(needs, here, tick)
             weights = ~ordered & owing
             early = np.zeros(self.num_stages, bool)
             if run_ahead:
                 early = ~ordered & ~weights & (forwards < self.num_microbatches) & (held < limit - 1)
-                early &= self.ticks[self.needs(0, forwards, chunk_0, False)[0]] < tick
+                early &= self.ready(self.needs(np.zeros_like(forwards), forwards, chunk_0, False), self.every, tick)
             self.ticks[own[here][ordered]] = tick
             self.ticks[owed[self.every, paid][weights]] = tick
             self.ticks[self.at(0, forwards, chunk_0)[early]] = tick

@@ -38,7 +38,8 @@ class Candidates:
     keep: ZeRO-3 without dropping weights after forward. schedule: index in `schedules.NAMES`; where pp is 1 it is that
     of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
     micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed.
-    overlap: what a layer sends for its gradients, and for ZeRO-3's weights, travels while another computes.
+    overlap: what a layer sends for its gradients, and for ZeRO-3's weights, travels while another computes; in a
+    pipeline, messages between stages do.
     """
 
     pp: np.ndarray
@@ -155,7 +156,7 @@ def layouts_of_mesh(model: ModelConfig, mesh: dict[str, int], batch_size: int) -
     pp = mesh["pp"]
     # (zero, keep, overlap)
     states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if mesh["dp"] > 1 else [(0, 0)]
-    overlaps = [0, 1] if pp == 1 and mesh["dp"] * mesh["replica"] > 1 and model.num_layers > 1 else [0]
+    overlaps = [0, 1] if pp > 1 or (mesh["dp"] * mesh["replica"] > 1 and model.num_layers > 1) else [0]
     states = [(*state, overlap) for state in states for overlap in overlaps]
     splits = [0, 1] if mesh["tp"] > 1 and model.seq_len % mesh["tp"] == 0 else [0]
     # (schedule, chunks, every, selective)
@@ -194,7 +195,7 @@ def layouts_of_mesh(model: ModelConfig, mesh: dict[str, int], batch_size: int) -
         selective=selective,
         overlap=overlap,
     )
-    legal = (overlap == 0) | ((every <= 1) & (keep == 0))
+    legal = (overlap == 0) | (pp > 1) | ((every <= 1) & (keep == 0))
     return found.take(legal & ((keep == 0) | (every == 0)))  # recomputed blocks are gathered again all the same
 
 
@@ -290,13 +291,15 @@ class Pipelines:
 def pipelines(model: ModelConfig, layouts: Candidates) -> Pipelines:
     """The facts of every layout's schedule, and the layers of its largest and of its last part."""
     again = (layouts.every > 0).astype(int)
-    kinds, index = distinct(layouts.pp, layouts.schedule, layouts.microbatches, layouts.chunks, again)
+    kinds, index = distinct(
+        layouts.pp, layouts.schedule, layouts.microbatches, layouts.chunks, again, layouts.overlap * (layouts.pp > 1)
+    )
     rows = []
-    for pp, schedule, micro, chunks, again in kinds:
+    for pp, schedule, micro, chunks, again, overlap in kinds:
         parts = divide_layers(model.num_layers, pp * chunks)
         row = (0.0, 0.0, 0, 0, 0, 0)
         if pp > 1:
-            facts = schedule_facts(NAMES[schedule], pp, micro, chunks)
+            facts = schedule_facts(NAMES[schedule], pp, micro, chunks, 1 + overlap)
             bubble = facts.recompute_bubble if again else facts.bubble
             slots = (facts.num_messages, facts.num_until_b, facts.num_until_w, facts.num_handed)
             row = (bubble, facts.sends / micro, *slots)
@@ -325,7 +328,8 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
         gathers=weight_gathers(layouts),
         gradient_bytes=np.dtype(precision.reduction_dtype.replace("bfloat16", "float16")).itemsize,
         # Without, a compiler finds nothing to compute beside what is sent (docs/benchmarks.md).
-        overlap_dp=layouts.overlap == 1,
+        overlap_dp=(layouts.overlap == 1) & (layouts.pp == 1),
+        overlap_pp=layouts.overlap == 1,
         hidden_part=hidden_part(model),
         flash=attention == "cudnn",
         dropout=model.dropout > 0,

@@ -81,7 +81,8 @@ class Layout:
         (default L/p); first_layers is for memory alone (default most_layers).
     remat: words of `jaxdist.config.ParallelConfig`. gradient_bytes: of one accumulated and reduced element.
     overlap_dp: gradients (and ZeRO-3 weights) travel during backward. overlap_tp: gathers before column-parallel
-        matmuls travel during them, half of all tp traffic.
+        matmuls travel during them, half of all tp traffic. overlap_pp: messages between stages travel while stages
+        compute.
     flash: attention that never writes its scores. scatter_gather: without sp, tp ranks send different parts of a
         message between stages.
     sends: messages of a micro-batch that a stage waits for, both ways together (default 2v).
@@ -111,6 +112,7 @@ class Layout:
     gradient_bytes: Number = 4
     overlap_dp: Number = True
     overlap_tp: Number = False
+    overlap_pp: Number = False
     flash: Number = False
     dropout: Number = False
     scatter_gather: Number = False
@@ -277,7 +279,8 @@ def step_time(
     micro["memory"] = micro["memory"] + local * (itemsize + 2 * grad) / hbm  # add a gradient to the sum so far
     message = activation / np.where(sp | np.asarray(layout.scatter_gather), tp, 1)
     sends = 2 * np.asarray(layout.chunks) if layout.sends is None else np.asarray(layout.sends)
-    micro["pp"] = sends * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
+    between = sends * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
+    micro["pp"] = np.where(layout.overlap_pp, np.maximum(between - sum(micro.values()), 0), between)
 
     # ---- one update
     passes = m if layout.pipeline_microbatches is None else layout.pipeline_microbatches

@@ -2,8 +2,8 @@
 
 Works on any mesh, abstract ones too, so no device is needed. Bytes are those one device sends in a ring (the
 convention of `jaxdist.parallel.collectives`); a size-1 axis sends nothing. Every branch of a `cond` is counted as if it
-ran, and a permute as if every rank sent. The loops of the pipeline executor, whose trip counts are data, are counted as
-`jaxdist.parallel.pipeline.iterations` says.
+ran, and a permute as if every rank sent. The loops and messages of the pipeline executor, which runs as its table says,
+are counted as `jaxdist.parallel.pipeline.iterations` says.
 """
 
 import math
@@ -63,8 +63,8 @@ def ring_bytes(kind: str, axes: Iterable[str], num_bytes: int, mesh: MeshShape) 
 def collectives_of(jaxpr, mesh: MeshShape, iterations: Mapping[str, Fraction] | None = None) -> list[Collective]:
     """Every collective of a (closed) jaxpr over a live axis, in program order.
 
-    iterations: by the name of a jitted function that is one `while` loop, how often the loop runs in each iteration of
-    the scan around it.
+    iterations: by the name of a jitted function, how often it (or, where it is one `while` loop, the loop) runs in
+    each iteration of the scan around it.
     Raises: ValueError for another `while` loop around a collective, whose count the program does not state.
     """
     found = []
@@ -75,7 +75,7 @@ def collectives_of(jaxpr, mesh: MeshShape, iterations: Mapping[str, Fraction] | 
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         axes = tuple(a for a in ((axes,) if isinstance(axes, str) else axes) if isinstance(a, str))
         live = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
-        if live:
+        if live and count != 0:
             if count is None:
                 raise ValueError(f"{kind} over {live} inside a while loop: its count is unknown. Use lax.scan.")
             operands = eqn.outvars if kind == "all_gather" else eqn.invars
@@ -112,7 +112,8 @@ def equations(jaxpr, iterations: Mapping[str, Fraction] | None = None) -> Iterat
             elif name == "while":
                 inner = (loop, depth + 1, scanned, None)
             elif iterations and eqn.params.get("name") in iterations:
-                inner = (count, depth, scanned, _times(scanned, iterations[eqn.params["name"]]))
+                times = _times(scanned, iterations[eqn.params["name"]])
+                inner = (times, depth, scanned, times)
             for sub in inner_programs(eqn):
                 yield from walk(sub, *inner)
 
