@@ -247,8 +247,8 @@ STRATEGIES = [
 def pipeline_matrix() -> Iterator[Strategy]:
     """Every schedule x stages {2, 4, 8} x micro-batches {1, 2, S-1, S, 2S, a prime}.
 
-    The rest of the eight devices, recomputation, dropout and layers that do not divide take turns over the rows. One
-    sequence is a micro-batch on each data rank.
+    The rest of the eight devices, recomputation, dropout, layers that do not divide and overlap take turns over the
+    rows. One sequence is a micro-batch on each data rank.
     """
     others = {
         2: [
@@ -278,9 +278,10 @@ def pipeline_matrix() -> Iterator[Strategy]:
             mesh = ",".join(filter(None, [f"pp={stages}", mesh]))
             parts = stages * default_chunks(schedule)
             parallel = {**parallel, "remat": remats[index % 4], "schedule": schedule, "microbatches": micro}
+            parallel["overlap"] = index % 5 == 3
             shape = parse_mesh(mesh)
             yield Strategy(
-                f"{schedule}-{mesh}-m{micro}",
+                f"{schedule}-{mesh}-m{micro}" + "-overlap" * parallel["overlap"],
                 mesh,
                 parallel,
                 dropout=dropouts[index % 3],

@@ -1,11 +1,19 @@
 """Eight simulated devices for every test, and the small configurations they share."""
 
+import atexit
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterable
 
-# Tests compile much and compute little.
+# Tests compile much and compute little. What two of them compile alike, be it in two processes, is compiled once.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxdist-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax
 import pytest
@@ -88,6 +96,15 @@ RARE = set(
         "dp2-tp4-sp-loss-chunks-fp64",
         "dp4-tp2-zero3-dropout-remat",
         "pp2-remat-selective-accumulate",
+        "replica2-dp4",
+        "remat-selective",
+        "dp8-zero3-per-parameter",
+        "dp4-zero3-remat-every-2",
+        "dp8-zero1-overlap",
+        "dp4-tp2-zero3-overlap-bf16",
+        "dp2-tp2-loss-chunks-fp16",
+        "pp2-gpipe",
+        "pp2-dp2-tp2-zero1-bf16",
         "pp4-zb-h1-overlap-uneven-fp64",
         "pp2-tp2-interleaved-overlap-bf16",
     ]
