@@ -2,6 +2,7 @@
 
 python -m experiments.schedules                                 every schedule for 4 stages and 8 micro-batches
 python -m experiments.schedules --schedule zb-v                 one, drawn as text, with the figures of each stage
+python -m experiments.schedules --overlap --link 0.1            where messages travel while stages compute
 python -m experiments.schedules --file table.txt                check and show a table of your own
 python -m experiments.schedules --draw docs/schedules           also write a timeline of each as SVG and PNG
 """
@@ -30,6 +31,8 @@ class SchedulesFlags:
     """Chunks a stage of the interleaved schedule. Default: 2."""
     schedule: str | None = None
     """Show only this one."""
+    overlap: bool = False
+    """Messages travel during a tick, while stages compute, and not between two."""
     file: str | None = None
     """Show the table in this file instead; docs/schedules.md has the format."""
     forward: float = 1.0
@@ -75,8 +78,8 @@ def main(flags: SchedulesFlags, console: Console) -> int:
 
 def shown_schedules(flags: SchedulesFlags) -> list[Schedule]:
     if flags.file is not None:
-        for name in ("schedule", "stages", "microbatches", "chunks"):
-            if getattr(flags, name) is not None:
+        for name in ("schedule", "stages", "microbatches", "chunks", "overlap"):
+            if getattr(flags, name) not in (None, False):
                 raise ConfigError(
                     f"--{name} with --file", "the table in the file says it", f"Leave --{name} or --file out"
                 )
@@ -85,8 +88,11 @@ def shown_schedules(flags: SchedulesFlags) -> list[Schedule]:
     stages = 4 if flags.stages is None else flags.stages
     microbatches = 8 if flags.microbatches is None else flags.microbatches
     # All together: --chunks is for the one that has a choice. One alone: it is told whether it can have them.
+    hop = 2 if flags.overlap else 1
     return [
-        make_schedule(name, stages, microbatches, flags.chunks if len(names) == 1 or name == "interleaved" else None)
+        make_schedule(
+            name, stages, microbatches, flags.chunks if len(names) == 1 or name == "interleaved" else None, hop
+        )
         for name in names
     ]
 

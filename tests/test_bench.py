@@ -61,15 +61,13 @@ def test_figures_become_rows_by_the_last_word_of_their_name():
 
 
 def as_in_the_papers(strategy) -> bool:
-    """Strategies that send what the papers' formulas say. The others: a pipeline's messages go round its whole ring, a
-    tied table under ZeRO-3 is scattered for each of its uses, recomputing several blocks gathers over tp once more,
-    and sizes that dp does not divide are padded."""
+    """Strategies that send what the papers' formulas say. The others: every stage of a pipeline sums what two of them
+    use, recomputing several blocks gathers and sums once more, and sizes that dp does not divide are padded."""
     parallel = strategy.run_config().parallel
     return (
         parallel.mesh.num_devices > 1
         and parallel.mesh.pp == 1
-        and (parallel.zero < 3 or not parallel.reshard_after_forward)
-        and not (parallel.mesh.tp > 1 and parallel.remat_every > 1)
+        and not ((parallel.mesh.tp > 1 or parallel.zero == 3) and parallel.remat_every > 1)
         and "padded" not in strategy.name
         and strategy.dtype != "float64"
     )
@@ -81,7 +79,12 @@ def test_a_strategy_holds_and_sends_what_the_papers_say(strategy):
     mesh = config.parallel.mesh
     layout = make_layout(model.declare(config.model), config.parallel, config.part_layers)
     sent = sum(message.sent_bytes(mesh) for message in predicted(config, layout))
-    assert sent == pytest.approx(sent_in_theory(config), rel=2e-4)  # single numbers are not in theory
+    theory = sent_in_theory(config)
+    if config.parallel.zero == 3 and config.parallel.reshard_after_forward:
+        # Less: backward gathers no vectors, nor, with overlap, the last block again; of two layers that is much.
+        assert (0.85 if config.parallel.overlap else 0.99) * theory < sent < theory * (1 + 2e-4)
+    else:
+        assert sent == pytest.approx(theory, rel=2e-4)  # single numbers are not in theory
     state = local_bytes(build_program(config, make_abstract_mesh(mesh)).abstract_state())
     theory = state_in_theory(config)
     assert theory is None if config.optimizer.name == "adafactor" else state == pytest.approx(theory, rel=2e-4)

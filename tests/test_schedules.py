@@ -149,7 +149,7 @@ def test_with_unit_costs_both_ways_of_waiting_take_the_ticks_of_the_table(schedu
 
 
 @checked
-@given(made(), st.tuples(*[st.floats(0.25, 4)] * 3), st.floats(0, 1))
+@given(st.one_of(made(), travelling()), st.tuples(*[st.floats(0.25, 4)] * 3), st.floats(0, 1))
 def test_lock_step_is_never_faster_than_dependencies(schedule, times, link):
     ticks = simulate(schedule, Costs(*times), link)
     dependencies = simulate(schedule, Costs(*times), link, waiting="dependencies")

@@ -678,13 +678,15 @@ def simulate(
                 arrivals.append(end[tick - 1, stage])
             if tick > 0 and waiting == "ticks":
                 neighbours = {(stage - 1) % num_stages, (stage + 1) % num_stages} - {stage}
-                sent = end if schedule.hop == 1 else start
-                arrivals += [sent[tick - 1, neighbour] + link for neighbour in neighbours]
+                if schedule.hop == 1:
+                    arrivals += [end[tick - 1, neighbour] + link for neighbour in neighbours]
+                elif neighbours:
+                    arrivals += [start[tick - 1, one] + link for one in (stage, *neighbours)]
             if action is not None and waiting == "dependencies":
-                arrivals += [
-                    finished[source, needed] + (link if source != stage else 0.0)
-                    for source, needed in _inputs(schedule, stage, action)
-                ]
+                for source, needed in _inputs(schedule, stage, action):
+                    # What travels of a fused backward is its B's; with hop 2 it does so during the W.
+                    made = needed._replace(kind="B") if schedule.hop == 2 and needed.kind == "W" else needed
+                    arrivals.append(finished[source, made] + (link if source != stage else 0.0))
             start[tick, stage] = max(arrivals)
             end[tick, stage] = start[tick, stage] + by_stage[stage].of(action)
             if action is not None:

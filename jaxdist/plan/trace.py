@@ -75,7 +75,7 @@ def collectives_of(jaxpr, mesh: MeshShape, iterations: Mapping[str, Fraction] | 
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         axes = tuple(a for a in ((axes,) if isinstance(axes, str) else axes) if isinstance(a, str))
         live = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
-        if live and count != 0:
+        if live:
             if count is None:
                 raise ValueError(f"{kind} over {live} inside a while loop: its count is unknown. Use lax.scan.")
             operands = eqn.outvars if kind == "all_gather" else eqn.invars
