@@ -58,6 +58,8 @@ LAYOUTS: list[tuple[str, dict]] = [
     ("dp=2,tp=2", {"sp": True, "zero": 3, "loss_chunks": 4}),
     ("dp=2", {"accumulate": 4, "loss_chunks": 8, "remat": "block"}),
     ("pp=2,tp=2", {"zero": 1, "loss_chunks": 4}),
+    ("pp=4", {"overlap": True}),
+    ("pp=2,dp=2,tp=2", {"sp": True, "zero": 1, "schedule": "zb-v", "overlap": True}),
     *(("dp=4", {"zero": zero, "overlap": True}) for zero in (0, 1, 3)),
     ("dp=2", {"zero": 2, "overlap": True, "accumulate": 4}),
     ("dp=2,tp=2", {"zero": 3, "sp": True, "overlap": True, "remat": "block"}),

@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -835,6 +836,7 @@ def _parse_cell(word: str, where: str) -> Action | None:
 # ------------------------------------------------------------------------------------------------------------ layers
 
 
+@cache
 def divide_layers(num_layers: int, num_parts: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """Layers of every part in model order, with the least cost of the part that costs most.
 

@@ -171,10 +171,11 @@ def pipeline(found: Scored, best: int) -> list[str]:
     c = found.layouts
     if c.pp[best] == 1:
         return []
+    shown = seconds(found.time.pp[best])
+    sends = f"hides its messages but for {shown} a step" if c.overlap[best] else f"sends {shown} of messages a step"
     return [
-        f"pp={c.pp[best]} ({NAMES[c.schedule[best]]}, {c.microbatches[best]} micro-batches a pass) sends "
-        f"{seconds(found.time.pp[best])} of messages a step and idles {seconds(found.time.bubble[best])}, "
-        f"{found.time.bubble[best] / found.time.total[best]:.0%}."
+        f"pp={c.pp[best]} ({NAMES[c.schedule[best]]}, {c.microbatches[best]} micro-batches a pass) {sends} and "
+        f"idles {seconds(found.time.bubble[best])}, {found.time.bubble[best] / found.time.total[best]:.0%}."
     ]
 
 
