@@ -19,7 +19,7 @@ from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.plan import formulas
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.trace import collectives_of, equations, summary, total_sent
-from jaxdist.step import build_program
+from jaxdist.step import build_program, step_options
 from jaxdist.verify import one_device
 
 HLO_NAMES = {kind: kind for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
@@ -186,6 +186,16 @@ def test_trace_counts_what_the_lowered_program_holds(strategy):
             assert zero >= 2 and c.axes == ("dp",) and c.kind != "all_reduce", f"{c} inside a loop"
         if sharded and c.kind == "all_reduce" and "dp" in c.axes:
             assert c.full_bytes <= 8, f"{c}: ZeRO leaves no all-reduce over dp but scalars"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "overlap", "platform"),
+    [("pp=2", True, "gpu"), ("pp=2", True, "cpu"), ("pp=2", False, "gpu"), ("dp=2", True, "gpu")],
+)
+def test_two_messages_may_travel_at_once_where_a_pipeline_overlaps_them(mesh, overlap, platform):
+    config = RunConfig(ModelConfig(4, 64, 8, 256, 32, 256), ParallelConfig(mesh=parse_mesh(mesh), overlap=overlap))
+    option = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
+    assert step_options(config, platform) == (option if (mesh, overlap, platform) == ("pp=2", True, "gpu") else {})
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=4", "dp=8"])
