@@ -69,11 +69,8 @@ def timeline(schedule: Schedule, costs: Costs, subtitle: str) -> Picture:
     picture = Picture(max(right + RIGHT, 820), memory_top + schedule.num_stages * (ROW + GAP) + MARGIN + 18)
     add = picture.shapes.append
 
-    add(
-        Text(
-            MARGIN, 22, f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches", 17
-        )
-    )
+    title = f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
+    add(Text(MARGIN, 22, title + ", messages travel during a tick" * (schedule.hop == 2), 17))
     add(Text(MARGIN, 44, subtitle, 12, FAINT))
     x = MARGIN
     for kind, chunk, name in legend(schedule):
