@@ -16,6 +16,7 @@ from jaxdist.layout import STACKED, local_bytes
 from jaxdist.logical import MOMENTS, PARAMS, fetch, logical_parameters, named, to_logical
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.trace import total_sent
+from jaxdist.runtime import refused_option
 from jaxdist.step import build_program
 
 # Relative errors that rounding alone explains. fp32 and fp64 hold for any order of summation, and for the largest
@@ -24,6 +25,9 @@ from jaxdist.step import build_program
 # the sum of many tokens may leave near 0, by more: there the norm alone is held to the tolerance.
 GRADIENT_TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 8e-2, "float16": 1e-2}
 LOSS_TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 1e-3, "float16": 2e-4}
+
+# A proof compiles much and computes little. Not every jaxlib takes both.
+QUICK_ON_CPU = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,10 @@ def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dic
 def observe(config: RunConfig, devices: list[jax.Device], batches: list[dict[str, np.ndarray]]) -> Observed:
     """Run `batches` as training steps and bring everything back at logical shape."""
     mesh = make_mesh(config.parallel.mesh, devices)
-    # The program is the one that trains; the CPU's code generator is told not to polish it, which takes half the time.
-    quick = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
-    program = build_program(config, mesh, with_gradients=True, compiler_options=quick)
+    # The program is the one that trains; of the CPU's code generators it is the quick one, and told not to polish.
+    quick = {name: value for name, value in QUICK_ON_CPU.items() if refused_option(name, value) is None}
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    program = build_program(config, mesh, with_gradients=True, compiler_options=quick if on_cpu else None)
     abstract = (program.abstract_state(), program.abstract_batch())
     traced = program.step.trace(*abstract)
     step = traced.lower().compile()

@@ -565,7 +565,7 @@ def test_schedules_import_no_jax():
         for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module])
     }
     assert {name.split(".")[0] for name in imported if not name.startswith("jaxdist")} <= {
-        *("collections", "dataclasses", "itertools", "math", "numpy", "pathlib", "re", "typing")
+        *("collections", "dataclasses", "functools", "itertools", "math", "numpy", "pathlib", "re", "typing")
     }
     assert {name for name in imported if name.startswith("jaxdist")} == {"jaxdist.errors"}
 
