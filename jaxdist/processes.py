@@ -131,12 +131,15 @@ def count() -> int:
 
 def leave(code: int) -> None:
     """End this process at once: saying goodbye would wait for processes that are gone."""
+    if _ending.is_set():  # with a code of its own, by another thread
+        time.sleep(2 * LISTEN_SECONDS)
     os._exit(code)
 
 
 FAILED = "jaxdist/failed"
 LISTEN_SECONDS = 1.0
 _failing = threading.Event()
+_ending = threading.Event()
 
 
 def fail(code: int, others: int, reason: str) -> None:
@@ -155,6 +158,7 @@ def end_together(name: str, seconds: float) -> None:
     """Wait, `seconds` at most, until every process is here; each of them ends next, the first of them last."""
     if jax.process_count() == 1:
         return
+    _ending.set()
     with suppress(RuntimeError):  # some never came
         coordination_client().wait_at_barrier(f"jaxdist/end/{name}", int(seconds * 1000))
     if is_first():
