@@ -153,14 +153,17 @@ class Senders(NamedTuple):
     which: np.ndarray
 
 
-def senders_of(instructions: Instructions) -> dict[str, Senders]:
-    """By direction, of those in which any stage ever sends."""
+def senders_of(instructions: Instructions, hop: int = 1) -> dict[str, Senders]:
+    """By direction, of those in which any stage ever sends. With hop 2 all that ever send in it do so at every tick."""
     found = {}
     for name, shift in ARRIVALS.items():
         if shift and (getattr(instructions, name) != NOWHERE).any():
             sends = np.roll(getattr(instructions, name) != NOWHERE, -shift, axis=1)  # [ticks, S]
             rows = [tuple(np.flatnonzero(row).tolist()) for row in sends]
             sets = sorted(set(rows) - {()})
+            if hop == 2:
+                sets = [tuple(sorted(set().union(*sets)))]
+                rows = sets * len(rows)
             found[name] = Senders(sets, np.array([sets.index(row) + 1 if row else 0 for row in rows], np.int32))
     return found
 
@@ -390,9 +393,7 @@ class _Runner:
         With hop 2 the message of the last tick travels meanwhile. It goes at every tick, whatever it is: inside a
         branch of a conditional no compiler would let it travel beside the action.
         """
-        senders = senders_of(instructions)
-        if self.hop == 2:
-            senders = {name: always(found) for name, found in senders.items()}
+        senders = senders_of(instructions, self.hop)
         used = [name for name in ARRIVALS if (getattr(instructions, name) != NOWHERE).any()]
 
         def tick(state, rows):
@@ -630,11 +631,6 @@ class _Runner:
 BUFFERS = ("messages", "until_b", "until_w", "handed")
 
 
-def always(found: Senders) -> Senders:
-    """Every stage that ever sends in a direction, at every tick."""
-    return Senders([tuple(sorted(set().union(*found.sets)))], np.ones_like(found.which))
-
-
 def sending(name: str, index: int) -> str:
     """The name of the function that sends in one direction, of the set of senders `index`."""
     return f"{name}_{index}"
@@ -646,9 +642,7 @@ def iterations(schedule: Schedule, num_layers: Sequence[int], *, forward_only: b
     Of the messages, how often each set of senders sends that the stage is in that sends most.
     """
     instructions = lower(schedule, forward_only=forward_only).instructions
-    senders, num_ticks = senders_of(instructions), len(instructions.kind)
-    if schedule.hop == 2:
-        senders = {name: always(found) for name, found in senders.items()}
+    senders, num_ticks = senders_of(instructions, schedule.hop), len(instructions.kind)
     per_stage = [
         sum(num_layers[schedule.part(stage, chunk)] for chunk in range(schedule.num_chunks))
         for stage in range(schedule.num_stages)

@@ -237,7 +237,6 @@ def from_orders(
 
     table: list[tuple[Action | None, ...]] = []
     done: dict[tuple[int, Action], int] = {}
-    never = math.inf
     position = [0] * num_stages
     while any(position[stage] < len(orders[stage]) for stage in range(num_stages)):
         row: list[Action | None] = [None] * num_stages
@@ -249,7 +248,7 @@ def from_orders(
             missing = [
                 (source, needed)
                 for source, needed in _inputs(empty, stage, action)
-                if _earliest(empty, stage, source, needed, done.get((source, needed), never)) > len(table)
+                if _earliest(empty, stage, source, needed, done.get((source, needed), math.inf)) > len(table)
             ]
             if missing:
                 source, needed = missing[0]

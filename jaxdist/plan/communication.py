@@ -178,7 +178,7 @@ class _Step:
     def stages(self) -> list[Message]:
         """A micro-batch's activations (or their gradient), of the stage that sends most."""
         size = self.activation // (self.mesh.tp if self.sequence_split else 1)
-        ways = {"to the next": "from_before_", "to the one before": "from_after_"}
+        ways = {"to the next": "from_before_", "to the one before": "from_after_"}  # names of `pipeline.sending`
         return [
             Message(f"between stages, {name}", "permute", self.live("pp"), times, size)
             for name, way in ways.items()
