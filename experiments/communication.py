@@ -17,6 +17,7 @@ from jaxdist.layout import Layout, make_layout
 from jaxdist.mesh import parse_mesh
 from jaxdist.plan import formulas
 from jaxdist.plan.communication import predicted, table
+from jaxdist.plan.trace import total_sent
 
 
 def example(mesh: str, **parallel) -> RunConfig:
@@ -46,7 +47,7 @@ def against_papers(config: RunConfig) -> list[tuple[str, float, float]]:
 
     def sent(axis: str, *purposes: str, itemsize: int = 2) -> float:
         found = [m for m in messages if m.purpose.startswith(purposes) and m.axes == (axis,)]
-        return sum(message.sent_bytes(mesh) for message in found) / itemsize
+        return total_sent(found, mesh) / itemsize
 
     dp = formulas.dp_traffic(shape.parameters / (mesh.pp * mesh.tp), mesh.dp, parallel.zero, microbatches=micro)
     block = formulas.tp_traffic(shape, rows, mesh.tp, parallel.sp, full_recompute=parallel.remat_every > 0)
@@ -73,22 +74,19 @@ def least(config: RunConfig) -> dict[str, float]:
 
     Every layer's activations: a sum twice forward and twice backward, and again what a recomputed group needs inside.
     What a stage has for another: each micro-batch once. Every leaf, unpadded: its gradient summed once (over all
-    stages, where several use it), or scattered where it is made, a stage's together; its weights gathered once for each
-    use. The head's backward uses what its forward gathered, and the last block's with overlap. A block's backward uses
-    no vectors.
+    stages, where they hold it whole), or scattered where it is made; its weights gathered once for each use. What is
+    not a block's: once a step under pp, of the table a part to each end and its gradient from there. The head's
+    backward uses what its forward gathered, and the last block's with overlap. A block's backward uses no vectors.
     """
     parallel, mesh, layout = config.parallel, config.parallel.mesh, layout_of(config)
     item, reduced, master = (
         jax.numpy.dtype(name).itemsize
         for name in (config.precision.dtype, config.precision.reduction_dtype, config.precision.master_dtype)
     )
-    micros, schedule = parallel.accumulate * parallel.num_microbatches, parallel.pipeline
-    layers, parts, leaving = config.model.num_layers, config.part_layers, 0
-    if schedule is not None:
-        homes = [schedule.place(part)[0] for part in range(schedule.num_parts)]
-        layers = max(sum(n for n, home in zip(parts, homes, strict=True) if home == s) for s in range(mesh.pp))
-        hops = [pair for a, b in pairwise(homes) if a != b for pair in (a, b)]  # forward from a, backward from b
-        leaving = max(hops.count(stage) for stage in range(mesh.pp))
+    micros, schedule, parts = parallel.accumulate * parallel.num_microbatches, parallel.pipeline, config.part_layers
+    homes = [0 if schedule is None else schedule.place(part)[0] for part in range(len(parts))]
+    hops = [pair for a, b in pairwise(homes) if a != b for pair in (a, b)]  # forward from a, backward from b
+    leaving = max(hops.count(stage) for stage in range(mesh.pp))
     tokens = config.batch_size // (mesh.replica * mesh.dp * micros) * config.model.seq_len
     activation, every, sp = tokens * config.model.width * item, parallel.remat_every, parallel.sp
 
@@ -97,22 +95,30 @@ def least(config: RunConfig) -> dict[str, float]:
 
     # In halves of an all-reduce: gathers or scatters. Recomputed: every sum but a group's last, and gathers with sp.
     again = ((2 if sp else 0) + (1 if sp else 2) * (2 - 1 / every)) if every else 0
-    halves = layers * (8 + again) + 4
-    softmax = 2 * 3 * tokens * master
-    found = {"activations over tp": micros * part(mesh.tp) * (halves * activation + softmax)}
+    softmax, needs = 2 * 3 * tokens * master, []
+    for stage in range(mesh.pp):
+        layers = sum(n for n, home in zip(parts, homes, strict=True) if home == stage)
+        embeds, heads = homes[0] == stage, homes[-1] == stage
+        halves = layers * (8 + again) + 2 * (embeds + heads)
+        needs.append(halves * activation + heads * softmax)
+    found = {"activations over tp": micros * part(mesh.tp) * max(needs)}
     found["between stages"] = micros * leaving * activation / (mesh.tp if sp else 1)
 
     total = 0.0
     for leaf in jax.tree.leaves(layout.leaves):
-        size, block = math.prod(leaf.compute_local), leaf.name.startswith("blocks")
+        size, block = math.prod(leaf.used_local), leaf.name.startswith("blocks")
+        if leaf.users:
+            size /= mesh.pp
+            at_an_end = (len(leaf.users) - 1) * item + (mesh.pp - 1) * reduced
+            total += size * max(at_an_end, min(mesh.pp - 1, len(leaf.users)) * item)
         rest = math.prod(getattr(mesh, axis) for axis in leaf.shard_reduce_axes)
         dp = mesh.dp if layout.sharded else 1
         total += 2 * part(rest) * size / dp * reduced
         uses = 1 if block else sum(leaf.name.split(".")[0] in names for names in (model.EMBED_PARTS, model.HEAD_PARTS))
-        if not (parallel.zero == 3 and parallel.reshard_after_forward) and not block:
-            uses = 1 / parallel.num_microbatches
+        if not block and (mesh.pp > 1 or not (parallel.zero == 3 and parallel.reshard_after_forward)):
+            uses = 1 / micros if mesh.pp > 1 else 1 / parallel.num_microbatches
         times = micros * uses
-        scatters = (micros * min(uses, 1) if mesh.pp == 1 else times) if layout.grads_scattered else 1
+        scatters = micros * min(uses, 1) if layout.grads_scattered else 1
         total += part(dp) * size * reduced * scatters
         if layout.params_stored:
             twice = block and ((leaf.decay and (parallel.reshard_after_forward or schedule)) or every)
@@ -129,7 +135,7 @@ def ratios(config: RunConfig) -> dict[str, float]:
     """Bytes sent for each byte of `least`, where there are any."""
     messages, mesh = predicted(config, layout_of(config)), config.parallel.mesh
     sent = {
-        kind: sum(m.sent_bytes(mesh) for m in messages if m.purpose.startswith(names)) for kind, names in KINDS.items()
+        kind: total_sent((m for m in messages if m.purpose.startswith(names)), mesh) for kind, names in KINDS.items()
     }
     return {kind: sent[kind] / at_least for kind, at_least in least(config).items() if at_least}
 

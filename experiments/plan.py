@@ -47,6 +47,7 @@ from jaxdist.plan.search import (
     usable_bytes,
 )
 from jaxdist.plan.time_model import Efficiency
+from jaxdist.plan.trace import total_sent
 from jaxdist.step import choose_attention
 
 MOST_NODES = 4096
@@ -561,7 +562,7 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
         if note:  # then the formula, too, of the attention that is traced
             formula = float(score(config, Candidates.of(config), found.cluster, "xla").memory.total[0])
         layout = make_layout(declare(config.model), config.parallel, config.part_layers)
-        sent = [sum(m.sent_bytes(config.parallel.mesh) for m in predicted(config, layout))]
+        sent = [total_sent(predicted(config, layout), config.parallel.mesh)]
         sent += [sum(row.traced_bytes for row in level.sent)]
         compiled = level.compiled
         table.add_row(

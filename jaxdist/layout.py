@@ -2,6 +2,9 @@
 
 A leaf has a *compute* layout (how it enters the differentiated function: the tensor-parallel dims its module declared)
 and a *storage* layout (how the optimiser holds it: ZeRO adds dp on one more dim, padded where none divides).
+
+Under pp a table that both ends of the model use is neither's: every stage holds a part of it and of its moments, and
+the two stages that compute with it get it whole for the length of a step.
 """
 
 import dataclasses
@@ -16,7 +19,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.config import ParallelConfig
-from jaxdist.mesh import DATA_AXES, MeshShape
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import AXES, DATA_AXES, MeshShape
 from jaxdist.parallel.schedules import Schedule
 
 STACKED = "blocks"  # the subtree whose leaves carry a leading layer dim
@@ -31,6 +35,8 @@ class Leaf:
     reduce_axes: axes over which the gradient is still a partial sum when backward ends (the rule of DESIGN R5).
     rows: for a stacked leaf under pp, the layer in each row, stage by stage and chunk by chunk; -1 pads the parts that
         have fewer layers than the largest. The compute and storage layouts hold these rows, split over pp.
+    users: the stages that compute with a leaf of which every stage holds a part, padded where pp does not divide it;
+        empty for every other leaf. Only these get it whole (`used_local`).
     """
 
     name: str
@@ -43,21 +49,46 @@ class Leaf:
     reduce_axes: tuple[str, ...]
     pp: int = 1
     rows: tuple[int, ...] | None = None
+    users: tuple[int, ...] = ()
 
     @property
     def compute_shape(self) -> tuple[int, ...]:
-        """Global shape in the compute layout."""
-        return self.shape if self.rows is None else (len(self.rows), *self.shape[1:])
+        """Global shape in the compute layout, padding of rows and parts counted."""
+        if self.rows is not None:
+            return (len(self.rows), *self.shape[1:])
+        if not self.users:
+            return self.shape
+        return _replace(self.shape, self.spread_dim, -(-self.shape[self.spread_dim] // self.pp) * self.pp)
+
+    @property
+    def spread_dim(self) -> int:
+        """The dim of which each stage holds a part, of a leaf that has `users`."""
+        return self.spec.index("pp")
+
+    @property
+    def used_spec(self) -> tuple[str | None, ...]:
+        """The mesh axis of each dim where the leaf is computed with."""
+        return _replace(self.spec, self.spread_dim, None) if self.users else self.spec
+
+    @property
+    def used_local(self) -> tuple[int, ...]:
+        """Local shape where the leaf is computed with."""
+        if not self.users:
+            return self.compute_local
+        return _replace(self.compute_local, self.spread_dim, self.shape[self.spread_dim])
 
     @property
     def compute_local(self) -> tuple[int, ...]:
         """Local shape in the compute layout."""
-        sizes = {None: 1, "tp": self.tp, "pp": self.pp}
-        return tuple(n // sizes[axis] for n, axis in zip(self.compute_shape, self.spec, strict=True))
+        return tuple(n // self.num_parts(dim) for dim, n in enumerate(self.compute_shape))
+
+    def num_parts(self, dim: int) -> int:
+        """Ranks that share `dim` in the compute layout."""
+        return {None: 1, "tp": self.tp, "pp": self.pp}[self.spec[dim]]
 
     @property
     def zero_local(self) -> int:
-        """Size of `zero_dim` on one tp rank, padded to a multiple of dp."""
+        """Size of `zero_dim` on one rank, padded to a multiple of dp."""
         return -(-self.compute_local[self.zero_dim] // self.dp) * self.dp
 
     @property
@@ -67,10 +98,8 @@ class Leaf:
     @property
     def draw_spec(self) -> PartitionSpec:
         """How the logical array is split while it is drawn: as in storage, where that takes no padding."""
-        axes = list(self.spec)
-        if "pp" in axes and self.shape[0] % self.pp:
-            axes[0] = None
-        if self.zero_dim is not None and self.compute_local[self.zero_dim] == self.zero_local:
+        axes = [axis if self.shape[dim] % self.num_parts(dim) == 0 else None for dim, axis in enumerate(self.spec)]
+        if self.zero_dim is not None and self.storage_shape[self.zero_dim] == self.shape[self.zero_dim]:
             axes[self.zero_dim] = (*filter(None, [axes[self.zero_dim]]), "dp")
         return PartitionSpec(*axes)
 
@@ -93,13 +122,12 @@ class Leaf:
         """Global shape in the storage layout, padding counted."""
         if self.zero_dim is None:
             return self.compute_shape
-        parts = self.tp if self.spec[self.zero_dim] == "tp" else 1
-        return _replace(self.compute_shape, self.zero_dim, parts * self.zero_local)
+        return _replace(self.compute_shape, self.zero_dim, self.num_parts(self.zero_dim) * self.zero_local)
 
     @property
     def spec_axes(self) -> tuple[str, ...]:
-        """Mesh axes the leaf is sharded on in the compute layout."""
-        return tuple(filter(None, self.spec))
+        """Mesh axes the leaf is sharded on in the compute layout, outermost first."""
+        return tuple(axis for axis in AXES if axis in self.spec)
 
     @property
     def storage_axes(self) -> tuple[str, ...]:
@@ -132,16 +160,18 @@ class Leaf:
         """Undo `pad`."""
         return lax.slice_in_dim(x, 0, self.compute_local[self.zero_dim], axis=self.zero_dim)
 
-    # Outside shard_map, on global arrays. ZeRO's padding sits at the end of each tp rank's part.
+    # Outside shard_map, on global arrays. ZeRO's padding sits at the end of each tp (or pp) rank's part.
 
     def to_storage(self, x: jax.Array) -> jax.Array:
         """Logical global array -> the padded global array that `storage_spec` splits."""
         if self.rows is not None:
             rows = jnp.asarray(self.rows)
             x = jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)) >= 0, x[jnp.maximum(rows, 0)], 0)
+        if self.users:
+            x = _pad_to(x, self.spread_dim, self.compute_shape[self.spread_dim])
         if self.zero_dim is None:
             return x
-        return self._by_tp_rank(x, lambda part, dim: _pad_to(part, dim, self.zero_local))
+        return self._by_rank(x, lambda part, dim: _pad_to(part, dim, self.zero_local))
 
     def from_storage(self, x: jax.Array) -> jax.Array:
         """Undo `to_storage`."""
@@ -152,14 +182,16 @@ class Leaf:
         if self.zero_dim is None:
             return x
         local = self.compute_local[self.zero_dim]
-        return self._by_tp_rank(x, lambda part, dim: lax.slice_in_dim(part, 0, local, axis=dim))
+        return self._by_rank(x, lambda part, dim: lax.slice_in_dim(part, 0, local, axis=dim))
 
     def from_compute(self, x: jax.Array) -> jax.Array:
-        """The global array of the compute layout -> the logical one: layers in model order."""
+        """The global array of the compute layout -> the logical one: layers in model order, padding taken off."""
+        if self.users:
+            return lax.slice_in_dim(x, 0, self.shape[self.spread_dim], axis=self.spread_dim)
         return x if self.rows is None else x[jnp.asarray([self.rows.index(layer) for layer in range(self.shape[0])])]
 
-    def _by_tp_rank(self, x: jax.Array, change: Callable) -> jax.Array:
-        dim, parts = self.zero_dim, self.tp if self.spec[self.zero_dim] == "tp" else 1
+    def _by_rank(self, x: jax.Array, change: Callable) -> jax.Array:
+        dim, parts = self.zero_dim, self.num_parts(self.zero_dim)
         split = x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
         changed = change(split, dim + 1)
         return changed.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
@@ -213,13 +245,18 @@ def make_layout(declared: dict, parallel: ParallelConfig, part_layers: Sequence[
     part_layers: under pp, the layers of each part of the model, in model order.
     """
     mesh = parallel.mesh
-    rows = None if mesh.pp == 1 else pipeline_rows(parallel.pipeline, part_layers)
+    rows, ends = None, ()
+    if mesh.pp > 1:
+        rows = pipeline_rows(parallel.pipeline, part_layers)
+        ends = tuple(sorted({parallel.pipeline.place(part)[0] for part in (0, len(part_layers) - 1)}))
 
     def place(path, declaration) -> Leaf:
         names = [entry.key for entry in path]
         stacked = names[0] == STACKED
         dims = (("pp",) if stacked else ()) + tuple(declaration.spec)
         spec = tuple(live_spec(dims, mesh)) + (None,) * (len(declaration.shape) - len(dims))
+        if ends and declaration.both_ends:
+            spec = _replace(spec, choose_spread_dim(declaration.shape, spec, mesh.pp), "pp")
         leaf = Leaf(
             name=".".join(names),
             shape=tuple(declaration.shape),
@@ -231,6 +268,7 @@ def make_layout(declared: dict, parallel: ParallelConfig, part_layers: Sequence[
             reduce_axes=tuple(axis for axis in partial_sum_axes(parallel) if axis not in spec),
             pp=mesh.pp,
             rows=rows if stacked else None,
+            users=ends if declaration.both_ends else (),
         )
         if not parallel.sharded:
             return leaf
@@ -254,6 +292,21 @@ def partial_sum_axes(parallel: ParallelConfig) -> tuple[str, ...]:
     """Axes that split the work: a parameter not sharded on one of them owes a sum over it."""
     axes = ("pp", *DATA_AXES) + (("tp",) if parallel.sp else ())
     return tuple(axis for axis in axes if getattr(parallel.mesh, axis) > 1)
+
+
+def choose_spread_dim(shape: tuple[int, ...], spec: tuple[str | None, ...], pp: int) -> int:
+    """The dim of which each stage holds a part: of those that tp leaves whole, the one with least padding, the largest.
+
+    Raises: ConfigError where tp splits all of them.
+    """
+    whole = [dim for dim, axis in enumerate(spec) if axis is None]
+    if not whole:
+        raise ConfigError(
+            f"a parameter of shape {shape} that tp splits on every dim",
+            "under pp both ends of the model use it, so the stages share it, and need a dim for that",
+            "Leave one dim of it to them",
+        )
+    return min(whole, key=lambda dim: (-(-shape[dim] // pp) * pp / shape[dim], -shape[dim]))
 
 
 def choose_zero_dim(leaf: Leaf, first: int) -> int:

@@ -152,16 +152,17 @@ def _sharding(program: Program, leaf: Leaf) -> NamedSharding:
 
 
 def _from_storage(program: Program, leaf: Leaf | None, x: jax.Array) -> jax.Array:
-    if leaf is None or (leaf.storage_shape == leaf.shape and _in_order(leaf)):
+    if leaf is None or (leaf.storage_shape == leaf.shape and _is_logical(leaf)):
         return x
     return jax.jit(leaf.from_storage, out_shardings=_sharding(program, leaf))(x)
 
 
 def _from_compute(program: Program, leaf: Leaf, x: jax.Array) -> jax.Array:
-    if _in_order(leaf):
+    if _is_logical(leaf):
         return x
     return jax.jit(leaf.from_compute, out_shardings=_sharding(program, leaf))(x)
 
 
-def _in_order(leaf: Leaf) -> bool:
-    return leaf.rows is None or leaf.rows == tuple(range(leaf.shape[0]))
+def _is_logical(leaf: Leaf) -> bool:
+    """Whether the compute layout holds the logical array: layers in order, nothing padded."""
+    return leaf.compute_shape == leaf.shape and (leaf.rows is None or leaf.rows == tuple(range(leaf.shape[0])))

@@ -37,11 +37,15 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a module says of a parameter: global shape, mesh axis of each dim, whether weight decay applies."""
+    """What a module says of a parameter: global shape, mesh axis of each dim, whether weight decay applies.
+
+    both_ends: the embedding and the head use it, which a pipeline puts on two stages.
+    """
 
     shape: tuple[int, ...]
     spec: tuple[str | None, ...]
     decay: bool
+    both_ends: bool = False
 
 
 def parameter(value: jax.Array, spec: tuple[str | None, ...], decay: bool = False) -> nnx.Param:
@@ -225,7 +229,8 @@ def declare(config: ModelConfig) -> dict:
         for name in path[:-1]:
             node = node.setdefault(name, {})
         meta = variable.get_metadata()
-        node[path[-1]] = Declaration(variable.shape, meta["layout"], meta["decay"])
+        both_ends = path[0] in EMBED_PARTS and path[0] in HEAD_PARTS
+        node[path[-1]] = Declaration(variable.shape, meta["layout"], meta["decay"], both_ends)
     return tree
 
 

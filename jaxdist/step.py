@@ -35,6 +35,7 @@ from jaxdist.parallel.data import gather_parameters, reduce_gradients
 from jaxdist.parallel.grouping import shard
 from jaxdist.parallel.overlap import Gradients, overlapped_gradients, wait
 from jaxdist.parallel.pipeline import Stages, add, iterations, pick, pipeline_gradients, pipeline_loss
+from jaxdist.parallel.spread import gather_to_users, scatter_from_users
 from jaxdist.parallel.zero import fetch_whole, make_fetch, make_scatter, make_whole_holders
 from jaxdist.plan.trace import Collective, collectives_of
 
@@ -313,36 +314,50 @@ def accumulate_gradients(config, layout, platform, state, batch, weight) -> tupl
     The rows go through in `accumulate` parts, one after the other: micro-batches, or under pp passes of the pipeline.
     Parameters are cast to varying over every axis that splits the tokens once, before the loop, so no reduction is
     left inside it; the sums they owe are paid by `reduce_gradients` after it. ZeRO-2 and 3 alone reduce inside, over
-    dp, because they keep no whole gradient.
+    dp, because they keep no whole gradient; under pp that is so of blocks, the rest being fetched once a step.
     """
     run, split = plan_forward(config, layout, platform, training=True)
     key = dropout_key(config, state.step)
     held = cast_to_owed(state.params, layout)
     differentiated = cast_to_owed(gradient_holders(held, layout, config.precision.master_dtype), layout)
+    pipelined, weights = layout.parallel.mesh.pp > 1, None
+    if pipelined:
+        weights = pipeline_weights(layout, split, differentiated, held)
 
     def micro_loss(differentiated, micro: Batch):
         noise = model.Noise(config.model.dropout, key, micro.rows)
         total = forward_loss(config, run, split(differentiated, held), micro, noise)
         return total * weight, total
 
-    def gradients(differentiated, batch):
-        if layout.parallel.mesh.pp > 1:
-            return pipelined_gradients(config, layout, run, split, differentiated, held, batch, key, weight)
+    def gradients(batch):
+        if pipelined:
+            return pipelined_gradients(config, run, weights, batch, key, weight)
         return jax.grad(micro_loss, has_aux=True)(differentiated, batch)
+
+    def settled(grads):
+        """Gradients of what a pipeline fetched once, as the others are."""
+        if not (pipelined and layout.grads_scattered):
+            return grads
+        leaves, (d_root, d_blocks) = split_root(layout.leaves)[0], split_root(grads)
+        d_root = scatter_from_users(leaves, jax.tree.map(lambda g: g.astype(config.precision.reduction_dtype), d_root))
+        scatter = make_scatter(leaves, layout, config.precision.reduction_dtype, config.precision.master_dtype)
+        return {**scatter(d_root), STACKED: d_blocks}
 
     num_micro = config.parallel.accumulate
     if num_micro == 1:
-        grads, loss_sum = gradients(differentiated, batch)
-        return jax.tree.map(lambda g: g.astype(config.precision.master_dtype), grads), loss_sum
+        grads, loss_sum = gradients(batch)
+        return settled(jax.tree.map(lambda g: g.astype(config.precision.master_dtype), grads)), loss_sum
 
     def body(carry, micro):
-        grads, loss_sum = gradients(differentiated, micro)
+        grads, loss_sum = gradients(micro)
         summed = jax.tree.map(lambda total, g: total + g.astype(total.dtype), carry[0], grads)
         return (summed, carry[1] + loss_sum), None
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, config.precision.master_dtype), differentiated)
-    start = (comm.varying_like(zeros, differentiated), comm.varying(jnp.zeros((), weight.dtype), LOSS_AXES))
-    return lax.scan(body, start, cut(batch, num_micro))[0]
+    summands = {**weights.root, STACKED: weights.blocks} if pipelined else differentiated
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, config.precision.master_dtype), summands)
+    start = (comm.varying_like(zeros, summands), comm.varying(jnp.zeros((), weight.dtype), LOSS_AXES))
+    grads, loss_sum = lax.scan(body, start, cut(batch, num_micro))[0]
+    return settled(grads), loss_sum
 
 
 def dropout_key(config: RunConfig, step: jax.Array) -> jax.Array | None:
@@ -439,37 +454,50 @@ def overlapped_accumulation(config, layout, platform, state, batch, weight) -> t
     return {**d_root, STACKED: found.layers}, found.loss, finite
 
 
-def pipelined_gradients(config, layout, run, split, differentiated, held, batch, key, weight) -> tuple[dict, jax.Array]:
-    """What `jax.grad` gives without a pipeline, for one pass of all its micro-batches: (gradients, summed loss)."""
-    root, root_held, blocks, fixed = pipeline_weights(layout, split, differentiated, held)
+class PipelineWeights(NamedTuple):
+    """What the stages of a pipeline, or the layers of an overlapped backward, compute with.
+
+    root: what is not a block's; on the stages that use it, whole. root_held: with overlap under ZeRO-3 the shards of
+    it, None elsewhere. blocks, fixed: of each layer its weights, or the holders of their gradients, and what else
+    belongs to it: (weights held or None, number of the layer).
+    """
+
+    root: dict
+    root_held: dict | None
+    blocks: dict
+    fixed: tuple
+
+
+def pipelined_gradients(config, run, weights: PipelineWeights, batch, key, weight) -> tuple[dict, jax.Array]:
+    """What `jax.grad` gives without a pipeline, for one pass of all its micro-batches: (gradients, summed loss).
+
+    Gradients of the root are whole, each stage's own.
+    """
     loss, d_root, d_blocks = pipeline_gradients(
-        pipeline_stages(config, run, root_held, key),
+        pipeline_stages(config, run, weights.root_held, key),
         config.parallel.pipeline,
-        root,
-        blocks,
+        weights.root,
+        weights.blocks,
         cut(batch, config.parallel.num_microbatches),
-        fixed=fixed,
+        fixed=weights.fixed,
         num_layers=config.part_layers,
         seed=weight,
         recompute_every=run.remat_every,
         dtype=config.precision.master_dtype,
     )
-    if layout.grads_scattered and root_held is None:  # fetched whole, once: scattered once
-        d_root = make_scatter(
-            split_root(layout.leaves)[0], layout, config.precision.reduction_dtype, config.precision.master_dtype
-        )(d_root)
     return {**d_root, STACKED: d_blocks}, loss
 
 
-def pipeline_weights(layout: Layout, split, differentiated: dict, held: dict):
-    """(root weights, root weights held as shards or None, block weights, what else belongs to each layer)."""
+def pipeline_weights(layout: Layout, split, differentiated: dict, held: dict) -> PipelineWeights:
+    """Fetches what is fetched once."""
     root, blocks = split(differentiated, held)
     root, root_held = root if isinstance(root, tuple) else (root, None)
     blocks, blocks_held = blocks if isinstance(blocks, tuple) else (blocks, None)
     leaf = jax.tree.leaves(split_root(layout.leaves)[1])[0]
     rows = range(leaf.shape[0]) if leaf.rows is None else leaf.rows
     layers = comm.varying(jnp.asarray(rows).reshape(layout.parallel.mesh.pp, -1), "pp")[comm.rank("pp")]
-    return root, root_held, blocks, (blocks_held, layers)
+    root = gather_to_users(split_root(layout.leaves)[0], root)
+    return PipelineWeights(root, root_held, blocks, (blocks_held, layers))
 
 
 def pipeline_stages(config: RunConfig, run: model.Forward, root_held: dict | None, key) -> Stages:
@@ -545,32 +573,30 @@ def plan_forward(config: RunConfig, layout: Layout, platform: str, training: boo
 
     root, blocks = split_root(layout.leaves)
     common["fetch_block"] = fetch_of(jax.tree.map(lambda leaf: leaf.layer(), blocks))
-    if not (layout.params_stored and parallel.reshard_after_forward):
-        # Nothing is dropped after forward: what is not a block's is fetched once, and its gradient scattered once.
+    if parallel.mesh.pp > 1 or not (layout.params_stored and parallel.reshard_after_forward):
+        # What is not a block's is fetched once, and its gradient scattered once: nothing is dropped after forward, or
+        # a pipeline's stages would fetch it for every micro-batch.
         def split(holders, held):
             (root_holders, block_holders), (root_held, block_held) = split_root(holders), split_root(held)
             return fetch_of(root)((root_holders, root_held)), (block_holders, block_held)
 
         return model.Forward(**common, refetch=not layout.params_stored), split
 
-    # The table is fetched for the embedding and for the head. On one stage both gradients are scattered as one; two
-    # stages would each have to keep a whole one through the pass.
-    together = parallel.mesh.pp == 1
-
+    # The table is fetched for the embedding and for the head; both gradients are scattered as one.
     def fetch_parts(names):
         def fetch(weights):
-            part = fetch_of(_pick(root, names), whole_holders=together)
+            part = fetch_of(_pick(root, names), whole_holders=True)
             return part(tuple(_pick(tree, names) for tree in weights))
 
         return fetch
 
     def split_pairs(holders, held):
         root_holders, block_holders = split_root(holders)
-        root_holders = make_whole_holders(root, layout, *dtypes)(root_holders) if together else root_holders
-        return tuple(zip((root_holders, block_holders), split_root(held), strict=True))
+        pairs = ((make_whole_holders(root, layout, *dtypes)(root_holders), block_holders), split_root(held))
+        return tuple(zip(*pairs, strict=True))
 
     fetch_embed, fetch_head = fetch_parts(model.EMBED_PARTS), fetch_parts(model.HEAD_PARTS)
-    if parallel.mesh.pp == 1 and not parallel.overlap_layers:  # these two decide by themselves what is kept
+    if not parallel.overlap_layers:  # overlap decides by itself what is kept
         common["fetch_block"] = model.keep_vectors(config.model, common["fetch_block"])
     return model.Forward(**common, refetch=True, fetch_embed=fetch_embed, fetch_head=fetch_head), split_pairs
 
@@ -597,11 +623,15 @@ def evaluate_loss(config, layout, platform, params, batch: Batch) -> tuple[jax.A
     run, split = plan_forward(config, layout, platform, training=False)
     holders = gradient_holders(params, layout, config.precision.master_dtype)
     if layout.parallel.mesh.pp > 1:
-        root, root_held, blocks, fixed = pipeline_weights(layout, split, holders, params)
-        stages = pipeline_stages(config, run, root_held, None)
-        micros = cut(batch, config.parallel.num_microbatches)
+        weights = pipeline_weights(layout, split, holders, params)
         total = pipeline_loss(
-            stages, config.parallel.pipeline, root, blocks, micros, fixed=fixed, num_layers=config.part_layers
+            pipeline_stages(config, run, weights.root_held, None),
+            config.parallel.pipeline,
+            weights.root,
+            weights.blocks,
+            cut(batch, config.parallel.num_microbatches),
+            fixed=weights.fixed,
+            num_layers=config.part_layers,
         )
     else:
         total = forward_loss(config, run, split(holders, params), batch, model.Noise(0.0, None, batch.rows))

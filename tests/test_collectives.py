@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.compat import varying_axes
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.parallel import collectives as comm
-from jaxdist.plan.trace import collectives_of
+from jaxdist.plan.trace import collectives_of, total_sent
 
 SHAPE = MeshShape(replica=2, dp=2, tp=2)
 MESH = make_mesh(SHAPE, DEVICES)
@@ -76,6 +76,38 @@ def test_permute_direction():
         np.testing.assert_array_equal(np.asarray(out), np.roll(np.arange(4.0), shift))
 
 
+@pytest.mark.parametrize("ranks", [(0, 3), (0,), (1, 2), (0, 1, 2, 3)])
+def test_gather_to_and_scatter_from_some_ranks(ranks):
+    mesh = make_mesh(MeshShape(pp=4), DEVICES[:4])
+    gather = on_mesh(lambda x: comm.gather_to(x[0], "pp", 1, ranks)[None], P("pp"), mesh, P("pp"))
+    x = X[:4]
+    whole = np.asarray(gather(x))
+    for rank in range(4):
+        own = np.zeros((4, 4, 6), np.float32)
+        own[rank] = x[rank]
+        expected = np.concatenate(list(x if rank in ranks else own), axis=1)
+        np.testing.assert_array_equal(whole[rank], expected)
+
+    scatter = on_mesh(lambda x: comm.scatter_from(x[0], "pp", 0, ranks)[None], P("pp"), mesh, P("pp"))
+    given = np.where(np.isin(np.arange(4), ranks)[:, None, None], x, 0)
+    np.testing.assert_array_equal(np.asarray(scatter(given))[:, 0], given.sum(0))
+
+    # Each is the other's transpose, of what the ranks get and give.
+    weights = np.random.default_rng(0).normal(size=whole.shape).astype(np.float32)
+    weights *= np.isin(np.arange(4), ranks)[:, None, None]
+    gradient = jax.grad(lambda x: jnp.sum(gather(x) * weights))(x)
+    back = on_mesh(lambda x: comm.scatter_from(x[0], "pp", 1, ranks)[None], P("pp"), mesh, P("pp"))
+    np.testing.assert_allclose(np.asarray(gradient), np.asarray(back(weights)), rtol=1e-5, atol=1e-6)
+
+    # What the rank that sends most sends: to every other taker of its slice, or n-1 slices.
+    mesh_shape, bytes_of = MeshShape(pp=4), {}
+    for name, function, argument in (("gather", gather, x), ("scatter", scatter, given)):
+        sent = collectives_of(function.trace(argument).jaxpr, mesh_shape)
+        bytes_of[name] = total_sent(sent, mesh_shape)
+    takers = max(len(set(ranks) - {rank}) for rank in range(4))
+    assert bytes_of == {"gather": takers * x[0].nbytes, "scatter": 3 / 4 * x[0].nbytes}
+
+
 @pytest.mark.parametrize(
     ("name", "forward", "gathered"),
     [
@@ -115,6 +147,8 @@ def test_sizes_that_do_not_divide_say_what_would():
         on_mesh(lambda x: comm.all_to_all(x[:, :, :5], "dp", 2, 1), PER_RANK)(X)
     with pytest.raises(ValueError, match="ranks 0 to 1"):
         on_mesh(lambda x: comm.broadcast(x, "dp", root=2), P(("replica", "tp")))(X)
+    with pytest.raises(ValueError, match="does not divide"):
+        on_mesh(lambda x: comm.scatter_from(x[:, :, :5], "dp", 2, (0,)), PER_RANK)(X)
 
 
 def test_varying_casts_once_and_types_are_what_they_say():
@@ -138,6 +172,7 @@ def test_size_one_axes_leave_nothing_in_the_program():
             x = comm.all_gather(comm.reduce_scatter(x, name, 0), name, 0)
             x = comm.permute(comm.all_to_all(x, name, 0, 1), name)
             x = comm.broadcast(comm.all_reduce_max(x, name), name)
+            x = comm.scatter_from(comm.gather_to(x, name, 0, (0,)), name, 0, (0,))
         return x + 1
 
     traced = jax.jit(jax.shard_map(body, mesh=ONE, in_specs=P(), out_specs=P(), check_vma=True)).trace(X)

@@ -131,29 +131,29 @@ PROMISED = {
         ("all_reduce", TP, 0): 4 + 1,
         ("all_reduce", TP, 1): 2 + 2,
     },
-    # A pipeline: the loss; the tied table, positions and final norm, used on two stages; the norm of the blocks. A
-    # permute for each set of stages that send at a tick, up and down; a ring of two has one way.
-    "pp2-gpipe": {("permute", PP, 1): 2, ("all_reduce", PP, 0): 3},
-    "pp4-1f1b": {("permute", PP, 1): 5 + 3, ("all_reduce", PP, 0): 3},
-    "pp4-1f1b-overlap": {("permute", PP, 1): 1 + 1, ("all_reduce", PP, 0): 3},
-    "pp4-zb-h1": {("permute", PP, 1): 5 + 4, ("all_reduce", PP, 0): 3},
-    "pp2-zb-v": {("permute", PP, 1): 3, ("all_reduce", PP, 0): 3},
+    # A pipeline: the loss; positions and final norm, which every stage holds; the norm of what stages share. A permute
+    # for each set of stages that send at a tick, up and down; a ring of two has one way. The tied table's parts to the
+    # ends, and its gradient's from there.
+    "pp2-gpipe": {("permute", PP, 1): 2, ("permute", PP, 0): 1 + 1, ("all_reduce", PP, 0): 3},
+    "pp4-1f1b": {("permute", PP, 1): 5 + 3, ("permute", PP, 0): 3 + 3, ("all_reduce", PP, 0): 3},
+    "pp4-1f1b-overlap": {("permute", PP, 1): 1 + 1, ("permute", PP, 0): 3 + 3, ("all_reduce", PP, 0): 3},
+    "pp4-zb-h1": {("permute", PP, 1): 5 + 4, ("permute", PP, 0): 3 + 3, ("all_reduce", PP, 0): 3},
+    "pp2-zb-v": {("permute", PP, 1): 3, ("permute", PP, 0): 1 + 1, ("all_reduce", PP, 0): 3},
     "pp2-dp2-tp2-sp-zero1": {
         ("permute", PP, 1): 2,
+        ("permute", PP, 0): 1 + 1,
         ("all_gather", TP, 2): 2 + 2 + 1 + 1,  # in a block; for the head; of the embedding's gradient
         ("reduce_scatter", TP, 2): 2 + 2 + 1 + 1,  # in a block; of the embedding; of the head's input gradient
         ("all_reduce", TP, 2): 2,  # softmax
-        # Leaves are sharded in four ways (over pp, tp, both, neither), and each way has its own scatter and gather, ...
-        ("reduce_scatter", DP, 0): 4,
-        ("all_gather", DP, 0): 4,
-        # ... pays what else it owes (over pp outside the blocks, over tp where it saw a part of the sequence), ...
-        ("all_reduce", PP, 0): 1,
+        # Leaves are sharded in three ways (over pp, both, neither), and each way has its own scatter and gather, ...
+        ("reduce_scatter", DP, 0): 3,
+        ("all_gather", DP, 0): 3,
+        # ... pays what else it owes (over pp what every stage holds, over tp what saw a part of the sequence), ...
         ("all_reduce", ("pp", "tp"), 0): 1,
         ("all_reduce", TP, 0): 1,
         # ... and has its share of the norm; then there are the token count and the loss.
         ("all_reduce", DP, 0): 1 + 1,
         ("all_reduce", ("pp", "dp"), 0): 1 + 1,
-        ("all_reduce", ("tp", "dp"), 0): 1,
         ("all_reduce", ("pp", "tp", "dp"), 0): 1,
     },
 }

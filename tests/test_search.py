@@ -252,7 +252,7 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
         overlap_dp=config.parallel.overlap_layers,
         overlap_pp=config.parallel.overlap,
         hidden_part=hidden_part(model),
-        shared_root=shape.pp > 1,
+        spread_table=shape.pp > 1,
     )
     found = score(config, Candidates.of(config), H100).time
     expected = step_time(ModelShape.of(model), by_hand, H100)
@@ -392,7 +392,7 @@ def test_what_a_layer_keeps_is_what_the_trace_keeps(dtype, tp, sp):
             for eqn, *_ in equations(trace.jaxpr)
             if eqn.primitive.name == "scan" and not eqn.params["reverse"]
         )
-        elements = device_elements(model, tp, 1)
+        elements = device_elements(model, tp, 1, 1)
         extra = itemsize * (elements.layer if keep else elements.vectors if zero == 3 else 0)
         assert abs(predicted(SCAN, remat == "selective") + extra - kept) < 0.2 * unit, (remat, zero, keep)
 

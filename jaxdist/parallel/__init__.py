@@ -47,6 +47,7 @@ MODULES = (
     "rings",
     "schedules",
     "split",
+    "spread",
     "tensor",
     "zero",
 )

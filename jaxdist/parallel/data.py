@@ -8,19 +8,23 @@ import jax
 
 from jaxdist.layout import Layout
 from jaxdist.parallel.grouping import all_gather_groups, all_reduce_groups, reduce_scatter_groups
+from jaxdist.parallel.spread import scatter_from_users
 
 
 def reduce_gradients(grads: dict, layout: Layout, dtype: str) -> dict:
     """Local gradient sums -> gradients in the layout the optimiser holds, summed in `dtype`.
 
-    Layout: each g in the compute layout {U_reduce_axes} (for ZeRO-2 and 3 already in the storage layout and summed
-    over dp) -> g in the storage layout.
-    Sends: DP 2 (n-1)/n, ZeRO-1 (n-1)/n of the gradient bytes; over `replica`, 2 (n-1)/n of the shard's bytes.
+    Layout: each g in the compute layout {U_reduce_axes}, a spread table's whole on its users (for ZeRO-2 and 3 already
+    in the storage layout and summed over dp) -> g in the storage layout.
+    Sends: of a spread table as `scatter_from_users`. Then DP 2 (n-1)/n, ZeRO-1 (n-1)/n of the gradient bytes; over
+    `replica`, 2 (n-1)/n of the shard's bytes.
     Source: ZeRO, arXiv 1910.02054; hybrid sharding: arXiv 2304.11277, section 3.2.2.
     """
     leaves, treedef = jax.tree.flatten(layout.leaves)
     given = treedef.flatten_up_to(grads)
-    arrays = [g.astype(dtype) if leaf.reduce_axes else g for g, leaf in zip(given, leaves, strict=True)]
+    arrays = [g.astype(dtype) if leaf.reduce_axes or leaf.users else g for g, leaf in zip(given, leaves, strict=True)]
+    if not layout.grads_scattered:
+        arrays = scatter_from_users(leaves, arrays)
     if layout.sharded and not layout.grads_scattered:
         arrays = reduce_scatter_groups(arrays, leaves, "dp", layout.parallel)
     arrays = all_reduce_groups(arrays, leaves, lambda leaf: leaf.shard_reduce_axes, layout.parallel)

@@ -13,7 +13,7 @@ interleaving, arXiv 2104.04473, section 2.2; the division of backward, arXiv 240
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -636,34 +636,35 @@ def sending(name: str, index: int) -> str:
     return f"{name}_{index}"
 
 
-def iterations(schedule: Schedule, num_layers: Sequence[int], *, forward_only: bool = False) -> dict[str, Fraction]:
-    """How often each named function of the executor runs, a tick on average, on the stage that runs it most.
+def iterations(
+    schedule: Schedule, num_layers: Sequence[int], *, forward_only: bool = False
+) -> dict[str, tuple[Fraction, ...]]:
+    """How often each named function of the executor runs on each stage, a tick on average.
 
-    Of the messages, how often each set of senders sends that the stage is in that sends most.
+    Of the messages, how often each set of senders sends that the stage is in.
     """
     instructions = lower(schedule, forward_only=forward_only).instructions
     senders, num_ticks = senders_of(instructions, schedule.hop), len(instructions.kind)
-    per_stage = [
-        sum(num_layers[schedule.part(stage, chunk)] for chunk in range(schedule.num_chunks))
-        for stage in range(schedule.num_stages)
-    ]
-    layers = Fraction(schedule.num_microbatches * max(per_stage), num_ticks)
-    once = Fraction(schedule.num_microbatches, num_ticks)
-    times = {
-        (name, index): int((found.which == index + 1).sum())
+    stages = range(schedule.num_stages)
+
+    def a_tick(counts: Iterable[int]) -> tuple[Fraction, ...]:
+        return tuple(Fraction(int(count), num_ticks) for count in counts)
+
+    def at(part: int) -> tuple[Fraction, ...]:
+        return a_tick(schedule.num_microbatches * (schedule.place(part)[0] == stage) for stage in stages)
+
+    layers = a_tick(
+        schedule.num_microbatches * sum(num_layers[schedule.part(stage, chunk)] for chunk in range(schedule.num_chunks))
+        for stage in stages
+    )
+    messages = {
+        sending(name, index): a_tick((found.which == index + 1).sum() * (stage in members) for stage in stages)
         for name, found in senders.items()
-        for index in range(len(found.sets))
+        for index, members in enumerate(found.sets)
     }
-
-    def sent(stage: int) -> dict[str, int]:
-        return {
-            sending(name, index): count * (stage in senders[name].sets[index]) for (name, index), count in times.items()
-        }
-
-    most = max(map(sent, range(schedule.num_stages)), key=lambda counts: sum(counts.values()))
-    messages = {name: Fraction(count, num_ticks) for name, count in most.items()}
     every_layer = ("layers_forward", "layers_again", "layers_input_gradient", "layers_weight_gradient")
-    return messages | dict.fromkeys(every_layer, layers) | dict.fromkeys(("embed", "head", "embed_gradient"), once)
+    ends = {"embed": at(0), "embed_gradient": at(0), "head": at(schedule.num_parts - 1)}
+    return messages | dict.fromkeys(every_layer, layers) | ends
 
 
 def check_sizes(schedule: Schedule, shared, layers, fixed, micros, num_layers, axis: str) -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdist import model
 from jaxdist.config import RunConfig
@@ -22,18 +23,17 @@ from jaxdist.mesh import DATA_AXES, MeshShape
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline import iterations
 from jaxdist.parallel.schedules import Schedule
-from jaxdist.plan.trace import ring_bytes
+from jaxdist.plan.trace import Count, Sending, on_stages, total_sent
 
 Wanted = Callable[[Leaf], bool]
 
 
 @dataclass(frozen=True)
-class Message:
+class Message(Sending):
     """One collective of a step, in the field's words.
 
-    axes: mesh axes, all of them live. count: how often a step runs it; under pp, on the stage that runs it most. That
-    is the first for the embedding and the last for the head, so no one stage sends everything.
-    full_bytes: bytes of the whole (gathered, or summed) buffer, once.
+    axes: mesh axes, all of them live. count: how often a step runs it, on the stage that runs it most. full_bytes:
+    bytes of the whole (gathered, or summed) buffer, once. by_stage: the count on each stage, where they differ.
     """
 
     purpose: str
@@ -41,14 +41,19 @@ class Message:
     axes: tuple[str, ...]
     count: int
     full_bytes: int
+    by_stage: tuple[int, ...] | None = None
 
-    def sent_bytes(self, mesh: MeshShape) -> int:
-        """Bytes one device sends in a step, in a ring."""
-        return ring_bytes(self.kind, self.axes, self.count * self.full_bytes, mesh)
+    @classmethod
+    def of(cls, purpose: str, kind: str, axes: tuple[str, ...], count: Count, full_bytes: int) -> "Message":
+        """count: one for all stages, or of each."""
+        most, by_stage = on_stages(count)
+        return cls(purpose, kind, axes, most, full_bytes, by_stage)
 
 
 class Row(NamedTuple):
-    """Messages of one purpose, kind and axes: how many a step sends, and the bytes one device sends in them."""
+    """Messages of one purpose, kind and axes: how many a step sends, and the bytes one device sends in them, on the
+    stage that sends most of them.
+    """
 
     purpose: str
     kind: str
@@ -71,7 +76,8 @@ def predicted(config: RunConfig, layout: Layout) -> list[Message]:
             "Use make_layout(declare(config.model), config.parallel, config.part_layers)",
         )
     step = _Step(config, layout)
-    messages = [*step.scalars(), *step.tensor_parallel(), *step.stages(), *step.fetches(), *step.reductions()]
+    messages = [*step.scalars(), *step.tensor_parallel(), *step.stages(), *step.spread(), *step.fetches()]
+    messages += step.reductions()
     return [message for message in messages if message.count and message.axes]
 
 
@@ -81,15 +87,23 @@ def table(messages: Sequence[Message], mesh: MeshShape) -> list[Row]:
     for message in messages:
         alike.setdefault((message.purpose, message.kind, message.axes), []).append(message)
     return [
-        Row(purpose, kind, ", ".join(axes), sum(m.count for m in found), sum(m.sent_bytes(mesh) for m in found))
+        Row(purpose, kind, ", ".join(axes), most_sent(found), total_sent(found, mesh))
         for (purpose, kind, axes), found in alike.items()
     ]
 
 
+def most_sent(messages: Sequence[Message]) -> int:
+    """How many messages one device sends, on the stage that sends most of them."""
+    return int(np.max(sum(np.asarray(m.count if m.by_stage is None else m.by_stage) for m in messages)))
+
+
 @cache
-def runs_of(schedule: Schedule, num_layers: tuple[int, ...]) -> dict[str, int]:
-    """How often each loop of the pipeline's executor runs in one pass, on the stage that runs it most."""
-    return {name: int(each * schedule.num_ticks) for name, each in iterations(schedule, num_layers).items()}
+def runs_of(schedule: Schedule, num_layers: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """How often each loop of the pipeline's executor runs in one pass, on each stage."""
+    return {
+        name: np.array([int(each * schedule.num_ticks) for each in stages])
+        for name, stages in iterations(schedule, num_layers).items()
+    }
 
 
 class _Step:
@@ -126,9 +140,9 @@ class _Step:
         counter = 8 if self.config.precision.dtype == "float64" else 4  # JAX's default integer, with and without x64
         norms = dict.fromkeys(leaf.storage_axes for leaf in jax.tree.leaves(self.layout.leaves))
         return [
-            Message("token count", "all_reduce", self.live(*DATA_AXES), 1, counter),
-            Message("loss", "all_reduce", self.live("pp", *DATA_AXES), 1, self.master),
-            *(Message("gradient norm", "all_reduce", axes, 1, self.master) for axes in norms),
+            Message.of("token count", "all_reduce", self.live(*DATA_AXES), 1, counter),
+            Message.of("loss", "all_reduce", self.live("pp", *DATA_AXES), 1, self.master),
+            *(Message.of("gradient norm", "all_reduce", axes, 1, self.master) for axes in norms),
         ]
 
     # ---- activations ----
@@ -145,8 +159,8 @@ class _Step:
             *self.meets("embedding, forward", self.runs["embed"], leaves=1),
             *self.block_meets("blocks, forward", layers, enters=2, leaves=2),
             *self.meets("head, forward", self.runs["head"], enters=1),
-            Message("softmax", "all_reduce", self.live("tp"), chunks, self.tokens // parts * self.master),
-            Message("softmax", "all_reduce", self.live("tp"), chunks, 2 * (self.tokens // parts) * self.master),
+            Message.of("softmax", "all_reduce", self.live("tp"), chunks, self.tokens // parts * self.master),
+            Message.of("softmax", "all_reduce", self.live("tp"), chunks, 2 * (self.tokens // parts) * self.master),
             *self.meets("head, backward", self.runs["head"], enters=1, backward=True),
             *self.block_meets("blocks, recomputed", layers, enters, leaves),
             *self.block_meets("blocks, backward", layers, enters=2, leaves=2, backward=True),
@@ -158,14 +172,16 @@ class _Step:
         if backward:
             enters, leaves = leaves, enters
         kinds = {"all_gather": enters, "reduce_scatter": leaves} if self.sequence_split else {"all_reduce": leaves}
-        return [Message(purpose, kind, self.live("tp"), times * each, self.activation) for kind, each in kinds.items()]
+        return [
+            Message.of(purpose, kind, self.live("tp"), times * each, self.activation) for kind, each in kinds.items()
+        ]
 
     def block_meets(self, purpose: str, times: int, enters: int, leaves: int, backward: bool = False):
         """The same in a block, where `jaxdist.parallel.rings` sends each gather or sum as n-1 chunks."""
         if not self.parallel.ring:
             return self.meets(purpose, times, enters, leaves, backward)
         chunks = times * (enters + leaves) * (self.mesh.tp - 1)
-        return [Message(purpose, "permute", self.live("tp"), chunks, self.activation // self.mesh.tp)]
+        return [Message.of(purpose, "permute", self.live("tp"), chunks, self.activation // self.mesh.tp)]
 
     def recomputed_in_a_block(self) -> tuple[int, int]:
         """(enters, leaves) that backward runs again. The second sum of a block makes the next block's input: where each
@@ -180,12 +196,24 @@ class _Step:
         size = self.activation // (self.mesh.tp if self.sequence_split else 1)
         ways = {"to the next": "from_before_", "to the one before": "from_after_"}  # names of `pipeline.sending`
         return [
-            Message(f"between stages, {name}", "permute", self.live("pp"), times, size)
+            Message.of(f"between stages, {name}", "permute", self.live("pp"), times, size)
             for name, way in ways.items()
             for times in [sum(count for ran, count in self.runs.items() if ran.startswith(way))]
         ]
 
     # ---- weights and gradients ----
+
+    def spread(self) -> list[Message]:
+        """A table that both ends of a pipeline use: its parts to them, its gradient back."""
+        stages, messages = np.arange(self.mesh.pp), []
+        for leaf in (leaf for leaf in jax.tree.leaves(self.root) if leaf.users):
+            size, an_end = math.prod(leaf.compute_local), np.isin(stages, leaf.users)
+            to_ends, back = len(leaf.users) - an_end, (self.mesh.pp - 1) * an_end
+            messages += [
+                Message.of("weights to the ends", "permute", ("pp",), to_ends, size * self.item),
+                Message.of("gradients from the ends", "permute", ("pp",), back, size * self.reduced),
+            ]
+        return messages
 
     def fetches(self) -> list[Message]:
         """ZeRO-3's gathers where weights are used, ZeRO-2 and 3's scatters where their gradients are made."""
@@ -197,6 +225,11 @@ class _Step:
                 times = layers - parallel.accumulate if parallel.overlap_layers and name == "backward" else layers
                 messages += self.gathers(f"weights of a block, {name}", self.block, times, only)
         messages += self.scatters("gradients of a block", self.block, layers)
+        if self.pipelined:  # once a step
+            root = jax.tree.leaves(self.root)
+            if self.layout.params_stored:
+                messages += self.gathers("weights outside the blocks", root, 1)
+            return messages + self.scatters("gradients outside the blocks", root, 1)
         if self.layout.params_stored and parallel.reshard_after_forward:
             embed, head = (
                 jax.tree.leaves({name: self.root[name] for name in names})
@@ -204,12 +237,9 @@ class _Step:
             )
             messages += self.gathers("weights of the embedding", embed, self.runs["embed"])
             messages += self.gathers("weights of the head", head, self.runs["head"])
-            if self.pipelined:
-                messages += self.scatters("gradients of the embedding", embed, self.runs["embed"])
-                return messages + self.scatters("gradients of the head", head, self.runs["head"])
         elif self.layout.params_stored:
             messages += self.gathers("weights outside the blocks", jax.tree.leaves(self.root), parallel.accumulate)
-        # Together: once a micro-batch, or once a pass of the pipeline.
+        # Together: once a micro-batch.
         root = jax.tree.leaves(self.root)
         return messages + self.scatters("gradients outside the blocks", root, parallel.accumulate)
 
@@ -260,7 +290,7 @@ class _Step:
         """One message for each group with a wanted leaf in it; its bytes are those of all its leaves, padded."""
         sizes = [math.prod(leaf.storage_local) * leaf.dp * itemsize for leaf in leaves]
         return [
-            Message(purpose, kind, ("dp",), times, sum(sizes[i] for i in members))
+            Message.of(purpose, kind, ("dp",), times, sum(sizes[i] for i in members))
             for members in group(leaves, sizes, self.parallel, lambda leaf: leaf.spec_axes)
             if any(wanted(leaves[i]) for i in members)
         ]
@@ -284,5 +314,5 @@ def owed_for(axes: tuple[str, ...]) -> str:
     """What an all-reduce of gradients over these axes is for."""
     if set(axes) & set(DATA_AXES):
         return "gradients"
-    reasons = {"pp": "gradients of what several stages use", "tp": "gradients of what saw a part of the sequence"}
-    return "gradients of what several stages use, a part of the sequence each" if len(axes) > 1 else reasons[axes[0]]
+    reasons = {"pp": "gradients of what every stage holds", "tp": "gradients of what saw a part of the sequence"}
+    return "gradients of what every stage holds, a part of the sequence each" if len(axes) > 1 else reasons[axes[0]]

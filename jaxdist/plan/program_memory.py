@@ -96,25 +96,26 @@ PHASES = ("backward", "the head", "the update")
 
 
 class Elements(NamedTuple):
-    """Elements of one device: of a layer and of the rest, in the compute and the storage layout; of a layer's largest
-    leaf, and of the token table, in both; of what is no matrix in a layer."""
+    """Elements of one device: of a layer and of the rest, in the compute and the storage layout; of the rest, and of
+    the token table, where they are computed with; of a layer's largest leaf, in both layouts; of a layer's vectors.
+    """
 
     layer: int
     root: int
     stored_layer: int
     stored_root: int
+    used_root: int
+    used_table: int
     largest: int
     stored_largest: int
-    table: int
-    stored_table: int
     vectors: int
 
 
 @cache
-def device_elements(model: ModelConfig, tp: int, dp: int) -> Elements:
+def device_elements(model: ModelConfig, tp: int, dp: int, pp: int) -> Elements:
     """Counted from the model's own declaration, ZeRO's padding included."""
-    parallel = ParallelConfig(mesh=MeshShape(dp=dp, tp=tp), zero=1)
-    leaves = make_layout(declared(model), parallel).leaves
+    parallel = ParallelConfig(mesh=MeshShape(pp=pp, dp=dp, tp=tp), zero=1)
+    leaves = make_layout(declared(model), parallel, (1,) * pp).leaves
     root = _flat({name: part for name, part in leaves.items() if name != STACKED})
     layer = [leaf.layer() for leaf in _flat(leaves[STACKED])]
     size = lambda shapes: sum(map(_product, shapes))  # noqa: E731
@@ -123,10 +124,10 @@ def device_elements(model: ModelConfig, tp: int, dp: int) -> Elements:
         root=size(leaf.compute_local for leaf in root),
         stored_layer=size(leaf.storage_local for leaf in layer),
         stored_root=size(leaf.storage_local for leaf in root),
+        used_root=size(leaf.used_local for leaf in root),
+        used_table=_product(leaves["tokens"].used_local),
         largest=max(_product(leaf.compute_local) for leaf in layer),
         stored_largest=max(_product(leaf.storage_local) for leaf in layer),
-        table=_product(leaves["tokens"].compute_local),
-        stored_table=_product(leaves["tokens"].storage_local),
         vectors=size(leaf.compute_local for leaf in layer if not leaf.decay),
     )
 
@@ -160,8 +161,8 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     model, precision = config.model, config.precision
     itemsize, wide = ITEMSIZE[precision.dtype], ITEMSIZE[precision.master_dtype]
     c = layouts
-    pairs, index = distinct(c.tp, c.dp)
-    elements = np.array([device_elements(model, *pair) for pair in pairs])[index].T
+    meshes, index = distinct(c.tp, c.dp, c.pp)
+    elements = np.array([device_elements(model, *mesh) for mesh in meshes])[index].T
     e = Elements(*elements.astype(float))
     pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp > 1)
     num_rows = np.where(pipelined, c.chunks * table.depth, model.num_layers)  # of a stacked leaf, on one device
@@ -208,8 +209,11 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     travelling = 3 * (c.overlap == 1)
     activations = np.where(pipelined, buffers + (table.num_messages + travelling) * x, scanned)
 
-    # ---- gradients: summed over micro-batches so far, and this micro-batch's (or this pass's) own
-    holders = wide * np.where(fetched, stored, whole)
+    # ---- gradients: summed over micro-batches so far, and this micro-batch's (or this pass's) own. A pipeline holds
+    # those of the root whole, and the root too: ZeRO-3's, or the table that its stages share.
+    scattered_root = np.where(pipelined, e.used_root, e.stored_root)
+    holders = wide * np.where(fetched, num_rows * e.stored_layer + scattered_root, num_rows * e.layer + e.used_root)
+    gathered_root = pipelined * itemsize * np.where(fetched & (c.zero == 3), e.used_root, e.used_table)
     sums = np.where(c.accumulate > 1, holders, 0)
     own = np.where(pipelined | fetched, holders, itemsize * whole)
     # With overlap each layer's is reduced into its place while the next is made.
@@ -218,10 +222,10 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     # ---- the head: the logits as the matmul makes them (their gradient takes their place), the table once more. In
     # chunks, the gradients of the table and of the head's input wait, in fp32, until the last.
     positions = c.rows * model.seq_len
-    table_copies = np.where(fetched, 2, 1) * itemsize * e.table
+    table_copies = np.where(fetched & ~pipelined, 2, 1) * itemsize * e.used_table
     chunks = config.parallel.loss_chunks
     logits = positions / chunks * model.padded_vocab_size / c.tp * itemsize + table_copies
-    logits = logits + (chunks > 1) * wide * (e.table + positions * model.width)
+    logits = logits + (chunks > 1) * wide * (e.used_table + positions * model.width)
 
     # ---- one layer's backward: its weights, their gradients, and what is between its matmuls
     scores = positions * model.num_heads / c.tp * model.seq_len * causal_share(model.seq_len) * itemsize
@@ -234,12 +238,12 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     layer = layer + np.where(
         overlapped, np.where(c.zero == 3, itemsize * e.layer, 0) + np.where(c.every == 0, handed, 0), 0
     )
-    embedding = np.where(fetched, (wide + itemsize) * e.table, itemsize * e.table) * pipelined
+    embedding = itemsize * e.used_table * pipelined
 
     zeros = np.zeros(len(c.pp))
     phases = [
-        (sums + own, activations, zeros, np.maximum(layer + again + scratch, embedding)),
-        (sums + own * pipelined, activations, logits, 3 * x),
+        (sums + own, activations, zeros, gathered_root + np.maximum(layer + again + scratch, embedding)),
+        (sums + own * pipelined, activations, logits, gathered_root + 3 * x),
         (holders, zeros, zeros, np.where(fetched, 0, wide * num_rows * np.where(sharded, e.stored_largest, e.largest))),
     ]
     table_of = np.array([[column + zeros for column in phase] for phase in phases])

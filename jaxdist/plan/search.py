@@ -334,7 +334,7 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
         flash=attention == "cudnn",
         dropout=model.dropout > 0,
         sends=table.sends,
-        shared_root=layouts.pp > 1,
+        spread_table=layouts.pp > 1,
     )
     time = step_time(ModelShape.of(model), layout, cluster, efficiency, precision.dtype)
     time = StepTime(

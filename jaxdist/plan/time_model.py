@@ -86,7 +86,7 @@ class Layout:
     flash: attention that never writes its scores. scatter_gather: without sp, tp ranks send different parts of a
         message between stages.
     sends: messages of a micro-batch that a stage waits for, both ways together (default 2v).
-    shared_root: every stage holds the token table, and its gradient is summed over pp.
+    spread_table: every stage holds a part of the token table; its two ends get it, and give its gradient, once a step.
     hidden_part: with overlap_dp, of what travels during backward, the part that has another layer beside it.
     overlap_across: with overlap_dp, the sum over replica (and cp) travels during backward as well.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
@@ -117,7 +117,7 @@ class Layout:
     dropout: Number = False
     scatter_gather: Number = False
     sends: Number | None = None
-    shared_root: Number = False
+    spread_table: Number = False
     gathers: Number | None = None
     overlap_across: Number = True
     hidden_part: Number = 1.0
@@ -273,8 +273,9 @@ def step_time(
     most = np.ceil(shape.num_layers / pp) if layout.most_layers is None else np.asarray(layout.most_layers)
     last = shape.num_layers / pp if layout.last_layers is None else np.asarray(layout.last_layers)
     with_head = last * sum(layer.values()) + sum(head.values()) >= most * sum(layer.values())
-    # Parameters of a device on a stage that holds the token table.
-    local = (shape.num_layers * shape.layer_parameters / pp + shape.vocab_size * h) / tp
+    # Parameters of a device on a stage that computes with the token table; `held` of a device that updates them.
+    layers, table = shape.num_layers * shape.layer_parameters / pp / tp, shape.vocab_size * h / tp
+    local, held = layers + table, layers + table / np.where(layout.spread_table, pp, 1)
     micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
     micro["memory"] = micro["memory"] + local * (itemsize + 2 * grad) / hbm  # add a gradient to the sum so far
     message = activation / np.where(sp | np.asarray(layout.scatter_gather), tp, 1)
@@ -288,16 +289,17 @@ def step_time(
     time = {name: m * seconds for name, seconds in micro.items()}
     time["bubble"] = idle * sum(time.values())
     sharded = np.where(zero >= 1, dp, 1)
-    time["memory"] = time["memory"] + local * OPTIMIZER_TRAFFIC / sharded / hbm
+    time["memory"] = time["memory"] + held * OPTIMIZER_TRAFFIC / sharded / hbm
     time["overhead"] = time["overhead"] + e.step_seconds
     time["input"] = m * layout.rows * shape.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
 
-    scatter = ring("ring_reduce_scatter", "dp", dp, local * grad)
-    across = ring("ring_all_reduce", "replica", replica, local * grad / dp)
-    across = across + ring("ring_all_reduce", "cp", cp, local * grad)
-    root = shape.embedding_parameters / tp / sharded
-    across = across + np.where(layout.shared_root, ring("ring_all_reduce", "pp", pp, root * grad), 0)
-    gather = ring("ring_all_gather", "dp", dp, local * np.where(zero >= 1, itemsize, grad))
+    scatter = ring("ring_reduce_scatter", "dp", dp, held * grad)
+    across = ring("ring_all_reduce", "replica", replica, held * grad / dp)
+    across = across + ring("ring_all_reduce", "cp", cp, held * grad)
+    # An end gives, and gets, as many parts as in a ring.
+    ends = ring("ring_reduce_scatter", "pp", pp, table * grad) + ring("ring_all_gather", "pp", pp, table * itemsize)
+    across = across + np.where(layout.spread_table, ends, 0)
+    gather = ring("ring_all_gather", "dp", dp, held * np.where(zero >= 1, itemsize, grad))
     rounds = np.where(zero >= 2, m, 1)
     each = np.where(layout.keep_after_forward, 1, 2) if layout.gathers is None else np.asarray(layout.gathers)
     gathers = np.where(zero == 3, each * m, 1)

@@ -2,13 +2,14 @@
 
 Works on any mesh, abstract ones too, so no device is needed. Bytes are those one device sends in a ring (the
 convention of `jaxdist.parallel.collectives`); a size-1 axis sends nothing. Every branch of a `cond` is counted as if it
-ran, and a permute as if every rank sent. The loops and messages of the pipeline executor, which runs as its table says,
-are counted as `jaxdist.parallel.pipeline.iterations` says.
+ran. Stages of a pipeline do different things: the loops and messages of the executor, which runs as its table says, are
+counted on each stage as `jaxdist.parallel.pipeline.iterations` says, and a permute over pp outside loops on the stages
+that send in it. Any other permute is counted as if every rank sent.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -16,6 +17,9 @@ import numpy as np
 
 from jaxdist.compat import inner_programs
 from jaxdist.mesh import MeshShape
+
+Count = int | np.ndarray  # one for all stages, or of each
+Iterations = Mapping[str, Sequence[Fraction]]
 
 KINDS = {
     "psum": "all_reduce",
@@ -33,12 +37,26 @@ KINDS = {
 }
 
 
+class Sending:
+    """What is sent, of a class with `kind`, `axes`, `count`, `full_bytes` and `by_stage`."""
+
+    def sent_bytes(self, mesh: MeshShape) -> int:
+        """Bytes one device sends in a step, on the stage that sends most."""
+        return ring_bytes(self.kind, self.axes, self.count * self.full_bytes, mesh)
+
+    def sent_by(self, stage: int, mesh: MeshShape) -> int:
+        """The same, on one stage of a pipeline."""
+        count = self.count if self.by_stage is None else self.by_stage[stage]
+        return ring_bytes(self.kind, self.axes, count * self.full_bytes, mesh)
+
+
 @dataclass(frozen=True)
-class Collective:
+class Collective(Sending):
     """One collective of the program text.
 
-    axes: mesh axes. count: how often a step runs it. depth: how many loops surround it. num_operands: arrays it moves.
-    full_bytes: bytes of the whole (gathered, or summed) buffer, once.
+    axes: mesh axes. count: how often a step runs it, on the stage that runs it most. depth: how many loops surround it.
+    num_operands: arrays it moves. full_bytes: bytes of the whole (gathered, or summed) buffer, once. by_stage: the
+    count on each stage, where they differ.
     """
 
     kind: str
@@ -47,10 +65,7 @@ class Collective:
     depth: int
     num_operands: int
     full_bytes: int
-
-    def sent_bytes(self, mesh: MeshShape) -> int:
-        """Bytes one device sends in a step."""
-        return ring_bytes(self.kind, self.axes, self.count * self.full_bytes, mesh)
+    by_stage: tuple[int, ...] | None = None
 
 
 def ring_bytes(kind: str, axes: Iterable[str], num_bytes: int, mesh: MeshShape) -> int:
@@ -60,11 +75,11 @@ def ring_bytes(kind: str, axes: Iterable[str], num_bytes: int, mesh: MeshShape) 
     return factor * num_bytes // n
 
 
-def collectives_of(jaxpr, mesh: MeshShape, iterations: Mapping[str, Fraction] | None = None) -> list[Collective]:
+def collectives_of(jaxpr, mesh: MeshShape, iterations: Iterations | None = None) -> list[Collective]:
     """Every collective of a (closed) jaxpr over a live axis, in program order.
 
-    iterations: by the name of a jitted function, how often it (or, where it is one `while` loop, the loop) runs in
-    each iteration of the scan around it.
+    iterations: by the name of a jitted function, how often it (or, where it is one `while` loop, the loop) runs on each
+    stage in each iteration of the scan around it.
     Raises: ValueError for another `while` loop around a collective, whose count the program does not state.
     """
     found = []
@@ -80,14 +95,25 @@ def collectives_of(jaxpr, mesh: MeshShape, iterations: Mapping[str, Fraction] | 
                 raise ValueError(f"{kind} over {live} inside a while loop: its count is unknown. Use lax.scan.")
             operands = eqn.outvars if kind == "all_gather" else eqn.invars
             full = sum(_bytes(v.aval) for v in operands)
-            assert count == int(count), f"{kind} over {live} runs {count} times: `iterations` are of another program"
-            found.append(Collective(kind, live, int(count), depth, len(eqn.invars), full))
+            if live == ("pp",) and kind == "permute" and not depth:
+                senders = [source for source, _ in eqn.params["perm"]]
+                count = count * np.isin(np.arange(mesh.pp), senders).astype(int)
+            most, by_stage = on_stages(count)
+            found.append(Collective(kind, live, most, depth, len(eqn.invars), full, by_stage))
     return found
 
 
-def total_sent(collectives: list[Collective], mesh: MeshShape) -> int:
-    """Bytes one device sends in a step."""
-    return sum(c.sent_bytes(mesh) for c in collectives)
+def on_stages(count: int | np.ndarray) -> tuple[int, tuple[int, ...] | None]:
+    """The most of a count on each stage, and the counts where they differ."""
+    counts = tuple(map(int, np.atleast_1d(count)))
+    assert (np.atleast_1d(count) == counts).all(), f"{count} times: `iterations` are of another program"
+    return max(counts), counts if len(set(counts)) > 1 else None
+
+
+def total_sent(sendings: Iterable[Sending], mesh: MeshShape) -> int:
+    """Bytes one device sends in a step, on the stage that sends most in all."""
+    sendings = list(sendings)
+    return max(sum(each.sent_by(stage, mesh) for each in sendings) for stage in range(mesh.pp))
 
 
 def summary(collectives: list[Collective]) -> Counter:
@@ -95,10 +121,10 @@ def summary(collectives: list[Collective]) -> Counter:
     return Counter((c.kind, c.axes, c.depth) for c in collectives)
 
 
-def equations(jaxpr, iterations: Mapping[str, Fraction] | None = None) -> Iterator[tuple]:
-    """Every equation of a jaxpr and of those inside it, with how often it runs (None: unknown) and its loop depth.
+def equations(jaxpr, iterations: Iterations | None = None) -> Iterator[tuple]:
+    """Every equation of a jaxpr and of those inside it, with how often it runs and its loop depth.
 
-    `iterations`: see `collectives_of`.
+    How often is None where it is unknown, an array where stages differ. `iterations`: see `collectives_of`.
     """
 
     def walk(jaxpr, count, depth, scanned, loop) -> Iterator[tuple]:
@@ -112,7 +138,7 @@ def equations(jaxpr, iterations: Mapping[str, Fraction] | None = None) -> Iterat
             elif name == "while":
                 inner = (loop, depth + 1, scanned, None)
             elif iterations and eqn.params.get("name") in iterations:
-                times = _times(scanned, iterations[eqn.params["name"]])
+                times = _times(scanned, np.array(iterations[eqn.params["name"]], dtype=object))
                 inner = (times, depth, scanned, times)
             for sub in inner_programs(eqn):
                 yield from walk(sub, *inner)
@@ -130,7 +156,7 @@ def named_bytes(jaxpr, names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def _times(count: Fraction | None, length: Fraction) -> Fraction | None:
+def _times(count: Count | None, length: Count) -> Count | None:
     return None if count is None else count * length
 
 

@@ -1,0 +1,43 @@
+"""A tied table under pp: every stage holds a part of it, the stages that compute with it get it whole for a step.
+
+Held whole on every stage it would cost each its moments, and its gradient a sum over all stages. Here the two ends send
+what an all-reduce of two would (n/n of the table on each), and a stage holds 1/pp of the state.
+"""
+
+import jax
+from jax import lax
+
+from jaxdist.layout import Leaf
+from jaxdist.parallel import collectives as comm
+
+
+def gather_to_users(leaves: dict, params: dict) -> dict:
+    """Leaves in the compute layout -> whole on the stages that use them; those that all stages use stay as they are.
+
+    Sends: a stage's part, once to each user but itself.
+    """
+
+    def whole(leaf: Leaf, x: jax.Array) -> jax.Array:
+        if not leaf.users:
+            return x
+        padded = comm.gather_to(x, "pp", leaf.spread_dim, leaf.users)
+        return lax.slice_in_dim(padded, 0, leaf.shape[leaf.spread_dim], axis=leaf.spread_dim)
+
+    return jax.tree.map(whole, leaves, params)
+
+
+def scatter_from_users(leaves: dict, grads: dict) -> dict:
+    """Undo `gather_to_users` for gradients: what the users have, summed, in the compute layout.
+
+    Sends: on each user (pp-1)/pp of the leaf's bytes, padded.
+    """
+
+    def part(leaf: Leaf, g: jax.Array) -> jax.Array:
+        if not leaf.users:
+            return g
+        dim = leaf.spread_dim
+        extra = leaf.compute_shape[dim] - leaf.shape[dim]
+        padded = lax.pad(g, g.dtype.type(0), [(0, extra if d == dim else 0, 0) for d in range(g.ndim)]) if extra else g
+        return comm.scatter_from(padded, "pp", dim, leaf.users)
+
+    return jax.tree.map(part, leaves, grads)
