@@ -93,8 +93,9 @@ def test_a_strategy_holds_and_sends_what_the_papers_say(strategy):
 
 
 def is_plain_pipeline(strategy) -> bool:
-    """Parts of equal length, and neither overlap, which sends at every tick, nor recomputing several blocks, nor keeping
-    ZeRO-3's weights, which backward gathers again all the same."""
+    """Parts of equal length, and neither overlap, which sends at every tick, nor recomputing several blocks, nor
+    keeping ZeRO-3's weights, which backward gathers again all the same.
+    """
     config = strategy.run_config()
     parallel = config.parallel
     return (

@@ -175,6 +175,7 @@ class _Program:
     widens: bool
     sizes: list[int] = field(default_factory=list)
     ops: list[_Op] = field(default_factory=list)
+    in_place: dict[int, int] = field(default_factory=dict)  # value -> the one that is finished in its memory
 
     def new(self, aval) -> int:
         self.sizes.append(_bytes(aval, self.widens))
@@ -210,7 +211,8 @@ class _Program:
         self.ops = kept[::-1]
 
     def scatter_in_place(self, outputs: Iterable) -> None:
-        """x + scatter-add(zeros, ...) is scatter-add(x, ...), as every XLA compiler rewrites it."""
+        """x + scatter-add(zeros, ...) is scatter-add(x, ...), as every XLA compiler rewrites it; and where y is added to
+        that, as to a sum over micro-batches, it is scatter-add(x + y, ...): x is added where it is made."""
         maker = {o: op for op in self.ops for o in op.outputs}
         uses = defaultdict(int)
         for op in self.ops:
@@ -225,6 +227,18 @@ class _Program:
                 zeros = maker.get(scatter.inputs[0])
                 if zeros is not None and zeros.name == "broadcast_in_dim" and zeros.inputs[0] is None:
                     op.name, op.inputs = "scatter-add", [other, *scatter.inputs[1:]]
+                    break
+        for op in [op for op in self.ops if op.name == "add"]:
+            for one, other in (op.inputs, op.inputs[::-1]):
+                scatter = maker.get(one)
+                if scatter is None or scatter.name != "scatter-add" or uses[one] > 1 or one in outputs:
+                    continue
+                base, made = scatter.inputs[0], maker.get(scatter.inputs[0])
+                if made is not None and uses[base] == 1 and other is not None and other not in maker:
+                    early = _Op("add", [base, other], [self.new(op.eqn.outvars[0].aval)], op.eqn)
+                    self.ops.insert(self.ops.index(made) + 1, early)
+                    op.name, op.inputs = "scatter-add", [early.outputs[0], *scatter.inputs[1:]]
+                    self.in_place[early.outputs[0]] = op.outputs[0]
                     break
         self.prune(outputs)
 
@@ -249,6 +263,8 @@ class _Timeline:
         program.scatter_in_place(outputs)
         level = _Level(program, self.habits, {inputs[i] for i in sliced}, {outputs[j] for j in kept} - {None})
         home = {outputs[j]: inputs[carried[j]] if j in carried else None for j in range(len(outputs)) if j not in kept}
+
+        home |= {value: home[final] for value, final in program.in_place.items() if final in home}
 
         begin, ends = self.clock + 1, defaultdict(list)
         live: dict[int, Buffer] = {}
@@ -280,6 +296,8 @@ class _Timeline:
                 if not level.buffered[value]:
                     continue
                 place = op.inputs[0] if op.name in IN_PLACE else carry.get(value)
+                if value in program.in_place:
+                    place = home.get(value)
                 if place not in dying and value in home and value not in carry and not level.is_fusible(op):
                     place = None  # made in a buffer of its own, then written to the caller's
                 if place not in dying and level.is_fusible(op) and self.habits.takes_over:
@@ -316,18 +334,25 @@ class _Level:
         self.last_use = self.last_uses()
         self.first = self.made_first() if habits.zeros_first else set()
 
+    def is_folded(self, op: _Op) -> bool:
+        """Whether an operation is a matrix's transpose that matmuls take in its place: they read the matrix."""
+        readers = [self.program.ops[k] for k in self.users[op.outputs[0]]]
+        is_matrix = op.name == "transpose" and len(op.eqn.outvars[0].aval.shape) == 2
+        return is_matrix and all(reader.name == "dot_general" for reader in readers)
+
     def is_fusible(self, op: _Op) -> bool:
         reduces = self.habits.reduces_buffers and op.name in ("reduce_sum", "reduce_max")
         return op.name in FUSIBLE and not reduces
 
     def needs_buffer(self, value: int) -> bool:
-        read = any(not self.is_fusible(self.program.ops[c]) for c in self.users[value])
+        users = [self.program.ops[k] for k in self.users[value]]
+        read = any(not self.is_fusible(user) or self.is_folded(user) for user in users)
         if value in self.kept:
             return True
         if value not in self.maker:
             return value in self.slices and read
         op = self.maker[value]
-        if op.name in GENERATES:
+        if op.name in GENERATES or self.is_folded(op):
             return False
         gathers = op.name == "gather" and not self.habits.fuses_gathers
         if not self.is_fusible(op) or op.name in REDUCES or gathers or read:
@@ -356,7 +381,7 @@ class _Level:
                 passes_on += [last[o] for o in op.outputs if not self.buffered[o]]
                 passes_on += [fused[o] for o in op.outputs if self.buffered[o] and self.is_cheap(o)]
             for i in set(op.inputs) - {None}:
-                if self.is_fusible(op):
+                if self.is_fusible(op) and not self.is_folded(op):
                     fused[i] = max(fused[i], *passes_on)
                     if self.buffered[i] and self.is_cheap(i):
                         continue
