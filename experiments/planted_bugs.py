@@ -912,6 +912,20 @@ BUGS = [
         (PARITY.format("dp8-zero3"),),
     ),
     Bug(
+        "a transposed matrix taken for a copy (plan)",
+        "jaxdist/plan/memory.py",
+        "return is_matrix and all(",
+        "return not is_matrix and all(",
+        (LEVELS.format("test_a_matmul_reads_a_transposed_matrix_as_it_is"),),
+    ),
+    Bug(
+        "a gradient waits beside the sum over micro-batches (plan)",
+        "jaxdist/plan/memory.py",
+        "self.ops.insert(self.ops.index(made) + 1, early)",
+        "self.ops.insert(self.ops.index(op), early)",
+        (LEVELS.format("test_a_scattered_gradient_is_added_to_the_sum_where_it_is_made"),),
+    ),
+    Bug(
         "messages between stages at every tick (plan)",
         "jaxdist/plan/communication.py",
         '"to the one before": "from_after_"}',

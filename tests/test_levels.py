@@ -116,6 +116,40 @@ def test_scattering_onto_a_sum_is_done_in_place():
     assert temporaries(f, X, rows) < 3 * KIB
 
 
+def test_a_scattered_gradient_is_added_to_the_sum_where_it_is_made():
+    """As of a tied table over micro-batches: the head's part does not wait for the embedding's."""
+
+    def f(total, x, rows):
+        def body(total, rows):
+            product = x @ x
+            later = product[:4] @ x @ x @ x  # uses the product, then memory of its own for a while
+            return total + (product + jnp.zeros((16, 16)).at[rows].add(later)), None
+
+        return lax.scan(body, total, rows)[0]
+
+    rows = jax.ShapeDtypeStruct((8, 4), jnp.int32)
+    big = temporaries(f, X, X, rows, donated=[(0, 0)], compiler="cpu")
+
+    def waits(total, x, rows):
+        def body(total, rows):
+            product = x @ x
+            later = product[:4] @ x @ x @ x
+            gradient = product + jnp.zeros((16, 16)).at[rows].add(later)
+            return total + gradient, gradient[0, 0]  # read twice: it stays whole beside the sum
+
+        return lax.scan(body, total, rows)
+
+    assert big < temporaries(waits, X, X, rows, donated=[(0, 0)], compiler="cpu")
+
+
+@pytest.mark.parametrize("compiler", ["cpu", "gpu"])
+def test_a_matmul_reads_a_transposed_matrix_as_it_is(compiler):
+    assert temporaries(lambda x: x @ x.T, X, compiler=compiler) == 1 * KIB
+    # What is transposed lives as long as the matmul needs it; a transpose with another reader is made.
+    assert temporaries(lambda x: x @ x @ (x @ x).T @ x, X, compiler=compiler) == 3 * KIB
+    assert temporaries(lambda x: (x @ x.T, jnp.sort(x.T)), X, compiler=compiler) > 2 * KIB
+
+
 def test_sixteen_bits_take_thirty_two_on_a_cpu():
     half = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
     assert temporaries(lambda x: x @ x @ x, half, compiler="cpu") == 2 * temporaries(lambda x: x @ x @ x, half)

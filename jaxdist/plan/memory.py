@@ -211,8 +211,10 @@ class _Program:
         self.ops = kept[::-1]
 
     def scatter_in_place(self, outputs: Iterable) -> None:
-        """x + scatter-add(zeros, ...) is scatter-add(x, ...), as every XLA compiler rewrites it; and where y is added to
-        that, as to a sum over micro-batches, it is scatter-add(x + y, ...): x is added where it is made."""
+        """x + scatter-add(zeros, ...) is scatter-add(x, ...), as every XLA compiler rewrites it.
+
+        Where that is added to a sum so far, it is scatter-add(sum + x, ...): x is added where it is made.
+        """
         maker = {o: op for op in self.ops for o in op.outputs}
         uses = defaultdict(int)
         for op in self.ops:
