@@ -562,8 +562,7 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
         if note:  # then the formula, too, of the attention that is traced
             formula = float(score(config, Candidates.of(config), found.cluster, "xla").memory.total[0])
         layout = make_layout(declare(config.model), config.parallel, config.part_layers)
-        sent = [total_sent(predicted(config, layout), config.parallel.mesh)]
-        sent += [sum(row.traced_bytes for row in level.sent)]
+        sent = total_sent(predicted(config, layout), config.parallel.mesh), level.sent_bytes
         compiled = level.compiled
         table.add_row(
             name,

@@ -262,6 +262,8 @@ def train_step(config, layout, platform, with_gradients, poison, state: State, b
         if poison is not None:
             grads = poison(layout, state.step, grads)
         finite_leaves = all_finite(grads)
+        # Or a compiler looks at them while messages are under way, and keeps whole gradients beside their shards.
+        grads = jax.tree.map(wait, grads, finite_leaves)
         grads = reduce_gradients(grads, layout, config.precision.reduction_dtype)
     not_finite = flag_not_finite(all_finite(loss_sum), finite_leaves)
     grads = jax.tree.map(lambda g: g / scale, grads)
@@ -449,9 +451,10 @@ def overlapped_accumulation(config, layout, platform, state, batch, weight) -> t
     )
     found = one_pass(layers, last, out, settle)
     found = found if summed is None else plus(summed, found)
-    d_root = reduce_gradients(found.shared, Layout(root_leaves, layout.parallel), precision.reduction_dtype)
-    finite = {**all_finite(found.shared), STACKED: found.finite}
-    return {**d_root, STACKED: found.layers}, found.loss, finite
+    root_finite = all_finite(found.shared)
+    d_root = jax.tree.map(wait, found.shared, root_finite)
+    d_root = reduce_gradients(d_root, Layout(root_leaves, layout.parallel), precision.reduction_dtype)
+    return {**d_root, STACKED: found.layers}, found.loss, {**root_finite, STACKED: found.finite}
 
 
 class PipelineWeights(NamedTuple):

@@ -212,6 +212,7 @@ backend_config={"known_trip_count":{"n":"6"}}
   %a = (f32[4]{0}, f32[2]{0}) all-reduce(%p, %q), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%sum
   %c = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0},{2,3},{3,2}}
   %e = (s32[], bf16[8,16]) while(%init), condition=%condition, body=%body
+  %s = ((f32[4]{0}), f32[4]{0}) all-reduce-start(%p), replica_groups={{0,1},{2,3}}, to_apply=%sum
   %b = f32[4]{0} all-reduce(%p), channel_id=1, replica_groups=mesh['pp'=1,'dp'=2,'tp'=2] {'dp'}, to_apply=%sum
   ROOT %o = f32[4]{0} all-reduce(%p), replica_groups={{0},{1},{2},{3}}, to_apply=%sum
 }
@@ -227,9 +228,10 @@ def test_collectives_of_a_program_text_with_loops_and_groups_of_every_form():
         ("permute", ("tp",), 1, 16, 1, True),
         ("all_gather", ("dp",), None, 2 * 2 * (768 + 256), 2, True),  # a loop without a known length
         ("reduce_scatter", ("tp",), None, 4 * 8 * 16, 1, True),
+        ("all_reduce", ("tp",), 1, 4 * 4, 1, True),  # since JAX 0.12 with its operands
         ("all_reduce", ("dp",), 1, 4 * 4, 1, False),
     ]
-    assert [c.matmuls for c in found] == [2, 0, 0, 0, 2, 0, 0]
+    assert [c.matmuls for c in found] == [2, 0, 0, 0, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize("num, dims, sizes", [(64, 3, (4, 4, 4)), (64, 2, (8, 8)), (32, 3, (2, 4, 4)), (7, 2, (1, 7))])

@@ -310,9 +310,9 @@ def _emitted(kind: str, shape: str, asynchronous: bool, rest: str, count, mesh: 
     axes = _axes_of(groups[0], mesh)
     if not axes:
         return None
-    # A start's shape holds the operands first, then the results.
+    # A start's shape holds the operands first, then the results; of an all-reduce only since JAX 0.12.
     results = _arrays(shape)
-    if asynchronous and kind != "all_reduce" and len(results) > 1:
+    if asynchronous and len(results) > 1 and (kind != "all_reduce" or shape.startswith("((")):
         results = results[len(results) // 2 :] if kind != "permute" else results[1:2]
     size = sum(results)
     return Emitted(

@@ -9,6 +9,7 @@ from jaxdist.layout import local_bytes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
 from jaxdist.plan.compile import CompiledStep, compile_step, without_devices
 from jaxdist.plan.memory import StepMemory, step_memory
+from jaxdist.plan.trace import total_sent
 from jaxdist.step import build_program
 
 
@@ -43,11 +44,15 @@ class Sent:
 
 @dataclass(frozen=True)
 class Levels:
-    """What each level says of one layout; `compiled` is None where no compiler was asked. Bytes, seconds."""
+    """What each level says of one layout; `compiled` is None where no compiler was asked. Bytes, seconds.
+
+    sent: by kind and axes, each on the stage that sends most of it. sent_bytes: traced, of the stage that sends most.
+    """
 
     state: int
     predicted: StepMemory
     sent: tuple[Sent, ...]
+    sent_bytes: int
     trace_seconds: float
     compiled: CompiledStep | None
 
@@ -70,9 +75,10 @@ def levels(config: RunConfig, target: str | None = None, *, num_nodes: int = 1, 
     program = build_program(config, make_abstract_mesh(mesh))
     traced = program.step.trace(program.abstract_state(), program.abstract_batch())
     predicted = step_memory(program, traced, habits_of(target, config.precision.dtype))
-    sent = compare(program.collectives_of(traced), compiled, mesh)
+    collectives = program.collectives_of(traced)
+    sent, sent_bytes = compare(collectives, compiled, mesh), total_sent(collectives, mesh)
     seconds = time.perf_counter() - start
-    return Levels(local_bytes(program.abstract_state()), predicted, sent, seconds, compiled)
+    return Levels(local_bytes(program.abstract_state()), predicted, sent, sent_bytes, seconds, compiled)
 
 
 def habits_of(target: str | None, dtype: str) -> str:
