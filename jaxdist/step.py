@@ -262,9 +262,7 @@ def train_step(config, layout, platform, with_gradients, poison, state: State, b
         if poison is not None:
             grads = poison(layout, state.step, grads)
         finite_leaves = all_finite(grads)
-        # Or a compiler looks at them while messages are under way, and keeps whole gradients beside their shards.
-        grads = jax.tree.map(wait, grads, finite_leaves)
-        grads = reduce_gradients(grads, layout, config.precision.reduction_dtype)
+        grads = reduce_gradients(looked_at(grads, finite_leaves, layout), layout, config.precision.reduction_dtype)
     not_finite = flag_not_finite(all_finite(loss_sum), finite_leaves)
     grads = jax.tree.map(lambda g: g / scale, grads)
     loss = comm.all_reduce(loss_sum, LOSS_AXES) / num_tokens
@@ -296,6 +294,14 @@ def train_step(config, layout, platform, with_gradients, poison, state: State, b
 def all_finite(tree):
     """For each leaf, whether all its local elements are finite."""
     return jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
+
+
+def looked_at(grads: dict, finite: dict, layout: Layout) -> dict:
+    """The gradients, to be sent once `finite` is known of each.
+
+    Or a GPU's compiler looks at them while messages are under way, and keeps them whole beside their shards.
+    """
+    return grads if layout.parallel.mesh.num_devices == 1 else jax.tree.map(wait, grads, finite)
 
 
 def flag_not_finite(loss: jax.Array, grads: dict) -> jax.Array:
@@ -451,9 +457,9 @@ def overlapped_accumulation(config, layout, platform, state, batch, weight) -> t
     )
     found = one_pass(layers, last, out, settle)
     found = found if summed is None else plus(summed, found)
-    root_finite = all_finite(found.shared)
-    d_root = jax.tree.map(wait, found.shared, root_finite)
-    d_root = reduce_gradients(d_root, Layout(root_leaves, layout.parallel), precision.reduction_dtype)
+    root_finite, root_layout = all_finite(found.shared), Layout(root_leaves, layout.parallel)
+    d_root = looked_at(found.shared, root_finite, root_layout)
+    d_root = reduce_gradients(d_root, root_layout, precision.reduction_dtype)
     return {**d_root, STACKED: found.layers}, found.loss, {**root_finite, STACKED: found.finite}
 
 

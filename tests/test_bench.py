@@ -130,6 +130,7 @@ def test_a_pipeline_holds_less_than_the_papers_say_and_sends_what_that_takes(str
 
 SMALL = [
     ("step", ["--mesh", "dp=2", "--zero", "1", "--accumulate", "2", *TINY], "update", 9),
+    ("step", ["--mesh", "pp=2", *TINY], "update", 9),
     ("step", ["--no-phases", *TINY], "tokens/s", 6),
     ("profile", ["--mesh", "dp=2", *TINY], "dot_general", None),
     ("executor", ["--num-layers", "2", "--width", "16", "--num-heads", "4", "--repeats", "2"], "jax.grad", 4),

@@ -160,8 +160,9 @@ def gradient_program(program: Program, platform: str, reduced: bool) -> Callable
     scattered = layout.grads_scattered
 
     def local(leaf) -> P:
-        owed = leaf.shard_reduce_axes if scattered else leaf.reduce_axes
-        return P(owed, *(leaf.storage_spec if scattered else leaf.compute_spec))
+        if scattered:
+            return P(leaf.shard_reduce_axes, *leaf.storage_spec)
+        return P((*(("pp",) if leaf.users else ()), *leaf.reduce_axes), *leaf.used_spec)
 
     def gradients(state, batch):
         found, _ = accumulate_gradients(
