@@ -297,11 +297,13 @@ def all_finite(tree):
 
 
 def looked_at(grads: dict, finite: dict, layout: Layout) -> dict:
-    """The gradients, to be sent once `finite` is known of each.
+    """The gradients, to be sent once `finite` is known of each, where they are sums over micro-batches.
 
-    Or a GPU's compiler looks at them while messages are under way, and keeps them whole beside their shards.
+    Or a GPU's compiler looks at them while messages are under way, and keeps whole sums beside their shards. (Those of
+    one micro-batch are cast on their way into a message; waiting would make a copy of all of them.)
     """
-    return grads if layout.parallel.mesh.num_devices == 1 else jax.tree.map(wait, grads, finite)
+    parallel = layout.parallel
+    return jax.tree.map(wait, grads, finite) if parallel.accumulate > 1 and parallel.mesh.num_devices > 1 else grads
 
 
 def flag_not_finite(loss: jax.Array, grads: dict) -> jax.Array:
