@@ -15,7 +15,6 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, make_layout
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.parallel.schedules import NAMES
-from jaxdist.plan import communication
 from jaxdist.plan.communication import Message, predicted, table
 from jaxdist.plan.trace import Collective, total_sent
 from jaxdist.step import build_program
