@@ -1,10 +1,11 @@
 """A tied table under pp: every stage holds a part of it, the stages that compute with it get it whole for a step.
 
-Held whole on every stage it would cost each its moments, and its gradient a sum over all stages. Here the two ends send
-what an all-reduce of two would (n/n of the table on each), and a stage holds 1/pp of the state.
+Held whole on every stage it would cost each its moments, and its gradient a sum over all stages. Here each of the two
+ends sends one table a step, what an all-reduce of two sends, and a stage holds 1/pp of the state.
 """
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.layout import Leaf
@@ -37,7 +38,7 @@ def scatter_from_users(leaves: dict, grads: dict) -> dict:
             return g
         dim = leaf.spread_dim
         extra = leaf.compute_shape[dim] - leaf.shape[dim]
-        padded = lax.pad(g, g.dtype.type(0), [(0, extra if d == dim else 0, 0) for d in range(g.ndim)]) if extra else g
+        padded = jnp.pad(g, [(0, extra if d == dim else 0) for d in range(g.ndim)]) if extra else g
         return comm.scatter_from(padded, "pp", dim, leaf.users)
 
     return jax.tree.map(part, leaves, grads)
