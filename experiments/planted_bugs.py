@@ -661,8 +661,8 @@ BUGS = [
     Bug(
         "weight of the loss left out (pipeline)",
         "jaxdist/step.py",
-        "        seed=weight,\n",
-        "",
+        "dict(seed=weight, ",
+        "dict(",
         (PARITY.format("pp2-interleaved"),),
     ),
     Bug(
@@ -689,8 +689,8 @@ BUGS = [
     Bug(
         "gradients summed in 16 bits (pipeline)",
         "jaxdist/step.py",
-        "        dtype=config.precision.master_dtype,\n    )\n    return {**d_root",
-        "        dtype=None,\n    )\n    return {**d_root",
+        "recompute_every=run.remat_every, dtype=config.precision.master_dtype)",
+        "recompute_every=run.remat_every, dtype=None)",
         ("tests/test_precision.py::test_gradients_keep_the_precision_of_the_reduction[pp2-gpipe]",),
     ),
     Bug(

@@ -35,7 +35,7 @@ from jaxdist.parallel.data import gather_parameters, reduce_gradients
 from jaxdist.parallel.grouping import shard
 from jaxdist.parallel.overlap import Gradients, overlapped_gradients, wait
 from jaxdist.parallel.pipeline import Stages, add, iterations, pick, pipeline_gradients, pipeline_loss
-from jaxdist.parallel.spread import gather_to_users, scatter_from_users
+from jaxdist.parallel.spread import gather_to_users
 from jaxdist.parallel.zero import fetch_whole, make_fetch, make_scatter, make_whole_holders
 from jaxdist.plan.trace import Collective, collectives_of
 
@@ -349,7 +349,6 @@ def accumulate_gradients(config, layout, platform, state, batch, weight) -> tupl
         if not (pipelined and layout.grads_scattered):
             return grads
         leaves, (d_root, d_blocks) = split_root(layout.leaves)[0], split_root(grads)
-        d_root = scatter_from_users(leaves, jax.tree.map(lambda g: g.astype(config.precision.reduction_dtype), d_root))
         scatter = make_scatter(leaves, layout, config.precision.reduction_dtype, config.precision.master_dtype)
         return {**scatter(d_root), STACKED: d_blocks}
 
@@ -484,7 +483,14 @@ def pipelined_gradients(config, run, weights: PipelineWeights, batch, key, weigh
 
     Gradients of the root are whole, each stage's own.
     """
-    loss, d_root, d_blocks = pipeline_gradients(
+    how = dict(seed=weight, recompute_every=run.remat_every, dtype=config.precision.master_dtype)
+    loss, d_root, d_blocks = through_stages(pipeline_gradients, config, run, weights, batch, key, **how)
+    return {**d_root, STACKED: d_blocks}, loss
+
+
+def through_stages(execute: Callable, config, run, weights: PipelineWeights, batch, key, **how):
+    """The executor's `pipeline_gradients` or `pipeline_loss` on this model, for one pass."""
+    return execute(
         pipeline_stages(config, run, weights.root_held, key),
         config.parallel.pipeline,
         weights.root,
@@ -492,11 +498,8 @@ def pipelined_gradients(config, run, weights: PipelineWeights, batch, key, weigh
         cut(batch, config.parallel.num_microbatches),
         fixed=weights.fixed,
         num_layers=config.part_layers,
-        seed=weight,
-        recompute_every=run.remat_every,
-        dtype=config.precision.master_dtype,
+        **how,
     )
-    return {**d_root, STACKED: d_blocks}, loss
 
 
 def pipeline_weights(layout: Layout, split, differentiated: dict, held: dict) -> PipelineWeights:
@@ -635,15 +638,7 @@ def evaluate_loss(config, layout, platform, params, batch: Batch) -> tuple[jax.A
     holders = gradient_holders(params, layout, config.precision.master_dtype)
     if layout.parallel.mesh.pp > 1:
         weights = pipeline_weights(layout, split, holders, params)
-        total = pipeline_loss(
-            pipeline_stages(config, run, weights.root_held, None),
-            config.parallel.pipeline,
-            weights.root,
-            weights.blocks,
-            cut(batch, config.parallel.num_microbatches),
-            fixed=weights.fixed,
-            num_layers=config.part_layers,
-        )
+        total = through_stages(pipeline_loss, config, run, weights, batch, None)
     else:
         total = forward_loss(config, run, split(holders, params), batch, model.Noise(0.0, None, batch.rows))
     return comm.all_reduce(total, LOSS_AXES), count_targets(batch)

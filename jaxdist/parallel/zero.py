@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxdist.layout import Layout
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouping import all_gather_groups, reduce_scatter_groups
+from jaxdist.parallel.spread import scatter_from_users
 
 Weights = dict | tuple[dict, dict]
 Fetch = Callable[[Weights], dict]
@@ -78,11 +79,12 @@ def make_whole_holders(leaves: dict, layout: Layout, reduce_dtype: str, holder_d
 
 
 def make_scatter(leaves: dict, layout: Layout, reduce_dtype: str, holder_dtype: str) -> Callable[[dict], dict]:
-    """What a fetch does backward: whole gradients -> shards summed over dp."""
+    """What a fetch does backward: whole gradients -> shards summed over dp, of a spread table over its users too."""
     flat_leaves, treedef = jax.tree.flatten(leaves)
 
     def scatter(d_weights: dict) -> dict:
         arrays = [g.astype(reduce_dtype) for g in treedef.flatten_up_to(d_weights)]
+        arrays = scatter_from_users(flat_leaves, arrays)
         summed = reduce_scatter_groups(arrays, flat_leaves, "dp", layout.parallel)
         return treedef.unflatten([x.astype(holder_dtype) for x in summed])
 

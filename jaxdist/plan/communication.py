@@ -275,7 +275,7 @@ class _Step:
             sizes = [math.prod(leaf.storage_local) * self.reduced for leaf in owing]
             for members in group(owing, sizes, self.parallel, lambda leaf: (leaf.shard_reduce_axes, leaf.storage_axes)):
                 axes, size = owing[members[0]].shard_reduce_axes, sum(sizes[i] for i in members)
-                messages.append(Message(owed_for(axes), "all_reduce", axes, times, size))
+                messages.append(Message.of(owed_for(axes), "all_reduce", axes, times, size))
         if layout.sharded and not layout.params_stored:
             messages += self.gathers("parameters after the update", leaves, 1)
         return messages
