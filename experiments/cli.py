@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from jaxdist import processes
+from jaxdist import compat, processes, versions
 from jaxdist.config import (
     PRESETS,
     AttentionName,
@@ -32,7 +32,7 @@ from jaxdist.config import (
 )
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
-from jaxdist.runtime import DeviceChoice, Devices, acquire_devices
+from jaxdist.runtime import DeviceChoice
 from jaxdist.signals import EXIT_SIGNAL
 
 Flags = TypeVar("Flags")
@@ -169,25 +169,38 @@ class ProcessFlags:
     heartbeat: int = 30
     """Seconds of silence after which a process counts as dead, and all others end."""
 
-    def acquire_devices(self, count: int, choice: DeviceChoice, console: Console) -> Devices:
-        """Join the other processes, if there are any, and take the mesh's devices; only the first process prints.
+    def join(self, console: Console) -> None:
+        """Join the other processes, if there are any, and compare flags, versions and settings with theirs.
 
-        Call it before anything else touches a JAX backend. Raises: ConfigError.
+        Call it before anything else touches a JAX backend; from then on only the first process prints to `console`.
+        Raises: ConfigError; Disagreement where the processes were not given the same.
         """
         require_positive("heartbeat", self.heartbeat)
         if self.num_processes is not None:
             require_positive("num_processes", self.num_processes)
         if self.distributed or self.coordinator or processes.asked_to_join():
             processes.join(self.coordinator, self.num_processes, self.process_id, self.heartbeat)
+            processes.require_agreement("flags", self._must_be_equal())
         elif self.process_id is not None or self.num_processes not in (None, 1):
             raise ConfigError(
                 "--num-processes or --process-id alone", "the processes need to find each other", "Add --coordinator"
             )
         elif self.num_processes is None:
             processes.require_alone()
-        devices = acquire_devices(count, choice)
         console.quiet = not processes.is_first()
-        return devices
+
+    def _must_be_equal(self) -> dict[str, object]:
+        """What every process must have been given alike. Paths of data and output are proven by what they hold."""
+        facts = {f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name not in OWN_FLAGS}
+        for name in ("data", "out"):
+            if f"--{name}" in facts:
+                facts[f"--{name}"] = None if facts[f"--{name}"] is None else "given"
+        facts = {name: "not given" if value is None else value for name, value in facts.items()}
+        return facts | {"the number of processes": processes.count()} | compat.settings() | versions.facts()
+
+
+# Flags that tell one process from another.
+OWN_FLAGS = {"process_id", "coordinator", "distributed", "num_processes"}
 
 
 def flags_of(config: RunConfig) -> list[str]:

@@ -37,16 +37,17 @@ from jaxdist.checkpoint import Checkpoints, Manifest, SaveFailed
 from jaxdist.config import RunConfig, require_positive
 from jaxdist.data import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.drill import Drill, parse_drill
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, printable, reason_of
+from jaxdist.files import held, require_shared
 from jaxdist.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
-from jaxdist.metrics import RunFiles, holds_run, is_complete, read_config, require_writable_folder
+from jaxdist.metrics import RunFiles, holds_run, is_complete, require_writable_folder
 from jaxdist.pace import Pace
 from jaxdist.parallel.schedules import in_flight, simulate
 from jaxdist.plan.budget import JobBudget, begin_job, is_asked_for
 from jaxdist.prefetch import Prefetched
-from jaxdist.runtime import Devices, refused_option
+from jaxdist.runtime import Devices, acquire_devices, refused_option
 from jaxdist.signals import Signals
 from jaxdist.step import Program, State, build_program, compiled_bytes
 from jaxdist.watch import Agreement, Watchdog
@@ -199,14 +200,15 @@ class Run:
 def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.monotonic) -> int:
     """Args: `now` is the clock of the budget."""
     # ---- check everything, before anything is traced ----
+    flags.join(console)
     flags.check()
     config = flags.run_config()
     set_precision(config)
-    devices = flags.acquire_devices(config.parallel.mesh.num_devices, flags.device, console)
+    devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
     options = parse_options(flags.compiler_options)
     out = None if flags.out is None else Path(flags.out)
-    if out is not None and look_at_folder(flags, config, out, console):
-        return 0
+    if out is not None:
+        require_writable_folder(out)
     corpus = load_corpus(flags.data, config.model.vocab_size)
     batches = Batches(corpus, config.batch_size, config.model.seq_len, config.seed)
     held_out = held_out_batches(corpus, config.batch_size, config.model.seq_len, flags.eval_batches)
@@ -214,13 +216,11 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     poison = drill.poison() if drill else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
     data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}
-    checkpoints, other = None, None
-    if out is not None:
-        checkpoints = Checkpoints(out / resume.FOLDER, flags.keep_last, flags.keep_every)
-    warn = lambda text: console.print(f"[yellow]passed over:[/] {escape(text)}", soft_wrap=True)  # noqa: E731
-    own = resume.find(checkpoints, config, data, flags.fall_back, warn) if checkpoints else None
-    if own is None and flags.restore is not None:
-        other = resume.find_other(flags.restore, config)
+    shown = f"{corpus.about} (SHA-256 {data['fingerprint'][:12]}...)"
+    processes.require_agreement("data", {"--data": processes.Shown(data["fingerprint"], shown)}, seconds=600)
+
+    def warn(text: str) -> None:
+        console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
     def late() -> None:
         steps = checkpoints.steps() if checkpoints else []
@@ -228,12 +228,25 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
         print(f"not done within --grace {flags.grace:g} s: {text}", file=sys.stderr, flush=True)
 
     with ExitStack() as stack:
+        # ---- where does it start? ----
+        checkpoints = own = other = None
+        if out is not None:
+            if processes.is_first():
+                stack.enter_context(held(out, "--out", warn))
+            require_shared(out, "--out")
+            if is_done(flags, config, out, console, warn):
+                return 0
+            checkpoints = Checkpoints(out / resume.FOLDER, flags.keep_last, flags.keep_every, warn=warn)
+            own = resume.find(checkpoints, config, data, flags.fall_back, warn)
+        if own is None and flags.restore is not None:
+            other = resume.find_other(flags.restore, config)
+
         signals = stack.enter_context(Signals(grace=flags.grace, late=late))
         watchdog = stack.enter_context(Watchdog(flags.stuck_after, stacks_file(out)))
         budget = stack.enter_context(job_budget(flags, config, console, now))
         about = {"data": corpus.about, "devices": devices.description, "compiler_options": options}
         first = out if processes.is_first() else None
-        files = stack.enter_context(RunFiles(first, config, about, own.step if own else 0))
+        files = stack.enter_context(RunFiles(first, config, about, own.step if own else 0, warn))
 
         # ---- say what will run ----
         entropy = corpus.unigram_entropy()
@@ -289,8 +302,8 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
                 raise
-            line = str(error).splitlines()[0]
-            print(f"process {jax.process_index()}: another process is gone ({line})", file=sys.stderr, flush=True)
+            text = f"process {jax.process_index()}: another process is gone ({reason_of(error)})"
+            print(printable(text), file=sys.stderr, flush=True)
             sys.stderr.flush()
             processes.leave(EXIT_PEER)
 
@@ -334,19 +347,22 @@ def parse_options(options: Sequence[str]) -> dict[str, str | bool]:
     return found
 
 
-def look_at_folder(flags: TrainFlags, config: RunConfig, out: Path, console: Console) -> bool:
-    """Whether --out holds this run complete. Raises: ConfigError where it holds another, or must not be touched."""
-    if flags.fresh and processes.is_first():
-        resume.clear(out, flags.overwrite)
-    processes.barrier("folder")
-    require_writable_folder(out)
-    if not holds_run(out):
-        return False
-    resume.require_same_run(str(out), read_config(out), config)
-    if is_complete(out):
+def is_done(flags: TrainFlags, config: RunConfig, out: Path, console: Console, warn: Callable[[str], None]) -> bool:
+    """Whether --out holds this run complete, as the first process finds it; with --fresh the folder is emptied.
+
+    Raises: ConfigError where the folder holds another run, or must not be touched.
+    """
+    done = False
+    if processes.is_first():
+        if flags.fresh:
+            resume.clear(out, flags.overwrite)
+        if holds_run(out):
+            resume.require_own_folder(out, config, warn)
+            done = is_complete(out)
+    done = processes.from_first("done", "yes" if done else "") == "yes"
+    if done:
         console.print(f"the run in {out} is complete: nothing is left to do", markup=False)
-        return True
-    return False
+    return done
 
 
 def stacks_file(out: Path | None) -> str | None:

@@ -18,7 +18,7 @@ from experiments.strategies import PIPELINES, PROOF_EPS, PROOF_LR, STRATEGIES
 from jaxdist import processes
 from jaxdist.config import Preset, RunConfig, require_positive, to_dict
 from jaxdist.errors import ConfigError
-from jaxdist.runtime import Devices
+from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.verify import Difference, Observed, compare, observe, one_device, random_batches, worst
 
 
@@ -58,6 +58,7 @@ class Verdict:
 
 def main(flags: VerifyFlags, console: Console) -> int:
     # ---- check, before anything is traced ----
+    flags.join(console)
     strategies = (*(STRATEGIES if flags.all else ()), *(PIPELINES if flags.pipelines else ()))
     if strategies:
         used = {"all", "pipelines", "only", "steps", "seed", "device", "json"} | (
@@ -76,7 +77,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
         config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, eps=PROOF_EPS))
         chosen = [(str(config.parallel.mesh), config)]
     count = max(config.parallel.mesh.num_devices for _, config in chosen)
-    devices = flags.acquire_devices(count, flags.device, console)
+    devices = acquire_devices(count, flags.device)
     report = flags.json if processes.is_first() else None
     require_writable("--json", report)
     console.print(f"devices: {devices.description}")

@@ -11,30 +11,29 @@ Arrays have logical shapes (`jaxdist.logical`), so any mesh, ZeRO stage, schedul
 """
 
 import hashlib
-import importlib.metadata
+import itertools
 import json
 import os
-import platform
 import re
-import shutil
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore
 
 from jaxdist import processes
-from jaxdist.errors import ConfigError
-from jaxdist.files import flush_folder, write_whole
+from jaxdist.errors import ConfigError, reason_of
+from jaxdist.files import flush_folder, read_regular, remove, set_aside, write_whole
+from jaxdist.versions import versions
 
 FORMAT = 1
 MANIFEST, ARRAYS, PARTIAL = "manifest.json", "arrays", ".partial"
 MAX_MANIFEST_BYTES = 64 * 2**20
 _STEP = re.compile(r"step_(\d{8,})")
-_PACKAGES = ("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class BadCheckpoint(ConfigError):
@@ -57,12 +56,13 @@ class Manifest:
     about: dict
     arrays: dict[str, list]
     files: dict[str, list]
-    versions: dict[str, str] = field(default_factory=lambda: versions())
+    versions: dict[str, str] = field(default_factory=versions)
     format: int = FORMAT
 
-
-def versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES}
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all of it, which the file holds as its `hash`."""
+        return _sealed(asdict(self))["hash"]
 
 
 class Checkpoints:
@@ -73,15 +73,26 @@ class Checkpoints:
         keep_last: the newest ones that stay; None keeps all.
         keep_every: those of every so many steps stay as well.
         timeout: seconds until a save or restore that waits for another process gives up.
+        warn: is told what went wrong beside a checkpoint that is committed all the same; from another thread.
+
+    Raises: ConfigError where `folder` is there and is no folder.
     """
 
     def __init__(
-        self, folder: Path | str, keep_last: int | None = None, keep_every: int | None = None, timeout: int = 600
+        self,
+        folder: Path | str,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        timeout: int = 600,
+        warn: Callable[[str], None] = lambda text: None,
     ):
         self.folder, self.keep_last, self.keep_every = Path(folder).absolute(), keep_last, keep_every
+        if os.path.lexists(self.folder) and not self.folder.is_dir():
+            raise ConfigError(f"checkpoints in {self.folder}", "it is not a folder", "Remove it, or use another folder")
+        self._warn = warn
         self._orbax = ocp.AsyncCheckpointer(_handler(), timeout_secs=timeout)
-        self._finishing: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._finishing: tuple[int, Future] | None = None
 
     # ---- save ----
 
@@ -96,24 +107,22 @@ class Checkpoints:
         partial = self.path(step, PARTIAL)
         try:
             if processes.is_first():
-                shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+                remove(partial)  # of a process that was killed
                 partial.mkdir(parents=True)
             processes.barrier(f"save {step}")
             self._orbax.save(partial / ARRAYS, args=ocp.args.PyTreeSave(arrays))
         except (OSError, ValueError) as error:
             raise self._failed(step, error) from error
         shapes = {name: [str(x.dtype), list(x.shape)] for name, x in arrays.items()}
-        self._finishing = threading.Thread(target=self._finish, args=(step, about, shapes), name=f"checkpoint {step}")
-        self._finishing.start()
+        self._finishing = step, self._pool.submit(self._finish, step, about, shapes)
 
     def wait(self) -> None:
         """Until the save under way is committed. Raises: SaveFailed, where it could not be."""
-        if self._finishing is not None:
-            self._finishing.join()
-            self._finishing = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        if self._finishing is None:
+            return
+        (step, finishing), self._finishing = self._finishing, None
+        if (error := finishing.exception()) is not None:  # of any kind: it was raised in another thread
+            raise self._failed(step, error) from error
 
     def finish(self) -> None:
         """Until the last save is committed, on all processes. Raises: SaveFailed on all where it could not be."""
@@ -128,46 +137,46 @@ class Checkpoints:
 
     def set_aside(self, step: int) -> None:
         """Take a damaged checkpoint out of the way, for a person to look at; a save of its step may then come."""
-        aside = self.path(step, ".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        self.path(step).rename(aside)
+        set_aside(self.path(step), "damaged")
 
     def _finish(self, step: int, about: dict, shapes: dict) -> None:
-        try:
-            self._orbax.wait_until_finished()
-            if processes.is_first():
-                self._commit(step, about, shapes)
-        except Exception as error:  # raised again by `wait`, in the thread that trains
-            self._failure = self._failed(step, error)
+        self._orbax.wait_until_finished()
+        if processes.is_first():
+            self._commit(step, about, shapes)
+            self._thin_out()
 
     def _commit(self, step: int, about: dict, shapes: dict) -> None:
         partial = self.path(step, PARTIAL)
+        require_whole_arrays(partial / ARRAYS, shapes)
         manifest = Manifest(step, about, shapes, _hash_files(partial, flush=True))
         for folder in (path for path in partial.rglob("*") if path.is_dir()):
             flush_folder(folder)
         write_whole(partial / MANIFEST, json.dumps(_sealed(asdict(manifest)), indent=1).encode())
         partial.rename(self.path(step))
         flush_folder(self.folder)
-        self._thin_out()
 
-    def _failed(self, step: int, error: Exception) -> SaveFailed:
+    def _failed(self, step: int, error: BaseException) -> SaveFailed:
         if processes.is_first():
-            shutil.rmtree(self.path(step, PARTIAL), ignore_errors=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        return SaveFailed(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}")
+            with suppress(OSError):
+                remove(self.path(step, PARTIAL))
+        return SaveFailed(f"the checkpoint of step {step} could not be written to {self.folder}: {reason_of(error)}")
 
     def _thin_out(self) -> None:
         """Remove what neither `keep_last` nor `keep_every` keeps, and what killed processes left of others.
 
         A folder is renamed first: never half a `step_*`. No save is under way here, so every `.partial` is a left one.
+        What cannot be removed is told to `warn`: the checkpoint that was just committed is good.
         """
-        for step in self.steps()[: -self.keep_last] if self.keep_last else []:
-            if not (self.keep_every and step % self.keep_every == 0):
-                doomed = self.path(step, PARTIAL)
-                shutil.rmtree(doomed, ignore_errors=True)
-                self.path(step).rename(doomed)
-        for partial in self.folder.glob(f"step_*{PARTIAL}"):
-            shutil.rmtree(partial)
+        try:
+            for step in self.steps()[: -self.keep_last] if self.keep_last else []:
+                if not (self.keep_every and step % self.keep_every == 0):
+                    doomed = self.path(step, PARTIAL)
+                    remove(doomed)
+                    self.path(step).rename(doomed)
+            for partial in self.folder.glob(f"step_*{PARTIAL}"):
+                remove(partial)
+        except OSError as error:
+            self._warn(f"old checkpoints in {self.folder} could not be removed: {error}")
 
     # ---- restore ----
 
@@ -181,12 +190,31 @@ class Checkpoints:
         matches = [_STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir()]
         return sorted(int(match[1]) for match in matches if match)
 
-    def check(self, step: int) -> Manifest:
-        """Read the manifest and hash every file against it. Raises: BadCheckpoint naming the file."""
+    def manifest(self, step: int) -> Manifest:
+        """What the checkpoint says of itself; no other file is looked at. Raises: BadCheckpoint."""
         folder = self.path(step)
+        if folder.is_symlink():
+            raise _bad(folder, "it is a link")
         manifest = read_manifest(folder)
         if manifest.step != step:
             raise _bad(folder, f"its manifest is of step {manifest.step}")
+        return manifest
+
+    def require_files(self, manifest: Manifest) -> None:
+        """That this process sees every file, at its size. Raises: BadCheckpoint naming the first that it does not."""
+        folder = self.path(manifest.step)
+        for name, (size, _) in manifest.files.items():
+            try:
+                found = os.stat(folder / name, follow_symlinks=False).st_size
+            except OSError as error:
+                raise _bad(folder / name, f"process {processes.index()} cannot see it ({error.strerror})") from error
+            if found != size:
+                raise _bad(folder / name, f"it has {found:,} bytes and {size:,} were written")
+
+    def check(self, step: int) -> Manifest:
+        """Read the manifest and hash every file against it. Raises: BadCheckpoint naming the file."""
+        folder = self.path(step)
+        manifest = self.manifest(step)
         found = _hash_files(folder)
         for name in sorted(manifest.files.keys() | found.keys()):
             if name not in found:
@@ -218,20 +246,52 @@ class Checkpoints:
                     partial_restore=True,
                 ),
             )
-        except (OSError, ValueError, KeyError) as error:
-            raise _bad(folder / ARRAYS, f"it cannot be read ({error})") from error
+        except (jax.errors.JaxRuntimeError, MemoryError):  # no fault of the files
+            raise
+        except Exception as error:  # Orbax and TensorStore raise many kinds for a file that they cannot read
+            require_whole_arrays(folder / ARRAYS, {name: manifest.arrays[name] for name in wanted})
+            named = next((name for name in sorted(wanted, key=len, reverse=True) if name in str(error)), "unknown")
+            raise _bad(folder / ARRAYS, f"array {named} cannot be read ({reason_of(error)})") from error
+
+
+def require_whole_arrays(folder: Path, arrays: dict[str, list]) -> None:
+    """That the files in `folder` hold every element of every array, once: each chunk of its grid, and no other.
+
+    Args: arrays: name -> [dtype, shape], all that was to be written.
+    Raises: BadCheckpoint naming the first array that is not whole, and a part that is missing.
+    """
+    try:
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}).result()
+        found: dict[str, set[str]] = {}
+        for key in store.list().result():
+            name, _, part = key.decode().rpartition("/")
+            found.setdefault(name, set()).add(part)
+        for name, (_, shape) in arrays.items():
+            if ".zarray" not in found.get(name, ()):
+                raise _bad(folder, f"array {name} was not written")
+            described = json.loads(bytes(store[f"{name}/.zarray"]))
+            if described["shape"] != list(shape):
+                raise _bad(folder, f"array {name} was written as {described['shape']} instead of {list(shape)}")
+            counts = [-(-size // chunk) for size, chunk in zip(shape, described["chunks"], strict=True)]
+            parts = {".".join(map(str, place)) or "0" for place in itertools.product(*map(range, counts))}
+            if missing := sorted(parts - found[name]):
+                count = f"{len(missing)} of its {len(parts)} parts are not there, part {missing[0]} among them"
+                raise _bad(folder, f"array {name} is not whole: {count}")
+            if foreign := sorted(found[name] - parts - {".zarray"}):
+                raise _bad(folder, f"array {name} has a part that does not belong to it: {foreign[0]}")
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, BadCheckpoint):
+            raise
+        raise _bad(folder, f"its index cannot be read ({reason_of(error)})") from error
 
 
 def read_manifest(folder: Path) -> Manifest:
     """What a checkpoint says of itself. Raises: BadCheckpoint where it is no manifest of ours or was changed."""
     path = folder / MANIFEST
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_MANIFEST_BYTES + 1)
+        text = read_regular(path, MAX_MANIFEST_BYTES)
     except OSError as error:
         raise _bad(path, f"it cannot be read ({error.strerror})") from error
-    if len(text) > MAX_MANIFEST_BYTES:
-        raise _bad(path, f"it is larger than {MAX_MANIFEST_BYTES:,} bytes")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

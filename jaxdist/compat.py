@@ -1,5 +1,6 @@
 """What differs between the JAX versions this package supports (0.10 to 0.12), in one place."""
 
+import os
 from collections.abc import Iterator
 
 import jax
@@ -51,3 +52,24 @@ def coordination_index() -> int:
     from jax._src.distributed import global_state
 
     return global_state.process_id
+
+
+# Settings of JAX and XLA that change what a program computes or how it is compiled.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_disable_jit",
+    "jax_debug_nans",
+)
+
+
+def settings() -> dict[str, str]:
+    """Those that all processes of a run must share, by name. Where XLA dumps its programs is each process's own."""
+    options = os.environ.get("XLA_FLAGS", "").split()
+    found = {name: str(getattr(jax.config, name)) for name in _SETTINGS}
+    return found | {
+        "XLA_FLAGS": " ".join(option for option in options if not option.startswith("--xla_dump")) or "empty"
+    }

@@ -1,4 +1,9 @@
-"""The one error a user's own input can cause."""
+"""The one error a user's own input can cause, and text from elsewhere made safe to show."""
+
+import unicodedata
+
+# Control characters, surrogates (bytes of a name that are not UTF-8) and what reorders or hides text.
+_UNPRINTABLE = {"Cc", "Cs", "Cf", "Zl", "Zp"}
 
 
 class ConfigError(ValueError):
@@ -10,3 +15,21 @@ class ConfigError(ValueError):
 
     def __init__(self, asked: str, required: str, remedy: str):
         super().__init__(f"{asked}: {required}. {remedy.removesuffix('.')}.")
+
+
+def reason_of(error: BaseException) -> str:
+    """One line that says why; the name of the exception's type where it carries no message."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def printable(text: str) -> str:
+    """`text` with everything a terminal would obey, or an encoder refuse, written as an escape; newlines stay."""
+    if text.isascii() and (text.isprintable() or text.replace("\n", "").isprintable()):
+        return text
+    return "".join(
+        c if c == "\n" or unicodedata.category(c) not in _UNPRINTABLE else c.encode("unicode_escape").decode()
+        for c in text
+    )

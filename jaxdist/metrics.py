@@ -4,14 +4,15 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
-from jaxdist.files import write_whole
+from jaxdist.files import read_regular, set_aside, write_whole
 
+MOST_BYTES = 2**32  # of a file of a run that is read again
 CONFIG, METRICS, SUMMARY, STOPPED = "config.json", "metrics.jsonl", "summary.json", "stopped.json"
 
 
@@ -22,12 +23,20 @@ class RunFiles:
 
     Args:
         steps: the steps done before; lines of later ones are dropped from `metrics.jsonl`, since they come again.
+        warn: is told of a `metrics.jsonl` that is damaged. It is kept under another name, and its good lines stay.
 
     Raises: ConfigError where the folder cannot be written.
     """
 
-    def __init__(self, out: Path | None, config: RunConfig, extra: dict, steps: int = 0):
-        self.folder, self._metrics, self.failure = out, None, None
+    def __init__(
+        self,
+        out: Path | None,
+        config: RunConfig,
+        extra: dict,
+        steps: int = 0,
+        warn: Callable[[str], None] = lambda text: None,
+    ):
+        self.folder, self._metrics, self.failure, self._warn = out, None, None, warn
         if out is None:
             return
         try:
@@ -46,8 +55,12 @@ class RunFiles:
         if self._metrics:
             self._metrics.close()
         path = self.folder / METRICS
-        kept = "".join(line + "\n" for line, record in _lines(path) if record["step"] <= steps)
-        write_whole(path, kept.encode())
+        lines, damage = read_metrics(path)
+        kept = b"".join(line + b"\n" for step, line in lines if step <= steps)
+        if damage:
+            aside = set_aside(path, "damaged")
+            self._warn(f"{path} is damaged: {damage}. It is kept as {aside.name}; {len(lines)} good lines stay")
+        write_whole(path, kept)
         self._metrics = path.open("ab", buffering=0)
 
     def write_step(self, record: dict) -> bool:
@@ -110,7 +123,7 @@ def read_config(out: Path) -> dict:
     """The configuration of the run in a folder. Raises: ConfigError where there is none that can be read."""
     path = out / CONFIG
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path, MOST_BYTES))
     except OSError as error:
         raise ConfigError(
             f"--out {out}", f"{path} cannot be read ({error.strerror})", "Choose another folder"
@@ -140,13 +153,33 @@ def _unwritable(out: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--out {out}", f"it cannot be written ({error.strerror})", "Name a folder that you may write")
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict]]:
-    """The whole lines of a metrics file; a process that was killed may have left half a line at its end."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            return
-        yield line, record
+def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:
+    """(step and text of every good line in order, what is wrong with the file or "").
+
+    Half a line at the end is no damage: a process that was killed leaves it.
+    """
+    try:
+        *whole, _ = read_regular(path, MOST_BYTES).split(b"\n")
+    except FileNotFoundError:
+        return [], ""
+    except OSError as error:
+        return [], error.strerror
+    lines, bad, last = [], [], 0
+    for number, line in enumerate(whole, start=1):
+        step = _step_of(line)
+        if step is None or step <= last:
+            bad.append(number)
+        else:
+            lines.append((step, line))
+            last = step
+    others = f" and {len(bad) - 1} other lines are" if len(bad) > 1 else " is"
+    return lines, f"line {bad[0]}{others} not the record of a next step" if bad else ""
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if type(step) is int else None

@@ -5,16 +5,19 @@ With one process every function is trivial.
 """
 
 import itertools
+import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 import jax
 
 from jaxdist.compat import coordination_client, coordination_count, coordination_index
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, printable, reason_of
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 JOIN_SECONDS = 120  # in which all processes must have come
@@ -27,9 +30,25 @@ LAUNCHERS = (
 )
 
 
+def index() -> int:
+    """This process's number, from 0; known before a backend starts."""
+    return coordination_index()
+
+
+class Shown(NamedTuple):
+    """A value that is compared as one text and shown to a person as another."""
+
+    compared: str
+    text: str
+
+
+class Disagreement(ConfigError):
+    """What the processes of a run were given differs. Every process raises it, with the same message."""
+
+
 def is_first() -> bool:
-    """Whether this process is the one that speaks, writes and decides."""
-    return jax.process_index() == 0
+    """Whether this process is the one that speaks, writes and decides; known before a backend starts."""
+    return coordination_index() == 0
 
 
 def join(address: str | None, num_processes: int | None, process_id: int | None, heartbeat_seconds: int = 30) -> None:
@@ -66,7 +85,7 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(
             "several processes",
-            f"they cannot find each other ({str(error).splitlines()[0]})",
+            f"they cannot find each other ({reason_of(error)})",
             "Start them with Slurm, Open MPI or Kubernetes, with python -m experiments.launch, or give --coordinator "
             "HOST:PORT --num-processes N --process-id I to each",
         ) from error
@@ -156,7 +175,7 @@ def fail(code: int, others: int, reason: str) -> None:
 
 def end_together(name: str, seconds: float) -> None:
     """Wait, `seconds` at most, until every process is here; each of them ends next, the first of them last."""
-    if jax.process_count() == 1:
+    if count() == 1:
         return
     _ending.set()
     with suppress(RuntimeError):  # some never came
@@ -171,7 +190,8 @@ def _listen() -> None:
         with suppress(RuntimeError):  # there is no message
             code, _, reason = coordination_client().key_value_try_get(FAILED).partition(" ")
             if not _failing.is_set():
-                print(f"process {coordination_index()} ends, since another one did. {reason}", file=sys.stderr)
+                text = f"process {coordination_index()} ends, since another one did. {reason}"
+                print(printable(text), file=sys.stderr)
                 sys.stderr.flush()
                 leave(int(code))
 
@@ -181,13 +201,13 @@ _COUNTER = itertools.count()
 
 def barrier(name: str, seconds: float = 600) -> None:
     """Wait for every process. They must come here in the same order."""
-    if jax.process_count() > 1:
+    if count() > 1:
         coordination_client().wait_at_barrier(f"jaxdist/{next(_COUNTER)}/{name}", int(seconds * 1000))
 
 
 def from_first(name: str, value: str, seconds: float = 600) -> str:
     """The first process's `value`, on all of them. They must come here in the same order."""
-    if jax.process_count() == 1:
+    if count() == 1:
         return value
     client, key = coordination_client(), f"jaxdist/{next(_COUNTER)}/{name}"
     if is_first():
@@ -198,10 +218,57 @@ def from_first(name: str, value: str, seconds: float = 600) -> str:
 
 def from_all(name: str, value: str, seconds: float = 600) -> list[str]:
     """Every process's `value`, in the order of processes. They must come here in the same order."""
-    if jax.process_count() == 1:
+    if count() == 1:
         return [value]
     client, key = coordination_client(), f"jaxdist/{next(_COUNTER)}/{name}"
-    client.key_value_set(f"{key}/{jax.process_index()}", value)
-    return [
-        client.blocking_key_value_get(f"{key}/{index}", int(seconds * 1000)) for index in range(jax.process_count())
-    ]
+    client.key_value_set(f"{key}/{coordination_index()}", value)
+    return [client.blocking_key_value_get(f"{key}/{index}", int(seconds * 1000)) for index in range(count())]
+
+
+def require_agreement(name: str, facts: Mapping[str, object], seconds: float = 60) -> None:
+    """Compare what each process was given, before anything is traced.
+
+    A collective that only some processes run, or run differently, hangs or computes something else without an error.
+    They must come here in the same order.
+
+    Args: facts: name -> a value, compared as text, or a `Shown`.
+
+    Raises: Disagreement, on every process, naming what differs and which processes have which value; ConfigError where
+    a process does not answer within `seconds`.
+    """
+    if count() == 1:
+        return
+    mine = json.dumps({fact: value if isinstance(value, Shown) else (str(value),) * 2 for fact, value in facts.items()})
+    try:
+        everyone = [json.loads(text) for text in from_all(name, mine, seconds)]
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{count()} processes",
+            f"not all of them said within {seconds:g} s what they were given ({reason_of(error)})",
+            "Start all with the same command and the same version of jaxdist",
+        ) from error
+    differing = differences(everyone)
+    if differing:
+        raise Disagreement(
+            f"{count()} processes of one run", "; ".join(differing), "Give every process the same, and start them anew"
+        )
+
+
+def differences(everyone: list[dict[str, list[str]]]) -> list[str]:
+    """name -> [compared, shown] of each process -> `--lr is 0.001 on process 0 and 0.003 on process 1`, ..."""
+    lines = []
+    for fact in dict.fromkeys(fact for facts in everyone for fact in facts):
+        holders: dict[str, list[int]] = {}
+        shown: dict[str, str] = {}
+        for index, facts in enumerate(everyone):
+            compared, text = facts.get(fact, ["not known", "not known"])
+            shown.setdefault(compared, text)
+            holders.setdefault(compared, []).append(index)
+        if len(holders) > 1:
+            lines.append(f"{fact} is " + " and ".join(f"{shown[key]} on {_named(who)}" for key, who in holders.items()))
+    return lines
+
+
+def _named(indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:4])) + (f" and {len(indices) - 4} more" if len(indices) > 4 else "")
+    return f"process{'es' * (len(indices) > 1)} {shown}"

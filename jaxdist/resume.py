@@ -1,5 +1,6 @@
 """Where a run starts: at its first step, at its own newest checkpoint, or at another run's."""
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -8,11 +9,12 @@ from pathlib import Path
 import jax
 
 from jaxdist import processes
-from jaxdist.checkpoint import BadCheckpoint, Checkpoints, Manifest, newest_good, read_manifest
+from jaxdist.checkpoint import BadCheckpoint, Checkpoints, Manifest, newest_good
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
+from jaxdist.files import set_aside
 from jaxdist.logical import abstract_logical, from_logical, to_logical
-from jaxdist.metrics import CONFIG, METRICS, STOPPED, SUMMARY, holds_run
+from jaxdist.metrics import CONFIG, METRICS, STOPPED, SUMMARY, holds_run, read_config
 from jaxdist.step import Program, State
 
 FOLDER = "checkpoints"
@@ -122,12 +124,25 @@ def _agreed(checkpoints: Checkpoints, choose: Callable[[], Manifest | None]) -> 
                 raise
             processes.from_first("checkpoint", "!" + "\n".join((str(error), "the first process says so", "See above")))
             raise
-    said = processes.from_first("checkpoint", "" if chosen is None else str(chosen.step))
+    said = processes.from_first("checkpoint", "" if chosen is None else f"{chosen.step} {chosen.digest}")
     if processes.is_first():
         return chosen
     if said.startswith("!"):
         raise BadCheckpoint(*said[1:].split("\n"))
-    return read_manifest(checkpoints.path(int(said))) if said else None
+    return _same_here(checkpoints, *said.split()) if said else None
+
+
+def _same_here(checkpoints: Checkpoints, step: str, digest: str) -> Manifest:
+    """The checkpoint that the first process chose, as this process sees it. Raises: BadCheckpoint."""
+    manifest = checkpoints.manifest(int(step))
+    if manifest.digest != digest:
+        raise BadCheckpoint(
+            f"checkpoint {checkpoints.path(manifest.step)}",
+            f"it is not the one that the first process sees under its name (process {processes.index()} says so)",
+            "Name a folder on a file system that all processes share",
+        )
+    checkpoints.require_files(manifest)
+    return manifest
 
 
 def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, same_run: bool) -> Start:
@@ -163,6 +178,22 @@ def clear(out: Path, overwrite: bool) -> None:
     shutil.rmtree(out / FOLDER, ignore_errors=True)
     for name in (CONFIG, METRICS, SUMMARY, STOPPED):
         (out / name).unlink(missing_ok=True)
+
+
+def require_own_folder(out: Path, config: RunConfig, warn: Callable[[str], None]) -> None:
+    """That a folder with metrics in it is of this run. Raises: ConfigError.
+
+    A damaged configuration is set aside where there is a checkpoint, whose manifest holds the same and will be asked.
+    """
+    try:
+        there = read_config(out)
+    except ConfigError as error:
+        if not Checkpoints(out / FOLDER).steps():
+            raise
+        if os.path.lexists(out / CONFIG):
+            warn(f"{error} It is kept as {set_aside(out / CONFIG, 'damaged').name}; the checkpoints say what ran")
+        return
+    require_same_run(str(out), there, config)
 
 
 def begin(program: Program) -> Start:
