@@ -323,7 +323,7 @@ def test_state_bytes_are_those_of_the_program(mesh, more, optimizer, dtype):
         batch_size=72,
     )
     layout = Candidates.of(config)
-    found = program_bytes(config, layout, pipelines(model, layout), "xla")
+    found = program_bytes(config, layout, pipelines(config, layout), "xla")
     state = build_program(config, make_abstract_mesh(config.parallel.mesh)).abstract_state()
     assert abs(float(found.parameters[0] + found.optimizer[0]) - local_bytes(state)) <= 64  # counters
 
@@ -336,7 +336,7 @@ def memory_of(mesh: str, batch_size: int, **more):
     )
     layout = Candidates.of(config)
     state = build_program(config, make_abstract_mesh(config.parallel.mesh)).abstract_state()
-    return program_bytes(config, layout, pipelines(model, layout), "xla"), local_bytes(state.params) / 2, config
+    return program_bytes(config, layout, pipelines(config, layout), "xla"), local_bytes(state.params) / 2, config
 
 
 def test_each_phase_holds_what_it_is_said_to_hold():
