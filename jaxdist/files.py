@@ -1,7 +1,10 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and small text files of a user's."""
 
 import os
+import stat
 from pathlib import Path
+
+from jaxdist.errors import ConfigError
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -22,3 +25,22 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_text_file(what: str, path: str | Path, most_bytes: int = 2**24) -> str:
+    """The UTF-8 text of a regular file; a pipe, which may never end, or a device is not opened.
+
+    Raises: ConfigError where it is something else, too large, or not text.
+    """
+    asked = f"{what} {str(path)!r}"
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(asked, "it is not a regular file", "Name a text file")
+        if found.st_size > most_bytes:
+            raise ConfigError(asked, f"it holds {found.st_size:,} bytes, more than {most_bytes:,}", "Name a text file")
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name with a zero in it
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(asked, f"it cannot be read ({error})", "Name a text file") from error

@@ -10,13 +10,13 @@ of an update, V vocabulary, P or Ψ parameters, D tokens, t = tp, p = pp, m micr
 """
 
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
 import numpy as np
 
 from jaxdist.errors import ConfigError
-from jaxdist.plan.budget import sentence
+from jaxdist.plan.budget import UNIT, money_range, round_up, sentence
 
 GIB = 2**30
 Number = Any  # a Python number, or a numpy array of them
@@ -604,17 +604,28 @@ def training_days(
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run costs, in dollars, against a budget that may be None."""
+    """What a run costs, in dollars, against a budget that may be None. error: half-width of the bar of `hours`."""
 
     num_devices: int
     price_per_hour: float
     hours: float
     budget: float | None = None
     device: str = "GPU"
+    error: float = 0.0
 
     @property
     def dollars(self) -> float:
         return self.num_devices * self.price_per_hour * self.hours
+
+    @property
+    def least(self) -> float:
+        """The lower end of the bar."""
+        return self.dollars * (1 - self.error)
+
+    @property
+    def most(self) -> float:
+        """The upper end of the bar: what a budget has to cover."""
+        return self.dollars * (1 + self.error)
 
     @property
     def buffer(self) -> float | None:
@@ -622,12 +633,11 @@ class Cost:
         return None if self.budget is None else self.budget - self.dollars
 
     def __str__(self) -> str:
-        """The sentence that is said before a launch too."""
-        price, hours, budget = (
-            None if number is None else Decimal(f"{number:.6f}")
-            for number in (self.price_per_hour, self.hours, self.budget)
-        )
-        return sentence(price, self.num_devices, hours, budget, device=self.device)
+        """The sentence that is said before a launch too. Hours and price are rounded up, the budget down."""
+        price = Decimal(repr(float(self.price_per_hour))).quantize(UNIT, ROUND_CEILING)
+        budget = None if self.budget is None else Decimal(repr(float(self.budget))).quantize(UNIT, ROUND_FLOOR)
+        text = sentence(price, self.num_devices, round_up(self.hours), budget, device=self.device)
+        return text if not self.error else f"{text} With the bar {money_range(self.least, self.most)}."
 
 
 def hours_within(budget: float, num_devices: Number, price_per_hour: float) -> Number:

@@ -9,7 +9,8 @@ does (docs/schedules.md). With whole blocks recomputed a B lasts two ticks' time
 the F of the last part includes the head.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
@@ -27,6 +28,7 @@ from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
 
 # ------------------------------------------------------------------------------------------------------- enumeration
 
+BLOCK = 1 << 15  # layouts made and scored at a time: their columns stay in the cache
 INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
 INTEGERS += ("every", "selective", "overlap")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
@@ -66,6 +68,10 @@ class Candidates:
 
     def take(self, index) -> "Candidates":
         return take_rows(self, index)
+
+    @classmethod
+    def join(cls, blocks: Iterable["Candidates"]) -> "Candidates":
+        return join_rows(list(blocks))
 
     def parallel(self, index: int, base: ParallelConfig | None = None) -> ParallelConfig:
         """The settings of one layout; what is not searched is as in `base`."""
@@ -117,6 +123,12 @@ def take_rows(columns, index):
     return type(columns)(**{field.name: getattr(columns, field.name)[index] for field in fields(columns)})
 
 
+def join_rows(blocks: Sequence):
+    """Such dataclasses as one, one after the other."""
+    kind = type(blocks[0])
+    return kind(**{field.name: np.concatenate([getattr(b, field.name) for b in blocks]) for field in fields(kind)})
+
+
 def remat_word(every: int, selective: int) -> str:
     """The word of `ParallelConfig.remat`."""
     return {0: "selective" if selective else "none", 1: "block"}.get(every, f"every-{every}")
@@ -154,9 +166,9 @@ def legal_meshes(
 
 
 def layouts_of_mesh(
-    model: ModelConfig, mesh: dict[str, int], batch_size: int, optimizer: str = "adamw"
-) -> Candidates:
-    """Every distinct layout of one mesh that `RunConfig` accepts with `stages="even"`.
+    model: ModelConfig, mesh: dict[str, int], batch_size: int, optimizer: str = "adamw", block: int = BLOCK
+) -> Iterator[Candidates]:
+    """Every distinct layout of one mesh that `RunConfig` accepts with `stages="even"`, at most `block` at a time.
 
     That is: what concerns layers, times what concerns ZeRO and sp, times how the batch is cut. Left out, because
     another layout here is the same program or never worse: settings that change nothing; under pp, every-K where a
@@ -186,27 +198,31 @@ def layouts_of_mesh(
         for micro in (divisors(per_rank) if pp > 1 else [1])
         for accumulate in divisors(per_rank // micro)
     ]
-    grid = np.indices((len(layers), len(states), len(splits), len(cuts))).reshape(4, -1)
-    schedule, chunks, every, selective = np.array(layers)[grid[0]].T
-    zero, keep, overlap = np.array(states)[grid[1]].T
-    micro, accumulate, rows = np.array(cuts)[grid[3]].T
-    sizes = {axis: np.full(grid.shape[1], mesh[axis]) for axis in AXES}
-    found = Candidates(
-        **sizes,
-        zero=zero,
-        sp=np.array(splits)[grid[2]],
-        keep=keep,
-        schedule=schedule,
-        chunks=chunks,
-        microbatches=micro,
-        accumulate=accumulate,
-        rows=rows,
-        every=every,
-        selective=selective,
-        overlap=overlap,
-    )
-    legal = (overlap == 0) | (pp > 1) | ((every <= 1) & (keep == 0))
-    return found.take(legal & ((keep == 0) | (every == 0)))  # recomputed blocks are gathered again all the same
+    shape = (len(layers), len(states), len(splits), len(cuts))
+    layers, states, splits, cuts = map(np.array, (layers, states, splits, cuts))
+    for start in range(0, math.prod(shape), block):
+        layer, state, split, cut = np.unravel_index(np.arange(start, min(start + block, math.prod(shape))), shape)
+        schedule, chunks, every, selective = layers[layer].T
+        zero, keep, overlap = states[state].T
+        micro, accumulate, rows = cuts[cut].T
+        found = Candidates(
+            **{axis: np.full(len(layer), mesh[axis]) for axis in AXES},
+            zero=zero,
+            sp=splits[split],
+            keep=keep,
+            schedule=schedule,
+            chunks=chunks,
+            microbatches=micro,
+            accumulate=accumulate,
+            rows=rows,
+            every=every,
+            selective=selective,
+            overlap=overlap,
+        )
+        legal = (overlap == 0) | (pp > 1) | ((every <= 1) & (keep == 0))
+        legal &= (keep == 0) | (every == 0)  # recomputed blocks are gathered again all the same
+        if legal.any():
+            yield found.take(legal)
 
 
 def _chunk_counts(num_layers: int, pp: int) -> list[int]:
@@ -230,7 +246,6 @@ def _group_sizes(num_layers: int) -> list[int]:
 # ----------------------------------------------------------------------------------------------------------- scoring
 
 UNCALIBRATED = Efficiency()
-BLOCK = 1 << 15  # layouts scored at a time: their columns stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,12 +269,10 @@ class Scored:
     def join(cls, blocks: Sequence["Scored"]) -> "Scored":
         """One after the other; all of the same run and cluster."""
 
-        def columns(part):
-            parts = [getattr(block, part) for block in blocks]
-            names = [field.name for field in fields(parts[0])]
-            return type(parts[0])(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
-
-        return cls(blocks[0].base, blocks[0].cluster, columns("layouts"), columns("time"), columns("memory"))
+        layouts, time, memory = (
+            join_rows([getattr(block, part) for block in blocks]) for part in ("layouts", "time", "memory")
+        )
+        return cls(blocks[0].base, blocks[0].cluster, layouts, time, memory)
 
     @property
     def fits(self) -> np.ndarray:
@@ -478,9 +491,7 @@ def search(
     kept, num_layouts, num_fitting = [], 0, 0
     for done, mesh in enumerate(meshes):
         progress(done, len(meshes))
-        layouts = layouts_of_mesh(base.model, mesh, base.batch_size, base.optimizer.name)
-        for start in range(0, len(layouts), block):
-            some = layouts.take(slice(start, start + block))
+        for some in layouts_of_mesh(base.model, mesh, base.batch_size, base.optimizer.name, block):
             scored = _score_what_fits(base, some, cluster, attention, efficiency)
             num_layouts += len(some)
             num_fitting += int(scored.fits.sum())
