@@ -37,6 +37,9 @@ from jaxdist.signals import EXIT_SIGNAL
 
 Flags = TypeVar("Flags")
 
+# What `experiments.plan` writes into its command for what it cannot know; `experiments.train` refuses them by name.
+PLACEHOLDERS = {"data": "DATA", "out": "OUT"}
+
 # Exit codes beside 0 (done) and 1 (it ran, and what it ran is wrong).
 EXIT_BAD_INPUT = 2  # refused before anything ran
 EXIT_PEER = 69  # another process of the run is gone; "service unavailable" in sysexits.h
@@ -241,13 +244,13 @@ def require_writable(flag: str, path: str | None) -> None:
         ) from error
 
 
-def make_folder(path: str | None) -> Path | None:
+def make_folder(flag: str, path: str | None) -> Path | None:
     if path is None:
         return None
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--draw {path!r}", f"it is no folder ({error.strerror})", "Name a folder") from error
+        raise ConfigError(f"{flag} {path!r}", f"it is no folder ({error.strerror})", "Name a folder") from error
     return Path(path)
 
 

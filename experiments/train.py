@@ -27,6 +27,7 @@ from experiments.cli import (
     EXIT_PEER,
     EXIT_SAVE,
     EXIT_SIGNAL,
+    PLACEHOLDERS,
     CommonFlags,
     ProcessFlags,
     run_program,
@@ -113,6 +114,13 @@ class TrainFlags(CommonFlags, ProcessFlags):
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is read."""
+        unfilled = [f"--{name} {word}" for name, word in PLACEHOLDERS.items() if getattr(self, name) == word]
+        if unfilled:
+            raise ConfigError(
+                " and ".join(unfilled),
+                "this is a placeholder of experiments.plan, which knows neither your tokens nor your storage",
+                "Write --data my_tokens and --out /shared/runs/a, your own (a path of that very name: ./DATA, ./OUT)",
+            )
         for name in ("eval_every", "eval_batches", "prefetch"):
             require_positive(name, getattr(self, name))
         for name in ("checkpoint_every", "keep_last", "keep_every", "check_replicas_every"):

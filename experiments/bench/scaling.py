@@ -78,7 +78,7 @@ def bench_scaling(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
         " they lower it. dp: simulated ranks share the same cores, so that the same global batch is the same work."
     )
     if flags.draw:
-        write_both(draw(panels), make_folder(flags.draw) / "scaling", console)
+        write_both(draw(panels), make_folder("--draw", flags.draw) / "scaling", console)
     return rows, devices, True
 
 

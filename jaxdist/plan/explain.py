@@ -1,6 +1,5 @@
 """Sentences about a searched plan, every number in them computed: what fits, what does not and why, what would help."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -31,23 +30,6 @@ def gib(value: float) -> str:
 
 def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
-
-
-CENTURY_HOURS = 100 * 365.25 * 24
-
-
-def duration(hours: float) -> str:
-    """Of a run, rounded up."""
-    if hours > CENTURY_HOURS:
-        return "more than a century"
-    if hours < 1:
-        return f"{math.ceil(hours * 60)} min" if hours > 2 / 60 else f"{math.ceil(hours * 3600)} s"
-    return f"{_up(hours)} h" + (f" ({_up(hours / 24)} days)" if hours >= 48 else "")
-
-
-def _up(number: float) -> str:
-    """With one digit after the point."""
-    return f"{math.ceil(number * 10 * (1 - 1e-12)) / 10:,.1f}"
 
 
 def billions(count: float) -> str:

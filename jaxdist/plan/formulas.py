@@ -9,6 +9,7 @@ Letters in formulas are the papers': L layers, h width, a heads, s sequence leng
 of an update, V vocabulary, P or Ψ parameters, D tokens, t = tp, p = pp, m micro-batches, v chunks a stage.
 """
 
+import math
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
@@ -638,6 +639,23 @@ class Cost:
         budget = None if self.budget is None else Decimal(repr(float(self.budget))).quantize(UNIT, ROUND_FLOOR)
         text = sentence(price, self.num_devices, round_up(self.hours), budget, device=self.device)
         return text if not self.error else f"{text} With the bar {money_range(self.least, self.most)}."
+
+
+CENTURY_HOURS = 100 * 365.25 * 24
+
+
+def duration(hours: float) -> str:
+    """Hours in words, rounded up."""
+    if hours > CENTURY_HOURS:
+        return "more than a century"
+    if hours < 1:
+        return f"{math.ceil(hours * 60)} min" if hours > 2 / 60 else f"{math.ceil(hours * 3600)} s"
+    return f"{_up(hours)} h" + (f" ({_up(hours / 24)} days)" if hours >= 48 else "")
+
+
+def _up(number: float) -> str:
+    """With one digit after the point."""
+    return f"{math.ceil(number * 10 * (1 - 1e-12)) / 10:,.1f}"
 
 
 def hours_within(budget: float, num_devices: Number, price_per_hour: float) -> Number:
