@@ -880,8 +880,8 @@ def also_words(row: dict) -> str:
     if not row["also"]:
         return ""
     splits = [parse_mesh(other["mesh"]) for other in row["also"]]
-    slower = max(other["step_seconds"] for other in row["also"]) / row["step_seconds"] - 1
-    return f"{', '.join(f'{mesh.replica}×{mesh.dp}' for mesh in splits)} (+{slower:.0%})"
+    slower = round(100 * (max(other["step_seconds"] for other in row["also"]) / row["step_seconds"] - 1))
+    return f"{', '.join(f'{mesh.replica}×{mesh.dp}' for mesh in splits)} ({slower:+}%)"
 
 
 def layout_words(row: dict) -> str:

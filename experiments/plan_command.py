@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from experiments.cli import PLACEHOLDERS, flags_of
 from jaxdist.config import RunConfig
+from jaxdist.plan.explain import billions
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import ITEMSIZE, MOMENTS
@@ -12,7 +13,7 @@ from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every
 
 @dataclass(frozen=True)
 class Command:
-    """Parts of a shell's command (the launcher, the program, flags with their values), and where its numbers are from."""
+    """Parts of a shell's command (launcher, program, flags with their values), and where its numbers are from."""
 
     parts: tuple[str, ...]
     notes: tuple[str, ...]
@@ -53,8 +54,9 @@ def make_command(
     parts += f" {' '.join(flags_of(config))}".replace(" --", "\n--").split("\n")[1:]
     parts += [] if rate_known else ["--lr LR"]
     notes += [
-        f"{PLACEHOLDERS['data']}: your tokens (experiments.prepare makes them). {PLACEHOLDERS['out']}: a folder that "
-        "all hosts share, for checkpoints. train refuses both words until they are filled in.",
+        f"{PLACEHOLDERS['data']}: your tokens (experiments.prepare makes them). {PLACEHOLDERS['out']}: a folder for "
+        f"checkpoints{', on storage that all hosts share' * (nodes > 1)}. train refuses both words until they are "
+        "filled in.",
         *recipe_notes,
         f"--checkpoint-every {every}: {why}.",
     ]
@@ -71,7 +73,7 @@ SMALLEST, LARGEST = GPT3_RATES[0][0], GPT3_RATES[-1][0]
 def rate_note(rate: float, parameters: float) -> str:
     beyond = ", held at the end of the table" if not SMALLEST <= parameters <= LARGEST else ""
     return (
-        f"--lr {rate:g}: GPT-3's for {parameters / 1e9:.3g} billion parameters (arXiv 2005.14165, table 2.1, "
+        f"--lr {rate:g}: GPT-3's for {billions(parameters)} parameters (arXiv 2005.14165, table 2.1, "
         f"interpolated{beyond}); AdamW, cosine to a tenth."
     )
 

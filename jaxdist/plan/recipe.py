@@ -57,11 +57,12 @@ def checkpoint_every(
     save = state_bytes / (num_nodes * SAVE_BYTES_PER_S)
     between = FAILURE_DEVICE_HOURS / num_devices
     interval = math.sqrt(2 * save * between * 3600)
-    every = min(max(1, round(interval / step_seconds)), steps)
-    why = (
-        f"a checkpoint every {duration(every * step_seconds / 3600)}, by Young's rule: a failure every "
-        f"{duration(between)} on {num_devices:,} devices (one in {FAILURE_DEVICE_HOURS:,.0f} device-hours, Llama 3, "
-        f"arXiv 2407.21783) and {duration(save / 3600)} to write {state_bytes / 1e9:,.1f} GB (assumed: "
-        f"{SAVE_BYTES_PER_S / 1e9:g} GB/s a node)"
+    every = max(1, round(interval / step_seconds))
+    what = f"a checkpoint every {duration(every * step_seconds / 3600)}"
+    if every >= steps:
+        every, what = steps, "one checkpoint, at the end"
+    return every, (
+        f"{what}, by Young's rule: a failure every {duration(between)} on {num_devices:,} devices (one in "
+        f"{FAILURE_DEVICE_HOURS:,.0f} device-hours, Llama 3, arXiv 2407.21783) and {duration(save / 3600)} to write "
+        f"{state_bytes / 1e9:,.3g} GB (assumed: {SAVE_BYTES_PER_S / 1e9:g} GB/s a node)"
     )
-    return every, why
