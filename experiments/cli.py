@@ -216,10 +216,8 @@ def flags_of(config: RunConfig) -> list[str]:
         values.setdefault("ffn_width", model.ffn_width)
     words = []
     for name, value in values.items():
-        flag = name.replace("_", "-")
-        if value == getattr(CommonFlags, name):
-            continue
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        if value != getattr(CommonFlags, name):
+            words += [flag_word(name, value)] + ([] if isinstance(value, bool) else [str(value)])
     return words
 
 
@@ -254,12 +252,17 @@ def make_folder(flag: str, path: str | None) -> Path | None:
     return Path(path)
 
 
+def flag_word(name: str, value) -> str:
+    """A field's flag as it is written: --zero, and --no-overlap where a switch is off."""
+    return ("--no-" if value is False else "--") + name.replace("_", "-")
+
+
 def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
     """Refuse a common flag that was set and that this program would not use."""
     for field in dataclasses.fields(flags):
         default = getattr(type(flags), field.name)
         if field.name not in used and getattr(flags, field.name) != default:
-            raise ConfigError(f"--{field.name.replace('_', '-')}", why, "Leave it out")
+            raise ConfigError(flag_word(field.name, getattr(flags, field.name)), why, "Leave it out")
 
 
 def run_program(

@@ -22,7 +22,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.cli import CommonFlags, make_folder, refuse_ignored, require_writable, run_program
+from experiments.cli import CommonFlags, flag_word, make_folder, refuse_ignored, require_writable, run_program
 from experiments.plan_command import UNKNOWN_RATE, Command, make_command, rate_note
 from experiments.plan_page import page
 from experiments.progress import Progress
@@ -370,7 +370,7 @@ def refuse_idle(flags: PlanFlags) -> None:
         *((name, mesh.pp == 1, "it is about the pipeline, and pp=1", "Use --mesh pp=2,...") for name in PIPELINE),
     ):
         if idle and getattr(flags, flag) != getattr(type(flags), flag):
-            raise ConfigError(f"--{flag.replace('_', '-')}", f"{why}: it would change nothing", instead)
+            raise ConfigError(flag_word(flag, getattr(flags, flag)), f"{why}: it would change nothing", instead)
 
 
 def default_batch(flags: PlanFlags, devices_per_node: int) -> tuple[int, str]:

@@ -153,7 +153,7 @@ def test_the_smallest_cluster_that_meets_a_deadline_and_a_budget(monkeypatch, ca
     args = ["--model", "gpt2-124m", "--hardware", "h100", "--global-batch", "64", "--tokens", "5e9", "--top", "2"]
     _, out, _ = plan(monkeypatch, capsys, *args, "--nodes", "1", "--json", path)
     alone = json.loads(path.read_text())["rows"][0]
-    deadline = alone["hours"] * (1 + alone["error"]) * 0.6
+    deadline = alone["hours"] * (1 + alone["error"]) * 0.7
     limits = ["--deadline", f"{deadline:.3f}h", "--budget", "5000", "--price-per-hour", "2.5"]
     code, out, _ = plan(monkeypatch, capsys, *args, *limits, "--json", path)
     record = json.loads(path.read_text())
@@ -169,8 +169,8 @@ PRICE = ["--price-per-hour", "2.5"]
 def test_a_budget_is_not_beaten_by_rounding(monkeypatch, capsys):
     code, _, err = plan(monkeypatch, capsys, *TINY_RUN, *PRICE, "--budget", "0.01")
     assert code == 2 and "a budget of $0.01" in err
-    said = re.search(r"the cheapest is --nodes \d+ in at most [\d.]+ \w+ for at most \$([\d.]+)", err)
-    said = said or re.search(r"the fastest is --nodes \d+ in at most [\d.]+ \w+ for at most \$([\d.]+)", err)
+    said = re.search(r"the cheapest is --nodes \d+ in at most [\d.]+ \w+ for at most \$(\d+\.\d+)", err)
+    said = said or re.search(r"the fastest is --nodes \d+ in at most [\d.]+ \w+ for at most \$(\d+\.\d+)", err)
     remedy = re.search(r"Use --budget (\d+)", err)
     assert 0 < float(said[1]) <= float(remedy[1])
     code, out, _ = plan(monkeypatch, capsys, *TINY_RUN, *PRICE, "--budget", remedy[1])
@@ -217,7 +217,7 @@ REFUSED = [
     (["--model", "tiny", "--global-batch", "3", "--hardware", "h100", "--devices-per-node", "5"], ["multiple of 5"]),
     ([*SMALL, "--html", "/nowhere/at/all.html"], ["--html", "cannot be written"]),
     ([*SMALL, "--dtype", "float64"], ["--dtype float64", "Use float32 or bfloat16 or float16", "experiments.train"]),
-    (["--model", "70b", "--nodes", "8", "--tokens", "1e18"], ["more than a century", "fewer --tokens"]),
+    ([*SMALL, "--model", "gpt2-124m", "--tokens", "1e18"], ["more than a century", "fewer --tokens"]),
     ([*RUN, "--vendor", "acme"], ["vendor 'acme'", "among aws"]),
     ([*RUN, "--price-per-hour", "inf"], ["--price-per-hour inf"]),
     ([*RUN, "--tokens", "nan"], ["--tokens nan"]),
@@ -316,18 +316,18 @@ FLAGS = {
     "reduce_dtype": ("bfloat16", [], None, None),
     "zero": ("1", [], LAYOUT, None),
     "sp": (None, [], LAYOUT, None),
-    "tp_ring": ("one-way", ["--mesh", "tp=2", "--sp"], None, None),
+    "tp_ring": ("one-way", ["--mesh", "tp=2", "--sp"], LAYOUT, None),
     "grad_sync": ("flat", [], None, None),
     "bucket_mb": ("3", [], None, None),
     "accumulate": ("2", [], LAYOUT, None),
     "remat": ("block", [], LAYOUT, None),
     "loss_chunks": ("2", [], None, None),
-    "reshard_after_forward": (None, ["--mesh", "dp=2", "--zero", "3"], None, None),
+    "reshard_after_forward": (None, ["--mesh", "dp=2", "--zero", "3"], LAYOUT, None),
     "overlap": (None, [], LAYOUT, None),
     "attention": ("xla", [], None, None),
     "schedule": ("zb-h1", [], LAYOUT, None),
     "microbatches": ("2", [], LAYOUT, None),
-    "chunks": ("2", ["--mesh", "pp=2", "--schedule", "interleaved", "--num-layers", "8"], None, None),
+    "chunks": ("4", ["--mesh", "pp=2", "--schedule", "interleaved", "--num-layers", "8"], LAYOUT, None),
     "stages": ("1,3", [], LAYOUT, None),
     "optimizer": ("lion", [], None, None),
     "lr": ("1e-5", [], None, None),
@@ -336,7 +336,7 @@ FLAGS = {
     "weight_decay": ("0.3", [], None, None),
     "clip_norm": ("0.3", [], None, None),
     "hardware": ("h200", [], None, None),
-    "nodes": ("2", ["--devices-per-node", "4"], None, None),
+    "nodes": ("4", ["--devices-per-node", "4"], None, None),
     "devices_per_node": ("2", [], None, None),
     "tokens": ("1e9", [], None, None),
     "deadline": ("30d", ["--tokens", "1e9"], None, None),
@@ -370,6 +370,8 @@ def answer(out: str) -> str:
 def test_no_flag_is_ignored(monkeypatch, capsys, tmp_path, name, mode):
     value, beside, searched, named = FLAGS[name]
     refusal = searched if mode == "search" else named
+    if mode == "search" and "--mesh" in beside:
+        beside = []
     common = [*(SEARCH if mode == "search" else NAMED), *beside]
     flag, file = f"--{name.replace('_', '-')}", tmp_path / "file"
     if name == "reshard_after_forward":
@@ -443,8 +445,8 @@ def test_the_table_in_the_file_is_what_is_planned(monkeypatch, capsys, tmp_path,
     assert code == 0, err
     record = json.loads(found.read_text())
     assert f"--schedule {path} --microbatches 2 --stages 1,3" in record["command"]
-    time = record["rows"][0]["time"]
-    assert time["bubble"] / (sum(time.values()) - time["bubble"]) == pytest.approx(8 / 6 - 1, abs=0.12)
+    code, _, _ = plan(monkeypatch, capsys, *[{str(path): "zb-h1"}.get(str(arg), arg) for arg in args])
+    assert record["rows"][0]["time"]["bubble"] > json.loads(found.read_text())["rows"][0]["time"]["bubble"]
     config = tyro.cli(TrainFlags, args=train_flags(record["command"])).run_config()
     assert config.parallel.pipeline.name == name and config.part_layers == (1, 3)
     assert str(path) in out

@@ -271,6 +271,21 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
         assert getattr(found, part)[0] == pytest.approx(getattr(expected, part)[0], rel=1e-9), part
 
 
+@pytest.mark.parametrize("name", ["mine", "zb-h1"])
+def test_a_table_of_ones_own_is_scored_as_it_is_written(tmp_path, name):
+    """Also where it has a built-in schedule's name, with parts of one's own."""
+    path = tmp_path / "table.txt"
+    path.write_text(f"name={name}\n0: F0 F1 .  .  B0 W0 B1 W1\n1: .  F0 F1 B0 W0 B1 W1 .\n")
+    parallel = ParallelConfig(mesh=MeshShape(pp=2), schedule=str(path), microbatches=2, stages="1,3")
+    config = base(parallel=parallel)
+    layouts = Candidates.of(config)
+    table = pipelines(config, layouts)
+    assert table.bubble[0] == pytest.approx(simulate(parallel.pipeline).idle_over_ideal)
+    assert (table.depth[0], table.last_part[0]) == (3, 3)
+    assert layouts.parallel(0, parallel) == parallel
+    assert score(config, layouts, H100).config(0) == config
+
+
 def test_what_overlap_hides_is_what_compiled_programs_show():
     # docs/benchmarks.md: of 831 MiB that DP sends of this model, 524 have a product between start and done.
     assert hidden_part(PRESETS["gpt2-124m"]) == pytest.approx(524 / 831, abs=0.01)
@@ -294,14 +309,9 @@ def rows_of(found) -> list[tuple]:
 
 
 CLUSTERS = {
-    "8 of 2 nodes": (SMALL, 16, dict(num_nodes=2, devices_per_node=4), 1.0),
-    "6 in 3 nodes": (
-        dataclasses.replace(SMALL, num_layers=5, seq_len=30),
-        24,
-        dict(num_nodes=3, devices_per_node=2),
-        1.0,
-    ),
-    "little memory": (PRESETS["gpt2-350m"], 32, dict(num_nodes=2, devices_per_node=2), 0.04),
+    "8 in 2 nodes": (SMALL, 16, (2, 4), 1.0),
+    "6 in 3 nodes": (dataclasses.replace(SMALL, num_layers=5, seq_len=30), 24, (3, 2), 1.0),
+    "little memory": (PRESETS["gpt2-350m"], 32, (2, 2), 0.04),
 }
 
 
