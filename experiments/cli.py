@@ -37,6 +37,9 @@ from jaxdist.signals import EXIT_SIGNAL
 
 Flags = TypeVar("Flags")
 
+# What `experiments.plan` writes into its command for what it cannot know; `experiments.train` refuses them by name.
+PLACEHOLDERS = {"data": "DATA", "out": "OUT"}
+
 # Exit codes beside 0 (done) and 1 (it ran, and what it ran is wrong).
 EXIT_BAD_INPUT = 2  # refused before anything ran
 EXIT_PEER = 69  # another process of the run is gone; "service unavailable" in sysexits.h
@@ -226,10 +229,8 @@ def flags_of(config: RunConfig) -> list[str]:
         values.setdefault("ffn_width", model.ffn_width)
     words = []
     for name, value in values.items():
-        flag = name.replace("_", "-")
-        if value == getattr(CommonFlags, name):
-            continue
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        if value != getattr(CommonFlags, name):
+            words += [flag_word(name, value)] + ([] if isinstance(value, bool) else [str(value)])
     return words
 
 
@@ -254,14 +255,19 @@ def require_writable(flag: str, path: str | None) -> None:
         ) from error
 
 
-def make_folder(path: str | None) -> Path | None:
+def make_folder(flag: str, path: str | None) -> Path | None:
     if path is None:
         return None
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--draw {path!r}", f"it is no folder ({error.strerror})", "Name a folder") from error
+        raise ConfigError(f"{flag} {path!r}", f"it is no folder ({error.strerror})", "Name a folder") from error
     return Path(path)
+
+
+def flag_word(name: str, value) -> str:
+    """A field's flag as it is written: --zero, and --no-overlap where a switch is off."""
+    return ("--no-" if value is False else "--") + name.replace("_", "-")
 
 
 def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
@@ -269,7 +275,7 @@ def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
     for field in dataclasses.fields(flags):
         default = getattr(type(flags), field.name)
         if field.name not in used and getattr(flags, field.name) != default:
-            raise ConfigError(f"--{field.name.replace('_', '-')}", why, "Leave it out")
+            raise ConfigError(flag_word(field.name, getattr(flags, field.name)), why, "Leave it out")
 
 
 def run_program(

@@ -121,7 +121,7 @@ def main(flags: LevelsFlags, console: Console) -> int:
 def formula_bytes(config: RunConfig) -> float:
     """What the search would say (`jaxdist.plan.program_memory`)."""
     layout = Candidates.of(config)
-    return float(program_bytes(config, layout, pipelines(config.model, layout), config.parallel.attention).total[0])
+    return float(program_bytes(config, layout, pipelines(config, layout), config.parallel.attention).total[0])
 
 
 def with_layout(base: RunConfig, mesh: str, more: dict, target: str) -> RunConfig:

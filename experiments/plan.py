@@ -13,33 +13,40 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from experiments.cli import CommonFlags, flags_of, refuse_ignored, require_writable, run_program
+from experiments.cli import CommonFlags, flag_word, make_folder, refuse_ignored, require_writable, run_program
+from experiments.plan_command import UNKNOWN_RATE, Command, make_command, rate_note
 from experiments.plan_page import page
+from experiments.progress import Progress
+from experiments.tables import print_bullet, print_columns
 from jaxdist.config import Dtype, Preset, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
+from jaxdist.mesh import parse_mesh
 from jaxdist.model import declare
-from jaxdist.parallel.schedules import NAMES
 from jaxdist.plan import explain
+from jaxdist.plan.budget import short_money
 from jaxdist.plan.communication import predicted
-from jaxdist.plan.compile import TARGETS, has_cuda_compiler, without_devices
+from jaxdist.plan.compile import has_cuda_compiler, require_compiler, without_devices
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
-from jaxdist.plan.formulas import GIB, Cost
-from jaxdist.plan.hardware import Cluster, find_hardware, price
+from jaxdist.plan.formulas import CENTURY_HOURS, GIB, Cost, ModelShape, duration
+from jaxdist.plan.hardware import Accelerator, Cluster, find_hardware, price
 from jaxdist.plan.levels import Levels, levels
+from jaxdist.plan.recipe import TOKENS_PER_PARAMETER, chinchilla_steps, learning_rate, warmup_steps
 from jaxdist.plan.search import (
     Candidates,
+    Found,
     Scored,
     best_of_each_mesh,
+    memory_time_front,
     pareto,
     rank,
     score,
@@ -50,7 +57,9 @@ from jaxdist.plan.time_model import Efficiency
 from jaxdist.plan.trace import total_sent
 from jaxdist.step import choose_attention
 
-MOST_NODES = 4096
+MOST_NODES = 4096  # tried for a deadline or a budget
+MOST_DEVICES = 2**20
+MOST_HALVES = 3  # of the cluster, whose layouts are in the front too
 DEFAULT_BATCH_TOKENS = 2**20
 
 
@@ -61,21 +70,27 @@ class PlanFlags(CommonFlags):
     preset: Annotated[Preset, tyro.conf.arg(aliases=["--model"])] = "7b"
     """Model shape; the flags below override it."""
     hardware: str = "h100"
-    """Accelerator of the hardware table."""
+    """Accelerator of the hardware table: h100, h200, a100-80, v5p, ..."""
     nodes: int | None = None
     """Default: 1; with --deadline or --budget, the smallest number that meets them."""
     devices_per_node: int | None = None
     """Default: that of the accelerator."""
     batch_size: Annotated[int | None, tyro.conf.arg(aliases=["--global-batch"])] = None
-    """Sequences per update, over the whole mesh. Default: about a million tokens."""
+    """Sequences per update, over the whole mesh. Default: about a million tokens, divisible by the devices."""
+    steps: int | None = None
+    """Updates, instead of --tokens. With neither the command has steps for 20 tokens a parameter."""
+    lr: float | None = None
+    """Default: GPT-3's for a model of this size, where the optimiser is AdamW."""
+    warmup_steps: int | None = None
+    """Default: GPT-3's 375 million tokens, at most a tenth of the steps."""
     dtype: Dtype = "bfloat16"
     """Of parameters and activations; masters and moments stay in at least float32."""
     tokens: float | None = None
     """To train on, as in 300e9: gives hours and dollars."""
     deadline: str | None = None
-    """As in 72h or 30d; needs --tokens."""
+    """As in 72h or 30d; needs --tokens or --steps. The upper end of the error bar must meet it."""
     budget: float | None = None
-    """Dollars; needs --tokens and a price."""
+    """Dollars; needs --tokens or --steps, and a price. The upper end of the error bar must meet it."""
     vendor: str | None = None
     """Whose price of the price table."""
     price_per_hour: float | None = None
@@ -85,7 +100,7 @@ class PlanFlags(CommonFlags):
     price_file: str | None = None
     """TOML merged over the price table."""
     top: int = 10
-    """Rows of the table: the best layouts of so many meshes."""
+    """Rows of the table: the best layouts of so many meshes, meshes that differ in replica × dp alone in one row."""
     json: str | None = None
     """Also write the plan to this file."""
     html: str | None = None
@@ -95,7 +110,7 @@ class PlanFlags(CommonFlags):
     compile: str | None = None
     """Also compile it, with no device present: cpu, an NVIDIA card (h200, ...) or a TPU (v5p, ...). Implies --trace."""
     prove: int = 1
-    """How many of the best layouts to trace or compile."""
+    """How many rows of the table to trace or compile."""
     dump_hlo: str | None = None
     """Folder for the text of compiled programs."""
 
@@ -105,7 +120,7 @@ class Question:
     """What is asked, checked: the run without its layout, and the means."""
 
     base: RunConfig
-    hardware: object
+    hardware: Accelerator
     devices_per_node: int | None
     attention: str
     tokens: float | None
@@ -113,6 +128,8 @@ class Question:
     budget: float | None
     dollars_per_hour: float | None
     notes: tuple[str, ...]
+    recipe_notes: tuple[str, ...]
+    rate_known: bool
     efficiency: Efficiency
 
     def cluster(self, num_nodes: int) -> Cluster:
@@ -124,33 +141,62 @@ class Question:
             return None
         return self.tokens / (self.base.batch_size * self.base.model.seq_len) * step_seconds / 3600
 
-    def cost(self, cluster: Cluster, step_seconds: float) -> Cost | None:
-        hours = self.run_hours(step_seconds)
-        if hours is None or self.dollars_per_hour is None:
-            return None
-        name = cluster.hardware.name.upper()
-        return Cost(cluster.num_devices, self.dollars_per_hour, round(hours, 2), self.budget, name)
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a layout's whole run takes and what it costs, None where that is not asked."""
+
+    cluster: Cluster
+    step_seconds: float
+    error: float
+    hours: float | None
+    cost: Cost | None
+
+    @property
+    def most_hours(self) -> float | None:
+        """The upper end of the bar: what a deadline has to cover."""
+        return None if self.hours is None else self.hours * (1 + self.error)
+
+
+def estimate(question: Question, found: Scored, index: int) -> Estimate:
+    step, error = float(found.time.total[index]), float(found.time.error[index])
+    hours, cost = question.run_hours(step), None
+    if hours is not None and question.dollars_per_hour is not None:
+        name, count = found.cluster.hardware.name.upper(), found.cluster.num_devices
+        cost = Cost(count, question.dollars_per_hour, hours, question.budget, name, error)
+    return Estimate(found.cluster, step, error, hours, cost)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The answer: what was scored, best first, and what is said about it."""
+    """The answer: layouts with their scores, what of them is shown, best first, and what is said about it.
+
+    shown: indices. also: for each of them others that differ in replica × dp alone.
+    """
 
     question: Question
     found: Scored
-    order: np.ndarray
-    shown: np.ndarray
+    num_layouts: int
+    num_fitting: int
+    shown: list[int]
+    also: list[list[int]]
     front: list[dict]
     sentences: list[str]
     search_seconds: float
 
     @property
     def best(self) -> int:
-        return int(self.order[0])
+        return self.shown[0]
 
     @property
-    def command(self) -> str:
-        return "python -m experiments.train " + " ".join(flags_of(self.found.config(self.best)))
+    def fits(self) -> bool:
+        return bool(self.found.fits[self.best])
+
+    @cached_property
+    def command(self) -> Command:
+        config, question = self.found.config(self.best), self.question
+        step = float(self.found.time.total[self.best])
+        return make_command(config, self.found.cluster, step, question.recipe_notes, question.rate_known)
 
 
 def main(flags: PlanFlags, console: Console) -> int:
@@ -160,17 +206,20 @@ def main(flags: PlanFlags, console: Console) -> int:
         require_writable(f"--{name}", getattr(flags, name))
     proving = flags.trace or flags.compile is not None
     if proving:
-        require_target(flags.compile)
+        if flags.compile is not None:
+            require_compiler(flags.compile)
+        make_folder("--dump-hlo", flags.dump_hlo)
         without_devices(question.base.parallel.mesh.num_devices * question.cluster(flags.nodes or 1).num_devices)
 
     # ---- answer ----
     if flags.mesh:
         plan = report_layout(flags, question)
+        check_limits(question, plan, "--mesh and --nodes")
     elif flags.nodes is None and (flags.deadline or flags.budget is not None):
         plan = smallest_cluster(question, flags.top)
     else:
         plan = plan_for(question, flags.nodes or 1, flags.top)
-        check_limits(question, plan)
+        check_limits(question, plan, "--nodes")
 
     # ---- report ----
     print_plan(console, plan)
@@ -189,45 +238,72 @@ def main(flags: PlanFlags, console: Console) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 LAYOUT_FLAGS = {"zero", "sp", "tp_ring", "accumulate", "remat", "reshard_after_forward", "overlap"}
-LAYOUT_FLAGS |= {"schedule", "microbatches", "chunks", "stages"}
+PIPELINE = ("schedule", "microbatches", "chunks", "stages")
+LAYOUT_FLAGS |= set(PIPELINE)
+KEEPS = ("none", "selective")  # of --remat: backward does not run whole blocks again
 
 
 def ask(flags: PlanFlags) -> Question:
-    """Every flag, checked. Raises: ConfigError."""
-    used = {field.name for field in dataclasses.fields(flags)} - (set() if flags.mesh else LAYOUT_FLAGS) - {"device"}
-    refuse_ignored(flags, used, "a layout is searched for, and this names a part of one (--mesh names a whole one)")
-    for name in ("nodes", "devices_per_node", "top", "prove", "tokens", "budget", "price_per_hour"):
-        value = getattr(flags, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"--{name.replace('_', '-')} {value:g}", "it must be above 0 and finite", "Use 1 or more")
+    """Every flag, checked: each is used below, or refused. Raises: ConfigError."""
+    everything = {field.name for field in dataclasses.fields(flags)} - {"device"}
+    refuse_ignored(flags, everything, "a plan runs on no device; its command names one for --hardware")
+    if not flags.mesh:
+        why = "a layout is searched for, and this names a part of one (--mesh names a whole one)"
+        refuse_ignored(flags, everything - LAYOUT_FLAGS | {"device"}, why)
+    check_numbers(flags)
+    refuse_idle(flags)
     hardware = find_hardware(flags.hardware, flags.hardware_file)
+    if flags.dtype not in hardware.peak_flops:
+        raise ConfigError(
+            f"--dtype {flags.dtype} on {hardware.name}",
+            "the hardware table has no peak for it, and without one no time is predicted",
+            f"Use {' or '.join(dtype for dtype in get_args(Dtype) if dtype in hardware.peak_flops)}; "
+            f"experiments.train takes {', '.join(get_args(Dtype))}",
+        )
+    num_devices = (flags.nodes or 1) * (flags.devices_per_node or hardware.devices_per_node)
+    if num_devices > MOST_DEVICES:
+        raise ConfigError(f"{num_devices:,} devices", f"a plan is for at most {MOST_DEVICES:,}", "Use fewer --nodes")
     hours = None if flags.deadline is None else parse_hours(flags.deadline)
-    notes = []
+    notes, recipe_notes = [], []
 
     dollars = flags.price_per_hour
-    if dollars is None and flags.vendor is not None:
-        listed = price(flags.hardware, flags.vendor, path=flags.price_file)
+    if flags.vendor is not None:
+        listed = price(hardware.name, flags.vendor, path=flags.price_file)
         dollars = listed.dollars_per_hour
         notes += [listed.warning] if listed.warning else []
-    if (hours is not None or flags.budget is not None) and flags.tokens is None:
-        raise ConfigError("--deadline or --budget", "how long a run lasts needs its tokens", "Add --tokens 300e9")
     if flags.budget is not None and dollars is None:
         raise ConfigError("--budget", "dollars need a price", "Add --price-per-hour 2.5, or --vendor")
 
     batch = flags.batch_size
     if batch is None:
-        devices = (flags.nodes or 1) * (flags.devices_per_node or hardware.devices_per_node)
-        length = flags.model_config().seq_len
-        batch = 1 << round(math.log2(max(DEFAULT_BATCH_TOKENS / length, 1)))
-        while batch < devices:
-            batch *= 2
-        notes.append(f"Batch not given: {batch} sequences, {batch * length / 1e6:.2f} million tokens, assumed.")
-    flags = replace(flags, batch_size=batch)
+        batch, note = default_batch(flags, hardware.devices_per_node)
+        notes.append(note)
+    model = flags.model_config()
+    batch_tokens, parameters = batch * model.seq_len, ModelShape.of(model).parameters
+    tokens, steps = flags.tokens, flags.steps
+    if tokens is not None:
+        steps = math.ceil(tokens / batch_tokens)
+    elif steps is not None:
+        tokens = steps * batch_tokens
+    else:
+        steps = chinchilla_steps(parameters, batch_tokens)
+        recipe_notes.append(
+            f"--steps {steps}: {TOKENS_PER_PARAMETER} tokens a parameter (arXiv 2203.15556), neither --tokens nor "
+            "--steps is given."
+        )
+    rate, rate_known = flags.lr, flags.lr is not None or flags.optimizer == "adamw"
+    if rate is None:
+        rate = learning_rate(parameters) if rate_known else CommonFlags.lr
+        recipe_notes.append(rate_note(rate, parameters) if rate_known else UNKNOWN_RATE)
+    warmup = flags.warmup_steps
+    if warmup is None:
+        warmup = warmup_steps(batch_tokens, steps)
+        recipe_notes.append(
+            f"--warmup-steps {warmup}: GPT-3's 375 million tokens, at most a tenth of the steps (arXiv 2005.14165)."
+        )
+    flags = replace(flags, batch_size=batch, steps=steps, lr=rate, warmup_steps=warmup)
     config = flags.run_config()
-    if flags.tokens is not None:
-        config = replace(config, steps=math.ceil(flags.tokens / (batch * config.model.seq_len)))
-    platform = "tpu" if "TPU" in hardware.title else "gpu"
-    attention = choose_attention(config, platform, training=True)
+    attention = choose_attention(config, "tpu" if "TPU" in hardware.title else "gpu", training=True)
     if attention == "xla":
         notes.append("Attention writes its scores out (flash attention cannot run here): they count as memory.")
     return Question(
@@ -235,13 +311,85 @@ def ask(flags: PlanFlags) -> Question:
         hardware=hardware,
         devices_per_node=flags.devices_per_node,
         attention=attention,
-        tokens=flags.tokens,
+        tokens=tokens,
         hours=hours,
         budget=flags.budget,
         dollars_per_hour=dollars,
         notes=tuple(notes),
+        recipe_notes=tuple(recipe_notes),
+        rate_known=rate_known,
         efficiency=Efficiency(),
     )
+
+
+BOUNDS = {
+    "nodes": MOST_DEVICES,
+    "devices_per_node": MOST_DEVICES,
+    "top": 10_000,
+    "prove": 10_000,
+    "steps": 10**15,
+    "tokens": 1e18,
+    "budget": 1e12,
+    "price_per_hour": 1e4,
+}
+
+
+def check_numbers(flags: PlanFlags) -> None:
+    for name, most in BOUNDS.items():
+        value = getattr(flags, name)
+        if value is not None and not 0 < value <= most:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} {value:g}", f"it must be above 0 and at most {most:,.0f}", f"Use {flag} 1 or more"
+            )
+
+
+def refuse_idle(flags: PlanFlags) -> None:
+    """Refuse what would change nothing beside the other flags. Raises: ConfigError."""
+    mesh = parse_mesh(flags.mesh)
+    timed, proving = flags.tokens is not None or flags.steps is not None, flags.trace or flags.compile is not None
+    for flag, idle, why, instead in (
+        ("tokens", flags.steps is not None, "--steps says how long the run is", "Give one of the two"),
+        ("deadline", not timed, "how long a run lasts needs its tokens", "Add --tokens 300e9"),
+        ("budget", not timed, "what a run costs needs its tokens", "Add --tokens 300e9"),
+        ("vendor", not timed, "what a run costs needs its tokens", "Add --tokens 300e9"),
+        ("price_per_hour", not timed, "what a run costs needs its tokens", "Add --tokens 300e9"),
+        ("vendor", flags.price_per_hour is not None, "--price-per-hour is a price already", "Give one of the two"),
+        ("price_file", flags.vendor is None, "it lists the prices of vendors", "Add --vendor"),
+        ("top", bool(flags.mesh), "--mesh names the one layout that is shown", "Leave one of the two out"),
+        ("prove", bool(flags.mesh), "--mesh names the one layout that is shown", "Leave one of the two out"),
+        ("prove", not proving, "nothing is traced or compiled", "Add --trace or --compile h100"),
+        ("prove", flags.prove > flags.top, f"the table has {flags.top} rows", f"Use --top {flags.prove}"),
+        ("dump_hlo", flags.compile is None, "nothing is compiled", "Add --compile h100"),
+        ("bucket_mb", flags.grad_sync != "bucketed", "only buckets have a size", "Use --grad-sync bucketed"),
+        ("zero", mesh.dp == 1, "ZeRO shards over dp, and dp=1", "Use a mesh with dp=2 or more"),
+        ("sp", mesh.tp == 1, "it splits the sequence over tp, and tp=1", "Use a mesh with tp=2 or more"),
+        ("reshard_after_forward", flags.zero != 3, "it is about the weights of ZeRO-3", "Add --zero 3"),
+        ("reshard_after_forward", flags.remat not in KEEPS, "blocks gather their weights again", "Use --remat none"),
+        ("overlap", mesh.num_devices == mesh.tp, "no message could hide", "Use a mesh with dp=2 or more"),
+        *((name, mesh.pp == 1, "it is about the pipeline, and pp=1", "Use --mesh pp=2,...") for name in PIPELINE),
+    ):
+        if idle and getattr(flags, flag) != getattr(type(flags), flag):
+            raise ConfigError(flag_word(flag, getattr(flags, flag)), f"{why}: it would change nothing", instead)
+
+
+def default_batch(flags: PlanFlags, devices_per_node: int) -> tuple[int, str]:
+    """About a million tokens, in a number of sequences that the data ranks, or all devices, divide; and a sentence."""
+    length, per_node = flags.model_config().seq_len, flags.devices_per_node or devices_per_node
+    target = 1 << round(math.log2(max(DEFAULT_BATCH_TOKENS / length, 1)))
+    if flags.mesh:
+        mesh = parse_mesh(flags.mesh)
+        micro = 1 if mesh.pp == 1 else flags.microbatches or 2 * mesh.pp
+        unit, of = mesh.replica * mesh.dp * max(flags.accumulate, 1) * max(micro, 1), "micro-batches of this layout"
+    elif flags.nodes is None and (flags.deadline is not None or flags.budget is not None):
+        unit = per_node << max(round(math.log2(target / per_node)), 0)  # so that doubled nodes divide it too
+        of = f"nodes of {per_node}, doubled"
+    else:
+        unit = (flags.nodes or 1) * per_node
+        of = f"{unit:,} devices"
+    batch = unit * max(1, round(target / unit))
+    tokens = f"{batch * length / 1e6:.2f} million tokens"
+    return batch, f"--batch-size not given: {batch:,} sequences ({tokens}), which divide over the {of}."
 
 
 def parse_hours(text: str) -> float:
@@ -257,8 +405,10 @@ def parse_hours(text: str) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def find(question: Question, num_nodes: int) -> Scored:
-    return search(question.base, question.cluster(num_nodes), question.attention, question.efficiency)
+def find(question: Question, num_nodes: int) -> Found:
+    cluster = question.cluster(num_nodes)
+    with Progress(f"searching layouts of {cluster.num_devices:,} devices, meshes") as progress:
+        return search(question.base, cluster, question.attention, question.efficiency, progress=progress.update)
 
 
 def plan_for(question: Question, num_nodes: int, top: int) -> Plan:
@@ -269,51 +419,60 @@ def plan_for(question: Question, num_nodes: int, top: int) -> Plan:
     start = time.perf_counter()
     found = find(question, num_nodes)
     order = rank(found)
-    if not fits(found)[order[0]]:
+    if not found.num_fitting:
         raise ConfigError(*explain.nothing_fits(found, lambda: nearest(question, num_nodes)))
     took = time.perf_counter() - start
-    shown = best_of_each_mesh(found, order[fits(found)[order]])[:top]
+    rows = folded(found, best_of_each_mesh(found, order[found.fits[order]]))[:top]
     sentences = explain.explain(found, order, question.attention, question.efficiency)
-    return Plan(question, found, order, shown, front_of(question, found), sentences, took)
+    return Plan(
+        question,
+        found,
+        found.num_layouts,
+        found.num_fitting,
+        [first for first, *_ in rows],
+        [others for _, *others in rows],
+        front_of(question, found),
+        sentences,
+        took,
+    )
 
 
-def fits(found: Scored) -> np.ndarray:
-    return found.memory.total <= usable_bytes(found.cluster)
+def folded(found: Scored, indices: np.ndarray) -> list[list[int]]:
+    """Layouts in groups that differ in replica × dp alone, in the order of each group's first."""
+    groups: dict[tuple, list[int]] = {}
+    for index in map(int, indices):
+        parallel, devices = found.config(index).parallel, found.cluster.num_devices
+        mesh = replace(parallel.mesh, replica=1, dp=parallel.mesh.replica * parallel.mesh.dp)
+        groups.setdefault((devices, replace(parallel, mesh=mesh)), []).append(index)
+    return list(groups.values())
 
 
 def nearest(question: Question, num_nodes: int) -> str:
     """What would make it fit: more nodes, or another accelerator's memory."""
-    for more in range(1, 8):
-        nodes = num_nodes << more
+    nodes = num_nodes * 2
+    while nodes <= num_nodes * 16 and nodes * question.cluster(1).num_devices <= MOST_DEVICES:
         try:
-            found = find(question, nodes)
+            if find(question, nodes).num_fitting:
+                return f"Use --nodes {nodes}, or accelerators with more memory"
         except ConfigError:
-            break
-        best = int(rank(found)[0])
-        if fits(found)[best]:
-            parallel = found.config(best).parallel
-            return (
-                f"Use --nodes {nodes} ({found.cluster.num_devices} devices): --mesh {parallel.mesh} --zero "
-                f"{parallel.zero} --remat {parallel.remat} needs {gib(found.memory.total[best])} a device"
-            )
-    return "Use a smaller model, a shorter --seq-len, or an accelerator with more memory"
+            break  # the batch cannot be divided over so many
+        nodes *= 2
+    return "Use accelerators with more memory, a smaller model, or a larger --global-batch, which allows more nodes"
 
 
-def front_of(question: Question, found: Scored) -> list[dict]:
-    """Layouts that no other beats in memory, time and device-seconds at once, on this cluster and on smaller ones."""
-    rows = []
-    nodes = found.cluster.num_nodes
-    while nodes >= 1:
-        try:
-            here = found if nodes == found.cluster.num_nodes else find(question, nodes)
-        except ConfigError:
+def front_of(question: Question, found: Found) -> list[dict]:
+    """Layouts that no other beats in memory, time and device-seconds at once, on this cluster and its halves."""
+    rows, here = [], found
+    for halves in range(MOST_HALVES + 1):
+        nodes = found.cluster.num_nodes >> halves
+        if halves:
+            try:
+                here = find(question, nodes) if nodes else None
+            except ConfigError:
+                break
+        if here is None or not here.num_fitting:
             break
-        good = np.flatnonzero(fits(here))
-        if not len(good):
-            break
-        front = good[pareto(here.memory.total[good], here.time.total[good])]
-        rows += [row_of(question, here, int(index)) for index in front]
-        nodes //= 2
+        rows += [row_of(question, here, group) for group in folded(here, memory_time_front(here))]
     columns = [np.array([row[name] for row in rows]) for name in ("memory_bytes", "step_seconds", "device_seconds")]
     return [rows[index] for index in pareto(*columns)]
 
@@ -329,13 +488,10 @@ def smallest_cluster(question: Question, top: int) -> Plan:
             found = find(question, nodes)
         except ConfigError:
             break  # no layout divides the model and the batch over so many
-        best = int(rank(found)[0])
-        if not fits(found)[best]:
+        if not found.num_fitting:
             continue
-        step = float(found.time.total[best])
-        hours, cost = question.run_hours(step), question.cost(found.cluster, step)
-        tried.append((nodes, hours, cost))
-        if not misses(question, hours, cost):
+        tried.append(estimate(question, found, int(rank(found)[0])))
+        if not misses(question, tried[-1]):
             return plan_for(question, nodes, top)
     raise ConfigError(*impossible(question, tried))
 
@@ -347,15 +503,17 @@ def doubling(question: Question) -> Iterator[int]:
         nodes *= 2
 
 
-def misses(question: Question, hours: float | None, cost: Cost | None) -> bool:
-    late = question.hours is not None and hours > question.hours
-    dear = question.budget is not None and cost is not None and cost.dollars > question.budget
+def misses(question: Question, run: Estimate) -> bool:
+    """Whether the upper end of the bar exceeds the deadline, the budget or a century."""
+    late = run.most_hours is not None and run.most_hours > min(question.hours or CENTURY_HOURS, CENTURY_HOURS)
+    dear = question.budget is not None and run.cost is not None and run.cost.most > question.budget
     return late or dear
 
 
-def impossible(question: Question, tried: list) -> tuple[str, str, str]:
+def impossible(question: Question, tried: list[Estimate]) -> tuple[str, str, str]:
+    """(asked, required and why, what would work), every limit rounded up."""
     deadline = [] if question.hours is None else [f"a deadline of {question.hours:g} h"]
-    budget = [] if question.budget is None else [f"a budget of ${question.budget:,.0f}"]
+    budget = [] if question.budget is None else [f"a budget of {short_money(question.budget)}"]
     asked = " and ".join(deadline + budget)
     if not tried:
         return (
@@ -363,31 +521,44 @@ def impossible(question: Question, tried: list) -> tuple[str, str, str]:
             "no layout fits at any size of cluster for this model and batch",
             "Use a smaller model, a larger --global-batch (which allows more devices), or more memory a device",
         )
-    quickest = min(tried, key=lambda row: row[1])
-    words = f"the fastest is --nodes {quickest[0]} in {quickest[1]:,.1f} h"
-    remedy = f"Use --deadline {math.ceil(quickest[1])}h, fewer --tokens, or a larger --global-batch"
-    if quickest[2] is not None:
-        cheapest = min(tried, key=lambda row: row[2].dollars)
-        words += (
-            f" for ${quickest[2].dollars:,.0f}; the cheapest is --nodes {cheapest[0]} in {cheapest[1]:,.1f} h for "
-            f"${cheapest[2].dollars:,.0f}"
-        )
-    if quickest[2] is not None and question.budget is not None:
-        remedy = (
-            f"Use --deadline {math.ceil(cheapest[1])}h with --budget {math.ceil(cheapest[2].dollars)}, "
-            f"or --deadline {math.ceil(quickest[1])}h with --budget {math.ceil(quickest[2].dollars)}"
-        )
-    asked = f"{billions(question.tokens)} tokens with {asked} on {question.hardware.name}"
-    return asked, f"no cluster tried meets that: {words}", remedy
+    asked = f"{billions(question.tokens)} tokens{f' with {asked}' if asked else ''} on {question.hardware.name}"
+    quickest = min(tried, key=lambda run: run.most_hours)
+    cheapest = quickest if quickest.cost is None else min(tried, key=lambda run: run.cost.most)
+    if quickest.most_hours > CENTURY_HOURS:
+        return asked, f"{limits(quickest)} takes more than a century", "Use more --nodes, or fewer --tokens"
+    words = f"the fastest is {limits(quickest)}"
+    if cheapest is not quickest:
+        words += f"; the cheapest is {limits(cheapest)}"
+    choices = [cheapest] * (question.budget is not None) + [quickest] * (question.hours is not None)
+    remedies = dict.fromkeys(remedy(question, run) for run in choices)
+    return asked, f"no cluster tried meets that: {words}", f"Use {' or '.join(remedies)}"
 
 
-def check_limits(question: Question, plan: Plan) -> None:
-    """Refuse a cluster that the user named and that misses the deadline or the budget."""
-    step = float(plan.found.time.total[plan.best])
-    hours, cost = question.run_hours(step), question.cost(plan.found.cluster, step)
-    if misses(question, hours, cost):
-        asked, required, remedy = impossible(question, [(plan.found.cluster.num_nodes, hours, cost)])
-        raise ConfigError(asked, required, remedy + ", or leave --nodes out and the smallest cluster is looked for")
+def limits(run: Estimate) -> str:
+    """A cluster, and the upper ends of its bars."""
+    words = f"--nodes {run.cluster.num_nodes}"
+    if run.most_hours <= CENTURY_HOURS:
+        words += f" in at most {duration(run.most_hours)}"
+    return words + ("" if run.cost is None else f" for at most {short_money(run.cost.most)}")
+
+
+def remedy(question: Question, run: Estimate) -> str:
+    flags = []
+    if question.hours is not None:
+        flags.append(f"--deadline {math.ceil(run.most_hours)}h")
+    if question.budget is not None:
+        flags.append(f"--budget {math.ceil(run.cost.most)}")
+    return " with ".join(flags)
+
+
+def check_limits(question: Question, plan: Plan, named: str) -> None:
+    """Refuse a cluster or a layout that the user named and that misses the deadline or the budget."""
+    run = estimate(question, plan.found, plan.best)
+    if plan.fits and misses(question, run):
+        asked, required, what = impossible(question, [run])
+        if question.hours is not None or question.budget is not None:
+            what += f", or leave {named} out and the smallest cluster is looked for"
+        raise ConfigError(asked, required, what)
 
 
 def report_layout(flags: PlanFlags, question: Question) -> Plan:
@@ -405,13 +576,13 @@ def report_layout(flags: PlanFlags, question: Question) -> Plan:
         )
     start = time.perf_counter()
     found = score(config, Candidates.of(config), cluster, question.attention, question.efficiency)
-    order = np.array([0])
-    sentences = explain.explain(found, order, question.attention, question.efficiency)
-    if not fits(found)[0]:
+    sentences = explain.explain(found, np.array([0]), question.attention, question.efficiency)
+    if not found.fits[0]:
         needs = f"It does not fit: {gib(found.memory.total[0])} of {gib(usable_bytes(cluster))} usable."
-        sentences.insert(0, f"{needs} {explain.what_would_fit(found, question.attention)}")
+        with Progress("searching a layout that fits"):
+            sentences.insert(0, f"{needs} {explain.what_would_fit(found, question.attention)}")
     took = time.perf_counter() - start
-    return Plan(question, found, order, order, [row_of(question, found, 0)], sentences, took)
+    return Plan(question, found, 1, int(found.fits[0]), [0], [[]], [row_of(question, found, [0])], sentences, took)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -421,12 +592,11 @@ def report_layout(flags: PlanFlags, question: Question) -> Plan:
 TIMES = ("compute", "memory", "tp", "cp", "dp", "pp", "bubble", "overhead", "input")
 
 
-def row_of(question: Question, found: Scored, index: int) -> dict:
-    """One layout with its figures, ready for JSON."""
-    layouts = found.layouts
+def row_of(question: Question, found: Scored, group: list[int]) -> dict:
+    """One layout with its figures, ready for JSON, and those that differ from it in replica × dp alone."""
+    layouts, (index, *others) = found.layouts, group
     parallel = found.config(index).parallel
-    step = float(found.time.total[index])
-    hours, cost = question.run_hours(step), question.cost(found.cluster, step)
+    run = estimate(question, found, index)
     pipelined = parallel.mesh.pp > 1
     return {
         "nodes": found.cluster.num_nodes,
@@ -437,20 +607,29 @@ def row_of(question: Question, found: Scored, index: int) -> dict:
         "sp": parallel.sp,
         "overlap": parallel.overlap,
         "remat": parallel.remat,
-        "schedule": NAMES[layouts.schedule[index]] if pipelined else None,
+        "schedule": parallel.schedule if pipelined else None,
         "chunks": int(layouts.chunks[index]),
         "microbatches": int(layouts.microbatches[index]),
+        "stages": parallel.stages if pipelined else None,
         "accumulate": parallel.accumulate,
         "rows": int(layouts.rows[index]),
-        "step_seconds": step,
-        "error": float(found.time.error[index]),
+        "step_seconds": run.step_seconds,
+        "error": run.error,
         "mfu": float(found.time.mfu[index]),
-        "device_seconds": step * found.cluster.num_devices,
+        "device_seconds": run.step_seconds * found.cluster.num_devices,
         "memory_bytes": float(found.memory.total[index]),
         "memory": {name: float(getattr(found.memory, name)[index]) for name in NAMES_OF_TERMS},
         "time": {name: float(getattr(found.time, name)[index]) for name in TIMES},
-        "hours": hours,
-        "dollars": None if cost is None else cost.dollars,
+        "hours": run.hours,
+        "dollars": None if run.cost is None else run.cost.dollars,
+        "also": [
+            {
+                "mesh": str(found.config(other).parallel.mesh),
+                "step_seconds": float(found.time.total[other]),
+                "memory_bytes": float(found.memory.total[other]),
+            }
+            for other in others
+        ],
     }
 
 
@@ -458,7 +637,7 @@ def to_json(plan: Plan) -> dict:
     """Everything that is shown, as plain data; the page is made from it."""
     question, found = plan.question, plan.found
     model, cluster = question.base.model, found.cluster
-    cost = question.cost(cluster, float(found.time.total[plan.best]))
+    run = estimate(question, found, plan.best)
     return {
         "model": dataclasses.asdict(model),
         "batch_size": question.base.batch_size,
@@ -471,18 +650,33 @@ def to_json(plan: Plan) -> dict:
         "links": {"inside": cluster.inside.quoted, "between": cluster.between.quoted},
         "capacity_bytes": cluster.hardware.memory_bytes,
         "usable_bytes": usable_bytes(cluster),
-        "num_layouts": len(found),
-        "num_fitting": int(fits(found).sum()),
+        "num_layouts": plan.num_layouts,
+        "num_fitting": plan.num_fitting,
         "search_seconds": plan.search_seconds,
         "tokens": question.tokens,
-        "rows": [row_of(question, found, int(index)) for index in plan.shown],
+        "rows": rows_of(plan),
         "front": plan.front,
         "sentences": plan.sentences,
-        "cost": None if cost is None else str(cost),
-        "command": plan.command,
+        "run": run_words(question, run),
+        "command": str(plan.command) if plan.fits else None,
+        "command_notes": list(plan.command.notes) if plan.fits else [],
         "notes": list(question.notes),
         "assumptions": assumptions(question),
     }
+
+
+def rows_of(plan: Plan) -> list[dict]:
+    groups = zip(plan.shown, plan.also, strict=True)
+    return [row_of(plan.question, plan.found, [first, *others]) for first, others in groups]
+
+
+def run_words(question: Question, run: Estimate) -> list[str]:
+    """How long the whole run takes and what it costs, a sentence each."""
+    if run.hours is None:
+        return []
+    limit = "" if question.hours is None else f" The deadline is {duration(question.hours)}."
+    words = f"{billions(question.tokens)} tokens take {duration(run.hours)}, at most {duration(run.most_hours)}.{limit}"
+    return [words] + ([] if run.cost is None else [str(run.cost)])
 
 
 def assumptions(question: Question) -> list[str]:
@@ -502,36 +696,52 @@ def assumptions(question: Question) -> list[str]:
 
 
 def print_plan(console: Console, plan: Plan) -> None:
+    """The command first, then the layouts it was chosen from, then why."""
     question, found = plan.question, plan.found
     model, cluster, config = question.base.model, found.cluster, found.config(plan.best)
+    searched = plan.num_layouts > 1
+
     console.print(
         f"[bold]{model.num_layers} layers, width {model.width}, context {model.seq_len}[/], "
         f"{question.base.batch_size} sequences an update, {question.base.precision.dtype}, "
         f"{question.base.optimizer.name}, on {cluster.num_nodes} × {cluster.devices_per_node} {cluster.hardware.title}"
     )
-    many = f"{len(found):,} layouts, {int(fits(found).sum()):,} fit" if len(found) > 1 else "this layout"
-    console.print(f"{many}; predicted in {plan.search_seconds:.1f} s. Best of each mesh:" if len(found) > 1 else many)
-    print_rows(console, [row_of(question, found, int(index)) for index in plan.shown], usable_bytes(cluster))
+    row = rows_of(plan)[0]
+    console.print(
+        f"[bold]{escape(layout_words(row))}[/]: {seconds(row['step_seconds'])} ± {row['error']:.0%} a step, "
+        f"{row['mfu']:.0%} MFU, {gib(row['memory_bytes'])} a device"
+    )
+    for words in run_words(question, estimate(question, found, plan.best)):
+        console.print(escape(words))
+
+    if plan.fits:
+        console.print("\n[bold]Run it[/]")
+        for line in plan.command.lines(console.width):
+            console.print(line, soft_wrap=True, markup=False)
+        for note in plan.command.notes:
+            print_bullet(console, note)
+    else:
+        console.print(f"\n[bold red]{escape(plan.sentences[0])}[/]")
+
+    if searched:
+        console.print(
+            f"\n[bold]Best of each mesh[/], of {plan.num_layouts:,} layouts, {plan.num_fitting:,} of which fit; "
+            f"predicted in {plan.search_seconds:.1f} s"
+        )
+        print_rows(console, rows_of(plan), usable_bytes(cluster))
     if len(plan.front) > 1:
-        console.print(f"\n[bold]Pareto front[/] of memory, time and device-hours, up to {cluster.num_nodes} nodes")
+        console.print(
+            f"\n[bold]Pareto front[/] of memory, time and device-hours, on {cluster.num_nodes} nodes and fewer"
+            if cluster.num_nodes > 1
+            else "\n[bold]Pareto front[/] of memory and time"
+        )
         print_rows(console, thinned(plan.front, 8), usable_bytes(cluster))
-    console.print("\n[bold]Why[/]" if len(found) > 1 else "\n[bold]What it takes[/]")
-    for sentence in plan.sentences:
-        console.print(f"  • {escape(sentence)}", soft_wrap=True)
-    for warning in config.warnings():
-        console.print(f"  • [yellow]{escape(warning)}[/]", soft_wrap=True)
-    step = float(found.time.total[plan.best])
-    if (hours := question.run_hours(step)) is not None:
-        limit = "" if question.hours is None else f", the deadline is {question.hours:g} h"
-        console.print(f"\n{billions(question.tokens)} tokens take {hours:,.1f} h ({hours / 24:,.1f} days){limit}.")
-    if (cost := question.cost(cluster, step)) is not None:
-        bar = float(found.time.error[plan.best])
-        low, high = (replace(cost, hours=cost.hours * (1 + sign * bar)).dollars for sign in (-1, 1))
-        console.print(f"{cost} With the bar ${low:,.0f} to ${high:,.0f}.", soft_wrap=True)
-    for note in question.notes:
-        console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
-    console.print("\n[bold]Run it[/]")
-    console.print(plan.command, soft_wrap=True, markup=False)
+
+    console.print("\n[bold]Why[/]" if searched else "\n[bold]What it takes[/]")
+    for sentence in plan.sentences[0 if plan.fits else 1 :]:
+        print_bullet(console, sentence)
+    for warning in (*config.warnings(), *question.notes):
+        print_bullet(console, warning, "yellow")
     console.print("\n" + " ".join(assumptions(question)), style="dim")
 
 
@@ -544,33 +754,34 @@ MARGIN = 0.10  # by which one level may differ from the one above before the rep
 
 def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
     """The best layouts again, by formula, trace and (where asked) compiler, side by side."""
-    found, records, lines = plan.found, [], []
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("layout")
-    for title in ("GiB formula", "traced", "compiled", "sent GiB formula", "traced", "compiled", "async"):
-        table.add_column(title, justify="right")
-    for title in ("trace s", "compile s"):
-        table.add_column(title, justify="right")
+    found, records, lines, rows = plan.found, [], [], []
     for place, index in enumerate(plan.shown[: flags.prove], start=1):
-        config = found.config(int(index))
-        name = f"{place}. {config.parallel.mesh} ZeRO {config.parallel.zero} {config.parallel.remat}"
+        config = found.config(index)
+        name = f"{place}. {layout_words(row_of(plan.question, found, [index]))}"
         config, note = with_attention(config, plan.question.attention)
-        with console.status(name):
+        doing = "tracing" if flags.compile is None else "tracing and compiling"
+        with Progress(f"{doing} {place} of {min(flags.prove, len(plan.shown))}"):
             dump = None if flags.dump_hlo is None else str(Path(flags.dump_hlo) / str(place))
             level = levels(config, flags.compile, num_nodes=found.cluster.num_nodes, dump=dump)
-        formula = float(found.memory.total[int(index)])
+        formula = float(found.memory.total[index])
         if note:  # then the formula, too, of the attention that is traced
             formula = float(score(config, Candidates.of(config), found.cluster, "xla").memory.total[0])
         layout = make_layout(declare(config.model), config.parallel, config.part_layers)
         sent = total_sent(predicted(config, layout), config.parallel.mesh), level.sent_bytes
         compiled = level.compiled
-        table.add_row(
-            name,
-            *(gib_number(n) for n in (formula, level.predicted.peak, compiled and compiled.peak)),
-            *(gib_number(n) for n in (*sent, total_compiled(level))),
-            "" if compiled is None else f"{compiled.asynchronous} of {len(compiled.collectives)}",
-            f"{level.trace_seconds:.1f}",
-            "" if compiled is None else f"{compiled.seconds:.0f}",
+        rows.append(
+            {
+                "layout": name,
+                "GiB formula": gib_number(formula),
+                "GiB traced": gib_number(level.predicted.peak),
+                "GiB compiled": gib_number(compiled and compiled.peak),
+                "sent GiB formula": gib_number(sent[0]),
+                "sent GiB traced": gib_number(sent[1]),
+                "sent GiB compiled": gib_number(total_compiled(level)),
+                "async": "" if compiled is None else f"{compiled.asynchronous} of {len(compiled.collectives)}",
+                "trace s": f"{level.trace_seconds:.1f}",
+                "compile s": "" if compiled is None else f"{compiled.seconds:.0f}",
+            }
         )
         lines += [note] if note else []
         lines += disagreements(name, formula, level)
@@ -589,15 +800,11 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
         )
     what = f", compiled for {flags.compile}" if flags.compile else ""
     console.print(f"\n[bold]The same, traced{what}[/] (bytes on one device; nothing was run)")
-    console.print(table)
+    columns = {title: [row[title] for row in rows] for title in rows[0]}
+    print_columns(console, columns, left=("layout",), drop=("trace s", "async"))
     for line in dict.fromkeys(lines):
-        console.print(f"  • {escape(line)}", soft_wrap=True)
+        print_bullet(console, line)
     return records
-
-
-def require_target(target: str | None) -> None:
-    if target is not None and target not in TARGETS:
-        raise ConfigError(f"--compile {target}", "there is no such target", f"Use {', '.join(TARGETS)}")
 
 
 def with_attention(config: RunConfig, attention: str) -> tuple[RunConfig, str | None]:
@@ -642,14 +849,14 @@ def gib_number(num_bytes: float | None) -> str:
 
 
 def print_rows(console: Console, rows: list[dict], usable: float) -> None:
-    """A table of layouts; columns in which no row says anything are left out."""
+    """A table of layouts."""
     columns = {
-        "nodes": [str(row["nodes"]) for row in rows],
         "mesh": [row["mesh"] for row in rows],
+        "nodes": [str(row["nodes"]) for row in rows],
         "ZeRO": [f"{row['zero']}{'k' * row['keep']}" for row in rows],
         "sp": ["yes" if row["sp"] else "" for row in rows],
         "overlap": ["yes" if row["overlap"] else "" for row in rows],
-        "remat": [row["remat"] for row in rows],
+        "remat": [row["remat"] if row["remat"] != "none" else "" for row in rows],
         "pipeline": [pipeline_words(row) for row in rows],
         "micro-batch": [f"{row['rows']} × {row['accumulate'] * row['microbatches']}" for row in rows],
         "step": [seconds(row["step_seconds"]) for row in rows],
@@ -657,16 +864,33 @@ def print_rows(console: Console, rows: list[dict], usable: float) -> None:
         "MFU": [f"{row['mfu']:.0%}" for row in rows],
         "GiB": [f"{row['memory_bytes'] / GIB:.1f}" for row in rows],
         "full": [f"{row['memory_bytes'] / usable:.0%}" for row in rows],
-        "days": ["" if row["hours"] is None else f"{row['hours'] / 24:.1f}" for row in rows],
-        "$": ["" if row["dollars"] is None else f"{row['dollars']:,.0f}" for row in rows],
+        "time": ["" if row["hours"] is None else duration(row["hours"]).split(" (")[-1].rstrip(")") for row in rows],
+        "cost": ["" if row["dollars"] is None else short_money(row["dollars"]) for row in rows],
+        "or replica×dp": [also_words(row) for row in rows],
     }
-    shown = {title: cells for title, cells in columns.items() if any(cells)}
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in shown:
-        table.add_column(title, justify="left" if title in ("mesh", "remat", "pipeline") else "right")
-    for cells in zip(*shown.values(), strict=True):
-        table.add_row(*cells)
-    console.print(table)
+    if len(set(columns["nodes"])) == 1:
+        del columns["nodes"]
+    left = ("mesh", "remat", "pipeline", "or replica×dp")
+    settings = ("ZeRO", "sp", "overlap", "remat", "pipeline", "micro-batch", "time")
+    print_columns(console, columns, left=left, drop=("full", "±", "or replica×dp"), under=settings)
+
+
+def also_words(row: dict) -> str:
+    """ "2×8, 4×4 (+1%)": the other ways to divide the data ranks of a row, and by how much the slowest is slower."""
+    if not row["also"]:
+        return ""
+    splits = [parse_mesh(other["mesh"]) for other in row["also"]]
+    slower = round(100 * (max(other["step_seconds"] for other in row["also"]) / row["step_seconds"] - 1))
+    return f"{', '.join(f'{mesh.replica}×{mesh.dp}' for mesh in splits)} ({slower:+}%)"
+
+
+def layout_words(row: dict) -> str:
+    """A layout in a few words."""
+    words = [row["mesh"]]
+    words += [f"ZeRO-{row['zero']}"] * (row["zero"] > 0) + ["sp"] * row["sp"] + ["overlap"] * row["overlap"]
+    words += [f"remat {row['remat']}"] * (row["remat"] != "none")
+    words += [pipeline_words(row)] * (row["schedule"] is not None)
+    return ", ".join(words)
 
 
 def pipeline_words(row: dict) -> str:
@@ -674,7 +898,8 @@ def pipeline_words(row: dict) -> str:
     if row["schedule"] is None:
         return ""
     chunks = f"×{row['chunks']}" if row["schedule"] == "interleaved" else ""
-    return f"{row['schedule']}{chunks} {row['microbatches']}"
+    stages = f" {row['stages']}" if row["stages"] != "even" else ""
+    return f"{row['schedule']}{chunks} {row['microbatches']}{stages}"
 
 
 def thinned(rows: list[dict], most: int) -> list[dict]:

@@ -3,7 +3,8 @@
 from html import escape
 from math import log
 
-from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib
+from jaxdist.plan.budget import short_money
+from jaxdist.plan.explain import NAMES_OF_TERMS, gib
 
 GIB = 2**30
 TIMES = {
@@ -60,8 +61,8 @@ def page(record: dict) -> str:
         f'<p class="faint">{escape(record["title"])}; context {model["seq_len"]}, {record["batch_size"]} sequences an '
         f"update, {record['dtype']}, {record['optimizer']}. {counted} Everything is predicted; nothing was run.</p>",
         f"<p><b>{escape(best['mesh'])}, ZeRO {best['zero']}</b>: {span(best)} a step, {best['mfu']:.0%} MFU, "
-        f"{gib(best['memory_bytes'])} a device.{cost_words(record)}</p>",
-        f"<pre>{escape(record['command'])}</pre>",
+        f"{gib(best['memory_bytes'])} a device. {escape(' '.join(record['run']))}</p>",
+        *command_part(record),
         "<h2>Why</h2>",
         "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in record["sentences"]) + "</ul>",
         "<h2>Layouts</h2>",
@@ -92,12 +93,12 @@ def span(row: dict) -> str:
     return f"{step:.3g} s (± {error:.0%}: {step * (1 - error):.3g} to {step * (1 + error):.3g} s)"
 
 
-def cost_words(record: dict) -> str:
-    if record["tokens"] is None:
-        return ""
-    hours = record["rows"][0]["hours"]
-    words = f" {billions(record['tokens'])} tokens take {hours:,.1f} h ({hours / 24:,.1f} days)."
-    return escape(words + (f" {record['cost']}" if record["cost"] else ""))
+def command_part(record: dict) -> list[str]:
+    """The command and where its numbers are from; nothing for a layout that does not fit."""
+    if record["command"] is None:
+        return []
+    notes = "".join(f'<li class="faint">{escape(note)}</li>' for note in record["command_notes"])
+    return [f"<pre>{escape(record['command'])}</pre>", f"<ul>{notes}</ul>"]
 
 
 def label(row: dict) -> str:
@@ -110,13 +111,14 @@ def label(row: dict) -> str:
 
 def table(rows: list[dict]) -> str:
     money = rows[0]["dollars"] is not None
-    heads = ["mesh", "ZeRO", "sp", "remat", "pipeline", "micro-batch", "step", "±", "MFU", "GiB"] + ["$"] * money
+    heads = ["mesh", "ZeRO", "sp", "remat", "pipeline", "micro-batch", "step", "±", "MFU", "GiB"] + ["cost"] * money
     left = {"mesh", "remat", "pipeline"}
     lines = ["".join(f"<th{' class=l' * (head in left)}>{head}</th>" for head in heads)]
     for row in rows:
         pipeline = f"{row['schedule']}, {row['chunks']} chunks, {row['microbatches']}" if row["schedule"] else ""
+        others = ", ".join(other["mesh"] for other in row["also"])
         cells = [
-            row["mesh"],
+            row["mesh"] + (f" (or {others})" if others else ""),
             f"{row['zero']}{' kept' * row['keep']}{' overlap' * row['overlap']}",
             "yes" if row["sp"] else "",
             row["remat"],
@@ -126,7 +128,7 @@ def table(rows: list[dict]) -> str:
             f"{row['error']:.0%}",
             f"{row['mfu']:.0%}",
             f"{row['memory_bytes'] / GIB:.1f}",
-            *([f"{row['dollars']:,.0f}"] if money else []),
+            *([short_money(row["dollars"])] if money else []),
         ]
         lines.append(
             "".join(

@@ -64,7 +64,7 @@ class Figures:
 
 def main(flags: SchedulesFlags, console: Console) -> int:
     shown = shown_schedules(flags)
-    folder = make_folder(flags.draw)
+    folder = make_folder("--draw", flags.draw)
     if len(shown) == 1:
         console.print(draw(shown[0]), soft_wrap=True, markup=False)
         print_stages(flags, shown[0], console)

@@ -27,6 +27,7 @@ from experiments.cli import (
     EXIT_PEER,
     EXIT_SAVE,
     EXIT_SIGNAL,
+    PLACEHOLDERS,
     CommonFlags,
     ProcessFlags,
     run_program,
@@ -38,7 +39,6 @@ from jaxdist.config import RunConfig, require_positive
 from jaxdist.data import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.drill import Drill, parse_drill
 from jaxdist.errors import ConfigError, printable, reason_of
-from jaxdist.files import held, require_shared
 from jaxdist.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
@@ -47,6 +47,7 @@ from jaxdist.pace import Pace
 from jaxdist.parallel.schedules import in_flight, simulate
 from jaxdist.plan.budget import JobBudget, begin_job, is_asked_for
 from jaxdist.prefetch import Prefetched
+from jaxdist.run_folder import held, require_shared
 from jaxdist.runtime import Devices, acquire_devices, refused_option
 from jaxdist.signals import Signals
 from jaxdist.step import Program, State, build_program, compiled_bytes
@@ -114,6 +115,13 @@ class TrainFlags(CommonFlags, ProcessFlags):
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is read."""
+        unfilled = [f"--{name} {word}" for name, word in PLACEHOLDERS.items() if getattr(self, name) == word]
+        if unfilled:
+            raise ConfigError(
+                " and ".join(unfilled),
+                "this is a placeholder of experiments.plan, which knows neither your tokens nor your storage",
+                "Write --data my_tokens and --out /shared/runs/a, your own (a path of that very name: ./DATA, ./OUT)",
+            )
         for name in ("eval_every", "eval_batches", "prefetch"):
             require_positive(name, getattr(self, name))
         for name in ("checkpoint_every", "keep_last", "keep_every", "check_replicas_every"):

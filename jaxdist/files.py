@@ -1,23 +1,12 @@
-"""Files that are written whole or not at all, read only if they are regular, and folders that belong to one run."""
+"""Files that are written whole or not at all, and read only if they are regular and of a bounded size. No JAX here."""
 
 import errno
-import fcntl
 import os
-import secrets
 import shutil
-import socket
 import stat
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from jaxdist import processes
 from jaxdist.errors import ConfigError
-
-LOCK = ".lock"
-SEEN_SECONDS = 5.0  # in which a network file system shows a new file to every process
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -55,6 +44,18 @@ def read_regular(path: Path | str, most: int) -> bytes:
     return content
 
 
+def read_text_file(what: str, path: str | Path, most: int = 2**24) -> str:
+    """The UTF-8 text of a regular file of at most `most` bytes.
+
+    Raises: ConfigError where it is something else, too large, or not text.
+    """
+    try:
+        return read_regular(path, most).decode()
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name with a zero in it
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{what} {str(path)!r}", f"it cannot be read ({reason})", "Name a text file") from error
+
+
 def remove(path: Path) -> None:
     """Whatever has this name: a folder with all in it, a file, or a link but not what it leads to."""
     if path.is_dir() and not path.is_symlink():
@@ -69,96 +70,3 @@ def set_aside(path: Path, ending: str) -> Path:
     aside = next(name for name in names if not os.path.lexists(name))
     path.rename(aside)
     return aside
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Folders of a run
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def held(folder: Path, flag: str, warn: Callable[[str], None]) -> Iterator[None]:
-    """While no other run may use the folder, which is made where there is none.
-
-    The lock (`flock` on a file in it) is the system's and ends with the process, however that ends. It holds between
-    the processes of one machine on local file systems, and between machines on NFS (version 4, or 3 with its lock
-    daemon and not `nolock` or `local_lock`), Lustre (with `-o flock`), GPFS and CephFS. Where the file system has no
-    locks, `warn` says so.
-
-    Raises: ConfigError where another process holds it, naming that one, or where the folder cannot be written.
-    """
-    path = folder / LOCK
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        raise ConfigError(
-            f"{flag} {folder}", f"it cannot be written ({error.strerror})", "Name a folder that you may write"
-        ) from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
-            raise ConfigError(
-                f"{flag} {folder}",
-                f"{holder} is using it, and two runs in one folder would remove each other's files",
-                "Wait until that one has ended, or choose another folder",
-            ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            warn(f"the file system of {folder} has no locks: another run in this folder would not be noticed")
-        with suppress(OSError):  # a full disk: the lock holds without a name
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def require_shared(folder: Path, flag: str) -> None:
-    """Prove that every process sees in `folder` what every other one writes there. All processes come here.
-
-    Raises: Disagreement, on all of them, naming the process that does not.
-    """
-    if processes.count() == 1:
-        return
-    index, nonce = processes.index(), processes.from_first("nonce", secrets.token_hex(8))
-    mine = folder / f".shared.{nonce}.{index}"
-    try:
-        mine.write_text(nonce)
-        said = ""
-    except OSError as error:
-        said = f"process {index} cannot write to {folder} ({error.strerror})"
-    try:
-        wrong = [text for text in processes.from_all("nonce written", said) if text]
-        if not wrong:
-            others = range(processes.count()) if index == 0 else [0]
-            said = "" if all(_appears(mine.with_name(f".shared.{nonce}.{i}"), nonce) for i in others) else str(folder)
-            wrong = [
-                f"process {i} does not see in {text} what the others write"
-                for i, text in enumerate(processes.from_all("nonce read", said))
-                if text
-            ]
-    finally:
-        with suppress(OSError):
-            mine.unlink(missing_ok=True)
-    if wrong:
-        raise processes.Disagreement(
-            f"{flag} {folder}",
-            f"it is not one folder that all processes share: {'; '.join(wrong)}",
-            "Name a folder on a file system that all of them mount",
-        )
-
-
-def _appears(path: Path, content: str) -> bool:
-    """Whether a file is there with this content, or comes within SEEN_SECONDS."""
-    deadline = time.monotonic() + SEEN_SECONDS
-    while True:
-        with suppress(OSError):
-            if path.read_text() == content:
-                return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)

@@ -1,6 +1,9 @@
 """`experiments.plan` as a user meets it: what it prints and writes, the command it names, and how wrong input ends."""
 
+import dataclasses
+import importlib.util
 import json
+import os
 import re
 import shlex
 import sys
@@ -10,10 +13,12 @@ import pytest
 import tyro
 
 import experiments.plan
+import experiments.train
 from experiments.cli import flags_of, run_program
 from experiments.train import TrainFlags
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
+from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every, learning_rate, warmup_steps
 
 SMALL = ["--model", "tiny", "--hardware", "h100", "--nodes", "1", "--global-batch", "64"]
 
@@ -31,7 +36,7 @@ def test_it_ranks_explains_and_names_a_command_that_gives_the_same_run(monkeypat
     path = tmp_path / "plan.json"
     code, out, err = plan(monkeypatch, capsys, *SMALL, "--top", "3", "--json", path)
     assert code == 0 and not err
-    for said in ("layouts", "Pareto front", "Plain data parallel", "binds", "±", "predicted", "Run it"):
+    for said in ("layouts", "Pareto front", "Plain data parallel", "binds", "±", "predicted", "Run it", "GPT-3"):
         assert said in out, said
     record = json.loads(path.read_text())
     assert len(record["rows"]) == 3 and record["num_fitting"] <= record["num_layouts"]
@@ -40,13 +45,57 @@ def test_it_ranks_explains_and_names_a_command_that_gives_the_same_run(monkeypat
     best = record["rows"][0]
     assert best["memory_bytes"] == pytest.approx(sum(best["memory"].values()))
     assert best["step_seconds"] == pytest.approx(sum(best["time"].values()))
-    command = next(line for line in out.splitlines() if line.startswith("python -m experiments.train"))
-    assert command == record["command"]
-    config = tyro.cli(TrainFlags, args=shlex.split(command)[3:]).run_config()
+    assert out.index("Run it") < out.index("Best of each mesh") < out.index("Pareto front") < out.index("Why")
+    assert re.sub(r" \\\n +", " ", out).count(record["command"]) == 1
+    config = tyro.cli(TrainFlags, args=train_flags(record["command"])).run_config()
     parallel = config.parallel
     found = (str(parallel.mesh), parallel.zero, parallel.sp, parallel.remat, parallel.accumulate)
     assert found == tuple(best[name] for name in ("mesh", "zero", "sp", "remat", "accumulate"))
     assert config.batch_size == 64 and config.precision.dtype == "bfloat16"
+
+
+def train_flags(command: str) -> list[str]:
+    """The flags of `experiments.train` in a command, whatever launches it."""
+    words = shlex.split(command)
+    return words[words.index("experiments.train") + 1 :]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_command_is_refused_until_it_is_filled_in(monkeypatch, capsys, tmp_path, nodes):
+    path = tmp_path / "plan.json"
+    code, _, _ = plan(monkeypatch, capsys, *SMALL, "--nodes", nodes, "--json", path)
+    command = json.loads(path.read_text())["command"]
+    launcher = "srun --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 " if nodes == 2 else ""
+    assert code == 0 and command.startswith(f"{launcher}python -m experiments.train ")
+    args = train_flags(command)
+    assert ("--distributed" in args) == (nodes == 2) and args[args.index("--device") + 1] == "gpu"
+    with pytest.raises(SystemExit) as stop:
+        run_program(TrainFlags, experiments.train.main, "experiments.train", args)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and "--data DATA and --out OUT: this is a placeholder" in err
+    flags = tyro.cli(TrainFlags, args=[{"DATA": "tokens", "OUT": "run"}.get(word, word) for word in args])
+    flags.check()
+    config = flags.run_config()
+    assert config.parallel.mesh.num_devices == 8 * nodes and flags.checkpoint_every <= config.steps
+
+
+def test_a_rate_without_a_published_table_is_left_to_the_user(monkeypatch, capsys):
+    code, out, _ = plan(monkeypatch, capsys, *SMALL, "--optimizer", "lion")
+    assert code == 0 and "--lr LR" in out
+    with pytest.raises(SystemExit) as stop:
+        tyro.cli(TrainFlags, args=["--lr", "LR"])
+    assert stop.value.code == 2
+
+
+def test_the_recipe_is_the_published_one():
+    assert [learning_rate(size) for size, _ in GPT3_RATES] == [rate for _, rate in GPT3_RATES]
+    assert learning_rate(1e6) == 6e-4 and learning_rate(1e12) == 6e-5
+    assert learning_rate(6.7e9) < learning_rate(4e9) < learning_rate(2.7e9)
+    assert warmup_steps(2**20, 10**6) == 358 and warmup_steps(2**20, 100) == 10
+    # 12 GB written in 12 s, a failure every 50,677 / 8 hours: sqrt(2 · 12 · 22.8e6) s between checkpoints.
+    every, why = checkpoint_every(12e9, 1, 8, 1.0, 10**6)
+    assert every == pytest.approx(23_397, rel=1e-3) and "Llama 3" in why
+    assert checkpoint_every(12e9, 1, 8, 1.0, 100)[0] == 100
 
 
 CONFIGS = [
@@ -87,7 +136,8 @@ def test_one_layout_has_the_same_report(monkeypatch, capsys):
     code, out, _ = plan(monkeypatch, capsys, *SMALL, *layout)
     assert code == 0
     assert "What it takes" in out and "dp=4,tp=2" in out and "ZeRO-1 over dp=4" in out
-    assert "--mesh dp=4,tp=2 --batch-size 64 --dtype bfloat16 --zero 1 --sp --accumulate 2" in out
+    command = re.sub(r" \\\n +", " ", out)
+    assert "--mesh dp=4,tp=2 --batch-size 64" in command and "--dtype bfloat16 --zero 1 --sp --accumulate 2" in command
 
 
 def test_one_layout_that_does_not_fit_is_told_what_would(monkeypatch, capsys):
@@ -95,32 +145,53 @@ def test_one_layout_that_does_not_fit_is_told_what_would(monkeypatch, capsys):
     code, out, _ = plan(monkeypatch, capsys, *args)
     assert code == 0
     assert "It does not fit" in out and "--mesh dp=8 --zero 3" in out
-    assert "optimiser state alone needs more than that" in out
+    assert "optimiser state alone needs more than that" in out and "experiments.train" not in out
 
 
 def test_the_smallest_cluster_that_meets_a_deadline_and_a_budget(monkeypatch, capsys, tmp_path):
     path = tmp_path / "plan.json"
     args = ["--model", "gpt2-124m", "--hardware", "h100", "--global-batch", "64", "--tokens", "5e9", "--top", "2"]
     _, out, _ = plan(monkeypatch, capsys, *args, "--nodes", "1", "--json", path)
-    alone = json.loads(path.read_text())["rows"][0]["hours"]
-    deadline = f"{alone * 0.6:.3f}h"
-    code, out, _ = plan(
-        monkeypatch,
-        capsys,
-        *args,
-        "--deadline",
-        deadline,
-        "--budget",
-        "5000",
-        "--price-per-hour",
-        "2.5",
-        "--json",
-        path,
-    )
+    alone = json.loads(path.read_text())["rows"][0]
+    deadline = alone["hours"] * (1 + alone["error"]) * 0.7
+    limits = ["--deadline", f"{deadline:.3f}h", "--budget", "5000", "--price-per-hour", "2.5"]
+    code, out, _ = plan(monkeypatch, capsys, *args, *limits, "--json", path)
     record = json.loads(path.read_text())
     assert code == 0 and record["nodes"] == 2
-    assert record["rows"][0]["hours"] <= alone * 0.6
+    assert record["rows"][0]["hours"] * (1 + record["rows"][0]["error"]) <= deadline
     assert re.search(r"16 H100s × \$2.50/h × [\d.]+ h = \$[\d.]+\. Budget \$5,000.00, buffer \$", out)
+
+
+TINY_RUN = ["--model", "gpt2-124m", "--hardware", "h100", "--global-batch", "64", "--tokens", "5e8"]
+PRICE = ["--price-per-hour", "2.5"]
+
+
+def test_a_budget_is_not_beaten_by_rounding(monkeypatch, capsys):
+    code, _, err = plan(monkeypatch, capsys, *TINY_RUN, *PRICE, "--budget", "0.01")
+    assert code == 2 and "a budget of $0.01" in err
+    said = re.search(r"the cheapest is --nodes \d+ in at most [\d.]+ \w+ for at most \$(\d+\.\d+)", err)
+    said = said or re.search(r"the fastest is --nodes \d+ in at most [\d.]+ \w+ for at most \$(\d+\.\d+)", err)
+    remedy = re.search(r"Use --budget (\d+)", err)
+    assert 0 < float(said[1]) <= float(remedy[1])
+    code, out, _ = plan(monkeypatch, capsys, *TINY_RUN, *PRICE, "--budget", remedy[1])
+    low, high = map(float, re.search(r"With the bar \$([\d.]+) to \$([\d.]+)\.", out).groups())
+    assert code == 0 and 0 < low < high <= float(remedy[1])
+
+
+def test_the_upper_end_of_the_bar_is_what_a_limit_is_held_against(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    args = [*TINY_RUN, *PRICE, "--nodes", "1"]
+    _, out, _ = plan(monkeypatch, capsys, *args, "--json", path)
+    row = json.loads(path.read_text())["rows"][0]
+    most = 1 + row["error"]
+    for flag, value, unit in (("--budget", row["dollars"], ""), ("--deadline", row["hours"] * 60, "m")):
+        for part, expected in ((0.999 * most, 2), (1.001 * most, 0)):
+            code, _, _ = plan(monkeypatch, capsys, *args, flag, f"{value * part:.6f}{unit}")
+            assert code == expected, (flag, part)
+    # What is printed is never below what was computed.
+    hours, dollars = re.search(r"× ([\d.]+) h = \$([\d.]+)\.", out).groups()
+    assert row["hours"] <= float(hours) <= row["hours"] * 1.01
+    assert row["dollars"] <= float(dollars) <= row["dollars"] * 1.01
 
 
 def test_an_old_price_warns(monkeypatch, capsys):
@@ -129,20 +200,30 @@ def test_an_old_price_warns(monkeypatch, capsys):
 
 
 IMPOSSIBLE = ["--model", "gpt2-124m", "--hardware", "a100-80", "--global-batch", "16", "--tokens", "1e13"]
+RUN = [*SMALL, "--tokens", "1e9"]
 REFUSED = [
     (["--hardware", "h2000"], ["h2000", "Did you mean h200"]),
     (["--model", "175b", "--hardware", "a100-40", "--nodes", "1", "--global-batch", "8"], ["too much", "optimiser"]),
     ([*IMPOSSIBLE, "--deadline", "1h"], ["no cluster tried meets that", "Use --deadline"]),
-    ([*IMPOSSIBLE, "--budget", "3", "--price-per-hour", "2"], ["budget of $3", "with --budget"]),
+    ([*IMPOSSIBLE, "--budget", "3", "--price-per-hour", "2"], ["budget of $3", "Use --budget"]),
     ([*SMALL, "--tokens", "1e13", "--deadline", "1h"], ["leave --nodes out"]),
     (["--deadline", "soon", "--tokens", "1e9"], ["72h"]),
     (["--deadline", "3h"], ["--tokens 300e9"]),
     (["--budget", "3", "--tokens", "1e9"], ["--price-per-hour"]),
     (["--nodes", "0"], ["--nodes 0"]),
-    ([*SMALL, "--zero", "1"], ["--zero", "--mesh"]),
+    (["--nodes", "1000000000"], ["--nodes 1e+09", "1,048,576"]),
+    (["--nodes", "1000000"], ["8,000,000 devices", "1,048,576"]),
     ([*SMALL, "--mesh", "dp=4"], ["4 ranks", "8 devices"]),
     (["--model", "tiny", "--global-batch", "3", "--hardware", "h100", "--devices-per-node", "5"], ["multiple of 5"]),
     ([*SMALL, "--html", "/nowhere/at/all.html"], ["--html", "cannot be written"]),
+    ([*SMALL, "--dtype", "float64"], ["--dtype float64", "Use float32 or bfloat16 or float16", "experiments.train"]),
+    ([*SMALL, "--model", "gpt2-124m", "--tokens", "1e18"], ["more than a century", "fewer --tokens"]),
+    ([*RUN, "--vendor", "acme"], ["vendor 'acme'", "among aws"]),
+    ([*RUN, "--price-per-hour", "inf"], ["--price-per-hour inf"]),
+    ([*RUN, "--tokens", "nan"], ["--tokens nan"]),
+    ([*SMALL, "--hardware-file", "/dev/zero"], ["'/dev/zero': it is not a regular file"]),
+    ([*RUN, "--vendor", "aws", "--price-file", "/dev/null"], ["'/dev/null': it is not a regular file"]),
+    ([*SMALL, "--mesh", "pp=2,dp=4", "--schedule", "/dev/zero"], ["/dev/zero"]),
 ]
 
 
@@ -152,6 +233,234 @@ def test_wrong_input_ends_with_one_sentence_and_a_remedy(monkeypatch, capsys, ar
     assert code == 2 and "Traceback" not in err
     for words in said:
         assert words in err
+
+
+PRICES = [
+    ("acme = 3", "a table for each vendor"),
+    ("[acme]\nh100 = inf\ndate = 2026-01-31", "not inf"),
+    ("[acme]\nh100 = true\ndate = 2026-01-31", "not true"),
+    ("[acme]\nh100 = 2.5\ndate = 2026-01-31T10:00:00", "2026-01-31 10:00:00"),
+    ("[acme]\nh100 = 2.5", "and None"),
+    ("a = " + "[" * 100_000, "nested too deep"),
+    ("[" * 3, "cannot be read as TOML"),
+]
+
+
+@pytest.mark.parametrize("text, said", PRICES, ids=[said for _, said in PRICES])
+def test_a_price_file_that_is_wrong_is_one_sentence(monkeypatch, capsys, tmp_path, text, said):
+    path = tmp_path / "prices.toml"
+    path.write_text(text)
+    code, _, err = plan(monkeypatch, capsys, *RUN, "--vendor", "acme", "--price-file", path)
+    assert code == 2 and said in err and "Traceback" not in err and len(err) < 600
+
+
+@pytest.mark.parametrize("flag", ["--hardware-file", "--price-file", "--schedule"])
+def test_a_pipe_is_not_waited_for(monkeypatch, capsys, tmp_path, flag):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    more = {"--price-file": ["--vendor", "aws"], "--schedule": ["--mesh", "pp=2,dp=4"]}.get(flag, [])
+    code, _, err = plan(monkeypatch, capsys, *RUN, *more, flag, path)
+    assert code == 2 and str(path) in err
+
+
+def test_hardware_and_vendors_are_found_in_capitals(monkeypatch, capsys):
+    code, out, _ = plan(monkeypatch, capsys, *RUN, "--hardware", "H100", "--vendor", "AWS")
+    assert code == 0 and "8 H100s × $6.88/h" in out
+
+
+@pytest.mark.parametrize("flags, batch", [
+    (["--nodes", "3"], 504),
+    (["--nodes", "4"], 512),
+    (["--nodes", "128"], 1024),
+    (["--nodes", "5", "--devices-per-node", "7"], 525),
+    (["--mesh", "dp=24"], 504),
+    (["--mesh", "pp=3,dp=2", "--microbatches", "5", "--accumulate", "7"], 490),
+])  # fmt: skip
+def test_the_batch_that_is_chosen_divides(flags, batch):
+    flags = tyro.cli(experiments.plan.PlanFlags, args=["--model", "7b", *flags])
+    found, said = experiments.plan.default_batch(flags, 8)
+    assert found == batch and f"{batch:,} sequences" in said
+
+
+def test_the_batch_of_an_unknown_cluster_divides_over_doubled_nodes():
+    flags = tyro.cli(experiments.plan.PlanFlags, args=["--devices-per-node", "6", "--deadline", "3d"])
+    found, _ = experiments.plan.default_batch(flags, 8)
+    assert found == 384 and not any(found % (6 * nodes) for nodes in (1, 2, 4, 8))
+
+
+# ------------------------------------------------------------------------------------------------ no flag is ignored
+
+SEARCH = ["--model", "proof", "--devices-per-node", "4", "--global-batch", "8", "--nodes", "1"]
+NAMED = ["--model", "proof", "--global-batch", "16", "--mesh", "pp=2,dp=2,tp=2"]
+LAYOUT = "names a part of one"  # of a layout, in a search for a whole one
+ONE_LAYOUT = "--mesh names the one layout"
+OWN_CARD = "[accelerators.h100]\nmemory_gb = 40"
+OWN_PRICE = "[aws]\nh100 = 1.5\ndate = 2100-01-01"
+# Flag -> its words, what is given beside it, what happens in a search and what with --mesh: None, the answer is another
+# one or the command has the flag; else a part of the refusal.
+FLAGS = {
+    "mesh": ("dp=4", [], None, None),
+    "device": ("cpu", [], "a plan runs on no device", "a plan runs on no device"),
+    "preset": ("tiny", [], None, None),
+    "num_layers": ("2", [], None, None),
+    "width": ("128", [], None, None),
+    "num_heads": ("4", [], None, None),
+    "ffn_width": ("128", [], None, None),
+    "seq_len": ("64", [], None, None),
+    "vocab_size": ("500", [], None, None),
+    "dropout": ("0.1", [], None, None),
+    "batch_size": ("32", [], None, None),
+    "steps": ("77", [], None, None),
+    "seed": ("5", [], None, None),
+    "dtype": ("float32", [], None, None),
+    "reduce_dtype": ("bfloat16", [], None, None),
+    "zero": ("1", [], LAYOUT, None),
+    "sp": (None, [], LAYOUT, None),
+    "tp_ring": ("one-way", ["--mesh", "tp=2", "--sp"], LAYOUT, None),
+    "grad_sync": ("flat", [], None, None),
+    "bucket_mb": ("3", [], None, None),
+    "accumulate": ("2", [], LAYOUT, None),
+    "remat": ("block", [], LAYOUT, None),
+    "loss_chunks": ("2", [], None, None),
+    "reshard_after_forward": (None, ["--mesh", "dp=2", "--zero", "3"], LAYOUT, None),
+    "overlap": (None, [], LAYOUT, None),
+    "attention": ("xla", [], None, None),
+    "schedule": ("zb-h1", [], LAYOUT, None),
+    "microbatches": ("2", [], LAYOUT, None),
+    "chunks": ("4", ["--mesh", "pp=2", "--schedule", "interleaved", "--num-layers", "8"], LAYOUT, None),
+    "stages": ("1,3", [], LAYOUT, None),
+    "optimizer": ("lion", [], None, None),
+    "lr": ("1e-5", [], None, None),
+    "min_lr_ratio": ("0.3", [], None, None),
+    "warmup_steps": ("7", [], None, None),
+    "weight_decay": ("0.3", [], None, None),
+    "clip_norm": ("0.3", [], None, None),
+    "hardware": ("h200", [], None, None),
+    "nodes": ("4", ["--devices-per-node", "4"], None, None),
+    "devices_per_node": ("2", [], None, None),
+    "tokens": ("1e9", [], None, None),
+    "deadline": ("30d", ["--tokens", "1e9"], None, None),
+    "budget": ("1000", ["--tokens", "1e9", "--price-per-hour", "2"], None, None),
+    "vendor": ("aws", ["--tokens", "1e9"], None, None),
+    "price_per_hour": ("2.5", ["--tokens", "1e9"], None, None),
+    "hardware_file": (OWN_CARD, [], None, None),
+    "price_file": (OWN_PRICE, ["--tokens", "1e9", "--vendor", "aws"], None, None),
+    "top": ("3", [], None, ONE_LAYOUT),
+    "prove": ("2", ["--trace"], None, ONE_LAYOUT),
+    "trace": (None, [], None, None),
+    "compile": ("cpu", [], None, None),
+    "json": ("FILE", [], None, None),
+    "html": ("FILE", [], None, None),
+    "dump_hlo": ("FILE", ["--compile", "cpu"], None, None),
+}
+SLOW = {"trace", "compile", "prove", "dump_hlo"}  # what they do is tested by the tests that trace and compile
+
+
+def test_the_table_has_every_flag():
+    assert set(FLAGS) == {field.name for field in dataclasses.fields(experiments.plan.PlanFlags)}
+
+
+def answer(out: str) -> str:
+    """What is printed, without times that vary."""
+    return re.sub(r"predicted in [\d.]+ s", "", out)
+
+
+@pytest.mark.parametrize("mode", ["search", "named"])
+@pytest.mark.parametrize("name", [name for name in FLAGS if name not in SLOW])
+def test_no_flag_is_ignored(monkeypatch, capsys, tmp_path, name, mode):
+    value, beside, searched, named = FLAGS[name]
+    refusal = searched if mode == "search" else named
+    if mode == "search" and "--mesh" in beside:
+        beside = []
+    common = [*(SEARCH if mode == "search" else NAMED), *beside]
+    flag, file = f"--{name.replace('_', '-')}", tmp_path / "file"
+    if name == "reshard_after_forward":
+        flag = "--no-reshard-after-forward"
+    if name.endswith("_file"):
+        file.write_text(value)
+    words = [flag] + (
+        [] if value is None else [str(file)] if name in ("json", "html") or name.endswith("_file") else [value]
+    )
+    code, out, err = plan(monkeypatch, capsys, *common, *words)
+    if refusal is not None:
+        assert code == 2 and refusal in err and flag in err
+        return
+    code_before, before, err_before = plan(monkeypatch, capsys, *common)
+    assert code_before == 0, err_before
+    if name in ("json", "html"):
+        assert code == 0 and file.stat().st_size > 1000
+    elif code == 2:  # used: against the mesh, or a limit
+        assert name in ("devices_per_node", "nodes", "hardware") and "ranks" in err
+    else:
+        assert code == 0, err
+        assert answer(out) != answer(before)
+
+
+USELESS = [
+    ["--steps", "10", "--tokens", "1e9"],
+    ["--tokens", "1e9", "--vendor", "aws", "--price-per-hour", "2"],
+    ["--vendor", "aws"],
+    ["--price-per-hour", "2"],
+    ["--tokens", "1e9", "--price-file", "prices.toml"],
+    ["--prove", "2"],
+    ["--trace", "--prove", "20"],
+    ["--dump-hlo", "folder"],
+    ["--trace", "--dump-hlo", "folder"],
+    ["--grad-sync", "flat", "--bucket-mb", "3"],
+    ["--mesh", "dp=4", "--schedule", "gpipe"],
+    ["--mesh", "dp=4", "--stages", "2,2"],
+    ["--mesh", "dp=4", "--chunks", "2"],
+    ["--mesh", "dp=4", "--microbatches", "2"],
+    ["--mesh", "tp=4", "--zero", "1"],
+    ["--mesh", "dp=4", "--sp"],
+    ["--mesh", "dp=4", "--no-reshard-after-forward"],
+    ["--mesh", "dp=4", "--zero", "3", "--remat", "block", "--no-reshard-after-forward"],
+    ["--mesh", "tp=4", "--overlap"],
+]
+
+
+@pytest.mark.parametrize("more", USELESS, ids=" ".join)
+def test_a_flag_that_would_change_nothing_is_refused(monkeypatch, capsys, more):
+    code, _, err = plan(
+        monkeypatch, capsys, "--model", "proof", "--devices-per-node", "4", "--global-batch", "8", *more
+    )
+    assert code == 2 and re.search("would change nothing|nothing is (traced|compiled)|concerns the pipeline", err), err
+
+
+# ------------------------------------------------------------------------------------------------------- own schedules
+
+OWN_TABLE = """name={name}
+0: F0 F1 .  .  B0 W0 B1 W1
+1: .  F0 F1 B0 W0 B1 W1 .
+"""
+
+
+@pytest.mark.parametrize("name", ["mine", "zb-h1"])
+def test_the_table_in_the_file_is_what_is_planned(monkeypatch, capsys, tmp_path, name):
+    path, found = tmp_path / "table.txt", tmp_path / "plan.json"
+    path.write_text(OWN_TABLE.format(name=name))
+    args = ["--model", "proof", "--hardware", "h100", "--global-batch", "8", "--mesh", "pp=2,dp=2"]
+    args += ["--microbatches", "2", "--stages", "1,3", "--schedule", path, "--json", found]
+    code, out, err = plan(monkeypatch, capsys, *args)
+    assert code == 0, err
+    record = json.loads(found.read_text())
+    assert f"--schedule {path} --microbatches 2 --stages 1,3" in record["command"]
+    code, _, _ = plan(monkeypatch, capsys, *[{str(path): "zb-h1"}.get(str(arg), arg) for arg in args])
+    assert record["rows"][0]["time"]["bubble"] > json.loads(found.read_text())["rows"][0]["time"]["bubble"]
+    config = tyro.cli(TrainFlags, args=train_flags(record["command"])).run_config()
+    assert config.parallel.pipeline.name == name and config.part_layers == (1, 3)
+    assert str(path) in out
+
+
+def test_uneven_stages_are_planned_as_they_are(monkeypatch, capsys, tmp_path):
+    path, found = tmp_path / "plan.json", {}
+    for stages in ("even", "balanced", "1,3"):
+        args = ["--model", "proof", "--hardware", "h100", "--global-batch", "8", "--mesh", "pp=2,dp=2"]
+        code, _, _ = plan(monkeypatch, capsys, *args, "--stages", stages, "--json", path)
+        found[stages] = json.loads(path.read_text())["rows"][0]
+        assert code == 0 and found[stages]["stages"] == stages
+    assert found["1,3"]["memory"]["parameters"] > 1.3 * found["even"]["memory"]["parameters"]
+    assert found["1,3"]["step_seconds"] > found["even"]["step_seconds"]
 
 
 class Tags(HTMLParser):
@@ -202,5 +511,14 @@ def test_the_best_layouts_are_traced_and_compiled_beside_the_formula(monkeypatch
 
 
 def test_a_target_that_does_not_exist_is_refused_before_anything_is_searched(monkeypatch, capsys):
+    monkeypatch.setattr(experiments.plan, "search", None)
     code, _, err = plan(monkeypatch, capsys, "--compile", "abacus")
     assert code == 2 and "Use cpu, a100-40" in err
+
+
+@pytest.mark.parametrize("target, packages", [("h200", "prove-cuda"), ("v5p", "prove-tpu")])
+def test_a_compiler_that_is_not_installed_is_said_before_anything_is_searched(monkeypatch, capsys, target, packages):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(experiments.plan, "search", None)
+    code, _, err = plan(monkeypatch, capsys, "--model", "7b", "--nodes", "8", "--compile", target)
+    assert code == 2 and f"pip install 'jaxdist[{packages}]'" in err

@@ -32,8 +32,10 @@ from jaxdist.plan.search import (
     INTEGERS,
     Candidates,
     best_of_each_mesh,
-    enumerate_layouts,
     hidden_part,
+    layouts_of_mesh,
+    legal_meshes,
+    memory_time_front,
     pareto,
     pipelines,
     rank,
@@ -48,6 +50,15 @@ from jaxdist.step import build_program
 
 SMALL = ModelConfig(num_layers=4, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=250)
 H100 = Cluster(find_hardware("h100"))
+
+
+def every_layout(model, devices, batch, optimizer="adamw") -> Candidates:
+    meshes = legal_meshes(model, devices, batch, optimizer)
+    return Candidates.join(block for mesh in meshes for block in layouts_of_mesh(model, mesh, batch, optimizer))
+
+
+def score_all(config: RunConfig, cluster: Cluster, attention: str = "xla"):
+    return score(config, every_layout(config.model, cluster.num_devices, config.batch_size), cluster, attention)
 
 
 def base(model=SMALL, batch_size=16, **kwargs) -> RunConfig:
@@ -113,7 +124,7 @@ CASES = [
 
 @pytest.mark.parametrize("model, devices, batch", [*CASES, (PRESETS["7b"], 64, 128), (PRESETS["gpt2-1.5b"], 50, 100)])
 def test_every_candidate_is_a_legal_run_without_idle_settings(model, devices, batch):
-    found = enumerate_layouts(model, devices, batch)
+    found = every_layout(model, devices, batch)
     for index in random.Random(0).sample(range(len(found)), min(len(found), 150)):
         config = RunConfig(model, found.parallel(index), batch_size=batch)
         assert config.parallel.mesh.num_devices == devices
@@ -126,7 +137,7 @@ def test_every_candidate_is_a_legal_run_without_idle_settings(model, devices, ba
 
 @pytest.mark.parametrize("model, devices, batch", CASES)
 def test_no_legal_layout_is_missing(model, devices, batch):
-    found = enumerate_layouts(model, devices, batch)
+    found = every_layout(model, devices, batch)
     rows = [tuple(row) for row in np.stack([getattr(found, name) for name in INTEGERS], axis=1).tolist()]
     assert len(rows) == len(set(rows))
     known, missing = set(rows), []
@@ -197,20 +208,20 @@ def every_setting(model, devices, batch):
 
 
 def test_adafactor_has_whole_parameters_alone():
-    found = enumerate_layouts(SMALL, 8, 16, "adafactor")
+    found = every_layout(SMALL, 8, 16, "adafactor")
     assert len(found) and set(found.pp) == set(found.tp) == {1} and set(found.zero) == {0}
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_with_a_remedy():
     with pytest.raises(ConfigError, match="multiple of 7"):
-        enumerate_layouts(SMALL, 7, 16)
+        legal_meshes(SMALL, 7, 16)
 
 
 # ----------------------------------------------------------------------------------------------------------- scoring
 
 
 def test_a_layout_alone_has_the_score_it_has_among_all():
-    found = search(base(precision=PrecisionConfig("bfloat16")), H100)
+    found = score_all(base(precision=PrecisionConfig("bfloat16")), H100)
     for index in (0, len(found) // 2, len(found) - 1):
         alone = score(found.config(index), Candidates.of(found.config(index)), H100)
         assert alone.time.total[0] == found.time.total[index]
@@ -260,13 +271,28 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
         assert getattr(found, part)[0] == pytest.approx(getattr(expected, part)[0], rel=1e-9), part
 
 
+@pytest.mark.parametrize("name", ["mine", "zb-h1"])
+def test_a_table_of_ones_own_is_scored_as_it_is_written(tmp_path, name):
+    """Also where it has a built-in schedule's name, with parts of one's own."""
+    path = tmp_path / "table.txt"
+    path.write_text(f"name={name}\n0: F0 F1 .  .  B0 W0 B1 W1\n1: .  F0 F1 B0 W0 B1 W1 .\n")
+    parallel = ParallelConfig(mesh=MeshShape(pp=2), schedule=str(path), microbatches=2, stages="1,3")
+    config = base(parallel=parallel)
+    layouts = Candidates.of(config)
+    table = pipelines(config, layouts)
+    assert table.bubble[0] == pytest.approx(simulate(parallel.pipeline).idle_over_ideal)
+    assert (table.depth[0], table.last_part[0]) == (3, 3)
+    assert layouts.parallel(0, parallel) == parallel
+    assert score(config, layouts, H100).config(0) == config
+
+
 def test_what_overlap_hides_is_what_compiled_programs_show():
     # docs/benchmarks.md: of 831 MiB that DP sends of this model, 524 have a product between start and done.
     assert hidden_part(PRESETS["gpt2-124m"]) == pytest.approx(524 / 831, abs=0.01)
 
 
 def test_the_best_of_each_mesh_is_its_first_in_the_order():
-    found = search(base(), H100)
+    found = score_all(base(), H100)
     order = rank(found)
     first = {}
     for index in order.tolist():
@@ -274,9 +300,63 @@ def test_the_best_of_each_mesh_is_its_first_in_the_order():
     assert best_of_each_mesh(found, order).tolist() == list(first.values())
 
 
+def rows_of(found) -> list[tuple]:
+    """Every layout with its time and memory, as plain numbers."""
+    columns = [getattr(found.layouts, name) for name in INTEGERS]
+    columns += [getattr(found.time, name) for name in (*PARTS, "total", "error", "mfu")]
+    columns += [getattr(found.memory, field.name) for field in dataclasses.fields(found.memory)]
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+CLUSTERS = {
+    "8 in 2 nodes": (SMALL, 16, (2, 4), 1.0),
+    "6 in 3 nodes": (dataclasses.replace(SMALL, num_layers=5, seq_len=30), 24, (3, 2), 1.0),
+    "little memory": (PRESETS["gpt2-350m"], 32, (2, 2), 0.04),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_search_finds_what_brute_force_finds(name):
+    """Every layout alone, as a run of its own, one after the other, compared by plain Python."""
+    model, batch, shape, part = CLUSTERS[name]
+    card = find_hardware("h100")
+    cluster = Cluster(dataclasses.replace(card, memory_gb=part * card.memory_gb), *shape)
+    config = RunConfig(model, precision=PrecisionConfig("bfloat16"), batch_size=batch)
+    layouts = every_layout(model, cluster.num_devices, batch)
+    scored = score(config, layouts, cluster)
+    usable = 0.9 * part * 80 * 2**30
+    best, front, num_fitting = {}, [], 0
+    for index in range(len(layouts)):
+        parallel = layouts.parallel(index)
+        seconds, memory = float(scored.time.total[index]), float(scored.memory.total[index])
+        num_fitting += memory <= usable
+        key = (memory > usable, seconds if memory <= usable else memory, memory)
+        if str(parallel.mesh) not in best or key < best[str(parallel.mesh)][0]:
+            best[str(parallel.mesh)] = key, parallel
+        if memory <= usable and not any(m <= memory and s <= seconds for m, s in front):
+            front = [(m, s) for m, s in front if not (memory <= m and seconds <= s)] + [(memory, seconds)]
+    found = search(config, cluster)
+    order = best_of_each_mesh(found, rank(found))
+    winners = [found.config(int(index)).parallel for index in order]
+    assert winners == [parallel for _, parallel in sorted(best.values(), key=lambda entry: entry[0])]
+    assert (found.num_layouts, found.num_fitting) == (len(layouts), num_fitting) and num_fitting > 0
+    kept = memory_time_front(found)
+    assert list(zip(found.memory.total[kept], found.time.total[kept], strict=True)) == sorted(front)
+
+
+def test_blocks_of_any_size_give_the_same_search():
+    cluster = Cluster(find_hardware("h100"), num_nodes=2, devices_per_node=4)
+    config = base(precision=PrecisionConfig("bfloat16"))
+    whole = search(config, cluster, block=10**6)
+    for block in (7, 1000):
+        found = search(config, cluster, block=block)
+        assert rows_of(found) == rows_of(whole)
+        assert (found.num_layouts, found.num_fitting) == (whole.num_layouts, whole.num_fitting)
+
+
 def test_ranking_puts_what_fits_first_and_the_front_is_not_beaten():
     config = RunConfig(PRESETS["7b"], precision=PrecisionConfig("bfloat16"), batch_size=32)
-    found = search(config, H100, "cudnn")
+    found = score_all(config, H100, "cudnn")
     order = rank(found)
     fits = (found.memory.total <= usable_bytes(H100))[order]
     assert fits.any() and not fits.all() and (np.diff(fits.astype(int)) <= 0).all()
@@ -323,7 +403,7 @@ def test_state_bytes_are_those_of_the_program(mesh, more, optimizer, dtype):
         batch_size=72,
     )
     layout = Candidates.of(config)
-    found = program_bytes(config, layout, pipelines(model, layout), "xla")
+    found = program_bytes(config, layout, pipelines(config, layout), "xla")
     state = build_program(config, make_abstract_mesh(config.parallel.mesh)).abstract_state()
     assert abs(float(found.parameters[0] + found.optimizer[0]) - local_bytes(state)) <= 64  # counters
 
@@ -336,7 +416,7 @@ def memory_of(mesh: str, batch_size: int, **more):
     )
     layout = Candidates.of(config)
     state = build_program(config, make_abstract_mesh(config.parallel.mesh)).abstract_state()
-    return program_bytes(config, layout, pipelines(model, layout), "xla"), local_bytes(state.params) / 2, config
+    return program_bytes(config, layout, pipelines(config, layout), "xla"), local_bytes(state.params) / 2, config
 
 
 def test_each_phase_holds_what_it_is_said_to_hold():

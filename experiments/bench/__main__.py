@@ -73,7 +73,7 @@ def main(flags: BenchFlags, console: Console) -> int:
     refuse_ignored(flags, used, f"the table of `{flags.which}` has rows of its own and would not use it")
     require_writable("--json", flags.json)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a peer's process needs memory of the card as well
-    make_folder(flags.draw)
+    make_folder("--draw", flags.draw)
     if not flags.depths:
         raise ConfigError("--depths", "at least one number of layers is needed", "Use --depths 12 48")
     if not flags.gigabytes or min(flags.gigabytes) < 0.01:

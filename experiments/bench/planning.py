@@ -30,12 +30,12 @@ def bench_search(flags: BenchFlags, config: RunConfig, console: Console) -> Meas
             found = search(base, cluster, "cudnn")
             rank(found)
             seconds.append(time.perf_counter() - start)
-        name, speed = f"{preset} on {cluster.num_devices}", len(found) / seconds[0]
+        name, speed = f"{preset} on {cluster.num_devices}", found.num_layouts / seconds[0]
         rows += [Row(f"{name}: search", speed, "layouts/s"), Row(f"{name}: search again", seconds[1], "s")]
         table.add_row(
             preset,
             str(cluster.num_devices),
-            f"{len(found):,}",
+            f"{found.num_layouts:,}",
             *(f"{s:.2f}" for s in seconds),
             f"{speed:,.0f}",
         )

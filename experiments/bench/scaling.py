@@ -78,14 +78,14 @@ def bench_scaling(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
         " they lower it. dp: simulated ranks share the same cores, so that the same global batch is the same work."
     )
     if flags.draw:
-        write_both(draw(panels), make_folder(flags.draw) / "scaling", console)
+        write_both(draw(panels), make_folder("--draw", flags.draw) / "scaling", console)
     return rows, devices, True
 
 
 def measure(config: RunConfig, value: int, repeats: int, devices) -> Point:
     step = timed_step(config, devices)
     layouts = Candidates.of(config)
-    planned = program_bytes(config, layouts, pipelines(config.model, layouts), "xla").total[0]
+    planned = program_bytes(config, layouts, pipelines(config, layouts), "xla").total[0]
     flops = flops_per_token(config.model, "full") * config.batch_size * config.model.seq_len
     return Point(value, [step.run() for _ in range(repeats)], flops, step.peak_bytes, float(planned))
 

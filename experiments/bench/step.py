@@ -118,7 +118,7 @@ def memory_rows(program: Program, step, devices: Devices, before: int | None, af
     if schedule is None or schedule.name in NAMES:
         layouts = Candidates.of(config)
         attention = choose_attention(config, devices.platform, training=True)
-        formula = program_bytes(config, layouts, pipelines(config.model, layouts), attention)
+        formula = program_bytes(config, layouts, pipelines(config, layouts), attention)
         found["predicted by formula"] = float(formula.total[0])
     if after is not None:
         raised = "measured" if after > before else "measured, but not raised by the step"

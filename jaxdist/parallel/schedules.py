@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.errors import ConfigError
+from jaxdist.files import read_text_file
 
 KINDS = ("F", "B", "W")
 PLACEMENTS = ("loop", "v")
@@ -789,11 +790,7 @@ def parse(text: str, source: str = "table") -> Schedule:
 
 def load(path: str | Path) -> Schedule:
     """`parse` of a file. Raises: ConfigError, also where it cannot be read."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"schedule file {str(path)!r}", f"it cannot be read ({error})", "Name a text file") from error
-    return parse(text, source=Path(path).name)
+    return parse(read_text_file("schedule file", path), source=Path(path).name)
 
 
 def _parse_header(words: list[str], where: str) -> dict[str, str]:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from decimal import ROUND_CEILING, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from pathlib import Path
 from typing import Self
 
@@ -112,6 +112,30 @@ def money(amount: Decimal) -> str:
     """$2.10; $0.000241: cents, and further digits only where there are any."""
     whole, digits = f"{amount.copy_abs():,.6f}".split(".")
     return f"{'-' * (amount < 0)}${whole}.{digits[:2]}{digits[2:].rstrip('0')}"
+
+
+def round_up(number: float) -> Decimal:
+    """A computed number of hours or dollars for display, never below it: two digits after the point, more where three
+    would not be left of it, and at most six."""
+    return _rounded(number, ROUND_CEILING)
+
+
+def short_money(dollars: float, rounding: str = ROUND_CEILING) -> str:
+    """A computed amount for a table: rounded up, to whole dollars from a thousand on."""
+    if dollars >= 1000:
+        return f"${Decimal(f'{dollars:.12g}').quantize(Decimal(1), context=Context(prec=60, rounding=rounding)):,}"
+    return money(_rounded(dollars, rounding))
+
+
+def money_range(low: float, high: float) -> str:
+    """ "$11,242 to $21,451": the first rounded down, the second up."""
+    return f"{short_money(low, ROUND_FLOOR)} to {short_money(high)}"
+
+
+def _rounded(number: float, rounding: str) -> Decimal:
+    exact_enough = Decimal(f"{number:.12g}")  # a float's own error is no reason for another digit
+    exponent = min(-2, max(exact_enough.adjusted() - 2, -6))
+    return exact_enough.quantize(Decimal(1).scaleb(exponent), context=Context(prec=60, rounding=rounding))
 
 
 def plain(number: Decimal) -> str:

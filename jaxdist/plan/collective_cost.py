@@ -9,6 +9,7 @@ of an all-gather, either side of an all-reduce, and the local buffer that an all
 Ranks, bytes, latencies and bandwidths may be numpy arrays, columns of layouts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,19 +84,22 @@ def collective_cost(algorithm: str, n: int, size_bytes: float) -> CollectiveCost
     Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; Patarasuk
         & Yuan 2009 for the ring. Summing arithmetic (their γ) is left out.
     """
-    asked = f"the cost of {algorithm!r} over {n} ranks"
+
+    def asked() -> str:  # written only for an error: columns of numbers take longer to print than to compute with
+        return f"the cost of {algorithm!r} over {n} ranks"
+
     _require_name(asked, "algorithm", algorithm, ALGORITHMS)
     _require_ranks(asked, n)
     if algorithm == "halving_doubling_all_reduce" and np.any(n & (n - 1)):
         n = int(np.ravel(n)[np.ravel(n & (n - 1)) > 0][0])
         raise ConfigError(
-            asked,
+            asked(),
             "its steps halve the ranks, so their number must be a power of two",
             f"Use {1 << (n.bit_length() - 1)} or {1 << n.bit_length()} ranks, or 'ring_all_reduce'",
         )
     if not np.all(np.isfinite(size_bytes) & (np.asarray(size_bytes) >= 0)):
         raise ConfigError(
-            f"{asked} of {size_bytes} bytes", "a buffer has a finite size, not below 0", "Use 0 or more bytes"
+            f"{asked()} of {size_bytes} bytes", "a buffer has a finite size, not below 0", "Use 0 or more bytes"
         )
     return _ALGORITHMS[algorithm](n, size_bytes)
 
@@ -111,7 +115,7 @@ def two_level(algorithm: str, inside: int, across: int, size_bytes: float) -> tu
     Source: Thakur et al. 2005 for the parts; the same decomposition as NCCL's rings over several network ports.
     """
     parts = ("ring_reduce_scatter", "ring_all_gather")
-    _require_name(f"{algorithm!r} in two levels", "such algorithm", algorithm, ("ring_all_reduce", *parts))
+    _require_name(lambda: f"{algorithm!r} in two levels", "such algorithm", algorithm, ("ring_all_reduce", *parts))
     within = collective_cost(algorithm, inside, size_bytes)
     return within, collective_cost(algorithm, across, np.true_divide(size_bytes, inside))
 
@@ -122,17 +126,20 @@ def bus_bandwidth_factor(kind: str, n: int) -> float:
     Raises: ConfigError for an unknown kind of collective, or n below 1.
     Source: NCCL tests, doc/PERFORMANCE.md.
     """
-    asked = f"the bus bandwidth of {kind!r} over {n} ranks"
+
+    def asked() -> str:
+        return f"the bus bandwidth of {kind!r} over {n} ranks"
+
     _require_name(asked, "kind", kind, _BUS_BANDWIDTH_FACTORS)
     _require_ranks(asked, n)
     return _BUS_BANDWIDTH_FACTORS[kind](n)
 
 
-def _require_name(asked: str, what: str, name: str, known) -> None:
+def _require_name(asked: Callable[[], str], what: str, name: str, known) -> None:
     if name not in known:
-        raise ConfigError(asked, f"there is no {what} of that name", f"Use one of {', '.join(known)}")
+        raise ConfigError(asked(), f"there is no {what} of that name", f"Use one of {', '.join(known)}")
 
 
-def _require_ranks(asked: str, n: int) -> None:
+def _require_ranks(asked: Callable[[], str], n: int) -> None:
     if np.any(np.asarray(n) < 1):
-        raise ConfigError(asked, "a collective needs at least one rank", "Use n = 1 or more")
+        raise ConfigError(asked(), "a collective needs at least one rank", "Use n = 1 or more")

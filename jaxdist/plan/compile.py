@@ -131,8 +131,7 @@ def without_devices(num_devices: int) -> None:
 
 def target_devices(target: str, num_devices: int, num_nodes: int = 1) -> Sequence:
     """Devices to compile for: simulated ones for "cpu", descriptions otherwise. Raises: as `compile_step`."""
-    if target not in TARGETS:
-        raise ConfigError(f"--compile {target}", "there is no such target", f"Use {', '.join(TARGETS)}")
+    require_compiler(target)
     if target == "cpu":
         return acquire_devices(num_devices, "cpu").devices
     if target in CUDA_CARDS:
@@ -140,10 +139,18 @@ def target_devices(target: str, num_devices: int, num_nodes: int = 1) -> Sequenc
     return _tpu_devices(target, num_devices)
 
 
-def _cuda_devices(target: str, num_devices: int, num_nodes: int) -> Sequence:
+def require_compiler(target: str) -> None:
+    """Refuse an unknown target, or one whose compiler is not installed. Raises: ConfigError."""
+    if target not in TARGETS:
+        raise ConfigError(f"--compile {target}", "there is no such target", f"Use {', '.join(TARGETS)}")
     version = jax.__version__
-    if not has_cuda_compiler():
+    if target in CUDA_CARDS and not has_cuda_compiler():
         _refuse(target, f"jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} nvidia-cuda-nvcc nvidia-cudnn-cu13")
+    if target in TPU_DIMS and not importlib.util.find_spec("libtpu"):
+        _refuse(target, f"'jax[tpu]=={version}'")
+
+
+def _cuda_devices(target: str, num_devices: int, num_nodes: int) -> Sequence:
     if num_devices % num_nodes:
         raise ConfigError(
             f"{num_devices} devices on {num_nodes} nodes", "each node has as many", f"Use a divisor of {num_devices}"
@@ -181,8 +188,6 @@ def _card(target: str) -> str:
 
 
 def _tpu_devices(target: str, num_devices: int) -> Sequence:
-    if not importlib.util.find_spec("libtpu"):
-        _refuse(target, f"'jax[tpu]=={jax.__version__}'")
     sizes = sorted(torus(num_devices, TPU_DIMS[target]), key=lambda size: size == 1)  # a host is 2x2x1 chips
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

@@ -6,11 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from jaxdist.mesh import AXES
-from jaxdist.parallel.schedules import NAMES
 from jaxdist.plan.formulas import GIB
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import PHASES
-from jaxdist.plan.search import Scored, layouts_of_mesh, rank, score, search, usable_bytes
+from jaxdist.plan.search import Candidates, Scored, layouts_of_mesh, rank, score, search, usable_bytes
 from jaxdist.plan.time_model import Efficiency
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -75,7 +74,7 @@ def plain_data_parallel(found: Scored, best: int, attention: str, efficiency: Ef
     mesh = dict.fromkeys(AXES, 1) | {"dp": found.cluster.num_devices}
     if found.base.batch_size % found.cluster.num_devices:
         return "Plain data parallel: the batch cannot be divided over all devices."
-    layouts = layouts_of_mesh(found.base.model, mesh, found.base.batch_size)
+    layouts = Candidates.join(layouts_of_mesh(found.base.model, mesh, found.base.batch_size))
     plain = score(found.base, layouts.take(layouts.zero == 0), found.cluster, attention, efficiency)
     total, limit = plain.memory.total, usable_bytes(found.cluster)
     fits = np.flatnonzero(total <= limit)
@@ -171,10 +170,10 @@ def pipeline(found: Scored, best: int) -> list[str]:
     c = found.layouts
     if c.pp[best] == 1:
         return []
-    shown = seconds(found.time.pp[best])
+    shown, schedule = seconds(found.time.pp[best]), found.config(best).parallel.schedule
     sends = f"hides its messages but for {shown} a step" if c.overlap[best] else f"sends {shown} of messages a step"
     return [
-        f"pp={c.pp[best]} ({NAMES[c.schedule[best]]}, {c.microbatches[best]} micro-batches a pass) {sends} and "
+        f"pp={c.pp[best]} ({schedule}, {c.microbatches[best]} micro-batches a pass) {sends} and "
         f"idles {seconds(found.time.bubble[best])}, {found.time.bubble[best] / found.time.total[best]:.0%}."
     ]
 
@@ -203,8 +202,9 @@ def nothing_fits(found: Scored, nearest: Callable[[], str]) -> tuple[str, str, s
 
 def what_would_fit(found: Scored, attention: str) -> str:
     """The nearest layout of the same devices and batch that fits, for one that does not."""
-    others = search(found.base, found.cluster, attention)
-    fits = others.memory.total <= usable_bytes(found.cluster)
+    searched = replace(found.base, parallel=replace(found.base.parallel, tp_ring="none"))  # which pipelines refuse
+    others = search(searched, found.cluster, attention)
+    fits = others.fits
     same = fits & np.logical_and.reduce([getattr(others.layouts, a) == getattr(found.layouts, a)[0] for a in AXES])
     choice = np.flatnonzero(same if same.any() else fits)
     if not len(choice):

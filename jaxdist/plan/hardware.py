@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 
 from jaxdist.errors import ConfigError
+from jaxdist.files import read_text_file
 from jaxdist.plan.collective_cost import two_level
 
 HERE = Path(__file__).parent
 STALE_DAYS = 90
+MOST_NUMBER = 1e30  # in a hardware file
+MOST_DOLLARS = 10_000  # an hour, of one accelerator
 AXES = ("pp", "replica", "dp", "ep", "cp", "tp")  # outermost first; `jaxdist.mesh` has them too, but imports JAX
 Number = Any  # a Python number, or a numpy array of them
 
@@ -99,22 +102,28 @@ def find_hardware(name: str, path: str | Path | None = None) -> Accelerator:
 
 
 def nearest(name: str, known: dict, what: str, otherwise: str):
-    """known[name]; where it is not there, a ConfigError with the names nearest to it."""
+    """known[name], in capitals or not; where it is not there, a ConfigError with the names nearest to it."""
+    name = str(name)
     if name in known:
         return known[name]
-    close = difflib.get_close_matches(str(name).lower(), list(known), n=3, cutoff=0.4)
+    same = [other for other in known if other.lower() == name.lower()]
+    if len(same) == 1:
+        return known[same[0]]
+    close = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.4)
     raise ConfigError(
-        f"{what} {name!r}",
+        f"{what} {_shown(name)}",
         f"there is no {what} of that name among {', '.join(known)}",
         f"Did you mean {' or '.join(close)}? {otherwise}" if close else otherwise,
     )
 
 
 def _read(path: Path) -> dict:
+    text = read_text_file("file", path)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"file {str(path)!r}", f"it cannot be read as TOML ({error})", "Name a TOML file") from error
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"file {str(path)!r}", f"it cannot be read as TOML ({why})", "Name a TOML file") from error
 
 
 def _merged(shipped: str, path: str | Path | None) -> dict:
@@ -149,16 +158,18 @@ def _make(kind, source: str, where: str, entry: dict):
     for field in fields(kind):
         value = entry[field.name]
         wanted = {float: (int, float), int: int, dict[str, float]: dict}.get(field.type, field.type)
-        if not isinstance(value, wanted) or isinstance(value, bool):
+        if not isinstance(value, wanted) or isinstance(value, (bool, datetime.datetime)):
             raise ConfigError(
-                f"[{where}] {field.name}={value!r} in {source}", "it is not of the right kind", "See hardware.toml"
+                f"[{where}] {field.name}={_shown(value)} in {source}",
+                "it is not of the right kind",
+                "See hardware.toml",
             )
         numbers = value.values() if isinstance(value, dict) else [value] if field.type in (int, float) else []
         for number in numbers:
-            good = isinstance(number, (int, float)) and 0 <= number < float("inf")
+            good = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number <= MOST_NUMBER
             if not good or (number == 0 and field.name != "latency_s"):
                 raise ConfigError(
-                    f"[{where}] {field.name}={number!r} in {source}",
+                    f"[{where}] {field.name}={_shown(number)} in {source}",
                     "it must be a positive finite number",
                     "Write bytes (not bits) and FLOP (not TFLOP) a second, as in 25e9",
                 )
@@ -181,8 +192,19 @@ class Price:
 
 
 def load_prices(path: str | Path | None = None) -> dict[str, dict]:
-    """Vendor -> prices, with "source" and "date"; a user's TOML at `path` is merged over the shipped one."""
-    return _merged("prices.toml", path)
+    """Vendor -> prices, with "source" and "date"; a user's TOML at `path` is merged over the shipped one.
+
+    Raises: ConfigError for a file that cannot be read, or what is not a table of prices.
+    """
+    table = _merged("prices.toml", path)
+    for vendor, entry in table.items():
+        if not isinstance(entry, dict):
+            raise ConfigError(
+                f"{vendor} = {_shown(entry)} in {path}",
+                "a price file has a table for each vendor",
+                f"Write [{vendor}] and under it h100 = 2.99 and date = 2026-01-31",
+            )
+    return table
 
 
 def price(hardware: str, vendor: str, today: datetime.date | None = None, path: str | Path | None = None) -> Price:
@@ -195,10 +217,13 @@ def price(hardware: str, vendor: str, today: datetime.date | None = None, path: 
     listed = {name: value for name, value in entry.items() if name not in ("source", "date")}
     dollars = nearest(hardware, listed, f"accelerator in the prices of {vendor},", "Add it in your own price file")
     date, source = entry.get("date"), entry.get("source", "no source given")
-    if not isinstance(dollars, (int, float)) or not dollars > 0 or not isinstance(date, datetime.date):
+    is_number = isinstance(dollars, (int, float)) and not isinstance(dollars, bool)
+    is_day = isinstance(date, datetime.date) and not isinstance(date, datetime.datetime)
+    if not (is_number and 0 < dollars <= MOST_DOLLARS and is_day):
         raise ConfigError(
             f"the price of {hardware} at {vendor}",
-            f"it needs dollars above 0 and the date they were read, not {dollars!r} and {date!r}",
+            f"it needs dollars above 0 and at most {MOST_DOLLARS:,}, and the day they were read, not {_shown(dollars)} "
+            f"and {_shown(date)}",
             f"Write {hardware} = 2.99 and date = 2026-01-31 under [{vendor}]",
         )
     age = ((today or datetime.date.today()) - date).days
@@ -208,6 +233,12 @@ def price(hardware: str, vendor: str, today: datetime.date | None = None, path: 
             f"The price of {hardware} at {vendor} is of {date}, {age} days old ({source}): check it before you pay."
         )
     return Price(float(dollars), hardware, vendor, date, source, warning)
+
+
+def _shown(value) -> str:
+    """About as it is written in TOML, shortened."""
+    text = str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:60] + "..."
 
 
 # ----------------------------------------------------------------------------------------------------------- cluster

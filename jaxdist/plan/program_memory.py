@@ -162,7 +162,8 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     itemsize, wide = ITEMSIZE[precision.dtype], ITEMSIZE[precision.master_dtype]
     c = layouts
     meshes, index = distinct(c.tp, c.dp, c.pp)
-    elements = np.array([device_elements(model, *mesh) for mesh in meshes])[index].T
+    elements = np.array([device_elements(model, *mesh) for mesh in meshes])
+    elements = elements[0] if len(meshes) == 1 else elements[index].T
     e = Elements(*elements.astype(float))
     pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp > 1)
     num_rows = np.where(pipelined, c.chunks * table.depth, model.num_layers)  # of a stacked leaf, on one device

@@ -9,7 +9,8 @@ does (docs/schedules.md). With whole blocks recomputed a B lasts two ticks' time
 the F of the last part includes the head.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
@@ -22,21 +23,23 @@ from jaxdist.parallel.schedules import NAMES, SCHEDULES, divide_layers
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes
-from jaxdist.plan.schedule_facts import schedule_facts
+from jaxdist.plan.schedule_facts import schedule_facts, table_facts
 from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
 
 # ------------------------------------------------------------------------------------------------------- enumeration
 
+BLOCK = 1 << 15  # layouts made and scored at a time: their columns stay in the cache
 INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
 INTEGERS += ("every", "selective", "overlap")
+OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
 
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
     """Layouts as integer columns of one length.
 
-    keep: ZeRO-3 without dropping weights after forward. schedule: index in `schedules.NAMES`; where pp is 1 it is that
-    of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
+    keep: ZeRO-3 without dropping weights after forward. schedule: index in `schedules.NAMES`, or OWN; where pp is 1
+    it is that of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
     micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed.
     overlap: what a layer sends for its gradients, and for ZeRO-3's weights, travels while another computes; in a
     pipeline, messages between stages do.
@@ -64,14 +67,19 @@ class Candidates:
         return len(self.pp)
 
     def take(self, index) -> "Candidates":
-        """The rows of an index, a mask or a slice."""
-        return Candidates(*(getattr(self, name)[index] for name in INTEGERS))
+        return take_rows(self, index)
+
+    @classmethod
+    def join(cls, blocks: Iterable["Candidates"]) -> "Candidates":
+        return join_rows(list(blocks))
 
     def parallel(self, index: int, base: ParallelConfig | None = None) -> ParallelConfig:
         """The settings of one layout; what is not searched is as in `base`."""
         row = {name: int(getattr(self, name)[index]) for name in INTEGERS}
         plain, pipeline = ParallelConfig(), {}
-        if row["pp"] > 1:
+        if row["schedule"] == OWN:
+            pipeline = {name: getattr(base, name) for name in ("schedule", "microbatches", "chunks", "stages")}
+        elif row["pp"] > 1:
             pipeline = {"schedule": NAMES[row["schedule"]], "microbatches": row["microbatches"]}
             if pipeline["schedule"] == "interleaved":
                 pipeline["chunks"] = row["chunks"]
@@ -91,13 +99,14 @@ class Candidates:
     def of(cls, config: RunConfig) -> "Candidates":
         """One layout that somebody chose, as columns of length one."""
         parallel, schedule = config.parallel, config.parallel.pipeline
+        searched = parallel.schedule in NAMES and parallel.stages == "even"
         mesh = parallel.mesh
         micro = parallel.num_microbatches
         row = {axis: getattr(mesh, axis) for axis in AXES} | {
             "zero": parallel.zero if mesh.dp > 1 else 0,
             "sp": parallel.sp and mesh.tp > 1,
             "keep": parallel.zero == 3 and mesh.dp > 1 and not parallel.reshard_after_forward,
-            "schedule": NAMES.index(schedule.name if schedule is not None else "1f1b"),
+            "schedule": NAMES.index("1f1b") if schedule is None else NAMES.index(schedule.name) if searched else OWN,
             "chunks": 1 if schedule is None else schedule.num_chunks,
             "microbatches": micro,
             "accumulate": parallel.accumulate,
@@ -109,32 +118,27 @@ class Candidates:
         return cls(*(np.array([int(row[name])]) for name in INTEGERS))
 
 
+def take_rows(columns, index):
+    """The rows of an index, a mask or a slice, of a dataclass whose fields are columns."""
+    return type(columns)(**{field.name: getattr(columns, field.name)[index] for field in fields(columns)})
+
+
+def join_rows(blocks: Sequence):
+    """Such dataclasses as one, one after the other."""
+    kind = type(blocks[0])
+    return kind(**{field.name: np.concatenate([getattr(b, field.name) for b in blocks]) for field in fields(kind)})
+
+
 def remat_word(every: int, selective: int) -> str:
     """The word of `ParallelConfig.remat`."""
     return {0: "selective" if selective else "none", 1: "block"}.get(every, f"every-{every}")
 
 
-def enumerate_layouts(model: ModelConfig, num_devices: int, batch_size: int, optimizer: str = "adamw") -> Candidates:
-    """Every distinct layout of `num_devices` devices that `RunConfig` accepts with `stages="even"`.
+def legal_meshes(
+    model: ModelConfig, num_devices: int, batch_size: int, optimizer: str = "adamw"
+) -> list[dict[str, int]]:
+    """Every mesh of `num_devices` devices that divides the model and the batch. Raises: ConfigError for none."""
 
-    Left out, because another layout here is the same program or never worse: settings that change nothing; under pp,
-    every-K where a smaller K makes as many groups of the layers of a part, and chunks where fewer of them are as short.
-    Raises: ConfigError where there is none.
-    """
-    blocks = [layouts_of_mesh(model, mesh, batch_size) for mesh in _meshes(model, num_devices, batch_size)]
-    if optimizer == "adafactor":  # needs whole parameters on every rank
-        blocks = [block.take((block.pp == 1) & (block.tp == 1) & (block.zero == 0)) for block in blocks]
-    if not any(map(len, blocks)):
-        raise ConfigError(
-            f"{num_devices} devices for a batch of {batch_size} sequences",
-            f"no mesh of {', '.join(AVAILABLE_AXES)} divides {model.num_layers} layers, {model.num_heads} heads, an "
-            f"FFN of {model.ffn_width} and the batch over them",
-            f"Use a batch that is a multiple of {num_devices}, or fewer devices",
-        )
-    return Candidates(*(np.concatenate([getattr(block, name) for block in blocks]) for name in INTEGERS))
-
-
-def _meshes(model: ModelConfig, num_devices: int, batch_size: int) -> Iterator[dict[str, int]]:
     def split(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
         if not axes:
             if left == 1:
@@ -144,18 +148,36 @@ def _meshes(model: ModelConfig, num_devices: int, batch_size: int) -> Iterator[d
             if size == 1 or axes[0] in AVAILABLE_AXES:
                 yield from ({axes[0]: size} | rest for rest in split(axes[1:], left // size))
 
-    for mesh in split(AXES, num_devices):
+    def divides(mesh: dict[str, int]) -> bool:
+        whole = optimizer == "adafactor"  # needs whole parameters on every rank
         splits_heads = model.num_heads % mesh["tp"] == 0 and model.ffn_width % mesh["tp"] == 0
-        if splits_heads and mesh["pp"] <= model.num_layers and batch_size % (mesh["replica"] * mesh["dp"]) == 0:
-            yield mesh
+        fits_layers = mesh["pp"] <= (1 if whole else model.num_layers) and not (whole and mesh["tp"] > 1)
+        return splits_heads and fits_layers and batch_size % (mesh["replica"] * mesh["dp"]) == 0
+
+    found = [mesh for mesh in split(AXES, num_devices) if divides(mesh)]
+    if not found:
+        raise ConfigError(
+            f"{num_devices} devices for a batch of {batch_size} sequences",
+            f"no mesh of {', '.join(AVAILABLE_AXES)} divides {model.num_layers} layers, {model.num_heads} heads, an "
+            f"FFN of {model.ffn_width} and the batch over them",
+            f"Use a batch that is a multiple of {num_devices}, or fewer devices",
+        )
+    return found
 
 
-def layouts_of_mesh(model: ModelConfig, mesh: dict[str, int], batch_size: int) -> Candidates:
-    """Every layout of one mesh: what concerns layers, times what concerns ZeRO and sp, times how the batch is cut."""
+def layouts_of_mesh(
+    model: ModelConfig, mesh: dict[str, int], batch_size: int, optimizer: str = "adamw", block: int = BLOCK
+) -> Iterator[Candidates]:
+    """Every distinct layout of one mesh that `RunConfig` accepts with `stages="even"`, at most `block` at a time.
+
+    That is: what concerns layers, times what concerns ZeRO and sp, times how the batch is cut. Left out, because
+    another layout here is the same program or never worse: settings that change nothing; under pp, every-K where a
+    smaller K makes as many groups of the layers of a part, and chunks where fewer of them are as short.
+    """
     per_rank = batch_size // (mesh["replica"] * mesh["dp"])
     pp = mesh["pp"]
     # (zero, keep, overlap)
-    states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if mesh["dp"] > 1 else [(0, 0)]
+    states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if mesh["dp"] > 1 and optimizer != "adafactor" else [(0, 0)]
     overlaps = [0, 1] if pp > 1 or (mesh["dp"] * mesh["replica"] > 1 and model.num_layers > 1) else [0]
     states = [(*state, overlap) for state in states for overlap in overlaps]
     splits = [0, 1] if mesh["tp"] > 1 and model.seq_len % mesh["tp"] == 0 else [0]
@@ -176,27 +198,31 @@ def layouts_of_mesh(model: ModelConfig, mesh: dict[str, int], batch_size: int) -
         for micro in (divisors(per_rank) if pp > 1 else [1])
         for accumulate in divisors(per_rank // micro)
     ]
-    grid = np.indices((len(layers), len(states), len(splits), len(cuts))).reshape(4, -1)
-    schedule, chunks, every, selective = np.array(layers)[grid[0]].T
-    zero, keep, overlap = np.array(states)[grid[1]].T
-    micro, accumulate, rows = np.array(cuts)[grid[3]].T
-    sizes = {axis: np.full(grid.shape[1], mesh[axis]) for axis in AXES}
-    found = Candidates(
-        **sizes,
-        zero=zero,
-        sp=np.array(splits)[grid[2]],
-        keep=keep,
-        schedule=schedule,
-        chunks=chunks,
-        microbatches=micro,
-        accumulate=accumulate,
-        rows=rows,
-        every=every,
-        selective=selective,
-        overlap=overlap,
-    )
-    legal = (overlap == 0) | (pp > 1) | ((every <= 1) & (keep == 0))
-    return found.take(legal & ((keep == 0) | (every == 0)))  # recomputed blocks are gathered again all the same
+    shape = (len(layers), len(states), len(splits), len(cuts))
+    layers, states, splits, cuts = map(np.array, (layers, states, splits, cuts))
+    for start in range(0, math.prod(shape), block):
+        layer, state, split, cut = np.unravel_index(np.arange(start, min(start + block, math.prod(shape))), shape)
+        schedule, chunks, every, selective = layers[layer].T
+        zero, keep, overlap = states[state].T
+        micro, accumulate, rows = cuts[cut].T
+        found = Candidates(
+            **{axis: np.full(len(layer), mesh[axis]) for axis in AXES},
+            zero=zero,
+            sp=splits[split],
+            keep=keep,
+            schedule=schedule,
+            chunks=chunks,
+            microbatches=micro,
+            accumulate=accumulate,
+            rows=rows,
+            every=every,
+            selective=selective,
+            overlap=overlap,
+        )
+        legal = (overlap == 0) | (pp > 1) | ((every <= 1) & (keep == 0))
+        legal &= (keep == 0) | (every == 0)  # recomputed blocks are gathered again all the same
+        if legal.any():
+            yield found.take(legal)
 
 
 def _chunk_counts(num_layers: int, pp: int) -> list[int]:
@@ -220,7 +246,6 @@ def _group_sizes(num_layers: int) -> list[int]:
 # ----------------------------------------------------------------------------------------------------------- scoring
 
 UNCALIBRATED = Efficiency()
-BLOCK = 1 << 15  # layouts scored at a time: their columns stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,11 +262,22 @@ class Scored:
         return len(self.layouts)
 
     def take(self, index) -> "Scored":
-        time, memory = (
-            type(part)(**{field.name: getattr(part, field.name)[index] for field in fields(part)})
-            for part in (self.time, self.memory)
-        )
+        time, memory = take_rows(self.time, index), take_rows(self.memory, index)
         return Scored(self.base, self.cluster, self.layouts.take(index), time, memory)
+
+    @classmethod
+    def join(cls, blocks: Sequence["Scored"]) -> "Scored":
+        """One after the other; all of the same run and cluster."""
+
+        layouts, time, memory = (
+            join_rows([getattr(block, part) for block in blocks]) for part in ("layouts", "time", "memory")
+        )
+        return cls(blocks[0].base, blocks[0].cluster, layouts, time, memory)
+
+    @property
+    def fits(self) -> np.ndarray:
+        """Which layouts leave enough of a device free."""
+        return self.memory.total <= usable_bytes(self.cluster)
 
     def config(self, index: int) -> RunConfig:
         """The run of one layout. Builds it, so it is checked by every rule of `RunConfig`."""
@@ -260,18 +296,12 @@ def score(
     attention: what runs on the cluster, "cudnn" or "xla" (`jaxdist.step.choose_attention`).
     Raises: ConfigError for a dtype that the accelerator has no peak for.
     """
-    blocks = [
-        _score_block(base, layouts.take(slice(start, start + BLOCK)), cluster, attention, efficiency)
-        for start in range(0, len(layouts), BLOCK)
-    ]
-
-    def joined(kind, name):
-        parts = [getattr(block, name) for block in blocks]
-        return kind(
-            **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(kind)}
-        )
-
-    return Scored(base, cluster, layouts, joined(StepTime, "time"), joined(ProgramBytes, "memory"))
+    return Scored.join(
+        [
+            _score_block(base, layouts.take(slice(start, start + BLOCK)), cluster, attention, efficiency)
+            for start in range(0, len(layouts), BLOCK)
+        ]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,18 +318,22 @@ class Pipelines:
     last_part: np.ndarray
 
 
-def pipelines(model: ModelConfig, layouts: Candidates) -> Pipelines:
+def pipelines(config: RunConfig, layouts: Candidates) -> Pipelines:
     """The facts of every layout's schedule, and the layers of its largest and of its last part."""
+    model = config.model
     again = (layouts.every > 0).astype(int)
     kinds, index = distinct(
         layouts.pp, layouts.schedule, layouts.microbatches, layouts.chunks, again, layouts.overlap * (layouts.pp > 1)
     )
     rows = []
     for pp, schedule, micro, chunks, again, overlap in kinds:
-        parts = divide_layers(model.num_layers, pp * chunks)
+        parts = config.part_layers if schedule == OWN else divide_layers(model.num_layers, pp * chunks)
         row = (0.0, 0.0, 0, 0, 0, 0)
         if pp > 1:
-            facts = schedule_facts(NAMES[schedule], pp, micro, chunks, 1 + overlap)
+            if schedule == OWN:
+                facts = table_facts(config.parallel.pipeline)
+            else:
+                facts = schedule_facts(NAMES[schedule], pp, micro, chunks, 1 + overlap)
             bubble = facts.recompute_bubble if again else facts.bubble
             slots = (facts.num_messages, facts.num_until_b, facts.num_until_w, facts.num_handed)
             row = (bubble, facts.sends / micro, *slots)
@@ -309,11 +343,26 @@ def pipelines(model: ModelConfig, layouts: Candidates) -> Pipelines:
 
 
 def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> Scored:
+    table = pipelines(base, layouts)
+    memory = program_bytes(base, layouts, table, attention)
+    return Scored(base, cluster, layouts, _step_time(base, layouts, table, cluster, attention, efficiency), memory)
+
+
+def _score_what_fits(base, layouts: Candidates, cluster, attention, efficiency) -> Scored:
+    """Of a block the layouts that fit; where there are none, the smallest. Others need no time."""
+    table = pipelines(base, layouts)
+    memory = program_bytes(base, layouts, table, attention)
+    index = np.flatnonzero(memory.total <= usable_bytes(cluster))
+    index = index if len(index) else np.array([memory.total.argmin()])
+    layouts, table, memory = layouts.take(index), take_rows(table, index), take_rows(memory, index)
+    return Scored(base, cluster, layouts, _step_time(base, layouts, table, cluster, attention, efficiency), memory)
+
+
+def _step_time(base, layouts: Candidates, table: Pipelines, cluster, attention, efficiency) -> StepTime:
     model, precision = base.model, base.precision
-    table = pipelines(model, layouts)
     deepest = layouts.chunks * table.depth
     layout = Layout(
-        **{axis: getattr(layouts, axis) for axis in AXES if axis != "ep"},
+        **{axis: _number_if_constant(getattr(layouts, axis)) for axis in AXES if axis != "ep"},
         microbatches=layouts.accumulate * layouts.microbatches,
         pipeline_microbatches=layouts.microbatches,
         rows=layouts.rows,
@@ -337,10 +386,14 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
         spread_table=layouts.pp > 1,
     )
     time = step_time(ModelShape.of(model), layout, cluster, efficiency, precision.dtype)
-    time = StepTime(
+    return StepTime(
         **{field.name: np.broadcast_to(getattr(time, field.name), len(layouts)) for field in fields(StepTime)}
     )
-    return Scored(base, cluster, layouts, time, program_bytes(base, layouts, table, attention))
+
+
+def _number_if_constant(column: np.ndarray):
+    """A column as one number where its rows are equal: the same results, for less work."""
+    return column[0] if (column == column[0]).all() else column
 
 
 def hidden_part(model: ModelConfig) -> float:
@@ -378,23 +431,19 @@ def usable_bytes(cluster: Cluster) -> float:
 
 def rank(scored: Scored) -> np.ndarray:
     """Indices of the layouts, best first: those that fit by time, then the others by memory."""
-    total, seconds = scored.memory.total, scored.time.total
-    fits = total <= usable_bytes(scored.cluster)
+    total, seconds, fits = scored.memory.total, scored.time.total, scored.fits
     return np.lexsort((total, np.where(fits, seconds, total), ~fits))
 
 
 def best_of_each_mesh(scored: Scored, order: np.ndarray) -> np.ndarray:
     """Of ranked indices, the first of every mesh."""
-    layouts = scored.layouts
-    mesh = np.zeros(len(layouts), int)
-    for axis in AXES:
-        mesh = mesh * (1 << 10) + getattr(layouts, axis)
+    _, mesh = distinct(*(getattr(scored.layouts, axis) for axis in AXES))
     return order[np.sort(np.unique(mesh[order], return_index=True)[1])]
 
 
 def pareto(*columns: np.ndarray) -> np.ndarray:
     """Indices of the rows that no other row is at least as good as in every column and better in one (less is better),
-    by the first column."""
+    by the first column. Of equal rows the first is there."""
     order = np.lexsort(columns[::-1])
     front: list[int] = []
     best = np.empty((0, len(columns)))
@@ -407,12 +456,50 @@ def pareto(*columns: np.ndarray) -> np.ndarray:
     return np.array(front, int)
 
 
+def memory_time_front(scored: Scored) -> np.ndarray:
+    """`pareto` of memory and time, of the layouts that fit."""
+    fitting = np.flatnonzero(scored.fits)
+    memory, seconds = scored.memory.total[fitting], scored.time.total[fitting]
+    order = np.lexsort((seconds, memory))
+    least_before = np.minimum.accumulate(np.append(np.inf, seconds[order])[:-1])
+    return fitting[order[seconds[order] < least_before]]
+
+
+@dataclass(frozen=True, eq=False)
+class Found(Scored):
+    """What is worth keeping of a search, in the order of enumeration: the best layout of every mesh, and those that
+    no other beats in memory and time. The numbers are of all that were scored.
+    """
+
+    num_layouts: int
+    num_fitting: int
+
+
 def search(
     base: RunConfig,
     cluster: Cluster,
     attention: str = "xla",
     efficiency: Efficiency = UNCALIBRATED,
-) -> Scored:
-    """Every layout of the cluster's devices, scored. Raises: ConfigError as `enumerate_layouts` and `score`."""
-    layouts = enumerate_layouts(base.model, cluster.num_devices, base.batch_size, base.optimizer.name)
-    return score(base, layouts, cluster, attention, efficiency)
+    block: int = BLOCK,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Found:
+    """Every layout of the cluster's devices scored, at most `block` of them at a time; the best are kept.
+
+    progress: told how many meshes of how many are done. Raises: ConfigError as `legal_meshes` and `score`.
+    """
+    meshes = legal_meshes(base.model, cluster.num_devices, base.batch_size, base.optimizer.name)
+    kept, num_layouts, num_fitting = [], 0, 0
+    for done, mesh in enumerate(meshes):
+        progress(done, len(meshes))
+        for some in layouts_of_mesh(base.model, mesh, base.batch_size, base.optimizer.name, block):
+            scored = _score_what_fits(base, some, cluster, attention, efficiency)
+            num_layouts += len(some)
+            num_fitting += int(scored.fits.sum())
+            kept.append(scored.take(_worth_keeping(scored)))
+    found = Scored.join(kept)
+    found = found.take(_worth_keeping(found))
+    return Found(base, cluster, found.layouts, found.time, found.memory, num_layouts, num_fitting)
+
+
+def _worth_keeping(scored: Scored) -> np.ndarray:
+    return np.union1d(best_of_each_mesh(scored, rank(scored)), memory_time_front(scored))

@@ -1,0 +1,84 @@
+"""The command that runs a plan: launcher, layout, recipe, and words to fill in for what only the user knows."""
+
+from dataclasses import dataclass
+
+from experiments.cli import PLACEHOLDERS, flags_of
+from jaxdist.config import RunConfig
+from jaxdist.plan.explain import billions
+from jaxdist.plan.formulas import ModelShape
+from jaxdist.plan.hardware import Cluster
+from jaxdist.plan.program_memory import ITEMSIZE, MOMENTS
+from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every
+
+
+@dataclass(frozen=True)
+class Command:
+    """Parts of a shell's command (launcher, program, flags with their values), and where its numbers are from."""
+
+    parts: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join(self.parts)
+
+    def lines(self, width: int) -> list[str]:
+        """The same over lines of at most `width`, a backslash at the end of all but the last."""
+        lines: list[str] = []
+        for part in self.parts:
+            if lines and len(lines[-1]) + len(part) + 3 <= width and not lines[-1].startswith("srun"):
+                lines[-1] += " " + part
+            else:
+                lines.append("    " * bool(lines) + part)
+        return [line + " \\" for line in lines[:-1]] + lines[-1:]
+
+
+def make_command(
+    config: RunConfig, cluster: Cluster, step_seconds: float, recipe_notes: tuple[str, ...], rate_known: bool = True
+) -> Command:
+    """For one layout of a plan. recipe_notes: where the values of flags in `config` are from."""
+    nodes, per_node = cluster.num_nodes, cluster.devices_per_node
+    on_gpus = "TPU" not in cluster.hardware.title
+    every, why = checkpoint_every(checkpoint_bytes(config), nodes, cluster.num_devices, step_seconds, config.steps)
+    parts, notes = [], []
+    if nodes > 1 and on_gpus:
+        parts += [f"srun --nodes {nodes} --ntasks-per-node {per_node} --gpus-per-node {per_node}"]
+        notes += [
+            "srun starts a process for every GPU; other launchers, and jobs that outlive their time limit: "
+            "docs/cluster.md."
+        ]
+    elif nodes > 1:
+        notes += [f"Start it on each of the {nodes} hosts (docs/cluster.md)."]
+    parts += ["python -m experiments.train"]
+    parts += ["--distributed"] * (nodes > 1) + ["--device gpu"] * on_gpus
+    parts += [f"--data {PLACEHOLDERS['data']}", f"--out {PLACEHOLDERS['out']}", f"--checkpoint-every {every}"]
+    parts += f" {' '.join(flags_of(config))}".replace(" --", "\n--").split("\n")[1:]
+    parts += [] if rate_known else ["--lr LR"]
+    notes += [
+        f"{PLACEHOLDERS['data']}: your tokens (experiments.prepare makes them). {PLACEHOLDERS['out']}: a folder for "
+        f"checkpoints{', on storage that all hosts share' * (nodes > 1)}. train refuses both words until they are "
+        "filled in.",
+        *recipe_notes,
+        f"--checkpoint-every {every}: {why}.",
+    ]
+    return Command(tuple(parts), tuple(notes))
+
+
+UNKNOWN_RATE = (
+    "--lr LR: the published table is of Adam; choose one for this optimiser (train refuses the word until it is a "
+    "number)."
+)
+SMALLEST, LARGEST = GPT3_RATES[0][0], GPT3_RATES[-1][0]
+
+
+def rate_note(rate: float, parameters: float) -> str:
+    beyond = ", held at the end of the table" if not SMALLEST <= parameters <= LARGEST else ""
+    return (
+        f"--lr {rate:g}: GPT-3's for {billions(parameters)} parameters (arXiv 2005.14165, table 2.1, "
+        f"interpolated{beyond}); AdamW, cosine to a tenth."
+    )
+
+
+def checkpoint_bytes(config: RunConfig) -> float:
+    """Masters and moments."""
+    wide = ITEMSIZE[config.precision.master_dtype]
+    return ModelShape.of(config.model).parameters * wide * (1 + MOMENTS.get(config.optimizer.name, 0))
