@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.layout import Leaf, live_spec
+from jaxdist.layout import Layout, Leaf, live_spec
 from jaxdist.optimizer import LossScale, initial_loss_scale, make_optimizer
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_storage
 from jaxdist.step import Program, State, initial_state, stored_parameters
@@ -28,28 +28,25 @@ def to_logical(program: Program, state: State) -> dict[str, jax.Array]:
     16-bit parameters are left out: they are the masters, rounded. Arrays whose storage is logical already are returned
     as they are, not copied: use them before the state is donated.
     """
-    if state.master is None:
-        params = compute_parameters(program, state.params)
-    else:
-        params = logical_parameters(program, state.master)
-    moments = jax.tree.map(partial(_from_storage, program), _owners(program), state.moments, is_leaf=_is_owner)
-    return {
-        **named(PARAMS, params),
-        **named(MOMENTS, moments),
-        **({} if state.scale is None else named(SCALE, state.scale._asdict())),
-        STEP: state.step,
+    layout = program.layout
+    whole = state.params if state.master is None else state.master
+    computed = state.master is None and not layout.params_stored
+    moves = {name: (leaf, from_storage) for name, leaf in named(MOMENTS, _owners(program)).items()}
+    moves |= {
+        name: (leaf, from_compute if computed else from_storage) for name, leaf in _leaves(PARAMS, layout).items()
     }
+    scale = {} if state.scale is None else named(SCALE, state.scale._asdict())
+    return _moved(program, moves, {**named(PARAMS, whole), **named(MOMENTS, state.moments), **scale, STEP: state.step})
 
 
 def logical_parameters(program: Program, stored: dict) -> dict:
     """A tree of parameters or gradients in the storage layout -> the logical one."""
-    return jax.tree.map(partial(_from_storage, program), program.layout.leaves, stored)
+    return _logical_tree(program, stored, from_storage)
 
 
 def compute_parameters(program: Program, params: dict) -> dict:
     """`State.params`, in the compute layout or (ZeRO-3) the storage layout -> the logical tree, in their dtype."""
-    move = _from_storage if program.layout.params_stored else _from_compute
-    return jax.tree.map(partial(move, program), program.layout.leaves, params)
+    return _logical_tree(program, params, from_storage if program.layout.params_stored else from_compute)
 
 
 def abstract_logical(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
@@ -177,21 +174,39 @@ def _sharding(program: Program, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(program.mesh, live_spec(spec, program.config.parallel.mesh))
 
 
-def _from_storage(program: Program, leaf: Leaf | None, x: jax.Array) -> jax.Array:
-    if leaf is None or (leaf.is_logical and not leaf.zero_padded):
-        return x
-    return _move(program.mesh, leaf, from_storage, leaf.storage_spec, leaf.draw_spec)(x)
+def _leaves(prefix: str, layout: Layout) -> dict[str, Leaf]:
+    return {_path(prefix, path): leaf for path, leaf in jax.tree.leaves_with_path(layout.leaves)}
 
 
-def _from_compute(program: Program, leaf: Leaf, x: jax.Array) -> jax.Array:
-    if leaf.is_logical:
-        return x
-    return _move(program.mesh, leaf, from_compute, leaf.compute_spec, leaf.logical_spec)(x)
+def _logical_tree(program: Program, tree: dict, move: Callable) -> dict:
+    moves = {name: (leaf, move) for name, leaf in _leaves("", program.layout).items()}
+    return unnamed("", program.layout.leaves, _moved(program, moves, named("", tree)))
+
+
+def _moved(program: Program, moves: dict[str, tuple[Leaf, Callable]], arrays: dict) -> dict:
+    """The arrays, those whose layout is not the logical one moved.
+
+    In one program: collectives of several that are in flight at once can wait for one another for ever (seen on CPU).
+    """
+    moving = tuple(
+        (name, leaf, move)
+        for name, (leaf, move) in moves.items()
+        if not leaf.is_logical or (move is from_storage and leaf.zero_padded)
+    )
+    if not moving:
+        return arrays
+    return arrays | _mover(program.mesh, moving)({name: arrays[name] for name, *_ in moving})
 
 
 @cache
-def _move(mesh: Mesh, leaf: Leaf, function: Callable, there: PartitionSpec, here: PartitionSpec) -> Callable:
-    return jax.jit(jax.shard_map(partial(function, leaf), mesh=mesh, in_specs=there, out_specs=here, check_vma=True))
+def _mover(mesh: Mesh, moving: tuple[tuple[str, Leaf, Callable], ...]) -> Callable:
+    there = {name: leaf.storage_spec if move is from_storage else leaf.compute_spec for name, leaf, move in moving}
+    here = {name: leaf.draw_spec if move is from_storage else leaf.logical_spec for name, leaf, move in moving}
+
+    def move_all(arrays: dict) -> dict:
+        return {name: move(leaf, arrays[name]) for name, leaf, move in moving}
+
+    return jax.jit(jax.shard_map(move_all, mesh=mesh, in_specs=(there,), out_specs=here, check_vma=True))
 
 
 @cache

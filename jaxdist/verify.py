@@ -144,7 +144,7 @@ def observe(
         rates.append(float(metrics["lr"]))
         counters[f"targets of step {len(losses)}"] = float(metrics["tokens"])
         gradients.append(by_layer(named("", fetch(logical_parameters(program, grads)))))
-    total, count = program.evaluate(state.params, program.put(batches[-1]))
+    total, count = map(float, program.evaluate(state.params, program.put(batches[-1])))
     final = fetch(to_logical(program, state))
     counters |= {name: float(x) for name, x in final.items() if not name.startswith(f"{PARAMS}.") and x.ndim == 0}
     arrays = by_layer({name: x for name, x in final.items() if name not in counters})
@@ -157,7 +157,7 @@ def observe(
         parameters=_under(PARAMS, arrays),
         moments=_under(MOMENTS, arrays),
         counters=counters,
-        evaluation=float(total) / float(count),
+        evaluation=total / count,
         rounded=by_layer(rounded),
         unequal=unequal_copies(state),
         state_bytes=local_bytes(abstract[0]),
