@@ -2,6 +2,7 @@
 
 python -m experiments.verify --mesh dp=2,tp=2 --zero 2 --sp
 python -m experiments.verify --all
+python -m experiments.verify --oracle plain
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program
+from experiments.oracles import OracleName, ask, require_known, starting_parameters
 from experiments.strategies import PIPELINES, PROOF_EPS, PROOF_LR, STRATEGIES
 from jaxdist import processes
 from jaxdist.config import Preset, RunConfig, require_positive, to_dict
@@ -36,6 +38,8 @@ class VerifyFlags(CommonFlags, ProcessFlags):
     """Run the whole table of named strategies instead of the one the flags describe."""
     pipelines: bool = False
     """Run every pipeline schedule at every size, with the other strategies mixed in, in --dtype float32 or float64."""
+    oracle: OracleName = "none"
+    """Compare with an independent GPT-2 in float64 instead of one device: plain jnp, or transformers' (AdamW alone)."""
     only: str = ""
     """With --all or --pipelines: the strategies whose name contains this text."""
     json: str | None = None
@@ -61,7 +65,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
     flags.join(console)
     strategies = (*(STRATEGIES if flags.all else ()), *(PIPELINES if flags.pipelines else ()))
     if strategies:
-        used = {"all", "pipelines", "only", "steps", "seed", "device", "json"} | (
+        used = {"all", "pipelines", "oracle", "only", "steps", "seed", "device", "json"} | (
             {"dtype"} if flags.pipelines else set()
         )
         used |= {field.name for field in dataclasses.fields(ProcessFlags)}
@@ -70,6 +74,8 @@ def main(flags: VerifyFlags, console: Console) -> int:
         dtype = flags.dtype if flags.pipelines else None
         chosen = [(s.name, s.run_config(dtype, steps=flags.steps, seed=flags.seed)) for s in strategies]
         chosen = [(name, config) for name, config in chosen if flags.only in name]
+        if flags.oracle != "none":
+            chosen = [(name, config) for name, config in chosen if config.precision.dtype in ("float32", "float64")]
         if not chosen:
             raise ConfigError(f"--only {flags.only}", "no strategy has that in its name", "Try --only zero3")
     else:
@@ -83,7 +89,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
     console.print(f"devices: {devices.description}")
 
     # ---- run and compare ----
-    verify = Verifier(devices, flags.steps)
+    verify = Verifier(devices, flags.steps, flags.oracle)
     table = summary_table()
     verdicts = []
     for name, config in chosen:
@@ -102,31 +108,37 @@ def main(flags: VerifyFlags, console: Console) -> int:
             if not difference.ok:
                 console.print(f"[red]{verdict.name}[/]: {describe(difference)}")
     num_passed = sum(verdict.ok for verdict in verdicts)
-    console.print(f"{num_passed} of {len(verdicts)} strategies compute what one device computes")
+    reference = "one device" if flags.oracle == "none" else f"the oracle ({flags.oracle})"
+    console.print(f"{num_passed} of {len(verdicts)} strategies compute what {reference} computes")
     if report:
         Path(report).write_text(json.dumps([to_json(v) for v in verdicts], indent=1) + "\n", encoding="utf-8")
     return 0 if num_passed == len(verdicts) else 1
 
 
 class Verifier:
-    """Compares runs with their one-device reference, running each reference once."""
+    """Compares runs with their one-device reference, or with an oracle, running each reference once."""
 
-    def __init__(self, devices: Devices, steps: int):
-        self.devices, self.steps = devices, steps
+    def __init__(self, devices: Devices, steps: int, oracle: OracleName = "none"):
+        self.devices, self.steps, self.oracle = devices, steps, oracle
         self.references: dict[RunConfig, Observed] = {}
 
     def __call__(self, name: str, config: RunConfig) -> Verdict:
         with jax.enable_x64(config.precision.dtype == "float64"):
             batches = random_batches(config, self.steps, config.seed + 1)
-            reference = one_device(config)
+            reference, start = one_device(config), None
+            if self.oracle != "none":
+                require_known(self.oracle, config)
+                start = starting_parameters(self.oracle, config)
             if reference not in self.references:
-                self.references[reference] = self.observe(reference, batches)
-            run = self.observe(config, batches)
+                self.references[reference] = (
+                    self.observe(reference, batches) if start is None else ask(self.oracle, reference, batches, start)
+                )
+            run = self.observe(config, batches, start)
         return Verdict(name, config, run, compare(config, run, self.references[reference]))
 
-    def observe(self, config: RunConfig, batches: list[dict]) -> Observed:
+    def observe(self, config: RunConfig, batches: list[dict], start: dict | None = None) -> Observed:
         """On every process of the run; a reference on each process alone."""
-        return observe(config, self.devices.take(config.parallel.mesh.num_devices), batches)
+        return observe(config, self.devices.take(config.parallel.mesh.num_devices), batches, start)
 
 
 def summary_table() -> Table:

@@ -10,11 +10,12 @@ the two stages that compute with it get it whole for the length of a step.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -96,12 +97,34 @@ class Leaf:
         return PartitionSpec(*self.spec)
 
     @property
+    def logical_spec(self) -> PartitionSpec:
+        """How the logical array is split: as in the compute layout, where that takes no padding."""
+        return PartitionSpec(
+            *(a if self.shape[dim] % self.num_parts(dim) == 0 else None for dim, a in enumerate(self.spec))
+        )
+
+    @property
     def draw_spec(self) -> PartitionSpec:
-        """How the logical array is split while it is drawn: as in storage, where that takes no padding."""
-        axes = [axis if self.shape[dim] % self.num_parts(dim) == 0 else None for dim, axis in enumerate(self.spec)]
-        if self.zero_dim is not None and self.storage_shape[self.zero_dim] == self.shape[self.zero_dim]:
-            axes[self.zero_dim] = (*filter(None, [axes[self.zero_dim]]), "dp")
-        return PartitionSpec(*axes)
+        """How the logical array is split while it is drawn, saved and restored: over dp as well, unless ZeRO pads."""
+        if self.zero_dim is None or self.zero_padded:
+            return self.logical_spec
+        both = (*filter(None, [self.logical_spec[self.zero_dim]]), "dp")
+        return PartitionSpec(*_replace(tuple(self.logical_spec), self.zero_dim, both if len(both) > 1 else "dp"))
+
+    @property
+    def zero_padded(self) -> bool:
+        """Whether `zero_dim` of the storage layout is longer than the logical one."""
+        return self.zero_dim is not None and self.storage_shape[self.zero_dim] != self.shape[self.zero_dim]
+
+    @property
+    def is_logical(self) -> bool:
+        """Whether the compute layout holds the logical array: layers in order, nothing padded."""
+        return self.compute_shape == self.shape and (self.rows is None or self.rows == tuple(range(self.shape[0])))
+
+    @property
+    def logical_rows(self) -> np.ndarray:
+        """Of a stacked leaf under pp: the layers of the logical array on each stage, or one row of all of them."""
+        return np.arange(self.shape[0]).reshape(1 if self.logical_spec[0] is None else self.pp, -1)
 
     @property
     def storage_spec(self) -> PartitionSpec:
@@ -160,42 +183,6 @@ class Leaf:
         """Undo `pad`."""
         return lax.slice_in_dim(x, 0, self.compute_local[self.zero_dim], axis=self.zero_dim)
 
-    # Outside shard_map, on global arrays. ZeRO's padding sits at the end of each tp (or pp) rank's part.
-
-    def to_storage(self, x: jax.Array) -> jax.Array:
-        """Logical global array -> the padded global array that `storage_spec` splits."""
-        if self.rows is not None:
-            rows = jnp.asarray(self.rows)
-            x = jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)) >= 0, x[jnp.maximum(rows, 0)], 0)
-        if self.users:
-            x = _pad_to(x, self.spread_dim, self.compute_shape[self.spread_dim])
-        if self.zero_dim is None:
-            return x
-        return self._by_rank(x, lambda part, dim: _pad_to(part, dim, self.zero_local))
-
-    def from_storage(self, x: jax.Array) -> jax.Array:
-        """Undo `to_storage`."""
-        return self.from_compute(self.storage_to_compute(x))
-
-    def storage_to_compute(self, x: jax.Array) -> jax.Array:
-        """The global array of the storage layout -> that of the compute layout: ZeRO's padding taken off."""
-        if self.zero_dim is None:
-            return x
-        local = self.compute_local[self.zero_dim]
-        return self._by_rank(x, lambda part, dim: lax.slice_in_dim(part, 0, local, axis=dim))
-
-    def from_compute(self, x: jax.Array) -> jax.Array:
-        """The global array of the compute layout -> the logical one: layers in model order, padding taken off."""
-        if self.users:
-            return lax.slice_in_dim(x, 0, self.shape[self.spread_dim], axis=self.spread_dim)
-        return x if self.rows is None else x[jnp.asarray([self.rows.index(layer) for layer in range(self.shape[0])])]
-
-    def _by_rank(self, x: jax.Array, change: Callable) -> jax.Array:
-        dim, parts = self.zero_dim, self.num_parts(self.zero_dim)
-        split = x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
-        changed = change(split, dim + 1)
-        return changed.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -231,12 +218,12 @@ class Layout:
     def draw_specs(self) -> dict:
         return jax.tree.map(lambda leaf: leaf.draw_spec, self.leaves)
 
+    def abstract_storage(self, dtype: str) -> dict:
+        """Global shapes of the parameters in the storage layout."""
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, dtype), self.leaves)
+
     def batch_spec(self) -> PartitionSpec:
         return live_spec((DATA_AXES,), self.parallel.mesh)
-
-    def to_compute(self, tree: dict) -> dict:
-        """Stored global arrays -> those of the compute layout."""
-        return jax.tree.map(lambda leaf, x: leaf.storage_to_compute(x), self.leaves, tree)
 
 
 def make_layout(declared: dict, parallel: ParallelConfig, part_layers: Sequence[int] = ()) -> Layout:
@@ -345,7 +332,3 @@ def local_bytes(tree) -> int:
 
 def _replace(entries: tuple, index: int, value) -> tuple:
     return (*entries[:index], value, *entries[index + 1 :])
-
-
-def _pad_to(x, dim, size):
-    return jnp.pad(x, [(0, size - n if d == dim else 0) for d, n in enumerate(x.shape)])

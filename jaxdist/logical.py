@@ -6,15 +6,17 @@ of any other layout on. Values are moved, never computed, so the bits stay.
 """
 
 import warnings
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.layout import Leaf, live_spec, shardings
+from jaxdist.layout import Layout, Leaf, live_spec
 from jaxdist.optimizer import LossScale, initial_loss_scale, make_optimizer
+from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_storage
 from jaxdist.step import Program, State, initial_state, stored_parameters
 
 PARAMS, MOMENTS, SCALE, STEP = "params", "moments", "scale", "step"
@@ -27,36 +29,36 @@ def to_logical(program: Program, state: State) -> dict[str, jax.Array]:
     as they are, not copied: use them before the state is donated.
     """
     layout = program.layout
-    if state.master is not None:
-        params = logical_parameters(program, state.master)
-    elif layout.params_stored:
-        params = logical_parameters(program, state.params)
-    else:
-        params = jax.tree.map(partial(_from_compute, program), layout.leaves, state.params)
-    moments = jax.tree.map(partial(_from_storage, program), _owners(program), state.moments, is_leaf=_is_owner)
-    return {
-        **named(PARAMS, params),
-        **named(MOMENTS, moments),
-        **({} if state.scale is None else named(SCALE, state.scale._asdict())),
-        STEP: state.step,
+    whole = state.params if state.master is None else state.master
+    computed = state.master is None and not layout.params_stored
+    moves = {name: (leaf, from_storage) for name, leaf in named(MOMENTS, _owners(program)).items()}
+    moves |= {
+        name: (leaf, from_compute if computed else from_storage) for name, leaf in _leaves(PARAMS, layout).items()
     }
+    scale = {} if state.scale is None else named(SCALE, state.scale._asdict())
+    return _moved(program, moves, {**named(PARAMS, whole), **named(MOMENTS, state.moments), **scale, STEP: state.step})
 
 
 def logical_parameters(program: Program, stored: dict) -> dict:
     """A tree of parameters or gradients in the storage layout -> the logical one."""
-    return jax.tree.map(partial(_from_storage, program), program.layout.leaves, stored)
+    return _logical_tree(program, stored, from_storage)
+
+
+def compute_parameters(program: Program, params: dict) -> dict:
+    """`State.params`, in the compute layout or (ZeRO-3) the storage layout -> the logical tree, in their dtype."""
+    return _logical_tree(program, params, from_storage if program.layout.params_stored else from_compute)
 
 
 def abstract_logical(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding on this mesh of everything `to_logical` returns; nothing is allocated."""
-    whole, dtype = NamedSharding(program.mesh, PartitionSpec()), program.config.precision.master_dtype
+    whole = NamedSharding(program.mesh, PartitionSpec())
 
     def shape(leaf: Leaf | None, x) -> jax.ShapeDtypeStruct:
         if leaf is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-        return jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=_sharding(program, leaf))
+        return jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=_sharding(program, leaf.draw_spec))
 
-    stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, dtype), program.layout.leaves)
+    stored = program.layout.abstract_storage(program.config.precision.master_dtype)
     scale = program.shapes.scale
     return {
         **named(PARAMS, jax.tree.map(shape, program.layout.leaves, stored)),
@@ -66,44 +68,66 @@ def abstract_logical(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def from_logical(program: Program, arrays: dict[str, jax.Array]) -> State:
+def from_logical(program: Program, arrays: dict[str, jax.Array | np.ndarray]) -> State:
     """The state of this program's layout from the arrays that any layout's `to_logical` gave (bit for bit).
 
-    Without `scale.*` an fp16 run starts with its configured loss scale. The arrays are donated.
+    Without `moments.*` and `step` it is a run's first state, with these parameters. Without `scale.*` an fp16 run
+    starts with its configured loss scale. Arrays may stand anywhere: on the host, on one device, or as
+    `abstract_logical` says; only in the last case are they donated.
     """
     config, layout, shapes = program.config, program.layout, program.shapes
     optimizer = make_optimizer(config.optimizer, layout)
 
-    def place(arrays: dict) -> State:
+    def assemble(arrays: dict) -> State:
         params = unnamed(PARAMS, layout.leaves, arrays)
-        moments = unnamed(MOMENTS, shapes.moments, arrays)
+        fresh = initial_state(config, layout, optimizer, stored_parameters(config, layout, params))
+        if STEP not in arrays:
+            return fresh
 
         def store(leaf: Leaf | None, x):
-            return x if leaf is None else leaf.to_storage(x)
+            return x if leaf is None else to_storage(leaf, x)
 
+        moments = unnamed(MOMENTS, shapes.moments, arrays)
         moments = jax.tree.map(store, _owners(program), moments, is_leaf=_is_owner)
         scale = initial_loss_scale(config.precision)
         if scale is not None and f"{SCALE}.scale" in arrays:
             scale = LossScale(*(arrays[f"{SCALE}.{field}"] for field in LossScale._fields))
-        fresh = initial_state(config, layout, optimizer, stored_parameters(config, layout, params))
         return fresh._replace(step=arrays[STEP], moments=moments, scale=scale)
 
-    out = shardings(program.mesh, program.specs)
-    with warnings.catch_warnings():  # what is padded or reordered cannot reuse its buffer
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return jax.jit(place, out_shardings=out, donate_argnums=0)(arrays)
+    return _assembled(program, assemble, program.specs, arrays)
 
 
-def parameters_from_logical(program: Program, arrays: dict[str, jax.Array]) -> dict:
+def parameters_from_logical(program: Program, arrays: dict[str, jax.Array | np.ndarray]) -> dict:
     """Parameters as this program's `evaluate` takes them, from `params.*` alone: weights for generation."""
     config, layout = program.config, program.layout
     optimizer = make_optimizer(config.optimizer, layout)
 
-    def place(arrays: dict) -> dict:
+    def assemble(arrays: dict) -> dict:
         params = unnamed(PARAMS, layout.leaves, arrays)
         return initial_state(config, layout, optimizer, stored_parameters(config, layout, params)).params
 
-    return jax.jit(place, out_shardings=shardings(program.mesh, program.specs.params))(arrays)
+    return _assembled(program, assemble, program.specs.params, arrays, donate=False)
+
+
+def _assembled(program: Program, assemble: Callable, out_specs, arrays: dict, donate: bool = True):
+    """`assemble` on local shards of logical arrays, which are placed first where they are not yet."""
+    wanted = abstract_logical(program)
+    placed = {name: _placed(x, wanted[name].sharding) for name, x in arrays.items()}
+    specs = {name: wanted[name].sharding.spec for name in placed}
+    donate = donate and all(placed[name] is x for name, x in arrays.items())
+    run = jax.shard_map(assemble, mesh=program.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=True)
+    with warnings.catch_warnings():  # what is padded or reordered cannot reuse its buffer
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return jax.jit(run, donate_argnums=(0,) if donate else ())(placed)
+
+
+def _placed(x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """The array on this mesh: itself where it stands as `sharding` says."""
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+        return x
+    if isinstance(x, jax.Array):
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(np.shape(x), sharding, lambda at: np.asarray(x)[at])
 
 
 def fetch(tree):
@@ -112,8 +136,7 @@ def fetch(tree):
     def whole(x: jax.Array) -> np.ndarray:
         if x.is_fully_addressable or x.is_fully_replicated:
             return np.asarray(x)
-        replicated = NamedSharding(x.sharding.mesh, PartitionSpec())
-        return np.asarray(jax.jit(lambda x: x, out_shardings=replicated)(x))
+        return np.asarray(_gather(x.sharding.mesh, x.sharding.spec)(x))
 
     return jax.tree.map(whole, tree)
 
@@ -147,22 +170,46 @@ def _is_owner(x) -> bool:
     return x is None or isinstance(x, Leaf)
 
 
-def _sharding(program: Program, leaf: Leaf) -> NamedSharding:
-    return NamedSharding(program.mesh, live_spec(leaf.draw_spec, program.config.parallel.mesh))
+def _sharding(program: Program, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(program.mesh, live_spec(spec, program.config.parallel.mesh))
 
 
-def _from_storage(program: Program, leaf: Leaf | None, x: jax.Array) -> jax.Array:
-    if leaf is None or (leaf.storage_shape == leaf.shape and _is_logical(leaf)):
-        return x
-    return jax.jit(leaf.from_storage, out_shardings=_sharding(program, leaf))(x)
+def _leaves(prefix: str, layout: Layout) -> dict[str, Leaf]:
+    return {_path(prefix, path): leaf for path, leaf in jax.tree.leaves_with_path(layout.leaves)}
 
 
-def _from_compute(program: Program, leaf: Leaf, x: jax.Array) -> jax.Array:
-    if _is_logical(leaf):
-        return x
-    return jax.jit(leaf.from_compute, out_shardings=_sharding(program, leaf))(x)
+def _logical_tree(program: Program, tree: dict, move: Callable) -> dict:
+    moves = {name: (leaf, move) for name, leaf in _leaves("", program.layout).items()}
+    return unnamed("", program.layout.leaves, _moved(program, moves, named("", tree)))
 
 
-def _is_logical(leaf: Leaf) -> bool:
-    """Whether the compute layout holds the logical array: layers in order, nothing padded."""
-    return leaf.compute_shape == leaf.shape and (leaf.rows is None or leaf.rows == tuple(range(leaf.shape[0])))
+def _moved(program: Program, moves: dict[str, tuple[Leaf, Callable]], arrays: dict) -> dict:
+    """The arrays, those whose layout is not the logical one moved.
+
+    In one program: collectives of several that are in flight at once can wait for one another for ever (seen on CPU).
+    """
+    moving = tuple(
+        (name, leaf, move)
+        for name, (leaf, move) in moves.items()
+        if not leaf.is_logical or (move is from_storage and leaf.zero_padded)
+    )
+    if not moving:
+        return arrays
+    return arrays | _mover(program.mesh, moving)({name: arrays[name] for name, *_ in moving})
+
+
+@cache
+def _mover(mesh: Mesh, moving: tuple[tuple[str, Leaf, Callable], ...]) -> Callable:
+    there = {name: leaf.storage_spec if move is from_storage else leaf.compute_spec for name, leaf, move in moving}
+    here = {name: leaf.draw_spec if move is from_storage else leaf.logical_spec for name, leaf, move in moving}
+
+    def move_all(arrays: dict) -> dict:
+        return {name: move(leaf, arrays[name]) for name, leaf, move in moving}
+
+    return jax.jit(jax.shard_map(move_all, mesh=mesh, in_specs=(there,), out_specs=here, check_vma=True))
+
+
+@cache
+def _gather(mesh: Mesh, spec: PartitionSpec) -> Callable:
+    whole = partial(gather_whole, spec=spec)
+    return jax.jit(jax.shard_map(whole, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=True))

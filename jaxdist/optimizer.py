@@ -31,10 +31,17 @@ def make_optimizer(
         "adamw": lambda: optax.scale_by_adam(beta1, beta2, config.eps),
         "lion": lambda: optax.scale_by_lion(beta1, beta2),
         "sgd": lambda: optax.trace(beta1),
-        "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+        "adafactor": lambda: optax.chain(
+            optax.scale_by_factored_rms(decay_rate_fn=adafactor_decay), optax.clip_by_block_rms(1.0)
+        ),
     }[config.name]()
     decay_mask = jax.tree.map(lambda leaf: leaf.decay, layout.leaves)
     return optax.chain(rule, optax.add_decayed_weights(config.weight_decay, decay_mask))
+
+
+def adafactor_decay(step: jax.Array, power: float) -> jax.Array:
+    """1 - t^-power, t counting from 1, in the precision of the run; optax's own rounds it to 32 bits."""
+    return 1 - (step + 1.0) ** -power
 
 
 def update(

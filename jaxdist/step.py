@@ -35,6 +35,7 @@ from jaxdist.parallel.data import gather_parameters, reduce_gradients
 from jaxdist.parallel.grouping import shard
 from jaxdist.parallel.overlap import Gradients, overlapped_gradients, wait
 from jaxdist.parallel.pipeline import Stages, add, iterations, pick, pipeline_gradients, pipeline_loss
+from jaxdist.parallel.relayout import to_compute, to_storage
 from jaxdist.parallel.spread import gather_to_users
 from jaxdist.parallel.zero import fetch_whole, make_fetch, make_scatter, make_whole_holders
 from jaxdist.plan.trace import Collective, collectives_of
@@ -200,10 +201,11 @@ def build_program(
 
     # Three programs, since every mesh, parameters and masters must get the same bits: XLA may fuse a draw with what
     # is done to it (padding, another order of layers, a cast), and then round it in another way.
-    make_state = partial(initial_state, config, layout, optimizer)
-    draw = jit(partial(model.initial_parameters, config.model), out_shardings=shardings(mesh, layout.draw_specs()))
-    store = jit(partial(stored_parameters, config, layout), out_shardings=shardings(mesh, layout.storage_specs()))
-    assemble = jit(make_state, out_shardings=shardings(mesh, specs))
+    drawn, stored = layout.draw_specs(), layout.storage_specs()
+    draw = jit(partial(model.initial_parameters, config.model), out_shardings=shardings(mesh, drawn))
+    store = jit(on_mesh(partial(stored_parameters, config, layout), in_specs=(drawn,), out_specs=stored))
+    assemble = on_mesh(partial(initial_state, config, layout, optimizer), in_specs=(stored,), out_specs=specs)
+    place = jit(assemble)
 
     def step(state, batch):
         return train_step(config, layout, _platform(mesh), with_gradients, poison, state, batch)
@@ -219,23 +221,23 @@ def build_program(
         mesh=mesh,
         layout=layout,
         specs=specs,
-        shapes=jax.eval_shape(
-            lambda: make_state(stored_parameters(config, layout, model.initial_parameters(config.model, 0)))
-        ),
-        init=lambda seed: assemble(store(draw(np.uint32(seed)))),
+        shapes=jax.eval_shape(assemble, layout.abstract_storage(config.precision.master_dtype)),
+        init=lambda seed: place(store(draw(np.uint32(seed)))),
         step=jit(on_mesh(step, in_specs=(specs, batch_specs), out_specs=outputs), donate_argnums=0),
         evaluate=jit(on_mesh(evaluate, in_specs=(specs.params, batch_specs), out_specs=(REPLICATED, REPLICATED))),
     )
 
 
-def stored_parameters(config: RunConfig, layout: Layout, drawn: dict) -> dict:
-    """Initial values as drawn -> at full precision in the storage layout."""
-    return jax.tree.map(lambda leaf, x: leaf.to_storage(x).astype(config.precision.master_dtype), layout.leaves, drawn)
+def stored_parameters(config: RunConfig, layout: Layout, logical: dict) -> dict:
+    """Local logical arrays, split as they are drawn -> at full precision in the storage layout."""
+    return jax.tree.map(
+        lambda leaf, x: to_storage(leaf, x).astype(config.precision.master_dtype), layout.leaves, logical
+    )
 
 
 def initial_state(config: RunConfig, layout: Layout, optimizer: optax.GradientTransformation, stored: dict) -> State:
-    """The state before the first step, at global shape."""
-    params = stored if layout.params_stored else layout.to_compute(stored)
+    """The state before the first step, on local shards."""
+    params = stored if layout.params_stored else jax.tree.map(to_compute, layout.leaves, stored)
     return State(
         step=jnp.int32(0),
         params=jax.tree.map(lambda x: x.astype(config.precision.dtype), params),

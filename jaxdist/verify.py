@@ -1,19 +1,29 @@
 """Is the sharded run the same computation as the one-device one? Every leaf by name, with a verdict.
 
-Both runs start from bit-equal parameters and see the same global batches; the sharded one runs the very step that
-trains, with its gradients as an extra output.
+Both runs start from the same random parameters, to the bit, and see the same global batches; the sharded one runs the
+very step that trains, with its gradients as an extra output.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from jaxdist.config import ParallelConfig, RunConfig
-from jaxdist.layout import STACKED, local_bytes
-from jaxdist.logical import MOMENTS, PARAMS, fetch, logical_parameters, named, to_logical
+from jaxdist.layout import STACKED, Layout, local_bytes
+from jaxdist.logical import (
+    MOMENTS,
+    PARAMS,
+    compute_parameters,
+    fetch,
+    from_logical,
+    logical_parameters,
+    named,
+    to_logical,
+)
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.trace import total_sent
 from jaxdist.runtime import refused_option
@@ -22,9 +32,15 @@ from jaxdist.step import build_program
 # Relative errors that rounding alone explains. fp32 and fp64 hold for any order of summation, and for the largest
 # element as well as for the L2 norm. In 16 bits every activation is rounded after every partial sum, so two meshes
 # differ: ten units of the last place are allowed (eps is 2^-7 in bf16, 2^-10 in fp16), and single elements, which
-# the sum of many tokens may leave near 0, by more: there the norm alone is held to the tolerance.
+# the sum of many tokens may leave near 0, by more: there the norm alone is held to the tolerance. What depends on
+# earlier updates (gradients and norms of later steps, parameters) may be off by LATER times as much in 32 and 64 bits,
+# since an update makes lr out of a gradient that is rounding noise; so may moments, since some are gradients squared.
 GRADIENT_TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 8e-2, "float16": 1e-2}
 LOSS_TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 1e-3, "float16": 2e-4}
+LATER = 2
+
+# Of a gradient's element in 64 bits, relative to the largest of its leaf: below this it is rounding noise.
+NOISE = 1e-13
 
 # A proof compiles much and computes little. Not every jaxlib takes both.
 QUICK_ON_CPU = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
@@ -48,15 +64,41 @@ class Difference:
 
 @dataclass(frozen=True)
 class Observed:
-    """What one run computed: losses and gradient norms by step, first-step gradients, final parameters and moments."""
+    """What one run computed, at logical shape: by step, and the state after the last one.
+
+    rates: learning rates. rounded: the 16-bit parameters, empty where parameters are their own masters. moments: those
+    that are arrays; counters: every other number of the state, and the targets of each step. evaluation: mean loss of
+    the last batch, without dropout. unequal: arrays of the state of which two devices hold different copies.
+    """
 
     losses: list[float]
     norms: list[float]
-    gradients: dict[str, np.ndarray]
+    rates: list[float]
+    gradients: list[dict[str, np.ndarray]]
     parameters: dict[str, np.ndarray]
     moments: dict[str, np.ndarray]
-    state_bytes: int
-    sent_bytes: int
+    counters: dict[str, float]
+    evaluation: float
+    rounded: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    unequal: tuple[str, ...] = ()
+    state_bytes: int = 0
+    sent_bytes: int = 0
+
+
+def random_parameters(config: RunConfig, layout: Layout) -> dict[str, np.ndarray]:
+    """Every leaf drawn at random, at logical shape: a scale of 1 or a bias of 0 would hide what is done with it.
+
+    Matrices are large enough that attention is not uniform. Padded rows of the vocabulary are 0, as they always are.
+    """
+    rng = np.random.default_rng(config.seed)
+
+    def draw(leaf) -> np.ndarray:
+        noise = rng.standard_normal(leaf.shape).astype(np.float32)
+        return np.float32(1) + np.float32(0.2) * noise if leaf.name.endswith("scale") else np.float32(0.08) * noise
+
+    drawn = {leaf.name: draw(leaf) for leaf in jax.tree.leaves(layout.leaves)}
+    drawn["tokens"][config.model.vocab_size :] = 0
+    return drawn
 
 
 def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dict[str, np.ndarray]]:
@@ -73,8 +115,16 @@ def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dic
     return batches
 
 
-def observe(config: RunConfig, devices: list[jax.Device], batches: list[dict[str, np.ndarray]]) -> Observed:
-    """Run `batches` as training steps and bring everything back at logical shape."""
+def observe(
+    config: RunConfig,
+    devices: list[jax.Device],
+    batches: list[dict[str, np.ndarray]],
+    parameters: dict[str, np.ndarray] | None = None,
+) -> Observed:
+    """Run `batches` as training steps and bring everything back at logical shape.
+
+    parameters: to start from, at logical shape, by name; `random_parameters` if none are given.
+    """
     mesh = make_mesh(config.parallel.mesh, devices)
     # The program is the one that trains; of the CPU's code generators it is the quick one, and told not to polish.
     quick = {name: value for name, value in QUICK_ON_CPU.items() if refused_option(name, value) is None}
@@ -83,24 +133,47 @@ def observe(config: RunConfig, devices: list[jax.Device], batches: list[dict[str
     abstract = (program.abstract_state(), program.abstract_batch())
     traced = program.step.trace(*abstract)
     step = traced.lower().compile()
-    state = program.init(config.seed)
-    losses, norms, gradients = [], [], None
+    if parameters is None:
+        parameters = random_parameters(config, program.layout)
+    state = from_logical(program, {f"{PARAMS}.{name}": x for name, x in parameters.items()})
+    losses, norms, rates, gradients, counters = [], [], [], [], {}
     for batch in batches:
         state, metrics, grads = step(state, program.put(batch))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
-        if gradients is None:
-            gradients = _by_layer(named("", fetch(logical_parameters(program, grads))))
-    final = _by_layer(fetch(to_logical(program, state)))
+        rates.append(float(metrics["lr"]))
+        counters[f"targets of step {len(losses)}"] = float(metrics["tokens"])
+        gradients.append(by_layer(named("", fetch(logical_parameters(program, grads)))))
+    total, count = map(float, program.evaluate(state.params, program.put(batches[-1])))
+    final = fetch(to_logical(program, state))
+    counters |= {name: float(x) for name, x in final.items() if not name.startswith(f"{PARAMS}.") and x.ndim == 0}
+    arrays = by_layer({name: x for name, x in final.items() if name not in counters})
+    rounded = {} if state.master is None else named("", fetch(compute_parameters(program, state.params)))
     return Observed(
         losses=losses,
         norms=norms,
+        rates=rates,
         gradients=gradients,
-        parameters=_under(PARAMS, final),
-        moments=_under(MOMENTS, final),
+        parameters=_under(PARAMS, arrays),
+        moments=_under(MOMENTS, arrays),
+        counters=counters,
+        evaluation=total / count,
+        rounded=by_layer(rounded),
+        unequal=unequal_copies(state),
         state_bytes=local_bytes(abstract[0]),
         sent_bytes=total_sent(program.collectives_of(traced), config.parallel.mesh),
     )
+
+
+def unequal_copies(state) -> tuple[str, ...]:
+    """Arrays of which this process's devices hold the same part with different bits."""
+
+    def differs(x: jax.Array) -> bool:
+        seen: dict[str, bytes] = {}
+        parts = ((str(part.index), np.asarray(part.data).tobytes()) for part in x.addressable_shards)
+        return any(seen.setdefault(index, data) != data for index, data in parts)
+
+    return tuple(name for name, x in named("", state).items() if differs(x))
 
 
 def one_device(config: RunConfig) -> RunConfig:
@@ -109,22 +182,52 @@ def one_device(config: RunConfig) -> RunConfig:
 
 
 def compare(config: RunConfig, run: Observed, reference: Observed) -> list[Difference]:
-    """Every loss, gradient norm, gradient, parameter and moment, layer by layer."""
+    """Every number of each step and every array of the final state, layer by layer; what only one run has is wrong."""
     dtype = coarsest_dtype(config)
     loss_tolerance, tolerance = LOSS_TOLERANCE[dtype], GRADIENT_TOLERANCE[dtype]
-    differences = []
-    for step, (ours, theirs) in enumerate(zip(run.losses, reference.losses, strict=True), 1):
-        differences.append(_scalar("loss", f"step {step}", ours, theirs, loss_tolerance))
-    for step, (ours, theirs) in enumerate(zip(run.norms, reference.norms, strict=True), 1):
-        differences.append(_scalar("gradient norm", f"step {step}", ours, theirs, tolerance * (1 if step == 1 else 10)))
+    exact = GRADIENT_TOLERANCE[config.precision.master_dtype]
     elementwise = dtype in ("float32", "float64")
-    for name, ours in run.gradients.items():
-        differences.append(_array("gradient", name, ours, reference.gradients[name], tolerance, elementwise))
+    later = tolerance * (LATER if elementwise else 1)
+
+    def by_step(kind: str, ours: list[float], theirs: list[float], first: float, later: float) -> list[Difference]:
+        return [
+            _scalar(kind, f"step {step}", a, b, first if step == 1 else later)
+            for step, (a, b) in enumerate(zip(ours, theirs, strict=True), 1)
+        ]
+
+    differences = by_step("loss", run.losses, reference.losses, loss_tolerance, loss_tolerance)
+    differences += by_step("gradient norm", run.norms, reference.norms, tolerance, later)
+    differences += by_step("learning rate", run.rates, reference.rates, exact, exact)
+    differences.append(_scalar("loss", "evaluation", run.evaluation, reference.evaluation, loss_tolerance))
+    differences += _each("counter", run.counters, reference.counters, lambda *pair: _scalar("counter", *pair, 0.0))
+
+    def arrays(kind: str, ours: dict, theirs: dict, allowed: float) -> list[Difference]:
+        return _each(kind, ours, theirs, lambda *pair: _array(kind, *pair, allowed, elementwise))
+
+    for step, (ours, theirs) in enumerate(zip(run.gradients, reference.gradients, strict=True), 1):
+        kind, allowed = ("gradient", tolerance) if step == 1 else (f"gradient of step {step}", later)
+        differences += arrays(kind, ours, theirs, allowed)
     differences += compare_parameters(config, run, reference)
-    # A second moment is a gradient squared: twice the relative error; and later steps see parameters that differ.
-    for name, ours in run.moments.items():
-        differences.append(_array("moment", name, ours, reference.moments[name], 10 * tolerance, elementwise))
-    return differences
+    differences += compare_rounded(config, run)
+    differences += arrays("moment", run.moments, reference.moments, LATER * tolerance)
+    return differences + [Difference("copies", name, math.inf, 0.0, math.nan, math.nan) for name in run.unequal]
+
+
+def _each(kind: str, run: dict, reference: dict, judge: Callable[..., Difference]) -> list[Difference]:
+    """`judge(name, ours, theirs)` of every name. A name that one run lacks, or nothing to compare, is a difference."""
+    missing = run.keys() ^ reference.keys() or ({"nothing was compared"} if not run else set())
+    return [judge(name, run[name], reference[name]) for name in run if name in reference] + [
+        Difference(kind, name, math.inf, 0.0, math.nan, math.nan) for name in sorted(missing)
+    ]
+
+
+def compare_rounded(config: RunConfig, run: Observed) -> list[Difference]:
+    """The 16-bit parameters of a run are its masters, rounded: to the bit."""
+    if config.precision.dtype == config.precision.master_dtype:
+        return []
+    expected = {name: x.astype(config.precision.dtype).astype(np.float64) for name, x in run.parameters.items()}
+    kind = f"{config.precision.dtype} parameter"
+    return _each(kind, run.rounded, expected, lambda *pair: _array(kind, *pair, 0.0, True))
 
 
 def coarsest_dtype(config: RunConfig) -> str:
@@ -139,34 +242,46 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
     every score of a query alike, so its true gradient is 0), the update is noise of size lr too, and no tolerance on
     the parameter itself would mean anything. So an element's difference, in units of the largest total update, is
     weighted by the size of its gradient relative to the largest of its leaf: the error is traced back to the gradient
-    that caused it and held to a gradient's tolerance, times 10 for the steps after the first. (That noise also moves
+    that caused it and held to a gradient's tolerance, times LATER for the steps after the first. (That noise also moves
     the next step's gradients by about lr, so proofs use a small one.)
+
+    In 64 bits the noise is far below AdamW's eps, and no element is weighted; under Lion and Adafactor, which have no
+    such eps, only those are whose gradient is noise.
     """
-    tolerance = 10 * GRADIENT_TOLERANCE[coarsest_dtype(config)]
-    normalised = config.optimizer.name in ("adamw", "lion", "adafactor")
+    dtype = coarsest_dtype(config)
+    tolerance = GRADIENT_TOLERANCE[dtype]
     eps = float(np.finfo(config.precision.master_dtype).eps)
-    differences = []
-    for name, ours in run.parameters.items():
-        theirs, gradient = reference.parameters[name], np.abs(reference.gradients[name])
-        rounding = 4 * eps * len(reference.losses) * np.abs(theirs)
+    num_steps = len(reference.losses)
+    step_size = config.optimizer.lr * num_steps
+
+    def judge(name: str, ours: np.ndarray, theirs: np.ndarray) -> Difference:
+        norms = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
+        if any(name not in each for each in reference.gradients) or ours.shape != theirs.shape:
+            return Difference("parameter", name, math.inf, LATER * tolerance, *norms)
+        gradient = np.abs(reference.gradients[0][name])
+        rounding = 4 * eps * num_steps * np.abs(theirs)
         gap = np.maximum(np.abs(ours - theirs) - rounding, 0)
         peak = gradient.max() or 1.0
-        step_size = config.optimizer.lr * len(reference.losses)
-        if normalised:
-            error = float((gap / step_size * gradient / peak).max())
-        else:
-            error = float((gap / step_size).max() / peak)
-        differences.append(
-            Difference("parameter", name, error, tolerance, float(np.linalg.norm(ours)), float(np.linalg.norm(theirs)))
-        )
-    return differences
+        error = gap / step_size
+        if config.optimizer.name == "sgd":
+            error = error / peak
+        elif dtype != "float64":
+            error = error * gradient / peak
+        elif config.optimizer.name != "adamw":
+            smallest = np.min([np.abs(each[name]) for each in reference.gradients], axis=0)
+            error = np.where(smallest > NOISE * peak, error, error * smallest / peak)
+        return Difference("parameter", name, float(error.max()), LATER * tolerance, *norms)
+
+    return _each("parameter", run.parameters, reference.parameters, judge)
 
 
 def worst(differences: list[Difference], kind: str | None = None) -> Difference:
     """The difference closest to (or furthest beyond) its tolerance."""
 
     def severity(difference: Difference) -> float:
-        return math.inf if math.isnan(difference.error) else difference.error / difference.tolerance
+        if difference.ok:
+            return difference.error / difference.tolerance if difference.tolerance else 0.0
+        return math.inf if math.isnan(difference.error) else difference.error / max(difference.tolerance, 1e-30)
 
     return max((d for d in differences if kind in (None, d.kind)), key=severity)
 
@@ -179,16 +294,18 @@ def _scalar(kind, name, ours, theirs, tolerance) -> Difference:
 def _array(kind, name, ours, theirs, tolerance, elementwise) -> Difference:
     """Relative error in the L2 norm; with `elementwise`, of the largest element where that is worse."""
     norm, reference_norm = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
-    gap = ours - theirs
-    if not theirs.any():
-        error = 0.0 if not gap.any() else math.inf
+    if ours.shape != theirs.shape:
+        error = math.inf
+    elif not theirs.any():
+        error = 0.0 if not ours.any() else math.inf
     else:
+        gap = ours - theirs
         error = float(np.linalg.norm(gap)) / reference_norm
         error = max(error, float(np.abs(gap).max() / np.abs(theirs).max())) if elementwise else error
     return Difference(kind, name, error, tolerance, norm, reference_norm)
 
 
-def _by_layer(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def by_layer(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Logical arrays as float64, those of stacked layers one layer at a time."""
     split = {}
     for name, x in arrays.items():

@@ -159,8 +159,12 @@ def test_logical_arrays_are_the_same_from_every_layout():
         for name, x in fetch(found).items():
             np.testing.assert_array_equal(x, expected[name], err_msg=name)
         placed = {k: jax.device_put(expected[k], described[k].sharding) for k in described}
-        state = from_logical(program, placed)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(program.init(5)))
+        elsewhere = {k: jax.device_put(x, jax.devices()[0]) for k, x in expected.items()}
+        for arrays in (placed, expected, elsewhere):  # on this mesh, on the host, on one device
+            state = from_logical(program, arrays)
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(program.init(5)))
+        for name, x in elsewhere.items():  # nobody's arrays are taken from them
+            np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,20 +2,24 @@
 
 import itertools
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 
 from jaxdist import model
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from jaxdist.layout import Leaf, choose_zero_dim, make_layout
-from jaxdist.mesh import MeshShape
+from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.optimizer import learning_rate
 from jaxdist.parallel.grouping import group
+from jaxdist.parallel.relayout import from_compute, from_storage, to_compute, to_storage
 
 MODEL = ModelConfig(num_layers=3, width=48, num_heads=6, ffn_width=96, seq_len=16, vocab_size=100)
 
@@ -87,26 +91,69 @@ def leaf(shape, spec, tp, dp, zero_dim):
     return Leaf("x", shape, spec, True, tp, dp, zero_dim, ())
 
 
-@settings(max_examples=60, deadline=None)
+def moved(placed, move, x, there, here):
+    """`move` of one leaf on its own mesh."""
+    mesh = make_mesh(MeshShape(pp=placed.pp, dp=placed.dp, tp=placed.tp), DEVICES)
+    on_mesh = jax.shard_map(partial(move, placed), mesh=mesh, in_specs=there, out_specs=here, check_vma=True)
+    return np.asarray(jax.jit(on_mesh)(jax.device_put(x, NamedSharding(mesh, there))))
+
+
+def there_and_back(placed, x):
+    """The stored array; checked to be undone exactly, with the whole compute layout in between."""
+    stored = moved(placed, to_storage, x, placed.draw_spec, placed.storage_spec)
+    assert stored.shape == placed.storage_shape
+    back = moved(placed, from_storage, stored, placed.storage_spec, placed.draw_spec)
+    np.testing.assert_array_equal(back, x)
+    computed = moved(placed, to_compute, stored, placed.storage_spec, placed.compute_spec)
+    assert computed.shape == placed.compute_shape
+    np.testing.assert_array_equal(moved(placed, from_compute, computed, placed.compute_spec, placed.logical_spec), x)
+    assert np.count_nonzero(stored) == x.size  # padding is zeros, and nothing is lost
+    return stored, computed
+
+
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_storage_is_undone_exactly_and_padding_is_small(data):
-    tp, dp = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.integers(2, 9))
+    tp = data.draw(st.sampled_from([1, 2, 3]))
+    dp = data.draw(st.integers(2, 8 // tp))
     shape = tuple(data.draw(st.integers(1, 7)) * (tp if split else 1) for split in (False, True, False))
     spec = (None, "tp" if tp > 1 else None, None)
     zero_dim = choose_zero_dim(leaf(shape, spec, tp, dp, None), first=data.draw(st.integers(0, 1)))
     placed = leaf(shape, spec, tp, dp, zero_dim)
-    x = jnp.arange(1, math.prod(shape) + 1).reshape(shape)
-    stored = placed.to_storage(x)
-    assert stored.shape == placed.storage_shape
-    np.testing.assert_array_equal(placed.from_storage(stored), x)
-    assert int((stored != 0).sum()) == x.size  # padding is zeros, and nothing is lost
+    x = np.arange(1, math.prod(shape) + 1, dtype=np.int32).reshape(shape)
+    stored, _ = there_and_back(placed, x)
     assert math.prod(placed.storage_local) * tp * dp == stored.size
     # Each tp rank's part begins where tp would cut the padded array.
     if tp > 1 and spec[zero_dim] == "tp":
-        first = jnp.split(stored, tp, axis=zero_dim)[1]
+        first = np.split(stored, tp, axis=zero_dim)[1]
         np.testing.assert_array_equal(
-            jnp.take(first, 0, axis=zero_dim), jnp.take(x, shape[zero_dim] // tp, axis=zero_dim)
+            np.take(first, 0, axis=zero_dim), np.take(x, shape[zero_dim] // tp, axis=zero_dim)
         )
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_layers_change_stages_and_come_back(data):
+    """Any order of layers with any padding; where pp divides the layers they are split, where not whole."""
+    pp, dp = data.draw(st.sampled_from([(2, 1), (2, 3), (4, 2)]))
+    num_layers, depth = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
+    depth = max(depth, -(-num_layers // pp))
+    rows = data.draw(st.permutations([*range(num_layers), *[-1] * (pp * depth - num_layers)]))
+    placed = Leaf("x", (num_layers, 5), ("pp", None), True, 1, dp, 1 if dp > 1 else None, (), pp, tuple(rows))
+    x = np.arange(1, num_layers * 5 + 1, dtype=np.int32).reshape(num_layers, 5)
+    _, computed = there_and_back(placed, x)
+    for row, number in zip(computed, rows, strict=True):
+        np.testing.assert_array_equal(row, x[number] if number >= 0 else 0)
+
+
+@pytest.mark.parametrize("size", [8, 7])
+@pytest.mark.parametrize("zero_dim", [None, 0, 1])
+def test_a_table_that_the_stages_share_is_undone_exactly(size, zero_dim):
+    dp = 1 if zero_dim is None else 2
+    placed = Leaf("x", (size, 3), ("pp", None), True, 1, dp, zero_dim, (), pp=2, users=(0, 1))
+    x = np.arange(1, size * 3 + 1, dtype=np.int32).reshape(size, 3)
+    _, computed = there_and_back(placed, x)
+    np.testing.assert_array_equal(computed[:size], x)
 
 
 def test_zero_never_splits_the_layer_dim_and_prefers_no_padding():

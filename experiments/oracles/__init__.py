@@ -1,0 +1,117 @@
+"""What the oracles compute of a run, in the words of `jaxdist.verify`: only this file knows both sides."""
+
+import dataclasses
+import importlib.util
+from typing import Literal
+
+import jax
+import numpy as np
+
+from experiments.oracles import plain
+from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.layout import make_layout
+from jaxdist.logical import MOMENTS, STEP
+from jaxdist.model import declare
+from jaxdist.verify import Observed, by_layer, random_parameters
+
+OracleName = Literal["none", "plain", "transformers"]
+
+# Where optax keeps what the papers name.
+MOMENT_NAMES = {
+    "adamw": {"m": "0.mu", "v": "0.nu"},
+    "lion": {"m": "0.mu"},
+    "sgd": {"m": "0.trace"},
+    "adafactor": {"row": "0.0.v_row", "column": "0.0.v_col", "whole": "0.0.v"},
+}
+COUNTS = {"adamw": "0.count", "lion": "0.count", "adafactor": "0.0.count"}
+
+
+def starting_parameters(oracle: OracleName, config: RunConfig) -> dict[str, np.ndarray]:
+    """Random parameters at logical shape, by name: transformers' own for its oracle."""
+    if oracle == "transformers":
+        return _gpt2(config).parameters()
+    return random_parameters(config, make_layout(declare(config.model), ParallelConfig()))
+
+
+def ask(oracle: OracleName, config: RunConfig, batches: list[dict], start: dict[str, np.ndarray]) -> Observed:
+    """What the oracle computes of this run from its `starting_parameters`, in float64 whatever the run's dtype is."""
+    settings = config.optimizer
+    recipe = plain.Recipe(
+        vocab_size=config.model.vocab_size,
+        dropout=config.model.dropout,
+        seed=config.seed,
+        optimizer=settings.name,
+        lr=settings.lr,
+        min_lr_ratio=settings.min_lr_ratio,
+        warmup_steps=settings.warmup_steps,
+        total_steps=config.steps,
+        weight_decay=settings.weight_decay,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        eps=settings.eps,
+        clip_norm=settings.clip_norm,
+    )
+    if oracle == "plain":
+        with jax.enable_x64(True):
+            found = dataclasses.asdict(plain.train(recipe, start, batches))
+    else:
+        rates = [plain.learning_rate(recipe, step) for step in range(len(batches))]
+        targets = [int((batch["targets"] >= 0).sum()) for batch in batches]
+        found = _gpt2(config).train(
+            batches, rates, (settings.beta1, settings.beta2), settings.eps, settings.weight_decay, settings.clip_norm
+        )
+        found |= {"rates": rates, "targets": targets}
+    counters = {f"targets of step {step}": float(n) for step, n in enumerate(found["targets"], 1)}
+    counters[STEP] = float(len(batches))
+    if settings.name in COUNTS:
+        counters[f"{MOMENTS}.{COUNTS[settings.name]}"] = float(len(batches))
+    return Observed(
+        losses=found["losses"],
+        norms=found["norms"],
+        rates=found["rates"],
+        gradients=[by_layer(each) for each in found["gradients"]],
+        parameters=by_layer(found["parameters"]),
+        moments=by_layer(_moments(settings.name, found)),
+        counters=counters,
+        evaluation=found["evaluation"],
+    )
+
+
+def require_known(oracle: OracleName, config: RunConfig) -> None:
+    """Raises: ConfigError for a run that the oracle cannot compute."""
+    if config.precision.dtype not in ("float32", "float64"):
+        raise ConfigError(
+            f"--oracle {oracle} with dtype {config.precision.dtype}",
+            "an oracle computes in float64, and 16 bits are too coarse to be held to that",
+            "Use --dtype float32 or float64",
+        )
+    if oracle != "transformers":
+        return
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        raise ConfigError(
+            "--oracle transformers", "torch and transformers are not installed", "pip install -e '.[oracle]'"
+        )
+    if config.optimizer.name != "adamw" or config.model.dropout:
+        raise ConfigError(
+            f"--oracle transformers with {config.optimizer.name} and dropout {config.model.dropout}",
+            "it trains with AdamW, and its dropout masks are not ours",
+            "Use --oracle plain",
+        )
+
+
+def _gpt2(config: RunConfig):
+    from experiments.oracles.huggingface import Gpt2, Shape
+
+    sizes = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(Shape)}
+    return Gpt2(Shape(**sizes), config.seed)
+
+
+def _moments(optimizer: str, found: dict) -> dict[str, np.ndarray]:
+    """By optax's names. It keeps one zero where Adafactor has no such moment of a parameter."""
+    names = MOMENT_NAMES[optimizer]
+    return {
+        f"{there}.{name}": found["moments"][kind].get(name, np.zeros(1))
+        for kind, there in names.items()
+        for name in found["parameters"]
+    }

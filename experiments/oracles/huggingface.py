@@ -1,0 +1,133 @@
+"""A second oracle: transformers' GPT-2 with weights that it made itself, trained by torch's AdamW in float64.
+
+It imports nothing of the package, and only where torch and transformers are installed (`pip install -e '.[oracle]'`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+# Our name: theirs inside a block, and the shape of one of ours, in which D is the width and N the heads.
+BLOCK = {
+    "ln_attention.scale": ("ln_1.weight", lambda x, heads: x),
+    "ln_attention.bias": ("ln_1.bias", lambda x, heads: x),
+    "attention.w_qkv": ("attn.c_attn.weight", lambda x, heads: x.reshape(len(x), 3, heads, -1)),
+    "attention.b_qkv": ("attn.c_attn.bias", lambda x, heads: x.reshape(3, heads, -1)),
+    "attention.w_out": ("attn.c_proj.weight", lambda x, heads: x.reshape(heads, -1, x.shape[-1])),
+    "attention.b_out": ("attn.c_proj.bias", lambda x, heads: x),
+    "ln_mlp.scale": ("ln_2.weight", lambda x, heads: x),
+    "ln_mlp.bias": ("ln_2.bias", lambda x, heads: x),
+    "mlp.w_up": ("mlp.c_fc.weight", lambda x, heads: x),
+    "mlp.b_up": ("mlp.c_fc.bias", lambda x, heads: x),
+    "mlp.w_down": ("mlp.c_proj.weight", lambda x, heads: x),
+    "mlp.b_down": ("mlp.c_proj.bias", lambda x, heads: x),
+}
+ROOT = {
+    "positions": "transformer.wpe.weight",
+    "ln_final.scale": "transformer.ln_f.weight",
+    "ln_final.bias": "transformer.ln_f.bias",
+}
+TABLE = "transformer.wte.weight"
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_layers: int
+    width: int
+    num_heads: int
+    ffn_width: int
+    seq_len: int
+    vocab_size: int
+    padded_vocab_size: int
+
+
+class Gpt2:
+    """The model, in our names: `parameters`, `train`."""
+
+    def __init__(self, shape: Shape, seed: int):
+        self.shape = shape
+        torch.manual_seed(seed)
+        config = GPT2Config(
+            vocab_size=shape.vocab_size,
+            n_positions=shape.seq_len,
+            n_embd=shape.width,
+            n_layer=shape.num_layers,
+            n_head=shape.num_heads,
+            n_inner=shape.ffn_width,
+            layer_norm_epsilon=1e-5,
+            initializer_range=0.08,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            use_cache=False,
+            attn_implementation="eager",
+        )
+        self.model = GPT2LMHeadModel(config)
+        with torch.no_grad():  # scales of 1 and biases of 0 would hide what is done with them
+            for weight in self.model.parameters():
+                if weight.ndim == 1:
+                    weight += 0.1 * torch.randn(weight.shape)
+        self.model = self.model.double()
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        return self._in_our_names({name: x.detach() for name, x in self.model.named_parameters()})
+
+    def _in_our_names(self, theirs: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+        arrays = {name: x.numpy().copy() for name, x in theirs.items()}
+        ours = {name: arrays[there] for name, there in ROOT.items()}
+        ours["tokens"] = np.pad(arrays[TABLE], [(0, self.shape.padded_vocab_size - self.shape.vocab_size), (0, 0)])
+        for name, (there, reshape) in BLOCK.items():
+            layers = [arrays[f"transformer.h.{i}.{there}"] for i in range(self.shape.num_layers)]
+            ours[f"blocks.{name}"] = np.stack([reshape(x, self.shape.num_heads) for x in layers])
+        return ours
+
+    def mean_loss(self, batch: dict) -> torch.Tensor:
+        tokens = torch.as_tensor(np.asarray(batch["inputs"]), dtype=torch.int64)
+        targets = torch.as_tensor(np.asarray(batch["targets"]), dtype=torch.int64)
+        logits = self.model(tokens).logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten().clamp(min=-1), ignore_index=-1)
+
+    def train(
+        self,
+        batches: list[dict],
+        rates: list[float],
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        clip_norm: float,
+    ) -> dict:
+        """AdamW at the given learning rates: losses, norms, gradients, parameters, moments, evaluation."""
+        named = dict(self.model.named_parameters())
+        matrices = [x for x in named.values() if x.ndim > 1]
+        vectors = [x for x in named.values() if x.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps)
+        losses, norms, gradients = [], [], []
+        for batch, rate in zip(batches, rates, strict=True):
+            optimizer.zero_grad(set_to_none=True)
+            loss = self.mean_loss(batch)
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append(self._in_our_names({name: x.grad for name, x in named.items()}))
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x.grad) for x in named.values()]))
+            norms.append(float(norm))
+            for x in named.values():
+                x.grad *= min(1.0, clip_norm / float(norm))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        moments = {
+            kind: self._in_our_names({name: optimizer.state[x][there] for name, x in named.items()})
+            for kind, there in (("m", "exp_avg"), ("v", "exp_avg_sq"))
+        }
+        with torch.no_grad():
+            evaluation = float(self.mean_loss(batches[-1]))
+        return {
+            "losses": losses,
+            "norms": norms,
+            "gradients": gradients,
+            "parameters": self.parameters(),
+            "moments": moments,
+            "evaluation": evaluation,
+        }

@@ -1,0 +1,253 @@
+"""An independent oracle: GPT-2 and its training in plain jnp and float64, written from the papers and docs/design.md.
+
+It imports nothing of the package: no mesh, no module, no update rule. Whole arrays, one layer after the other, one
+batch at a time. Parameters and gradients are flat dicts by name; those named `blocks.*` are stacked over layers.
+
+GPT-2: Radford et al. 2019. AdamW: arXiv 1711.05101. Lion: arXiv 2302.06675. Adafactor: arXiv 1804.04235. Momentum: with
+no damping, Sutskever et al. 2013. Clipping by the global norm: arXiv 1211.5063.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BLOCKS = "blocks."
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained and how. total_steps: after which the learning rate is at its floor."""
+
+    vocab_size: int
+    dropout: float
+    seed: int
+    optimizer: str
+    lr: float
+    min_lr_ratio: float
+    warmup_steps: int
+    total_steps: int
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    clip_norm: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """By step, and after the last one. moments: by the paper's name of each, then by parameter."""
+
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    targets: list[int]
+    gradients: list[dict]
+    parameters: dict
+    moments: dict[str, dict]
+    evaluation: float
+
+
+def train(recipe: Recipe, parameters: dict, batches: list[dict]) -> Training:
+    """One update for each batch, then the loss of the last batch without dropout. Needs JAX's 64 bits."""
+    params = {name: jnp.asarray(x, jnp.float64) for name, x in parameters.items()}
+    moments = initial_moments(recipe.optimizer, params)
+    gradient_of = jax.jit(jax.value_and_grad(lambda *args: mean_loss(recipe, *args)))
+    losses, norms, rates, gradients = [], [], [], []
+    for step, batch in enumerate(batches):
+        key = jax.random.fold_in(jax.random.key(recipe.seed), step)
+        loss, grads = gradient_of(params, batch, key if recipe.dropout else None)
+        norm = float(np.sqrt(sum(float(jnp.sum(g**2)) for g in grads.values())))
+        shrink = min(1.0, recipe.clip_norm / norm)
+        clipped = {name: shrink * g for name, g in grads.items()}
+        rate = learning_rate(recipe, step)
+        directions, moments = direction(recipe, step + 1, clipped, moments)
+        for name, p in params.items():
+            decay = recipe.weight_decay if is_decayed(name) else 0.0
+            params[name] = p - rate * (directions[name] + decay * p)
+        losses.append(float(loss))
+        norms.append(norm)
+        rates.append(rate)
+        gradients.append(grads)
+    targets = [int((batch["targets"] >= 0).sum()) for batch in batches]
+    evaluation = float(mean_loss(recipe, params, batches[-1], None))
+    return Training(losses, norms, rates, targets, gradients, params, moments, evaluation)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def mean_loss(recipe: Recipe, params: dict, batch: dict, key) -> jax.Array:
+    """Mean cross-entropy over the targets that are not negative. key: of the step; None for no dropout."""
+    noise = Dropout(recipe.dropout, jnp.asarray(batch["rows"]))
+    real = logits(params, batch["inputs"], key, noise)[..., : recipe.vocab_size]
+    log_probs = real - jnp.log(jnp.sum(jnp.exp(real - real.max(-1, keepdims=True)), -1, keepdims=True))
+    log_probs = log_probs - real.max(-1, keepdims=True)
+    counted = batch["targets"] >= 0
+    picked = jnp.take_along_axis(log_probs, jnp.where(counted, batch["targets"], 0)[..., None], -1)[..., 0]
+    return -jnp.sum(jnp.where(counted, picked, 0)) / counted.sum()
+
+
+def logits(params: dict, tokens, key, noise: "Dropout") -> jax.Array:
+    """[B, T] -> [B, T, padded V]."""
+    length = tokens.shape[1]
+    x = params["tokens"][tokens] + params["positions"][:length]
+    x = noise.hidden(x, site(key, 0))
+    for i in range(params["blocks.mlp.w_up"].shape[0]):
+        p = {name.removeprefix(BLOCKS): x[i] for name, x in params.items() if name.startswith(BLOCKS)}
+        here = site(site(key, 1), i)
+        h = layer_norm(x, p["ln_attention.scale"], p["ln_attention.bias"])
+        q, k, v = (
+            jnp.einsum("btd,dnh->bnth", h, p["attention.w_qkv"][:, part]) + p["attention.b_qkv"][part][:, None]
+            for part in range(3)
+        )
+        scores = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(q.shape[-1])
+        probs = softmax(jnp.where(np.tril(np.ones((length, length), bool)), scores, -jnp.inf))
+        probs = noise.attention(probs, site(here, 0))
+        mixed = jnp.einsum("bnts,bnsh->btnh", probs, v)
+        attended = jnp.einsum("btnh,nhd->btd", mixed, p["attention.w_out"]) + p["attention.b_out"]
+        x = x + noise.hidden(attended, site(here, 1))
+        h = layer_norm(x, p["ln_mlp.scale"], p["ln_mlp.bias"])
+        h = gelu(h @ p["mlp.w_up"] + p["mlp.b_up"]) @ p["mlp.w_down"] + p["mlp.b_down"]
+        x = x + noise.hidden(h, site(here, 2))
+    return layer_norm(x, params["ln_final.scale"], params["ln_final.bias"]) @ params["tokens"].T
+
+
+def layer_norm(x, scale, bias):
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(variance + 1e-5) * scale + bias
+
+
+def gelu(x):
+    return 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def softmax(x):
+    weights = jnp.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dropout, from the keys that docs/design.md documents
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def site(key, number: int):
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Masks of one batch. rows: the index of each row in the global batch."""
+
+    rate: float
+    rows: jax.Array
+
+    def hidden(self, x, key):
+        """x[B, T, D]: a key for each row and position."""
+        return x if key is None else self.drop(x, self.draw(key, x.shape[1], x.shape[2:]))
+
+    def attention(self, probs, key):
+        """probs[B, N, T, S]: a key for each row and head, of each block of queries."""
+        if key is None:
+            return probs
+        heads, length = probs.shape[1:3]
+        num_blocks = next((n for n in (4, 2) if length % n == 0 and length // n >= 64), 1)
+        size, blocks = length // num_blocks, []
+        for end in range(size, length + 1, size):
+            kept = self.draw(jax.random.fold_in(key, end), heads, (size, end))
+            blocks.append(jnp.pad(kept, [(0, 0), (0, 0), (0, 0), (0, length - end)]))
+        return self.drop(probs, jnp.concatenate(blocks, axis=2))
+
+    def draw(self, key, second: int, rest: tuple[int, ...]):
+        """kept[rows, second, *rest]."""
+
+        def one(row, index):
+            return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, row), index), rest, jnp.uint32)
+
+        bits = jax.vmap(lambda row: jax.vmap(lambda index: one(row, index))(jnp.arange(second)))(self.rows)
+        return bits >= np.uint32(self.rate * 2**32)
+
+    def drop(self, x, kept):
+        return jnp.where(kept, x / (1 - self.rate), 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The update
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Of the step that follows `step` others: warm-up to `lr`, then a cosine to `lr * min_lr_ratio`."""
+    if step < recipe.warmup_steps:
+        return recipe.lr * (step + 1) / min(recipe.warmup_steps, recipe.total_steps)
+    progress = (step - recipe.warmup_steps) / (recipe.total_steps - recipe.warmup_steps)
+    cosine = (1 + np.cos(np.pi * progress)) / 2
+    return recipe.lr * (recipe.min_lr_ratio + (1 - recipe.min_lr_ratio) * cosine)
+
+
+def is_decayed(name: str) -> bool:
+    """Matrices and embeddings."""
+    return name in ("tokens", "positions") or name.split(".")[-1].startswith("w_")
+
+
+def initial_moments(optimizer: str, params: dict) -> dict[str, dict]:
+    """Zeros, by the name that a paper gives each moment."""
+    if optimizer != "adafactor":
+        kinds = {"adamw": "mv", "lion": "m", "sgd": "m"}[optimizer]
+        return {kind: {name: jnp.zeros(p.shape) for name, p in params.items()} for kind in kinds}
+    moments: dict[str, dict] = {"row": {}, "column": {}, "whole": {}}
+    for name, p in params.items():
+        if factored(p) is None:
+            moments["whole"][name] = jnp.zeros(p.shape)
+        else:
+            rows, columns = factored(p)
+            moments["row"][name] = jnp.zeros(np.delete(p.shape, columns))
+            moments["column"][name] = jnp.zeros(np.delete(p.shape, rows))
+    return moments
+
+
+def direction(recipe: Recipe, t: int, grads: dict, moments: dict) -> tuple[dict, dict]:
+    """What is subtracted times the learning rate, less weight decay, and the new moments; t counts from 1."""
+    b1, b2 = recipe.beta1, recipe.beta2
+    if recipe.optimizer == "sgd":
+        m = {name: b1 * moments["m"][name] + g for name, g in grads.items()}
+        return m, {"m": m}
+    if recipe.optimizer == "lion":
+        signs = {name: jnp.sign(b1 * moments["m"][name] + (1 - b1) * g) for name, g in grads.items()}
+        return signs, {"m": {name: b2 * moments["m"][name] + (1 - b2) * g for name, g in grads.items()}}
+    if recipe.optimizer == "adamw":
+        m = {name: b1 * moments["m"][name] + (1 - b1) * g for name, g in grads.items()}
+        v = {name: b2 * moments["v"][name] + (1 - b2) * g**2 for name, g in grads.items()}
+        found = {name: (m[name] / (1 - b1**t)) / (jnp.sqrt(v[name] / (1 - b2**t)) + recipe.eps) for name in grads}
+        return found, {"m": m, "v": v}
+    return adafactor(t, grads, moments)
+
+
+def factored(x) -> tuple[int, int] | None:
+    """The two largest dims, where both are 128 or more: (rows, columns)."""
+    order = sorted(range(x.ndim), key=lambda dim: x.shape[dim])
+    return tuple(order[-2:]) if x.ndim > 1 and x.shape[order[-2]] >= 128 else None
+
+
+def adafactor(t: int, grads: dict, moments: dict) -> tuple[dict, dict]:
+    """Algorithms 4 and 5 of the paper, with its decay 1 - t^-0.8, its eps_1 of 1e-30 and its clipping at 1."""
+    decay, found = 1 - t**-0.8, {}
+    after: dict[str, dict] = {"row": {}, "column": {}, "whole": {}}
+    for name, g in grads.items():
+        square = g**2 + 1e-30
+        if factored(g) is None:
+            v = after["whole"][name] = decay * moments["whole"][name] + (1 - decay) * square
+        else:
+            rows, columns = factored(g)
+            row = after["row"][name] = decay * moments["row"][name] + (1 - decay) * square.mean(columns)
+            column = after["column"][name] = decay * moments["column"][name] + (1 - decay) * square.mean(rows)
+            row, column = jnp.expand_dims(row, columns), jnp.expand_dims(column, rows)
+            v = row * column / row.mean(rows, keepdims=True)
+        u = g / jnp.sqrt(v)
+        found[name] = u / jnp.maximum(1, jnp.sqrt(jnp.mean(u**2)))
+    return found, after

@@ -1,0 +1,219 @@
+"""What is promised of 16 bits, read from the traced step: sums in fp32, softmax and norms in fp32, masters in fp32.
+
+Dtypes of accumulators and of reductions are facts of the jaxpr, so no rounding has to show for a broken promise to.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Literal
+
+from experiments.strategies import Strategy
+from jaxdist.compat import inner_programs, scan_counts
+from jaxdist.config import ModelConfig
+from jaxdist.mesh import DATA_AXES, make_abstract_mesh
+from jaxdist.plan.trace import equations
+from jaxdist.step import build_program
+
+ROWS = 7  # of a micro-batch on one rank: a dim of activations and of no parameter
+MODEL = ModelConfig(num_layers=4, width=32, num_heads=4, ffn_width=64, seq_len=8, vocab_size=250)
+
+# mesh, parallel, how many passes of ROWS rows one rank makes
+PROGRAMS = {
+    "accumulate": ("dp=2", {"accumulate": 2}, 2),
+    "zero2-accumulate": ("dp=2", {"zero": 2, "accumulate": 2}, 2),
+    "zero3-accumulate": ("dp=2,tp=2", {"zero": 3, "sp": True, "accumulate": 2}, 2),
+    "overlap-accumulate": ("replica=2,dp=2", {"overlap": True, "accumulate": 3}, 3),
+    "zero1-overlap-accumulate": ("dp=2", {"overlap": True, "zero": 1, "accumulate": 2}, 2),
+    "zero3-overlap-accumulate": ("dp=2", {"overlap": True, "zero": 3, "accumulate": 2}, 2),
+    "loss-chunks": ("tp=2", {"loss_chunks": 2, "sp": True}, 1),
+    "pipeline": ("pp=2,dp=2", {"zero": 1, "microbatches": 4}, 4),
+    "pipeline-accumulate": ("pp=2,tp=2", {"schedule": "zb-h1", "microbatches": 4, "accumulate": 2}, 8),
+    "pipeline-zero3": ("pp=2,dp=2", {"zero": 3, "schedule": "zb-v", "microbatches": 4}, 4),
+    "ring": ("dp=2,tp=2", {"sp": True, "tp_ring": "two-way", "zero": 1}, 1),
+    "remat": ("dp=2", {"remat": "selective", "zero": 2}, 1),
+}
+
+
+@functools.cache
+def traced(name: str, dtype: str = "bfloat16"):
+    mesh, parallel, passes = PROGRAMS[name]
+    config = Strategy(name, mesh, parallel, dropout=0.1, dtype=dtype).run_config()
+    data_ranks = config.parallel.mesh.replica * config.parallel.mesh.dp
+    config = type(config)(
+        MODEL, config.parallel, config.optimizer, config.precision, batch_size=ROWS * passes * data_ranks, steps=2
+    )
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    return program, program.step.trace(program.abstract_state(), program.abstract_batch()).jaxpr
+
+
+def is_narrow(aval) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
+
+
+def is_activation(aval) -> bool:
+    return any(n % ROWS == 0 for n in aval.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which values are sums with what a loop carries
+# ---------------------------------------------------------------------------------------------------------------------
+
+# What places a value elsewhere, or changes its type, and adds nothing to it.
+MOVES = {
+    *("dynamic_slice", "dynamic_update_slice", "slice", "squeeze", "reshape", "transpose", "broadcast_in_dim", "pad"),
+    *("convert_element_type", "select_n", "concatenate", "optimization_barrier", "pvary", "copy", "gather", "name"),
+    *("reduce_scatter", "psum", "psum_invariant", "all_gather", "ppermute", "reduce_precision"),
+}
+ADDS = {"add", "add_any", "scatter-add"}
+
+
+@dataclass(frozen=True)
+class Trail:
+    """How a value came from one carried value: the dtypes of the sums on its way, and whether each is an activation."""
+
+    sums: frozenset = frozenset()
+
+    def __or__(self, other: "Trail") -> "Trail":
+        return Trail(self.sums | other.sums)
+
+
+def follow(jaxpr, trails: list[Trail | None]) -> list[Trail | None]:
+    """The trails of a program's results, given those of its arguments; None: it does not come from there."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    known = dict(zip(jaxpr.invars, trails, strict=True))
+
+    def of(var):
+        return None if isinstance(var, Literal) else known.get(var)
+
+    def merge(found):
+        found = [trail for trail in found if trail is not None]
+        return functools.reduce(Trail.__or__, found) if found else None
+
+    for eqn in jaxpr.eqns:
+        given, name = [of(var) for var in eqn.invars], eqn.primitive.name
+        if all(trail is None for trail in given):
+            continue
+        inner = list(inner_programs(eqn))
+        if name == "while":
+            num_cond = eqn.params["cond_nconsts"]
+            num_body = eqn.params["body_nconsts"]
+            carry = given[num_cond + num_body :]
+            after = follow(eqn.params["body_jaxpr"], given[num_cond:])
+            out = [merge(pair) for pair in zip(carry, after, strict=True)]
+        elif name == "scan":
+            num_consts, num_carry = scan_counts(eqn)
+            after = follow(inner[0], given)
+            carry = given[num_consts : num_consts + num_carry]
+            out = [merge(pair) for pair in itertools.zip_longest(carry, after)]
+        elif name == "cond":
+            out = [merge(found) for found in zip(*(follow(branch, given[1:]) for branch in inner), strict=True)]
+        elif inner and len(getattr(inner[0], "jaxpr", inner[0]).invars) == len(eqn.invars):
+            out = follow(inner[0], given)
+        elif name in ADDS:
+            aval = eqn.outvars[0].aval
+            out = [merge(given) | Trail(frozenset([(aval.dtype.name, is_narrow(aval), is_activation(aval))]))]
+        elif name in MOVES:
+            one_each = len(eqn.outvars) == len(eqn.invars)
+            out = given if one_each else [merge(given)] * len(eqn.outvars)
+        else:
+            continue
+        known.update(zip(eqn.outvars, out, strict=True))
+    return [of(var) for var in jaxpr.outvars]
+
+
+def accumulators(jaxpr):
+    """(loop's name, shape, sums) of every value that a loop carries and adds to."""
+    for eqn, _, depth in equations(jaxpr):
+        if eqn.primitive.name == "scan":
+            num_consts, num_carry = scan_counts(eqn)
+            body = next(inner_programs(eqn))
+        elif eqn.primitive.name == "while":
+            num_consts, body = eqn.params["body_nconsts"], eqn.params["body_jaxpr"]
+            num_carry = len(eqn.outvars)
+        else:
+            continue
+        num_args = len(getattr(body, "jaxpr", body).invars)
+        for index in range(num_carry):
+            start = [Trail() if arg == num_consts + index else None for arg in range(num_args)]
+            trail = follow(body, start)[index]
+            aval = eqn.outvars[index].aval
+            if trail is not None and trail.sums and jnp.issubdtype(aval.dtype, jnp.floating):
+                yield f"{eqn.primitive.name} at depth {depth}", aval.shape, trail.sums
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_loop_sums_is_summed_in_fp32(name):
+    """Gradients over micro-batches, layers and chunks; not activations, whose residual stream is in 16 bits."""
+    _, jaxpr = traced(name)
+    found = list(accumulators(jaxpr))
+    wrong = [(where, shape) for where, shape, sums in found if any(narrow and not act for _, narrow, act in sums)]
+    assert not wrong
+    gradients = [shape for _, shape, sums in found if shape and any(not act for *_, act in sums)]
+    if name not in ("ring", "remat"):  # which have no loop that sums gradients
+        assert gradients
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_ranks_sum_of_gradients_is_summed_in_fp32(name):
+    """Every sum over data ranks and stages; what is summed over tp alone are activations, and with sp vectors' sums."""
+    _, jaxpr = traced(name)
+    for eqn, *_ in equations(jaxpr):
+        if eqn.primitive.name not in ("psum", "psum_invariant", "reduce_scatter"):
+            continue
+        axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+        axes = {axes} if isinstance(axes, str) else set(axes)
+        for var in eqn.invars:
+            if axes & {"pp", *DATA_AXES} or not is_activation(var.aval):
+                assert not is_narrow(var.aval), f"{eqn.primitive.name} over {axes} of {var.aval}"
+
+
+@pytest.mark.parametrize("name", ["pipeline", "pipeline-accumulate", "pipeline-zero3"])
+def test_what_stages_add_of_a_shared_table_is_added_in_fp32(name):
+    """`scatter_from` adds what a permute brings: no reduction by name, so the sum is looked for behind the permute."""
+    program, jaxpr = traced(name)
+    table = program.layout.leaves["tokens"]
+    parts = {table.compute_local, tuple(n for n in table.compute_local if n > 1)}
+    seen = 0
+    for eqn, *_ in equations(jaxpr):
+        for inner in inner_programs(eqn):
+            body = getattr(inner, "jaxpr", inner)
+            brought = {e.outvars[0] for e in body.eqns if e.primitive.name == "ppermute"}
+            for each in body.eqns:
+                if each.primitive.name in ADDS and brought & {v for v in each.invars if not isinstance(v, Literal)}:
+                    seen += each.outvars[0].aval.shape in parts
+                    assert not is_narrow(each.outvars[0].aval), each
+    assert seen
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_exponentials_and_norms_are_computed_in_fp32(name, dtype):
+    """Softmax of attention and of the loss, its logarithm, layer norms, the update."""
+    _, jaxpr = traced(name, dtype)
+    names = {"exp", "exp2", "log", "log1p", "expm1", "rsqrt", "sqrt", "reduce_max", "cumsum", "logsumexp", "pow"}
+    found = [(eqn.primitive.name, eqn.invars[0].aval) for eqn, *_ in equations(jaxpr) if eqn.primitive.name in names]
+    assert {"exp", "log", "rsqrt", "sqrt", "reduce_max"} <= {kind for kind, _ in found}
+    assert not [(kind, aval) for kind, aval in found if is_narrow(aval)]
+    # What is summed over an exponential is no narrower either.
+    for eqn, *_ in equations(jaxpr):
+        for inner in inner_programs(eqn):
+            body = getattr(inner, "jaxpr", inner)
+            powers = {e.outvars[0] for e in body.eqns if e.primitive.name == "exp"}
+            for each in body.eqns:
+                if each.primitive.name == "convert_element_type" and each.invars[0] in powers:
+                    assert not is_narrow(each.outvars[0].aval), each
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_masters_and_moments_are_fp32(name):
+    program, _ = traced(name)
+    wide = {"masters": program.shapes.master, "moments": program.shapes.moments}
+    for kind, tree in wide.items():
+        floats = [x.dtype.name for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+        assert floats and set(floats) == {"float32"}, kind
+    assert {x.dtype.name for x in jax.tree.leaves(program.shapes.params)} == {"bfloat16"}
