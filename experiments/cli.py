@@ -1,10 +1,15 @@
 """Flags that all programs share, and the border where a wrong one ends the program."""
 
 import dataclasses
+import errno
+import os
+import shlex
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -30,7 +35,7 @@ from jaxdist.config import (
     TpRing,
     require_positive,
 )
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, printable, reason_of
 from jaxdist.mesh import parse_mesh
 from jaxdist.runtime import DeviceChoice
 from jaxdist.signals import EXIT_SIGNAL
@@ -42,6 +47,7 @@ PLACEHOLDERS = {"data": "DATA", "out": "OUT"}
 
 # Exit codes beside 0 (done) and 1 (it ran, and what it ran is wrong).
 EXIT_BAD_INPUT = 2  # refused before anything ran
+EXIT_DEFECT = 71  # an exception that should not have happened
 EXIT_PEER = 69  # another process of the run is gone; "service unavailable" in sysexits.h
 EXIT_SAVE = 74  # the last checkpoint could not be written; "input/output error"
 EXIT_BUDGET = 75  # stopped because time or money was used up; "try again later" in sysexits.h
@@ -199,7 +205,7 @@ class ProcessFlags:
             if f"--{name}" in facts:
                 facts[f"--{name}"] = None if facts[f"--{name}"] is None else "given"
         facts = {name: "not given" if value is None else value for name, value in facts.items()}
-        return facts | {"the number of processes": processes.count()} | compat.settings() | versions.facts()
+        return facts | compat.settings() | versions.facts()
 
 
 # Flags that tell one process from another.
@@ -278,25 +284,93 @@ def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
             raise ConfigError(flag_word(field.name, getattr(flags, field.name)), why, "Leave it out")
 
 
+class SafeConsole(Console):
+    """A console on which text from elsewhere (names of files, foreign checkpoints) cannot command the terminal."""
+
+    def render(self, renderable, options=None):
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
 def run_program(
     flags_type: type[Flags],
     main: Callable[[Flags, Console], int | None],
     prog: str,
     args: list[str] | None = None,
 ) -> None:
-    """Parse `args` (default: the command line) and run `main`; a ConfigError becomes one message and exit code 2."""
-    flags = tyro.cli(flags_type, prog=f"python -m {prog}", args=args)
+    """Parse `args` (default: the command line), run `main` and end the process with an exit code.
+
+    A ConfigError becomes one message and exit code 2. Whatever else escapes is a defect of ours: one line says so, and
+    a file holds the traceback.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal whose encoding lacks a character shows its number
+            stream.reconfigure(errors="backslashreplace")
+    flags = _parse(flags_type, prog, args)
     try:
-        sys.exit(main(flags, Console(highlight=False, width=None if sys.stdout.isatty() else 160)))
+        code = main(flags, SafeConsole(highlight=False, width=None if sys.stdout.isatty() else 160))
+        sys.stdout.flush()
     except ConfigError as error:
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        code = EXIT_BAD_INPUT
+        if not isinstance(error, processes.Disagreement) or processes.is_first():
+            _say(f"[bold red]error:[/] {escape(str(error))}")
+        if isinstance(error, processes.Disagreement):  # which all processes know
+            processes.end_together("disagreement", 10)
+            processes.leave(code)
         if processes.count() > 1:
-            processes.fail(EXIT_BAD_INPUT, EXIT_BAD_INPUT, str(error))
-        sys.exit(EXIT_BAD_INPUT)
+            processes.fail(code, code, str(error))
     except KeyboardInterrupt:
-        sys.exit(EXIT_SIGNAL + signal.SIGINT)
+        code = EXIT_SIGNAL + signal.SIGINT
+    except BrokenPipeError:  # whoever read the output has had enough
+        code = EXIT_SIGNAL + signal.SIGPIPE
+        _abandon_output()
     except Exception as error:
-        if processes.count() == 1:
-            raise
-        traceback.print_exc()
-        processes.fail(1, EXIT_PEER, f"{type(error).__name__}: {error}")
+        code, text = _unexpected(error, prog)
+        _say(text)
+        if processes.count() > 1:
+            processes.fail(code, EXIT_PEER, f"{type(error).__name__}: {reason_of(error)}")
+    sys.exit(code)
+
+
+def _parse(flags_type: type[Flags], prog: str, args: list[str] | None) -> Flags:
+    try:
+        return tyro.cli(flags_type, prog=f"python -m {prog}", args=args)
+    except SystemExit as stop:
+        if stop.code and issubclass(flags_type, ProcessFlags) and processes.asked_to_join():
+            with suppress(ConfigError):
+                processes.join(None, None, None)
+            if processes.count() > 1:  # the others wait for this one
+                processes.fail(EXIT_BAD_INPUT, EXIT_BAD_INPUT, "its flags were refused")
+        raise
+
+
+def _unexpected(error: Exception, prog: str) -> tuple[int, str]:
+    """Exit code and one line for an exception that no program expected."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        _abandon_output()
+        return EXIT_SAVE, f"[bold red]error:[/] the output cannot be written: {escape(str(error))}"
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        text = f"[bold red]error:[/] not enough memory: {escape(reason_of(error))}"
+        return 1, f"{text}. `python -m experiments.plan` tells what a layout needs."
+    with tempfile.NamedTemporaryFile("w", prefix="jaxdist-defect-", suffix=".txt", delete=False) as file:
+        file.write(
+            f"python -m {prog} {shlex.join(sys.argv[1:])}\n{versions.versions()}\n\n".encode(
+                "ascii", "replace"
+            ).decode()
+        )
+        file.write("".join(traceback.format_exception(error)))
+    return EXIT_DEFECT, (
+        f"[bold red]defect:[/] {type(error).__name__}: {escape(reason_of(error))}. This is a fault of jaxdist, not of "
+        f"what was asked. Please report it with {file.name}, which holds the command and the traceback."
+    )
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        SafeConsole(stderr=True, highlight=False).print(text, soft_wrap=True)
+
+
+def _abandon_output() -> None:
+    """What is still buffered for stdout would be refused again when Python ends, with a traceback."""
+    with suppress(OSError, ValueError):  # ValueError: what stands in for stdout has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

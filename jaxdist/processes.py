@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from jaxdist.compat import coordination_client, coordination_count, coordination
 from jaxdist.errors import ConfigError, printable, reason_of
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX reads it
 JOIN_SECONDS = 120  # in which all processes must have come
 
 # How launchers tell a process how many there are and which one it is.
@@ -81,6 +83,7 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
             heartbeat_timeout_seconds=heartbeat_seconds,
             initialization_timeout=JOIN_SECONDS,
             shutdown_timeout_seconds=60,
+            coordinator_bind_address=_bind_address(address),
         )
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(
@@ -92,7 +95,17 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
     finally:
         slow.cancel()
     if count() > 1:
-        threading.Thread(target=_listen, name="other processes", daemon=True).start()
+        start_guard("other processes", _listen)
+
+
+def _bind_address(address: str | None) -> str | None:
+    """Where the first process listens: on loopback alone where the address is loopback. None is JAX's choice.
+
+    JAX listens on every interface, and whoever reaches that port can register as a process and end the run.
+    """
+    host = "" if address is None else address.rpartition(":")[0].strip("[]")
+    local = host == "localhost" or host == "::1" or host.startswith("127.")
+    return address if local and BIND_ADDRESS not in os.environ else None
 
 
 def _say_waiting(address: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -169,7 +182,7 @@ def fail(code: int, others: int, reason: str) -> None:
     _failing.set()
     with suppress(RuntimeError):  # another one failed before
         coordination_client().key_value_set(FAILED, f"{others} process {coordination_index()}: {reason}")
-    time.sleep(3 * LISTEN_SECONDS)  # the first process serves this message to the others
+    time.sleep((3 if is_first() else 2) * LISTEN_SECONDS)  # in which the others read it
     leave(code)
 
 
@@ -184,6 +197,21 @@ def end_together(name: str, seconds: float) -> None:
         time.sleep(LISTEN_SECONDS)  # it serves the barrier to the others
 
 
+def start_guard(name: str, target: Callable[[], None]) -> None:
+    """Run `target` in a thread beside the program. Should it fail, the process ends: nobody would guard it any more."""
+
+    def run():
+        try:
+            target()
+        except BaseException:
+            traceback.print_exc(file=sys.__stderr__)
+            print(f"the thread {name!r} failed, and nothing would guard this process any more", file=sys.__stderr__)
+            sys.__stderr__.flush()
+            os._exit(1)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
 def _listen() -> None:
     """End this process when another one has failed."""
     while not _failing.wait(LISTEN_SECONDS):
@@ -193,6 +221,8 @@ def _listen() -> None:
                 text = f"process {coordination_index()} ends, since another one did. {reason}"
                 print(printable(text), file=sys.stderr)
                 sys.stderr.flush()
+                if is_first():  # it serves the message, and JAX aborts the others once it is gone
+                    time.sleep(3 * LISTEN_SECONDS)
                 leave(int(code))
 
 
@@ -238,6 +268,11 @@ def require_agreement(name: str, facts: Mapping[str, object], seconds: float = 6
     """
     if count() == 1:
         return
+    of_first = from_first(f"{name}: count", str(count()), seconds)
+    if of_first != str(count()):  # the others cannot all be asked: they are not known alike
+        raise ConfigError(
+            f"process {index()} of {count()}", f"the first process is one of {of_first}", "Start all of them anew"
+        )
     mine = json.dumps({fact: value if isinstance(value, Shown) else (str(value),) * 2 for fact, value in facts.items()})
     try:
         everyone = [json.loads(text) for text in from_all(name, mine, seconds)]

@@ -14,7 +14,7 @@ from jaxdist import processes
 from jaxdist.errors import ConfigError
 
 LOCK = ".lock"
-SEEN_SECONDS = 5.0  # in which a network file system shows a new file to every process
+SEEN_SECONDS = 3.0  # in which a network file system shows a new file to every process
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 

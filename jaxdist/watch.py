@@ -61,7 +61,7 @@ class Watchdog:
         self._stop = threading.Event()
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        processes.start_guard("watchdog", self._watch)
         return self
 
     def alive(self, doing: str) -> None:
