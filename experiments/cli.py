@@ -184,10 +184,15 @@ class ProcessFlags:
         Call it before anything else touches a JAX backend; from then on only the first process prints to `console`.
         Raises: ConfigError; Disagreement where the processes were not given the same.
         """
-        require_positive("heartbeat", self.heartbeat)
+        require_positive("heartbeat", self.heartbeat, 10**6)
         if self.num_processes is not None:
-            require_positive("num_processes", self.num_processes)
-        if self.distributed or self.coordinator or processes.asked_to_join():
+            require_positive("num_processes", self.num_processes, 10**6)
+        alone = not (self.distributed or self.coordinator or processes.asked_to_join())
+        if alone and self.heartbeat != ProcessFlags.heartbeat:
+            raise ConfigError(
+                f"--heartbeat {self.heartbeat}", "this process is alone, and waits for no other", "Leave it out"
+            )
+        if not alone:
             processes.join(self.coordinator, self.num_processes, self.process_id, self.heartbeat)
             processes.require_agreement("flags", self._must_be_equal())
         elif self.process_id is not None or self.num_processes not in (None, 1):
@@ -349,7 +354,7 @@ def _unexpected(error: Exception, prog: str) -> tuple[int, str]:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         _abandon_output()
         return EXIT_SAVE, f"[bold red]error:[/] the output cannot be written: {escape(str(error))}"
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
         text = f"[bold red]error:[/] not enough memory: {escape(reason_of(error))}"
         return 1, f"{text}. `python -m experiments.plan` tells what a layout needs."
     with tempfile.NamedTemporaryFile("w", prefix="jaxdist-defect-", suffix=".txt", delete=False) as file:

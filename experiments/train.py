@@ -6,6 +6,7 @@ With --out the run is kept in a folder, and the same command continues it after 
 """
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from experiments.cli import (
     PLACEHOLDERS,
     CommonFlags,
     ProcessFlags,
+    flag_word,
     run_program,
     set_precision,
 )
@@ -122,15 +124,21 @@ class TrainFlags(CommonFlags, ProcessFlags):
                 "this is a placeholder of experiments.plan, which knows neither your tokens nor your storage",
                 "Write --data my_tokens and --out /shared/runs/a, your own (a path of that very name: ./DATA, ./OUT)",
             )
-        for name in ("eval_every", "eval_batches", "prefetch"):
-            require_positive(name, getattr(self, name))
+        require_positive("eval_every", self.eval_every)
         for name in ("checkpoint_every", "keep_last", "keep_every", "check_replicas_every"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
+        require_positive("eval_batches", self.eval_batches, 10**6)
+        require_positive("prefetch", self.prefetch, 10**4)
         for name in ("grace", "stuck_after"):
             if not 0 < getattr(self, name) < 1e9:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} {getattr(self, name)}", "it is a time in seconds, above 0", f"Use {flag} 60")
+        if self.out is None:
+            for name in ("keep_last", "keep_every", "fresh", "fall_back", "record_digests"):
+                if getattr(self, name) != getattr(TrainFlags, name):
+                    flag = flag_word(name, getattr(self, name))
+                    raise ConfigError(f"{flag} without --out", "it is about a run's folder", "Add --out runs/a")
         if self.out is not None and not self.out:
             raise ConfigError("--out ''", "it names no folder", "Name one")
         if self.checkpoint_every is not None and self.out is None:
@@ -223,6 +231,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     drill = parse_drill(flags.drill, config.parallel.mesh.num_devices)
     poison = drill.poison() if drill else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
+    require_room(program, devices)
     data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}
     shown = f"{corpus.about} (SHA-256 {data['fingerprint'][:12]}...)"
     processes.require_agreement("data", {"--data": processes.Shown(data["fingerprint"], shown)}, seconds=600)
@@ -353,6 +362,24 @@ def parse_options(options: Sequence[str]) -> dict[str, str | bool]:
             raise ConfigError(f"--compiler-options {option}", refusal, remedy)
         found[name] = value
     return found
+
+
+def require_room(program: Program, devices: Devices) -> None:
+    """Raises: ConfigError where the state alone is more than this machine's devices, or its host, can hold."""
+    held = local_bytes(program.abstract_state())
+    if devices.platform == "cpu":
+        mine = sum(device.process_index == jax.process_index() for device in devices.devices)
+        need, room = held * mine, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        where = f"the host's memory, for {mine} simulated devices"
+    else:
+        need, room = held, (devices.devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+        where = "one device"
+    if need > room:
+        raise ConfigError(
+            f"a state of {need / 2**30:,.1f} GiB in {where}",
+            f"it has {room / 2**30:,.1f} GiB",
+            "Use a smaller model, or ask `python -m experiments.plan` which layout and hardware hold it",
+        )
 
 
 def is_done(flags: TrainFlags, config: RunConfig, out: Path, console: Console, warn: Callable[[str], None]) -> bool:

@@ -37,9 +37,33 @@ def require_choices(config) -> None:
             raise ConfigError(f"{name}={value!r}", f"{name} is one of a few words", f"Use {choices}")
 
 
-def require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name}={value}", "it must be a whole number, at least 1", f"Use {name}=1 or more")
+MOST = 2**31 - 1  # of whatever is counted; sizes with a smaller bound name their own
+
+
+def require_positive(name: str, value: int, most: int = MOST) -> None:
+    if not 1 <= value <= most:
+        raise ConfigError(
+            f"{name}={value}", f"it must be a whole number from 1 to {most:,}", f"Use {name}=1 or more, within that"
+        )
+
+
+def require_within(name: str, value: float, least: float, most: float) -> None:
+    """For a number with a fraction; NaN is never within."""
+    if not least <= value <= most:
+        raise ConfigError(f"{name}={value}", f"it must be a number from {least:g} to {most:g}", "Use one within that")
+
+
+# Far above what anybody trains (1T parameters: 128 layers x 25,600), and low enough that products stay meaningful.
+MODEL_BOUNDS = {
+    "num_layers": 2**14,
+    "width": 2**20,
+    "num_heads": 2**16,
+    "ffn_width": 2**22,
+    "seq_len": 2**24,
+    "vocab_size": MOST - 2**17,  # tokens are 32-bit integers, and the padded vocabulary too
+}
+MOST_TOKENS = 2**30  # of one update: its targets are counted in 32 bits
+MOST_ACTIONS = 2**17  # micro-batches x stages x chunks of a schedule, whose table is made one action at a time
 
 
 @dataclass(frozen=True)
@@ -67,10 +91,8 @@ class ModelConfig:
         return 2 * self.width * self.padded_vocab_size / layer
 
     def __post_init__(self):
-        for name in ("num_layers", "width", "num_heads", "ffn_width", "seq_len", "vocab_size"):
-            require_positive(name, getattr(self, name))
-        if self.vocab_size >= 2**31:
-            raise ConfigError(f"vocab_size={self.vocab_size}", "tokens are 32-bit integers", "Use less than 2**31")
+        for name, most in MODEL_BOUNDS.items():
+            require_positive(name, getattr(self, name), most)
         if self.width % self.num_heads:
             raise ConfigError(
                 f"width={self.width} with num_heads={self.num_heads}",
@@ -190,12 +212,11 @@ class ParallelConfig:
         require_choices(self)
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"zero={self.zero}", "ZeRO has stages 0 (off) to 3", "Use --zero 0, 1, 2 or 3")
-        if not (math.isfinite(self.bucket_mb) and self.bucket_mb > 0):
-            raise ConfigError(f"bucket_mb={self.bucket_mb}", "a bucket holds a positive size in MiB", "Use 25")
+        require_within("bucket_mb", self.bucket_mb, 1e-6, 2**20)
         require_positive("accumulate", self.accumulate)
         require_positive("loss_chunks", self.loss_chunks)
         every = self.remat.removeprefix("every-")
-        if self.remat not in REMAT and not (every != self.remat and every.isascii() and every.isdigit() and int(every)):
+        if self.remat not in REMAT and not (every != self.remat and _is_positive(every)):
             raise ConfigError(
                 f"remat={self.remat!r}", "it is none, selective, block or every-K with K a whole number", "Use every-2"
             )
@@ -208,9 +229,31 @@ class ParallelConfig:
                 "it is even, balanced, or the layers of each part",
                 "Use 3,5,5,3 for 16 layers",
             )
+        self._check_used()
         self._check_ring()
         self._check_overlap()
         _ = self.pipeline  # refuses a schedule that cannot be made
+
+    def _check_used(self):
+        """No setting is ignored: what only one kind of strategy reads is refused with the others."""
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        for names, applies, why in (
+            (("schedule", "microbatches", "chunks", "stages"), self.mesh.pp > 1, "it describes a pipeline, and pp=1"),
+            (("bucket_mb",), self.grad_sync == "bucketed", f"gradients are reduced {self.grad_sync}, in no buckets"),
+            (("reshard_after_forward",), self.zero == 3, f"only ZeRO-3 gathers weights, and this is zero={self.zero}"),
+        ):
+            for name in names:
+                if not applies and getattr(self, name) != default[name]:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)}", f"{why}: it would change nothing", "Leave it out"
+                    )
+        actions = self.mesh.pp * self.num_microbatches * (self.chunks or 1)
+        if actions > MOST_ACTIONS:
+            raise ConfigError(
+                f"pp={self.mesh.pp} with microbatches={self.num_microbatches} and chunks={self.chunks or 1}",
+                f"a schedule has at most {MOST_ACTIONS:,} micro-batches x stages x chunks, and this has {actions:,}",
+                "Use fewer micro-batches, and --accumulate for the rest",
+            )
 
     def _check_ring(self):
         asked = f"tp_ring={self.tp_ring}"
@@ -282,7 +325,8 @@ def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
 
 
 def _is_positive(text: str) -> bool:
-    return text.strip().isascii() and text.strip().isdigit() and int(text) > 0
+    text = text.strip()
+    return text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0
 
 
 @dataclass(frozen=True)
@@ -301,16 +345,21 @@ class OptimizerConfig:
 
     def __post_init__(self):
         require_choices(self)
-        for name in ("lr", "eps", "clip_norm"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}={value}", "it must be a positive finite number", "Use the default")
-        for name, top in (("beta1", 1), ("beta2", 1), ("min_lr_ratio", 1.000001), ("weight_decay", math.inf)):
-            value = getattr(self, name)
-            if not 0 <= value < top:
-                raise ConfigError(f"{name}={value}", f"it must be at least 0 and below {top:g}", "Use the default")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps={self.warmup_steps}", "it cannot be negative", "Use 0 for no warm-up")
+        # Bounds within what fp32 holds with digits to spare.
+        for name, least, most in (
+            ("lr", 1e-30, 1e6),
+            ("eps", 1e-30, 1e6),
+            ("clip_norm", 1e-30, 1e30),
+            ("beta1", 0, 1 - 1e-7),
+            ("beta2", 0, 1 - 1e-7),
+            ("min_lr_ratio", 0, 1),
+            ("weight_decay", 0, 1e6),
+        ):
+            require_within(name, getattr(self, name), least, most)
+        if not 0 <= self.warmup_steps <= MOST:
+            raise ConfigError(
+                f"warmup_steps={self.warmup_steps}", f"it is a number of steps, 0 to {MOST:,}", "Use 0 for no warm-up"
+            )
 
 
 @dataclass(frozen=True)
@@ -359,8 +408,14 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self):
-        require_positive("batch_size", self.batch_size)
         require_positive("steps", self.steps)
+        require_positive("batch_size", self.batch_size)
+        if self.batch_size * self.model.seq_len > MOST_TOKENS:
+            raise ConfigError(
+                f"batch_size={self.batch_size} x seq_len={self.model.seq_len}",
+                f"an update has at most {MOST_TOKENS:,} tokens",
+                f"Use a batch size of {max(1, MOST_TOKENS // self.model.seq_len):,} or less",
+            )
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed}", "it must be a whole number from 0 to 2**32 - 1", "Use --seed 0")
         self._check_tensor_parallel()
@@ -459,8 +514,6 @@ class RunConfig:
             notes.append(f"--zero {parallel.zero} shards over dp, and dp=1: nothing is sharded.")
         if parallel.sp and parallel.mesh.tp == 1:
             notes.append("--sp splits the sequence over tp, and tp=1: it changes nothing.")
-        if not parallel.reshard_after_forward and parallel.zero != 3:
-            notes.append("--no-reshard-after-forward concerns ZeRO-3 alone: it changes nothing here.")
         if not parallel.reshard_after_forward and parallel.remat_every:
             notes.append(
                 f"--remat {parallel.remat} recomputes blocks, and so gathers their weights again all the same."
@@ -471,10 +524,6 @@ class RunConfig:
             )
         if parallel.overlap_layers and parallel.mesh.replica * parallel.mesh.dp == 1:
             notes.append("--overlap hides what data ranks send, and there is one: it hides nothing.")
-        default = ParallelConfig()
-        for name in ("schedule", "microbatches", "chunks", "stages"):
-            if parallel.mesh.pp == 1 and getattr(parallel, name) != getattr(default, name):
-                notes.append(f"--{name} concerns the pipeline, and pp=1: it changes nothing.")
         if parallel.mesh.pp > 1 and parallel.num_microbatches < parallel.mesh.pp:
             notes.append(
                 f"{parallel.num_microbatches} micro-batches cannot fill {parallel.mesh.pp} stages: some idle all the "

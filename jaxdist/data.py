@@ -9,6 +9,7 @@ import hashlib
 import math
 import os
 import platform
+import re
 import stat
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +39,8 @@ from jaxdist.tokens import (
 _NOT_CORPUS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "turtledemo"}
 )
+# Short: a number like 1e99999999 would be written out in full.
+_WEIGHT = re.compile(r"(\d{1,20}(\.\d{0,20})?|\.\d{1,20})([eE][+-]?\d{1,2})?|\d{1,20}/[1-9]\d{0,19}", re.ASCII)
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,15 +303,13 @@ def parse_sources(text: str) -> list[tuple[str, Fraction]]:
         return [(text, Fraction(1))]
     sources = []
     for item in text.split(","):
-        path, equals, number = item.rpartition("=")
-        try:
-            weight = Fraction(number) if equals and path else None
-        except (ValueError, ZeroDivisionError):
-            weight = None
-        if weight is None or weight <= 0:
+        path, _, number = item.rpartition("=")
+        weight = Fraction(number) if path and _WEIGHT.fullmatch(number) else Fraction(0)
+        if not Fraction(1, 10**12) <= weight <= 10**12:
             raise ConfigError(
                 asked(text),
-                f"each source of a mixture is PATH=WEIGHT, the weight a number above 0, and {item!r} is not",
+                "each source of a mixture is PATH=WEIGHT, the weight a number from 1e-12 to 1e12, and "
+                f"{item!r:.200} is not",
                 "Write --data a.bin=0.7,b.npy=0.3 (a path with a comma or an equals sign in it cannot be mixed)",
             )
         if path in [path for path, _ in sources]:

@@ -13,6 +13,7 @@ from jaxdist.errors import ConfigError
 AXES = ("pp", "replica", "dp", "ep", "cp", "tp")
 DATA_AXES = ("replica", "dp")
 AVAILABLE_AXES = ("pp", "replica", "dp", "tp")
+MOST_DEVICES = 2**22
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class MeshShape:
             if size < 1 or (size > 1 and axis not in AVAILABLE_AXES):
                 why = "not available yet" if size > 1 else "a whole number of ranks, at least 1"
                 raise ConfigError(f"mesh axis {axis}={size}", f"it is {why}", f"Use {axis}=1")
+        if self.num_devices > MOST_DEVICES:
+            raise ConfigError(
+                f"a mesh of {self.num_devices:,} devices", f"at most {MOST_DEVICES:,} can be described", "Use fewer"
+            )
 
     @property
     def num_devices(self) -> int:
@@ -51,11 +56,13 @@ class MeshShape:
 def parse_mesh(text: str) -> MeshShape:
     """`"dp=2,tp=2"` -> MeshShape; the empty string and `"1"` are one device.
 
-    Raises: ConfigError for an unknown or repeated axis or a size that is not a positive whole number.
+    Raises: ConfigError for an empty part, an unknown or repeated axis, or a size that is not a positive whole number.
     """
     sizes: dict[str, int] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))) if text.strip() != "1" else ():
+    for part in text.split(",") if text.strip() not in ("", "1") else ():
         axis, _, size = (piece.strip() for piece in part.partition("="))
+        if not part.strip():
+            raise ConfigError(f"--mesh {text}", "a comma stands between two axes", "Write --mesh dp=2,tp=2")
         if axis not in AVAILABLE_AXES:
             known = "not available yet" if axis in AXES else "not a mesh axis"
             raise ConfigError(
@@ -63,7 +70,7 @@ def parse_mesh(text: str) -> MeshShape:
             )
         if axis in sizes:
             raise ConfigError(f"--mesh {text}", f"axis {axis!r} is named twice", "Name each axis once")
-        if not (size.isascii() and size.isdigit() and int(size) > 0):
+        if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size) > 0):
             raise ConfigError(
                 f"--mesh {text}", f"axis {axis!r} needs a whole number of ranks, at least 1", f"Write {axis}=2"
             )
