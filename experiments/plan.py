@@ -42,6 +42,8 @@ from jaxdist.plan.hardware import Accelerator, Cluster, find_hardware, price
 from jaxdist.plan.levels import Levels, levels
 from jaxdist.plan.recipe import TOKENS_PER_PARAMETER, chinchilla_steps, learning_rate, warmup_steps
 from jaxdist.plan.search import (
+    INTEGERS,
+    OWN,
     Candidates,
     Found,
     Scored,
@@ -59,7 +61,7 @@ from jaxdist.step import choose_attention
 
 MOST_NODES = 4096  # tried for a deadline or a budget
 MOST_DEVICES = 2**20
-MOST_HALVES = 3  # of the cluster, whose layouts are in the front too
+MOST_HALVES = 2  # of the cluster, whose layouts are in the front too
 DEFAULT_BATCH_TOKENS = 2**20
 
 
@@ -439,11 +441,10 @@ def plan_for(question: Question, num_nodes: int, top: int) -> Plan:
 
 def folded(found: Scored, indices: np.ndarray) -> list[list[int]]:
     """Layouts in groups that differ in replica × dp alone, in the order of each group's first."""
-    groups: dict[tuple, list[int]] = {}
+    layouts, groups = found.layouts, {}
+    same = [getattr(layouts, name) for name in INTEGERS if name not in ("replica", "dp")]
     for index in map(int, indices):
-        parallel, devices = found.config(index).parallel, found.cluster.num_devices
-        mesh = replace(parallel.mesh, replica=1, dp=parallel.mesh.replica * parallel.mesh.dp)
-        groups.setdefault((devices, replace(parallel, mesh=mesh)), []).append(index)
+        groups.setdefault(tuple(int(column[index]) for column in same), []).append(index)
     return list(groups.values())
 
 
@@ -595,23 +596,22 @@ TIMES = ("compute", "memory", "tp", "cp", "dp", "pp", "bubble", "overhead", "inp
 def row_of(question: Question, found: Scored, group: list[int]) -> dict:
     """One layout with its figures, ready for JSON, and those that differ from it in replica × dp alone."""
     layouts, (index, *others) = found.layouts, group
-    parallel = found.config(index).parallel
-    run = estimate(question, found, index)
-    pipelined = parallel.mesh.pp > 1
+    run, base = estimate(question, found, index), found.base.parallel
+    mesh, pipelined = layouts.mesh(index), layouts.pp[index] > 1
     return {
         "nodes": found.cluster.num_nodes,
         "devices": found.cluster.num_devices,
-        "mesh": str(parallel.mesh),
-        "zero": parallel.zero,
-        "keep": not parallel.reshard_after_forward,
-        "sp": parallel.sp,
-        "overlap": parallel.overlap,
-        "remat": parallel.remat,
-        "schedule": parallel.schedule if pipelined else None,
+        "mesh": str(mesh),
+        "zero": int(layouts.zero[index]),
+        "keep": bool(layouts.keep[index]),
+        "sp": bool(layouts.sp[index]),
+        "overlap": bool(layouts.overlap[index]),
+        "remat": layouts.remat(index),
+        "schedule": layouts.schedule_name(index, base) if pipelined else None,
         "chunks": int(layouts.chunks[index]),
         "microbatches": int(layouts.microbatches[index]),
-        "stages": parallel.stages if pipelined else None,
-        "accumulate": parallel.accumulate,
+        "stages": (base.stages if layouts.schedule[index] == OWN else "even") if pipelined else None,
+        "accumulate": int(layouts.accumulate[index]),
         "rows": int(layouts.rows[index]),
         "step_seconds": run.step_seconds,
         "error": run.error,
@@ -624,7 +624,7 @@ def row_of(question: Question, found: Scored, group: list[int]) -> dict:
         "dollars": None if run.cost is None else run.cost.dollars,
         "also": [
             {
-                "mesh": str(found.config(other).parallel.mesh),
+                "mesh": str(layouts.mesh(other)),
                 "step_seconds": float(found.time.total[other]),
                 "memory_bytes": float(found.memory.total[other]),
             }
