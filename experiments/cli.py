@@ -56,7 +56,7 @@ class CommonFlags:
     device: DeviceChoice = "auto"
     """auto simulates the mesh on the CPU where there are too few accelerators."""
     preset: Annotated[Preset, tyro.conf.arg(aliases=["--model"])] = "tiny"
-    """Model shape; the flags below override it."""
+    """Model shape, --model for short; the sizes below override it."""
     num_layers: int | None = None
     width: int | None = None
     num_heads: int | None = None

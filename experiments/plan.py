@@ -70,7 +70,7 @@ class PlanFlags(CommonFlags):
     """Rank every layout of a cluster for a model; with --mesh, report that layout alone. Nothing is run."""
 
     preset: Annotated[Preset, tyro.conf.arg(aliases=["--model"])] = "7b"
-    """Model shape; the flags below override it."""
+    """Model shape, --model for short; the sizes below override it."""
     hardware: str = "h100"
     """Accelerator of the hardware table: h100, h200, a100-80, v5p, ..."""
     nodes: int | None = None
