@@ -242,6 +242,16 @@ def require_writable(flag: str, path: str | None) -> None:
         ) from error
 
 
+def write_output(flag: str, path: str, text: str) -> None:
+    """Write a file that `require_writable` has seen. Raises: ConfigError where the disk does not take it."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path!r}", f"it cannot be written ({error.strerror})", "Name a file with room for it"
+        ) from error
+
+
 def make_folder(flag: str, path: str | None) -> Path | None:
     if path is None:
         return None

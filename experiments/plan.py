@@ -22,7 +22,15 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.cli import CommonFlags, flag_word, make_folder, refuse_ignored, require_writable, run_program
+from experiments.cli import (
+    CommonFlags,
+    flag_word,
+    make_folder,
+    refuse_ignored,
+    require_writable,
+    run_program,
+    write_output,
+)
 from experiments.plan_command import UNKNOWN_RATE, Command, make_command, rate_note
 from experiments.plan_page import page
 from experiments.progress import Progress
@@ -229,9 +237,9 @@ def main(flags: PlanFlags, console: Console) -> int:
     if proving:
         record["proven"] = prove(console, plan, flags)
     if flags.json:
-        Path(flags.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_output("--json", flags.json, json.dumps(record, indent=1) + "\n")
     if flags.html:
-        Path(flags.html).write_text(page(record), encoding="utf-8")
+        write_output("--html", flags.html, page(record))
     return 0
 
 
@@ -325,6 +333,17 @@ def ask(flags: PlanFlags) -> Question:
 
 
 BOUNDS = {
+    "num_layers": 10**4,
+    "width": 10**7,
+    "num_heads": 10**6,
+    "ffn_width": 10**8,
+    "seq_len": 10**8,
+    "vocab_size": 2**31 - 1,
+    "batch_size": 2**24,
+    "accumulate": 2**24,
+    "microbatches": 2**16,
+    "chunks": 10**4,
+    "loss_chunks": 10**8,
     "nodes": MOST_DEVICES,
     "devices_per_node": MOST_DEVICES,
     "top": 10_000,
@@ -344,6 +363,9 @@ def check_numbers(flags: PlanFlags) -> None:
             raise ConfigError(
                 f"{flag} {value:g}", f"it must be above 0 and at most {most:,.0f}", f"Use {flag} 1 or more"
             )
+    mesh, layers = parse_mesh(flags.mesh), flags.model_config().num_layers
+    if mesh.pp > layers:  # before a schedule is made for so many stages
+        raise ConfigError(f"--mesh {mesh}", f"each stage holds one of the {layers} layers or more", "Use a smaller pp")
 
 
 def refuse_idle(flags: PlanFlags) -> None:
