@@ -62,7 +62,7 @@ class CommonFlags:
     device: DeviceChoice = "auto"
     """auto simulates the mesh on the CPU where there are too few accelerators."""
     preset: Annotated[Preset, tyro.conf.arg(aliases=["--model"])] = "tiny"
-    """Model shape; the flags below override it."""
+    """Model shape, --model for short; the sizes below override it."""
     num_layers: int | None = None
     width: int | None = None
     num_heads: int | None = None
@@ -263,6 +263,16 @@ def require_writable(flag: str, path: str | None) -> None:
     except OSError as error:
         raise ConfigError(
             f"{flag} {path!r}", f"it cannot be written ({error.strerror})", "Name a file in an existing folder"
+        ) from error
+
+
+def write_output(flag: str, path: str, text: str) -> None:
+    """Write a file that `require_writable` has seen. Raises: ConfigError where the disk does not take it."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path!r}", f"it cannot be written ({error.strerror})", "Name a file with room for it"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """Prediction against compiler, layout by layout: peak bytes a device, and every collective.
 
-python -m experiments.levels                                  # 53 layouts, predicted and compiled for simulated CPUs
+python -m experiments.levels                                  # 55 layouts, predicted and compiled for simulated CPUs
 python -m experiments.levels --compile h200 --dtype bfloat16  # the same for an NVIDIA card that need not be there
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.cli import CommonFlags, refuse_ignored, require_writable, run_program, set_precision
+from experiments.tables import print_columns
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.plan.compile import CUDA_CARDS, without_devices
@@ -99,7 +99,7 @@ def main(flags: LevelsFlags, console: Console) -> int:
             config = with_layout(base, mesh, more, flags.compile)
             with console.status(name):
                 rows.append((name, levels(config, flags.compile), formula_bytes(config)))
-    console.print(summary(rows))
+    print_summary(console, rows)
     errors = [abs(found.peak_error) for _, found, _ in rows]
     if errors:
         worst = max(rows, key=lambda row: abs(row[1].peak_error))
@@ -131,21 +131,25 @@ def with_layout(base: RunConfig, mesh: str, more: dict, target: str) -> RunConfi
     return dataclasses.replace(base, parallel=parallel)
 
 
-def summary(rows: list[tuple[str, Levels, float]]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("layout")
-    for title in ("state MiB", "formula MiB", "predicted MiB", "compiled MiB", "error", "compile s"):
-        table.add_column(title, justify="right")
-    table.add_column("collectives, compiled against traced")
-    for name, found, formula in rows:
-        table.add_row(
-            name,
-            *(f"{n / 2**20:,.1f}" for n in (found.state, formula, found.predicted.peak, found.compiled.peak)),
-            f"{found.peak_error:+.1%}",
-            f"{found.compiled.seconds:.1f}",
-            differences(found),
-        )
-    return table
+def print_summary(console: Console, rows: list[tuple[str, Levels, float]]) -> None:
+    """A row for each layout."""
+    columns = {
+        "layout": [name for name, _, _ in rows],
+        "state MiB": [mib(found.state) for _, found, _ in rows],
+        "formula MiB": [mib(formula) for _, _, formula in rows],
+        "predicted MiB": [mib(found.predicted.peak) for _, found, _ in rows],
+        "compiled MiB": [mib(found.compiled.peak) for _, found, _ in rows],
+        "error": [f"{found.peak_error:+.1%}" for _, found, _ in rows],
+        "compile s": [f"{found.compiled.seconds:.1f}" for _, found, _ in rows],
+        "collectives, compiled against traced": [differences(found) for _, found, _ in rows],
+    }
+    collectives = list(columns)[-1]
+    under = ("state MiB", "formula MiB", "compile s", collectives)
+    print_columns(console, columns, left=("layout", collectives), under=under)
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.1f}"
 
 
 def differences(found: Levels) -> str:

@@ -22,7 +22,15 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.cli import CommonFlags, flag_word, make_folder, refuse_ignored, require_writable, run_program
+from experiments.cli import (
+    CommonFlags,
+    flag_word,
+    make_folder,
+    refuse_ignored,
+    require_writable,
+    run_program,
+    write_output,
+)
 from experiments.plan_command import UNKNOWN_RATE, Command, make_command, rate_note
 from experiments.plan_page import page
 from experiments.progress import Progress
@@ -42,6 +50,8 @@ from jaxdist.plan.hardware import Accelerator, Cluster, find_hardware, price
 from jaxdist.plan.levels import Levels, levels
 from jaxdist.plan.recipe import TOKENS_PER_PARAMETER, chinchilla_steps, learning_rate, warmup_steps
 from jaxdist.plan.search import (
+    INTEGERS,
+    OWN,
     Candidates,
     Found,
     Scored,
@@ -59,7 +69,7 @@ from jaxdist.step import choose_attention
 
 MOST_NODES = 4096  # tried for a deadline or a budget
 MOST_DEVICES = 2**20
-MOST_HALVES = 3  # of the cluster, whose layouts are in the front too
+MOST_HALVES = 2  # of the cluster, whose layouts are in the front too
 DEFAULT_BATCH_TOKENS = 2**20
 
 
@@ -68,7 +78,7 @@ class PlanFlags(CommonFlags):
     """Rank every layout of a cluster for a model; with --mesh, report that layout alone. Nothing is run."""
 
     preset: Annotated[Preset, tyro.conf.arg(aliases=["--model"])] = "7b"
-    """Model shape; the flags below override it."""
+    """Model shape, --model for short; the sizes below override it."""
     hardware: str = "h100"
     """Accelerator of the hardware table: h100, h200, a100-80, v5p, ..."""
     nodes: int | None = None
@@ -227,9 +237,9 @@ def main(flags: PlanFlags, console: Console) -> int:
     if proving:
         record["proven"] = prove(console, plan, flags)
     if flags.json:
-        Path(flags.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_output("--json", flags.json, json.dumps(record, indent=1) + "\n")
     if flags.html:
-        Path(flags.html).write_text(page(record), encoding="utf-8")
+        write_output("--html", flags.html, page(record))
     return 0
 
 
@@ -323,6 +333,17 @@ def ask(flags: PlanFlags) -> Question:
 
 
 BOUNDS = {
+    "num_layers": 10**4,
+    "width": 10**7,
+    "num_heads": 10**6,
+    "ffn_width": 10**8,
+    "seq_len": 10**8,
+    "vocab_size": 2**31 - 1,
+    "batch_size": 2**24,
+    "accumulate": 2**24,
+    "microbatches": 2**16,
+    "chunks": 10**4,
+    "loss_chunks": 10**8,
     "nodes": MOST_DEVICES,
     "devices_per_node": MOST_DEVICES,
     "top": 10_000,
@@ -342,6 +363,9 @@ def check_numbers(flags: PlanFlags) -> None:
             raise ConfigError(
                 f"{flag} {value:g}", f"it must be above 0 and at most {most:,.0f}", f"Use {flag} 1 or more"
             )
+    mesh, layers = parse_mesh(flags.mesh), flags.model_config().num_layers
+    if mesh.pp > layers:  # before a schedule is made for so many stages
+        raise ConfigError(f"--mesh {mesh}", f"each stage holds one of the {layers} layers or more", "Use a smaller pp")
 
 
 def refuse_idle(flags: PlanFlags) -> None:
@@ -439,11 +463,10 @@ def plan_for(question: Question, num_nodes: int, top: int) -> Plan:
 
 def folded(found: Scored, indices: np.ndarray) -> list[list[int]]:
     """Layouts in groups that differ in replica × dp alone, in the order of each group's first."""
-    groups: dict[tuple, list[int]] = {}
+    layouts, groups = found.layouts, {}
+    same = [getattr(layouts, name) for name in INTEGERS if name not in ("replica", "dp")]
     for index in map(int, indices):
-        parallel, devices = found.config(index).parallel, found.cluster.num_devices
-        mesh = replace(parallel.mesh, replica=1, dp=parallel.mesh.replica * parallel.mesh.dp)
-        groups.setdefault((devices, replace(parallel, mesh=mesh)), []).append(index)
+        groups.setdefault(tuple(int(column[index]) for column in same), []).append(index)
     return list(groups.values())
 
 
@@ -595,23 +618,22 @@ TIMES = ("compute", "memory", "tp", "cp", "dp", "pp", "bubble", "overhead", "inp
 def row_of(question: Question, found: Scored, group: list[int]) -> dict:
     """One layout with its figures, ready for JSON, and those that differ from it in replica × dp alone."""
     layouts, (index, *others) = found.layouts, group
-    parallel = found.config(index).parallel
-    run = estimate(question, found, index)
-    pipelined = parallel.mesh.pp > 1
+    run, base = estimate(question, found, index), found.base.parallel
+    mesh, pipelined = layouts.mesh(index), layouts.pp[index] > 1
     return {
         "nodes": found.cluster.num_nodes,
         "devices": found.cluster.num_devices,
-        "mesh": str(parallel.mesh),
-        "zero": parallel.zero,
-        "keep": not parallel.reshard_after_forward,
-        "sp": parallel.sp,
-        "overlap": parallel.overlap,
-        "remat": parallel.remat,
-        "schedule": parallel.schedule if pipelined else None,
+        "mesh": str(mesh),
+        "zero": int(layouts.zero[index]),
+        "keep": bool(layouts.keep[index]),
+        "sp": bool(layouts.sp[index]),
+        "overlap": bool(layouts.overlap[index]),
+        "remat": layouts.remat(index),
+        "schedule": layouts.schedule_name(index, base) if pipelined else None,
         "chunks": int(layouts.chunks[index]),
         "microbatches": int(layouts.microbatches[index]),
-        "stages": parallel.stages if pipelined else None,
-        "accumulate": parallel.accumulate,
+        "stages": (base.stages if layouts.schedule[index] == OWN else "even") if pipelined else None,
+        "accumulate": int(layouts.accumulate[index]),
         "rows": int(layouts.rows[index]),
         "step_seconds": run.step_seconds,
         "error": run.error,
@@ -624,7 +646,7 @@ def row_of(question: Question, found: Scored, group: list[int]) -> dict:
         "dollars": None if run.cost is None else run.cost.dollars,
         "also": [
             {
-                "mesh": str(found.config(other).parallel.mesh),
+                "mesh": str(layouts.mesh(other)),
                 "step_seconds": float(found.time.total[other]),
                 "memory_bytes": float(found.memory.total[other]),
             }

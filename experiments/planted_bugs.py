@@ -45,6 +45,7 @@ PREFETCH = "tests/test_prefetch.py::{}"
 PREPARE = "tests/test_prepare.py::{}"
 LEVELS = "tests/test_levels.py::{}"
 SEARCH = "tests/test_search.py::{}"
+PLAN = "tests/test_plan_cli.py::{}"
 BUDGET = "tests/test_budget.py::{}"
 FORMULAS = "tests/test_formulas.py::{}"
 LAWS = "tests/test_calibration.py::{}"
@@ -1251,6 +1252,34 @@ BUGS = [
         "distinct(*(getattr(scored.layouts, axis) for axis in AXES))",
         "distinct(sum(getattr(scored.layouts, axis) for axis in AXES))",
         (SEARCH.format("test_the_best_of_each_mesh_is_its_first_in_the_order"),),
+    ),
+    Bug(
+        "of a block only the best of each mesh kept (plan)",
+        "jaxdist/plan/search.py",
+        "np.union1d(best_of_each_mesh(scored, rank(scored)), memory_time_front(scored))",
+        "np.sort(best_of_each_mesh(scored, rank(scored)))",
+        (SEARCH.format("test_the_search_finds_what_brute_force_finds[8 in 2 nodes]"),),
+    ),
+    Bug(
+        "parts of one's own divided evenly (plan)",
+        "jaxdist/plan/search.py",
+        "parts = config.part_layers if schedule == OWN else divide_layers",
+        "parts = divide_layers",
+        (SEARCH.format("test_a_table_of_ones_own_is_scored_as_it_is_written[mine]"),),
+    ),
+    Bug(
+        "a budget held against the middle of the bar (plan)",
+        "jaxdist/plan/formulas.py",
+        "return self.dollars * (1 + self.error)",
+        "return self.dollars",
+        (PLAN.format("test_the_upper_end_of_the_bar_is_what_a_limit_is_held_against"),),
+    ),
+    Bug(
+        "hours of a cost rounded down (plan)",
+        "jaxdist/plan/budget.py",
+        "return _rounded(number, ROUND_CEILING)",
+        'return _rounded(number, "ROUND_FLOOR")',
+        (PLAN.format("test_the_upper_end_of_the_bar_is_what_a_limit_is_held_against"),),
     ),
     Bug(
         "what does not fit ranked by time (plan)",

@@ -1,6 +1,7 @@
 """Tables that fit the terminal: they leave columns out, or put them on a second line, before they shorten a cell."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -16,12 +17,13 @@ def print_columns(
     left: Collection[str] = (),
     drop: Sequence[str] = (),
     under: Collection[str] = (),
+    styles: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Print columns of cells under their titles; those in which no row says anything are left out.
 
     The first column names the rows. Where the terminal is too narrow, columns of `drop` are left out in that order,
     and said. Where that is not enough, each row gets a second line with what it says in the columns of `under` and
-    `drop`; at last in all columns but the first. left: columns of words.
+    `drop`; at last in all columns but the first. left: columns of words. styles: of words in cells.
     """
     said = {title: cells for title, cells in columns.items() if any(cells)}
     shown = dict(said)
@@ -49,9 +51,11 @@ def print_columns(
 
     console.print(Text(line(shown), "bold"), soft_wrap=True)
     for row in range(len(next(iter(said.values())))):
-        console.print(Text(line(cells[row] for cells in shown.values())), soft_wrap=True)
-        for detail in _details({title: cells[row] for title, cells in beneath.items()}, console.width):
-            console.print(Text(detail), soft_wrap=True)
+        details = _details({title: cells[row] for title, cells in beneath.items()}, console.width)
+        text = Text("\n".join([line(cells[row] for cells in shown.values()), *details]))
+        for word, style in styles.items():
+            text.highlight_regex(rf"\b{word}\b", style)
+        console.print(text, soft_wrap=True)
     if not beneath and len(shown) < len(said):
         console.print(f"(no room for: {', '.join(said.keys() - shown.keys())})", style="dim", markup=False)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from experiments.cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program
 from experiments.oracles import OracleName, ask, require_known, starting_parameters
 from experiments.strategies import PIPELINES, PROOF_EPS, PROOF_LR, STRATEGIES
+from experiments.tables import print_columns
 from jaxdist import processes
 from jaxdist.config import Preset, RunConfig, require_positive, to_dict
 from jaxdist.errors import ConfigError
@@ -90,19 +90,17 @@ def main(flags: VerifyFlags, console: Console) -> int:
 
     # ---- run and compare ----
     verify = Verifier(devices, flags.steps, flags.oracle)
-    table = summary_table()
     verdicts = []
     for name, config in chosen:
         with console.status(f"{name} ({len(verdicts) + 1} of {len(chosen)})"):
             verdicts.append(verify(name, config))
-        add_row(table, verdicts[-1])
         if not console.is_terminal:
             console.print(f"{'pass' if verdicts[-1].ok else 'FAIL'}  {name}")
 
     # ---- report ----
     if not strategies:
         print_leaves(console, verdicts[0])
-    console.print(table)
+    print_summary(console, verdicts)
     for verdict in verdicts:
         for difference in verdict.differences:
             if not difference.ok:
@@ -141,38 +139,42 @@ class Verifier:
         return observe(config, self.devices.take(config.parallel.mesh.num_devices), batches, start)
 
 
-def summary_table() -> Table:
-    columns = ("strategy", "mesh", "loss", "worst leaf", "error", "allowed", "state / device", "sent / step", "verdict")
-    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
-    for column, side in zip(table.columns, "llrlrrrrl", strict=True):
-        column.justify = {"l": "left", "r": "right"}[side]
-    return table
+STYLES = {"equal": "green", "DIFFERS": "bold red", "ok": "green", "FAIL": "bold red"}
 
 
-def add_row(table: Table, verdict: Verdict) -> None:
-    gradient = worst(verdict.differences, "gradient")
-    table.add_row(
-        verdict.name,
-        str(verdict.config.parallel.mesh),
-        f"{verdict.run.losses[0]:.6f}",
-        gradient.name,
-        f"{gradient.error:.1e}",
-        f"{gradient.tolerance:.0e}",
-        f"{verdict.run.state_bytes / 1024:,.0f} KiB",
-        f"{verdict.run.sent_bytes / 1024:,.0f} KiB",
-        "[green]equal[/]" if verdict.ok else f"[bold red]DIFFERS[/] ({worst(verdict.differences).kind})",
-    )
+def print_summary(console: Console, verdicts: list[Verdict]) -> None:
+    """A row for each strategy."""
+    gradients = [worst(verdict.differences, "gradient") for verdict in verdicts]
+    columns = {
+        "strategy": [verdict.name for verdict in verdicts],
+        "mesh": [str(verdict.config.parallel.mesh) for verdict in verdicts],
+        "loss": [f"{verdict.run.losses[0]:.6f}" for verdict in verdicts],
+        "worst leaf": [gradient.name for gradient in gradients],
+        "error": [f"{gradient.error:.1e}" for gradient in gradients],
+        "allowed": [f"{gradient.tolerance:.0e}" for gradient in gradients],
+        "state / device": [f"{verdict.run.state_bytes / 1024:,.0f} KiB" for verdict in verdicts],
+        "sent / step": [f"{verdict.run.sent_bytes / 1024:,.0f} KiB" for verdict in verdicts],
+        "verdict": ["equal" if v.ok else f"DIFFERS ({worst(v.differences).kind})" for v in verdicts],
+    }
+    left = ("strategy", "mesh", "worst leaf", "verdict")
+    under = ("loss", "worst leaf", "allowed", "state / device", "sent / step")
+    print_columns(console, columns, left=left, under=under, styles=STYLES)
 
 
 def print_leaves(console: Console, verdict: Verdict) -> None:
     """Every compared value, one row each."""
-    columns = ("what", "leaf", "error", "allowed", "norm on the mesh", "norm on one device", "")
-    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
-    for d in verdict.differences:
-        mark = "[green]ok[/]" if d.ok else "[bold red]FAIL[/]"
-        row = (f"{d.error:.1e}", f"{d.tolerance:.0e}", f"{d.norm:.8g}", f"{d.reference_norm:.8g}", mark)
-        table.add_row(d.kind, d.name, *row)
-    console.print(table)
+    differences = verdict.differences
+    columns = {
+        "leaf": [d.name for d in differences],
+        "what": [d.kind for d in differences],
+        "error": [f"{d.error:.1e}" for d in differences],
+        "allowed": [f"{d.tolerance:.0e}" for d in differences],
+        "norm on the mesh": [f"{d.norm:.8g}" for d in differences],
+        "norm on one device": [f"{d.reference_norm:.8g}" for d in differences],
+        "": ["ok" if d.ok else "FAIL" for d in differences],
+    }
+    drop = ("norm on one device", "norm on the mesh")
+    print_columns(console, columns, left=("leaf", "what", ""), drop=drop, styles=STYLES)
 
 
 def describe(difference: Difference) -> str:

@@ -1,9 +1,16 @@
 """Every Python example in the documentation runs as it stands."""
 
 import re
+import statistics
 from pathlib import Path
 
 import pytest
+
+import experiments.levels
+from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.mesh import parse_mesh
+from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.search import Candidates, layouts_of_mesh, legal_meshes, score
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,3 +30,70 @@ def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(((?!https?:|#)[^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def rows_under(heading: str, page: str = "docs/plan.md") -> list[list[str]]:
+    """Cells of the first table under a heading, without its titles."""
+    text = (ROOT / page).read_text(encoding="utf-8").split(heading, 1)[1]
+    table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()[2:]
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table]
+
+
+def percent(text: str) -> float:
+    return float(text.rstrip("%").replace(" ", ""))
+
+
+def test_the_layouts_of_levels_are_counted_and_averaged_as_the_prose_says():
+    *rows, total = rows_under("### How well the trace predicts the compiler's peak")
+    names = [
+        ", ".join([mesh or "1 device", *(f"{k}={v}" for k, v in m.items())]) for mesh, m in experiments.levels.LAYOUTS
+    ]
+    assert [row[0] for row in rows] == names
+    count = len(names)
+    for page, said in (
+        ("README.md", r"(\d+) (?:small )?layouts, 3|compiled, (\d+) layouts"),
+        ("docs/plan.md", r"(\d+) layouts of an 8"),
+    ):
+        found = re.findall(said, (ROOT / page).read_text(encoding="utf-8"))
+        assert found and all(int("".join(number)) == count for number in found), page
+    assert f"# {count} layouts" in experiments.levels.__doc__ and total[0] == f"mean / max of {count}"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for column, machine in ((3, "for CPUs"), (6, "for H200s")):
+        predicted, compiled, errors = ([row[column - 2 + n].replace(",", "") for row in rows] for n in range(3))
+        for made, plan, error in zip(predicted, compiled, errors, strict=True):
+            assert float(made) / float(plan) - 1 == pytest.approx(percent(error) / 100, abs=0.0015)
+        errors = [abs(percent(error)) for error in errors]
+        mean, most = map(percent, total[column].split(" / "))
+        assert (round(statistics.mean(errors), 1), max(errors)) == (mean, most)
+        assert re.search(rf"{mean:g} %\s(?:in the mean )?{machine}", readme)
+
+
+def test_the_best_of_7b_and_70b_are_as_near_as_the_prose_says():
+    text = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    rows = rows_under("### The best layouts of 7B and 70B")
+    errors = {row[2]: abs(float(row[4]) / float(row[5]) - 1) for row in rows}
+    most = [
+        max(error for name, error in errors.items() if ("pp=" in name) == with_pipeline) for with_pipeline in (1, 0)
+    ]
+    assert most[0] <= 0.02 and round(100 * most[1], 1) == 4.3
+    assert re.search(r"within\s+2 % with a pipeline and 4\.3 % without", text)
+    formula = [abs(float(row[3]) / float(row[4]) - 1) for row in rows]
+    low, high = re.search(r"([\d.]+) to ([\d.]+) % for the 7B and 70B", text.replace("\n", " ")).groups()
+    assert (round(100 * min(formula), 1), round(100 * max(formula), 1)) == (float(low), float(high))
+
+
+def test_the_plan_of_the_readme_is_what_is_planned():
+    config = RunConfig(
+        PRESETS["7b"],
+        ParallelConfig(parse_mesh("pp=2,dp=16"), 1, overlap=True, schedule="interleaved", microbatches=8, chunks=16),
+        precision=PrecisionConfig("bfloat16"),
+        batch_size=512,
+    )
+    found = score(config, Candidates.of(config), Cluster(find_hardware("h100"), 4), "cudnn")
+    said = f"{found.time.total[0]:.2f} s ± {found.time.error[0]:.0%} a step, {found.time.mfu[0]:.0%} MFU, "
+    said += f"{found.memory.total[0] / 2**30:.1f} GiB a device"
+    meshes = legal_meshes(config.model, 32, 512)
+    number = sum(len(block) for mesh in meshes for block in layouts_of_mesh(config.model, mesh, 512))
+    for page in ("README.md", "docs/plan.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert said in text and f"{number:,}" in text, page

@@ -105,6 +105,13 @@ def test_a_users_file_is_merged_over_the_shipped_one(own):
         ("[accelerators.h100]\nmemory_gb = nan", r"memory_gb=nan in .*positive finite"),
         ("[accelerators.h100]\ninside = 'nvlink'", r"link 'nvlink': .*Did you mean nvlink"),
         ("[accelerator.h100]\nmemory_gb = 80", r"\[accelerator\] in .*Write \[links.NAME\]"),
+        ("[accelerators.h100]\nmemory_gb = true", r"memory_gb=true in .*not of the right kind"),
+        ("[accelerators.h100]\npeak_flops.bfloat16 = true", r"peak_flops=true in .*positive finite"),
+        ("[accelerators.h100]\nmemory_gb = 1" + "0" * 400, r"memory_gb=1000.*positive finite"),
+        ("[accelerators.h100]\ndate = 2026-01-31T10:00:00", r"date=2026-01-31 10:00:00 in .*not of the right kind"),
+        ("[accelerators.h100]\ninside = [1]", r"link '\[1\]': there is no link"),
+        ("[accelerators.h100]\ntitle = '\\u001b[31m'".replace("'", '"'), r"characters that a terminal"),
+        ("a = " + "[" * 100_000, r"nested too deep"),
         ("[accelerators.h100", r"cannot be read as TOML .*Name a TOML file"),
     ],
 )
@@ -155,7 +162,9 @@ def test_prices_of_ones_own_and_names_that_are_not_there(own):
         price("h100", "lamda")
     with pytest.raises(ValueError, match=r"accelerator .* 'h20'.*Did you mean h100"):
         price("h20", "lambda")
-    with pytest.raises(ValueError, match=r"the price of h100 at bad: it needs dollars above 0 and the date"):
+    with pytest.raises(
+        ValueError, match=r"the price of h100 at bad: it needs dollars above 0 and at most 10,000, and the day"
+    ):
         price("h100", "bad", path=path)
 
 

@@ -567,7 +567,7 @@ def test_schedules_import_no_jax():
     assert {name.split(".")[0] for name in imported if not name.startswith("jaxdist")} <= {
         *("collections", "dataclasses", "functools", "itertools", "math", "numpy", "pathlib", "re", "typing")
     }
-    assert {name for name in imported if name.startswith("jaxdist")} == {"jaxdist.errors"}
+    assert {name for name in imported if name.startswith("jaxdist")} == {"jaxdist.errors", "jaxdist.files"}
 
 
 # ------------------------------------------------------------------------------------------------------------- program

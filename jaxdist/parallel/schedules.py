@@ -316,14 +316,10 @@ def _interleaved(num_stages: int, num_microbatches: int, num_chunks: int, hop: i
 
 
 def _interleave(name: str, num_stages: int, num_microbatches: int, num_chunks: int, hop: int) -> Recipe:
-    orders = [
-        [
-            after
-            for action in order
-            for after in ([action, action._replace(kind="W")] if action.kind == "B" else [action])
-        ]
-        for order in _interleaved_orders(num_stages, num_microbatches, num_chunks, hop)
-    ]
+    orders = _interleaved_orders(num_stages, num_microbatches, num_chunks, hop)
+    runs = {action: [action] for action in orders[0]}  # the same actions on every stage
+    runs |= {action: [action, action._replace(kind="W")] for action in orders[0] if action.kind == "B"}
+    orders = [[after for action in order for after in runs[action]] for order in orders]
     return Recipe(name, num_chunks, "loop", orders, fused_backward=True)
 
 
@@ -337,6 +333,7 @@ def _interleaved_orders(num_stages: int, num_microbatches: int, num_chunks: int,
         microbatch = n // group * num_stages + n % num_stages
         return Action(kind, microbatch, chunk if kind == "F" else num_chunks - 1 - chunk)
 
+    forwards, backwards = ([nth(kind, n) for n in range(num_actions)] for kind in "FB")
     orders = []
     for stage in range(num_stages):
         below = num_stages - 1 - stage
@@ -344,11 +341,9 @@ def _interleaved_orders(num_stages: int, num_microbatches: int, num_chunks: int,
         # enough where messages take a tick of their own, too; without chunks it takes as much (eager 1F1B).
         warm_up = hop * below if num_chunks == 1 else 2 * below + (num_chunks - 1) * num_stages
         warm_up = min(warm_up, num_actions)
-        order = [nth("F", n) for n in range(warm_up)]
-        for n in range(num_actions):
-            if warm_up + n < num_actions:
-                order.append(nth("F", warm_up + n))
-            order.append(nth("B", n))
+        order = forwards[:warm_up]
+        for forward, backward in itertools.zip_longest(forwards[warm_up:], backwards):
+            order += [backward] if forward is None else [forward, backward]
         orders.append([action for action in order if action.microbatch < num_microbatches])
     return orders
 

@@ -48,7 +48,7 @@ def memory_terms(scored: Scored, index: int) -> str:
 def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Efficiency) -> list[str]:
     """Why the best layout of a search that fits is what it is."""
     best, layouts = int(order[0]), found.layouts
-    mesh = found.config(best).parallel.mesh
+    mesh = layouts.mesh(best)
     sentences = [
         plain_data_parallel(found, best, attention, efficiency),
         *zero_and_recompute(found, best, attention, efficiency),
@@ -170,7 +170,7 @@ def pipeline(found: Scored, best: int) -> list[str]:
     c = found.layouts
     if c.pp[best] == 1:
         return []
-    shown, schedule = seconds(found.time.pp[best]), found.config(best).parallel.schedule
+    shown, schedule = seconds(found.time.pp[best]), c.schedule_name(best, found.base.parallel)
     sends = f"hides its messages but for {shown} a step" if c.overlap[best] else f"sends {shown} of messages a step"
     return [
         f"pp={c.pp[best]} ({schedule}, {c.microbatches[best]} micro-batches a pass) {sends} and "
@@ -190,11 +190,12 @@ def nothing_fits(found: Scored, nearest: Callable[[], str]) -> tuple[str, str, s
     """(asked, required and why, what would work) for a search in which no layout fits."""
     limit, index = usable_bytes(found.cluster), int(rank(found)[0])
     total = float(found.memory.total[index])
-    mesh = found.config(index).parallel
+    layouts = found.layouts
+    rows = f"{layouts.rows[index]} sequences a micro-batch"
     return (
         f"{found.cluster.num_devices} × {found.cluster.hardware.name} for this model and batch",
-        f"no layout fits in the {gib(limit)} of a device that are usable: the smallest (--mesh {mesh.mesh} --zero "
-        f"{mesh.zero} --remat {mesh.remat}, {int(found.layouts.rows[index])} sequences a micro-batch) needs "
+        f"no layout fits in the {gib(limit)} of a device that are usable: the smallest (--mesh {layouts.mesh(index)} "
+        f"--zero {layouts.zero[index]} --remat {layouts.remat(index)}, {rows}) needs "
         f"{gib(total)}, {gib(total - limit)} too much ({memory_terms(found, index)})",
         nearest(),
     )
@@ -202,15 +203,14 @@ def nothing_fits(found: Scored, nearest: Callable[[], str]) -> tuple[str, str, s
 
 def what_would_fit(found: Scored, attention: str) -> str:
     """The nearest layout of the same devices and batch that fits, for one that does not."""
-    searched = replace(found.base, parallel=replace(found.base.parallel, tp_ring="none"))  # which pipelines refuse
-    others = search(searched, found.cluster, attention)
+    others = search(found.base, found.cluster, attention)
     fits = others.fits
     same = fits & np.logical_and.reduce([getattr(others.layouts, a) == getattr(found.layouts, a)[0] for a in AXES])
     choice = np.flatnonzero(same if same.any() else fits)
     if not len(choice):
         return "No layout of these devices does: use more of them."
     best = int(choice[others.time.total[choice].argmin()])
-    parallel = others.config(best).parallel
-    words = f"--mesh {parallel.mesh} --zero {parallel.zero} --remat {parallel.remat}"
-    words += f" with micro-batches of {int(others.layouts.rows[best])}"
+    layouts = others.layouts
+    words = f"--mesh {layouts.mesh(best)} --zero {layouts.zero[best]} --remat {layouts.remat(best)}"
+    words += f" with micro-batches of {layouts.rows[best]}"
     return f"{words} would, with {gib(others.memory.total[best])}."

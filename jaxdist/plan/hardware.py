@@ -128,7 +128,20 @@ def _read(path: Path) -> dict:
 
 def _merged(shipped: str, path: str | Path | None) -> dict:
     table = _read(HERE / shipped)
-    return table if path is None else _merge(table, _read(Path(path)))
+    if path is None:
+        return table
+    own = _read(Path(path))
+    _require_printable(path, own)
+    return _merge(table, own)
+
+
+def _require_printable(path: str | Path, value) -> None:
+    """Refuse text that would be an order to a terminal: all of it is printed sooner or later."""
+    if isinstance(value, dict | list):
+        for part in (*value, *(value.values() if isinstance(value, dict) else ())):
+            _require_printable(path, part)
+    elif isinstance(value, str) and not value.isprintable():
+        raise ConfigError(f"{_shown(value)} in {path}", "it has characters that a terminal obeys", "Use plain text")
 
 
 def _merge(below: dict, above: dict) -> dict:

@@ -61,8 +61,9 @@ def checkpoint_every(
     what = f"a checkpoint every {duration(every * step_seconds / 3600)}"
     if every >= steps:
         every, what = steps, "one checkpoint, at the end"
+    size = f"{state_bytes / 1e9:,.0f}" if state_bytes >= 1e11 else f"{state_bytes / 1e9:.3g}"
     return every, (
         f"{what}, by Young's rule: a failure every {duration(between)} on {num_devices:,} devices (one in "
         f"{FAILURE_DEVICE_HOURS:,.0f} device-hours, Llama 3, arXiv 2407.21783) and {duration(save / 3600)} to write "
-        f"{state_bytes / 1e9:,.3g} GB (assumed: {SAVE_BYTES_PER_S / 1e9:g} GB/s a node)"
+        f"{size} GB (assumed: {SAVE_BYTES_PER_S / 1e9:g} GB/s a node)"
     )

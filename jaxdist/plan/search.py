@@ -73,8 +73,17 @@ class Candidates:
     def join(cls, blocks: Iterable["Candidates"]) -> "Candidates":
         return join_rows(list(blocks))
 
+    def mesh(self, index: int) -> MeshShape:
+        return MeshShape(**{axis: int(getattr(self, axis)[index]) for axis in AXES})
+
+    def remat(self, index: int) -> str:
+        return remat_word(int(self.every[index]), int(self.selective[index]))
+
+    def schedule_name(self, index: int, base: ParallelConfig) -> str:
+        return base.schedule if self.schedule[index] == OWN else NAMES[self.schedule[index]]
+
     def parallel(self, index: int, base: ParallelConfig | None = None) -> ParallelConfig:
-        """The settings of one layout; what is not searched is as in `base`."""
+        """The settings of one layout; what is not searched is as in `base`. Makes the schedule, whatever its size."""
         row = {name: int(getattr(self, name)[index]) for name in INTEGERS}
         plain, pipeline = ParallelConfig(), {}
         if row["schedule"] == OWN:
@@ -85,11 +94,11 @@ class Candidates:
                 pipeline["chunks"] = row["chunks"]
         return replace(
             base or plain,
-            mesh=MeshShape(**{axis: row[axis] for axis in AXES}),
+            mesh=self.mesh(index),
             zero=row["zero"],
             sp=bool(row["sp"]),
             accumulate=row["accumulate"],
-            remat=remat_word(row["every"], row["selective"]),
+            remat=self.remat(index),
             reshard_after_forward=not row["keep"],
             overlap=bool(row["overlap"]),
             **{"schedule": plain.schedule, "microbatches": None, "chunks": None, "stages": plain.stages, **pipeline},
@@ -280,7 +289,9 @@ class Scored:
         return self.memory.total <= usable_bytes(self.cluster)
 
     def config(self, index: int) -> RunConfig:
-        """The run of one layout. Builds it, so it is checked by every rule of `RunConfig`."""
+        """The run of one layout. Builds it, so it is checked by every rule of `RunConfig`; a schedule of many
+        micro-batches takes its time.
+        """
         return replace(self.base, parallel=self.layouts.parallel(index, self.base.parallel))
 
 
