@@ -76,7 +76,7 @@ def test_another_seed_gives_other_initial_values():
     first, second = (jax.device_get(program.init(seed).params) for seed in (1, 2))
     again = jax.device_get(program.init(1).params)
     for leaf, one, two, three in zip(*map(jax.tree.leaves, (program.layout.leaves, first, second, again)), strict=True):
-        assert (one != two).mean() > 0.3 if leaf.decay else np.array_equal(one, two), leaf.name
+        assert (one != two).mean() > 0.2 if leaf.decay else np.array_equal(one, two), leaf.name
         np.testing.assert_array_equal(one, three)
 
 
