@@ -257,7 +257,7 @@ class Runner:
         """
         test = f"tests/test_{name}.py"
         digest = hashlib.sha256()
-        for source in (*sorted((ROOT / "jaxdist").rglob("*.py")), ROOT / test):
+        for source in (*sorted((self.folder / "jaxdist").rglob("*.py")), self.folder / test):
             digest.update(source.read_bytes())
         record = out / f"{name}-{digest.hexdigest()[:16]}.jsonl"
         if not record.exists():
@@ -310,7 +310,7 @@ def main(flags: MutantFlags, console: Console) -> int:
     require_positive("sample", flags.sample)
     require_positive("seconds", flags.seconds)
     every, same = all_mutants(flags.paths), equivalents()
-    sample = random.Random(flags.seed).sample(every, min(flags.sample, len(every)))
+    sample = random.Random(flags.seed).sample(every, len(every))[: flags.sample]
     out = Path(flags.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     verdicts = out / "verdicts.jsonl"
