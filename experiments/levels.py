@@ -1,6 +1,6 @@
 """Prediction against compiler, layout by layout: peak bytes a device, and every collective.
 
-python -m experiments.levels                                  # 53 layouts, predicted and compiled for simulated CPUs
+python -m experiments.levels                                  # 55 layouts, predicted and compiled for simulated CPUs
 python -m experiments.levels --compile h200 --dtype bfloat16  # the same for an NVIDIA card that need not be there
 """
 
