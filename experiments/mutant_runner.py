@@ -53,6 +53,7 @@ def run_tests(folder: str, tests: list[str], record: str | None) -> int:
     os.setsid()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     os.chdir(folder)
+    os.environ["PYTHONPATH"] = folder  # of programs that tests start
     sys.dont_write_bytecode = True
     sys.path.insert(0, folder)
     silent = os.open(os.devnull, os.O_RDWR)

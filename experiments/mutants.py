@@ -225,7 +225,7 @@ class Runner:
 
     def __init__(self, folder: Path, cache: Path):
         self.folder = folder
-        for name in COPIED:
+        for name in (*COPIED, "docs", "README.md"):
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
         cached = {
@@ -301,7 +301,7 @@ class MutantFlags:
     tests: tuple[str, ...] = TESTS
     """Files of tests that may notice a mutant, by name."""
     out: str = "mutants"
-    """Folder for records of which test runs which line, for verdicts (a second run continues) and compiled programs."""
+    """Folder for which test runs which line, compiled programs, and verdicts: another run tries survivors alone again."""
     seconds: int = 120
     """Tests a mutant is given, by the time they took when recorded."""
 
@@ -323,7 +323,7 @@ def main(flags: MutantFlags, console: Console) -> int:
         if verdicts.exists():
             known = dict(map(json.loads, verdicts.read_text(encoding="utf-8").splitlines()))
         for number, mutant in enumerate(sample, 1):
-            if mutant.name in known or (mutant.path, mutant.old, mutant.new) in same:
+            if known.get(mutant.name) or (mutant.path, mutant.old, mutant.new) in same:
                 continue
             chosen = tests.of(mutant, flags.seconds)
             limit = 60 + 5 * sum(tests.seconds[test] for test in chosen)
