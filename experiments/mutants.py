@@ -301,7 +301,7 @@ class MutantFlags:
     tests: tuple[str, ...] = TESTS
     """Files of tests that may notice a mutant, by name."""
     out: str = "mutants"
-    """Folder for which test runs which line, compiled programs, and verdicts: another run tries survivors alone again."""
+    """Folder for which test runs which line, for compiled programs and verdicts; another run tries survivors again."""
     seconds: int = 120
     """Tests a mutant is given, by the time they took when recorded."""
 
