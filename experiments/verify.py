@@ -165,7 +165,7 @@ def add_row(table: Table, verdict: Verdict) -> None:
 
 def print_leaves(console: Console, verdict: Verdict) -> None:
     """Every compared value, one row each."""
-    columns = ("what", "leaf", "error", "allowed", "norm on the mesh", "norm on one device", "")
+    columns = ("what", "leaf", "error", "allowed", "norm", "norm of the reference", "")
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for d in verdict.differences:
         mark = "[green]ok[/]" if d.ok else "[bold red]FAIL[/]"
@@ -177,7 +177,7 @@ def print_leaves(console: Console, verdict: Verdict) -> None:
 def describe(difference: Difference) -> str:
     return (
         f"{difference.kind} {difference.name}: error {difference.error:.2e}, allowed {difference.tolerance:.0e}; "
-        f"norm {difference.norm:.8g}, on one device {difference.reference_norm:.8g}"
+        f"norm {difference.norm:.8g}, of the reference {difference.reference_norm:.8g}"
     )
 
 
