@@ -10,10 +10,8 @@ green is printed. Mutants that compute the same as the source are listed with a 
 """
 
 import ast
-import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -22,6 +20,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from rich.console import Console
@@ -53,6 +52,7 @@ NAMES = {  # axes and dtypes
     **{"dp": "tp", "tp": "dp", "pp": "dp", "replica": "dp"},
     **{"float32": "bfloat16", "float64": "float32", "bfloat16": "float32", "float16": "float32"},
 }
+ASSERTIONS = ("strict", "check_vma")  # arguments that check what holds anyway
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Mutant:
 
     path: str
     line: int
+    column: int
     start: int
     end: int
     old: str
@@ -69,7 +70,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        return f"{self.path}:{self.line}: {' '.join(self.old.split())} -> {' '.join(self.new.split())}"
+        return f"{self.path}:{self.line}:{self.column}: {' '.join(self.old.split())} -> {' '.join(self.new.split())}"
 
     def planted(self, source: bytes) -> bytes:
         return source[: self.start] + self.new.encode() + source[self.end :]
@@ -96,7 +97,7 @@ def mutants_of(path: str, source: str) -> Iterator[Mutant]:
                 start = offsets[child.lineno - 1] + child.col_offset
                 end = offsets[child.end_lineno - 1] + child.end_col_offset
                 old = source.encode()[start:end].decode()
-                yield Mutant(path, child.lineno, start, end, old, new, own_lines(inner))
+                yield Mutant(path, child.lineno, child.col_offset, start, end, old, new, own_lines(inner))
             yield from walk(child, inner)
 
     yield from walk(tree, tree.body[0])
@@ -110,8 +111,10 @@ def own_lines(statement: ast.stmt) -> tuple[int, ...]:
 
 
 def ignored(parent: ast.AST, node: ast.AST) -> bool:
-    """What is no computation: messages, imports, types, decorators, docstrings."""
+    """What is no computation: assertions, messages, imports, types, decorators, docstrings."""
     if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr):
+        return True
+    if isinstance(node, ast.keyword) and node.arg in ASSERTIONS:
         return True
     if isinstance(parent, ast.FunctionDef | ast.ClassDef) and node in parent.decorator_list:
         return True
@@ -146,7 +149,7 @@ def changes(node: ast.AST) -> Iterator[str]:
             yield _unparsed(orelse)
         case ast.Call(func=func, args=args, keywords=keywords):
             for dropped in keywords:
-                if dropped.arg is not None:
+                if dropped.arg is not None and dropped.arg not in ASSERTIONS:
                     yield ast.unparse(ast.Call(func, args, [each for each in keywords if each is not dropped]))
             starred = any(isinstance(each, ast.Starred) for each in args)
             if len(args) == 1 and not keywords and not starred and isinstance(func, ast.Attribute):
@@ -256,7 +259,7 @@ class Runner:
         A record belongs to the sources and the tests it was made of. Raises: RuntimeError where a test is red.
         """
         test = f"tests/test_{name}.py"
-        digest = hashlib.sha256()
+        digest = sha256()
         for source in (*sorted((self.folder / "jaxdist").rglob("*.py")), self.folder / test):
             digest.update(source.read_bytes())
         record = out / f"{name}-{digest.hexdigest()[:16]}.jsonl"
@@ -310,7 +313,7 @@ def main(flags: MutantFlags, console: Console) -> int:
     require_positive("sample", flags.sample)
     require_positive("seconds", flags.seconds)
     every, same = all_mutants(flags.paths), equivalents()
-    sample = random.Random(flags.seed).sample(every, len(every))[: flags.sample]
+    sample = sorted(every, key=lambda mutant: sha256(f"{flags.seed} {mutant.name}".encode()).digest())[: flags.sample]
     out = Path(flags.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     verdicts = out / "verdicts.jsonl"
