@@ -194,6 +194,14 @@ def test_groups_hold_every_leaf_once_in_reverse_order(bucket_mb, grad_sync):
         assert len(groups) == 2  # split over tp, and whole
 
 
+def test_a_bucket_may_be_filled_exactly_and_not_passed():
+    leaves = [leaf((8,), (None,), 1, 1, None)] * 5
+    half = 2**19
+    sizes = [half, half, half, half + 1, 2**21]  # taken from the last to the first
+    parallel = ParallelConfig(grad_sync="bucketed", bucket_mb=1.0)
+    assert group(leaves, sizes, parallel, lambda leaf: leaf.spec_axes) == [[4], [3], [2, 1], [0]]
+
+
 def test_learning_rate_warms_up_and_decays():
     config = RunConfig(MODEL, optimizer=OptimizerConfig(lr=1.0, warmup_steps=10, min_lr_ratio=0.1), steps=110)
     rates = [float(learning_rate(config, jnp.float32(step))) for step in range(111)]
