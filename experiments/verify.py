@@ -169,18 +169,18 @@ def print_leaves(console: Console, verdict: Verdict) -> None:
         "what": [d.kind for d in differences],
         "error": [f"{d.error:.1e}" for d in differences],
         "allowed": [f"{d.tolerance:.0e}" for d in differences],
-        "norm on the mesh": [f"{d.norm:.8g}" for d in differences],
-        "norm on one device": [f"{d.reference_norm:.8g}" for d in differences],
+        "norm": [f"{d.norm:.8g}" for d in differences],
+        "norm of the reference": [f"{d.reference_norm:.8g}" for d in differences],
         "": ["ok" if d.ok else "FAIL" for d in differences],
     }
-    drop = ("norm on one device", "norm on the mesh")
+    drop = ("norm of the reference", "norm")
     print_columns(console, columns, left=("leaf", "what", ""), drop=drop, styles=STYLES)
 
 
 def describe(difference: Difference) -> str:
     return (
         f"{difference.kind} {difference.name}: error {difference.error:.2e}, allowed {difference.tolerance:.0e}; "
-        f"norm {difference.norm:.8g}, on one device {difference.reference_norm:.8g}"
+        f"norm {difference.norm:.8g}, of the reference {difference.reference_norm:.8g}"
     )
 
 

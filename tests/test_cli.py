@@ -161,7 +161,8 @@ def test_verify_prints_every_leaf_and_writes_json(monkeypatch, capsys, tmp_path)
     assert {"tokens", "positions", "ln_final.scale", "blocks.mlp.w_up[0]", "blocks.mlp.w_up[1]"} <= names
     assert len(names) == 4 + 2 * 12
     assert found["ok"] and found["sent_bytes_per_step"] > 0
-    assert {d["kind"] for d in found["differences"]} == {"loss", "gradient norm", "gradient", "parameter", "moment"}
+    arrays, numbers = {"gradient", "parameter", "moment"}, {"loss", "gradient norm", "learning rate", "counter"}
+    assert {d["kind"] for d in found["differences"]} == arrays | numbers
 
 
 def test_verify_exits_1_on_a_difference(monkeypatch, capsys):
@@ -170,7 +171,15 @@ def test_verify_exits_1_on_a_difference(monkeypatch, capsys):
     args = ("--mesh", "dp=2", "--num-layers", "2", "--width", "16", "--num-heads", "2", "--steps", "1")
     code, stdout, _ = run(monkeypatch, capsys, "verify", *args)
     assert code == 1
-    assert "DIFFERS" in stdout and "0 of 1" in stdout and "on one device" in stdout
+    assert "DIFFERS" in stdout and "0 of 1" in stdout and "of the reference" in stdout
+
+
+def test_verify_with_an_oracle(monkeypatch, capsys):
+    small = ("--num-layers", "1", "--width", "16", "--num-heads", "2", "--steps", "1", "--dropout", "0.1")
+    code, stdout, _ = run(monkeypatch, capsys, "verify", "--oracle", "plain", "--mesh", "dp=2", *small)
+    assert code == 0 and "1 of 1 strategies compute what the oracle (plain) computes" in stdout
+    code, _, stderr = run(monkeypatch, capsys, "verify", "--oracle", "plain", "--dtype", "bfloat16", *small)
+    assert code == 2 and "too coarse" in stderr
 
 
 def test_the_table_of_strategies_is_wide_enough():

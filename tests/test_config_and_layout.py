@@ -20,6 +20,7 @@ from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.optimizer import learning_rate
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.relayout import from_compute, from_storage, to_compute, to_storage
+from jaxdist.step import build_program
 
 MODEL = ModelConfig(num_layers=3, width=48, num_heads=6, ffn_width=96, seq_len=16, vocab_size=100)
 
@@ -67,6 +68,16 @@ def test_initial_values_have_the_gpt2_statistics():
     assert (blocks["ln_mlp"]["scale"] == 1).all() and not blocks["mlp"]["b_up"].any()
     layers = np.asarray(blocks["mlp"]["w_up"])
     assert not np.array_equal(layers[0], layers[1])
+
+
+def test_another_seed_gives_other_initial_values():
+    """Of every leaf that is drawn; scales and biases are constants."""
+    program = build_program(RunConfig(MODEL), make_mesh(MeshShape(), DEVICES))
+    first, second = (jax.device_get(program.init(seed).params) for seed in (1, 2))
+    again = jax.device_get(program.init(1).params)
+    for leaf, one, two, three in zip(*map(jax.tree.leaves, (program.layout.leaves, first, second, again)), strict=True):
+        assert (one != two).mean() > 0.2 if leaf.decay else np.array_equal(one, two), leaf.name
+        np.testing.assert_array_equal(one, three)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 5, 6, 12, 20, 25])
@@ -181,6 +192,14 @@ def test_groups_hold_every_leaf_once_in_reverse_order(bucket_mb, grad_sync):
         assert all(len(members) == 1 for members in groups)
     if grad_sync == "flat":
         assert len(groups) == 2  # split over tp, and whole
+
+
+def test_a_bucket_may_be_filled_exactly_and_not_passed():
+    leaves = [leaf((8,), (None,), 1, 1, None)] * 5
+    half = 2**19
+    sizes = [half, half, half, half + 1, 2**21]  # taken from the last to the first
+    parallel = ParallelConfig(grad_sync="bucketed", bucket_mb=1.0)
+    assert group(leaves, sizes, parallel, lambda leaf: leaf.spec_axes) == [[4], [3], [2, 1], [0]]
 
 
 def test_learning_rate_warms_up_and_decays():

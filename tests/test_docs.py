@@ -5,8 +5,12 @@ import statistics
 from pathlib import Path
 
 import pytest
+from conftest import RARE
 
-import experiments.levels
+from experiments import levels
+from experiments.levels import LAYOUTS
+from experiments.strategies import PIPELINES, STRATEGIES
+from jaxdist import verify
 from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.plan.hardware import Cluster, find_hardware
@@ -45,9 +49,7 @@ def percent(text: str) -> float:
 
 def test_the_layouts_of_levels_are_counted_and_averaged_as_the_prose_says():
     *rows, total = rows_under("### How well the trace predicts the compiler's peak")
-    names = [
-        ", ".join([mesh or "1 device", *(f"{k}={v}" for k, v in m.items())]) for mesh, m in experiments.levels.LAYOUTS
-    ]
+    names = [", ".join([mesh or "1 device", *(f"{k}={v}" for k, v in m.items())]) for mesh, m in LAYOUTS]
     assert [row[0] for row in rows] == names
     count = len(names)
     for page, said in (
@@ -56,7 +58,7 @@ def test_the_layouts_of_levels_are_counted_and_averaged_as_the_prose_says():
     ):
         found = re.findall(said, (ROOT / page).read_text(encoding="utf-8"))
         assert found and all(int("".join(number)) == count for number in found), page
-    assert f"# {count} layouts" in experiments.levels.__doc__ and total[0] == f"mean / max of {count}"
+    assert f"# {count} layouts" in levels.__doc__ and total[0] == f"mean / max of {count}"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for column, machine in ((3, "for CPUs"), (6, "for H200s")):
         predicted, compiled, errors = ([row[column - 2 + n].replace(",", "") for row in rows] for n in range(3))
@@ -97,3 +99,47 @@ def test_the_plan_of_the_readme_is_what_is_planned():
     for page in ("README.md", "docs/plan.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         assert said in text and f"{number:,}" in text, page
+
+
+def numbers(page: str, pattern: str) -> list[int]:
+    """Every number that stands for `{}` in the pattern on a page, whose lines may break anywhere."""
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    return [int(found.replace(",", "")) for found in re.findall(pattern.replace("{}", r"([\d,]*\d)"), text)]
+
+
+@pytest.mark.parametrize(
+    ("page", "pattern", "expected"),
+    [
+        ("README.md", "`--all` runs {} named strategies", len(STRATEGIES)),
+        ("README.md", r"from one micro-batch to many \({} rows\)", len(PIPELINES)),
+        ("README.md", r"\(a sample of {};", len([s for s in STRATEGIES if s.name not in RARE])),
+        ("README.md", "predicted against compiled, {} layouts", len(LAYOUTS)),
+        ("README.md", "trace against XLA's own plan, {} small layouts", len(LAYOUTS)),
+        ("experiments/levels.py", "# {} layouts, predicted and compiled", len(LAYOUTS)),
+        ("docs/plan.md", r"`python -m experiments.levels [^:]*: {} layouts", len(LAYOUTS)),
+    ],
+)
+def test_numbers_in_prose_are_those_of_the_code(page, pattern, expected):
+    assert numbers(page, pattern) == [expected]
+
+
+def test_the_tolerances_in_prose_are_those_of_the_comparison():
+    """The table of docs/proof.md, row by row."""
+    text = (ROOT / "docs/proof.md").read_text(encoding="utf-8")
+    rows = {
+        cells[1].strip(): [x.strip() for x in cells[2:6]]
+        for cells in (r.split("|") for r in text.splitlines())
+        if len(cells) == 7
+    }
+    dtypes = ("float32", "float64", "bfloat16", "float16")
+
+    def said(start: str) -> list[float]:
+        (found,) = [values for name, values in rows.items() if name.startswith(start)]
+        return list(map(float, found))
+
+    first = [verify.GRADIENT_TOLERANCE[dtype] for dtype in dtypes]
+    later = [verify.LATER * tolerance for tolerance in first]
+    assert said("loss of each step") == [verify.LOSS_TOLERANCE[dtype] for dtype in dtypes]
+    assert said("gradient norm and every") == first
+    assert said("the same, later") == [*later[:2], *first[2:]]
+    assert said("moments") == said("parameters") == later

@@ -8,9 +8,20 @@ import pytest
 from conftest import DEVICES
 
 from experiments.strategies import Strategy
+from jaxdist.layout import make_layout
 from jaxdist.mesh import make_mesh
+from jaxdist.model import declare
 from jaxdist.step import build_program
-from jaxdist.verify import compare, observe, random_batches, unequal_copies
+from jaxdist.verify import (
+    Difference,
+    Observed,
+    compare,
+    observe,
+    random_batches,
+    random_parameters,
+    unequal_copies,
+    worst,
+)
 
 CONFIG = Strategy("", "", dtype="bfloat16", num_layers=1, batch_size=2).run_config()
 TREES = ["parameters", "moments", "counters", "rounded"]
@@ -104,3 +115,140 @@ def test_in_64_bits_no_element_with_a_gradient_may_be_off(run, optimizer):
         off[element] = config.optimizer.lr
         changed = dataclasses.replace(start, parameters={"x": off})
         assert (("parameter", "x") in wrong(changed, start, config)) == counts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tolerances, on runs made up for the purpose
+# ---------------------------------------------------------------------------------------------------------------------
+
+# first gradients, losses, what follows an update
+ALLOWED = {
+    "float32": (1e-5, 1e-5, 2e-5),
+    "float64": (1e-10, 1e-10, 2e-10),
+    "bfloat16": (8e-2, 1e-3, 8e-2),
+    "float16": (1e-2, 2e-4, 1e-2),
+}
+
+
+def made_up(dtype) -> Observed:
+    ones = np.ones(4)
+    return Observed(
+        losses=[1.0, 1.0],
+        norms=[1.0, 1.0],
+        rates=[1.0, 1.0],
+        gradients=[{"x": ones}, {"x": ones}],
+        parameters={"x": np.zeros(4)},
+        moments={"m": ones},
+        counters={"step": 2.0},
+        evaluation=1.0,
+        rounded={"x": np.zeros(4)} if dtype in ("bfloat16", "float16") else {},
+    )
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_every_tolerance_is_the_one_that_is_stated(dtype):
+    config = Strategy("", "", dtype=dtype).run_config()
+    start, (gradient, loss, later) = made_up(dtype), ALLOWED[dtype]
+    rate = 1e-10 if dtype == "float64" else 1e-5
+
+    def second(values, factor):
+        return [values[0], factor * values[1]]
+
+    def off(kind, error):
+        grown = 1 + error
+        return {
+            "losses": {"losses": second(start.losses, grown)},
+            "evaluation": {"evaluation": grown},
+            "first norm": {"norms": [grown, 1.0]},
+            "second norm": {"norms": second(start.norms, grown)},
+            "rates": {"rates": second(start.rates, grown)},
+            "first gradient": {"gradients": [{"x": grown * np.ones(4)}, start.gradients[1]]},
+            "second gradient": {"gradients": [start.gradients[0], {"x": grown * np.ones(4)}]},
+            "moment": {"moments": {"m": grown * np.ones(4)}},
+        }[kind]
+
+    allowed = {
+        **{"losses": loss, "evaluation": loss, "first norm": gradient, "second norm": later, "rates": rate},
+        **{"first gradient": gradient, "second gradient": later, "moment": 2 * gradient},
+    }
+    for kind, tolerance in allowed.items():
+        for share, passes in ((0.99, True), (1.01, False)):
+            found = wrong(dataclasses.replace(start, **off(kind, share * tolerance)), start, config)
+            assert bool(found) != passes, (kind, share, found)
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_one_element_counts_by_itself_in_32_and_64_bits(dtype):
+    config = Strategy("", "", dtype=dtype).run_config()
+    start, tolerance = made_up(dtype), ALLOWED[dtype][0]
+    one = np.array([1 + 1.5 * tolerance, 1, 1, 1])  # 0.75 of the tolerance by L2 norm
+    changed = dataclasses.replace(start, gradients=[{"x": one}, start.gradients[1]])
+    assert bool(wrong(changed, start, config)) == (dtype in ("float32", "float64"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_parameter_may_be_off_by_its_share_of_an_update(dtype, optimizer):
+    """In units of the largest total update, weighted by the gradient where the rule divides by it."""
+    config = Strategy("", "", dtype=dtype, optimizer={"name": optimizer}).run_config()
+    weight = 0.1 if optimizer != "sgd" and dtype != "float64" else 1.0
+    unit = 2 * config.optimizer.lr * 2 * ALLOWED[dtype][0]  # LATER, two steps
+    peak = 3.0
+    gradient = peak * np.array([0.1, 1.0, 0.5, 0.5])
+    start = dataclasses.replace(made_up(dtype), gradients=[{"x": gradient}] * 2, rounded={})
+    gap = unit * (peak if optimizer == "sgd" else 1 / weight)
+    for share, passes in ((0.99, True), (1.01, False)):
+        off = np.array([share * gap, 0, 0, 0])
+        changed = dataclasses.replace(start, parameters={"x": off})
+        assert (("parameter", "x") not in wrong(changed, start, config)) == passes, share
+
+
+def test_rounding_of_a_parameter_itself_is_no_difference():
+    """An update of a large parameter is rounded to its last place: four of them a step are allowed, and no more."""
+    config = Strategy("", "").run_config()
+    eps = float(np.finfo(np.float32).eps)
+    start = dataclasses.replace(made_up("float32"), parameters={"x": 1e4 * np.ones(4)})
+    for units, passes in ((7.9, True), (8.1, False)):
+        changed = dataclasses.replace(start, parameters={"x": 1e4 * np.ones(4) * (1 + units * eps)})
+        assert (not wrong(changed, start, config)) == passes
+
+
+def test_the_worst_difference_is_the_furthest_beyond_its_tolerance(run):
+    found = compare(CONFIG, dataclasses.replace(run, evaluation=2 * run.evaluation), run)
+    assert worst(found).name == "evaluation" and worst(found, "loss").name == "evaluation"
+    assert worst(found, "gradient").kind == "gradient"
+    lost = compare(CONFIG, dataclasses.replace(run, norms=[float("nan"), *run.norms[1:]], evaluation=9.0), run)
+    assert worst(lost).kind == "gradient norm"
+    exact = [Difference("counter", "a", 0.0, 0.0, 1, 1), Difference("loss", "b", 0.5, 1.0, 1, 1)]
+    assert worst(exact).name == "b"
+    assert worst([*exact, Difference("counter", "c", 1e-3, 0.0, 1, 1)]).name == "c"
+
+
+def test_batches_differ_and_ignore_targets_unevenly():
+    config = Strategy("", "", batch_size=4).run_config()
+    first, second = random_batches(config, 2)
+    assert not np.array_equal(first["inputs"], second["inputs"])
+    length = config.model.seq_len
+    for batch in (first, second):
+        counted = batch["targets"] >= 0
+        assert counted.sum(1).tolist() == [length - row * length // 8 for row in range(4)]
+        assert counted[:, :-1][counted[:, 1:]].all()  # what is ignored is the end
+        np.testing.assert_array_equal(
+            batch["targets"][:, :-1][counted[:, :-1]], batch["inputs"][:, 1:][counted[:, :-1]]
+        )
+        assert batch["inputs"].min() >= 0 and batch["inputs"].max() < config.model.vocab_size
+        np.testing.assert_array_equal(batch["rows"], np.arange(4))
+    np.testing.assert_array_equal(random_batches(config, 1)[0]["inputs"], first["inputs"])
+    assert not np.array_equal(random_batches(config, 1, seed=2)[0]["inputs"], first["inputs"])
+
+
+def test_start_values_are_random_in_every_leaf():
+    config = Strategy("", "").run_config()
+    layout = make_layout(declare(config.model), config.parallel)
+    drawn = random_parameters(config, layout)
+    assert {leaf.name: leaf.shape for leaf in jax.tree.leaves(layout.leaves)} == {k: x.shape for k, x in drawn.items()}
+    for name, x in drawn.items():
+        real = x[: config.model.vocab_size] if name == "tokens" else x
+        mean, spread = (1, 0.2) if name.endswith("scale") else (0, 0.08)
+        assert x.dtype == np.float32 and abs(real.mean() - mean) < spread and abs(real.std() / spread - 1) < 0.25, name
+    assert not drawn["tokens"][config.model.vocab_size :].any()

@@ -1,0 +1,354 @@
+"""Change the source mechanically, one place at a time, and see whether a test turns red.
+
+python -m experiments.mutants --sample 300 --seed 0
+python -m experiments.mutants --sample 40 --paths jaxdist/parallel/zero.py
+
+`experiments.planted_bugs` has the bugs that somebody thought of; these are the ones that nobody did. First the tests
+run once with every line that each of them executes written down. Then each mutant of the sample runs, in a copy of the
+tree, against the tests that execute its line, the fastest first, until one is red. A timeout counts as red. What stays
+green is printed. Mutants that compute the same as the source are listed with a reason in `mutants_equivalent.toml`.
+"""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments.cli import run_program
+from experiments.planted_bugs import COPIED, ROOT
+from jaxdist.config import require_positive
+from jaxdist.errors import ConfigError
+
+TARGETS = (
+    *("jaxdist/parallel", "jaxdist/step.py", "jaxdist/optimizer.py", "jaxdist/layout.py", "jaxdist/logical.py"),
+    "jaxdist/verify.py",
+)
+TESTS = (
+    *("config_and_layout", "verify", "sixteen_bits", "optimizer", "oracle", "collectives", "algorithms", "schedules"),
+    *("rings", "attention", "precision", "pipeline", "parity", "program", "communication", "checkpoint", "health"),
+)
+EQUIVALENT = Path(__file__).parent / "mutants_equivalent.toml"
+
+COMPARISONS = {
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},
+}
+OPERATORS = {
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
+    **{ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd},
+}
+NAMES = {  # axes and dtypes
+    **{"dp": "tp", "tp": "dp", "pp": "dp", "replica": "dp"},
+    **{"float32": "bfloat16", "float64": "float32", "bfloat16": "float32", "float16": "float32"},
+}
+ASSERTIONS = ("strict", "check_vma")  # arguments that check what holds anyway
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` replaced by `new` in one place. lines: of the statement around it, without what it contains."""
+
+    path: str
+    line: int
+    column: int
+    start: int
+    end: int
+    old: str
+    new: str
+    lines: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}:{self.line}:{self.column}: {' '.join(self.old.split())} -> {' '.join(self.new.split())}"
+
+    def planted(self, source: bytes) -> bytes:
+        return source[: self.start] + self.new.encode() + source[self.end :]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mutants of a file
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def mutants_of(path: str, source: str) -> Iterator[Mutant]:
+    """Every mutant of a file, in the order of its text."""
+    tree = ast.parse(source)
+    offsets = [0]
+    for line in source.encode().splitlines(keepends=True):
+        offsets.append(offsets[-1] + len(line))
+
+    def walk(node: ast.AST, statement: ast.stmt) -> Iterator[Mutant]:
+        for child in ast.iter_child_nodes(node):
+            if ignored(node, child):
+                continue
+            inner = child if isinstance(child, ast.stmt) else statement
+            for new in changes(child):
+                start = offsets[child.lineno - 1] + child.col_offset
+                end = offsets[child.end_lineno - 1] + child.end_col_offset
+                old = source.encode()[start:end].decode()
+                yield Mutant(path, child.lineno, child.col_offset, start, end, old, new, own_lines(inner))
+            yield from walk(child, inner)
+
+    yield from walk(tree, tree.body[0])
+
+
+def own_lines(statement: ast.stmt) -> tuple[int, ...]:
+    """The lines of a statement, of a compound one those before its body."""
+    body = getattr(statement, "body", None)
+    end = body[0].lineno - 1 if body else statement.end_lineno
+    return tuple(range(statement.lineno, max(end, statement.lineno) + 1))
+
+
+def ignored(parent: ast.AST, node: ast.AST) -> bool:
+    """What is no computation: assertions, messages, imports, types, decorators, docstrings."""
+    if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr):
+        return True
+    if isinstance(node, ast.keyword) and node.arg in ASSERTIONS:
+        return True
+    if isinstance(parent, ast.FunctionDef | ast.ClassDef) and node in parent.decorator_list:
+        return True
+    annotations = (getattr(parent, "annotation", None), getattr(parent, "returns", None))
+    return node in annotations or (isinstance(parent, ast.Expr) and isinstance(node, ast.Constant))
+
+
+def changes(node: ast.AST) -> Iterator[str]:
+    """The texts that may stand in a node's place."""
+    match node:
+        case ast.Constant(value=bool(value)):
+            yield str(not value)
+        case ast.Constant(value=int(value)):
+            yield str(value + 1)
+        case ast.Constant(value=float(value)):
+            yield str(2 * value + 1)
+        case ast.Constant(value=str(value)) if value in NAMES:
+            yield repr(NAMES[value])
+        case ast.Attribute(value=owner, attr=attr) if attr in NAMES and attr not in ("dp", "tp", "pp", "replica"):
+            yield f"{ast.unparse(owner)}.{NAMES[attr]}"
+        case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
+            yield _unparsed(ast.Compare(node.left, [COMPARISONS[type(op)]()], node.comparators))
+        case ast.BinOp(op=op) if type(op) in OPERATORS:
+            yield _unparsed(ast.BinOp(node.left, OPERATORS[type(op)](), node.right))
+        case ast.BoolOp(op=op, values=values):
+            other = ast.Or() if isinstance(op, ast.And) else ast.And()
+            yield _unparsed(ast.BoolOp(other, values))
+        case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=operand):
+            yield _unparsed(operand)
+        case ast.IfExp(body=body, orelse=orelse):
+            yield _unparsed(body)
+            yield _unparsed(orelse)
+        case ast.Call(func=func, args=args, keywords=keywords):
+            for dropped in keywords:
+                if dropped.arg is not None and dropped.arg not in ASSERTIONS:
+                    yield ast.unparse(ast.Call(func, args, [each for each in keywords if each is not dropped]))
+            starred = any(isinstance(each, ast.Starred) for each in args)
+            if len(args) == 1 and not keywords and not starred and isinstance(func, ast.Attribute):
+                yield _unparsed(args[0])  # the call left out
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if _mentions(value, name):
+            yield "pass"
+        case ast.AugAssign():
+            yield "pass"
+
+
+def _unparsed(node: ast.expr) -> str:
+    return f"({ast.unparse(node)})"
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
+
+
+def all_mutants(paths: tuple[str, ...]) -> list[Mutant]:
+    files = []
+    for path in paths:
+        there = ROOT / path
+        if not there.exists() or "jaxdist" not in Path(path).parts:
+            raise ConfigError(f"--paths {path}", "it is no file or folder of jaxdist", "Try --paths jaxdist/parallel")
+        files += sorted(there.rglob("*.py")) if there.is_dir() else [there]
+    return [
+        mutant
+        for file in files
+        for mutant in mutants_of(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))
+    ]
+
+
+def equivalents() -> dict[tuple[str, str, str], str]:
+    """(path, old, new) of each mutant that computes the same, and why it does."""
+    rows = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("mutant", [])
+    return {(row["path"], row["old"], row["new"]): row["reason"] for row in rows}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tests of a mutant
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Tests:
+    """Which tests run a line, from the records that `Runner.record` wrote."""
+
+    def __init__(self, records: list[Path]):
+        self.seconds: dict[str, float] = {}
+        self.by_line: dict[tuple[str, int], set[str]] = defaultdict(set)
+        self.by_file: dict[str, set[str]] = defaultdict(set)
+        for record in records:
+            for row in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
+                self.seconds[row["test"]] = row["seconds"]
+                for path, lines in row["lines"].items():
+                    self.by_file[path].add(row["test"])
+                    for line in lines:
+                        self.by_line[path, line].add(row["test"])
+
+    def of(self, mutant: Mutant, seconds: float) -> list[str]:
+        """The fastest tests that run the mutant's statement, together within `seconds`; at least one.
+
+        What runs while a module is imported belongs to no test: there, the tests that run anything of the file.
+        """
+        found = set().union(*(self.by_line[mutant.path, line] for line in mutant.lines)) or self.by_file[mutant.path]
+        chosen, total = [], 0.0
+        for test in sorted(found, key=lambda test: (self.seconds[test], test)):
+            total += self.seconds[test]
+            if chosen and total > seconds:
+                break
+            chosen.append(test)
+        return chosen
+
+
+class Runner:
+    """A copy of the tree and a warm process that runs its tests (`experiments.mutant_runner`)."""
+
+    def __init__(self, folder: Path, cache: Path):
+        self.folder = folder
+        for name in (*COPIED, "docs", "README.md"):
+            source = ROOT / name
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
+        cached = {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+            "JAX_PLATFORMS": "cpu",
+        }
+        script = str(Path(__file__).with_name("mutant_runner.py"))
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **cached, "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+
+    def run(self, tests: list[str], seconds: float, record: Path | None = None) -> int:
+        request = {"folder": str(self.folder), "tests": tests, "seconds": seconds, "record": record and str(record)}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())["code"]
+
+    def record(self, name: str, out: Path, console: Console) -> Path:
+        """Run a file of tests once with every line of jaxdist that each test executes written down.
+
+        A record belongs to the sources and the tests it was made of. Raises: RuntimeError where a test is red.
+        """
+        test = f"tests/test_{name}.py"
+        digest = sha256()
+        for source in (*sorted((self.folder / "jaxdist").rglob("*.py")), self.folder / test):
+            digest.update(source.read_bytes())
+        record = out / f"{name}-{digest.hexdigest()[:16]}.jsonl"
+        if not record.exists():
+            partial = record.with_suffix(".partial")
+            partial.unlink(missing_ok=True)
+            with console.status(f"recording which lines {test} runs"):
+                code = self.run([test], 3600, partial)
+            if code != 0:
+                raise RuntimeError(f"{test} is red without a mutant (exit code {code})")
+            partial.rename(record)
+        return record
+
+    def is_killed(self, mutant: Mutant, tests: list[str], seconds: float) -> bool:
+        path = self.folder / mutant.path
+        source = path.read_bytes()
+        path.write_bytes(mutant.planted(source))
+        try:
+            return self.run(tests, seconds) != 0
+        finally:
+            path.write_bytes(source)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MutantFlags:
+    """Mutate the source at random places and count the mutants that a test notices."""
+
+    sample: int = 300
+    """How many mutants, of all that the paths have."""
+    seed: int = 0
+    paths: tuple[str, ...] = TARGETS
+    """Files or folders to mutate."""
+    tests: tuple[str, ...] = TESTS
+    """Files of tests that may notice a mutant, by name."""
+    out: str = "mutants"
+    """Folder for which test runs which line, for compiled programs and verdicts; another run tries survivors again."""
+    seconds: int = 120
+    """Tests a mutant is given, by the time they took when recorded."""
+
+
+def main(flags: MutantFlags, console: Console) -> int:
+    require_positive("sample", flags.sample)
+    require_positive("seconds", flags.seconds)
+    every, same = all_mutants(flags.paths), equivalents()
+    sample = sorted(every, key=lambda mutant: sha256(f"{flags.seed} {mutant.name}".encode()).digest())[: flags.sample]
+    out = Path(flags.out).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    verdicts = out / "verdicts.jsonl"
+    console.print(f"{len(every):,} mutants, {len(sample)} of them sampled with seed {flags.seed}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(Path(folder), out / "compiled")
+        tests = Tests([runner.record(name, out, console) for name in flags.tests])
+        known = {}
+        if verdicts.exists():
+            known = dict(map(json.loads, verdicts.read_text(encoding="utf-8").splitlines()))
+        for number, mutant in enumerate(sample, 1):
+            if known.get(mutant.name) or (mutant.path, mutant.old, mutant.new) in same:
+                continue
+            chosen = tests.of(mutant, flags.seconds)
+            limit = 60 + 5 * sum(tests.seconds[test] for test in chosen)
+            with console.status(f"{number} of {len(sample)}: {mutant.name}"):
+                known[mutant.name] = bool(chosen) and runner.is_killed(mutant, chosen, limit)
+            with verdicts.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([mutant.name, known[mutant.name]]) + "\n")
+            if not known[mutant.name]:
+                console.print(f"survives: {mutant.name}", markup=False, soft_wrap=True)
+        runner.close()
+
+    judged = [mutant for mutant in sample if (mutant.path, mutant.old, mutant.new) not in same]
+    survivors = [mutant for mutant in judged if not known[mutant.name]]
+    for mutant in survivors:
+        console.print(f"survivor: {mutant.name}", markup=False, soft_wrap=True)
+    killed = len(judged) - len(survivors)
+    console.print(
+        f"{killed} of {len(judged)} mutants turn a test red ({killed / max(len(judged), 1):.1%}); "
+        f"{len(sample) - len(judged)} more compute the same as the source"
+    )
+    return 0 if not survivors else 1
+
+
+if __name__ == "__main__":
+    run_program(MutantFlags, main, "experiments.mutants")
