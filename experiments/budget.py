@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from experiments.cli import EXIT_BUDGET, EXIT_SIGNAL, run_program
+from experiments.warden import Guarded
 from jaxdist.errors import ConfigError
 from jaxdist.plan.budget import (
     BUDGET_VARIABLE,
@@ -32,7 +33,8 @@ from jaxdist.plan.budget import (
 )
 
 POLL_SECONDS = 0.2
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+LAST_MOMENT = 0.3  # seconds before the reservation ends by which the command is killed; half of it is the warden's
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,9 @@ def run(flags: Run, command: list[str], console: Console, now: Callable[[], floa
                 f"these seconds are the end of the time, and {money(job.job.reserved)} pays for no more than them",
                 "Use more hours or less grace",
             )
+        before = job.clock.seconds()
         try:
-            process = subprocess.Popen(command, env=environment, start_new_session=True)
+            process = Guarded(command, job.clock.seconds_left() - LAST_MOMENT / 2, env=environment)
         except OSError as error:
             raise ConfigError(
                 f"the command {command[0]!r}", f"it cannot be run ({error.strerror})", "Name one that can be executed"
@@ -169,42 +172,39 @@ def run(flags: Run, command: list[str], console: Console, now: Callable[[], floa
         try:
             code = watch(process, job, grace, console)
         finally:
-            kill_group(process, signal.SIGKILL)
-            process.wait()
+            process.close()
+            ran = process.seconds()
+            if ran is not None and now is time.monotonic:  # this process may have been stopped when its command ended
+                job.clock.end(before + ran)
         console.print(f"cost {job.report()}", soft_wrap=True)
     return code
 
 
-def watch(process: subprocess.Popen, job: JobBudget, grace: float, console: Console) -> int:
+def watch(process: Guarded, job: JobBudget, grace: float, console: Console) -> int:
     """Wait for the command or for the moment to stop it; returns the exit code for either."""
-    wait(process, lambda: job.signal is not None or job.clock.exceeded(ahead_seconds=grace))
-    if process.returncode is not None:
+    ahead = max(grace, LAST_MOMENT)
+    wait(process, lambda: job.signal is not None or job.clock.exceeded(ahead_seconds=ahead))
+    by_warden = process.returncode == -signal.SIGKILL and job.clock.exceeded(ahead_seconds=LAST_MOMENT)
+    if process.returncode is not None and not by_warden:
         return EXIT_SIGNAL - process.returncode if process.returncode < 0 else process.returncode
     why = "the budget is used up" if job.signal is None else signal.Signals(job.signal).name
     console.print(f"[bold red]stopping[/] the command: {why}", soft_wrap=True)
-    kill_group(process, signal.SIGTERM)
-    deadline = job.clock.seconds() + grace
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)  # one that was stopped by hand can end now
+    deadline = job.clock.seconds() + min(grace, job.clock.seconds_left() - LAST_MOMENT)
     wait(process, lambda: job.clock.seconds() >= deadline)
     if process.returncode is None:
         console.print(f"[bold red]killing[/] the command: it did not stop in {grace:g} s")
     return EXIT_BUDGET if job.signal is None else EXIT_SIGNAL + job.signal
 
 
-def wait(process: subprocess.Popen, until: Callable[[], bool]) -> None:
+def wait(process: Guarded, until: Callable[[], bool]) -> None:
     """Return when the process has ended or `until` holds."""
     while process.poll() is None and not until():
         try:
             process.wait(POLL_SECONDS)
         except subprocess.TimeoutExpired:
             continue
-
-
-def kill_group(process: subprocess.Popen, number: int) -> None:
-    """Send a signal to what is left of the process group."""
-    try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return
 
 
 if __name__ == "__main__":

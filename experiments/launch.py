@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,8 +21,10 @@ import tyro
 from rich.console import Console
 
 from experiments.cli import run_program
-from jaxdist.config import require_positive
+from experiments.warden import Guarded
+from jaxdist.config import require_positive, require_within
 from jaxdist.errors import ConfigError
+from jaxdist.runtime import MAX_SIMULATED
 from jaxdist.signals import EXIT_SIGNAL, Signals
 
 POLL_SECONDS = 0.1
@@ -42,24 +45,26 @@ class LaunchFlags:
 
 def main(flags: LaunchFlags, console: Console) -> int:
     """The exit code is that of the first process that failed, else 0."""
-    require_positive("processes", flags.processes)
-    require_positive("devices_per_process", flags.devices_per_process)
+    require_positive("processes", flags.processes, 256)
+    require_positive("devices_per_process", flags.devices_per_process, MAX_SIMULATED)
+    require_within("bound", flags.bound, 0, 1e6)
     if not flags.command:
         raise ConfigError("no command", "there is nothing to start", "Write -- -m experiments.train --mesh dp=2")
     address = f"127.0.0.1:{free_port()}"
-    with Signals() as signals:
-        processes = [start(flags, index, address) for index in range(flags.processes)]
-        try:
-            readers = [pass_on(process, index) for index, process in enumerate(processes)]
-            code = wait(processes, signals, flags.bound)
-            for reader in readers:
-                reader.join()
-        finally:  # a second signal ends everything at once
-            send(processes, signal.SIGKILL)
+    with Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) as signals, ExitStack() as stack:
+        processes = []
+        for index in range(flags.processes):
+            processes.append(start(flags, index, address))
+            stack.callback(processes[-1].close)  # a second signal ends everything at once
+        readers = [pass_on(process, index) for index, process in enumerate(processes)]
+        code = wait(processes, signals, flags.bound)
+        for reader in readers:
+            reader.join()
     return code
 
 
-def start(flags: LaunchFlags, index: int, address: str) -> subprocess.Popen:
+def start(flags: LaunchFlags, index: int, address: str) -> Guarded:
+    """One process in a group of its own: Ctrl-C in a terminal reaches it once, passed on; it ends with this one."""
     environment = {
         **os.environ,
         "JAX_COORDINATOR_ADDRESS": address,
@@ -67,19 +72,19 @@ def start(flags: LaunchFlags, index: int, address: str) -> subprocess.Popen:
         "JAX_PROCESS_ID": str(index),
         "JAX_NUM_CPU_DEVICES": str(flags.devices_per_process),
     }
-    # A process group of its own: Ctrl-C in a terminal then reaches each process once, passed on by this one.
-    return subprocess.Popen(
+    return Guarded(
         [sys.executable, *flags.command],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        process_group=0,
+        encoding="utf-8",
+        errors="backslashreplace",
     )
 
 
-def pass_on(process: subprocess.Popen, index: int) -> threading.Thread:
+def pass_on(process: Guarded, index: int) -> threading.Thread:
     def copy():
         for line in process.stdout:
             print(f"[{index}] {line}", end="", flush=True)
@@ -89,7 +94,7 @@ def pass_on(process: subprocess.Popen, index: int) -> threading.Thread:
     return thread
 
 
-def wait(processes: list[subprocess.Popen], signals: Signals, bound: float) -> int:
+def wait(processes: list[Guarded], signals: Signals, bound: float) -> int:
     """Until all have ended. Signals are passed on; where one failed, the others are killed after `bound` seconds."""
     first_failure, deadline, passed = None, None, False
     while True:
@@ -118,7 +123,7 @@ def say(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
-def send(processes: list[subprocess.Popen], number: int) -> None:
+def send(processes: list[Guarded], number: int) -> None:
     for process in processes:
         if process.poll() is None:
             process.send_signal(number)

@@ -17,6 +17,7 @@ import pytest
 import experiments.train
 from experiments import launch
 from experiments.cli import run_program
+from experiments.warden import Guarded
 from jaxdist import processes, runtime
 from jaxdist.errors import ConfigError
 from jaxdist.signals import Signals
@@ -35,6 +36,7 @@ import json, sys
 import jax
 import experiments.train as train
 from experiments.cli import run_program
+from experiments.warden import Guarded
 from jaxdist.data import Batches
 
 seen, read = set(), Batches._read
@@ -260,11 +262,11 @@ def test_join_reads_the_variables_of_launchers(monkeypatch, variables, given, jo
 # ---- the local starter ----
 
 
-def started(*codes: str) -> list[subprocess.Popen]:
-    return [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+def started(*codes: str) -> list[Guarded]:
+    return [Guarded([sys.executable, "-c", code]) for code in codes]
 
 
-def ended(children: list[subprocess.Popen], bound: float = 30) -> int:
+def ended(children: list[Guarded], bound: float = 30) -> int:
     with nullcontext(Signals()) as signals:
         return launch.wait(children, signals, bound)
 

@@ -506,11 +506,23 @@ class BudgetClock:
         if max_seconds is not None and not 0 < max_seconds < math.inf:
             raise ConfigError(f"max_seconds={max_seconds}", "it is a time above 0", "Use max_seconds=3600.0")
         self.max_seconds, self._now = max_seconds, now
-        self._start, self._elapsed = now(), 0.0
+        self._start, self._elapsed, self._ended = now(), 0.0, False
 
     def seconds(self) -> float:
-        self._elapsed = max(self._elapsed, self._now() - self._start)
+        if not self._ended:
+            self._elapsed = max(self._elapsed, self._now() - self._start)
         return self._elapsed
+
+    def end(self, seconds: float) -> None:
+        """The job ended so many seconds after its start, if not now; from here on the clock stands still."""
+        self._elapsed, self._ended = min(seconds, self.seconds()), True
+
+    def seconds_left(self) -> float:
+        """Until time or money is used up; negative afterwards, infinite where nothing bounds the job."""
+        bounds = [] if self.max_seconds is None else [self.max_seconds]
+        if self.price_per_hour > 0:
+            bounds.append(float(self.reserved / self.price_per_hour / self.num_devices * 3600))
+        return min(bounds, default=math.inf) - self.seconds()
 
     def spent(self, ahead_seconds: float = 0.0) -> Decimal:
         """Cost so far, or `ahead_seconds` from now, rounded up to a `UNIT`."""
