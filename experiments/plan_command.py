@@ -10,7 +10,6 @@ from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import ITEMSIZE, MOMENTS
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every
 
-
 CHIPS_OF_A_HOST = 8  # of a TPU, at most; a node of the hardware table is a whole slice
 
 
