@@ -743,7 +743,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         for note in plan.command.notes:
             print_bullet(console, note)
     else:
-        console.print(f"\n[bold red]{escape(plan.sentences[0])}[/]")
+        console.print(f"\n[bold red]{escape(plan.sentences[0])}[/]", soft_wrap=not console.is_terminal)
 
     if searched:
         console.print(

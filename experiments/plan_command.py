@@ -10,6 +10,8 @@ from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import ITEMSIZE, MOMENTS
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every
 
+CHIPS_OF_A_HOST = 8  # of a TPU, at most; a node of the hardware table is a whole slice
+
 
 @dataclass(frozen=True)
 class Command:
@@ -38,6 +40,7 @@ def make_command(
     """For one layout of a plan. recipe_notes: where the values of flags in `config` are from."""
     nodes, per_node = cluster.num_nodes, cluster.devices_per_node
     on_gpus = "TPU" not in cluster.hardware.title
+    several = nodes > 1 if on_gpus else cluster.num_devices > CHIPS_OF_A_HOST
     every, why = checkpoint_every(checkpoint_bytes(config), nodes, cluster.num_devices, step_seconds, config.steps)
     parts, notes = [], []
     if nodes > 1 and on_gpus:
@@ -46,16 +49,16 @@ def make_command(
             "srun starts a process for every GPU; other launchers, and jobs that outlive their time limit: "
             "docs/cluster.md."
         ]
-    elif nodes > 1:
-        notes += [f"Start it on each of the {nodes} hosts (docs/cluster.md)."]
+    elif several:
+        notes += ["Start it on every host of the slice (docs/cluster.md)."]
     parts += ["python -m experiments.train"]
-    parts += ["--distributed"] * (nodes > 1) + ["--device gpu"] * on_gpus
+    parts += ["--distributed"] * several + ["--device gpu"] * on_gpus
     parts += [f"--data {PLACEHOLDERS['data']}", f"--out {PLACEHOLDERS['out']}", f"--checkpoint-every {every}"]
     parts += f" {' '.join(flags_of(config))}".replace(" --", "\n--").split("\n")[1:]
     parts += [] if rate_known else ["--lr LR"]
     notes += [
         f"{PLACEHOLDERS['data']}: your tokens (experiments.prepare makes them). {PLACEHOLDERS['out']}: a folder for "
-        f"checkpoints{', on storage that all hosts share' * (nodes > 1)}. train refuses both words until they are "
+        f"checkpoints{', on storage that all hosts share' * several}. train refuses both words until they are "
         "filled in.",
         *recipe_notes,
         f"--checkpoint-every {every}: {why}.",

@@ -140,12 +140,17 @@ def test_one_layout_has_the_same_report(monkeypatch, capsys):
     assert "--mesh dp=4,tp=2 --batch-size 64" in command and "--dtype bfloat16 --zero 1 --sp --accumulate 2" in command
 
 
-def test_one_layout_that_does_not_fit_is_told_what_would(monkeypatch, capsys):
-    args = ["--model", "7b", "--hardware", "h100", "--mesh", "dp=8", "--global-batch", "16"]
-    code, out, _ = plan(monkeypatch, capsys, *args)
-    assert code == 0
-    assert "It does not fit" in out and "--mesh dp=8 --zero 3" in out
-    assert "optimiser state alone needs more than that" in out and "experiments.train" not in out
+@pytest.mark.parametrize("mesh", ["dp=8", "pp=2,dp=2,tp=2"])
+def test_one_layout_that_does_not_fit_is_told_what_would(monkeypatch, capsys, tmp_path, mesh):
+    path = tmp_path / "small.toml"
+    path.write_text("[accelerators.h100]\nmemory_gb = 50")
+    args = ["--model", "7b", "--hardware", "h100", "--global-batch", "256"]
+    code, out, _ = plan(monkeypatch, capsys, *args, "--mesh", mesh, "--hardware-file", path)
+    assert code == 0 and "It does not fit" in out and "experiments.train" not in out
+    assert "optimiser state alone needs more than that" in out
+    words = re.search(rf"usable\. (--mesh {mesh} .*) would, with", out)[1].split()
+    code, out, _ = plan(monkeypatch, capsys, *args, *words, "--hardware-file", path)
+    assert code == 0 and "It does not fit" not in out and "experiments.train" in out
 
 
 def test_the_smallest_cluster_that_meets_a_deadline_and_a_budget(monkeypatch, capsys, tmp_path):

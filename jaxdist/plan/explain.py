@@ -210,7 +210,19 @@ def what_would_fit(found: Scored, attention: str) -> str:
     if not len(choice):
         return "No layout of these devices does: use more of them."
     best = int(choice[others.time.total[choice].argmin()])
-    layouts = others.layouts
-    words = f"--mesh {layouts.mesh(best)} --zero {layouts.zero[best]} --remat {layouts.remat(best)}"
-    words += f" with micro-batches of {layouts.rows[best]}"
-    return f"{words} would, with {gib(others.memory.total[best])}."
+    return f"{layout_flags(others, best)} would, with {gib(others.memory.total[best])}."
+
+
+def layout_flags(found: Scored, index: int) -> str:
+    """The flags that name one layout of a search."""
+    c = found.layouts
+    words = [
+        f"--mesh {c.mesh(index)} --zero {c.zero[index]} --remat {c.remat(index)} --accumulate {c.accumulate[index]}"
+    ]
+    words += ["--sp"] * int(c.sp[index]) + ["--overlap"] * int(c.overlap[index])
+    words += ["--no-reshard-after-forward"] * int(c.keep[index])
+    if c.pp[index] > 1:
+        schedule = c.schedule_name(index, found.base.parallel)
+        words += [f"--schedule {schedule} --microbatches {c.microbatches[index]}"]
+        words += [f"--chunks {c.chunks[index]}"] * (schedule == "interleaved")
+    return " ".join(words)
