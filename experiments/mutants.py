@@ -193,7 +193,7 @@ def equivalents() -> dict[tuple[str, str, str], str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Tests:
+class Coverage:
     """Which tests run a line, from the records that `Runner.record` wrote."""
 
     def __init__(self, records: list[Path]):
@@ -321,7 +321,7 @@ def main(flags: MutantFlags, console: Console) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder), out / "compiled")
-        tests = Tests([runner.record(name, out, console) for name in flags.tests])
+        tests = Coverage([runner.record(name, out, console) for name in flags.tests])
         known = {}
         if verdicts.exists():
             known = dict(map(json.loads, verdicts.read_text(encoding="utf-8").splitlines()))
