@@ -57,7 +57,7 @@ ASSERTIONS = ("strict", "check_vma")  # arguments that check what holds anyway
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old` replaced by `new` in one place. lines: of the statement around it, without what it contains."""
+    """`old` replaced by `new` in one place. text: its first line. lines: of the statement around it, less its body."""
 
     path: str
     line: int
@@ -66,7 +66,13 @@ class Mutant:
     end: int
     old: str
     new: str
+    text: str
     lines: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What tells it from others while the lines before it change."""
+        return self.path, self.text, self.old, self.new
 
     @property
     def name(self) -> str:
@@ -84,7 +90,7 @@ class Mutant:
 def mutants_of(path: str, source: str) -> Iterator[Mutant]:
     """Every mutant of a file, in the order of its text."""
     tree = ast.parse(source)
-    offsets = [0]
+    offsets, lines = [0], source.splitlines()
     for line in source.encode().splitlines(keepends=True):
         offsets.append(offsets[-1] + len(line))
 
@@ -97,7 +103,17 @@ def mutants_of(path: str, source: str) -> Iterator[Mutant]:
                 start = offsets[child.lineno - 1] + child.col_offset
                 end = offsets[child.end_lineno - 1] + child.end_col_offset
                 old = source.encode()[start:end].decode()
-                yield Mutant(path, child.lineno, child.col_offset, start, end, old, new, own_lines(inner))
+                yield Mutant(
+                    path,
+                    child.lineno,
+                    child.col_offset,
+                    start,
+                    end,
+                    old,
+                    new,
+                    lines[child.lineno - 1].strip(),
+                    own_lines(inner),
+                )
             yield from walk(child, inner)
 
     yield from walk(tree, tree.body[0])
@@ -182,10 +198,10 @@ def all_mutants(paths: tuple[str, ...]) -> list[Mutant]:
     ]
 
 
-def equivalents() -> dict[tuple[str, str, str], str]:
-    """(path, old, new) of each mutant that computes the same, and why it does."""
+def equivalents() -> dict[tuple[str, str, str, str], str]:
+    """The key of each mutant that computes the same, and why it does."""
     rows = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("mutant", [])
-    return {(row["path"], row["old"], row["new"]): row["reason"] for row in rows}
+    return {(row["path"], row["text"], row["old"], row["new"]): row["reason"] for row in rows}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,7 +209,7 @@ def equivalents() -> dict[tuple[str, str, str], str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Tests:
+class Coverage:
     """Which tests run a line, from the records that `Runner.record` wrote."""
 
     def __init__(self, records: list[Path]):
@@ -321,12 +337,12 @@ def main(flags: MutantFlags, console: Console) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder), out / "compiled")
-        tests = Tests([runner.record(name, out, console) for name in flags.tests])
+        tests = Coverage([runner.record(name, out, console) for name in flags.tests])
         known = {}
         if verdicts.exists():
             known = dict(map(json.loads, verdicts.read_text(encoding="utf-8").splitlines()))
         for number, mutant in enumerate(sample, 1):
-            if known.get(mutant.name) or (mutant.path, mutant.old, mutant.new) in same:
+            if known.get(mutant.name) or mutant.key in same:
                 continue
             chosen = tests.of(mutant, flags.seconds)
             limit = 60 + 5 * sum(tests.seconds[test] for test in chosen)
@@ -338,7 +354,7 @@ def main(flags: MutantFlags, console: Console) -> int:
                 console.print(f"survives: {mutant.name}", markup=False, soft_wrap=True)
         runner.close()
 
-    judged = [mutant for mutant in sample if (mutant.path, mutant.old, mutant.new) not in same]
+    judged = [mutant for mutant in sample if mutant.key not in same]
     survivors = [mutant for mutant in judged if not known[mutant.name]]
     for mutant in survivors:
         console.print(f"survivor: {mutant.name}", markup=False, soft_wrap=True)

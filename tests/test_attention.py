@@ -8,8 +8,10 @@ from conftest import DEVICES
 from jax import random
 from jax.sharding import PartitionSpec
 
+from experiments.strategies import Strategy
+from jaxdist import model, step
 from jaxdist.config import causal_blocks
-from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.model import Noise, attention_core
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.split import all_equations
@@ -76,3 +78,19 @@ def test_every_block_draws_its_own_dropout():
         expected = np.tril(np.ones((length, length)))[end - rows : end, :end]
         expected = expected / expected.sum(-1, keepdims=True) * kept
         np.testing.assert_allclose(out[end - rows : end, :end], expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_training_with_dropout_writes_attention_out_on_a_gpu_too(monkeypatch, overlap):
+    """cuDNN's takes no dropout: where it would run otherwise, `auto` must ask for training, and evaluation not."""
+    monkeypatch.setattr(step, "_platform", lambda mesh: "gpu")
+    chosen = []
+    core = model.attention_core
+    monkeypatch.setattr(model, "attention_core", lambda name, noise: chosen.append(name) or core("xla", noise))
+    config = Strategy("", "dp=2", {"overlap": overlap}, dropout=0.1, dtype="bfloat16").run_config()
+    program = step.build_program(config, make_abstract_mesh(config.parallel.mesh))
+    program.step.trace(program.abstract_state(), program.abstract_batch())
+    assert set(chosen) == {"xla"}
+    chosen.clear()
+    program.evaluate.trace(program.abstract_state().params, program.abstract_batch())
+    assert set(chosen) == {"cudnn"}

@@ -11,15 +11,16 @@ import pytest
 from conftest import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist import model
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from jaxdist.layout import Leaf, choose_zero_dim, make_layout
+from jaxdist.logical import from_logical, to_logical
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.optimizer import learning_rate
 from jaxdist.parallel.grouping import group
-from jaxdist.parallel.relayout import from_compute, from_storage, to_compute, to_storage
+from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
 from jaxdist.step import build_program
 
 MODEL = ModelConfig(num_layers=3, width=48, num_heads=6, ffn_width=96, seq_len=16, vocab_size=100)
@@ -165,6 +166,27 @@ def test_a_table_that_the_stages_share_is_undone_exactly(size, zero_dim):
     x = np.arange(1, size * 3 + 1, dtype=np.int32).reshape(size, 3)
     _, computed = there_and_back(placed, x)
     np.testing.assert_array_equal(computed[:size], x)
+
+
+@pytest.mark.parametrize("spec", [("dp", "tp"), (("dp", "tp"), None), (None, ("tp", "dp")), ("tp", None), (None, None)])
+def test_every_part_is_gathered_in_its_place(spec):
+    mesh, spec = make_mesh(MeshShape(dp=2, tp=3), DEVICES), PartitionSpec(*spec)
+    x = np.arange(12 * 6, dtype=np.int32).reshape(12, 6)
+    gather = jax.shard_map(partial(gather_whole, spec=spec), mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    np.testing.assert_array_equal(jax.jit(gather)(jax.device_put(x, NamedSharding(mesh, spec))), x)
+
+
+def test_only_arrays_that_stand_where_they_are_wanted_are_donated():
+    program = build_program(RunConfig(MODEL), make_mesh(MeshShape(), DEVICES))
+    placed = to_logical(program, program.init(0))
+    host = {name: np.array(x) for name, x in placed.items()}
+    elsewhere = {name: jax.device_put(x, DEVICES[1]) for name, x in host.items()}
+    for arrays in (elsewhere, host, placed):
+        state = from_logical(program, arrays)
+        np.testing.assert_array_equal(state.params["tokens"], host["params.tokens"])
+    assert not any(x.is_deleted() for x in elsewhere.values())
+    assert all(x.is_deleted() for x in placed.values())
+    np.testing.assert_array_equal(host["params.tokens"], program.init(0).params["tokens"])
 
 
 def test_zero_never_splits_the_layer_dim_and_prefers_no_padding():
