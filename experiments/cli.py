@@ -206,15 +206,14 @@ class ProcessFlags:
     def _must_be_equal(self) -> dict[str, object]:
         """What every process must have been given alike. Paths of data and output are proven by what they hold."""
         facts = {f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name not in OWN_FLAGS}
-        for name in ("data", "out"):
-            if f"--{name}" in facts:
-                facts[f"--{name}"] = None if facts[f"--{name}"] is None else "given"
+        if facts.get("--out") is not None:
+            facts["--out"] = "given"
         facts = {name: "not given" if value is None else value for name, value in facts.items()}
         return facts | compat.settings() | versions.facts()
 
 
-# Flags that tell one process from another.
-OWN_FLAGS = {"process_id", "coordinator", "distributed", "num_processes"}
+# Flags that tell one process from another, and the data, whose content is compared.
+OWN_FLAGS = {"process_id", "coordinator", "distributed", "num_processes", "data"}
 
 
 def flags_of(config: RunConfig) -> list[str]:

@@ -47,10 +47,10 @@ def require_positive(name: str, value: int, most: int = MOST) -> None:
         )
 
 
-def require_within(name: str, value: float, least: float, most: float) -> None:
+def require_within(name: str, value: float, least: float, most: float, remedy: str = "Use one within that") -> None:
     """For a number with a fraction; NaN is never within."""
     if not least <= value <= most:
-        raise ConfigError(f"{name}={value}", f"it must be a number from {least:g} to {most:g}", "Use one within that")
+        raise ConfigError(f"{name}={value}", f"it must be a number from {least:g} to {most:g}", remedy)
 
 
 # Far above what anybody trains (1T parameters: 128 layers x 25,600), and low enough that products stay meaningful.
@@ -212,7 +212,7 @@ class ParallelConfig:
         require_choices(self)
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"zero={self.zero}", "ZeRO has stages 0 (off) to 3", "Use --zero 0, 1, 2 or 3")
-        require_within("bucket_mb", self.bucket_mb, 1e-6, 2**20)
+        require_within("bucket_mb", self.bucket_mb, 1e-6, 2**20, "Use 25")
         require_positive("accumulate", self.accumulate)
         require_positive("loss_chunks", self.loss_chunks)
         every = self.remat.removeprefix("every-")
@@ -347,7 +347,7 @@ class OptimizerConfig:
         require_choices(self)
         # Bounds within what fp32 holds with digits to spare.
         for name, least, most in (
-            ("lr", 1e-30, 1e6),
+            ("lr", 1e-30, 1e30),
             ("eps", 1e-30, 1e6),
             ("clip_norm", 1e-30, 1e30),
             ("beta1", 0, 1 - 1e-7),
@@ -355,7 +355,7 @@ class OptimizerConfig:
             ("min_lr_ratio", 0, 1),
             ("weight_decay", 0, 1e6),
         ):
-            require_within(name, getattr(self, name), least, most)
+            require_within(name, getattr(self, name), least, most, "Use the default")
         if not 0 <= self.warmup_steps <= MOST:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps}", f"it is a number of steps, 0 to {MOST:,}", "Use 0 for no warm-up"

@@ -27,21 +27,40 @@ def held(folder: Path, flag: str, warn: Callable[[str], None]) -> Iterator[None]
     daemon and not `nolock` or `local_lock`), Lustre (with `-o flock`), GPFS and CephFS. Where the file system has no
     locks, `warn` says so.
 
+    A folder that was made here and in which nothing was written goes again.
+
     Raises: ConfigError where another process holds it, naming that one, or where the folder cannot be written.
     """
+    made = not folder.exists()
+    descriptor = _lock(folder, flag, warn)
+    try:
+        with suppress(OSError):  # a full disk: the lock holds without a name
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        if made and os.listdir(folder) == [LOCK]:
+            (folder / LOCK).unlink()
+            folder.rmdir()
+        os.close(descriptor)
+
+
+def _lock(folder: Path, flag: str, warn: Callable[[str], None]) -> int:
+    """The descriptor of the folder's lock, taken."""
     path = folder / LOCK
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        raise ConfigError(
-            f"{flag} {folder}", f"it cannot be written ({error.strerror})", "Name a folder that you may write"
-        ) from error
-    try:
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f"{flag} {folder}", f"it cannot be written ({error.strerror})", "Name a folder that you may write"
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
+            os.close(descriptor)
             raise ConfigError(
                 f"{flag} {folder}",
                 f"{holder} is using it, and two runs in one folder would remove each other's files",
@@ -51,12 +70,10 @@ def held(folder: Path, flag: str, warn: Callable[[str], None]) -> Iterator[None]
             if error.errno not in _NO_LOCKS:
                 raise
             warn(f"the file system of {folder} has no locks: another run in this folder would not be noticed")
-        with suppress(OSError):  # a full disk: the lock holds without a name
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield
-    finally:
-        os.close(descriptor)
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        os.close(descriptor)  # its holder removed it meanwhile
 
 
 def require_shared(folder: Path, flag: str) -> None:

@@ -9,11 +9,13 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+import tensorstore
 from conftest import DEVICES
 
 from jaxdist import checkpoint, resume
 from jaxdist.checkpoint import MANIFEST, BadCheckpoint, Checkpoints, SaveFailed, newest_good
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.logical import PARAMS, abstract_logical, fetch, from_logical, parameters_from_logical, to_logical
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.step import build_program
@@ -331,3 +333,95 @@ def test_other_data_or_random_numbers_are_refused(small):
         find({"source": "x", "fingerprint": "1"})
     with jax.default_prng_impl("rbg"), pytest.raises(ValueError, match="random numbers"):
         find(DATA)
+
+
+# ---- nothing is lost in silence ----
+
+
+class NoMessage(Exception):
+    """Its text is empty."""
+
+
+@pytest.mark.parametrize("error", [NoMessage(), SystemExit(3), OSError(28, "No space left on device"), OSError()])
+def test_whatever_ends_a_save_is_raised(tmp_path, small, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    program, _ = small
+    monkeypatch.setattr(checkpoint, "_hash_files", fail)
+    with pytest.raises(
+        SaveFailed, match=error.strerror if getattr(error, "strerror", 0) else type(error).__name__ + "|3"
+    ):
+        saved(tmp_path, program, program.init(0), 0)
+    assert Checkpoints(tmp_path).steps() == [] and not list(tmp_path.iterdir())
+
+
+def test_shards_that_lie_elsewhere_are_not_committed(tmp_path, small, monkeypatch):
+    """What the first process sees when another one wrote its shards to a disk of its own."""
+    program, _ = small
+    checkpoints, check = Checkpoints(tmp_path), checkpoint.require_whole_arrays
+
+    def lose_and_check(folder, arrays):
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}).result()
+        lost = max(key for key in store.list().result() if key.startswith(b"moments.0.mu.positions/"))
+        store.delete_range(tensorstore.KvStore.KeyRange(lost, lost + b"\0")).result()
+        check(folder, arrays)
+
+    monkeypatch.setattr(checkpoint, "require_whole_arrays", lose_and_check)
+    checkpoints.save(0, to_logical(program, program.init(0)), {})
+    with pytest.raises(SaveFailed, match=r"array moments\.0\.mu\.positions is not whole: 1 of its \d parts"):
+        checkpoints.wait()
+    assert checkpoints.steps() == []
+
+
+def test_a_restore_that_fails_names_the_file_and_the_array(tmp_path, small, monkeypatch):
+    program, folder = small
+    checkpoints = Checkpoints(shutil.copytree(folder, tmp_path / "copy"))
+    manifest = checkpoints.check(3)
+
+    def fail(*_, **__):
+        raise TypeError("params.tokens: unexpected metadata")
+
+    monkeypatch.setattr(checkpoints._orbax, "restore", fail)
+    with pytest.raises(BadCheckpoint, match=r"step_00000003/arrays: array params\.tokens cannot be read"):
+        checkpoints.restore(manifest, abstract_logical(program))
+    for path in (tmp_path / "copy" / "step_00000003" / "arrays").rglob("d"):
+        shutil.rmtree(path)  # after it was checked, or on another machine's disk
+    with pytest.raises(BadCheckpoint, match=r"step_00000003/arrays"):
+        checkpoints.restore(manifest, abstract_logical(program))
+    with pytest.raises(BadCheckpoint, match=r"process 0 cannot see it"):
+        checkpoints.require_files(manifest)
+
+
+def test_a_linked_step_and_a_folder_that_is_none_are_refused(tmp_path, small):
+    _, folder = small
+    (tmp_path / "step_00000003").symlink_to(folder / "step_00000003")
+    with pytest.raises(BadCheckpoint, match="it is a link"):
+        Checkpoints(tmp_path).check(3)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="not a folder"):
+        Checkpoints(tmp_path / "file")
+    os.mkfifo(tmp_path / "fifo")
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "step_00000003" / MANIFEST).unlink()
+    os.mkfifo(copy / "step_00000003" / MANIFEST)
+    with pytest.raises(BadCheckpoint, match="not a regular file"):
+        Checkpoints(copy).check(3)
+
+
+def test_what_cannot_be_thinned_out_does_not_fail_the_save(tmp_path, small, monkeypatch):
+    program, _ = small
+    (tmp_path / "step_00000009.partial").touch()  # a stray file, not a folder
+    (tmp_path / "step_00000001.partial").touch()  # in the way of the save itself
+    saved(tmp_path, program, program.init(0), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+    def refuse(path):
+        if path.name == "step_00000001.partial":
+            raise PermissionError(13, "Permission denied", str(path))
+
+    warnings = []
+    monkeypatch.setattr(checkpoint, "remove", refuse)
+    saved(tmp_path, program, program.init(0), 2, keep_last=1, warn=warnings.append)
+    assert 2 in Checkpoints(tmp_path).steps()
+    assert "could not be removed" in warnings[0]

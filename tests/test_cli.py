@@ -355,7 +355,7 @@ def test_verify_and_bench_refuse_too(monkeypatch, capsys, tmp_path):
         ("bench", ["--repeats", "0"], "repeats=0"),
         ("bench", ["overhead", "--dtype", "bfloat16"], "rows of its own"),
         ("verify", ["--all", "--zero", "1"], "named strategies"),
-        ("train", ["--vocab-size", "99999999999999"], "32-bit"),
+        ("train", ["--vocab-size", "99999999999999"], "from 1 to 2,147,352,575"),
         ("train", ["--out", "a" * 300, "--data", __file__], "cannot be written"),
         ("train", ["--out", "", "--data", __file__], "names no folder"),
         ("train", ["--mesh", "dp=4096", "--batch-size", "4096", "--seq-len", "2", "--data", __file__], "not simulated"),
@@ -371,7 +371,16 @@ def test_unwise_combinations_are_said():
 
     assert "dp=1" in notes(zero=2)[0]
     assert "tp=1" in notes(sp=True)[0]
-    assert "ZeRO-3 alone" in notes(reshard_after_forward=False)[0]
+    for ignored in (
+        {"reshard_after_forward": False},
+        {"bucket_mb": 1.0, "grad_sync": "flat"},
+        {"schedule": "zb-v"},
+        {"microbatches": 2},
+        {"chunks": 2},
+        {"stages": "balanced"},
+    ):
+        with pytest.raises(ConfigError, match="would change nothing"):
+            notes(**ignored)
     pipelined = notes(mesh=parse_mesh("pp=2,dp=2"), zero=3, reshard_after_forward=False, microbatches=4)
     assert "gathers the weights of blocks again" in pipelined[0]
     assert not notes()

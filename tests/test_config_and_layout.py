@@ -202,7 +202,8 @@ def test_zero_never_splits_the_layer_dim_and_prefers_no_padding():
 @given(st.floats(1e-5, 1), st.sampled_from(["per-parameter", "flat", "bucketed"]))
 def test_groups_hold_every_leaf_once_in_reverse_order(bucket_mb, grad_sync):
     leaves = jax.tree.leaves(layout_of(tp=2, dp=2).leaves)
-    parallel = ParallelConfig(grad_sync=grad_sync, bucket_mb=bucket_mb)
+    sizing = {"bucket_mb": bucket_mb} if grad_sync == "bucketed" else {}
+    parallel = ParallelConfig(grad_sync=grad_sync, **sizing)
     sizes = [math.prod(leaf.compute_local) * 4 for leaf in leaves]
     groups = group(leaves, sizes, parallel, lambda leaf: leaf.spec_axes)
     assert sorted(i for members in groups for i in members) == list(range(len(leaves)))

@@ -58,7 +58,7 @@ def run(command: list[str], folder: Path, bound: float = 240) -> tuple[int, str]
     environment |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     environment["TTY_COMPATIBLE"] = "0"  # mpirun gives a terminal
     done = subprocess.run(
-        [word.replace("OUT", str(folder)) for word in command],
+        [sys.executable] * (command[0] in ("-m", "-c")) + [word.replace("OUT", str(folder)) for word in command],
         env=environment,
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -312,3 +312,143 @@ def test_launch_refuses_nothing_to_start(capfd, monkeypatch):
         with pytest.raises(SystemExit) as stop:
             run_program(launch.LaunchFlags, launch.main, "launch")
         assert stop.value.code == 2 and said in capfd.readouterr().err
+
+
+# ---- processes that were not given the same ----
+
+# Joins once and compares many command lines: process 1 is given `theirs`, a list of words for each.
+COMPARE = """
+import json, sys
+import jax
+import tyro
+from rich.console import Console
+from experiments.train import TrainFlags
+from jaxdist import compat, processes, versions
+
+mine, theirs = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+TrainFlags().join(Console(quiet=True))
+for words in theirs:
+    flags = tyro.cli(TrainFlags, args=[*mine, *(words if processes.index() else [])])
+    try:
+        processes.require_agreement("flags", flags._must_be_equal())
+        print("equal")
+    except processes.Disagreement as error:
+        print(error)
+    sys.stdout.flush()
+versions.source_digest = lambda: "another"[: 7 * processes.index()]
+jax.config.update("jax_enable_x64", bool(processes.index()))
+jax.config.update("jax_default_matmul_precision", ["float32", "highest"][processes.index()])
+try:
+    processes.require_agreement("flags", TrainFlags()._must_be_equal())
+except processes.Disagreement as error:
+    print(error)
+"""
+KINDS = {
+    "--lr": ["--lr", "1e-4"],
+    "--seed": ["--seed", "7"],
+    "--steps": ["--steps", "9"],
+    "--checkpoint-every": ["--checkpoint-every", "3", "--out", "x"],
+    "--zero": ["--zero", "1"],
+    "--mesh": ["--mesh", "tp=2"],
+    "--dtype": ["--dtype", "bfloat16"],
+    "--eval-every": ["--eval-every", "7"],
+    "--on-nonfinite": ["--on-nonfinite", "skip"],
+    "--out": ["--out", "x"],
+    "--batch-size": ["--batch-size", "32"],
+    "--max-hours": ["--max-hours", "2"],
+    "--sp": ["--sp"],
+    "--drill": ["--drill", "nan:step=1"],
+    "": ["--data", "/another/path/to/the/same"],  # what it holds is compared, not where it lies
+}
+
+
+def test_what_differs_between_processes_is_named_with_both_values(folder):
+    words = ["-c", COMPARE, json.dumps(["--mesh", "dp=2"]), json.dumps(list(KINDS.values()))]
+    code, text = run([*as_processes(2, 1), *words], folder)
+    assert code == 0, text
+    for index in range(2):  # every process knows
+        lines = [line.removeprefix(f"[{index}] ") for line in text.splitlines() if line.startswith(f"[{index}] ")]
+        *lines, last = [line for line in lines if line == "equal" or "processes of one run" in line]
+        for flag, line in zip(KINDS, lines, strict=True):
+            assert (f"{flag} is " in line and "on process 0 and" in line and "on process 1" in line) or not flag, line
+        assert lines[-1] == "equal"
+        for name in ("the source of jaxdist", "jax_enable_x64", "jax_default_matmul_precision"):
+            assert name in last
+
+
+@pytest.mark.parametrize("kind", ["lr", "data", "folder"])
+def test_processes_that_disagree_end_at_once_and_nothing_is_saved(folder, kind):
+    """One argument of the command is each process's own: ITS in it is the number of the process."""
+    (folder / "text.0").write_text("some text of the first process " * 300)
+    (folder / "text.1").write_text("some other text of the second one " * 300)
+    for name in ("local.0", "local.1"):
+        (folder / name).mkdir(exist_ok=True)
+    flags, said = {
+        "lr": ("--lr 1e-ITS3 --out OUT/differ", "--lr is 1e-03 on process 0 and 1e-13 on process 1"),
+        "data": ("--data OUT/text.ITS --out OUT/differ", "--data is OUT/text.0, UTF-8 bytes"),
+        "folder": ("--out OUT/local.ITS", "process 1 does not see in OUT/local.1 what the others write"),
+    }[kind]
+    code = (
+        "import os, sys; sys.argv = [word.replace('ITS', os.environ['JAX_PROCESS_ID']) for word in sys.argv]\n"
+        "import experiments.train as train; from experiments.cli import run_program\n"
+        "run_program(train.TrainFlags, train.main, 'train')"
+    )
+    words = ["-c", code, *SMALL.split(), "--mesh", "dp=2", *flags.split()]
+    code, text = run([*as_processes(2, 1), *words], folder)
+    said = said.replace("OUT", str(folder)).replace("1e-03", "0.001")
+    assert code == 2 and said in text and "Traceback" not in text, text
+    assert "process 1 was killed" not in text and not (folder / "differ").exists()
+    assert not list(folder.glob("local.*/checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("address", "bound"),
+    [
+        ("127.0.0.1:1234", "127.0.0.1:1234"),
+        ("localhost:1", "localhost:1"),
+        ("[::1]:1", "[::1]:1"),
+        ("10.0.0.1:1", None),
+    ],
+)
+def test_a_loopback_address_is_not_reached_from_elsewhere(monkeypatch, address, bound):
+    monkeypatch.delenv(processes.BIND_ADDRESS, raising=False)
+    assert processes._bind_address(address) == bound
+    monkeypatch.setenv(processes.BIND_ADDRESS, "0.0.0.0:1")  # whoever says so has decided
+    assert processes._bind_address(address) is None
+
+
+# ---- what is started does not outlive what started it ----
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_the_children_of_a_launcher_end_with_it(folder, number):
+    code = f"import os; print('pid', os.getpid(), flush=True); {SLEEP}"
+    command = [sys.executable, "-m", "experiments.launch", "--processes", "2", "--", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as launcher:
+        children = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
+        launcher.send_signal(number)
+        assert launcher.wait(60) == (-9 if number == signal.SIGKILL else 128 + number)
+    deadline = time.monotonic() + 60
+    while not all(map(gone, children)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_output_that_is_not_utf8_is_passed_on(folder):
+    code = "import sys; sys.stdout.buffer.write(bytes([255, 254, 10]) + b'and on' + bytes([10]))"
+    exit_code, text = run([*as_processes(1, 1), "-c", code], folder)
+    assert exit_code == 0 and "[0] \\xff\\xfe" in text and "[0] and on" in text
+
+
+@pytest.mark.parametrize("bound", ["nan", "inf", "-1"])
+def test_a_bound_that_never_comes_is_refused(folder, bound):
+    code, text = run(["-m", "experiments.launch", f"--bound={bound}", "--", "-c", ""], folder)
+    assert code == 2 and "bound=" in text

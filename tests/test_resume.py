@@ -1,13 +1,21 @@
 """A run that is stopped, killed, damaged or sent back goes on by the same command, and says what it did."""
 
+import errno
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import experiments.train
 from experiments.cli import run_program
+from jaxdist import run_folder
+from jaxdist.run_folder import LOCK, held
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SMALL = (
     "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --dropout 0.1 --eval-every 4 --eval-batches 1"
@@ -175,3 +183,52 @@ def test_wrong_flags_are_refused_before_anything_is_written(train, tmp_path, fla
     code, _, err = train(flags)
     assert code == 2 and said in err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_configuration_is_set_aside_where_a_checkpoint_says_what_ran(train, tmp_path):
+    flags = "--steps 4 --checkpoint-every 2 --out OUT/run"
+    assert train(f"{flags} --drill term:step=3")[0] == 143
+    (tmp_path / "run" / "config.json").write_text('{"cut')
+    code, out, _ = train(f"{flags} --lr 1e-4")  # another run is refused all the same, by the checkpoint
+    assert code == 2
+    (tmp_path / "run" / "config.json").write_text('{"cut')
+    code, out, _ = train(flags)
+    assert code == 0 and "resumed after step 3" in out and "warning: --out" in out and "config.json.damaged1" in out
+
+
+def test_a_folder_is_of_one_run_at_a_time(train, tmp_path):
+    folder = tmp_path / "run"
+    with held(folder, "--out", pytest.fail):
+        code, _, err = train("--steps 1 --out OUT/run")
+        assert code == 2 and f"process {os.getpid()} on" in err and "is using it" in err
+    assert not folder.exists()  # nothing was written in it
+    assert train("--steps 1 --out OUT/run")[0] == 0
+    with held(folder, "--out", pytest.fail):  # the lock ended with its run, the file stayed
+        assert (folder / "summary.json").exists()
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from jaxdist.run_folder import held\n"
+        "with held(Path(sys.argv[1]), '--out', print): os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert killed.returncode == -9 and (tmp_path / "run" / LOCK).exists()
+    with held(tmp_path / "run", "--out", pytest.fail):
+        pass
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
+    warnings = []
+    with held(tmp_path / "run", "--out", warnings.append):
+        assert "has no locks" in warnings[0]
+
+
+def test_flags_about_a_folder_need_one(train):
+    for flag in ("--keep-last 2", "--keep-every 5", "--fresh", "--fall-back", "--record-digests", "--heartbeat 5"):
+        code, _, err = train(f"--steps 1 {flag}")
+        assert code == 2 and flag.split()[0] in err
