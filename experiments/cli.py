@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import io
 import os
 import shlex
 import signal
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -347,9 +348,14 @@ def run_program(
 
 
 def _parse(flags_type: type[Flags], prog: str, args: list[str] | None) -> Flags:
+    words = sys.argv[1:] if args is None else args
     try:
-        return tyro.cli(flags_type, prog=f"python -m {prog}", args=args)
+        with redirect_stderr(io.StringIO()):
+            return tyro.cli(flags_type, prog=f"python -m {prog}", args=words)
     except SystemExit as stop:
+        if stop.code:
+            with suppress(SystemExit):  # say so again, in words that a terminal cannot obey
+                tyro.cli(flags_type, prog=f"python -m {prog}", args=[printable(word) for word in words])
         if stop.code and issubclass(flags_type, ProcessFlags) and processes.asked_to_join():
             with suppress(ConfigError):
                 processes.join(None, None, None)

@@ -19,6 +19,9 @@ from jaxdist.errors import ConfigError
 from jaxdist.parallel.schedules import NAMES, Costs, Schedule, draw, in_flight, load, make_schedule, simulate
 
 
+MOST_COMPARED = 2**13  # stages x micro-batches, of all schedules together
+
+
 @dataclass(frozen=True)
 class SchedulesFlags:
     """Compare pipeline schedules, or look at one."""
@@ -87,6 +90,12 @@ def shown_schedules(flags: SchedulesFlags) -> list[Schedule]:
     names = NAMES if flags.schedule is None else (flags.schedule,)
     stages = 4 if flags.stages is None else flags.stages
     microbatches = 8 if flags.microbatches is None else flags.microbatches
+    if len(names) > 1 and stages * microbatches > MOST_COMPARED:
+        raise ConfigError(
+            f"{stages} stages x {microbatches} micro-batches in every schedule",
+            f"all of them are made for at most {MOST_COMPARED:,}",
+            "Name one with --schedule, or use smaller sizes",
+        )
     # All together: --chunks is for the one that has a choice. One alone: it is told whether it can have them.
     hop = 2 if flags.overlap else 1
     return [

@@ -63,7 +63,6 @@ MODEL_BOUNDS = {
     "vocab_size": MOST - 2**17,  # tokens are 32-bit integers, and the padded vocabulary too
 }
 MOST_TOKENS = 2**30  # of one update: its targets are counted in 32 bits
-MOST_ACTIONS = 2**17  # micro-batches x stages x chunks of a schedule, whose table is made one action at a time
 
 
 @dataclass(frozen=True)
@@ -247,13 +246,6 @@ class ParallelConfig:
                     raise ConfigError(
                         f"{name}={getattr(self, name)}", f"{why}: it would change nothing", "Leave it out"
                     )
-        actions = self.mesh.pp * self.num_microbatches * (self.chunks or 1)
-        if actions > MOST_ACTIONS:
-            raise ConfigError(
-                f"pp={self.mesh.pp} with microbatches={self.num_microbatches} and chunks={self.chunks or 1}",
-                f"a schedule has at most {MOST_ACTIONS:,} micro-batches x stages x chunks, and this has {actions:,}",
-                "Use fewer micro-batches, and --accumulate for the rest",
-            )
 
     def _check_ring(self):
         asked = f"tp_ring={self.tp_ring}"

@@ -527,6 +527,9 @@ def placement_of(name: str) -> str:
     return _kind(name).placement
 
 
+MOST_CELLS = 2**17  # stages x micro-batches x chunks; 64 stages, 512 micro-batches and 2 chunks are half of it
+
+
 def make_schedule(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None, hop: int = 1
 ) -> Schedule:
@@ -553,6 +556,12 @@ def recipe(name: str, num_stages: int, num_microbatches: int, num_chunks: int | 
             f"Use {kind.chunks}, or schedule interleaved",
         )
     _check_sizes(Schedule(name, num_stages, num_microbatches, num_chunks, kind.placement, (), hop=hop))
+    if (size := num_stages * num_microbatches * num_chunks) > MOST_CELLS:
+        raise ConfigError(
+            f"{num_stages} stages x {num_microbatches} micro-batches x {num_chunks} chunks",
+            f"a table is made one action at a time, for at most {MOST_CELLS:,} together, and this is {size:,}",
+            "Use fewer micro-batches, and --accumulate for the rest",
+        )
     return kind.make(num_stages, num_microbatches, num_chunks, hop)
 
 
