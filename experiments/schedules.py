@@ -18,7 +18,6 @@ from experiments.timeline import timeline, write_both
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.schedules import NAMES, Costs, Schedule, draw, in_flight, load, make_schedule, simulate
 
-
 MOST_COMPARED = 2**13  # stages x micro-batches, of all schedules together
 
 
