@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, run_program
+from experiments.cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, run_program
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import require_positive
 from jaxdist.runtime import acquire_devices
@@ -48,6 +48,9 @@ KILLED = {
     "ZB-V pp=2": "--mesh pp=2 --schedule zb-v --num-layers 4",
 }
 CLOCKS = {"step_seconds", "input_seconds", "tokens_per_second"}  # what differs between two equal runs
+
+
+KILLS = "kills"
 
 
 @dataclass(frozen=True)
@@ -163,12 +166,13 @@ def main(flags: ChaosFlags, console: Console) -> int:
     kills = flags.kills if flags.kills is not None else 4 if flags.short else 50
     require_positive("kills", kills)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs, and by all they start
-    faults = [fault for fault in FAULTS if flags.only in fault.__name__]
+    names = chosen(flags.only, [KILLS, *(fault.__name__ for fault in FAULTS)])
+    faults = [fault for fault in FAULTS if fault.__name__ in names]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(Path(folder))
         (lab.folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
-        if not flags.only or flags.only in "kills":
+        if KILLS in names:
             rng = random.Random(flags.seed)
             for name, share in divided(kills).items():
                 rows += kill_saves(lab, name, share, rng, console)

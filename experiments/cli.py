@@ -6,6 +6,7 @@ import io
 import os
 import shlex
 import signal
+import stat
 import sys
 import tempfile
 import traceback
@@ -255,14 +256,22 @@ def set_precision(config: RunConfig) -> None:
 
 
 def require_writable(flag: str, path: str | None) -> None:
-    """Refuse a file that cannot be written, before any work is done for it."""
+    """Refuse a file that cannot be written, before any work is done for it; a pipe without a reader is refused too."""
     if path is None:
         return
     try:
-        Path(path).open("a", encoding="utf-8").close()
-    except OSError as error:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        try:
+            kind = os.fstat(descriptor).st_mode
+            if stat.S_ISCHR(kind):
+                os.write(descriptor, b"\n")  # /dev/full opens, and takes nothing
+            elif not stat.S_ISREG(kind):
+                raise OSError(errno.EINVAL, "it is neither a file nor a device")
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero in it
         raise ConfigError(
-            f"{flag} {path!r}", f"it cannot be written ({error.strerror})", "Name a file in an existing folder"
+            f"{flag} {path!r}", f"it cannot be written ({reason_of(error)})", "Name a file in an existing folder"
         ) from error
 
 
@@ -279,11 +288,21 @@ def write_output(flag: str, path: str, text: str) -> None:
 def make_folder(flag: str, path: str | None) -> Path | None:
     if path is None:
         return None
+    if not path:
+        raise ConfigError(f"{flag} ''", "it names no folder", "Name one")
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{flag} {path!r}", f"it is no folder ({error.strerror})", "Name a folder") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {path!r}", f"it is not a folder ({reason_of(error)})", "Name a folder") from error
     return Path(path)
+
+
+def chosen(only: str, names: list[str]) -> list[str]:
+    """The names that contain `only`. Raises: ConfigError where none does."""
+    found = [name for name in names if only in name]
+    if not found:
+        raise ConfigError(f"--only {only}", "nothing here has that in its name", f"Try --only {names[0].split(',')[0]}")
+    return found
 
 
 def flag_word(name: str, value) -> str:

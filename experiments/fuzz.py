@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rich.console import Console
 
-from experiments.cli import EXIT_DEFECT, run_program
+from experiments.cli import EXIT_DEFECT, chosen, run_program
 from jaxdist.config import require_positive
 from jaxdist.errors import printable
 
@@ -85,6 +85,9 @@ FILES = (
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "/nowhere/at/all")
 
 
+IGNORED = "given and never looked at:"
+
+
 class Reached(Exception):
     """The program would compile a step now: everything before it went well."""
 
@@ -122,7 +125,7 @@ TARGETS = (
     Target("schedules", "SchedulesFlags"),
     Target("launch", "LaunchFlags", ("--processes", "1"), ("experiments.launch:start",)),
     Target("bench.__main__", "BenchFlags", ("compile", *TINY), ("importlib:import_module",)),
-    Target("levels", "LevelsFlags", (), ("jaxdist.plan.levels:compare",)),
+    Target("levels", "LevelsFlags", (), ("experiments.levels:levels",)),
     Target("budget", "Run", ("--price-per-hour", "1", "--hours", "1"), ("experiments.budget:Guarded",)),
     Target("budget", "Settle", ("--job", "b", "--actual", "1")),
     Target("budget", "Init", ("--budget", "3")),
@@ -145,7 +148,8 @@ class FuzzFlags:
 
 def main(flags: FuzzFlags, console: Console) -> int:
     require_positive("inputs", flags.inputs, 10**6)
-    targets = [target for target in TARGETS if flags.only in target.module for _ in range(target.share)]
+    names = chosen(flags.only, [target.module for target in TARGETS])
+    targets = [target for target in TARGETS if target.module in names for _ in range(target.share)]
     for target in targets:
         importlib.import_module(f"experiments.{target.module}")
     counts, faults, slowest = Counter(), [], 0.0
@@ -180,6 +184,8 @@ def fault_of(code: int | None, output: str) -> str | None:
         return "traceback"
     if code == EXIT_DEFECT:
         return "defect"
+    if IGNORED in output:
+        return "ignored flag"
     if code < 0 or code >= 128:
         return f"killed ({code})"
     if re.search(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]|\x1b(?!\[[0-9;]*[mK])", output) or "\x1b[31mred" in output:
@@ -255,19 +261,40 @@ def run_target(target: Target, words: list[str]) -> None:
         if (target.module == "budget")
         else module.main
     )
-    run_program(kind, _until_reached(begin), f"experiments.{target.module}", args=words)
+    run_program(kind, _until_reached(begin, words), f"experiments.{target.module}", args=words)
 
 
 def _reach(*_, **__):
     raise Reached
 
 
-def _until_reached(begin: Callable) -> Callable:
+def watched(flags: Any, read: set[str]) -> Any:
+    """The same flags; `read` gets the name of every one that is looked at."""
+
+    class Watched(type(flags)):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    object.__setattr__(flags, "__class__", Watched)
+    return flags
+
+
+def _until_reached(begin: Callable, words: list[str]) -> Callable:
+    """`begin`, ended where a step would be compiled; a program that ends well must have looked at what it was given."""
+
     def run(flags, console) -> int:
+        given = {word[2:].partition("=")[0].removeprefix("no-").replace("-", "_") for word in words if word[:2] == "--"}
+        given &= {field.name for field in dataclasses.fields(flags)}
+        given = {name for name in given if getattr(flags, name) != getattr(type(flags), name, None)}
+        read: set[str] = set()
         try:
-            return begin(flags, console)
+            code = begin(watched(flags, read), console)
         except Reached:
             return 0
+        if not code and given - read:
+            print(f"{IGNORED} {', '.join(sorted(given - read))}", file=sys.stderr)
+        return code
 
     return run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import CommonFlags, refuse_ignored, require_writable, run_program, set_precision
+from experiments.cli import CommonFlags, chosen, refuse_ignored, require_writable, run_program, set_precision
 from experiments.tables import print_columns
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import parse_mesh
@@ -92,13 +92,15 @@ def main(flags: LevelsFlags, console: Console) -> int:
     base = flags.run_config()
     set_precision(base)
     without_devices(max(parse_mesh(mesh).num_devices for mesh, _ in LAYOUTS))
+    named = {
+        ", ".join([mesh or "1 device", *(f"{key}={value}" for key, value in more.items())]): (mesh, more)
+        for mesh, more in LAYOUTS
+    }
     rows = []
-    for mesh, more in LAYOUTS:
-        name = ", ".join([mesh or "1 device", *(f"{key}={value}" for key, value in more.items())])
-        if flags.only in name:
-            config = with_layout(base, mesh, more, flags.compile)
-            with console.status(name):
-                rows.append((name, levels(config, flags.compile), formula_bytes(config)))
+    for name in chosen(flags.only, list(named)):
+        config = with_layout(base, *named[name], flags.compile)
+        with console.status(name):
+            rows.append((name, levels(config, flags.compile), formula_bytes(config)))
     print_summary(console, rows)
     errors = [abs(found.peak_error) for _, found, _ in rows]
     if errors:

@@ -27,7 +27,7 @@ from experiments.cli import run_program
 from jaxdist.config import require_positive
 from jaxdist.data import held_out_names, load_corpus
 from jaxdist.errors import ConfigError
-from jaxdist.files import write_whole
+from jaxdist.files import read_regular, write_whole
 from jaxdist.prepared import (
     JOURNAL,
     MANIFEST,
@@ -320,9 +320,9 @@ def open_journal(out: Path, plan: dict) -> dict:
     path = out / JOURNAL
     if path.exists():
         try:
-            journal = json.loads(path.read_text(encoding="utf-8"))
+            journal = json.loads(read_regular(path, 2**30))
             _ = journal["plan"].items(), journal["shards"].items()
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
             raise ConfigError(asked_out, f"its {JOURNAL} is damaged", "Remove the folder and begin again") from error
         if journal["plan"] != plan:
             different = ", ".join(name for name in plan if journal["plan"].get(name) != plan[name])

@@ -79,6 +79,8 @@ def main(flags: VerifyFlags, console: Console) -> int:
         if not chosen:
             raise ConfigError(f"--only {flags.only}", "no strategy has that in its name", "Try --only zero3")
     else:
+        if flags.only:
+            raise ConfigError("--only without --all or --pipelines", "one layout runs", "Add --all, or leave it out")
         config = flags.run_config()
         config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, eps=PROOF_EPS))
         chosen = [(str(config.parallel.mesh), config)]

@@ -8,8 +8,10 @@ from typing import Protocol, Self
 import numpy as np
 
 from jaxdist.errors import ConfigError
+from jaxdist.files import read_text_file
 
 END_OF_DOCUMENT = "<|endoftext|>"
+MOST_BYTES = 2**28  # of a tokenizer.json; those of today have about 2**24
 
 
 class Tokenizer(Protocol):
@@ -78,7 +80,7 @@ class BPETokenizer:
 
     @classmethod
     def load(cls, path: Path, end_of_document: str = END_OF_DOCUMENT) -> Self:
-        return cls(path.read_text(encoding="utf-8"), str(path), end_of_document)
+        return cls(read_text_file("--tokenizer", path, MOST_BYTES), str(path), end_of_document)
 
     @classmethod
     def train(cls, texts: Iterator[str], vocab_size: int) -> Self:

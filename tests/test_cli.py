@@ -1,9 +1,12 @@
 """The programs as a user meets them: what they print and write, and how each wrong input ends."""
 
+import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
+import tempfile
 
 import jax
 import numpy as np
@@ -12,9 +15,10 @@ import pytest
 import experiments.bench.__main__
 import experiments.train
 import experiments.verify
-from experiments import planted_bugs
+from experiments import cli, fuzz, planted_bugs
 from experiments.cli import CommonFlags, run_program
 from experiments.strategies import STRATEGIES
+from experiments.train import TrainFlags
 from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
@@ -403,3 +407,87 @@ def test_simulated_devices_set_themselves_up():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("3 True 3 SIMULATED devices")
+
+
+# ---- one border for every program ----
+
+
+def test_train_looks_at_every_flag(monkeypatch, capsys, tmp_path, text):
+    """A flag that nothing reads would be ignored."""
+    read, begin = set(), experiments.train.main
+    monkeypatch.setattr(experiments.train, "main", lambda flags, console: begin(fuzz.watched(flags, read), console))
+    monkeypatch.setattr(TrainFlags, "_must_be_equal", lambda self: {})
+    args = ["--data", text, "--steps", "2", "--out", tmp_path / "run", "--checkpoint-every", "1", *SMALL]
+    assert run(monkeypatch, capsys, "train", *args)[0] == 0
+    assert {field.name for field in dataclasses.fields(TrainFlags)} <= read
+
+
+def test_a_sample_of_odd_inputs():
+    """`python -m experiments.fuzz --inputs 1000` tries more. It forks, so it has a process of its own."""
+    command = [sys.executable, "-m", "experiments.fuzz", "--inputs", "25", "--bound", "120", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_fuzzer_sees_each_kind_of_fault(tmp_path):
+    code = (
+        "import sys; from experiments import fuzz; import experiments.schedules as s\n"
+        "s.main = {'traceback': lambda f, c: 1 / 0, 'hang': lambda f, c: __import__('time').sleep(100),"
+        " 'escape': lambda f, c: f.stages and print(chr(7)), 'ignored': lambda f, c: 0}[sys.argv[1]]\n"
+        "target = fuzz.Target('schedules', 'SchedulesFlags')\n"
+        "end = fuzz.run_apart(lambda: fuzz.run_target(target, ['--stages=8']), sys.argv[2], 5)\n"
+        "print(fuzz.fault_of(end[0], end[1]))"
+    )
+    for kind, said in (
+        ("traceback", "defect"),
+        ("hang", "hang"),
+        ("escape", "escape sequence"),
+        ("ignored", "ignored flag"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code, kind, str(tmp_path)], capture_output=True, text=True)
+        assert done.stdout.strip() == said, done
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyError("x"), 71, "This is a fault of jaxdist"),
+        (ValueError(), 71, "defect: ValueError: ValueError."),
+        (MemoryError(), 1, "not enough memory"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 5 GiB"), 1, "not enough memory"),
+        (OSError(28, "No space left on device"), 74, "the output cannot be written"),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_what_escapes_a_program_is_one_line(monkeypatch, capsys, tmp_path, error, code, said):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cli, "_abandon_output", lambda: None)
+
+    def fail(flags, console):
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        run_program(fuzz.FuzzFlags, fail, "test", args=[])
+    assert stop.value.code == code
+    err = capsys.readouterr().err
+    assert said in err and "Traceback" not in err and err.count("\n") <= 1
+    reports = list(tmp_path.glob("jaxdist-defect-*.txt"))
+    assert len(reports) == (code == 71)
+    for report in reports:
+        assert str(report) in err and "Traceback (most recent call last)" in report.read_text()
+
+
+def test_text_from_elsewhere_cannot_command_a_terminal(monkeypatch, capsys):
+    hostile = "\x1b]0;title\x07 \x1b[31mred \udcff \u202e"
+    code, _, err = run(monkeypatch, capsys, "train", "--data", hostile)
+    assert code == 2 and r"\x1b]0;title\x07" in err and r"\udcff" in err and not {"\x1b", "\x07", "\u202e"} & set(err)
+    code, _, err = run(monkeypatch, capsys, "train", "--attention", "\x1b[31m")
+    assert code == 2 and r"\x1b[31m" in err and "\x1b[31m'" not in err
+
+
+def test_a_pipe_is_not_waited_for(monkeypatch, capsys, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, said in ((tmp_path / "pipe", "cannot be written"), ("/dev/full", "No space left")):
+        code, _, err = run(monkeypatch, capsys, "verify", "--json", path)
+        assert code == 2 and said in err

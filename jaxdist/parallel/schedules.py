@@ -527,6 +527,7 @@ def placement_of(name: str) -> str:
     return _kind(name).placement
 
 
+LONGEST = 1e9  # of whatever unit, that one action or message takes
 MOST_CELLS = 2**17  # stages x micro-batches x chunks; 64 stages, 512 micro-batches and 2 chunks are half of it
 
 
@@ -600,10 +601,10 @@ class Costs:
 
     def __post_init__(self):
         times = (self.forward, self.backward_input, self.backward_weights)
-        if not (all(math.isfinite(time) and time >= 0 for time in times) and sum(times) > 0):
+        if not (all(0 <= time <= LONGEST for time in times) and sum(times) > 0):
             raise ConfigError(
                 f"a chunk whose F, B and W take {', '.join(map(str, times))}",
-                "times are finite, none below 0 and not all 0",
+                f"times are from 0 to {LONGEST:g}, and not all 0",
                 "Use the seconds of one chunk for one micro-batch",
             )
 
@@ -668,8 +669,8 @@ def simulate(
         raise ConfigError(
             f"{schedule} with the costs of {len(by_stage)} stages", "each stage has one", f"Give {num_stages}"
         )
-    if not (math.isfinite(link) and link >= 0):
-        raise ConfigError(f"a link of {link} seconds", "a message takes a finite time, not below 0", "Use 0 or more")
+    if not 0 <= link <= LONGEST:
+        raise ConfigError(f"a link of {link} seconds", f"a message takes from 0 to {LONGEST:g}", "Use 0 or more")
     if waiting not in ("ticks", "dependencies"):
         raise ConfigError(f"waiting {waiting!r}", "there is no such way", "Use ticks or dependencies")
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Self
 
 from jaxdist.errors import ConfigError
-from jaxdist.files import write_whole
+from jaxdist.files import read_regular, write_whole
 from jaxdist.signals import Signals
 
 try:
@@ -334,7 +334,7 @@ class SpendLog:
     def _open(self, write: bool) -> Iterator[tuple[int, Account]]:
         """The locked file and what it says."""
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_APPEND if write else os.O_RDONLY)
+            fd = os.open(self.path, (os.O_RDWR | os.O_APPEND if write else os.O_RDONLY) | os.O_NONBLOCK)
         except FileNotFoundError as error:
             if os.path.exists(self.head):
                 raise self._error(f"it is gone; its head {self.head.name} is still here") from error
@@ -366,12 +366,12 @@ class SpendLog:
             raise self._error("it is not a file", "Name a file")
         try:
             content = b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
-            head = json.loads(self.head.read_text(encoding="utf-8"))
+            head = json.loads(read_regular(self.head, 2**16))
         except FileNotFoundError as error:
             raise self._error(f"its head {self.head.name} is missing, so lines may be too") from error
         except OSError as error:
             raise self._unusable(error) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._error(f"its head {self.head.name} is damaged") from error
         if not (isinstance(head, dict) and isinstance(head.get("lines"), int) and head["lines"] > 0):
             raise self._error(f"its head {self.head.name} is damaged")
