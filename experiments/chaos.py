@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, run_program
+from experiments.cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, run_program, write_output
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import require_positive
 from jaxdist.runtime import acquire_devices
@@ -164,7 +164,8 @@ class Lab:
 
 def main(flags: ChaosFlags, console: Console) -> int:
     kills = flags.kills if flags.kills is not None else 4 if flags.short else 50
-    require_positive("kills", kills)
+    require_positive("kills", kills, 10**4)
+    require_writable("--json", flags.json)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs, and by all they start
     names = chosen(flags.only, [KILLS, *(fault.__name__ for fault in FAULTS)])
     faults = [fault for fault in FAULTS if fault.__name__ in names]
@@ -189,7 +190,7 @@ def main(flags: ChaosFlags, console: Console) -> int:
     good = sum(row.ok for row in rows)
     console.print(f"{good} of {len(rows)} ended as documented")
     if flags.json:
-        Path(flags.json).write_text(json.dumps([row.__dict__ for row in rows], indent=1) + "\n", encoding="utf-8")
+        write_output("--json", flags.json, json.dumps([row.__dict__ for row in rows], indent=1) + "\n")
     return 0 if good == len(rows) else 1
 
 

@@ -8,11 +8,18 @@ import dataclasses
 import json
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import CommonFlags, chosen, refuse_ignored, require_writable, run_program, set_precision
+from experiments.cli import (
+    CommonFlags,
+    chosen,
+    refuse_ignored,
+    require_writable,
+    run_program,
+    set_precision,
+    write_output,
+)
 from experiments.tables import print_columns
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import parse_mesh
@@ -116,7 +123,7 @@ def main(flags: LevelsFlags, console: Console) -> int:
         )
     console.print("Predicted from the trace; compiled for devices that need not be there; nothing was run.")
     if flags.json:
-        Path(flags.json).write_text(json.dumps([record(*row) for row in rows], indent=1), encoding="utf-8")
+        write_output("--json", flags.json, json.dumps([record(*row) for row in rows], indent=1))
     return 0
 
 

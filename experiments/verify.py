@@ -8,12 +8,11 @@ python -m experiments.verify --oracle plain
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 from rich.console import Console
 
-from experiments.cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program
+from experiments.cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
 from experiments.oracles import OracleName, ask, require_known, starting_parameters
 from experiments.strategies import PIPELINES, PROOF_EPS, PROOF_LR, STRATEGIES
 from experiments.tables import print_columns
@@ -111,7 +110,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
     reference = "one device" if flags.oracle == "none" else f"the oracle ({flags.oracle})"
     console.print(f"{num_passed} of {len(verdicts)} strategies compute what {reference} computes")
     if report:
-        Path(report).write_text(json.dumps([to_json(v) for v in verdicts], indent=1) + "\n", encoding="utf-8")
+        write_output("--json", report, json.dumps([to_json(v) for v in verdicts], indent=1) + "\n")
     return 0 if num_passed == len(verdicts) else 1
 
 
