@@ -919,3 +919,51 @@ def test_train_within_its_budget_finishes_and_settles(train, now_log, tmp_path):
     assert code == 0 and "done" in out and "cost $0.00 of $1.05 reserved" in out
     (job,) = now_log.read().jobs.values()
     assert job.actual == 0 and (tmp_path / "run" / "summary.json").exists()
+
+
+# ---- the guard has a guard ----
+
+# Says its number, ignores SIGTERM and sleeps.
+DEAF = (
+    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print(os.getpid(), flush=True); time.sleep(200)"
+)
+
+
+def guarding(log: SpendLog, hours: str, grace: str = "0.2") -> tuple[subprocess.Popen, int]:
+    """A guard in a process of its own, and the number of its command's process."""
+    words = ["run", "--price-per-hour", "0.35", "--hours", hours, "--grace", grace, "--spend-log", str(log.path)]
+    command = [sys.executable, "-m", "experiments.budget", *words, "--", *python(DEAF)]
+    guard = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    for line in guard.stdout:
+        if line.strip().isdigit():
+            return guard, int(line)
+    raise AssertionError("the command did not start")
+
+
+def test_a_command_that_does_not_listen_costs_no_more_than_was_reserved(now_log):
+    guard, child = guarding(now_log, hours="0.0005")  # 1.8 s
+    assert guard.wait(60) == EXIT_BUDGET
+    wait_until_gone(child)
+    (job,) = now_log.read().jobs.values()
+    assert 0 < job.actual <= job.reserved
+
+
+def test_a_guard_that_is_stopped_still_ends_its_command_in_time(now_log):
+    guard, child = guarding(now_log, hours="0.0005")
+    guard.send_signal(signal.SIGSTOP)
+    wait_until_gone(child)
+    guard.send_signal(signal.SIGCONT)
+    assert guard.wait(60) == EXIT_BUDGET
+    (job,) = now_log.read().jobs.values()
+    assert 0 < job.actual <= job.reserved  # by the warden's clock: how long the guard itself stood still does not count
+
+
+@pytest.mark.parametrize(("number", "settled"), [(signal.SIGKILL, False), (signal.SIGQUIT, True)])
+def test_a_command_does_not_outlive_its_guard(now_log, number, settled):
+    guard, child = guarding(now_log, hours="1")
+    guard.send_signal(number)
+    assert guard.wait(60) == (128 + number if settled else -number)
+    wait_until_gone(child)
+    (job,) = now_log.read().jobs.values()
+    assert (job.actual is not None) == settled
