@@ -37,7 +37,7 @@ def bench_standin(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
         raise ConfigError(
             "standin without --mesh",
             "one real NVIDIA GPU stands for all ranks of a mesh",
-            "On a machine with such a GPU, use --mesh dp=8",
+            "Use --mesh dp=8 on a machine with one",
         )
     if mesh.pp > 1:
         raise ConfigError(
