@@ -14,13 +14,14 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import jax
 import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from experiments.help import asks_for_groups, print_help
 from jaxdist import compat, processes, versions
 from jaxdist.config import (
     PRESETS,
@@ -58,6 +59,16 @@ EXIT_BUDGET = 75  # stopped because time or money was used up; "try again later"
 @dataclass(frozen=True)
 class CommonFlags:
     """Which model, on which mesh, in which precision."""
+
+    GROUPS: ClassVar[dict[str, str]] = {  # of --help: first flag -> title
+        "mesh": "devices",
+        "preset": "model",
+        "batch_size": "run",
+        "dtype": "precision",
+        "zero": "strategy",
+        "schedule": "pipeline",
+        "optimizer": "optimizer",
+    }
 
     mesh: str = ""
     """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
@@ -170,6 +181,8 @@ class CommonFlags:
 @dataclass(frozen=True)
 class ProcessFlags:
     """How this process finds the others, where a run is several processes."""
+
+    GROUPS: ClassVar[dict[str, str]] = {"distributed": "processes"}
 
     distributed: bool = False
     """Join the other processes that Slurm, Open MPI or Kubernetes started (with JAX_COORDINATOR_ADDRESS: always)."""
@@ -340,8 +353,8 @@ def run_program(
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal whose encoding lacks a character shows its number
             stream.reconfigure(errors="backslashreplace")
-    flags = _parse(flags_type, prog, args)
     try:
+        flags = _parse(flags_type, prog, args)
         code = main(flags, SafeConsole(highlight=False, width=None if sys.stdout.isatty() else 160))
         sys.stdout.flush()
     except ConfigError as error:
@@ -368,6 +381,8 @@ def run_program(
 
 def _parse(flags_type: type[Flags], prog: str, args: list[str] | None) -> Flags:
     words = sys.argv[1:] if args is None else args
+    if asks_for_groups(flags_type, words):
+        print_help(flags_type, prog)
     try:
         with redirect_stderr(io.StringIO()):
             return tyro.cli(flags_type, prog=f"python -m {prog}", args=words)

@@ -6,10 +6,14 @@ Last, for every named strategy, how much is sent for each byte that the strategy
 """
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 
 import jax
+from rich.console import Console
 
+from experiments.cli import run_program
+from experiments.progress import Progress
 from experiments.strategies import STRATEGIES
 from jaxdist import model
 from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
@@ -18,6 +22,13 @@ from jaxdist.mesh import parse_mesh
 from jaxdist.plan import formulas
 from jaxdist.plan.communication import predicted, table
 from jaxdist.plan.trace import total_sent
+
+
+@dataclass(frozen=True)
+class CommunicationFlags:
+    """Print what a step sends, by purpose, for one layout of 7B; beside the papers' forms, for four; and, for every
+    named strategy, beside the least that it can do with. It takes no flags. Nothing is run.
+    """
 
 
 def example(mesh: str, **parallel) -> RunConfig:
@@ -140,7 +151,7 @@ def ratios(config: RunConfig) -> dict[str, float]:
     return {kind: sent[kind] / at_least for kind, at_least in least(config).items() if at_least}
 
 
-def main() -> None:
+def main(flags: CommunicationFlags, console: Console) -> None:
     mesh = EXAMPLE.parallel.mesh
     print(f"One step of 7b on {mesh} (bf16, fp32 gradients, ZeRO-1, sp, 16 micro-batches of 4 sequences):\n")
     print("| purpose | collective | over | messages | bytes sent |\n|---|---|---|--:|--:|")
@@ -154,11 +165,13 @@ def main() -> None:
             print(f"| {name}, {config.parallel.mesh} | {what} | {figures} |")
     print("\nBytes sent for each byte that the strategy needs at the least:\n")
     print(f"| strategy | {' | '.join(KINDS)} |\n|---|{'--:|' * len(KINDS)}")
-    for strategy in STRATEGIES:
-        found = ratios(strategy.run_config())
-        if found:
-            print(f"| {strategy.name} | {' | '.join(f'{found[k]:.3f}' if k in found else '' for k in KINDS)} |")
+    with Progress("tracing strategies") as progress:
+        for number, strategy in enumerate(STRATEGIES):
+            progress.update(number, len(STRATEGIES))
+            found = ratios(strategy.run_config())
+            if found:
+                print(f"| {strategy.name} | {' | '.join(f'{found[k]:.3f}' if k in found else '' for k in KINDS)} |")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(CommunicationFlags, main, "experiments.communication")

@@ -109,7 +109,7 @@ def main(flags: GpuFlags, console: Console) -> int:
     with tempfile.TemporaryDirectory() as folder:
         share_autotuning(Path(folder))
         run_sections(report, sections, run_bench, deadline, console)
-    console.print(f"\nwritten: {report.folder / 'gpu.json'}, {report.folder / 'gpu.md'}")
+    console.print(f"\nwritten: {report.folder / 'gpu.json'}, {report.folder / 'gpu.md'}", markup=False)
     return 1 if report.failed else 0
 
 
@@ -121,7 +121,7 @@ def require_gpu() -> Devices:
         raise ConfigError(
             "experiments.gpu",
             "it measures a GPU, and JAX sees none on this machine",
-            "Install jaxdist[cuda] on a machine with an NVIDIA driver (`nvidia-smi` must list the card)",
+            "On a machine with an NVIDIA driver (`nvidia-smi` must list the card): pip install -e '.[cuda]'",
         ) from error
 
 

@@ -835,7 +835,7 @@ def with_attention(config: RunConfig, attention: str) -> tuple[RunConfig, str | 
     if attention == "cudnn" and not has_cuda_compiler():
         note = (
             "Flash attention cannot be traced without the CUDA plugin: scores are written out here and counted "
-            "(pip install 'jaxdist[prove-cuda]' needs no card)."
+            "(pip install -e '.[prove-cuda]' needs no card)."
         )
         attention = "xla"
     parallel = replace(config.parallel, attention=attention)

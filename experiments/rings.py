@@ -1,20 +1,33 @@
 """What a compiler for H200 makes of tensor parallelism's collectives, as they are and as rings. No GPU is needed.
 
-python -m experiments.rings      (with the CUDA compiler: pip install 'jaxdist[prove-cuda]')
+python -m experiments.rings      (with the CUDA compiler: pip install -e '.[prove-cuda]')
 
 Two layers of the 7b preset on tp=8 with sequence parallelism, in bf16. `under a matmul`: asynchronous collectives of
 the program text with a matmul scheduled between start and done. That says what may overlap, not how long it takes.
 """
 
 import dataclasses
+from dataclasses import dataclass
 
+from rich.console import Console
+
+from experiments.cli import run_program
+from experiments.progress import Progress
 from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
-from jaxdist.plan.compile import compile_step
+from jaxdist.plan.compile import compile_step, require_compiler
 
 TARGET = "h200"
 MODEL = dataclasses.replace(PRESETS["7b"], num_layers=2)
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class RingsFlags:
+    """Compile two layers of 7B on tp=8 for an H200 that need not be there, with each --tp-ring; count what may overlap.
+
+    It takes no flags, and needs the CUDA compiler (pip install -e '.[prove-cuda]').
+    """
 
 
 def config_of(tp_ring: str, batch_size: int = 4) -> RunConfig:
@@ -22,12 +35,14 @@ def config_of(tp_ring: str, batch_size: int = 4) -> RunConfig:
     return RunConfig(MODEL, parallel, precision=PrecisionConfig("bfloat16"), batch_size=batch_size)
 
 
-def main() -> None:
+def main(flags: RingsFlags, console: Console) -> None:
+    require_compiler(TARGET)
     print("| --tp-ring | asynchronous | under a matmul | over tp, MB sent in blocks | peak, GiB |")
     print("|---|--:|--:|--:|--:|")
     for ring in ("none", "one-way", "two-way"):
         config = config_of(ring)
-        compiled = compile_step(config, TARGET)
+        with Progress(f"compiling --tp-ring {ring}"):
+            compiled = compile_step(config, TARGET)
         started = [c for c in compiled.collectives if c.asynchronous]
         activation = config.batch_size * MODEL.seq_len * MODEL.width * 2  # bytes
         large = [c for c in compiled.collectives if c.full_bytes >= activation // 8 and c.count == MODEL.num_layers]
@@ -37,4 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(RingsFlags, main, "experiments.rings")

@@ -131,11 +131,11 @@ def write_both(picture: Picture, stem: Path, console: Console) -> None:
     svg, png = (stem.with_name(f"{stem.name}.{kind}") for kind in ("svg", "png"))
     try:
         write_svg(picture, svg)
-        console.print(f"wrote {svg}")
+        console.print(f"wrote {svg}", markup=False)
         write_png(picture, png)
-        console.print(f"wrote {png}")
+        console.print(f"wrote {png}", markup=False)
     except ImportError:
-        console.print(f"no {png}: PNG needs Pillow (pip install jaxdist[draw])", markup=False)
+        console.print(f"no {png}: PNG needs Pillow (pip install -e '.[draw]')", markup=False)
     except OSError as error:
         raise ConfigError(
             f"--draw {str(stem.parent)!r}", f"cannot write {svg} ({error.strerror})", "Name another"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import numpy as np
@@ -40,7 +40,7 @@ from jaxdist.checkpoint import Checkpoints, Manifest, SaveFailed
 from jaxdist.config import RunConfig, require_positive
 from jaxdist.data import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.drill import Drill, parse_drill
-from jaxdist.errors import ConfigError, printable, reason_of
+from jaxdist.errors import ConfigError, is_utf8, printable, reason_of
 from jaxdist.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
@@ -62,6 +62,15 @@ MAX_SKIPS_IN_A_ROW = 10
 @dataclass(frozen=True)
 class TrainFlags(CommonFlags, ProcessFlags):
     """Train a GPT on real text, on one device or any mesh."""
+
+    GROUPS: ClassVar[dict[str, str]] = {
+        "data": "data",
+        "out": "folder",
+        "grace": "faults",
+        "compiler_options": "compiler",
+        "eval_every": "evaluation",
+        "budget": "budget",
+    }
 
     data: str | None = None
     """Text file or folder, .npy / .bin tokens, what experiments.prepare made, or a mixture as in a.bin=0.7,b.npy=0.3.
@@ -141,6 +150,10 @@ class TrainFlags(CommonFlags, ProcessFlags):
                     raise ConfigError(f"{flag} without --out", "it is about a run's folder", "Add --out runs/a")
         if self.out is not None and not self.out:
             raise ConfigError("--out ''", "it names no folder", "Name one")
+        for name in ("out", "restore"):
+            if not is_utf8(getattr(self, name) or ""):
+                asked = f"--{name} {getattr(self, name)!r}"
+                raise ConfigError(asked, "TensorStore writes under names of UTF-8 alone", "Choose another folder")
         if self.checkpoint_every is not None and self.out is None:
             raise ConfigError("--checkpoint-every without --out", "checkpoints need a folder", "Add --out runs/a")
         if self.overwrite and not self.fresh:
@@ -345,7 +358,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
         if budget:
             console.print(f"cost {budget.report()}")
         if not complete:
-            console.print(f"[bold red]not written:[/] summary.json ({files.failure})")
+            console.print(f"[bold red]not written:[/] summary.json ({escape(str(files.failure))})")
             return EXIT_SAVE
     return 0
 
@@ -513,7 +526,9 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
             if flags.record_digests:
                 record["digest"] = digests.pop(progress.batch)
             if not run.files.write_step(record):
-                console.print(f"[bold red]not written:[/] the metrics of step {index + 1} ({run.files.failure})")
+                console.print(
+                    f"[bold red]not written:[/] the metrics of step {index + 1} ({escape(str(run.files.failure))})"
+                )
             progress = replace(progress, tokens=progress.tokens + record["tokens"], batch=progress.batch + 1)
             line = describe(record)
             bar.update(task, advance=1, line=line)
@@ -689,7 +704,7 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
         table.add_row(leaf.name, escape(computed), escape(layout_text(leaf.storage_shape, leaf.storage_spec)))
     console.print(table)
     for note in config.warnings():
-        console.print(f"[yellow]note:[/] {note}")
+        console.print(f"[yellow]note:[/] {escape(note)}")
 
 
 def layout_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:

@@ -25,6 +25,15 @@ def reason_of(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a name can be written as UTF-8; one that came from the system's bytes may not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def printable(text: str) -> str:
     """`text` with everything a terminal would obey, or an encoder refuse, written as an escape; newlines stay."""
     if text.isascii() and (text.isprintable() or text.replace("\n", "").isprintable()):

@@ -76,7 +76,7 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
                 f"--device gpu with a mesh of {count}",
                 f"this machine shows JAX {len(found)} GPU{'s' * (len(found) != 1)}, and each rank needs one",
                 "Use --device cpu to simulate the mesh"
-                + ("" if found else ", or install jaxdist[cuda] on a machine with an NVIDIA driver"),
+                + ("" if found else ", or on a machine with an NVIDIA driver pip install -e '.[cuda]'"),
             )
         return _on_accelerator(found, count)
     try:

@@ -127,6 +127,6 @@ def _library():
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            "a BPE tokenizer", "it needs the `tokenizers` library", "Install it with pip install 'jaxdist[data]'"
+            "a BPE tokenizer", "it needs the `tokenizers` library", "Install it with pip install -e '.[data]'"
         ) from error
     return tokenizers

@@ -5,6 +5,8 @@ import importlib
 import json
 import math
 import sys
+import warnings
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from experiments.bench import kernels, parity, speed, standin
 from experiments.bench.__main__ import BENCHES, main
 from experiments.bench.flags import BenchFlags
-from experiments.bench.profile import own_time
+from experiments.bench.profile import own_seconds, own_time
 from experiments.bench.rows import Row, ratios, rows_of
 from experiments.bench.theory import sent_in_theory, state_in_theory
 from experiments.bench.workers import Worker, WorkerEnded
@@ -46,6 +48,20 @@ def test_a_row_is_a_median_with_its_spread():
     assert (row.value, row.spread, row.runs) == (2.0, (1.0, 3.0), 3)
     assert {field.name for field in dataclasses.fields(Row)} == KEYS
     assert ratios([1.0, 4.0], [2.0, 2.0]) == [0.5, 2.0]
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_the_profiler_of_jaxlib_warns_nobody():
+    class Event:
+        start_ns, duration_ns = 0, 3e9
+
+        @property
+        def stats(self):
+            warnings.warn("builtin type event_stats has no __module__ attribute", DeprecationWarning, stacklevel=1)
+            return [("hlo_op", "dot")]
+
+    plane = SimpleNamespace(lines=[SimpleNamespace(events=[Event()])])
+    assert own_seconds(SimpleNamespace(planes=[plane])) == [("dot", 3, 1)]
 
 
 @pytest.mark.parametrize("unit", ["tokens/s", "bytes/s", "steps/s"])

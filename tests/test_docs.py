@@ -1,5 +1,6 @@
 """Every Python example in the documentation runs as it stands."""
 
+import inspect
 import re
 import statistics
 from pathlib import Path
@@ -13,6 +14,7 @@ from experiments.strategies import PIPELINES, STRATEGIES
 from jaxdist import verify
 from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
+from jaxdist.parallel import collectives
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Candidates, layouts_of_mesh, legal_meshes, score
 
@@ -121,6 +123,27 @@ def numbers(page: str, pattern: str) -> list[int]:
 )
 def test_numbers_in_prose_are_those_of_the_code(page, pattern, expected):
     assert numbers(page, pattern) == [expected]
+
+
+def test_the_readme_lists_every_preset():
+    (line,) = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "`--preset`" in line]
+    assert set(re.findall(r"`([\w.-]+)`", line)) - {"--model", "--preset", "verify"} == set(PRESETS)
+
+
+def test_every_keyword_of_a_collective_is_documented():
+    """Those that change what a function returns; `all_gather(replicated=True)` is typed otherwise."""
+    text = (ROOT / "docs/collectives.md").read_text(encoding="utf-8")
+    for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather_to", "scatter_from"):
+        parameters = inspect.signature(getattr(collectives, name)).parameters.values()
+        for parameter in parameters:
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                assert re.search(rf"`{name}\(.*{parameter.name}=", text), (name, parameter.name)
+
+
+def test_the_memory_of_pipelines_names_the_versions_it_was_compiled_by():
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    section = text.split("## Pipelines: memory and compile time")[1].split("\n## ")[0]
+    assert {"0.10.2", "0.12.0.1"} <= set(re.findall(r"jax\s([\d.]*\d)", section))
 
 
 def test_the_tolerances_in_prose_are_those_of_the_comparison():

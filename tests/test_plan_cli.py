@@ -531,4 +531,4 @@ def test_a_compiler_that_is_not_installed_is_said_before_anything_is_searched(mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(experiments.plan, "search", None)
     code, _, err = plan(monkeypatch, capsys, "--model", "7b", "--nodes", "8", "--compile", target)
-    assert code == 2 and f"pip install 'jaxdist[{packages}]'" in err
+    assert code == 2 and f"pip install -e '.[{packages}]'" in err

@@ -494,4 +494,4 @@ def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path, small):
 
 def test_without_the_library_it_says_what_to_install(text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refused("jaxdist[data]", data=str(text), out=str(tmp_path / "out"), vocab_size=300)
+    refused("-e '.[data]'", data=str(text), out=str(tmp_path / "out"), vocab_size=300)

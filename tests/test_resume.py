@@ -228,6 +228,11 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
         assert "has no locks" in warnings[0]
 
 
+def test_a_folder_that_tensorstore_cannot_write_to_is_refused(train):
+    code, _, err = train("--steps 1 --out OUT/na\udcffme")
+    assert code == 2 and "UTF-8" in err and r"\udcff" in err
+
+
 def test_flags_about_a_folder_need_one(train):
     for flag in ("--keep-last 2", "--keep-every 5", "--fresh", "--fall-back", "--record-digests", "--heartbeat 5"):
         code, _, err = train(f"--steps 1 {flag}")

@@ -3,17 +3,32 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
 from experiments.cli import CommonFlags
 from jaxdist.config import Preset, RunConfig
 
-Bench = Literal[
-    "step", "peers", "kernels", "strategies", "overhead", "collectives", "scaling", "flags",
-    "compile", "pipeline", "search", "checkpoint", "input", "parity", "executor", "standin", "profile",
-]  # fmt: skip
+ABOUT = {
+    "strategies": "state, peak and sent bytes of each strategy, time, equality with one device",
+    "step": "one step on --mesh, phase by phase; tokens/s, MFU; memory planned and measured",
+    "peers": "one device and meshes beside plain JAX, automatic sharding, PyTorch, DDP, FSDP2",
+    "kernels": "the operations of a step one by one, each beside PyTorch's",
+    "profile": "the operations of a step on --mesh by what they came from, as XLA reports them",
+    "overhead": "what the mesh machinery costs: one device against plain jit, 8 against one",
+    "collectives": "each collective over sizes: algbw and busbw as NCCL tests define them",
+    "scaling": "time and bytes against width, depth, sequence, batch, ranks: fitted exponents",
+    "flags": "compiler options: which this jaxlib accepts, what each gains or costs",
+    "compile": "compile time against depth",
+    "search": "layouts a second that experiments.plan enumerates, scores and ranks",
+    "pipeline": "every schedule: ticks, memory predicted and compiled, compile time",
+    "checkpoint": "what saving adds to steps, how long a restore takes, host memory of a save",
+    "parity": "one device in bf16 against fp32: loss and every gradient leaf; no collectives",
+    "executor": "the pipeline's executor on one stage against jax.grad: values and time",
+    "standin": "one GPU, which it needs, runs one rank's program of --mesh; beside the plan's step time",
+    "input": "token files of 0.1, 1 and 10 GB: opening, memory, tokens/s, share of a step",
+}
 ONE_STEP = {"step", "peers", "kernels", "flags", "parity", "standin", "profile"}
 
 
@@ -21,7 +36,13 @@ ONE_STEP = {"step", "peers", "kernels", "flags", "parity", "standin", "profile"}
 class BenchFlags(CommonFlags):
     """Measure, as ratios in one run. Strategy flags are set by each bench's own table."""
 
-    which: tyro.conf.Positional[Bench] = "strategies"
+    GROUPS: ClassVar[dict[str, str]] = {"which": "measurement"}
+
+    which: Annotated[
+        Literal[tuple(ABOUT)],
+        tyro.conf.Positional,
+        tyro.conf.arg(help="\n".join(f"{name}: {text}." for name, text in ABOUT.items())),
+    ] = "strategies"
     preset: Annotated[Preset | None, tyro.conf.arg(aliases=["--model"])] = None
     """Model shape. Default: gpt-11m for what measures one step or proves one, tiny for scaling, gpt-7m otherwise."""
     batch_size: int = 8

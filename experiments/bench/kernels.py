@@ -226,7 +226,7 @@ def update_program(config: RunConfig, devices: Devices) -> Callable:
 def start_torch(config: RunConfig, devices: Devices, console: Console) -> Worker | None:
     """PyTorch's process, ready; None, and the reason on the console, where there is none."""
     if importlib.util.find_spec("torch") is None:
-        console.print("PyTorch: not run, torch is not installed (pip install 'jaxdist[bench]')")
+        console.print("PyTorch: not run, torch is not installed (pip install -e '.[bench]')", markup=False)
         return None
     asked = {
         "model": dataclasses.asdict(config.model),

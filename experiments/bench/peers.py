@@ -175,7 +175,8 @@ def torch_peers(
     for name, code, compiled, wrap in entries:
         missing = [package for package in ("torch", code) if importlib.util.find_spec(package) is None]
         if missing:
-            console.print(f"{name}: not run, {missing[0]} is not installed (pip install 'jaxdist[bench]')")
+            text = f"{name}: not run, {missing[0]} is not installed (pip install -e '.[bench]')"
+            console.print(text, markup=False)
             continue
         workers = start_workers(config, num_processes, code, compiled, wrap, devices)
         started.append((name, workers, None if at_once else ready(name, workers, console)))

@@ -4,6 +4,7 @@ import re
 import resource
 import statistics
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -72,11 +73,13 @@ def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
 def own_seconds(profile) -> list[tuple[str, float, int]]:
     """(instruction, its seconds without what ran inside it, how often it ran), over all threads and streams."""
     totals, counts = Counter(), Counter()
-    for plane in profile.planes:
-        for line in plane.lines:
-            for name, nanoseconds in own_time(events(line)):
-                totals[name] += nanoseconds
-                counts[name] += 1
+    with warnings.catch_warnings():  # jaxlib makes a type as Python 3.12 no longer likes it, at the first look
+        warnings.filterwarnings("ignore", "builtin type event_stats has no __module__", DeprecationWarning)
+        for plane in profile.planes:
+            for line in plane.lines:
+                for name, nanoseconds in own_time(events(line)):
+                    totals[name] += nanoseconds
+                    counts[name] += 1
     return [(name, nanoseconds / 1e9, counts[name]) for name, nanoseconds in totals.items()]
 
 

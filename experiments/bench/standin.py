@@ -34,7 +34,11 @@ def bench_standin(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     """Seconds of the first rank's program, plus the modelled communication, against the plan's whole step."""
     mesh = config.parallel.mesh
     if mesh.num_devices == 1:
-        raise ConfigError("standin without --mesh", "one card stands for the ranks of a mesh", "Use --mesh dp=8")
+        raise ConfigError(
+            "standin without --mesh",
+            "one real NVIDIA GPU stands for all ranks of a mesh",
+            "Use --mesh dp=8 on a machine with one",
+        )
     if mesh.pp > 1:
         raise ConfigError(
             f"standin with pp={mesh.pp}", "only the first stage's part would be measured", "Use a mesh of dp and tp"

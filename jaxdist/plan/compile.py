@@ -218,7 +218,7 @@ def _refuse(target: str, packages: str) -> None:
     raise ConfigError(
         f"--compile {target}",
         "its compiler is not installed (it needs no device, but it is a package of its own)",
-        f"pip install 'jaxdist[{extra}]', or beside this jax: pip install {packages}",
+        f"pip install -e '.[{extra}]', or beside this jax: pip install {packages}",
     )
 
 

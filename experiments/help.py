@@ -1,0 +1,83 @@
+"""`--help` of programs with many flags, in groups. Parsing itself stays with the flat dataclass."""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import typing
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Annotated
+
+import tyro
+
+FLAT = 20  # flags that need no groups
+
+
+def asks_for_groups(flags_type: type, args: list[str]) -> bool:
+    """Whether help is asked for, of more flags than fit one list."""
+    many = dataclasses.is_dataclass(flags_type) and len(dataclasses.fields(flags_type)) > FLAT
+    return many and bool({"-h", "--help"} & set(args))
+
+
+def print_help(flags_type: type, prog: str) -> None:
+    """Print the help and exit. A program's own flags come first, then those that it shares with others."""
+    own = prog.rsplit(".")[-1]
+    groups: dict[str, list[str]] = {}
+    for title, name in _titles(flags_type, own):
+        groups.setdefault(title, []).append(name)
+    shared = [title for base in flags_type.__mro__[1:] for title in _groups_of(base).values()]
+    ordered = sorted(groups, key=lambda title: title in shared)
+    described = _described_fields(flags_type)
+    boxes = [
+        (
+            title,
+            dataclasses.make_dataclass(title, [described[name] for name in groups[title]], namespace={"__doc__": ""}),
+        )
+        for title in ordered
+    ]
+    grouped = dataclasses.make_dataclass("Grouped", boxes)
+    config, description = (tyro.conf.OmitArgPrefixes,), inspect.cleandoc(flags_type.__doc__)
+    tyro.cli(grouped, prog=f"python -m {prog}", args=["--help"], config=config, description=description)
+
+
+def _groups_of(cls: type) -> dict[str, str]:
+    """First field of a group -> its title, as the class itself declares it."""
+    return cls.__dict__.get("GROUPS", {})
+
+
+def _titles(flags_type: type, own: str) -> Iterator[tuple[str, str]]:
+    """(title, name) of every field: the group that begins with it, or the one of the field before it."""
+    declared: dict[str, str] = {}
+    for cls in reversed(flags_type.__mro__):
+        title = own
+        for name in inspect.get_annotations(cls):
+            title = _groups_of(cls).get(name, title)
+            declared.setdefault(name, title)
+    for field in dataclasses.fields(flags_type):
+        yield declared[field.name], field.name
+
+
+def _described_fields(flags_type: type) -> dict[str, tuple]:
+    """Every field as `make_dataclass` takes it, with the text under it in the source as its help."""
+    texts, hints = _texts(flags_type), typing.get_type_hints(flags_type, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(flags_type):
+        hint = hints[field.name]
+        if field.name in texts:
+            hint = Annotated[hint, tyro.conf.arg(help=texts[field.name])]
+        found[field.name] = (field.name, hint, dataclasses.field(default=field.default))
+    return found
+
+
+def _texts(flags_type: type) -> dict[str, str]:
+    """The string under each field, line breaks inside a paragraph removed; a subclass's own before its base's."""
+    texts = {}
+    for cls in reversed(flags_type.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+        for field, text in pairwise(body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                    paragraphs = inspect.cleandoc(said).split("\n\n")
+                    texts[name] = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+    return texts

@@ -1,0 +1,124 @@
+"""What a newcomer meets first: --help of every program, and what is refused because something is missing."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import tyro
+
+from experiments import communication, rings
+from experiments.bench.__main__ import ALL_ROWS, BENCHES, OWN, main
+from experiments.bench.flags import ABOUT, BenchFlags
+from experiments.cli import run_program
+from experiments.levels import LevelsFlags
+from experiments.overlap import OverlapFlags
+from experiments.plan import PlanFlags
+from experiments.train import TrainFlags
+from experiments.verify import VerifyFlags
+from jaxdist.plan import compile
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def outcome(capsys, flags_type, program, prog, *args) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        run_program(flags_type, program, prog, [*args])
+    captured = capsys.readouterr()
+    return ended.value.code or 0, captured.out, captured.err
+
+
+def never(flags, console):
+    raise AssertionError("the program ran")
+
+
+@pytest.mark.parametrize(
+    ("flags_type", "prog", "said"),
+    [
+        (rings.RingsFlags, "experiments.rings", "prove-cuda"),
+        (communication.CommunicationFlags, "experiments.communication", "takes no flags"),
+    ],
+)
+def test_help_of_programs_without_flags_does_not_run_them(capsys, flags_type, prog, said):
+    code, out, err = outcome(capsys, flags_type, never, prog, "--help")
+    assert code == 0 and said in out and not err
+    module = (ROOT / f"{prog.replace('.', '/')}.py").read_text(encoding="utf-8")
+    assert f"run_program({flags_type.__name__}, main" in module
+
+
+def test_rings_without_the_cuda_compiler_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(compile, "has_cuda_compiler", lambda: False)
+    code, out, err = outcome(capsys, rings.RingsFlags, rings.main, "experiments.rings")
+    assert code == 2 and not out and "pip install -e '.[prove-cuda]'" in err
+
+
+@pytest.mark.parametrize("flags_type", [TrainFlags, VerifyFlags, PlanFlags, BenchFlags, LevelsFlags, OverlapFlags])
+def test_help_has_every_flag_once_in_groups(capsys, monkeypatch, flags_type):
+    monkeypatch.setenv("COLUMNS", "120")
+    prog = f"experiments.{flags_type.__name__.removesuffix('Flags').lower()}"
+    _, grouped, _ = outcome(capsys, flags_type, never, prog, "--help")
+    with pytest.raises(SystemExit):
+        tyro.cli(flags_type, args=["--help"])
+    flat = capsys.readouterr().out
+
+    def flags_of(text: str) -> list[str]:
+        lines = re.findall(r"^[│ ] {1,2}(--\S.*?)(?:  |$)", text, re.MULTILINE)
+        return sorted(word for line in lines for word in line.split() if word.startswith("--"))
+
+    assert len(flags_of(flat)) > 30 and flags_of(grouped) == flags_of(flat)
+    assert sorted(re.findall(r"\(default: [^)]*\)", grouped)) == sorted(re.findall(r"\(default: [^)]*\)", flat))
+    boxes = re.split(r"^.*?(\w+) options\b.*$", grouped, flags=re.MULTILINE)
+    assert {"devices", "model", "precision", "strategy", "pipeline", "optimizer"} <= set(boxes[1::2])
+    assert max(len(flags_of(box)) for box in boxes) < len(flags_of(flat)) / 2
+
+
+def test_help_of_bench_says_what_each_measures(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    _, out, _ = outcome(capsys, BenchFlags, never, "experiments.bench", "--help")
+    assert set(ABOUT) == set(BENCHES)
+    assert all(f"{name}: {text}." in out for name, text in ABOUT.items())
+
+
+@pytest.mark.parametrize("bench", [name for name, (_, _, unused) in BENCHES.items() if unused >= ALL_ROWS])
+def test_a_bench_whose_rows_cannot_be_chosen_refuses_only(capsys, bench):
+    code, out, err = outcome(capsys, BenchFlags, main, "experiments.bench", bench, "--only", "x")
+    assert code == 2 and not out and "--only" in err and bench in err
+
+
+def test_the_other_benches_read_only():
+    for module, _, unused in BENCHES.values():
+        source = (ROOT / "experiments/bench" / f"{module}.py").read_text(encoding="utf-8")
+        assert ("flags.only" in source) != (unused >= ALL_ROWS), module
+
+
+@pytest.mark.parametrize("bench, names", OWN.items(), ids=OWN)
+def test_a_flag_of_one_bench_is_refused_by_the_others(capsys, bench, names):
+    other = "compile" if bench != "compile" else "step"
+    values = {"phases": ["--no-phases"], "draw": ["--draw", "x"], "start_within": ["--start-within", "9"]}
+    for name in names:
+        flag = f"--{name.replace('_', '-')}"
+        args = values.get(name, [flag, "7"])
+        code, _, err = outcome(capsys, BenchFlags, main, "experiments.bench", other, *args)
+        assert code == 2 and args[0] in err and other in err
+
+
+def test_standin_says_what_it_needs(capsys):
+    code, _, err = outcome(capsys, BenchFlags, main, "experiments.bench", "standin")
+    assert code == 2 and "NVIDIA GPU" in err and "--mesh dp=8" in err
+    assert "experiments.bench standin --mesh" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_is_printed_about_extras_keeps_its_brackets():
+    """`[bench]` is a style to rich where markup is on."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    pattern = re.compile(r"\[(" + "|".join(extras) + r")\]")
+    for path in [*(ROOT / "experiments").rglob("*.py"), *(ROOT / "jaxdist").rglob("*.py")]:
+        source = path.read_text(encoding="utf-8")
+        for call in ast.walk(ast.parse(source)):
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "print":
+                literals = [x.value for x in ast.walk(call) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+                markup = any(keyword.arg == "markup" for keyword in call.keywords)
+                assert markup or not any(map(pattern.search, literals)), f"{path}:{call.lineno}"
+        for asked in re.findall(r"pip install (\S*\[[a-z-]+\])", source):
+            assert asked.startswith("'.[") or asked.startswith(".["), f"{path}: {asked}"
