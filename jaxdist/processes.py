@@ -268,13 +268,13 @@ def require_agreement(name: str, facts: Mapping[str, object], seconds: float = 6
     """
     if count() == 1:
         return
-    of_first = from_first(f"{name}: count", str(count()), seconds)
-    if of_first != str(count()):  # the others cannot all be asked: they are not known alike
-        raise ConfigError(
-            f"process {index()} of {count()}", f"the first process is one of {of_first}", "Start all of them anew"
-        )
     mine = json.dumps({fact: value if isinstance(value, Shown) else (str(value),) * 2 for fact, value in facts.items()})
     try:
+        of_first = from_first(f"{name}: count", str(count()), seconds)
+        if of_first != str(count()):  # the others cannot all be asked: they are not known alike
+            raise ConfigError(
+                f"process {index()} of {count()}", f"the first process is one of {of_first}", "Start all of them anew"
+            )
         everyone = [json.loads(text) for text in from_all(name, mine, seconds)]
     except RuntimeError as error:
         raise ConfigError(

@@ -39,9 +39,10 @@ def held(folder: Path, flag: str, warn: Callable[[str], None]) -> Iterator[None]
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
-        if made and os.listdir(folder) == [LOCK]:
-            (folder / LOCK).unlink()
-            folder.rmdir()
+        with suppress(OSError):  # somebody removed it meanwhile
+            if made and os.listdir(folder) == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
         os.close(descriptor)
 
 
