@@ -111,6 +111,7 @@ class CommonFlags:
     overlap: bool = ParallelConfig.overlap
     """Reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes."""
     attention: AttentionName = ParallelConfig.attention
+    """auto: cuDNN's, which never holds the scores, on GPUs where it can run and compiles; written out elsewhere."""
     schedule: str = ParallelConfig.schedule
     """Of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
     microbatches: int | None = ParallelConfig.microbatches

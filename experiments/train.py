@@ -240,6 +240,8 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     drill = parse_drill(flags.drill, config.parallel.mesh.num_devices)
     poison = drill.poison() if drill else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
+    attention = {"--attention, as it compiles": program.runs.parallel.attention}
+    processes.require_agreement("attention", attention, seconds=600)
     require_room(program, devices)
     data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}
     shown = f"{corpus.about} (SHA-256 {data['fingerprint'][:12]}...)"
