@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from experiments.help import asks_for_groups, print_help
+from experiments.progress import Progress
 from jaxdist import compat, processes, versions
 from jaxdist.config import (
     PRESETS,
@@ -313,7 +314,13 @@ def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
 
 
 class SafeConsole(Console):
-    """A console on which text from elsewhere (names of files, foreign checkpoints) cannot command the terminal."""
+    """A console on which text from elsewhere (names of files, foreign checkpoints) cannot command the terminal.
+
+    Its `status` is seen where there is no terminal too, once the work takes longer than a moment.
+    """
+
+    def status(self, status, **how) -> AbstractContextManager:
+        return super().status(status, **how) if self.is_terminal or self.quiet else Progress(str(status))
 
     def render(self, renderable, options=None):
         for segment in super().render(renderable, options):

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.cli import CommonFlags, refuse_ignored, require_writable, run_program, set_precision
+from experiments.progress import Progress
 from experiments.tables import print_columns
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import parse_mesh
@@ -92,13 +93,13 @@ def main(flags: LevelsFlags, console: Console) -> int:
     base = flags.run_config()
     set_precision(base)
     without_devices(max(parse_mesh(mesh).num_devices for mesh, _ in LAYOUTS))
+    chosen = {name: layout for name, layout in zip(map(name_of, LAYOUTS), LAYOUTS, strict=True) if flags.only in name}
     rows = []
-    for mesh, more in LAYOUTS:
-        name = ", ".join([mesh or "1 device", *(f"{key}={value}" for key, value in more.items())])
-        if flags.only in name:
+    with Progress("compiling layouts") as progress:
+        for name, (mesh, more) in chosen.items():
+            progress.update(len(rows), len(chosen))
             config = with_layout(base, mesh, more, flags.compile)
-            with console.status(name):
-                rows.append((name, levels(config, flags.compile), formula_bytes(config)))
+            rows.append((name, levels(config, flags.compile), formula_bytes(config)))
     print_summary(console, rows)
     errors = [abs(found.peak_error) for _, found, _ in rows]
     if errors:
@@ -116,6 +117,11 @@ def main(flags: LevelsFlags, console: Console) -> int:
     if flags.json:
         Path(flags.json).write_text(json.dumps([record(*row) for row in rows], indent=1), encoding="utf-8")
     return 0
+
+
+def name_of(layout: tuple[str, dict]) -> str:
+    mesh, more = layout
+    return ", ".join([mesh or "1 device", *(f"{key}={value}" for key, value in more.items())])
 
 
 def formula_bytes(config: RunConfig) -> float:
