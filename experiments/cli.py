@@ -11,7 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr, suppress
+from contextlib import AbstractContextManager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from experiments.help import asks_for_groups, print_help
+from experiments.progress import Progress
 from jaxdist import compat, processes, versions
 from jaxdist.config import (
     PRESETS,
@@ -113,6 +114,7 @@ class CommonFlags:
     overlap: bool = ParallelConfig.overlap
     """Reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes."""
     attention: AttentionName = ParallelConfig.attention
+    """auto: cuDNN's, which never holds the scores, on GPUs where it can run and compiles; written out elsewhere."""
     schedule: str = ParallelConfig.schedule
     """Of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
     microbatches: int | None = ParallelConfig.microbatches
@@ -332,7 +334,13 @@ def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
 
 
 class SafeConsole(Console):
-    """A console on which text from elsewhere (names of files, foreign checkpoints) cannot command the terminal."""
+    """A console on which text from elsewhere (names of files, foreign checkpoints) cannot command the terminal.
+
+    Its `status` is seen where there is no terminal too, once the work takes longer than a moment.
+    """
+
+    def status(self, status, **how) -> AbstractContextManager:
+        return super().status(status, **how) if self.is_terminal or self.quiet else Progress(str(status))
 
     def render(self, renderable, options=None):
         for segment in super().render(renderable, options):

@@ -20,6 +20,7 @@ from experiments.cli import (
     set_precision,
     write_output,
 )
+from experiments.progress import Progress
 from experiments.tables import print_columns
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import parse_mesh
@@ -99,14 +100,12 @@ def main(flags: LevelsFlags, console: Console) -> int:
     base = flags.run_config()
     set_precision(base)
     without_devices(max(parse_mesh(mesh).num_devices for mesh, _ in LAYOUTS))
-    named = {
-        ", ".join([mesh or "1 device", *(f"{key}={value}" for key, value in more.items())]): (mesh, more)
-        for mesh, more in LAYOUTS
-    }
-    rows = []
-    for name in chosen(flags.only, list(named)):
-        config = with_layout(base, *named[name], flags.compile)
-        with console.status(name):
+    named = dict(zip(map(name_of, LAYOUTS), LAYOUTS, strict=True))
+    rows, names = [], chosen(flags.only, list(named))
+    with Progress("compiling layouts") as progress:
+        for name in names:
+            progress.update(len(rows), len(names))
+            config = with_layout(base, *named[name], flags.compile)
             rows.append((name, levels(config, flags.compile), formula_bytes(config)))
     print_summary(console, rows)
     errors = [abs(found.peak_error) for _, found, _ in rows]
@@ -125,6 +124,11 @@ def main(flags: LevelsFlags, console: Console) -> int:
     if flags.json:
         write_output("--json", flags.json, json.dumps([record(*row) for row in rows], indent=1))
     return 0
+
+
+def name_of(layout: tuple[str, dict]) -> str:
+    mesh, more = layout
+    return ", ".join([mesh or "1 device", *(f"{key}={value}" for key, value in more.items())])
 
 
 def formula_bytes(config: RunConfig) -> float:

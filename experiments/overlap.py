@@ -43,12 +43,14 @@ def main(flags: OverlapFlags, console: Console) -> None:
     for title in ("MiB sent", "while computing", "share", "in loops", "peak GiB", "compile s"):
         table.add_column(title, justify="right")
     table.add_column("messages in loops: matrix products between start and done")
+    done = 0
     for zero in flags.zeros:
         for overlap in (False, True):
             parallel = dataclasses.replace(base.parallel, zero=zero, overlap=overlap)
             config = dataclasses.replace(base, parallel=parallel)
             dump = flags.dump and str(Path(flags.dump) / f"zero{zero}-{'overlap' if overlap else 'plain'}")
-            with console.status(f"ZeRO-{zero}"):
+            done += 1
+            with console.status(f"compiling ZeRO-{zero} ({done} of {2 * len(flags.zeros)})"):
                 table.add_row(*row(config, compile_step(config, flags.compile, dump=dump)))
     console.print(table)
     console.print(

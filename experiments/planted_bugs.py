@@ -1779,8 +1779,8 @@ def main(flags: BugFlags, console: Console) -> int:
 
         table = Table("bug", "file", "verdict", box=None, header_style="bold", pad_edge=False)
         caught = 0
-        for bug in bugs:
-            with console.status(f"{bug.name} ({caught} of {len(bugs)} caught so far)"):
+        for number, bug in enumerate(bugs, 1):
+            with console.status(f"{bug.name} ({number} of {len(bugs)})"):
                 was_caught = is_caught(copy, bug)
             caught += was_caught
             verdict = "[green]caught[/]" if was_caught else "[bold red]NOT CAUGHT[/]"

@@ -15,9 +15,12 @@ class Progress:
     A thread writes, so that work which never calls `update` (a compiler) is shown too.
     """
 
-    def __init__(self, what: str, stream: TextIO | None = None, after: float = AFTER, every: float = EVERY):
+    def __init__(
+        self, what: str, stream: TextIO | None = None, after: float = AFTER, every: float = EVERY, quiet: bool = False
+    ):
+        """quiet: say nothing, on a process that is not the first."""
         self.what, self.stream = what, stream or sys.stderr
-        self.after, self.every = after, 0.5 if self.stream.isatty() else every
+        self.after, self.every = None if quiet else after, 0.5 if self.stream.isatty() else every
         self.done, self.total = 0, None
         self._ended, self._width = threading.Event(), 0
 

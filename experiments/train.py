@@ -35,6 +35,7 @@ from experiments.cli import (
     run_program,
     set_precision,
 )
+from experiments.progress import Progress as SlowWork
 from jaxdist import processes, resume
 from jaxdist.checkpoint import Checkpoints, Manifest, SaveFailed
 from jaxdist.config import RunConfig, require_positive
@@ -244,6 +245,8 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     drill = parse_drill(flags.drill, config.parallel.mesh.num_devices)
     poison = drill.poison() if drill else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
+    attention = {"--attention, as it compiles": program.runs.parallel.attention}
+    processes.require_agreement("attention", attention, seconds=600)
     require_room(program, devices)
     data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}
     shown = f"{corpus.about} (SHA-256 {data['fingerprint'][:12]}...)"
@@ -281,11 +284,14 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
         # ---- say what will run ----
         entropy = corpus.unigram_entropy()
         print_resolved(console, program, devices, corpus, entropy)
+        if out is None:
+            console.print("[yellow]note:[/] without --out nothing of this run is kept: no checkpoint, no metrics")
 
         # ---- compile, initialise or restore ----
         begun = time.perf_counter()
         watchdog.alive("compiling the step")
-        step = program.compile_step(options)
+        with SlowWork("compiling the step", quiet=console.quiet):
+            step = program.compile_step(options)
         compiled = time.perf_counter()
 
         def start_from(manifest: Manifest | None) -> resume.Start:
@@ -299,7 +305,8 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
             return start_from(resume.find(checkpoints, config, data, flags.fall_back, warn))
 
         watchdog.alive("making the state")
-        start = start_from(own)
+        with SlowWork("making the state" if own is None else "restoring the state", quiet=console.quiet):
+            start = start_from(own)
         planned = compiled_bytes(step)
         note = "" if planned is None else f"; the compiler plans {_mib(planned.peak)} a device at the peak"
         console.print(
@@ -440,7 +447,8 @@ def train(run: Run, start: resume.Start, find_start: Callable[[], resume.Start])
     """All steps from `start` on; returns the final progress and held-out loss. Raises: Stopped, once all is saved."""
     if start.progress.first_loss is None:
         run.watchdog.alive("evaluating")
-        loss = evaluate(run.program, start.state, run.held_out)
+        with SlowWork("compiling and running the evaluation", quiet=run.console.quiet):
+            loss = evaluate(run.program, start.state, run.held_out)
         start = replace(start, progress=replace(start.progress, first_loss=loss))
         run.console.print(f"step {start.step:>5}  held-out loss {loss:.4f}")
     while True:
@@ -525,15 +533,21 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
             record["batch"] = progress.batch
             if flags.record_digests:
                 record["digest"] = digests.pop(progress.batch)
+            done, last = index + 1, index + 1 == config.steps
+            evaluates = done % flags.eval_every == 0 or last
+            if evaluates and (flags.on_nonfinite == "skip" or not is_fault(record)):  # otherwise the run ends here
+                run.watchdog.alive("evaluating")
+                record["held_out_loss"] = held_out_loss = evaluate(program, state, run.held_out)
             if not run.files.write_step(record):
-                console.print(
-                    f"[bold red]not written:[/] the metrics of step {index + 1} ({escape(str(run.files.failure))})"
-                )
+                reason = escape(str(run.files.failure))
+                console.print(f"[bold red]not written:[/] the metrics of step {done} ({reason})")
             progress = replace(progress, tokens=progress.tokens + record["tokens"], batch=progress.batch + 1)
             line = describe(record)
             bar.update(task, advance=1, line=line)
-            if not live and (index + 1) % every == 0:
-                console.print(f"step {index + 1:>5}  {line}")
+            if done % every == 0:
+                console.print(f"step {done:>5}  {line}")
+            if "held_out_loss" in record:
+                console.print(f"step {done:>5}  held-out loss {held_out_loss:.4f}")
             pace.report(index + 1)
 
             # ---- is it sound? ----
@@ -557,12 +571,7 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
                     raise Stopped(index + 1, fault, 1, newest(run))
                 progress = replace(progress, recent=spikes.recent if flags.on_spike != "ignore" else [])
 
-            # ---- held-out loss, replicas, checkpoint ----
-            done, last = index + 1, index + 1 == config.steps
-            if done % flags.eval_every == 0 or last:
-                run.watchdog.alive("evaluating")
-                held_out_loss = evaluate(program, state, run.held_out)
-                console.print(f"step {done:>5}  held-out loss {held_out_loss:.4f}")
+            # ---- replicas, checkpoint ----
             due = run.checkpoints is not None and (
                 last or (flags.checkpoint_every and done % flags.checkpoint_every == 0)
             )

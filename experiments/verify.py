@@ -14,6 +14,7 @@ from rich.console import Console
 
 from experiments.cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
 from experiments.oracles import OracleName, ask, require_known, starting_parameters
+from experiments.progress import Progress
 from experiments.strategies import PIPELINES, PROOF_EPS, PROOF_LR, STRATEGIES
 from experiments.tables import print_columns
 from jaxdist import processes
@@ -92,11 +93,12 @@ def main(flags: VerifyFlags, console: Console) -> int:
     # ---- run and compare ----
     verify = Verifier(devices, flags.steps, flags.oracle)
     verdicts = []
-    for name, config in chosen:
-        with console.status(f"{name} ({len(verdicts) + 1} of {len(chosen)})"):
+    with Progress("comparing strategies", quiet=console.quiet) as progress:
+        for name, config in chosen:
+            progress.update(len(verdicts), len(chosen))
             verdicts.append(verify(name, config))
-        if not console.is_terminal:
-            console.print(f"{'pass' if verdicts[-1].ok else 'FAIL'}  {name}")
+            if not console.is_terminal:
+                console.print(f"{'pass' if verdicts[-1].ok else 'FAIL'}  {name}")
 
     # ---- report ----
     if not strategies:

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxdist import model
 from jaxdist.config import RunConfig
 from jaxdist.data import GlobalBatch
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, reason_of
 from jaxdist.layout import STACKED, Layout, live_spec, local_bytes, make_layout, shardings
 from jaxdist.mesh import AXES, DATA_AXES
 from jaxdist.optimizer import (
@@ -82,6 +82,7 @@ class Program:
     layout: Layout
     specs: State
     shapes: State
+    runs: RunConfig  # `config`, with the attention that compiles on the mesh
     init: Callable
     step: Callable
     evaluate: Callable
@@ -187,6 +188,7 @@ def build_program(
         )
     layout = make_layout(model.declare(config.model), config.parallel, config.part_layers)
     choose_attention(config, _platform(mesh), training=True)  # refuses what cannot run, before anything is traced
+    runs = with_attention_that_compiles(config, mesh)
     optimizer = make_optimizer(config.optimizer, layout)
     specs = State(
         step=REPLICATED,
@@ -208,10 +210,10 @@ def build_program(
     place = jit(assemble)
 
     def step(state, batch):
-        return train_step(config, layout, _platform(mesh), with_gradients, poison, state, batch)
+        return train_step(runs, layout, _platform(mesh), with_gradients, poison, state, batch)
 
     def evaluate(params, batch):
-        return evaluate_loss(config, layout, _platform(mesh), params, batch)
+        return evaluate_loss(runs, layout, _platform(mesh), params, batch)
 
     metrics = [*METRICS, *(["loss_scale"] if specs.scale is not None else [])]
     metric_specs = dict.fromkeys(metrics, REPLICATED) | {"not_finite": live_spec((AXES,), config.parallel.mesh)}
@@ -222,6 +224,7 @@ def build_program(
         layout=layout,
         specs=specs,
         shapes=jax.eval_shape(assemble, layout.abstract_storage(config.precision.master_dtype)),
+        runs=runs,
         init=lambda seed: place(store(draw(np.uint32(seed)))),
         step=jit(on_mesh(step, in_specs=(specs, batch_specs), out_specs=outputs), donate_argnums=0),
         evaluate=jit(on_mesh(evaluate, in_specs=(specs.params, batch_specs), out_specs=(REPLICATED, REPLICATED))),
@@ -671,6 +674,37 @@ def choose_attention(config: RunConfig, platform: str, training: bool) -> str:
     if asked == "cudnn" and in_the_way:
         raise ConfigError("--attention cudnn", in_the_way[0], "Use --attention auto")
     return "cudnn" if asked == "cudnn" or (platform == "gpu" and not in_the_way) else "xla"
+
+
+def with_attention_that_compiles(config: RunConfig, mesh: Mesh | AbstractMesh) -> RunConfig:
+    """The config as it can run: `auto` becomes "xla", with a warning, where cuDNN has no plan for its attention.
+
+    Only devices of this process are asked; for others, and for an abstract mesh, nothing is known.
+    """
+    if config.parallel.attention != "auto" or choose_attention(config, _platform(mesh), training=False) != "cudnn":
+        return config
+    mine = [] if isinstance(mesh, AbstractMesh) else [d for d in mesh.devices.flat if d in jax.local_devices()]
+    refusal = cudnn_refusal(config, mine[0]) if mine else None
+    if refusal is None:
+        return config
+    warnings.warn(
+        f"--attention auto writes the scores out: cuDNN's attention does not compile on {mine[0].device_kind} "
+        f"({refusal}). Other versions of cuDNN may have it: pip install -e '.[cuda12]' instead of '.[cuda]'",
+        stacklevel=2,
+    )
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, attention="xla"))
+
+
+def cudnn_refusal(config: RunConfig, device: jax.Device) -> str | None:
+    """Why cuDNN's attention, forward and backward, does not compile for one head on `device`; None where it does."""
+    shape = (1, config.model.seq_len, 1, config.model.width // config.model.num_heads)
+    x_BTNH = jax.ShapeDtypeStruct(shape, config.precision.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+    core = model.attention_core("cudnn", model.Noise(0.0, None, jnp.arange(1)))
+    try:
+        jax.jit(jax.grad(lambda x: core(x, x, x).astype(jnp.float32).sum())).lower(x_BTNH).compile()
+    except Exception as error:  # the compiler's, the plugin's and cuDNN's own have no type in common
+        return reason_of(error)
+    return None
 
 
 def _platform(mesh: Mesh | AbstractMesh) -> str:

@@ -1,5 +1,8 @@
 """The written-out attention, in blocks of queries: values and gradients of one without blocks, in fewer products."""
 
+import dataclasses
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +15,7 @@ from experiments.strategies import Strategy
 from jaxdist import model, step
 from jaxdist.config import causal_blocks
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
-from jaxdist.model import Noise, attention_core
+from jaxdist.model import Forward, Noise, attention_core
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.split import all_equations
 
@@ -78,6 +81,41 @@ def test_every_block_draws_its_own_dropout():
         expected = np.tril(np.ones((length, length)))[end - rows : end, :end]
         expected = expected / expected.sum(-1, keepdims=True) * kept
         np.testing.assert_allclose(out[end - rows : end, :end], expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_auto_falls_back_where_cudnn_has_no_plan(monkeypatch, refused):
+    """JAX skips its own cuDNN test on CUDA 13 for that reason."""
+    monkeypatch.setattr(step, "_platform", lambda mesh: "gpu")
+    if not refused:
+        monkeypatch.setattr(step, "cudnn_refusal", lambda config, device: None)
+    chosen = []
+    monkeypatch.setattr(step.model, "Forward", lambda **kwargs: chosen.append(kwargs["attention"]) or Forward(**kwargs))
+    config = Strategy("", "dp=2", {}, dropout=0.0, dtype="bfloat16").run_config()
+    mesh = make_mesh(config.parallel.mesh, DEVICES)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        program = step.build_program(config, mesh)
+    assert ["cuDNN's attention does not compile on cpu" in str(w.message) for w in said] == [True] * refused
+    assert program.config == config and (program.runs != config) == refused
+    if refused:  # with cuDNN's it cannot even be lowered here
+        program.step.lower(program.abstract_state(), program.abstract_batch())
+        program.evaluate.lower(program.abstract_state().params, program.abstract_batch())
+        assert set(chosen) == {"xla"}
+    asked = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, attention="cudnn"))
+    assert step.with_attention_that_compiles(asked, mesh) is asked
+
+
+def test_what_the_compiler_says_of_cudnn_is_the_reason(monkeypatch):
+    def core(name, noise):
+        def refuse(q, k, v):
+            raise RuntimeError("No execution plans support the graph.\nmore")
+
+        return refuse
+
+    monkeypatch.setattr(model, "attention_core", core)
+    config = Strategy("", "", {}, dropout=0.0, dtype="bfloat16").run_config()
+    assert step.cudnn_refusal(config, DEVICES[0]) == "No execution plans support the graph."
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,12 +1,15 @@
 """The programs as a user meets them: what they print and write, and how each wrong input ends."""
 
 import dataclasses
+import io
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
+from functools import partial
 
 import jax
 import numpy as np
@@ -16,7 +19,8 @@ import experiments.bench.__main__
 import experiments.train
 import experiments.verify
 from experiments import cli, fuzz, planted_bugs
-from experiments.cli import CommonFlags, run_program
+from experiments.cli import CommonFlags, SafeConsole, run_program
+from experiments.progress import Progress
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
 from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, RunConfig
@@ -84,13 +88,38 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
         "batch",
     }
     assert set(lines[0]) == fields
+    evaluated = {line["step"]: line["held_out_loss"] for line in lines if "held_out_loss" in line}
+    assert list(evaluated) == [50, 60] and all(f"held-out loss {loss:.4f}" in stdout for loss in evaluated.values())
     assert lines[0]["tokens"] == 8 * 32
     summary = json.loads((out / "summary.json").read_text())
+    assert summary["held_out_loss"] == evaluated[60]
     assert summary["held_out_loss"] < summary["unigram_entropy"] < summary["first_held_out_loss"]
     assert len(summary["epochs"]) == 1 and summary["epochs"][0] > 0
     config = json.loads((out / "config.json").read_text())
     assert config["parallel"]["mesh"]["tp"] == 2 and config["model"]["width"] == 32 and "SIMULATED" in config["devices"]
     assert config["compiler_options"] == {"xla_cpu_enable_fast_min_max": True, "xla_cpu_prefer_vector_width": "256"}
+
+
+def test_train_without_out_says_what_is_kept_and_what_takes_long(monkeypatch, capsys, text):
+    monkeypatch.setattr(experiments.train, "SlowWork", partial(Progress, after=0.0, every=0.2))
+    code, stdout, stderr = run(monkeypatch, capsys, "train", "--data", text, "--steps", "1", *SMALL)
+    assert code == 0 and "without --out nothing of this run is kept" in stdout
+    assert "compiling the step: 0 s so far" in stderr and "evaluation: 0 s so far" in stderr
+
+
+def test_loss_lines_stay_on_a_terminal(monkeypatch, capsys, text):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    code, stdout, _ = run(monkeypatch, capsys, "train", "--data", text, "--steps", "3", *SMALL)
+    assert code == 0 and [f"step     {step}  loss" in stdout for step in (1, 2, 3)] == [True] * 3
+
+
+def test_a_status_is_seen_without_a_terminal():
+    console = SafeConsole(file=io.StringIO())
+    with console.status("compiling ZeRO-1 (2 of 8)") as progress:
+        assert progress.line().startswith("compiling ZeRO-1 (2 of 8): 0 s")
+    with Progress("others print", stream := io.StringIO(), after=0.01, every=0.01, quiet=True):
+        time.sleep(0.05)
+    assert not stream.getvalue()
 
 
 def test_compiler_options_reach_the_step(monkeypatch, capsys, text):

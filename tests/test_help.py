@@ -9,7 +9,7 @@ import pytest
 import tyro
 
 from experiments import communication, rings
-from experiments.bench.__main__ import ALL_ROWS, BENCHES, OWN, main
+from experiments.bench.__main__ import ALL_ROWS, BENCHES, OWN, SILENT, main
 from experiments.bench.flags import ABOUT, BenchFlags
 from experiments.cli import run_program
 from experiments.levels import LevelsFlags
@@ -84,6 +84,12 @@ def test_help_of_bench_says_what_each_measures(capsys, monkeypatch):
 def test_a_bench_whose_rows_cannot_be_chosen_refuses_only(capsys, bench):
     code, out, err = outcome(capsys, BenchFlags, main, "experiments.bench", bench, "--only", "x")
     assert code == 2 and not out and "--only" in err and bench in err
+
+
+def test_every_bench_shows_that_it_works():
+    for name, (module, _, _) in BENCHES.items():
+        source = (ROOT / "experiments/bench" / f"{module}.py").read_text(encoding="utf-8")
+        assert (".status(" in source) != (name in SILENT), name
 
 
 def test_the_other_benches_read_only():

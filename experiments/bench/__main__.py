@@ -9,6 +9,7 @@ ratios on one CPU, never the speed of a cluster. `--json` writes rows of one for
 import dataclasses
 import importlib
 import os
+from contextlib import nullcontext
 
 from rich.console import Console
 
@@ -30,6 +31,7 @@ OWN = {
     "checkpoint": {"save_every"},
     "scaling": {"draw"},
 }
+SILENT = {"step", "peers", "profile", "collectives", "search", "parity", "executor", "standin"}  # say no status
 ALL_ROWS = {"only"}  # where no row can be left out
 PLAIN = {"dtype", "reduce_dtype", "dropout", "optimizer"}  # the plain step is AdamW in fp32 without dropout
 
@@ -82,7 +84,8 @@ def main(flags: BenchFlags, console: Console) -> int:
     config = flags.run_config()
     set_precision(config)
     bench = getattr(importlib.import_module(f"experiments.bench.{module}"), function)
-    rows, devices, ok = bench(flags, config, console)
+    with console.status(f"measuring: {flags.which}") if flags.which in SILENT else nullcontext():
+        rows, devices, ok = bench(flags, config, console)
     if flags.json:
         write_rows(flags.json, describe_machine(devices) | {"model": dataclasses.asdict(config.model)}, rows)
     return 0 if ok else 1

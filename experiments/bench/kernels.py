@@ -27,7 +27,7 @@ from jaxdist.config import ModelConfig, RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.optimizer import global_norm, learning_rate, update
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import all_finite, build_program, choose_attention
+from jaxdist.step import all_finite, build_program, choose_attention, with_attention_that_compiles
 
 SECONDS = 0.05  # of one measurement: short operations are called that often in a row
 MOST_CALLS = 200
@@ -152,7 +152,8 @@ def programs(config: RunConfig, devices: Devices, only: str) -> Iterator[tuple[s
     """(name, PyTorch's name, FLOPs, n -> seconds of one of n calls); arrays live as long as their turn."""
     on_device = jax.default_device(devices.devices[0])
     at_once = devices.platform != "cpu"
-    attentions = dict.fromkeys(("xla", choose_attention(config, devices.platform, training=True)))
+    runs = with_attention_that_compiles(config, make_mesh(MeshShape(), devices.devices))
+    attentions = dict.fromkeys(("xla", choose_attention(runs, devices.platform, training=True)))
     shapes = array_shapes(config.model, config.batch_size)
     for kernel, sizes in shapes.items():
         for attention in attentions if kernel == "attention" else ("xla",):

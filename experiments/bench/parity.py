@@ -41,7 +41,7 @@ def bench_parity(flags: BenchFlags, config: RunConfig, console: Console) -> Meas
     runs["bf16 xla"] = observe(config, devices, "bfloat16", "xla")
     pairs = [("bf16 xla", "fp32 xla")]
     auto = one_device(config, devices, "bfloat16", "auto")
-    if choose_attention(auto.config, devices.platform, training=True) == "cudnn":
+    if choose_attention(auto.runs, devices.platform, training=True) == "cudnn":
         runs["bf16 cudnn"] = observe(config, devices, "bfloat16", "cudnn")
         pairs += [("bf16 cudnn", "fp32 xla"), ("bf16 cudnn", "bf16 xla")]
     table = Table("run", "against", "loss", "worst gradient", "leaf", "", box=None, header_style="bold", pad_edge=False)

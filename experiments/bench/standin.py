@@ -18,11 +18,12 @@ from experiments.bench.speed import card_of
 from experiments.bench.timing import timed_step
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
+from jaxdist.mesh import make_mesh
 from jaxdist.plan.hardware import Accelerator, Cluster
 from jaxdist.plan.search import Candidates, score
 from jaxdist.plan.time_model import StepTime
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import choose_attention
+from jaxdist.step import choose_attention, with_attention_that_compiles
 
 AT_ONCE = 3
 # The client's other processes do not exist, and autotuning divided among them would wait for them forever
@@ -50,6 +51,7 @@ def bench_standin(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
             f"standin on {devices.devices[0].device_kind}", "the plan's table does not have it", "Use an H100 or H200"
         )
     console.print(f"devices: 1 x {devices.devices[0].device_kind}, standing for {mesh.num_devices}: {mesh}")
+    config = with_attention_that_compiles(config, make_mesh(mesh, devices.devices))
     step = timed_step(config, devices, OPTIONS)
     seconds = [step.run_several(AT_ONCE) for _ in range(flags.repeats)]
     planned = plan_step(config, hardware, choose_attention(config, devices.platform, training=True))

@@ -36,6 +36,7 @@ def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measur
 
     # ---- the whole step first: what memory it takes at most is not seen behind other programs
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
+    config = program.runs
     start = time.perf_counter()
     step = program.compile_step()
     compile_seconds = time.perf_counter() - start
