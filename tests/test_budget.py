@@ -934,7 +934,13 @@ def guarding(log: SpendLog, hours: str, grace: str = "0.2") -> tuple[subprocess.
     """A guard in a process of its own, and the number of its command's process."""
     words = ["run", "--price-per-hour", "0.35", "--hours", hours, "--grace", grace, "--spend-log", str(log.path)]
     command = [sys.executable, "-m", "experiments.budget", *words, "--", *python(DEAF)]
-    guard = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    guard = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        preexec_fn=lambda: signal.signal(signal.SIGQUIT, signal.SIG_DFL),  # shells' background jobs ignore it
+    )
     for line in guard.stdout:
         if line.strip().isdigit():
             return guard, int(line)
