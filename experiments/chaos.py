@@ -26,9 +26,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from experiments.cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, run_program, write_output
+from experiments.tables import Rows
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import require_positive
 from jaxdist.runtime import acquire_devices
@@ -183,10 +183,11 @@ def main(flags: ChaosFlags, console: Console) -> int:
                 rows.append(tried(fault.__doc__, partial(fault, lab)))
             console.print(line(rows[-1]), soft_wrap=True)
             lab.clear()
-    table = Table("fault", "what must come of it", "did it", "seconds", box=None, header_style="bold", pad_edge=False)
+    table = Rows("fault", "what must come of it", "did it", "seconds")
     for row in rows:
-        table.add_row(row.fault, row.expected, "[green]yes[/]" if row.ok else "[bold red]NO[/]", f"{row.seconds:.0f}")
-    console.print(table)
+        table.add_row(row.fault, row.expected, "as documented" if row.ok else "NOT", f"{row.seconds:.0f}")
+    expected = ("what must come of it",)
+    table.print(console, left=expected, under=expected, styles={"as documented": "green", "NOT": "bold red"})
     good = sum(row.ok for row in rows)
     console.print(f"{good} of {len(rows)} ended as documented")
     if flags.json:

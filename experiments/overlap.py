@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.cli import CommonFlags, run_program, set_precision
+from experiments.tables import Rows
 from jaxdist.config import Dtype, Preset, RunConfig
 from jaxdist.plan.compile import CompiledStep, compile_step, without_devices
 
@@ -37,12 +37,9 @@ def main(flags: OverlapFlags, console: Console) -> None:
     base = flags.run_config()
     set_precision(base)
     without_devices(base.parallel.mesh.num_devices)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("ZeRO", "overlap"):
-        table.add_column(title)
-    for title in ("MiB sent", "while computing", "share", "in loops", "peak GiB", "compile s"):
-        table.add_column(title, justify="right")
-    table.add_column("messages in loops: matrix products between start and done")
+    loops = "messages in loops: matrix products between start and done"
+    sizes = ("MiB sent", "while computing", "share", "in loops", "peak GiB", "compile s")
+    table = Rows("ZeRO", "overlap", *sizes, loops)
     done = 0
     for zero in flags.zeros:
         for overlap in (False, True):
@@ -52,7 +49,7 @@ def main(flags: OverlapFlags, console: Console) -> None:
             done += 1
             with console.status(f"compiling ZeRO-{zero} ({done} of {2 * len(flags.zeros)})"):
                 table.add_row(*row(config, compile_step(config, flags.compile, dump=dump)))
-    console.print(table)
+    table.print(console, left=("overlap", loops), under=(loops,))
     console.print(
         f"{flags.preset}, {base.parallel.mesh}, {flags.dtype}; compiled for {flags.compile}, nothing was run."
     )

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.cli import run_program
+from experiments.tables import Rows
 from jaxdist.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -1777,17 +1777,19 @@ def main(flags: BugFlags, console: Console) -> int:
             raise RuntimeError("the tests fail without any bug planted: see above")
         console.print(f"{len(every_test)} tests are green on the untouched copy")
 
-        table = Table("bug", "file", "verdict", box=None, header_style="bold", pad_edge=False)
+        table = Rows("bug", "file", "verdict")
         caught = 0
         for number, bug in enumerate(bugs, 1):
             with console.status(f"{bug.name} ({number} of {len(bugs)})"):
                 was_caught = is_caught(copy, bug)
             caught += was_caught
-            verdict = "[green]caught[/]" if was_caught else "[bold red]NOT CAUGHT[/]"
+            verdict = "caught" if was_caught else "NOT CAUGHT"
             table.add_row(bug.name, bug.path, verdict)
             if not console.is_terminal:
                 console.print(f"{'caught' if was_caught else 'NOT CAUGHT'}  {bug.name}")
-    console.print(table)
+    table.print(
+        console, left=("file", "verdict"), under=("file",), styles={"caught": "green", "NOT CAUGHT": "bold red"}
+    )
     console.print(f"{caught} of {len(bugs)} planted bugs turn the tests red")
     return 0 if caught == len(bugs) else 1
 

@@ -60,6 +60,22 @@ def print_columns(
         console.print(f"(no room for: {', '.join(said.keys() - shown.keys())})", style="dim", markup=False)
 
 
+class Rows:
+    """A table that is filled row by row and printed by `print_columns`; a row may end early."""
+
+    def __init__(self, *titles: str):
+        self.titles, self.rows = titles, []
+
+    def add_row(self, *cells: str) -> None:
+        self.rows.append((*cells, *[""] * (len(self.titles) - len(cells))))
+
+    def print(self, console: Console, left: Collection[str] = (), **how) -> None:
+        """left: titles of words, beside the first; the rest as for `print_columns`."""
+        if self.rows:
+            columns = dict(zip(self.titles, zip(*self.rows, strict=True), strict=True))
+            print_columns(console, columns, left={self.titles[0], *left}, **how)
+
+
 def print_bullet(console: Console, text: str, style: str = "") -> None:
     """One sentence of a list: indented as a whole in a terminal, one line elsewhere."""
     if not console.is_terminal:

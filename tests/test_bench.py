@@ -206,12 +206,6 @@ def test_what_a_bench_cannot_do_is_refused(capsys, args, message):
     assert code == 2 and message in printed
 
 
-def test_every_bench_is_listed_in_the_help():
-    import experiments.bench.__main__ as program
-
-    assert all(f"experiments.bench {bench} " in program.__doc__ for bench in BENCHES)
-
-
 # ---- one device in 16 bits ----
 
 

@@ -250,7 +250,7 @@ def test_a_compiler_that_is_not_there_names_its_package(target):
     package = "libtpu" if target == "v5p" else "jax_cuda13_plugin"
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
-    with pytest.raises(ConfigError, match=r"pip install 'jaxdist\[prove-"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[prove-"):
         target_devices(target, 8)
     assert target in TARGETS
 

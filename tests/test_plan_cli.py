@@ -114,7 +114,6 @@ CONFIGS = [
             microbatches=4,
             attention="xla",
             bucket_mb=3.5,
-            grad_sync="flat",
         ),
         OptimizerConfig("lion", lr=1e-4, clip_norm=0.5),
         PrecisionConfig("bfloat16", "bfloat16"),
@@ -122,7 +121,9 @@ CONFIGS = [
         steps=7,
         seed=3,
     ),
-    RunConfig(ModelConfig(32, 4096, 32, 10000, 2048, 50257), ParallelConfig(mesh=MeshShape(tp=4))),
+    RunConfig(
+        ModelConfig(32, 4096, 32, 10000, 2048, 50257), ParallelConfig(mesh=MeshShape(dp=2, tp=4), grad_sync="flat")
+    ),
 ]
 
 

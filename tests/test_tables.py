@@ -10,7 +10,7 @@ from rich.console import Console
 
 import experiments.plan
 from experiments.progress import Progress
-from experiments.tables import print_columns
+from experiments.tables import Rows, print_columns
 
 MESHES = ["pp=2,replica=16,dp=128,tp=8", "dp=8", "pp=64,replica=4,dp=8,tp=8"]
 COLUMNS = {
@@ -107,3 +107,16 @@ def test_quick_work_and_work_without_a_count():
         while not stream.getvalue() and time.monotonic() < deadline:
             threading.Event().wait(0.01)
     assert stream.getvalue().startswith("compiling: 0 s so far\n")
+
+
+def test_a_table_of_rows_loses_no_cell_in_a_narrow_terminal():
+    stream = io.StringIO()
+    table = Rows("option", "verdict", "time / none", "spread")
+    option = "xla_gpu_experimental_parallel_collective_overlap_limit=2"
+    table.add_row(option, "refused: [this] compiler does not know it")
+    table.add_row("xla_cpu_x=1", "faster", "0.931", "0.900-0.960")
+    table.print(Console(file=stream, width=80), left=("verdict",), under=("verdict", "spread"))
+    for cell in (option, "refused: [this] compiler does not know it", "0.931", "0.900-0.960"):
+        assert cell in stream.getvalue()
+    assert "…" not in stream.getvalue()
+    Rows("nothing").print(Console(file=stream))

@@ -4,11 +4,11 @@ import statistics
 import time
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row, ratios
 from experiments.bench.timing import timed_step, with_parallel
+from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.runtime import acquire_devices, refused_option
 
@@ -51,7 +51,7 @@ def bench_flags(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
     console.print(f"devices: {devices.description}")
     config = with_parallel(config, "", {})
     plain = timed_step(config, devices)
-    table = Table("option", "", "time / none", "spread", "peak / none", box=None, header_style="bold", pad_edge=False)
+    table = Rows("option", "verdict", "time / none", "spread", "peak / none")
     rows = []
     options = GPU_OPTIONS if devices.platform == "gpu" else CPU_OPTIONS
     for option, values in options.items():
@@ -72,10 +72,8 @@ def bench_flags(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
             pairs = ratios(ours, theirs)
             ratio = statistics.median(pairs)
             peak = "" if None in (step.peak_bytes, plain.peak_bytes) else f"{step.peak_bytes / plain.peak_bytes:.3f}"
-            verdict = (
-                "within the spread" if pairs[0] <= 1 <= pairs[-1] else "[green]faster[/]" if ratio < 1 else "slower"
-            )
+            verdict = "within the spread" if pairs[0] <= 1 <= pairs[-1] else "faster" if ratio < 1 else "slower"
             table.add_row(name, verdict, f"{ratio:.3f}", f"{pairs[0]:.3f}-{pairs[-1]:.3f}", peak)
             rows.append(Row.of(name, ours, "s", against="no option", ratio=ratio))
-    console.print(table)
+    table.print(console, left=("verdict",), under=("verdict", "spread", "peak / none"), styles={"faster": "green"})
     return rows, devices, True

@@ -4,11 +4,11 @@ import dataclasses
 import time
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
 from experiments.bench.timing import with_parallel
+from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline import BUFFERS
@@ -69,11 +69,9 @@ def bench_pipeline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
     deep = measure(*PIPELINE_ROWS[0], layers=4 * LAYERS)
     deeper = deep["compile_seconds"] / first["compile_seconds"]
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("schedule", "micro-batches", "ticks", "idle (simulated)", "in flight", "buffers MiB"):
-        table.add_column(title, justify="left" if title == "schedule" else "right")
-    for title in ("predicted MiB", "compiled MiB", "error", "compile s", "/ first"):
-        table.add_column(title, justify="right")
+    times = ("ticks", "idle (simulated)", "in flight", "compile s", "/ first")
+    memory = ("buffers MiB", "predicted MiB", "compiled MiB", "error")
+    table = Rows("schedule", "micro-batches", *times[:3], *memory, *times[3:])
     for row in rows:
         row["predicted_bytes"] = row["buffer_bytes"] + beside
         row["error"] = row["predicted_bytes"] / row["compiled_bytes"] - 1
@@ -88,7 +86,7 @@ def bench_pipeline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
             f"{row['compile_seconds']:.1f}",
             f"{row['compile_seconds'] / first['compile_seconds']:.2f}",
         )
-    console.print(table)
+    table.print(console, under=times)
     console.print(
         f"{4 * LAYERS} layers a stage against {LAYERS}: compile time {deeper:.2f} times. In flight: activations of one "
         "micro-batch on the stage that holds most. Predicted: the buffers, and what the first row needs beside its own."

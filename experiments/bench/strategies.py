@@ -4,14 +4,14 @@ import dataclasses
 import statistics
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
 from experiments.bench.theory import sent_in_theory, state_in_theory
 from experiments.bench.timing import timed_step, with_parallel
 from experiments.strategies import PROOF_EPS, PROOF_LR
-from experiments.verify import Verifier
+from experiments.tables import Rows
+from experiments.verify import STYLES, Verifier
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_abstract_mesh
 from jaxdist.plan.levels import habits_of
@@ -47,13 +47,16 @@ def bench_strategies(flags: BenchFlags, config: RunConfig, console: Console) -> 
     console.print(f"devices: {devices.description}")
     proof = dataclasses.replace(config.optimizer, lr=PROOF_LR, eps=PROOF_EPS, warmup_steps=0)
     verify = Verifier(devices, steps=2)
-    table = Table(box=None, header_style="bold", pad_edge=False)
     timing = "s/step (simulated)" if devices.simulated else "s/step"
-    for title in ("strategy", "mesh"):
-        table.add_column(title)
-    titles = ("state MiB/device", "/ theory", "sent MiB/step", "/ theory", "peak MiB/device", "/ plan")
-    for title in (timing, *titles, "worst gradient error", "equal"):
-        table.add_column(title, justify="right")
+    sizes_shown = (
+        "state MiB/device",
+        "state / theory",
+        "sent MiB/step",
+        "sent / theory",
+        "peak MiB/device",
+        "peak / plan",
+    )
+    table = Rows("strategy", "mesh", timing, *sizes_shown, "worst gradient error", "equal")
     rows, ok = [], True
     for name, each in configs:
         with console.status(name):
@@ -82,9 +85,9 @@ def bench_strategies(flags: BenchFlags, config: RunConfig, console: Console) -> 
             f"{statistics.median(seconds):.2f}",
             *cells,
             f"{error:.1e}",
-            "[green]yes[/]" if verdict.ok else "[bold red]NO[/]",
+            "equal" if verdict.ok else "DIFFERS",
         )
-    console.print(table)
+    table.print(console, left=("mesh",), under=sizes_shown, styles=STYLES)
     return rows, devices, ok
 
 
