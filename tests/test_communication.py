@@ -118,6 +118,16 @@ def test_random_runs_send_what_is_predicted(seed):
     assert_equals_trace(random_config(seed))
 
 
+@pytest.mark.parametrize("remat", ["none", "block", "every-2"])
+@pytest.mark.parametrize(("tokens", "sp"), [(1, False), (3, False), (4, False), (2, True)])
+def test_of_few_tokens_w_gathers_the_block_itself(tokens, sp, remat):
+    """B hands the norms' scale and bias over where they are no larger than the activation."""
+    model = ModelConfig(num_layers=4, width=6, num_heads=2, ffn_width=8, seq_len=tokens, vocab_size=179)
+    mesh = parse_mesh("pp=2,dp=2,tp=2" if sp else "pp=2,dp=2")
+    parallel = ParallelConfig(mesh, 3, sp=sp, grad_sync="flat", remat=remat, schedule="zb-h1", microbatches=2)
+    assert_equals_trace(RunConfig(model, parallel, batch_size=4))
+
+
 def large(preset: str, mesh: str, **parallel) -> RunConfig:
     """Two sequences a micro-batch, in bf16."""
     strategy = ParallelConfig(mesh=parse_mesh(mesh), **parallel)

@@ -432,7 +432,8 @@ def test_the_children_of_a_launcher_end_with_it(folder, number):
     code = f"import os; print('pid', os.getpid(), flush=True); {SLEEP}"
     command = [sys.executable, "-m", "experiments.launch", "--processes", "2", "--", "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as launcher:
+    hears = lambda: signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None  # noqa: E731, under nohup
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=hears) as launcher:
         children = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
         launcher.send_signal(number)
         assert launcher.wait(60) == (-9 if number == signal.SIGKILL else 128 + number)

@@ -248,14 +248,22 @@ class _Step:
 
         The pipeline's division of a layer takes a fetch for one operation, so B gathers the whole block, for its
         recomputation too where that is of the one block. W needs no more of it than the norms' scale and bias, which B
-        hands over. With overlap each block is gathered whole both times, but the last, whose backward comes next.
+        hands over where they are no larger than the activation: always, but for a few tokens. With overlap each block
+        is gathered whole both times, but the last, whose backward comes next.
         """
         every = self.parallel.remat_every
         fetches = [("forward", every_leaf)]
         if self.parallel.overlap_layers:
             return [*fetches, ("backward", every_leaf)]
         if self.pipelined:
-            return [*fetches, *[("recomputed", every_leaf)] * (every > 1), ("B", every_leaf)]
+            norms = 4 * self.config.model.width * self.item  # scale and bias of two
+            again = norms > self.activation and not self.sequence_split  # the gathered sequence is kept for W
+            return [
+                *fetches,
+                *[("recomputed", every_leaf)] * (every > 1),
+                ("B", every_leaf),
+                *[("W", every_leaf)] * again,
+            ]
         if every:
             fetches.append(("recomputed", every_leaf if every > 1 else all_but_last_bias))
         if self.parallel.reshard_after_forward and every != 1:
