@@ -35,7 +35,7 @@ from experiments.plan_command import UNKNOWN_RATE, Command, make_command, rate_n
 from experiments.plan_page import page
 from experiments.progress import Progress
 from experiments.tables import print_bullet, print_columns
-from jaxdist.config import Dtype, Preset, RunConfig
+from jaxdist.config import MOST, Dtype, Preset, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.mesh import parse_mesh
@@ -293,6 +293,12 @@ def ask(flags: PlanFlags) -> Question:
     tokens, steps = flags.tokens, flags.steps
     if tokens is not None:
         steps = math.ceil(tokens / batch_tokens)
+        if steps > MOST:
+            raise ConfigError(
+                f"{tokens:g} tokens in batches of {batch_tokens:,}",
+                f"they are {steps:,} steps, and a run has at most {MOST:,}",
+                "Use fewer --tokens, or a larger --batch-size",
+            )
     elif steps is not None:
         tokens = steps * batch_tokens
     else:

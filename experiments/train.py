@@ -125,8 +125,8 @@ class TrainFlags(CommonFlags, ProcessFlags):
     spend_log: str | None = None
     """Default: JAXDIST_SPEND_LOG, else spend.jsonl. `python -m experiments.budget init` makes one."""
 
-    def check(self) -> None:
-        """Refuse what cannot work, before anything is read."""
+    def require_filled_in(self) -> None:
+        """Refuse the placeholders of a command that `experiments.plan` printed, before this process joins others."""
         unfilled = [f"--{name} {word}" for name, word in PLACEHOLDERS.items() if getattr(self, name) == word]
         if unfilled:
             raise ConfigError(
@@ -134,6 +134,9 @@ class TrainFlags(CommonFlags, ProcessFlags):
                 "this is a placeholder of experiments.plan, which knows neither your tokens nor your storage",
                 "Write --data my_tokens and --out /shared/runs/a, your own (a path of that very name: ./DATA, ./OUT)",
             )
+
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is read."""
         require_positive("eval_every", self.eval_every)
         for name in ("checkpoint_every", "keep_last", "keep_every", "check_replicas_every"):
             if getattr(self, name) is not None:
@@ -230,6 +233,7 @@ class Run:
 def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.monotonic) -> int:
     """Args: `now` is the clock of the budget."""
     # ---- check everything, before anything is traced ----
+    flags.require_filled_in()
     flags.join(console)
     flags.check()
     config = flags.run_config()

@@ -74,6 +74,7 @@ def test_the_command_is_refused_until_it_is_filled_in(monkeypatch, capsys, tmp_p
     err = capsys.readouterr().err
     assert stop.value.code == 2 and "--data DATA and --out OUT: this is a placeholder" in err
     flags = tyro.cli(TrainFlags, args=[{"DATA": "tokens", "OUT": "run"}.get(word, word) for word in args])
+    flags.require_filled_in()
     flags.check()
     config = flags.run_config()
     assert config.parallel.mesh.num_devices == 8 * nodes and flags.checkpoint_every <= config.steps
@@ -228,12 +229,16 @@ REFUSED = [
     (["--model", "tiny", "--global-batch", "3", "--hardware", "h100", "--devices-per-node", "5"], ["multiple of 5"]),
     ([*SMALL, "--html", "/nowhere/at/all.html"], ["--html", "cannot be written"]),
     ([*SMALL, "--dtype", "float64"], ["--dtype float64", "Use float32 or bfloat16 or float16", "experiments.train"]),
-    ([*SMALL, "--model", "gpt2-124m", "--tokens", "1e18"], ["more than a century", "fewer --tokens"]),
+    ([*SMALL, "--model", "gpt2-124m", "--tokens", "1e18"], ["a run has at most", "fewer --tokens"]),
+    (
+        [*SMALL, "--hardware", "a100-80", "--model", "7b", "--tokens", "2.5e14"],
+        ["more than a century", "fewer --tokens"],
+    ),
     ([*RUN, "--vendor", "acme"], ["vendor 'acme'", "among aws"]),
     ([*RUN, "--price-per-hour", "inf"], ["--price-per-hour inf"]),
     ([*RUN, "--tokens", "nan"], ["--tokens nan"]),
-    ([*SMALL, "--hardware-file", "/dev/zero"], ["'/dev/zero': it is not a regular file"]),
-    ([*RUN, "--vendor", "aws", "--price-file", "/dev/null"], ["'/dev/null': it is not a regular file"]),
+    ([*SMALL, "--hardware-file", "/dev/zero"], ["'/dev/zero'", "it is not a regular file"]),
+    ([*RUN, "--vendor", "aws", "--price-file", "/dev/null"], ["'/dev/null'", "it is not a regular file"]),
     ([*SMALL, "--mesh", "pp=2,dp=4", "--schedule", "/dev/zero"], ["/dev/zero"]),
 ]
 
