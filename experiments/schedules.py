@@ -18,7 +18,7 @@ from experiments.timeline import timeline, write_both
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.schedules import NAMES, Costs, Schedule, draw, in_flight, load, make_schedule, simulate
 
-MOST_COMPARED = 2**13  # stages x micro-batches, of all schedules together
+MOST_COMPARED = 2**13  # stages x micro-batches x chunks, of all schedules together
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ def shown_schedules(flags: SchedulesFlags) -> list[Schedule]:
     names = NAMES if flags.schedule is None else (flags.schedule,)
     stages = 4 if flags.stages is None else flags.stages
     microbatches = 8 if flags.microbatches is None else flags.microbatches
-    if len(names) > 1 and stages * microbatches > MOST_COMPARED:
+    if len(names) > 1 and stages * microbatches * (flags.chunks or 1) > MOST_COMPARED:
         raise ConfigError(
-            f"{stages} stages x {microbatches} micro-batches in every schedule",
+            f"{stages} stages x {microbatches} micro-batches x {flags.chunks or 1} chunks in every schedule",
             f"all of them are made for at most {MOST_COMPARED:,}",
             "Name one with --schedule, or use smaller sizes",
         )
