@@ -348,7 +348,7 @@ def newest_good(checkpoints: Checkpoints, warn: Callable[[str], None], fall_back
             continue
         for bad, why in damaged:
             checkpoints.set_aside(bad)
-            warn(why)
+            warn(f"passed over: {why}")
         return manifest
     return None
 
