@@ -5,20 +5,24 @@ python -m experiments.mutants --sample 40 --paths jaxdist/parallel/zero.py
 
 `experiments.planted_bugs` has the bugs that somebody thought of; these are the ones that nobody did. First the tests
 run once with every line that each of them executes written down. Then each mutant of the sample runs, in a copy of the
-tree, against the tests that execute its line, the fastest first, until one is red. A timeout counts as red. What stays
-green is printed. Mutants that compute the same as the source are listed with a reason in `mutants_equivalent.toml`.
+tree, against the tests that execute its line, the fastest first, until one is red. A time limit counts as red, and is
+counted. What stays green is printed. Mutants that compute the same as the source are listed with a reason in
+`mutants_equivalent.toml`.
 """
 
 import ast
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -26,7 +30,9 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.cli import run_program
+from experiments.mutant_runner import TIMED_OUT
 from experiments.planted_bugs import COPIED, ROOT
+from experiments.progress import Progress
 from jaxdist.config import require_positive
 from jaxdist.errors import ConfigError
 
@@ -239,6 +245,9 @@ class Coverage:
         return chosen
 
 
+RED, TIME_LIMIT, SURVIVES = "red", "time limit", "survives"
+
+
 class Runner:
     """A copy of the tree and a warm process that runs its tests (`experiments.mutant_runner`)."""
 
@@ -269,7 +278,7 @@ class Runner:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())["code"]
 
-    def record(self, name: str, out: Path, console: Console) -> Path:
+    def record(self, name: str, out: Path) -> Path:
         """Run a file of tests once with every line of jaxdist that each test executes written down.
 
         A record belongs to the sources and the tests it was made of. Raises: RuntimeError where a test is red.
@@ -282,19 +291,19 @@ class Runner:
         if not record.exists():
             partial = record.with_suffix(".partial")
             partial.unlink(missing_ok=True)
-            with console.status(f"recording which lines {test} runs"):
-                code = self.run([test], 3600, partial)
+            code = self.run([test], 3600, partial)
             if code != 0:
                 raise RuntimeError(f"{test} is red without a mutant (exit code {code})")
             partial.rename(record)
         return record
 
-    def is_killed(self, mutant: Mutant, tests: list[str], seconds: float) -> bool:
+    def verdict(self, mutant: Mutant, tests: list[str], seconds: float) -> str:
+        """RED, TIME_LIMIT, or SURVIVES."""
         path = self.folder / mutant.path
         source = path.read_bytes()
         path.write_bytes(mutant.planted(source))
         try:
-            return self.run(tests, seconds) != 0
+            return {0: SURVIVES, TIMED_OUT: TIME_LIMIT}.get(self.run(tests, seconds), RED)
         finally:
             path.write_bytes(source)
 
@@ -306,6 +315,42 @@ class Runner:
 # ---------------------------------------------------------------------------------------------------------------------
 # The program
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+class Runners:
+    """Several runners, each of which does one thing at a time."""
+
+    def __init__(self, number: int, cache: Path):
+        self.stack, self.idle = ExitStack(), queue.SimpleQueue()
+        for _ in range(number):
+            folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+            runner = Runner(folder, cache)
+            self.stack.callback(runner.close)
+            self.idle.put(runner)
+        self.threads = self.stack.enter_context(ThreadPoolExecutor(number))
+
+    def __enter__(self) -> "Runners":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.threads.shutdown(cancel_futures=True)
+        self.stack.close()
+
+    def map(self, work: Callable, items: list, what: str) -> Iterator[tuple]:
+        """(item, work(runner, item)) as they end; begun in the items' order."""
+
+        def one(item):
+            runner = self.idle.get()
+            try:
+                return item, work(runner, item)
+            finally:
+                self.idle.put(runner)
+
+        waiting = [self.threads.submit(one, item) for item in items]
+        with Progress(what) as progress:
+            for number, done in enumerate(as_completed(waiting), 1):
+                progress.update(number, len(items))
+                yield done.result()
 
 
 @dataclass(frozen=True)
@@ -323,47 +368,51 @@ class MutantFlags:
     """Folder for which test runs which line, for compiled programs and verdicts; another run tries survivors again."""
     seconds: int = 120
     """Tests a mutant is given, by the time they took when recorded."""
+    jobs: int = 1
+    """Mutants at a time, each in its own copy of the tree."""
 
 
 def main(flags: MutantFlags, console: Console) -> int:
-    require_positive("sample", flags.sample)
-    require_positive("seconds", flags.seconds)
+    for name in ("sample", "seconds", "jobs"):
+        require_positive(name, getattr(flags, name))
     every, same = all_mutants(flags.paths), equivalents()
     sample = sorted(every, key=lambda mutant: sha256(f"{flags.seed} {mutant.name}".encode()).digest())[: flags.sample]
+    judged = [mutant for mutant in sample if mutant.key not in same]
     out = Path(flags.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     verdicts = out / "verdicts.jsonl"
+    known = {}
+    if verdicts.exists():
+        known = dict(map(json.loads, verdicts.read_text(encoding="utf-8").splitlines()))
     console.print(f"{len(every):,} mutants, {len(sample)} of them sampled with seed {flags.seed}")
 
-    with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(Path(folder), out / "compiled")
-        tests = Coverage([runner.record(name, out, console) for name in flags.tests])
-        known = {}
-        if verdicts.exists():
-            known = dict(map(json.loads, verdicts.read_text(encoding="utf-8").splitlines()))
-        for number, mutant in enumerate(sample, 1):
-            if known.get(mutant.name) or mutant.key in same:
-                continue
-            chosen = tests.of(mutant, flags.seconds)
-            limit = 60 + 5 * sum(tests.seconds[test] for test in chosen)
-            with console.status(f"{number} of {len(sample)}: {mutant.name}"):
-                known[mutant.name] = bool(chosen) and runner.is_killed(mutant, chosen, limit)
-            with verdicts.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([mutant.name, known[mutant.name]]) + "\n")
-            if not known[mutant.name]:
-                console.print(f"survives: {mutant.name}", markup=False, soft_wrap=True)
-        runner.close()
+    with Runners(flags.jobs, out / "compiled") as runners:
+        # The files of most bytes tend to take longest, and begin first.
+        names = sorted(flags.tests, key=lambda name: -(ROOT / "tests" / f"test_{name}.py").stat().st_size)
+        recorded = runners.map(lambda runner, name: runner.record(name, out), names, "recording which lines tests run")
+        tests = Coverage([record for _, record in recorded])
 
-    judged = [mutant for mutant in sample if mutant.key not in same]
-    survivors = [mutant for mutant in judged if not known[mutant.name]]
-    for mutant in survivors:
-        console.print(f"survivor: {mutant.name}", markup=False, soft_wrap=True)
-    killed = len(judged) - len(survivors)
+        def judge(runner: Runner, mutant: Mutant) -> str:
+            chosen = tests.of(mutant, flags.seconds)
+            limit = 120 + 5 * sum(tests.seconds[test] for test in chosen)
+            return runner.verdict(mutant, chosen, limit) if chosen else SURVIVES
+
+        tried = [mutant for mutant in judged if known.get(mutant.name, SURVIVES) == SURVIVES]
+        for mutant, verdict in runners.map(judge, tried, "mutants"):
+            known[mutant.name] = verdict
+            with verdicts.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([mutant.name, verdict]) + "\n")
+            if verdict == SURVIVES:
+                console.print(f"survives: {mutant.name}", markup=False, soft_wrap=True)
+
+    ended = [known[mutant.name] for mutant in judged]
+    killed = len(ended) - ended.count(SURVIVES)
     console.print(
-        f"{killed} of {len(judged)} mutants turn a test red ({killed / max(len(judged), 1):.1%}); "
+        f"{killed} of {len(judged)} mutants turn a test red ({killed / max(len(judged), 1):.1%}), "
+        f"{ended.count(TIME_LIMIT)} of them by the time limit; "
         f"{len(sample) - len(judged)} more compute the same as the source"
     )
-    return 0 if not survivors else 1
+    return 0 if killed == len(judged) else 1
 
 
 if __name__ == "__main__":
