@@ -1,6 +1,7 @@
 """Prediction against compiler, layout by layout: peak bytes a device, and every collective.
 
 python -m experiments.levels                                  # 55 layouts, predicted and compiled for simulated CPUs
+python -m experiments.levels --run                            # and run, every collective's executions counted
 python -m experiments.levels --compile h200 --dtype bfloat16  # the same for an NVIDIA card that need not be there
 """
 
@@ -23,8 +24,10 @@ from experiments.cli import (
 from experiments.progress import Progress
 from experiments.tables import print_columns
 from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.plan.compile import CUDA_CARDS, without_devices
+from jaxdist.plan.executed import Miscounted, executed_step, miscounted
 from jaxdist.plan.levels import Levels, levels
 from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.search import Candidates, pipelines
@@ -87,6 +90,9 @@ class LevelsFlags(CommonFlags):
     num_heads: int | None = 8
     seq_len: int | None = 256
     vocab_size: int | None = 8192
+    run: bool = False
+    """Run one step of each layout under XLA's profiler, and count there how often every device runs each collective
+    (--compile cpu)."""
     json: str | None = None
     """File for every row."""
 
@@ -95,18 +101,23 @@ USED = {"num_layers", "width", "num_heads", "ffn_width", "seq_len", "vocab_size"
 
 
 def main(flags: LevelsFlags, console: Console) -> int:
-    refuse_ignored(flags, USED | {"compile", "only", "json"}, "the table has rows for it")
+    refuse_ignored(flags, USED | {"compile", "only", "run", "json"}, "the table has rows for it")
     require_writable("--json", flags.json)
+    if flags.run and flags.compile != "cpu":
+        raise ConfigError("--run", f"--compile {flags.compile} is not here to run", "Use --run with --compile cpu")
     base = flags.run_config()
     set_precision(base)
     without_devices(max(parse_mesh(mesh).num_devices for mesh, _ in LAYOUTS))
     named = dict(zip(map(name_of, LAYOUTS), LAYOUTS, strict=True))
-    rows, names = [], chosen(flags.only, list(named))
+    rows, wrong, names = [], {}, chosen(flags.only, list(named))
     with Progress("compiling layouts") as progress:
         for name in names:
             progress.update(len(rows), len(names))
             config = with_layout(base, *named[name], flags.compile)
-            rows.append((name, levels(config, flags.compile), formula_bytes(config)))
+            found = levels(config, flags.compile)
+            rows.append((name, found, formula_bytes(config)))
+            if flags.run:
+                wrong[name] = miscounted(found.compiled, executed_step(config, found.compiled), config.parallel.mesh)
     print_summary(console, rows)
     errors = [abs(found.peak_error) for _, found, _ in rows]
     if errors:
@@ -120,10 +131,13 @@ def main(flags: LevelsFlags, console: Console) -> int:
             f"The planner's closed form, made for accelerators, is {statistics.mean(apart):.1%} from the trace in the "
             f"mean and {max(apart):.1%} at most."
         )
-    console.print("Predicted from the trace; compiled for devices that need not be there; nothing was run.")
+    if flags.run:
+        print_executed(console, wrong, rows)
+    else:
+        console.print("Predicted from the trace; compiled for devices that need not be there; nothing was run.")
     if flags.json:
         write_output("--json", flags.json, json.dumps([record(*row) for row in rows], indent=1))
-    return 0
+    return 1 if any(wrong.values()) else 0
 
 
 def name_of(layout: tuple[str, dict]) -> str:
@@ -159,6 +173,20 @@ def print_summary(console: Console, rows: list[tuple[str, Levels, float]]) -> No
     collectives = list(columns)[-1]
     under = ("state MiB", "formula MiB", "compile s", collectives)
     print_columns(console, columns, left=("layout", collectives), under=under)
+
+
+def print_executed(console: Console, wrong: dict[str, list[Miscounted]], rows: list) -> None:
+    """What ran otherwise than it was counted, one line for each collective."""
+    for name, found in wrong.items():
+        for each in found:
+            what = f"{each.collective.name} ({each.collective.kind} over {','.join(each.collective.axes)})"
+            console.print(f"{name}: {what} ran {each.executed} times on stage {each.stage}, counted {each.counted}")
+    collectives = sum(len(found.compiled.collectives) for _, found, _ in rows)
+    counted = sum(len({each.collective.name for each in found}) for found in wrong.values())
+    console.print(
+        f"One step of each was run: {collectives - counted} of {collectives} collectives of the compiled programs ran"
+        " on every device as often as they were counted."
+    )
 
 
 def mib(num_bytes: float) -> str:

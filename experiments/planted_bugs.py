@@ -52,6 +52,7 @@ PLAN = "tests/test_plan_cli.py::{}"
 BUDGET = "tests/test_budget.py::{}"
 FORMULAS = "tests/test_formulas.py::{}"
 LAWS = "tests/test_calibration.py::{}"
+EXECUTED = "tests/test_levels.py::test_a_step_runs_every_collective_as_often_as_it_is_counted[{}]"
 UNEVEN_V = "tests/test_pipeline.py::test_uneven_parts_with_tied_weights_tp_and_recomputation[zb-v-parts2-0]"
 RINGS = "tests/test_rings.py::test_a_ring_{}"
 CHECKPOINT = "tests/test_checkpoint.py::{}"
@@ -384,6 +385,20 @@ BUGS = [
         "jnp.arange(length - rows, length)[:, None] >= jnp.arange(length)",
         "jnp.arange(length - rows, length)[:, None] + 1 >= jnp.arange(length)",
         (ORACLE.format("adamw-fp32"), "tests/test_attention.py::test_values_and_gradients_are_those_without_blocks"),
+    ),
+    Bug(
+        "(pipeline) the embedding's sum does not depend on its loop, which the compiler then lifts it out of",
+        "jaxdist/parallel/pipeline.py",
+        "pick(self.micros, row.microbatch + index)",
+        "pick(self.micros, row.microbatch)",
+        (EXECUTED.format("pp=2,tp=2-more0"),),
+    ),
+    Bug(
+        "(pipeline) nor does the gather of the embedding's output gradient",
+        "jaxdist/parallel/pipeline.py",
+        "pruned(gradient, self.shared, micro, dx)), jnp.zeros_like(dx)",
+        "pruned(gradient, self.shared, micro, dx)), dx",
+        (EXECUTED.format("pp=2,dp=2,tp=2-more1"),),
     ),
     Bug(
         "message read from another one's slot (pipeline)",

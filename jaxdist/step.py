@@ -38,7 +38,7 @@ from jaxdist.parallel.pipeline import Stages, add, iterations, pick, pipeline_gr
 from jaxdist.parallel.relayout import to_compute, to_storage
 from jaxdist.parallel.spread import gather_to_users
 from jaxdist.parallel.zero import fetch_whole, make_fetch, make_scatter, make_whole_holders
-from jaxdist.plan.trace import Collective, collectives_of
+from jaxdist.plan.trace import Collective, Iterations, collectives_of
 
 REPLICATED = PartitionSpec()
 METRICS = ("loss", "grad_norm", "lr", "tokens")
@@ -103,10 +103,13 @@ class Program:
 
     def collectives_of(self, traced: jax.stages.Traced, *, evaluate: bool = False) -> list[Collective]:
         """What the traced `step` sends, or the traced `evaluate`."""
-        parallel, loops = self.config.parallel, None
-        if parallel.mesh.pp > 1:
-            loops = iterations(parallel.pipeline, self.config.part_layers, forward_only=evaluate)
-        return collectives_of(traced.jaxpr, parallel.mesh, loops)
+        return collectives_of(traced.jaxpr, self.config.parallel.mesh, self.iterations(evaluate=evaluate))
+
+    def iterations(self, *, evaluate: bool = False) -> Iterations | None:
+        """How often the loops of a pipeline run, which its program does not state (`jaxdist.parallel.pipeline`)."""
+        if self.config.parallel.mesh.pp == 1:
+            return None
+        return iterations(self.config.parallel.pipeline, self.config.part_layers, forward_only=evaluate)
 
     def put(self, batch: Mapping) -> Batch:
         """The global batch -> device arrays, each rank getting its rows.

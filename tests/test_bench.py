@@ -153,6 +153,7 @@ SMALL = [
     ("kernels", ["--only", "GELU", "--batch-size", "2", *TINY], "GELU: forward and backward", None),
     ("kernels", ["--only", "optimizer", *TINY], "optimizer update", None),
     ("collectives", ["--mesh", "dp=2", "--message-bytes", "65536", "--repeats", "2"], "all_to_all", 5),
+    ("branches", [*TINY, "--num-layers", "4"], "one switch", 6),
     ("compile", ["--depths", "1", "2", *TINY], "layers", 2),
     ("scaling", ["--only", "accumulate", *TINY], "peak bytes", 12),
 ]

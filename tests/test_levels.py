@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import random
+from fractions import Fraction
 from functools import partial
 
 import jax
@@ -19,6 +20,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.plan.compile import TARGETS, compile_step, emitted_collectives, target_devices, torus
+from jaxdist.plan.executed import executed_step, miscounted
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.levels import Sent, habits_of, levels
 from jaxdist.plan.memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
@@ -232,6 +234,63 @@ def test_collectives_of_a_program_text_with_loops_and_groups_of_every_form():
         ("all_reduce", ("dp",), 1, 4 * 4, 1, False),
     ]
     assert [c.matmuls for c in found] == [2, 0, 0, 0, 2, 0, 0, 0]
+
+
+PIPELINED = """
+%message (p: f32[2]) -> f32[2] {
+  ROOT %p.1 = f32[2]{0} collective-permute(%p), source_target_pairs={{0,2},{1,3}}, \
+metadata={op_name="jit(step)/while/body/cond/branch_1_fun/jit(from_before_0)/ppermute"}
+}
+
+%layer (p: f32[4]) -> f32[4] {
+  ROOT %in = f32[4]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%sum
+}
+
+%tick (p: f32[4]) -> f32[4] {
+  %lifted = f32[4]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%sum, \
+metadata={op_name="jit(step)/while/body/jit(embed)/while/body/psum"}
+  %l = f32[4]{0} while(%p), condition=%c, body=%layer, metadata={op_name="jit(step)/jit(layers)/while"}
+  %o = f32[4]{0} while(%p), condition=%c, body=%layer, metadata={op_name="jit(step)/jit(layers)/jit(o)/while"}
+  %m = f32[2]{0} conditional(%i, %p, %p), branch_computations={%none, %message}, metadata={op_name="jit(step)/cond"}
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %w = f32[4]{0} while(%p), condition=%c, body=%tick, backend_config={"known_trip_count":{"n":"6"}}
+}
+"""
+
+
+def test_loops_of_data_dependent_length_are_counted_by_the_names_of_their_functions():
+    third = Fraction(1, 3)
+    iterations = {"layers": (third, 2 * third), "from_before_0": (Fraction(1, 2), Fraction(0)), "embed": (third, 0)}
+    found = emitted_collectives(PIPELINED, MeshShape(pp=2, tp=2), iterations)
+    assert [(c.name, c.count, c.by_stage) for c in found] == [
+        ("lifted", 6, None),  # out of its loop: at every tick, whatever its name says
+        ("in", 4, (2, 4)),
+        ("in", None, None),  # a loop inside, of which nothing is known
+        ("p.1", 3, (3, 0)),
+    ]
+    assert [c.sent_bytes(MeshShape(pp=2, tp=2)) for c in found] == [6 * 16, 4 * 16, None, 3 * 8]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ("pp=2,tp=2", {}),
+        ("pp=2,dp=2,tp=2", {"sp": True, "zero": 1, "schedule": "interleaved", "overlap": True}),
+        ("pp=2,tp=2", {"zero": 1, "schedule": "zb-v", "remat": "block", "accumulate": 2}),
+    ],
+)
+def test_a_step_runs_every_collective_as_often_as_it_is_counted(mesh, more):
+    # Traced, compiled and executed, on each device: nothing is lifted out of a pipeline's loops.
+    config = RunConfig(PRESETS["tiny"], ParallelConfig(mesh=parse_mesh(mesh), attention="xla", **more), batch_size=16)
+    found = levels(config, "cpu")
+    assert all(row.why.startswith("equal") for row in found.sent)
+    executed = executed_step(config, found.compiled)
+    assert found.compiled.collectives and miscounted(found.compiled, executed, config.parallel.mesh) == []
+    one = found.compiled.collectives[0]
+    executed[one.name, 1] += 1  # and the comparison can fail
+    assert [each.collective for each in miscounted(found.compiled, executed, config.parallel.mesh)] == [one]
 
 
 @pytest.mark.parametrize("num, dims, sizes", [(64, 3, (4, 4, 4)), (64, 2, (8, 8)), (32, 3, (2, 4, 4)), (7, 2, (1, 7))])

@@ -51,6 +51,7 @@ BENCHES = {
     "standin": ("standin", "bench_standin", ALL_ROWS),
     "compile": ("compiling", "bench_compile", ALL_ROWS),
     "pipeline": ("pipelines", "bench_pipeline", {"num_layers", "batch_size"}),
+    "branches": ("branches", "bench_branches", ALL_ROWS | {"device"}),
     "search": ("planning", "bench_search", SHAPE | ALL_ROWS | {"batch_size", "dtype", "device"}),
     "checkpoint": ("checkpoints", "bench_checkpoint", ALL_ROWS),
     "input": ("inputs", "bench_input", ALL_ROWS),

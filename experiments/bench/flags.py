@@ -23,6 +23,7 @@ ABOUT = {
     "compile": "compile time against depth",
     "search": "layouts a second that experiments.plan enumerates, scores and ranks",
     "pipeline": "every schedule: ticks, memory predicted and compiled, compile time",
+    "branches": "the pipeline's actions as loops and as branches of a conditional: memory, compiled",
     "checkpoint": "what saving adds to steps, how long a restore takes, host memory of a save",
     "parity": "one device in bf16 against fp32: loss and every gradient leaf; no collectives",
     "executor": "the pipeline's executor on one stage against jax.grad: values and time",

@@ -4,9 +4,8 @@ import re
 import resource
 import statistics
 import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -19,6 +18,7 @@ from experiments.bench.timing import full_batch, timed
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
+from jaxdist.plan.executed import lines
 from jaxdist.runtime import acquire_devices
 from jaxdist.step import build_program
 
@@ -31,7 +31,8 @@ def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     console.print(f"devices: {devices.description}")
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
     compiled = program.compile_step()
-    step = timed(compiled, program.init(config.seed), program.put(full_batch(config)), config.parallel.mesh)
+    batch = program.put(full_batch(config))
+    step = timed(compiled, program.init(config.seed), batch, config.parallel.mesh, program.iterations())
     before = resource.getrusage(resource.RUSAGE_SELF)
     seconds = [step.run() for _ in range(flags.repeats)]
     after = resource.getrusage(resource.RUSAGE_SELF)
@@ -73,22 +74,11 @@ def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
 def own_seconds(profile) -> list[tuple[str, float, int]]:
     """(instruction, its seconds without what ran inside it, how often it ran), over all threads and streams."""
     totals, counts = Counter(), Counter()
-    with warnings.catch_warnings():  # jaxlib makes a type as Python 3.12 no longer likes it, at the first look
-        warnings.filterwarnings("ignore", "builtin type event_stats has no __module__", DeprecationWarning)
-        for plane in profile.planes:
-            for line in plane.lines:
-                for name, nanoseconds in own_time(events(line)):
-                    totals[name] += nanoseconds
-                    counts[name] += 1
+    for line in lines(profile):
+        for name, nanoseconds in own_time((event.name, event.start, event.end) for event in line):
+            totals[name] += nanoseconds
+            counts[name] += 1
     return [(name, nanoseconds / 1e9, counts[name]) for name, nanoseconds in totals.items()]
-
-
-def events(line) -> Iterator[tuple[str, float, float]]:
-    """(instruction, start, end) in nanoseconds, of the events that are an instruction of a compiled program."""
-    for event in line.events:
-        name = dict(event.stats).get("hlo_op")
-        if name:
-            yield name, event.start_ns, event.start_ns + event.duration_ns
 
 
 def own_time(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, float]]:

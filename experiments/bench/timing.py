@@ -15,6 +15,7 @@ import numpy as np
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.plan.compile import emitted_collectives
+from jaxdist.plan.trace import Iterations, total_sent
 from jaxdist.runtime import Devices
 from jaxdist.step import build_program, compiled_bytes
 from jaxdist.verify import random_batches
@@ -39,9 +40,13 @@ class Timed:
         return self.run_several(1)
 
 
-def timed(compiled: jax.stages.Compiled, state, batch, mesh: MeshShape) -> Timed:
-    """`compiled` takes (state, batch), donates the state and returns (state, figures). Run once to warm up."""
-    sizes = [collective.sent_bytes(mesh) for collective in emitted_collectives(compiled.as_text(), mesh)]
+def timed(compiled: jax.stages.Compiled, state, batch, mesh: MeshShape, iterations: Iterations | None = None) -> Timed:
+    """`compiled` takes (state, batch), donates the state and returns (state, figures). Run once to warm up.
+
+    iterations: of a pipeline (`Program.iterations`).
+    """
+    collectives = emitted_collectives(compiled.as_text(), mesh, iterations)
+    known = all(collective.count is not None for collective in collectives)
     held = {"state": state}
 
     def step():
@@ -52,7 +57,7 @@ def timed(compiled: jax.stages.Compiled, state, batch, mesh: MeshShape) -> Timed
     run_several = repeated(step, at_once=device.platform != "cpu")
     run_several(1)
     memory = compiled_bytes(compiled)
-    return Timed(run_several, memory and memory.peak, None if None in sizes else sum(sizes))
+    return Timed(run_several, memory and memory.peak, total_sent(collectives, mesh) if known else None)
 
 
 def repeated(step: Callable, at_once: bool) -> Callable[[int], float]:
@@ -75,7 +80,8 @@ def timed_step(config: RunConfig, devices: Devices, compiler_options: dict[str, 
     mesh = make_mesh(config.parallel.mesh, devices.devices)
     program = build_program(config, mesh)
     compiled = program.compile_step(compiler_options)
-    return timed(compiled, program.init(config.seed), program.put(full_batch(config)), config.parallel.mesh)
+    batch = program.put(full_batch(config))
+    return timed(compiled, program.init(config.seed), batch, config.parallel.mesh, program.iterations())
 
 
 def full_batch(config: RunConfig) -> dict:

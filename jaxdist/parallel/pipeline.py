@@ -5,8 +5,9 @@ gradient), so a tick costs about one unit on every stage that has work, and noth
 for B and W, and B for W, waits in buffers that hold as many entries as the schedule ever has in flight, no more.
 
 Each kind of action is a loop that runs as many times as the table says on this stage: once for each layer of the chunk,
-or not at all. (A `lax.switch` would be the plain way; XLA copies every buffer that passes through a conditional, all
-of them at every tick, where a loop updates them in place.)
+or not at all. (A `lax.switch` over the kinds would be the plain way; XLA copies the buffers that its branches change,
+where a loop updates them in place.) What such a loop computes depends on its index or its carry, or the compiler lifts
+it out, to be run at every tick.
 
 Dims: S stages, M micro-batches, C chunks a stage, L layers a chunk. Source: GPipe, arXiv 1811.06965; 1F1B and
 interleaving, arXiv 2104.04473, section 2.2; the division of backward, arXiv 2401.10241, section 2.
@@ -434,16 +435,16 @@ class _Runner:
 
     def act(self, seed: jax.Array, state: _State, row: Instructions):
         micro, value = pick(self.micros, row.microbatch), pick(state.messages, jnp.maximum(row.slot_in, 0))
-        value = self.embed(row, micro, value)
+        value = self.embed(row, value)
         value, state = (self.forward_inputs if self.recompute_every else self.forward)(row, micro, value, state)
         value, state = self.head(seed, row, micro, value, state)
         value, state = (self.backward_again if self.recompute_every else self.backward)(row, micro, value, state)
-        state = self.embed_gradient(row, micro, value, state)
+        value, state = self.embed_gradient(row, micro, value, state)
         return self.weight_gradient(row, state), value
 
     def act_forward(self, state: _State, row: Instructions):
         micro, value = pick(self.micros, row.microbatch), pick(state.messages, jnp.maximum(row.slot_in, 0))
-        value = self.embed(row, micro, value)
+        value = self.embed(row, value)
         value = self.for_layers(
             "layers_forward",
             row,
@@ -459,9 +460,15 @@ class _Runner:
         )
         return state._replace(loss=loss), value
 
-    def embed(self, row, micro, value):
+    def embed(self, row, value):
+        """The micro-batch is picked at the loop's index: nothing else in the loop changes, and XLA would lift all of
+        it out, collectives too, to be run at every tick on every stage."""
+
+        def body(_, index):
+            return self.stages.first(self.shared, pick(self.micros, row.microbatch + index))
+
         at_work = (row.kind == FORWARD) & (row.first == 1)
-        return self.once("embed", at_work, lambda _: self.stages.first(self.shared, micro), value)
+        return self.loop("embed", at_work.astype(jnp.int32), body, value)
 
     def forward(self, row, micro, value, state: _State):
         """F of every layer, keeping what backward needs."""
@@ -564,15 +571,17 @@ class _Runner:
         value, handed = self.for_layers("layers_input_gradient", row, INPUT_GRADIENT, body, carry, reverse=True)
         return value, state._replace(handed=handed)
 
-    def embed_gradient(self, row, micro, value, state: _State) -> _State:
+    def embed_gradient(self, row, micro, value, state: _State):
         def gradient(shared, micro, dx):
             return jax.vjp(lambda shared: self.stages.first(shared, micro), shared)[1](dx)[0]
 
-        def body(d_shared):
-            return add(d_shared, pruned(gradient, self.shared, micro, value))
+        def body(carry):
+            d_shared, dx = carry  # dx ends here; carried and changed, so that a gather of it stays in the loop
+            return add(d_shared, pruned(gradient, self.shared, micro, dx)), jnp.zeros_like(dx)
 
         at_work = (row.kind == INPUT_GRADIENT) & (row.first == 1)
-        return state._replace(d_shared=self.once("embed_gradient", at_work, body, state.d_shared))
+        d_shared, value = self.once("embed_gradient", at_work, body, (state.d_shared, value))
+        return value, state._replace(d_shared=d_shared)
 
     def weight_gradient(self, row, state: _State) -> _State:
         """W of every layer, added to the sums."""

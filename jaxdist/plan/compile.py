@@ -22,7 +22,7 @@ import numpy as np
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
-from jaxdist.plan.trace import Collective
+from jaxdist.plan.trace import Count, Iterations, Sending, on_stages, times_each
 from jaxdist.runtime import MAX_SIMULATED, acquire_devices, prepare_cpu
 from jaxdist.step import Program, build_program, compiled_bytes, step_options
 
@@ -45,8 +45,8 @@ TARGETS = ("cpu", *CUDA_CARDS, *TPU_DIMS)
 class CompiledStep:
     """What a compiler made of the step, for one device. Bytes; seconds of compiling.
 
-    temporaries: beside the arguments (state and batch). collectives: of the optimised program; a count of None where
-    its text does not say a loop's length. asynchronous: how many of them overlap with something by start and done.
+    temporaries: beside the arguments (state and batch). collectives: of the optimised program. asynchronous: how many
+    of them overlap with something by start and done.
     """
 
     target: str
@@ -55,6 +55,7 @@ class CompiledStep:
     temporaries: int
     collectives: tuple["Emitted", ...]
     text: str
+    executable: jax.stages.Compiled
 
     @property
     def peak(self) -> int:
@@ -66,26 +67,27 @@ class CompiledStep:
 
 
 @dataclass(frozen=True)
-class Emitted:
+class Emitted(Sending):
     """One collective instruction. axes: the mesh axes its groups span. full_bytes: of the gathered, or summed, buffer.
 
-    count: how often a step runs it; None where the text does not say. matmuls: matrix products (attention kernels among
-    them) that the compiler has put between its start and its done, a loop's once; 0 where it is not asynchronous.
+    count: how often a step runs it, on the stage that runs it most; None where neither the text nor `iterations` says.
+    by_stage: the count on each stage, where they differ. matmuls: matrix products (attention kernels among them) that
+    the compiler has put between its start and its done, a loop's once; 0 where it is not asynchronous.
     """
 
+    name: str
     kind: str
     axes: tuple[str, ...]
     count: int | None
     full_bytes: int
     num_operands: int
     asynchronous: bool
+    by_stage: tuple[int, ...] | None = None
     matmuls: int = 0
 
     def sent_bytes(self, mesh: MeshShape) -> int | None:
-        """Bytes one device sends in a step, in the convention of `jaxdist.plan.trace`."""
-        if self.count is None:
-            return None
-        return Collective(self.kind, self.axes, self.count, 0, self.num_operands, self.full_bytes).sent_bytes(mesh)
+        """Bytes one device sends in a step, on the stage that sends most."""
+        return None if self.count is None else super().sent_bytes(mesh)
 
 
 def compile_step(config: RunConfig, target: str, *, num_nodes: int = 1, dump: str | None = None) -> CompiledStep:
@@ -114,8 +116,9 @@ def compile_step(config: RunConfig, target: str, *, num_nodes: int = 1, dump: st
         seconds=seconds,
         arguments=memory.arguments,
         temporaries=memory.temporaries,
-        collectives=tuple(emitted_collectives(text, config.parallel.mesh)),
+        collectives=tuple(emitted_collectives(text, config.parallel.mesh, program.iterations())),
         text=text,
+        executable=compiled,
     )
 
 
@@ -238,11 +241,23 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)
 _CALLED = re.compile(r"(body|to_apply|calls|called_computations|branch_computations)=(?:\{([^}]*)\}|(%[\w.\-]+))")
 _MATMUL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|fmha|conv)', re.IGNORECASE)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_LOOP_OF = re.compile(r'op_name="[^"]*jit\((\w+)\)/while"')
+_MADE_BY = re.compile(r'op_name="[^"]*jit\((\w+)\)/(?:(?!jit\()[^"])*"')
 
 
-def emitted_collectives(text: str, mesh: MeshShape) -> list[Emitted]:
-    """Every collective of an optimised HLO text over more than one device, in program order."""
+def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | None = None) -> list[Emitted]:
+    """Every collective of an optimised HLO text over more than one device, in program order.
+
+    iterations: as in `jaxdist.plan.trace.collectives_of`, for loops whose length is data and for the branches of a
+    conditional: an instruction's metadata name the jitted functions that it came from. What the compiler has lifted out
+    of such a loop is counted where it stands.
+    """
     bodies, entry = _computations(text)
+
+    def named_runs(function: re.Pattern, rest: str, scanned: Count | None) -> Count | None:
+        """How often the function that an instruction's origin names runs, of those that `iterations` knows."""
+        found = function.search(rest)
+        return times_each(scanned, iterations[found[1]]) if found and found[1] in (iterations or {}) else None
 
     @cache
     def matmuls(computation: str) -> int:
@@ -265,28 +280,31 @@ def emitted_collectives(text: str, mesh: MeshShape) -> list[Emitted]:
             found += matmuls_of(instruction)
         return 0
 
-    def walk(name: str, count: int | None) -> Iterable[Emitted]:
-        for at, (_, shape, opcode, rest) in enumerate(bodies.get(name, ())):
+    def walk(name: str, count: Count | None, scanned: Count | None, branch: bool = False) -> Iterable[Emitted]:
+        """`scanned`: how often the innermost loop of a known length runs. `branch`: of a conditional."""
+        for at, (_, _, opcode, rest) in enumerate(bodies.get(name, ())):
             kind = KINDS.get(opcode.removesuffix("-start"))
             started = while_under_way(name, at) if opcode.endswith("-start") else 0
             if kind and not opcode.endswith("-done"):
-                emitted = _emitted(kind, shape, opcode.endswith("-start"), rest, count, mesh)
+                times = named_runs(_MADE_BY, rest, scanned) if branch else count
+                emitted = _emitted(bodies[name][at], opcode.endswith("-start"), times, mesh)
                 if emitted is not None:
                     yield dataclasses.replace(emitted, matmuls=started)
                 continue
-            times = count
-            if opcode == "while":
-                trips = _TRIPS.search(rest)
-                times = None if trips is None or count is None else count * int(trips[1])
+            inner = (count, scanned, branch)
+            if opcode == "while" and (trips := _TRIPS.search(rest)):
+                inner = (times_each(count, int(trips[1])), times_each(count, int(trips[1])), branch)
+            elif opcode == "while":
+                inner = (named_runs(_LOOP_OF, rest, scanned), scanned)
             elif opcode == "conditional":
-                times = None
+                inner = (None, scanned, True)
             for role, called in _called(rest):
                 if role != "to_apply" or opcode == "call":
-                    for emitted in walk(called, times):
+                    for emitted in walk(called, *inner):
                         wrapped = {"asynchronous": True, "matmuls": started} if opcode == "async-start" else {}
                         yield dataclasses.replace(emitted, **wrapped)
 
-    return list(walk(entry, 1))
+    return list(walk(entry, 1, 1))
 
 
 def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], str | None]:
@@ -310,8 +328,9 @@ def _called(rest: str) -> Iterable[tuple[str, str]]:
             yield role, called.lstrip("%")
 
 
-def _emitted(kind: str, shape: str, asynchronous: bool, rest: str, count, mesh: MeshShape) -> Emitted | None:
-    groups = _groups(rest, mesh.num_devices)
+def _emitted(instruction: tuple[str, ...], asynchronous: bool, count: Count | None, mesh: MeshShape) -> Emitted | None:
+    name, shape, opcode, rest = instruction
+    kind, groups = KINDS[opcode.removesuffix("-start")], _groups(rest, mesh.num_devices)
     axes = _axes_of(groups[0], mesh)
     if not axes:
         return None
@@ -319,15 +338,27 @@ def _emitted(kind: str, shape: str, asynchronous: bool, rest: str, count, mesh: 
     results = _arrays(shape)
     if asynchronous and len(results) > 1 and (kind != "all_reduce" or shape.startswith("((")):
         results = results[len(results) // 2 :] if kind != "permute" else results[1:2]
-    size = sum(results)
+    if kind == "permute" and axes == ("pp",) and count is not None:
+        count = count * _senders(rest, mesh)
+    most, by_stage = (None, None) if count is None else on_stages(count)
     return Emitted(
+        name=name,
         kind=kind,
         axes=axes,
-        count=count,
-        full_bytes=size * (len(groups[0]) if kind == "reduce_scatter" else 1),
+        count=most,
+        full_bytes=sum(results) * (len(groups[0]) if kind == "reduce_scatter" else 1),
         num_operands=len(results),
         asynchronous=asynchronous,
+        by_stage=by_stage,
     )
+
+
+def _senders(rest: str, mesh: MeshShape) -> np.ndarray:
+    """1 for each stage that sends in a permute over pp, and 0 for the others."""
+    pairs = re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest)
+    sources = [int(source) for source in re.findall(r"\{(\d+),", pairs[1])]
+    stages = np.unravel_index(sources, mesh.sizes)[AXES.index("pp")]
+    return np.isin(np.arange(mesh.pp), stages).astype(int)
 
 
 def _arrays(shape: str) -> list[int]:

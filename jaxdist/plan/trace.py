@@ -133,12 +133,12 @@ def equations(jaxpr, iterations: Iterations | None = None) -> Iterator[tuple]:
             yield eqn, count, depth
             name, inner = eqn.primitive.name, (count, depth, scanned, loop)
             if name == "scan":
-                times = _times(count, eqn.params["length"])
+                times = times_each(count, eqn.params["length"])
                 inner = (times, depth + 1, times, None)
             elif name == "while":
                 inner = (loop, depth + 1, scanned, None)
             elif iterations and eqn.params.get("name") in iterations:
-                times = _times(scanned, np.array(iterations[eqn.params["name"]], dtype=object))
+                times = times_each(scanned, iterations[eqn.params["name"]])
                 inner = (times, depth, scanned, times)
             for sub in inner_programs(eqn):
                 yield from walk(sub, *inner)
@@ -156,7 +156,9 @@ def named_bytes(jaxpr, names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def _times(count: Count | None, length: Count) -> Count | None:
+def times_each(count: Count | None, length: Count | Sequence[Fraction]) -> Count | None:
+    """`count` times `length`, which may be of each stage; None stays None."""
+    length = np.array(length, dtype=object) if isinstance(length, Sequence) else length
     return None if count is None else count * length
 
 

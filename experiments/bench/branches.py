@@ -1,0 +1,69 @@
+"""What a pipeline needs whose actions are branches of a conditional, against ours, whose actions are loops.
+
+docs/design.md has the finding. Both are compiled and neither is run.
+"""
+
+from collections.abc import Callable
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from rich.console import Console
+
+from experiments.bench.flags import BenchFlags
+from experiments.bench.rows import Measured, Row
+from experiments.bench.timing import with_parallel
+from experiments.tables import Rows
+from jaxdist.config import RunConfig
+from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import pipeline
+from jaxdist.plan.compile import CompiledStep, compile_step
+from jaxdist.runtime import acquire_devices
+
+STAGES = 4
+SCHEDULES = ("1f1b", "zb-h1")
+LOOPS, GUARDED, BRANCHES = "loops", "loops, each in a conditional that may do nothing", "one switch over the actions"
+
+act, loop = pipeline._Runner.act, pipeline._Runner.loop
+
+
+def guarded(self, name: str, times, body: Callable, carry, reverse: bool = False):
+    return lax.cond(times > 0, lambda c: loop(self, name, times, body, c, reverse), lambda c: c, carry)
+
+
+def branches(self, seed, state, row):
+    """A tick as one `lax.switch`: what kind of action it has, each branch knows."""
+
+    def branch(kind: int):
+        return lambda state: act(self, seed, state, row._replace(kind=comm.varying_like(jnp.int32(kind), row.kind)))
+
+    kinds = (pipeline.IDLE, pipeline.FORWARD, pipeline.INPUT_GRADIENT, pipeline.WEIGHT_GRADIENT)
+    return tuple(lax.switch(row.kind, list(map(branch, kinds)), state))
+
+
+FORMS = {LOOPS: {"act": act}, GUARDED: {"loop": guarded}, BRANCHES: {"act": branches}}
+
+
+def bench_branches(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
+    """Compiled temporaries of the three forms."""
+    devices = acquire_devices(STAGES, "cpu")
+    figures, table = [], Rows("schedule", "form", "compiled MiB", "ratio", "copies in the text")
+    for schedule in SCHEDULES:
+        each, first = with_parallel(config, f"pp={STAGES}", {"schedule": schedule}), None
+        for form in FORMS:
+            with console.status(f"{schedule}: {form}"):
+                found = compiled_as(form, each)
+            first = first or found.temporaries
+            ratio, copies = found.temporaries / first, found.text.count(" copy(")
+            table.add_row(schedule, form, f"{found.temporaries / 2**20:.1f}", f"{ratio:.2f}", str(copies))
+            figures.append(Row(f"{schedule}, {form}", found.temporaries, "bytes", against=LOOPS, ratio=ratio))
+    table.print(console, left=("form",), under=("form",))
+    return figures, devices, True
+
+
+def compiled_as(form: str, config: RunConfig) -> CompiledStep:
+    """The step with the executor in one of `FORMS`."""
+    jax.clear_caches()
+    with mock.patch.multiple(pipeline._Runner, **FORMS[form]):
+        return compile_step(config, "cpu")
