@@ -318,8 +318,8 @@ BUGS = [
     Bug(
         "positions of the first rank on every rank (sp)",
         "jaxdist/model.py",
-        "here_T = positions(x_BTD.shape[1], run.sp)",
-        "here_T = positions(x_BTD.shape[1], False)",
+        "positions(length, run.sp)[0]",
+        "positions(length, False)[0]",
         (PARITY.format("tp4-sp"),),
     ),
     Bug(
@@ -1690,6 +1690,20 @@ BUGS = [
         "arrived[stage, list(wanted[stage]).index(row)] = source * longest + place",
         "arrived[stage, place] = source * longest + place",
         (CONFIG.format("test_layers_change_stages_and_come_back"),),
+    ),
+    Bug(
+        "the gradient of a looked-up row is added up in 16 bits",
+        "jaxdist/parallel/tensor.py",
+        "zeros_VD.at[index_BT].add(wide).astype(d_BTD.dtype), None",
+        "zeros_VD.astype(d_BTD.dtype).at[index_BT].add(d_BTD), None",
+        (SIXTEEN.format("test_what_is_summed_over_tokens_is_summed_in_fp32[accumulate-bfloat16]"),),
+    ),
+    Bug(
+        "a bias's gradient is added up in 16 bits",
+        "jaxdist/model.py",
+        "return x + jnp.broadcast_to(wide, x.shape).astype(bias.dtype)",
+        "return x + bias",
+        (SIXTEEN.format("test_what_is_summed_over_tokens_is_summed_in_fp32[pipeline-float16]"),),
     ),
     Bug(
         "micro-batches summed in 16 bits",

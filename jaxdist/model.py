@@ -102,6 +102,12 @@ class Noise:
         return dropout(probs_BNTS, self.rate, self.key, self.rows_B, global_indices(probs_BNTS.shape[1]))
 
 
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x + bias, over the leading dims of x. The bias's gradient is summed in at least fp32, and rounded once."""
+    wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
+    return x + jnp.broadcast_to(wide, x.shape).astype(bias.dtype)
+
+
 class LayerNorm(nnx.Module):
     def __init__(self, width: int):
         self.scale = parameter(jnp.ones(width), (None,))
@@ -130,14 +136,14 @@ class Attention(nnx.Module):
         self.b_out = parameter(jnp.zeros(width), (None,))
 
     def __call__(self, x_BTD: jax.Array, run: Forward, noise: Noise) -> jax.Array:
-        qkv = column_parallel(x_BTD, self.w_qkv[...], run.sp, run.ring) + self.b_qkv[...]
+        qkv = add_bias(column_parallel(x_BTD, self.w_qkv[...], run.sp, run.ring), self.b_qkv[...])
         core = attention_core(run.attention, noise)
         if run.remat == "selective":
             core = jax.checkpoint(core, prevent_cse=False)
         o_BTNH = keep(core(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]))
         batch, length, heads, head_dim = o_BTNH.shape
         w_ND = self.w_out[...].reshape(heads * head_dim, -1)
-        return row_parallel(o_BTNH.reshape(batch, length, -1), w_ND, run.sp, run.ring) + self.b_out[...]
+        return add_bias(row_parallel(o_BTNH.reshape(batch, length, -1), w_ND, run.sp, run.ring), self.b_out[...])
 
 
 def attention_core(implementation: str, noise: Noise) -> Callable[..., jax.Array]:
@@ -187,9 +193,9 @@ class MLP(nnx.Module):
         self.b_down = parameter(jnp.zeros(width), (None,))
 
     def __call__(self, x_BTD: jax.Array, run: Forward) -> jax.Array:
-        up_BTF = column_parallel(x_BTD, self.w_up[...], run.sp, run.ring) + self.b_up[...]
+        up_BTF = add_bias(column_parallel(x_BTD, self.w_up[...], run.sp, run.ring), self.b_up[...])
         h_BTF = jax.nn.gelu(up_BTF, approximate=True)
-        return row_parallel(h_BTF, self.w_down[...], run.sp, run.ring) + self.b_down[...]
+        return add_bias(row_parallel(h_BTF, self.w_down[...], run.sp, run.ring), self.b_down[...])
 
 
 class Block(nnx.Module):
@@ -251,8 +257,9 @@ def embed(root: dict, tokens_BT: jax.Array, run: Forward, noise: Noise) -> jax.A
     """tokens[B, T] -> x[B, T, D], or x[B, T_tp, D] with sp. `root` holds what is not a block's."""
     weights = run.fetch_embed(root)
     x_BTD = vocab_parallel_embedding(tokens_BT, weights["tokens"], run.sp)
-    here_T = positions(x_BTD.shape[1], run.sp)
-    return noise.hidden(x_BTD + jnp.take(weights["positions"], here_T, axis=0), run.sp)
+    length = x_BTD.shape[1]
+    positions_TD = lax.dynamic_slice_in_dim(weights["positions"], positions(length, run.sp)[0], length)
+    return noise.hidden(add_bias(x_BTD, positions_TD), run.sp)
 
 
 def layer(config: ModelConfig, weights: Weights, x_BTD: jax.Array, run: Forward, noise: Noise) -> jax.Array:

@@ -16,6 +16,7 @@ from experiments.strategies import Strategy
 from jaxdist.compat import inner_programs, scan_counts
 from jaxdist.config import ModelConfig
 from jaxdist.mesh import DATA_AXES, make_abstract_mesh
+from jaxdist.parallel.tensor import look_up
 from jaxdist.plan.trace import equations
 from jaxdist.step import build_program
 
@@ -156,6 +157,22 @@ def test_what_a_loop_sums_is_summed_in_fp32(name):
     gradients = [shape for _, shape, sums in found if shape and any(not act for *_, act in sums)]
     if name not in ("ring", "remat"):  # which have no loop that sums gradients
         assert gradients
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_summed_over_tokens_is_summed_in_fp32(name, dtype):
+    """Gradients of the embedding, of biases and norms: no reduction of a micro-batch by itself is narrow."""
+    _, jaxpr = traced(name, dtype)
+    found = [eqn for eqn, *_ in equations(jaxpr) if eqn.primitive.name in {"reduce_sum", "scatter-add", "cumsum"}]
+    assert {"reduce_sum", "scatter-add"} <= {eqn.primitive.name for eqn in found}
+    assert not [(eqn.primitive.name, eqn.outvars[0].aval) for eqn in found if is_narrow(eqn.outvars[0].aval)]
+
+
+def test_the_gradient_of_a_frequent_token_is_not_lost_to_rounding():
+    tokens, table = jnp.zeros((4, 1024), jnp.int32), jnp.ones((8, 4), jnp.bfloat16)
+    gradient = jax.grad(lambda table: look_up(8, table, tokens).astype(jnp.float32).sum())(table)
+    assert gradient[0, 0] == 4096  # added in bfloat16: 256
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -80,14 +80,30 @@ def vocab_parallel_embedding(tokens_BT: jax.Array, table_VD: jax.Array, sp: bool
 
     Layout: tokens[B, T], table[V_tp, D] -> {U_tp} (zero where another rank owns the token) -> leave -> x[B, T, D],
     or x[B, T_tp, D] with sp.
-    Backward: as `leave`; the gradient of a row lands on the rank that owns it.
+    Backward: as `leave`; the gradient of a row lands on the rank that owns it, summed over its tokens in at least fp32.
     Sends: as `leave`, once a micro-batch.
     Source: arXiv 1909.08053, section 3.
     """
     local_BT = tokens_BT - comm.rank(AXIS) * table_VD.shape[0]
     owned_BT = (local_BT >= 0) & (local_BT < table_VD.shape[0])
-    rows_BTD = jnp.take(table_VD, jnp.where(owned_BT, local_BT, 0), axis=0)
+    rows_BTD = look_up(table_VD.shape[0], table_VD, jnp.where(owned_BT, local_BT, 0))
     return leave(jnp.where(owned_BT[..., None], rows_BTD, 0), sp)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def look_up(num_rows: int, table_VD: jax.Array, index_BT: jax.Array) -> jax.Array:
+    """table[index] of every token. The gradient adds up in at least fp32 and is rounded once: JAX's own adds in the
+    table's dtype, in which 256 + 1 is 256, and a frequent token is in a micro-batch more often than that."""
+    return jnp.take(table_VD, index_BT, axis=0)
+
+
+def _look_up_gradient(num_rows: int, index_BT: jax.Array, d_BTD: jax.Array) -> tuple[jax.Array, None]:
+    wide = d_BTD.astype(jnp.promote_types(d_BTD.dtype, jnp.float32))
+    zeros_VD = comm.varying_like(jnp.zeros((num_rows, d_BTD.shape[-1]), wide.dtype), wide)
+    return zeros_VD.at[index_BT].add(wide).astype(d_BTD.dtype), None
+
+
+look_up.defvjp(lambda num_rows, table_VD, index_BT: (jnp.take(table_VD, index_BT, axis=0), index_BT), _look_up_gradient)
 
 
 @jax.custom_vjp
