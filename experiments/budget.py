@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from experiments.cli import EXIT_BUDGET, EXIT_SIGNAL, run_program
+from experiments.tables import Rows
 from experiments.warden import Guarded
 from jaxdist.errors import ConfigError
 from jaxdist.plan.budget import (
@@ -113,14 +113,13 @@ def main(flags: Init | Ceiling | Show | Settle | Run, console: Console, command:
 
 def show(account, path: Path, console: Console) -> None:
     if account.jobs:
-        table = Table("job", "started (UTC)", "host", "pid", "what", box=None, header_style="bold", pad_edge=False)
-        for heading in ("reserved", "actual", "counted"):
-            table.add_column(heading, justify="right")
+        table = Rows("job", "started (UTC)", "host", "pid", "what", "reserved", "actual", "counted")
         for job in account.jobs.values():
             actual = "not settled" if job.actual is None else money(job.actual)
             cells = (job.id, f"{job.time:%Y-%m-%d %H:%M:%S}", job.host, str(job.pid), job.note)
-            table.add_row(*map(escape, cells), money(job.reserved), actual, money(job.counted))
-        console.print(table)
+            table.add_row(*cells, money(job.reserved), actual, money(job.counted))
+        words = ("started (UTC)", "host", "pid", "what")
+        table.print(console, left=words, under=words)
     console.print(
         f"{escape(str(path))}: budget {money(account.ceiling)}, spent or reserved {money(account.spent)}, "
         f"left {money(account.left)}",

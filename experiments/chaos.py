@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from experiments.cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, run_program, write_output
+from experiments.progress import Progress
 from experiments.tables import Rows
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import require_positive
@@ -236,6 +237,14 @@ def divided(kills: int) -> dict[str, int]:
     return {name: len(range(place, kills, len(names))) for place, name in enumerate(names)}
 
 
+def counted(what: str, times: int) -> Iterator[int]:
+    """range(times), with how far it is."""
+    with Progress(what) as progress:
+        for number in range(times):
+            progress.update(number, times)
+            yield number
+
+
 def kill_saves(lab: Lab, name: str, kills: int, rng: random.Random, console: Console) -> list[Row]:
     """kill -9 at random moments of saves; then the run ends as if nothing had been.
 
@@ -246,7 +255,7 @@ def kill_saves(lab: Lab, name: str, kills: int, rng: random.Random, console: Con
     problems, begun = [], time.monotonic()
     flags = f"{KILLED[name]} --dropout 0.1 --steps 100000 --checkpoint-every 1 --out killed"
     checkpoints, committed, num_halves = lab.folder / "killed" / "checkpoints", 0, 0
-    for number in range(kills):
+    for number in counted(f"kill -9 during a save, {name}", kills):
         process, deadline = lab.start(lab.train(flags)), time.monotonic() + BOUND
         # Some kills strike a save soon after the start, others a later one.
         wanted = committed + rng.randint(1, 4)

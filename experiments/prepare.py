@@ -41,6 +41,7 @@ from jaxdist.prepared import (
     sha256_of,
     shard_name,
 )
+from jaxdist.run_folder import LOCK, held
 from jaxdist.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer
 from jaxdist.tokens import asked, decode_text, find_files
 
@@ -116,7 +117,6 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
         )
     units = cut_units(root, sizes, flags.shard_mb * 1_000_000)
 
-    # ---- begin, or go on ----
     plan = {
         "files": [[name, stats[name].st_size, stats[name].st_mtime_ns] for name in sizes],
         "shard_mb": flags.shard_mb,
@@ -124,11 +124,33 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
         "tokenizer": tokenizer and hashlib.sha256(tokenizer.to_bytes()).hexdigest(),
         "end_of_document": flags.end_of_document,
     }
+
+    def warn(text: str) -> None:
+        console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
+
+    with held(out, "--out", warn):
+        try:
+            prepare_into(out, root, units, plan, tokenizer, flags.vocab_size, console)
+        finally:
+            (out / LOCK).unlink(missing_ok=True)
+    return 0
+
+
+def prepare_into(
+    out: Path,
+    root: Path,
+    units: dict[str, list[list[Range]]],
+    plan: dict,
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None,
+    console: Console,
+) -> None:
+    """Begin, or go on with, the preparation that `plan` names."""
     journal = open_journal(out, plan)
     if journal["shards"]:
         console.print(f"continuing: {len(journal['shards'])} of {sum(map(len, units.values()))} shards are done")
     if tokenizer is None:
-        tokenizer = train_tokenizer(root, out, units["train"], flags.vocab_size, console)
+        tokenizer = train_tokenizer(root, out, units["train"], vocab_size, console)
     elif tokenizer.to_bytes():
         write_whole(out / TOKENIZER, tokenizer.to_bytes())
     shards = write_shards(root, out, units, tokenizer, journal, console)
@@ -152,7 +174,6 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
         f"  --data {escape(str(out))} --vocab-size {manifest.vocab_size}",
         soft_wrap=True,
     )
-    return 0
 
 
 def check(flags: PrepareFlags, console: Console) -> int:
@@ -335,7 +356,7 @@ def open_journal(out: Path, plan: dict) -> dict:
     if is_prepared(out):
         raise ConfigError(asked_out, "it holds a prepared corpus already", "Choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    if any(not entry.name.endswith(".part") for entry in out.iterdir()):
+    if any(not entry.name.endswith(".part") and entry.name != LOCK for entry in out.iterdir()):
         raise ConfigError(asked_out, "it holds something else", "Choose an empty folder or a new one")
     journal = {"plan": plan, "shards": {}}
     write_whole(path, json.dumps(journal).encode())

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.cli import make_folder, run_program
+from experiments.tables import Rows
 from experiments.timeline import timeline, write_both
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.schedules import NAMES, Costs, Schedule, draw, in_flight, load, make_schedule, simulate
@@ -130,11 +130,9 @@ def ratio(value: float, baseline: float) -> str:
 
 def print_comparison(rows: list[Figures], baseline: Figures, console: Console) -> None:
     schedule = baseline.schedule
-    table = Table(title=f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches (simulated)")
-    for column in ("schedule", "chunks", "ticks", "idle / ideal", "idle share", "bubble / 1F1B's"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
-    for column in ("peak in flight", "/ 1F1B's", "lock-step s", "textbook s"):
-        table.add_column(column, justify="right")
+    figures = ("chunks", "ticks", "idle / ideal", "idle share", "bubble / 1F1B's")
+    more = ("peak in flight", "/ 1F1B's", "lock-step s", "textbook s")
+    table = Rows("schedule", *figures, *more)
     for row in rows:
         table.add_row(
             row.schedule.name,
@@ -148,7 +146,10 @@ def print_comparison(rows: list[Figures], baseline: Figures, console: Console) -
             f"{row.lock_step:g}",
             f"{row.textbook:g}",
         )
-    console.print(table)
+    console.print(
+        f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches (simulated)", style="italic"
+    )
+    table.print(console, under=more)
     console.print(
         "A tick is one action of one chunk. Bubbles and memory are of the table, every action one tick. In flight: the"
         " worst stage, in activations of a stage's layers for one micro-batch, from the start of F to the end of W."
@@ -163,13 +164,11 @@ def print_stages(flags: SchedulesFlags, schedule: Schedule, console: Console) ->
     columns = zip(
         unit.busy, unit.idle, in_flight(schedule, "B"), in_flight(schedule, "W"), timed.busy, timed.idle, strict=True
     )
-    table = Table(title="Stages; in flight in chunks, seconds in lock-step (simulated)")
-    headings = ("busy ticks", "idle ticks", "in flight until B", "until W", "busy s", "idle s")
-    for column in ("stage", *headings):
-        table.add_column(column, justify="right")
+    table = Rows("stage", "busy ticks", "idle ticks", "in flight until B", "until W", "busy s", "idle s")
     for stage, figures in enumerate(columns):
         table.add_row(str(stage), *(f"{figure:g}" for figure in figures))
-    console.print(table)
+    console.print("Stages; in flight in chunks, seconds in lock-step (simulated)", style="italic")
+    table.print(console)
 
 
 def draw_all(flags: SchedulesFlags, shown: list[Schedule], baseline: Figures, folder: Path, console: Console) -> None:

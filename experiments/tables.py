@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 GAP = 2  # blanks between columns
+MARKS = {"met": "green", "missed": "bold red"}  # of a target
 
 
 def print_columns(

@@ -36,6 +36,7 @@ from experiments.cli import (
     set_precision,
 )
 from experiments.progress import Progress as SlowWork
+from experiments.tables import Rows
 from jaxdist import processes, resume
 from jaxdist.checkpoint import Checkpoints, Manifest, SaveFailed
 from jaxdist.config import RunConfig, require_positive
@@ -711,11 +712,11 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
     )
     console.print(facts)
 
-    table = Table("parameter", "computed with", "stored as", box=None, header_style="bold", pad_edge=False)
+    table = Rows("parameter", "computed with", "stored as")
     for leaf in leaves:
         computed = layout_text(leaf.shape, leaf.compute_spec)
-        table.add_row(leaf.name, escape(computed), escape(layout_text(leaf.storage_shape, leaf.storage_spec)))
-    console.print(table)
+        table.add_row(leaf.name, computed, layout_text(leaf.storage_shape, leaf.storage_spec))
+    table.print(console, left=("computed with", "stored as"))
     for note in config.warnings():
         console.print(f"[yellow]note:[/] {escape(note)}")
 

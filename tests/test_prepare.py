@@ -18,6 +18,7 @@ from experiments.prepare import PrepareFlags, cut_units, main, read_pieces
 from jaxdist.data import Corpus, load_corpus
 from jaxdist.errors import ConfigError
 from jaxdist.prepared import JOURNAL, MANIFEST, check_prepared
+from jaxdist.run_folder import LOCK, held
 from jaxdist.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer
 from jaxdist.tokens import TokenFile
 
@@ -483,6 +484,14 @@ def test_folders_with_something_in_them_are_left_alone(text, bpe, tmp_path):
     assert hashlib.sha256(b"".join(contents(bpe).values())).hexdigest() == before
     (tmp_path / "mine").write_text("mine")
     refused("something else", data=str(text), out=str(tmp_path), tokenizer="bytes")
+
+
+def test_two_preparations_do_not_share_a_folder(text, tmp_path):
+    out, flags = tmp_path / "corpus", {"data": str(text), "tokenizer": "bytes"}
+    with held(out, "--out", print):
+        refused("is using it", out=str(out), **flags)
+    run(out=str(out), **flags)
+    assert not (out / LOCK).exists()
 
 
 def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path, small):

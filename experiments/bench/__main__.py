@@ -8,6 +8,7 @@ ratios on one CPU, never the speed of a cluster. `--json` writes rows of one for
 
 import dataclasses
 import importlib
+import math
 import os
 from contextlib import nullcontext
 
@@ -87,6 +88,8 @@ def main(flags: BenchFlags, console: Console) -> int:
     bench = getattr(importlib.import_module(f"experiments.bench.{module}"), function)
     with console.status(f"measuring: {flags.which}") if flags.which in SILENT else nullcontext():
         rows, devices, ok = bench(flags, config, console)
+    if flags.only and not rows and flags.start_within == math.inf:
+        raise ConfigError(f"--only {flags.only}", "no row has that in its name", f"Run {flags.which} without it")
     if flags.json:
         write_rows(flags.json, describe_machine(devices) | {"model": dataclasses.asdict(config.model)}, rows)
     return 0 if ok else 1

@@ -6,11 +6,11 @@ import time
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row, ratios, rows_of
 from experiments.bench.timing import Growth, full_batch, with_parallel
+from experiments.tables import Rows
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, RunConfig
 from jaxdist.layout import local_bytes
@@ -24,9 +24,8 @@ def bench_checkpoint(flags: BenchFlags, config: RunConfig, console: Console) -> 
     """What saving adds to the steps of a run, and what a save and a restore of GPT-2 124M take."""
     devices = acquire_devices(2, flags.device)
     share = save_share(flags, config, devices, console)
-    table = Table("model", box=None, header_style="bold", pad_edge=False)
-    for title in ("state MiB", "on disk MiB", "blocks s", "committed s", "checked s", "restored s", "host MiB, save"):
-        table.add_column(title, justify="right")
+    sizes, times = ("state MiB", "on disk MiB"), ("blocks s", "committed s", "checked s", "restored s")
+    table = Rows("model", *sizes, *times, "host MiB, save")
     rows = [
         save_once(flags, name, each)
         for name, each in (
@@ -41,7 +40,7 @@ def bench_checkpoint(flags: BenchFlags, config: RunConfig, console: Console) -> 
         ]
         grown = "unknown" if row["grown_bytes"] is None else f"{row['grown_bytes'] / 2**20:,.0f}"
         table.add_row(row["model"], *mib, *seconds, grown)
-    console.print(table)
+    table.print(console, under=(*sizes, "host MiB, save"))
     console.print(
         "One device, fp32, AdamW. Blocks: until training goes on. Committed: hashed, flushed, renamed. Checked: every "
         "file hashed. Restored: read and put into the layout, with compiling. Host: the most that the process grew by."

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
+from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, make_mesh, parse_mesh
@@ -47,7 +47,7 @@ def bench_collectives(flags: BenchFlags, config: RunConfig, console: Console) ->
     console.print(f"devices: {devices.description}")
     mesh = make_mesh(shape, devices.devices)
     ours = ("algbw GB/s", "busbw GB/s") if not devices.simulated else ("/ copy (simulated)",)
-    table = Table("collective", "bytes", "us", *ours, "spread us", box=None, header_style="bold", pad_edge=False)
+    table = Rows("collective", "bytes", "us", *ours, "spread us")
     rows = []
     for name, (function, input_bytes, bus) in COLLECTIVES.items():
         if flags.only not in name:
@@ -66,7 +66,7 @@ def bench_collectives(flags: BenchFlags, config: RunConfig, console: Console) ->
                 rows.append(Row.of(f"{label}: busbw", [bus(num_ranks) * size / s for s in seconds], "bytes/s"))
                 shown = [f"{factor * size / median / 1e9:.1f}" for factor in (1.0, bus(num_ranks))]
             table.add_row(name, f"{size:,}", f"{median * 1e6:.0f}", *shown, spread)
-    console.print(table)
+    table.print(console)
     return rows, devices, True
 
 

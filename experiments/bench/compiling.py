@@ -5,10 +5,10 @@ import statistics
 import time
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
+from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.runtime import acquire_devices
@@ -18,7 +18,7 @@ from jaxdist.step import build_program
 def bench_compile(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """Seconds to trace, lower and compile the step, by number of layers; the first depth is the unit."""
     devices = acquire_devices(1, flags.device)
-    table = Table("layers", "seconds", "ratio", box=None, header_style="bold", pad_edge=False)
+    table = Rows("layers", "seconds", "ratio")
     seconds: dict[int, list[float]] = {depth: [] for depth in flags.depths}
     for repeat in range(flags.repeats + 1):
         for depth in flags.depths:
@@ -37,5 +37,5 @@ def bench_compile(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     ]
     for depth, row in zip(seconds, rows, strict=True):
         table.add_row(str(depth), f"{row.value:.2f}", f"{row.ratio:.3f}")
-    console.print(table)
+    table.print(console)
     return rows, devices, all(row.ratio <= 1.2 for row in rows)

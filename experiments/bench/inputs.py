@@ -7,11 +7,11 @@ from pathlib import Path
 import jax
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row, rows_of
 from experiments.bench.timing import resident_bytes, with_parallel
+from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.data import Batches, Corpus, load_corpus
 from jaxdist.mesh import make_mesh
@@ -27,9 +27,7 @@ READ_BATCHES = 200
 
 def bench_input(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """What it costs to open token files and to read batches from them, and the part of a step that waits for input."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("GB", "tokens", "open s", "first batch ms", "tokens/s read", "memory grew MiB"):
-        table.add_column(title, justify="right")
+    table = Rows("GB", "tokens", "open s", "first batch ms", "tokens/s read", "memory grew MiB")
     devices, rows, met = acquire_devices(2, flags.device), [], True
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokens.bin")
@@ -48,7 +46,7 @@ def bench_input(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
                 f"{speed:,.0f}",
                 "unknown" if row["grown_bytes"] is None else f"{row['grown_bytes'] / 2**20:.1f}",
             )
-        console.print(table)
+        table.print(console)
         console.print(
             f"Opening checks an even sample of at most {CHUNK * SAMPLED_CHUNKS:,} tokens. Read: {READ_BATCHES} batches "
             f"of {config.batch_size} x {config.model.seq_len} tokens from all over the file, by one thread. Memory: "

@@ -16,12 +16,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row, ratios
 from experiments.bench.timing import repeated
 from experiments.bench.workers import Worker, WorkerEnded
+from experiments.tables import Rows
 from jaxdist import model
 from jaxdist.config import ModelConfig, RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
@@ -99,7 +99,7 @@ def bench_kernels(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     console.print(f"devices: {devices.description}; {config.precision.dtype}, {config.batch_size} sequences")
     peer = start_torch(config, devices, console)
     headings = ("ms", "PyTorch ms", "ours / theirs", "spread", "TFLOP/s", "PyTorch TFLOP/s")
-    table = Table("operation", *headings, box=None, header_style="bold", pad_edge=False)
+    table = Rows("operation", *headings)
     rows = []
     try:
         for name, theirs, flops, run in programs(config, devices, flags.only):
@@ -112,7 +112,7 @@ def bench_kernels(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     finally:
         if peer is not None:
             peer.close()
-    console.print(table)
+    table.print(console, under=("spread", *headings[-2:]))
     if devices.platform == "gpu":
         console.print("What takes less than some 20 us may be the time of dispatching it, on either side.")
     return rows, devices, True
@@ -135,7 +135,7 @@ def measure(run, name: str, peer: Worker | None, repeats: int) -> list[tuple[flo
     return times
 
 
-def rows_of_pair(name: str, times: list[tuple[float, ...]], flops: int | None, table: Table) -> list[Row]:
+def rows_of_pair(name: str, times: list[tuple[float, ...]], flops: int | None, table: Rows) -> list[Row]:
     ours, *theirs = zip(*times, strict=True)
     found = {name: ours} | ({f"{name}: PyTorch": theirs[0]} if theirs else {})
     pairs = ratios(ours, theirs[0]) if theirs else []

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from experiments import plain
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row, ratios
 from experiments.bench.timing import Timed, full_batch, timed, timed_step, with_parallel
+from experiments.tables import MARKS, Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.runtime import Devices, acquire_devices
@@ -36,7 +36,7 @@ def bench_overhead(flags: BenchFlags, config: RunConfig, console: Console) -> Me
     devices = acquire_devices(8, flags.device)
     console.print(f"devices: {devices.description}")
     one = timed_step(with_parallel(config, "", {}), devices).run
-    table = Table("step", "against", "ratio", "spread", "target", "", box=None, header_style="bold", pad_edge=False)
+    table = Rows("step", "against", "ratio", "spread", "target", "verdict")
     rows, met = [], []
 
     def compare(name: str, against: str, ours: Callable, theirs: Callable, target: float) -> None:
@@ -45,7 +45,7 @@ def bench_overhead(flags: BenchFlags, config: RunConfig, console: Console) -> Me
             times = [(ours(), theirs()) for _ in range(flags.repeats)]
         seconds, pairs = [ours for ours, _ in times], ratios(*zip(*times, strict=True))
         ratio = statistics.median(pairs)
-        mark = "[green]met[/]" if ratio <= target else "[bold red]missed[/]"
+        mark = "met" if ratio <= target else "missed"
         table.add_row(name, against, f"{ratio:.3f}", f"{pairs[0]:.3f}-{pairs[-1]:.3f}", f"{target:.2f}", mark)
         rows.append(Row.of(name, seconds, "s", against=against, ratio=ratio, simulated="(simulated)" in name))
         met.append(ratio <= target)
@@ -57,7 +57,7 @@ def bench_overhead(flags: BenchFlags, config: RunConfig, console: Console) -> Me
         if flags.only in name:
             ours = timed_step(with_parallel(config, mesh, more), devices).run
             compare(name, "one device", ours, one, 1.15 if (mesh, more) == ("dp=8", {}) else 2.0)
-    console.print(table)
+    table.print(console, left=("against", "verdict"), under=("against", "spread"), styles=MARKS)
     return rows, devices, all(met)
 
 

@@ -7,11 +7,11 @@ import re
 import jax
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
 from experiments.bench.timing import full_batch
+from experiments.tables import MARKS, Rows
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.runtime import Devices, acquire_devices
@@ -44,17 +44,17 @@ def bench_parity(flags: BenchFlags, config: RunConfig, console: Console) -> Meas
     if choose_attention(auto.runs, devices.platform, training=True) == "cudnn":
         runs["bf16 cudnn"] = observe(config, devices, "bfloat16", "cudnn")
         pairs += [("bf16 cudnn", "fp32 xla"), ("bf16 cudnn", "bf16 xla")]
-    table = Table("run", "against", "loss", "worst gradient", "leaf", "", box=None, header_style="bold", pad_edge=False)
+    table = Rows("run", "against", "loss", "worst gradient", "leaf", "verdict")
     rows, met = [], []
     for run, against in pairs:
         loss_error, errors = compare(runs[run], runs[against])
         worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
         met.append(loss_error <= LOSS_TOLERANCE and errors[worst] <= GRADIENT_TOLERANCE)  # a NaN never passes
-        mark = "[green]met[/]" if met[-1] else "[bold red]missed[/]"
+        mark = "met" if met[-1] else "missed"
         table.add_row(run, against, f"{loss_error:.1e}", f"{errors[worst]:.1e}", worst, mark)
         found = {"loss": loss_error, **errors}
         rows += [Row(f"{run}: error of {what}", error, "relative", against=against) for what, error in found.items()]
-    console.print(table)
+    table.print(console, left=("against", "leaf", "verdict"), under=("leaf",), styles=MARKS)
     console.print(f"tolerances: loss {LOSS_TOLERANCE:g}, gradients {GRADIENT_TOLERANCE:g} (relative, L2 norm)")
     collectives = count_collectives(compiled_text(auto))
     listed = ", ".join(f"{count} {name}" for name, count in collectives.items()) or "no collective"

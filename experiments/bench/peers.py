@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from experiments.bench.automatic import timed_automatic
 from experiments.bench.flags import BenchFlags
@@ -20,6 +19,7 @@ from experiments.bench.rows import Measured, Row, ratios
 from experiments.bench.speed import CONVENTIONS, describe_speed, speed_rows
 from experiments.bench.timing import Timed, full_batch, timed_step, with_parallel
 from experiments.bench.workers import Worker, WorkerEnded
+from experiments.tables import MARKS, Rows
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import Devices, acquire_devices
@@ -97,7 +97,8 @@ def bench_peers(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
         finally:
             for peer in peers:
                 peer.close()
-        console.print(table)
+        words = ("target", "precision", "speed")
+        table.print(console, left=words, under=("spread", *words), styles=MARKS)
         rows += found
         met += ok
     if any("MFU" in row.name for row in rows):
@@ -113,13 +114,13 @@ def race(title: str, peers: Sequence[Peer], repeats: int, targets: dict[str, flo
         for peer, found in zip(peers, seconds, strict=True):
             found.append(peer.run(STEPS))
     headings = (title, "s/step", "ours / theirs", "spread", "peak MiB", "sent MiB", "target")
-    table = Table(*headings, *(("precision", "speed") if alone else ()), box=None, header_style="bold")
+    table = Rows(*headings, *(("precision", "speed") if alone else ()))
     rows, met = [], []
     for peer, theirs in zip(peers, seconds, strict=True):
         pairs = ratios(seconds[0], theirs)
         ratio, target = statistics.median(pairs), next((t for n, t in targets.items() if peer.name == n), None)
         sizes = ["" if not size else f"{size / 2**20:.1f}" for size in (peer.peak_bytes, peer.sent_bytes)]
-        mark = "" if target is None else f"{target:.2f} " + ("[green]met[/]" if ratio <= target else "[red]missed[/]")
+        mark = "" if target is None else f"{target:.2f} " + ("met" if ratio <= target else "missed")
         spread = f"{pairs[0]:.2f}-{pairs[-1]:.2f}"
         name = f"{title}: {peer.name}"
         more = {} if peer is peers[0] else {"against": f"{title}: {peers[0].name}", "ratio": 1 / ratio}

@@ -3,10 +3,10 @@
 import time
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
+from experiments.tables import Rows
 from jaxdist.config import PRESETS, PrecisionConfig, RunConfig
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.schedule_facts import schedule_facts
@@ -18,7 +18,7 @@ SEARCH_SECONDS = 2.0  # for 10,000 layouts
 
 def bench_search(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """Seconds to enumerate, score and rank; the first search of a process, and one that knows its schedules."""
-    table = Table("model", "devices", "layouts", "first s", "again s", "layouts/s", box=None, header_style="bold")
+    table = Rows("model", "devices", "layouts", "first s", "again s", "layouts/s")
     rows = []
     for preset, nodes, batch_size in SEARCH_ROWS:
         base = RunConfig(PRESETS[preset], precision=PrecisionConfig("bfloat16"), batch_size=batch_size)
@@ -39,6 +39,6 @@ def bench_search(flags: BenchFlags, config: RunConfig, console: Console) -> Meas
             *(f"{s:.2f}" for s in seconds),
             f"{speed:,.0f}",
         )
-    console.print(table)
+    table.print(console)
     fast = all(row.value > 10_000 / SEARCH_SECONDS for row in rows if row.unit == "layouts/s")
     return rows, None, fast

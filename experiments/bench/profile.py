@@ -10,11 +10,11 @@ from pathlib import Path
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
 from experiments.bench.timing import full_batch, timed
+from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
@@ -49,16 +49,14 @@ def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     for name, own, count in found:
         totals[origins.get(name, ("", "others"))] += own / flags.repeats
         counts[origins.get(name, ("", "others"))] += count / flags.repeats
-    table = Table("phase", "operation", box=None, header_style="bold", pad_edge=False)
-    for title in ("times a step", "ms a step", "share"):
-        table.add_column(title, justify="right")
+    table = Rows("phase", "operation", "times a step", "ms a step", "share")
     rows, all_seconds = [], totals.total()
     for (phase, operation), own in totals.most_common(SHOWN):
         share = own / all_seconds
         table.add_row(phase, operation, f"{counts[phase, operation]:.0f}", f"{own * 1e3:.1f}", f"{share:.1%}")
         name = f"{phase} {operation}".strip()
         rows.append(Row(name, own, "s", against="all operations", ratio=share, simulated=devices.simulated))
-    console.print(table)
+    table.print(console, left=("operation",))
     user = (after.ru_utime - before.ru_utime) / flags.repeats
     system = (after.ru_stime - before.ru_stime) / flags.repeats
     rows.append(Row.of("step", seconds, "s", simulated=devices.simulated))

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
 from experiments.bench.speed import flops_per_token
 from experiments.bench.timing import timed_step, with_parallel
 from experiments.cli import make_folder
+from experiments.tables import Rows
 from experiments.timeline import FAINT, INK, Line, Picture, Rectangle, Text, write_both
 from jaxdist.config import RunConfig
 from jaxdist.plan.program_memory import program_bytes
@@ -53,9 +53,7 @@ def bench_scaling(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     devices = acquire_devices(max(GROWTHS["dp"][0]), flags.device)
     console.print(f"devices: {devices.description}")
     own = {**dataclasses.asdict(config.model), "batch_size": config.batch_size, "accumulate": 1, "dp": 1}
-    table = Table("grows", "from", "to", box=None, header_style="bold", pad_edge=False)
-    for title in ("time", "FLOPs", "peak bytes", "plan's bytes"):
-        table.add_column(f"{title} ^", justify="right")
+    table = Rows("grows", "from", "to", "time ^", "FLOPs ^", "peak bytes ^", "plan's bytes ^")
     rows, panels = [], {}
     for name, (multiples, make) in GROWTHS.items():
         if flags.only not in name:
@@ -72,7 +70,7 @@ def bench_scaling(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
             ratio = point.peak_bytes / point.planned_bytes
             rows.append(Row(f"{name}={point.value}: peak", point.peak_bytes, "bytes", against="plan", ratio=ratio))
         rows += [Row(f"{name}: exponent of {what}", value, "exponent") for what, value in found.items()]
-    console.print(table)
+    table.print(console)
     console.print(
         "Exponents of a fit a * x^k by least squares of logarithms. A small step has parts that do not grow with x, and"
         " they lower it. dp: simulated ranks share the same cores, so that the same global batch is the same work."

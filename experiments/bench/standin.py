@@ -10,12 +10,12 @@ import statistics
 import jax
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
 from experiments.bench.speed import card_of
 from experiments.bench.timing import timed_step
+from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
@@ -58,10 +58,10 @@ def bench_standin(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     rows = compare(seconds, planned)
     if step.peak_bytes is not None:
         rows.append(Row("peak of a rank: compiler's plan", step.peak_bytes, "bytes"))
-    table = Table("", "ms", "/ the plan's", box=None, header_style="bold", pad_edge=False)
+    table = Rows("", "ms", "/ the plan's")
     for row in rows[:3]:
         table.add_row(row.name, f"{row.value * 1e3:.1f}", "" if row.ratio is None else f"{row.ratio:.2f}")
-    console.print(table)
+    table.print(console)
     console.print(
         f"The plan says {planned.total[0] * 1e3:.1f} ms ± {planned.error[0]:.0%}, of which "
         f"{planned.communication[0] * 1e3:.1f} communication. Collectives were mocked: their time is modelled, and "

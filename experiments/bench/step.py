@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
 from experiments.bench.speed import CONVENTIONS, describe_speed, speed_rows
 from experiments.bench.timing import full_batch, repeated
+from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.data import reduce_gradients
@@ -72,7 +72,7 @@ def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measur
     # ---- tables
     phases = {**(seconds if flags.phases else {}), "step": whole_seconds}
     table, rows = phase_table(phases, devices.simulated)
-    console.print(table)
+    table.print(console)
     if flags.phases:
         console.print(
             "Each phase is a difference of two programs' times; the update holds clipping, ZeRO-1's and 2's gathers, "
@@ -84,16 +84,16 @@ def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measur
         console.print(describe_speed(speeds))
     if len(speeds) > 1:
         console.print(CONVENTIONS)
-    console.print(memory_table(memory))
+    memory_table(memory).print(console)
     attention = choose_attention(config, devices.platform, training=True)
     console.print(f"compiled in {compile_seconds:.1f} s; attention {attention}; dtype {config.precision.dtype}")
     return [*rows, *speeds, *memory, Row("compile", compile_seconds, "s")], devices, True
 
 
-def phase_table(phases: dict[str, list[float]], simulated: bool) -> tuple[Table, list[Row]]:
+def phase_table(phases: dict[str, list[float]], simulated: bool) -> tuple[Rows, list[Row]]:
     total = statistics.median(phases["step"])
     marked = "ms (simulated)" if simulated else "ms"
-    table = Table("phase", marked, "share of the step", "spread", box=None, header_style="bold", pad_edge=False)
+    table = Rows("phase", marked, "share of the step", "spread")
     rows = []
     for name, values in phases.items():
         share = statistics.median(values) / total
@@ -132,8 +132,8 @@ def memory_rows(program: Program, step, devices: Devices, before: int | None, af
     ]
 
 
-def memory_table(rows: list[Row]) -> Table:
-    table = Table("peak of a device", "MiB", "/ plan", box=None, header_style="bold", pad_edge=False)
+def memory_table(rows: list[Row]) -> Rows:
+    table = Rows("peak of a device", "MiB", "/ plan")
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
         table.add_row(row.name.removeprefix("peak: "), f"{row.value / 2**20:,.1f}", ratio)

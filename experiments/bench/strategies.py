@@ -9,6 +9,7 @@ from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
 from experiments.bench.theory import sent_in_theory, state_in_theory
 from experiments.bench.timing import timed_step, with_parallel
+from experiments.cli import chosen
 from experiments.strategies import PROOF_EPS, PROOF_LR
 from experiments.tables import Rows
 from experiments.verify import STYLES, Verifier
@@ -41,8 +42,12 @@ STRATEGY_ROWS: list[tuple[str, str, dict]] = [
 
 def bench_strategies(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """One row a strategy on four devices."""
-    configs = [(name, with_parallel(config, mesh, {"accumulate": 2, **more})) for name, mesh, more in STRATEGY_ROWS]
-    configs = [(name, each) for name, each in configs if flags.only in name]
+    names = chosen(flags.only, [name for name, *_ in STRATEGY_ROWS])
+    configs = [
+        (name, with_parallel(config, mesh, {"accumulate": 2, **more}))
+        for name, mesh, more in STRATEGY_ROWS
+        if name in names
+    ]
     devices = acquire_devices(4, flags.device)
     console.print(f"devices: {devices.description}")
     proof = dataclasses.replace(config.optimizer, lr=PROOF_LR, eps=PROOF_EPS, warmup_steps=0)
