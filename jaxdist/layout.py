@@ -48,9 +48,9 @@ class Leaf:
     dp: int
     zero_dim: int | None
     reduce_axes: tuple[str, ...]
-    pp: int = 1
-    rows: tuple[int, ...] | None = None
-    users: tuple[int, ...] = ()
+    pp: int
+    rows: tuple[int, ...] | None
+    users: tuple[int, ...]
 
     @property
     def compute_shape(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from jaxdist.parallel.pipeline import (
     ARRIVALS,
     BUFFERS,
     Stages,
+    forwards,
     lower,
     pipeline,
     pipeline_gradients,
@@ -579,3 +580,24 @@ def test_the_program_grows_neither_with_micro_batches_nor_with_layers():
         return sum(1 for _ in equations(traced.jaxpr))
 
     assert size(8, 16) == size(32, 16) == size(8, 64)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "v-min"])
+@pytest.mark.parametrize("hop", [1, 2])
+def test_forward_alone_runs_each_action_as_soon_as_it_can(name, hop):
+    schedule = make_schedule(name, 4, 8, hop=hop)
+    ticks = {}
+    for tick, row in enumerate(forwards(schedule)):
+        for stage, action in enumerate(row):
+            if action is not None:
+                ticks[stage, action] = tick
+    assert len(ticks) == 4 * 8 * schedule.num_chunks
+    for stage in range(4):
+        mine, free = sorted((tick, action) for (at, action), tick in ticks.items() if at == stage), 0
+        for tick, action in mine:
+            part, ready = schedule.part(stage, action.chunk), 0
+            if part:
+                before, chunk = schedule.place(part - 1)
+                ready = ticks[before, Action("F", action.microbatch, chunk)] + (1 if before == stage else hop)
+            assert tick == max(free, ready)
+            free = tick + 1

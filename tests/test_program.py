@@ -14,12 +14,14 @@ from conftest import DEVICES, sampled
 from experiments.strategies import BY_NAME, STRATEGIES
 from jaxdist.compat import inner_programs
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.layout import local_bytes
+from jaxdist.errors import ConfigError
+from jaxdist.layout import local_bytes, make_layout
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
+from jaxdist.model import declare
 from jaxdist.plan import formulas
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.trace import collectives_of, equations, summary, total_sent
-from jaxdist.step import build_program, step_options
+from jaxdist.step import build_program, plan_forward, step_options
 from jaxdist.verify import one_device
 
 HLO_NAMES = {kind: kind for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
@@ -333,6 +335,31 @@ def test_state_is_donated(name):
     batch = program.put({k: jnp.zeros(x.shape, x.dtype) for k, x in program.abstract_batch()._asdict().items()})
     compiled(state, batch)
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.moments, state.master)))
+
+
+def test_a_state_that_the_compiler_would_hold_twice_is_refused():
+    config = BY_NAME["dp2-tp2"].run_config()
+    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+    kept = dataclasses.replace(program, step=jax.jit(lambda state, batch: (state, batch)))
+    with pytest.raises(RuntimeError, match="donation failed"):
+        kept.compile_step()
+
+
+def test_what_attention_cannot_do_is_refused_before_the_step_is_traced():
+    wanted = ParallelConfig(MeshShape(dp=2), attention="cudnn")
+    model = ModelConfig(num_layers=2, width=64, num_heads=2, ffn_width=128, seq_len=16, vocab_size=64, dropout=0.1)
+    config = RunConfig(model, wanted, precision=PrecisionConfig("bfloat16"), batch_size=4)
+    with pytest.raises(ConfigError, match="no dropout to the attention weights"):
+        build_program(config, make_abstract_mesh(MeshShape(dp=2)))
+
+
+def test_a_step_runs_the_attention_that_was_chosen():
+    model = ModelConfig(num_layers=2, width=64, num_heads=2, ffn_width=128, seq_len=16, vocab_size=64)
+    config = RunConfig(model, ParallelConfig(MeshShape(dp=2)), precision=PrecisionConfig("bfloat16"), batch_size=4)
+    layout = make_layout(declare(model), config.parallel)
+    for platform, chosen in (("gpu", "cudnn"), ("cpu", "xla")):
+        for training in (True, False):
+            assert plan_forward(config, layout, platform, training)[0].attention == chosen
 
 
 def test_compiled_memory_of_zero3_and_remat():

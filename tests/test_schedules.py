@@ -5,6 +5,7 @@ import dataclasses
 import io
 import itertools
 import math
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -140,6 +141,16 @@ def test_draw_and_parse_are_inverse(schedule):
     assert parse(text) == schedule
     assert "hop=" not in text  # which the documented tables leave out
     assert draw(parse(text)) == text
+
+
+@checked
+@given(made())
+def test_the_ruler_stands_over_the_ticks_it_counts(schedule):
+    _, ruler, first, *_ = draw(schedule).splitlines()
+    starts = [match.start() for match in re.finditer(r"\S+", first)][1:]  # behind the stage's number
+    for match in re.finditer(r"\d+", ruler):
+        assert int(match[0]) >= len(starts) or match.start() == starts[int(match[0])]
+    assert [int(n) for n in re.findall(r"\d+", ruler)] == list(range(0, schedule.num_ticks, 10))
 
 
 @checked

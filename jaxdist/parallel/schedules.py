@@ -430,8 +430,8 @@ def _fill(
     placement: str,
     orders: list[list[Action]],
     limit: int,
-    run_ahead: bool = False,
-    hop: int = 1,
+    run_ahead: bool,
+    hop: int,
 ) -> Schedule:
     """The schedule that runs F and B in the given orders, each as soon as it can, and a W where none of them can run.
 
@@ -770,20 +770,18 @@ def parse(text: str, source: str = "table") -> Schedule:
         lines.append(
             [_parse_cell(word, f"{where}, tick {tick}, stage {len(lines)}") for tick, word in enumerate(words)]
         )
-    if not lines:
-        raise ConfigError(source, "it has no stages", "Write one line a stage, as in `F0 F1 B0 W0 B1 W1`")
+    actions = [action for line in lines for action in line if action is not None]
+    if not actions:
+        raise ConfigError(source, "it has no actions", "Write one line a stage, as in `F0 F1 B0 W0 B1 W1`")
     num_stages = _header_size(header, "stages", len(lines), source)
     if num_stages != len(lines):
         raise ConfigError(f"{source} with stages={num_stages}", f"it has {len(lines)} lines", "Write one line a stage")
-    actions = [action for line in lines for action in line if action is not None]
     num_ticks = max(map(len, lines))
     schedule = Schedule(
         name=header.get("name", source),
         num_stages=num_stages,
-        num_microbatches=_header_size(
-            header, "microbatches", 1 + max((a.microbatch for a in actions), default=0), source
-        ),
-        num_chunks=_header_size(header, "chunks", 1 + max((a.chunk for a in actions), default=0), source),
+        num_microbatches=_header_size(header, "microbatches", 1 + max(a.microbatch for a in actions), source),
+        num_chunks=_header_size(header, "chunks", 1 + max(a.chunk for a in actions), source),
         placement=header.get("placement", "loop"),
         table=tuple(zip(*(line + [None] * (num_ticks - len(line)) for line in lines), strict=True)),
         fused_backward=header.get("fused", "no") == "yes",
