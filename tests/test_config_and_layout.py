@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist import model
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
-from jaxdist.layout import Leaf, choose_zero_dim, make_layout
+from jaxdist.layout import Leaf, choose_zero_dim, make_layout, pipeline_rows
 from jaxdist.logical import from_logical, to_logical
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.optimizer import learning_rate
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
+from jaxdist.parallel.schedules import make_schedule
 from jaxdist.step import build_program
 
 MODEL = ModelConfig(num_layers=3, width=48, num_heads=6, ffn_width=96, seq_len=16, vocab_size=100)
@@ -234,3 +235,16 @@ def test_learning_rate_warms_up_and_decays():
     assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
     short = RunConfig(MODEL, optimizer=OptimizerConfig(lr=1.0, warmup_steps=10), steps=5)
     assert float(learning_rate(short, jnp.float32(4))) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "name, parts", [("1f1b", (2, 3, 1)), ("interleaved", (2, 1, 2, 1, 1, 2)), ("zb-v", (1, 2) * 3)]
+)
+def test_every_layer_has_one_row_where_its_part_lies(name, parts):
+    schedule = make_schedule(name, 3, 3)
+    rows, depth = pipeline_rows(schedule, parts), max(parts)
+    assert sorted(row for row in rows if row >= 0) == list(range(sum(parts)))
+    for number, at in enumerate(range(0, len(rows), depth)):
+        part = schedule.part(*divmod(number, schedule.num_chunks))
+        layers = list(range(sum(parts[:part]), sum(parts[: part + 1])))
+        assert list(rows[at : at + depth]) == layers + [-1] * (depth - len(layers))
