@@ -805,7 +805,7 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
                 "GiB compiled": gib_number(compiled and compiled.peak),
                 "sent GiB formula": gib_number(sent[0]),
                 "sent GiB traced": gib_number(sent[1]),
-                "sent GiB compiled": gib_number(total_compiled(level)),
+                "sent GiB compiled": gib_number(level.compiled_sent_bytes),
                 "async": "" if compiled is None else f"{compiled.asynchronous} of {len(compiled.collectives)}",
                 "trace s": f"{level.trace_seconds:.1f}",
                 "compile s": "" if compiled is None else f"{compiled.seconds:.0f}",
@@ -860,12 +860,6 @@ def disagreements(name: str, formula: float, level: Levels) -> list[str]:
     for row in changed:
         found.append(f"{name}: {row.kind} over {','.join(row.axes)}: {row.why}.")
     return found
-
-
-def total_compiled(level: Levels) -> int | None:
-    """Bytes sent by the compiled program; None where it does not say."""
-    counted = [row.compiled_bytes for row in level.sent]
-    return None if None in counted else sum(counted)
 
 
 def largest(level: Levels) -> str:

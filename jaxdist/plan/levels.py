@@ -46,13 +46,15 @@ class Sent:
 class Levels:
     """What each level says of one layout; `compiled` is None where no compiler was asked. Bytes, seconds.
 
-    sent: by kind and axes, each on the stage that sends most of it. sent_bytes: traced, of the stage that sends most.
+    sent: by kind and axes, each on the stage that sends most of it. sent_bytes: traced, of the stage that sends most;
+    compiled_sent_bytes: the same, compiled, and None where its text does not say.
     """
 
     state: int
     predicted: StepMemory
     sent: tuple[Sent, ...]
     sent_bytes: int
+    compiled_sent_bytes: int | None
     trace_seconds: float
     compiled: CompiledStep | None
 
@@ -78,7 +80,16 @@ def levels(config: RunConfig, target: str | None = None, *, num_nodes: int = 1, 
     collectives = program.collectives_of(traced)
     sent, sent_bytes = compare(collectives, compiled, mesh), total_sent(collectives, mesh)
     seconds = time.perf_counter() - start
-    return Levels(local_bytes(program.abstract_state()), predicted, sent, sent_bytes, seconds, compiled)
+    counted = compiled is not None and all(each.count is not None for each in compiled.collectives)
+    return Levels(
+        state=local_bytes(program.abstract_state()),
+        predicted=predicted,
+        sent=sent,
+        sent_bytes=sent_bytes,
+        compiled_sent_bytes=total_sent(compiled.collectives, mesh) if counted else None,
+        trace_seconds=seconds,
+        compiled=compiled,
+    )
 
 
 def habits_of(target: str | None, dtype: str) -> str:
