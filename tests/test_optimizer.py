@@ -1,15 +1,20 @@
 """The update: what optax makes of the same gradients, and nothing at all where a gradient is not finite."""
 
+import math
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig
 from jaxdist.layout import make_layout
+from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.model import declare, initial_parameters
-from jaxdist.optimizer import make_optimizer, update
+from jaxdist.optimizer import global_norm, make_optimizer, update
 
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
 LAYOUT = make_layout(declare(MODEL), ParallelConfig())
@@ -66,3 +71,11 @@ def test_the_update_holds_no_second_copy_of_the_moments():
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, moments, grads).compile()
     whole = sum(p.nbytes for p in jax.tree.leaves(params))
     assert compiled.memory_analysis().temp_size_in_bytes < whole / 2
+
+
+def test_the_global_norm_is_that_of_all_elements():
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), initial_parameters(MODEL, 0))
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    norm = jax.shard_map(partial(global_norm, layout=LAYOUT), mesh=mesh, in_specs=PartitionSpec(),
+                         out_specs=PartitionSpec())(grads)  # fmt: skip
+    assert norm == pytest.approx(1e-3 * math.sqrt(sum(x.size for x in jax.tree.leaves(grads))), rel=1e-5)

@@ -330,6 +330,25 @@ def test_b_and_w_together_are_the_gradient():
         jax.tree.map(np.testing.assert_allclose, dw, expected_dw)
 
 
+def test_what_two_weights_need_is_handed_to_w_once():
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    split = split_layer(lambda weights, fixed, micro, x: x @ weights[0] + x @ weights[1], (w, w), None, None, x)
+    assert [t.shape for t in split.handed] == [x.shape]  # the gradient of the result; x itself waits since F
+    assert [t.shape for t in split.until_w] == [x.shape]
+
+
+def test_b_and_w_of_a_layer_with_constants_in_its_pullback():
+    def layer(w, fixed, micro, x):
+        return w * jnp.sin(2.0 * x) + 3.0
+
+    w, x = jnp.float32(2.0), jnp.linspace(0.0, 1.0, 5)
+    split = split_layer(layer, w, None, None, x)
+    y, kept_b, kept_w = split.forward(w, None, None, x)
+    dx, handed = split.input_gradient(w, None, kept_b, kept_w, jnp.ones_like(y))
+    np.testing.assert_allclose(dx, 4.0 * jnp.cos(2.0 * x), rtol=1e-6)
+    np.testing.assert_allclose(split.weight_gradient(w, None, kept_w, handed), jnp.sin(2.0 * x).sum(), rtol=1e-6)
+
+
 def test_a_layer_that_changes_the_shape_is_refused():
     with pytest.raises(ConfigError, match="must return the shape and dtype it takes"):
         split_layer(lambda w, fixed, micro, x: x @ w, jnp.ones((3, 4)), None, None, jnp.ones((2, 3)))

@@ -1,18 +1,22 @@
 """bf16 and fp16: masters, loss scaling, and what is agreed on by every rank."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES
+from jax.sharding import PartitionSpec
 
 from experiments.strategies import BY_NAME
 from jaxdist.config import PrecisionConfig
 from jaxdist.logical import logical_parameters
-from jaxdist.mesh import make_mesh
+from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.optimizer import initial_loss_scale, next_loss_scale
+from jaxdist.parallel.dropout import dropout
+from jaxdist.parallel.tensor import cross_entropy_in_chunks
 from jaxdist.plan.trace import equations
 from jaxdist.step import build_program
 from jaxdist.verify import observe, random_batches
@@ -115,3 +119,24 @@ def test_gradients_keep_the_precision_of_the_reduction(name):
 def test_float64_needs_jax_to_be_told():
     with pytest.raises(ValueError, match="jax_enable_x64"):
         program_of("dp2-tp2-fp64")
+
+
+def test_what_dropout_keeps_is_scaled_by_its_share():
+    x = jnp.full((64, 64), 3.0)
+    found = dropout(x, 0.25, jax.random.key(0), jnp.arange(64))
+    assert set(np.unique(found)) == {0.0, 4.0}
+    assert (found == 0).mean() == pytest.approx(0.25, abs=0.03)
+    assert (dropout(x, 0.25, None, jnp.arange(64)) == x).all()  # an evaluation
+
+
+def test_the_loss_in_chunks_keeps_what_float16_would_lose_of_its_gradient():
+    """Of a row of probability 1e-8, whose share of a logit's gradient is below float16's smallest number."""
+    table = jnp.zeros((8, 8), jnp.float16).at[0].set(-2.0)  # its logit is -16
+    x, targets = jnp.ones((1, 64, 8), jnp.float16), jnp.ones((1, 64), jnp.int32)
+
+    def loss(table):
+        return cross_entropy_in_chunks(x, table, targets, 8, False, 4)
+
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    gradient = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())(table)
+    np.testing.assert_allclose(np.asarray(gradient[0], np.float32), 64 * math.exp(-16) / 7, rtol=0.15)

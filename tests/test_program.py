@@ -8,12 +8,14 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import DEVICES, sampled
 
 from experiments.strategies import BY_NAME, STRATEGIES
 from jaxdist.compat import inner_programs
 from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.data import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes, make_layout
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
@@ -335,6 +337,22 @@ def test_state_is_donated(name):
     batch = program.put({k: jnp.zeros(x.shape, x.dtype) for k, x in program.abstract_batch()._asdict().items()})
     compiled(state, batch)
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.moments, state.master)))
+
+
+def test_a_rank_reads_its_own_rows_of_a_batch():
+    config = BY_NAME["dp2-tp2"].run_config()
+    read = []
+
+    def windows(rows):
+        read.append(rows.tolist())
+        tokens = np.repeat(rows[:, None], config.model.seq_len, axis=1).astype(np.int32)
+        return tokens, tokens
+
+    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+    batch = program.put(GlobalBatch(config.batch_size, windows))
+    half = config.batch_size // 2
+    assert sorted(read) == [list(range(half)), list(range(half, 2 * half))]
+    assert (np.asarray(batch.inputs)[:, 0] == np.arange(2 * half)).all()
 
 
 def test_a_state_that_the_compiler_would_hold_twice_is_refused():

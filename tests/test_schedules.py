@@ -134,6 +134,11 @@ def test_a_message_that_is_still_on_its_way_is_refused():
         from_orders("stuck", 2, 1, 1, "loop", [[Action("B", 0, 0)], [Action("F", 0, 0)]], hop=2)
 
 
+def test_a_table_of_too_many_cells_is_refused_before_it_is_made():
+    with pytest.raises(ConfigError, match="for at most 131,072 together, and this is 160,000"):
+        make_schedule("interleaved", 4, 20_000, 2)
+
+
 @checked
 @given(made())
 def test_draw_and_parse_are_inverse(schedule):

@@ -117,6 +117,15 @@ def test_in_64_bits_no_element_with_a_gradient_may_be_off(run, optimizer):
         assert (("parameter", "x") in wrong(changed, start, config)) == counts
 
 
+@pytest.mark.parametrize("peak", [1e-6, 1.0, 1e6])
+def test_what_excuses_an_element_in_64_bits_is_its_share_of_the_leafs_largest_gradient(run, peak):
+    config = Strategy("", "", dtype="float64", optimizer={"name": "lion"}).run_config()
+    gradient = peak * np.array([1.0, 1e-14])
+    start = dataclasses.replace(run, parameters={"x": np.zeros(2)}, gradients=[{"x": gradient}] * 2)
+    off = dataclasses.replace(start, parameters={"x": np.array([0.0, config.optimizer.lr])})
+    assert ("parameter", "x") not in wrong(off, start, config)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tolerances, on runs made up for the purpose
 # ---------------------------------------------------------------------------------------------------------------------
