@@ -101,7 +101,7 @@ def test_what_each_leaf_owes():
 
 
 def leaf(shape, spec, tp, dp, zero_dim):
-    return Leaf("x", shape, spec, True, tp, dp, zero_dim, ())
+    return Leaf("x", shape, spec, True, tp, dp, zero_dim, (), 1, None, ())
 
 
 def moved(placed, move, x, there, here):
@@ -152,7 +152,7 @@ def test_layers_change_stages_and_come_back(data):
     num_layers, depth = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
     depth = max(depth, -(-num_layers // pp))
     rows = data.draw(st.permutations([*range(num_layers), *[-1] * (pp * depth - num_layers)]))
-    placed = Leaf("x", (num_layers, 5), ("pp", None), True, 1, dp, 1 if dp > 1 else None, (), pp, tuple(rows))
+    placed = Leaf("x", (num_layers, 5), ("pp", None), True, 1, dp, 1 if dp > 1 else None, (), pp, tuple(rows), ())
     x = np.arange(1, num_layers * 5 + 1, dtype=np.int32).reshape(num_layers, 5)
     _, computed = there_and_back(placed, x)
     for row, number in zip(computed, rows, strict=True):
@@ -163,7 +163,7 @@ def test_layers_change_stages_and_come_back(data):
 @pytest.mark.parametrize("zero_dim", [None, 0, 1])
 def test_a_table_that_the_stages_share_is_undone_exactly(size, zero_dim):
     dp = 1 if zero_dim is None else 2
-    placed = Leaf("x", (size, 3), ("pp", None), True, 1, dp, zero_dim, (), pp=2, users=(0, 1))
+    placed = Leaf("x", (size, 3), ("pp", None), True, 1, dp, zero_dim, (), 2, None, users=(0, 1))
     x = np.arange(1, size * 3 + 1, dtype=np.int32).reshape(size, 3)
     _, computed = there_and_back(placed, x)
     np.testing.assert_array_equal(computed[:size], x)

@@ -88,7 +88,7 @@ def test_every_section_is_a_command_that_its_bench_takes(section, monkeypatch):
 
     def bench(flags, config, console):
         seen.append((flags, config))
-        return [], None, True
+        return [Row("a figure", 1.0, "s")], None, True
 
     monkeypatch.setattr(
         program.importlib, "import_module", lambda name: type("module", (), {BENCHES[command[3]][1]: bench})

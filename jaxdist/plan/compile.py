@@ -242,7 +242,7 @@ _CALLED = re.compile(r"(body|to_apply|calls|called_computations|branch_computati
 _MATMUL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|fmha|conv)', re.IGNORECASE)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _LOOP_OF = re.compile(r'op_name="[^"]*jit\((\w+)\)/while"')
-_MADE_BY = re.compile(r'op_name="[^"]*jit\((\w+)\)/(?:(?!jit\()[^"])*"')
+_MADE_BY = re.compile(r'op_name="[^"]*jit\((\w+)\)/')  # the innermost
 
 
 def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | None = None) -> list[Emitted]:
