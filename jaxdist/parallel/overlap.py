@@ -57,9 +57,9 @@ def overlapped_gradients(
     out,
     *,
     take: Callable,
-    gather: Callable | None = None,
-    seed: jax.Array | float = 1.0,
-    recompute: bool = False,
+    gather: Callable | None,
+    seed: jax.Array,
+    recompute: bool,
 ) -> Gradients:
     """What `jax.grad` gives of one micro-batch, with the layers' gradients reduced while backward runs.
 
