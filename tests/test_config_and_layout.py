@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist import model
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import Leaf, choose_zero_dim, make_layout, pipeline_rows
 from jaxdist.logical import from_logical, to_logical
 from jaxdist.mesh import MeshShape, make_mesh
-from jaxdist.optimizer import learning_rate
+from jaxdist.optimizer import initial_loss_scale, learning_rate
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
 from jaxdist.parallel.schedules import make_schedule
@@ -188,6 +188,14 @@ def test_only_arrays_that_stand_where_they_are_wanted_are_donated():
     assert not any(x.is_deleted() for x in elsewhere.values())
     assert all(x.is_deleted() for x in placed.values())
     np.testing.assert_array_equal(host["params.tokens"], program.init(0).params["tokens"])
+
+
+def test_a_state_that_was_never_scaled_begins_with_the_first_scale():
+    half = RunConfig(MODEL, precision=PrecisionConfig("float16"))
+    program = build_program(half, make_mesh(MeshShape(), DEVICES))
+    arrays = {name: x for name, x in to_logical(program, program.init(0)).items() if not name.startswith("scale")}
+    assert len(arrays) < len(to_logical(program, program.init(0)))
+    assert from_logical(program, arrays).scale.scale == initial_loss_scale(half.precision).scale
 
 
 def test_zero_never_splits_the_layer_dim_and_prefers_no_padding():

@@ -11,6 +11,8 @@ from experiments.strategies import Strategy
 from jaxdist.layout import make_layout
 from jaxdist.mesh import make_mesh
 from jaxdist.model import declare
+from jaxdist.plan.communication import predicted
+from jaxdist.plan.trace import total_sent
 from jaxdist.step import build_program
 from jaxdist.verify import (
     Difference,
@@ -43,6 +45,13 @@ def with_tree(run, tree, change):
         gradients[step] = change(dict(gradients[step]))
         return dataclasses.replace(run, gradients=gradients)
     return dataclasses.replace(run, **{tree: change(dict(getattr(run, tree)))})
+
+
+def test_what_a_run_sends_is_what_is_predicted():
+    config = Strategy("", "dp=2", num_layers=1, batch_size=2).run_config()
+    layout = make_layout(declare(config.model), config.parallel)
+    found = observe(config, DEVICES, random_batches(config, 1))
+    assert found.sent_bytes == total_sent(predicted(config, layout), config.parallel.mesh) > 0
 
 
 def test_a_run_equals_itself(run):
