@@ -88,7 +88,7 @@ def main(flags: BenchFlags, console: Console) -> int:
     bench = getattr(importlib.import_module(f"experiments.bench.{module}"), function)
     with console.status(f"measuring: {flags.which}") if flags.which in SILENT else nullcontext():
         rows, devices, ok = bench(flags, config, console)
-    if flags.only and not rows and flags.start_within == math.inf:
+    if flags.only and not rows and flags.start_within == math.inf:  # a time limit may leave rows out as well
         raise ConfigError(f"--only {flags.only}", "no row has that in its name", f"Run {flags.which} without it")
     if flags.json:
         write_rows(flags.json, describe_machine(devices) | {"model": dataclasses.asdict(config.model)}, rows)

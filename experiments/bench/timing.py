@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
-from jaxdist.plan.compile import emitted_collectives
-from jaxdist.plan.trace import Iterations, total_sent
+from jaxdist.plan.compile import emitted_bytes, emitted_collectives
+from jaxdist.plan.trace import Iterations
 from jaxdist.runtime import Devices
 from jaxdist.step import build_program, compiled_bytes
 from jaxdist.verify import random_batches
@@ -46,7 +46,6 @@ def timed(compiled: jax.stages.Compiled, state, batch, mesh: MeshShape, iteratio
     iterations: of a pipeline (`Program.iterations`).
     """
     collectives = emitted_collectives(compiled.as_text(), mesh, iterations)
-    known = all(collective.count is not None for collective in collectives)
     held = {"state": state}
 
     def step():
@@ -57,7 +56,7 @@ def timed(compiled: jax.stages.Compiled, state, batch, mesh: MeshShape, iteratio
     run_several = repeated(step, at_once=device.platform != "cpu")
     run_several(1)
     memory = compiled_bytes(compiled)
-    return Timed(run_several, memory and memory.peak, total_sent(collectives, mesh) if known else None)
+    return Timed(run_several, memory and memory.peak, emitted_bytes(collectives, mesh))
 
 
 def repeated(step: Callable, at_once: bool) -> Callable[[int], float]:

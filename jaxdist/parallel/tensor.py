@@ -103,7 +103,9 @@ def _look_up_gradient(num_rows: int, index_BT: jax.Array, d_BTD: jax.Array) -> t
     return zeros_VD.at[index_BT].add(wide).astype(d_BTD.dtype), None
 
 
-look_up.defvjp(lambda num_rows, table_VD, index_BT: (jnp.take(table_VD, index_BT, axis=0), index_BT), _look_up_gradient)
+look_up.defvjp(
+    lambda num_rows, table_VD, index_BT: (look_up(num_rows, table_VD, index_BT), index_BT), _look_up_gradient
+)
 
 
 @jax.custom_vjp

@@ -22,7 +22,7 @@ import numpy as np
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
-from jaxdist.plan.trace import Count, Iterations, Sending, on_stages, times_each
+from jaxdist.plan.trace import Count, Iterations, Sending, on_stages, times_each, total_sent
 from jaxdist.runtime import MAX_SIMULATED, acquire_devices, prepare_cpu
 from jaxdist.step import Program, build_program, compiled_bytes, step_options
 
@@ -249,8 +249,8 @@ def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | Non
     """Every collective of an optimised HLO text over more than one device, in program order.
 
     iterations: as in `jaxdist.plan.trace.collectives_of`, for loops whose length is data and for the branches of a
-    conditional: an instruction's metadata name the jitted functions that it came from. What the compiler has lifted out
-    of such a loop is counted where it stands.
+    conditional: an instruction's metadata names the jitted functions that it came from. What the compiler has lifted
+    out of such a loop is counted where it stands.
     """
     bodies, entry = _computations(text)
 
@@ -353,12 +353,22 @@ def _emitted(instruction: tuple[str, ...], asynchronous: bool, count: Count | No
     )
 
 
+def emitted_bytes(collectives: Iterable[Emitted], mesh: MeshShape) -> int | None:
+    """Bytes one device sends in a step, on the stage that sends most in all; None where some are not counted."""
+    collectives = list(collectives)
+    return None if any(each.count is None for each in collectives) else total_sent(collectives, mesh)
+
+
+def stages_of(devices: Iterable[int], mesh: MeshShape) -> np.ndarray:
+    """The pipeline stage of each device, by its number in the mesh."""
+    return np.unravel_index(list(devices), mesh.sizes)[AXES.index("pp")]
+
+
 def _senders(rest: str, mesh: MeshShape) -> np.ndarray:
     """1 for each stage that sends in a permute over pp, and 0 for the others."""
     pairs = re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest)
     sources = [int(source) for source in re.findall(r"\{(\d+),", pairs[1])]
-    stages = np.unravel_index(sources, mesh.sizes)[AXES.index("pp")]
-    return np.isin(np.arange(mesh.pp), stages).astype(int)
+    return np.isin(np.arange(mesh.pp), stages_of(sources, mesh)).astype(int)
 
 
 def _arrays(shape: str) -> list[int]:

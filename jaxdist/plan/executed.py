@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import AXES, MeshShape, make_mesh
-from jaxdist.plan.compile import CompiledStep, Emitted, target_devices
+from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.plan.compile import CompiledStep, Emitted, stages_of, target_devices
 from jaxdist.step import build_program
 from jaxdist.verify import random_batches
 
@@ -53,10 +52,9 @@ def miscounted(compiled: CompiledStep, executed: Counter, mesh: MeshShape) -> li
 
     A permute runs on every device of the axis, on those as well that send nothing in it.
     """
-    stages = np.unravel_index(np.arange(mesh.num_devices), mesh.sizes)[AXES.index("pp")]
-    found = []
+    stages, found = stages_of(range(mesh.num_devices), mesh).tolist(), []
     for each in compiled.collectives:
-        for device, stage in enumerate(map(int, stages)):
+        for device, stage in enumerate(stages):
             on_all = each.by_stage is None or each.kind == "permute"
             counted = each.count if on_all else each.by_stage[stage]
             if executed[each.name, device] != counted:

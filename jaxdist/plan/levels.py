@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxdist.config import RunConfig
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
-from jaxdist.plan.compile import CompiledStep, compile_step, without_devices
+from jaxdist.plan.compile import CompiledStep, compile_step, emitted_bytes, without_devices
 from jaxdist.plan.memory import StepMemory, step_memory
 from jaxdist.plan.trace import total_sent
 from jaxdist.step import build_program
@@ -80,13 +80,12 @@ def levels(config: RunConfig, target: str | None = None, *, num_nodes: int = 1, 
     collectives = program.collectives_of(traced)
     sent, sent_bytes = compare(collectives, compiled, mesh), total_sent(collectives, mesh)
     seconds = time.perf_counter() - start
-    counted = compiled is not None and all(each.count is not None for each in compiled.collectives)
     return Levels(
         state=local_bytes(program.abstract_state()),
         predicted=predicted,
         sent=sent,
         sent_bytes=sent_bytes,
-        compiled_sent_bytes=total_sent(compiled.collectives, mesh) if counted else None,
+        compiled_sent_bytes=None if compiled is None else emitted_bytes(compiled.collectives, mesh),
         trace_seconds=seconds,
         compiled=compiled,
     )
