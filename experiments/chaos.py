@@ -31,7 +31,7 @@ from experiments.cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, requir
 from experiments.progress import Progress
 from experiments.tables import Rows
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config import require_positive
+from jaxdist.errors import require_positive
 from jaxdist.runtime import acquire_devices
 from jaxdist.signals import EXIT_SIGNAL
 from jaxdist.watch import EXIT_STUCK

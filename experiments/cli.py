@@ -25,22 +25,20 @@ from experiments.help import asks_for_groups, print_help
 from experiments.progress import Progress
 from jaxdist import compat, processes, versions
 from jaxdist.config import (
-    PRESETS,
     AttentionName,
     Dtype,
     GradSync,
-    ModelConfig,
     OptimizerConfig,
     OptimizerName,
     ParallelConfig,
     PrecisionConfig,
-    Preset,
     RunConfig,
     TpRing,
-    require_positive,
 )
-from jaxdist.errors import ConfigError, printable, reason_of
+from jaxdist.errors import ConfigError, printable, reason_of, require_positive
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.models.registry import Preset
 from jaxdist.runtime import DeviceChoice
 from jaxdist.signals import EXIT_SIGNAL
 
@@ -130,10 +128,10 @@ class CommonFlags:
     weight_decay: float = OptimizerConfig.weight_decay
     clip_norm: float = OptimizerConfig.clip_norm
 
-    def model_config(self) -> ModelConfig:
+    def model_config(self) -> GPT2:
         preset = PRESETS[self.preset]
         width = _either(self.width, preset.width)
-        return ModelConfig(
+        return GPT2(
             num_layers=_either(self.num_layers, preset.num_layers),
             width=width,
             num_heads=_either(self.num_heads, preset.num_heads),

@@ -29,8 +29,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from rich.console import Console
 
 from experiments.cli import EXIT_DEFECT, chosen, run_program
-from jaxdist.config import require_positive
-from jaxdist.errors import printable
+from jaxdist.errors import printable, require_positive
 
 INTEGERS = (0, -1, 1, 2, 3, 4, 7, 8, 128, 10**6, 2**31 - 1, 2**31, 10**9, 10**18, -(10**18))
 FLOATS = ("nan", "inf", "-inf", "0", "-1", "1e-320", "1e308", "1e999", "0.5", "1", "3", "3e18", "1_0")
@@ -118,7 +117,9 @@ TINY = (
     "2",
 )
 TARGETS = (
-    Target("train", "TrainFlags", (*TINY, "--data", "text.txt"), ("jaxdist.step:Program.compile_step",), share=5),
+    Target(
+        "train", "TrainFlags", (*TINY, "--data", "text.txt"), ("jaxdist.train.program:Program.compile_step",), share=5
+    ),
     Target("verify", "VerifyFlags", TINY, ("experiments.verify:Verifier.__call__",), share=3),
     Target("plan", "PlanFlags", ("--model", "gpt2-124m", "--hardware", "h100", "--nodes", "1"), share=3),
     Target("prepare", "PrepareFlags", ("--data", "text.txt", "--out", "prepared"), share=2),

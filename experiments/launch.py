@@ -22,8 +22,7 @@ from rich.console import Console
 
 from experiments.cli import run_program
 from experiments.warden import Guarded
-from jaxdist.config import require_positive, require_within
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, require_positive, require_within
 from jaxdist.runtime import MAX_SIMULATED
 from jaxdist.signals import EXIT_SIGNAL, Signals
 

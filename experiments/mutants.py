@@ -33,11 +33,17 @@ from experiments.cli import run_program
 from experiments.mutant_runner import TIMED_OUT
 from experiments.planted_bugs import COPIED, ROOT
 from experiments.progress import Progress
-from jaxdist.config import require_positive
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, require_positive
 
 TARGETS = (
-    *("jaxdist/parallel", "jaxdist/step.py", "jaxdist/optimizer.py", "jaxdist/layout.py", "jaxdist/logical.py"),
+    *(
+        "jaxdist/parallel",
+        "jaxdist/train",
+        "jaxdist/models",
+        "jaxdist/optimizer.py",
+        "jaxdist/layout.py",
+        "jaxdist/logical.py",
+    ),
     "jaxdist/verify.py",
 )
 TESTS = (

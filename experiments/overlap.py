@@ -13,7 +13,8 @@ from rich.console import Console
 
 from experiments.cli import CommonFlags, run_program, set_precision
 from experiments.tables import Rows
-from jaxdist.config import Dtype, Preset, RunConfig
+from jaxdist.config import Dtype, RunConfig
+from jaxdist.models.registry import Preset
 from jaxdist.plan.compile import CompiledStep, compile_step, without_devices
 
 

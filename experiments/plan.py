@@ -35,11 +35,11 @@ from experiments.plan_command import UNKNOWN_RATE, Command, make_command, rate_n
 from experiments.plan_page import page
 from experiments.progress import Progress
 from experiments.tables import print_bullet, print_columns
-from jaxdist.config import MOST, Dtype, Preset, RunConfig
-from jaxdist.errors import ConfigError
+from jaxdist.config import Dtype, RunConfig
+from jaxdist.errors import MOST, ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.mesh import parse_mesh
-from jaxdist.model import declare
+from jaxdist.models.registry import Preset
 from jaxdist.plan import explain
 from jaxdist.plan.budget import short_money
 from jaxdist.plan.communication import predicted
@@ -65,7 +65,6 @@ from jaxdist.plan.search import (
 )
 from jaxdist.plan.time_model import Efficiency
 from jaxdist.plan.trace import total_sent
-from jaxdist.step import choose_attention
 
 MOST_NODES = 4096  # tried for a deadline or a budget
 MOST_DEVICES = 2**20
@@ -319,7 +318,8 @@ def ask(flags: PlanFlags) -> Question:
         )
     flags = replace(flags, batch_size=batch, steps=steps, lr=rate, warmup_steps=warmup)
     config = flags.run_config()
-    attention = choose_attention(config, "tpu" if "TPU" in hardware.title else "gpu", training=True)
+    platform, dtype = "tpu" if "TPU" in hardware.title else "gpu", config.precision.dtype
+    attention = config.model.attention_for(config.parallel.attention, platform, dtype, training=True)
     if attention == "xla":
         notes.append("Attention writes its scores out (flash attention cannot run here): they count as memory.")
     return Question(
@@ -794,7 +794,7 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
         formula = float(found.memory.total[index])
         if note:  # then the formula, too, of the attention that is traced
             formula = float(score(config, Candidates.of(config), found.cluster, "xla").memory.total[0])
-        layout = make_layout(declare(config.model), config.parallel, config.part_layers)
+        layout = make_layout(config.model, config.parallel, config.part_layers)
         sent = total_sent(predicted(config, layout), config.parallel.mesh), level.sent_bytes
         compiled = level.compiled
         rows.append(

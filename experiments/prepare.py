@@ -24,9 +24,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from experiments.cli import run_program
-from jaxdist.config import require_positive
 from jaxdist.data import held_out_names, load_corpus
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, require_positive
 from jaxdist.files import read_regular, write_whole
 from jaxdist.prepared import (
     JOURNAL,

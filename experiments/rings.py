@@ -13,8 +13,9 @@ from rich.console import Console
 
 from experiments.cli import run_program
 from experiments.progress import Progress
-from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
+from jaxdist.models.gpt2 import PRESETS
 from jaxdist.plan.compile import compile_step, require_compiler
 
 TARGET = "h200"

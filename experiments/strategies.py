@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, product
 
-from jaxdist.config import PRESETS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.gpt2 import PRESETS
 from jaxdist.parallel.schedules import NAMES, default_chunks
 
 # AdamW makes steps of size lr out of rounding noise where a true gradient is 0, or near eps: a small lr, and an eps

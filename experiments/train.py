@@ -39,10 +39,10 @@ from experiments.progress import Progress as SlowWork
 from experiments.tables import Rows
 from jaxdist import processes, resume
 from jaxdist.checkpoint import Checkpoints, Manifest, SaveFailed
-from jaxdist.config import RunConfig, require_positive
+from jaxdist.config import RunConfig
 from jaxdist.data import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.drill import Drill, parse_drill
-from jaxdist.errors import ConfigError, is_utf8, printable, reason_of
+from jaxdist.errors import ConfigError, is_utf8, printable, reason_of, require_positive
 from jaxdist.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
@@ -54,7 +54,7 @@ from jaxdist.prefetch import Prefetched
 from jaxdist.run_folder import held, require_shared
 from jaxdist.runtime import Devices, acquire_devices, refused_option
 from jaxdist.signals import Signals
-from jaxdist.step import Program, State, build_program, compiled_bytes
+from jaxdist.train.program import Program, State, build_program, compiled_bytes
 from jaxdist.watch import Agreement, Watchdog
 
 MAX_ROLL_BACKS = 5
@@ -250,7 +250,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     drill = parse_drill(flags.drill, config.parallel.mesh.num_devices)
     poison = drill.poison() if drill else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
-    attention = {"--attention, as it compiles": program.runs.parallel.attention}
+    attention = {"--attention, as it compiles": program.model.ctx.attention}
     processes.require_agreement("attention", attention, seconds=600)
     require_room(program, devices)
     data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}

@@ -18,8 +18,9 @@ from experiments.progress import Progress
 from experiments.strategies import PIPELINES, PROOF_EPS, PROOF_LR, STRATEGIES
 from experiments.tables import print_columns
 from jaxdist import processes
-from jaxdist.config import Preset, RunConfig, require_positive, to_dict
-from jaxdist.errors import ConfigError
+from jaxdist.config import RunConfig, to_dict
+from jaxdist.errors import ConfigError, require_positive
+from jaxdist.models.registry import Preset
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.verify import Difference, Observed, compare, observe, one_device, random_batches, worst
 

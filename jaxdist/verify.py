@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxdist.config import ParallelConfig, RunConfig
-from jaxdist.layout import STACKED, Layout, local_bytes
+from jaxdist.layout import Layout, local_bytes
 from jaxdist.logical import (
     MOMENTS,
     PARAMS,
@@ -25,9 +25,10 @@ from jaxdist.logical import (
     to_logical,
 )
 from jaxdist.mesh import make_mesh
+from jaxdist.models.base import STACKED
 from jaxdist.plan.trace import total_sent
 from jaxdist.runtime import refused_option
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 # Relative errors that rounding alone explains. fp32 and fp64 hold for any order of summation, and for the largest
 # element as well as for the L2 norm. In 16 bits every activation is rounded after every partial sum, so two meshes
@@ -94,11 +95,12 @@ def random_parameters(config: RunConfig, layout: Layout) -> dict[str, np.ndarray
 
     def draw(leaf) -> np.ndarray:
         noise = rng.standard_normal(leaf.shape).astype(np.float32)
-        return np.float32(1) + np.float32(0.2) * noise if leaf.name.endswith("scale") else np.float32(0.08) * noise
+        values = np.float32(leaf.mean) + np.float32(0.2 if leaf.mean else 0.08) * noise
+        if leaf.real is not None:
+            values[leaf.real :] = 0
+        return values
 
-    drawn = {leaf.name: draw(leaf) for leaf in jax.tree.leaves(layout.leaves)}
-    drawn["tokens"][config.model.vocab_size :] = 0
-    return drawn
+    return {leaf.name: draw(leaf) for leaf in jax.tree.leaves(layout.leaves)}
 
 
 def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dict[str, np.ndarray]]:

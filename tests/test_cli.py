@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,10 +24,11 @@ from experiments.cli import CommonFlags, SafeConsole, run_program
 from experiments.progress import Progress
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
-from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, RunConfig
+from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.step import Program, build_program
+from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.train.program import Program, build_program
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 400
 SMALL = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "32", "--batch-size", "8"]
@@ -222,12 +224,15 @@ def test_the_table_of_strategies_is_wide_enough():
         strategy.run_config()
 
 
-def test_planted_bugs_still_fit_the_source():
-    """Every bug's text stands exactly once where it says; running them is `python -m experiments.planted_bugs`."""
-    assert len(planted_bugs.BUGS) >= 20
-    for bug in planted_bugs.BUGS:
-        source = (planted_bugs.ROOT / bug.path).read_text()
-        assert planted_bugs.planted(bug, source) != source
+def test_planted_bugs_still_fit_the_source(tmp_path):
+    """Running them is `python -m experiments.planted_bugs`."""
+    found = planted_bugs.all_bugs()
+    assert len(found) > 200 and len({bug.name for bug in found}) == len(found)
+    for name in planted_bugs.COPIED[:2]:
+        shutil.copytree(planted_bugs.ROOT / name, tmp_path / name)
+    for bug in found:
+        assert bug.tests and all("::" in test for test in bug.tests), bug.name
+        bug.apply(tmp_path, "--check")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -400,7 +405,7 @@ def test_verify_and_bench_refuse_too(monkeypatch, capsys, tmp_path):
 
 def test_unwise_combinations_are_said():
     def notes(**parallel):
-        return RunConfig(ModelConfig(2, 32, 4, 128, 32, 256), ParallelConfig(**parallel)).warnings()
+        return RunConfig(GPT2(2, 32, 4, 128, 32, 256), ParallelConfig(**parallel)).warnings()
 
     assert "dp=1" in notes(zero=2)[0]
     assert "tp=1" in notes(sp=True)[0]

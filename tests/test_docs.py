@@ -12,8 +12,9 @@ from experiments import levels
 from experiments.levels import LAYOUTS
 from experiments.strategies import PIPELINES, STRATEGIES
 from jaxdist import verify
-from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.gpt2 import PRESETS
 from jaxdist.parallel import collectives
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Candidates, layouts_of_mesh, legal_meshes, score

@@ -16,8 +16,9 @@ import experiments.plan
 import experiments.train
 from experiments.cli import flags_of, run_program
 from experiments.train import TrainFlags
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
+from jaxdist.models.gpt2 import GPT2
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every, learning_rate, warmup_steps
 
 SMALL = ["--model", "tiny", "--hardware", "h100", "--nodes", "1", "--global-batch", "64"]
@@ -100,9 +101,9 @@ def test_the_recipe_is_the_published_one():
 
 
 CONFIGS = [
-    RunConfig(ModelConfig(4, 128, 4, 512, 128, 256)),
+    RunConfig(GPT2(4, 128, 4, 512, 128, 256)),
     RunConfig(
-        ModelConfig(6, 96, 6, 100, 64, 300, dropout=0.1),
+        GPT2(6, 96, 6, 100, 64, 300, dropout=0.1),
         ParallelConfig(
             mesh=MeshShape(pp=2, dp=2, tp=2),
             zero=3,
@@ -122,9 +123,7 @@ CONFIGS = [
         steps=7,
         seed=3,
     ),
-    RunConfig(
-        ModelConfig(32, 4096, 32, 10000, 2048, 50257), ParallelConfig(mesh=MeshShape(dp=2, tp=4), grad_sync="flat")
-    ),
+    RunConfig(GPT2(32, 4096, 32, 10000, 2048, 50257), ParallelConfig(mesh=MeshShape(dp=2, tp=4), grad_sync="flat")),
 ]
 
 

@@ -18,7 +18,7 @@ from jaxdist.optimizer import initial_loss_scale, next_loss_scale
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.tensor import cross_entropy_in_chunks
 from jaxdist.plan.trace import equations
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 from jaxdist.verify import observe, random_batches
 
 

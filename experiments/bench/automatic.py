@@ -10,7 +10,7 @@ from jaxdist.config import RunConfig
 from jaxdist.layout import shardings
 from jaxdist.mesh import make_mesh
 from jaxdist.runtime import Devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 
 def timed_automatic(config: RunConfig, devices: Devices) -> Timed:

@@ -12,7 +12,7 @@ from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.runtime import acquire_devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 
 def bench_compile(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from experiments.cli import CommonFlags
-from jaxdist.config import Preset, RunConfig
+from jaxdist.config import RunConfig
+from jaxdist.models.registry import Preset
 
 ABOUT = {
     "strategies": "state, peak and sent bytes of each strategy, time, equality with one device",

@@ -17,8 +17,8 @@ from jaxdist.data import Batches, Corpus, load_corpus
 from jaxdist.mesh import make_mesh
 from jaxdist.prefetch import Prefetched
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import build_program
 from jaxdist.tokens import CHUNK, SAMPLED_CHUNKS
+from jaxdist.train.program import build_program
 
 OPEN_SECONDS = 1.0
 OPEN_BYTES = 64 << 20  # of memory, whatever the size of the file

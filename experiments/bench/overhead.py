@@ -14,7 +14,7 @@ from experiments.tables import MARKS, Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 EIGHT_WAY = [
     ("dp=8", {}),

@@ -15,7 +15,7 @@ from jaxdist.parallel.pipeline import BUFFERS
 from jaxdist.parallel.schedules import in_flight, simulate
 from jaxdist.plan.trace import named_bytes
 from jaxdist.runtime import acquire_devices
-from jaxdist.step import build_program, compiled_bytes
+from jaxdist.train.program import build_program, compiled_bytes
 
 STAGES, LAYERS, ROWS = 4, 4, 2  # layers a stage, sequences a micro-batch
 # (schedule, micro-batches, what is recomputed); the first row is the one the others are predicted from.

@@ -7,7 +7,8 @@ from rich.console import Console
 from experiments.bench.flags import BenchFlags
 from experiments.bench.rows import Measured, Row
 from experiments.tables import Rows
-from jaxdist.config import PRESETS, PrecisionConfig, RunConfig
+from jaxdist.config import PrecisionConfig, RunConfig
+from jaxdist.models.gpt2 import PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.schedule_facts import schedule_facts
 from jaxdist.plan.search import rank, search

@@ -20,7 +20,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.executed import lines
 from jaxdist.runtime import acquire_devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 SHOWN = 20
 

@@ -18,7 +18,7 @@ from jaxdist.mesh import make_abstract_mesh
 from jaxdist.plan.levels import habits_of
 from jaxdist.plan.memory import step_memory
 from jaxdist.runtime import acquire_devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 STRATEGY_ROWS: list[tuple[str, str, dict]] = [
     ("DP flat", "dp=4", {"grad_sync": "flat"}),

@@ -12,7 +12,6 @@ from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.logical import MOMENTS, STEP
-from jaxdist.model import declare
 from jaxdist.verify import Observed, by_layer, random_parameters
 
 OracleName = Literal["none", "plain", "transformers"]
@@ -31,7 +30,7 @@ def starting_parameters(oracle: OracleName, config: RunConfig) -> dict[str, np.n
     """Random parameters at logical shape, by name: transformers' own for its oracle."""
     if oracle == "transformers":
         return _gpt2(config).parameters()
-    return random_parameters(config, make_layout(declare(config.model), ParallelConfig()))
+    return random_parameters(config, make_layout(config.model, ParallelConfig()))
 
 
 def ask(oracle: OracleName, config: RunConfig, batches: list[dict], start: dict[str, np.ndarray]) -> Observed:

@@ -24,7 +24,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
 from jaxdist.plan.trace import Count, Iterations, Sending, on_stages, times_each, total_sent
 from jaxdist.runtime import MAX_SIMULATED, acquire_devices, prepare_cpu
-from jaxdist.step import Program, build_program, compiled_bytes, step_options
+from jaxdist.train.program import Program, build_program, compiled_bytes, step_options
 
 # What XLA's GpuTargetConfigProto says of a card: streaming multiprocessors, compute capability, clock in GHz, L2 and
 # memory in bytes, memory bandwidth in bytes/s, shared memory of a multiprocessor and of a block. NVIDIA's architecture

@@ -13,7 +13,7 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.plan.compile import CompiledStep, Emitted, stages_of, target_devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 from jaxdist.verify import random_batches
 
 
