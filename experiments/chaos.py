@@ -27,14 +27,15 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, run_program, write_output
-from experiments.progress import Progress
-from experiments.tables import Rows
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import require_positive
 from jaxdist.runtime import acquire_devices
 from jaxdist.signals import EXIT_SIGNAL
 from jaxdist.watch import EXIT_STUCK
+
+from .cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, run_program, write_output
+from .progress import Progress
+from .tables import Rows
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --eval-every 1000 --eval-batches 1"

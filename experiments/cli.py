@@ -21,8 +21,6 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.help import asks_for_groups, print_help
-from experiments.progress import Progress
 from jaxdist import compat, processes, versions
 from jaxdist.config import (
     PRESETS,
@@ -43,6 +41,9 @@ from jaxdist.errors import ConfigError, printable, reason_of
 from jaxdist.mesh import parse_mesh
 from jaxdist.runtime import DeviceChoice
 from jaxdist.signals import EXIT_SIGNAL
+
+from .help import asks_for_groups, print_help
+from .progress import Progress
 
 Flags = TypeVar("Flags")
 

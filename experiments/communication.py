@@ -12,9 +12,6 @@ from itertools import pairwise
 import jax
 from rich.console import Console
 
-from experiments.cli import run_program
-from experiments.progress import Progress
-from experiments.strategies import STRATEGIES
 from jaxdist import model
 from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import Layout, make_layout
@@ -22,6 +19,10 @@ from jaxdist.mesh import parse_mesh
 from jaxdist.plan import formulas
 from jaxdist.plan.communication import predicted, table
 from jaxdist.plan.trace import total_sent
+
+from .cli import run_program
+from .progress import Progress
+from .strategies import STRATEGIES
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rich.console import Console
 
-from experiments.cli import EXIT_DEFECT, chosen, run_program
 from jaxdist.config import require_positive
 from jaxdist.errors import printable
+
+from .cli import EXIT_DEFECT, chosen, run_program
 
 INTEGERS = (0, -1, 1, 2, 3, 4, 7, 8, 128, 10**6, 2**31 - 1, 2**31, 10**9, 10**18, -(10**18))
 FLOATS = ("nan", "inf", "-inf", "0", "-1", "1e-320", "1e308", "1e999", "0.5", "1", "3", "3e18", "1_0")

@@ -26,10 +26,11 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.bench.rows import describe_machine
-from experiments.cli import run_program
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import Devices, acquire_devices
+
+from .bench.rows import describe_machine
+from .cli import run_program
 
 Clock = Callable[[], float]
 

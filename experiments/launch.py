@@ -20,12 +20,13 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from experiments.cli import run_program
-from experiments.warden import Guarded
 from jaxdist.config import require_positive, require_within
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import MAX_SIMULATED
 from jaxdist.signals import EXIT_SIGNAL, Signals
+
+from .cli import run_program
+from .warden import Guarded
 
 POLL_SECONDS = 0.1
 

@@ -29,12 +29,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import run_program
-from experiments.mutant_runner import TIMED_OUT
-from experiments.planted_bugs import COPIED, ROOT
-from experiments.progress import Progress
 from jaxdist.config import require_positive
 from jaxdist.errors import ConfigError
+
+from .cli import run_program
+from .mutant_runner import TIMED_OUT
+from .planted_bugs import COPIED, ROOT
+from .progress import Progress
 
 TARGETS = (
     *("jaxdist/parallel", "jaxdist/step.py", "jaxdist/optimizer.py", "jaxdist/layout.py", "jaxdist/logical.py"),

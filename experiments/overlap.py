@@ -11,10 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import CommonFlags, run_program, set_precision
-from experiments.tables import Rows
 from jaxdist.config import Dtype, Preset, RunConfig
 from jaxdist.plan.compile import CompiledStep, compile_step, without_devices
+
+from .cli import CommonFlags, run_program, set_precision
+from .tables import Rows
 
 
 @dataclass(frozen=True)

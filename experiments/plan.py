@@ -22,19 +22,6 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.cli import (
-    CommonFlags,
-    flag_word,
-    make_folder,
-    refuse_ignored,
-    require_writable,
-    run_program,
-    write_output,
-)
-from experiments.plan_command import UNKNOWN_RATE, Command, make_command, rate_note
-from experiments.plan_page import page
-from experiments.progress import Progress
-from experiments.tables import print_bullet, print_columns
 from jaxdist.config import MOST, Dtype, Preset, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
@@ -66,6 +53,20 @@ from jaxdist.plan.search import (
 from jaxdist.plan.time_model import Efficiency
 from jaxdist.plan.trace import total_sent
 from jaxdist.step import choose_attention
+
+from .cli import (
+    CommonFlags,
+    flag_word,
+    make_folder,
+    refuse_ignored,
+    require_writable,
+    run_program,
+    write_output,
+)
+from .plan_command import UNKNOWN_RATE, Command, make_command, rate_note
+from .plan_page import page
+from .progress import Progress
+from .tables import print_bullet, print_columns
 
 MOST_NODES = 4096  # tried for a deadline or a budget
 MOST_DEVICES = 2**20

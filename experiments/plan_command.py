@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
-from experiments.cli import PLACEHOLDERS, flags_of
 from jaxdist.config import RunConfig
 from jaxdist.plan.explain import billions
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import ITEMSIZE, MOMENTS
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every
+
+from .cli import PLACEHOLDERS, flags_of
 
 CHIPS_OF_A_HOST = 8  # of a TPU, at most; a node of the hardware table is a whole slice
 

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import run_program
-from experiments.tables import Rows
 from jaxdist.errors import ConfigError
+
+from .cli import run_program
+from .tables import Rows
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("jaxdist", "experiments", "tests", "pyproject.toml")

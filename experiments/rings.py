@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from experiments.cli import run_program
-from experiments.progress import Progress
 from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
 from jaxdist.plan.compile import compile_step, require_compiler
+
+from .cli import run_program
+from .progress import Progress
 
 TARGET = "h200"
 MODEL = dataclasses.replace(PRESETS["7b"], num_layers=2)

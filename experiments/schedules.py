@@ -12,11 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import make_folder, run_program
-from experiments.tables import Rows
-from experiments.timeline import timeline, write_both
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.schedules import NAMES, Costs, Schedule, draw, in_flight, load, make_schedule, simulate
+
+from .cli import make_folder, run_program
+from .tables import Rows
+from .timeline import timeline, write_both
 
 MOST_COMPARED = 2**13  # stages x micro-batches x chunks, of all schedules together
 

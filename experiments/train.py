@@ -23,20 +23,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.cli import (
-    EXIT_BUDGET,
-    EXIT_PEER,
-    EXIT_SAVE,
-    EXIT_SIGNAL,
-    PLACEHOLDERS,
-    CommonFlags,
-    ProcessFlags,
-    flag_word,
-    run_program,
-    set_precision,
-)
-from experiments.progress import Progress as SlowWork
-from experiments.tables import Rows
 from jaxdist import processes, resume
 from jaxdist.checkpoint import Checkpoints, Manifest, SaveFailed
 from jaxdist.config import RunConfig, require_positive
@@ -56,6 +42,21 @@ from jaxdist.runtime import Devices, acquire_devices, refused_option
 from jaxdist.signals import Signals
 from jaxdist.step import Program, State, build_program, compiled_bytes
 from jaxdist.watch import Agreement, Watchdog
+
+from .cli import (
+    EXIT_BUDGET,
+    EXIT_PEER,
+    EXIT_SAVE,
+    EXIT_SIGNAL,
+    PLACEHOLDERS,
+    CommonFlags,
+    ProcessFlags,
+    flag_word,
+    run_program,
+    set_precision,
+)
+from .progress import Progress as SlowWork
+from .tables import Rows
 
 MAX_ROLL_BACKS = 5
 MAX_SKIPS_IN_A_ROW = 10

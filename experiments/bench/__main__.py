@@ -14,11 +14,12 @@ from contextlib import nullcontext
 
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import describe_machine, write_rows
-from experiments.cli import make_folder, refuse_ignored, require_writable, run_program, set_precision
 from jaxdist.config import ParallelConfig, require_positive, require_within
 from jaxdist.errors import ConfigError
+
+from ..cli import make_folder, refuse_ignored, require_writable, run_program, set_precision
+from .flags import BenchFlags
+from .rows import describe_machine, write_rows
 
 STRATEGY = {field.name for field in dataclasses.fields(ParallelConfig)} - {"attention"}
 SHAPE = {"preset", "num_layers", "width", "num_heads", "seq_len", "vocab_size"}

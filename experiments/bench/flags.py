@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from experiments.cli import CommonFlags
 from jaxdist.config import Preset, RunConfig
+
+from ..cli import CommonFlags
 
 ABOUT = {
     "strategies": "state, peak and sent bytes of each strategy, time, equality with one device",

@@ -17,17 +17,18 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row, ratios
-from experiments.bench.timing import repeated
-from experiments.bench.workers import Worker, WorkerEnded
-from experiments.tables import Rows
 from jaxdist import model
 from jaxdist.config import ModelConfig, RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.optimizer import global_norm, learning_rate, update
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.step import all_finite, build_program, choose_attention, with_attention_that_compiles
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row, ratios
+from .timing import repeated
+from .workers import Worker, WorkerEnded
 
 SECONDS = 0.05  # of one measurement: short operations are called that often in a row
 MOST_CALLS = 200

@@ -12,17 +12,18 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.bench.automatic import timed_automatic
-from experiments.bench.flags import BenchFlags
-from experiments.bench.overhead import timed_plain
-from experiments.bench.rows import Measured, Row, ratios
-from experiments.bench.speed import CONVENTIONS, describe_speed, speed_rows
-from experiments.bench.timing import Timed, full_batch, timed_step, with_parallel
-from experiments.bench.workers import Worker, WorkerEnded
-from experiments.tables import MARKS, Rows
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import Devices, acquire_devices
+
+from ..tables import MARKS, Rows
+from .automatic import timed_automatic
+from .flags import BenchFlags
+from .overhead import timed_plain
+from .rows import Measured, Row, ratios
+from .speed import CONVENTIONS, describe_speed, speed_rows
+from .timing import Timed, full_batch, timed_step, with_parallel
+from .workers import Worker, WorkerEnded
 
 STEPS = 3  # in one turn of a peer
 ONLY = "one device"

@@ -10,11 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.speed import CONVENTIONS, describe_speed, speed_rows
-from experiments.bench.timing import full_batch, repeated
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.data import reduce_gradients
@@ -24,6 +19,12 @@ from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.step import Program, accumulate_gradients, build_program, choose_attention, compiled_bytes
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .speed import CONVENTIONS, describe_speed, speed_rows
+from .timing import full_batch, repeated
 
 PHASES = ("forward", "backward", "reduction", "update")
 AT_ONCE = 3  # steps that an accelerator gets in a row

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from experiments.bench.kernels import BOTH, UPDATE, array_shapes
-from experiments.torch_gpt2 import GPT2
 from jaxdist.config import ModelConfig
 from jaxdist.model import LAYER_NORM_EPS
+
+from ..torch_gpt2 import GPT2
+from .kernels import BOTH, UPDATE, array_shapes
 
 
 def operations(config: ModelConfig) -> dict[str, Callable]:

@@ -11,8 +11,9 @@ import time
 
 import torch
 
-from experiments import torch_gpt2
 from jaxdist.config import ModelConfig
+
+from .. import torch_gpt2
 
 MODELS = {"torch": torch_gpt2.GPT2, "transformers": torch_gpt2.HuggingFaceGPT2}
 

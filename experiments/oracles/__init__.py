@@ -7,13 +7,14 @@ from typing import Literal
 import jax
 import numpy as np
 
-from experiments.oracles import plain
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.logical import MOMENTS, STEP
 from jaxdist.model import declare
 from jaxdist.verify import Observed, by_layer, random_parameters
+
+from . import plain
 
 OracleName = Literal["none", "plain", "transformers"]
 
@@ -101,7 +102,7 @@ def require_known(oracle: OracleName, config: RunConfig) -> None:
 
 
 def _gpt2(config: RunConfig):
-    from experiments.oracles.huggingface import Gpt2, Shape
+    from .huggingface import Gpt2, Shape
 
     sizes = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(Shape)}
     return Gpt2(Shape(**sizes), config.seed)
