@@ -214,6 +214,6 @@ if __name__ == "__main__":
     run_program(
         Init | Ceiling | Show | Settle | Run,
         lambda flags, console: main(flags, console, after),
-        "experiments.budget",
+        "budget",
         args=words[:split],
     )

@@ -175,4 +175,4 @@ def main(flags: CommunicationFlags, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    run_program(CommunicationFlags, main, "experiments.communication")
+    run_program(CommunicationFlags, main, "communication")

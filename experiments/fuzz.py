@@ -28,6 +28,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rich.console import Console
 
+from jaxdist.commands import command_text
 from jaxdist.config import require_positive
 from jaxdist.errors import printable
 
@@ -120,14 +121,14 @@ TINY = (
 )
 TARGETS = (
     Target("train", "TrainFlags", (*TINY, "--data", "text.txt"), ("jaxdist.step:Program.compile_step",), share=5),
-    Target("verify", "VerifyFlags", TINY, ("experiments.verify:Verifier.__call__",), share=3),
+    Target("verify", "VerifyFlags", TINY, (".verify:Verifier.__call__",), share=3),
     Target("plan", "PlanFlags", ("--model", "gpt2-124m", "--hardware", "h100", "--nodes", "1"), share=3),
     Target("prepare", "PrepareFlags", ("--data", "text.txt", "--out", "prepared"), share=2),
     Target("schedules", "SchedulesFlags"),
-    Target("launch", "LaunchFlags", ("--processes", "1"), ("experiments.launch:start",)),
+    Target("launch", "LaunchFlags", ("--processes", "1"), (".launch:start",)),
     Target("bench.__main__", "BenchFlags", ("compile", *TINY), ("importlib:import_module",)),
-    Target("levels", "LevelsFlags", (), ("experiments.levels:levels",)),
-    Target("budget", "Run", ("--price-per-hour", "1", "--hours", "1"), ("experiments.budget:Guarded",)),
+    Target("levels", "LevelsFlags", (), (".levels:levels",)),
+    Target("budget", "Run", ("--price-per-hour", "1", "--hours", "1"), (".budget:Guarded",)),
     Target("budget", "Settle", ("--job", "b", "--actual", "1")),
     Target("budget", "Init", ("--budget", "3")),
 )
@@ -152,7 +153,7 @@ def main(flags: FuzzFlags, console: Console) -> int:
     names = chosen(flags.only, [target.module for target in TARGETS])
     targets = [target for target in TARGETS if target.module in names for _ in range(target.share)]
     for target in targets:
-        importlib.import_module(f"experiments.{target.module}")
+        importlib.import_module(f".{target.module}", __package__)
     counts, faults, slowest = Counter(), [], 0.0
     with tempfile.TemporaryDirectory() as folder:
         make_files(Path(folder))
@@ -165,7 +166,7 @@ def main(flags: FuzzFlags, console: Console) -> int:
             fault = fault_of(code, output)
             counts[fault or f"exit {code}"] += 1
             if fault or flags.verbose:
-                line = printable(f"{fault or code}: python -m experiments.{target.module} {shlex.join(words)[:400]}")
+                line = printable(f"{fault or code}: {command_text(target.module)} {shlex.join(words)[:400]}")
                 console.print(line, markup=False, soft_wrap=True)
             if fault:
                 faults.append(fault)
@@ -196,7 +197,7 @@ def fault_of(code: int | None, output: str) -> str | None:
 
 def make_words(target: Target, chance: random.Random, folder: Path) -> list[str]:
     """The base words with one to three flags of the program set to something odd."""
-    kind = getattr(importlib.import_module(f"experiments.{target.module}"), target.flags)
+    kind = getattr(importlib.import_module(f".{target.module}", __package__), target.flags)
     hints = get_type_hints(kind)
     words = list(target.base)
     named = [field.name for field in dataclasses.fields(kind) if field.name not in ("command", "which", *SLOW)]
@@ -247,22 +248,22 @@ def make_files(folder: Path) -> None:
 
 
 def run_target(target: Target, words: list[str]) -> None:
-    module = importlib.import_module(f"experiments.{target.module}")
+    module = importlib.import_module(f".{target.module}", __package__)
     kind = getattr(module, target.flags)
     for place in target.stop_at:
         name, _, attribute = place.partition(":")
         *holders, last = attribute.split(".")
-        holder = importlib.import_module(name)
+        holder = importlib.import_module(name, __package__)
         for part in holders:
             holder = getattr(holder, part)
         setattr(holder, last, _reach)
-    sys.argv = [f"experiments.{target.module}", *words]
+    sys.argv = [target.module, *words]
     begin = (
         (lambda flags, console: module.main(flags, console, ["true"] if target.flags == "Run" else []))
         if (target.module == "budget")
         else module.main
     )
-    run_program(kind, _until_reached(begin, words), f"experiments.{target.module}", args=words)
+    run_program(kind, _until_reached(begin, words), target.module, args=words)
 
 
 def _reach(*_, **__):
@@ -339,4 +340,4 @@ def run_apart(run: Callable[[], None], folder: str, bound: float) -> tuple[int |
 
 
 if __name__ == "__main__":
-    run_program(FuzzFlags, main, "experiments.fuzz")
+    run_program(FuzzFlags, main, "fuzz")

@@ -216,4 +216,4 @@ def record(name: str, found: Levels, formula: float) -> dict:
 
 
 if __name__ == "__main__":
-    run_program(LevelsFlags, main, "experiments.levels")
+    run_program(LevelsFlags, main, "levels")

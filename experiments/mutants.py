@@ -417,4 +417,4 @@ def main(flags: MutantFlags, console: Console) -> int:
 
 
 if __name__ == "__main__":
-    run_program(MutantFlags, main, "experiments.mutants")
+    run_program(MutantFlags, main, "mutants")

@@ -78,4 +78,4 @@ def row(config: RunConfig, compiled: CompiledStep) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_program(OverlapFlags, main, "experiments.overlap")
+    run_program(OverlapFlags, main, "overlap")

@@ -269,7 +269,7 @@ def ask(flags: PlanFlags) -> Question:
             f"--dtype {flags.dtype} on {hardware.name}",
             "the hardware table has no peak for it, and without one no time is predicted",
             f"Use {' or '.join(dtype for dtype in get_args(Dtype) if dtype in hardware.peak_flops)}; "
-            f"experiments.train takes {', '.join(get_args(Dtype))}",
+            f"`train` takes {', '.join(get_args(Dtype))}",
         )
     num_devices = (flags.nodes or 1) * (flags.devices_per_node or hardware.devices_per_node)
     if num_devices > MOST_DEVICES:
@@ -933,4 +933,4 @@ def thinned(rows: list[dict], most: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    run_program(PlanFlags, main, "experiments.plan")
+    run_program(PlanFlags, main, "plan")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
 from jaxdist.plan.explain import billions
 from jaxdist.plan.formulas import ModelShape
@@ -52,13 +53,14 @@ def make_command(
         ]
     elif several:
         notes += ["Start it on every host of the slice (docs/cluster.md)."]
-    parts += ["python -m experiments.train"]
+    parts += [command_text("train")]
     parts += ["--distributed"] * several + ["--device gpu"] * on_gpus
     parts += [f"--data {PLACEHOLDERS['data']}", f"--out {PLACEHOLDERS['out']}", f"--checkpoint-every {every}"]
     parts += f" {' '.join(flags_of(config))}".replace(" --", "\n--").split("\n")[1:]
     parts += [] if rate_known else ["--lr LR"]
+    prepare = command_text("prepare").removeprefix("python -m ")
     notes += [
-        f"{PLACEHOLDERS['data']}: your tokens (experiments.prepare makes them). {PLACEHOLDERS['out']}: a folder for "
+        f"{PLACEHOLDERS['data']}: your tokens ({prepare} makes them). {PLACEHOLDERS['out']}: a folder for "
         f"checkpoints{', on storage that all hosts share' * several}. train refuses both words until they are "
         "filled in.",
         *recipe_notes,

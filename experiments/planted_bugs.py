@@ -1852,4 +1852,4 @@ def run_tests(folder: Path, tests: list[str]) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    run_program(BugFlags, main, "experiments.planted_bugs")
+    run_program(BugFlags, main, "planted_bugs")

@@ -459,4 +459,4 @@ def _progress(console: Console) -> Progress:
 
 
 if __name__ == "__main__":
-    run_program(PrepareFlags, main, "experiments.prepare")
+    run_program(PrepareFlags, main, "prepare")

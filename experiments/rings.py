@@ -53,4 +53,4 @@ def main(flags: RingsFlags, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    run_program(RingsFlags, main, "experiments.rings")
+    run_program(RingsFlags, main, "rings")

@@ -185,4 +185,4 @@ def draw_all(flags: SchedulesFlags, shown: list[Schedule], baseline: Figures, fo
 
 
 if __name__ == "__main__":
-    run_program(SchedulesFlags, main, "experiments.schedules")
+    run_program(SchedulesFlags, main, "schedules")

@@ -201,4 +201,4 @@ def to_json(verdict: Verdict) -> dict:
 
 
 if __name__ == "__main__":
-    run_program(VerifyFlags, main, "experiments.verify")
+    run_program(VerifyFlags, main, "verify")

@@ -7,6 +7,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from jaxdist.commands import command_text
 from jaxdist.errors import ConfigError
 from jaxdist.files import read_text_file
 
@@ -62,7 +63,7 @@ class BPETokenizer:
             raise ConfigError(
                 asked,
                 f"it is no tokenizer.json ({error})",
-                "Pass a file that Tokenizer.save or experiments.prepare wrote",
+                f"Pass a file that Tokenizer.save or `{command_text('prepare')}` wrote",
             ) from error
         # A document that has the text of a special token in it must not end there.
         self._inner.encode_special_tokens = True

@@ -236,7 +236,7 @@ def start_torch(config: RunConfig, devices: Devices, console: Console) -> Worker
         "dtype": config.precision.dtype,
         "device": "cuda" if devices.platform == "gpu" else "cpu",
     }
-    worker = Worker("experiments.bench.torch_kernels", asked)
+    worker = Worker(f"{__package__}.torch_kernels", asked)
     try:
         ready = worker.answer()
     except WorkerEnded as ended:

@@ -201,7 +201,7 @@ def start_workers(config, num_processes: int, code: str, compiled: bool, wrap: s
         "dtype": config.precision.dtype,
     }
     batch = {k: np.asarray(v).tolist() for k, v in full_batch(config).items() if k in ("inputs", "targets")}
-    workers = [Worker("experiments.bench.torch_peer", asked | {"rank": rank}) for rank in range(num_processes)]
+    workers = [Worker(f"{__package__}.torch_peer", asked | {"rank": rank}) for rank in range(num_processes)]
     for worker in workers:
         worker.send(json.dumps(batch))
     return workers

@@ -85,7 +85,7 @@ def mock_gpus(count: int) -> Devices:
         raise ConfigError(
             f"standin for {count} devices",
             "one real NVIDIA GPU stands for all of them, and JAX sees none that can on this machine",
-            "Run it on a machine with one; `experiments.plan` predicts without",
+            "Run it on a machine with one; `plan` predicts without",
         ) from error
 
 
