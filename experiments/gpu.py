@@ -25,7 +25,7 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from jaxdist.commands import command_text, command_words
+from jaxdist.commands import command_text, command_words, install_text
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import Devices, acquire_devices
 
@@ -122,7 +122,7 @@ def require_gpu() -> Devices:
         raise ConfigError(
             command_text("gpu"),
             "it measures a GPU, and JAX sees none on this machine",
-            "On a machine with an NVIDIA driver (`nvidia-smi` must list the card): pip install -e '.[cuda]'",
+            f"On a machine with an NVIDIA driver (`nvidia-smi` must list the card): {install_text('cuda')}",
         ) from error
 
 

@@ -34,7 +34,7 @@ from jaxdist.errors import ConfigError
 
 from .cli import run_program
 from .mutant_runner import TIMED_OUT
-from .planted_bugs import COPIED, ROOT
+from .planted_bugs import COPIED, ROOT, require_clone
 from .progress import Progress
 
 TARGETS = (
@@ -374,6 +374,7 @@ class MutantFlags:
 
 
 def main(flags: MutantFlags, console: Console) -> int:
+    require_clone()
     for name in ("sample", "seconds", "jobs"):
         require_positive(name, getattr(flags, name))
     every, same = all_mutants(flags.paths), equivalents()

@@ -22,6 +22,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from jaxdist.commands import install_text
 from jaxdist.config import MOST, Dtype, Preset, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
@@ -842,7 +843,7 @@ def with_attention(config: RunConfig, attention: str) -> tuple[RunConfig, str | 
     if attention == "cudnn" and not has_cuda_compiler():
         note = (
             "Flash attention cannot be traced without the CUDA plugin: scores are written out here and counted "
-            "(pip install -e '.[prove-cuda]' needs no card)."
+            f"({install_text('prove-cuda')} needs no card)."
         )
         attention = "xla"
     parallel = replace(config.parallel, attention=attention)

@@ -1788,7 +1788,14 @@ class BugFlags:
     """Run the bugs whose name contains this text."""
 
 
+def require_clone() -> None:
+    """Raises: ConfigError where there are no tests to run: a wheel holds none."""
+    if not (ROOT / "tests").is_dir():
+        raise ConfigError("the project's own tests", "an installed jaxdist has none", "Run this program in a clone")
+
+
 def main(flags: BugFlags, console: Console) -> int:
+    require_clone()
     bugs = [bug for bug in BUGS if flags.only in bug.name]
     if not bugs:
         raise ConfigError(f"--only {flags.only}", "no bug has that in its name", "Try --only dropout")

@@ -27,7 +27,7 @@ GIB = 2**30
 class RingsFlags:
     """Compile two layers of 7B on tp=8 for an H200 that need not be there, with each --tp-ring; count what may overlap.
 
-    It takes no flags, and needs the CUDA compiler (pip install -e '.[prove-cuda]').
+    It takes no flags, and needs the CUDA compiler (the extra prove-cuda).
     """
 
 

@@ -14,6 +14,11 @@ def command_words(program: str) -> list[str]:
     return [sys.executable, "-m", f"{'experiments' if _from_clone() else 'jaxdist.programs'}.{program}"]
 
 
+def install_text(extra: str) -> str:
+    """How whoever reads this installs what one of our extras names."""
+    return f"pip install -e '.[{extra}]'" if _from_clone() else f"pip install 'jaxdist[{extra}]'"
+
+
 def import_root() -> Path:
     """The folder that PYTHONPATH must name for a subprocess with another working directory."""
     return Path(__file__).parents[1]

@@ -7,7 +7,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from jaxdist.commands import command_text
+from jaxdist.commands import command_text, install_text
 from jaxdist.errors import ConfigError
 from jaxdist.files import read_text_file
 
@@ -128,6 +128,6 @@ def _library():
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            "a BPE tokenizer", "it needs the `tokenizers` library", "Install it with pip install -e '.[data]'"
+            "a BPE tokenizer", "it needs the `tokenizers` library", f"Install it with {install_text('data')}"
         ) from error
     return tokenizers

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdist import model
+from jaxdist.commands import install_text
 from jaxdist.config import ModelConfig, RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.optimizer import global_norm, learning_rate, update
@@ -228,7 +229,7 @@ def update_program(config: RunConfig, devices: Devices) -> Callable:
 def start_torch(config: RunConfig, devices: Devices, console: Console) -> Worker | None:
     """PyTorch's process, ready; None, and the reason on the console, where there is none."""
     if importlib.util.find_spec("torch") is None:
-        console.print("PyTorch: not run, torch is not installed (pip install -e '.[bench]')", markup=False)
+        console.print(f"PyTorch: not run, torch is not installed ({install_text('bench')})", markup=False)
         return None
     asked = {
         "model": dataclasses.asdict(config.model),

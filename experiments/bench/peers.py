@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
+from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import Devices, acquire_devices
@@ -177,7 +178,7 @@ def torch_peers(
     for name, code, compiled, wrap in entries:
         missing = [package for package in ("torch", code) if importlib.util.find_spec(package) is None]
         if missing:
-            text = f"{name}: not run, {missing[0]} is not installed (pip install -e '.[bench]')"
+            text = f"{name}: not run, {missing[0]} is not installed ({install_text('bench')})"
             console.print(text, markup=False)
             continue
         workers = start_workers(config, num_processes, code, compiled, wrap, devices)

@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 import numpy as np
 
+from jaxdist.commands import install_text
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
@@ -90,9 +91,7 @@ def require_known(oracle: OracleName, config: RunConfig) -> None:
     if oracle != "transformers":
         return
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
-        raise ConfigError(
-            "--oracle transformers", "torch and transformers are not installed", "pip install -e '.[oracle]'"
-        )
+        raise ConfigError("--oracle transformers", "torch and transformers are not installed", install_text("oracle"))
     if config.optimizer.name != "adamw" or config.model.dropout:
         raise ConfigError(
             f"--oracle transformers with {config.optimizer.name} and dropout {config.model.dropout}",
