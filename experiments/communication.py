@@ -12,9 +12,6 @@ from itertools import pairwise
 import jax
 from rich.console import Console
 
-from experiments.cli import run_program
-from experiments.progress import Progress
-from experiments.strategies import STRATEGIES
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import Layout, make_layout
 from jaxdist.mesh import parse_mesh
@@ -22,6 +19,10 @@ from jaxdist.models.gpt2 import PRESETS
 from jaxdist.plan import formulas
 from jaxdist.plan.communication import predicted, table
 from jaxdist.plan.trace import total_sent
+
+from .cli import run_program
+from .progress import Progress
+from .strategies import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -174,4 +175,4 @@ def main(flags: CommunicationFlags, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    run_program(CommunicationFlags, main, "experiments.communication")
+    run_program(CommunicationFlags, main, "communication")

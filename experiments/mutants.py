@@ -29,11 +29,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import run_program
-from experiments.mutant_runner import TIMED_OUT
-from experiments.planted_bugs import COPIED, ROOT
-from experiments.progress import Progress
 from jaxdist.errors import ConfigError, require_positive
+
+from .cli import run_program
+from .mutant_runner import TIMED_OUT
+from .planted_bugs import COPIED, ROOT, require_clone
+from .progress import Progress
 
 TARGETS = (
     *(
@@ -379,6 +380,7 @@ class MutantFlags:
 
 
 def main(flags: MutantFlags, console: Console) -> int:
+    require_clone()
     for name in ("sample", "seconds", "jobs"):
         require_positive(name, getattr(flags, name))
     every, same = all_mutants(flags.paths), equivalents()
@@ -422,4 +424,4 @@ def main(flags: MutantFlags, console: Console) -> int:
 
 
 if __name__ == "__main__":
-    run_program(MutantFlags, main, "experiments.mutants")
+    run_program(MutantFlags, main, "mutants")

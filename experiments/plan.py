@@ -22,19 +22,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.cli import (
-    CommonFlags,
-    flag_word,
-    make_folder,
-    refuse_ignored,
-    require_writable,
-    run_program,
-    write_output,
-)
-from experiments.plan_command import UNKNOWN_RATE, Command, make_command, rate_note
-from experiments.plan_page import page
-from experiments.progress import Progress
-from experiments.tables import print_bullet, print_columns
+from jaxdist.commands import install_text
 from jaxdist.config import Dtype, RunConfig
 from jaxdist.errors import MOST, ConfigError
 from jaxdist.layout import make_layout
@@ -65,6 +53,20 @@ from jaxdist.plan.search import (
 )
 from jaxdist.plan.time_model import Efficiency
 from jaxdist.plan.trace import total_sent
+
+from .cli import (
+    CommonFlags,
+    flag_word,
+    make_folder,
+    refuse_ignored,
+    require_writable,
+    run_program,
+    write_output,
+)
+from .plan_command import UNKNOWN_RATE, Command, make_command, rate_note
+from .plan_page import page
+from .progress import Progress
+from .tables import print_bullet, print_columns
 
 MOST_NODES = 4096  # tried for a deadline or a budget
 MOST_DEVICES = 2**20
@@ -267,7 +269,7 @@ def ask(flags: PlanFlags) -> Question:
             f"--dtype {flags.dtype} on {hardware.name}",
             "the hardware table has no peak for it, and without one no time is predicted",
             f"Use {' or '.join(dtype for dtype in get_args(Dtype) if dtype in hardware.peak_flops)}; "
-            f"experiments.train takes {', '.join(get_args(Dtype))}",
+            f"`train` takes {', '.join(get_args(Dtype))}",
         )
     num_devices = (flags.nodes or 1) * (flags.devices_per_node or hardware.devices_per_node)
     if num_devices > MOST_DEVICES:
@@ -841,7 +843,7 @@ def with_attention(config: RunConfig, attention: str) -> tuple[RunConfig, str | 
     if attention == "cudnn" and not has_cuda_compiler():
         note = (
             "Flash attention cannot be traced without the CUDA plugin: scores are written out here and counted "
-            "(pip install -e '.[prove-cuda]' needs no card)."
+            f"({install_text('prove-cuda')} needs no card)."
         )
         attention = "xla"
     parallel = replace(config.parallel, attention=attention)
@@ -932,4 +934,4 @@ def thinned(rows: list[dict], most: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    run_program(PlanFlags, main, "experiments.plan")
+    run_program(PlanFlags, main, "plan")

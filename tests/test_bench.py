@@ -38,7 +38,7 @@ KEYS = {"name", "value", "unit", "spread", "runs", "against", "ratio", "simulate
 
 def run(capsys, *args) -> tuple[int, str]:
     with pytest.raises(SystemExit) as ended:
-        run_program(BenchFlags, main, "experiments.bench", [str(arg) for arg in args])
+        run_program(BenchFlags, main, "bench", [str(arg) for arg in args])
     captured = capsys.readouterr()
     return ended.value.code, captured.out + captured.err
 

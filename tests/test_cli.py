@@ -40,7 +40,7 @@ def run(monkeypatch, capsys, module, *args) -> tuple[int, str, str]:
     flags = {"train": "TrainFlags", "verify": "VerifyFlags", "bench": "BenchFlags"}[module]
     monkeypatch.setattr(sys, "argv", [module, *map(str, args)])
     with pytest.raises(SystemExit) as stop:
-        run_program(getattr(program, flags), program.main, f"experiments.{module}")
+        run_program(getattr(program, flags), program.main, module)
     out, err = capsys.readouterr()
     return stop.value.code or 0, out, err
 

@@ -28,7 +28,7 @@ def plan(monkeypatch, capsys, *args) -> tuple[int, str, str]:
     """(exit code, stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", ["plan", *map(str, args)])
     with pytest.raises(SystemExit) as stop:
-        run_program(experiments.plan.PlanFlags, experiments.plan.main, "experiments.plan")
+        run_program(experiments.plan.PlanFlags, experiments.plan.main, "plan")
     out, err = capsys.readouterr()
     return stop.value.code or 0, out, err
 
@@ -71,7 +71,7 @@ def test_the_command_is_refused_until_it_is_filled_in(monkeypatch, capsys, tmp_p
     args = train_flags(command)
     assert ("--distributed" in args) == (nodes == 2) and args[args.index("--device") + 1] == "gpu"
     with pytest.raises(SystemExit) as stop:
-        run_program(TrainFlags, experiments.train.main, "experiments.train", args)
+        run_program(TrainFlags, experiments.train.main, "train", args)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and "--data DATA and --out OUT: this is a placeholder" in err
     flags = tyro.cli(TrainFlags, args=[{"DATA": "tokens", "OUT": "run"}.get(word, word) for word in args])

@@ -7,10 +7,6 @@ import time
 import jax
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row, ratios, rows_of
-from experiments.bench.timing import Growth, full_batch, with_parallel
-from experiments.tables import Rows
 from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.layout import local_bytes
@@ -19,6 +15,11 @@ from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.train.program import build_program
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row, ratios, rows_of
+from .timing import Growth, full_batch, with_parallel
 
 
 def bench_checkpoint(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:

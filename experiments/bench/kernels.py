@@ -17,11 +17,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row, ratios
-from experiments.bench.timing import repeated
-from experiments.bench.workers import Worker, WorkerEnded
-from experiments.tables import Rows
+from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.attention import attention_core
@@ -31,6 +27,12 @@ from jaxdist.optimizer import global_norm, learning_rate, update
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.train.gradients.base import all_finite
 from jaxdist.train.program import attention_on, build_program
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row, ratios
+from .timing import repeated
+from .workers import Worker, WorkerEnded
 
 SECONDS = 0.05  # of one measurement: short operations are called that often in a row
 MOST_CALLS = 200
@@ -229,7 +231,7 @@ def update_program(config: RunConfig, devices: Devices) -> Callable:
 def start_torch(config: RunConfig, devices: Devices, console: Console) -> Worker | None:
     """PyTorch's process, ready; None, and the reason on the console, where there is none."""
     if importlib.util.find_spec("torch") is None:
-        console.print("PyTorch: not run, torch is not installed (pip install -e '.[bench]')", markup=False)
+        console.print(f"PyTorch: not run, torch is not installed ({install_text('bench')})", markup=False)
         return None
     asked = {
         "model": dataclasses.asdict(config.model),
@@ -237,7 +239,7 @@ def start_torch(config: RunConfig, devices: Devices, console: Console) -> Worker
         "dtype": config.precision.dtype,
         "device": "cuda" if devices.platform == "gpu" else "cpu",
     }
-    worker = Worker("experiments.bench.torch_kernels", asked)
+    worker = Worker(f"{__package__}.torch_kernels", asked)
     try:
         ready = worker.answer()
     except WorkerEnded as ended:

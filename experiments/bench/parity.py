@@ -8,14 +8,15 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.timing import full_batch
-from experiments.tables import MARKS, Rows
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.train.program import Program, build_program
+
+from ..tables import MARKS, Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .timing import full_batch
 
 # Relative L2 error of a gradient leaf in bf16 against fp32. Each rounding is off by at most 2^-9 = 0.2 % of a value (8
 # bits of significand), and a gradient has gone through some tens of them one after the other, which add up like

@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
-from experiments.bench.rows import Row
 from jaxdist.config import RunConfig
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.plan.formulas import ModelShape, model_flops_per_token
 from jaxdist.plan.hardware import Accelerator, find_hardware
 from jaxdist.runtime import Devices
+
+from .rows import Row
 
 # A part of the device's name, and the card in `jaxdist/plan/hardware.toml`. A name that fits none has no known peak:
 # an H100 PCIe is no H100 SXM.

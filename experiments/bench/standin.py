@@ -11,11 +11,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.speed import card_of
-from experiments.bench.timing import timed_step
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
@@ -24,6 +19,12 @@ from jaxdist.plan.search import Candidates, score
 from jaxdist.plan.time_model import StepTime
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.train.program import attention_on
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .speed import card_of
+from .timing import timed_step
 
 AT_ONCE = 3
 # The client's other processes do not exist, and autotuning divided among them would wait for them forever
@@ -84,7 +85,7 @@ def mock_gpus(count: int) -> Devices:
         raise ConfigError(
             f"standin for {count} devices",
             "one real NVIDIA GPU stands for all of them, and JAX sees none that can on this machine",
-            "Run it on a machine with one; `experiments.plan` predicts without",
+            "Run it on a machine with one; `plan` predicts without",
         ) from error
 
 

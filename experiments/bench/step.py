@@ -10,11 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.speed import CONVENTIONS, describe_speed, speed_rows
-from experiments.bench.timing import full_batch, repeated
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.data import reduce_gradients
@@ -26,6 +21,12 @@ from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.train.gradients import pipelined, plain
 from jaxdist.train.gradients.base import dropout_key
 from jaxdist.train.program import Program, batch_specs, build_program, compiled_bytes
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .speed import CONVENTIONS, describe_speed, speed_rows
+from .timing import full_batch, repeated
 
 PHASES = ("forward", "backward", "reduction", "update")
 AT_ONCE = 3  # steps that an accelerator gets in a row

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from experiments.bench.kernels import BOTH, UPDATE, array_shapes
-from experiments.torch_gpt2 import TorchGPT2
 from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS
+
+from ..torch_gpt2 import TorchGPT2
+from .kernels import BOTH, UPDATE, array_shapes
 
 
 def operations(config: GPT2) -> dict[str, Callable]:

@@ -7,12 +7,14 @@ from typing import Literal
 import jax
 import numpy as np
 
-from experiments.oracles import plain
+from jaxdist.commands import install_text
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.logical import MOMENTS, STEP
 from jaxdist.verify import Observed, by_layer, random_parameters
+
+from . import plain
 
 OracleName = Literal["none", "plain", "transformers"]
 
@@ -88,9 +90,7 @@ def require_known(oracle: OracleName, config: RunConfig) -> None:
     if oracle != "transformers":
         return
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
-        raise ConfigError(
-            "--oracle transformers", "torch and transformers are not installed", "pip install -e '.[oracle]'"
-        )
+        raise ConfigError("--oracle transformers", "torch and transformers are not installed", install_text("oracle"))
     if config.optimizer.name != "adamw" or config.model.dropout:
         raise ConfigError(
             f"--oracle transformers with {config.optimizer.name} and dropout {config.model.dropout}",
@@ -100,7 +100,7 @@ def require_known(oracle: OracleName, config: RunConfig) -> None:
 
 
 def _gpt2(config: RunConfig):
-    from experiments.oracles.huggingface import Gpt2, Shape
+    from .huggingface import Gpt2, Shape
 
     sizes = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(Shape)}
     return Gpt2(Shape(**sizes), config.seed)

@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
@@ -221,7 +222,7 @@ def _refuse(target: str, packages: str) -> None:
     raise ConfigError(
         f"--compile {target}",
         "its compiler is not installed (it needs no device, but it is a package of its own)",
-        f"pip install -e '.[{extra}]', or beside this jax: pip install {packages}",
+        f"{install_text(extra)}, or beside this jax: pip install {packages}",
     )
 
 
