@@ -90,9 +90,8 @@ def test_every_section_is_a_command_that_its_bench_takes(section, monkeypatch):
         seen.append((flags, config))
         return [Row("a figure", 1.0, "s")], None, True
 
-    monkeypatch.setattr(
-        program.importlib, "import_module", lambda name: type("module", (), {BENCHES[command[3]][1]: bench})
-    )
+    module = type("module", (), {BENCHES[command[3]][1]: bench})
+    monkeypatch.setattr(program.importlib, "import_module", lambda name, package: module)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with pytest.raises(SystemExit) as ended:
         run_program(BenchFlags, program.main, "bench", command[3:])

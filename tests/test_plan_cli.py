@@ -227,7 +227,7 @@ REFUSED = [
     ([*SMALL, "--mesh", "dp=4"], ["4 ranks", "8 devices"]),
     (["--model", "tiny", "--global-batch", "3", "--hardware", "h100", "--devices-per-node", "5"], ["multiple of 5"]),
     ([*SMALL, "--html", "/nowhere/at/all.html"], ["--html", "cannot be written"]),
-    ([*SMALL, "--dtype", "float64"], ["--dtype float64", "Use float32 or bfloat16 or float16", "experiments.train"]),
+    ([*SMALL, "--dtype", "float64"], ["--dtype float64", "Use float32 or bfloat16 or float16", "`train` takes"]),
     ([*SMALL, "--model", "gpt2-124m", "--tokens", "1e18"], ["a run has at most", "fewer --tokens"]),
     (
         [*SMALL, "--hardware", "a100-80", "--model", "7b", "--tokens", "2.5e14"],
