@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError, reason_of
 from jaxdist.models.base import Context
 
@@ -78,7 +79,7 @@ def warn_where_cudnn_does_not_compile(device: jax.Device, seq_len: int, head_dim
         return False
     warnings.warn(
         f"--attention auto writes the scores out: cuDNN's attention does not compile on {device.device_kind} "
-        f"({refusal}). Other versions of cuDNN may have it: pip install -e '.[cuda12]' instead of '.[cuda]'",
+        f"({refusal}). Other versions of cuDNN may have it: {install_text('cuda12')} instead of cuda",
         stacklevel=2,
     )
     return True
