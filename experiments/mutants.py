@@ -45,7 +45,7 @@ TARGETS = (
         "jaxdist/layout.py",
         "jaxdist/logical.py",
     ),
-    "jaxdist/verify.py",
+    "jaxdist/parity.py",
 )
 TESTS = (
     *("config_and_layout", "verify", "sixteen_bits", "optimizer", "oracle", "collectives", "algorithms", "schedules"),

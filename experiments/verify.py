@@ -16,13 +16,23 @@ from jaxdist import processes
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.models.registry import Preset
+from jaxdist.parity import (
+    PROOF_EPS,
+    PROOF_LR,
+    Difference,
+    Observed,
+    compare,
+    observe,
+    one_device,
+    random_batches,
+    worst,
+)
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.verify import Difference, Observed, compare, observe, one_device, random_batches, worst
 
 from .cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
 from .oracles import OracleName, ask, require_known, starting_parameters
 from .progress import Progress
-from .strategies import PIPELINES, PROOF_EPS, PROOF_LR, STRATEGIES
+from .strategies import PIPELINES, STRATEGIES
 from .tables import print_columns
 
 

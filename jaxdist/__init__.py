@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxdist.models.gpt2 import GPT2, PRESETS
     from jaxdist.runtime import acquire_devices
     from jaxdist.train.program import Program, build_program
+    from jaxdist.verification import verify
 
 __all__ = [
     "GPT2",
@@ -47,6 +48,7 @@ __all__ = [
     "load_corpus",
     "make_mesh",
     "parse_mesh",
+    "verify",
 ]
 _HOMES = {
     "checkpoint": ("Checkpoints",),
@@ -58,6 +60,7 @@ _HOMES = {
     "models.gpt2": ("GPT2", "PRESETS"),
     "runtime": ("acquire_devices",),
     "train.program": ("Program", "build_program"),
+    "verification": ("verify",),
 }
 
 

@@ -15,8 +15,8 @@ from jaxdist.health import SpikeWatch, checksum, gather_ranks, make_replica_chec
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.pace import slow_processes
+from jaxdist.parity import random_batches
 from jaxdist.train.program import build_program
-from jaxdist.verify import random_batches
 from jaxdist.watch import EXIT_STUCK
 
 MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)

@@ -17,9 +17,9 @@ from jaxdist.logical import fetch, to_logical
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel.dropout import dropout
+from jaxdist.parity import observe, one_device, random_batches
 from jaxdist.runtime import Devices
 from jaxdist.train.program import build_program
-from jaxdist.verify import observe, one_device, random_batches
 
 VERIFIER = Verifier(Devices(DEVICES, True, "simulated"), steps=2)
 

@@ -20,11 +20,11 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.parity import one_device
 from jaxdist.plan import formulas
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.trace import collectives_of, equations, summary, total_sent
 from jaxdist.train.program import build_program, step_options
-from jaxdist.verify import one_device
 
 HLO_NAMES = {kind: kind for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
 HLO_NAMES["permute"] = "collective_permute"

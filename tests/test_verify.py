@@ -10,10 +10,7 @@ from conftest import DEVICES
 from experiments.strategies import Strategy
 from jaxdist.layout import make_layout
 from jaxdist.mesh import make_mesh
-from jaxdist.plan.communication import predicted
-from jaxdist.plan.trace import total_sent
-from jaxdist.train.program import build_program
-from jaxdist.verify import (
+from jaxdist.parity import (
     Difference,
     Observed,
     compare,
@@ -23,6 +20,9 @@ from jaxdist.verify import (
     unequal_copies,
     worst,
 )
+from jaxdist.plan.communication import predicted
+from jaxdist.plan.trace import total_sent
+from jaxdist.train.program import build_program
 
 CONFIG = Strategy("", "", dtype="bfloat16", num_layers=1, batch_size=2).run_config()
 TREES = ["parameters", "moments", "counters", "rounded"]

@@ -1,4 +1,4 @@
-"""What the oracles compute of a run, in the words of `jaxdist.verify`: only this file knows both sides."""
+"""What the oracles compute of a run, in the words of `jaxdist.parity`: only this file knows both sides."""
 
 import dataclasses
 import importlib.util
@@ -12,7 +12,7 @@ from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.logical import MOMENTS, STEP
-from jaxdist.verify import Observed, by_layer, random_parameters
+from jaxdist.parity import Observed, by_layer, random_parameters
 
 from . import plain
 

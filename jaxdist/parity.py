@@ -26,7 +26,7 @@ from jaxdist.logical import (
 )
 from jaxdist.mesh import make_mesh
 from jaxdist.models.base import STACKED
-from jaxdist.plan.trace import total_sent
+from jaxdist.plan.trace import Collective, total_sent
 from jaxdist.runtime import refused_option
 from jaxdist.train.program import build_program
 
@@ -42,6 +42,10 @@ LATER = 2
 
 # Of a gradient's element in 64 bits, relative to the largest of its leaf: below this it is rounding noise.
 NOISE = 1e-13
+
+# AdamW makes steps of size lr out of rounding noise where a true gradient is 0, or near eps: a small lr, and an eps
+# above that noise, keep it out of the next step's gradients.
+PROOF_LR, PROOF_EPS = 1e-4, 1e-6
 
 # A proof compiles much and computes little. Not every jaxlib takes both.
 QUICK_ON_CPU = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
@@ -84,6 +88,7 @@ class Observed:
     unequal: tuple[str, ...] = ()
     state_bytes: int = 0
     sent_bytes: int = 0
+    collectives: tuple[Collective, ...] = ()
 
 
 def random_parameters(config: RunConfig, layout: Layout) -> dict[str, np.ndarray]:
@@ -135,6 +140,7 @@ def observe(
     abstract = (program.abstract_state(), program.abstract_batch())
     traced = program.step.trace(*abstract)
     step = traced.lower().compile()
+    collectives = program.collectives_of(traced)
     if parameters is None:
         parameters = random_parameters(config, program.layout)
     state = from_logical(program, {f"{PARAMS}.{name}": x for name, x in parameters.items()})
@@ -163,7 +169,8 @@ def observe(
         rounded=by_layer(rounded),
         unequal=unequal_copies(state),
         state_bytes=local_bytes(abstract[0]),
-        sent_bytes=total_sent(program.collectives_of(traced), config.parallel.mesh),
+        sent_bytes=total_sent(collectives, config.parallel.mesh),
+        collectives=tuple(collectives),
     )
 
 
@@ -204,7 +211,7 @@ def compare(config: RunConfig, run: Observed, reference: Observed) -> list[Diffe
     differences += _each("counter", run.counters, reference.counters, lambda *pair: _scalar("counter", *pair, 0.0))
 
     def arrays(kind: str, ours: dict, theirs: dict, allowed: float) -> list[Difference]:
-        return _each(kind, ours, theirs, lambda *pair: _array(kind, *pair, allowed, elementwise))
+        return _each(kind, ours, theirs, lambda *pair: array_difference(kind, *pair, allowed, elementwise))
 
     for step, (ours, theirs) in enumerate(zip(run.gradients, reference.gradients, strict=True), 1):
         kind, allowed = ("gradient", tolerance) if step == 1 else (f"gradient of step {step}", later)
@@ -229,7 +236,7 @@ def compare_rounded(config: RunConfig, run: Observed) -> list[Difference]:
         return []
     expected = {name: x.astype(config.precision.dtype).astype(np.float64) for name, x in run.parameters.items()}
     kind = f"{config.precision.dtype} parameter"
-    return _each(kind, run.rounded, expected, lambda *pair: _array(kind, *pair, 0.0, True))
+    return _each(kind, run.rounded, expected, lambda *pair: array_difference(kind, *pair, 0.0, True))
 
 
 def coarsest_dtype(config: RunConfig) -> str:
@@ -293,7 +300,7 @@ def _scalar(kind, name, ours, theirs, tolerance) -> Difference:
     return Difference(kind, name, error, tolerance, abs(ours), abs(theirs))
 
 
-def _array(kind, name, ours, theirs, tolerance, elementwise) -> Difference:
+def array_difference(kind, name, ours, theirs, tolerance, elementwise) -> Difference:
     """Relative error in the L2 norm; with `elementwise`, of the largest element where that is worse."""
     norm, reference_norm = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
     if ours.shape != theirs.shape:
