@@ -67,7 +67,7 @@ def against_papers(config: RunConfig) -> list[tuple[str, float, float]]:
     moved = sent("dp", "weights", "parameters") + sent("dp", "gradients", itemsize=4)
     found = [
         ("weights and gradients over dp", dp.elements, moved),
-        ("blocks over tp", block.elements * micro * shape.num_layers / mesh.pp, sent("tp", "blocks")),
+        ("layers over tp", block.elements * micro * shape.num_layers / mesh.pp, sent("tp", "layers")),
     ]
     if mesh.pp > 1:
         found.append(("between stages", 2 * micro * boundary.elements, sent("pp", "between stages")))
@@ -75,7 +75,7 @@ def against_papers(config: RunConfig) -> list[tuple[str, float, float]]:
 
 
 KINDS = {
-    "activations over tp": ("embedding", "blocks", "head", "softmax"),
+    "activations over tp": ("embedding", "layers", "loss"),
     "between stages": ("between stages",),
     "weights and gradients": ("weights", "gradients", "parameters"),
 }

@@ -84,6 +84,11 @@ class MeshShape:
         return math.prod(self.sizes)
 
     @property
+    def batch_ranks(self) -> int:
+        """Ranks that have rows of the batch of their own."""
+        return math.prod(getattr(self, axis) for axis in DATA_AXES)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
 

@@ -174,7 +174,7 @@ def test_bytes_do_not_depend_on_grouping():
     more = sent[3, "flat"] - sent[3, "per-parameter"]
     width, layers, itemsize = PRESETS["gpt2-124m"].width, PRESETS["gpt2-124m"].num_layers, 2
     assert more == {
-        "weights of a block, backward": layers
+        "weights of a layer, backward": layers
         * itemsize
         * (4 + 2 + 3 + 4)
         * width,  # two norms; biases out, down; qkv; up
@@ -232,7 +232,7 @@ def test_differences_from_the_papers_are_the_named_ones():
     papers, ours = figures["ZeRO-1"]["between stages"]
     assert ours == papers
     for name in COMPARED:
-        papers, ours = figures[name]["blocks over tp"]
+        papers, ours = figures[name]["layers over tp"]
         # Of a block's four messages with sp, recomputation needs three.
         assert ours == papers * (11 / 12 if "recompute" in name else 1)
 

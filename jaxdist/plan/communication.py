@@ -23,6 +23,7 @@ from jaxdist.models.base import STACKED
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline import iterations
 from jaxdist.parallel.schedules import Schedule
+from jaxdist.plan.parts import parts_of
 from jaxdist.plan.trace import Count, Sending, on_stages, total_sent
 
 Wanted = Callable[[Leaf], bool]
@@ -76,7 +77,7 @@ def predicted(config: RunConfig, layout: Layout) -> list[Message]:
             "Use make_layout(config.model, config.parallel, config.part_layers)",
         )
     step = _Step(config, layout)
-    messages = [*step.scalars(), *step.tensor_parallel(), *step.stages(), *step.spread(), *step.fetches()]
+    messages = [*step.scalars(), *step.activations(), *step.stages(), *step.spread(), *step.fetches()]
     messages += step.reductions()
     return [message for message in messages if message.count and message.axes]
 
@@ -123,12 +124,8 @@ class _Step:
             once = {"embed": 1, "head": 1, "layers_forward": layers}
         self.runs = {name: passes * times for name, times in once.items()}
         self.root = {name: part for name, part in layout.leaves.items() if name != STACKED}
-        self.block = [leaf.layer() for leaf in jax.tree.leaves(layout.leaves[STACKED])]
-
-        rows = config.batch_size // (self.mesh.replica * self.mesh.dp * passes * self.parallel.num_microbatches)
-        self.tokens = rows * config.model.seq_len  # of a micro-batch on one data rank
-        self.activation = self.tokens * config.model.width * self.item
-        self.sequence_split = self.parallel.sp and self.mesh.tp > 1
+        self.layer_leaves = [leaf.layer() for leaf in jax.tree.leaves(layout.leaves[STACKED])]
+        self.parts = parts_of(config)
 
     def live(self, *axes: str) -> tuple[str, ...]:
         return tuple(axis for axis in axes if getattr(self.mesh, axis) > 1)
@@ -141,62 +138,37 @@ class _Step:
         norms = dict.fromkeys(leaf.storage_axes for leaf in jax.tree.leaves(self.layout.leaves))
         return [
             Message.of("token count", "all_reduce", self.live(*DATA_AXES), 1, counter),
-            Message.of("loss", "all_reduce", self.live("pp", *DATA_AXES), 1, self.master),
+            Message.of("sum of the loss", "all_reduce", self.live("pp", *DATA_AXES), 1, self.master),
             *(Message.of("gradient norm", "all_reduce", axes, 1, self.master) for axes in norms),
         ]
 
     # ---- activations ----
 
-    def tensor_parallel(self) -> list[Message]:
-        """What `jaxdist.parallel.tensor` sends: 2 `enter` and 2 `leave` in a block, 1 `leave` after the embedding, 1
-        `enter` and the softmax in the head.
-        """
-        layers = self.runs["layers_forward"]
-        enters, leaves = self.recomputed_in_a_block()
-        parts = self.parallel.loss_chunks
-        chunks = self.runs["head"] * parts
+    def activations(self) -> list[Message]:
+        """What the parts of the model send over tp, as often as each runs."""
+        every, layers, parts = self.parallel.remat_every, self.runs["layers_forward"], self.parts
+        # A loop over several layers that run again computes the last one's result too.
+        again = parts.layer.forward if every > 1 else parts.layer.recomputed if every else ()
+        found = (
+            ("embedding, forward", self.runs["embed"], parts.embed.forward),
+            ("layers, forward", layers, parts.layer.forward),
+            ("loss, forward", self.runs["head"], parts.loss.forward),
+            ("loss, backward", self.runs["head"], parts.loss.backward),
+            ("layers, recomputed", layers, again),
+            ("layers, backward", layers, parts.layer.backward),
+            ("embedding, backward", self.runs["embed"], parts.embed.backward),
+        )
         return [
-            *self.meets("embedding, forward", self.runs["embed"], leaves=1),
-            *self.block_meets("blocks, forward", layers, enters=2, leaves=2),
-            *self.meets("head, forward", self.runs["head"], enters=1),
-            Message.of("softmax", "all_reduce", self.live("tp"), chunks, self.tokens // parts * self.master),
-            Message.of("softmax", "all_reduce", self.live("tp"), chunks, 2 * (self.tokens // parts) * self.master),
-            *self.meets("head, backward", self.runs["head"], enters=1, backward=True),
-            *self.block_meets("blocks, recomputed", layers, enters, leaves),
-            *self.block_meets("blocks, backward", layers, enters=2, leaves=2, backward=True),
-            *self.meets("embedding, backward", self.runs["embed"], leaves=1, backward=True),
+            Message.of(purpose, each.kind, each.axes, times * each.count, each.full_bytes)
+            for purpose, times, sent in found
+            for each in sent
         ]
-
-    def meets(self, purpose: str, times: int, enters: int = 0, leaves: int = 0, backward: bool = False):
-        """`enter` gathers with sp and sends nothing without; `leave` sums. Each is the other's transpose."""
-        if backward:
-            enters, leaves = leaves, enters
-        kinds = {"all_gather": enters, "reduce_scatter": leaves} if self.sequence_split else {"all_reduce": leaves}
-        return [
-            Message.of(purpose, kind, self.live("tp"), times * each, self.activation) for kind, each in kinds.items()
-        ]
-
-    def block_meets(self, purpose: str, times: int, enters: int, leaves: int, backward: bool = False):
-        """The same in a block, where `jaxdist.parallel.rings` sends each gather or sum as n-1 chunks."""
-        if not self.parallel.ring:
-            return self.meets(purpose, times, enters, leaves, backward)
-        chunks = times * (enters + leaves) * (self.mesh.tp - 1)
-        return [Message.of(purpose, "permute", self.live("tp"), chunks, self.activation // self.mesh.tp)]
-
-    def recomputed_in_a_block(self) -> tuple[int, int]:
-        """(enters, leaves) that backward runs again. The second sum of a block makes the next block's input: where each
-        block is recomputed alone, nothing needs it. A loop over several blocks keeps it.
-        """
-        if not self.parallel.remat_every:
-            return 0, 0
-        return 2, 1 if self.parallel.remat_every == 1 else 2
 
     def stages(self) -> list[Message]:
         """A micro-batch's activations (or their gradient), of the stage that sends most."""
-        size = self.activation // (self.mesh.tp if self.sequence_split else 1)
         ways = {"to the next": "from_before_", "to the one before": "from_after_"}  # names of `pipeline.sending`
         return [
-            Message.of(f"between stages, {name}", "permute", self.live("pp"), times, size)
+            Message.of(f"between stages, {name}", "permute", self.live("pp"), times, self.parts.x_bytes)
             for name, way in ways.items()
             for times in [sum(count for ran, count in self.runs.items() if ran.startswith(way))]
         ]
@@ -221,15 +193,15 @@ class _Step:
             return []
         layers, parallel, messages = self.runs["layers_forward"], self.parallel, []
         if self.layout.params_sharded:
-            for name, only in self.block_fetches():
+            for name, only in self.layer_fetches():
                 times = layers - parallel.accumulate if parallel.overlap_layers and name == "backward" else layers
-                messages += self.gathers(f"weights of a block, {name}", self.block, times, only)
-        messages += self.scatters("gradients of a block", self.block, layers)
+                messages += self.gathers(f"weights of a layer, {name}", self.layer_leaves, times, only)
+        messages += self.scatters("gradients of a layer", self.layer_leaves, layers)
         if self.pipelined:  # once a step
             root = jax.tree.leaves(self.root)
             if self.layout.params_sharded:
-                messages += self.gathers("weights outside the blocks", root, 1)
-            return messages + self.scatters("gradients outside the blocks", root, 1)
+                messages += self.gathers("weights outside the layers", root, 1)
+            return messages + self.scatters("gradients outside the layers", root, 1)
         if self.layout.params_sharded and parallel.reshard_after_forward:
             embed, head = (
                 [leaf for leaf in jax.tree.leaves(self.root) if user in leaf.used_in] for user in ("embed", "loss")
@@ -237,26 +209,26 @@ class _Step:
             messages += self.gathers("weights of the embedding", embed, self.runs["embed"])
             messages += self.gathers("weights of the head", head, self.runs["head"])
         elif self.layout.params_sharded:
-            messages += self.gathers("weights outside the blocks", jax.tree.leaves(self.root), parallel.accumulate)
+            messages += self.gathers("weights outside the layers", jax.tree.leaves(self.root), parallel.accumulate)
         # Together: once a micro-batch.
         root = jax.tree.leaves(self.root)
-        return messages + self.scatters("gradients outside the blocks", root, parallel.accumulate)
+        return messages + self.scatters("gradients outside the layers", root, parallel.accumulate)
 
-    def block_fetches(self) -> list[tuple[str, Wanted]]:
-        """When ZeRO-3 gathers a block's weights, and which leaves are asked for then.
+    def layer_fetches(self) -> list[tuple[str, Wanted]]:
+        """When ZeRO-3 gathers a layer's weights, and which leaves are asked for then.
 
-        The pipeline's division of a layer takes a fetch for one operation, so B gathers the whole block, for its
-        recomputation too where that is of the one block. W needs no more of it than the norms' scale and bias, which B
-        hands over where they are no larger than the activation: always, but for a few tokens. With overlap each block
-        is gathered whole both times, but the last, whose backward comes next.
+        The pipeline's division of a layer takes a gather for one operation, so B gathers the whole layer, for its
+        recomputation too where that is of the one layer. What W needs of it (a norm's scale and bias, say) B hands over
+        where it is no larger than the activation. With overlap each layer is gathered whole both times, but the last,
+        whose backward comes next.
         """
         every = self.parallel.remat_every
         fetches = [("forward", every_leaf)]
         if self.parallel.overlap_layers:
             return [*fetches, ("backward", every_leaf)]
         if self.pipelined:
-            norms = sum(math.prod(leaf.compute_local) * self.item for leaf in self.block if ".ln_" in leaf.name)
-            again = norms > self.activation and not self.sequence_split  # the gathered sequence is kept for W
+            read = [leaf for leaf in self.layer_leaves if _in_layer(leaf) in self.parts.read_by_w]
+            again = sum(math.prod(leaf.compute_local) * self.item for leaf in read) > self.parts.x_bytes
             return [
                 *fetches,
                 *[("recomputed", every_leaf)] * (every > 1),
@@ -264,17 +236,22 @@ class _Step:
                 *[("W", every_leaf)] * again,
             ]
         if every:
-            fetches.append(("recomputed", every_leaf if every > 1 else all_but_last_bias))
+            fetches.append(("recomputed", every_leaf if every > 1 else self.is_read_again))
         if self.parallel.reshard_after_forward and every != 1:
             fetches.append(("backward", is_matrix))
         return fetches
+
+    def is_read_again(self, leaf: Leaf) -> bool:
+        """Whether running the layer again for its gradients alone needs the leaf: a last bias is only added to the
+        result, which nothing in backward asks for."""
+        return _in_layer(leaf) in self.parts.layer.read_again
 
     def reductions(self) -> list[Message]:
         """After backward: what the gradient rule of `jaxdist.parallel.data` sums, and ZeRO-1 and 2's new parameters."""
         leaves, layout, messages = jax.tree.leaves(self.layout.leaves), self.layout, []
         reduced = [(leaves, 1)]
-        if self.parallel.overlap_layers:  # a block at a time, while backward runs
-            reduced = [(jax.tree.leaves(self.root), 1), (self.block, self.config.model.num_layers)]
+        if self.parallel.overlap_layers:  # a layer at a time, while backward runs
+            reduced = [(jax.tree.leaves(self.root), 1), (self.layer_leaves, self.config.model.num_layers)]
         for part, times in reduced:
             if layout.sharded and not layout.grads_scattered:
                 messages += self.scatters("gradients", part, times)
@@ -312,9 +289,9 @@ def is_matrix(leaf: Leaf) -> bool:
     return not leaf.small
 
 
-def all_but_last_bias(leaf: Leaf) -> bool:
-    """A block's last bias is only added to its result, which nothing in backward asks for."""
-    return leaf.name != f"{STACKED}.mlp.b_down"
+def _in_layer(leaf: Leaf) -> str:
+    """A leaf's path in its layer."""
+    return leaf.name.removeprefix(f"{STACKED}.")
 
 
 def owed_for(axes: tuple[str, ...]) -> str:
