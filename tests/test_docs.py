@@ -19,7 +19,7 @@ from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Candidates, layouts_of_mesh, legal_meshes, score
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = [
     pytest.param(code, id=f"{page.name}-{number}")
     for page in PAGES
@@ -130,7 +130,9 @@ def test_numbers_in_prose_are_those_of_the_code(page, pattern, expected):
 
 
 def test_the_flags_list_every_preset():
-    (line,) = [line for line in (ROOT / "docs/flags.md").read_text(encoding="utf-8").splitlines() if "`--preset`" in line]
+    (line,) = [
+        line for line in (ROOT / "docs/flags.md").read_text(encoding="utf-8").splitlines() if "`--preset`" in line
+    ]
     assert set(re.findall(r"`([\w.-]+)`", line)) - {"--model", "--preset", "verify"} == set(PRESETS)
 
 
