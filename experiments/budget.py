@@ -17,9 +17,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.cli import EXIT_BUDGET, EXIT_SIGNAL, run_program
-from experiments.tables import Rows
-from experiments.warden import Guarded
 from jaxdist.errors import ConfigError
 from jaxdist.plan.budget import (
     BUDGET_VARIABLE,
@@ -31,6 +28,10 @@ from jaxdist.plan.budget import (
     find_log,
     money,
 )
+
+from .cli import EXIT_BUDGET, EXIT_SIGNAL, run_program
+from .tables import Rows
+from .warden import Guarded
 
 POLL_SECONDS = 0.2
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -213,6 +214,6 @@ if __name__ == "__main__":
     run_program(
         Init | Ceiling | Show | Settle | Run,
         lambda flags, console: main(flags, console, after),
-        "experiments.budget",
+        "budget",
         args=words[:split],
     )

@@ -27,16 +27,17 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, run_program, write_output
-from experiments.progress import Progress
-from experiments.tables import Rows
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config import require_positive
+from jaxdist.commands import command_words, import_root
+from jaxdist.errors import require_positive
 from jaxdist.runtime import acquire_devices
 from jaxdist.signals import EXIT_SIGNAL
 from jaxdist.watch import EXIT_STUCK
 
-ROOT = Path(__file__).resolve().parent.parent
+from .cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, run_program, write_output
+from .progress import Progress
+from .tables import Rows
+
 SIZES = "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --eval-every 1000 --eval-batches 1"
 BOUND = 240.0  # seconds in which a run of these sizes must end on a slow machine, whatever is done to it
 HEARTBEAT = 10
@@ -96,14 +97,17 @@ class Lab:
     folder: Path
 
     def train(self, flags: str, *, processes: int = 1) -> list[str]:
-        train = ["-m", "experiments.train", "--data", str(self.folder / "text.txt"), *SIZES.split(), *flags.split()]
+        train = [*command_words("train")[1:], "--data", str(self.folder / "text.txt"), *SIZES.split(), *flags.split()]
         if processes == 1:
             return [sys.executable, *train]
-        launch = [sys.executable, "-m", "experiments.launch", "--processes", str(processes), "--bound", "90"]
+        launch = [*command_words("launch"), "--processes", str(processes), "--bound", "90"]
         return [*launch, "--devices-per-process", "1", "--", *train]
 
     def start(self, command: list[str]) -> subprocess.Popen:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        environment = os.environ | {
+            "PYTHONPATH": str(import_root()),
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        }
         return subprocess.Popen(
             command,
             cwd=self.folder,
@@ -473,4 +477,4 @@ FAULTS = (
 )
 
 if __name__ == "__main__":
-    run_program(ChaosFlags, main, "experiments.chaos")
+    run_program(ChaosFlags, main, "chaos")

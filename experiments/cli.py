@@ -21,32 +21,32 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.help import asks_for_groups, print_help
-from experiments.progress import Progress
 from jaxdist import compat, processes, versions
+from jaxdist.commands import command_text
 from jaxdist.config import (
-    PRESETS,
     AttentionName,
     Dtype,
     GradSync,
-    ModelConfig,
     OptimizerConfig,
     OptimizerName,
     ParallelConfig,
     PrecisionConfig,
-    Preset,
     RunConfig,
     TpRing,
-    require_positive,
 )
-from jaxdist.errors import ConfigError, printable, reason_of
+from jaxdist.errors import ConfigError, printable, reason_of, require_positive
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.models.registry import Preset
 from jaxdist.runtime import DeviceChoice
 from jaxdist.signals import EXIT_SIGNAL
 
+from .help import asks_for_groups, print_help
+from .progress import Progress
+
 Flags = TypeVar("Flags")
 
-# What `experiments.plan` writes into its command for what it cannot know; `experiments.train` refuses them by name.
+# What `plan` writes into its command for what it cannot know; `train` refuses them by name.
 PLACEHOLDERS = {"data": "DATA", "out": "OUT"}
 
 # Exit codes beside 0 (done) and 1 (it ran, and what it ran is wrong).
@@ -130,10 +130,10 @@ class CommonFlags:
     weight_decay: float = OptimizerConfig.weight_decay
     clip_norm: float = OptimizerConfig.clip_norm
 
-    def model_config(self) -> ModelConfig:
+    def model_config(self) -> GPT2:
         preset = PRESETS[self.preset]
         width = _either(self.width, preset.width)
-        return ModelConfig(
+        return GPT2(
             num_layers=_either(self.num_layers, preset.num_layers),
             width=width,
             num_heads=_either(self.num_heads, preset.num_heads),
@@ -353,7 +353,7 @@ def run_program(
     prog: str,
     args: list[str] | None = None,
 ) -> None:
-    """Parse `args` (default: the command line), run `main` and end the process with an exit code.
+    """Parse `args` (default: the command line), run `main` and end the process with an exit code. prog: as in "train".
 
     A ConfigError becomes one message and exit code 2. Whatever else escapes is a defect of ours: one line says so, and
     a file holds the traceback.
@@ -393,11 +393,11 @@ def _parse(flags_type: type[Flags], prog: str, args: list[str] | None) -> Flags:
         print_help(flags_type, prog)
     try:
         with redirect_stderr(io.StringIO()):
-            return tyro.cli(flags_type, prog=f"python -m {prog}", args=words)
+            return tyro.cli(flags_type, prog=command_text(prog), args=words)
     except SystemExit as stop:
         if stop.code:
             with suppress(SystemExit):  # say so again, in words that a terminal cannot obey
-                tyro.cli(flags_type, prog=f"python -m {prog}", args=[printable(word) for word in words])
+                tyro.cli(flags_type, prog=command_text(prog), args=[printable(word) for word in words])
         if stop.code and issubclass(flags_type, ProcessFlags) and processes.asked_to_join():
             with suppress(ConfigError):
                 processes.join(None, None, None)
@@ -413,10 +413,10 @@ def _unexpected(error: Exception, prog: str) -> tuple[int, str]:
         return EXIT_SAVE, f"[bold red]error:[/] the output cannot be written: {escape(str(error))}"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
         text = f"[bold red]error:[/] not enough memory: {escape(reason_of(error))}"
-        return 1, f"{text}. `python -m experiments.plan` tells what a layout needs."
+        return 1, f"{text}. `{command_text('plan')}` tells what a layout needs."
     with tempfile.NamedTemporaryFile("w", prefix="jaxdist-defect-", suffix=".txt", delete=False) as file:
         file.write(
-            f"python -m {prog} {shlex.join(sys.argv[1:])}\n{versions.versions()}\n\n".encode(
+            f"{command_text(prog)} {shlex.join(sys.argv[1:])}\n{versions.versions()}\n\n".encode(
                 "ascii", "replace"
             ).decode()
         )

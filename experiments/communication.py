@@ -12,16 +12,17 @@ from itertools import pairwise
 import jax
 from rich.console import Console
 
-from experiments.cli import run_program
-from experiments.progress import Progress
-from experiments.strategies import STRATEGIES
-from jaxdist import model
-from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import Layout, make_layout
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.gpt2 import PRESETS
 from jaxdist.plan import formulas
 from jaxdist.plan.communication import predicted, table
 from jaxdist.plan.trace import total_sent
+
+from .cli import run_program
+from .progress import Progress
+from .strategies import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ COMPARED = {
 
 
 def layout_of(config: RunConfig) -> Layout:
-    return make_layout(model.declare(config.model), config.parallel, config.part_layers)
+    return make_layout(config.model, config.parallel, config.part_layers)
 
 
 def against_papers(config: RunConfig) -> list[tuple[str, float, float]]:
@@ -125,14 +126,14 @@ def least(config: RunConfig) -> dict[str, float]:
         rest = math.prod(getattr(mesh, axis) for axis in leaf.shard_reduce_axes)
         dp = mesh.dp if layout.sharded else 1
         total += 2 * part(rest) * size / dp * reduced
-        uses = 1 if block else sum(leaf.name.split(".")[0] in names for names in (model.EMBED_PARTS, model.HEAD_PARTS))
+        uses = 1 if block else len(leaf.used_in)
         if not block and (mesh.pp > 1 or not (parallel.zero == 3 and parallel.reshard_after_forward)):
             uses = 1 / micros if mesh.pp > 1 else 1 / parallel.num_microbatches
         times = micros * uses
         scatters = micros * min(uses, 1) if layout.grads_scattered else 1
         total += part(dp) * size * reduced * scatters
-        if layout.params_stored:
-            twice = block and ((leaf.decay and (parallel.reshard_after_forward or schedule)) or every)
+        if layout.params_sharded:
+            twice = block and ((not leaf.small and (parallel.reshard_after_forward or schedule)) or every)
             once = (
                 1 / config.model.num_layers if parallel.overlap_layers else 0
             )  # the last block, for forward and backward
@@ -174,4 +175,4 @@ def main(flags: CommunicationFlags, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    run_program(CommunicationFlags, main, "experiments.communication")
+    run_program(CommunicationFlags, main, "communication")

@@ -28,9 +28,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rich.console import Console
 
-from experiments.cli import EXIT_DEFECT, chosen, run_program
-from jaxdist.config import require_positive
-from jaxdist.errors import printable
+from jaxdist.commands import command_text
+from jaxdist.errors import printable, require_positive
+
+from .cli import EXIT_DEFECT, chosen, run_program
 
 INTEGERS = (0, -1, 1, 2, 3, 4, 7, 8, 128, 10**6, 2**31 - 1, 2**31, 10**9, 10**18, -(10**18))
 FLOATS = ("nan", "inf", "-inf", "0", "-1", "1e-320", "1e308", "1e999", "0.5", "1", "3", "3e18", "1_0")
@@ -118,15 +119,15 @@ TINY = (
     "2",
 )
 TARGETS = (
-    Target("train", "TrainFlags", (*TINY, "--data", "text.txt"), ("jaxdist.step:Program.compile_step",), share=5),
-    Target("verify", "VerifyFlags", TINY, ("experiments.verify:Verifier.__call__",), share=3),
+    Target("train", "TrainFlags", (*TINY, "--data", "text.txt"), ("jaxdist.train.program:Program.compile_step",), 5),
+    Target("verify", "VerifyFlags", TINY, (".verify:Verifier.__call__",), share=3),
     Target("plan", "PlanFlags", ("--model", "gpt2-124m", "--hardware", "h100", "--nodes", "1"), share=3),
     Target("prepare", "PrepareFlags", ("--data", "text.txt", "--out", "prepared"), share=2),
     Target("schedules", "SchedulesFlags"),
-    Target("launch", "LaunchFlags", ("--processes", "1"), ("experiments.launch:start",)),
+    Target("launch", "LaunchFlags", ("--processes", "1"), (".launch:start",)),
     Target("bench.__main__", "BenchFlags", ("compile", *TINY), ("importlib:import_module",)),
-    Target("levels", "LevelsFlags", (), ("experiments.levels:levels",)),
-    Target("budget", "Run", ("--price-per-hour", "1", "--hours", "1"), ("experiments.budget:Guarded",)),
+    Target("levels", "LevelsFlags", (), (".levels:levels",)),
+    Target("budget", "Run", ("--price-per-hour", "1", "--hours", "1"), (".budget:Guarded",)),
     Target("budget", "Settle", ("--job", "b", "--actual", "1")),
     Target("budget", "Init", ("--budget", "3")),
 )
@@ -151,7 +152,7 @@ def main(flags: FuzzFlags, console: Console) -> int:
     names = chosen(flags.only, [target.module for target in TARGETS])
     targets = [target for target in TARGETS if target.module in names for _ in range(target.share)]
     for target in targets:
-        importlib.import_module(f"experiments.{target.module}")
+        importlib.import_module(f".{target.module}", __package__)
     counts, faults, slowest = Counter(), [], 0.0
     with tempfile.TemporaryDirectory() as folder:
         make_files(Path(folder))
@@ -164,7 +165,7 @@ def main(flags: FuzzFlags, console: Console) -> int:
             fault = fault_of(code, output)
             counts[fault or f"exit {code}"] += 1
             if fault or flags.verbose:
-                line = printable(f"{fault or code}: python -m experiments.{target.module} {shlex.join(words)[:400]}")
+                line = printable(f"{fault or code}: {command_text(target.module)} {shlex.join(words)[:400]}")
                 console.print(line, markup=False, soft_wrap=True)
             if fault:
                 faults.append(fault)
@@ -195,7 +196,7 @@ def fault_of(code: int | None, output: str) -> str | None:
 
 def make_words(target: Target, chance: random.Random, folder: Path) -> list[str]:
     """The base words with one to three flags of the program set to something odd."""
-    kind = getattr(importlib.import_module(f"experiments.{target.module}"), target.flags)
+    kind = getattr(importlib.import_module(f".{target.module}", __package__), target.flags)
     hints = get_type_hints(kind)
     words = list(target.base)
     named = [field.name for field in dataclasses.fields(kind) if field.name not in ("command", "which", *SLOW)]
@@ -246,22 +247,22 @@ def make_files(folder: Path) -> None:
 
 
 def run_target(target: Target, words: list[str]) -> None:
-    module = importlib.import_module(f"experiments.{target.module}")
+    module = importlib.import_module(f".{target.module}", __package__)
     kind = getattr(module, target.flags)
     for place in target.stop_at:
         name, _, attribute = place.partition(":")
         *holders, last = attribute.split(".")
-        holder = importlib.import_module(name)
+        holder = importlib.import_module(name, __package__)
         for part in holders:
             holder = getattr(holder, part)
         setattr(holder, last, _reach)
-    sys.argv = [f"experiments.{target.module}", *words]
+    sys.argv = [target.module, *words]
     begin = (
         (lambda flags, console: module.main(flags, console, ["true"] if target.flags == "Run" else []))
         if (target.module == "budget")
         else module.main
     )
-    run_program(kind, _until_reached(begin, words), f"experiments.{target.module}", args=words)
+    run_program(kind, _until_reached(begin, words), target.module, args=words)
 
 
 def _reach(*_, **__):
@@ -338,4 +339,4 @@ def run_apart(run: Callable[[], None], folder: str, bound: float) -> tuple[int |
 
 
 if __name__ == "__main__":
-    run_program(FuzzFlags, main, "experiments.fuzz")
+    run_program(FuzzFlags, main, "fuzz")

@@ -1,4 +1,4 @@
-"""Check and measure one GPU, unattended: a fixed selection of `experiments.bench`, most important first.
+"""Check and measure one GPU, unattended: a fixed selection of `bench`, most important first.
 
 python -m experiments.gpu
 
@@ -13,7 +13,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,10 +25,12 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.bench.rows import describe_machine
-from experiments.cli import run_program
+from jaxdist.commands import command_text, command_words, install_text
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import Devices, acquire_devices
+
+from .bench.rows import describe_machine
+from .cli import run_program
 
 Clock = Callable[[], float]
 
@@ -60,7 +61,7 @@ class Section:
 
     def command(self, limit: float) -> list[str]:
         args = shlex.split(self.args.format(seconds=max(limit - 60, 0)))
-        return [sys.executable, "-m", "experiments.bench", *args]
+        return [*command_words("bench"), *args]
 
 
 # A section's result, ready for JSON: "status" (ok; missed: it ran, and a tolerance or target is not met; failed; out of
@@ -105,7 +106,7 @@ def main(flags: GpuFlags, console: Console) -> int:
     plan_sections(flags)
     devices = require_gpu()
     sections = plan_sections(flags, len(jax.devices("gpu")))
-    report = Report(flags.out, describe_machine(devices, "experiments.gpu"))
+    report = Report(flags.out, describe_machine(devices, "gpu"))
     with tempfile.TemporaryDirectory() as folder:
         share_autotuning(Path(folder))
         run_sections(report, sections, run_bench, deadline, console)
@@ -119,9 +120,9 @@ def require_gpu() -> Devices:
         return acquire_devices(1, "gpu")
     except ConfigError as error:
         raise ConfigError(
-            "experiments.gpu",
+            command_text("gpu"),
             "it measures a GPU, and JAX sees none on this machine",
-            "On a machine with an NVIDIA driver (`nvidia-smi` must list the card): pip install -e '.[cuda]'",
+            f"On a machine with an NVIDIA driver (`nvidia-smi` must list the card): {install_text('cuda')}",
         ) from error
 
 
@@ -154,7 +155,8 @@ def run_sections(
             except Exception as error:
                 entry = {"status": "failed", "error": f"{type(error).__name__}: {error}", "log": format_exc()[-4000:]}
         seconds = round(clock() - started, 1)
-        entry = {"name": section.name, "command": f"experiments.bench {section.args}", "seconds": seconds, **entry}
+        command = f"{command_text('bench')} {section.args}"
+        entry = {"name": section.name, "command": command, "seconds": seconds, **entry}
         report.add(entry, rows)
         console.print(f"\n[bold]{section.name}[/]: {entry['status']} ({seconds:.0f} s)")
         console.print(escape(entry.get("output") or entry["error"]))
@@ -249,4 +251,4 @@ class Report:
 
 
 if __name__ == "__main__":
-    run_program(GpuFlags, main, "experiments.gpu")
+    run_program(GpuFlags, main, "gpu")

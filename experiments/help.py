@@ -11,6 +11,8 @@ from typing import Annotated
 
 import tyro
 
+from jaxdist.commands import command_text
+
 FLAT = 20  # flags that need no groups
 
 
@@ -22,9 +24,8 @@ def asks_for_groups(flags_type: type, args: list[str]) -> bool:
 
 def print_help(flags_type: type, prog: str) -> None:
     """Print the help and exit. A program's own flags come first, then those that it shares with others."""
-    own = prog.rsplit(".")[-1]
     groups: dict[str, list[str]] = {}
-    for title, name in _titles(flags_type, own):
+    for title, name in _titles(flags_type, own=prog):
         groups.setdefault(title, []).append(name)
     shared = [title for base in flags_type.__mro__[1:] for title in _groups_of(base).values()]
     ordered = sorted(groups, key=lambda title: title in shared)
@@ -38,7 +39,7 @@ def print_help(flags_type: type, prog: str) -> None:
     ]
     grouped = dataclasses.make_dataclass("Grouped", boxes)
     config, description = (tyro.conf.OmitArgPrefixes,), inspect.cleandoc(flags_type.__doc__)
-    tyro.cli(grouped, prog=f"python -m {prog}", args=["--help"], config=config, description=description)
+    tyro.cli(grouped, prog=command_text(prog), args=["--help"], config=config, description=description)
 
 
 def _groups_of(cls: type) -> dict[str, str]:

@@ -20,12 +20,12 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from experiments.cli import run_program
-from experiments.warden import Guarded
-from jaxdist.config import require_positive, require_within
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, require_positive, require_within
 from jaxdist.runtime import MAX_SIMULATED
 from jaxdist.signals import EXIT_SIGNAL, Signals
+
+from .cli import run_program
+from .warden import Guarded
 
 POLL_SECONDS = 0.1
 
@@ -35,7 +35,7 @@ class LaunchFlags:
     """Run `python COMMAND` as several processes that find each other."""
 
     command: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """What follows --: arguments of python, as in -m experiments.train --mesh dp=8."""
+    """What follows --: arguments of python, as in -m jaxdist train --mesh dp=8."""
     processes: int = 2
     devices_per_process: int = 1
     """Simulated CPU devices of each."""
@@ -49,7 +49,7 @@ def main(flags: LaunchFlags, console: Console) -> int:
     require_positive("devices_per_process", flags.devices_per_process, MAX_SIMULATED)
     require_within("bound", flags.bound, 0, 1e6)
     if not flags.command:
-        raise ConfigError("no command", "there is nothing to start", "Write -- -m experiments.train --mesh dp=2")
+        raise ConfigError("no command", "there is nothing to start", "Write -- -m jaxdist train --mesh dp=2")
     address = f"127.0.0.1:{free_port()}"
     with Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) as signals, ExitStack() as stack:
         processes = []
@@ -136,4 +136,4 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    run_program(LaunchFlags, main, "experiments.launch")
+    run_program(LaunchFlags, main, "launch")

@@ -12,17 +12,6 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from experiments.cli import (
-    CommonFlags,
-    chosen,
-    refuse_ignored,
-    require_writable,
-    run_program,
-    set_precision,
-    write_output,
-)
-from experiments.progress import Progress
-from experiments.tables import print_columns
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
@@ -31,6 +20,18 @@ from jaxdist.plan.executed import Miscounted, executed_step, miscounted
 from jaxdist.plan.levels import Levels, levels
 from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.search import Candidates, pipelines
+
+from .cli import (
+    CommonFlags,
+    chosen,
+    refuse_ignored,
+    require_writable,
+    run_program,
+    set_precision,
+    write_output,
+)
+from .progress import Progress
+from .tables import print_columns
 
 LAYOUTS: list[tuple[str, dict]] = [
     ("", {}),
@@ -215,4 +216,4 @@ def record(name: str, found: Levels, formula: float) -> dict:
 
 
 if __name__ == "__main__":
-    run_program(LevelsFlags, main, "experiments.levels")
+    run_program(LevelsFlags, main, "levels")

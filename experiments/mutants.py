@@ -29,16 +29,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import run_program
-from experiments.mutant_runner import TIMED_OUT
-from experiments.planted_bugs import COPIED, ROOT
-from experiments.progress import Progress
-from jaxdist.config import require_positive
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, require_positive
+
+from .cli import run_program
+from .mutant_runner import TIMED_OUT
+from .planted_bugs import COPIED, ROOT, require_clone
+from .progress import Progress
 
 TARGETS = (
-    *("jaxdist/parallel", "jaxdist/step.py", "jaxdist/optimizer.py", "jaxdist/layout.py", "jaxdist/logical.py"),
-    "jaxdist/verify.py",
+    *(
+        "jaxdist/parallel",
+        "jaxdist/train",
+        "jaxdist/models",
+        "jaxdist/optimizer.py",
+        "jaxdist/layout.py",
+        "jaxdist/logical.py",
+    ),
+    "jaxdist/parity.py",
 )
 TESTS = (
     *("config_and_layout", "verify", "sixteen_bits", "optimizer", "oracle", "collectives", "algorithms", "schedules"),
@@ -373,6 +380,7 @@ class MutantFlags:
 
 
 def main(flags: MutantFlags, console: Console) -> int:
+    require_clone()
     for name in ("sample", "seconds", "jobs"):
         require_positive(name, getattr(flags, name))
     every, same = all_mutants(flags.paths), equivalents()
@@ -416,4 +424,4 @@ def main(flags: MutantFlags, console: Console) -> int:
 
 
 if __name__ == "__main__":
-    run_program(MutantFlags, main, "experiments.mutants")
+    run_program(MutantFlags, main, "mutants")

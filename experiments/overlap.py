@@ -11,10 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import CommonFlags, run_program, set_precision
-from experiments.tables import Rows
-from jaxdist.config import Dtype, Preset, RunConfig
+from jaxdist.config import Dtype, RunConfig
+from jaxdist.models.registry import Preset
 from jaxdist.plan.compile import CompiledStep, compile_step, without_devices
+
+from .cli import CommonFlags, run_program, set_precision
+from .tables import Rows
 
 
 @dataclass(frozen=True)
@@ -77,4 +79,4 @@ def row(config: RunConfig, compiled: CompiledStep) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_program(OverlapFlags, main, "experiments.overlap")
+    run_program(OverlapFlags, main, "overlap")

@@ -22,24 +22,12 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.cli import (
-    CommonFlags,
-    flag_word,
-    make_folder,
-    refuse_ignored,
-    require_writable,
-    run_program,
-    write_output,
-)
-from experiments.plan_command import UNKNOWN_RATE, Command, make_command, rate_note
-from experiments.plan_page import page
-from experiments.progress import Progress
-from experiments.tables import print_bullet, print_columns
-from jaxdist.config import MOST, Dtype, Preset, RunConfig
-from jaxdist.errors import ConfigError
+from jaxdist.commands import install_text
+from jaxdist.config import Dtype, RunConfig
+from jaxdist.errors import MOST, ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.mesh import parse_mesh
-from jaxdist.model import declare
+from jaxdist.models.registry import Preset
 from jaxdist.plan import explain
 from jaxdist.plan.budget import short_money
 from jaxdist.plan.communication import predicted
@@ -65,7 +53,20 @@ from jaxdist.plan.search import (
 )
 from jaxdist.plan.time_model import Efficiency
 from jaxdist.plan.trace import total_sent
-from jaxdist.step import choose_attention
+
+from .cli import (
+    CommonFlags,
+    flag_word,
+    make_folder,
+    refuse_ignored,
+    require_writable,
+    run_program,
+    write_output,
+)
+from .plan_command import UNKNOWN_RATE, Command, make_command, rate_note
+from .plan_page import page
+from .progress import Progress
+from .tables import print_bullet, print_columns
 
 MOST_NODES = 4096  # tried for a deadline or a budget
 MOST_DEVICES = 2**20
@@ -268,7 +269,7 @@ def ask(flags: PlanFlags) -> Question:
             f"--dtype {flags.dtype} on {hardware.name}",
             "the hardware table has no peak for it, and without one no time is predicted",
             f"Use {' or '.join(dtype for dtype in get_args(Dtype) if dtype in hardware.peak_flops)}; "
-            f"experiments.train takes {', '.join(get_args(Dtype))}",
+            f"`train` takes {', '.join(get_args(Dtype))}",
         )
     num_devices = (flags.nodes or 1) * (flags.devices_per_node or hardware.devices_per_node)
     if num_devices > MOST_DEVICES:
@@ -319,7 +320,8 @@ def ask(flags: PlanFlags) -> Question:
         )
     flags = replace(flags, batch_size=batch, steps=steps, lr=rate, warmup_steps=warmup)
     config = flags.run_config()
-    attention = choose_attention(config, "tpu" if "TPU" in hardware.title else "gpu", training=True)
+    platform, dtype = "tpu" if "TPU" in hardware.title else "gpu", config.precision.dtype
+    attention = config.model.attention_for(config.parallel.attention, platform, dtype, training=True)
     if attention == "xla":
         notes.append("Attention writes its scores out (flash attention cannot run here): they count as memory.")
     return Question(
@@ -794,7 +796,7 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
         formula = float(found.memory.total[index])
         if note:  # then the formula, too, of the attention that is traced
             formula = float(score(config, Candidates.of(config), found.cluster, "xla").memory.total[0])
-        layout = make_layout(declare(config.model), config.parallel, config.part_layers)
+        layout = make_layout(config.model, config.parallel, config.part_layers)
         sent = total_sent(predicted(config, layout), config.parallel.mesh), level.sent_bytes
         compiled = level.compiled
         rows.append(
@@ -841,7 +843,7 @@ def with_attention(config: RunConfig, attention: str) -> tuple[RunConfig, str | 
     if attention == "cudnn" and not has_cuda_compiler():
         note = (
             "Flash attention cannot be traced without the CUDA plugin: scores are written out here and counted "
-            "(pip install -e '.[prove-cuda]' needs no card)."
+            f"({install_text('prove-cuda')} needs no card)."
         )
         attention = "xla"
     parallel = replace(config.parallel, attention=attention)
@@ -932,4 +934,4 @@ def thinned(rows: list[dict], most: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    run_program(PlanFlags, main, "experiments.plan")
+    run_program(PlanFlags, main, "plan")

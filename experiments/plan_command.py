@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
-from experiments.cli import PLACEHOLDERS, flags_of
+from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
 from jaxdist.plan.explain import billions
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import ITEMSIZE, MOMENTS
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every
+
+from .cli import PLACEHOLDERS, flags_of
 
 CHIPS_OF_A_HOST = 8  # of a TPU, at most; a node of the hardware table is a whole slice
 
@@ -51,13 +53,14 @@ def make_command(
         ]
     elif several:
         notes += ["Start it on every host of the slice (docs/cluster.md)."]
-    parts += ["python -m experiments.train"]
+    parts += [command_text("train")]
     parts += ["--distributed"] * several + ["--device gpu"] * on_gpus
     parts += [f"--data {PLACEHOLDERS['data']}", f"--out {PLACEHOLDERS['out']}", f"--checkpoint-every {every}"]
     parts += f" {' '.join(flags_of(config))}".replace(" --", "\n--").split("\n")[1:]
     parts += [] if rate_known else ["--lr LR"]
+    prepare = command_text("prepare").removeprefix("python -m ")
     notes += [
-        f"{PLACEHOLDERS['data']}: your tokens (experiments.prepare makes them). {PLACEHOLDERS['out']}: a folder for "
+        f"{PLACEHOLDERS['data']}: your tokens ({prepare} makes them). {PLACEHOLDERS['out']}: a folder for "
         f"checkpoints{', on storage that all hosts share' * several}. train refuses both words until they are "
         "filled in.",
         *recipe_notes,

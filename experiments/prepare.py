@@ -23,10 +23,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments.cli import run_program
-from jaxdist.config import require_positive
 from jaxdist.data import held_out_names, load_corpus
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, require_positive
 from jaxdist.files import read_regular, write_whole
 from jaxdist.prepared import (
     JOURNAL,
@@ -44,6 +42,8 @@ from jaxdist.prepared import (
 from jaxdist.run_folder import LOCK, held
 from jaxdist.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer
 from jaxdist.tokens import asked, decode_text, find_files
+
+from .cli import run_program
 
 PIECE_BYTES = 1 << 20  # of text encoded as one; a longer document is cut at line ends
 BATCH_BYTES = 8 << 20  # of text given to the tokenizer's threads together
@@ -458,4 +458,4 @@ def _progress(console: Console) -> Progress:
 
 
 if __name__ == "__main__":
-    run_program(PrepareFlags, main, "experiments.prepare")
+    run_program(PrepareFlags, main, "prepare")

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from experiments.cli import run_program
-from experiments.progress import Progress
-from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
+from jaxdist.models.gpt2 import PRESETS
 from jaxdist.plan.compile import compile_step, require_compiler
+
+from .cli import run_program
+from .progress import Progress
 
 TARGET = "h200"
 MODEL = dataclasses.replace(PRESETS["7b"], num_layers=2)
@@ -26,7 +28,7 @@ GIB = 2**30
 class RingsFlags:
     """Compile two layers of 7B on tp=8 for an H200 that need not be there, with each --tp-ring; count what may overlap.
 
-    It takes no flags, and needs the CUDA compiler (pip install -e '.[prove-cuda]').
+    It takes no flags, and needs the CUDA compiler (the extra prove-cuda).
     """
 
 
@@ -52,4 +54,4 @@ def main(flags: RingsFlags, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    run_program(RingsFlags, main, "experiments.rings")
+    run_program(RingsFlags, main, "rings")

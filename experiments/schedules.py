@@ -12,11 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import make_folder, run_program
-from experiments.tables import Rows
-from experiments.timeline import timeline, write_both
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.schedules import NAMES, Costs, Schedule, draw, in_flight, load, make_schedule, simulate
+
+from .cli import make_folder, run_program
+from .tables import Rows
+from .timeline import timeline, write_both
 
 MOST_COMPARED = 2**13  # stages x micro-batches x chunks, of all schedules together
 
@@ -184,4 +185,4 @@ def draw_all(flags: SchedulesFlags, shown: list[Schedule], baseline: Figures, fo
 
 
 if __name__ == "__main__":
-    run_program(SchedulesFlags, main, "experiments.schedules")
+    run_program(SchedulesFlags, main, "schedules")

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, product
 
-from jaxdist.config import PRESETS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.gpt2 import PRESETS
 from jaxdist.parallel.schedules import NAMES, default_chunks
+from jaxdist.parity import PROOF_EPS, PROOF_LR
 
-# AdamW makes steps of size lr out of rounding noise where a true gradient is 0, or near eps: a small lr, and an eps
-# above that noise, keep it out of the next step's gradients.
-PROOF_LR, PROOF_EPS = 1e-4, 1e-6
 BATCH_SIZE = 48  # divides by every dp x accumulate below, 3 among them
 
 

@@ -6,6 +6,7 @@ from xml.sax.saxutils import escape
 
 from rich.console import Console
 
+from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.schedules import Costs, Schedule, held_chunks, simulate
 
@@ -135,7 +136,7 @@ def write_both(picture: Picture, stem: Path, console: Console) -> None:
         write_png(picture, png)
         console.print(f"wrote {png}", markup=False)
     except ImportError:
-        console.print(f"no {png}: PNG needs Pillow (pip install -e '.[draw]')", markup=False)
+        console.print(f"no {png}: PNG needs Pillow ({install_text('draw')})", markup=False)
     except OSError as error:
         raise ConfigError(
             f"--draw {str(stem.parent)!r}", f"cannot write {svg} ({error.strerror})", "Name another"

@@ -1,7 +1,7 @@
 """The yardsticks in PyTorch, as its users write them. Imported only where torch is installed.
 
-GPT2 has the shapes of `jaxdist.model`, padded vocabulary included: pre-LayerNorm, learned positions, tanh-GELU, biases,
-tied head. Attention is SDPA's, the optimiser AdamW, gradients are clipped at 1.0.
+TorchGPT2 has the shapes of `jaxdist.models.gpt2`, padded vocabulary included: pre-LayerNorm, learned positions,
+tanh-GELU, biases, tied head. Attention is SDPA's, the optimiser AdamW, gradients are clipped at 1.0.
 """
 
 import contextlib
@@ -13,14 +13,13 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional as F
 
-from jaxdist.config import ModelConfig
-from jaxdist.model import INIT_STD, LAYER_NORM_EPS
+from jaxdist.models.gpt2 import GPT2, INIT_STD, LAYER_NORM_EPS
 
 Wrap = Literal["none", "ddp", "fsdp"]
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: GPT2):
         super().__init__()
         width, self.num_heads = config.width, config.num_heads
         self.ln_attention = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
@@ -38,8 +37,8 @@ class Block(nn.Module):
         return x_BTD + self.down(F.gelu(self.up(self.ln_mlp(x_BTD)), approximate="tanh"))
 
 
-class GPT2(nn.Module):
-    def __init__(self, config: ModelConfig):
+class TorchGPT2(nn.Module):
+    def __init__(self, config: GPT2):
         super().__init__()
         self.tokens = nn.Embedding(config.padded_vocab_size, config.width)
         self.positions = nn.Embedding(config.seq_len, config.width)
@@ -64,7 +63,7 @@ class GPT2(nn.Module):
 class HuggingFaceGPT2(nn.Module):
     """transformers' GPT2LMHeadModel of the same shape, without dropout, under the same signature."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: GPT2):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         super().__init__()
@@ -98,12 +97,12 @@ class Training:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: GPT2,
         batch: dict,
         device: str = "cuda",
         compiled: bool = True,
         dtype: torch.dtype | None = torch.bfloat16,
-        model: type[nn.Module] = GPT2,
+        model: type[nn.Module] = TorchGPT2,
         wrap: Wrap = "none",
     ):
         self.on_gpu, self._device, self._dtype = device == "cuda", device, dtype

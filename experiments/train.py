@@ -23,26 +23,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.cli import (
-    EXIT_BUDGET,
-    EXIT_PEER,
-    EXIT_SAVE,
-    EXIT_SIGNAL,
-    PLACEHOLDERS,
-    CommonFlags,
-    ProcessFlags,
-    flag_word,
-    run_program,
-    set_precision,
-)
-from experiments.progress import Progress as SlowWork
-from experiments.tables import Rows
 from jaxdist import processes, resume
 from jaxdist.checkpoint import Checkpoints, Manifest, SaveFailed
-from jaxdist.config import RunConfig, require_positive
+from jaxdist.commands import command_text
+from jaxdist.config import RunConfig
 from jaxdist.data import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.drill import Drill, parse_drill
-from jaxdist.errors import ConfigError, is_utf8, printable, reason_of
+from jaxdist.errors import ConfigError, is_utf8, printable, reason_of, require_positive
 from jaxdist.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
@@ -54,8 +41,23 @@ from jaxdist.prefetch import Prefetched
 from jaxdist.run_folder import held, require_shared
 from jaxdist.runtime import Devices, acquire_devices, refused_option
 from jaxdist.signals import Signals
-from jaxdist.step import Program, State, build_program, compiled_bytes
+from jaxdist.train.program import Program, State, build_program, compiled_bytes
 from jaxdist.watch import Agreement, Watchdog
+
+from .cli import (
+    EXIT_BUDGET,
+    EXIT_PEER,
+    EXIT_SAVE,
+    EXIT_SIGNAL,
+    PLACEHOLDERS,
+    CommonFlags,
+    ProcessFlags,
+    flag_word,
+    run_program,
+    set_precision,
+)
+from .progress import Progress as SlowWork
+from .tables import Rows
 
 MAX_ROLL_BACKS = 5
 MAX_SKIPS_IN_A_ROW = 10
@@ -75,7 +77,7 @@ class TrainFlags(CommonFlags, ProcessFlags):
     }
 
     data: str | None = None
-    """Text file or folder, .npy / .bin tokens, what experiments.prepare made, or a mixture as in a.bin=0.7,b.npy=0.3.
+    """Text file or folder, .npy / .bin tokens, what `prepare` made, or a mixture as in a.bin=0.7,b.npy=0.3.
 
     Default: the source of Python's standard library."""
     prefetch: int = 2
@@ -112,7 +114,7 @@ class TrainFlags(CommonFlags, ProcessFlags):
     drill: str | None = None
     """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens (inf, flip, batch, stuck, slow, die, term, late, full)."""
     compiler_options: tuple[str, ...] = ()
-    """Options of XLA for the step, as in xla_gpu_enable_latency_hiding_scheduler=true. `experiments.bench flags` tells
+    """Options of XLA for the step, as in xla_gpu_enable_latency_hiding_scheduler=true. `bench flags` tells
     which this jaxlib takes and what each gains. They may change the last bits of results."""
     eval_every: int = 50
     """Steps between held-out evaluations."""
@@ -124,15 +126,15 @@ class TrainFlags(CommonFlags, ProcessFlags):
     max_hours: str | None = None
     """Longest time for this run, reserved before it starts. Default: as long as the rest of the budget pays for."""
     spend_log: str | None = None
-    """Default: JAXDIST_SPEND_LOG, else spend.jsonl. `python -m experiments.budget init` makes one."""
+    """Default: JAXDIST_SPEND_LOG, else spend.jsonl. `budget init` makes one."""
 
     def require_filled_in(self) -> None:
-        """Refuse the placeholders of a command that `experiments.plan` printed, before this process joins others."""
+        """Refuse the placeholders of a command that `plan` printed, before this process joins others."""
         unfilled = [f"--{name} {word}" for name, word in PLACEHOLDERS.items() if getattr(self, name) == word]
         if unfilled:
             raise ConfigError(
                 " and ".join(unfilled),
-                "this is a placeholder of experiments.plan, which knows neither your tokens nor your storage",
+                "this is a placeholder of `plan`, which knows neither your tokens nor your storage",
                 "Write --data my_tokens and --out /shared/runs/a, your own (a path of that very name: ./DATA, ./OUT)",
             )
 
@@ -250,7 +252,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     drill = parse_drill(flags.drill, config.parallel.mesh.num_devices)
     poison = drill.poison() if drill else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
-    attention = {"--attention, as it compiles": program.runs.parallel.attention}
+    attention = {"--attention, as it compiles": program.model.ctx.attention}
     processes.require_agreement("attention", attention, seconds=600)
     require_room(program, devices)
     data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}
@@ -383,7 +385,7 @@ def parse_options(options: Sequence[str]) -> dict[str, str | bool]:
         value = {"true": True, "false": False}.get(text.lower(), text)
         refusal = refused_option(name, value) if name and equals else "an option is NAME=VALUE"
         if refusal:
-            remedy = "Use one that `python -m experiments.bench flags` shows"
+            remedy = f"Use one that `{command_text('bench')} flags` shows"
             raise ConfigError(f"--compiler-options {option}", refusal, remedy)
         found[name] = value
     return found
@@ -403,7 +405,7 @@ def require_room(program: Program, devices: Devices) -> None:
         raise ConfigError(
             f"a state of {need / 2**30:,.1f} GiB in {where}",
             f"it has {room / 2**30:,.1f} GiB",
-            "Use a smaller model, or ask `python -m experiments.plan` which layout and hardware hold it",
+            f"Use a smaller model, or ask `{command_text('plan')}` which layout and hardware hold it",
         )
 
 
@@ -441,7 +443,7 @@ def job_budget(flags: TrainFlags, config: RunConfig, console: Console, now) -> J
         flags.max_hours,
         flags.budget,
         flags.spend_log,
-        note="experiments.train",
+        note="train",
         signals=(),
         say=lambda text: console.print(text, soft_wrap=True),
         now=now,
@@ -732,4 +734,4 @@ def _mib(num_bytes: int) -> str:
 
 
 if __name__ == "__main__":
-    run_program(TrainFlags, main, "experiments.train")
+    run_program(TrainFlags, main, "train")

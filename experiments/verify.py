@@ -12,16 +12,28 @@ from dataclasses import dataclass
 import jax
 from rich.console import Console
 
-from experiments.cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
-from experiments.oracles import OracleName, ask, require_known, starting_parameters
-from experiments.progress import Progress
-from experiments.strategies import PIPELINES, PROOF_EPS, PROOF_LR, STRATEGIES
-from experiments.tables import print_columns
 from jaxdist import processes
-from jaxdist.config import Preset, RunConfig, require_positive, to_dict
-from jaxdist.errors import ConfigError
+from jaxdist.config import RunConfig, to_dict
+from jaxdist.errors import ConfigError, require_positive
+from jaxdist.models.registry import Preset
+from jaxdist.parity import (
+    PROOF_EPS,
+    PROOF_LR,
+    Difference,
+    Observed,
+    compare,
+    observe,
+    one_device,
+    random_batches,
+    worst,
+)
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.verify import Difference, Observed, compare, observe, one_device, random_batches, worst
+
+from .cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
+from .oracles import OracleName, ask, require_known, starting_parameters
+from .progress import Progress
+from .strategies import PIPELINES, STRATEGIES
+from .tables import print_columns
 
 
 @dataclass(frozen=True)
@@ -200,4 +212,4 @@ def to_json(verdict: Verdict) -> dict:
 
 
 if __name__ == "__main__":
-    run_program(VerifyFlags, main, "experiments.verify")
+    run_program(VerifyFlags, main, "verify")

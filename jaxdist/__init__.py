@@ -1,3 +1,75 @@
-"""Prove a distributed training run on a laptop, then run it unchanged on a cluster."""
+"""Prove a distributed training run on a laptop, then run it unchanged on a cluster.
 
-from jaxdist.versions import __version__ as __version__
+The programs are described by `jaxdist --help`. One step of training from Python:
+
+    config = RunConfig(PRESETS["tiny"], ParallelConfig(mesh=parse_mesh("dp=2,tp=2"), zero=1))
+    devices = acquire_devices(config.parallel.mesh.num_devices).devices
+    program = build_program(config, make_mesh(config.parallel.mesh, devices))
+    batches = Batches(load_corpus(None, config.model.vocab_size), config.batch_size, config.model.seq_len, config.seed)
+    state, metrics = program.step(program.init(config.seed), program.put(batches[0]))
+
+Names are imported when first used: `import jaxdist` neither imports JAX nor starts a backend.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from jaxdist.versions import __version__
+
+if TYPE_CHECKING:
+    from jaxdist.checkpoint import Checkpoints
+    from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+    from jaxdist.data import Batches, load_corpus
+    from jaxdist.errors import ConfigError
+    from jaxdist.mesh import make_mesh, parse_mesh
+    from jaxdist.models.base import Context, Model, Param
+    from jaxdist.models.gpt2 import GPT2, PRESETS
+    from jaxdist.runtime import acquire_devices
+    from jaxdist.train.program import Program, build_program
+    from jaxdist.verification import verify
+
+__all__ = [
+    "GPT2",
+    "PRESETS",
+    "Batches",
+    "Checkpoints",
+    "ConfigError",
+    "Context",
+    "Model",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Param",
+    "PrecisionConfig",
+    "Program",
+    "RunConfig",
+    "__version__",
+    "acquire_devices",
+    "build_program",
+    "load_corpus",
+    "make_mesh",
+    "parse_mesh",
+    "verify",
+]
+_HOMES = {
+    "checkpoint": ("Checkpoints",),
+    "config": ("OptimizerConfig", "ParallelConfig", "PrecisionConfig", "RunConfig"),
+    "data": ("Batches", "load_corpus"),
+    "errors": ("ConfigError",),
+    "mesh": ("make_mesh", "parse_mesh"),
+    "models.base": ("Context", "Model", "Param"),
+    "models.gpt2": ("GPT2", "PRESETS"),
+    "runtime": ("acquire_devices",),
+    "train.program": ("Program", "build_program"),
+    "verification": ("verify",),
+}
+
+
+def __getattr__(name: str):
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from jaxdist.errors import ConfigError
-from jaxdist.mesh import MeshShape
+from jaxdist.errors import MOST, ConfigError, divisors, require_positive, require_within
+from jaxdist.mesh import AVAILABLE_AXES, DATA_AXES, MeshShape
+from jaxdist.models.base import Model
 from jaxdist.parallel import schedules
 from jaxdist.parallel.schedules import Schedule
 
@@ -20,11 +21,6 @@ GradSync = Literal["per-parameter", "flat", "bucketed"]
 OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
 AttentionName = Literal["auto", "cudnn", "xla"]
 TpRing = Literal["none", "one-way", "two-way"]
-
-
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def require_choices(config) -> None:
@@ -37,98 +33,7 @@ def require_choices(config) -> None:
             raise ConfigError(f"{name}={value!r}", f"{name} is one of a few words", f"Use {choices}")
 
 
-MOST = 2**31 - 1  # of whatever is counted; sizes with a smaller bound name their own
-
-
-def require_positive(name: str, value: int, most: int = MOST) -> None:
-    if not 1 <= value <= most:
-        raise ConfigError(
-            f"{name}={value}", f"it must be a whole number from 1 to {most:,}", f"Use {name}=1 or more, within that"
-        )
-
-
-def require_within(name: str, value: float, least: float, most: float, remedy: str = "Use one within that") -> None:
-    """For a number with a fraction; NaN is never within."""
-    if not least <= value <= most:
-        raise ConfigError(f"{name}={value}", f"it must be a number from {least:g} to {most:g}", remedy)
-
-
-# Far above what anybody trains (1T parameters: 128 layers x 25,600), and low enough that products stay meaningful.
-MODEL_BOUNDS = {
-    "num_layers": 2**14,
-    "width": 2**20,
-    "num_heads": 2**16,
-    "ffn_width": 2**22,
-    "seq_len": 2**24,
-    "vocab_size": MOST - 2**17,  # tokens are 32-bit integers, and the padded vocabulary too
-}
 MOST_TOKENS = 2**30  # of one update: its targets are counted in 32 bits
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a GPT-2 (Radford et al. 2019): sizes in elements, dropout as a probability."""
-
-    num_layers: int
-    width: int
-    num_heads: int
-    ffn_width: int
-    seq_len: int
-    vocab_size: int
-    dropout: float = 0.0
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """The vocabulary rounded up so that every tp divides it: tp divides the heads, so lcm(128, heads) does."""
-        multiple = math.lcm(128, self.num_heads)
-        return -(-self.vocab_size // multiple) * multiple
-
-    @property
-    def head_in_layers(self) -> float:
-        """FLOPs of the output head in units of one layer's (matmuls and attention, arXiv 2104.04473, appendix)."""
-        layer = 8 * self.width**2 + 4 * self.width * self.ffn_width + 4 * self.seq_len * self.width
-        return 2 * self.width * self.padded_vocab_size / layer
-
-    def __post_init__(self):
-        for name, most in MODEL_BOUNDS.items():
-            require_positive(name, getattr(self, name), most)
-        if self.width % self.num_heads:
-            raise ConfigError(
-                f"width={self.width} with num_heads={self.num_heads}",
-                "each head holds width/num_heads columns, which must be whole",
-                f"Use num_heads in {divisors(self.width)}",
-            )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout}", "it is a probability, at least 0 and below 1", "Use 0.1")
-
-
-def _preset(num_layers, width, num_heads, seq_len=1024, vocab_size=50257) -> ModelConfig:
-    return ModelConfig(num_layers, width, num_heads, 4 * width, seq_len, vocab_size)
-
-
-PRESETS: dict[str, ModelConfig] = {
-    "proof": _preset(4, 64, 8, seq_len=32, vocab_size=250),
-    "tiny": _preset(4, 128, 4, seq_len=128, vocab_size=256),
-    "gpt-7m": _preset(6, 256, 8, seq_len=256, vocab_size=10000),
-    "gpt-11m": _preset(6, 384, 6, seq_len=256, vocab_size=256),
-    "12m": _preset(6, 320, 5, seq_len=512, vocab_size=16000),
-    "gpt2-124m": _preset(12, 768, 12),
-    "gpt2-350m": _preset(24, 1024, 16),
-    "gpt2-774m": _preset(36, 1280, 20),
-    "gpt2-1.5b": _preset(48, 1600, 25),
-    "7b": _preset(32, 4096, 32, seq_len=2048),
-    "70b": _preset(88, 8192, 64, seq_len=2048),
-    "175b": _preset(96, 12288, 96, seq_len=2048),
-}
-Preset = Literal[tuple(PRESETS)]
-
-
-MIN_QUERIES = 64  # in a block; smaller products of matrices are slower than what leaving out the masked ones saves
-
-
-def causal_blocks(seq_len: int) -> int:
-    """Into how many blocks of queries the written-out attention is cut: n leave (n - 1) / 2n of all scores out."""
-    return next(n for n in (4, 2, 1) if n == 1 or (seq_len % n == 0 and seq_len // n >= MIN_QUERIES))
 
 
 REMAT = {"none": 0, "selective": 0, "block": 1}  # name -> blocks recomputed together
@@ -391,7 +296,7 @@ class PrecisionConfig:
 class RunConfig:
     """One training run. `batch_size` counts sequences per update, over the whole mesh."""
 
-    model: ModelConfig
+    model: Model
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -410,7 +315,8 @@ class RunConfig:
             )
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed}", "it must be a whole number from 0 to 2**32 - 1", "Use --seed 0")
-        self._check_tensor_parallel()
+        self.model.check(self.parallel)
+        self._check_sequence()
         self._check_batch()
         if self.model.seq_len % self.parallel.loss_chunks:
             raise ConfigError(
@@ -458,33 +364,26 @@ class RunConfig:
                 "Use " + ",".join(map(str, schedules.divide_layers(self.model.num_layers, schedule.num_parts))),
             )
 
-    def _check_tensor_parallel(self):
-        model, tp = self.model, self.parallel.mesh.tp
-        for name, sized in (("num_heads", model.num_heads), ("ffn_width", model.ffn_width)):
-            if sized % tp:
-                common = divisors(math.gcd(model.num_heads, model.ffn_width))
-                raise ConfigError(
-                    f"{name}={sized} cannot be split over tp={tp}",
-                    f"each tp rank holds {name}/tp",
-                    f"Use tp in {common}",
-                )
-        if self.parallel.sp and model.seq_len % tp:
+    def _check_sequence(self):
+        length, mesh = self.model.seq_len, self.parallel.mesh
+        if self.parallel.sp and length % mesh.tp:
             raise ConfigError(
-                f"seq_len={model.seq_len} cannot be split over tp={tp}",
+                f"seq_len={length} cannot be split over tp={mesh.tp}",
                 "with --sp each tp rank holds seq_len/tp positions",
-                f"Use a seq_len that is a multiple of {tp}, or leave --sp out",
+                f"Use a seq_len that is a multiple of {mesh.tp}, or leave --sp out",
             )
 
     def _check_batch(self):
         mesh, accumulate, micro = self.parallel.mesh, self.parallel.accumulate, self.parallel.num_microbatches
-        unit = mesh.replica * mesh.dp * accumulate * micro
+        ranks = {axis: getattr(mesh, axis) for axis in DATA_AXES if axis in AVAILABLE_AXES}
+        unit = math.prod(ranks.values()) * accumulate * micro
         pipeline = f" x microbatches={micro}" if mesh.pp > 1 else ""
         if self.batch_size % unit:
             below = self.batch_size // unit * unit
             raise ConfigError(
                 f"batch_size={self.batch_size}",
-                f"it is split over replica={mesh.replica} x dp={mesh.dp} x accumulate={accumulate}{pipeline}, so it "
-                f"must be a multiple of {unit}",
+                f"it is split over {' x '.join(f'{axis}={n}' for axis, n in ranks.items())} x accumulate={accumulate}"
+                f"{pipeline}, so it must be a multiple of {unit}",
                 f"Use {f'{below} or ' if below else ''}{below + unit}",
             )
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxdist.commands import command_text
 from jaxdist.errors import ConfigError
 from jaxdist.order import Mixture, epoch_keys, make_mixture, shuffled
 from jaxdist.prepared import is_prepared, open_prepared
@@ -67,7 +68,7 @@ class Corpus:
             raise ConfigError(
                 f"--data that mixes {first.about} and {second.about}",
                 "their tokens come from different tokenizers, so that one number would mean two things",
-                "Prepare them with one tokenizer: `python -m experiments.prepare --tokenizer FILE`",
+                f"Prepare them with one tokenizer: `{command_text('prepare')} --tokenizer FILE`",
             )
 
     @cached_property
@@ -276,7 +277,7 @@ def load_corpus(path: str | None, vocab_size: int) -> Corpus:
 
     Args:
         path: a `.npy` file (1-D integers) or a `.bin` file (raw little-endian uint16), both read in place; any other
-            file is UTF-8 text whose bytes are the tokens. A folder is what `experiments.prepare` made, or else all of
+            file is UTF-8 text whose bytes are the tokens. A folder is what `prepare` made, or else all of
             its text files, hidden ones left out, joined by NUL bytes. None is the source of the running Python's
             standard library. `a=0.7,b=0.3` mixes several.
 

@@ -1,5 +1,6 @@
-"""The one error a user's own input can cause, and text from elsewhere made safe to show."""
+"""The one error a user's own input can cause, checks that raise it, and text from elsewhere made safe to show."""
 
+import math
 import unicodedata
 
 # Control characters, surrogates (bytes of a name that are not UTF-8) and what reorders or hides text.
@@ -42,3 +43,24 @@ def printable(text: str) -> str:
         c if c == "\n" or unicodedata.category(c) not in _UNPRINTABLE else c.encode("unicode_escape").decode()
         for c in text
     )
+
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+MOST = 2**31 - 1  # of whatever is counted; sizes with a smaller bound name their own
+
+
+def require_positive(name: str, value: int, most: int = MOST) -> None:
+    if not 1 <= value <= most:
+        raise ConfigError(
+            f"{name}={value}", f"it must be a whole number from 1 to {most:,}", f"Use {name}=1 or more, within that"
+        )
+
+
+def require_within(name: str, value: float, least: float, most: float, remedy: str = "Use one within that") -> None:
+    """For a number with a fraction; NaN is never within."""
+    if not least <= value <= most:
+        raise ConfigError(f"{name}={value}", f"it must be a number from {least:g} to {most:g}", remedy)

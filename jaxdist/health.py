@@ -19,7 +19,8 @@ from jaxdist import processes
 from jaxdist.layout import live_spec
 from jaxdist.mesh import AXES, MeshShape
 from jaxdist.parallel import collectives as comm
-from jaxdist.step import Program, State
+from jaxdist.train.program import Program
+from jaxdist.train.state import State
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import AXES, DATA_AXES, MeshShape
+from jaxdist.mesh import AXES, AXIS_OF_DIM, DATA_AXES, SEQUENCE_AXES, WORK_AXES, MeshShape
+from jaxdist.models.base import STACKED, Model, declare, is_param, named_params, users
 from jaxdist.parallel.schedules import Schedule
-
-STACKED = "blocks"  # the subtree whose leaves carry a leading layer dim
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,15 @@ class Leaf:
     """One parameter. Dims index the array with its leading layer dim where it has one.
 
     shape: global, unpadded. spec: the mesh axis of each dim in the compute layout, live axes only.
+    decay: whether weight decay applies.
     zero_dim: the dim ZeRO shards over dp, None where nothing is sharded; `zero_local` its padded size per tp rank.
     reduce_axes: axes over which the gradient is still a partial sum when backward ends (the rule of DESIGN R5).
     rows: for a stacked leaf under pp, the layer in each row, stage by stage and chunk by chunk; -1 pads the parts that
         have fewer layers than the largest. The compute and storage layouts hold these rows, split over pp.
     users: the stages that compute with a leaf of which every stage holds a part, padded where pp does not divide it;
         empty for every other leaf. Only these get it whole (`used_local`).
+    small: a layer's vector, which backward keeps where it gathers matrices again.
+    used_in: of a leaf outside the layers, which of "embed" and "loss" use it. mean, real: as in `models.base.Param`.
     """
 
     name: str
@@ -51,6 +53,10 @@ class Leaf:
     pp: int
     rows: tuple[int, ...] | None
     users: tuple[int, ...]
+    small: bool
+    used_in: frozenset[str]
+    mean: float
+    real: int | None
 
     @property
     def compute_shape(self) -> tuple[int, ...]:
@@ -192,7 +198,7 @@ class Layout:
     parallel: ParallelConfig
 
     @property
-    def params_stored(self) -> bool:
+    def params_sharded(self) -> bool:
         """Whether parameters themselves are held in the storage layout (ZeRO-3)."""
         return self.sharded and self.parallel.zero == 3
 
@@ -207,7 +213,7 @@ class Layout:
         return self.sharded and self.parallel.zero >= 2
 
     def param_specs(self) -> dict:
-        return self.storage_specs() if self.params_stored else self.compute_specs()
+        return self.storage_specs() if self.params_sharded else self.compute_specs()
 
     def compute_specs(self) -> dict:
         return jax.tree.map(lambda leaf: leaf.compute_spec, self.leaves)
@@ -222,46 +228,62 @@ class Layout:
         """Global shapes of the parameters in the storage layout."""
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, dtype), self.leaves)
 
-    def batch_spec(self) -> PartitionSpec:
+    def rows_spec(self) -> PartitionSpec:
+        """Of an array with a dim for the batch's rows."""
         return live_spec((DATA_AXES,), self.parallel.mesh)
 
+    def batch_spec(self) -> PartitionSpec:
+        """Of tokens[B, T]."""
+        return live_spec((DATA_AXES, SEQUENCE_AXES), self.parallel.mesh)
 
-def make_layout(declared: dict, parallel: ParallelConfig, part_layers: Sequence[int] = ()) -> Layout:
-    """Place every declared leaf: `declared` holds the model's `Declaration`s, by name.
+
+def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[int] = ()) -> Layout:
+    """Place every parameter that the model declares.
 
     part_layers: under pp, the layers of each part of the model, in model order.
     """
-    mesh = parallel.mesh
+    mesh, declared, used_in = parallel.mesh, declare(model), users(model)
+    stacked = dict(named_params({STACKED: declared[STACKED]}))
+    most_of_a_vector = 2 * math.sqrt(sum(math.prod(param.shape[1:]) for param in stacked.values()))
     rows, ends = None, ()
     if mesh.pp > 1:
         rows = pipeline_rows(parallel.pipeline, part_layers)
         ends = tuple(sorted({parallel.pipeline.place(part)[0] for part in (0, len(part_layers) - 1)}))
 
-    def place(path, declaration) -> Leaf:
-        names = [entry.key for entry in path]
-        stacked = names[0] == STACKED
-        dims = (("pp",) if stacked else ()) + tuple(declaration.spec)
-        spec = tuple(live_spec(dims, mesh)) + (None,) * (len(declaration.shape) - len(dims))
-        if ends and declaration.both_ends:
-            spec = _replace(spec, choose_spread_dim(declaration.shape, spec, mesh.pp), "pp")
+    def place(path, param) -> Leaf:
+        name = ".".join(entry.key for entry in path)
+        in_layers, uses = name in stacked, used_in.get(name, frozenset())
+        shared = ends if len(uses) > 1 else ()
+        spec = tuple(live_spec((AXIS_OF_DIM.get(dim) for dim in param.dims), mesh))
+        if shared:
+            spec = _replace(spec, choose_spread_dim(param.shape, spec, mesh.pp), "pp")
         leaf = Leaf(
-            name=".".join(names),
-            shape=tuple(declaration.shape),
+            name=name,
+            shape=tuple(param.shape),
             spec=spec,
-            decay=declaration.decay,
+            decay=param.weight_decay,
             tp=mesh.tp,
             dp=mesh.dp,
             zero_dim=None,
             reduce_axes=tuple(axis for axis in partial_sum_axes(parallel) if axis not in spec),
             pp=mesh.pp,
-            rows=rows if stacked else None,
-            users=ends if declaration.both_ends else (),
+            rows=rows if in_layers else None,
+            users=shared,
+            small=in_layers and math.prod(param.shape[1:]) <= most_of_a_vector,
+            used_in=uses,
+            mean=param.mean,
+            real=param.real,
         )
         if not parallel.sharded:
             return leaf
-        return dataclasses.replace(leaf, zero_dim=choose_zero_dim(leaf, first=int(stacked)))
+        return dataclasses.replace(leaf, zero_dim=choose_zero_dim(leaf, first=int(in_layers)))
 
-    return Layout(jax.tree.map_with_path(place, declared), parallel)
+    return Layout(jax.tree.map_with_path(place, declared, is_leaf=is_param), parallel)
+
+
+def split_outer(tree: dict) -> tuple[dict, dict]:
+    """A parameter-shaped tree -> (what is outside the layers, the stacked layers)."""
+    return {name: part for name, part in tree.items() if name != STACKED}, tree[STACKED]
 
 
 def pipeline_rows(schedule: Schedule, part_layers: Sequence[int]) -> tuple[int, ...]:
@@ -277,7 +299,7 @@ def pipeline_rows(schedule: Schedule, part_layers: Sequence[int]) -> tuple[int, 
 
 def partial_sum_axes(parallel: ParallelConfig) -> tuple[str, ...]:
     """Axes that split the work: a parameter not sharded on one of them owes a sum over it."""
-    axes = ("pp", *DATA_AXES) + (("tp",) if parallel.sp else ())
+    axes = WORK_AXES + (("tp",) if parallel.sp else ())
     return tuple(axis for axis in axes if getattr(parallel.mesh, axis) > 1)
 
 

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdist.layout import Layout, Leaf, live_spec
 from jaxdist.optimizer import LossScale, initial_loss_scale, make_optimizer
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_storage
-from jaxdist.step import Program, State, initial_state, stored_parameters
+from jaxdist.train.program import Program
+from jaxdist.train.state import State, initial_state, stored_parameters
 
 PARAMS, MOMENTS, SCALE, STEP = "params", "moments", "scale", "step"
 
@@ -30,7 +31,7 @@ def to_logical(program: Program, state: State) -> dict[str, jax.Array]:
     """
     layout = program.layout
     whole = state.params if state.master is None else state.master
-    computed = state.master is None and not layout.params_stored
+    computed = state.master is None and not layout.params_sharded
     moves = {name: (leaf, from_storage) for name, leaf in named(MOMENTS, _owners(program)).items()}
     moves |= {
         name: (leaf, from_compute if computed else from_storage) for name, leaf in _leaves(PARAMS, layout).items()
@@ -46,7 +47,7 @@ def logical_parameters(program: Program, stored: dict) -> dict:
 
 def compute_parameters(program: Program, params: dict) -> dict:
     """`State.params`, in the compute layout or (ZeRO-3) the storage layout -> the logical tree, in their dtype."""
-    return _logical_tree(program, params, from_storage if program.layout.params_stored else from_compute)
+    return _logical_tree(program, params, from_storage if program.layout.params_sharded else from_compute)
 
 
 def abstract_logical(program: Program) -> dict[str, jax.ShapeDtypeStruct]:

@@ -3,16 +3,55 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxdist.errors import ConfigError
 
-AXES = ("pp", "replica", "dp", "ep", "cp", "tp")
-DATA_AXES = ("replica", "dp")
-AVAILABLE_AXES = ("pp", "replica", "dp", "tp")
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis of the mesh, and all that layouts, batches and plans need to know of it.
+
+    shards: the logical dims of parameters that are split over it. splits: what it splits of the work: "batch" (rows),
+    "sequence" (positions), "layers", or nothing. A parameter that is not sharded over an axis that splits the work owes
+    a sum of its gradient over it. shards_state: ZeRO shards over it. available: whether it may have more than one rank.
+    """
+
+    name: str
+    shards: tuple[str, ...] = ()
+    splits: str = ""
+    shards_state: bool = False
+    available: bool = True
+
+
+# Outermost (slowest link) first.
+MESH_AXES = (
+    MeshAxis("pp", shards=("layers",), splits="layers"),
+    MeshAxis("replica", splits="batch"),
+    MeshAxis("dp", splits="batch", shards_state=True),
+    MeshAxis("ep", shards=("experts",), splits="batch", available=False),
+    MeshAxis("cp", splits="sequence", available=False),
+    MeshAxis("tp", shards=("vocab", "heads", "ffn")),
+)
+
+
+def axes_that(split: str) -> tuple[str, ...]:
+    """The axes that split this of the work."""
+    return tuple(axis.name for axis in MESH_AXES if axis.splits == split)
+
+
+AXES = tuple(axis.name for axis in MESH_AXES)
+AVAILABLE_AXES = tuple(axis.name for axis in MESH_AXES if axis.available)
+DATA_AXES = axes_that("batch")
+SEQUENCE_AXES = axes_that("sequence")
+TOKEN_AXES = (*DATA_AXES, *SEQUENCE_AXES)
+WORK_AXES = tuple(axis.name for axis in MESH_AXES if axis.splits)
+AXIS_OF_DIM = {dim: axis.name for axis in MESH_AXES for dim in axis.shards}
 MOST_DEVICES = 2**22
 
 
@@ -78,16 +117,20 @@ def parse_mesh(text: str) -> MeshShape:
     return MeshShape(**sizes)
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(shape: MeshShape, devices: "Sequence[jax.Device]") -> "jax.sharding.Mesh":
     """A mesh with all six axes over the first `shape.num_devices` of `devices`. Raises: ConfigError for too few."""
     if len(devices) < shape.num_devices:
         raise ConfigError(
             f"mesh {shape}", f"it has {shape.num_devices} ranks and {len(devices)} devices were given", "Give one each"
         )
+    from jax.sharding import AxisType, Mesh
+
     chosen = np.asarray(devices[: shape.num_devices]).reshape(shape.sizes)
     return Mesh(chosen, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def make_abstract_mesh(shape: MeshShape) -> AbstractMesh:
+def make_abstract_mesh(shape: MeshShape) -> "jax.sharding.AbstractMesh":
     """The same mesh with no devices: enough to trace a step of any number of ranks."""
+    from jax.sharding import AbstractMesh, AxisType
+
     return AbstractMesh(shape.sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Self, TypeVar
 
-from jaxdist.config import require_positive
+from jaxdist.errors import require_positive
 
 Item = TypeVar("Item")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxdist.commands import command_text
 from jaxdist.errors import ConfigError
 from jaxdist.tokens import Part, Tokens, asked, open_npy
 
@@ -27,9 +28,10 @@ JOURNAL = "unfinished.json"  # there while a preparation has not come to its end
 FORMAT = "jaxdist tokens 1"
 SPLITS = ("train", "held_out")
 _MAX_MANIFEST_BYTES = 64 << 20
-_REMEDY = (
-    "Prepare the corpus again with `python -m experiments.prepare`, or copy the folder again from where it is whole"
-)
+
+
+def _remedy() -> str:
+    return f"Prepare the corpus again with `{command_text('prepare')}`, or copy the folder again from where it is whole"
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,13 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
 
     def refuse(what: str):
-        raise ConfigError(asked(path), what, _REMEDY)
+        raise ConfigError(asked(path), what, _remedy())
 
     if not path.exists():
         raise ConfigError(
             asked(folder),
             f"it holds token shards and no {MANIFEST}, which is written last, so it is not whole",
-            "Run the same `python -m experiments.prepare` command again: it continues where it was",
+            f"Run the same `{command_text('prepare')}` command again: it continues where it was",
         )
     with open(path, "rb") as file:
         text = file.read(_MAX_MANIFEST_BYTES + 1)
@@ -168,7 +170,7 @@ def open_prepared(folder: Path, vocab_size: int) -> tuple[Tokens, Tokens, str, s
             raise ConfigError(
                 asked(path),
                 f"the manifest says {shard.num_tokens} {manifest.dtype} tokens, and it has {len(array)} {array.dtype}",
-                _REMEDY,
+                _remedy(),
             )
         return Part(array, str(path), 0, len(array))
 
@@ -187,11 +189,11 @@ def _check_size(folder: Path, file: File) -> None:
         # Not through a link, which could lead out of the folder.
         size = os.stat(path, follow_symlinks=False).st_size
         if not path.is_file() or path.is_symlink():
-            raise ConfigError(asked(path), "it is not a regular file", _REMEDY)
+            raise ConfigError(asked(path), "it is not a regular file", _remedy())
     except FileNotFoundError as error:
-        raise ConfigError(asked(path), "the manifest names it and it is not there", _REMEDY) from error
+        raise ConfigError(asked(path), "the manifest names it and it is not there", _remedy()) from error
     if size != file.num_bytes:
-        raise ConfigError(asked(path), f"the manifest says {file.num_bytes} bytes, and it has {size}", _REMEDY)
+        raise ConfigError(asked(path), f"the manifest says {file.num_bytes} bytes, and it has {size}", _remedy())
 
 
 def check_prepared(folder: Path, say: Callable[[int], None] = lambda num_bytes: None) -> Manifest:
@@ -208,7 +210,7 @@ def check_prepared(folder: Path, say: Callable[[int], None] = lambda num_bytes: 
             raise ConfigError(
                 asked(folder / file.name),
                 f"its SHA-256 is {found[:16]}..., and the manifest says {file.sha256[:16]}...: it was changed",
-                _REMEDY,
+                _remedy(),
             )
     for tokens in open_prepared(folder, manifest.vocab_size)[:2]:
         for _ in tokens.chunks():

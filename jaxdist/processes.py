@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxdist.commands import command_text
 from jaxdist.compat import coordination_client, coordination_count, coordination_index
 from jaxdist.errors import ConfigError, printable, reason_of
 
@@ -89,7 +90,7 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
         raise ConfigError(
             "several processes",
             f"they cannot find each other ({reason_of(error)})",
-            "Start them with Slurm, Open MPI or Kubernetes, with python -m experiments.launch, or give --coordinator "
+            f"Start them with Slurm, Open MPI or Kubernetes, with {command_text('launch')}, or give --coordinator "
             "HOST:PORT --num-processes N --process-id I to each",
         ) from error
     finally:

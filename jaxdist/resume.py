@@ -15,7 +15,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.files import set_aside
 from jaxdist.logical import abstract_logical, from_logical, to_logical
 from jaxdist.metrics import CONFIG, METRICS, STOPPED, SUMMARY, holds_run, read_config
-from jaxdist.step import Program, State
+from jaxdist.train.program import Program
+from jaxdist.train.state import State
 
 FOLDER = "checkpoints"
 

@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 
 from jaxdist import processes
+from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError
 
 DeviceChoice = Literal["auto", "cpu", "gpu"]
@@ -76,7 +77,7 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
                 f"--device gpu with a mesh of {count}",
                 f"this machine shows JAX {len(found)} GPU{'s' * (len(found) != 1)}, and each rank needs one",
                 "Use --device cpu to simulate the mesh"
-                + ("" if found else ", or on a machine with an NVIDIA driver pip install -e '.[cuda]'"),
+                + ("" if found else f", or on a machine with an NVIDIA driver {install_text('cuda')}"),
             )
         return _on_accelerator(found, count)
     try:

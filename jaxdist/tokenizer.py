@@ -7,6 +7,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from jaxdist.commands import command_text, install_text
 from jaxdist.errors import ConfigError
 from jaxdist.files import read_text_file
 
@@ -62,7 +63,7 @@ class BPETokenizer:
             raise ConfigError(
                 asked,
                 f"it is no tokenizer.json ({error})",
-                "Pass a file that Tokenizer.save or experiments.prepare wrote",
+                f"Pass a file that Tokenizer.save or `{command_text('prepare')}` wrote",
             ) from error
         # A document that has the text of a special token in it must not end there.
         self._inner.encode_special_tokens = True
@@ -127,6 +128,6 @@ def _library():
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            "a BPE tokenizer", "it needs the `tokenizers` library", "Install it with pip install -e '.[data]'"
+            "a BPE tokenizer", "it needs the `tokenizers` library", f"Install it with {install_text('data')}"
         ) from error
     return tokenizers

@@ -23,9 +23,14 @@ def versions() -> dict[str, str]:
 
 @cache
 def source_digest() -> str:
-    """SHA-256 of every source file of the package, by relative path: two checkouts that differ are told apart."""
+    """SHA-256 of every source file of the package, by relative path: two checkouts that differ are told apart.
+
+    Without the programs, so that a wheel, which holds them in the package, equals the clone that it was built from.
+    """
     root, digest = Path(__file__).parent, hashlib.sha256()
     for path in sorted(path for pattern in ("*.py", "*.toml") for path in root.rglob(pattern)):
+        if path.is_relative_to(root / "programs"):
+            continue
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -12,21 +12,23 @@ from jax import random
 from jax.sharding import PartitionSpec
 
 from experiments.strategies import Strategy
-from jaxdist import model, step
-from jaxdist.config import causal_blocks
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
-from jaxdist.model import Forward, Noise, attention_core
+from jaxdist.models import attention, gpt2
+from jaxdist.models.attention import attention_core, causal_blocks, cudnn_refusal
+from jaxdist.models.base import Context
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.split import all_equations
+from jaxdist.train import program as programs
+from jaxdist.train.program import attention_on, build_program
 
-NO_NOISE = Noise(0.0, None, np.arange(2))
+NO_DROPOUT = Context(rows_B=np.arange(2))
 
 
-def xla_core(noise: Noise = NO_NOISE):
+def xla_core(ctx: Context = NO_DROPOUT, rate: float = 0.0):
     """The attention as it runs: inside of a mesh, here of one device."""
     mesh = make_mesh(MeshShape(), DEVICES)
     spec = PartitionSpec()
-    return jax.shard_map(attention_core("xla", noise), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    return jax.shard_map(attention_core("xla", ctx, rate), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
 
 
 def plain(q, k, v, keep=None):
@@ -71,13 +73,13 @@ def test_masked_blocks_are_not_computed():
 def test_every_block_draws_its_own_dropout():
     """Column sums of a dropout mask: with v one-hot, what comes out are the probabilities that were kept."""
     length, key = 256, random.key(1)
-    noise = Noise(0.5, key, jnp.arange(1))
+    ctx = Context(key=key, rows_B=jnp.arange(1))
     zeros = jnp.zeros((1, length, 1, length))
-    out = np.asarray(xla_core(noise)(zeros, zeros, jnp.eye(length)[None, :, None]))[0, :, 0]
+    out = np.asarray(xla_core(ctx, 0.5)(zeros, zeros, jnp.eye(length)[None, :, None]))[0, :, 0]
     rows = length // 4
     for end in range(rows, length + 1, rows):
         block = jnp.ones((1, 1, rows, end))
-        kept = np.asarray(dropout(block, 0.5, noise.at(end).key, jnp.arange(1), jnp.arange(1)))[0, 0]
+        kept = np.asarray(dropout(block, 0.5, ctx.at(end).key, jnp.arange(1), jnp.arange(1)))[0, 0]
         expected = np.tril(np.ones((length, length)))[end - rows : end, :end]
         expected = expected / expected.sum(-1, keepdims=True) * kept
         np.testing.assert_allclose(out[end - rows : end, :end], expected, rtol=1e-6, atol=1e-8)
@@ -86,47 +88,44 @@ def test_every_block_draws_its_own_dropout():
 @pytest.mark.parametrize("refused", [True, False])
 def test_auto_falls_back_where_cudnn_has_no_plan(monkeypatch, refused):
     """JAX skips its own cuDNN test on CUDA 13 for that reason."""
-    monkeypatch.setattr(step, "_platform", lambda mesh: "gpu")
+    monkeypatch.setattr(programs, "platform_of", lambda mesh: "gpu")
     if not refused:
-        monkeypatch.setattr(step, "cudnn_refusal", lambda config, device: None)
-    chosen = []
-    monkeypatch.setattr(step.model, "Forward", lambda **kwargs: chosen.append(kwargs["attention"]) or Forward(**kwargs))
+        monkeypatch.setattr(attention, "cudnn_refusal", lambda *_: None)
     config = Strategy("", "dp=2", {}, dropout=0.0, dtype="bfloat16").run_config()
     mesh = make_mesh(config.parallel.mesh, DEVICES)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        program = step.build_program(config, mesh)
-    assert ["cuDNN's attention does not compile on cpu" in str(w.message) for w in said] == [True] * refused
-    assert program.config == config and (program.runs != config) == refused
+        program = build_program(config, mesh)
+    # Once for the step, once for the evaluation.
+    assert ["cuDNN's attention does not compile on cpu" in str(w.message) for w in said] == [True] * 2 * refused
+    assert program.config == config and program.model.ctx.attention == ("xla" if refused else "cudnn")
     if refused:  # with cuDNN's it cannot even be lowered here
         program.step.lower(program.abstract_state(), program.abstract_batch())
         program.evaluate.lower(program.abstract_state().params, program.abstract_batch())
-        assert set(chosen) == {"xla"}
     asked = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, attention="cudnn"))
-    assert step.with_attention_that_compiles(asked, mesh) is asked
+    assert attention_on(mesh, asked, training=True) == "cudnn"
 
 
 def test_what_the_compiler_says_of_cudnn_is_the_reason(monkeypatch):
-    def core(name, noise):
+    def core(name, ctx):
         def refuse(q, k, v):
             raise RuntimeError("No execution plans support the graph.\nmore")
 
         return refuse
 
-    monkeypatch.setattr(model, "attention_core", core)
-    config = Strategy("", "", {}, dropout=0.0, dtype="bfloat16").run_config()
-    assert step.cudnn_refusal(config, DEVICES[0]) == "No execution plans support the graph."
+    monkeypatch.setattr(attention, "attention_core", core)
+    assert cudnn_refusal(DEVICES[0], 32, 8, "bfloat16") == "No execution plans support the graph."
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_training_with_dropout_writes_attention_out_on_a_gpu_too(monkeypatch, overlap):
     """cuDNN's takes no dropout: where it would run otherwise, `auto` must ask for training, and evaluation not."""
-    monkeypatch.setattr(step, "_platform", lambda mesh: "gpu")
+    monkeypatch.setattr(programs, "platform_of", lambda mesh: "gpu")
     chosen = []
-    core = model.attention_core
-    monkeypatch.setattr(model, "attention_core", lambda name, noise: chosen.append(name) or core("xla", noise))
+    core = gpt2.attention_core
+    monkeypatch.setattr(gpt2, "attention_core", lambda name, *how: chosen.append(name) or core("xla", *how))
     config = Strategy("", "dp=2", {"overlap": overlap}, dropout=0.1, dtype="bfloat16").run_config()
-    program = step.build_program(config, make_abstract_mesh(config.parallel.mesh))
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
     program.step.trace(program.abstract_state(), program.abstract_batch())
     assert set(chosen) == {"xla"}
     chosen.clear()

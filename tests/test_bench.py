@@ -21,15 +21,15 @@ from experiments.bench.theory import sent_in_theory, state_in_theory
 from experiments.bench.workers import Worker, WorkerEnded
 from experiments.cli import run_program
 from experiments.strategies import STRATEGIES
-from jaxdist import model
-from jaxdist.config import PRESETS, ModelConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.layout import local_bytes, make_layout
 from jaxdist.mesh import make_abstract_mesh
+from jaxdist.models.gpt2 import GPT2, PRESETS
 from jaxdist.plan.communication import predicted
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.trace import total_sent
 from jaxdist.runtime import Devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 TINY = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "32", "--vocab-size", "100"]
 TINY += ["--repeats", "2"]
@@ -38,7 +38,7 @@ KEYS = {"name", "value", "unit", "spread", "runs", "against", "ratio", "simulate
 
 def run(capsys, *args) -> tuple[int, str]:
     with pytest.raises(SystemExit) as ended:
-        run_program(BenchFlags, main, "experiments.bench", [str(arg) for arg in args])
+        run_program(BenchFlags, main, "bench", [str(arg) for arg in args])
     captured = capsys.readouterr()
     return ended.value.code, captured.out + captured.err
 
@@ -95,7 +95,7 @@ def as_in_the_papers(strategy) -> bool:
 def test_a_strategy_holds_and_sends_what_the_papers_say(strategy):
     config = strategy.run_config()
     mesh = config.parallel.mesh
-    layout = make_layout(model.declare(config.model), config.parallel, config.part_layers)
+    layout = make_layout(config.model, config.parallel, config.part_layers)
     sent = sum(message.sent_bytes(mesh) for message in predicted(config, layout))
     theory = sent_in_theory(config)
     if config.parallel.zero == 3 and config.parallel.reshard_after_forward:
@@ -127,7 +127,7 @@ def is_plain_pipeline(strategy) -> bool:
 def test_a_pipeline_holds_less_than_the_papers_say_and_sends_what_that_takes(strategy):
     config = strategy.run_config()
     mesh, shape, precision = config.parallel.mesh, config.model, config.precision
-    layout = make_layout(model.declare(shape), config.parallel, config.part_layers)
+    layout = make_layout(shape, config.parallel, config.part_layers)
     table, reduced = layout.leaves["tokens"], np.dtype(precision.reduction_dtype).itemsize
     # Every stage sums positions and last norm, and sends its part of the table to the ends. An end sends what it would
     # to another end; where there is no other, its gradient's parts.
@@ -276,7 +276,7 @@ def test_collectives_are_counted_by_opcode():
 
 # ---- operations ----
 
-SIZES = ModelConfig(num_layers=1, width=32, num_heads=4, ffn_width=128, seq_len=16, vocab_size=128)  # nothing padded
+SIZES = GPT2(num_layers=1, width=32, num_heads=4, ffn_width=128, seq_len=16, vocab_size=128)  # nothing padded
 
 
 def test_products_do_the_flops_they_are_given():
@@ -319,11 +319,11 @@ def test_pytorch_computes_the_same_operation(cpu, name):
 
 def test_the_torch_model_has_as_many_parameters(cpu):
     pytest.importorskip("torch")
-    from experiments.torch_gpt2 import GPT2
+    from experiments.torch_gpt2 import TorchGPT2
 
     program = parity.one_device(RunConfig(SIZES), cpu, "float32", "xla")
     ours = sum(math.prod(x.shape) for x in jax.tree.leaves(program.abstract_state().params))
-    assert sum(weight.numel() for weight in GPT2(SIZES).parameters()) == ours
+    assert sum(weight.numel() for weight in TorchGPT2(SIZES).parameters()) == ours
 
 
 def test_a_worker_answers_line_by_line_and_tells_its_last_words(tmp_path, monkeypatch):

@@ -790,7 +790,7 @@ def program(capfd, *words) -> tuple[int, str, str]:
         run_program(
             Init | Ceiling | Show | Settle | Run,
             lambda flags, console: experiments.budget.main(flags, console, list(words[split + 1 :])),
-            "experiments.budget",
+            "budget",
             args=list(map(str, words[:split])),
         )
     return stop.value.code or 0, *capfd.readouterr()

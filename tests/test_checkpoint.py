@@ -14,14 +14,15 @@ from conftest import DEVICES
 
 from jaxdist import checkpoint, resume
 from jaxdist.checkpoint import MANIFEST, BadCheckpoint, Checkpoints, SaveFailed, newest_good
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.logical import PARAMS, abstract_logical, fetch, from_logical, parameters_from_logical, to_logical
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.step import build_program
-from jaxdist.verify import random_batches
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.parity import random_batches
+from jaxdist.train.program import build_program
 
-MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100, dropout=0.1)
+MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100, dropout=0.1)
 FOUR = replace(MODEL, num_layers=4)
 DATA = {"source": "random", "fingerprint": "0"}
 

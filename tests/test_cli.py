@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,10 +24,11 @@ from experiments.cli import CommonFlags, SafeConsole, run_program
 from experiments.progress import Progress
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
-from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, RunConfig
+from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.step import Program, build_program
+from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.train.program import Program, build_program
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 400
 SMALL = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "32", "--batch-size", "8"]
@@ -38,7 +40,7 @@ def run(monkeypatch, capsys, module, *args) -> tuple[int, str, str]:
     flags = {"train": "TrainFlags", "verify": "VerifyFlags", "bench": "BenchFlags"}[module]
     monkeypatch.setattr(sys, "argv", [module, *map(str, args)])
     with pytest.raises(SystemExit) as stop:
-        run_program(getattr(program, flags), program.main, f"experiments.{module}")
+        run_program(getattr(program, flags), program.main, module)
     out, err = capsys.readouterr()
     return stop.value.code or 0, out, err
 
@@ -200,7 +202,7 @@ def test_verify_prints_every_leaf_and_writes_json(monkeypatch, capsys, tmp_path)
 
 def test_verify_exits_1_on_a_difference(monkeypatch, capsys):
     """A tolerance nothing can meet stands for a wrong run: the verdict must reach the exit code."""
-    monkeypatch.setattr("jaxdist.verify.GRADIENT_TOLERANCE", {"float32": 1e-12})
+    monkeypatch.setattr("jaxdist.parity.GRADIENT_TOLERANCE", {"float32": 1e-12})
     args = ("--mesh", "dp=2", "--num-layers", "2", "--width", "16", "--num-heads", "2", "--steps", "1")
     code, stdout, _ = run(monkeypatch, capsys, "verify", *args)
     assert code == 1
@@ -222,12 +224,15 @@ def test_the_table_of_strategies_is_wide_enough():
         strategy.run_config()
 
 
-def test_planted_bugs_still_fit_the_source():
-    """Every bug's text stands exactly once where it says; running them is `python -m experiments.planted_bugs`."""
-    assert len(planted_bugs.BUGS) >= 20
-    for bug in planted_bugs.BUGS:
-        source = (planted_bugs.ROOT / bug.path).read_text()
-        assert planted_bugs.planted(bug, source) != source
+def test_planted_bugs_still_fit_the_source(tmp_path):
+    """Running them is `python -m experiments.planted_bugs`."""
+    found = planted_bugs.all_bugs()
+    assert len(found) > 200 and len({bug.name for bug in found}) == len(found)
+    for name in planted_bugs.COPIED[:2]:
+        shutil.copytree(planted_bugs.ROOT / name, tmp_path / name)
+    for bug in found:
+        assert bug.tests and all("::" in test for test in bug.tests), bug.name
+        bug.apply(tmp_path, "--check")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -400,7 +405,7 @@ def test_verify_and_bench_refuse_too(monkeypatch, capsys, tmp_path):
 
 def test_unwise_combinations_are_said():
     def notes(**parallel):
-        return RunConfig(ModelConfig(2, 32, 4, 128, 32, 256), ParallelConfig(**parallel)).warnings()
+        return RunConfig(GPT2(2, 32, 4, 128, 32, 256), ParallelConfig(**parallel)).warnings()
 
     assert "dp=1" in notes(zero=2)[0]
     assert "tp=1" in notes(sp=True)[0]

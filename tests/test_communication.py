@@ -9,19 +9,19 @@ import pytest
 
 from experiments.communication import COMPARED, against_papers, ratios
 from experiments.strategies import PIPELINES, STRATEGIES
-from jaxdist import model
-from jaxdist.config import PRESETS, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, make_layout
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
+from jaxdist.models.gpt2 import GPT2, PRESETS
 from jaxdist.parallel.schedules import NAMES
 from jaxdist.plan.communication import Message, predicted, table
 from jaxdist.plan.trace import Collective, total_sent
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 
 def layout_of(config: RunConfig) -> Layout:
-    return make_layout(model.declare(config.model), config.parallel, config.part_layers)
+    return make_layout(config.model, config.parallel, config.part_layers)
 
 
 def traced(config: RunConfig) -> list[Collective]:
@@ -63,7 +63,7 @@ def random_config(seed: int) -> RunConfig:
     pick = random.Random(seed)
     while True:
         heads = pick.choice((1, 2, 3, 4, 6, 8))
-        shape = ModelConfig(
+        shape = GPT2(
             num_layers=pick.randint(1, 9),
             width=heads * pick.choice((1, 3, 5, 8)),
             num_heads=heads,
@@ -122,7 +122,7 @@ def test_random_runs_send_what_is_predicted(seed):
 @pytest.mark.parametrize(("tokens", "sp"), [(1, False), (3, False), (4, False), (2, True)])
 def test_of_few_tokens_w_gathers_the_block_itself(tokens, sp, remat):
     """B hands the norms' scale and bias over where they are no larger than the activation."""
-    model = ModelConfig(num_layers=4, width=6, num_heads=2, ffn_width=8, seq_len=tokens, vocab_size=179)
+    model = GPT2(num_layers=4, width=6, num_heads=2, ffn_width=8, seq_len=tokens, vocab_size=179)
     mesh = parse_mesh("pp=2,dp=2,tp=2" if sp else "pp=2,dp=2")
     parallel = ParallelConfig(mesh, 3, sp=sp, grad_sync="flat", remat=remat, schedule="zb-h1", microbatches=2)
     assert_equals_trace(RunConfig(model, parallel, batch_size=4))

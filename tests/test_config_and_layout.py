@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist import model
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import Leaf, choose_zero_dim, make_layout, pipeline_rows
 from jaxdist.logical import from_logical, to_logical
 from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.models.gpt2 import GPT2
 from jaxdist.optimizer import initial_loss_scale, learning_rate
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
 from jaxdist.parallel.schedules import make_schedule
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
-MODEL = ModelConfig(num_layers=3, width=48, num_heads=6, ffn_width=96, seq_len=16, vocab_size=100)
+MODEL = GPT2(num_layers=3, width=48, num_heads=6, ffn_width=96, seq_len=16, vocab_size=100)
 
 
 def layout_of(zero=0, sp=False, config=MODEL, **axes):
-    return make_layout(model.declare(config), ParallelConfig(mesh=MeshShape(**axes), zero=zero, sp=sp))
+    return make_layout(config, ParallelConfig(mesh=MeshShape(**axes), zero=zero, sp=sp))
 
 
 def test_every_parameter_is_declared_once_with_its_gpt2_shape():
@@ -59,8 +59,8 @@ def test_every_parameter_is_declared_once_with_its_gpt2_shape():
 
 
 def test_initial_values_have_the_gpt2_statistics():
-    wide = ModelConfig(num_layers=8, width=128, num_heads=4, ffn_width=512, seq_len=64, vocab_size=250)
-    params = jax.jit(lambda: model.initial_parameters(wide, 0))()
+    wide = GPT2(num_layers=8, width=128, num_heads=4, ffn_width=512, seq_len=64, vocab_size=250)
+    params = jax.jit(lambda: wide.initial_values(0))()
     blocks = params["blocks"]
     for w in (params["tokens"][:250], params["positions"], blocks["attention"]["w_qkv"], blocks["mlp"]["w_up"]):
         assert abs(float(w.std()) - 0.02) < 0.001 and abs(float(w.mean())) < 0.001
@@ -84,7 +84,7 @@ def test_another_seed_gives_other_initial_values():
 
 @pytest.mark.parametrize("heads", [1, 4, 5, 6, 12, 20, 25])
 def test_any_tp_that_divides_the_heads_divides_the_vocabulary(heads):
-    config = ModelConfig(1, 8 * heads, heads, 8 * heads, 8, 50257)
+    config = GPT2(1, 8 * heads, heads, 8 * heads, 8, 50257)
     padded = config.padded_vocab_size
     assert padded >= 50257 and padded % 128 == 0
     assert all(padded % tp == 0 for tp in range(1, heads + 1) if heads % tp == 0)
@@ -101,7 +101,7 @@ def test_what_each_leaf_owes():
 
 
 def leaf(shape, spec, tp, dp, zero_dim):
-    return Leaf("x", shape, spec, True, tp, dp, zero_dim, (), 1, None, ())
+    return Leaf("x", shape, spec, True, tp, dp, zero_dim, (), 1, None, (), False, frozenset(), 0.0, None)
 
 
 def moved(placed, move, x, there, here):
@@ -152,7 +152,23 @@ def test_layers_change_stages_and_come_back(data):
     num_layers, depth = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
     depth = max(depth, -(-num_layers // pp))
     rows = data.draw(st.permutations([*range(num_layers), *[-1] * (pp * depth - num_layers)]))
-    placed = Leaf("x", (num_layers, 5), ("pp", None), True, 1, dp, 1 if dp > 1 else None, (), pp, tuple(rows), ())
+    placed = Leaf(
+        "x",
+        (num_layers, 5),
+        ("pp", None),
+        True,
+        1,
+        dp,
+        1 if dp > 1 else None,
+        (),
+        pp,
+        tuple(rows),
+        (),
+        False,
+        frozenset(),
+        0.0,
+        None,
+    )
     x = np.arange(1, num_layers * 5 + 1, dtype=np.int32).reshape(num_layers, 5)
     _, computed = there_and_back(placed, x)
     for row, number in zip(computed, rows, strict=True):
@@ -163,7 +179,9 @@ def test_layers_change_stages_and_come_back(data):
 @pytest.mark.parametrize("zero_dim", [None, 0, 1])
 def test_a_table_that_the_stages_share_is_undone_exactly(size, zero_dim):
     dp = 1 if zero_dim is None else 2
-    placed = Leaf("x", (size, 3), ("pp", None), True, 1, dp, zero_dim, (), 2, None, users=(0, 1))
+    placed = Leaf(
+        "x", (size, 3), ("pp", None), True, 1, dp, zero_dim, (), 2, None, (0, 1), False, frozenset(), 0.0, None
+    )
     x = np.arange(1, size * 3 + 1, dtype=np.int32).reshape(size, 3)
     _, computed = there_and_back(placed, x)
     np.testing.assert_array_equal(computed[:size], x)

@@ -11,9 +11,10 @@ from conftest import RARE
 from experiments import levels
 from experiments.levels import LAYOUTS
 from experiments.strategies import PIPELINES, STRATEGIES
-from jaxdist import verify
-from jaxdist.config import PRESETS, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist import parity
+from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.gpt2 import PRESETS
 from jaxdist.parallel import collectives
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Candidates, layouts_of_mesh, legal_meshes, score
@@ -166,9 +167,9 @@ def test_the_tolerances_in_prose_are_those_of_the_comparison():
         (found,) = [values for name, values in rows.items() if name.startswith(start)]
         return list(map(float, found))
 
-    first = [verify.GRADIENT_TOLERANCE[dtype] for dtype in dtypes]
-    later = [verify.LATER * tolerance for tolerance in first]
-    assert said("loss of each step") == [verify.LOSS_TOLERANCE[dtype] for dtype in dtypes]
+    first = [parity.GRADIENT_TOLERANCE[dtype] for dtype in dtypes]
+    later = [parity.LATER * tolerance for tolerance in first]
+    assert said("loss of each step") == [parity.LOSS_TOLERANCE[dtype] for dtype in dtypes]
     assert said("gradient norm and every") == first
     assert said("the same, later") == [*later[:2], *first[2:]]
     assert said("moments") == said("parameters") == later

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import PRESETS, PrecisionConfig
+from jaxdist.config import PrecisionConfig
+from jaxdist.models.gpt2 import PRESETS
 from jaxdist.parallel import schedules
 from jaxdist.plan import formulas as f
 from jaxdist.plan.budget import sentence
@@ -203,7 +204,7 @@ def test_megatron_parameters(layers, width):
 
 
 def test_exact_count_of_our_own_model():
-    from jaxdist.model import declare
+    from jaxdist.models.base import declare
 
     def count(tree):
         return sum(count(node) if isinstance(node, dict) else int(np.prod(node.shape)) for node in tree.values())

@@ -35,7 +35,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def report(tmp_path) -> Report:
-    return Report(str(tmp_path / "out"), describe_machine(None, "experiments.gpu"))
+    return Report(str(tmp_path / "out"), describe_machine(None, "gpu"))
 
 
 def written(folder: Path) -> dict:
@@ -90,12 +90,11 @@ def test_every_section_is_a_command_that_its_bench_takes(section, monkeypatch):
         seen.append((flags, config))
         return [Row("a figure", 1.0, "s")], None, True
 
-    monkeypatch.setattr(
-        program.importlib, "import_module", lambda name: type("module", (), {BENCHES[command[3]][1]: bench})
-    )
+    module = type("module", (), {BENCHES[command[3]][1]: bench})
+    monkeypatch.setattr(program.importlib, "import_module", lambda name, package: module)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with pytest.raises(SystemExit) as ended:
-        run_program(BenchFlags, program.main, "experiments.bench", command[3:])
+        run_program(BenchFlags, program.main, "bench", command[3:])
     assert ended.value.code == 0 and len(seen) == 1
     assert math.isinf(seen[0][0].start_within) or seen[0][0].start_within == 40
 

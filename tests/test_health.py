@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 from conftest import DEVICES
 
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.drill import parse_drill
 from jaxdist.errors import ConfigError
 from jaxdist.health import SpikeWatch, checksum, gather_ranks, make_replica_check, name_culprits
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.gpt2 import GPT2
 from jaxdist.pace import slow_processes
-from jaxdist.step import build_program
-from jaxdist.verify import random_batches
+from jaxdist.parity import random_batches
+from jaxdist.train.program import build_program
 from jaxdist.watch import EXIT_STUCK
 
-MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
+MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
 
 
 def make_program(mesh, drill=None, precision="float32", **parallel):

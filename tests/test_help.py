@@ -36,27 +36,27 @@ def never(flags, console):
 @pytest.mark.parametrize(
     ("flags_type", "prog", "said"),
     [
-        (rings.RingsFlags, "experiments.rings", "prove-cuda"),
-        (communication.CommunicationFlags, "experiments.communication", "takes no flags"),
+        (rings.RingsFlags, "rings", "prove-cuda"),
+        (communication.CommunicationFlags, "communication", "takes no flags"),
     ],
 )
 def test_help_of_programs_without_flags_does_not_run_them(capsys, flags_type, prog, said):
     code, out, err = outcome(capsys, flags_type, never, prog, "--help")
     assert code == 0 and said in out and not err
-    module = (ROOT / f"{prog.replace('.', '/')}.py").read_text(encoding="utf-8")
+    module = (ROOT / f"experiments/{prog}.py").read_text(encoding="utf-8")
     assert f"run_program({flags_type.__name__}, main" in module
 
 
 def test_rings_without_the_cuda_compiler_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(compile, "has_cuda_compiler", lambda: False)
-    code, out, err = outcome(capsys, rings.RingsFlags, rings.main, "experiments.rings")
+    code, out, err = outcome(capsys, rings.RingsFlags, rings.main, "rings")
     assert code == 2 and not out and "pip install -e '.[prove-cuda]'" in err
 
 
 @pytest.mark.parametrize("flags_type", [TrainFlags, VerifyFlags, PlanFlags, BenchFlags, LevelsFlags, OverlapFlags])
 def test_help_has_every_flag_once_in_groups(capsys, monkeypatch, flags_type):
     monkeypatch.setenv("COLUMNS", "120")
-    prog = f"experiments.{flags_type.__name__.removesuffix('Flags').lower()}"
+    prog = flags_type.__name__.removesuffix("Flags").lower()
     _, grouped, _ = outcome(capsys, flags_type, never, prog, "--help")
     with pytest.raises(SystemExit):
         tyro.cli(flags_type, args=["--help"])
@@ -75,14 +75,14 @@ def test_help_has_every_flag_once_in_groups(capsys, monkeypatch, flags_type):
 
 def test_help_of_bench_says_what_each_measures(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    _, out, _ = outcome(capsys, BenchFlags, never, "experiments.bench", "--help")
+    _, out, _ = outcome(capsys, BenchFlags, never, "bench", "--help")
     assert set(ABOUT) == set(BENCHES)
     assert all(f"{name}: {text}." in out for name, text in ABOUT.items())
 
 
 @pytest.mark.parametrize("bench", [name for name, (_, _, unused) in BENCHES.items() if unused >= ALL_ROWS])
 def test_a_bench_whose_rows_cannot_be_chosen_refuses_only(capsys, bench):
-    code, out, err = outcome(capsys, BenchFlags, main, "experiments.bench", bench, "--only", "x")
+    code, out, err = outcome(capsys, BenchFlags, main, "bench", bench, "--only", "x")
     assert code == 2 and not out and "--only" in err and bench in err
 
 
@@ -105,12 +105,12 @@ def test_a_flag_of_one_bench_is_refused_by_the_others(capsys, bench, names):
     for name in names:
         flag = f"--{name.replace('_', '-')}"
         args = values.get(name, [flag, "7"])
-        code, _, err = outcome(capsys, BenchFlags, main, "experiments.bench", other, *args)
+        code, _, err = outcome(capsys, BenchFlags, main, "bench", other, *args)
         assert code == 2 and args[0] in err and other in err
 
 
 def test_standin_says_what_it_needs(capsys):
-    code, _, err = outcome(capsys, BenchFlags, main, "experiments.bench", "standin")
+    code, _, err = outcome(capsys, BenchFlags, main, "bench", "standin")
     assert code == 2 and "NVIDIA GPU" in err and "--mesh dp=8" in err
     assert "experiments.bench standin --mesh" in (ROOT / "docs/commands.md").read_text(encoding="utf-8")
 

@@ -15,17 +15,18 @@ from jax import lax
 
 from experiments.levels import LAYOUTS, with_layout
 from experiments.strategies import BY_NAME
-from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
+from jaxdist.models.gpt2 import GPT2, PRESETS
 from jaxdist.plan.compile import TARGETS, compile_step, emitted_collectives, target_devices, torus
 from jaxdist.plan.executed import executed_step, miscounted
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.levels import Sent, habits_of, levels
 from jaxdist.plan.memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
 from jaxdist.plan.search import Candidates, score
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 KIB = 1024
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)  # 1 KiB
@@ -334,7 +335,7 @@ def test_the_compiler_emits_what_was_traced_or_less(name):
 
 def test_predicted_peak_is_near_the_compilers():
     # The whole table is `python -m experiments.levels`; its errors are in docs/plan.md.
-    model = ModelConfig(num_layers=4, width=128, num_heads=4, ffn_width=512, seq_len=128, vocab_size=2048)
+    model = GPT2(num_layers=4, width=128, num_heads=4, ffn_width=512, seq_len=128, vocab_size=2048)
     for mesh, more in [("dp=2", {"remat": "selective"}), ("tp=2", {"sp": True}), ("pp=2", {})]:
         base = RunConfig(model=model, batch_size=8)
         assert abs(levels(with_layout(base, mesh, more, "cpu"), "cpu").peak_error) < 0.10, mesh
@@ -347,7 +348,7 @@ def test_a_tpu_is_not_predicted_to_widen_16_bits():
 
 def test_arguments_of_a_step_are_its_state_and_its_batch():
     config = RunConfig(
-        model=ModelConfig(4, 64, 4, 256, 32, 256),
+        model=GPT2(4, 64, 4, 256, 32, 256),
         parallel=ParallelConfig(mesh=parse_mesh("dp=4,tp=2"), zero=2),
         precision=PrecisionConfig(dtype="bfloat16"),
         batch_size=8,
@@ -361,7 +362,7 @@ def test_arguments_of_a_step_are_its_state_and_its_batch():
 def test_more_is_kept_with_less_recomputation_and_more_rows():
     def peak(remat, batch):
         parallel = ParallelConfig(mesh=parse_mesh("dp=2"), remat=remat)
-        config = RunConfig(model=ModelConfig(4, 64, 4, 256, 64, 256), parallel=parallel, batch_size=batch)
+        config = RunConfig(model=GPT2(4, 64, 4, 256, 64, 256), parallel=parallel, batch_size=batch)
         return levels(config).predicted.temporaries
 
     assert peak("none", 8) > peak("selective", 8) > peak("block", 8)

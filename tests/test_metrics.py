@@ -6,9 +6,10 @@ import resource
 
 import pytest
 
-from jaxdist.config import PRESETS, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.metrics import METRICS, RunFiles, read_config
+from jaxdist.models.gpt2 import PRESETS
 
 CONFIG = RunConfig(PRESETS["proof"])
 

@@ -83,5 +83,5 @@ def test_every_equivalent_mutant_still_fits_the_source():
 
 def test_paths_that_are_not_of_the_package_are_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
-        run_program(mutants.MutantFlags, mutants.main, "experiments.mutants", ["--paths", "experiments"])
+        run_program(mutants.MutantFlags, mutants.main, "mutants", ["--paths", "experiments"])
     assert stopped.value.code == 2 and "no file or folder of jaxdist" in capsys.readouterr().err

@@ -10,23 +10,23 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig
 from jaxdist.layout import make_layout
 from jaxdist.mesh import MeshShape, make_mesh
-from jaxdist.model import declare, initial_parameters
+from jaxdist.models.gpt2 import GPT2
 from jaxdist.optimizer import global_norm, make_optimizer, update
 
-MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
-LAYOUT = make_layout(declare(MODEL), ParallelConfig())
+MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
+LAYOUT = make_layout(MODEL, ParallelConfig())
 
 
 def a_few_updates(config: OptimizerConfig):
     """(parameters, moments, gradients) after two updates, with -0.0 among the moments but means of squares."""
-    params = initial_parameters(MODEL, 0)
+    params = MODEL.initial_values(0)
     moments = make_optimizer(config, LAYOUT).init(params)
     step = jax.jit(lambda grads, moments, params: update(config, LAYOUT, jnp.bool(True), grads, moments, params, 1e-2))
     for seed in (1, 2):
-        grads = initial_parameters(MODEL, seed)
+        grads = MODEL.initial_values(seed)
         params, moments = step(grads, moments, params)
 
     def with_zeros(path, m):
@@ -74,7 +74,7 @@ def test_the_update_holds_no_second_copy_of_the_moments():
 
 
 def test_the_global_norm_is_that_of_all_elements():
-    grads = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), initial_parameters(MODEL, 0))
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), MODEL.initial_values(0))
     mesh = make_mesh(MeshShape(), jax.devices()[:1])
     norm = jax.shard_map(partial(global_norm, layout=LAYOUT), mesh=mesh, in_specs=PartitionSpec(),
                          out_specs=PartitionSpec())(grads)  # fmt: skip

@@ -12,17 +12,17 @@ from conftest import DEVICES
 
 from experiments import oracles
 from experiments.oracles import plain
-from experiments.strategies import PROOF_EPS
 from experiments.verify import Verifier
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.parity import NOISE, PROOF_EPS, random_batches
 from jaxdist.runtime import Devices
-from jaxdist.verify import NOISE, random_batches
 
-ODD = ModelConfig(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)
-WIDE = ModelConfig(num_layers=1, width=128, num_heads=2, ffn_width=256, seq_len=8, vocab_size=131)
-LONG = ModelConfig(num_layers=2, width=8, num_heads=2, ffn_width=16, seq_len=128, vocab_size=31)
+ODD = GPT2(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)
+WIDE = GPT2(num_layers=1, width=128, num_heads=2, ffn_width=256, seq_len=8, vocab_size=131)
+LONG = GPT2(num_layers=2, width=8, num_heads=2, ffn_width=16, seq_len=128, vocab_size=31)
 
 
 def config_of(model=ODD, mesh="", parallel=None, optimizer=None, dropout=0.0, dtype="float64", steps=4, rows=8):

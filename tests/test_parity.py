@@ -12,13 +12,14 @@ from experiments import plain
 from experiments.bench.timing import full_batch
 from experiments.strategies import BY_NAME, PIPELINES, STRATEGIES, Strategy
 from experiments.verify import Verifier
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
 from jaxdist.logical import fetch, to_logical
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel.dropout import dropout
+from jaxdist.parity import observe, one_device, random_batches
 from jaxdist.runtime import Devices
-from jaxdist.step import build_program
-from jaxdist.verify import observe, one_device, random_batches
+from jaxdist.train.program import build_program
 
 VERIFIER = Verifier(Devices(DEVICES, True, "simulated"), steps=2)
 
@@ -85,7 +86,7 @@ def test_other_seeds(name, seed):
     assert_equal(VERIFIER(name, BY_NAME[name].run_config(seed=seed)))
 
 
-ODD = ModelConfig(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)
+ODD = GPT2(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from conftest import DEVICES
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from experiments.strategies import BY_NAME
-from jaxdist.config import ModelConfig, ParallelConfig, RunConfig
+from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline import (
     ARRIVALS,
@@ -31,7 +32,7 @@ from jaxdist.parallel.pipeline import (
 from jaxdist.parallel.schedules import NAMES, Action, Schedule, in_flight, make_schedule, parse
 from jaxdist.parallel.split import split_layer
 from jaxdist.plan.trace import equations, named_bytes
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 PP, TP = ("pp",), ("tp",)
 
@@ -358,7 +359,7 @@ def test_a_layer_that_changes_the_shape_is_refused():
 
 
 def pipeline_config(schedule: str, microbatches: int, stages: int = 4, layers: int = 16, **parallel) -> RunConfig:
-    model = ModelConfig(layers, 64, 4, 256, 64, 256)
+    model = GPT2(layers, 64, 4, 256, 64, 256)
     shape = parse_mesh(f"pp={stages}")
     return RunConfig(
         model,

@@ -16,8 +16,9 @@ import experiments.plan
 import experiments.train
 from experiments.cli import flags_of, run_program
 from experiments.train import TrainFlags
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
+from jaxdist.models.gpt2 import GPT2
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every, learning_rate, warmup_steps
 
 SMALL = ["--model", "tiny", "--hardware", "h100", "--nodes", "1", "--global-batch", "64"]
@@ -27,7 +28,7 @@ def plan(monkeypatch, capsys, *args) -> tuple[int, str, str]:
     """(exit code, stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", ["plan", *map(str, args)])
     with pytest.raises(SystemExit) as stop:
-        run_program(experiments.plan.PlanFlags, experiments.plan.main, "experiments.plan")
+        run_program(experiments.plan.PlanFlags, experiments.plan.main, "plan")
     out, err = capsys.readouterr()
     return stop.value.code or 0, out, err
 
@@ -70,7 +71,7 @@ def test_the_command_is_refused_until_it_is_filled_in(monkeypatch, capsys, tmp_p
     args = train_flags(command)
     assert ("--distributed" in args) == (nodes == 2) and args[args.index("--device") + 1] == "gpu"
     with pytest.raises(SystemExit) as stop:
-        run_program(TrainFlags, experiments.train.main, "experiments.train", args)
+        run_program(TrainFlags, experiments.train.main, "train", args)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and "--data DATA and --out OUT: this is a placeholder" in err
     flags = tyro.cli(TrainFlags, args=[{"DATA": "tokens", "OUT": "run"}.get(word, word) for word in args])
@@ -100,9 +101,9 @@ def test_the_recipe_is_the_published_one():
 
 
 CONFIGS = [
-    RunConfig(ModelConfig(4, 128, 4, 512, 128, 256)),
+    RunConfig(GPT2(4, 128, 4, 512, 128, 256)),
     RunConfig(
-        ModelConfig(6, 96, 6, 100, 64, 300, dropout=0.1),
+        GPT2(6, 96, 6, 100, 64, 300, dropout=0.1),
         ParallelConfig(
             mesh=MeshShape(pp=2, dp=2, tp=2),
             zero=3,
@@ -122,9 +123,7 @@ CONFIGS = [
         steps=7,
         seed=3,
     ),
-    RunConfig(
-        ModelConfig(32, 4096, 32, 10000, 2048, 50257), ParallelConfig(mesh=MeshShape(dp=2, tp=4), grad_sync="flat")
-    ),
+    RunConfig(GPT2(32, 4096, 32, 10000, 2048, 50257), ParallelConfig(mesh=MeshShape(dp=2, tp=4), grad_sync="flat")),
 ]
 
 
@@ -228,7 +227,7 @@ REFUSED = [
     ([*SMALL, "--mesh", "dp=4"], ["4 ranks", "8 devices"]),
     (["--model", "tiny", "--global-batch", "3", "--hardware", "h100", "--devices-per-node", "5"], ["multiple of 5"]),
     ([*SMALL, "--html", "/nowhere/at/all.html"], ["--html", "cannot be written"]),
-    ([*SMALL, "--dtype", "float64"], ["--dtype float64", "Use float32 or bfloat16 or float16", "experiments.train"]),
+    ([*SMALL, "--dtype", "float64"], ["--dtype float64", "Use float32 or bfloat16 or float16", "`train` takes"]),
     ([*SMALL, "--model", "gpt2-124m", "--tokens", "1e18"], ["a run has at most", "fewer --tokens"]),
     (
         [*SMALL, "--hardware", "a100-80", "--model", "7b", "--tokens", "2.5e14"],

@@ -17,9 +17,9 @@ from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.optimizer import initial_loss_scale, next_loss_scale
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.tensor import cross_entropy_in_chunks
+from jaxdist.parity import observe, random_batches
 from jaxdist.plan.trace import equations
-from jaxdist.step import build_program
-from jaxdist.verify import observe, random_batches
+from jaxdist.train.program import build_program
 
 
 def program_of(name, **precision):

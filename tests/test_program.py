@@ -14,17 +14,17 @@ from conftest import DEVICES, sampled
 
 from experiments.strategies import BY_NAME, STRATEGIES
 from jaxdist.compat import inner_programs
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.data import GlobalBatch
 from jaxdist.errors import ConfigError
-from jaxdist.layout import local_bytes, make_layout
+from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
-from jaxdist.model import declare
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.parity import one_device
 from jaxdist.plan import formulas
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.trace import collectives_of, equations, summary, total_sent
-from jaxdist.step import build_program, plan_forward, step_options
-from jaxdist.verify import one_device
+from jaxdist.train.program import build_program, step_options
 
 HLO_NAMES = {kind: kind for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
 HLO_NAMES["permute"] = "collective_permute"
@@ -197,7 +197,7 @@ def test_trace_counts_what_the_lowered_program_holds(strategy):
     [("pp=2", True, "gpu"), ("pp=2", True, "cpu"), ("pp=2", False, "gpu"), ("dp=2", True, "gpu")],
 )
 def test_two_messages_may_travel_at_once_where_a_pipeline_overlaps_them(mesh, overlap, platform):
-    config = RunConfig(ModelConfig(4, 64, 8, 256, 32, 256), ParallelConfig(mesh=parse_mesh(mesh), overlap=overlap))
+    config = RunConfig(GPT2(4, 64, 8, 256, 32, 256), ParallelConfig(mesh=parse_mesh(mesh), overlap=overlap))
     option = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
     assert step_options(config, platform) == (option if (mesh, overlap, platform) == ("pp=2", True, "gpu") else {})
 
@@ -206,7 +206,7 @@ def test_two_messages_may_travel_at_once_where_a_pipeline_overlaps_them(mesh, ov
 def test_volume_per_step_is_that_of_the_papers(mesh):
     """DP and ZeRO-1/2 send 2 psi (n-1)/n elements, ZeRO-3 3 psi, keeping weights 2 psi; scalars left out."""
     n = parse_mesh(mesh).dp
-    model = ModelConfig(4, 64, 8, 256, 32, 256)
+    model = GPT2(4, 64, 8, 256, 32, 256)
 
     def sent(**parallel):
         shape = parse_mesh(mesh)
@@ -231,7 +231,7 @@ def test_volume_per_step_is_that_of_the_papers(mesh):
 @pytest.mark.parametrize("remat", ["none", "selective", "block"])
 def test_tensor_parallel_volume_is_that_of_the_papers(sp, remat):
     """8bsh(t-1)/t elements a layer, two all-reduces more for embedding and head; recompute repeats what it needs."""
-    model, mesh, rows = ModelConfig(4, 64, 8, 256, 32, 256), MeshShape(tp=4), 16
+    model, mesh, rows = GPT2(4, 64, 8, 256, 32, 256), MeshShape(tp=4), 16
     run = RunConfig(model, ParallelConfig(mesh=mesh, sp=sp, remat=remat), batch_size=rows)
     program = build_program(run, make_abstract_mesh(mesh))
     trace = program.step.trace(program.abstract_state(), program.abstract_batch())
@@ -272,7 +272,7 @@ def test_zero2_never_holds_a_whole_stacked_gradient():
 # Bytes
 # ---------------------------------------------------------------------------------------------------------------------
 
-DIVISIBLE = ModelConfig(num_layers=2, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=256)
+DIVISIBLE = GPT2(num_layers=2, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=256)
 
 
 def zero_formula(psi: float, n: int, zero: int, params: int, grads: int, optimizer: int) -> float:
@@ -365,24 +365,22 @@ def test_a_state_that_the_compiler_would_hold_twice_is_refused():
 
 def test_what_attention_cannot_do_is_refused_before_the_step_is_traced():
     wanted = ParallelConfig(MeshShape(dp=2), attention="cudnn")
-    model = ModelConfig(num_layers=2, width=64, num_heads=2, ffn_width=128, seq_len=16, vocab_size=64, dropout=0.1)
+    model = GPT2(num_layers=2, width=64, num_heads=2, ffn_width=128, seq_len=16, vocab_size=64, dropout=0.1)
     config = RunConfig(model, wanted, precision=PrecisionConfig("bfloat16"), batch_size=4)
     with pytest.raises(ConfigError, match="no dropout to the attention weights"):
         build_program(config, make_abstract_mesh(MeshShape(dp=2)))
 
 
 def test_a_step_runs_the_attention_that_was_chosen():
-    model = ModelConfig(num_layers=2, width=64, num_heads=2, ffn_width=128, seq_len=16, vocab_size=64)
-    config = RunConfig(model, ParallelConfig(MeshShape(dp=2)), precision=PrecisionConfig("bfloat16"), batch_size=4)
-    layout = make_layout(declare(model), config.parallel)
+    model = GPT2(num_layers=2, width=64, num_heads=2, ffn_width=128, seq_len=16, vocab_size=64)
     for platform, chosen in (("gpu", "cudnn"), ("cpu", "xla")):
         for training in (True, False):
-            assert plan_forward(config, layout, platform, training)[0].attention == chosen
+            assert model.attention_for("auto", platform, "bfloat16", training=training) == chosen
 
 
 def test_compiled_memory_of_zero3_and_remat():
     """What the compiler allocates: keeping gathered weights costs more, recomputing blocks costs less."""
-    wide = ModelConfig(num_layers=8, width=128, num_heads=8, ffn_width=512, seq_len=64, vocab_size=256)
+    wide = GPT2(num_layers=8, width=128, num_heads=8, ffn_width=512, seq_len=64, vocab_size=256)
 
     def temp(**parallel):
         shape = MeshShape(dp=4)

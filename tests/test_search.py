@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from jaxdist.compat import scan_counts
-from jaxdist.config import PRESETS, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, divisors
-from jaxdist.errors import ConfigError
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError, divisors
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AVAILABLE_AXES, MeshShape, make_abstract_mesh
+from jaxdist.models.gpt2 import GPT2, PRESETS
 from jaxdist.parallel.pipeline import lower, senders_of
 from jaxdist.parallel.schedules import NAMES, SCHEDULES, Costs, make_schedule, simulate
 from jaxdist.plan.formulas import ModelShape
@@ -46,9 +47,9 @@ from jaxdist.plan.search import (
 )
 from jaxdist.plan.time_model import PARTS, Layout, step_time
 from jaxdist.plan.trace import equations
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
-SMALL = ModelConfig(num_layers=4, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=250)
+SMALL = GPT2(num_layers=4, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=250)
 H100 = Cluster(find_hardware("h100"))
 
 

@@ -14,14 +14,14 @@ from jax.extend.core import Literal
 
 from experiments.strategies import Strategy
 from jaxdist.compat import inner_programs, scan_counts
-from jaxdist.config import ModelConfig
 from jaxdist.mesh import DATA_AXES, make_abstract_mesh
+from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel.tensor import look_up
 from jaxdist.plan.trace import equations
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 ROWS = 7  # of a micro-batch on one rank: a dim of activations and of no parameter
-MODEL = ModelConfig(num_layers=4, width=32, num_heads=4, ffn_width=64, seq_len=8, vocab_size=250)
+MODEL = GPT2(num_layers=4, width=32, num_heads=4, ffn_width=64, seq_len=8, vocab_size=250)
 
 # mesh, parallel, how many passes of ROWS rows one rank makes
 PROGRAMS = {

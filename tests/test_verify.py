@@ -10,11 +10,7 @@ from conftest import DEVICES
 from experiments.strategies import Strategy
 from jaxdist.layout import make_layout
 from jaxdist.mesh import make_mesh
-from jaxdist.model import declare
-from jaxdist.plan.communication import predicted
-from jaxdist.plan.trace import total_sent
-from jaxdist.step import build_program
-from jaxdist.verify import (
+from jaxdist.parity import (
     Difference,
     Observed,
     compare,
@@ -24,6 +20,9 @@ from jaxdist.verify import (
     unequal_copies,
     worst,
 )
+from jaxdist.plan.communication import predicted
+from jaxdist.plan.trace import total_sent
+from jaxdist.train.program import build_program
 
 CONFIG = Strategy("", "", dtype="bfloat16", num_layers=1, batch_size=2).run_config()
 TREES = ["parameters", "moments", "counters", "rounded"]
@@ -49,7 +48,7 @@ def with_tree(run, tree, change):
 
 def test_what_a_run_sends_is_what_is_predicted():
     config = Strategy("", "dp=2", num_layers=1, batch_size=2).run_config()
-    layout = make_layout(declare(config.model), config.parallel)
+    layout = make_layout(config.model, config.parallel)
     found = observe(config, DEVICES, random_batches(config, 1))
     assert found.sent_bytes == total_sent(predicted(config, layout), config.parallel.mesh) > 0
 
@@ -262,7 +261,7 @@ def test_batches_differ_and_ignore_targets_unevenly():
 
 def test_start_values_are_random_in_every_leaf():
     config = Strategy("", "").run_config()
-    layout = make_layout(declare(config.model), config.parallel)
+    layout = make_layout(config.model, config.parallel)
     drawn = random_parameters(config, layout)
     assert {leaf.name: leaf.shape for leaf in jax.tree.leaves(layout.leaves)} == {k: x.shape for k, x in drawn.items()}
     for name, x in drawn.items():

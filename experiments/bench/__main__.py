@@ -14,11 +14,12 @@ from contextlib import nullcontext
 
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import describe_machine, write_rows
-from experiments.cli import make_folder, refuse_ignored, require_writable, run_program, set_precision
-from jaxdist.config import ParallelConfig, require_positive, require_within
-from jaxdist.errors import ConfigError
+from jaxdist.config import ParallelConfig
+from jaxdist.errors import ConfigError, require_positive, require_within
+
+from ..cli import make_folder, refuse_ignored, require_writable, run_program, set_precision
+from .flags import BenchFlags
+from .rows import describe_machine, write_rows
 
 STRATEGY = {field.name for field in dataclasses.fields(ParallelConfig)} - {"attention"}
 SHAPE = {"preset", "num_layers", "width", "num_heads", "seq_len", "vocab_size"}
@@ -85,7 +86,7 @@ def main(flags: BenchFlags, console: Console) -> int:
         raise ConfigError("--gigabytes", "at least one size of 0.01 or more is needed", "Use --gigabytes 0.1 1 10")
     config = flags.run_config()
     set_precision(config)
-    bench = getattr(importlib.import_module(f"experiments.bench.{module}"), function)
+    bench = getattr(importlib.import_module(f".{module}", __package__), function)
     with console.status(f"measuring: {flags.which}") if flags.which in SILENT else nullcontext():
         rows, devices, ok = bench(flags, config, console)
     if flags.only and not rows and flags.start_within == math.inf:  # a time limit may leave rows out as well
@@ -96,4 +97,4 @@ def main(flags: BenchFlags, console: Console) -> int:
 
 
 if __name__ == "__main__":
-    run_program(BenchFlags, main, "experiments.bench")
+    run_program(BenchFlags, main, "bench")

@@ -4,13 +4,14 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from experiments import plain
-from experiments.bench.timing import Timed, full_batch, timed
 from jaxdist.config import RunConfig
 from jaxdist.layout import shardings
 from jaxdist.mesh import make_mesh
 from jaxdist.runtime import Devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
+
+from .. import plain
+from .timing import Timed, full_batch, timed
 
 
 def timed_automatic(config: RunConfig, devices: Devices) -> Timed:

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.timing import with_parallel
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import pipeline
 from jaxdist.plan.compile import CompiledStep, compile_step
 from jaxdist.runtime import acquire_devices
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .timing import with_parallel
 
 STAGES = 4
 SCHEDULES = ("1f1b", "zb-h1")

@@ -7,17 +7,19 @@ import time
 import jax
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row, ratios, rows_of
-from experiments.bench.timing import Growth, full_batch, with_parallel
-from experiments.tables import Rows
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config import PRESETS, ModelConfig, ParallelConfig, RunConfig
+from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.layout import local_bytes
 from jaxdist.logical import abstract_logical, from_logical, to_logical
 from jaxdist.mesh import make_mesh
+from jaxdist.models.gpt2 import GPT2, PRESETS
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row, ratios, rows_of
+from .timing import Growth, full_batch, with_parallel
 
 
 def bench_checkpoint(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
@@ -83,7 +85,7 @@ def save_share(flags: BenchFlags, config: RunConfig, devices: Devices, console: 
     return Row.of(name, times[True], "s", against=plain, ratio=share + 1, simulated=devices.simulated)
 
 
-def save_once(flags: BenchFlags, name: str, model: ModelConfig) -> dict:
+def save_once(flags: BenchFlags, name: str, model: GPT2) -> dict:
     config = RunConfig(model, ParallelConfig(), batch_size=1)
     program = build_program(config, make_mesh(config.parallel.mesh, acquire_devices(1, flags.device).devices))
     state = program.init(0)

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, make_mesh, parse_mesh
 from jaxdist.parallel import collectives as comm
 from jaxdist.runtime import acquire_devices
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
 
 ITEMSIZE = 4
 ROUNDS = 10  # in one call, so that a call's own cost is shared

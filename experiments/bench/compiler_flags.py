@@ -5,12 +5,13 @@ import time
 
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row, ratios
-from experiments.bench.timing import timed_step, with_parallel
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.runtime import acquire_devices, refused_option
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row, ratios
+from .timing import timed_step, with_parallel
 
 # Options of XLA, tried one at a time against none.
 CPU_OPTIONS = {

@@ -6,13 +6,14 @@ import time
 
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.runtime import acquire_devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
 
 
 def bench_compile(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:

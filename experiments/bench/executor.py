@@ -10,13 +10,14 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row, ratios
-from experiments.bench.timing import repeated
 from jaxdist.config import RunConfig
 from jaxdist.parallel.pipeline import pipeline
 from jaxdist.parallel.schedules import make_schedule
 from jaxdist.runtime import acquire_devices
+
+from .flags import BenchFlags
+from .rows import Measured, Row, ratios
+from .timing import repeated
 
 TOLERANCE = 1e-5  # relative, of the loss and of the gradients' L2 norm
 

@@ -7,8 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from experiments.cli import CommonFlags
-from jaxdist.config import Preset, RunConfig
+from jaxdist.config import RunConfig
+from jaxdist.models.registry import Preset
+
+from ..cli import CommonFlags
 
 ABOUT = {
     "strategies": "state, peak and sent bytes of each strategy, time, equality with one device",
@@ -21,7 +23,7 @@ ABOUT = {
     "scaling": "time and bytes against width, depth, sequence, batch, ranks: fitted exponents",
     "flags": "compiler options: which this jaxlib accepts, what each gains or costs",
     "compile": "compile time against depth",
-    "search": "layouts a second that experiments.plan enumerates, scores and ranks",
+    "search": "layouts a second that `plan` enumerates, scores and ranks",
     "pipeline": "every schedule: ticks, memory predicted and compiled, compile time",
     "branches": "the pipeline's actions as loops and as branches of a conditional: memory, compiled",
     "checkpoint": "what saving adds to steps, how long a restore takes, host memory of a save",

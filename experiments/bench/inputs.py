@@ -8,17 +8,18 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row, rows_of
-from experiments.bench.timing import resident_bytes, with_parallel
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.data import Batches, Corpus, load_corpus
 from jaxdist.mesh import make_mesh
 from jaxdist.prefetch import Prefetched
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import build_program
 from jaxdist.tokens import CHUNK, SAMPLED_CHUNKS
+from jaxdist.train.program import build_program
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row, rows_of
+from .timing import resident_bytes, with_parallel
 
 OPEN_SECONDS = 1.0
 OPEN_BYTES = 64 << 20  # of memory, whatever the size of the file

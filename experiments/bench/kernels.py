@@ -17,17 +17,22 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row, ratios
-from experiments.bench.timing import repeated
-from experiments.bench.workers import Worker, WorkerEnded
-from experiments.tables import Rows
-from jaxdist import model
-from jaxdist.config import ModelConfig, RunConfig
+from jaxdist.commands import install_text
+from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.models.attention import attention_core
+from jaxdist.models.base import Batch, Context
+from jaxdist.models.gpt2 import GPT2, LayerNorm
 from jaxdist.optimizer import global_norm, learning_rate, update
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import all_finite, build_program, choose_attention, with_attention_that_compiles
+from jaxdist.train.gradients.base import all_finite
+from jaxdist.train.program import attention_on, build_program
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row, ratios
+from .timing import repeated
+from .workers import Worker, WorkerEnded
 
 SECONDS = 0.05  # of one measurement: short operations are called that often in a row
 MOST_CALLS = 200
@@ -35,7 +40,7 @@ UPDATE = "optimizer update"
 BOTH = " and backward"
 
 
-def array_shapes(config: ModelConfig, batch_size: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+def array_shapes(config: GPT2, batch_size: int) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Operation -> shapes of the arrays that it is differentiated by."""
     length, width, ffn, vocab = config.seq_len, config.width, config.ffn_width, config.padded_vocab_size
     rows, heads = batch_size * length, config.num_heads
@@ -61,22 +66,21 @@ def product_flops(name: str, shapes: tuple[tuple[int, ...], ...]) -> int | None:
 def operations(config: RunConfig, attention: str) -> dict[str, Callable]:
     """Operation -> function(tokens_BT, *arrays): the model's own code, on one device."""
     shape = config.model
-    norm = model.static_half(lambda: model.LayerNorm(shape.width))
-    noise = model.Noise(0.0, None, jnp.arange(config.batch_size))
-    run = model.Forward(attention=attention)
+    norm = nnx.split(nnx.eval_shape(lambda: LayerNorm(shape.width)))[0]
+    ctx = Context(attention=attention)
 
     def head(tokens_BT, x_BTD, table_VD, scale_D, bias_D):
         root = {"tokens": table_VD, "ln_final": {"scale": scale_D, "bias": bias_D}}
-        return model.loss(shape, root, x_BTD, tokens_BT, run)
+        return shape.loss(ctx, root | {"positions": None}, x_BTD, Batch(tokens_BT, tokens_BT, None))
 
     products = [name for name in array_shapes(shape, 1) if name.endswith("product")]
     return dict.fromkeys(products, lambda _, x, w: x @ w) | {
         "head product": lambda _, x, table: x @ table.T,
-        "attention": lambda _, q, k, v: model.attention_core(attention, noise)(q, k, v),
+        "attention": lambda _, q, k, v: attention_core(attention, ctx)(q, k, v),
         "LayerNorm": lambda _, x, scale, bias: nnx.merge(norm, {"scale": scale, "bias": bias})(x),
         "GELU": lambda _, x: jax.nn.gelu(x, approximate=True),
-        "embedding": lambda tokens_BT, tokens, positions: model.embed(
-            {"tokens": tokens, "positions": positions}, tokens_BT, run, noise
+        "embedding": lambda tokens_BT, tokens, positions: shape.embed(
+            ctx, {"tokens": tokens, "positions": positions}, Batch(tokens_BT, tokens_BT, None)
         ),
         "norm, head, cross-entropy": head,
     }
@@ -152,8 +156,8 @@ def programs(config: RunConfig, devices: Devices, only: str) -> Iterator[tuple[s
     """(name, PyTorch's name, FLOPs, n -> seconds of one of n calls); arrays live as long as their turn."""
     on_device = jax.default_device(devices.devices[0])
     at_once = devices.platform != "cpu"
-    runs = with_attention_that_compiles(config, make_mesh(MeshShape(), devices.devices))
-    attentions = dict.fromkeys(("xla", choose_attention(runs, devices.platform, training=True)))
+    mesh = make_mesh(MeshShape(), devices.devices)
+    attentions = dict.fromkeys(("xla", attention_on(mesh, config, training=True)))
     shapes = array_shapes(config.model, config.batch_size)
     for kernel, sizes in shapes.items():
         for attention in attentions if kernel == "attention" else ("xla",):
@@ -227,7 +231,7 @@ def update_program(config: RunConfig, devices: Devices) -> Callable:
 def start_torch(config: RunConfig, devices: Devices, console: Console) -> Worker | None:
     """PyTorch's process, ready; None, and the reason on the console, where there is none."""
     if importlib.util.find_spec("torch") is None:
-        console.print("PyTorch: not run, torch is not installed (pip install -e '.[bench]')", markup=False)
+        console.print(f"PyTorch: not run, torch is not installed ({install_text('bench')})", markup=False)
         return None
     asked = {
         "model": dataclasses.asdict(config.model),
@@ -235,7 +239,7 @@ def start_torch(config: RunConfig, devices: Devices, console: Console) -> Worker
         "dtype": config.precision.dtype,
         "device": "cuda" if devices.platform == "gpu" else "cpu",
     }
-    worker = Worker("experiments.bench.torch_kernels", asked)
+    worker = Worker(f"{__package__}.torch_kernels", asked)
     try:
         ready = worker.answer()
     except WorkerEnded as ended:

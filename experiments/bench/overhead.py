@@ -6,15 +6,16 @@ from collections.abc import Callable
 import jax
 from rich.console import Console
 
-from experiments import plain
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row, ratios
-from experiments.bench.timing import Timed, full_batch, timed, timed_step, with_parallel
-from experiments.tables import MARKS, Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
+
+from .. import plain
+from ..tables import MARKS, Rows
+from .flags import BenchFlags
+from .rows import Measured, Row, ratios
+from .timing import Timed, full_batch, timed, timed_step, with_parallel
 
 EIGHT_WAY = [
     ("dp=8", {}),

@@ -8,14 +8,15 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.timing import full_batch
-from experiments.tables import MARKS, Rows
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import Program, build_program, choose_attention
+from jaxdist.train.program import Program, build_program
+
+from ..tables import MARKS, Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .timing import full_batch
 
 # Relative L2 error of a gradient leaf in bf16 against fp32. Each rounding is off by at most 2^-9 = 0.2 % of a value (8
 # bits of significand), and a gradient has gone through some tens of them one after the other, which add up like
@@ -41,7 +42,7 @@ def bench_parity(flags: BenchFlags, config: RunConfig, console: Console) -> Meas
     runs["bf16 xla"] = observe(config, devices, "bfloat16", "xla")
     pairs = [("bf16 xla", "fp32 xla")]
     auto = one_device(config, devices, "bfloat16", "auto")
-    if choose_attention(auto.runs, devices.platform, training=True) == "cudnn":
+    if auto.model.ctx.attention == "cudnn":
         runs["bf16 cudnn"] = observe(config, devices, "bfloat16", "cudnn")
         pairs += [("bf16 cudnn", "fp32 xla"), ("bf16 cudnn", "bf16 xla")]
     table = Rows("run", "against", "loss", "worst gradient", "leaf", "verdict")

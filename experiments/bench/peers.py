@@ -12,17 +12,19 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.bench.automatic import timed_automatic
-from experiments.bench.flags import BenchFlags
-from experiments.bench.overhead import timed_plain
-from experiments.bench.rows import Measured, Row, ratios
-from experiments.bench.speed import CONVENTIONS, describe_speed, speed_rows
-from experiments.bench.timing import Timed, full_batch, timed_step, with_parallel
-from experiments.bench.workers import Worker, WorkerEnded
-from experiments.tables import MARKS, Rows
+from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import Devices, acquire_devices
+
+from ..tables import MARKS, Rows
+from .automatic import timed_automatic
+from .flags import BenchFlags
+from .overhead import timed_plain
+from .rows import Measured, Row, ratios
+from .speed import CONVENTIONS, describe_speed, speed_rows
+from .timing import Timed, full_batch, timed_step, with_parallel
+from .workers import Worker, WorkerEnded
 
 STEPS = 3  # in one turn of a peer
 ONLY = "one device"
@@ -176,7 +178,7 @@ def torch_peers(
     for name, code, compiled, wrap in entries:
         missing = [package for package in ("torch", code) if importlib.util.find_spec(package) is None]
         if missing:
-            text = f"{name}: not run, {missing[0]} is not installed (pip install -e '.[bench]')"
+            text = f"{name}: not run, {missing[0]} is not installed ({install_text('bench')})"
             console.print(text, markup=False)
             continue
         workers = start_workers(config, num_processes, code, compiled, wrap, devices)
@@ -200,7 +202,7 @@ def start_workers(config, num_processes: int, code: str, compiled: bool, wrap: s
         "dtype": config.precision.dtype,
     }
     batch = {k: np.asarray(v).tolist() for k, v in full_batch(config).items() if k in ("inputs", "targets")}
-    workers = [Worker("experiments.bench.torch_peer", asked | {"rank": rank}) for rank in range(num_processes)]
+    workers = [Worker(f"{__package__}.torch_peer", asked | {"rank": rank}) for rank in range(num_processes)]
     for worker in workers:
         worker.send(json.dumps(batch))
     return workers

@@ -5,17 +5,18 @@ import time
 
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.timing import with_parallel
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline import BUFFERS
 from jaxdist.parallel.schedules import in_flight, simulate
 from jaxdist.plan.trace import named_bytes
 from jaxdist.runtime import acquire_devices
-from jaxdist.step import build_program, compiled_bytes
+from jaxdist.train.program import build_program, compiled_bytes
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .timing import with_parallel
 
 STAGES, LAYERS, ROWS = 4, 4, 2  # layers a stage, sequences a micro-batch
 # (schedule, micro-batches, what is recomputed); the first row is the one the others are predicted from.

@@ -4,13 +4,15 @@ import time
 
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.tables import Rows
-from jaxdist.config import PRESETS, PrecisionConfig, RunConfig
+from jaxdist.config import PrecisionConfig, RunConfig
+from jaxdist.models.gpt2 import PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.schedule_facts import schedule_facts
 from jaxdist.plan.search import rank, search
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
 
 SEARCH_ROWS = [("gpt2-124m", 1, 64), ("7b", 1, 512), ("7b", 8, 512), ("70b", 16, 512)]  # preset, nodes, sequences
 SEARCH_SECONDS = 2.0  # for 10,000 layouts

@@ -11,16 +11,17 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.timing import full_batch, timed
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.executed import lines
 from jaxdist.runtime import acquire_devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .timing import full_batch, timed
 
 SHOWN = 20
 

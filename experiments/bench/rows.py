@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
+from jaxdist.commands import command_text
 from jaxdist.runtime import Devices
 
 PACKAGES = (
@@ -76,11 +77,11 @@ def rows_of(name: str, figures: dict[str, float | None]) -> list[Row]:
     return [Row(f"{name}: {what.replace('_', ' ')}", value, UNITS[unit]) for what, unit, value in split]
 
 
-def describe_machine(devices: Devices | None, module: str = "experiments.bench") -> dict:
+def describe_machine(devices: Devices | None, program: str = "bench") -> dict:
     """The machine, the card, the driver and every version that figures depend on."""
     device = devices.devices[0] if devices else None
     return {
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "command": f"{command_text(program)} {shlex.join(sys.argv[1:])}".rstrip(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": f"{os.cpu_count()} x {cpu_name()}",
         "devices": devices.description if devices else None,

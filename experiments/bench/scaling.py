@@ -10,17 +10,18 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.speed import flops_per_token
-from experiments.bench.timing import timed_step, with_parallel
-from experiments.cli import make_folder
-from experiments.tables import Rows
-from experiments.timeline import FAINT, INK, Line, Picture, Rectangle, Text, write_both
 from jaxdist.config import RunConfig
 from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.runtime import acquire_devices
+
+from ..cli import make_folder
+from ..tables import Rows
+from ..timeline import FAINT, INK, Line, Picture, Rectangle, Text, write_both
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .speed import flops_per_token
+from .timing import timed_step, with_parallel
 
 # what grows -> (its values as multiples of the model's own, the run of one value)
 GROWTHS: dict[str, tuple[tuple[float, ...], Callable[[RunConfig, int], RunConfig]]] = {

@@ -11,11 +11,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.speed import card_of
-from experiments.bench.timing import timed_step
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
@@ -23,7 +18,13 @@ from jaxdist.plan.hardware import Accelerator, Cluster
 from jaxdist.plan.search import Candidates, score
 from jaxdist.plan.time_model import StepTime
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import choose_attention, with_attention_that_compiles
+from jaxdist.train.program import attention_on
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .speed import card_of
+from .timing import timed_step
 
 AT_ONCE = 3
 # The client's other processes do not exist, and autotuning divided among them would wait for them forever
@@ -51,10 +52,10 @@ def bench_standin(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
             f"standin on {devices.devices[0].device_kind}", "the plan's table does not have it", "Use an H100 or H200"
         )
     console.print(f"devices: 1 x {devices.devices[0].device_kind}, standing for {mesh.num_devices}: {mesh}")
-    config = with_attention_that_compiles(config, make_mesh(mesh, devices.devices))
+    attention = attention_on(make_mesh(mesh, devices.devices), config, training=True)
     step = timed_step(config, devices, OPTIONS)
     seconds = [step.run_several(AT_ONCE) for _ in range(flags.repeats)]
-    planned = plan_step(config, hardware, choose_attention(config, devices.platform, training=True))
+    planned = plan_step(config, hardware, attention)
     rows = compare(seconds, planned)
     if step.peak_bytes is not None:
         rows.append(Row("peak of a rank: compiler's plan", step.peak_bytes, "bytes"))
@@ -84,7 +85,7 @@ def mock_gpus(count: int) -> Devices:
         raise ConfigError(
             f"standin for {count} devices",
             "one real NVIDIA GPU stands for all of them, and JAX sees none that can on this machine",
-            "Run it on a machine with one; `experiments.plan` predicts without",
+            "Run it on a machine with one; `plan` predicts without",
         ) from error
 
 

@@ -10,11 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.speed import CONVENTIONS, describe_speed, speed_rows
-from experiments.bench.timing import full_batch, repeated
-from experiments.tables import Rows
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.data import reduce_gradients
@@ -23,7 +18,15 @@ from jaxdist.plan.memory import step_memory
 from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.step import Program, accumulate_gradients, build_program, choose_attention, compiled_bytes
+from jaxdist.train.gradients import pipelined, plain
+from jaxdist.train.gradients.base import dropout_key
+from jaxdist.train.program import Program, batch_specs, build_program, compiled_bytes
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .speed import CONVENTIONS, describe_speed, speed_rows
+from .timing import full_batch, repeated
 
 PHASES = ("forward", "backward", "reduction", "update")
 AT_ONCE = 3  # steps that an accelerator gets in a row
@@ -36,7 +39,6 @@ def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measur
 
     # ---- the whole step first: what memory it takes at most is not seen behind other programs
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
-    config = program.runs
     start = time.perf_counter()
     step = program.compile_step()
     compile_seconds = time.perf_counter() - start
@@ -85,7 +87,7 @@ def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measur
     if len(speeds) > 1:
         console.print(CONVENTIONS)
     memory_table(memory).print(console)
-    attention = choose_attention(config, devices.platform, training=True)
+    attention = program.model.ctx.attention
     console.print(f"compiled in {compile_seconds:.1f} s; attention {attention}; dtype {config.precision.dtype}")
     return [*rows, *speeds, *memory, Row("compile", compile_seconds, "s")], devices, True
 
@@ -118,7 +120,7 @@ def memory_rows(program: Program, step, devices: Devices, before: int | None, af
     schedule = config.parallel.pipeline
     if schedule is None or schedule.name in NAMES:
         layouts = Candidates.of(config)
-        attention = choose_attention(config, devices.platform, training=True)
+        attention = program.model.ctx.attention
         formula = program_bytes(config, layouts, pipelines(config, layouts), attention)
         found["predicted by formula"] = float(formula.total[0])
     if after is not None:
@@ -147,7 +149,7 @@ def peak_in_use(devices: Devices) -> int | None:
 
 def phase_programs(program: Program, devices: Devices, held: dict, batch) -> dict[str, Callable]:
     """Programs that end after forward, backward and reduction."""
-    gradients = {reduced: gradient_program(program, devices.platform, reduced) for reduced in (False, True)}
+    gradients = {reduced: gradient_program(program, reduced) for reduced in (False, True)}
     return {
         "forward": lambda: program.evaluate(held["state"].params, batch),
         "backward": lambda: gradients[False](held["state"], batch),
@@ -155,7 +157,7 @@ def phase_programs(program: Program, devices: Devices, held: dict, batch) -> dic
     }
 
 
-def gradient_program(program: Program, platform: str, reduced: bool) -> Callable:
+def gradient_program(program: Program, reduced: bool) -> Callable:
     """(state, batch) -> gradients, summed, or each rank's own with a leading dim for the axes they owe a sum over."""
     layout, config = program.layout, program.config
     scattered = layout.grads_scattered
@@ -166,14 +168,14 @@ def gradient_program(program: Program, platform: str, reduced: bool) -> Callable
         return P((*(("pp",) if leaf.users else ()), *leaf.reduce_axes), *leaf.used_spec)
 
     def gradients(state, batch):
-        found, _ = accumulate_gradients(
-            config, layout, platform, state, batch, weight=jnp.ones((), config.precision.master_dtype)
-        )
+        engine = pipelined if config.parallel.mesh.pp > 1 else plain
+        key, weight = dropout_key(config, state.step), jnp.ones((), config.precision.master_dtype)
+        found, _ = engine.local_gradients(program.model, state.params, batch, key, weight)
         if reduced:
             return reduce_gradients(found, layout, config.precision.reduction_dtype)
         return jax.tree.map(lambda g: g[None], found)
 
     specs = layout.storage_specs() if reduced else jax.tree.map(local, layout.leaves)
-    in_specs = (program.specs, layout.batch_spec())
+    in_specs = (program.specs, batch_specs(layout))
     on_mesh = partial(jax.shard_map, mesh=program.mesh, check_vma=True)
     return jax.jit(on_mesh(gradients, in_specs=in_specs, out_specs=specs))

@@ -5,20 +5,21 @@ import statistics
 
 from rich.console import Console
 
-from experiments.bench.flags import BenchFlags
-from experiments.bench.rows import Measured, Row
-from experiments.bench.theory import sent_in_theory, state_in_theory
-from experiments.bench.timing import timed_step, with_parallel
-from experiments.cli import chosen
-from experiments.strategies import PROOF_EPS, PROOF_LR
-from experiments.tables import Rows
-from experiments.verify import STYLES, Verifier
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_abstract_mesh
+from jaxdist.parity import PROOF_EPS, PROOF_LR
 from jaxdist.plan.levels import habits_of
 from jaxdist.plan.memory import step_memory
 from jaxdist.runtime import acquire_devices
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
+
+from ..cli import chosen
+from ..tables import Rows
+from ..verify import STYLES, Verifier
+from .flags import BenchFlags
+from .rows import Measured, Row
+from .theory import sent_in_theory, state_in_theory
+from .timing import timed_step, with_parallel
 
 STRATEGY_ROWS: list[tuple[str, str, dict]] = [
     ("DP flat", "dp=4", {"grad_sync": "flat"}),

@@ -11,7 +11,7 @@ from itertools import pairwise
 import jax.numpy as jnp
 
 from jaxdist.config import RunConfig
-from jaxdist.model import EMBED_PARTS, HEAD_PARTS, Declaration, declare
+from jaxdist.models.base import Param, declare, users
 from jaxdist.plan.formulas import ModelShape, StateRecipe, pp_traffic, state_bytes, tp_traffic
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
@@ -42,7 +42,8 @@ def stages(config: RunConfig) -> list[Stage]:
     for stage in range(mesh.pp):
         here = sum(n for n, place in zip(layers, places, strict=True) if place == stage)
         embeds, heads = places[0] == stage, places[-1] == stage
-        names = {*(EMBED_PARTS if embeds else ()), *(HEAD_PARTS if heads else ())}
+        used = {path.split(".")[0]: parts for path, parts in users(config.model).items()}
+        names = {name for name, parts in used.items() if (embeds and "embed" in parts) or (heads and "loss" in parts)}
         split, alike = sizes(declared["blocks"])
         split, alike = split * here / depth, alike * here / depth
         for name in names:
@@ -54,7 +55,7 @@ def stages(config: RunConfig) -> list[Stage]:
     return found
 
 
-def sizes(part: dict | Declaration) -> tuple[float, float]:
+def sizes(part: dict | Param) -> tuple[float, float]:
     """Elements (split over tp, held whole by every tp rank)."""
     if isinstance(part, dict):
         return tuple(map(sum, zip(*(sizes(each) for each in part.values()), strict=True)))

@@ -14,11 +14,11 @@ import numpy as np
 
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
+from jaxdist.parity import random_batches
 from jaxdist.plan.compile import emitted_bytes, emitted_collectives
 from jaxdist.plan.trace import Iterations
 from jaxdist.runtime import Devices
-from jaxdist.step import build_program, compiled_bytes
-from jaxdist.verify import random_batches
+from jaxdist.train.program import build_program, compiled_bytes
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import time
 
 import torch
 
-from experiments import torch_gpt2
-from jaxdist.config import ModelConfig
+from jaxdist.models.gpt2 import GPT2
+
+from .. import torch_gpt2
 
 MODELS = {"torch": torch_gpt2.GPT2, "transformers": torch_gpt2.HuggingFaceGPT2}
 
@@ -23,7 +24,7 @@ def main(asked: dict, batch: dict) -> None:
         torch_gpt2.join(rank, processes, asked["port"])
     rows = len(batch["inputs"]) // processes
     training = torch_gpt2.Training(
-        ModelConfig(**asked["model"]),
+        GPT2(**asked["model"]),
         {name: values[rank * rows : (rank + 1) * rows] for name, values in batch.items()},
         asked["device"],
         asked["compiled"],

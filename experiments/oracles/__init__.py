@@ -1,4 +1,4 @@
-"""What the oracles compute of a run, in the words of `jaxdist.verify`: only this file knows both sides."""
+"""What the oracles compute of a run, in the words of `jaxdist.parity`: only this file knows both sides."""
 
 import dataclasses
 import importlib.util
@@ -7,13 +7,14 @@ from typing import Literal
 import jax
 import numpy as np
 
-from experiments.oracles import plain
+from jaxdist.commands import install_text
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.logical import MOMENTS, STEP
-from jaxdist.model import declare
-from jaxdist.verify import Observed, by_layer, random_parameters
+from jaxdist.parity import Observed, by_layer, random_parameters
+
+from . import plain
 
 OracleName = Literal["none", "plain", "transformers"]
 
@@ -31,7 +32,7 @@ def starting_parameters(oracle: OracleName, config: RunConfig) -> dict[str, np.n
     """Random parameters at logical shape, by name: transformers' own for its oracle."""
     if oracle == "transformers":
         return _gpt2(config).parameters()
-    return random_parameters(config, make_layout(declare(config.model), ParallelConfig()))
+    return random_parameters(config, make_layout(config.model, ParallelConfig()))
 
 
 def ask(oracle: OracleName, config: RunConfig, batches: list[dict], start: dict[str, np.ndarray]) -> Observed:
@@ -89,9 +90,7 @@ def require_known(oracle: OracleName, config: RunConfig) -> None:
     if oracle != "transformers":
         return
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
-        raise ConfigError(
-            "--oracle transformers", "torch and transformers are not installed", "pip install -e '.[oracle]'"
-        )
+        raise ConfigError("--oracle transformers", "torch and transformers are not installed", install_text("oracle"))
     if config.optimizer.name != "adamw" or config.model.dropout:
         raise ConfigError(
             f"--oracle transformers with {config.optimizer.name} and dropout {config.model.dropout}",
@@ -101,7 +100,7 @@ def require_known(oracle: OracleName, config: RunConfig) -> None:
 
 
 def _gpt2(config: RunConfig):
-    from experiments.oracles.huggingface import Gpt2, Shape
+    from .huggingface import Gpt2, Shape
 
     sizes = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(Shape)}
     return Gpt2(Shape(**sizes), config.seed)

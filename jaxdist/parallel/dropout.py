@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import random
 
-from jaxdist.parallel.remat import keep
+from jaxdist.parallel.remat import mark_saveable
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None, *indices: jax.Array) -> jax.Array:
@@ -26,5 +26,5 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None, *indices: jax.Arra
         keys = jax.vmap(partial(random.fold_in, key))(indices[0])
         return jax.vmap(lambda each: draw(each, indices[1:]))(keys)
 
-    kept = keep(draw(key, indices) >= jnp.uint32(rate * 2**32))
+    kept = mark_saveable(draw(key, indices) >= jnp.uint32(rate * 2**32))
     return jnp.where(kept, x * (1 / (1 - rate)), 0).astype(x.dtype)

@@ -15,7 +15,8 @@ Source: PyTorch DDP, arXiv 2006.15704, section 3.2.3; FSDP, arXiv 2304.11277, se
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,17 +26,22 @@ from jax import lax
 from jaxdist.compat import type_of, varying_axes
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline import Stages, add, pick
-from jaxdist.parallel.split import pruned, split_layer
+from jaxdist.parallel.split import SplitLayer, pruned, split_layer
 
 
-class Gradients(NamedTuple):
-    """loss: summed. shared: of what is used outside the layers. layers: what `take` made. finite: a flag for each leaf
-    of a layer, of local gradients, over all layers."""
+class Sums(NamedTuple):
+    """loss: summed. shared: gradients of what is used outside the layers. layers: what `reduce_into` made. finite: a
+    flag for each leaf of a layer, of local gradients, over all layers."""
 
     loss: jax.Array
     shared: Any
     layers: Any
     finite: Any
+
+    def plus(self, later: "Sums") -> "Sums":
+        """With the sums of another micro-batch, which has the layers' already."""
+        finite = jax.tree.map(jnp.logical_and, self.finite, later.finite)
+        return Sums(self.loss + later.loss, add(self.shared, later.shared), later.layers, finite)
 
 
 class _Carry(NamedTuple):
@@ -49,107 +55,122 @@ class _Carry(NamedTuple):
     finite: Any
 
 
-def overlapped_gradients(
-    stages: Stages,
-    shared,
-    layers,
-    micro,
-    out,
-    *,
-    take: Callable,
-    gather: Callable | None,
-    seed: jax.Array,
-    recompute: bool,
-) -> Gradients:
+@dataclass(frozen=True)
+class OverlappedBackward:
     """What `jax.grad` gives of one micro-batch, with the layers' gradients reduced while backward runs.
 
-    Layout: layers[L, ...] as they are held -> d_layers as `take` leaves them; shared -> d_shared {U}: sums are owed as
-    the caller's types say.
+    Layout: layers[L, ...] as they are held -> d_layers as `reduce_into` leaves them; shared -> d_shared {U}: sums are
+    owed as the caller's types say.
     Sends: what `gather` sends, 2L - 1 times (L forward; the last layer's weights serve its backward too), and what
-    `take` sends, L times.
-    Args:
-        stages: `layer` is called as layer(weights, index, micro, x).
-        out, take: take(d_weights, index, out) -> out: reduces the local gradients of one layer into the result.
-        gather: one layer as it is held -> its weights, to be started a layer ahead; None where layers are held whole.
-        seed: the gradient is that of seed times the summed loss.
-        recompute: keep a layer's input alone, and run the layer again in backward.
+    `reduce_into` sends, L times.
+
+    stages: `layer` is called as layer(weights, index, micro, x). reduce_into(d_weights, index, out) -> out: reduces
+    the local gradients of one layer into the result. gather: one layer as it is held -> its weights, to be started a
+    layer ahead; None where layers are held whole. seed: the gradient is that of seed times the summed loss. recompute:
+    keep a layer's input alone, and run the layer again in backward.
     """
-    num_layers = jax.tree.leaves(layers)[0].shape[0]
 
-    def ahead(index, after=()):
+    stages: Stages
+    shared: Any
+    layers: Any
+    micro: Any
+    reduce_into: Callable
+    gather: Callable | None
+    seed: jax.Array
+    recompute: bool
+
+    def __call__(self, out) -> Sums:
+        """`out`: what `reduce_into` puts the first gradients into."""
+        last = self.num_layers - 1
+
+        # ---- forward ----
+        weights = self.prefetch(0)
+        x, pull_first = jax.vjp(lambda shared: self.stages.first(shared, self.micro), self.shared)
+        split = self.split(weights, x)
+        if last > 0:
+
+            def forward(carry, index):
+                x, weights = carry
+                coming = self.prefetch(index + 1)
+                y, kept = self.run(split, weights, index, x)
+                return (y, coming), kept
+
+            (x, weights), kept = lax.scan(forward, (x, weights), jnp.arange(last))
+        y, kept_last = self.run(split, weights, jnp.int32(last), x)
+
+        # ---- the loss; the last layer's weights are still here ----
+        loss, pull_last = jax.vjp(lambda shared, y: self.stages.last(shared, y, self.micro), self.shared, y)
+        d_shared, dy = pull_last(comm.varying_like(jnp.asarray(self.seed, loss.dtype), loss))
+
+        # ---- backward ----
+        finite = jax.tree.map(lambda w: comm.varying_like(jnp.bool_(True), w), self.weights_of(weights, last))
+        carry = _Carry(dy, weights, None, out, finite)
+        carry = self.step(split, carry, jnp.int32(last), kept_last, is_first=last == 0, is_last=True)
+        if last > 1:
+
+            def backward(carry, index):
+                return self.step(split, carry, index, pick(kept, index)), None
+
+            carry, _ = lax.scan(backward, carry, jnp.arange(1, last), reverse=True)
+        if last > 0:
+            carry = self.step(split, carry, jnp.int32(0), pick(kept, 0), is_first=True)
+        out = self.reduce_into(carry.pending, 0, carry.layers)
+        return Sums(loss, add(d_shared, pull_first(carry.dx)[0]), out, carry.finite)
+
+    @cached_property
+    def num_layers(self) -> int:
+        return jax.tree.leaves(self.layers)[0].shape[0]
+
+    def prefetch(self, index, after=()):
         """The weights of a layer, not to be gathered before `after` is there."""
-        return None if gather is None else gather(wait(pick(layers, index), after))
+        return None if self.gather is None else self.gather(order_after(pick(self.layers, index), after))
 
-    def weights_of(weights, index):
-        return pick(layers, index) if gather is None else weights
+    def weights_of(self, weights, index):
+        """The weights of a layer: those that were gathered ahead, or those held."""
+        return pick(self.layers, index) if self.gather is None else weights
 
-    weights = ahead(0)
-    x, pull_first = jax.vjp(lambda shared: stages.first(shared, micro), shared)
-    types = [jax.tree.map(type_of, part) for part in (weights_of(weights, 0), jnp.int32(0), micro, x)]
-    split = None if recompute else split_layer(stages.layer, *types)
+    def split(self, weights, x) -> SplitLayer | None:
+        """The layer's backward, divided; None where layers run again."""
+        if self.recompute:
+            return None
+        types = [jax.tree.map(type_of, part) for part in (self.weights_of(weights, 0), jnp.int32(0), self.micro, x)]
+        return split_layer(self.stages.layer, *types)
 
-    def run(weights, index, x):
-        weights = weights_of(weights, index)
-        if recompute:
-            return stages.layer(weights, index, micro, x), x
-        y, *kept = split.forward(weights, index, micro, x)
+    def run(self, split: SplitLayer | None, weights, index, x):
+        """(y, what backward needs) of one layer."""
+        weights = self.weights_of(weights, index)
+        if split is None:
+            return self.stages.layer(weights, index, self.micro, x), x
+        y, *kept = split.forward(weights, index, self.micro, x)
         return y, kept
 
-    def again(index, weights, x):
-        return stages.layer(weights, index, micro, x)
+    def gradient(self, split: SplitLayer | None, weights, index, kept, dy):
+        """(d_weights, dx) of one layer."""
+        weights = self.weights_of(weights, index)
+        if split is None:
 
-    def gradient(weights, index, kept, dy):
-        weights = weights_of(weights, index)
-        if recompute:
-            return pruned(lambda w, x, dy: jax.vjp(partial(again, index), w, x)[1](dy), weights, kept, dy)
+            def pull(weights, x, dy):
+                again = partial(self.stages.layer, micro=self.micro)
+                return jax.vjp(lambda weights, x: again(weights, index, x=x), weights, x)[1](dy)
+
+            return pruned(pull, weights, kept, dy)
         dx, handed = split.input_gradient(weights, index, *kept, dy)
         return split.weight_gradient(weights, index, kept[1], handed), dx
 
-    # ---- forward ----
-
-    def forward(carry, index):
-        x, weights = carry
-        coming = ahead(index + 1)
-        y, kept = run(weights, index, x)
-        return (y, coming), kept
-
-    last = num_layers - 1
-    if last > 0:
-        (x, weights), kept = lax.scan(forward, (x, weights), jnp.arange(last))
-    y, kept_last = run(weights, jnp.int32(last), x)
-
-    # ---- the loss; the last layer's weights are still here ----
-    loss, pull_last = jax.vjp(lambda shared, y: stages.last(shared, y, micro), shared, y)
-    d_shared, dy = pull_last(comm.varying_like(jnp.asarray(seed, loss.dtype), loss))
-
-    # ---- backward ----
-
-    def step(carry: _Carry, index, kept, *, is_first: bool = False, is_last: bool = False) -> _Carry:
+    def step(self, split, carry: _Carry, index, kept, *, is_first: bool = False, is_last: bool = False) -> _Carry:
         """Backward of one layer. The model's first has nothing left to gather, its last nothing to reduce yet."""
-        coming = None if is_first else ahead(index - 1, after=carry.dx)
-        out = carry.layers if is_last else take(carry.pending, index + 1, carry.layers)
-        d_weights, dx = gradient(carry.weights, index, kept, carry.dx)
+        coming = None if is_first else self.prefetch(index - 1, after=carry.dx)
+        out = carry.layers if is_last else self.reduce_into(carry.pending, index + 1, carry.layers)
+        d_weights, dx = self.gradient(split, carry.weights, index, kept, carry.dx)
         finite = jax.tree.map(lambda flag, g: flag & jnp.isfinite(g).all(), carry.finite, d_weights)
-        if is_first and not is_last:  # or a compiler would send two layers in one late message, with what is no layer's
-            d_weights, dx = wait((d_weights, dx), jax.tree.map(lambda rows: rows[index + 1].reshape(-1)[0], out))
+        if is_first and not is_last:
+            # Otherwise a compiler would send two layers in one late message, with what is outside the layers.
+            reduced = jax.tree.map(lambda rows: rows[index + 1].reshape(-1)[0], out)
+            d_weights, dx = order_after((d_weights, dx), reduced)
         return _Carry(dx, coming, d_weights, out, finite)
 
-    start = jax.tree.map(lambda w: comm.varying_like(jnp.bool_(True), w), weights_of(weights, last))
-    carry = _Carry(dy, weights, None, out, start)
-    carry = step(carry, jnp.int32(last), kept_last, is_first=last == 0, is_last=True)
-    if last > 0:
 
-        def backward(carry, index):
-            return step(carry, index, pick(kept, index)), None
-
-        if last > 1:
-            carry, _ = lax.scan(backward, carry, jnp.arange(1, last), reverse=True)
-        carry = step(carry, jnp.int32(0), pick(kept, 0), is_first=True)
-    out = take(carry.pending, 0, carry.layers)
-    return Gradients(loss, add(d_shared, pull_first(carry.dx)[0]), out, carry.finite)
-
-
-def wait(tree, event):
+def order_after(tree, event):
     """`tree`, with which nothing is computed before `event` is there.
 
     A barrier makes its results vary alike, so a leaf waits for what varies over no more axes than it does itself.

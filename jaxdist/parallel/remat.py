@@ -19,23 +19,23 @@ DRAWS = {"iota", "random_bits", "random_fold_in", "random_wrap", "random_unwrap"
 KEPT = "kept"
 
 
-def keep(x):
+def mark_saveable(x):
     """Mark an array that backward must not compute again though operations that are repeated made it."""
     return checkpoint_name(x, KEPT)
 
 
-def keep_what_costs(refetch: bool, selective: bool) -> Callable[..., bool]:
+def save_matmuls_policy(regathers: bool = False, selective: bool = False) -> Callable[..., bool]:
     """A policy for `jax.checkpoint`: products of matrices, sums and collectives are kept, elementwise work is repeated.
 
     A layer then keeps its GELU's input instead of every step of the GELU, as fused kernels do elsewhere.
-    refetch: weights that a collective over dp fetched (ZeRO-3) are fetched again, not kept. selective: products with
+    regathers: weights that a collective over dp fetched (ZeRO-3) are fetched again, not kept. selective: products with
     batch dims, which are attention's alone, are repeated as well (arXiv 2205.05198, section 5).
     """
 
     def policy(primitive, *_, **params) -> bool:
         name = primitive.name
         if only_fetches(name, params):
-            return not refetch and gathers_weights(name, params)
+            return not regathers and gathers_weights(name, params)
         if selective and name == "dot_general" and params["dimension_numbers"][1][0]:
             return False
         return params["name"] == KEPT if name == "name" else name not in CHEAP | DRAWS

@@ -32,6 +32,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from pathlib import Path
 from typing import Self
 
+from jaxdist.commands import command_text
 from jaxdist.errors import ConfigError
 from jaxdist.files import read_regular, write_whole
 from jaxdist.signals import Signals
@@ -52,13 +53,17 @@ SKEW_SECONDS = 60.0  # how far the clocks of two machines that share a log may d
 _UP = Context(prec=60, rounding=ROUND_CEILING)  # sums and products of amounts below LIMIT are exact in it
 _NOTHING = Decimal(0)
 _FIELDS = ["line", "kind", "job", "amount", "time", "host", "pid", "note", "previous", "hash"]
-_LOST = (
-    "Put both files back from a backup, or start another log, its ceiling no more than what is left: "
-    "`python -m experiments.budget init --budget AMOUNT --spend-log OTHER`"
-)
 
 
-_COMMANDS = "(`python -m experiments.budget show`, `settle`, `ceiling`)"
+def _lost() -> str:
+    return (
+        "Put both files back from a backup, or start another log, its ceiling no more than what is left: "
+        f"`{command_text('budget')} init --budget AMOUNT --spend-log OTHER`"
+    )
+
+
+def _commands() -> str:
+    return f"(`{command_text('budget')} show`, `settle`, `ceiling`)"
 
 
 # ---- amounts ----
@@ -217,7 +222,7 @@ class Account:
             raise ConfigError(
                 f"a budget of {money(ceiling)}",
                 f"the ceiling in the spend log is {money(self.ceiling)}, and a job cannot raise it",
-                f"Use that or less, or `python -m experiments.budget ceiling --budget {plain(ceiling)}`",
+                f"Use that or less, or `{command_text('budget')} ceiling --budget {plain(ceiling)}`",
             )
         return replace(self, ceiling=ceiling)
 
@@ -244,7 +249,7 @@ class SpendLog:
             raise ConfigError(
                 f"a new spend log {self.path}",
                 "there is one already, and what it says still counts",
-                "Use it as it is, change its ceiling with `python -m experiments.budget ceiling`, or name another file",
+                f"Use it as it is, change its ceiling with `{command_text('budget')} ceiling`, or name another file",
             ) from error
         except OSError as error:
             raise self._unusable(error) from error
@@ -293,7 +298,7 @@ class SpendLog:
                     asked or f"a reservation of {money(estimate)}",
                     f"the budget is {money(account.ceiling)}, of which {money(account.spent)} is spent or reserved: "
                     f"{money(_UP.subtract(estimate, account.left))} too much",
-                    f"{advise(account.left)}; settle jobs that died; or raise the ceiling {_COMMANDS}",
+                    f"{advise(account.left)}; settle jobs that died; or raise the ceiling {_commands()}",
                 )
             wall = self._wall()
             if (account.last_time - wall).total_seconds() > SKEW_SECONDS:
@@ -341,7 +346,7 @@ class SpendLog:
             raise ConfigError(
                 f"spend log {self.path}",
                 "there is none, and without one nobody knows what was spent",
-                "Make one with its ceiling: `python -m experiments.budget init --budget 3.00 "
+                f"Make one with its ceiling: `{command_text('budget')} init --budget 3.00 "
                 f"--spend-log {self.path}`, or name another with --spend-log or {LOG_VARIABLE}",
             ) from error
         except OSError as error:
@@ -466,8 +471,8 @@ class SpendLog:
         """Replace the head in one step: a reader sees the old one or the new one."""
         write_whole(self.head, json.dumps({"lines": num_lines, "hash": last_hash}).encode())
 
-    def _error(self, required: str, remedy: str = _LOST) -> ConfigError:
-        return ConfigError(f"spend log {self.path}", required, remedy)
+    def _error(self, required: str, remedy: str | None = None) -> ConfigError:
+        return ConfigError(f"spend log {self.path}", required, remedy or _lost())
 
     def _unusable(self, error: OSError) -> ConfigError:
         return self._error(f"it cannot be used ({error.strerror})", "Name a file that you may read and write")
@@ -641,7 +646,7 @@ def begin_job(
             raise ConfigError(
                 "a job for the whole rest of the budget",
                 f"the budget is {money(account.ceiling)}, and {money(account.spent)} is spent or reserved",
-                f"Settle jobs that died, or raise the ceiling {_COMMANDS}",
+                f"Settle jobs that died, or raise the ceiling {_commands()}",
             )
     estimate = cost(price, num_devices, limit)
 

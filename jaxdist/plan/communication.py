@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist import model
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import STACKED, Layout, Leaf
+from jaxdist.layout import Layout, Leaf
 from jaxdist.mesh import DATA_AXES, MeshShape
+from jaxdist.models.base import STACKED
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline import iterations
 from jaxdist.parallel.schedules import Schedule
@@ -73,7 +73,7 @@ def predicted(config: RunConfig, layout: Layout) -> list[Message]:
         raise ConfigError(
             f"a layout of another strategy, on {layout.parallel.mesh}, for a run on {config.parallel.mesh}",
             "the messages are of leaves as the run places them, so both have the same ParallelConfig",
-            "Use make_layout(declare(config.model), config.parallel, config.part_layers)",
+            "Use make_layout(config.model, config.parallel, config.part_layers)",
         )
     step = _Step(config, layout)
     messages = [*step.scalars(), *step.tensor_parallel(), *step.stages(), *step.spread(), *step.fetches()]
@@ -220,24 +220,23 @@ class _Step:
         if not self.layout.grads_scattered:
             return []
         layers, parallel, messages = self.runs["layers_forward"], self.parallel, []
-        if self.layout.params_stored:
+        if self.layout.params_sharded:
             for name, only in self.block_fetches():
                 times = layers - parallel.accumulate if parallel.overlap_layers and name == "backward" else layers
                 messages += self.gathers(f"weights of a block, {name}", self.block, times, only)
         messages += self.scatters("gradients of a block", self.block, layers)
         if self.pipelined:  # once a step
             root = jax.tree.leaves(self.root)
-            if self.layout.params_stored:
+            if self.layout.params_sharded:
                 messages += self.gathers("weights outside the blocks", root, 1)
             return messages + self.scatters("gradients outside the blocks", root, 1)
-        if self.layout.params_stored and parallel.reshard_after_forward:
+        if self.layout.params_sharded and parallel.reshard_after_forward:
             embed, head = (
-                jax.tree.leaves({name: self.root[name] for name in names})
-                for names in (model.EMBED_PARTS, model.HEAD_PARTS)
+                [leaf for leaf in jax.tree.leaves(self.root) if user in leaf.used_in] for user in ("embed", "loss")
             )
             messages += self.gathers("weights of the embedding", embed, self.runs["embed"])
             messages += self.gathers("weights of the head", head, self.runs["head"])
-        elif self.layout.params_stored:
+        elif self.layout.params_sharded:
             messages += self.gathers("weights outside the blocks", jax.tree.leaves(self.root), parallel.accumulate)
         # Together: once a micro-batch.
         root = jax.tree.leaves(self.root)
@@ -284,7 +283,7 @@ class _Step:
             for members in group(owing, sizes, self.parallel, lambda leaf: (leaf.shard_reduce_axes, leaf.storage_axes)):
                 axes, size = owing[members[0]].shard_reduce_axes, sum(sizes[i] for i in members)
                 messages.append(Message.of(owed_for(axes), "all_reduce", axes, times, size))
-        if layout.sharded and not layout.params_stored:
+        if layout.sharded and not layout.params_sharded:
             messages += self.gathers("parameters after the update", leaves, 1)
         return messages
 
@@ -309,8 +308,8 @@ def every_leaf(leaf: Leaf) -> bool:
 
 
 def is_matrix(leaf: Leaf) -> bool:
-    """Whether the input's gradient is a product with the leaf. Those are the leaves that decay."""
-    return leaf.decay
+    """Whether backward gathers it again: small leaves are kept."""
+    return not leaf.small
 
 
 def all_but_last_bias(leaf: Leaf) -> bool:

@@ -19,12 +19,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
 from jaxdist.plan.trace import Count, Iterations, Sending, on_stages, times_each, total_sent
 from jaxdist.runtime import MAX_SIMULATED, acquire_devices, prepare_cpu
-from jaxdist.step import Program, build_program, compiled_bytes, step_options
+from jaxdist.train.program import Program, build_program, compiled_bytes, step_options
 
 # What XLA's GpuTargetConfigProto says of a card: streaming multiprocessors, compute capability, clock in GHz, L2 and
 # memory in bytes, memory bandwidth in bytes/s, shared memory of a multiprocessor and of a block. NVIDIA's architecture
@@ -221,7 +222,7 @@ def _refuse(target: str, packages: str) -> None:
     raise ConfigError(
         f"--compile {target}",
         "its compiler is not installed (it needs no device, but it is a package of its own)",
-        f"pip install -e '.[{extra}]', or beside this jax: pip install {packages}",
+        f"{install_text(extra)}, or beside this jax: pip install {packages}",
     )
 
 

@@ -10,7 +10,7 @@ from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
 from jaxdist.plan.compile import CompiledStep, compile_step, emitted_bytes, without_devices
 from jaxdist.plan.memory import StepMemory, step_memory
 from jaxdist.plan.trace import total_sent
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class StepMemory:
 
 
 def step_memory(program, traced: jax.stages.Traced, compiler: str) -> StepMemory:
-    """What the traced `step` of a `jaxdist.step.Program` needs: its state, its batch, and temporaries.
+    """What the traced `step` of a `jaxdist.train.program.Program` needs: its state, its batch, and temporaries.
 
     Raises: ConfigError for a compiler that is not one of `HABITS`.
     """

@@ -15,9 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, causal_blocks
-from jaxdist.layout import STACKED, make_layout
+from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.layout import make_layout
 from jaxdist.mesh import MeshShape
+from jaxdist.models.attention import causal_blocks
+from jaxdist.models.base import STACKED
+from jaxdist.models.gpt2 import GPT2
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}  # arrays of the masters' size; adafactor factors its own
@@ -112,10 +115,10 @@ class Elements(NamedTuple):
 
 
 @cache
-def device_elements(model: ModelConfig, tp: int, dp: int, pp: int) -> Elements:
+def device_elements(model: GPT2, tp: int, dp: int, pp: int) -> Elements:
     """Counted from the model's own declaration, ZeRO's padding included."""
     parallel = ParallelConfig(mesh=MeshShape(pp=pp, dp=dp, tp=tp), zero=1)
-    leaves = make_layout(declared(model), parallel, (1,) * pp).leaves
+    leaves = make_layout(model, parallel, (1,) * pp).leaves
     root = _flat({name: part for name, part in leaves.items() if name != STACKED})
     layer = [leaf.layer() for leaf in _flat(leaves[STACKED])]
     size = lambda shapes: sum(map(_product, shapes))  # noqa: E731
@@ -128,11 +131,11 @@ def device_elements(model: ModelConfig, tp: int, dp: int, pp: int) -> Elements:
         used_table=_product(leaves["tokens"].used_local),
         largest=max(_product(leaf.compute_local) for leaf in layer),
         stored_largest=max(_product(leaf.storage_local) for leaf in layer),
-        vectors=size(leaf.compute_local for leaf in layer if not leaf.decay),
+        vectors=size(leaf.compute_local for leaf in layer if leaf.small),
     )
 
 
-def kept_bytes(model: ModelConfig, kept: Kept, rows, tp, sp, itemsize: int, wide: int):
+def kept_bytes(model: GPT2, kept: Kept, rows, tp, sp, itemsize: int, wide: int):
     """Bytes of a layer's kept arrays for one micro-batch, columns allowed."""
     positions, heads = rows * model.seq_len, model.num_heads / tp
     h, f = model.width, model.ffn_width
@@ -256,13 +259,13 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
 
 
 @cache
-def factored_bytes(model: ModelConfig, optimizer: OptimizerConfig, dtype: str) -> int:
+def factored_bytes(model: GPT2, optimizer: OptimizerConfig, dtype: str) -> int:
     """Moments of an optimiser that does not hold them as parameters are held (adafactor), whole."""
     import jax
 
     from jaxdist.optimizer import make_optimizer
 
-    layout = make_layout(declared(model), ParallelConfig())
+    layout = make_layout(model, ParallelConfig())
     masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout.leaves)
     moments = jax.tree.leaves(jax.eval_shape(make_optimizer(optimizer, layout).init, masters))
     return sum(_product(moment.shape) * moment.dtype.itemsize for moment in moments)
@@ -275,14 +278,6 @@ def distinct(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
         key = key * (int(column.max()) + 1) + column
     _, first, index = np.unique(key, return_index=True, return_inverse=True)
     return [tuple(row) for row in np.stack([column[first] for column in columns], axis=1).tolist()], index.reshape(-1)
-
-
-@cache
-def declared(model: ModelConfig) -> dict:
-    """`jaxdist.model.declare`, once for each model."""
-    from jaxdist.model import declare
-
-    return declare(model)
 
 
 def _flat(tree) -> list:

@@ -16,9 +16,10 @@ from functools import cache
 
 import numpy as np
 
-from jaxdist.config import ModelConfig, ParallelConfig, RunConfig, divisors
-from jaxdist.errors import ConfigError
+from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AVAILABLE_AXES, AXES, MeshShape
+from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel.schedules import NAMES, SCHEDULES, divide_layers
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster
@@ -143,9 +144,7 @@ def remat_word(every: int, selective: int) -> str:
     return {0: "selective" if selective else "none", 1: "block"}.get(every, f"every-{every}")
 
 
-def legal_meshes(
-    model: ModelConfig, num_devices: int, batch_size: int, optimizer: str = "adamw"
-) -> list[dict[str, int]]:
+def legal_meshes(model: GPT2, num_devices: int, batch_size: int, optimizer: str = "adamw") -> list[dict[str, int]]:
     """Every mesh of `num_devices` devices that divides the model and the batch. Raises: ConfigError for none."""
 
     def split(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
@@ -175,7 +174,7 @@ def legal_meshes(
 
 
 def layouts_of_mesh(
-    model: ModelConfig, mesh: dict[str, int], batch_size: int, optimizer: str = "adamw", block: int = BLOCK
+    model: GPT2, mesh: dict[str, int], batch_size: int, optimizer: str = "adamw", block: int = BLOCK
 ) -> Iterator[Candidates]:
     """Every distinct layout of one mesh that `RunConfig` accepts with `stages="even"`, at most `block` at a time.
 
@@ -304,7 +303,7 @@ def score(
 ) -> Scored:
     """Step time and memory of every layout; model, precision, optimiser and batch are those of `base`.
 
-    attention: what runs on the cluster, "cudnn" or "xla" (`jaxdist.step.choose_attention`).
+    attention: what runs on the cluster, "cudnn" or "xla" (`jaxdist.train.program.choose_attention`).
     Raises: ConfigError for a dtype that the accelerator has no peak for.
     """
     return Scored.join(
@@ -407,7 +406,7 @@ def _number_if_constant(column: np.ndarray):
     return column[0] if (column == column[0]).all() else column
 
 
-def hidden_part(model: ModelConfig) -> float:
+def hidden_part(model: GPT2) -> float:
     """Of all parameters, those of layers that have another beside them: all but the last in backward."""
     shape = ModelShape.of(model)
     return (

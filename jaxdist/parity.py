@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxdist.config import ParallelConfig, RunConfig
-from jaxdist.layout import STACKED, Layout, local_bytes
+from jaxdist.layout import Layout, local_bytes
 from jaxdist.logical import (
     MOMENTS,
     PARAMS,
@@ -25,9 +25,10 @@ from jaxdist.logical import (
     to_logical,
 )
 from jaxdist.mesh import make_mesh
-from jaxdist.plan.trace import total_sent
+from jaxdist.models.base import STACKED
+from jaxdist.plan.trace import Collective, total_sent
 from jaxdist.runtime import refused_option
-from jaxdist.step import build_program
+from jaxdist.train.program import build_program
 
 # Relative errors that rounding alone explains. fp32 and fp64 hold for any order of summation, and for the largest
 # element as well as for the L2 norm. In 16 bits every activation is rounded after every partial sum, so two meshes
@@ -41,6 +42,10 @@ LATER = 2
 
 # Of a gradient's element in 64 bits, relative to the largest of its leaf: below this it is rounding noise.
 NOISE = 1e-13
+
+# AdamW makes steps of size lr out of rounding noise where a true gradient is 0, or near eps: a small lr, and an eps
+# above that noise, keep it out of the next step's gradients.
+PROOF_LR, PROOF_EPS = 1e-4, 1e-6
 
 # A proof compiles much and computes little. Not every jaxlib takes both.
 QUICK_ON_CPU = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
@@ -83,6 +88,7 @@ class Observed:
     unequal: tuple[str, ...] = ()
     state_bytes: int = 0
     sent_bytes: int = 0
+    collectives: tuple[Collective, ...] = ()
 
 
 def random_parameters(config: RunConfig, layout: Layout) -> dict[str, np.ndarray]:
@@ -94,11 +100,12 @@ def random_parameters(config: RunConfig, layout: Layout) -> dict[str, np.ndarray
 
     def draw(leaf) -> np.ndarray:
         noise = rng.standard_normal(leaf.shape).astype(np.float32)
-        return np.float32(1) + np.float32(0.2) * noise if leaf.name.endswith("scale") else np.float32(0.08) * noise
+        values = np.float32(leaf.mean) + np.float32(0.2 if leaf.mean else 0.08) * noise
+        if leaf.real is not None:
+            values[leaf.real :] = 0
+        return values
 
-    drawn = {leaf.name: draw(leaf) for leaf in jax.tree.leaves(layout.leaves)}
-    drawn["tokens"][config.model.vocab_size :] = 0
-    return drawn
+    return {leaf.name: draw(leaf) for leaf in jax.tree.leaves(layout.leaves)}
 
 
 def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dict[str, np.ndarray]]:
@@ -133,6 +140,7 @@ def observe(
     abstract = (program.abstract_state(), program.abstract_batch())
     traced = program.step.trace(*abstract)
     step = traced.lower().compile()
+    collectives = program.collectives_of(traced)
     if parameters is None:
         parameters = random_parameters(config, program.layout)
     state = from_logical(program, {f"{PARAMS}.{name}": x for name, x in parameters.items()})
@@ -161,7 +169,8 @@ def observe(
         rounded=by_layer(rounded),
         unequal=unequal_copies(state),
         state_bytes=local_bytes(abstract[0]),
-        sent_bytes=total_sent(program.collectives_of(traced), config.parallel.mesh),
+        sent_bytes=total_sent(collectives, config.parallel.mesh),
+        collectives=tuple(collectives),
     )
 
 
@@ -202,7 +211,7 @@ def compare(config: RunConfig, run: Observed, reference: Observed) -> list[Diffe
     differences += _each("counter", run.counters, reference.counters, lambda *pair: _scalar("counter", *pair, 0.0))
 
     def arrays(kind: str, ours: dict, theirs: dict, allowed: float) -> list[Difference]:
-        return _each(kind, ours, theirs, lambda *pair: _array(kind, *pair, allowed, elementwise))
+        return _each(kind, ours, theirs, lambda *pair: array_difference(kind, *pair, allowed, elementwise))
 
     for step, (ours, theirs) in enumerate(zip(run.gradients, reference.gradients, strict=True), 1):
         kind, allowed = ("gradient", tolerance) if step == 1 else (f"gradient of step {step}", later)
@@ -227,7 +236,7 @@ def compare_rounded(config: RunConfig, run: Observed) -> list[Difference]:
         return []
     expected = {name: x.astype(config.precision.dtype).astype(np.float64) for name, x in run.parameters.items()}
     kind = f"{config.precision.dtype} parameter"
-    return _each(kind, run.rounded, expected, lambda *pair: _array(kind, *pair, 0.0, True))
+    return _each(kind, run.rounded, expected, lambda *pair: array_difference(kind, *pair, 0.0, True))
 
 
 def coarsest_dtype(config: RunConfig) -> str:
@@ -291,7 +300,7 @@ def _scalar(kind, name, ours, theirs, tolerance) -> Difference:
     return Difference(kind, name, error, tolerance, abs(ours), abs(theirs))
 
 
-def _array(kind, name, ours, theirs, tolerance, elementwise) -> Difference:
+def array_difference(kind, name, ours, theirs, tolerance, elementwise) -> Difference:
     """Relative error in the L2 norm; with `elementwise`, of the largest element where that is worse."""
     norm, reference_norm = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
     if ours.shape != theirs.shape:

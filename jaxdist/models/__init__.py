@@ -1,0 +1,1 @@
+"""Models: the protocol, its Flax form, and the families that ship."""

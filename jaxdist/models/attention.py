@@ -1,0 +1,97 @@
+"""Causal self-attention's core: cuDNN's kernel, or written out in blocks of queries; and which of the two can run.
+
+Dims: B batch, T queries, S keys, N heads of this rank, H head dim.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.commands import install_text
+from jaxdist.errors import ConfigError, reason_of
+from jaxdist.models.base import Context
+
+MIN_QUERIES = 64  # in a block; smaller products of matrices are slower than what leaving out the masked ones saves
+
+
+def causal_blocks(seq_len: int) -> int:
+    """Into how many blocks of queries the written-out attention is cut: n leave (n - 1) / 2n of all scores out."""
+    return next(n for n in (4, 2, 1) if n == 1 or (seq_len % n == 0 and seq_len // n >= MIN_QUERIES))
+
+
+def attention_core(implementation: str, ctx: Context, rate: float = 0.0) -> Callable[..., jax.Array]:
+    """core(q_BTNH, k_BTNH, v_BTNH) -> o_BTNH, causal, scaled by 1/sqrt(H); `rate` is of dropout.
+
+    "cudnn" never holds the scores and takes no dropout; "xla" writes them out, in blocks of queries that leave out most
+    of what the mask would. Softmax runs in at least fp32.
+    """
+
+    def cudnn(q_BTNH, k_BTNH, v_BTNH):
+        return jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True, implementation="cudnn")
+
+    def rows_of_queries(q_BTNH, k_BSNH, v_BSNH):
+        """A block of queries, the last T of the S positions they may look at."""
+        scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH * q_BTNH.shape[-1] ** -0.5, k_BSNH)
+        scores_BNTS = scores_BNTS.astype(jnp.promote_types(scores_BNTS.dtype, jnp.float32))
+        rows, length = scores_BNTS.shape[-2:]
+        causal_TS = jnp.arange(length - rows, length)[:, None] >= jnp.arange(length)
+        probs_BNTS = jax.nn.softmax(jnp.where(causal_TS, scores_BNTS, jnp.finfo(scores_BNTS.dtype).min), axis=-1)
+        probs_BNTS = ctx.at(length).dropout_heads(probs_BNTS.astype(q_BTNH.dtype), rate)
+        return jnp.einsum("BNTS,BSNH->BTNH", probs_BNTS, v_BSNH)
+
+    def xla(q_BTNH, k_BTNH, v_BTNH):
+        length = q_BTNH.shape[1]
+        rows = length // causal_blocks(length)
+        blocks = [
+            rows_of_queries(q_BTNH[:, end - rows : end], k_BTNH[:, :end], v_BTNH[:, :end])
+            for end in range(rows, length + 1, rows)
+        ]
+        return jnp.concatenate(blocks, axis=1)
+
+    return {"cudnn": cudnn, "xla": xla}[implementation]
+
+
+def choose_attention(asked: str, platform: str, dtype: str, *, head_dim: int, dropout: bool) -> str:
+    """cuDNN's flash attention where it can run, the written-out one elsewhere.
+
+    dropout: whether attention weights are dropped. Raises: ConfigError where "cudnn" was asked for and cannot run.
+    """
+    if asked == "xla":
+        return "xla"
+    obstacles = {
+        f"it needs an NVIDIA GPU and this mesh is of {platform} devices": platform not in ("gpu", "abstract"),
+        f"it computes in 16 bits and dtype is {dtype}": dtype not in ("bfloat16", "float16"),
+        "it applies no dropout to the attention weights": dropout,
+        f"it takes head widths up to 128 in steps of 8 and here it is {head_dim}": head_dim % 8 or head_dim > 128,
+    }
+    in_the_way = [reason for reason, applies in obstacles.items() if applies]
+    if asked == "cudnn" and in_the_way:
+        raise ConfigError("--attention cudnn", in_the_way[0], "Use --attention auto")
+    return "cudnn" if asked == "cudnn" or (platform == "gpu" and not in_the_way) else "xla"
+
+
+def warn_where_cudnn_does_not_compile(device: jax.Device, seq_len: int, head_dim: int, dtype: str) -> bool:
+    """Whether cuDNN has no plan for this attention on `device`; says so in a warning, since "auto" avoids it then."""
+    refusal = cudnn_refusal(device, seq_len, head_dim, dtype)
+    if refusal is None:
+        return False
+    warnings.warn(
+        f"--attention auto writes the scores out: cuDNN's attention does not compile on {device.device_kind} "
+        f"({refusal}). Other versions of cuDNN may have it: {install_text('cuda12')} instead of cuda",
+        stacklevel=2,
+    )
+    return True
+
+
+def cudnn_refusal(device: jax.Device, seq_len: int, head_dim: int, dtype: str) -> str | None:
+    """Why cuDNN's attention, forward and backward, does not compile for one head on `device`; None where it does."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    x_BTNH = jax.ShapeDtypeStruct((1, seq_len, 1, head_dim), dtype, sharding=sharding)
+    core = attention_core("cudnn", Context())
+    try:
+        jax.jit(jax.grad(lambda x: core(x, x, x).astype(jnp.float32).sum())).lower(x_BTNH).compile()
+    except Exception as error:  # the compiler's, the plugin's and cuDNN's own have no type in common
+        return reason_of(error)
+    return None

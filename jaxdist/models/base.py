@@ -1,0 +1,281 @@
+"""What a model is to everything else: parameters with logical dims, and three functions of their local shards.
+
+A model is a frozen dataclass of its sizes that subclasses `Model`. Layouts, ZeRO, pipelines, checkpoints, proofs and
+plans read nothing but what stands here, so a model is one file.
+"""
+
+import dataclasses
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import random
+from jax.sharding import PartitionSpec
+
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import AXIS_OF_DIM, MeshShape, make_abstract_mesh
+from jaxdist.parallel import tensor
+from jaxdist.parallel.dropout import dropout
+from jaxdist.parallel.rings import Ring
+
+if TYPE_CHECKING:
+    from jaxdist.config import ParallelConfig
+
+STACKED = "blocks"  # the subtree of a parameter tree whose leaves carry a leading layer dim
+Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter: its global shape, a logical name (or None) for each dim, and how its values start.
+
+    dims: `jaxdist.mesh.MESH_AXES` says which names are split over which axis: "vocab", "heads" and "ffn" over tp.
+    mean, std: of the initial values, which are normal; a norm's scale has mean 1 and std 0.
+    decay: whether weight decay applies; None: to leaves of two or more dims. real: where fewer than all rows of dim 0
+    are real (a padded vocabulary), how many; the others are 0, and nothing may depend on them.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[str | None, ...] = ()
+    mean: float = 0.0
+    std: float = 0.02
+    decay: bool | None = None
+    real: int | None = None
+
+    def __post_init__(self):
+        if not self.dims:
+            object.__setattr__(self, "dims", (None,) * len(self.shape))
+        if len(self.dims) != len(self.shape) or min(self.shape, default=1) < 1:
+            raise ConfigError(
+                f"a parameter of shape {self.shape} with dims {self.dims}",
+                "it has a name or None for each dim, of at least one element",
+                "Write Param((256, 1024), ('embed', 'ffn'))",
+            )
+
+    @property
+    def weight_decay(self) -> bool:
+        return len(self.shape) > 1 if self.decay is None else self.decay
+
+    def draw(self, noise: jax.Array) -> jax.Array:
+        """The values that standard normal noise of the parameter's shape gives."""
+        values = self.mean + self.std * noise
+        return values if self.real is None else mask_rows(values, self.real)
+
+
+def mask_rows(values: jax.Array, real: int) -> jax.Array:
+    """The values, with 0 in the rows from `real` on."""
+    rows = jnp.arange(values.shape[0]).reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.where(rows < real, values, 0)
+
+
+class Batch(NamedTuple):
+    """inputs, targets: tokens[B, T] (a negative target does not count). rows[B]: index in the global batch."""
+
+    inputs: Any
+    targets: Any
+    rows: Any
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a model's functions are told beside arrays: how the run is split, and its dropout. All static but two.
+
+    sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
+    attention: "xla" or "cudnn". selective: backward recomputes attention's core (`core` applies it). loss_chunks: parts
+    in which the logits are made. key: of the step's dropout, None for none. rows_B: the batch rows' global indices.
+    """
+
+    sp: bool = False
+    ring: Ring | None = None
+    attention: str = "xla"
+    selective: bool = False
+    loss_chunks: int = 1
+    key: jax.Array | None = None
+    rows_B: jax.Array | None = None
+
+    def at(self, site: int | jax.Array) -> "Context":
+        """The same at another place of the model, where dropout draws other masks."""
+        return self if self.key is None else replace(self, key=random.fold_in(self.key, site))
+
+    def recomputed(self, function):
+        """`function`, run again in backward where the run asks for selective recomputation."""
+        return jax.checkpoint(function, prevent_cse=False) if self.selective else function
+
+    # `jaxdist.parallel.tensor` and `dropout` as this run applies them.
+
+    def enter(self, x_BTD: jax.Array) -> jax.Array:
+        """Before several matmuls that share their input; one alone: `column_parallel`."""
+        return tensor.enter(x_BTD, self.sp)
+
+    def column_parallel(self, x_BTD: jax.Array, w: jax.Array) -> jax.Array:
+        return tensor.column_parallel(x_BTD, w, self.sp, self.ring)
+
+    def row_parallel(self, y_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
+        return tensor.row_parallel(y_BTF, w_FD, self.sp, self.ring)
+
+    def embedding(self, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
+        return tensor.vocab_parallel_embedding(tokens_BT, table_VD, self.sp)
+
+    def positions(self, num_local: int) -> jax.Array:
+        return tensor.positions(num_local, self.sp)
+
+    def loss(self, x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int) -> jax.Array:
+        """The summed cross-entropy of targets that are not negative, in nats, equal along tp."""
+        if self.loss_chunks > 1:
+            return tensor.cross_entropy_in_chunks(x_BTD, table_VD, targets_BT, vocab_size, self.sp, self.loss_chunks)
+        losses_BT = tensor.vocab_parallel_cross_entropy(x_BTD, table_VD, targets_BT, vocab_size, self.sp)
+        return jnp.where(targets_BT >= 0, losses_BT, 0).sum()
+
+    def dropout(self, x_BTD: jax.Array, rate: float) -> jax.Array:
+        """Of activations between the tensor-parallel regions."""
+        return dropout(x_BTD, rate, self.key, self.rows_B, self.positions(x_BTD.shape[1]))
+
+    def dropout_heads(self, x_BN: jax.Array, rate: float) -> jax.Array:
+        """Of an array whose dims after the batch's begin with heads that are split over tp."""
+        return dropout(x_BN, rate, self.key, self.rows_B, tensor.global_indices(x_BN.shape[1]))
+
+
+class Model(ABC):
+    """A language model of `num_layers` equal layers; subclass it as a frozen dataclass that has these fields.
+
+    `outer` and `layer_params` declare parameters; `embed`, `layer` and `loss` compute on their local shards, inside
+    `jax.shard_map`. All arrays a layer takes and gives have one shape and dtype. dropout: the largest rate used.
+    """
+
+    num_layers: int
+    seq_len: int
+    vocab_size: int
+    dropout = 0.0
+
+    @abstractmethod
+    def outer(self) -> Tree:
+        """The `Param`s outside the layers, as a nested dict."""
+
+    @abstractmethod
+    def block(self) -> Tree:
+        """The `Param`s of one layer, as a nested dict."""
+
+    @abstractmethod
+    def embed(self, ctx: Context, outer: Tree, batch: Batch) -> jax.Array:
+        """tokens[B, T] -> x[B, T, D], or x[B, T_tp, D] with sp. Parameters that it does not use may be missing parts:
+        ZeRO-3 gathers those alone that it does."""
+
+    @abstractmethod
+    def layer(self, ctx: Context, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
+        """One layer: x -> x in the same layout. index: its number, from 0."""
+
+    @abstractmethod
+    def loss(self, ctx: Context, outer: Tree, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+        """The summed loss of the targets that count, equal along tp."""
+
+    # What a model may say for itself.
+
+    def check(self, parallel: "ParallelConfig") -> None:
+        """Refuse what cannot be split. Raises: ConfigError where a mesh axis does not divide a dim that it shards."""
+        for path, param in named_params(declare(self)):
+            for size, dim in zip(param.shape, param.dims, strict=True):
+                axis = AXIS_OF_DIM.get(dim)
+                if dim == "layers" or axis is None or size % (ranks := getattr(parallel.mesh, axis)) == 0:
+                    continue
+                raise ConfigError(
+                    f"{dim}={size} of parameter {path} over {axis}={ranks}",
+                    f"each {axis} rank holds an equal part",
+                    f"Use a mesh whose {axis} divides {size}",
+                )
+
+    def initial_values(self, seed) -> dict:
+        """fp32 parameters at global shape, from `Param.mean` and `std`; equal on every mesh."""
+        key = random.key(seed)
+
+        def values(path, param: Param) -> jax.Array:
+            name = ".".join(entry.key for entry in path)
+            return param.draw(random.normal(random.fold_in(key, zlib.crc32(name.encode())), param.shape, jnp.float32))
+
+        return jax.tree.map_with_path(values, declare(self), is_leaf=is_param)
+
+    def attention_for(
+        self, asked: str, platform: str, dtype: str, *, training: bool, device: jax.Device | None = None
+    ) -> str:
+        """The attention that runs: "xla" or "cudnn"; `device`, if given, may be asked to compile it.
+
+        Raises: ConfigError where `asked` cannot run.
+        """
+        if asked == "cudnn":
+            raise ConfigError("attention=cudnn", f"{type(self).__name__} does not use it", "Use attention=auto")
+        return "xla"
+
+    def describe(self) -> str:
+        """One line for a person."""
+        sizes = ", ".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
+        return f"{type(self).__name__}({sizes})"
+
+
+def is_param(x) -> bool:
+    return isinstance(x, Param)
+
+
+@cache
+def declare(model: Model) -> dict:
+    """Every `Param` of a model: those outside the layers, and under `STACKED` those of all layers, stacked."""
+    outer, block = dict(model.outer()), model.block()
+    if STACKED in outer:
+        raise ConfigError(f"a parameter called {STACKED!r}", "that name is of the stacked layers", "Use another")
+
+    def stack(param: Param) -> Param:
+        return replace(
+            param,
+            shape=(model.num_layers, *param.shape),
+            dims=("layers", *param.dims),
+            decay=param.weight_decay,
+            real=None,
+        )
+
+    return {**outer, STACKED: jax.tree.map(stack, block, is_leaf=is_param)}
+
+
+def named_params(tree: Tree) -> list[tuple[str, Param]]:
+    """(path, parameter) of every leaf, the path as in `blocks.attention.w_out`."""
+    return [
+        (".".join(entry.key for entry in path), leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_param)
+    ]
+
+
+@cache
+def users(model: Model) -> dict[str, frozenset[str]]:
+    """Which of "embed" and "loss" use each parameter outside the layers, by path; found by tracing both on one rank."""
+    outer = {name: part for name, part in declare(model).items() if name != STACKED}
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), outer, is_leaf=is_param)
+    tokens = jax.ShapeDtypeStruct((1, model.seq_len), jnp.int32)
+    batch = Batch(tokens, tokens, jax.ShapeDtypeStruct((1,), jnp.int32))
+    on_one_rank = partial(
+        jax.shard_map, mesh=make_abstract_mesh(MeshShape()), in_specs=PartitionSpec(), out_specs=PartitionSpec()
+    )
+    embed = on_one_rank(lambda outer, batch: model.embed(Context(rows_B=batch.rows), outer, batch))
+    loss = on_one_rank(lambda outer, x, batch: model.loss(Context(rows_B=batch.rows), outer, x, batch))
+    x = jax.eval_shape(embed, shapes, batch)
+    names = [name for name, _ in named_params(outer)]
+    used = {
+        "embed": _used_inputs(embed, shapes, batch)[: len(names)],
+        "loss": _used_inputs(loss, shapes, x, batch)[: len(names)],
+    }
+    return {name: frozenset(part for part in used if used[part][i]) for i, name in enumerate(names)}
+
+
+def _used_inputs(function, *args) -> list[bool]:
+    """Of a function's flat inputs, which its result depends on."""
+    from jaxdist.parallel.split import needed_for, variables
+
+    closed = jax.make_jaxpr(function)(*args)
+    # Inside the one equation that is the mapped function.
+    [mapped] = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    inner = getattr(mapped.params["jaxpr"], "jaxpr", mapped.params["jaxpr"])
+    needed = needed_for(inner.outvars, inner.eqns)
+    read = {v for eqn in needed for v in variables(eqn.invars)} | set(variables(inner.outvars))
+    place = {outside: inside for outside, inside in zip(mapped.invars, inner.invars, strict=True)}
+    return [place.get(v) in read for v in closed.jaxpr.invars]

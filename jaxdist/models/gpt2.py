@@ -1,0 +1,229 @@
+"""GPT-2 in Flax NNX: modules declare parameters at global shape; the forward runs on whatever shards it is given.
+
+Dims: B batch in a micro-batch, T sequence, D model, N heads, H head dim, F feed-forward, V padded vocabulary, L layers.
+Letters are logical dims even for a shard. Source: Radford et al. 2019 (pre-LayerNorm, learned positions, tanh-GELU,
+tied head); residual projections are initialised with std 0.02 / sqrt(2 L).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax, random
+
+from jaxdist.errors import ConfigError, divisors, require_positive
+from jaxdist.models.attention import attention_core, choose_attention, warn_where_cudnn_does_not_compile
+from jaxdist.models.base import Batch, Context, Tree, mask_rows
+from jaxdist.models.flax import FlaxModel, parameter
+from jaxdist.parallel.remat import mark_saveable
+
+if TYPE_CHECKING:
+    from jaxdist.config import ParallelConfig
+
+LAYER_NORM_EPS = 1e-5
+INIT_STD = 0.02
+
+# Far above what anybody trains (1T parameters: 128 layers x 25,600), and low enough that products stay meaningful.
+BOUNDS = {
+    "num_layers": 2**14,
+    "width": 2**20,
+    "num_heads": 2**16,
+    "ffn_width": 2**22,
+    "seq_len": 2**24,
+    "vocab_size": 2**31 - 1 - 2**17,  # tokens are 32-bit integers, and the padded vocabulary too
+}
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float = INIT_STD) -> jax.Array:
+    return std * random.normal(rngs.params(), shape, jnp.float32)
+
+
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x + bias, over the leading dims of x. The bias's gradient is summed in at least fp32, and rounded once."""
+    wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
+    return x + jnp.broadcast_to(wide, x.shape).astype(bias.dtype)
+
+
+@dataclass(frozen=True)
+class GPT2(FlaxModel):
+    """The shape of a GPT-2 (Radford et al. 2019): sizes in elements, dropout as a probability."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    ffn_width: int
+    seq_len: int
+    vocab_size: int
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        for name, most in BOUNDS.items():
+            require_positive(name, getattr(self, name), most)
+        if self.width % self.num_heads:
+            raise ConfigError(
+                f"width={self.width} with num_heads={self.num_heads}",
+                "each head holds width/num_heads columns, which must be whole",
+                f"Use num_heads in {divisors(self.width)}",
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout}", "it is a probability, at least 0 and below 1", "Use 0.1")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary rounded up so that every tp divides it: tp divides the heads, so lcm(128, heads) does."""
+        multiple = math.lcm(128, self.num_heads)
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+    @property
+    def head_in_layers(self) -> float:
+        """FLOPs of the output head in units of one layer's (matmuls and attention, arXiv 2104.04473, appendix)."""
+        layer = 8 * self.width**2 + 4 * self.width * self.ffn_width + 4 * self.seq_len * self.width
+        return 2 * self.width * self.padded_vocab_size / layer
+
+    def check(self, parallel: "ParallelConfig") -> None:
+        tp = parallel.mesh.tp
+        for name, sized in (("num_heads", self.num_heads), ("ffn_width", self.ffn_width)):
+            if sized % tp:
+                raise ConfigError(
+                    f"{name}={sized} cannot be split over tp={tp}",
+                    f"each tp rank holds {name}/tp",
+                    f"Use tp in {divisors(math.gcd(self.num_heads, self.ffn_width))}",
+                )
+
+    def attention_for(self, asked: str, platform: str, dtype: str, *, training: bool, device=None) -> str:
+        dropped = training and self.dropout > 0
+        chosen = choose_attention(asked, platform, dtype, head_dim=self.head_dim, dropout=dropped)
+        if asked != "auto" or chosen != "cudnn" or device is None:
+            return chosen
+        refused = warn_where_cudnn_does_not_compile(device, self.seq_len, self.head_dim, dtype)
+        return "xla" if refused else "cudnn"
+
+    # ---- parameters ----
+
+    def outer_module(self, rngs: nnx.Rngs) -> nnx.Module:
+        return Outer(self, rngs)
+
+    def layer_module(self, rngs: nnx.Rngs) -> nnx.Module:
+        return Block(self, rngs)
+
+    # ---- the forward, on local shards ----
+
+    def embed(self, ctx: Context, outer: Tree, batch: Batch) -> jax.Array:
+        x_BTD = ctx.embedding(batch.inputs, outer["tokens"])
+        length = x_BTD.shape[1]
+        positions_TD = lax.dynamic_slice_in_dim(outer["positions"], ctx.positions(length)[0], length)
+        return ctx.dropout(add_bias(x_BTD, positions_TD), self.dropout)
+
+    def layer(self, ctx: Context, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
+        return self.merge(self.layer_module, params)(x_BTD, ctx)
+
+    def loss(self, ctx: Context, outer: Tree, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+        x_BTD = self.merge(self.outer_module, outer).ln_final(x_BTD)
+        return ctx.loss(x_BTD, outer["tokens"], batch.targets, self.vocab_size)
+
+
+class Outer(nnx.Module):
+    """The tied token table, the learned positions and the last norm."""
+
+    def __init__(self, model: GPT2, rngs: nnx.Rngs):
+        table_VD = normal(rngs, (model.padded_vocab_size, model.width))
+        self.tokens = parameter(mask_rows(table_VD, model.vocab_size), ("vocab", "embed"), real=model.vocab_size)
+        self.positions = parameter(normal(rngs, (model.seq_len, model.width)), (None, "embed"))
+        self.ln_final = LayerNorm(model.width)
+
+
+class LayerNorm(nnx.Module):
+    def __init__(self, width: int):
+        self.scale = parameter(jnp.ones(width), ("embed",), mean=1.0)
+        self.bias = parameter(jnp.zeros(width), ("embed",))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+        centred = x - x.mean(-1, keepdims=True)
+        normed = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + LAYER_NORM_EPS)
+        return (normed * self.scale[...] + self.bias[...]).astype(x_BTD.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention, heads split over tp: column-parallel fused QKV, row-parallel projection.
+
+    Layout: x[B, T, D] -> enter -> qkv[B, T, 3, N_tp, H] -> o[B, T, N_tp, H] -> {U_tp} -> leave -> y[B, T, D].
+    """
+
+    def __init__(self, model: GPT2, rngs: nnx.Rngs):
+        width, heads, head_dim = model.width, model.num_heads, model.head_dim
+        residual_std = INIT_STD / math.sqrt(2 * model.num_layers)
+        self.dropout = model.dropout
+        self.w_qkv = parameter(normal(rngs, (width, 3, heads, head_dim)), ("embed", None, "heads", None))
+        self.b_qkv = parameter(jnp.zeros((3, heads, head_dim)), (None, "heads", None), decay=False)
+        self.w_out = parameter(normal(rngs, (heads, head_dim, width), residual_std), ("heads", None, "embed"))
+        self.b_out = parameter(jnp.zeros(width), ("embed",))
+
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        qkv = add_bias(ctx.column_parallel(x_BTD, self.w_qkv[...]), self.b_qkv[...])
+        core = ctx.recomputed(attention_core(ctx.attention, ctx, self.dropout))
+        o_BTNH = mark_saveable(core(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]))
+        batch, length, heads, head_dim = o_BTNH.shape
+        w_ND = self.w_out[...].reshape(heads * head_dim, -1)
+        return add_bias(ctx.row_parallel(o_BTNH.reshape(batch, length, -1), w_ND), self.b_out[...])
+
+
+class MLP(nnx.Module):
+    """Column-parallel up, tanh-GELU, row-parallel down.
+
+    Layout: x[B, T, D] -> enter -> h[B, T, F_tp] -> {U_tp} -> leave -> y[B, T, D].
+    """
+
+    def __init__(self, model: GPT2, rngs: nnx.Rngs):
+        width, ffn_width = model.width, model.ffn_width
+        residual_std = INIT_STD / math.sqrt(2 * model.num_layers)
+        self.w_up = parameter(normal(rngs, (width, ffn_width)), ("embed", "ffn"))
+        self.b_up = parameter(jnp.zeros(ffn_width), ("ffn",))
+        self.w_down = parameter(normal(rngs, (ffn_width, width), residual_std), ("ffn", "embed"))
+        self.b_down = parameter(jnp.zeros(width), ("embed",))
+
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        up_BTF = add_bias(ctx.column_parallel(x_BTD, self.w_up[...]), self.b_up[...])
+        h_BTF = jax.nn.gelu(up_BTF, approximate=True)
+        return add_bias(ctx.row_parallel(h_BTF, self.w_down[...]), self.b_down[...])
+
+
+class Block(nnx.Module):
+    def __init__(self, model: GPT2, rngs: nnx.Rngs):
+        self.dropout = model.dropout
+        self.ln_attention = LayerNorm(model.width)
+        self.attention = Attention(model, rngs)
+        self.ln_mlp = LayerNorm(model.width)
+        self.mlp = MLP(model, rngs)
+
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        attended_BTD = self.attention(self.ln_attention(x_BTD), ctx.at(0))
+        x_BTD = x_BTD + ctx.at(1).dropout(attended_BTD, self.dropout)
+        return x_BTD + ctx.at(2).dropout(self.mlp(self.ln_mlp(x_BTD), ctx), self.dropout)
+
+
+def _preset(num_layers, width, num_heads, seq_len=1024, vocab_size=50257) -> GPT2:
+    return GPT2(num_layers, width, num_heads, 4 * width, seq_len, vocab_size)
+
+
+PRESETS: dict[str, GPT2] = {
+    "proof": _preset(4, 64, 8, seq_len=32, vocab_size=250),
+    "tiny": _preset(4, 128, 4, seq_len=128, vocab_size=256),
+    "gpt-7m": _preset(6, 256, 8, seq_len=256, vocab_size=10000),
+    "gpt-11m": _preset(6, 384, 6, seq_len=256, vocab_size=256),
+    "12m": _preset(6, 320, 5, seq_len=512, vocab_size=16000),
+    "gpt2-124m": _preset(12, 768, 12),
+    "gpt2-350m": _preset(24, 1024, 16),
+    "gpt2-774m": _preset(36, 1280, 20),
+    "gpt2-1.5b": _preset(48, 1600, 25),
+    "7b": _preset(32, 4096, 32, seq_len=2048),
+    "70b": _preset(88, 8192, 64, seq_len=2048),
+    "175b": _preset(96, 12288, 96, seq_len=2048),
+}

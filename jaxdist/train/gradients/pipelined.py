@@ -1,0 +1,91 @@
+"""Gradients by the pipeline's executor, pass after pass.
+
+Stages compute with what is outside the layers whole: it is gathered once a step, and its gradient scattered once.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.layout import split_outer
+from jaxdist.models.base import Batch
+from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.pipeline import Stages, pipeline_gradients, pipeline_loss
+from jaxdist.parallel.spread import gather_to_users
+from jaxdist.parallel.zero import ShardedParams
+from jaxdist.train.gradients.base import (
+    Gradients,
+    Poison,
+    ShardedModel,
+    cut,
+    join,
+    reduced,
+    sum_over_micro_batches,
+)
+
+
+def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, poison: Poison | None) -> Gradients:
+    return reduced(model, *local_gradients(model, params, batch, key, weight), poison)
+
+
+def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight) -> tuple[dict, jax.Array]:
+    """(this rank's sums, its loss) before they are reduced over ranks."""
+    config, outer_leaves = model.config, split_outer(model.layout.leaves)[0]
+    outer, layers = hold(model, params)
+
+    def one_pass(batch: Batch) -> tuple[dict, jax.Array]:
+        how = dict(seed=weight, recompute_every=config.parallel.remat_every, dtype=model.sum_dtype)
+        loss, d_outer, d_layers = through_stages(pipeline_gradients, model, outer, layers, batch, key, **how)
+        return join(d_outer, d_layers), loss
+
+    like = join(outer, layers.trainable)
+    grads, loss_sum = sum_over_micro_batches(model, one_pass, batch, like, weight)
+    if model.layout.grads_scattered:
+        d_outer, d_layers = split_outer(grads)
+        grads = join(model.scatter(outer_leaves, d_outer), d_layers)
+    return grads, loss_sum
+
+
+def evaluate(model: ShardedModel, params: dict, batch: Batch) -> jax.Array:
+    return through_stages(pipeline_loss, model, *hold(model, params), batch, None)
+
+
+def hold(model: ShardedModel, params: dict) -> tuple[dict, ShardedParams]:
+    """(what is outside the layers, whole on the stages that use it; the layers)."""
+    params = model.cast(params)
+    outer = gather_to_users(split_outer(model.layout.leaves)[0], model.hold_outer(params).trainable)
+    return outer, model.hold_layers(params)
+
+
+def through_stages(execute: Callable, model: ShardedModel, outer: dict, layers: ShardedParams, batch, key, **how):
+    """The executor's `pipeline_gradients` or `pipeline_loss` on this model, for one pass of its micro-batches."""
+    config = model.config
+
+    def first(outer, micro):
+        return model.embed(ShardedParams(outer), micro, key)
+
+    def layer(trainable, fixed, micro, x):
+        stored, index = fixed
+        return model.layer(ShardedParams(trainable, stored), x, index, micro, key)
+
+    def last(outer, x, micro):
+        return model.loss(ShardedParams(outer), x, micro, key)
+
+    return execute(
+        Stages(first, layer, last),
+        config.parallel.pipeline,
+        outer,
+        layers.trainable,
+        cut(batch, config.parallel.num_microbatches),
+        fixed=(layers.stored, layer_numbers(model)),
+        num_layers=config.part_layers,
+        **how,
+    )
+
+
+def layer_numbers(model: ShardedModel) -> jax.Array:
+    """The number of the layer in each row of this stage's stacked leaves; -1 pads."""
+    leaf = jax.tree.leaves(split_outer(model.layout.leaves)[1])[0]
+    rows = jnp.asarray(leaf.rows).reshape(model.layout.parallel.mesh.pp, -1)
+    return comm.varying(rows, "pp")[comm.rank("pp")]

@@ -1,0 +1,69 @@
+"""Gradients by `jax.grad` of a scan over layers, micro-batch after micro-batch.
+
+Parameters are cast to varying over every axis that splits the tokens once, before the loop, so no reduction is left
+inside it; the sums they owe are made after it. ZeRO-2 and 3 alone reduce inside, over dp, because they keep no whole
+gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.layout import split_outer
+from jaxdist.models.base import Batch
+from jaxdist.parallel.zero import ShardedParams, shard_proxies
+from jaxdist.train.gradients.base import Gradients, Poison, ShardedModel, join, reduced, sum_over_micro_batches
+
+
+def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, poison: Poison | None) -> Gradients:
+    return reduced(model, *local_gradients(model, params, batch, key, weight), poison)
+
+
+def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight) -> tuple[dict, jax.Array]:
+    """(this rank's sums, its loss) before they are reduced over ranks."""
+    outer_leaves, _ = split_outer(model.layout.leaves)
+    params = model.cast(params)
+    layers = model.hold_layers(params)
+
+    def one(micro: Batch) -> tuple[dict, jax.Array]:
+        outer = model.hold_outer(params)
+
+        def weighted(outer_trainable, layers_trainable):
+            held = outer._replace(trainable=outer_trainable), layers._replace(trainable=layers_trainable)
+            total = summed_loss(model, *held, micro, key)
+            return total * weight, total
+
+        (d_outer, d_layers), total = jax.grad(weighted, argnums=(0, 1), has_aux=True)(outer.trainable, layers.trainable)
+        return join(model.scatter(outer_leaves, d_outer), d_layers), total
+
+    like = shard_proxies(outer_leaves, model.sum_dtype) if model.layout.grads_scattered else split_outer(params)[0]
+    return sum_over_micro_batches(model, one, batch, join(like, layers.trainable), weight)
+
+
+def summed_loss(model: ShardedModel, outer: ShardedParams, layers: ShardedParams, batch: Batch, key) -> jax.Array:
+    """The model's forward on this rank's rows."""
+    x = model.embed(outer, batch, key)
+    x = scan_layers(model, layers, x, batch, key)
+    return model.loss(outer, x, batch, key)
+
+
+def scan_layers(model: ShardedModel, layers: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:
+    """Through all layers: x -> x in the same layout."""
+    every = model.config.parallel.remat_every
+
+    def body(x, row):
+        params, index = row
+        return model.layer(params, x, index, batch, key), None
+
+    body = jax.checkpoint(body, policy=None if every == 1 else model.policy, prevent_cse=False)
+    rows = (layers, jnp.arange(model.config.model.num_layers))
+    if every <= 1:
+        return lax.scan(body, x, rows)[0]
+    groups = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), rows)
+    recomputed = jax.checkpoint(lambda x, group: lax.scan(body, x, group), prevent_cse=False)
+    return lax.scan(recomputed, x, groups)[0]
+
+
+def evaluate(model: ShardedModel, params: dict, batch: Batch) -> jax.Array:
+    params = model.cast(params)
+    return summed_loss(model, model.hold_outer(params), model.hold_layers(params), batch, None)

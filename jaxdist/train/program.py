@@ -1,0 +1,212 @@
+"""A run's functions on a mesh, compiled on first use: the initial state, the training step, an evaluation."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxdist.config import RunConfig
+from jaxdist.data import GlobalBatch
+from jaxdist.errors import ConfigError
+from jaxdist.layout import Layout, live_spec, local_bytes, make_layout, shardings
+from jaxdist.mesh import AXES
+from jaxdist.models.base import Batch
+from jaxdist.optimizer import LossScale, make_optimizer, optimizer_specs
+from jaxdist.parallel.pipeline import iterations
+from jaxdist.plan.trace import Collective, Iterations, collectives_of
+from jaxdist.train.gradients.base import ShardedModel
+from jaxdist.train.state import State, initial_state, stored_parameters
+from jaxdist.train.step import evaluate, train_step
+
+REPLICATED = PartitionSpec()
+METRICS = ("loss", "grad_norm", "lr", "tokens")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A run's functions, compiled on first use, and the layout they share.
+
+    init(seed) -> State. step(state, batch) -> (State, metrics), donating the state; metrics["not_finite"] alone differs
+    from rank to rank (`flag_not_finite`). With `with_gradients`, also the gradients the optimiser was given, before
+    clipping, in the storage layout. evaluate(params, batch) -> (summed loss, number of targets). model: bound to the
+    layout, as it trains.
+    """
+
+    config: RunConfig
+    mesh: Mesh | AbstractMesh
+    layout: Layout
+    specs: State
+    shapes: State
+    model: ShardedModel
+    init: Callable
+    step: Callable
+    evaluate: Callable
+
+    def abstract_state(self) -> State:
+        """Shapes, dtypes and shardings of the state; nothing is allocated."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            self.shapes,
+            shardings(self.mesh, self.specs),
+        )
+
+    def abstract_batch(self) -> Batch:
+        rows, length = self.config.batch_size, self.config.model.seq_len
+        return jax.tree.map(
+            lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, spec)),
+            Batch((rows, length), (rows, length), (rows,)),
+            batch_specs(self.layout),
+            is_leaf=lambda x: type(x) is tuple,
+        )
+
+    def collectives_of(self, traced: jax.stages.Traced, *, evaluate: bool = False) -> list[Collective]:
+        """What the traced `step` sends, or the traced `evaluate`."""
+        return collectives_of(traced.jaxpr, self.config.parallel.mesh, self.iterations(evaluate=evaluate))
+
+    def iterations(self, *, evaluate: bool = False) -> Iterations | None:
+        """How often the loops of a pipeline run, which its program does not state (`jaxdist.parallel.pipeline`)."""
+        if self.config.parallel.mesh.pp == 1:
+            return None
+        return iterations(self.config.parallel.pipeline, self.config.part_layers, forward_only=evaluate)
+
+    def put(self, batch: Mapping) -> Batch:
+        """The global batch -> device arrays, each rank getting its rows.
+
+        batch: `inputs`, `targets` and `rows` as host arrays, or a `GlobalBatch`, of which a process reads its own rows.
+        """
+        read = batch.read if isinstance(batch, GlobalBatch) else lambda rows: {k: x[rows] for k, x in batch.items()}
+
+        def array(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.make_array_from_callback(like.shape, like.sharding, lambda at: read(at[0])[name])
+
+        return Batch(*map(array, Batch._fields, self.abstract_batch()))
+
+    def compile_step(self, compiler_options: dict[str, str | bool] | None = None) -> jax.stages.Compiled:
+        """Compile the step ahead of time, with options of XLA for the step alone.
+
+        Raises: RuntimeError where XLA cannot reuse the donated state, since the state would then be held twice.
+        """
+        state = self.abstract_state()
+        options = step_options(self.config, platform_of(self.mesh)) | (compiler_options or {})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Some donated buffers were not usable")
+            compiled = self.step.lower(state, self.abstract_batch()).compile(compiler_options=options)
+        memory = compiled.memory_analysis()
+        if memory is not None and memory.alias_size_in_bytes < local_bytes(state):
+            raise RuntimeError(
+                f"donation failed: {local_bytes(state)} bytes of state a device, {memory.alias_size_in_bytes} reused"
+            )
+        return compiled
+
+
+def step_options(config: RunConfig, platform: str) -> dict[str, str | bool]:
+    """Options of XLA that a step is compiled with, before those that a user gives."""
+    if platform == "gpu" and config.parallel.overlap and config.parallel.mesh.pp > 1:
+        # A tick's messages go both ways at once; by default one collective of a GPU travels at a time.
+        return {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
+    return {}
+
+
+class CompiledBytes(NamedTuple):
+    """Of one device, by the compiler's plan: what a call takes and gives (a donated array once), and temporaries."""
+
+    arguments: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.temporaries
+
+
+def compiled_bytes(compiled: jax.stages.Compiled) -> CompiledBytes | None:
+    """What a compiled program needs; None where its compiler does not say."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return CompiledBytes(arguments, memory.temp_size_in_bytes)
+
+
+def build_program(
+    config: RunConfig,
+    mesh: Mesh | AbstractMesh,
+    *,
+    with_gradients: bool = False,
+    compiler_options: dict | None = None,
+    poison: Callable | None = None,
+) -> Program:
+    """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run.
+
+    poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.drill`).
+    """
+    if config.precision.dtype == "float64" and not jax.config.jax_enable_x64:
+        raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")
+    if poison is not None and config.parallel.overlap_layers:
+        raise ConfigError(
+            "--overlap with a drill that spoils a gradient",
+            "it spoils one before it is summed over ranks, and here sums are made while backward runs",
+            "Leave --overlap out for the drill",
+        )
+    layout = make_layout(config.model, config.parallel, config.part_layers)
+    trains, evaluates = (ShardedModel.of(config, layout, attention_on(mesh, config, training=t)) for t in (True, False))
+    optimizer = make_optimizer(config.optimizer, layout)
+    specs = State(
+        step=REPLICATED,
+        params=layout.param_specs(),
+        master=None if config.precision.dtype == config.precision.master_dtype else layout.storage_specs(),
+        moments=optimizer_specs(optimizer, layout),
+        scale=None if config.precision.dtype != "float16" else LossScale(*[REPLICATED] * 3),
+    )
+    batch = batch_specs(layout)
+    on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
+    jit = partial(jax.jit, compiler_options=compiler_options)
+
+    # Three programs, since every mesh, parameters and masters must get the same bits: XLA may fuse a draw with what
+    # is done to it (padding, another order of layers, a cast), and then round it in another way.
+    drawn, stored = layout.draw_specs(), layout.storage_specs()
+    draw = jit(config.model.initial_values, out_shardings=shardings(mesh, drawn))
+    store = jit(on_mesh(partial(stored_parameters, config, layout), in_specs=(drawn,), out_specs=stored))
+    assemble = on_mesh(partial(initial_state, config, layout, optimizer), in_specs=(stored,), out_specs=specs)
+    place = jit(assemble)
+
+    step = partial(train_step, trains, with_gradients=with_gradients, poison=poison)
+    metrics = [*METRICS, *(["loss_scale"] if specs.scale is not None else [])]
+    metric_specs = dict.fromkeys(metrics, REPLICATED) | {"not_finite": live_spec((AXES,), config.parallel.mesh)}
+    outputs = (specs, metric_specs) + ((layout.storage_specs(),) if with_gradients else ())
+    return Program(
+        config=config,
+        mesh=mesh,
+        layout=layout,
+        specs=specs,
+        shapes=jax.eval_shape(assemble, layout.abstract_storage(config.precision.master_dtype)),
+        model=trains,
+        init=lambda seed: place(store(draw(np.uint32(seed)))),
+        step=jit(on_mesh(step, in_specs=(specs, batch), out_specs=outputs), donate_argnums=0),
+        evaluate=jit(
+            on_mesh(partial(evaluate, evaluates), in_specs=(specs.params, batch), out_specs=(REPLICATED, REPLICATED))
+        ),
+    )
+
+
+def batch_specs(layout: Layout) -> Batch:
+    return Batch(layout.batch_spec(), layout.batch_spec(), layout.rows_spec())
+
+
+def attention_on(mesh: Mesh | AbstractMesh, config: RunConfig, *, training: bool) -> str:
+    """The attention that runs on a mesh. Only devices of this process are asked what they compile.
+
+    Raises: ConfigError where the one that was asked for cannot run.
+    """
+    mine = [] if isinstance(mesh, AbstractMesh) else [d for d in mesh.devices.flat if d in jax.local_devices()]
+    asked, dtype, device = config.parallel.attention, config.precision.dtype, next(iter(mine), None)
+    return config.model.attention_for(asked, platform_of(mesh), dtype, training=training, device=device)
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    return "abstract" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform

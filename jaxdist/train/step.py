@@ -1,0 +1,88 @@
+"""One training step on local shards, inside one `jax.shard_map`: gradients, clipping, the update."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.mesh import AXES, TOKEN_AXES, WORK_AXES
+from jaxdist.models.base import Batch
+from jaxdist.optimizer import global_norm, learning_rate, next_loss_scale, update
+from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.data import gather_parameters
+from jaxdist.parallel.grouping import shard
+from jaxdist.train.gradients import engine_of
+from jaxdist.train.gradients.base import ShardedModel, all_finite, dropout_key
+from jaxdist.train.state import State
+
+
+def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradients=False, poison=None):
+    """(State, Batch) -> (State, metrics[, gradients before clipping, in the storage layout]).
+
+    poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.drill`).
+    A gradient that is not finite changes nothing but the step counter (and fp16's loss scale), on every rank.
+    """
+    config, layout = model.config, model.layout
+
+    # Gradients of the mean loss: a sum over tokens, divided once by the global token count.
+    num_tokens = count_targets(batch).astype(config.precision.master_dtype)
+    scale = state.scale.scale if state.scale is not None else 1
+    key = dropout_key(config, state.step)
+    spoil = None if poison is None else partial(poison, layout, state.step)
+    engine = engine_of(config.parallel)
+    grads, loss_sum, finite_leaves = engine.gradients(model, state.params, batch, key, scale / num_tokens, spoil)
+    not_finite = flag_not_finite(all_finite(loss_sum), finite_leaves)
+    grads = jax.tree.map(lambda g: g / scale, grads)
+    loss = comm.all_reduce(loss_sum, WORK_AXES) / num_tokens
+
+    # Clip by the norm of the whole gradient. It is equal on every rank, and so is the overflow flag made from it.
+    norm = global_norm(grads, layout)
+    finite = jnp.isfinite(norm)
+    shrink = config.optimizer.clip_norm / jnp.maximum(norm, config.optimizer.clip_norm)
+    clipped = jax.tree.map(lambda g: g * shrink, grads)
+
+    # Update the shards this rank owns, then make the parameters of the next step from them.
+    lr = learning_rate(config, state.step.astype(norm.dtype))
+    owned = state.master if state.master is not None else owned_shards(state.params, layout)
+    updated, moments = update(config.optimizer, layout, finite, clipped, state.moments, owned, lr)
+    params = jax.tree.map(lambda p: p.astype(config.precision.dtype), updated)
+    new_state = State(
+        step=state.step + 1,
+        params=gather_parameters(params, layout) if layout.sharded and not layout.params_sharded else params,
+        master=None if state.master is None else updated,
+        moments=moments,
+        scale=None if state.scale is None else next_loss_scale(state.scale, finite, config.precision),
+    )
+    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": num_tokens, "not_finite": not_finite}
+    if state.scale is not None:
+        metrics["loss_scale"] = state.scale.scale
+    return (new_state, metrics, grads) if with_gradients else (new_state, metrics)
+
+
+def evaluate(model: ShardedModel, params: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Summed loss of a batch, without dropout, and the number of targets; equal on every rank."""
+    total = engine_of(model.config.parallel).evaluate(model, params, batch)
+    return comm.all_reduce(total, WORK_AXES), count_targets(batch)
+
+
+def count_targets(batch: Batch) -> jax.Array:
+    """Targets that count, over the whole global batch; at least 1."""
+    here = jnp.sum(batch.targets >= 0)
+    return jnp.maximum(comm.all_reduce(here, TOKEN_AXES), 1)
+
+
+def owned_shards(params: dict, layout) -> dict:
+    """The part of the parameters whose update this rank computes. Sends nothing."""
+    return params if layout.params_sharded else jax.tree.map(lambda leaf, p: shard(p, leaf), layout.leaves, params)
+
+
+def flag_not_finite(loss: jax.Array, grads: dict) -> jax.Array:
+    """Which ranks made a non-finite number, before sums spread it: flags[1, 1 + leaves], the loss first.
+
+    Layout: local -> flags[ranks, 1 + leaves] over all axes of the mesh, as `jaxdist.health.culprits` reads them.
+    Sends: nothing. Under ZeRO-2 and 3 backward has summed already: the flag is of the rank that owns the shard. (With
+    overlap that is so outside the layers alone.)
+    Args: whether the loss, and each leaf of the gradient, is finite on this rank.
+    """
+    flags = [comm.varying(~finite, AXES) for finite in (loss, *jax.tree.leaves(grads))]
+    return jnp.stack(flags)[None]

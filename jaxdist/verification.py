@@ -1,0 +1,204 @@
+"""`jaxdist.verify`: a model on any layout, or a user's own sharded step, against the same computation on one device.
+
+For a test of your own:
+
+    def test_my_model():
+        jaxdist.verify(MyModel(), mesh="dp=2,tp=2", zero=3).require()
+
+    def test_my_step():
+        jaxdist.verify(sharded_step, reference_step, (params, batch)).require()
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+
+from jaxdist.compat import inner_programs
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.logical import named
+from jaxdist.mesh import AXES, parse_mesh
+from jaxdist.models.base import Model
+from jaxdist.parity import (
+    GRADIENT_TOLERANCE,
+    PROOF_EPS,
+    PROOF_LR,
+    Difference,
+    array_difference,
+    compare,
+    observe,
+    one_device,
+    random_batches,
+    worst,
+)
+from jaxdist.plan.trace import Collective, collectives_of
+from jaxdist.runtime import acquire_devices
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was compared, and what the sharded program costs a device.
+
+    differences: every leaf by name. collectives: those of one step, in program order. sent_bytes: what one device sends
+    in it, on the stage that sends most; None where a loop does not say how often it runs. argument_bytes,
+    temporary_bytes: a device's memory by the compiler's plan, None where it has none.
+    """
+
+    differences: list[Difference]
+    collectives: list[Collective]
+    sent_bytes: int | None
+    argument_bytes: int | None = None
+    temporary_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(difference.ok for difference in self.differences)
+
+    def require(self) -> "Report":
+        """This report. Raises: AssertionError naming every leaf that differs."""
+        assert self.ok, str(self)
+        return self
+
+    def __str__(self) -> str:
+        failed = [d for d in self.differences if not d.ok]
+        lines = [
+            f"{d.kind} {d.name}: error {d.error:.2e}, allowed {d.tolerance:.0e}; norm {d.norm:.6g}, of the reference "
+            f"{d.reference_norm:.6g}"
+            for d in failed or [worst(self.differences)]
+        ]
+        count = len(self.differences)
+        verdict = f"{len(failed)} of {count} values differ" if failed else f"all {count} values are equal; the worst:"
+        cost = [f"{len(self.collectives)} collectives in the program"]
+        if self.sent_bytes is not None:
+            cost.append(f"{self.sent_bytes:,} bytes sent by a device in a step")
+        if self.temporary_bytes is not None:
+            cost.append(f"{self.argument_bytes:,} bytes of arguments and {self.temporary_bytes:,} of temporaries")
+        return "\n".join([verdict, *lines, ", ".join(cost), *self.notes])
+
+
+def verify(subject: Model | Callable, reference: Callable | None = None, args: tuple = (), **settings) -> Report:
+    """Compare leaf by leaf with one device; see `verify_model` and `verify_step` for the settings.
+
+    verify(model, mesh="dp=2,tp=2", zero=3) trains the model on the mesh and on one device. verify(sharded_step,
+    reference_step, (params, batch)) compares what any two functions return of the same arguments.
+    """
+    if isinstance(subject, Model):
+        if reference is not None or args:
+            raise ConfigError("a reference for a model", "its reference is itself on one device", "Leave it out")
+        return verify_model(subject, **settings)
+    if not callable(subject) or not callable(reference):
+        raise ConfigError(
+            f"verify({type(subject).__name__}, {type(reference).__name__})",
+            "it compares a Model with itself on one device, or a sharded step with a reference step",
+            "Use verify(MyModel(), mesh='dp=2') or verify(sharded_step, reference_step, (params, batch))",
+        )
+    return verify_step(subject, reference, args, **settings)
+
+
+def verify_model(
+    model: Model,
+    mesh: str = "",
+    *,
+    batch_size: int = 16,
+    steps: int = 2,
+    dtype: str = "float32",
+    optimizer: str = "adamw",
+    seed: int = 0,
+    device: str = "auto",
+    **parallel,
+) -> Report:
+    """The model's losses, gradients, parameters and moments of `steps` training steps, on the mesh and on one device.
+
+    mesh: as in "dp=2,tp=2"; simulated where there are too few devices, for which no JAX backend may have started yet.
+    parallel: the other settings of `ParallelConfig`: zero=3, sp=True, schedule="zb-h1", ...
+    Raises: ConfigError for a layout that the model or the settings do not allow.
+    """
+    config = proof_config(model, mesh, batch_size, steps, dtype, optimizer, seed, **parallel)
+    devices = acquire_devices(config.parallel.mesh.num_devices, device)
+    with jax.enable_x64(dtype == "float64"):
+        batches = random_batches(config, steps, seed + 1)
+        expected = observe(one_device(config), devices.take(1), batches)
+        found = observe(config, devices.take(config.parallel.mesh.num_devices), batches)
+    return Report(compare(config, found, expected), list(found.collectives), found.sent_bytes)
+
+
+def proof_config(
+    model: Model, mesh: str, batch_size=16, steps=2, dtype="float32", optimizer="adamw", seed=0, **parallel
+) -> RunConfig:
+    """A run whose updates do not amplify rounding (`jaxdist.parity.PROOF_LR`)."""
+    return RunConfig(
+        model=model,
+        parallel=ParallelConfig(mesh=parse_mesh(mesh), **parallel),
+        optimizer=OptimizerConfig(name=optimizer, lr=PROOF_LR, warmup_steps=0, eps=PROOF_EPS),
+        precision=PrecisionConfig(dtype),
+        batch_size=batch_size,
+        steps=steps,
+        seed=seed,
+    )
+
+
+def verify_step(sharded: Callable, reference: Callable, args: tuple, *, tolerance: float | None = None) -> Report:
+    """What `sharded(*args)` and `reference(*args)` return, leaf by leaf: any pytrees of one structure.
+
+    sharded: a function of global arrays, usually a `jax.shard_map`, jitted or not. args: of both; they are not donated.
+    tolerance: of a leaf's relative error, by norm and by largest element; default: what rounding in its dtype explains.
+    Raises: ConfigError where the structures or shapes differ.
+    """
+    jitted = sharded if isinstance(sharded, jax.stages.Wrapped) else jax.jit(sharded)
+    expected = named("", jax.tree.map(np.asarray, reference(*args)))
+    traced = jitted.trace(*args)
+    compiled = traced.lower().compile()
+    found = named("", jax.tree.map(np.asarray, jitted(*args)))
+    if found.keys() != expected.keys():
+        differing = sorted(found.keys() ^ expected.keys())
+        raise ConfigError(
+            f"results of {len(found)} and {len(expected)} leaves",
+            f"only one of the two has {', '.join(map(repr, differing[:3]))}",
+            "Return the same pytree from both steps",
+        )
+    differences = [
+        _difference(name or "result", found[name], expected[name], tolerance, str(np.asarray(expected[name]).dtype))
+        for name in found
+    ]
+    collectives, notes = [], []
+    mesh = _mesh_of(traced.jaxpr)
+    try:
+        collectives = collectives_of(traced.jaxpr, mesh)
+    except ValueError as error:
+        notes = [str(error)]
+    memory = compiled.memory_analysis()
+    return Report(
+        differences,
+        collectives,
+        None if notes else sum(c.sent_bytes(mesh) for c in collectives),
+        memory and memory.argument_size_in_bytes,
+        memory and memory.temp_size_in_bytes,
+        notes,
+    )
+
+
+def _difference(name: str, ours, theirs, tolerance: float | None, dtype: str) -> Difference:
+    if not np.issubdtype(theirs.dtype, np.inexact) and theirs.dtype.kind != "V":
+        return Difference("value", name, 0.0 if np.array_equal(ours, theirs) else math.inf, 0.0, math.nan, math.nan)
+    allowed = GRADIENT_TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
+    return array_difference("value", name, ours.astype(np.float64), theirs.astype(np.float64), allowed, True)
+
+
+def _mesh_of(closed) -> SimpleNamespace:
+    """The sizes of the axes that the program is mapped over, whatever their names."""
+    sizes = dict.fromkeys(AXES, 1)
+
+    def walk(jaxpr) -> None:
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if eqn.primitive.name == "shard_map":
+                sizes.update(eqn.params["mesh"].shape)
+            for inner in inner_programs(eqn):
+                walk(inner)
+
+    walk(closed)
+    return SimpleNamespace(**sizes)

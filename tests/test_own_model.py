@@ -1,0 +1,176 @@
+"""Models and steps that are not ours: the examples of docs/own-model.md, a Llama-like toy, and what is refused."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DEVICES
+from llama import Llama
+
+import jaxdist
+from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.layout import make_layout
+from jaxdist.mesh import MeshShape, parse_mesh
+from jaxdist.models.base import Model, Param, users
+from jaxdist.parity import observe, random_batches, random_parameters
+from jaxdist.plan.levels import levels
+from jaxdist.verification import proof_config
+
+PAGE = (Path(__file__).parents[1] / "docs" / "own-model.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+def page(*numbers: int) -> dict:
+    """The names that blocks of the page define."""
+    names: dict = {"__name__": "page"}
+    for number in numbers:
+        exec(BLOCKS[number], names)
+    return names
+
+
+def test_the_model_of_the_page_equals_one_device_on_its_layouts(capsys):
+    page(0, 1)["test_every_layout_computes_what_one_device_computes"]()
+    assert capsys.readouterr().out.count("values are equal") == 3
+
+
+def test_the_step_of_the_page_equals_its_reference(capsys):
+    page(2)["test_my_step"]()
+    out = capsys.readouterr().out
+    # Sums over "model" of 6 x 4 products, forward; over "data" of two gradients of 8 x 8 and 8 x 4: 2 (n-1)/n = 1.
+    assert "all 2 values are equal" in out and f"{6 * 4 * 4 + (8 * 8 + 8 * 4) * 4:,} bytes sent" in out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ('all_reduce(jax.grad(sharded_loss)(owed, *batch), "data")', "jax.grad(sharded_loss)(owed, *batch)", "vary"),
+        ('all_reduce(jnp.tanh(varying(x, "model")', 'all_reduce(0.5 * jnp.tanh(varying(x, "model")', "value up"),
+        ("*batch), \"data\")\n", "*batch), \"data\")\n    grads = all_reduce(grads, \"data\")\n", "already equal"),
+        ("w - 0.01 * g, params, grads)\n\n\ndef make", "w - 0.005 * g, params, grads)\n\n\ndef make", "value down"),
+    ],
+)  # fmt: skip
+def test_a_wrong_step_is_found(old, new, match):
+    assert BLOCKS[2].count(old) == 1
+    names: dict = {}
+    exec(BLOCKS[2].replace(old, new), names)
+    with pytest.raises((AssertionError, ValueError), match=match):
+        names["test_my_step"]()
+
+
+LAYOUTS = [
+    ("dp=2,tp=2", {"zero": 3}),
+    ("tp=2", {"sp": True}),
+    ("pp=2", {"schedule": "zb-h1"}),
+    ("pp=2,dp=2,tp=2", {"schedule": "zb-v", "zero": 2, "sp": True}),
+    ("replica=2,dp=2", {"zero": 3, "overlap": True, "accumulate": 2}),
+    ("dp=2,tp=2", {"zero": 3, "remat": "selective", "loss_chunks": 4}),
+    ("tp=4", {"sp": True, "remat": "every-2"}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), LAYOUTS)
+def test_a_llama_equals_one_device(mesh, parallel):
+    jaxdist.verify(Llama(), mesh=mesh, **parallel).require()
+
+
+def test_a_llama_on_one_device_equals_plain_jnp():
+    """In float64, every leaf random: the loss and its gradients, from the formulas of the papers."""
+    model = Llama(num_layers=2)
+    with jax.enable_x64(True):
+        config = proof_config(model, "", batch_size=4, steps=1, dtype="float64")
+        [batch] = random_batches(config, 1, 1)
+        run = observe(config, DEVICES[:1], [batch])
+        params = random_parameters(config, make_layout(model, ParallelConfig()))
+        params = {name: jnp.asarray(x, jnp.float64) for name, x in params.items()}
+        loss, grads = jax.value_and_grad(plain_loss)(params, model, batch["inputs"], batch["targets"])
+        np.testing.assert_allclose(run.losses[0], loss, rtol=1e-12)
+        for name, theirs in grads.items():
+            rows = theirs if name.startswith("blocks.") else theirs[None]
+            for layer, expected in enumerate(rows):
+                ours = run.gradients[0][f"{name}[{layer}]" if name.startswith("blocks.") else name]
+                np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-12 * float(jnp.abs(expected).max()))
+
+
+def plain_loss(params, model, tokens, targets):
+    """A decoder of arXiv 2302.13971, token by token where that is plainest; shares no code with `llama`."""
+    x = params["tokens"][tokens]
+    heads, groups, size = model.num_heads, model.num_kv_heads, model.width // model.num_heads
+
+    def norm(x, scale):
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+    def rotary(x):
+        pairs = x[..., : size // 2] + 1j * x[..., size // 2 :]
+        frequency = 10_000.0 ** (-2 * np.arange(size // 2) / size)
+        turned = pairs * np.exp(1j * np.outer(np.arange(x.shape[1]), frequency))[None, :, None]
+        return jnp.concatenate([turned.real, turned.imag], -1)
+
+    for layer in range(model.num_layers):
+        p = {name.removeprefix("blocks."): w[layer] for name, w in params.items() if name.startswith("blocks.")}
+        a = norm(x, p["attention_norm"])
+        q, k, v = (jnp.einsum("btd,dnh->btnh", a, p[name]) for name in ("w_q", "w_k", "w_v"))
+        q, k = rotary(q), rotary(k)
+        outs = []
+        for head in range(heads):
+            kv = head // (heads // groups)
+            scores = q[:, :, head] @ k[:, :, kv].swapaxes(1, 2) / np.sqrt(size)
+            scores = jnp.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -jnp.inf)
+            outs.append(jax.nn.softmax(scores) @ v[:, :, kv] @ p["w_o"][head])
+        x = x + sum(outs)
+        m = norm(x, p["mlp_norm"])
+        gate = m @ p["w_gate"]
+        x = x + (gate / (1 + jnp.exp(-gate)) * (m @ p["w_up"])) @ p["w_down"]
+    logits = norm(x, params["norm"]) @ params["head"].T
+    losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    return jnp.where(targets >= 0, losses, 0).sum() / (targets >= 0).sum()
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), LAYOUTS[:3])
+def test_the_trace_of_a_llama_sends_what_the_compiler_emits(mesh, parallel):
+    model = Llama(width=128, ffn_width=256, seq_len=64, vocab_size=1024)
+    found = levels(RunConfig(model, ParallelConfig(parse_mesh(mesh), **parallel), batch_size=8), "cpu")
+    assert found.compiled_sent_bytes == found.sent_bytes
+    assert abs(found.peak_error) < 0.1
+
+
+def test_users_of_outer_parameters_are_found_by_tracing():
+    used = users(Llama())
+    assert used == {"tokens": {"embed"}, "head": {"loss"}, "norm": {"loss"}}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "match"),
+    [
+        ("tp=8", {}, "heads=4 of parameter blocks.w_k over tp=8"),
+        ("tp=2", {"tp_ring": "one-way"}, "ring"),
+        ("dp=2", {"attention": "cudnn"}, "attention=cudnn: Llama does not use it"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(mesh, parallel, match):
+    with pytest.raises(ConfigError, match=match):
+        jaxdist.verify(Llama(), mesh=mesh, **parallel)
+
+
+def test_a_parameter_declares_its_dims():
+    with pytest.raises(ConfigError, match="a name or None for each dim"):
+        Param((2, 3), ("embed",))
+    assert Param((2, 3)).weight_decay and not Param((3,)).weight_decay
+
+
+def test_a_model_is_asked_for_alone():
+    with pytest.raises(ConfigError, match="its reference is itself"):
+        jaxdist.verify(Llama(), lambda: None)
+    with pytest.raises(ConfigError, match="verify\\(str, NoneType\\)"):
+        jaxdist.verify("Llama")
+    assert issubclass(Llama, Model) and MeshShape() == parse_mesh("")
+
+
+def test_results_of_other_structures_are_refused():
+    with pytest.raises(ConfigError, match="only one of the two has 'b'"):
+        jaxdist.verify(lambda x: {"a": x}, lambda x: {"a": x, "b": x}, (np.ones(3),))
+    report = jaxdist.verify(lambda x: (x + 1, x > 0), lambda x: (x + 1, x > 1), (np.ones(3),))
+    assert not report.ok and "1 of 2 values differ" in str(report)
