@@ -11,6 +11,7 @@ from itertools import pairwise
 import jax.numpy as jnp
 
 from jaxdist.config import RunConfig
+from jaxdist.mesh import AXIS_OF_DIM
 from jaxdist.models.base import Param, declare, users
 from jaxdist.plan.formulas import ModelShape, StateRecipe, pp_traffic, state_bytes, tp_traffic
 
@@ -60,7 +61,7 @@ def sizes(part: dict | Param) -> tuple[float, float]:
     if isinstance(part, dict):
         return tuple(map(sum, zip(*(sizes(each) for each in part.values()), strict=True)))
     size = math.prod(part.shape)
-    return (size, 0) if "tp" in part.spec else (0, size)
+    return (size, 0) if "tp" in map(AXIS_OF_DIM.get, part.dims) else (0, size)
 
 
 def state_in_theory(config: RunConfig) -> float | None:
