@@ -53,17 +53,17 @@ def target(page: str, link: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(path_of(page)), link))
 
 
-def nested(names: list[str]) -> list:
-    """Navigation of dotted names as a tree; a package's own page comes first in its section."""
-    entries: list = []
+def nested(names: list[str], package: str = PACKAGE) -> list:
+    """Navigation below a package: its own page, its modules, then a section for each package inside."""
+    modules: list = [{package.rpartition(".")[2]: f"reference/{package}.md"}]
+    packages: list = []
     for name in names:
-        page, children = f"reference/{name}.md", [n for n in names if n.rpartition(".")[0] == name]
-        if children and name != PACKAGE:
-            below = [{child.rpartition(".")[2]: f"reference/{child}.md"} for child in children]
-            entries.append({name: [{name.rpartition(".")[2]: page}, *below]})
-        elif name == PACKAGE or name.count(".") == 1:
-            entries.append({name.rpartition(".")[2]: page})
-    return sorted(entries, key=lambda entry: isinstance(next(iter(entry.values())), list))
+        if name.rpartition(".")[0] == package:
+            if any(other.startswith(f"{name}.") for other in names):
+                packages.append({name: nested(names, name)})
+            else:
+                modules.append({name.rpartition(".")[2]: f"reference/{name}.md"})
+    return modules + packages
 
 
 MODULES = modules()
