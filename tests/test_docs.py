@@ -11,7 +11,7 @@ from conftest import RARE
 from experiments import levels
 from experiments.levels import LAYOUTS
 from experiments.strategies import PIPELINES, STRATEGIES
-from jaxdist import verify
+from jaxdist import parity
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.gpt2 import PRESETS
@@ -20,7 +20,7 @@ from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Candidates, layouts_of_mesh, legal_meshes, score
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = [
     pytest.param(code, id=f"{page.name}-{number}")
     for page in PAGES
@@ -56,13 +56,13 @@ def test_the_layouts_of_levels_are_counted_and_averaged_as_the_prose_says():
     assert [row[0] for row in rows] == names
     count = len(names)
     for page, said in (
-        ("README.md", r"(\d+) (?:small )?layouts, 3|compiled, (\d+) layouts"),
-        ("docs/plan.md", r"(\d+) layouts of an 8"),
+        ("docs/commands.md", r"compiled, (\d+) layouts"),
+        ("docs/plan.md", r"(\d+) layouts of an 8|(\d+) small layouts, 3"),
     ):
         found = re.findall(said, (ROOT / page).read_text(encoding="utf-8"))
         assert found and all(int("".join(number)) == count for number in found), page
     assert f"# {count} layouts" in levels.__doc__ and total[0] == f"mean / max of {count}"
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    prose = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
     for column, machine in ((3, "for CPUs"), (6, "for H200s")):
         predicted, compiled, errors = ([row[column - 2 + n].replace(",", "") for row in rows] for n in range(3))
         for made, plan, error in zip(predicted, compiled, errors, strict=True):
@@ -70,7 +70,7 @@ def test_the_layouts_of_levels_are_counted_and_averaged_as_the_prose_says():
         errors = [abs(percent(error)) for error in errors]
         mean, most = map(percent, total[column].split(" / "))
         assert (round(statistics.mean(errors), 1), max(errors)) == (mean, most)
-        assert re.search(rf"{mean:g} %\s(?:in the mean )?{machine}", readme)
+        assert re.search(rf"{mean:g} %\s(?:in the mean )?{machine}", prose)
 
 
 def test_the_best_of_7b_and_70b_are_as_near_as_the_prose_says():
@@ -81,13 +81,14 @@ def test_the_best_of_7b_and_70b_are_as_near_as_the_prose_says():
         max(error for name, error in errors.items() if ("pp=" in name) == with_pipeline) for with_pipeline in (1, 0)
     ]
     assert most[0] <= 0.02 and round(100 * most[1], 1) == 4.8
-    assert re.search(r"within\s+2 % with a pipeline and 4\.8 % without", text)
+    for page in (text, (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert re.search(r"within\s+2 % with a pipeline and 4\.8 % without", page)
     formula = [abs(float(row[3]) / float(row[4]) - 1) for row in rows]
     low, high = re.search(r"([\d.]+) to ([\d.]+) % for the 7B and 70B", text.replace("\n", " ")).groups()
     assert (round(100 * min(formula), 1), round(100 * max(formula), 1)) == (float(low), float(high))
 
 
-def test_the_plan_of_the_readme_is_what_is_planned():
+def test_the_plan_in_prose_is_what_is_planned():
     config = RunConfig(
         PRESETS["7b"],
         ParallelConfig(parse_mesh("pp=2,dp=16"), 1, overlap=True, schedule="interleaved", microbatches=8, chunks=16),
@@ -99,9 +100,9 @@ def test_the_plan_of_the_readme_is_what_is_planned():
     said += f"{found.memory.total[0] / 2**30:.1f} GiB a device"
     meshes = legal_meshes(config.model, 32, 512)
     number = sum(len(block) for mesh in meshes for block in layouts_of_mesh(config.model, mesh, 512))
-    for page in ("README.md", "docs/plan.md"):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert said in text and f"{number:,}" in text, page
+    text = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    assert said in text and f"{number:,}" in text
+    assert said in (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
 
 
 def numbers(page: str, pattern: str) -> list[int]:
@@ -113,11 +114,14 @@ def numbers(page: str, pattern: str) -> list[int]:
 @pytest.mark.parametrize(
     ("page", "pattern", "expected"),
     [
-        ("README.md", "`--all` runs {} named strategies", len(STRATEGIES)),
-        ("README.md", r"from one micro-batch to many \({} rows\)", len(PIPELINES)),
+        ("README.md", r"\| {} strategies, first gradients", len(STRATEGIES)),
+        ("README.md", "counted while {} layouts ran", len(LAYOUTS)),
+        ("docs/proof.md", "one step of each of {} layouts", len(LAYOUTS)),
+        ("docs/proof.md", "`--all` runs {} named strategies", len(STRATEGIES)),
+        ("docs/proof.md", r"from one micro-batch to many \({} rows\)", len(PIPELINES)),
         ("README.md", r"\(a sample of {};", len([s for s in STRATEGIES if s.name not in RARE])),
-        ("README.md", "predicted against compiled, {} layouts", len(LAYOUTS)),
-        ("README.md", "trace against XLA's own plan, {} small layouts", len(LAYOUTS)),
+        ("docs/commands.md", "predicted against compiled, {} layouts", len(LAYOUTS)),
+        ("docs/plan.md", "trace against XLA's own plan, {} small layouts", len(LAYOUTS)),
         ("experiments/levels.py", "# {} layouts, predicted and compiled", len(LAYOUTS)),
         ("docs/plan.md", r"`python -m experiments.levels [^:]*: {} layouts", len(LAYOUTS)),
     ],
@@ -126,8 +130,10 @@ def test_numbers_in_prose_are_those_of_the_code(page, pattern, expected):
     assert numbers(page, pattern) == [expected]
 
 
-def test_the_readme_lists_every_preset():
-    (line,) = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "`--preset`" in line]
+def test_the_flags_list_every_preset():
+    (line,) = [
+        line for line in (ROOT / "docs/flags.md").read_text(encoding="utf-8").splitlines() if "`--preset`" in line
+    ]
     assert set(re.findall(r"`([\w.-]+)`", line)) - {"--model", "--preset", "verify"} == set(PRESETS)
 
 
@@ -161,9 +167,9 @@ def test_the_tolerances_in_prose_are_those_of_the_comparison():
         (found,) = [values for name, values in rows.items() if name.startswith(start)]
         return list(map(float, found))
 
-    first = [verify.GRADIENT_TOLERANCE[dtype] for dtype in dtypes]
-    later = [verify.LATER * tolerance for tolerance in first]
-    assert said("loss of each step") == [verify.LOSS_TOLERANCE[dtype] for dtype in dtypes]
+    first = [parity.GRADIENT_TOLERANCE[dtype] for dtype in dtypes]
+    later = [parity.LATER * tolerance for tolerance in first]
+    assert said("loss of each step") == [parity.LOSS_TOLERANCE[dtype] for dtype in dtypes]
     assert said("gradient norm and every") == first
     assert said("the same, later") == [*later[:2], *first[2:]]
     assert said("moments") == said("parameters") == later

@@ -112,7 +112,7 @@ def test_a_flag_of_one_bench_is_refused_by_the_others(capsys, bench, names):
 def test_standin_says_what_it_needs(capsys):
     code, _, err = outcome(capsys, BenchFlags, main, "bench", "standin")
     assert code == 2 and "NVIDIA GPU" in err and "--mesh dp=8" in err
-    assert "experiments.bench standin --mesh" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "experiments.bench standin --mesh" in (ROOT / "docs/commands.md").read_text(encoding="utf-8")
 
 
 def test_what_is_printed_about_extras_keeps_its_brackets():
