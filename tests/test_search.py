@@ -18,14 +18,9 @@ from jaxdist.parallel.pipeline import lower, senders_of
 from jaxdist.parallel.schedules import NAMES, SCHEDULES, Costs, make_schedule, simulate
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.parts import kept_by_a_layer
 from jaxdist.plan.program_memory import (
-    HANDED,
-    SCAN,
-    UNTIL_B,
-    UNTIL_W,
     device_elements,
-    kept_arrays,
-    kept_bytes,
     program_bytes,
 )
 from jaxdist.plan.schedule_facts import ScheduleFacts, facts_of, schedule_facts, table_facts, ticks_of
@@ -439,10 +434,8 @@ def test_each_phase_holds_what_it_is_said_to_hold():
     # and messages, by the slots of the table.
     found, number, config = memory_of("pp=2", 64, remat="every-2", microbatches=2, schedule="zb-h1")
     slots, x = lower(config.parallel.pipeline), 32 * 64 * 256 * 2
-    layer = sum(
-        kept_bytes(config.model, kept_arrays(context, "xla", False, False, False), 32, 1, False, 2, 4)
-        for context in (HANDED, UNTIL_W)
-    )
+    kept = kept_by_a_layer(config.model, 1, PrecisionConfig("bfloat16"), False, False, "xla")
+    layer = 32 * (kept.handed + kept.until_w)
     assert found.activations == (2 * slots.num_until_b + slots.num_messages) * x + 3 * slots.num_handed * layer
 
 
@@ -454,8 +447,7 @@ def test_what_a_layer_keeps_is_what_the_trace_keeps(dtype, tp, sp):
     unit = 2 * model.seq_len * model.width / tp  # bytes of a 16-bit activation
 
     def predicted(context, selective):
-        arrays = kept_arrays(context, "xla", selective, sp, itemsize == 4)
-        return kept_bytes(model, arrays, 1, tp, sp, itemsize, 4)
+        return getattr(kept_by_a_layer(model, tp, PrecisionConfig(dtype), sp, selective, "xla"), context)
 
     for remat, zero, keep in (
         ("none", 0, False),
@@ -475,14 +467,14 @@ def test_what_a_layer_keeps_is_what_the_trace_keeps(dtype, tp, sp):
         )
         elements = device_elements(model, tp, 1, 1)
         extra = itemsize * (elements.layer if keep else elements.vectors if zero == 3 else 0)
-        assert abs(predicted(SCAN, remat == "selective") + extra - kept) < 0.2 * unit, (remat, zero, keep)
+        assert abs(predicted("scan", remat == "selective") + extra - kept) < 0.2 * unit, (remat, zero, keep)
 
     for remat in ("none", "selective"):
         parallel = ParallelConfig(mesh=MeshShape(pp=2, tp=tp), sp=sp, remat=remat, schedule="zb-h1", microbatches=4)
         config = RunConfig(model, parallel, precision=PrecisionConfig(dtype), batch_size=4)
         _, trace = traced(config)
         lowered = lower(parallel.pipeline)
-        slots = {UNTIL_B: lowered.num_until_b, UNTIL_W: lowered.num_until_w, HANDED: lowered.num_handed}
+        slots = {"until_b": lowered.num_until_b, "until_w": lowered.num_until_w, "handed": lowered.num_handed}
         for eqn, *_ in equations(trace.jaxpr):
             if (name := eqn.params.get("name")) in slots:
                 kept = size_of(eqn.outvars) / slots[name] / 2

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 
 from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError, reason_of
@@ -24,8 +25,9 @@ def causal_blocks(seq_len: int) -> int:
 def attention_core(implementation: str, ctx: Context, rate: float = 0.0) -> Callable[..., jax.Array]:
     """core(q_BTNH, k_BTNH, v_BTNH) -> o_BTNH, causal, scaled by 1/sqrt(H); `rate` is of dropout.
 
-    "cudnn" never holds the scores and takes no dropout; "xla" writes them out, in blocks of queries that leave out most
-    of what the mask would. Softmax runs in at least fp32.
+    "cudnn" never holds the scores and takes no dropout ("cudnn-traced" stands for it in a plan). "xla" writes them out,
+    in blocks of queries that leave out most of what the mask would, and is what selective recomputation runs again.
+    Softmax runs in at least fp32.
     """
 
     def cudnn(q_BTNH, k_BTNH, v_BTNH):
@@ -50,7 +52,37 @@ def attention_core(implementation: str, ctx: Context, rate: float = 0.0) -> Call
         ]
         return jnp.concatenate(blocks, axis=1)
 
-    return {"cudnn": cudnn, "xla": xla}[implementation]
+    return {"cudnn": cudnn, "cudnn-traced": _traced_cudnn, "xla": ctx.recomputed(xla)}[implementation]
+
+
+# cuDNN's kernels as a plan sees them where there is no cuDNN: what they take, give and keep. Traced, never compiled.
+_forward_p, _backward_p = Primitive("cudnn_attention_forward"), Primitive("cudnn_attention_backward")
+_forward_p.multiple_results = _backward_p.multiple_results = True
+
+
+@_forward_p.def_abstract_eval
+def _forward_types(q, k, v):
+    """(o[B, T, N, H], one number of each row of scores in fp32)."""
+    batch, length, heads, _ = q.shape
+    return q, q.update(shape=(batch, heads, length), dtype=jnp.dtype(jnp.float32))
+
+
+@_backward_p.def_abstract_eval
+def _backward_types(q, k, v, o, row_BNT, do):
+    return q, k, v
+
+
+@jax.custom_vjp
+def _traced_cudnn(q_BTNH, k_BTNH, v_BTNH):
+    return _forward_p.bind(q_BTNH, k_BTNH, v_BTNH)[0]
+
+
+def _traced_cudnn_forward(q_BTNH, k_BTNH, v_BTNH):
+    o_BTNH, row_BNT = _forward_p.bind(q_BTNH, k_BTNH, v_BTNH)
+    return o_BTNH, (q_BTNH, k_BTNH, v_BTNH, o_BTNH, row_BNT)
+
+
+_traced_cudnn.defvjp(_traced_cudnn_forward, lambda kept, do_BTNH: tuple(_backward_p.bind(*kept, do_BTNH)))
 
 
 def choose_attention(asked: str, platform: str, dtype: str, *, head_dim: int, dropout: bool) -> str:

@@ -21,6 +21,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXIS_OF_DIM, MeshShape, make_abstract_mesh
 from jaxdist.parallel import tensor
 from jaxdist.parallel.dropout import dropout
+from jaxdist.parallel.remat import mark_saveable
 from jaxdist.parallel.rings import Ring
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Context:
     """What a model's functions are told beside arrays: how the run is split, and its dropout. All static but two.
 
     sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
-    attention: "xla" or "cudnn". selective: backward recomputes attention's core (`core` applies it). loss_chunks: parts
+    attention: "xla" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks: parts
     in which the logits are made. key: of the step's dropout, None for none. rows_B: the batch rows' global indices.
     """
 
@@ -103,8 +104,12 @@ class Context:
         return self if self.key is None else replace(self, key=random.fold_in(self.key, site))
 
     def recomputed(self, function):
-        """`function`, run again in backward where the run asks for selective recomputation."""
-        return jax.checkpoint(function, prevent_cse=False) if self.selective else function
+        """`function`, of which backward keeps the result alone where the run asks for selective recomputation (arXiv
+        2205.05198, section 5): it runs again there."""
+        if not self.selective:
+            return function
+        again = jax.checkpoint(function, prevent_cse=False)
+        return lambda *args: mark_saveable(again(*args))
 
     # `jaxdist.parallel.tensor` and `dropout` as this run applies them.
 

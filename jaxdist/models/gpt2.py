@@ -18,7 +18,6 @@ from jaxdist.errors import ConfigError, divisors, require_positive
 from jaxdist.models.attention import attention_core, choose_attention, warn_where_cudnn_does_not_compile
 from jaxdist.models.base import Batch, Context, Tree, mask_rows
 from jaxdist.models.flax import FlaxModel, parameter
-from jaxdist.parallel.remat import mark_saveable
 
 if TYPE_CHECKING:
     from jaxdist.config import ParallelConfig
@@ -168,8 +167,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         qkv = add_bias(ctx.column_parallel(x_BTD, self.w_qkv[...]), self.b_qkv[...])
-        core = ctx.recomputed(attention_core(ctx.attention, ctx, self.dropout))
-        o_BTNH = mark_saveable(core(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]))
+        core = attention_core(ctx.attention, ctx, self.dropout)
+        o_BTNH = core(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
         batch, length, heads, head_dim = o_BTNH.shape
         w_ND = self.w_out[...].reshape(heads * head_dim, -1)
         return add_bias(ctx.row_parallel(o_BTNH.reshape(batch, length, -1), w_ND), self.b_out[...])

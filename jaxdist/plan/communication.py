@@ -23,7 +23,7 @@ from jaxdist.models.base import STACKED
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline import iterations
 from jaxdist.parallel.schedules import Schedule
-from jaxdist.plan.parts import parts_of
+from jaxdist.plan.parts import OneRank, traffic_of
 from jaxdist.plan.trace import Count, Sending, on_stages, total_sent
 
 Wanted = Callable[[Leaf], bool]
@@ -125,7 +125,7 @@ class _Step:
         self.runs = {name: passes * times for name, times in once.items()}
         self.root = {name: part for name, part in layout.leaves.items() if name != STACKED}
         self.layer_leaves = [leaf.layer() for leaf in jax.tree.leaves(layout.leaves[STACKED])]
-        self.parts = parts_of(config)
+        self.parts = traffic_of(OneRank.of(config))
 
     def live(self, *axes: str) -> tuple[str, ...]:
         return tuple(axis for axis in axes if getattr(self.mesh, axis) > 1)

@@ -7,17 +7,19 @@ the parts are traced on an abstract mesh that has tp alone, with the shapes of o
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property
 from types import SimpleNamespace
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import random
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from jaxdist.compat import type_of
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.layout import Layout, make_layout, split_outer
+from jaxdist.layout import make_layout, split_outer
 from jaxdist.mesh import MeshShape, make_abstract_mesh
 from jaxdist.models.base import Batch, Model
 from jaxdist.parallel.split import SplitLayer, flat, needed_for, split_layer, variables
@@ -25,165 +27,193 @@ from jaxdist.parallel.zero import ShardedParams
 from jaxdist.plan.trace import Collective, collectives_of
 from jaxdist.train.gradients.base import ShardedModel
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Part:
-    """What one part sends over tp for one micro-batch, and what backward needs of it.
+class OneRank:
+    """One rank of `tp`, with micro-batches of `rows` sequences, and what a run tells the model."""
+
+    model: Model
+    tp: int
+    rows: int
+    precision: PrecisionConfig
+    sp: bool = False
+    tp_ring: str = "none"
+    loss_chunks: int = 1
+    selective: bool = False
+    attention: str = "auto"
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "OneRank":
+        parallel, mesh = config.parallel, config.parallel.mesh
+        return cls(
+            config.model,
+            mesh.tp,
+            config.batch_size // (mesh.batch_ranks * parallel.accumulate * parallel.num_microbatches),
+            config.precision,
+            sp=parallel.sp and mesh.tp > 1,
+            tp_ring=parallel.tp_ring,
+            loss_chunks=parallel.loss_chunks,
+            selective=parallel.remat == "selective",
+            attention=parallel.attention,
+        )
+
+    def trace(self, function: Callable[["_Functions"], T]) -> T:
+        """What `function` finds out about the parts, called where collectives over tp can be traced."""
+        remat, attention = "selective" if self.selective else "none", self.attention
+        mesh, model, dtype = MeshShape(tp=self.tp), self.model, self.precision.dtype
+        parallel = ParallelConfig(mesh, sp=self.sp, tp_ring=self.tp_ring, loss_chunks=self.loss_chunks, remat=remat)
+        config = RunConfig(model, parallel, precision=self.precision, batch_size=self.rows, steps=1)
+        layout = make_layout(model, parallel)
+        attention = model.attention_for(attention, "abstract", dtype, training=True)
+        bound = ShardedModel.of(config, layout, "cudnn-traced" if attention == "cudnn" else attention)
+        specs = Batch(layout.batch_spec(), layout.batch_spec(), layout.rows_spec())
+        tokens = jax.ShapeDtypeStruct((self.rows, model.seq_len), jnp.int32)
+        numbers = jax.ShapeDtypeStruct((self.rows,), jnp.int32)
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout.leaves)
+        found: list[T] = []
+
+        def body(params, batch):
+            found.append(function(_Functions.of(bound, params, batch)))
+            return jnp.zeros(())
+
+        with jax.enable_x64(dtype == "float64"):
+            run = jax.shard_map(
+                body,
+                mesh=make_abstract_mesh(mesh),
+                in_specs=(layout.compute_specs(), specs),
+                out_specs=PartitionSpec(),
+                check_vma=True,
+            )
+            jax.eval_shape(run, params, Batch(tokens, tokens, numbers))
+        return found[-1]
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """The three functions of a bound model, with arguments to trace them at."""
+
+    bound: ShardedModel
+    outer: dict
+    weights: dict
+    batch: Batch
+    key: jax.Array | None
+
+    @classmethod
+    def of(cls, bound: ShardedModel, params: dict, batch: Batch) -> "_Functions":
+        outer, layers = split_outer(bound.cast(params))
+        key = random.key(0) if bound.config.model.dropout else None
+        return cls(bound, outer, jax.tree.map(lambda x: x[0], layers), batch, key)
+
+    @cached_property
+    def x(self) -> jax.Array:
+        return self.embed(self.outer)
+
+    @property
+    def mesh(self) -> MeshShape:
+        return self.bound.layout.parallel.mesh
+
+    def embed(self, outer) -> jax.Array:
+        return self.bound.embed(ShardedParams(outer), self.batch, self.key)
+
+    def layer(self, weights, x) -> jax.Array:
+        return self.bound.whole_layer(weights, x, jnp.int32(0), self.batch, self.key)
+
+    def saved_layer(self, weights, x) -> jax.Array:
+        """The layer under the policy of what backward keeps."""
+        return jax.checkpoint(self.layer, policy=self.bound.policy, prevent_cse=False)(weights, x)
+
+    def loss(self, outer, x) -> jax.Array:
+        return self.bound.loss(ShardedParams(outer), x, self.batch, self.key)
+
+    def split(self) -> SplitLayer:
+        def layer(weights, index, batch, x):
+            return self.bound.whole_layer(weights, x, index, batch, self.key)
+
+        args = self.weights, jnp.int32(0), self.batch, self.x
+        return split_layer(layer, *(jax.tree.map(type_of, each) for each in args))
+
+
+# ------------------------------------------------------------------------------------------------------------ traffic
+
+
+@dataclass(frozen=True)
+class PartTraffic:
+    """What one part sends over tp for one micro-batch.
 
     forward, backward: with what forward keeps at hand. recomputed: what backward sends besides where forward runs
     again. read_again: the parameters that such a backward needs, forward included, by their path in the part.
-    kept_bytes: what forward leaves for backward, parameters not counted.
     """
 
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
     recomputed: tuple[Collective, ...]
     read_again: frozenset[str]
-    kept_bytes: int
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of a model on one rank, for one micro-batch.
+class Traffic:
+    """Of the three parts. x_bytes: what a layer passes on. read_by_w: the parameters of a layer that W reads."""
 
-    x_bytes: what a layer passes on. until_b_bytes, until_w_bytes, handed_bytes: of a layer in a pipeline
-    (`jaxdist.parallel.split`). read_by_w: the parameters of a layer that W reads.
-    """
-
-    embed: Part
-    layer: Part
-    loss: Part
+    embed: PartTraffic
+    layer: PartTraffic
+    loss: PartTraffic
     x_bytes: int
-    until_b_bytes: int
-    until_w_bytes: int
-    handed_bytes: int
     read_by_w: frozenset[str]
 
 
-def parts_of(config: RunConfig) -> Parts:
-    """The parts of a run's model as one of its ranks computes them."""
-    parallel, mesh = config.parallel, config.parallel.mesh
-    micro_batches = parallel.accumulate * parallel.num_microbatches
-    return trace_parts(
-        config.model,
-        mesh.tp,
-        config.batch_size // (mesh.batch_ranks * micro_batches),
-        config.precision,
-        sp=parallel.sp and mesh.tp > 1,
-        tp_ring=parallel.tp_ring,
-        loss_chunks=parallel.loss_chunks,
-        selective=parallel.remat == "selective",
-        attention=parallel.attention,
-    )
-
-
 @cache
-def trace_parts(
-    model: Model,
-    tp: int,
-    rows: int,
-    precision: PrecisionConfig,
-    *,
-    sp: bool = False,
-    tp_ring: str = "none",
-    loss_chunks: int = 1,
-    selective: bool = False,
-    attention: str = "auto",
-) -> Parts:
-    """The parts for micro-batches of `rows` sequences on one of `tp` ranks."""
-    remat = "selective" if selective else "none"
-    parallel = ParallelConfig(MeshShape(tp=tp), sp=sp, tp_ring=tp_ring, loss_chunks=loss_chunks, remat=remat)
-    config = RunConfig(model, parallel, precision=precision, batch_size=rows, steps=1)
-    layout = make_layout(model, parallel)
-    asked = model.attention_for(attention, "abstract", precision.dtype, training=True)
-    bound = ShardedModel.of(config, layout, asked)
-    specs = Batch(layout.batch_spec(), layout.batch_spec(), layout.rows_spec())
-    tokens, numbers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, model.seq_len), (rows,)))
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, precision.dtype), layout.leaves)
-    found: list[Parts] = []
+def traffic_of(rank: OneRank) -> Traffic:
+    """What the parts send for one micro-batch."""
 
-    def body(params, batch):
-        found.append(_trace(bound, layout, params, batch))
-        return jnp.zeros(())
-
-    with jax.enable_x64(precision.dtype == "float64"):
-        on_mesh = partial(jax.shard_map, mesh=make_abstract_mesh(parallel.mesh), check_vma=True)
-        in_specs = (layout.compute_specs(), specs)
-        jax.eval_shape(
-            on_mesh(body, in_specs=in_specs, out_specs=PartitionSpec()), params, Batch(tokens, tokens, numbers)
+    def read(parts: _Functions) -> Traffic:
+        return Traffic(
+            embed=_traffic(parts.embed, parts.embed, parts.mesh, parts.outer),
+            layer=_traffic(parts.saved_layer, parts.layer, parts.mesh, parts.weights, parts.x),
+            loss=_traffic(parts.loss, parts.loss, parts.mesh, parts.outer, parts.x),
+            x_bytes=_num_bytes([type_of(parts.x)]),
+            read_by_w=_read_by_w(parts.split(), parts.weights),
         )
-    return found[-1]
+
+    return rank.trace(read)
 
 
-def _trace(bound: ShardedModel, layout: Layout, params: dict, batch: Batch) -> Parts:
-    mesh = layout.parallel.mesh
-    key = random.key(0) if bound.config.model.dropout else None
-    outer, layers = split_outer(bound.cast(params))
-    layer = jax.tree.map(lambda x: x[0], layers)
-    index = jnp.int32(0)
-
-    def embed(outer):
-        return bound.embed(ShardedParams(outer), batch, key)
-
-    def run_layer(weights, x):
-        return bound.whole_layer(weights, x, index, batch, key)
-
-    def loss(outer, x):
-        return bound.loss(ShardedParams(outer), x, batch, key)
-
-    x = type_of(embed(outer))
-    saved = jax.checkpoint(run_layer, policy=bound.policy, prevent_cse=False)
-
-    def of_pipeline(weights, index, batch, x):
-        return bound.whole_layer(weights, x, index, batch, key)
-
-    split = split_layer(of_pipeline, *(jax.tree.map(type_of, part) for part in (layer, index, batch, x)))
-    return Parts(
-        embed=_part(embed, embed, mesh, outer),
-        layer=_part(saved, run_layer, mesh, layer, x),
-        loss=_part(loss, loss, mesh, outer, x),
-        x_bytes=_num_bytes([x]),
-        until_b_bytes=_num_bytes(split.until_b),
-        until_w_bytes=_num_bytes(split.until_w),
-        handed_bytes=_num_bytes(split.handed),
-        read_by_w=_read_by_w(split, layer, index),
-    )
-
-
-def _part(saved: Callable, plain: Callable, mesh: MeshShape, params, *inputs) -> Part:
+def _traffic(saved: Callable, plain: Callable, mesh: MeshShape, params, *inputs) -> PartTraffic:
     """saved: the part as it runs; plain: without a policy of what is saved, to run it again from its inputs."""
     types = [jax.tree.map(type_of, each) for each in (params, *inputs)]
-    pullback = None
-
-    def forward_and_residuals(*args):
-        nonlocal pullback
-        y, pull = jax.vjp(saved, *args)
-        residuals, pullback = jax.tree.flatten(pull)
-        return y, residuals
-
-    forward = flat(jax.make_jaxpr(forward_and_residuals)(*types))
-    y, *residuals = forward.jaxpr.outvars
-    backward = flat(jax.make_jaxpr(lambda values, dy: jax.tree.unflatten(pullback, values)(dy))(
-        [v.aval for v in residuals], y.aval
-    ))  # fmt: skip
-    again = flat(jax.make_jaxpr(lambda dy, *args: jax.vjp(plain, *args)[1](dy))(y.aval, *types))
+    forward, backward = _forward_and_backward(saved, types)
+    again = flat(jax.make_jaxpr(lambda dy, *args: jax.vjp(plain, *args)[1](dy))(forward.out_avals[0], *types))
     needed = needed_for(again.jaxpr.outvars, again.jaxpr.eqns)
     in_backward = _collectives(needed_for(backward.jaxpr.outvars, backward.jaxpr.eqns), mesh)
-    given = set(forward.jaxpr.invars[: len(jax.tree.leaves(params))])
-    kept = [v for v in dict.fromkeys(variables(residuals)) if v not in given]
-    return Part(
+    return PartTraffic(
         forward=_collectives(forward.jaxpr.eqns, mesh),
         backward=in_backward,
         recomputed=_without(_collectives(needed, mesh), in_backward),
         read_again=_read(needed, again.jaxpr.invars[1:], params),
-        kept_bytes=_num_bytes(v.aval for v in kept),
     )
 
 
-def _read_by_w(split: SplitLayer, layer, index) -> frozenset[str]:
-    types = [jax.tree.map(type_of, part) for part in (layer, index)]
-    closed = flat(jax.make_jaxpr(split.weight_gradient)(*types, list(split.until_w), list(split.handed)))
-    return _read(needed_for(closed.jaxpr.outvars, closed.jaxpr.eqns), closed.jaxpr.invars, layer)
+def _forward_and_backward(function: Callable, types: list) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """(args -> y, what backward needs), (what forward kept, dy -> gradients)."""
+    pullback = None
+
+    def forward_and_residuals(*args):
+        nonlocal pullback
+        y, pull = jax.vjp(function, *args)
+        residuals, pullback = jax.tree.flatten(pull)
+        return y, residuals
+
+    forward = flat(jax.make_jaxpr(forward_and_residuals)(*types))
+    y, *residuals = forward.out_avals
+    backward = jax.make_jaxpr(lambda values, dy: jax.tree.unflatten(pullback, values)(dy))(residuals, y)
+    return forward, flat(backward)
+
+
+def _read_by_w(split: SplitLayer, weights) -> frozenset[str]:
+    types = jax.tree.map(type_of, weights), type_of(jnp.int32(0)), list(split.until_w), list(split.handed)
+    closed = flat(jax.make_jaxpr(split.weight_gradient)(*types))
+    return _read(needed_for(closed.jaxpr.outvars, closed.jaxpr.eqns), closed.jaxpr.invars, weights)
 
 
 def _read(eqns: list, invars: list, params) -> frozenset[str]:
@@ -207,3 +237,41 @@ def _without(all_: tuple[Collective, ...], some: tuple[Collective, ...]) -> tupl
 
 def _num_bytes(avals) -> int:
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+# Rows of a micro-batch when memory is traced: what is kept is proportional to them.
+ROWS = 1
+
+
+class Kept(NamedTuple):
+    """Bytes of one sequence on one rank: what a layer passes on; what it keeps from forward to backward; in a pipeline
+    what F leaves until B, F until W, and B hands to W (`jaxdist.parallel.split`)."""
+
+    x: float
+    scan: float
+    until_b: float
+    until_w: float
+    handed: float
+
+
+@cache
+def kept_by_a_layer(
+    model: Model, tp: int, precision: PrecisionConfig, sp: bool, selective: bool, attention: str
+) -> Kept:
+    """Traced; beyond four ranks found from two and four: what a rank keeps is either whole or a 1/tp of it."""
+    if tp > 4 and tp % 4 == 0:
+        two, four = (kept_by_a_layer(model, few, precision, sp, selective, attention) for few in (2, 4))
+        return Kept(*(2 * b - a + 4 * (a - b) / tp for a, b in zip(two, four, strict=True)))
+
+    def read(parts: _Functions) -> Kept:
+        types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
+        forward, _ = _forward_and_backward(parts.saved_layer, types)
+        given = set(forward.jaxpr.invars[: len(jax.tree.leaves(parts.weights))])
+        residuals = [v for v in dict.fromkeys(variables(forward.jaxpr.outvars[1:])) if v not in given]
+        split = parts.split()
+        buffers = [type_of(parts.x)], [v.aval for v in residuals], split.until_b, split.until_w, split.handed
+        return Kept(*(_num_bytes(avals) / ROWS for avals in buffers))
+
+    return OneRank(model, tp, ROWS, precision, sp=sp, selective=selective, attention=attention).trace(read)

@@ -1,7 +1,7 @@
 """Bytes that our own training step needs on a device, in closed form: columns of layouts in, columns of bytes out.
 
-Nothing is traced. What is kept for backward is counted in `KEPT`, array by array, as the trace of our layer keeps it
-(a test compares the two); the papers' formulas (`jaxdist.plan.formulas`) describe other programs. State bytes are
+What is kept for backward is read from a trace of one layer (`jaxdist.plan.parts`), and scaled; the papers' formulas
+(`jaxdist.plan.formulas`) describe other programs. State bytes are
 exact, padding counted. What one layer, the head and the update need besides is a rule for each, checked against a walk
 through whole traced steps: docs/plan.md has the errors.
 
@@ -15,63 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import make_layout
 from jaxdist.mesh import MeshShape
 from jaxdist.models.attention import causal_blocks
 from jaxdist.models.base import STACKED
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.plan.parts import Kept, kept_by_a_layer
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}  # arrays of the masters' size; adafactor factors its own
-
-
-class Kept(NamedTuple):
-    """Arrays that one layer keeps of one micro-batch, by shape; `_w` are in at least fp32, the others as activations.
-
-    residual [B, T/sp, D], entered [B, T, D] (whole, after `enter`), heads [B, T, N/tp, H], ffn [B, T, F/tp],
-    scores [B, N/tp, T, T] less the blocks that no query looks at, row [B, T/sp, 1], head_row [B, N/tp, T].
-    """
-
-    residual: int = 0
-    residual_w: int = 0
-    entered: int = 0
-    heads: int = 0
-    ffn: int = 0
-    scores: int = 0
-    scores_w: int = 0
-    row_w: int = 0
-    head_row_w: int = 0
-
-
-# What the scan over layers keeps; what the pipeline keeps from F until B, from F until W, from B until W.
-SCAN, UNTIL_B, UNTIL_W, HANDED = "scan", "until_b", "until_w", "handed"
-KEPT = {
-    (SCAN, "xla"): Kept(residual=2, heads=4, ffn=1, scores=1, row_w=4, head_row_w=2),
-    (SCAN, "cudnn"): Kept(residual=2, heads=4, ffn=1, row_w=4, head_row_w=1),
-    (SCAN, "selective"): Kept(residual=2, heads=4, ffn=1, row_w=4, head_row_w=2),
-    (UNTIL_B, "xla"): Kept(heads=3, scores=1, scores_w=1, head_row_w=1),
-    (UNTIL_B, "cudnn"): Kept(heads=3, head_row_w=1),
-    (UNTIL_B, "selective"): Kept(heads=3),
-    (UNTIL_W, ""): Kept(residual_w=2, entered=2, heads=1, ffn=1, row_w=2),
-    (HANDED, ""): Kept(residual=4, heads=3, ffn=1),
-}
-
-
-def kept_arrays(context: str, attention: str, selective: bool, sp: bool, wide: bool) -> Kept:
-    """What one layer keeps. `wide`: activations are in fp32 already."""
-    if context == SCAN:
-        kept = KEPT[SCAN, "selective" if selective and attention == "xla" else attention]
-        return kept._replace(entered=2) if sp else kept
-    kind = "" if context in (UNTIL_W, HANDED) else "selective" if selective else attention
-    kept = KEPT[context, kind]
-    if context == HANDED and sp:
-        return kept._replace(entered=2)
-    if context == UNTIL_B and wide and kind == "xla":  # the scores that the matmul takes are those of the softmax
-        return kept._replace(scores=0)
-    if context == UNTIL_W and wide and not sp:  # made again from the norm's, at no more bytes
-        return kept._replace(entered=0)
-    return kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,19 +88,13 @@ def device_elements(model: GPT2, tp: int, dp: int, pp: int) -> Elements:
     )
 
 
-def kept_bytes(model: GPT2, kept: Kept, rows, tp, sp, itemsize: int, wide: int):
-    """Bytes of a layer's kept arrays for one micro-batch, columns allowed."""
-    positions, heads = rows * model.seq_len, model.num_heads / tp
-    h, f = model.width, model.ffn_width
-    outside = positions / np.where(sp, tp, 1)
-    narrow = outside * h * kept.residual + positions * h * kept.entered
-    narrow = narrow + positions / tp * (h * kept.heads + f * kept.ffn)
-    scores = positions * heads * model.seq_len * causal_share(model.seq_len)
-    return (
-        itemsize * (narrow + scores * kept.scores)
-        + wide * (outside * (h * kept.residual_w + kept.row_w) + positions * heads * kept.head_row_w)
-        + wide * scores * kept.scores_w
-    )
+def kept_columns(config: RunConfig, layouts, attention: str) -> Kept:
+    """Of every layout, bytes that a layer passes on and keeps of one micro-batch."""
+    sp, selective = layouts.sp == 1, layouts.selective == 1
+    kinds, index = distinct(layouts.tp, sp, selective)
+    model, precision = config.model, PrecisionConfig(config.precision.dtype)
+    found = [kept_by_a_layer(model, tp, precision, bool(sp), bool(selective), attention) for tp, sp, selective in kinds]
+    return Kept(*(np.array(found).T[:, index] * layouts.rows))
 
 
 def causal_share(seq_len: int) -> float:
@@ -184,21 +131,10 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     # ---- kept for backward
     fetched = sharded & (c.zero >= 2)
 
-    def kept(context: str):
-        """Of one layer, for every layout."""
-        found = np.zeros(len(c.pp))
-        for selective, sp in ((False, False), (False, True), (True, False), (True, True)):
-            mask = ((c.selective == 1) == selective) & ((c.sp == 1) == sp)
-            if mask.any():
-                arrays = kept_arrays(context, attention, selective, sp, itemsize == wide)
-                found[mask] = kept_bytes(model, arrays, c.rows[mask], c.tp[mask], sp, itemsize, wide)
-        return found
-
-    x = c.rows * model.seq_len * model.width * itemsize / np.where(c.sp == 1, c.tp, 1)
+    x, one, until_b, until_w, handed = kept_columns(config, layouts, attention)
     gathered = np.where(c.keep == 1, e.layer, np.where(fetched & (c.zero == 3), e.vectors, 0))
-    one = kept(SCAN) + itemsize * gathered  # of ZeRO-3
+    one = one + itemsize * gathered  # of ZeRO-3
     every = np.maximum(c.every, 1)
-    until_b, until_w, handed = kept(UNTIL_B), kept(UNTIL_W), kept(HANDED)
     overlapped = (c.overlap == 1) & ~pipelined
     one = np.where(overlapped, until_b + until_w, one)
     scanned = np.where(c.every > 0, model.num_layers / every * x, model.num_layers * one)
