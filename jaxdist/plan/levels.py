@@ -8,7 +8,7 @@ from jaxdist.config import RunConfig
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
 from jaxdist.plan.compile import CompiledStep, compile_step, emitted_bytes, without_devices
-from jaxdist.plan.memory import StepMemory, step_memory
+from jaxdist.plan.memory import StepMemory, habits_of_dtype, step_memory
 from jaxdist.plan.trace import total_sent
 from jaxdist.train.program import build_program
 
@@ -97,7 +97,7 @@ def habits_of(target: str | None, dtype: str) -> str:
     A TPU gets a GPU's: both compute in 16 bits, which a CPU widens. What its tiles pad is not in them (docs/plan.md).
     """
     if target is None:
-        return "gpu" if dtype in ("bfloat16", "float16") else "cpu"
+        return habits_of_dtype(dtype)
     return "cpu" if target == "cpu" else "gpu"
 
 

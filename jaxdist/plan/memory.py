@@ -66,6 +66,11 @@ HABITS = {
 }
 
 
+def habits_of_dtype(dtype: str) -> str:
+    """Whose habits a plan assumes that names no compiler: a GPU's for 16 bits, a CPU's otherwise."""
+    return "gpu" if dtype in ("bfloat16", "float16") else "cpu"
+
+
 @dataclass(eq=False)
 class Buffer:
     """One block of memory: alive from clock `start` to clock `end`, both included."""
@@ -108,18 +113,29 @@ def temporary_bytes(jaxpr, donated: Mapping[int, int], compiler: str) -> tuple[i
     donated: index of an output -> index of the argument whose memory it takes.
     Returns: the bytes, and what they are at the moment of the highest need.
     """
+    kept = [j for j in range(len(jaxpr.jaxpr.outvars)) if j not in donated]
+    buffers = lifetimes(jaxpr, compiler, donated, kept=kept)
+    # XLA tries both orders and takes the better one.
+    by_size = sorted(buffers, key=lambda b: (-b.num_bytes, b.start - b.end))
+    by_time = sorted(buffers, key=lambda b: (b.start - b.end, -b.num_bytes))
+    return min(pack(by_size), pack(by_time)), alive_at_peak(buffers)
+
+
+def lifetimes(
+    jaxpr, compiler: str, carried: Mapping[int, int], *, sliced: Collection[int] = (), kept: Collection[int] = ()
+) -> list[Buffer]:
+    """The buffers of a program, or of a loop's body.
+
+    carried: index of an output -> of the input whose memory it takes. sliced: inputs that are one entry of an array of
+    the caller's. kept: outputs that need memory of their own; the others are written into arrays of the caller's.
+    """
     if compiler not in HABITS:
         raise ConfigError(
             f"the memory of a program for {compiler!r}", "no habits are known", f"Use {', '.join(HABITS)}"
         )
     timeline = _Timeline(HABITS[compiler])
-    num_outputs = len(jaxpr.jaxpr.outvars)
-    timeline.run(jaxpr, donated, sliced=(), kept=[j for j in range(num_outputs) if j not in donated])
-    buffers = [buffer for buffer in timeline.buffers if buffer.num_bytes]
-    # XLA tries both orders and takes the better one.
-    by_size = sorted(buffers, key=lambda b: (-b.num_bytes, b.start - b.end))
-    by_time = sorted(buffers, key=lambda b: (b.start - b.end, -b.num_bytes))
-    return min(pack(by_size), pack(by_time)), alive_at_peak(buffers)
+    timeline.run(jaxpr, carried, sliced, kept)
+    return [buffer for buffer in timeline.buffers if buffer.num_bytes]
 
 
 def pack(buffers: Iterable[Buffer]) -> int:

@@ -5,6 +5,7 @@ the parts are traced on an abstract mesh that has tp alone, with the shapes of o
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -13,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import random
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
@@ -22,8 +24,10 @@ from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import make_layout, split_outer
 from jaxdist.mesh import MeshShape, make_abstract_mesh
 from jaxdist.models.base import Batch, Model
+from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.split import SplitLayer, flat, needed_for, split_layer, variables
 from jaxdist.parallel.zero import ShardedParams
+from jaxdist.plan.memory import Buffer, habits_of_dtype, lifetimes
 from jaxdist.plan.trace import Collective, collectives_of
 from jaxdist.train.gradients.base import ShardedModel
 
@@ -241,37 +245,88 @@ def _num_bytes(avals) -> int:
 
 # -------------------------------------------------------------------------------------------------------------- memory
 
-# Rows of a micro-batch when memory is traced: what is kept is proportional to them.
-ROWS = 1
+# Rows of a micro-batch when memory is traced: a prime that divides no array of parameters, so that an array whose size
+# it divides grows with the rows, and another does not.
+ROWS = 499
+
+Envelope = tuple[tuple[float, float], ...]  # (bytes, bytes a row) of each moment that is the fullest for some rows
 
 
-class Kept(NamedTuple):
+class LayerMemory(NamedTuple):
     """Bytes of one sequence on one rank: what a layer passes on; what it keeps from forward to backward; in a pipeline
-    what F leaves until B, F until W, and B hands to W (`jaxdist.parallel.split`)."""
+    what F leaves until B, F until W, and B hands to W (`jaxdist.parallel.split`). Then what a layer's backward needs
+    besides, with what forward kept at hand (`backward`) and where it runs again (`again`)."""
 
     x: float
     scan: float
     until_b: float
     until_w: float
     handed: float
+    backward: Envelope
+    again: Envelope
 
 
 @cache
-def kept_by_a_layer(
-    model: Model, tp: int, precision: PrecisionConfig, sp: bool, selective: bool, attention: str
-) -> Kept:
-    """Traced; beyond four ranks found from two and four: what a rank keeps is either whole or a 1/tp of it."""
-    if tp > 4 and tp % 4 == 0:
-        two, four = (kept_by_a_layer(model, few, precision, sp, selective, attention) for few in (2, 4))
-        return Kept(*(2 * b - a + 4 * (a - b) / tp for a, b in zip(two, four, strict=True)))
+def layer_memory(rank: OneRank) -> LayerMemory:
+    """Traced; `rank.rows` is ROWS."""
+    compiler = habits_of_dtype(rank.precision.dtype)
 
-    def read(parts: _Functions) -> Kept:
+    def read(parts: _Functions) -> LayerMemory:
         types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
-        forward, _ = _forward_and_backward(parts.saved_layer, types)
+        forward, backward = _forward_and_backward(parts.saved_layer, types)
+        again = _forward_and_backward(jax.checkpoint(parts.layer, prevent_cse=False), types)[1]
         given = set(forward.jaxpr.invars[: len(jax.tree.leaves(parts.weights))])
         residuals = [v for v in dict.fromkeys(variables(forward.jaxpr.outvars[1:])) if v not in given]
         split = parts.split()
         buffers = [type_of(parts.x)], [v.aval for v in residuals], split.until_b, split.until_w, split.handed
-        return Kept(*(_num_bytes(avals) / ROWS for avals in buffers))
+        sizes = (_num_bytes(avals) / ROWS for avals in buffers)
+        return LayerMemory(*sizes, *(_of_a_loop(program, compiler) for program in (backward, again)))
 
-    return OneRank(model, tp, ROWS, precision, sp=sp, selective=selective, attention=attention).trace(read)
+    return rank.trace(read)
+
+
+@cache
+def loss_memory(rank: OneRank) -> Envelope:
+    """What the loss and its gradient need, gradients included."""
+
+    def read(parts: _Functions) -> Envelope:
+        def both(outer, x):
+            loss, pull = jax.vjp(parts.loss, outer, x)
+            return loss, pull(comm.varying_like(jnp.ones((), loss.dtype), loss))
+
+        program = jax.make_jaxpr(both)(*(jax.tree.map(type_of, each) for each in (parts.outer, parts.x)))
+        kept = range(len(program.jaxpr.outvars))
+        return _envelope(lifetimes(program, habits_of_dtype(rank.precision.dtype), {}, kept=kept))
+
+    return rank.trace(read)
+
+
+def at_rows(envelope: Envelope, rows):
+    """Bytes for micro-batches of so many rows; columns allowed."""
+    return np.max([fixed + each * rows for fixed, each in envelope], axis=0)
+
+
+def _of_a_loop(backward: ClosedJaxpr, compiler: str) -> Envelope:
+    """Of the body of a loop over layers: (what forward kept, dy) -> (gradients, dx), dx in the place of dy."""
+    num_inputs, num_outputs = len(backward.jaxpr.invars), len(backward.jaxpr.outvars)
+    carried, sliced = {num_outputs - 1: num_inputs - 1}, range(num_inputs - 1)
+    return _envelope(lifetimes(backward, compiler, carried, sliced=sliced))
+
+
+def _envelope(buffers: list[Buffer]) -> Envelope:
+    """The moments at which, for some number of rows, most is alive."""
+    changes: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for buffer in buffers:
+        grows = buffer.num_bytes % ROWS == 0
+        size = buffer.num_bytes / (ROWS if grows else 1)
+        changes[buffer.start][grows] += size
+        changes[buffer.end + 1][grows] -= size
+    moments, now = [(0.0, 0.0)], (0.0, 0.0)
+    for clock in sorted(changes):
+        now = now[0] + changes[clock][0], now[1] + changes[clock][1]
+        moments.append(now)
+    best: list[tuple[float, float]] = []
+    for fixed, each in sorted(set(moments), reverse=True):
+        if not best or each > best[-1][1]:
+            best.append((fixed, each))
+    return tuple(best)

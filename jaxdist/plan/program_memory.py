@@ -9,7 +9,7 @@ Every stage of a pipeline is the same program over buffers of the same size, so 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -18,10 +18,8 @@ import numpy as np
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import make_layout
 from jaxdist.mesh import MeshShape
-from jaxdist.models.attention import causal_blocks
-from jaxdist.models.base import STACKED
-from jaxdist.models.gpt2 import GPT2
-from jaxdist.plan.parts import Kept, kept_by_a_layer
+from jaxdist.models.base import STACKED, Model
+from jaxdist.plan.parts import ROWS, OneRank, at_rows, layer_memory, loss_memory
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}  # arrays of the masters' size; adafactor factors its own
@@ -52,8 +50,9 @@ PHASES = ("backward", "the head", "the update")
 
 
 class Elements(NamedTuple):
-    """Elements of one device: of a layer and of the rest, in the compute and the storage layout; of the rest, and of
-    the token table, where they are computed with; of a layer's largest leaf, in both layouts; of a layer's vectors.
+    """Elements of one device: of a layer and of the rest, in the compute and the storage layout; of the rest where it
+    is computed with, and of what the embedding, the loss and both of them use; of a layer's largest leaf, in both
+    layouts; of a layer's vectors.
     """
 
     layer: int
@@ -61,14 +60,16 @@ class Elements(NamedTuple):
     stored_layer: int
     stored_root: int
     used_root: int
-    used_table: int
+    used_embed: int
+    used_loss: int
+    used_both: int
     largest: int
     stored_largest: int
     vectors: int
 
 
 @cache
-def device_elements(model: GPT2, tp: int, dp: int, pp: int) -> Elements:
+def device_elements(model: Model, tp: int, dp: int, pp: int) -> Elements:
     """Counted from the model's own declaration, ZeRO's padding included."""
     parallel = ParallelConfig(mesh=MeshShape(pp=pp, dp=dp, tp=tp), zero=1)
     leaves = make_layout(model, parallel, (1,) * pp).leaves
@@ -81,26 +82,49 @@ def device_elements(model: GPT2, tp: int, dp: int, pp: int) -> Elements:
         stored_layer=size(leaf.storage_local for leaf in layer),
         stored_root=size(leaf.storage_local for leaf in root),
         used_root=size(leaf.used_local for leaf in root),
-        used_table=_product(leaves["tokens"].used_local),
+        used_embed=size(leaf.used_local for leaf in root if "embed" in leaf.used_in),
+        used_loss=size(leaf.used_local for leaf in root if "loss" in leaf.used_in),
+        used_both=size(leaf.used_local for leaf in root if len(leaf.used_in) > 1),
         largest=max(_product(leaf.compute_local) for leaf in layer),
         stored_largest=max(_product(leaf.storage_local) for leaf in layer),
         vectors=size(leaf.compute_local for leaf in layer if leaf.small),
     )
 
 
-def kept_columns(config: RunConfig, layouts, attention: str) -> Kept:
-    """Of every layout, bytes that a layer passes on and keeps of one micro-batch."""
-    sp, selective = layouts.sp == 1, layouts.selective == 1
-    kinds, index = distinct(layouts.tp, sp, selective)
-    model, precision = config.model, PrecisionConfig(config.precision.dtype)
-    found = [kept_by_a_layer(model, tp, precision, bool(sp), bool(selective), attention) for tp, sp, selective in kinds]
-    return Kept(*(np.array(found).T[:, index] * layouts.rows))
+class LayerColumns(NamedTuple):
+    """`parts.LayerMemory` of every layout, for its micro-batches."""
+
+    x: np.ndarray
+    scan: np.ndarray
+    until_b: np.ndarray
+    until_w: np.ndarray
+    handed: np.ndarray
+    backward: np.ndarray
+    again: np.ndarray
+    loss: np.ndarray
 
 
-def causal_share(seq_len: int) -> float:
-    """Of all scores, how many the written-out attention computes."""
-    blocks = causal_blocks(seq_len)
-    return (blocks + 1) / (2 * blocks)
+def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
+    """Of every layout; traced once for each way to run a layer (tp, sp, selective)."""
+    kinds, index = distinct(layouts.tp, layouts.sp == 1, layouts.selective == 1)
+    columns = np.empty((len(LayerColumns._fields), len(index)))
+    for number, (tp, sp, selective) in enumerate(kinds):
+        here = np.flatnonzero(index == number)
+        columns[:, here] = _of_rank(config, tp, bool(sp), bool(selective), attention, layouts.rows[here])
+    return LayerColumns(*columns)
+
+
+def _of_rank(config: RunConfig, tp: int, sp: bool, selective: bool, attention: str, rows: np.ndarray) -> np.ndarray:
+    """Traced; beyond four ranks found from two and four: what a rank holds is whole, or 1/tp of it."""
+    if tp > 4 and tp % 4 == 0:
+        two, four = (_of_rank(config, few, sp, selective, attention, rows) for few in (2, 4))
+        return 2 * four - two + 4 * (two - four) / tp
+    precision = PrecisionConfig(config.precision.dtype)
+    rank = OneRank(config.model, tp, ROWS, precision, sp=sp, selective=selective, attention=attention)
+    *kept, backward, again = layer_memory(rank)
+    loss = loss_memory(replace(rank, selective=False, loss_chunks=config.parallel.loss_chunks))
+    sizes = [each * rows for each in kept] + [at_rows(envelope, rows) for envelope in (backward, again, loss)]
+    return np.array(sizes)
 
 
 def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramBytes:
@@ -131,7 +155,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     # ---- kept for backward
     fetched = sharded & (c.zero >= 2)
 
-    x, one, until_b, until_w, handed = kept_columns(config, layouts, attention)
+    x, one, until_b, until_w, handed, backward, run_again, loss = layer_columns(config, layouts, attention)
     gathered = np.where(c.keep == 1, e.layer, np.where(fetched & (c.zero == 3), e.vectors, 0))
     one = one + itemsize * gathered  # of ZeRO-3
     every = np.maximum(c.every, 1)
@@ -153,37 +177,29 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     # those of the root whole, and the root too: ZeRO-3's, or the table that its stages share.
     scattered_root = np.where(pipelined, e.used_root, e.stored_root)
     holders = wide * np.where(fetched, num_rows * e.stored_layer + scattered_root, num_rows * e.layer + e.used_root)
-    gathered_root = pipelined * itemsize * np.where(fetched & (c.zero == 3), e.used_root, e.used_table)
+    gathered_root = pipelined * itemsize * np.where(fetched & (c.zero == 3), e.used_root, e.used_both)
     sums = np.where(c.accumulate > 1, holders, 0)
     own = np.where(pipelined | fetched, holders, itemsize * whole)
     # With overlap each layer's is reduced into its place while the next is made.
     own = np.where(overlapped, wide * stored + itemsize * e.layer, own)
 
-    # ---- the head: the logits as the matmul makes them (their gradient takes their place), the table once more. In
-    # chunks, the gradients of the table and of the head's input wait, in fp32, until the last.
-    positions = c.rows * model.seq_len
-    table_copies = np.where(fetched & ~pipelined, 2, 1) * itemsize * e.used_table
-    chunks = config.parallel.loss_chunks
-    logits = positions / chunks * model.padded_vocab_size / c.tp * itemsize + table_copies
-    logits = logits + (chunks > 1) * wide * (e.used_table + positions * model.width)
+    # ---- the loss: its logits and the gradients it makes; the weights it uses, where they were gathered
+    logits = loss + np.where(fetched & ~pipelined, itemsize * e.used_loss, 0)
 
-    # ---- one layer's backward: its weights, their gradients, and what is between its matmuls
-    scores = positions * model.num_heads / c.tp * model.seq_len * causal_share(model.seq_len) * itemsize
-    between = positions * (3 * model.ffn_width / c.tp + 6 * model.width) * itemsize
-    written = (attention == "xla") * scores * np.where(pipelined & (c.every > 0), 1.5, 3)
-    layer = between + written + itemsize * e.layer * np.where(c.every > 0, 1.5, 0.5)
+    # ---- one layer's backward: what is between its matmuls, and slices of what is stacked
+    layer = np.where(c.every > 0, run_again, backward)
     again = np.where((c.every > 1) & ~pipelined, c.every * one, 0)
     scratch = np.where(pipelined & (c.every > 0), c.every * (until_b + until_w), 0)
     layer = layer + np.where(fetched, itemsize * e.layer + wide * e.largest, 0)
     layer = layer + np.where(
         overlapped, np.where(c.zero == 3, itemsize * e.layer, 0) + np.where(c.every == 0, handed, 0), 0
     )
-    embedding = itemsize * e.used_table * pipelined
+    embedding = itemsize * e.used_embed * pipelined
 
     zeros = np.zeros(len(c.pp))
     phases = [
         (sums + own, activations, zeros, gathered_root + np.maximum(layer + again + scratch, embedding)),
-        (sums + own * pipelined, activations, logits, gathered_root + 3 * x),
+        (sums + own * pipelined, activations, logits, gathered_root),
         (holders, zeros, zeros, np.where(fetched, 0, wide * num_rows * np.where(sharded, e.stored_largest, e.largest))),
     ]
     table_of = np.array([[column + zeros for column in phase] for phase in phases])
@@ -195,7 +211,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
 
 
 @cache
-def factored_bytes(model: GPT2, optimizer: OptimizerConfig, dtype: str) -> int:
+def factored_bytes(model: Model, optimizer: OptimizerConfig, dtype: str) -> int:
     """Moments of an optimiser that does not hold them as parameters are held (adafactor), whole."""
     import jax
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AVAILABLE_AXES, AXES, MeshShape
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.base import Model
 from jaxdist.parallel.schedules import NAMES, SCHEDULES, divide_layers
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster
@@ -144,7 +144,7 @@ def remat_word(every: int, selective: int) -> str:
     return {0: "selective" if selective else "none", 1: "block"}.get(every, f"every-{every}")
 
 
-def legal_meshes(model: GPT2, num_devices: int, batch_size: int, optimizer: str = "adamw") -> list[dict[str, int]]:
+def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str = "adamw") -> list[dict[str, int]]:
     """Every mesh of `num_devices` devices that divides the model and the batch. Raises: ConfigError for none."""
 
     def split(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
@@ -158,23 +158,31 @@ def legal_meshes(model: GPT2, num_devices: int, batch_size: int, optimizer: str 
 
     def divides(mesh: dict[str, int]) -> bool:
         whole = optimizer == "adafactor"  # needs whole parameters on every rank
-        splits_heads = model.num_heads % mesh["tp"] == 0 and model.ffn_width % mesh["tp"] == 0
         fits_layers = mesh["pp"] <= (1 if whole else model.num_layers) and not (whole and mesh["tp"] > 1)
-        return splits_heads and fits_layers and batch_size % (mesh["replica"] * mesh["dp"]) == 0
+        return allows(model, mesh["tp"]) and fits_layers and batch_size % (mesh["replica"] * mesh["dp"]) == 0
 
     found = [mesh for mesh in split(AXES, num_devices) if divides(mesh)]
     if not found:
         raise ConfigError(
             f"{num_devices} devices for a batch of {batch_size} sequences",
-            f"no mesh of {', '.join(AVAILABLE_AXES)} divides {model.num_layers} layers, {model.num_heads} heads, an "
-            f"FFN of {model.ffn_width} and the batch over them",
+            f"no mesh of {', '.join(AVAILABLE_AXES)} divides the batch and {model.describe()} over them",
             f"Use a batch that is a multiple of {num_devices}, or fewer devices",
         )
     return found
 
 
+@cache
+def allows(model: Model, tp: int) -> bool:
+    """Whether a model's own rules let it be split over tp."""
+    try:
+        model.check(ParallelConfig(MeshShape(tp=tp)))
+    except ConfigError:
+        return False
+    return True
+
+
 def layouts_of_mesh(
-    model: GPT2, mesh: dict[str, int], batch_size: int, optimizer: str = "adamw", block: int = BLOCK
+    model: Model, mesh: dict[str, int], batch_size: int, optimizer: str = "adamw", block: int = BLOCK
 ) -> Iterator[Candidates]:
     """Every distinct layout of one mesh that `RunConfig` accepts with `stages="even"`, at most `block` at a time.
 
@@ -406,7 +414,7 @@ def _number_if_constant(column: np.ndarray):
     return column[0] if (column == column[0]).all() else column
 
 
-def hidden_part(model: GPT2) -> float:
+def hidden_part(model: Model) -> float:
     """Of all parameters, those of layers that have another beside them: all but the last in backward."""
     shape = ModelShape.of(model)
     return (
