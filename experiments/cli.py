@@ -36,8 +36,9 @@ from jaxdist.config import (
 )
 from jaxdist.errors import ConfigError, printable, reason_of, require_positive
 from jaxdist.mesh import parse_mesh
-from jaxdist.models.gpt2 import GPT2, PRESETS
-from jaxdist.models.registry import Preset
+from jaxdist.models.base import Model
+from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.registry import ModelFlags, class_name, fault_in, name_of, source_digest
 from jaxdist.runtime import DeviceChoice
 from jaxdist.signals import EXIT_SIGNAL
 
@@ -57,13 +58,22 @@ EXIT_SAVE = 74  # the last checkpoint could not be written; "input/output error"
 EXIT_BUDGET = 75  # stopped because time or money was used up; "try again later" in sysexits.h
 
 
+ModelName = Annotated[
+    str,
+    tyro.conf.arg(
+        aliases=["--preset"],
+        metavar="NAME|MODULE:CLASS",
+        help=f"{', '.join(PRESETS)}; or a class of your own, as in my_module:MyModel. The sizes below override it.",
+    ),
+]
+
+
 @dataclass(frozen=True)
-class CommonFlags:
+class CommonFlags(ModelFlags):
     """Which model, on which mesh, in which precision."""
 
     GROUPS: ClassVar[dict[str, str]] = {  # of --help: first flag -> title
         "mesh": "devices",
-        "preset": "model",
         "batch_size": "run",
         "dtype": "precision",
         "zero": "strategy",
@@ -71,21 +81,11 @@ class CommonFlags:
         "optimizer": "optimizer",
     }
 
+    model: ModelName = ModelFlags.model
     mesh: str = ""
     """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
     device: DeviceChoice = "auto"
     """auto simulates the mesh on the CPU where there are too few accelerators."""
-    preset: Annotated[Preset, tyro.conf.arg(aliases=["--model"])] = "tiny"
-    """Model shape, --model for short; the sizes below override it."""
-    num_layers: int | None = None
-    width: int | None = None
-    num_heads: int | None = None
-    ffn_width: int | None = None
-    """Default: 4 x width where --width is given."""
-    seq_len: int | None = None
-    """Tokens per sequence."""
-    vocab_size: int | None = None
-    dropout: float = 0.0
     batch_size: int = RunConfig.batch_size
     """Sequences per update, over the whole mesh."""
     steps: int = RunConfig.steps
@@ -129,19 +129,6 @@ class CommonFlags:
     warmup_steps: int = OptimizerConfig.warmup_steps
     weight_decay: float = OptimizerConfig.weight_decay
     clip_norm: float = OptimizerConfig.clip_norm
-
-    def model_config(self) -> GPT2:
-        preset = PRESETS[self.preset]
-        width = _either(self.width, preset.width)
-        return GPT2(
-            num_layers=_either(self.num_layers, preset.num_layers),
-            width=width,
-            num_heads=_either(self.num_heads, preset.num_heads),
-            ffn_width=_either(self.ffn_width, preset.ffn_width if self.width is None else 4 * width),
-            seq_len=_either(self.seq_len, preset.seq_len),
-            vocab_size=_either(self.vocab_size, preset.vocab_size),
-            dropout=self.dropout,
-        )
 
     def run_config(self) -> RunConfig:
         """The validated configuration. Raises: ConfigError."""
@@ -226,7 +213,13 @@ class ProcessFlags:
         if facts.get("--out") is not None:
             facts["--out"] = "given"
         facts = {name: "not given" if value is None else value for name, value in facts.items()}
-        return facts | compat.settings() | versions.facts()
+        return facts | _source_of_model(facts.get("--model")) | compat.settings() | versions.facts()
+
+
+def _source_of_model(name: str | None) -> dict[str, str]:
+    """What a user's own model is made by, read without running it: no backend may start before the processes join."""
+    digest = source_digest(name) if name else ""
+    return {f"the source of {name} (SHA-256)": digest[:16]} if digest else {}
 
 
 # Flags that tell one process from another, and the data, whose content is compared.
@@ -235,13 +228,12 @@ OWN_FLAGS = {"process_id", "coordinator", "distributed", "num_processes", "data"
 
 def flags_of(config: RunConfig) -> list[str]:
     """The command-line flags that give this configuration to any program with `CommonFlags`."""
-    model, parallel, precision = config.model, config.parallel, config.precision
-    shape = dataclasses.asdict(model)
-    preset = max(PRESETS, key=lambda name: sum(value == getattr(PRESETS[name], key) for key, value in shape.items()))
+    parallel, precision = config.parallel, config.precision
+    model, sizes = name_of(config.model)
     values = {
         "mesh": "" if parallel.mesh.num_devices == 1 else str(parallel.mesh),
-        "preset": preset,
-        **{key: value for key, value in shape.items() if value != getattr(PRESETS[preset], key)},
+        "model": model,
+        **sizes,
         "batch_size": config.batch_size,
         "steps": config.steps,
         "seed": config.seed,
@@ -252,17 +244,11 @@ def flags_of(config: RunConfig) -> list[str]:
         "optimizer": config.optimizer.name,
         "clip_norm": config.optimizer.clip_norm,
     }
-    if "width" in values:
-        values.setdefault("ffn_width", model.ffn_width)
     words = []
     for name, value in values.items():
         if value != getattr(CommonFlags, name):
             words += [flag_word(name, value)] + ([] if isinstance(value, bool) else [str(value)])
     return words
-
-
-def _either(given, default):
-    return default if given is None else given
 
 
 def set_precision(config: RunConfig) -> None:
@@ -333,6 +319,16 @@ def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
             raise ConfigError(flag_word(field.name, getattr(flags, field.name)), why, "Leave it out")
 
 
+def require_formulas(program: str, model: Model) -> None:
+    """Refuse a model that the closed forms of time, memory and traffic do not describe: they are of GPT-2."""
+    if class_name(model) is not None:
+        raise ConfigError(
+            f"--model {class_name(model)}",
+            f"{program} needs its floating-point operations and memory in closed form, which are known of GPT-2 alone",
+            f"Use a preset; `{command_text('verify')}` and `{command_text('train')}` take any model",
+        )
+
+
 class SafeConsole(Console):
     """A console on which text from elsewhere (names of files, foreign checkpoints) cannot command the terminal.
 
@@ -361,6 +357,7 @@ def run_program(
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal whose encoding lacks a character shows its number
             stream.reconfigure(errors="backslashreplace")
+    flags = None
     try:
         flags = _parse(flags_type, prog, args)
         code = main(flags, SafeConsole(highlight=False, width=None if sys.stdout.isatty() else 160))
@@ -380,7 +377,7 @@ def run_program(
         code = EXIT_SIGNAL + signal.SIGPIPE
         _abandon_output()
     except Exception as error:
-        code, text = _unexpected(error, prog)
+        code, text = _unexpected(error, prog, getattr(flags, "model", None))
         _say(text)
         if processes.count() > 1:
             processes.fail(code, EXIT_PEER, f"{type(error).__name__}: {reason_of(error)}")
@@ -406,8 +403,8 @@ def _parse(flags_type: type[Flags], prog: str, args: list[str] | None) -> Flags:
         raise
 
 
-def _unexpected(error: Exception, prog: str) -> tuple[int, str]:
-    """Exit code and one line for an exception that no program expected."""
+def _unexpected(error: Exception, prog: str, model: str | None) -> tuple[int, str]:
+    """Exit code and one line for an exception that no program expected; a user's own `model` may have caused it."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         _abandon_output()
         return EXIT_SAVE, f"[bold red]error:[/] the output cannot be written: {escape(str(error))}"
@@ -421,6 +418,9 @@ def _unexpected(error: Exception, prog: str) -> tuple[int, str]:
             ).decode()
         )
         file.write("".join(traceback.format_exception(error)))
+    if model and (where := fault_in(model, error)):
+        text = f"model {model!r}: {where} raised {type(error).__name__}: {reason_of(error)}"
+        return EXIT_BAD_INPUT, f"[bold red]error:[/] {escape(text)}. The traceback is in {file.name}."
     return EXIT_DEFECT, (
         f"[bold red]defect:[/] {type(error).__name__}: {escape(reason_of(error))}. This is a fault of jaxdist, not of "
         f"what was asked. Please report it with {file.name}, which holds the command and the traceback."

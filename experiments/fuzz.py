@@ -30,6 +30,7 @@ from rich.console import Console
 
 from jaxdist.commands import command_text
 from jaxdist.errors import printable, require_positive
+from jaxdist.models.gpt2 import PRESETS
 
 from .cli import EXIT_DEFECT, chosen, run_program
 
@@ -205,9 +206,13 @@ def make_words(target: Target, chance: random.Random, folder: Path) -> list[str]
         if hints[name] is bool:
             words.append(chance.choice((flag, flag.replace("--", "--no-", 1))))
         else:
-            words += [f"{flag}={odd_value(hints[name], chance, folder)}"]
+            known = KNOWN.get(name) if chance.random() < 0.8 else None
+            words += [f"{flag}={chance.choice(known) if known else odd_value(hints[name], chance, folder)}"]
     return words
 
+
+# Values of text that lead further into a program than odd ones do.
+KNOWN = {"model": (*PRESETS, "json:JSONDecoder", "no_such_module:X", "..:X", "jaxdist.models.gpt2:GPT2")}
 
 # Work that is asked for by name and takes minutes.
 SLOW = {"compile", "prove", "trace", "all", "pipelines", "distributed", "coordinator", "num_processes", "process_id"}

@@ -685,9 +685,7 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
     facts.add_row("[bold]devices[/]", devices.description)
     facts.add_row(
         "[bold]model[/]",
-        f"{num_parameters:,} parameters: {model.num_layers} layers, width {model.width}, {model.num_heads} heads, "
-        f"FFN {model.ffn_width}, context {model.seq_len}, vocabulary {model.vocab_size} "
-        f"(padded to {model.padded_vocab_size})",
+        f"{num_parameters:,} parameters: {escape(model.describe())}",
     )
     facts.add_row(
         "[bold]strategy[/]",

@@ -15,11 +15,10 @@ from rich.console import Console
 from jaxdist import processes
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError, require_positive
-from jaxdist.models.registry import Preset
 from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.verify import Difference, Observed, compare, observe, one_device, random_batches, worst
 
-from .cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
+from .cli import CommonFlags, ModelName, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
 from .oracles import OracleName, ask, require_known, starting_parameters
 from .progress import Progress
 from .strategies import PIPELINES, PROOF_EPS, PROOF_LR, STRATEGIES
@@ -30,8 +29,7 @@ from .tables import print_columns
 class VerifyFlags(CommonFlags, ProcessFlags):
     """Run the same batches on the mesh and on one device; compare losses, gradients, parameters and moments."""
 
-    preset: Preset = "proof"
-    """Model shape: a small one by default, since every size goes through the same code."""
+    model: ModelName = "proof"
     batch_size: int = 48
     steps: int = 3
     warmup_steps: int = 0

@@ -13,6 +13,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from jaxdist.errors import MOST, ConfigError, divisors, require_positive, require_within
 from jaxdist.mesh import AVAILABLE_AXES, DATA_AXES, MeshShape
 from jaxdist.models.base import Model
+from jaxdist.models.registry import class_name
 from jaxdist.parallel import schedules
 from jaxdist.parallel.schedules import Schedule
 
@@ -346,6 +347,12 @@ class RunConfig:
                 f"each of the {schedule.num_parts} parts of schedule {schedule.name} holds at least one layer",
                 f"Use --num-layers {schedule.num_parts} or more, or fewer stages or chunks",
             )
+        if stages == "balanced" and not hasattr(model, "head_in_layers"):
+            raise ConfigError(
+                "stages=balanced",
+                f"{type(model).__name__} does not say how many layers its head is worth (head_in_layers)",
+                "Use even, or the layers of each part",
+            )
         if stages in ("even", "balanced"):
             head = model.head_in_layers if stages == "balanced" else 0.0
             return schedules.divide_layers(model.num_layers, schedule.num_parts, last=head)
@@ -427,6 +434,15 @@ class RunConfig:
         return notes
 
 
-def to_dict(config) -> dict:
-    """The config as plain nested dicts, ready for JSON."""
-    return dataclasses.asdict(config)
+def to_dict(config: RunConfig) -> dict:
+    """The config as nested dicts and lists, as JSON gives them back; a model that is not GPT-2 names its class."""
+    found = dataclasses.asdict(config)
+    if (name := class_name(config.model)) is not None:
+        found["model"] = {"class": name, **found["model"]}
+    return _without_tuples(found)
+
+
+def _without_tuples(value):
+    if isinstance(value, dict):
+        return {name: _without_tuples(each) for name, each in value.items()}
+    return [_without_tuples(each) for each in value] if isinstance(value, tuple | list) else value

@@ -219,6 +219,8 @@ def differences(there, here: dict, only: tuple[str, ...]) -> list[str]:
     if not isinstance(there, dict):
         return ["it does not say what its settings were"]
     old, new = _flat(there), _flat(here)
+    if "model" in only and old.get("model.class") != new.get("model.class"):
+        return [f"its model is {old.get('model.class', 'GPT-2')} there and {new.get('model.class', 'GPT-2')} here"]
     wanted = [
         name for name in old.keys() | new.keys() if any(name == top or name.startswith(f"{top}.") for top in only)
     ]

@@ -428,7 +428,7 @@ def test_presets_have_their_names_sizes():
     sizes = {"12m": 12.5e6, "gpt2-124m": 124e6, "gpt2-350m": 355e6, "gpt2-774m": 774e6, "gpt2-1.5b": 1558e6}
     sizes |= {"7b": 6.7e9, "70b": 71e9, "175b": 175e9}
     for name, expected in sizes.items():
-        m = CommonFlags(preset=name).model_config()
+        m = CommonFlags(name).model_config()
         count = m.num_layers * (12 * m.width**2 + 13 * m.width) + (m.vocab_size + m.seq_len + 2) * m.width
         assert math.isclose(count, expected, rel_tol=0.03), (name, count)
 

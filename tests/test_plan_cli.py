@@ -220,7 +220,7 @@ REFUSED = [
     (["--nodes", "1000000000"], ["--nodes 1e+09", "1,048,576"]),
     ([*SMALL, "--json", "/dev/full"], ["--json '/dev/full': it cannot be written", "No space"]),
     ([*SMALL, "--batch-size", "0"], ["--batch-size 0", "above 0"]),
-    ([*SMALL, "--num-layers", "1000000000000000000"], ["--num-layers 1e+18", "at most 10,000"]),
+    ([*SMALL, "--num-layers", "1000000000000000000"], ["num_layers=1000000000000000000", "from 1 to 16,384"]),
     (["--model", "tiny", "--mesh", "pp=1000"], ["--mesh pp=1000", "smaller pp"]),
     (["--model", "tiny", "--mesh", "pp=2", "--microbatches", "100000"], ["--microbatches 100000", "at most 65,536"]),
     (["--nodes", "1000000"], ["8,000,000 devices", "1,048,576"]),
@@ -316,7 +316,7 @@ OWN_PRICE = "[aws]\nh100 = 1.5\ndate = 2100-01-01"
 FLAGS = {
     "mesh": ("dp=4", [], None, None),
     "device": ("cpu", [], "a plan runs on no device", "a plan runs on no device"),
-    "preset": ("tiny", [], None, None),
+    "model": ("tiny", [], None, None),
     "num_layers": ("2", [], None, None),
     "width": ("128", [], None, None),
     "num_heads": ("4", [], None, None),
