@@ -40,8 +40,8 @@ def test_type_checkers_see_the_names_that_are_imported_on_use():
 
 
 def test_a_name_that_is_not_there():
-    with pytest.raises(AttributeError, match="'jaxdist' has no attribute 'Model'"):
-        _ = jaxdist.Model
+    with pytest.raises(AttributeError, match="'jaxdist' has no attribute 'Modell'"):
+        _ = jaxdist.Modell
 
 
 def test_importing_the_package_imports_no_jax():
