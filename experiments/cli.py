@@ -23,19 +23,8 @@ from rich.markup import escape
 
 from jaxdist import compat, processes, versions
 from jaxdist.commands import command_text
-from jaxdist.config import (
-    AttentionName,
-    Dtype,
-    GradSync,
-    OptimizerConfig,
-    OptimizerName,
-    ParallelConfig,
-    PrecisionConfig,
-    RunConfig,
-    TpRing,
-)
+from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, printable, reason_of, require_positive
-from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import Model
 from jaxdist.models.gpt2 import PRESETS
 from jaxdist.models.registry import ModelFlags, class_name, fault_in, name_of, source_digest
@@ -44,6 +33,7 @@ from jaxdist.signals import EXIT_SIGNAL
 
 from .help import asks_for_groups, print_help
 from .progress import Progress
+from .settings import SETTINGS, SettingFlags, make_config, values_of
 
 Flags = TypeVar("Flags")
 
@@ -69,102 +59,18 @@ ModelName = Annotated[
 
 
 @dataclass(frozen=True)
-class CommonFlags(ModelFlags):
-    """Which model, on which mesh, in which precision."""
+class CommonFlags(SettingFlags, ModelFlags):
+    """Which model, on which mesh, in which precision: a flag for every setting of a run."""
 
-    GROUPS: ClassVar[dict[str, str]] = {  # of --help: first flag -> title
-        "mesh": "devices",
-        "batch_size": "run",
-        "dtype": "precision",
-        "zero": "strategy",
-        "schedule": "pipeline",
-        "optimizer": "optimizer",
-    }
+    GROUPS: ClassVar[dict[str, str]] = {"device": "devices"}
 
     model: ModelName = ModelFlags.model
-    mesh: str = ""
-    """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
     device: DeviceChoice = "auto"
     """auto simulates the mesh on the CPU where there are too few accelerators."""
-    batch_size: int = RunConfig.batch_size
-    """Sequences per update, over the whole mesh."""
-    steps: int = RunConfig.steps
-    seed: int = RunConfig.seed
-    dtype: Dtype = PrecisionConfig.dtype
-    """Of parameters and activations; masters and moments stay in at least float32."""
-    reduce_dtype: Dtype | None = None
-    """In which gradients are summed. Default: float32 (float64 where --dtype is)."""
-    zero: int = ParallelConfig.zero
-    """ZeRO stage: 1 shards optimiser state over dp, 2 gradients too, 3 parameters too."""
-    sp: bool = ParallelConfig.sp
-    """Sequence parallelism: split activations between tensor-parallel regions over tp."""
-    tp_ring: TpRing = ParallelConfig.tp_ring
-    """With --sp: gather and scatter over tp in a ring whose chunks travel while others are multiplied."""
-    grad_sync: GradSync = ParallelConfig.grad_sync
-    """Which gradients (with ZeRO-3 also weights) share one collective."""
-    bucket_mb: float = ParallelConfig.bucket_mb
-    accumulate: int = ParallelConfig.accumulate
-    """Micro-batches per update on each data rank."""
-    remat: str = ParallelConfig.remat
-    """What backward recomputes: none, selective (the attention core), block, or every-K blocks."""
-    loss_chunks: int = ParallelConfig.loss_chunks
-    """Logits exist for one of so many parts of a micro-batch at a time."""
-    reshard_after_forward: bool = ParallelConfig.reshard_after_forward
-    """ZeRO-3: drop gathered weights after forward and gather them again in backward."""
-    overlap: bool = ParallelConfig.overlap
-    """Reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes."""
-    attention: AttentionName = ParallelConfig.attention
-    """auto: cuDNN's, which never holds the scores, on GPUs where it can run and compiles; written out elsewhere."""
-    schedule: str = ParallelConfig.schedule
-    """Of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
-    microbatches: int | None = ParallelConfig.microbatches
-    """In one pass of the pipeline, on each data rank. Default: twice the stages."""
-    chunks: int | None = ParallelConfig.chunks
-    """Of layers on each stage. Default: what the schedule needs."""
-    stages: str = ParallelConfig.stages
-    """Layers of each part of the pipeline: even, balanced (by FLOPs, the head counted), or as in 3,5,5,3."""
-    optimizer: OptimizerName = OptimizerConfig.name
-    lr: float = OptimizerConfig.lr
-    min_lr_ratio: float = OptimizerConfig.min_lr_ratio
-    warmup_steps: int = OptimizerConfig.warmup_steps
-    weight_decay: float = OptimizerConfig.weight_decay
-    clip_norm: float = OptimizerConfig.clip_norm
 
     def run_config(self) -> RunConfig:
         """The validated configuration. Raises: ConfigError."""
-        return RunConfig(
-            model=self.model_config(),
-            parallel=ParallelConfig(
-                mesh=parse_mesh(self.mesh),
-                zero=self.zero,
-                sp=self.sp,
-                tp_ring=self.tp_ring,
-                grad_sync=self.grad_sync,
-                bucket_mb=self.bucket_mb,
-                accumulate=self.accumulate,
-                remat=self.remat,
-                loss_chunks=self.loss_chunks,
-                reshard_after_forward=self.reshard_after_forward,
-                overlap=self.overlap,
-                attention=self.attention,
-                schedule=self.schedule,
-                microbatches=self.microbatches,
-                chunks=self.chunks,
-                stages=self.stages,
-            ),
-            optimizer=OptimizerConfig(
-                name=self.optimizer,
-                lr=self.lr,
-                min_lr_ratio=self.min_lr_ratio,
-                warmup_steps=self.warmup_steps,
-                weight_decay=self.weight_decay,
-                clip_norm=self.clip_norm,
-            ),
-            precision=PrecisionConfig(dtype=self.dtype, reduce_dtype=self.reduce_dtype),
-            batch_size=self.batch_size,
-            steps=self.steps,
-            seed=self.seed,
-        )
+        return make_config(self.model_config(), {setting.flag: getattr(self, setting.flag) for setting in SETTINGS})
 
 
 @dataclass(frozen=True)
@@ -228,22 +134,8 @@ OWN_FLAGS = {"process_id", "coordinator", "distributed", "num_processes", "data"
 
 def flags_of(config: RunConfig) -> list[str]:
     """The command-line flags that give this configuration to any program with `CommonFlags`."""
-    parallel, precision = config.parallel, config.precision
     model, sizes = name_of(config.model)
-    values = {
-        "mesh": "" if parallel.mesh.num_devices == 1 else str(parallel.mesh),
-        "model": model,
-        **sizes,
-        "batch_size": config.batch_size,
-        "steps": config.steps,
-        "seed": config.seed,
-        "dtype": precision.dtype,
-        "reduce_dtype": precision.reduce_dtype,
-        **{field.name: getattr(parallel, field.name) for field in dataclasses.fields(parallel) if field.name != "mesh"},
-        **{name: getattr(config.optimizer, name) for name in ("lr", "min_lr_ratio", "warmup_steps", "weight_decay")},
-        "optimizer": config.optimizer.name,
-        "clip_norm": config.optimizer.clip_norm,
-    }
+    values = {"model": model, **sizes, **values_of(config)}
     words = []
     for name, value in values.items():
         if value != getattr(CommonFlags, name):

@@ -34,6 +34,7 @@ class VerifyFlags(CommonFlags, ProcessFlags):
     steps: int = 3
     warmup_steps: int = 0
     lr: float = PROOF_LR
+    eps: float = PROOF_EPS
     all: bool = False
     """Run the whole table of named strategies instead of the one the flags describe."""
     pipelines: bool = False
@@ -82,7 +83,6 @@ def main(flags: VerifyFlags, console: Console) -> int:
         if flags.only:
             raise ConfigError("--only without --all or --pipelines", "one layout runs", "Add --all, or leave it out")
         config = flags.run_config()
-        config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, eps=PROOF_EPS))
         chosen = [(str(config.parallel.mesh), config)]
     count = max(config.parallel.mesh.num_devices for _, config in chosen)
     devices = acquire_devices(count, flags.device)

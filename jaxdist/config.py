@@ -42,40 +42,41 @@ REMAT = {"none": 0, "selective": 0, "block": 1}  # name -> blocks recomputed tog
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How one training step is split over a mesh.
-
-    zero: 0 replicates the optimiser state over dp, 1 shards it, 2 shards gradients too, 3 parameters too.
-    sp: split activations outside the tensor-parallel regions along the sequence, over tp.
-    tp_ring: with sp, blocks gather and scatter over tp in a ring whose chunks travel while others are multiplied.
-    grad_sync: which gradients (and ZeRO-2/3 weights) share one collective; `bucketed` fills `bucket_mb` MiB.
-    accumulate: micro-batches per update on each data rank.
-    remat: "none", "selective" (the attention core), "block", or "every-K" blocks.
-    loss_chunks: parts of a micro-batch whose logits are made, and turned into gradients, one after the other.
-    reshard_after_forward: ZeRO-3 drops gathered weights after forward and gathers again in backward.
-    overlap: reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes; in a
-        pipeline instead, let messages between stages travel during a tick, while the stages compute.
-    schedule, microbatches, chunks: of the pipeline (pp > 1). A name, or the path of a table written by hand; the
-        micro-batches of one pass (default twice the stages), of which an update makes `accumulate`; chunks of layers a
-        stage holds (default: what the schedule needs).
-    stages: layers of each part of the pipelined model: "even", "balanced" (by FLOPs, the head counted), or "3,5,5,3".
-    """
+    """How one training step is split over a mesh. The texts of its fields are also those of the flags."""
 
     mesh: MeshShape = MeshShape()
+    """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
     zero: int = 0
+    """ZeRO stage: 1 shards optimiser state over dp, 2 gradients too, 3 parameters too."""
     sp: bool = False
+    """Sequence parallelism: split activations between tensor-parallel regions over tp."""
     tp_ring: TpRing = "none"
+    """With sp: gather and scatter over tp in a ring whose chunks travel while others are multiplied."""
     grad_sync: GradSync = "bucketed"
+    """Which gradients (with ZeRO-3 also weights) share one collective."""
     bucket_mb: float = 25.0
+    """MiB of gradients in one collective, where they are bucketed."""
     accumulate: int = 1
+    """Micro-batches per update on each data rank; in a pipeline, passes per update."""
     remat: str = "none"
+    """What backward recomputes: none, selective (the attention core), block, or every-K blocks."""
     loss_chunks: int = 1
+    """Logits exist for one of so many parts of a micro-batch at a time."""
     reshard_after_forward: bool = True
+    """ZeRO-3: drop gathered weights after forward and gather them again in backward."""
     overlap: bool = False
+    """Reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes; in a
+    pipeline instead, send between stages while they compute."""
     attention: AttentionName = "auto"
+    """auto: cuDNN's, which never holds the scores, on GPUs where it can run and compiles; written out elsewhere."""
     schedule: str = "1f1b"
+    """Of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
     microbatches: int | None = None
+    """In one pass of the pipeline, on each data rank. Default: twice the stages."""
     chunks: int | None = None
+    """Of layers on each stage. Default: what the schedule needs."""
     stages: str = "even"
+    """Layers of each part of the pipeline: even, balanced (by FLOPs, the head counted), or as in 3,5,5,3."""
 
     @property
     def num_microbatches(self) -> int:
@@ -227,19 +228,31 @@ def _is_positive(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0
 
 
+UNUSED_BETAS = {"sgd": ("beta2",), "adafactor": ("beta1", "beta2")}
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Update rule and its schedule: linear warm-up to `lr`, then a cosine down to `lr * min_lr_ratio` at `steps`."""
 
     name: OptimizerName = "adamw"
+    """Update rule."""
     lr: float = 3e-3
+    """Learning rate at the end of the warm-up, the highest."""
     min_lr_ratio: float = 0.1
+    """Learning rate after the last step, as a share of the highest."""
     warmup_steps: int = 20
+    """Steps in which the learning rate rises linearly."""
     weight_decay: float = 0.1
+    """Decoupled, and of matrices and embeddings alone."""
     beta1: float = 0.9
+    """Decay of the first moment; the momentum of SGD."""
     beta2: float = 0.95
+    """Decay of the second moment."""
     eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
     clip_norm: float = 1.0
+    """Largest norm of the whole gradient; a larger one is scaled down to it."""
 
     def __post_init__(self):
         require_choices(self)
@@ -254,6 +267,13 @@ class OptimizerConfig:
             ("weight_decay", 0, 1e6),
         ):
             require_within(name, getattr(self, name), least, most, "Use the default")
+        for name in UNUSED_BETAS.get(self.name, ()):
+            if getattr(self, name) != getattr(OptimizerConfig, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}",
+                    f"{self.name} has no such moment: it would change nothing",
+                    "Leave it out",
+                )
         if not 0 <= self.warmup_steps <= MOST:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps}", f"it is a number of steps, 0 to {MOST:,}", "Use 0 for no warm-up"
@@ -262,14 +282,18 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes: parameters and activations in `dtype`, masters and moments in at least fp32, reductions in
-    `reduce_dtype` (default: that of the masters). fp16 scales the loss dynamically."""
+    """Dtypes. Masters and moments are in at least float32. float16 scales the loss dynamically."""
 
     dtype: Dtype = "float32"
+    """Of parameters and activations; masters and moments stay in at least float32."""
     reduce_dtype: Dtype | None = None
+    """In which gradients are summed. Default: float32 (float64 where dtype is)."""
     loss_scale: float = 2.0**12
+    """The loss's factor at the start of a float16 run."""
     loss_scale_window: int = 1000
+    """Finite steps after which the factor doubles."""
     loss_scale_hysteresis: int = 2
+    """Overflows after which it halves."""
 
     @property
     def master_dtype(self) -> str:
@@ -287,6 +311,13 @@ class PrecisionConfig:
                 "64 bits are switched on for the whole program or not at all",
                 "Use --dtype float64, or reduce in float32",
             )
+        for name in ("loss_scale", "loss_scale_window", "loss_scale_hysteresis"):
+            if self.dtype != "float16" and getattr(self, name) != getattr(PrecisionConfig, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}",
+                    f"only float16 scales the loss, and dtype={self.dtype}: it would change nothing",
+                    "Leave it out",
+                )
         if not (math.isfinite(self.loss_scale) and self.loss_scale >= 1):
             raise ConfigError(f"loss_scale={self.loss_scale}", "it must be a finite number, at least 1", "Use 4096")
         require_positive("loss_scale_window", self.loss_scale_window)
@@ -295,15 +326,18 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run. `batch_size` counts sequences per update, over the whole mesh."""
+    """One training run."""
 
     model: Model
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     batch_size: int = 16
+    """Sequences per update, over the whole mesh."""
     steps: int = 300
+    """Updates."""
     seed: int = 0
+    """Of initial values, the order of data, and dropout."""
 
     def __post_init__(self):
         require_positive("steps", self.steps)

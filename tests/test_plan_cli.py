@@ -117,7 +117,7 @@ CONFIGS = [
             attention="xla",
             bucket_mb=3.5,
         ),
-        OptimizerConfig("lion", lr=1e-4, clip_norm=0.5),
+        OptimizerConfig("lion", lr=1e-4, beta1=0.8, beta2=0.99, clip_norm=0.5),
         PrecisionConfig("bfloat16", "bfloat16"),
         batch_size=32,
         steps=7,
@@ -138,7 +138,7 @@ def test_one_layout_has_the_same_report(monkeypatch, capsys):
     assert code == 0
     assert "What it takes" in out and "dp=4,tp=2" in out and "ZeRO-1 over dp=4" in out
     command = re.sub(r" \\\n +", " ", out)
-    assert "--mesh dp=4,tp=2 --batch-size 64" in command and "--dtype bfloat16 --zero 1 --sp --accumulate 2" in command
+    assert "--mesh dp=4,tp=2 --zero 1 --sp --accumulate 2 --batch-size 64" in command and "--dtype bfloat16" in command
 
 
 @pytest.mark.parametrize("mesh", ["dp=8", "pp=2,dp=2,tp=2"])
@@ -329,6 +329,9 @@ FLAGS = {
     "seed": ("5", [], None, None),
     "dtype": ("float32", [], None, None),
     "reduce_dtype": ("bfloat16", [], None, None),
+    "loss_scale": ("64", ["--dtype", "float16"], None, None),
+    "loss_scale_window": ("64", ["--dtype", "float16"], None, None),
+    "loss_scale_hysteresis": ("1", ["--dtype", "float16"], None, None),
     "zero": ("1", [], LAYOUT, None),
     "sp": (None, [], LAYOUT, None),
     "tp_ring": ("one-way", ["--mesh", "tp=2", "--sp"], LAYOUT, None),
@@ -349,6 +352,9 @@ FLAGS = {
     "min_lr_ratio": ("0.3", [], None, None),
     "warmup_steps": ("7", [], None, None),
     "weight_decay": ("0.3", [], None, None),
+    "beta1": ("0.8", [], None, None),
+    "beta2": ("0.99", [], None, None),
+    "eps": ("1e-6", [], None, None),
     "clip_norm": ("0.3", [], None, None),
     "hardware": ("h200", [], None, None),
     "nodes": ("4", ["--devices-per-node", "4"], None, None),
