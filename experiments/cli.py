@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, redirect_stderr, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
@@ -31,6 +32,7 @@ from jaxdist.models.registry import ModelFlags, class_name, fault_in, name_of, s
 from jaxdist.runtime import DeviceChoice
 from jaxdist.signals import EXIT_SIGNAL
 
+from .config_file import read_flags
 from .help import asks_for_groups, print_help
 from .progress import Progress
 from .settings import SETTINGS, SettingFlags, make_config, values_of
@@ -128,8 +130,8 @@ def _source_of_model(name: str | None) -> dict[str, str]:
     return {f"the source of {name} (SHA-256)": digest[:16]} if digest else {}
 
 
-# Flags that tell one process from another, and the data, whose content is compared.
-OWN_FLAGS = {"process_id", "coordinator", "distributed", "num_processes", "data"}
+# Flags that tell one process from another; the data, whose content is compared, and a file, whose settings are.
+OWN_FLAGS = {"process_id", "coordinator", "distributed", "num_processes", "data", "config"}
 
 
 def flags_of(config: RunConfig) -> list[str]:
@@ -280,19 +282,37 @@ def _parse(flags_type: type[Flags], prog: str, args: list[str] | None) -> Flags:
     words = sys.argv[1:] if args is None else args
     if asks_for_groups(flags_type, words):
         print_help(flags_type, prog)
+    flags = _parse_words(flags_type, prog, words)
+    if not getattr(flags, "config", None):
+        return flags
+    try:
+        default = flags_type(**read_flags(flags_type, prog, flags.config))
+    except ConfigError:
+        _join_to_end(flags_type)
+        raise
+    return _parse_words(flags_type, prog, words, default)
+
+
+def _parse_words(flags_type: type[Flags], prog: str, words: list[str], default: Flags | None = None) -> Flags:
+    parse = partial(tyro.cli, flags_type, prog=command_text(prog), **({} if default is None else {"default": default}))
     try:
         with redirect_stderr(io.StringIO()):
-            return tyro.cli(flags_type, prog=command_text(prog), args=words)
+            return parse(args=words)
     except SystemExit as stop:
         if stop.code:
             with suppress(SystemExit):  # say so again, in words that a terminal cannot obey
-                tyro.cli(flags_type, prog=command_text(prog), args=[printable(word) for word in words])
-        if stop.code and issubclass(flags_type, ProcessFlags) and processes.asked_to_join():
-            with suppress(ConfigError):
-                processes.join(None, None, None)
-            if processes.count() > 1:  # the others wait for this one
+                parse(args=[printable(word) for word in words])
+            _join_to_end(flags_type)
+            if processes.count() > 1:
                 processes.fail(EXIT_BAD_INPUT, EXIT_BAD_INPUT, "its flags were refused")
         raise
+
+
+def _join_to_end(flags_type: type) -> None:
+    """Join the other processes, who wait for this one, so that they can be told that it ends."""
+    if issubclass(flags_type, ProcessFlags) and processes.asked_to_join():
+        with suppress(ConfigError):
+            processes.join(None, None, None)
 
 
 def _unexpected(error: Exception, prog: str, model: str | None) -> tuple[int, str]:

@@ -64,6 +64,7 @@ from .cli import (
     run_program,
     write_output,
 )
+from .config_file import FileFlags
 from .plan_command import UNKNOWN_RATE, Command, make_command, rate_note
 from .plan_page import page
 from .progress import Progress
@@ -76,7 +77,7 @@ DEFAULT_BATCH_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
-class PlanFlags(CommonFlags):
+class PlanFlags(CommonFlags, FileFlags):
     """Rank every layout of a cluster for a model; with --mesh, report that layout alone. Nothing is run."""
 
     model: ModelName = "7b"

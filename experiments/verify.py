@@ -8,6 +8,7 @@ python -m experiments.verify --oracle plain
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 from rich.console import Console
@@ -19,6 +20,7 @@ from jaxdist.runtime import Devices, acquire_devices
 from jaxdist.verify import Difference, Observed, compare, observe, one_device, random_batches, worst
 
 from .cli import CommonFlags, ModelName, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
+from .config_file import FileFlags
 from .oracles import OracleName, ask, require_known, starting_parameters
 from .progress import Progress
 from .strategies import PIPELINES, PROOF_EPS, PROOF_LR, STRATEGIES
@@ -26,8 +28,10 @@ from .tables import print_columns
 
 
 @dataclass(frozen=True)
-class VerifyFlags(CommonFlags, ProcessFlags):
+class VerifyFlags(CommonFlags, FileFlags, ProcessFlags):
     """Run the same batches on the mesh and on one device; compare losses, gradients, parameters and moments."""
+
+    NOT_SHARED: ClassVar[frozenset[str]] = frozenset({"steps", "warmup_steps", "lr", "eps"})
 
     model: ModelName = "proof"
     batch_size: int = 48
@@ -43,6 +47,9 @@ class VerifyFlags(CommonFlags, ProcessFlags):
     """Compare with an independent GPT-2 in float64 instead of one device: plain jnp, or transformers' (AdamW alone)."""
     only: str = ""
     """With --all or --pipelines: the strategies whose name contains this text."""
+    config: str | None = None
+    """TOML or JSON file of settings, which flags override. Of steps, lr, warmup_steps and eps, which are a proof's own,
+    only those in its section [verify] count."""
     json: str | None = None
     """Also write what was found to this file."""
 
@@ -66,7 +73,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
     flags.join(console)
     strategies = (*(STRATEGIES if flags.all else ()), *(PIPELINES if flags.pipelines else ()))
     if strategies:
-        used = {"all", "pipelines", "oracle", "only", "steps", "seed", "device", "json"} | (
+        used = {"all", "pipelines", "oracle", "only", "steps", "seed", "device", "json", "config"} | (
             {"dtype"} if flags.pipelines else set()
         )
         used |= {field.name for field in dataclasses.fields(ProcessFlags)}
