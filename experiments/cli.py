@@ -1,9 +1,11 @@
 """Flags that all programs share, and the border where a wrong one ends the program."""
 
+import ast
 import dataclasses
 import errno
 import io
 import os
+import re
 import shlex
 import signal
 import stat
@@ -205,6 +207,25 @@ def flag_word(name: str, value) -> str:
     return ("--no-" if value is False else "--") + name.replace("_", "-")
 
 
+QUOTES = "'\""
+_VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,;:()]*[^\s,;:().]"""
+
+
+def in_flags(text: str, flags_type: type) -> str:
+    """A message of the library, which speaks of parameters, in a program's flags: zero=3 becomes --zero 3."""
+    if not dataclasses.is_dataclass(flags_type):
+        return text
+    names = "|".join(field.name for field in dataclasses.fields(flags_type))
+    text = re.sub(rf"(?<![\w.=/-])({names})=({_VALUE})", lambda match: _as_flag(*match.groups()), text)
+    return re.sub(rf"(?<![\w.=/-])({names})(?= in \[)", lambda match: flag_word(match[1], None), text)
+
+
+def _as_flag(name: str, value: str) -> str:
+    if value in ("True", "False"):
+        return flag_word(name, value == "True")
+    return f"{flag_word(name, None)} {shlex.quote(printable(ast.literal_eval(value))) if value[0] in QUOTES else value}"
+
+
 def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
     """Refuse a common flag that was set and that this program would not use."""
     for field in dataclasses.fields(flags):
@@ -257,14 +278,14 @@ def run_program(
         code = main(flags, SafeConsole(highlight=False, width=None if sys.stdout.isatty() else 160))
         sys.stdout.flush()
     except ConfigError as error:
-        code = EXIT_BAD_INPUT
+        code, said = EXIT_BAD_INPUT, in_flags(str(error), flags_type)
         if not isinstance(error, processes.Disagreement) or processes.is_first():
-            _say(f"[bold red]error:[/] {escape(str(error))}")
+            _say(f"[bold red]error:[/] {escape(said)}")
         if isinstance(error, processes.Disagreement):  # which all processes know
             processes.end_together("disagreement", 10)
             processes.leave(code)
         if processes.count() > 1:
-            processes.fail(code, code, str(error))
+            processes.fail(code, code, said)
     except KeyboardInterrupt:
         code = EXIT_SIGNAL + signal.SIGINT
     except BrokenPipeError:  # whoever read the output has had enough
@@ -331,7 +352,7 @@ def _unexpected(error: Exception, prog: str, model: str | None) -> tuple[int, st
         )
         file.write("".join(traceback.format_exception(error)))
     if model and (where := fault_in(model, error)):
-        text = f"model {model!r}: {where} raised {type(error).__name__}: {reason_of(error)}"
+        text = f"--model {model}: {where} raised {type(error).__name__}: {reason_of(error)}"
         return EXIT_BAD_INPUT, f"[bold red]error:[/] {escape(text)}. The traceback is in {file.name}."
     return EXIT_DEFECT, (
         f"[bold red]defect:[/] {type(error).__name__}: {escape(reason_of(error))}. This is a fault of jaxdist, not of "

@@ -57,6 +57,7 @@ from .cli import (
     CommonFlags,
     ModelName,
     flag_word,
+    in_flags,
     make_folder,
     refuse_ignored,
     require_formulas,
@@ -767,7 +768,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     for sentence in plan.sentences[0 if plan.fits else 1 :]:
         print_bullet(console, sentence)
     for warning in (*config.warnings(), *question.notes):
-        print_bullet(console, warning, "yellow")
+        print_bullet(console, in_flags(warning, PlanFlags), "yellow")
     console.print("\n" + " ".join(assumptions(question)), style="dim")
 
 

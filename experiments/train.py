@@ -55,6 +55,7 @@ from .cli import (
     CommonFlags,
     ProcessFlags,
     flag_word,
+    in_flags,
     run_program,
     set_precision,
 )
@@ -734,7 +735,7 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
         table.add_row(leaf.name, computed, layout_text(leaf.storage_shape, leaf.storage_spec))
     table.print(console, left=("computed with", "stored as"))
     for note in config.warnings():
-        console.print(f"[yellow]note:[/] {escape(note)}")
+        console.print(f"[yellow]note:[/] {escape(in_flags(note, TrainFlags))}")
 
 
 def layout_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:

@@ -117,7 +117,7 @@ class ParallelConfig:
     def __post_init__(self):
         require_choices(self)
         if self.zero not in (0, 1, 2, 3):
-            raise ConfigError(f"zero={self.zero}", "ZeRO has stages 0 (off) to 3", "Use --zero 0, 1, 2 or 3")
+            raise ConfigError(f"zero={self.zero}", "ZeRO has stages 0 (off) to 3", "Use zero=0, 1, 2 or 3")
         require_within("bucket_mb", self.bucket_mb, 1e-6, 2**20, "Use 25")
         require_positive("accumulate", self.accumulate)
         require_positive("loss_chunks", self.loss_chunks)
@@ -160,17 +160,17 @@ class ParallelConfig:
             raise ConfigError(
                 asked,
                 "a ring gathers and scatters the sequence, which sequence parallelism splits over tp",
-                "Add --sp, or use --tp-ring none",
+                "Add sp=True, or use tp_ring='none'",
             )
         if self.ring and self.mesh.tp == 1:
             raise ConfigError(
-                f"{asked} with tp=1", "a ring needs neighbours", "Use --mesh tp=2 or more, or --tp-ring none"
+                f"{asked} with tp=1", "a ring needs neighbours", "Use a mesh with tp=2 or more, or tp_ring='none'"
             )
         if self.ring and self.mesh.pp > 1:
             raise ConfigError(
                 f"{asked} with pp={self.mesh.pp}",
                 "pipeline stages run different layers at a tick, and their permutes would be taken for one another",
-                "Use --mesh pp=1, or --tp-ring none",
+                "Use a mesh with pp=1, or tp_ring='none'",
             )
 
     def _check_overlap(self):
@@ -178,18 +178,18 @@ class ParallelConfig:
             (
                 f"remat={self.remat}",
                 "overlap works layer by layer, and this recomputes several together",
-                "Use --remat block",
+                "Use remat='block'",
                 self.remat_every > 1,
             ),
             (
-                "--no-reshard-after-forward",
+                "reshard_after_forward=False",
                 "weights that stay whole are not gathered ahead in backward",
                 "Use one of the two",
                 self.zero == 3 and not self.reshard_after_forward,
             ),
         ):
             if self.overlap_layers and applies:
-                raise ConfigError(f"--overlap with {asked}", why, instead)
+                raise ConfigError(f"overlap=True with {asked}", why, instead)
 
 
 _make_schedule = cache(schedules.make_schedule)
@@ -204,7 +204,7 @@ def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
         return _make_schedule(name, num_stages, num_microbatches, num_chunks, hop)
     if not Path(name).is_file():
         raise ConfigError(
-            f"schedule {name!r}",
+            f"schedule={name!r}",
             "it is neither the name of a schedule nor a file with a table",
             f"Use {', '.join(schedules.NAMES)}",
         )
@@ -216,7 +216,7 @@ def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
         raise ConfigError(
             f"the schedule in {name} is for {sizes.format(*found)}",
             f"the run has {sizes.format(*wanted)}",
-            f"Use --mesh pp={found[0]},... --microbatches {found[1]} --chunks {found[2]}, or write another table",
+            f"Use a mesh with pp={found[0]}, microbatches={found[1]} and chunks={found[2]}, or write another table",
         )
     schedule = dataclasses.replace(schedule, hop=hop)
     schedules.validate(schedule)
@@ -309,7 +309,7 @@ class PrecisionConfig:
             raise ConfigError(
                 f"reduce_dtype=float64 with dtype={self.dtype}",
                 "64 bits are switched on for the whole program or not at all",
-                "Use --dtype float64, or reduce in float32",
+                "Use dtype='float64', or reduce in float32",
             )
         for name in ("loss_scale", "loss_scale_window", "loss_scale_hysteresis"):
             if self.dtype != "float16" and getattr(self, name) != getattr(PrecisionConfig, name):
@@ -349,7 +349,7 @@ class RunConfig:
                 f"Use a batch size of {max(1, MOST_TOKENS // self.model.seq_len):,} or less",
             )
         if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed}", "it must be a whole number from 0 to 2**32 - 1", "Use --seed 0")
+            raise ConfigError(f"seed={self.seed}", "it must be a whole number from 0 to 2**32 - 1", "Use seed=0")
         self.model.check(self.parallel)
         self._check_sequence()
         self._check_batch()
@@ -357,7 +357,7 @@ class RunConfig:
             raise ConfigError(
                 f"loss_chunks={self.parallel.loss_chunks} with seq_len={self.model.seq_len}",
                 "the loss is of equal parts of a micro-batch's positions",
-                f"Use --loss-chunks in {divisors(self.model.seq_len)}",
+                f"Use loss_chunks in {divisors(self.model.seq_len)}",
             )
         self._check_optimizer()
         self._check_pipeline()
@@ -379,13 +379,13 @@ class RunConfig:
             raise ConfigError(
                 f"num_layers={model.num_layers} over {schedule.num_stages} stages x {schedule.num_chunks} chunks",
                 f"each of the {schedule.num_parts} parts of schedule {schedule.name} holds at least one layer",
-                f"Use --num-layers {schedule.num_parts} or more, or fewer stages or chunks",
+                f"Use num_layers={schedule.num_parts} or more, or fewer stages or chunks",
             )
         if stages == "balanced" and not hasattr(model, "head_in_layers"):
             raise ConfigError(
-                "stages=balanced",
+                "stages='balanced'",
                 f"{type(model).__name__} does not say how many layers its head is worth (head_in_layers)",
-                "Use even, or the layers of each part",
+                "Use stages='even', or the layers of each part",
             )
         if stages in ("even", "balanced"):
             head = model.head_in_layers if stages == "balanced" else 0.0
@@ -398,7 +398,7 @@ class RunConfig:
             return
         if len(parts) != schedule.num_parts or sum(parts) != self.model.num_layers:
             raise ConfigError(
-                f"stages={self.parallel.stages} with num_layers={self.model.num_layers}",
+                f"stages={self.parallel.stages!r} with num_layers={self.model.num_layers}",
                 f"schedule {schedule.name} has {schedule.num_parts} parts ({schedule.num_stages} stages x "
                 f"{schedule.num_chunks} chunks), which together hold every layer once; here {len(parts)} parts hold "
                 f"{sum(parts)}",
@@ -410,8 +410,8 @@ class RunConfig:
         if self.parallel.sp and length % mesh.tp:
             raise ConfigError(
                 f"seq_len={length} cannot be split over tp={mesh.tp}",
-                "with --sp each tp rank holds seq_len/tp positions",
-                f"Use a seq_len that is a multiple of {mesh.tp}, or leave --sp out",
+                "with sequence parallelism each tp rank holds seq_len/tp positions",
+                f"Use a seq_len that is a multiple of {mesh.tp}, or leave sp out",
             )
 
     def _check_batch(self):
@@ -433,29 +433,27 @@ class RunConfig:
         split = parallel.mesh.pp > 1 or parallel.mesh.tp > 1 or (parallel.zero and parallel.mesh.dp > 1)
         if self.optimizer.name == "adafactor" and split:
             raise ConfigError(
-                f"optimizer adafactor with pp={parallel.mesh.pp}, tp={parallel.mesh.tp}, zero={parallel.zero}",
+                f"optimizer=adafactor with pp={parallel.mesh.pp}, tp={parallel.mesh.tp}, zero={parallel.zero}",
                 "its factored moments and update clipping need whole parameters on every rank, and pp, tp and ZeRO "
                 "split them",
-                "Use --mesh dp=N --zero 0, or --optimizer adamw, lion or sgd",
+                "Use a mesh of dp alone with zero=0, or optimizer=adamw, lion or sgd",
             )
 
     def warnings(self) -> list[str]:
         """Legal but unwise combinations, one sentence each."""
         parallel, notes = self.parallel, []
         if parallel.zero and parallel.mesh.dp == 1:
-            notes.append(f"--zero {parallel.zero} shards over dp, and dp=1: nothing is sharded.")
+            notes.append(f"zero={parallel.zero} shards over dp, and dp=1: nothing is sharded.")
         if parallel.sp and parallel.mesh.tp == 1:
-            notes.append("--sp splits the sequence over tp, and tp=1: it changes nothing.")
+            notes.append("sp=True splits the sequence over tp, and tp=1: it changes nothing.")
         if not parallel.reshard_after_forward and parallel.remat_every:
-            notes.append(
-                f"--remat {parallel.remat} recomputes blocks, and so gathers their weights again all the same."
-            )
+            notes.append(f"remat={parallel.remat} recomputes blocks, and so gathers their weights again all the same.")
         if not parallel.reshard_after_forward and parallel.zero == 3 and parallel.mesh.pp > 1:
             notes.append(
-                "--no-reshard-after-forward: a pipeline gathers the weights of blocks again in B all the same."
+                "reshard_after_forward=False: a pipeline gathers the weights of blocks again in B all the same."
             )
         if parallel.overlap_layers and parallel.mesh.replica * parallel.mesh.dp == 1:
-            notes.append("--overlap hides what data ranks send, and there is one: it hides nothing.")
+            notes.append("overlap=True hides what data ranks send, and there is one: it hides nothing.")
         if parallel.mesh.pp > 1 and parallel.num_microbatches < parallel.mesh.pp:
             notes.append(
                 f"{parallel.num_microbatches} micro-batches cannot fill {parallel.mesh.pp} stages: some idle all the "

@@ -207,8 +207,8 @@ def test_a_wrong_name_is_one_line(capfd, module, name, said):
     ("args", "said"),
     [
         (["--dropout", "0.1"], "--dropout 0.1: the model llama:Llama has no field dropout; it has num_layers, width,"),
-        (["--num-layers", "0"], "num_layers=0"),
-        (["--seq-len", "-1"], "seq_len=-1"),
+        (["--num-layers", "0"], "--num-layers 0"),
+        (["--seq-len", "-1"], "--seq-len -1"),
         (["--mesh", "tp=8", "--num-heads", "6"], "over tp=8"),
         (["--mesh", "pp=2", "--stages", "balanced"], "Llama does not say how many layers its head is worth"),
         (["--oracle", "plain"], "the oracles are of GPT-2 alone"),

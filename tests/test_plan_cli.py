@@ -220,7 +220,7 @@ REFUSED = [
     (["--nodes", "1000000000"], ["--nodes 1e+09", "1,048,576"]),
     ([*SMALL, "--json", "/dev/full"], ["--json '/dev/full': it cannot be written", "No space"]),
     ([*SMALL, "--batch-size", "0"], ["--batch-size 0", "above 0"]),
-    ([*SMALL, "--num-layers", "1000000000000000000"], ["num_layers=1000000000000000000", "from 1 to 16,384"]),
+    ([*SMALL, "--num-layers", "1000000000000000000"], ["--num-layers 1000000000000000000", "from 1 to 16,384"]),
     (["--model", "tiny", "--mesh", "pp=1000"], ["--mesh pp=1000", "smaller pp"]),
     (["--model", "tiny", "--mesh", "pp=2", "--microbatches", "100000"], ["--microbatches 100000", "at most 65,536"]),
     (["--nodes", "1000000"], ["8,000,000 devices", "1,048,576"]),
@@ -368,6 +368,7 @@ FLAGS = {
     "price_file": (OWN_PRICE, ["--tokens", "1e9", "--vendor", "aws"], None, None),
     "top": ("3", [], None, ONE_LAYOUT),
     "prove": ("2", ["--trace"], None, ONE_LAYOUT),
+    "config": ("[optimizer]\nlr = 1e-5", [], None, None),
     "trace": (None, [], None, None),
     "compile": ("cpu", [], None, None),
     "json": ("FILE", [], None, None),
@@ -397,11 +398,10 @@ def test_no_flag_is_ignored(monkeypatch, capsys, tmp_path, name, mode):
     flag, file = f"--{name.replace('_', '-')}", tmp_path / "file"
     if name == "reshard_after_forward":
         flag = "--no-reshard-after-forward"
-    if name.endswith("_file"):
+    written = name == "config" or name.endswith("_file")
+    if written:
         file.write_text(value)
-    words = [flag] + (
-        [] if value is None else [str(file)] if name in ("json", "html") or name.endswith("_file") else [value]
-    )
+    words = [flag] + ([] if value is None else [str(file)] if name in ("json", "html") or written else [value])
     code, out, err = plan(monkeypatch, capsys, *common, *words)
     if refusal is not None:
         assert code == 2 and refusal in err and flag in err

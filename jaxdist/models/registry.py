@@ -33,7 +33,7 @@ class ModelFlags:
     width: int | None = None
     num_heads: int | None = None
     ffn_width: int | None = None
-    """Default for a preset: 4 x width where --width is given."""
+    """Default for a preset: 4 x width where width is given."""
     seq_len: int | None = None
     """Tokens per sequence."""
     vocab_size: int | None = None
@@ -46,7 +46,7 @@ class ModelFlags:
         for name in sizes:
             if name not in _fields(model):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} {sizes[name]}",
+                    f"{name}={sizes[name]}",
                     f"the model {self.model} has no field {name}; it has {', '.join(_fields(model)) or 'none'}",
                     "Leave it out",
                 )
@@ -76,7 +76,7 @@ def find_model(name: str) -> Model:
         with _blaming(name):
             found = found()
     if not isinstance(found, Model):
-        raise ConfigError(f"model {name!r}", "it is not a jaxdist.models.base.Model", "Subclass Model")
+        raise ConfigError(f"model={name!r}", "it is not a jaxdist.models.base.Model", "Subclass Model")
     _check_class(name, type(found), needs_defaults=False)
     _check_values(name, found)
     _check_sizes(found)
@@ -88,11 +88,11 @@ def _attribute(name: str):
     module_name, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(
-            f"model {name!r}", "there is no preset of that name", f"Use {', '.join(PRESETS)}, or my_module:MyModel"
+            f"model={name!r}", "there is no preset of that name", f"Use {', '.join(PRESETS)}, or my_module:MyModel"
         )
     if module_name.endswith(".py") or not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ConfigError(
-            f"model {name!r}",
+            f"model={name!r}",
             "a module and a class are named as `import` names them",
             f"Write {Path(module_name).stem or 'my_module'}:MyModel",
         )
@@ -104,14 +104,14 @@ def _attribute(name: str):
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise  # the module is there, and imports another that is not
             raise ConfigError(
-                f"model {name!r}",
+                f"model={name!r}",
                 f"there is no module {error.name} in the current folder or on PYTHONPATH",
                 "Name a class in a module, as in my_module:MyModel",
             ) from error
         if not hasattr(module, attribute):
             known = sorted(f"{module_name}:{each}" for each in _models_in(module))
             remedy = f"Use {' or '.join(known)}" if known else "Name a subclass of jaxdist.models.base.Model"
-            raise ConfigError(f"model {name!r}", f"the module {module_name} has no {attribute}", remedy)
+            raise ConfigError(f"model={name!r}", f"the module {module_name} has no {attribute}", remedy)
         return getattr(module, attribute)
 
 
@@ -131,7 +131,7 @@ def _models_in(module: ModuleType) -> dict[str, object]:
 
 
 def _check_class(name: str, cls: type[Model], needs_defaults: bool = True) -> None:
-    asked = f"model {name!r}"
+    asked = f"model={name!r}"
     if cls.__abstractmethods__:
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise ConfigError(asked, f"its class lacks {missing}", "Define what jaxdist.models.base.Model asks for")
@@ -153,7 +153,7 @@ def _check_values(name: str, model: Model) -> None:
     for field, value in _fields(model).items():
         if not isinstance(value, PLAIN):
             raise ConfigError(
-                f"model {name!r}",
+                f"model={name!r}",
                 f"its field {field} holds {type(value).__name__}, which config.json cannot",
                 "Keep to numbers, words and tuples of them",
             )
@@ -270,4 +270,4 @@ def _blaming(name: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         where = fault_in(name, error) or f"the module {name.partition(':')[0]}"
         said = f"{where} raised {type(error).__name__}: {reason_of(error)}"
-        raise ConfigError(f"model {name!r}", said, "Correct the module") from error
+        raise ConfigError(f"model={name!r}", said, "Correct the module") from error
