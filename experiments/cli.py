@@ -1,9 +1,11 @@
 """Flags that all programs share, and the border where a wrong one ends the program."""
 
+import ast
 import dataclasses
 import errno
 import io
 import os
+import re
 import shlex
 import signal
 import stat
@@ -13,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, redirect_stderr, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
@@ -23,26 +26,18 @@ from rich.markup import escape
 
 from jaxdist import compat, processes, versions
 from jaxdist.commands import command_text
-from jaxdist.config import (
-    AttentionName,
-    Dtype,
-    GradSync,
-    OptimizerConfig,
-    OptimizerName,
-    ParallelConfig,
-    PrecisionConfig,
-    RunConfig,
-    TpRing,
-)
+from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, printable, reason_of, require_positive
-from jaxdist.mesh import parse_mesh
-from jaxdist.models.gpt2 import GPT2, PRESETS
-from jaxdist.models.registry import Preset
+from jaxdist.models.base import Model
+from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.registry import ModelFlags, class_name, fault_in, name_of, source_digest
 from jaxdist.runtime import DeviceChoice
 from jaxdist.signals import EXIT_SIGNAL
 
+from .config_file import read_flags
 from .help import asks_for_groups, print_help
 from .progress import Progress
+from .settings import SETTINGS, SettingFlags, make_config, values_of
 
 Flags = TypeVar("Flags")
 
@@ -57,127 +52,29 @@ EXIT_SAVE = 74  # the last checkpoint could not be written; "input/output error"
 EXIT_BUDGET = 75  # stopped because time or money was used up; "try again later" in sysexits.h
 
 
+ModelName = Annotated[
+    str,
+    tyro.conf.arg(
+        aliases=["--preset"],
+        metavar="NAME|MODULE:CLASS",
+        help=f"{', '.join(PRESETS)}; or a class of your own, as in my_module:MyModel. The sizes below override it.",
+    ),
+]
+
+
 @dataclass(frozen=True)
-class CommonFlags:
-    """Which model, on which mesh, in which precision."""
+class CommonFlags(SettingFlags, ModelFlags):
+    """Which model, on which mesh, in which precision: a flag for every setting of a run."""
 
-    GROUPS: ClassVar[dict[str, str]] = {  # of --help: first flag -> title
-        "mesh": "devices",
-        "preset": "model",
-        "batch_size": "run",
-        "dtype": "precision",
-        "zero": "strategy",
-        "schedule": "pipeline",
-        "optimizer": "optimizer",
-    }
+    GROUPS: ClassVar[dict[str, str]] = {"device": "devices"}
 
-    mesh: str = ""
-    """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
+    model: ModelName = ModelFlags.model
     device: DeviceChoice = "auto"
     """auto simulates the mesh on the CPU where there are too few accelerators."""
-    preset: Annotated[Preset, tyro.conf.arg(aliases=["--model"])] = "tiny"
-    """Model shape, --model for short; the sizes below override it."""
-    num_layers: int | None = None
-    width: int | None = None
-    num_heads: int | None = None
-    ffn_width: int | None = None
-    """Default: 4 x width where --width is given."""
-    seq_len: int | None = None
-    """Tokens per sequence."""
-    vocab_size: int | None = None
-    dropout: float = 0.0
-    batch_size: int = RunConfig.batch_size
-    """Sequences per update, over the whole mesh."""
-    steps: int = RunConfig.steps
-    seed: int = RunConfig.seed
-    dtype: Dtype = PrecisionConfig.dtype
-    """Of parameters and activations; masters and moments stay in at least float32."""
-    reduce_dtype: Dtype | None = None
-    """In which gradients are summed. Default: float32 (float64 where --dtype is)."""
-    zero: int = ParallelConfig.zero
-    """ZeRO stage: 1 shards optimiser state over dp, 2 gradients too, 3 parameters too."""
-    sp: bool = ParallelConfig.sp
-    """Sequence parallelism: split activations between tensor-parallel regions over tp."""
-    tp_ring: TpRing = ParallelConfig.tp_ring
-    """With --sp: gather and scatter over tp in a ring whose chunks travel while others are multiplied."""
-    grad_sync: GradSync = ParallelConfig.grad_sync
-    """Which gradients (with ZeRO-3 also weights) share one collective."""
-    bucket_mb: float = ParallelConfig.bucket_mb
-    accumulate: int = ParallelConfig.accumulate
-    """Micro-batches per update on each data rank."""
-    remat: str = ParallelConfig.remat
-    """What backward recomputes: none, selective (the attention core), block, or every-K blocks."""
-    loss_chunks: int = ParallelConfig.loss_chunks
-    """Logits exist for one of so many parts of a micro-batch at a time."""
-    reshard_after_forward: bool = ParallelConfig.reshard_after_forward
-    """ZeRO-3: drop gathered weights after forward and gather them again in backward."""
-    overlap: bool = ParallelConfig.overlap
-    """Reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes."""
-    attention: AttentionName = ParallelConfig.attention
-    """auto: cuDNN's, which never holds the scores, on GPUs where it can run and compiles; written out elsewhere."""
-    schedule: str = ParallelConfig.schedule
-    """Of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
-    microbatches: int | None = ParallelConfig.microbatches
-    """In one pass of the pipeline, on each data rank. Default: twice the stages."""
-    chunks: int | None = ParallelConfig.chunks
-    """Of layers on each stage. Default: what the schedule needs."""
-    stages: str = ParallelConfig.stages
-    """Layers of each part of the pipeline: even, balanced (by FLOPs, the head counted), or as in 3,5,5,3."""
-    optimizer: OptimizerName = OptimizerConfig.name
-    lr: float = OptimizerConfig.lr
-    min_lr_ratio: float = OptimizerConfig.min_lr_ratio
-    warmup_steps: int = OptimizerConfig.warmup_steps
-    weight_decay: float = OptimizerConfig.weight_decay
-    clip_norm: float = OptimizerConfig.clip_norm
-
-    def model_config(self) -> GPT2:
-        preset = PRESETS[self.preset]
-        width = _either(self.width, preset.width)
-        return GPT2(
-            num_layers=_either(self.num_layers, preset.num_layers),
-            width=width,
-            num_heads=_either(self.num_heads, preset.num_heads),
-            ffn_width=_either(self.ffn_width, preset.ffn_width if self.width is None else 4 * width),
-            seq_len=_either(self.seq_len, preset.seq_len),
-            vocab_size=_either(self.vocab_size, preset.vocab_size),
-            dropout=self.dropout,
-        )
 
     def run_config(self) -> RunConfig:
         """The validated configuration. Raises: ConfigError."""
-        return RunConfig(
-            model=self.model_config(),
-            parallel=ParallelConfig(
-                mesh=parse_mesh(self.mesh),
-                zero=self.zero,
-                sp=self.sp,
-                tp_ring=self.tp_ring,
-                grad_sync=self.grad_sync,
-                bucket_mb=self.bucket_mb,
-                accumulate=self.accumulate,
-                remat=self.remat,
-                loss_chunks=self.loss_chunks,
-                reshard_after_forward=self.reshard_after_forward,
-                overlap=self.overlap,
-                attention=self.attention,
-                schedule=self.schedule,
-                microbatches=self.microbatches,
-                chunks=self.chunks,
-                stages=self.stages,
-            ),
-            optimizer=OptimizerConfig(
-                name=self.optimizer,
-                lr=self.lr,
-                min_lr_ratio=self.min_lr_ratio,
-                warmup_steps=self.warmup_steps,
-                weight_decay=self.weight_decay,
-                clip_norm=self.clip_norm,
-            ),
-            precision=PrecisionConfig(dtype=self.dtype, reduce_dtype=self.reduce_dtype),
-            batch_size=self.batch_size,
-            steps=self.steps,
-            seed=self.seed,
-        )
+        return make_config(self.model_config(), {setting.flag: getattr(self, setting.flag) for setting in SETTINGS})
 
 
 @dataclass(frozen=True)
@@ -226,43 +123,28 @@ class ProcessFlags:
         if facts.get("--out") is not None:
             facts["--out"] = "given"
         facts = {name: "not given" if value is None else value for name, value in facts.items()}
-        return facts | compat.settings() | versions.facts()
+        return facts | _source_of_model(facts.get("--model")) | compat.settings() | versions.facts()
 
 
-# Flags that tell one process from another, and the data, whose content is compared.
-OWN_FLAGS = {"process_id", "coordinator", "distributed", "num_processes", "data"}
+def _source_of_model(name: str | None) -> dict[str, str]:
+    """What a user's own model is made by, read without running it: no backend may start before the processes join."""
+    digest = source_digest(name) if name else ""
+    return {f"the source of {name} (SHA-256)": digest[:16]} if digest else {}
+
+
+# Flags that tell one process from another; the data, whose content is compared, and a file, whose settings are.
+OWN_FLAGS = {"process_id", "coordinator", "distributed", "num_processes", "data", "config"}
 
 
 def flags_of(config: RunConfig) -> list[str]:
     """The command-line flags that give this configuration to any program with `CommonFlags`."""
-    model, parallel, precision = config.model, config.parallel, config.precision
-    shape = dataclasses.asdict(model)
-    preset = max(PRESETS, key=lambda name: sum(value == getattr(PRESETS[name], key) for key, value in shape.items()))
-    values = {
-        "mesh": "" if parallel.mesh.num_devices == 1 else str(parallel.mesh),
-        "preset": preset,
-        **{key: value for key, value in shape.items() if value != getattr(PRESETS[preset], key)},
-        "batch_size": config.batch_size,
-        "steps": config.steps,
-        "seed": config.seed,
-        "dtype": precision.dtype,
-        "reduce_dtype": precision.reduce_dtype,
-        **{field.name: getattr(parallel, field.name) for field in dataclasses.fields(parallel) if field.name != "mesh"},
-        **{name: getattr(config.optimizer, name) for name in ("lr", "min_lr_ratio", "warmup_steps", "weight_decay")},
-        "optimizer": config.optimizer.name,
-        "clip_norm": config.optimizer.clip_norm,
-    }
-    if "width" in values:
-        values.setdefault("ffn_width", model.ffn_width)
+    model, sizes = name_of(config.model)
+    values = {"model": model, **sizes, **values_of(config)}
     words = []
     for name, value in values.items():
         if value != getattr(CommonFlags, name):
             words += [flag_word(name, value)] + ([] if isinstance(value, bool) else [str(value)])
     return words
-
-
-def _either(given, default):
-    return default if given is None else given
 
 
 def set_precision(config: RunConfig) -> None:
@@ -325,12 +207,41 @@ def flag_word(name: str, value) -> str:
     return ("--no-" if value is False else "--") + name.replace("_", "-")
 
 
+QUOTES = "'\""
+_VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,;:()]*[^\s,;:().]"""
+
+
+def in_flags(text: str, flags_type: type) -> str:
+    """A message of the library, which speaks of parameters, in a program's flags: zero=3 becomes --zero 3."""
+    if not dataclasses.is_dataclass(flags_type):
+        return text
+    names = "|".join(field.name for field in dataclasses.fields(flags_type))
+    text = re.sub(rf"(?<![\w.=/-])({names})=({_VALUE})", lambda match: _as_flag(*match.groups()), text)
+    return re.sub(rf"(?<![\w.=/-])({names})(?= in \[)", lambda match: flag_word(match[1], None), text)
+
+
+def _as_flag(name: str, value: str) -> str:
+    if value in ("True", "False"):
+        return flag_word(name, value == "True")
+    return f"{flag_word(name, None)} {shlex.quote(printable(ast.literal_eval(value))) if value[0] in QUOTES else value}"
+
+
 def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
     """Refuse a common flag that was set and that this program would not use."""
     for field in dataclasses.fields(flags):
         default = getattr(type(flags), field.name)
         if field.name not in used and getattr(flags, field.name) != default:
             raise ConfigError(flag_word(field.name, getattr(flags, field.name)), why, "Leave it out")
+
+
+def require_formulas(program: str, model: Model) -> None:
+    """Refuse a model that the closed forms of time, memory and traffic do not describe: they are of GPT-2."""
+    if class_name(model) is not None:
+        raise ConfigError(
+            f"--model {class_name(model)}",
+            f"{program} needs its floating-point operations and memory in closed form, which are known of GPT-2 alone",
+            f"Use a preset; `{command_text('verify')}` and `{command_text('train')}` take any model",
+        )
 
 
 class SafeConsole(Console):
@@ -361,26 +272,27 @@ def run_program(
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal whose encoding lacks a character shows its number
             stream.reconfigure(errors="backslashreplace")
+    flags = None
     try:
         flags = _parse(flags_type, prog, args)
         code = main(flags, SafeConsole(highlight=False, width=None if sys.stdout.isatty() else 160))
         sys.stdout.flush()
     except ConfigError as error:
-        code = EXIT_BAD_INPUT
+        code, said = EXIT_BAD_INPUT, in_flags(str(error), flags_type)
         if not isinstance(error, processes.Disagreement) or processes.is_first():
-            _say(f"[bold red]error:[/] {escape(str(error))}")
+            _say(f"[bold red]error:[/] {escape(said)}")
         if isinstance(error, processes.Disagreement):  # which all processes know
             processes.end_together("disagreement", 10)
             processes.leave(code)
         if processes.count() > 1:
-            processes.fail(code, code, str(error))
+            processes.fail(code, code, said)
     except KeyboardInterrupt:
         code = EXIT_SIGNAL + signal.SIGINT
     except BrokenPipeError:  # whoever read the output has had enough
         code = EXIT_SIGNAL + signal.SIGPIPE
         _abandon_output()
     except Exception as error:
-        code, text = _unexpected(error, prog)
+        code, text = _unexpected(error, prog, getattr(flags, "model", None))
         _say(text)
         if processes.count() > 1:
             processes.fail(code, EXIT_PEER, f"{type(error).__name__}: {reason_of(error)}")
@@ -391,23 +303,41 @@ def _parse(flags_type: type[Flags], prog: str, args: list[str] | None) -> Flags:
     words = sys.argv[1:] if args is None else args
     if asks_for_groups(flags_type, words):
         print_help(flags_type, prog)
+    flags = _parse_words(flags_type, prog, words)
+    if not getattr(flags, "config", None):
+        return flags
+    try:
+        default = flags_type(**read_flags(flags_type, prog, flags.config))
+    except ConfigError:
+        _join_to_end(flags_type)
+        raise
+    return _parse_words(flags_type, prog, words, default)
+
+
+def _parse_words(flags_type: type[Flags], prog: str, words: list[str], default: Flags | None = None) -> Flags:
+    parse = partial(tyro.cli, flags_type, prog=command_text(prog), **({} if default is None else {"default": default}))
     try:
         with redirect_stderr(io.StringIO()):
-            return tyro.cli(flags_type, prog=command_text(prog), args=words)
+            return parse(args=words)
     except SystemExit as stop:
         if stop.code:
             with suppress(SystemExit):  # say so again, in words that a terminal cannot obey
-                tyro.cli(flags_type, prog=command_text(prog), args=[printable(word) for word in words])
-        if stop.code and issubclass(flags_type, ProcessFlags) and processes.asked_to_join():
-            with suppress(ConfigError):
-                processes.join(None, None, None)
-            if processes.count() > 1:  # the others wait for this one
+                parse(args=[printable(word) for word in words])
+            _join_to_end(flags_type)
+            if processes.count() > 1:
                 processes.fail(EXIT_BAD_INPUT, EXIT_BAD_INPUT, "its flags were refused")
         raise
 
 
-def _unexpected(error: Exception, prog: str) -> tuple[int, str]:
-    """Exit code and one line for an exception that no program expected."""
+def _join_to_end(flags_type: type) -> None:
+    """Join the other processes, who wait for this one, so that they can be told that it ends."""
+    if issubclass(flags_type, ProcessFlags) and processes.asked_to_join():
+        with suppress(ConfigError):
+            processes.join(None, None, None)
+
+
+def _unexpected(error: Exception, prog: str, model: str | None) -> tuple[int, str]:
+    """Exit code and one line for an exception that no program expected; a user's own `model` may have caused it."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         _abandon_output()
         return EXIT_SAVE, f"[bold red]error:[/] the output cannot be written: {escape(str(error))}"
@@ -421,6 +351,9 @@ def _unexpected(error: Exception, prog: str) -> tuple[int, str]:
             ).decode()
         )
         file.write("".join(traceback.format_exception(error)))
+    if model and (where := fault_in(model, error)):
+        text = f"--model {model}: {where} raised {type(error).__name__}: {reason_of(error)}"
+        return EXIT_BAD_INPUT, f"[bold red]error:[/] {escape(text)}. The traceback is in {file.name}."
     return EXIT_DEFECT, (
         f"[bold red]defect:[/] {type(error).__name__}: {escape(reason_of(error))}. This is a fault of jaxdist, not of "
         f"what was asked. Please report it with {file.name}, which holds the command and the traceback."

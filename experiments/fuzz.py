@@ -30,6 +30,7 @@ from rich.console import Console
 
 from jaxdist.commands import command_text
 from jaxdist.errors import printable, require_positive
+from jaxdist.models.gpt2 import PRESETS
 
 from .cli import EXIT_DEFECT, chosen, run_program
 
@@ -78,6 +79,7 @@ FILES = (
     "binary.bin",
     "deep.json",
     "deep.toml",
+    "good.toml",
     "cut.json",
     "bad.npy",
     "link",
@@ -205,9 +207,13 @@ def make_words(target: Target, chance: random.Random, folder: Path) -> list[str]
         if hints[name] is bool:
             words.append(chance.choice((flag, flag.replace("--", "--no-", 1))))
         else:
-            words += [f"{flag}={odd_value(hints[name], chance, folder)}"]
+            known = KNOWN.get(name) if chance.random() < 0.8 else None
+            words += [f"{flag}={chance.choice(known) if known else odd_value(hints[name], chance, folder)}"]
     return words
 
+
+# Values of text that lead further into a program than odd ones do.
+KNOWN = {"model": (*PRESETS, "json:JSONDecoder", "no_such_module:X", "..:X", "jaxdist.models.gpt2:GPT2")}
 
 # Work that is asked for by name and takes minutes.
 SLOW = {"compile", "prove", "trace", "all", "pipelines", "distributed", "coordinator", "num_processes", "process_id"}
@@ -238,6 +244,7 @@ def make_files(folder: Path) -> None:
         "latin.txt": b"caf\xe9 " * 1000,
         "binary.bin": bytes(range(256)) * 64,
         "deep.json": b"[" * 100_000,
+        "good.toml": b"[parallel]\nzero = 1\n[run]\nsteps = 3\n",
         "deep.toml": b"a = " + b"[" * 50_000,
         "cut.json": b'{"model": {',
         "bad.npy": b"\x93NUMPY\x01\x00\xff\xff",
@@ -286,7 +293,7 @@ def _until_reached(begin: Callable, words: list[str]) -> Callable:
 
     def run(flags, console) -> int:
         given = {word[2:].partition("=")[0].removeprefix("no-").replace("-", "_") for word in words if word[:2] == "--"}
-        given &= {field.name for field in dataclasses.fields(flags)}
+        given &= {field.name for field in dataclasses.fields(flags)} - {"config"}  # which is read while parsing
         given = {name for name in given if getattr(flags, name) != getattr(type(flags), name, None)}
         read: set[str] = set()
         try:

@@ -77,11 +77,11 @@ def plan_sections(flags: GpuFlags, num_gpus: int = 1) -> list[Section]:
         raise ConfigError(f"time_limit_minutes={limit}", "it must be a positive finite number", "Use the default")
 
     def step(preset: str, batch_size: int = 16) -> str:
-        return f"--device gpu --dtype bfloat16 --preset {preset} --batch-size {batch_size}"
+        return f"--device gpu --dtype bfloat16 --model {preset} --batch-size {batch_size}"
 
     mesh = f"--device gpu --mesh dp={num_gpus}" if num_gpus > 1 else "--device cpu --mesh dp=4"
     sections = [
-        Section("parity", "parity --device gpu --preset gpt2-124m --num-layers 2 --batch-size 2"),
+        Section("parity", "parity --device gpu --model gpt2-124m --num-layers 2 --batch-size 2"),
         Section("executor", "executor --device gpu --num-layers 8 --width 1024", most=90),
         Section("step gpt2-124m", f"step {step('gpt2-124m')}", 30, 180),
         Section("peers gpt2-124m", f"peers --only 'one device' {step('gpt2-124m')}", 60, 200),

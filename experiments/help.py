@@ -61,7 +61,7 @@ def _titles(flags_type: type, own: str) -> Iterator[tuple[str, str]]:
 
 def _described_fields(flags_type: type) -> dict[str, tuple]:
     """Every field as `make_dataclass` takes it, with the text under it in the source as its help."""
-    texts, hints = _texts(flags_type), typing.get_type_hints(flags_type, include_extras=True)
+    texts, hints = texts_of(flags_type), typing.get_type_hints(flags_type, include_extras=True)
     found = {}
     for field in dataclasses.fields(flags_type):
         hint = hints[field.name]
@@ -71,10 +71,16 @@ def _described_fields(flags_type: type) -> dict[str, tuple]:
     return found
 
 
-def _texts(flags_type: type) -> dict[str, str]:
-    """The string under each field, line breaks inside a paragraph removed; a subclass's own before its base's."""
+def texts_of(flags_type: type) -> dict[str, str]:
+    """The string under each field, line breaks inside a paragraph removed; a subclass's own before its base's.
+
+    A class that no source describes (`experiments.settings`) has them as TEXTS.
+    """
     texts = {}
     for cls in reversed(flags_type.__mro__[:-1]):
+        if "TEXTS" in cls.__dict__:
+            texts |= cls.TEXTS
+            continue
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
         for field, text in pairwise(body):
             match field, text:

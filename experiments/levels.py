@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.registry import SIZES
 from jaxdist.plan.compile import CUDA_CARDS, without_devices
 from jaxdist.plan.executed import Miscounted, executed_step, miscounted
 from jaxdist.plan.levels import Levels, levels
@@ -98,7 +99,7 @@ class LevelsFlags(CommonFlags):
     """File for every row."""
 
 
-USED = {"num_layers", "width", "num_heads", "ffn_width", "seq_len", "vocab_size", "batch_size", "dtype", "reduce_dtype"}
+USED = {*SIZES, "batch_size", "dtype", "reduce_dtype"} - {"dropout"}
 
 
 def main(flags: LevelsFlags, console: Console) -> int:

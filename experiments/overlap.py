@@ -12,10 +12,9 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdist.config import Dtype, RunConfig
-from jaxdist.models.registry import Preset
 from jaxdist.plan.compile import CompiledStep, compile_step, without_devices
 
-from .cli import CommonFlags, run_program, set_precision
+from .cli import CommonFlags, ModelName, run_program, set_precision
 from .tables import Rows
 
 
@@ -24,7 +23,7 @@ class OverlapFlags(CommonFlags):
     """Compile a layout with and without overlap; count the matrix products between a collective's start and done."""
 
     mesh: str = "dp=8"
-    preset: Preset = "gpt2-124m"
+    model: ModelName = "gpt2-124m"
     dtype: Dtype = "bfloat16"
     batch_size: int = 64
     zeros: tuple[int, ...] = field(default=(0, 1, 2, 3))
@@ -52,9 +51,7 @@ def main(flags: OverlapFlags, console: Console) -> None:
             with console.status(f"compiling ZeRO-{zero} ({done} of {2 * len(flags.zeros)})"):
                 table.add_row(*row(config, compile_step(config, flags.compile, dump=dump)))
     table.print(console, left=("overlap", loops), under=(loops,))
-    console.print(
-        f"{flags.preset}, {base.parallel.mesh}, {flags.dtype}; compiled for {flags.compile}, nothing was run."
-    )
+    console.print(f"{flags.model}, {base.parallel.mesh}, {flags.dtype}; compiled for {flags.compile}, nothing was run.")
 
 
 def row(config: RunConfig, compiled: CompiledStep) -> list[str]:

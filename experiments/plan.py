@@ -27,7 +27,6 @@ from jaxdist.config import Dtype, RunConfig
 from jaxdist.errors import MOST, ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.mesh import parse_mesh
-from jaxdist.models.registry import Preset
 from jaxdist.plan import explain
 from jaxdist.plan.budget import short_money
 from jaxdist.plan.communication import predicted
@@ -56,13 +55,17 @@ from jaxdist.plan.trace import total_sent
 
 from .cli import (
     CommonFlags,
+    ModelName,
     flag_word,
+    in_flags,
     make_folder,
     refuse_ignored,
+    require_formulas,
     require_writable,
     run_program,
     write_output,
 )
+from .config_file import FileFlags
 from .plan_command import UNKNOWN_RATE, Command, make_command, rate_note
 from .plan_page import page
 from .progress import Progress
@@ -75,11 +78,10 @@ DEFAULT_BATCH_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
-class PlanFlags(CommonFlags):
+class PlanFlags(CommonFlags, FileFlags):
     """Rank every layout of a cluster for a model; with --mesh, report that layout alone. Nothing is run."""
 
-    preset: Annotated[Preset, tyro.conf.arg(aliases=["--model"])] = "7b"
-    """Model shape, --model for short; the sizes below override it."""
+    model: ModelName = "7b"
     hardware: str = "h100"
     """Accelerator of the hardware table: h100, h200, a100-80, v5p, ..."""
     nodes: int | None = None
@@ -261,6 +263,7 @@ def ask(flags: PlanFlags) -> Question:
     if not flags.mesh:
         why = "a layout is searched for, and this names a part of one (--mesh names a whole one)"
         refuse_ignored(flags, everything - LAYOUT_FLAGS | {"device"}, why)
+    require_formulas("plan", flags.model_config())
     check_numbers(flags)
     refuse_idle(flags)
     hardware = find_hardware(flags.hardware, flags.hardware_file)
@@ -341,12 +344,6 @@ def ask(flags: PlanFlags) -> Question:
 
 
 BOUNDS = {
-    "num_layers": 10**4,
-    "width": 10**7,
-    "num_heads": 10**6,
-    "ffn_width": 10**8,
-    "seq_len": 10**8,
-    "vocab_size": 2**31 - 1,
     "batch_size": 2**24,
     "accumulate": 2**24,
     "microbatches": 2**16,
@@ -771,7 +768,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     for sentence in plan.sentences[0 if plan.fits else 1 :]:
         print_bullet(console, sentence)
     for warning in (*config.warnings(), *question.notes):
-        print_bullet(console, warning, "yellow")
+        print_bullet(console, in_flags(warning, PlanFlags), "yellow")
     console.print("\n" + " ".join(assumptions(question)), style="dim")
 
 

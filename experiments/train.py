@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -30,6 +30,7 @@ from jaxdist.config import RunConfig
 from jaxdist.data import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.drill import Drill, parse_drill
 from jaxdist.errors import ConfigError, is_utf8, printable, reason_of, require_positive
+from jaxdist.files import write_whole
 from jaxdist.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
@@ -44,6 +45,7 @@ from jaxdist.signals import Signals
 from jaxdist.train.program import Program, State, build_program, compiled_bytes
 from jaxdist.watch import Agreement, Watchdog
 
+from . import config_file
 from .cli import (
     EXIT_BUDGET,
     EXIT_PEER,
@@ -53,9 +55,11 @@ from .cli import (
     CommonFlags,
     ProcessFlags,
     flag_word,
+    in_flags,
     run_program,
     set_precision,
 )
+from .config_file import FileFlags
 from .progress import Progress as SlowWork
 from .tables import Rows
 
@@ -64,7 +68,7 @@ MAX_SKIPS_IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
-class TrainFlags(CommonFlags, ProcessFlags):
+class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     """Train a GPT on real text, on one device or any mesh."""
 
     GROUPS: ClassVar[dict[str, str]] = {
@@ -75,6 +79,9 @@ class TrainFlags(CommonFlags, ProcessFlags):
         "eval_every": "evaluation",
         "budget": "budget",
     }
+    NOT_KEPT: ClassVar[frozenset[str]] = frozenset(
+        {"config", "out", "fresh", "overwrite", "fall_back", "drill", *(field.name for field in fields(ProcessFlags))}
+    )
 
     data: str | None = None
     """Text file or folder, .npy / .bin tokens, what `prepare` made, or a mixture as in a.bin=0.7,b.npy=0.3.
@@ -83,8 +90,8 @@ class TrainFlags(CommonFlags, ProcessFlags):
     prefetch: int = 2
     """Batches that are read and sent to the devices ahead, while a step computes."""
     out: str | None = None
-    """Folder of the run: config.json, metrics.jsonl, checkpoints/ and, at the end, summary.json (stopped.json where it
-    was stopped before). The same command continues the run from its newest checkpoint."""
+    """Folder of the run: run.toml (for --config), config.json, metrics.jsonl, checkpoints/ and at the end summary.json
+    (stopped.json where it was stopped before). The same command continues the run from its newest checkpoint."""
     checkpoint_every: int | None = None
     """Steps between checkpoints. One is made at the end and where the run is stopped in any case."""
     keep_last: int | None = 3
@@ -287,6 +294,8 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
         about = {"data": corpus.about, "devices": devices.description, "compiler_options": options}
         first = out if processes.is_first() else None
         files = stack.enter_context(RunFiles(first, config, about, own.step if own else 0, warn))
+        if first is not None:
+            write_settings(first, flags, config)
 
         # ---- say what will run ----
         entropy = corpus.unigram_entropy()
@@ -425,6 +434,14 @@ def is_done(flags: TrainFlags, config: RunConfig, out: Path, console: Console, w
     if done:
         console.print(f"the run in {out} is complete: nothing is left to do", markup=False)
     return done
+
+
+def write_settings(out: Path, flags: TrainFlags, config: RunConfig) -> None:
+    """Leave every setting of the run where --config reads it."""
+    try:
+        write_whole(out / config_file.NAME, config_file.settings_text("train", flags, config).encode())
+    except OSError as error:
+        raise ConfigError(f"--out {out}", f"it cannot be written ({error.strerror})", "Name another folder") from error
 
 
 def stacks_file(out: Path | None) -> str | None:
@@ -685,9 +702,7 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
     facts.add_row("[bold]devices[/]", devices.description)
     facts.add_row(
         "[bold]model[/]",
-        f"{num_parameters:,} parameters: {model.num_layers} layers, width {model.width}, {model.num_heads} heads, "
-        f"FFN {model.ffn_width}, context {model.seq_len}, vocabulary {model.vocab_size} "
-        f"(padded to {model.padded_vocab_size})",
+        f"{num_parameters:,} parameters: {escape(model.describe())}",
     )
     facts.add_row(
         "[bold]strategy[/]",
@@ -720,7 +735,7 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
         table.add_row(leaf.name, computed, layout_text(leaf.storage_shape, leaf.storage_spec))
     table.print(console, left=("computed with", "stored as"))
     for note in config.warnings():
-        console.print(f"[yellow]note:[/] {escape(note)}")
+        console.print(f"[yellow]note:[/] {escape(in_flags(note, TrainFlags))}")
 
 
 def layout_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:

@@ -8,6 +8,7 @@ python -m experiments.verify --oracle plain
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 from rich.console import Console
@@ -15,7 +16,6 @@ from rich.console import Console
 from jaxdist import processes
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError, require_positive
-from jaxdist.models.registry import Preset
 from jaxdist.parity import (
     PROOF_EPS,
     PROOF_LR,
@@ -29,7 +29,8 @@ from jaxdist.parity import (
 )
 from jaxdist.runtime import Devices, acquire_devices
 
-from .cli import CommonFlags, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
+from .cli import CommonFlags, ModelName, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
+from .config_file import FileFlags
 from .oracles import OracleName, ask, require_known, starting_parameters
 from .progress import Progress
 from .strategies import PIPELINES, STRATEGIES
@@ -37,15 +38,17 @@ from .tables import print_columns
 
 
 @dataclass(frozen=True)
-class VerifyFlags(CommonFlags, ProcessFlags):
+class VerifyFlags(CommonFlags, FileFlags, ProcessFlags):
     """Run the same batches on the mesh and on one device; compare losses, gradients, parameters and moments."""
 
-    preset: Preset = "proof"
-    """Model shape: a small one by default, since every size goes through the same code."""
+    NOT_SHARED: ClassVar[frozenset[str]] = frozenset({"steps", "warmup_steps", "lr", "eps"})
+
+    model: ModelName = "proof"
     batch_size: int = 48
     steps: int = 3
     warmup_steps: int = 0
     lr: float = PROOF_LR
+    eps: float = PROOF_EPS
     all: bool = False
     """Run the whole table of named strategies instead of the one the flags describe."""
     pipelines: bool = False
@@ -54,6 +57,9 @@ class VerifyFlags(CommonFlags, ProcessFlags):
     """Compare with an independent GPT-2 in float64 instead of one device: plain jnp, or transformers' (AdamW alone)."""
     only: str = ""
     """With --all or --pipelines: the strategies whose name contains this text."""
+    config: str | None = None
+    """TOML or JSON file of settings, which flags override. Of steps, lr, warmup_steps and eps, which are a proof's own,
+    only those in its section [verify] count."""
     json: str | None = None
     """Also write what was found to this file."""
 
@@ -77,7 +83,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
     flags.join(console)
     strategies = (*(STRATEGIES if flags.all else ()), *(PIPELINES if flags.pipelines else ()))
     if strategies:
-        used = {"all", "pipelines", "oracle", "only", "steps", "seed", "device", "json"} | (
+        used = {"all", "pipelines", "oracle", "only", "steps", "seed", "device", "json", "config"} | (
             {"dtype"} if flags.pipelines else set()
         )
         used |= {field.name for field in dataclasses.fields(ProcessFlags)}
@@ -94,7 +100,6 @@ def main(flags: VerifyFlags, console: Console) -> int:
         if flags.only:
             raise ConfigError("--only without --all or --pipelines", "one layout runs", "Add --all, or leave it out")
         config = flags.run_config()
-        config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, eps=PROOF_EPS))
         chosen = [(str(config.parallel.mesh), config)]
     count = max(config.parallel.mesh.num_devices for _, config in chosen)
     devices = acquire_devices(count, flags.device)

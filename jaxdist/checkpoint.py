@@ -392,5 +392,5 @@ def _sealed(content: dict) -> dict:
     return rest | {"hash": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
-def _bad(path: Path, reason: str, remedy: str = "Use another checkpoint, or --fall-back for the newest good one"):
+def _bad(path: Path, reason: str, remedy: str = "Use another checkpoint, or fall_back=True for the newest good one"):
     return BadCheckpoint(f"checkpoint {path}", reason, remedy)

@@ -13,6 +13,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from jaxdist.errors import MOST, ConfigError, divisors, require_positive, require_within
 from jaxdist.mesh import AVAILABLE_AXES, DATA_AXES, MeshShape
 from jaxdist.models.base import Model
+from jaxdist.models.registry import class_name
 from jaxdist.parallel import schedules
 from jaxdist.parallel.schedules import Schedule
 
@@ -41,40 +42,41 @@ REMAT = {"none": 0, "selective": 0, "block": 1}  # name -> blocks recomputed tog
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How one training step is split over a mesh.
-
-    zero: 0 replicates the optimiser state over dp, 1 shards it, 2 shards gradients too, 3 parameters too.
-    sp: split activations outside the tensor-parallel regions along the sequence, over tp.
-    tp_ring: with sp, blocks gather and scatter over tp in a ring whose chunks travel while others are multiplied.
-    grad_sync: which gradients (and ZeRO-2/3 weights) share one collective; `bucketed` fills `bucket_mb` MiB.
-    accumulate: micro-batches per update on each data rank.
-    remat: "none", "selective" (the attention core), "block", or "every-K" blocks.
-    loss_chunks: parts of a micro-batch whose logits are made, and turned into gradients, one after the other.
-    reshard_after_forward: ZeRO-3 drops gathered weights after forward and gathers again in backward.
-    overlap: reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes; in a
-        pipeline instead, let messages between stages travel during a tick, while the stages compute.
-    schedule, microbatches, chunks: of the pipeline (pp > 1). A name, or the path of a table written by hand; the
-        micro-batches of one pass (default twice the stages), of which an update makes `accumulate`; chunks of layers a
-        stage holds (default: what the schedule needs).
-    stages: layers of each part of the pipelined model: "even", "balanced" (by FLOPs, the head counted), or "3,5,5,3".
-    """
+    """How one training step is split over a mesh. The texts of its fields are also those of the flags."""
 
     mesh: MeshShape = MeshShape()
+    """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
     zero: int = 0
+    """ZeRO stage: 1 shards optimiser state over dp, 2 gradients too, 3 parameters too."""
     sp: bool = False
+    """Sequence parallelism: split activations between tensor-parallel regions over tp."""
     tp_ring: TpRing = "none"
+    """With sp: gather and scatter over tp in a ring whose chunks travel while others are multiplied."""
     grad_sync: GradSync = "bucketed"
+    """Which gradients (with ZeRO-3 also weights) share one collective."""
     bucket_mb: float = 25.0
+    """MiB of gradients in one collective, where they are bucketed."""
     accumulate: int = 1
+    """Micro-batches per update on each data rank; in a pipeline, passes per update."""
     remat: str = "none"
+    """What backward recomputes: none, selective (the attention core), block, or every-K blocks."""
     loss_chunks: int = 1
+    """Logits exist for one of so many parts of a micro-batch at a time."""
     reshard_after_forward: bool = True
+    """ZeRO-3: drop gathered weights after forward and gather them again in backward."""
     overlap: bool = False
+    """Reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes; in a
+    pipeline instead, send between stages while they compute."""
     attention: AttentionName = "auto"
+    """auto: cuDNN's, which never holds the scores, on GPUs where it can run and compiles; written out elsewhere."""
     schedule: str = "1f1b"
+    """Of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
     microbatches: int | None = None
+    """In one pass of the pipeline, on each data rank. Default: twice the stages."""
     chunks: int | None = None
+    """Of layers on each stage. Default: what the schedule needs."""
     stages: str = "even"
+    """Layers of each part of the pipeline: even, balanced (by FLOPs, the head counted), or as in 3,5,5,3."""
 
     @property
     def num_microbatches(self) -> int:
@@ -115,7 +117,7 @@ class ParallelConfig:
     def __post_init__(self):
         require_choices(self)
         if self.zero not in (0, 1, 2, 3):
-            raise ConfigError(f"zero={self.zero}", "ZeRO has stages 0 (off) to 3", "Use --zero 0, 1, 2 or 3")
+            raise ConfigError(f"zero={self.zero}", "ZeRO has stages 0 (off) to 3", "Use zero=0, 1, 2 or 3")
         require_within("bucket_mb", self.bucket_mb, 1e-6, 2**20, "Use 25")
         require_positive("accumulate", self.accumulate)
         require_positive("loss_chunks", self.loss_chunks)
@@ -158,17 +160,17 @@ class ParallelConfig:
             raise ConfigError(
                 asked,
                 "a ring gathers and scatters the sequence, which sequence parallelism splits over tp",
-                "Add --sp, or use --tp-ring none",
+                "Add sp=True, or use tp_ring='none'",
             )
         if self.ring and self.mesh.tp == 1:
             raise ConfigError(
-                f"{asked} with tp=1", "a ring needs neighbours", "Use --mesh tp=2 or more, or --tp-ring none"
+                f"{asked} with tp=1", "a ring needs neighbours", "Use a mesh with tp=2 or more, or tp_ring='none'"
             )
         if self.ring and self.mesh.pp > 1:
             raise ConfigError(
                 f"{asked} with pp={self.mesh.pp}",
                 "pipeline stages run different layers at a tick, and their permutes would be taken for one another",
-                "Use --mesh pp=1, or --tp-ring none",
+                "Use a mesh with pp=1, or tp_ring='none'",
             )
 
     def _check_overlap(self):
@@ -176,18 +178,18 @@ class ParallelConfig:
             (
                 f"remat={self.remat}",
                 "overlap works layer by layer, and this recomputes several together",
-                "Use --remat block",
+                "Use remat='block'",
                 self.remat_every > 1,
             ),
             (
-                "--no-reshard-after-forward",
+                "reshard_after_forward=False",
                 "weights that stay whole are not gathered ahead in backward",
                 "Use one of the two",
                 self.zero == 3 and not self.reshard_after_forward,
             ),
         ):
             if self.overlap_layers and applies:
-                raise ConfigError(f"--overlap with {asked}", why, instead)
+                raise ConfigError(f"overlap=True with {asked}", why, instead)
 
 
 _make_schedule = cache(schedules.make_schedule)
@@ -202,7 +204,7 @@ def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
         return _make_schedule(name, num_stages, num_microbatches, num_chunks, hop)
     if not Path(name).is_file():
         raise ConfigError(
-            f"schedule {name!r}",
+            f"schedule={name!r}",
             "it is neither the name of a schedule nor a file with a table",
             f"Use {', '.join(schedules.NAMES)}",
         )
@@ -214,7 +216,7 @@ def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
         raise ConfigError(
             f"the schedule in {name} is for {sizes.format(*found)}",
             f"the run has {sizes.format(*wanted)}",
-            f"Use --mesh pp={found[0]},... --microbatches {found[1]} --chunks {found[2]}, or write another table",
+            f"Use a mesh with pp={found[0]}, microbatches={found[1]} and chunks={found[2]}, or write another table",
         )
     schedule = dataclasses.replace(schedule, hop=hop)
     schedules.validate(schedule)
@@ -226,19 +228,31 @@ def _is_positive(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0
 
 
+UNUSED_BETAS = {"sgd": ("beta2",), "adafactor": ("beta1", "beta2")}
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Update rule and its schedule: linear warm-up to `lr`, then a cosine down to `lr * min_lr_ratio` at `steps`."""
 
     name: OptimizerName = "adamw"
+    """Update rule."""
     lr: float = 3e-3
+    """Learning rate at the end of the warm-up, the highest."""
     min_lr_ratio: float = 0.1
+    """Learning rate after the last step, as a share of the highest."""
     warmup_steps: int = 20
+    """Steps in which the learning rate rises linearly."""
     weight_decay: float = 0.1
+    """Decoupled, and of matrices and embeddings alone."""
     beta1: float = 0.9
+    """Decay of the first moment; the momentum of SGD."""
     beta2: float = 0.95
+    """Decay of the second moment."""
     eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
     clip_norm: float = 1.0
+    """Largest norm of the whole gradient; a larger one is scaled down to it."""
 
     def __post_init__(self):
         require_choices(self)
@@ -253,6 +267,13 @@ class OptimizerConfig:
             ("weight_decay", 0, 1e6),
         ):
             require_within(name, getattr(self, name), least, most, "Use the default")
+        for name in UNUSED_BETAS.get(self.name, ()):
+            if getattr(self, name) != getattr(OptimizerConfig, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}",
+                    f"{self.name} has no such moment: it would change nothing",
+                    "Leave it out",
+                )
         if not 0 <= self.warmup_steps <= MOST:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps}", f"it is a number of steps, 0 to {MOST:,}", "Use 0 for no warm-up"
@@ -261,14 +282,18 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes: parameters and activations in `dtype`, masters and moments in at least fp32, reductions in
-    `reduce_dtype` (default: that of the masters). fp16 scales the loss dynamically."""
+    """Dtypes. Masters and moments are in at least float32. float16 scales the loss dynamically."""
 
     dtype: Dtype = "float32"
+    """Of parameters and activations; masters and moments stay in at least float32."""
     reduce_dtype: Dtype | None = None
+    """In which gradients are summed. Default: float32 (float64 where dtype is)."""
     loss_scale: float = 2.0**12
+    """The loss's factor at the start of a float16 run."""
     loss_scale_window: int = 1000
+    """Finite steps after which the factor doubles."""
     loss_scale_hysteresis: int = 2
+    """Overflows after which it halves."""
 
     @property
     def master_dtype(self) -> str:
@@ -284,8 +309,15 @@ class PrecisionConfig:
             raise ConfigError(
                 f"reduce_dtype=float64 with dtype={self.dtype}",
                 "64 bits are switched on for the whole program or not at all",
-                "Use --dtype float64, or reduce in float32",
+                "Use dtype='float64', or reduce in float32",
             )
+        for name in ("loss_scale", "loss_scale_window", "loss_scale_hysteresis"):
+            if self.dtype != "float16" and getattr(self, name) != getattr(PrecisionConfig, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}",
+                    f"only float16 scales the loss, and dtype={self.dtype}: it would change nothing",
+                    "Leave it out",
+                )
         if not (math.isfinite(self.loss_scale) and self.loss_scale >= 1):
             raise ConfigError(f"loss_scale={self.loss_scale}", "it must be a finite number, at least 1", "Use 4096")
         require_positive("loss_scale_window", self.loss_scale_window)
@@ -294,15 +326,18 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run. `batch_size` counts sequences per update, over the whole mesh."""
+    """One training run."""
 
     model: Model
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     batch_size: int = 16
+    """Sequences per update, over the whole mesh."""
     steps: int = 300
+    """Updates."""
     seed: int = 0
+    """Of initial values, the order of data, and dropout."""
 
     def __post_init__(self):
         require_positive("steps", self.steps)
@@ -314,7 +349,7 @@ class RunConfig:
                 f"Use a batch size of {max(1, MOST_TOKENS // self.model.seq_len):,} or less",
             )
         if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed}", "it must be a whole number from 0 to 2**32 - 1", "Use --seed 0")
+            raise ConfigError(f"seed={self.seed}", "it must be a whole number from 0 to 2**32 - 1", "Use seed=0")
         self.model.check(self.parallel)
         self._check_sequence()
         self._check_batch()
@@ -322,7 +357,7 @@ class RunConfig:
             raise ConfigError(
                 f"loss_chunks={self.parallel.loss_chunks} with seq_len={self.model.seq_len}",
                 "the loss is of equal parts of a micro-batch's positions",
-                f"Use --loss-chunks in {divisors(self.model.seq_len)}",
+                f"Use loss_chunks in {divisors(self.model.seq_len)}",
             )
         self._check_optimizer()
         self._check_pipeline()
@@ -344,7 +379,13 @@ class RunConfig:
             raise ConfigError(
                 f"num_layers={model.num_layers} over {schedule.num_stages} stages x {schedule.num_chunks} chunks",
                 f"each of the {schedule.num_parts} parts of schedule {schedule.name} holds at least one layer",
-                f"Use --num-layers {schedule.num_parts} or more, or fewer stages or chunks",
+                f"Use num_layers={schedule.num_parts} or more, or fewer stages or chunks",
+            )
+        if stages == "balanced" and not hasattr(model, "head_in_layers"):
+            raise ConfigError(
+                "stages='balanced'",
+                f"{type(model).__name__} does not say how many layers its head is worth (head_in_layers)",
+                "Use stages='even', or the layers of each part",
             )
         if stages in ("even", "balanced"):
             head = model.head_in_layers if stages == "balanced" else 0.0
@@ -357,7 +398,7 @@ class RunConfig:
             return
         if len(parts) != schedule.num_parts or sum(parts) != self.model.num_layers:
             raise ConfigError(
-                f"stages={self.parallel.stages} with num_layers={self.model.num_layers}",
+                f"stages={self.parallel.stages!r} with num_layers={self.model.num_layers}",
                 f"schedule {schedule.name} has {schedule.num_parts} parts ({schedule.num_stages} stages x "
                 f"{schedule.num_chunks} chunks), which together hold every layer once; here {len(parts)} parts hold "
                 f"{sum(parts)}",
@@ -369,8 +410,8 @@ class RunConfig:
         if self.parallel.sp and length % mesh.tp:
             raise ConfigError(
                 f"seq_len={length} cannot be split over tp={mesh.tp}",
-                "with --sp each tp rank holds seq_len/tp positions",
-                f"Use a seq_len that is a multiple of {mesh.tp}, or leave --sp out",
+                "with sequence parallelism each tp rank holds seq_len/tp positions",
+                f"Use a seq_len that is a multiple of {mesh.tp}, or leave sp out",
             )
 
     def _check_batch(self):
@@ -392,29 +433,27 @@ class RunConfig:
         split = parallel.mesh.pp > 1 or parallel.mesh.tp > 1 or (parallel.zero and parallel.mesh.dp > 1)
         if self.optimizer.name == "adafactor" and split:
             raise ConfigError(
-                f"optimizer adafactor with pp={parallel.mesh.pp}, tp={parallel.mesh.tp}, zero={parallel.zero}",
+                f"optimizer=adafactor with pp={parallel.mesh.pp}, tp={parallel.mesh.tp}, zero={parallel.zero}",
                 "its factored moments and update clipping need whole parameters on every rank, and pp, tp and ZeRO "
                 "split them",
-                "Use --mesh dp=N --zero 0, or --optimizer adamw, lion or sgd",
+                "Use a mesh of dp alone with zero=0, or optimizer=adamw, lion or sgd",
             )
 
     def warnings(self) -> list[str]:
         """Legal but unwise combinations, one sentence each."""
         parallel, notes = self.parallel, []
         if parallel.zero and parallel.mesh.dp == 1:
-            notes.append(f"--zero {parallel.zero} shards over dp, and dp=1: nothing is sharded.")
+            notes.append(f"zero={parallel.zero} shards over dp, and dp=1: nothing is sharded.")
         if parallel.sp and parallel.mesh.tp == 1:
-            notes.append("--sp splits the sequence over tp, and tp=1: it changes nothing.")
+            notes.append("sp=True splits the sequence over tp, and tp=1: it changes nothing.")
         if not parallel.reshard_after_forward and parallel.remat_every:
-            notes.append(
-                f"--remat {parallel.remat} recomputes blocks, and so gathers their weights again all the same."
-            )
+            notes.append(f"remat={parallel.remat} recomputes blocks, and so gathers their weights again all the same.")
         if not parallel.reshard_after_forward and parallel.zero == 3 and parallel.mesh.pp > 1:
             notes.append(
-                "--no-reshard-after-forward: a pipeline gathers the weights of blocks again in B all the same."
+                "reshard_after_forward=False: a pipeline gathers the weights of blocks again in B all the same."
             )
         if parallel.overlap_layers and parallel.mesh.replica * parallel.mesh.dp == 1:
-            notes.append("--overlap hides what data ranks send, and there is one: it hides nothing.")
+            notes.append("overlap=True hides what data ranks send, and there is one: it hides nothing.")
         if parallel.mesh.pp > 1 and parallel.num_microbatches < parallel.mesh.pp:
             notes.append(
                 f"{parallel.num_microbatches} micro-batches cannot fill {parallel.mesh.pp} stages: some idle all the "
@@ -427,6 +466,15 @@ class RunConfig:
         return notes
 
 
-def to_dict(config) -> dict:
-    """The config as plain nested dicts, ready for JSON."""
-    return dataclasses.asdict(config)
+def to_dict(config: RunConfig) -> dict:
+    """The config as nested dicts and lists, as JSON gives them back; a model that is not GPT-2 names its class."""
+    found = dataclasses.asdict(config)
+    if (name := class_name(config.model)) is not None:
+        found["model"] = {"class": name, **found["model"]}
+    return _without_tuples(found)
+
+
+def _without_tuples(value):
+    if isinstance(value, dict):
+        return {name: _without_tuples(each) for name, each in value.items()}
+    return [_without_tuples(each) for each in value] if isinstance(value, tuple | list) else value

@@ -66,7 +66,7 @@ class Corpus:
         if len(known) > 1:
             first, second, *_ = known.values()
             raise ConfigError(
-                f"--data that mixes {first.about} and {second.about}",
+                f"data that mixes {first.about} and {second.about}",
                 "their tokens come from different tokenizers, so that one number would mean two things",
                 f"Prepare them with one tokenizer: `{command_text('prepare')} --tokenizer FILE`",
             )
@@ -169,13 +169,13 @@ class Batches:
     seed: int
 
     def __post_init__(self):
-        for flag, value, least in (
-            ("--batch-size", self.batch_size, 1),
-            ("--seq-len", self.seq_len, 1),
-            ("--seed", self.seed, 0),
+        for name, value, least in (
+            ("batch_size", self.batch_size, 1),
+            ("seq_len", self.seq_len, 1),
+            ("seed", self.seed, 0),
         ):
             if value < least:
-                raise ConfigError(f"{flag} {value}", f"it must be at least {least}", f"Use {flag} {least} or more.")
+                raise ConfigError(f"{name}={value}", f"it must be at least {least}", f"Use {name}={least} or more.")
         facts = zip(self.corpus.sources, self.corpus.shares, self.num_windows, strict=True)
         for source, share, num_windows in facts:
             rows = math.ceil(self.batch_size * share)  # of one batch, at most
@@ -185,15 +185,15 @@ class Batches:
     def _refuse_short(self, source: Source, share: float, rows: int, num_windows: int):
         usable = max(len(source.train) - 1, 0)
         smaller = [
-            f"{flag} {most} or less"
-            for flag, most in (("--batch-size", int(num_windows / share)), ("--seq-len", usable // rows))
+            f"{name}={most} or less"
+            for name, most in (("batch_size", int(num_windows / share)), ("seq_len", usable // rows))
             if most >= 1
         ]
         where, size = "", "batch size"
         if len(self.corpus.sources) > 1:
             where, size = f" in {source.about}", f"its {rows} rows of a batch"
         raise ConfigError(
-            f"--batch-size {self.batch_size} --seq-len {self.seq_len}",
+            f"batch_size={self.batch_size} with seq_len={self.seq_len}",
             f"one batch needs {rows * self.seq_len + 1} tokens ({size} * sequence length + 1) and "
             f"there are {len(source.train)}{where}",
             f"Use {' or '.join([*smaller, 'more data'])}.",
@@ -311,7 +311,7 @@ def parse_sources(text: str) -> list[tuple[str, Fraction]]:
                 asked(text),
                 "each source of a mixture is PATH=WEIGHT, the weight a number from 1e-12 to 1e12, and "
                 f"{item!r:.200} is not",
-                "Write --data a.bin=0.7,b.npy=0.3 (a path with a comma or an equals sign in it cannot be mixed)",
+                "Write data='a.bin=0.7,b.npy=0.3' (a path with a comma or an equals sign in it cannot be mixed)",
             )
         if path in [path for path, _ in sources]:
             raise ConfigError(asked(text), f"{path!r} is named twice", "Give it the sum of both weights")
@@ -348,9 +348,9 @@ def _load_standard_library(root: Path, vocab_size: int) -> Source:
     documents = {name: (root / name).read_bytes() for name in names}
     if not any(documents.values()):
         raise ConfigError(
-            "no --data given",
+            "no data given",
             f"the default corpus is the source of Python's standard library, and there is none in {root}",
-            "Pass --data with a text file, a folder of text, a .npy or a .bin.",
+            "Name a text file, a folder of text, a .npy or a .bin.",
         )
     version = ".".join(platform.python_version_tuple()[:2])
     name = f"{platform.python_implementation()} {version} standard library"

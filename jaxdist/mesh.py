@@ -106,17 +106,17 @@ def parse_mesh(text: str) -> MeshShape:
     for part in text.split(",") if text.strip() not in ("", "1") else ():
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if not part.strip():
-            raise ConfigError(f"--mesh {text}", "a comma stands between two axes", "Write --mesh dp=2,tp=2")
+            raise ConfigError(f"mesh={text!r}", "a comma stands between two axes", "Write mesh='dp=2,tp=2'")
         if axis not in AVAILABLE_AXES:
             known = "not available yet" if axis in AXES else "not a mesh axis"
             raise ConfigError(
-                f"--mesh {text}", f"{axis!r} is {known}", f"Use {', '.join(AVAILABLE_AXES)}, as in --mesh dp=2,tp=2"
+                f"mesh={text!r}", f"{axis!r} is {known}", f"Use {', '.join(AVAILABLE_AXES)}, as in mesh='dp=2,tp=2'"
             )
         if axis in sizes:
-            raise ConfigError(f"--mesh {text}", f"axis {axis!r} is named twice", "Name each axis once")
+            raise ConfigError(f"mesh={text!r}", f"axis {axis!r} is named twice", "Name each axis once")
         if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size) > 0):
             raise ConfigError(
-                f"--mesh {text}", f"axis {axis!r} needs a whole number of ranks, at least 1", f"Write {axis}=2"
+                f"mesh={text!r}", f"axis {axis!r} needs a whole number of ranks, at least 1", f"Write {axis}=2"
             )
         sizes[axis] = int(size)
     return MeshShape(**sizes)

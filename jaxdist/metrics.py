@@ -126,12 +126,12 @@ def read_config(out: Path) -> dict:
         content = json.loads(read_regular(path, MOST_BYTES))
     except OSError as error:
         raise ConfigError(
-            f"--out {out}", f"{path} cannot be read ({error.strerror})", "Choose another folder"
+            f"out={str(out)!r}", f"{path} cannot be read ({error.strerror})", "Choose another folder"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--out {out}", f"{path} is not JSON", "Choose another folder") from error
+        raise ConfigError(f"out={str(out)!r}", f"{path} is not JSON", "Choose another folder") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--out {out}", f"{path} is no configuration", "Choose another folder")
+        raise ConfigError(f"out={str(out)!r}", f"{path} is no configuration", "Choose another folder")
     return content
 
 
@@ -150,7 +150,9 @@ def require_writable_folder(out: Path) -> None:
 
 
 def _unwritable(out: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"--out {out}", f"it cannot be written ({error.strerror})", "Name a folder that you may write")
+    return ConfigError(
+        f"out={str(out)!r}", f"it cannot be written ({error.strerror})", "Name a folder that you may write"
+    )
 
 
 def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:

@@ -154,10 +154,10 @@ def open_prepared(folder: Path, vocab_size: int) -> tuple[Tokens, Tokens, str, s
     manifest = read_manifest(folder)
     if vocab_size < manifest.vocab_size:
         raise ConfigError(
-            f"{asked(folder)} --vocab-size {vocab_size}",
+            f"{asked(folder)} with vocab_size={vocab_size}",
             f"the corpus was prepared with a vocabulary of {manifest.vocab_size}, and each of its tokens is a row of "
             "the embedding",
-            f"Use --vocab-size {manifest.vocab_size}",
+            f"Use vocab_size={manifest.vocab_size}",
         )
     if manifest.tokenizer:
         _check_size(folder, manifest.tokenizer)

@@ -77,15 +77,15 @@ def find(
     random = manifest.about.get("random")
     if random != _random(config):
         raise ConfigError(
-            f"--out {checkpoints.folder.parent}",
+            f"out={str(checkpoints.folder.parent)!r}",
             f"its random numbers are of {random}, and here of {_random(config)}",
             "Use the same JAX settings",
         )
     if manifest.about.get("data", {}).get("fingerprint") != data["fingerprint"]:
         raise ConfigError(
-            f"--out {checkpoints.folder.parent}",
+            f"out={str(checkpoints.folder.parent)!r}",
             f"its run reads other data ({manifest.about.get('data', {}).get('source')}; here {data['source']})",
-            "Give the same --data, or start another run with --restore",
+            "Give the same data, or start another run with restore",
         )
     return manifest
 
@@ -100,16 +100,18 @@ def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
     steps = checkpoints.steps()
     if not steps or (step and int(step) not in steps):
         found = f"it holds those of steps {', '.join(map(str, steps))}" if steps else "it holds no committed one"
-        raise ConfigError(f"--restore {text}", f"there is no such checkpoint: {found}", "Name DIR or DIR:STEP")
+        raise ConfigError(f"restore={text!r}", f"there is no such checkpoint: {found}", "Name DIR or DIR:STEP")
     manifest = _agreed(checkpoints, lambda: checkpoints.check(int(step) if step else steps[-1]))
     there = manifest.about.get("config")
     differing = differences(there, to_dict(config), only=("model", "optimizer.name"))
     differing = [line for line in differing if "dropout" not in line]
     if differing:
-        raise ConfigError(f"--restore {text}", f"it is of another model: {'; '.join(differing)}", "Use the same")
+        raise ConfigError(f"restore={text!r}", f"it is of another model: {'; '.join(differing)}", "Use the same")
     if manifest.step >= config.steps:
         raise ConfigError(
-            f"--restore {text}", f"it is of step {manifest.step} and --steps is {config.steps}", "Use more steps"
+            f"restore={text!r}",
+            f"it is of step {manifest.step}, and the run ends at steps={config.steps}",
+            "Use more steps",
         )
     return checkpoints, manifest
 
@@ -174,7 +176,9 @@ def clear(out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ConfigError(
-            f"--fresh --out {out}", "the folder holds a run already", "Choose another folder, or add --overwrite"
+            f"fresh=True with out={str(out)!r}",
+            "the folder holds a run already",
+            "Choose another folder, or add overwrite=True",
         )
     shutil.rmtree(out / FOLDER, ignore_errors=True)
     for name in (CONFIG, METRICS, SUMMARY, STOPPED):
@@ -208,9 +212,9 @@ def require_same_run(out: str, there: dict | None, config: RunConfig) -> None:
     )
     if differing:
         raise ConfigError(
-            f"--out {out}",
+            f"out={str(out)!r}",
             f"it holds a run of other settings, so continuing it would be another run: {'; '.join(differing)}",
-            "Give the same flags, choose another folder, or add --restore DIR to start from its checkpoint in another",
+            "Give the same settings, choose another folder, or add restore=DIR to start from its checkpoint in another",
         )
 
 
@@ -219,6 +223,8 @@ def differences(there, here: dict, only: tuple[str, ...]) -> list[str]:
     if not isinstance(there, dict):
         return ["it does not say what its settings were"]
     old, new = _flat(there), _flat(here)
+    if "model" in only and old.get("model.class") != new.get("model.class"):
+        return [f"its model is {old.get('model.class', 'GPT-2')} there and {new.get('model.class', 'GPT-2')} here"]
     wanted = [
         name for name in old.keys() | new.keys() if any(name == top or name.startswith(f"{top}.") for top in only)
     ]

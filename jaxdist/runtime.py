@@ -66,7 +66,7 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
     prepare_cpu(count // num_processes)
     if choice == "cpu":
         _set("jax_platforms", "cpu")
-        return _on_cpu(count, "--device cpu")
+        return _on_cpu(count, "as asked for")
     if choice == "gpu":
         try:
             found = jax.devices("gpu")
@@ -74,9 +74,9 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
             found = []
         if len(found) < count:
             raise ConfigError(
-                f"--device gpu with a mesh of {count}",
+                f"device=gpu with a mesh of {count}",
                 f"this machine shows JAX {len(found)} GPU{'s' * (len(found) != 1)}, and each rank needs one",
-                "Use --device cpu to simulate the mesh"
+                "Use device=cpu to simulate the mesh"
                 + ("" if found else f", or on a machine with an NVIDIA driver {install_text('cuda')}"),
             )
         return _on_accelerator(found, count)
@@ -84,7 +84,7 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
         found = jax.devices()
     except RuntimeError as error:
         raise ConfigError(
-            "--device auto", f"JAX cannot start ({error})", "Unset JAX_PLATFORMS, or --device cpu"
+            "device=auto", f"JAX cannot start ({error})", "Unset JAX_PLATFORMS, or use device=cpu"
         ) from error
     if found[0].platform != "cpu" and len(found) >= count:
         return _on_accelerator(found, count)

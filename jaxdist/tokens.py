@@ -153,8 +153,8 @@ def check_vocabulary(tokens: np.ndarray, part: Part, position: int, vocab_size: 
     raise ConfigError(
         asked(part.path),
         f"token {token} at position {position + bad} is outside the vocabulary of {vocab_size}: a token "
-        "is a row of the embedding, 0 <= token < --vocab-size",
-        "Negative tokens have no row: tokenize it again." if token < 0 else f"Use --vocab-size {enough} or more.",
+        "is a row of the embedding, 0 <= token < vocab_size",
+        "Negative tokens have no row: tokenize it again." if token < 0 else f"Use vocab_size={enough} or more.",
     )
 
 
@@ -274,4 +274,4 @@ def find_files(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
 
 
 def asked(path: str | os.PathLike) -> str:
-    return f"--data {os.fspath(path)!r}"
+    return f"data={os.fspath(path)!r}"

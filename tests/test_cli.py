@@ -242,48 +242,48 @@ def test_planted_bugs_still_fit_the_source(tmp_path):
 WRONG_FLAGS = [
     (["--mesh", "xx=2"], "not a mesh axis", "pp, replica, dp, tp"),
     (["--mesh", "ep=2"], "not available yet", "pp, replica, dp, tp"),
-    (["--mesh", "pp=8"], "num_layers=4 over 8 stages", "--num-layers 8"),
+    (["--mesh", "pp=8"], "--num-layers 4 over 8 stages", "--num-layers 8"),
     (["--mesh", "pp=2", "--schedule", "interleaved", "--chunks", "3"], "2 stages x 3 chunks", "--num-layers 6"),
     (["--mesh", "pp=2", "--schedule", "zb-v", "--chunks", "3"], "3 chunks", "Use 2"),
     (["--mesh", "pp=2", "--schedule", "pipedream"], "neither the name", "zb-h1"),
-    (["--mesh", "pp=2", "--microbatches", "0"], "microbatches=0", "microbatches=1"),
-    (["--mesh", "pp=2", "--microbatches", "3"], "microbatches=3", "15 or 18"),
+    (["--mesh", "pp=2", "--microbatches", "0"], "--microbatches 0", "--microbatches 1"),
+    (["--mesh", "pp=2", "--microbatches", "3"], "--microbatches 3", "15 or 18"),
     (["--mesh", "pp=2", "--stages", "1,2"], "together hold every layer once", "2,2"),
-    (["--mesh", "pp=2", "--stages", "4,0"], "stages='4,0'", "3,5,5,3"),
+    (["--mesh", "pp=2", "--stages", "4,0"], "--stages 4,0", "3,5,5,3"),
     (["--optimizer", "adafactor", "--mesh", "pp=2"], "adafactor", "--optimizer adamw"),
     (["--mesh", "dp=2,dp=2"], "named twice", "once"),
     (["--mesh", "dp=0"], "at least 1", "dp=2"),
     (["--mesh", "dp=-2"], "at least 1", "dp=2"),
     (["--mesh", "dp=two"], "whole number", "dp=2"),
     (["--mesh", "dp"], "whole number", "dp=2"),
-    (["--mesh", "tp=3"], "num_heads=4 cannot be split over tp=3", "[1, 2, 4]"),
-    (["--mesh", "tp=2", "--ffn-width", "129"], "ffn_width=129", "[1]"),
-    (["--mesh", "tp=2", "--sp", "--seq-len", "33"], "seq_len=33", "multiple of 2"),
-    (["--mesh", "dp=3"], "batch_size=16", "15 or 18"),
-    (["--mesh", "dp=32"], "batch_size=16", "Use 32"),
-    (["--accumulate", "3"], "batch_size=16", "15 or 18"),
-    (["--accumulate", "0"], "accumulate=0", "accumulate=1"),
-    (["--zero", "4"], "zero=4", "0, 1, 2 or 3"),
-    (["--bucket-mb", "0"], "bucket_mb=0", "25"),
-    (["--bucket-mb", "nan"], "bucket_mb=nan", "25"),
-    (["--remat", "some"], "remat='some'", "every-2"),
-    (["--remat", "every-0"], "remat='every-0'", "every-2"),
-    (["--loss-chunks", "0"], "loss_chunks=0", "1"),
-    (["--loss-chunks", "7", "--seq-len", "64"], "loss_chunks=7 with seq_len=64", "--loss-chunks in"),
-    (["--overlap", "--remat", "every-2"], "--overlap with remat=every-2", "--remat block"),
+    (["--mesh", "tp=3"], "--num-heads 4 cannot be split over tp=3", "[1, 2, 4]"),
+    (["--mesh", "tp=2", "--ffn-width", "129"], "--ffn-width 129", "[1]"),
+    (["--mesh", "tp=2", "--sp", "--seq-len", "33"], "--seq-len 33", "multiple of 2"),
+    (["--mesh", "dp=3"], "--batch-size 16", "15 or 18"),
+    (["--mesh", "dp=32"], "--batch-size 16", "Use 32"),
+    (["--accumulate", "3"], "--batch-size 16", "15 or 18"),
+    (["--accumulate", "0"], "--accumulate 0", "--accumulate 1"),
+    (["--zero", "4"], "--zero 4", "0, 1, 2 or 3"),
+    (["--bucket-mb", "0"], "--bucket-mb 0", "25"),
+    (["--bucket-mb", "nan"], "--bucket-mb nan", "25"),
+    (["--remat", "some"], "--remat some", "every-2"),
+    (["--remat", "every-0"], "--remat every-0", "every-2"),
+    (["--loss-chunks", "0"], "--loss-chunks 0", "1"),
+    (["--loss-chunks", "7", "--seq-len", "64"], "--loss-chunks 7 with --seq-len 64", "--loss-chunks in"),
+    (["--overlap", "--remat", "every-2"], "--overlap with --remat every-2", "--remat block"),
     (["--overlap", "--mesh", "dp=2", "--zero", "3", "--no-reshard-after-forward"], "--overlap with --no", "one of the"),
-    (["--remat", "every-3"], "num_layers=4", "[1, 2, 4]"),
-    (["--width", "130"], "num_heads=4", "[1, 2, 5"),
-    (["--num-layers", "0"], "num_layers=0", "num_layers=1"),
-    (["--dropout", "1.0"], "dropout=1.0", "0.1"),
-    (["--dropout", "-0.1"], "dropout=-0.1", "0.1"),
-    (["--lr", "0"], "lr=0", "default"),
-    (["--lr", "inf"], "lr=inf", "default"),
-    (["--clip-norm", "-1"], "clip_norm=-1", "default"),
-    (["--steps", "0"], "steps=0", "steps=1"),
-    (["--seed", "-1"], "seed=-1", "--seed 0"),
-    (["--batch-size", "0"], "batch_size=0", "batch_size=1"),
-    (["--eval-every", "0"], "eval_every=0", "eval_every=1"),
+    (["--remat", "every-3"], "--num-layers 4", "[1, 2, 4]"),
+    (["--width", "130"], "--num-heads 4", "[1, 2, 5"),
+    (["--num-layers", "0"], "--num-layers 0", "--num-layers 1"),
+    (["--dropout", "1.0"], "--dropout 1.0", "0.1"),
+    (["--dropout", "-0.1"], "--dropout -0.1", "0.1"),
+    (["--lr", "0"], "--lr 0", "default"),
+    (["--lr", "inf"], "--lr inf", "default"),
+    (["--clip-norm", "-1"], "--clip-norm -1", "default"),
+    (["--steps", "0"], "--steps 0", "--steps 1"),
+    (["--seed", "-1"], "--seed -1", "--seed 0"),
+    (["--batch-size", "0"], "--batch-size 0", "--batch-size 1"),
+    (["--eval-every", "0"], "--eval-every 0", "--eval-every 1"),
     (["--optimizer", "adafactor", "--mesh", "tp=2"], "adafactor", "--optimizer adamw"),
     (["--optimizer", "adafactor", "--mesh", "dp=2", "--zero", "1"], "adafactor", "--zero 0"),
     (["--device", "gpu"], "0 GPUs", "--device cpu"),
@@ -291,7 +291,7 @@ WRONG_FLAGS = [
     (["--seq-len", "100000"], "tokens", "--seq-len"),
     (["--data", "/nonexistent/file"], "cannot be read", "existing"),
     (["--data", "/nonexistent/file=0.7,b"], "PATH=WEIGHT", "a.bin=0.7,b.npy=0.3"),
-    (["--prefetch", "0"], "prefetch=0", "prefetch=1"),
+    (["--prefetch", "0"], "--prefetch 0", "--prefetch 1"),
     (["--attention", "cudnn"], "cudnn", "--attention auto"),
     (["--compiler-options", "xla_nope=1"], "No such compile option", "experiments.bench flags"),
     (["--compiler-options", "xla_cpu_enable_fast_math=7"], "not a valid bool", "experiments.bench flags"),
@@ -390,7 +390,7 @@ def test_verify_and_bench_refuse_too(monkeypatch, capsys, tmp_path):
         ("verify", ["--json", tmp_path / "no" / "file.json"], "cannot be written"),
         ("verify", ["--all", "--only", "nothing"], "no strategy"),
         ("bench", ["--mesh", "dp=2"], "rows of its own"),
-        ("bench", ["--repeats", "0"], "repeats=0"),
+        ("bench", ["--repeats", "0"], "--repeats 0"),
         ("bench", ["overhead", "--dtype", "bfloat16"], "rows of its own"),
         ("verify", ["--all", "--zero", "1"], "named strategies"),
         ("train", ["--vocab-size", "99999999999999"], "from 1 to 2,147,352,575"),
@@ -428,7 +428,7 @@ def test_presets_have_their_names_sizes():
     sizes = {"12m": 12.5e6, "gpt2-124m": 124e6, "gpt2-350m": 355e6, "gpt2-774m": 774e6, "gpt2-1.5b": 1558e6}
     sizes |= {"7b": 6.7e9, "70b": 71e9, "175b": 175e9}
     for name, expected in sizes.items():
-        m = CommonFlags(preset=name).model_config()
+        m = CommonFlags(name).model_config()
         count = m.num_layers * (12 * m.width**2 + 13 * m.width) + (m.vocab_size + m.seq_len + 2) * m.width
         assert math.isclose(count, expected, rel_tol=0.03), (name, count)
 
@@ -446,6 +446,28 @@ def test_simulated_devices_set_themselves_up():
 # ---- one border for every program ----
 
 
+@pytest.mark.parametrize(
+    ("said", "in_flags"),
+    [
+        ("zero=4: stages 0 to 3. Use zero=0, 1, 2 or 3.", "--zero 4: stages 0 to 3. Use --zero 0, 1, 2 or 3."),
+        ("mesh='dp=2,,tp=2': twice. Write mesh='dp=2'.", "--mesh dp=2,,tp=2: twice. Write --mesh dp=2."),
+        ("Add sp=True, or tp_ring='none'", "Add --sp, or --tp-ring none"),
+        ("reshard_after_forward=False: a pipeline", "--no-reshard-after-forward: a pipeline"),
+        ("(lr=1e-05) x seed=3.", "(--lr 1e-05) x --seed 3."),
+        ("Use loss_chunks in [1, 2] or seq_len/2", "Use --loss-chunks in [1, 2] or seq_len/2"),
+        ("data='it\\'s \\x1b[1m'", "--data 'it'\"'\"'s \\x1b[1m'"),
+        ("out='': it names no folder", "--out '': it names no folder"),
+        (
+            "--drill nan:step=5 model.width=3 dp=2 beta=1 a_zero=1",
+            "--drill nan:step=5 model.width=3 dp=2 beta=1 a_zero=1",
+        ),
+    ],
+)
+def test_a_message_of_the_library_is_said_in_flags(said, in_flags):
+    assert cli.in_flags(said, TrainFlags) == in_flags
+    assert cli.in_flags(said, int) == said
+
+
 def test_train_looks_at_every_flag(monkeypatch, capsys, tmp_path, text):
     """A flag that nothing reads would be ignored."""
     read, begin = set(), experiments.train.main
@@ -453,7 +475,7 @@ def test_train_looks_at_every_flag(monkeypatch, capsys, tmp_path, text):
     monkeypatch.setattr(TrainFlags, "_must_be_equal", lambda self: {})
     args = ["--data", text, "--steps", "2", "--out", tmp_path / "run", "--checkpoint-every", "1", *SMALL]
     assert run(monkeypatch, capsys, "train", *args)[0] == 0
-    assert {field.name for field in dataclasses.fields(TrainFlags)} <= read
+    assert {field.name for field in dataclasses.fields(TrainFlags)} - {"config"} <= read
 
 
 def test_a_sample_of_odd_inputs():

@@ -103,7 +103,7 @@ def test_standard_library_leaves_out_installed_packages_and_tests(tmp_path, monk
 def test_distribution_without_source_is_told_to_pass_data(stdlib, tmp_path, monkeypatch):
     write_tree(tmp_path, {"os.pyc": b"\x00", "python311.zip": b"PK"})
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / stdlib)})
-    with pytest.raises(ConfigError, match="Pass --data"):
+    with pytest.raises(ConfigError, match="Name a text file"):
         load_corpus(None, 256)
 
 
@@ -401,7 +401,7 @@ def test_token_outside_the_vocabulary_is_named(name, position, chunk, tmp_path, 
     path = tmp_path / name
     np.save(path, tokens) if name == "a.npy" else tokens.tofile(path)
     largest = int(tokens.max())
-    refused(path, f"token 50 at position {position} ", "of 50", f"--vocab-size {largest + 1} ", vocab_size=50)
+    refused(path, f"token 50 at position {position} ", "of 50", f"vocab_size={largest + 1} ", vocab_size=50)
     load_corpus(str(path), largest + 1)
 
 
@@ -437,7 +437,7 @@ def test_text_needs_only_the_byte_values_it_uses(tmp_path):
     write_tree(tmp_path, {"a.txt": b"abcdefghij", "folder/a.txt": b"aaa", "folder/b.txt": b"abj"})
     for path in (tmp_path / "a.txt", tmp_path / "folder"):
         load_corpus(str(path), ord("j") + 1)
-    refused(tmp_path / "a.txt", "token 106 at position 9 ", "--vocab-size 256 ", vocab_size=ord("j"))
+    refused(tmp_path / "a.txt", "token 106 at position 9 ", "vocab_size=256 ", vocab_size=ord("j"))
     with pytest.raises(ConfigError, match=r"b\.txt.*token 106 at position 2 "):
         load_corpus(str(tmp_path / "folder"), ord("j"))
 
@@ -497,7 +497,7 @@ def test_source_named_twice_is_refused():
 
 def test_missing_source_of_a_mixture_is_named(tmp_path):
     (tmp_path / "a").write_bytes(b"text")
-    with pytest.raises(ConfigError, match=r"--data '.*missing': it cannot be read"):
+    with pytest.raises(ConfigError, match=r"data='.*missing': it cannot be read"):
         load_corpus(f"{tmp_path}/a=1,{tmp_path}/missing=1", 256)
 
 

@@ -81,7 +81,7 @@ def test_with_overlap_the_rank_is_looked_for_before_blocks_are_summed(zero, accu
 
 
 def test_a_drill_that_spoils_a_local_gradient_is_refused_with_overlap():
-    with pytest.raises(ConfigError, match="Leave --overlap out"):
+    with pytest.raises(ConfigError, match="Leave overlap out"):
         make_program("dp=4", "nan:step=2,rank=3", overlap=True)
 
 

@@ -323,7 +323,7 @@ def test_held_out_data_of_one_token_is_refused():
 def test_too_short_corpus_says_what_would_work():
     with pytest.raises(ConfigError) as caught:
         Batches(corpus_of(np.arange(512)), 8, 64, seed=0)
-    for words in ("there are 512", "needs 513", "--batch-size 7 ", "--seq-len 63 ", "more data"):
+    for words in ("there are 512", "needs 513", "batch_size=7 ", "seq_len=63 ", "more data"):
         assert words in str(caught.value)
     for batch_size, seq_len, num_tokens in ((8, 64, 513), (7, 64, 512), (8, 63, 512)):
         Batches(corpus_of(np.arange(num_tokens)), batch_size, seq_len, seed=0)
@@ -332,7 +332,7 @@ def test_too_short_corpus_says_what_would_work():
 def test_a_source_needs_only_its_rows_of_a_batch():
     large, small = np.arange(513), np.arange(65)
     Batches(corpus_of(large, small, weights=[7, 1]), 8, 64, seed=0)
-    with pytest.raises(ConfigError, match=r"needs 257 tokens.*there are 65 in source 1.*--batch-size 2 "):
+    with pytest.raises(ConfigError, match=r"needs 257 tokens.*there are 65 in source 1.*batch_size=2 "):
         Batches(corpus_of(large, small), 8, 64, seed=0)
 
 
@@ -343,8 +343,8 @@ def test_corpus_too_short_for_any_batch_asks_for_data(num_tokens):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "seq_len", "seed", "flag"), [(0, 4, 0, "--batch-size"), (2, 0, 0, "--seq-len"), (2, 4, -1, "--seed")]
+    ("batch_size", "seq_len", "seed", "name"), [(0, 4, 0, "batch_size"), (2, 0, 0, "seq_len"), (2, 4, -1, "seed")]
 )
-def test_impossible_sizes_and_seeds_are_refused(batch_size, seq_len, seed, flag):
-    with pytest.raises(ConfigError, match=flag):
+def test_impossible_sizes_and_seeds_are_refused(batch_size, seq_len, seed, name):
+    with pytest.raises(ConfigError, match=name):
         Batches(corpus_of(np.arange(100)), batch_size, seq_len, seed)

@@ -117,7 +117,7 @@ CONFIGS = [
             attention="xla",
             bucket_mb=3.5,
         ),
-        OptimizerConfig("lion", lr=1e-4, clip_norm=0.5),
+        OptimizerConfig("lion", lr=1e-4, beta1=0.8, beta2=0.99, clip_norm=0.5),
         PrecisionConfig("bfloat16", "bfloat16"),
         batch_size=32,
         steps=7,
@@ -138,7 +138,7 @@ def test_one_layout_has_the_same_report(monkeypatch, capsys):
     assert code == 0
     assert "What it takes" in out and "dp=4,tp=2" in out and "ZeRO-1 over dp=4" in out
     command = re.sub(r" \\\n +", " ", out)
-    assert "--mesh dp=4,tp=2 --batch-size 64" in command and "--dtype bfloat16 --zero 1 --sp --accumulate 2" in command
+    assert "--mesh dp=4,tp=2 --zero 1 --sp --accumulate 2 --batch-size 64" in command and "--dtype bfloat16" in command
 
 
 @pytest.mark.parametrize("mesh", ["dp=8", "pp=2,dp=2,tp=2"])
@@ -220,7 +220,7 @@ REFUSED = [
     (["--nodes", "1000000000"], ["--nodes 1e+09", "1,048,576"]),
     ([*SMALL, "--json", "/dev/full"], ["--json '/dev/full': it cannot be written", "No space"]),
     ([*SMALL, "--batch-size", "0"], ["--batch-size 0", "above 0"]),
-    ([*SMALL, "--num-layers", "1000000000000000000"], ["--num-layers 1e+18", "at most 10,000"]),
+    ([*SMALL, "--num-layers", "1000000000000000000"], ["--num-layers 1000000000000000000", "from 1 to 16,384"]),
     (["--model", "tiny", "--mesh", "pp=1000"], ["--mesh pp=1000", "smaller pp"]),
     (["--model", "tiny", "--mesh", "pp=2", "--microbatches", "100000"], ["--microbatches 100000", "at most 65,536"]),
     (["--nodes", "1000000"], ["8,000,000 devices", "1,048,576"]),
@@ -316,7 +316,7 @@ OWN_PRICE = "[aws]\nh100 = 1.5\ndate = 2100-01-01"
 FLAGS = {
     "mesh": ("dp=4", [], None, None),
     "device": ("cpu", [], "a plan runs on no device", "a plan runs on no device"),
-    "preset": ("tiny", [], None, None),
+    "model": ("tiny", [], None, None),
     "num_layers": ("2", [], None, None),
     "width": ("128", [], None, None),
     "num_heads": ("4", [], None, None),
@@ -329,6 +329,9 @@ FLAGS = {
     "seed": ("5", [], None, None),
     "dtype": ("float32", [], None, None),
     "reduce_dtype": ("bfloat16", [], None, None),
+    "loss_scale": ("64", ["--dtype", "float16"], None, None),
+    "loss_scale_window": ("64", ["--dtype", "float16"], None, None),
+    "loss_scale_hysteresis": ("1", ["--dtype", "float16"], None, None),
     "zero": ("1", [], LAYOUT, None),
     "sp": (None, [], LAYOUT, None),
     "tp_ring": ("one-way", ["--mesh", "tp=2", "--sp"], LAYOUT, None),
@@ -349,6 +352,9 @@ FLAGS = {
     "min_lr_ratio": ("0.3", [], None, None),
     "warmup_steps": ("7", [], None, None),
     "weight_decay": ("0.3", [], None, None),
+    "beta1": ("0.8", [], None, None),
+    "beta2": ("0.99", [], None, None),
+    "eps": ("1e-6", [], None, None),
     "clip_norm": ("0.3", [], None, None),
     "hardware": ("h200", [], None, None),
     "nodes": ("4", ["--devices-per-node", "4"], None, None),
@@ -362,6 +368,7 @@ FLAGS = {
     "price_file": (OWN_PRICE, ["--tokens", "1e9", "--vendor", "aws"], None, None),
     "top": ("3", [], None, ONE_LAYOUT),
     "prove": ("2", ["--trace"], None, ONE_LAYOUT),
+    "config": ("[optimizer]\nlr = 1e-5", [], None, None),
     "trace": (None, [], None, None),
     "compile": ("cpu", [], None, None),
     "json": ("FILE", [], None, None),
@@ -391,11 +398,10 @@ def test_no_flag_is_ignored(monkeypatch, capsys, tmp_path, name, mode):
     flag, file = f"--{name.replace('_', '-')}", tmp_path / "file"
     if name == "reshard_after_forward":
         flag = "--no-reshard-after-forward"
-    if name.endswith("_file"):
+    written = name == "config" or name.endswith("_file")
+    if written:
         file.write_text(value)
-    words = [flag] + (
-        [] if value is None else [str(file)] if name in ("json", "html") or name.endswith("_file") else [value]
-    )
+    words = [flag] + ([] if value is None else [str(file)] if name in ("json", "html") or written else [value])
     code, out, err = plan(monkeypatch, capsys, *common, *words)
     if refusal is not None:
         assert code == 2 and refusal in err and flag in err

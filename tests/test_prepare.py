@@ -422,7 +422,7 @@ def test_a_huge_manifest_is_not_read(copy):
 
 
 def test_a_smaller_vocabulary_is_refused_and_a_larger_one_is_fine(bpe):
-    not_opened(bpe, f"--vocab-size {VOCAB_SIZE - 1}", f"Use --vocab-size {VOCAB_SIZE}", vocab_size=VOCAB_SIZE - 1)
+    not_opened(bpe, f"vocab_size={VOCAB_SIZE - 1}", f"Use vocab_size={VOCAB_SIZE}", vocab_size=VOCAB_SIZE - 1)
     assert load_corpus(str(bpe), VOCAB_SIZE + 7).num_train > 0
 
 

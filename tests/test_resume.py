@@ -89,7 +89,7 @@ def test_the_same_command_continues_bit_for_bit_then_has_nothing_to_do(train, tm
 
     # Another mesh, another strategy, other settings: a run of its own from that checkpoint.
     code, _, err = train(f"{flags} --out OUT/more --restore OUT/cut")
-    assert code == 2 and "it is of step 8 and --steps is 8" in err
+    assert code == 2 and "it is of step 8, and the run ends at --steps 8" in err
     code, _, err = train(f"{flags} --out OUT/more --restore OUT/cut:7 --steps 10")
     assert code == 2 and "it holds those of steps 6, 8" in err
     code, _, err = train(f"{flags} --out OUT/more --restore OUT/cut --steps 10 --width 32")
@@ -168,8 +168,8 @@ def test_copies_that_differ_are_never_saved(train, tmp_path):
     ("flags", "said"),
     [
         ("--checkpoint-every 5", "checkpoints need a folder"),
-        ("--checkpoint-every 0 --out OUT/run", "checkpoint_every=0"),
-        ("--keep-last 0 --out OUT/run", "keep_last=0"),
+        ("--checkpoint-every 0 --out OUT/run", "--checkpoint-every 0"),
+        ("--keep-last 0 --out OUT/run", "--keep-last 0"),
         ("--overwrite --out OUT/run", "--overwrite without --fresh"),
         ("--on-spike roll-back --out OUT/run", "roll-back without --checkpoint-every"),
         ("--grace 0", "--grace 0.0"),

@@ -52,7 +52,7 @@ def test_a_table_leaves_columns_out_and_says_so_before_it_needs_second_lines():
 def test_a_plan_names_every_mesh_and_begins_with_the_command(width):
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=True, color_system=None)
-    flags = experiments.plan.PlanFlags(preset="tiny", nodes=2, batch_size=64, tokens=1e9, price_per_hour=2.5)
+    flags = experiments.plan.PlanFlags(model="tiny", nodes=2, batch_size=64, tokens=1e9, price_per_hour=2.5)
     assert experiments.plan.main(flags, console) == 0
     lines = stream.getvalue().splitlines()
     assert max(map(cell_len, lines)) <= width and "…" not in stream.getvalue()
@@ -64,7 +64,7 @@ def test_a_plan_names_every_mesh_and_begins_with_the_command(width):
 
 
 def test_rows_that_differ_in_replica_and_dp_alone_are_one():
-    flags = experiments.plan.PlanFlags(preset="tiny", nodes=2, batch_size=64)
+    flags = experiments.plan.PlanFlags(model="tiny", nodes=2, batch_size=64)
     found = experiments.plan.plan_for(experiments.plan.ask(flags), 2, 100)
     rows = experiments.plan.rows_of(found)
     assert any(row["also"] for row in rows)

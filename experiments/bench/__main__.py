@@ -16,13 +16,14 @@ from rich.console import Console
 
 from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError, require_positive, require_within
+from jaxdist.models.registry import SIZES
 
-from ..cli import make_folder, refuse_ignored, require_writable, run_program, set_precision
+from ..cli import make_folder, refuse_ignored, require_formulas, require_writable, run_program, set_precision
 from .flags import BenchFlags
 from .rows import describe_machine, write_rows
 
 STRATEGY = {field.name for field in dataclasses.fields(ParallelConfig)} - {"attention"}
-SHAPE = {"preset", "num_layers", "width", "num_heads", "seq_len", "vocab_size"}
+SHAPE = {"model", *SIZES} - {"ffn_width", "dropout"}
 # Flags of single benches, refused by the others.
 OWN = {
     "step": {"phases"},
@@ -85,6 +86,7 @@ def main(flags: BenchFlags, console: Console) -> int:
     if not flags.gigabytes:
         raise ConfigError("--gigabytes", "at least one size of 0.01 or more is needed", "Use --gigabytes 0.1 1 10")
     config = flags.run_config()
+    require_formulas("bench", config.model)
     set_precision(config)
     bench = getattr(importlib.import_module(f".{module}", __package__), function)
     with console.status(f"measuring: {flags.which}") if flags.which in SILENT else nullcontext():

@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from jaxdist.config import RunConfig
-from jaxdist.models.registry import Preset
 
 from ..cli import CommonFlags
 
@@ -46,8 +45,8 @@ class BenchFlags(CommonFlags):
         tyro.conf.Positional,
         tyro.conf.arg(help="\n".join(f"{name}: {text}." for name, text in ABOUT.items())),
     ] = "strategies"
-    preset: Annotated[Preset | None, tyro.conf.arg(aliases=["--model"])] = None
-    """Model shape. Default: gpt-11m for what measures one step or proves one, tiny for scaling, gpt-7m otherwise."""
+    model: Annotated[str | None, tyro.conf.arg(aliases=["--preset"])] = None
+    """A preset. Default: gpt-11m for what measures one step or proves one, tiny for scaling, gpt-7m otherwise."""
     batch_size: int = 8
     repeats: int = 5
     """Times each figure is measured; tables show the median."""
@@ -71,7 +70,7 @@ class BenchFlags(CommonFlags):
     """Also write the figures to this file."""
 
     def run_config(self) -> RunConfig:
-        if self.preset is not None:
+        if self.model is not None:
             return super().run_config()
-        preset = "gpt-11m" if self.which in ONE_STEP else {"scaling": "tiny"}.get(self.which, "gpt-7m")
-        return dataclasses.replace(self, preset=preset).run_config()
+        model = "gpt-11m" if self.which in ONE_STEP else {"scaling": "tiny"}.get(self.which, "gpt-7m")
+        return dataclasses.replace(self, model=model).run_config()

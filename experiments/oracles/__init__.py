@@ -12,6 +12,7 @@ from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.logical import MOMENTS, STEP
+from jaxdist.models.registry import class_name
 from jaxdist.parity import Observed, by_layer, random_parameters
 
 from . import plain
@@ -81,6 +82,10 @@ def ask(oracle: OracleName, config: RunConfig, batches: list[dict], start: dict[
 
 def require_known(oracle: OracleName, config: RunConfig) -> None:
     """Raises: ConfigError for a run that the oracle cannot compute."""
+    if class_name(config.model) is not None:
+        raise ConfigError(
+            f"--oracle {oracle} with {class_name(config.model)}", "the oracles are of GPT-2 alone", "Leave it out"
+        )
     if config.precision.dtype not in ("float32", "float64"):
         raise ConfigError(
             f"--oracle {oracle} with dtype {config.precision.dtype}",

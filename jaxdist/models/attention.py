@@ -100,7 +100,7 @@ def choose_attention(asked: str, platform: str, dtype: str, *, head_dim: int, dr
     }
     in_the_way = [reason for reason, applies in obstacles.items() if applies]
     if asked == "cudnn" and in_the_way:
-        raise ConfigError("--attention cudnn", in_the_way[0], "Use --attention auto")
+        raise ConfigError("attention=cudnn", in_the_way[0], "Use attention=auto")
     return "cudnn" if asked == "cudnn" or (platform == "gpu" and not in_the_way) else "xla"
 
 
@@ -110,7 +110,7 @@ def warn_where_cudnn_does_not_compile(device: jax.Device, seq_len: int, head_dim
     if refusal is None:
         return False
     warnings.warn(
-        f"--attention auto writes the scores out: cuDNN's attention does not compile on {device.device_kind} "
+        f"attention=auto writes the scores out: cuDNN's attention does not compile on {device.device_kind} "
         f"({refusal}). Other versions of cuDNN may have it: {install_text('cuda12')} instead of cuda",
         stacklevel=2,
     )

@@ -1,15 +1,66 @@
-"""Models by name: the presets, or a class (or a ready model) in a module of the user's own."""
+"""Models by name: the presets, or a class (or a ready model) in a module of the user's own; and the flags of both."""
 
+import dataclasses
+import hashlib
 import importlib
+import importlib.util
+import inspect
 import os
 import sys
-from typing import Literal
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import ClassVar
 
-from jaxdist.errors import ConfigError, reason_of
+from jaxdist.errors import ConfigError, reason_of, require_positive, require_within
 from jaxdist.models.base import Model
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.gpt2 import BOUNDS, GPT2, PRESETS
 
-Preset = Literal[tuple(PRESETS)]
+PLAIN = (int, float, str, bool, type(None), tuple)  # what a model's fields may hold, so that JSON can
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """A model, and the sizes of it that are other than its own. Each sets the model's field of the same name."""
+
+    GROUPS: ClassVar[dict[str, str]] = {"model": "model"}
+
+    model: str = "tiny"
+    num_layers: int | None = None
+    width: int | None = None
+    num_heads: int | None = None
+    ffn_width: int | None = None
+    """Default for a preset: 4 x width where width is given."""
+    seq_len: int | None = None
+    """Tokens per sequence."""
+    vocab_size: int | None = None
+    dropout: float | None = None
+
+    def model_config(self) -> Model:
+        """The model that these flags describe. Raises: ConfigError."""
+        model = find_model(self.model)
+        sizes = {name: getattr(self, name) for name in SIZES if getattr(self, name) is not None}
+        for name in sizes:
+            if name not in _fields(model):
+                raise ConfigError(
+                    f"{name}={sizes[name]}",
+                    f"the model {self.model} has no field {name}; it has {', '.join(_fields(model)) or 'none'}",
+                    "Leave it out",
+                )
+        if isinstance(model, GPT2) and "width" in sizes:
+            sizes.setdefault("ffn_width", 4 * sizes["width"])
+        if not sizes:
+            return model
+        with _blaming(self.model):
+            model = dataclasses.replace(model, **sizes)
+        _check_sizes(model)
+        return model
+
+
+SIZES = tuple(field.name for field in dataclasses.fields(ModelFlags) if field.name != "model")
 
 
 def find_model(name: str) -> Model:
@@ -19,25 +70,204 @@ def find_model(name: str) -> Model:
     """
     if name in PRESETS:
         return PRESETS[name]
-    module_name, _, attribute = name.partition(":")
-    if not attribute:
+    found = _attribute(name)
+    if inspect.isclass(found) and issubclass(found, Model):
+        _check_class(name, found)
+        with _blaming(name):
+            found = found()
+    if not isinstance(found, Model):
+        raise ConfigError(f"model={name!r}", "it is not a jaxdist.models.base.Model", "Subclass Model")
+    _check_class(name, type(found), needs_defaults=False)
+    _check_values(name, found)
+    _check_sizes(found)
+    return found
+
+
+def _attribute(name: str):
+    """What "my_module:MyModel" names."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
         raise ConfigError(
-            f"model {name!r}", "there is no preset of that name", f"Use {', '.join(PRESETS)}, or my_module:MyModel"
+            f"model={name!r}", "there is no preset of that name", f"Use {', '.join(PRESETS)}, or my_module:MyModel"
         )
+    if module_name.endswith(".py") or not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise ConfigError(
+            f"model={name!r}",
+            "a module and a class are named as `import` names them",
+            f"Write {Path(module_name).stem or 'my_module'}:MyModel",
+        )
+    _search_current_folder()
+    with _blaming(name):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and imports another that is not
+            raise ConfigError(
+                f"model={name!r}",
+                f"there is no module {error.name} in the current folder or on PYTHONPATH",
+                "Name a class in a module, as in my_module:MyModel",
+            ) from error
+        if not hasattr(module, attribute):
+            known = sorted(f"{module_name}:{each}" for each in _models_in(module))
+            remedy = f"Use {' or '.join(known)}" if known else "Name a subclass of jaxdist.models.base.Model"
+            raise ConfigError(f"model={name!r}", f"the module {module_name} has no {attribute}", remedy)
+        return getattr(module, attribute)
+
+
+def _search_current_folder() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        reason = f"it cannot be imported ({reason_of(error)})"
-        raise ConfigError(f"model {name!r}", reason, "Name a class in a module, as in my_module:MyModel") from error
-    if isinstance(found, type):
-        try:
-            found = found()
-        except TypeError as error:
+
+
+def _models_in(module: ModuleType) -> dict[str, object]:
+    """The classes of models that a module defines, and the models."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, Model)
+        or (inspect.isclass(value) and issubclass(value, Model) and value.__module__ == module.__name__)
+    }
+
+
+def _check_class(name: str, cls: type[Model], needs_defaults: bool = True) -> None:
+    asked = f"model={name!r}"
+    if cls.__abstractmethods__:
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(asked, f"its class lacks {missing}", "Define what jaxdist.models.base.Model asks for")
+    parameters = getattr(cls, "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
+        reason = "its class is not a frozen dataclass, and a model is compared by its sizes"
+        raise ConfigError(asked, reason, "Write @dataclass(frozen=True) before the class")
+    bare = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.init and field.default is field.default_factory is dataclasses.MISSING
+    ]
+    if needs_defaults and bare:
+        reason = f"it is made without arguments, and {', '.join(bare)} {'has' if len(bare) == 1 else 'have'} no default"
+        raise ConfigError(asked, reason, "Give every field a default, or name an instance")
+
+
+def _check_values(name: str, model: Model) -> None:
+    for field, value in _fields(model).items():
+        if not isinstance(value, PLAIN):
             raise ConfigError(
-                f"model {name!r}", f"it is made without arguments ({reason_of(error)})", "Give every field a default"
-            ) from error
-    if not isinstance(found, Model):
-        raise ConfigError(f"model {name!r}", "it is not a jaxdist.models.base.Model", "Subclass Model")
-    return found
+                f"model={name!r}",
+                f"its field {field} holds {type(value).__name__}, which config.json cannot",
+                "Keep to numbers, words and tuples of them",
+            )
+
+
+def _check_sizes(model: Model) -> None:
+    """That the sizes are sizes, whatever the model itself checks. Raises: ConfigError."""
+    for name in ("num_layers", "seq_len", "vocab_size"):
+        if not isinstance(getattr(model, name, None), int):
+            raise ConfigError(
+                f"model {type(model).__name__}", f"it has no whole number {name}", f"Add the field `{name}: int = 1`"
+            )
+    for name, most in BOUNDS.items():
+        if isinstance(size := getattr(model, name, None), int):
+            require_positive(name, size, most)
+    require_within("dropout", model.dropout, 0, 1 - 1e-7, "Use 0.1")
+
+
+def _fields(model: Model) -> dict[str, object]:
+    return {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a model is called
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def class_name(model: Model) -> str | None:
+    """The class of a user's own model, as in my_module:MyModel; None for GPT-2, the class of the presets."""
+    return None if type(model) is GPT2 else f"{type(model).__module__}:{type(model).__qualname__}"
+
+
+def name_of(model: Model) -> tuple[str, dict]:
+    """The name for `find_model` of the nearest model, and the sizes that differ from it.
+
+    Raises: ConfigError where a field differs that no flag sets.
+    """
+    wanted, nearest = _fields(model), None
+    for name, found in _named_models(model):
+        sizes = {field: value for field, value in wanted.items() if value != getattr(found, field)}
+        if all(field in SIZES for field in sizes) and (nearest is None or len(sizes) < len(nearest[1])):
+            nearest = name, sizes
+    if nearest is None:
+        raise ConfigError(
+            f"model {model.describe()}", "no flags describe it", "Keep it in its module, as in SMALL = MyModel(...)"
+        )
+    name, sizes = nearest
+    if isinstance(model, GPT2) and "width" in sizes:
+        sizes.setdefault("ffn_width", model.ffn_width)
+    return name, sizes
+
+
+def _named_models(model: Model) -> Iterator[tuple[str, Model]]:
+    """The models of the same class that have a name."""
+    if type(model) is GPT2:
+        yield from PRESETS.items()
+        return
+    cls = type(model)
+    for name, found in _models_in(sys.modules[cls.__module__]).items():
+        if found is cls:
+            try:
+                found = cls()
+            except TypeError:  # a field has no default
+                continue
+        if type(found) is cls:
+            yield f"{cls.__module__}:{name}", found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The user's module
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def source_of(name: str) -> Path | None:
+    """The file of the module that a model's name names, found without running it; None for a preset."""
+    module_name, colon, _ = name.partition(":")
+    if not colon or not all(part.isidentifier() for part in module_name.split(".")):
+        return None
+    _search_current_folder()
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except Exception:  # a package above it that cannot be imported, which `find_model` reports
+        return None
+    return None if spec is None or not spec.has_location else Path(spec.origin)
+
+
+def source_digest(name: str) -> str:
+    """SHA-256 of that file, "" where there is none."""
+    path = source_of(name)
+    try:
+        return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def fault_in(name: str, error: BaseException) -> str | None:
+    """The file and line of a user's module where an exception comes from; None where it does not pass through it."""
+    path = source_of(name)
+    if path is None:
+        return None
+    if isinstance(error, SyntaxError) and error.filename is not None and Path(error.filename) == path:
+        return f"{path}, line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    return f"{path}, line {lines[-1]}" if lines else None
+
+
+@contextmanager
+def _blaming(name: str) -> Iterator[None]:
+    """Turn whatever the user's module raises into a ConfigError that says where."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        where = fault_in(name, error) or f"the module {name.partition(':')[0]}"
+        said = f"{where} raised {type(error).__name__}: {reason_of(error)}"
+        raise ConfigError(f"model={name!r}", said, "Correct the module") from error

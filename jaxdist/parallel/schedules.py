@@ -561,7 +561,7 @@ def recipe(name: str, num_stages: int, num_microbatches: int, num_chunks: int | 
         raise ConfigError(
             f"{num_stages} stages x {num_microbatches} micro-batches x {num_chunks} chunks",
             f"a table is made one action at a time, for at most {MOST_CELLS:,} together, and this is {size:,}",
-            "Use fewer micro-batches, and --accumulate for the rest",
+            "Use fewer micro-batches, and accumulate more of them",
         )
     return kind.make(num_stages, num_microbatches, num_chunks, hop)
 

@@ -1,0 +1,183 @@
+"""Settings in a file: what --config reads, and the run.toml that a run leaves.
+
+    [model]
+    name = "my_module:MyModel"      # or a preset; then the sizes that are other than its own
+    num_layers = 8
+    [parallel]                      # the fields of jaxdist.config.ParallelConfig; a mesh is text
+    mesh = "dp=2,tp=2"
+    [run]                           # batch_size, steps, seed
+    [optimizer]                     # the fields of OptimizerConfig
+    [precision]                     # the fields of PrecisionConfig
+    [train]                         # any flag of that program, for it alone; verify and plan have sections too
+
+A flag on the command line overrides the file. JSON has the same keys.
+"""
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from jaxdist.config import RunConfig
+from jaxdist.errors import ConfigError, is_utf8
+from jaxdist.files import read_text_file
+from jaxdist.models.registry import SIZES
+
+from .settings import SETTINGS
+
+PROGRAMS = ("train", "verify", "plan")
+NAME = "run.toml"  # of what a run leaves, beside config.json
+HEADER = "# Every setting of the run. `train --config` with this file is the same run; flags override it.\n"
+# Section -> key -> flag.
+SHARED: dict[str, dict[str, str]] = {"model": {"name": "model"} | {name: name for name in SIZES}}
+for _setting in SETTINGS:
+    SHARED.setdefault(_setting.section or "run", {})[_setting.name] = _setting.flag
+
+
+@dataclass(frozen=True)
+class FileFlags:
+    """Where settings come from beside the command line."""
+
+    GROUPS: ClassVar[dict[str, str]] = {"config": "settings"}
+    NOT_SHARED: ClassVar[frozenset[str]] = frozenset()  # flags that only the program's own section may set
+    NOT_KEPT: ClassVar[frozenset[str]] = frozenset({"config"})  # flags of one command rather than of a run
+
+    config: str | None = None
+    """TOML or JSON file of settings, which flags override; `train` leaves one in --out as run.toml."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_flags(flags_type: type[FileFlags], program: str, path: str) -> dict[str, Any]:
+    """The value of every flag that a file sets for a program. Raises: ConfigError naming the key that is wrong."""
+    hints, values, own = get_type_hints(flags_type), {}, {}
+    for section, table in _read(path).items():
+        keys = _keys_of(section, flags_type, program)
+        if keys is None:
+            known = ", ".join([*SHARED, *PROGRAMS])
+            raise ConfigError(f"--config {path!r}", f"it has an unknown section {section!r}", f"Use {known}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"--config {path!r}", f"{section} is a section, not a value", f"Write [{section}]")
+        for key, value in table.items() if keys else ():
+            if key not in keys:
+                raise ConfigError(f"--config {path!r}", f"[{section}] has no {key!r}", f"Use {', '.join(keys)}")
+            found = own if section == program else values
+            found[keys[key]] = _checked(path, f"{section}.{key}", value, hints[keys[key]])
+    return {flag: value for flag, value in values.items() if flag not in flags_type.NOT_SHARED} | own
+
+
+def _keys_of(section: str, flags_type: type, program: str) -> dict[str, str] | None:
+    """Key -> flag; empty for the section of another program, None for one that is not known."""
+    if section == program:
+        return {field.name: field.name for field in dataclasses.fields(flags_type) if field.name != "config"}
+    return {} if section in PROGRAMS else SHARED.get(section)
+
+
+def _read(path: str) -> dict:
+    text = read_text_file("--config", path)
+    is_json = Path(path).suffix == ".json"
+    try:
+        found = json.loads(text) if is_json else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else error
+        kind = "JSON" if is_json else "TOML"
+        raise ConfigError(
+            f"--config {path!r}", f"it cannot be read as {kind} ({why})", f"Correct the {kind}"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--config {path!r}", "it holds no sections", 'Write {"model": {"name": "tiny"}}')
+    return found
+
+
+def _checked(path: str, key: str, value: Any, hint: Any) -> Any:
+    """The value as a flag of this type has it."""
+    for kind in get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,):
+        if (found := _as(value, kind)) is not WRONG:
+            return found
+    raise ConfigError(f"--config {path!r}", f"{key} = {_shown(value)}, and it is {_words(hint)}", "Correct it")
+
+
+WRONG = object()
+
+
+def _as(value: Any, kind: Any) -> Any:
+    """The value as this type, WRONG where it is of another."""
+    if get_origin(kind) is Literal:
+        return value if isinstance(value, str) and value in get_args(kind) else WRONG
+    if get_origin(kind) is tuple:
+        parts = [_as(part, get_args(kind)[0]) for part in value] if isinstance(value, list) else [WRONG]
+        return WRONG if WRONG in parts else tuple(parts)
+    if kind is type(None):
+        return None if value in ("none", None) else WRONG
+    if kind is float and type(value) is int:
+        return float(value) if abs(value) < 2**1000 else WRONG
+    return value if type(value) is kind else WRONG
+
+
+def _words(hint: Any) -> str:
+    """A type for a person."""
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_words(part) for part in get_args(hint))
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if get_origin(hint) is tuple:
+        return f"a list, each {_words(get_args(hint)[0])}"
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): '"none"'}
+    return names[hint]
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) < 60 else f"{text[:60]}..."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def settings_text(program: str, flags: FileFlags, config: RunConfig) -> str:
+    """The file that gives this configuration, and the program's other flags, to the program again."""
+    sizes = {name: getattr(config.model, name) for name in SIZES if hasattr(config.model, name)}
+    model = {"name": flags.model} | {name: size for name, size in sizes.items() if _is_field(config.model, name)}
+    tables = {"model": model}
+    for setting in SETTINGS:
+        tables.setdefault(setting.section or "run", {})[setting.name] = setting.of(config)
+    shared = {flag for keys in SHARED.values() for flag in keys.values()}
+    own = {field.name: field.default for field in dataclasses.fields(flags)}
+    tables[program] = {
+        name: "none" if getattr(flags, name) is None is not default else getattr(flags, name)
+        for name, default in own.items()
+        if name not in shared | flags.NOT_KEPT
+    }
+    return HEADER + "".join(f"\n[{section}]\n" + "".join(_lines(table)) for section, table in tables.items())
+
+
+def _is_field(model, name: str) -> bool:
+    return name in {field.name for field in dataclasses.fields(model)}
+
+
+def _lines(table: dict[str, Any]) -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, str) and not is_utf8(value):
+            yield f"# {key}: its bytes are not UTF-8, which this file must be\n"
+        elif value is not None:
+            yield f"{key} = {_toml(value)}\n"
+
+
+def _toml(value: bool | int | float | str | tuple) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(value)

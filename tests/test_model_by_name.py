@@ -1,0 +1,260 @@
+"""A user's own model by name: what every program does with it, what it is refused for, and whose fault an error is."""
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+from llama import Llama
+
+import experiments.bench.__main__
+import experiments.plan
+import experiments.train
+import experiments.verify
+from experiments.cli import flags_of, run_program
+from experiments.train import TrainFlags
+from jaxdist.config import ParallelConfig, RunConfig, to_dict
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import MeshShape
+from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.models.registry import SIZES, ModelFlags, find_model, source_digest, source_of
+
+TESTS = Path(__file__).resolve().parent
+SMALL = ["--model", "llama:Llama", "--num-layers", "2", "--batch-size", "8"]
+PROGRAMS = {
+    "train": (TrainFlags, experiments.train.main),
+    "verify": (experiments.verify.VerifyFlags, experiments.verify.main),
+    "plan": (experiments.plan.PlanFlags, experiments.plan.main),
+    "bench": (experiments.bench.__main__.BenchFlags, experiments.bench.__main__.main),
+}
+MODEL = """
+from dataclasses import dataclass
+from llama import Llama
+
+@dataclass(frozen=True)
+class Mine(Llama):
+    depth: tuple[int, ...] = (1, 2)
+
+SMALL = Mine(width=32)
+NUMBER = 3
+
+class NotFrozen(Llama.__bases__[0]):
+    outer = block = embed = layer = loss = None
+
+@dataclass(frozen=True)
+class NoDefault(Llama.__bases__[0]):
+    width: int
+    num_layers: int = 1
+    seq_len: int = 8
+    vocab_size: int = 16
+    outer = block = embed = layer = loss = None
+
+@dataclass(frozen=True)
+class NoSizes(Llama.__bases__[0]):
+    outer = block = embed = layer = loss = None
+
+@dataclass(frozen=True)
+class Unfinished(Llama.__bases__[0]):
+    num_layers: int = 1
+
+@dataclass(frozen=True)
+class Odd(Llama):
+    rule: object = len
+
+@dataclass(frozen=True)
+class Picky(Llama):
+    def __post_init__(self):
+        assert self.width == 64, "only 64 will do"
+
+@dataclass(frozen=True)
+class Broken(Llama):
+    def layer(self, ctx, p, x, index):
+        return x @ x
+"""
+NAMES = itertools.count()
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The name of a new module in the current folder with the models above, or with the text that is given."""
+
+    def make(text: str = MODEL) -> str:
+        name = f"own_{next(NAMES)}"
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        return name
+
+    return make
+
+
+def run(capfd, program: str, *args) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)."""
+    flags_type, main = PROGRAMS[program]
+    with pytest.raises(SystemExit) as stop:
+        run_program(flags_type, main, program, [*map(str, args)])
+    return stop.value.code or 0, *capfd.readouterr()
+
+
+# ---- it works ----
+
+
+@pytest.mark.parametrize("program", ["experiments.verify", "jaxdist verify"])
+def test_verify_proves_a_model_in_the_current_folder(program):
+    words = ["-m", *program.split(), "--model", "llama:Llama", "--mesh", "dp=2,tp=2", "--zero", "3", "--steps", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    done = subprocess.run([sys.executable, *words], cwd=TESTS, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 of 1 strategies compute what one device computes" in done.stdout, done.stderr
+    assert "blocks.w_gate[3]" in done.stdout
+
+
+def test_train_writes_the_class_down_and_resumes_that_alone(capfd, tmp_path, module):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    common = ["--data", tmp_path / "text.txt", "--steps", 3, "--checkpoint-every", 1, "--eval-batches", 1]
+    common += ["--out", tmp_path / "run", "--batch-size", 8, "--num-layers", 1]
+    code, out, err = run(capfd, "train", "--model", "llama:Llama", *common, "--drill", "term:step=2")
+    assert code == 143 and "Llama(num_layers=1, width=64" in out, err
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["model"]["class"] == "llama:Llama" and config["model"]["num_kv_heads"] == 4
+    name = module()
+    for other, said in (("proof", "GPT-2"), (f"{name}:Mine", f"{name}:Mine")):
+        code, _, err = run(capfd, "train", "--model", other, *common, "--vocab-size", 256)
+        assert code == 2 and f"its model is llama:Llama there and {said} here" in err
+        code, _, err = run(capfd, "train", "--model", other, *common[:-5], tmp_path / "two", "--restore", common[9])
+        assert code == 2 and f"its model is llama:Llama there and {said} here" in err
+    code, out, _ = run(capfd, "train", "--model", "llama:Llama", *common)
+    assert code == 0 and "resumed after step" in out
+
+
+def test_a_tuple_in_a_model_is_the_same_when_the_run_is_continued(capfd, tmp_path, module):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    args = ["--model", f"{module()}:SMALL", "--num-layers", 1, "--data", tmp_path / "text.txt", "--steps", 1]
+    args += ["--eval-batches", 1, "--out", tmp_path / "run"]
+    assert run(capfd, "train", *args)[0] == 0
+    code, out, err = run(capfd, "train", *args)
+    assert code == 0 and "is complete" in out, err
+
+
+def test_sizes_override_the_fields_of_the_model(module):
+    assert ModelFlags("llama:Llama", num_layers=2, width=128).model_config() == Llama(num_layers=2, width=128)
+    assert ModelFlags("tiny", width=64).model_config().ffn_width == 256
+    assert ModelFlags("tiny", width=64, ffn_width=100).model_config().ffn_width == 100
+    assert ModelFlags("tiny", dropout=0.1).model_config().dropout == 0.1
+    assert ModelFlags(f"{module()}:SMALL", num_layers=1).model_config().width == 32
+
+
+def test_the_flags_of_a_run_name_the_model(module):
+    name = module()
+    for model, words in (
+        (Llama(), ["--model", "llama:Llama"]),
+        (Llama(num_layers=2), ["--model", "llama:Llama", "--num-layers", "2"]),
+        (find_model(f"{name}:SMALL"), ["--model", f"{name}:SMALL"]),
+    ):
+        config = RunConfig(model, ParallelConfig(MeshShape(dp=2)))
+        assert flags_of(config) == ["--mesh", "dp=2", *words] or flags_of(config) == [*words, "--mesh", "dp=2"]
+        assert tyro.cli(TrainFlags, args=flags_of(config)).run_config() == config
+    with pytest.raises(ConfigError, match="no flags describe it"):
+        flags_of(RunConfig(Llama(num_kv_heads=2)))
+
+
+def test_only_another_class_than_gpt2_is_written_down():
+    assert "class" not in to_dict(RunConfig(PRESETS["tiny"]))["model"]
+    assert to_dict(RunConfig(Llama()))["model"]["class"] == "llama:Llama"
+
+
+def test_a_module_is_hashed_without_running_it(module):
+    name = module("raise SystemExit('it ran')")
+    assert source_of(f"{name}:X") == Path.cwd() / f"{name}.py" and len(source_digest(f"{name}:X")) == 64
+    assert source_of("tiny") is None and source_digest("no_such_module:X") == source_digest("tiny") == ""
+    flags = [TrainFlags(model=f"{module(text)}:X")._must_be_equal() for text in ("a = 1", "a = 2")]
+    of_source = [[value for key, value in facts.items() if key.startswith("the source of own_")] for facts in flags]
+    assert of_source[0] and of_source[1] and of_source[0] != of_source[1]
+
+
+# ---- it is refused ----
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llamas", "there is no preset of that name"),
+        ("no_such_module:Llama", "there is no module no_such_module in the current folder or on PYTHONPATH"),
+        ("no_such_module.deep:Llama", "there is no module no_such_module in"),
+        ("llama:Lama", "the module llama has no Lama. Use llama:Llama"),
+        ("llama.py:Llama", "named as `import` names them. Write llama:MyModel"),
+        ("..:Llama", "named as `import` names them"),
+        (":", "named as `import` names them"),
+        ("json:JSONDecoder", "it is not a jaxdist.models.base.Model"),
+        ("OWN:NUMBER", "it is not a jaxdist.models.base.Model"),
+        ("OWN:NotFrozen", "not a frozen dataclass"),
+        ("OWN:NoDefault", "width has no default"),
+        ("OWN:Unfinished", "its class lacks block, embed, layer, loss, outer"),
+        ("OWN:NoSizes", "no whole number num_layers"),
+        ("OWN:Odd", "its field rule holds builtin_function_or_method"),
+    ],
+)
+def test_a_wrong_name_is_one_line(capfd, module, name, said):
+    code, out, err = run(capfd, "verify", "--model", name.replace("OWN", module()))
+    assert code == 2 and said in err and err.count("\n") == 1 and not out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--dropout", "0.1"], "--dropout 0.1: the model llama:Llama has no field dropout; it has num_layers, width,"),
+        (["--num-layers", "0"], "--num-layers 0"),
+        (["--seq-len", "-1"], "--seq-len -1"),
+        (["--mesh", "tp=8", "--num-heads", "6"], "over tp=8"),
+        (["--mesh", "pp=2", "--stages", "balanced"], "Llama does not say how many layers its head is worth"),
+        (["--oracle", "plain"], "the oracles are of GPT-2 alone"),
+    ],
+)
+def test_what_the_model_cannot_be(capfd, args, said):
+    code, _, err = run(capfd, "verify", *SMALL, *args)
+    assert code == 2 and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("program", ["plan", "bench"])
+def test_what_needs_formulas_says_so(capfd, program):
+    code, out, err = run(capfd, program, "--model", "llama:Llama")
+    assert code == 2 and f"{program} needs" in err and err.count("\n") == 1 and not out
+
+
+# ---- whose fault it is ----
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\n1 / 0", "line 2 raised ZeroDivisionError: division by zero"),
+        ("x = 1\nclass X(:", "line 2 raised SyntaxError: invalid syntax"),
+        ("import no_such_thing", "line 1 raised ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("import sys\n\nsys.exit('done')", "line 3 raised SystemExit: done"),
+        ("class X:\n    pass\n\n\nx = X().y", "line 5 raised AttributeError"),
+    ],
+)
+def test_an_exception_in_the_module_is_the_users(capfd, module, text, said):
+    name = module(text)
+    code, _, err = run(capfd, "verify", "--model", f"{name}:Mine")
+    assert code == 2 and f"{name}.py, {said}" in err and err.count("\n") == 1 and "fault of jaxdist" not in err
+
+
+def test_an_exception_in_the_model_is_the_users(capfd, module):
+    name = module()
+    code, _, err = run(capfd, "verify", "--model", f"{name}:Picky", "--width", 32)
+    assert code == 2 and f"{name}.py, line" in err and "AssertionError: only 64 will do" in err
+    code, _, err = run(capfd, "verify", "--model", f"{name}:Broken", "--steps", 1)
+    line = MODEL.splitlines().index("        return x @ x") + 1
+    assert code == 2 and f"{name}.py, line {line} raised" in err and "fault of jaxdist" not in err
+    report = Path(err.split("The traceback is in ")[1].strip().removesuffix("."))
+    assert "return x @ x" in report.read_text()
+    report.unlink()
+
+
+def test_every_size_flag_is_a_field_of_gpt2():
+    assert set(SIZES) == {field.name for field in dataclasses.fields(GPT2)}
