@@ -138,10 +138,14 @@ class Context:
 
     def dropout(self, x_BTD: jax.Array, rate: float) -> jax.Array:
         """Of activations between the tensor-parallel regions."""
+        if self.key is None or rate == 0:
+            return x_BTD
         return dropout(x_BTD, rate, self.key, self.rows_B, self.positions(x_BTD.shape[1]))
 
     def dropout_heads(self, x_BN: jax.Array, rate: float) -> jax.Array:
         """Of an array whose dims after the batch's begin with heads that are split over tp."""
+        if self.key is None or rate == 0:
+            return x_BN
         return dropout(x_BN, rate, self.key, self.rows_B, tensor.global_indices(x_BN.shape[1]))
 
 

@@ -23,7 +23,7 @@ def reduce_gradients(grads: dict, layout: Layout, dtype: str) -> dict:
     leaves, treedef = jax.tree.flatten(layout.leaves)
     given = treedef.flatten_up_to(grads)
     arrays = [g.astype(dtype) if leaf.reduce_axes or leaf.users else g for g, leaf in zip(given, leaves, strict=True)]
-    if not layout.grads_scattered:
+    if layout.parallel.mesh.pp > 1 and not layout.grads_scattered:
         arrays = scatter_from_users(leaves, arrays)
     if layout.sharded and not layout.grads_scattered:
         arrays = reduce_scatter_groups(arrays, leaves, "dp", layout.parallel)

@@ -9,15 +9,13 @@ from jax import random
 from jaxdist.parallel.remat import mark_saveable
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None, *indices: jax.Array) -> jax.Array:
+def dropout(x: jax.Array, rate: float, key: jax.Array, *indices: jax.Array) -> jax.Array:
     """Zero elements with probability `rate` and scale the rest by 1 / (1 - rate).
 
     The mask of an element depends on the key and on its *global* index alone. `indices[d]` holds the global indices of
     dim d of the local array, for every leading dim that some mesh axis may split; the key is folded with them, one
     dim after the other, and the remaining dims are drawn at once.
     """
-    if rate == 0 or key is None:
-        return x
     rest = x.shape[len(indices) :]
 
     def draw(key: jax.Array, indices: tuple[jax.Array, ...]) -> jax.Array:

@@ -67,7 +67,9 @@ def scatter_gradients(
     Layout: each g in the compute layout {U_dp} -> g in the storage layout, in `dtype`; summed in `reduce_dtype`.
     Sends: (n-1)/n of the bytes; of a tied table as `scatter_from_users` too.
     """
-    arrays = scatter_from_users(leaves, [g.astype(reduce_dtype) for g in grads])
+    arrays = [g.astype(reduce_dtype) for g in grads]
+    if layout.parallel.mesh.pp > 1:
+        arrays = scatter_from_users(leaves, arrays)
     return [x.astype(dtype) for x in reduce_scatter_groups(arrays, leaves, "dp", layout.parallel)]
 
 
