@@ -104,9 +104,10 @@ def run(capfd, program: str, *args) -> tuple[int, str, str]:
 # ---- it works ----
 
 
-@pytest.mark.parametrize("program", ["experiments.verify", "jaxdist verify"])
+@pytest.mark.parametrize("program", ["-m experiments.verify", "-P -m jaxdist verify"])
 def test_verify_proves_a_model_in_the_current_folder(program):
-    words = ["-m", *program.split(), "--model", "llama:Llama", "--mesh", "dp=2,tp=2", "--zero", "3", "--steps", "1"]
+    """With -P the current folder is not on the path, as it is not for an installed `jaxdist`."""
+    words = [*program.split(), "--model", "llama:Llama", "--mesh", "dp=2,tp=2", "--zero", "3", "--steps", "1"]
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     done = subprocess.run([sys.executable, *words], cwd=TESTS, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "1 of 1 strategies compute what one device computes" in done.stdout, done.stderr
