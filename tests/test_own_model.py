@@ -223,7 +223,7 @@ def test_what_the_model_cannot_be(capfd, args, said):
 @pytest.mark.parametrize("program", ["plan", "bench"])
 def test_what_needs_formulas_says_so(capfd, program):
     code, out, err = run(capfd, program, "--model", "llama:Llama")
-    assert code == 2 and f"{program} needs" in err and err.count("\n") == 1 and not out
+    assert code == 2 and f"--model llama:Llama: {program} needs" in err and err.count("\n") == 1 and not out
 
 
 # ---- whose fault it is ----
