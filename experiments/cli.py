@@ -30,7 +30,7 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, printable, reason_of, require_positive
 from jaxdist.models.base import Model
 from jaxdist.models.gpt2 import PRESETS
-from jaxdist.models.registry import ModelFlags, class_name, fault_in, name_of, source_digest
+from jaxdist.models.registry import SIZES, ModelFlags, class_name, fault_in, name_of, source_digest
 from jaxdist.runtime import DeviceChoice
 from jaxdist.signals import EXIT_SIGNAL
 
@@ -247,8 +247,12 @@ def require_formulas(program: str, model: Model) -> None:
 class SafeConsole(Console):
     """A console on which text from elsewhere (names of files, foreign checkpoints) cannot command the terminal.
 
-    Its `status` is seen where there is no terminal too, once the work takes longer than a moment.
+    Its `status` is seen where there is no terminal too, once the work takes longer than a moment. Text stays as it is:
+    my_module:Llama: is no picture of an animal.
     """
+
+    def __init__(self, **how):
+        super().__init__(emoji=False, **how)
 
     def status(self, status, **how) -> AbstractContextManager:
         return super().status(status, **how) if self.is_terminal or self.quiet else Progress(str(status))
@@ -307,11 +311,15 @@ def _parse(flags_type: type[Flags], prog: str, args: list[str] | None) -> Flags:
     if not getattr(flags, "config", None):
         return flags
     try:
-        default = flags_type(**read_flags(flags_type, prog, flags.config))
+        values = read_flags(flags_type, prog, flags.config)
     except ConfigError:
         _join_to_end(flags_type)
         raise
-    return _parse_words(flags_type, prog, words, default)
+    flags = _parse_words(flags_type, prog, words, flags_type(**values))
+    if flags.model == values.get("model", flags.model):
+        return flags
+    values = {name: value for name, value in values.items() if name not in SIZES}  # they are of the file's model
+    return _parse_words(flags_type, prog, words, flags_type(**values))
 
 
 def _parse_words(flags_type: type[Flags], prog: str, words: list[str], default: Flags | None = None) -> Flags:

@@ -28,15 +28,16 @@ from jaxdist.errors import ConfigError, is_utf8
 from jaxdist.files import read_text_file
 from jaxdist.models.registry import SIZES
 
-from .settings import SETTINGS
+from .settings import SECTIONS, SETTINGS
 
 PROGRAMS = ("train", "verify", "plan")
 NAME = "run.toml"  # of what a run leaves, beside config.json
 HEADER = "# Every setting of the run. `train --config` with this file is the same run; flags override it.\n"
 # Section -> key -> flag.
-SHARED: dict[str, dict[str, str]] = {"model": {"name": "model"} | {name: name for name in SIZES}}
-for _setting in SETTINGS:
-    SHARED.setdefault(_setting.section or "run", {})[_setting.name] = _setting.flag
+SHARED: dict[str, dict[str, str]] = {
+    "model": {"name": "model"} | {name: name for name in SIZES},
+    **{part or "run": {s.name: s.flag for s in SETTINGS if s.section == part} for part in SECTIONS},
+}
 
 
 @dataclass(frozen=True)
@@ -146,23 +147,22 @@ def _shown(value: Any) -> str:
 
 def settings_text(program: str, flags: FileFlags, config: RunConfig) -> str:
     """The file that gives this configuration, and the program's other flags, to the program again."""
-    sizes = {name: getattr(config.model, name) for name in SIZES if hasattr(config.model, name)}
-    model = {"name": flags.model} | {name: size for name, size in sizes.items() if _is_field(config.model, name)}
-    tables = {"model": model}
+    fields = {field.name for field in dataclasses.fields(config.model)}
+    tables = {"model": {"name": flags.model, **{name: getattr(config.model, name) for name in SIZES if name in fields}}}
     for setting in SETTINGS:
         tables.setdefault(setting.section or "run", {})[setting.name] = setting.of(config)
-    shared = {flag for keys in SHARED.values() for flag in keys.values()}
-    own = {field.name: field.default for field in dataclasses.fields(flags)}
-    tables[program] = {
-        name: "none" if getattr(flags, name) is None is not default else getattr(flags, name)
-        for name, default in own.items()
-        if name not in shared | flags.NOT_KEPT
-    }
+    tables[program] = _own_flags(flags)
     return HEADER + "".join(f"\n[{section}]\n" + "".join(_lines(table)) for section, table in tables.items())
 
 
-def _is_field(model, name: str) -> bool:
-    return name in {field.name for field in dataclasses.fields(model)}
+def _own_flags(flags: FileFlags) -> dict[str, Any]:
+    """What belongs to the run and that no shared section has. TOML has no null: a flag is None where it is left out."""
+    found, elsewhere = {}, {flag for keys in SHARED.values() for flag in keys.values()} | flags.NOT_KEPT
+    for field in dataclasses.fields(flags):
+        value = getattr(flags, field.name)
+        if field.name not in elsewhere:
+            found[field.name] = "none" if value is None is not field.default else value
+    return found
 
 
 def _lines(table: dict[str, Any]) -> Iterator[str]:

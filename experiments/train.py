@@ -267,7 +267,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     processes.require_agreement("data", {"--data": processes.Shown(data["fingerprint"], shown)}, seconds=600)
 
     def warn(text: str) -> None:
-        console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
+        console.print(f"[yellow]warning:[/] {escape(in_flags(text, TrainFlags))}", soft_wrap=True)
 
     def late() -> None:
         steps = checkpoints.steps() if checkpoints else []

@@ -116,7 +116,7 @@ def _on_cpu(count: int, why: str) -> Devices:
         raise ConfigError(
             f"a mesh of {count} simulated devices",
             f"JAX has started already with {len(found)}, and the number is fixed then",
-            f"Set jax_num_cpu_devices to {count} before JAX starts",
+            f"Set JAX_NUM_CPU_DEVICES={count} before JAX starts (arrays at the top level of a module start it)",
         )
     if count == 1:
         return Devices(chosen, False, f"1 CPU device ({why})")

@@ -119,8 +119,8 @@ def test_a_file_sets_flags_and_flags_override_it(monkeypatch, write):
     flags = parsed(monkeypatch, "train", "--config", path)
     assert (flags.model, flags.num_layers, flags.mesh, flags.zero, flags.steps) == ("proof", 2, "dp=2", 1, 2)
     assert (flags.optimizer, flags.lr, flags.eval_batches) == ("lion", 1.0, 1) and type(flags.lr) is float
-    flags = parsed(monkeypatch, "train", "--zero", 0, f"--config={path}", "--model", "tiny", "--eval-batches", 3)
-    assert (flags.model, flags.num_layers, flags.zero, flags.eval_batches) == ("tiny", 2, 0, 3)
+    flags = parsed(monkeypatch, "train", "--zero", 0, f"--config={path}", "--eval-batches", 3)
+    assert (flags.model, flags.num_layers, flags.zero, flags.eval_batches) == ("proof", 2, 0, 3)
 
 
 def test_each_program_reads_its_own_section(monkeypatch, write):
@@ -129,6 +129,14 @@ def test_each_program_reads_its_own_section(monkeypatch, write):
     flags = parsed(monkeypatch, "verify", "--config", path)
     assert flags.mesh == "dp=2" and flags.batch_size == 8
     assert (flags.steps, flags.lr) == (1, VerifyFlags.lr)  # a proof's own, but for the section [verify]
+
+
+def test_another_model_has_its_own_sizes(monkeypatch, write):
+    path = write(SMALL)
+    flags = parsed(monkeypatch, "train", "--config", path, "--model", "tiny", "--width", 64)
+    assert (flags.model, flags.num_layers, flags.width, flags.zero) == ("tiny", None, 64, 1)
+    assert parsed(monkeypatch, "train", "--config", path, "--preset", "proof").num_layers == 2
+    assert parsed(monkeypatch, "train", "--config", write("[model]\nwidth = 64"), "--model", "7b").width == 64
 
 
 def test_json_is_read_as_well(monkeypatch, write):

@@ -28,7 +28,7 @@ def make_program(mesh, drill=None, precision="float32", **parallel):
         MODEL,
         ParallelConfig(mesh=shape, **parallel),
         OptimizerConfig(warmup_steps=0),
-        PrecisionConfig(dtype=precision, loss_scale=1.0),
+        PrecisionConfig(precision, loss_scale=1.0) if precision == "float16" else PrecisionConfig(precision),
         batch_size=8,
         steps=4,
     )

@@ -104,9 +104,10 @@ def run(capfd, program: str, *args) -> tuple[int, str, str]:
 # ---- it works ----
 
 
-@pytest.mark.parametrize("program", ["experiments.verify", "jaxdist verify"])
+@pytest.mark.parametrize("program", ["-m experiments.verify", "-P -m jaxdist verify"])
 def test_verify_proves_a_model_in_the_current_folder(program):
-    words = ["-m", *program.split(), "--model", "llama:Llama", "--mesh", "dp=2,tp=2", "--zero", "3", "--steps", "1"]
+    """With -P the current folder is not on the path, as it is not for an installed `jaxdist`."""
+    words = [*program.split(), "--model", "llama:Llama", "--mesh", "dp=2,tp=2", "--zero", "3", "--steps", "1"]
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     done = subprocess.run([sys.executable, *words], cwd=TESTS, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "1 of 1 strategies compute what one device computes" in done.stdout, done.stderr
@@ -222,7 +223,7 @@ def test_what_the_model_cannot_be(capfd, args, said):
 @pytest.mark.parametrize("program", ["plan", "bench"])
 def test_what_needs_formulas_says_so(capfd, program):
     code, out, err = run(capfd, program, "--model", "llama:Llama")
-    assert code == 2 and f"{program} needs" in err and err.count("\n") == 1 and not out
+    assert code == 2 and f"--model llama:Llama: {program} needs" in err and err.count("\n") == 1 and not out
 
 
 # ---- whose fault it is ----

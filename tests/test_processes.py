@@ -376,24 +376,32 @@ def test_what_differs_between_processes_is_named_with_both_values(folder):
             assert name in last
 
 
-@pytest.mark.parametrize("kind", ["lr", "data", "folder"])
+@pytest.mark.parametrize("kind", ["lr", "data", "folder", "model", "config"])
 def test_processes_that_disagree_end_at_once_and_nothing_is_saved(folder, kind):
     """One argument of the command is each process's own: ITS in it is the number of the process."""
     (folder / "text.0").write_text("some text of the first process " * 300)
     (folder / "text.1").write_text("some other text of the second one " * 300)
     for name in ("local.0", "local.1"):
         (folder / name).mkdir(exist_ok=True)
+        (folder / name / "its_model.py").write_text(f"from llama import Llama  # {name}")
+    (folder / "settings.0.toml").write_text("[parallel]\nzero = 1")
     flags, said = {
         "lr": ("--lr 1e-ITS3 --out OUT/differ", "--lr is 1e-03 on process 0 and 1e-13 on process 1"),
         "data": ("--data OUT/text.ITS --out OUT/differ", "--data is OUT/text.0, UTF-8 bytes"),
         "folder": ("--out OUT/local.ITS", "process 1 does not see in OUT/local.1 what the others write"),
+        "model": ("--model its_model:Llama --out OUT/differ", "the source of its_model:Llama (SHA-256) is"),
+        "config": (
+            "--config OUT/settings.ITS.toml --out OUT/differ",
+            "settings.1.toml': it cannot be read (No such file",
+        ),
     }[kind]
     code = (
         "import os, sys; sys.argv = [word.replace('ITS', os.environ['JAX_PROCESS_ID']) for word in sys.argv]\n"
+        "sys.path.append(sys.argv.pop())\n"
         "import experiments.train as train; from experiments.cli import run_program\n"
         "run_program(train.TrainFlags, train.main, 'train')"
     )
-    words = ["-c", code, *SMALL.split(), "--mesh", "dp=2", *flags.split()]
+    words = ["-c", code, *SMALL.split(), "--mesh", "dp=2", *flags.split(), "OUT/local.ITS"]
     code, text = run([*as_processes(2, 1), *words], folder)
     said = said.replace("OUT", str(folder)).replace("1e-03", "0.001")
     assert code == 2 and said in text and "Traceback" not in text, text

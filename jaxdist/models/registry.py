@@ -54,7 +54,7 @@ class ModelFlags:
             sizes.setdefault("ffn_width", 4 * sizes["width"])
         if not sizes:
             return model
-        with _blaming(self.model):
+        with _errors_of_module(self.model):
             model = dataclasses.replace(model, **sizes)
         _check_sizes(model)
         return model
@@ -70,10 +70,10 @@ def find_model(name: str) -> Model:
     """
     if name in PRESETS:
         return PRESETS[name]
-    found = _attribute(name)
+    found = _import_named(name)
     if inspect.isclass(found) and issubclass(found, Model):
         _check_class(name, found)
-        with _blaming(name):
+        with _errors_of_module(name):
             found = found()
     if not isinstance(found, Model):
         raise ConfigError(f"model={name!r}", "it is not a jaxdist.models.base.Model", "Subclass Model")
@@ -83,7 +83,7 @@ def find_model(name: str) -> Model:
     return found
 
 
-def _attribute(name: str):
+def _import_named(name: str):
     """What "my_module:MyModel" names."""
     module_name, colon, attribute = name.partition(":")
     if not colon:
@@ -97,7 +97,7 @@ def _attribute(name: str):
             f"Write {Path(module_name).stem or 'my_module'}:MyModel",
         )
     _search_current_folder()
-    with _blaming(name):
+    with _errors_of_module(name):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -261,7 +261,7 @@ def fault_in(name: str, error: BaseException) -> str | None:
 
 
 @contextmanager
-def _blaming(name: str) -> Iterator[None]:
+def _errors_of_module(name: str) -> Iterator[None]:
     """Turn whatever the user's module raises into a ConfigError that says where."""
     try:
         yield
