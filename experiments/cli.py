@@ -235,12 +235,12 @@ def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
 
 
 def require_formulas(program: str, model: Model) -> None:
-    """Refuse a model that the closed forms of time, memory and traffic do not describe: they are of GPT-2."""
+    """Refuse a model that is not GPT-2, whose operations and papers' formulas the benchmarks compare with."""
     if class_name(model) is not None:
         raise ConfigError(
             f"--model {class_name(model)}",
-            f"{program} needs its floating-point operations and memory in closed form, which are known of GPT-2 alone",
-            f"Use a preset; `{command_text('verify')}` and `{command_text('train')}` take any model",
+            f"{program} compares with GPT-2 in other frameworks and with formulas of it",
+            f"Use a preset; `{command_text('verify')}` and `{command_text('plan')}` take any model",
         )
 
 

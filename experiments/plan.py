@@ -27,12 +27,13 @@ from jaxdist.config import Dtype, RunConfig
 from jaxdist.errors import MOST, ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.base import num_parameters
 from jaxdist.plan import explain
 from jaxdist.plan.budget import short_money
 from jaxdist.plan.communication import predicted
 from jaxdist.plan.compile import has_cuda_compiler, require_compiler, without_devices
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
-from jaxdist.plan.formulas import CENTURY_HOURS, GIB, Cost, ModelShape, duration
+from jaxdist.plan.formulas import CENTURY_HOURS, GIB, Cost, duration
 from jaxdist.plan.hardware import Accelerator, Cluster, find_hardware, price
 from jaxdist.plan.levels import Levels, levels
 from jaxdist.plan.recipe import TOKENS_PER_PARAMETER, chinchilla_steps, learning_rate, warmup_steps
@@ -60,7 +61,6 @@ from .cli import (
     in_flags,
     make_folder,
     refuse_ignored,
-    require_formulas,
     require_writable,
     run_program,
     write_output,
@@ -263,7 +263,6 @@ def ask(flags: PlanFlags) -> Question:
     if not flags.mesh:
         why = "a layout is searched for, and this names a part of one (--mesh names a whole one)"
         refuse_ignored(flags, everything - LAYOUT_FLAGS | {"device"}, why)
-    require_formulas("plan", flags.model_config())
     check_numbers(flags)
     refuse_idle(flags)
     hardware = find_hardware(flags.hardware, flags.hardware_file)
@@ -293,7 +292,7 @@ def ask(flags: PlanFlags) -> Question:
         batch, note = default_batch(flags, hardware.devices_per_node)
         notes.append(note)
     model = flags.model_config()
-    batch_tokens, parameters = batch * model.seq_len, ModelShape.of(model).parameters
+    batch_tokens, parameters = batch * model.seq_len, num_parameters(model)
     tokens, steps = flags.tokens, flags.steps
     if tokens is not None:
         steps = math.ceil(tokens / batch_tokens)
@@ -729,7 +728,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     searched = plan.num_layouts > 1
 
     console.print(
-        f"[bold]{model.num_layers} layers, width {model.width}, context {model.seq_len}[/], "
+        f"[bold]{model.describe()}[/], "
         f"{question.base.batch_size} sequences an update, {question.base.precision.dtype}, "
         f"{question.base.optimizer.name}, on {cluster.num_nodes} × {cluster.devices_per_node} {cluster.hardware.title}"
     )

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
+from jaxdist.models.base import num_parameters
 from jaxdist.plan.explain import billions
-from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import ITEMSIZE, MOMENTS
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every
@@ -87,4 +87,4 @@ def rate_note(rate: float, parameters: float) -> str:
 def checkpoint_bytes(config: RunConfig) -> float:
     """Masters and moments."""
     wide = ITEMSIZE[config.precision.master_dtype]
-    return ModelShape.of(config.model).parameters * wide * (1 + MOMENTS.get(config.optimizer.name, 0))
+    return num_parameters(config.model) * wide * (1 + MOMENTS.get(config.optimizer.name, 0))

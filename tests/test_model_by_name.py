@@ -220,10 +220,18 @@ def test_what_the_model_cannot_be(capfd, args, said):
     assert code == 2 and said in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("program", ["plan", "bench"])
-def test_what_needs_formulas_says_so(capfd, program):
-    code, out, err = run(capfd, program, "--model", "llama:Llama")
-    assert code == 2 and f"--model llama:Llama: {program} needs" in err and err.count("\n") == 1 and not out
+def test_benchmarks_of_gpt2_say_so(capfd):
+    code, out, err = run(capfd, "bench", "--model", "llama:Llama")
+    assert code == 2 and "--model llama:Llama: bench compares with GPT-2" in err and err.count("\n") == 1 and not out
+
+
+def test_a_plan_of_one_layout_is_traced_and_agrees(capfd):
+    asked = ["--model", "llama:Llama", "--hardware", "h100", "--nodes", "1", "--devices-per-node", "4", "--steps", "9"]
+    code, out, _ = run(capfd, "plan", *asked, "--mesh", "dp=2,tp=2", "--zero", "3", "--batch-size", "64", "--trace")
+    row = next(line for line in out.splitlines() if line.startswith("1. dp=2,tp=2"))
+    memory, traced, sent, traced_sent = map(float, row.split()[-5:-1])
+    assert code == 0 and sent == traced_sent and abs(memory / traced - 1) < 0.15, row
+    assert "--model llama:Llama --mesh dp=2,tp=2 --zero 3" in out
 
 
 # ---- whose fault it is ----

@@ -16,8 +16,13 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout
 from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.base import Model, Param, users
+from jaxdist.models.gpt2 import PRESETS
 from jaxdist.parity import observe, random_batches, random_parameters
+from jaxdist.plan.formulas import ModelShape
+from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.levels import levels
+from jaxdist.plan.parts import work_of
+from jaxdist.plan.time_model import Layout, PaperWork, step_time
 from jaxdist.verification import proof_config
 
 PAGE = (Path(__file__).parents[1] / "docs" / "own-model.md").read_text()
@@ -135,6 +140,32 @@ def test_the_trace_of_a_llama_sends_what_the_compiler_emits(mesh, parallel):
     found = levels(RunConfig(model, ParallelConfig(parse_mesh(mesh), **parallel), batch_size=8), "cpu")
     assert found.compiled_sent_bytes == found.sent_bytes
     assert abs(found.peak_error) < 0.1
+
+
+@pytest.mark.parametrize("preset", ["gpt2-124m", "7b"])
+def test_the_work_that_a_trace_finds_is_what_the_papers_count(preset):
+    """Less the scores that blocks of queries leave out; elementwise traffic is a rule either way."""
+    model = PRESETS[preset]
+    traced, papers = work_of(model), PaperWork(ModelShape.of(model))
+    assert (traced.layer_parameters, traced.layer_sums) == (papers.layer_parameters, papers.layer_sums)
+    assert traced.table_parameters == papers.table_parameters and traced.width == papers.width
+    assert 0.94 < traced.forward_flops_per_token / papers.forward_flops_per_token < 1
+    cluster = Cluster(find_hardware("h100"), num_nodes=2, devices_per_node=8)
+    for layout in ({}, {"tp": 4}, {"tp": 8, "sp": True}, {"pp": 4, "tp": 2}):
+        ours, theirs = (
+            step_time(work, Layout(dp=2, microbatches=16, rows=4, **layout), cluster) for work in (traced, papers)
+        )
+        assert 0.9 < ours.total[0] / theirs.total[0] < 1.02 and 0.9 < ours.compute[0] / theirs.compute[0] < 1.02
+
+
+def test_the_work_of_a_llama():
+    """Products with weights: 2 FLOPs a parameter; grouped heads do not make scores cheaper."""
+    model = Llama()
+    work, size = work_of(model), model.width // model.num_heads
+    matrices = sum(p.flops for p in work.layer if not p.batched)
+    assert matrices == 2 * (work.layer_parameters - 2 * model.width)
+    assert sum(p.flops for p in work.layer if p.batched) == 2 * 2 * model.seq_len * model.num_heads * size
+    assert [(p.n, p.k, p.splits_n, p.splits_k) for p in work.loss] == [(model.vocab_size, model.width, True, False)]
 
 
 def test_users_of_outer_parameters_are_found_by_tracing():

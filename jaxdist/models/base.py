@@ -5,6 +5,7 @@ plans read nothing but what stands here, so a model is one file.
 """
 
 import dataclasses
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -253,6 +254,12 @@ def named_params(tree: Tree) -> list[tuple[str, Param]]:
         (".".join(entry.key for entry in path), leaf)
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_param)
     ]
+
+
+@cache
+def num_parameters(model: Model) -> int:
+    """All of them, padding of the vocabulary counted."""
+    return sum(math.prod(param.shape) for _, param in named_params(declare(model)))
 
 
 @cache

@@ -86,6 +86,9 @@ class GPT2(FlaxModel):
         layer = 8 * self.width**2 + 4 * self.width * self.ffn_width + 4 * self.seq_len * self.width
         return 2 * self.width * self.padded_vocab_size / layer
 
+    def describe(self) -> str:
+        return f"{self.num_layers} layers, width {self.width}, context {self.seq_len}"
+
     def check(self, parallel: "ParallelConfig") -> None:
         tp = parallel.mesh.tp
         for name, sized in (("num_heads", self.num_heads), ("ffn_width", self.ffn_width)):

@@ -7,7 +7,7 @@ the parts are traced on an abstract mesh that has tp alone, with the shapes of o
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import NamedTuple, TypeVar
@@ -21,13 +21,15 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.compat import type_of
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.layout import make_layout, split_outer
 from jaxdist.mesh import MeshShape, make_abstract_mesh
 from jaxdist.models.base import Batch, Model
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.split import SplitLayer, flat, needed_for, split_layer, variables
+from jaxdist.parallel.split import SplitLayer, all_equations, flat, needed_for, split_layer, variables
 from jaxdist.parallel.zero import ShardedParams
 from jaxdist.plan.memory import Buffer, habits_of_dtype, lifetimes
+from jaxdist.plan.time_model import Product, TracedWork
 from jaxdist.plan.trace import Collective, collectives_of
 from jaxdist.train.gradients.base import ShardedModel
 
@@ -330,3 +332,64 @@ def _envelope(buffers: list[Buffer]) -> Envelope:
         if not best or each > best[-1][1]:
             best.append((fixed, each))
     return tuple(best)
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+
+
+@cache
+def work_of(model: Model) -> TracedWork:
+    """The products of one layer and of the loss, from a trace on one rank and, where the model allows it, on two."""
+    one = OneRank(model, 1, ROWS, PrecisionConfig(), attention="xla")
+    layer, loss, width = one.trace(_products)
+    try:
+        model.check(ParallelConfig(MeshShape(tp=2)))
+        halved_layer, halved_loss, _ = replace(one, tp=2).trace(_products)
+    except ConfigError:
+        halved_layer, halved_loss = layer, loss
+    leaves = make_layout(model, ParallelConfig()).leaves
+    outer, layers = (jax.tree.leaves(tree) for tree in split_outer(leaves))
+    table = max((leaf for leaf in outer if "loss" in leaf.used_in), key=lambda leaf: math.prod(leaf.shape))
+    sent = traffic_of(replace(one, tp=2)).layer.forward if halved_layer is not layer else ()
+    return TracedWork(
+        num_layers=model.num_layers,
+        seq_len=model.seq_len,
+        width=width,
+        vocab_size=max(table.shape),
+        layer_parameters=sum(math.prod(leaf.shape[1:]) for leaf in layers),
+        table_parameters=math.prod(table.shape),
+        outer_parameters=sum(math.prod(leaf.shape) for leaf in outer),
+        layer_sums=sum(c.count * (1 if c.kind == "all_reduce" else 0.5) for c in sent),
+        layer=_compared(layer, halved_layer, model.seq_len),
+        loss=_compared(loss, halved_loss, model.seq_len),
+    )
+
+
+def _products(parts: _Functions) -> tuple[list, list, int]:
+    """(batch, m, n, k) of every product of a layer and of the loss, and the width of what a layer passes on."""
+
+    def dims(eqn) -> tuple[int, int, int, int]:
+        (left, _), (batch, _) = eqn.params["dimension_numbers"]
+        a, b = (v.aval.shape for v in eqn.invars)
+        k, both = math.prod(a[d] for d in left), math.prod(a[d] for d in batch)
+        return both, math.prod(a) // (k * both), math.prod(b) // (k * both), k
+
+    found = []
+    for function, args in ((parts.layer, (parts.weights, parts.x)), (parts.loss, (parts.outer, parts.x))):
+        closed = flat(jax.make_jaxpr(function)(*(jax.tree.map(type_of, each) for each in args)))
+        found.append([dims(eqn) for eqn in all_equations(closed) if eqn.primitive.name == "dot_general"])
+    return *found, parts.x.shape[-1]
+
+
+def _compared(one: list, two: list, seq_len: int) -> tuple[Product, ...]:
+    """Products on one rank, told by those on two which of their dims tp splits."""
+    positions, found = ROWS * seq_len, []
+    for (batch, m, n, k), (_, _, n2, k2) in zip(one, two, strict=True):
+        if batch % ROWS == 0:  # of activations: heads are split, if anything is
+            smallest, flops = min(m, n, k), 2 * batch * m * n * k / positions
+            halves = two is not one and any(b < a for a, b in zip(one, two, strict=True))
+            found.append(Product(flops, flops / 2 / smallest, smallest, halves, False, True))
+            continue
+        n, n2 = (m, n2) if m % ROWS else (n, n2)
+        found.append(Product(2 * n * k, n, k, n2 < n, k2 < k, False))
+    return tuple(found)

@@ -14,8 +14,9 @@ How good it is: `jaxdist.plan.calibration` compares it with published runs. It i
 measured on the machine you plan for, unless you calibrate an `Efficiency` for it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -189,6 +190,117 @@ class StepTime:
         return f"{RELIEF[binds]} It is {seconds[index] / self.total[index]:.0%} of the predicted step."
 
 
+@dataclass(frozen=True)
+class PaperWork:
+    """What one layer and the head of a published model compute, by the papers' closed forms.
+
+    matmul(n, k, m) in the methods: seconds of a product [positions, k] x [k, n]; m where another dim is the smallest.
+    """
+
+    shape: ModelShape
+    layer_sums = 2  # over tp, of one layer's forward
+
+    def __getattr__(self, name: str):
+        return getattr(self.shape, name)
+
+    @property
+    def table_parameters(self) -> int:
+        return self.shape.vocab_size * self.shape.width
+
+    @property
+    def forward_flops_per_token(self) -> float:
+        return sum(forward_flops_per_token(self.shape).values())
+
+    def matrices(self, matmul: Callable, tp: Number) -> Number:
+        """Products with a layer's weights."""
+        shape, h = self.shape, self.shape.width
+        up = (2 if shape.gated_mlp else 1) * shape.ffn_width
+        return (
+            matmul((h + 2 * shape.kv_width) / tp, h)
+            + matmul(h, h / tp)
+            + matmul(up / tp, h)
+            + matmul(h, shape.ffn_width / tp)
+        )
+
+    def core(self, matmul: Callable, tp: Number, flash: Number) -> Number:
+        """Scores and their sum over values, whose smallest dim is the head's; flash skips what is masked."""
+        shape = self.shape
+        return np.where(flash, 0.5, 1.0) * 2 * matmul(shape.seq_len, shape.width / tp, m=shape.head_dim)
+
+    def head(self, matmul: Callable, tp: Number) -> Number:
+        return matmul(self.shape.vocab_size / tp, self.shape.width)
+
+    def elementwise_bytes(self, dropout: Number, flash: Number, itemsize: int) -> tuple:
+        return elementwise_bytes(self.shape, dropout, flash, itemsize)
+
+
+class Product(NamedTuple):
+    """A matrix product of one part: FLOPs a position, its two dims beside the positions, and which of them tp splits.
+
+    batched: a product of activations (attention's), whose `n` and `k` are its smallest dim and whatever is left.
+    """
+
+    flops: float
+    n: float
+    k: float
+    splits_n: bool
+    splits_k: bool
+    batched: bool
+
+    def seconds(self, matmul: Callable, tp: Number) -> Number:
+        if self.batched:
+            return matmul(self.n / (tp if self.splits_n else 1), self.k, m=self.k)
+        return matmul(self.n / (tp if self.splits_n else 1), self.k / (tp if self.splits_k else 1))
+
+
+@dataclass(frozen=True)
+class TracedWork:
+    """What one layer and the loss of a model compute, read from a trace of each (`jaxdist.plan.parts.work_of`).
+
+    vocab_size: rows of the largest parameter that the loss uses. Elementwise traffic is taken to be what products read
+    and write of activations: what is between them is fused.
+    """
+
+    num_layers: int
+    seq_len: int
+    width: int
+    vocab_size: int
+    layer_parameters: int
+    table_parameters: int
+    outer_parameters: int
+    layer_sums: float
+    layer: tuple[Product, ...]
+    loss: tuple[Product, ...]
+    kv_width = 0  # of context parallelism, which is not here yet
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.outer_parameters
+
+    @property
+    def forward_flops_per_token(self) -> float:
+        return self.num_layers * sum(p.flops for p in self.layer) + sum(p.flops for p in self.loss)
+
+    def matrices(self, matmul: Callable, tp: Number) -> Number:
+        return sum(p.seconds(matmul, tp) for p in self.layer if not p.batched)
+
+    def core(self, matmul: Callable, tp: Number, flash: Number) -> Number:
+        return sum(p.seconds(matmul, tp) for p in self.layer if p.batched)
+
+    def head(self, matmul: Callable, tp: Number) -> Number:
+        return sum(p.seconds(matmul, tp) for p in self.loss)
+
+    def elementwise_bytes(self, dropout: Number, flash: Number, itemsize: int) -> tuple:
+        whole = split = scores = 0.0
+        for p in self.layer:
+            if p.batched:
+                scores += np.where(flash, 0, 2 * p.n * itemsize)
+                continue
+            for size, is_split in ((p.n, p.splits_n), (p.k, p.splits_k)):
+                split, whole = split + size * is_split, whole + size * (not is_split)
+        return whole * itemsize, split * itemsize, scores
+
+
 def elementwise_bytes(shape: ModelShape, dropout: Number, flash: Number, itemsize: int = 2) -> tuple:
     """HBM bytes of one position's forward through one layer: (whole on every tp rank unless sp, split over tp, scores).
 
@@ -206,7 +318,7 @@ def elementwise_bytes(shape: ModelShape, dropout: Number, flash: Number, itemsiz
 
 
 def step_time(
-    shape: ModelShape,
+    shape: ModelShape | PaperWork | TracedWork,
     layout: Layout,
     cluster: Cluster,
     efficiency: Efficiency = Efficiency(),
@@ -219,14 +331,15 @@ def step_time(
     Raises: ConfigError for a dtype the accelerator has no peak for, and an unknown remat.
     """
     itemsize = {"float32": 4, "tfloat32": 4, "float64": 8}.get(dtype, 2)
-    peak, e, h = cluster.hardware.peak(dtype), efficiency, shape.width
+    work = PaperWork(shape) if isinstance(shape, ModelShape) else shape
+    peak, e, h = cluster.hardware.peak(dtype), efficiency, work.width
     pp, dp, cp, tp = (np.asarray(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp"))
     replica, m, sp = np.asarray(layout.replica), np.asarray(layout.microbatches), np.asarray(layout.sp)
     zero, grad = np.asarray(layout.zero), np.asarray(layout.gradient_bytes)
     selective, every = remat_columns(layout.remat)
     apart = strides({"pp": pp, "replica": replica, "dp": dp, "cp": cp, "tp": tp})
     hbm = cluster.hardware.memory_bytes_per_s * e.hbm
-    positions = layout.rows * shape.seq_len / cp  # of one micro-batch on one device
+    positions = layout.rows * work.seq_len / cp  # of one micro-batch on one device
 
     def matmul(n, k, m=positions):
         smallest = np.minimum(np.minimum(m, n), k)
@@ -236,45 +349,38 @@ def step_time(
         return cluster.collective_seconds(algorithm, size, apart[axis], num_bytes, e.inside, e.between)
 
     # ---- one layer, one micro-batch
-    up = (2 if shape.gated_mlp else 1) * shape.ffn_width
-    matrices = (
-        matmul((h + 2 * shape.kv_width) / tp, h)
-        + matmul(h, h / tp)
-        + matmul(up / tp, h)
-        + matmul(h, shape.ffn_width / tp)
-    )
-    # Scores and their sum over values: two matmuls whose smallest dim is the head's; flash skips what is masked.
-    core = np.where(layout.flash, 0.5, 1.0) * 2 * matmul(shape.seq_len, h / tp, m=shape.head_dim)
-    whole, split, scores = elementwise_bytes(shape, layout.dropout, layout.flash, itemsize)
+    matrices = work.matrices(matmul, tp)
+    core = work.core(matmul, tp, layout.flash)
+    whole, split, scores = work.elementwise_bytes(layout.dropout, layout.flash, itemsize)
     elementwise = positions * (whole / np.where(sp, tp, 1) + split / tp) / hbm
     softmax = positions * scores / tp / hbm
     activation = positions * h * itemsize
     all_reduce = ring("ring_all_reduce", "tp", tp, activation)
     ring_attention = (cp - 1) * cluster.permute_seconds(
-        cp, apart["cp"], 2 * positions * shape.kv_width / tp * itemsize, e.inside, e.between
+        cp, apart["cp"], 2 * positions * work.kv_width / tp * itemsize, e.inside, e.between
     )
     again = every > 0  # recomputed forwards
     layer = {
         "compute": (3 + again) * matrices + (3 + (again | selective)) * core,
         "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise + (1 + BACKWARD_TRAFFIC + (again | selective)) * softmax,
         "overhead": (3 + again) * e.layer_seconds,
-        "tp": (4 + 2 * again) * all_reduce * np.where(layout.overlap_tp, 0.5, 1.0),
+        "tp": (2 + again) * work.layer_sums * all_reduce * np.where(layout.overlap_tp, 0.5, 1.0),
         "cp": (3 + again) * ring_attention,
     }
     head = {
-        "compute": 3 * matmul(shape.vocab_size / tp, h),
-        "memory": positions * LOGIT_TRAFFIC * shape.vocab_size / tp / hbm,
+        "compute": 3 * work.head(matmul, tp),
+        "memory": positions * LOGIT_TRAFFIC * work.vocab_size / tp / hbm,
         "overhead": 0.0,
         "tp": 2 * all_reduce,
         "cp": 0.0,
     }
 
     # ---- one micro-batch on the slowest stage
-    most = np.ceil(shape.num_layers / pp) if layout.most_layers is None else np.asarray(layout.most_layers)
-    last = shape.num_layers / pp if layout.last_layers is None else np.asarray(layout.last_layers)
+    most = np.ceil(work.num_layers / pp) if layout.most_layers is None else np.asarray(layout.most_layers)
+    last = work.num_layers / pp if layout.last_layers is None else np.asarray(layout.last_layers)
     with_head = last * sum(layer.values()) + sum(head.values()) >= most * sum(layer.values())
     # Parameters of a device on a stage that computes with the token table; `held` of a device that updates them.
-    layers, table = shape.num_layers * shape.layer_parameters / pp / tp, shape.vocab_size * h / tp
+    layers, table = work.num_layers * work.layer_parameters / pp / tp, work.table_parameters / tp
     local, held = layers + table, layers + table / np.where(layout.spread_table, pp, 1)
     micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
     micro["memory"] = micro["memory"] + local * (itemsize + 2 * grad) / hbm  # add a gradient to the sum so far
@@ -291,7 +397,7 @@ def step_time(
     sharded = np.where(zero >= 1, dp, 1)
     time["memory"] = time["memory"] + held * OPTIMIZER_TRAFFIC / sharded / hbm
     time["overhead"] = time["overhead"] + e.step_seconds
-    time["input"] = m * layout.rows * shape.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
+    time["input"] = m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
 
     scatter = ring("ring_reduce_scatter", "dp", dp, held * grad)
     across = ring("ring_all_reduce", "replica", replica, held * grad / dp)
@@ -311,7 +417,7 @@ def step_time(
     time["dp"] = rounds * scatter + across + gathers * gather - hidden
 
     total = sum(time.values())
-    flops = layout.sequences * shape.seq_len * 3 * sum(forward_flops_per_token(shape).values())
+    flops = layout.sequences * work.seq_len * 3 * work.forward_flops_per_token
     exposed = (time["tp"] + time["cp"] + time["dp"] + time["pp"]) / total
     columns = {
         **time,
