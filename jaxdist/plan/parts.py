@@ -276,15 +276,18 @@ def layer_memory(rank: OneRank) -> LayerMemory:
     def read(parts: _Functions) -> LayerMemory:
         types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
         forward, backward = _forward_and_backward(parts.saved_layer, types)
-        again = _forward_and_backward(jax.checkpoint(parts.layer, prevent_cse=False), types)[1]
+        again = jax.checkpoint(parts.layer, prevent_cse=False)
         given = set(forward.jaxpr.invars[: len(jax.tree.leaves(parts.weights))])
         residuals = [v for v in dict.fromkeys(variables(forward.jaxpr.outvars[1:])) if v not in given]
         split = parts.split()
         buffers = [type_of(parts.x)], [v.aval for v in residuals], split.until_b, split.until_w, split.handed
         sizes = (_num_bytes(avals) / ROWS for avals in buffers)
-        return LayerMemory(*sizes, *(_of_a_loop(program, compiler) for program in (backward, again)))
+        runs_again = None if rank.selective else _of_a_loop(_forward_and_backward(again, types)[1], compiler)
+        return LayerMemory(*sizes, _of_a_loop(backward, compiler), runs_again)
 
-    return rank.trace(read)
+    found = rank.trace(read)
+    # What runs again as a whole is not selective.
+    return found._replace(again=layer_memory(replace(rank, selective=False)).again) if rank.selective else found
 
 
 @cache

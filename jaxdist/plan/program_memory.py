@@ -115,10 +115,11 @@ def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
 
 
 def _of_rank(config: RunConfig, tp: int, sp: bool, selective: bool, attention: str, rows: np.ndarray) -> np.ndarray:
-    """Traced; beyond four ranks found from two and four: what a rank holds is whole, or 1/tp of it."""
-    if tp > 4 and tp % 4 == 0:
-        two, four = (_of_rank(config, few, sp, selective, attention, rows) for few in (2, 4))
-        return 2 * four - two + 4 * (two - four) / tp
+    """Traced for few ranks, and found from those for more: what a rank holds is whole, or 1/tp of it."""
+    few, twice = (2, 4) if sp else (1, 2)
+    if tp > twice and tp % twice == 0:
+        a, b = (_of_rank(config, ranks, sp, selective, attention, rows) for ranks in (few, twice))
+        return 2 * b - a + twice * (a - b) / tp
     precision = PrecisionConfig(config.precision.dtype)
     rank = OneRank(config.model, tp, ROWS, precision, sp=sp, selective=selective, attention=attention)
     *kept, backward, again = layer_memory(rank)
