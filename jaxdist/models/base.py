@@ -22,7 +22,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXIS_OF_DIM, MeshShape, make_abstract_mesh
 from jaxdist.parallel import tensor
 from jaxdist.parallel.dropout import dropout
-from jaxdist.parallel.remat import mark_saveable
+from jaxdist.parallel.remat import mark_saveable, save_matmuls_policy
 from jaxdist.parallel.rings import Ring
 
 if TYPE_CHECKING:
@@ -111,6 +111,14 @@ class Context:
             return function
         again = jax.checkpoint(function, prevent_cse=False)
         return lambda *args: mark_saveable(again(*args))
+
+    def checkpointed(self, function):
+        """`function`, of which backward keeps products and sums, and repeats elementwise steps.
+
+        Layers, and the loss in one piece, are under this policy already. With `loss_chunks` it is for a model to say
+        where its loss's last norm ends.
+        """
+        return jax.checkpoint(function, policy=save_matmuls_policy(), prevent_cse=False)
 
     # `jaxdist.parallel.tensor` and `dropout` as this run applies them.
 

@@ -127,7 +127,8 @@ class GPT2(FlaxModel):
         return self.merge(self.layer_module, params)(x_BTD, ctx)
 
     def loss(self, ctx: Context, outer: Tree, x_BTD: jax.Array, batch: Batch) -> jax.Array:
-        x_BTD = self.merge(self.outer_module, outer).ln_final(x_BTD)
+        norm = self.merge(self.outer_module, outer).ln_final
+        x_BTD = ctx.checkpointed(norm)(x_BTD) if ctx.loss_chunks > 1 else norm(x_BTD)
         return ctx.loss(x_BTD, outer["tokens"], batch.targets, self.vocab_size)
 
 

@@ -159,13 +159,17 @@ class ShardedModel:
         return self.config.model.layer(self.context(key, batch).at(1).at(index), weights, x, index)
 
     def loss(self, outer: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:
-        """The summed loss. Its backward follows at once: the weights that ZeRO-3 gathers stay until then."""
+        """The summed loss. Its backward follows at once: the weights that ZeRO-3 gathers stay until then.
+
+        In chunks it makes its gradients on the way (`jaxdist.parallel.tensor.cross_entropy_in_chunks`), which nothing
+        may keep twice.
+        """
 
         def loss(outer, x):
             ctx = self.context(key, batch).at(2)
             return self.config.model.loss(ctx, self.unshard_outer(outer, "loss"), x, batch)
 
-        return jax.checkpoint(loss, policy=save_matmuls_policy(), prevent_cse=False)(outer, x)
+        return (loss if self.ctx.loss_chunks > 1 else self.ctx.checkpointed(loss))(outer, x)
 
     @property
     def policy(self) -> Callable[..., bool]:
