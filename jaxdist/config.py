@@ -381,12 +381,6 @@ class RunConfig:
                 f"each of the {schedule.num_parts} parts of schedule {schedule.name} holds at least one layer",
                 f"Use num_layers={schedule.num_parts} or more, or fewer stages or chunks",
             )
-        if stages == "balanced" and not hasattr(model, "head_in_layers"):
-            raise ConfigError(
-                "stages='balanced'",
-                f"{type(model).__name__} does not say how many layers its head is worth (head_in_layers)",
-                "Use stages='even', or the layers of each part",
-            )
         if stages in ("even", "balanced"):
             head = model.head_in_layers if stages == "balanced" else 0.0
             return schedules.divide_layers(model.num_layers, schedule.num_parts, last=head)

@@ -1,5 +1,6 @@
 """Models and steps that are not ours: the examples of docs/own-model.md, a Llama-like toy, and what is refused."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -165,6 +166,11 @@ def test_the_work_of_a_llama():
     matrices = sum(p.flops for p in work.layer if not p.batched)
     assert matrices == 2 * (work.layer_parameters - 2 * model.width)
     assert sum(p.flops for p in work.layer if p.batched) == 2 * 2 * model.seq_len * model.num_heads * size
+    assert model.head_in_layers == work.loss[0].flops / sum(p.flops for p in work.layer)
+    config = RunConfig(Llama(8), ParallelConfig(MeshShape(pp=2), stages="balanced"), batch_size=16)
+    assert config.part_layers == (4, 4) and dataclasses.replace(
+        config, model=Llama(8, vocab_size=1024)
+    ).part_layers == (5, 3)
     assert [(p.n, p.k, p.splits_n, p.splits_k) for p in work.loss] == [(model.vocab_size, model.width, True, False)]
 
 

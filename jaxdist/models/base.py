@@ -227,6 +227,14 @@ class Model(ABC):
             raise ConfigError("attention=cudnn", f"{type(self).__name__} does not use it", "Use attention=auto")
         return "xla"
 
+    @property
+    def head_in_layers(self) -> float:
+        """FLOPs of the loss in units of one layer's; by these `stages="balanced"` divides the layers."""
+        from jaxdist.plan.parts import work_of
+
+        work = work_of(self)
+        return sum(p.flops for p in work.loss) / sum(p.flops for p in work.layer)
+
     def describe(self) -> str:
         """One line for a person."""
         sizes = ", ".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
