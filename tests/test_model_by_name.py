@@ -186,7 +186,7 @@ def test_a_module_is_hashed_without_running_it(module):
         ("llamas", "there is no preset of that name"),
         ("no_such_module:Llama", "there is no module no_such_module in the current folder or on PYTHONPATH"),
         ("no_such_module.deep:Llama", "there is no module no_such_module in"),
-        ("llama:Lama", "the module llama has no Lama. Use llama:Llama"),
+        ("llama:Llamas", "the module llama has no Llamas. Use llama:Llama"),
         ("llama.py:Llama", "named as `import` names them. Write llama:MyModel"),
         ("..:Llama", "named as `import` names them"),
         (":", "named as `import` names them"),

@@ -55,7 +55,7 @@ class ModelFlags:
         if not sizes:
             return model
         with _errors_of_module(self.model):
-            model = dataclasses.replace(model, **sizes)
+            model = dataclasses.replace(model, **sizes)  # type: ignore[type-var]  # its subclasses are dataclasses
         _check_sizes(model)
         return model
 
