@@ -159,10 +159,10 @@ def test_open_mpi(folder, train_here):
         ("--coordinator :1", "--coordinator :1: it is the host"),
         ("--coordinator a:99999", "--coordinator a:99999"),
         ("--coordinator 127.0.0.1:1 --num-processes 2 --process-id 2", "process 2 of 2: processes are numbered from 0"),
-        ("--coordinator 127.0.0.1:1 --num-processes 0", "num_processes=0"),
+        ("--coordinator 127.0.0.1:1 --num-processes 0", "--num-processes 0"),
         ("--num-processes 2", "Add --coordinator"),
         ("--process-id 0", "Add --coordinator"),
-        ("--heartbeat 0", "heartbeat=0"),
+        ("--heartbeat 0", "--heartbeat 0"),
     ],
 )
 def test_wrong_numbers_of_processes_are_refused(train_here, flags, said):
@@ -307,7 +307,7 @@ def test_a_signal_is_passed_on_and_those_that_ignore_it_are_killed(deaf):
 
 
 def test_launch_refuses_nothing_to_start(capfd, monkeypatch):
-    for words, said in (([], "there is nothing to start"), (["--processes", "0", "--", "-V"], "processes=0")):
+    for words, said in (([], "there is nothing to start"), (["--processes", "0", "--", "-V"], "--processes 0")):
         monkeypatch.setattr(sys, "argv", ["launch", *words])
         with pytest.raises(SystemExit) as stop:
             run_program(launch.LaunchFlags, launch.main, "launch")
@@ -460,4 +460,4 @@ def test_output_that_is_not_utf8_is_passed_on(folder):
 @pytest.mark.parametrize("bound", ["nan", "inf", "-1"])
 def test_a_bound_that_never_comes_is_refused(folder, bound):
     code, text = run(["-m", "experiments.launch", f"--bound={bound}", "--", "-c", ""], folder)
-    assert code == 2 and "bound=" in text
+    assert code == 2 and "--bound " in text

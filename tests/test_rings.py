@@ -107,7 +107,7 @@ def test_a_sequence_that_does_not_divide_says_what_would():
 @pytest.mark.parametrize(
     ("mesh", "more", "message"),
     [
-        (MeshShape(tp=2), {}, "Add --sp"),
+        (MeshShape(tp=2), {}, "Add sp=True"),
         (MeshShape(dp=2), {"sp": True}, "a ring needs neighbours"),
         (MeshShape(pp=2, tp=2), {"sp": True}, "taken for one another"),
     ],
