@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdist.errors import ConfigError
-from jaxdist.plan.budget import (
+from jaxdist.runtime.budget import (
     BUDGET_VARIABLE,
     LOG_VARIABLE,
     JobBudget,

@@ -27,12 +27,12 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.markup import escape
 
-from jaxdist.checkpoint import Checkpoints
+from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.commands import command_words, import_root
 from jaxdist.errors import require_positive
-from jaxdist.runtime import acquire_devices
-from jaxdist.signals import EXIT_SIGNAL
-from jaxdist.watch import EXIT_STUCK
+from jaxdist.runtime.devices import acquire_devices
+from jaxdist.runtime.signals import EXIT_SIGNAL
+from jaxdist.runtime.watchdog import EXIT_STUCK
 
 from .cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, run_program, write_output
 from .progress import Progress

@@ -24,15 +24,16 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from jaxdist import compat, processes, versions
+from jaxdist import compat, versions
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, printable, reason_of, require_positive
 from jaxdist.models.base import Model
 from jaxdist.models.gpt2 import PRESETS
 from jaxdist.models.registry import SIZES, ModelFlags, class_name, fault_in, name_of, source_digest
-from jaxdist.runtime import DeviceChoice
-from jaxdist.signals import EXIT_SIGNAL
+from jaxdist.runtime import processes
+from jaxdist.runtime.devices import DeviceChoice
+from jaxdist.runtime.signals import EXIT_SIGNAL
 
 from .config_file import read_flags
 from .help import asks_for_groups, print_help

@@ -17,8 +17,8 @@ from jaxdist.layout import Layout, make_layout
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.gpt2 import PRESETS
 from jaxdist.plan import formulas
-from jaxdist.plan.communication import predicted, table
-from jaxdist.plan.trace import total_sent
+from jaxdist.plan.proof.trace import total_sent
+from jaxdist.plan.traffic import predicted, table
 
 from .cli import run_program
 from .progress import Progress

@@ -27,7 +27,7 @@ from rich.markup import escape
 
 from jaxdist.commands import command_text, command_words, install_text
 from jaxdist.errors import ConfigError
-from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.runtime.devices import Devices, acquire_devices
 
 from .bench.rows import describe_machine
 from .cli import run_program

@@ -21,8 +21,8 @@ import tyro
 from rich.console import Console
 
 from jaxdist.errors import ConfigError, require_positive, require_within
-from jaxdist.runtime import MAX_SIMULATED
-from jaxdist.signals import EXIT_SIGNAL, Signals
+from jaxdist.runtime.devices import MAX_SIMULATED
+from jaxdist.runtime.signals import EXIT_SIGNAL, Signals
 
 from .cli import run_program
 from .warden import Guarded

@@ -16,10 +16,10 @@ from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.registry import SIZES
-from jaxdist.plan.compile import CUDA_CARDS, without_devices
-from jaxdist.plan.executed import Miscounted, executed_step, miscounted
-from jaxdist.plan.levels import Levels, levels
 from jaxdist.plan.program_memory import program_bytes
+from jaxdist.plan.proof.compile import CUDA_CARDS, without_devices
+from jaxdist.plan.proof.executed import Miscounted, executed_step, miscounted
+from jaxdist.plan.proof.levels import Levels, levels
 from jaxdist.plan.search import Candidates, pipelines
 
 from .cli import (

@@ -41,9 +41,9 @@ TARGETS = (
         "jaxdist/parallel",
         "jaxdist/train",
         "jaxdist/models",
-        "jaxdist/optimizer.py",
+        "jaxdist/train/optimizer.py",
         "jaxdist/layout.py",
-        "jaxdist/logical.py",
+        "jaxdist/checkpoint/logical.py",
     ),
     "jaxdist/parity.py",
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdist.config import Dtype, RunConfig
-from jaxdist.plan.compile import CompiledStep, compile_step, without_devices
+from jaxdist.plan.proof.compile import CompiledStep, compile_step, without_devices
 
 from .cli import CommonFlags, ModelName, run_program, set_precision
 from .tables import Rows

@@ -29,13 +29,12 @@ from jaxdist.layout import make_layout
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import num_parameters
 from jaxdist.plan import explain
-from jaxdist.plan.budget import short_money
-from jaxdist.plan.communication import predicted
-from jaxdist.plan.compile import has_cuda_compiler, require_compiler, without_devices
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
 from jaxdist.plan.formulas import CENTURY_HOURS, GIB, Cost, duration
 from jaxdist.plan.hardware import Accelerator, Cluster, find_hardware, price
-from jaxdist.plan.levels import Levels, levels
+from jaxdist.plan.proof.compile import has_cuda_compiler, require_compiler, without_devices
+from jaxdist.plan.proof.levels import Levels, levels
+from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.recipe import TOKENS_PER_PARAMETER, chinchilla_steps, learning_rate, warmup_steps
 from jaxdist.plan.search import (
     INTEGERS,
@@ -52,7 +51,8 @@ from jaxdist.plan.search import (
     usable_bytes,
 )
 from jaxdist.plan.time_model import Efficiency
-from jaxdist.plan.trace import total_sent
+from jaxdist.plan.traffic import predicted
+from jaxdist.runtime.budget import short_money
 
 from .cli import (
     CommonFlags,

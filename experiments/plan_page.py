@@ -3,8 +3,8 @@
 from html import escape
 from math import log
 
-from jaxdist.plan.budget import short_money
 from jaxdist.plan.explain import NAMES_OF_TERMS, gib
+from jaxdist.runtime.budget import short_money
 
 GIB = 2**30
 TIMES = {

@@ -23,10 +23,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxdist.data import held_out_names, load_corpus
-from jaxdist.errors import ConfigError, require_positive
-from jaxdist.files import read_regular, write_whole
-from jaxdist.prepared import (
+from jaxdist.data.batches import held_out_names, load_corpus
+from jaxdist.data.prepared import (
     JOURNAL,
     MANIFEST,
     SPLITS,
@@ -39,9 +37,11 @@ from jaxdist.prepared import (
     sha256_of,
     shard_name,
 )
-from jaxdist.run_folder import LOCK, held
-from jaxdist.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer
-from jaxdist.tokens import asked, decode_text, find_files
+from jaxdist.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer
+from jaxdist.data.tokens import asked, decode_text, find_files
+from jaxdist.errors import ConfigError, require_positive
+from jaxdist.files import read_regular, write_whole
+from jaxdist.runtime.run_folder import LOCK, held
 
 from .cli import run_program
 

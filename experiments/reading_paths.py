@@ -19,14 +19,14 @@ import jax
 from rich.console import Console
 
 import jaxdist
-from jaxdist.checkpoint import Checkpoints
+from jaxdist.checkpoint.checkpoints import Checkpoints
+from jaxdist.checkpoint.resume import Progress, restore, save
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import search
-from jaxdist.resume import Progress, restore, save
-from jaxdist.runtime import acquire_devices
+from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
 from .cli import run_program

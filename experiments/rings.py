@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
 from jaxdist.models.gpt2 import PRESETS
-from jaxdist.plan.compile import compile_step, require_compiler
+from jaxdist.plan.proof.compile import compile_step, require_compiler
 
 from .cli import run_program
 from .progress import Progress

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.schedules import NAMES, Costs, Schedule, draw, in_flight, load, make_schedule, simulate
+from jaxdist.parallel.pipeline.schedules import NAMES, Costs, Schedule, draw, in_flight, load, make_schedule, simulate
 
 from .cli import make_folder, run_program
 from .tables import Rows

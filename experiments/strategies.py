@@ -12,7 +12,7 @@ from itertools import count, product
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.gpt2 import PRESETS
-from jaxdist.parallel.schedules import NAMES, default_chunks
+from jaxdist.parallel.pipeline.schedules import NAMES, default_chunks
 from jaxdist.parity import PROOF_EPS, PROOF_LR
 
 BATCH_SIZE = 48  # divides by every dp x accumulate below, 3 among them

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.schedules import Costs, Schedule, held_chunks, simulate
+from jaxdist.parallel.pipeline.schedules import Costs, Schedule, held_chunks, simulate
 
 KIND_COLOURS = {"F": (52, 112, 196), "B": (214, 104, 40), "W": (62, 142, 92)}
 KIND_NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradient"}

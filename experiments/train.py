@@ -23,27 +23,28 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from jaxdist import processes, resume
-from jaxdist.checkpoint import Checkpoints, Manifest, SaveFailed
+from jaxdist.checkpoint import resume
+from jaxdist.checkpoint.checkpoints import Checkpoints, Manifest, SaveFailed
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
-from jaxdist.data import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
-from jaxdist.drill import Drill, parse_drill
+from jaxdist.data.batches import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
+from jaxdist.data.prefetch import Prefetched
 from jaxdist.errors import ConfigError, is_utf8, printable, reason_of, require_positive
 from jaxdist.files import write_whole
-from jaxdist.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
-from jaxdist.metrics import RunFiles, holds_run, is_complete, require_writable_folder
-from jaxdist.pace import Pace
-from jaxdist.parallel.schedules import in_flight, simulate
-from jaxdist.plan.budget import JobBudget, begin_job, is_asked_for
-from jaxdist.prefetch import Prefetched
-from jaxdist.run_folder import held, require_shared
-from jaxdist.runtime import Devices, acquire_devices, refused_option
-from jaxdist.signals import Signals
+from jaxdist.parallel.pipeline.schedules import in_flight, simulate
+from jaxdist.runtime import processes
+from jaxdist.runtime.budget import JobBudget, begin_job, is_asked_for
+from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
+from jaxdist.runtime.fault_injection import Drill, parse_drill
+from jaxdist.runtime.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
+from jaxdist.runtime.metrics import RunFiles, holds_run, is_complete, require_writable_folder
+from jaxdist.runtime.run_folder import held, require_shared
+from jaxdist.runtime.signals import Signals
+from jaxdist.runtime.stragglers import Pace
+from jaxdist.runtime.watchdog import Agreement, Watchdog
 from jaxdist.train.program import Program, State, build_program, compiled_bytes
-from jaxdist.watch import Agreement, Watchdog
 
 from . import config_file
 from .cli import (

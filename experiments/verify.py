@@ -13,7 +13,6 @@ from typing import ClassVar
 import jax
 from rich.console import Console
 
-from jaxdist import processes
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.parity import (
@@ -27,7 +26,8 @@ from jaxdist.parity import (
     random_batches,
     worst,
 )
-from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.runtime import processes
+from jaxdist.runtime.devices import Devices, acquire_devices
 
 from .cli import CommonFlags, ModelName, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
 from .config_file import FileFlags

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 from jaxdist.versions import __version__
 
 if TYPE_CHECKING:
-    from jaxdist.checkpoint import Checkpoints
+    from jaxdist.checkpoint.checkpoints import Checkpoints
     from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
-    from jaxdist.data import Batches, load_corpus
+    from jaxdist.data.batches import Batches, load_corpus
     from jaxdist.errors import ConfigError
     from jaxdist.mesh import make_mesh, parse_mesh
     from jaxdist.models.base import Context, Model, Param
     from jaxdist.models.gpt2 import GPT2, PRESETS
-    from jaxdist.runtime import acquire_devices
+    from jaxdist.runtime.devices import acquire_devices
     from jaxdist.train.program import Program, build_program
     from jaxdist.verification import verify
 
@@ -51,14 +51,14 @@ __all__ = [
     "verify",
 ]
 _HOMES = {
-    "checkpoint": ("Checkpoints",),
+    "checkpoint.checkpoints": ("Checkpoints",),
     "config": ("OptimizerConfig", "ParallelConfig", "PrecisionConfig", "RunConfig"),
-    "data": ("Batches", "load_corpus"),
+    "data.batches": ("Batches", "load_corpus"),
     "errors": ("ConfigError",),
     "mesh": ("make_mesh", "parse_mesh"),
     "models.base": ("Context", "Model", "Param"),
     "models.gpt2": ("GPT2", "PRESETS"),
-    "runtime": ("acquire_devices",),
+    "runtime.devices": ("acquire_devices",),
     "train.program": ("Program", "build_program"),
     "verification": ("verify",),
 }

@@ -14,8 +14,8 @@ from jaxdist.errors import MOST, ConfigError, divisors, require_positive, requir
 from jaxdist.mesh import AVAILABLE_AXES, DATA_AXES, MeshShape
 from jaxdist.models.base import Model
 from jaxdist.models.registry import class_name
-from jaxdist.parallel import schedules
-from jaxdist.parallel.schedules import Schedule
+from jaxdist.parallel.pipeline import schedules
+from jaxdist.parallel.pipeline.schedules import Schedule
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 GradSync = Literal["per-parameter", "flat", "bucketed"]

@@ -23,7 +23,7 @@ from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, AXIS_OF_DIM, DATA_AXES, SEQUENCE_AXES, WORK_AXES, MeshShape
 from jaxdist.models.base import STACKED, Model, declare, is_param, named_params, users
-from jaxdist.parallel.schedules import Schedule
+from jaxdist.parallel.pipeline.schedules import Schedule
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxdist.config import ParallelConfig, RunConfig
-from jaxdist.layout import Layout, local_bytes
-from jaxdist.logical import (
+from jaxdist.checkpoint.logical import (
     MOMENTS,
     PARAMS,
     compute_parameters,
@@ -24,10 +22,12 @@ from jaxdist.logical import (
     named,
     to_logical,
 )
+from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.layout import Layout, local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.models.base import STACKED
-from jaxdist.plan.trace import Collective, total_sent
-from jaxdist.runtime import refused_option
+from jaxdist.plan.proof.trace import Collective, total_sent
+from jaxdist.runtime.devices import refused_option
 from jaxdist.train.program import build_program
 
 # Relative errors that rounding alone explains. fp32 and fp64 hold for any order of summation, and for the largest

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
+from jaxdist.checkpoint.logical import named
 from jaxdist.compat import inner_programs
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.logical import named
 from jaxdist.mesh import AXES, parse_mesh
 from jaxdist.models.base import Model
 from jaxdist.parity import (
@@ -35,8 +35,8 @@ from jaxdist.parity import (
     random_batches,
     worst,
 )
-from jaxdist.plan.trace import Collective, collectives_of
-from jaxdist.runtime import acquire_devices
+from jaxdist.plan.proof.trace import Collective, collectives_of
+from jaxdist.runtime.devices import acquire_devices
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import jax
 import pytest
 
 from experiments.strategies import Strategy
-from jaxdist.runtime import acquire_devices
+from jaxdist.runtime.devices import acquire_devices
 
 # Before any test touches a backend.
 DEVICES = acquire_devices(8, "cpu").devices

@@ -17,7 +17,7 @@ from jaxdist.models import attention, gpt2
 from jaxdist.models.attention import attention_core, causal_blocks, cudnn_refusal
 from jaxdist.models.base import Context
 from jaxdist.parallel.dropout import dropout
-from jaxdist.parallel.split import all_equations
+from jaxdist.parallel.pipeline.split_backward import all_equations
 from jaxdist.train import program as programs
 from jaxdist.train.program import attention_on, build_program
 

@@ -25,10 +25,10 @@ from jaxdist.config import RunConfig
 from jaxdist.layout import local_bytes, make_layout
 from jaxdist.mesh import make_abstract_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
-from jaxdist.plan.communication import predicted
 from jaxdist.plan.hardware import find_hardware
-from jaxdist.plan.trace import total_sent
-from jaxdist.runtime import Devices
+from jaxdist.plan.proof.trace import total_sent
+from jaxdist.plan.traffic import predicted
+from jaxdist.runtime.devices import Devices
 from jaxdist.train.program import build_program
 
 TINY = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "32", "--vocab-size", "100"]

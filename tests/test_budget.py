@@ -25,7 +25,7 @@ import experiments.train
 from experiments.budget import Ceiling, Init, Run, Settle, Show
 from experiments.cli import EXIT_BUDGET, run_program
 from jaxdist.errors import ConfigError
-from jaxdist.plan.budget import (
+from jaxdist.runtime.budget import (
     UNIT,
     BudgetClock,
     SpendLog,
@@ -228,7 +228,7 @@ def max_or(job) -> Decimal:
 RACER = """
 import sys
 from jaxdist.errors import ConfigError
-from jaxdist.plan.budget import Decimal, SpendLog
+from jaxdist.runtime.budget import Decimal, SpendLog
 log, won = SpendLog(sys.argv[1]), 0
 print("ready", flush=True)
 sys.stdin.readline()
@@ -274,7 +274,7 @@ def test_many_jobs_at_once_fill_the_ceiling_exactly(tmp_path):
 
 def test_a_job_that_dies_keeps_its_estimate_until_settled_by_hand(log):
     code = (
-        "import sys; from jaxdist.plan.budget import *\n"
+        "import sys; from jaxdist.runtime.budget import *\n"
         f"with begin_job(2, '0.35', '3', spend_log=sys.argv[1], environ={{}}, wall=lambda: {NOON}): {DIES}"
     )
     done = subprocess.run([sys.executable, "-c", code, str(log.path)])
@@ -474,7 +474,7 @@ def test_a_full_disk_leaves_the_log_whole(log, monkeypatch, short):
 
 
 def test_without_file_locks_nothing_is_reserved(log, monkeypatch):
-    monkeypatch.setattr("jaxdist.plan.budget.fcntl", None)
+    monkeypatch.setattr("jaxdist.runtime.budget.fcntl", None)
     assert_refused(log)
 
 

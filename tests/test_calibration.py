@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxdist.parallel import schedules
+from jaxdist.parallel.pipeline import schedules
 from jaxdist.plan import calibration, formulas
 from jaxdist.plan.calibration import FITTED, all_rows, fit, mean_and_max
 from jaxdist.plan.formulas import ModelShape

@@ -12,11 +12,19 @@ import pytest
 import tensorstore
 from conftest import DEVICES
 
-from jaxdist import checkpoint, resume
-from jaxdist.checkpoint import MANIFEST, BadCheckpoint, Checkpoints, SaveFailed, newest_good
+from jaxdist.checkpoint import checkpoints as checkpoint
+from jaxdist.checkpoint import resume
+from jaxdist.checkpoint.checkpoints import MANIFEST, BadCheckpoint, Checkpoints, SaveFailed, newest_good
+from jaxdist.checkpoint.logical import (
+    PARAMS,
+    abstract_logical,
+    fetch,
+    from_logical,
+    parameters_from_logical,
+    to_logical,
+)
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.logical import PARAMS, abstract_logical, fetch, from_logical, parameters_from_logical, to_logical
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import random_batches

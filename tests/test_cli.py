@@ -436,7 +436,7 @@ def test_presets_have_their_names_sizes():
 def test_simulated_devices_set_themselves_up():
     """A new process with one mesh flag and nothing else prepared."""
     code = (
-        "from jaxdist.runtime import acquire_devices; d = acquire_devices(3, 'auto'); "
+        "from jaxdist.runtime.devices import acquire_devices; d = acquire_devices(3, 'auto'); "
         "print(len(d.devices), d.simulated, d.description)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.compat import varying_axes
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.parallel import collectives as comm
-from jaxdist.plan.trace import collectives_of, total_sent
+from jaxdist.plan.proof.trace import collectives_of, total_sent
 
 SHAPE = MeshShape(replica=2, dp=2, tp=2)
 MESH = make_mesh(SHAPE, DEVICES)

@@ -14,9 +14,9 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, make_layout
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
-from jaxdist.parallel.schedules import NAMES
-from jaxdist.plan.communication import Message, predicted, table
-from jaxdist.plan.trace import Collective, total_sent
+from jaxdist.parallel.pipeline.schedules import NAMES
+from jaxdist.plan.proof.trace import Collective, total_sent
+from jaxdist.plan.traffic import Message, predicted, table
 from jaxdist.train.program import build_program
 
 

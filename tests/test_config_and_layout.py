@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdist.checkpoint.logical import from_logical, to_logical
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import Leaf, choose_zero_dim, make_layout, pipeline_rows
-from jaxdist.logical import from_logical, to_logical
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.gpt2 import GPT2
-from jaxdist.optimizer import initial_loss_scale, learning_rate
 from jaxdist.parallel.grouping import group
+from jaxdist.parallel.pipeline.schedules import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
-from jaxdist.parallel.schedules import make_schedule
+from jaxdist.train.optimizer import initial_loss_scale, learning_rate
 from jaxdist.train.program import build_program
 
 MODEL = GPT2(num_layers=3, width=48, num_heads=6, ffn_width=96, seq_len=16, vocab_size=100)

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdist import data
-from jaxdist import tokens as tokens_module
-from jaxdist.data import Batches, Corpus, load_corpus
+from jaxdist.data import batches as data
+from jaxdist.data import tokens as tokens_module
+from jaxdist.data.batches import Batches, Corpus, load_corpus
+from jaxdist.data.order import make_mixture
+from jaxdist.data.tokens import Part, TokenFile, Tokens, unigram_entropy
 from jaxdist.errors import ConfigError
-from jaxdist.order import make_mixture
-from jaxdist.tokens import Part, TokenFile, Tokens, unigram_entropy
 
 
 def write_tree(root: Path, files: dict[str, bytes]) -> Path:

@@ -13,11 +13,11 @@ import pytest
 
 from jaxdist.config import PrecisionConfig
 from jaxdist.models.gpt2 import PRESETS
-from jaxdist.parallel import schedules
+from jaxdist.parallel.pipeline import schedules
 from jaxdist.plan import formulas as f
-from jaxdist.plan.budget import sentence
 from jaxdist.plan.collective_cost import CollectiveCost, bus_bandwidth_factor, collective_cost, two_level
 from jaxdist.plan.formulas import GIB, ModelShape
+from jaxdist.runtime.budget import sentence
 
 GPT3 = ModelShape.gpt(96, 12288, 96)
 

@@ -20,7 +20,7 @@ from experiments.bench.rows import Row, describe_machine
 from experiments.cli import run_program
 from experiments.gpu import GpuFlags, Report, Section
 from jaxdist.errors import ConfigError
-from jaxdist.runtime import Devices
+from jaxdist.runtime.devices import Devices
 
 QUIET = Console(quiet=True)
 OK = ({"status": "ok", "output": "fine"}, [asdict(Row("step", 0.5, "s"))])

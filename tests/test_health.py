@@ -9,15 +9,15 @@ import pytest
 from conftest import DEVICES
 
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.drill import parse_drill
 from jaxdist.errors import ConfigError
-from jaxdist.health import SpikeWatch, checksum, gather_ranks, make_replica_check, name_culprits
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
-from jaxdist.pace import slow_processes
 from jaxdist.parity import random_batches
+from jaxdist.runtime.fault_injection import parse_drill
+from jaxdist.runtime.health import SpikeWatch, checksum, gather_ranks, make_replica_check, name_culprits
+from jaxdist.runtime.stragglers import slow_processes
+from jaxdist.runtime.watchdog import EXIT_STUCK
 from jaxdist.train.program import build_program
-from jaxdist.watch import EXIT_STUCK
 
 MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
 
@@ -174,7 +174,7 @@ def test_a_stuck_process_ends_where_standard_error_is_no_file(tmp_path):
     """A notebook's stand-in for standard error has no file descriptor, which faulthandler needs."""
     program = (
         "import io, sys, time; sys.stderr = io.StringIO()\n"
-        "from jaxdist.watch import Watchdog\n"
+        "from jaxdist.runtime.watchdog import Watchdog\n"
         f"with Watchdog(0.2, {str(tmp_path / 'stacks')!r}) as watchdog:\n"
         "    watchdog.alive('waiting for a rank'); time.sleep(120)\n"
     )

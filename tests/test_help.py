@@ -17,7 +17,7 @@ from experiments.overlap import OverlapFlags
 from experiments.plan import PlanFlags
 from experiments.train import TrainFlags
 from experiments.verify import VerifyFlags
-from jaxdist.plan import compile
+from jaxdist.plan.proof import compile
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,11 +20,11 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
-from jaxdist.plan.compile import TARGETS, compile_step, emitted_collectives, target_devices, torus
-from jaxdist.plan.executed import executed_step, miscounted
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.levels import Sent, habits_of, levels
-from jaxdist.plan.memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
+from jaxdist.plan.proof.compile import TARGETS, compile_step, emitted_collectives, target_devices, torus
+from jaxdist.plan.proof.executed import executed_step, miscounted
+from jaxdist.plan.proof.levels import Sent, habits_of, levels
+from jaxdist.plan.proof.trace_memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
 from jaxdist.plan.search import Candidates, score
 from jaxdist.train.program import build_program
 

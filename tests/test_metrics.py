@@ -8,8 +8,8 @@ import pytest
 
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.metrics import METRICS, RunFiles, read_config
 from jaxdist.models.gpt2 import PRESETS
+from jaxdist.runtime.metrics import METRICS, RunFiles, read_config
 
 CONFIG = RunConfig(PRESETS["proof"])
 

@@ -53,7 +53,7 @@ def test_what_is_mutated_and_what_is_not():
 def test_a_mutant_is_the_source_with_one_place_changed():
     found = {m.new: m for m in mutants_of("a.py", "x = 'ü' + 1\n")}
     assert found["2"].planted("x = 'ü' + 1\n".encode()).decode() == "x = 'ü' + 2\n"  # columns are bytes
-    for path in ("jaxdist/parallel/collectives.py", "jaxdist/optimizer.py"):
+    for path in ("jaxdist/parallel/collectives.py", "jaxdist/train/optimizer.py"):
         source = (mutants.ROOT / path).read_bytes()
         for mutant in all_mutants((path,)):
             changed = mutant.planted(source)

@@ -18,7 +18,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import NOISE, PROOF_EPS, random_batches
-from jaxdist.runtime import Devices
+from jaxdist.runtime.devices import Devices
 
 ODD = GPT2(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)
 WIDE = GPT2(num_layers=1, width=128, num_heads=2, ffn_width=256, seq_len=8, vocab_size=131)

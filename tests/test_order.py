@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxdist.data import Batches, Corpus, Source, held_out_batches
+from jaxdist.data.batches import Batches, Corpus, Source, held_out_batches
+from jaxdist.data.order import epoch_keys, make_mixture, shuffled
+from jaxdist.data.tokens import Part, Tokens
 from jaxdist.errors import ConfigError
-from jaxdist.order import epoch_keys, make_mixture, shuffled
-from jaxdist.tokens import Part, Tokens
 
 
 def tokens_of(*arrays: np.ndarray) -> Tokens:

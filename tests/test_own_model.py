@@ -21,8 +21,8 @@ from jaxdist.models.gpt2 import PRESETS
 from jaxdist.parity import observe, random_batches, random_parameters
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.levels import levels
 from jaxdist.plan.parts import work_of
+from jaxdist.plan.proof.levels import levels
 from jaxdist.plan.time_model import Layout, PaperWork, step_time
 from jaxdist.verification import proof_config
 

@@ -12,13 +12,13 @@ from experiments import plain
 from experiments.bench.timing import full_batch
 from experiments.strategies import BY_NAME, PIPELINES, STRATEGIES, Strategy
 from experiments.verify import Verifier
+from jaxdist.checkpoint.logical import fetch, to_logical
 from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
-from jaxdist.logical import fetch, to_logical
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parity import observe, one_device, random_batches
-from jaxdist.runtime import Devices
+from jaxdist.runtime.devices import Devices
 from jaxdist.train.program import build_program
 
 VERIFIER = Verifier(Devices(DEVICES, True, "simulated"), steps=2)

@@ -18,7 +18,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.pipeline import (
+from jaxdist.parallel.pipeline.executor import (
     ARRIVALS,
     BUFFERS,
     Stages,
@@ -29,9 +29,9 @@ from jaxdist.parallel.pipeline import (
     pipeline_loss,
     senders_of,
 )
-from jaxdist.parallel.schedules import NAMES, Action, Schedule, in_flight, make_schedule, parse
-from jaxdist.parallel.split import split_layer
-from jaxdist.plan.trace import equations, named_bytes
+from jaxdist.parallel.pipeline.schedules import NAMES, Action, Schedule, in_flight, make_schedule, parse
+from jaxdist.parallel.pipeline.split_backward import split_layer
+from jaxdist.plan.proof.trace import equations, named_bytes
 from jaxdist.train.program import build_program
 
 PP, TP = ("pp",), ("tp",)
@@ -278,7 +278,7 @@ def block_split(mesh: str = "pp=2,tp=2"):
     program = build_program(RunConfig(BY_NAME["dp2"].run_config().model, ParallelConfig(mesh=parse_mesh(mesh))),
                             make_mesh(parse_mesh(mesh), DEVICES))  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxdist.parallel.pipeline.split_layer", record)
+        patch.setattr("jaxdist.parallel.pipeline.executor.split_layer", record)
         traced = program.step.trace(program.abstract_state(), program.abstract_batch())
     return found[0], traced
 

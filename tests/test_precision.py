@@ -11,15 +11,15 @@ from conftest import DEVICES
 from jax.sharding import PartitionSpec
 
 from experiments.strategies import BY_NAME
+from jaxdist.checkpoint.logical import logical_parameters
 from jaxdist.config import PrecisionConfig
-from jaxdist.logical import logical_parameters
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.base import Context
-from jaxdist.optimizer import initial_loss_scale, next_loss_scale
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.tensor import cross_entropy_in_chunks
 from jaxdist.parity import observe, random_batches
-from jaxdist.plan.trace import equations
+from jaxdist.plan.proof.trace import equations
+from jaxdist.train.optimizer import initial_loss_scale, next_loss_scale
 from jaxdist.train.program import build_program
 
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from jaxdist.data.prefetch import Prefetched
 from jaxdist.errors import ConfigError
-from jaxdist.prefetch import Prefetched
 
 
 def prefetch_threads() -> list[threading.Thread]:

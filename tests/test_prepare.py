@@ -15,12 +15,12 @@ from rich.console import Console
 
 from experiments import prepare as program
 from experiments.prepare import PrepareFlags, cut_units, main, read_pieces
-from jaxdist.data import Corpus, load_corpus
+from jaxdist.data.batches import Corpus, load_corpus
+from jaxdist.data.prepared import JOURNAL, MANIFEST, check_prepared
+from jaxdist.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer
+from jaxdist.data.tokens import TokenFile
 from jaxdist.errors import ConfigError
-from jaxdist.prepared import JOURNAL, MANIFEST, check_prepared
-from jaxdist.run_folder import LOCK, held
-from jaxdist.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer
-from jaxdist.tokens import TokenFile
+from jaxdist.runtime.run_folder import LOCK, held
 
 VOCAB_SIZE = 300
 WORDS = ["le", "cœur", "a", "ses", "raisons", "que", "la", "raison", "ne", "connaît", "point"]

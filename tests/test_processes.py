@@ -18,10 +18,11 @@ import experiments.train
 from experiments import launch
 from experiments.cli import run_program
 from experiments.warden import Guarded
-from jaxdist import processes, runtime
 from jaxdist.errors import ConfigError
-from jaxdist.signals import Signals
-from jaxdist.watch import EXIT_STUCK
+from jaxdist.runtime import devices as runtime
+from jaxdist.runtime import processes
+from jaxdist.runtime.signals import Signals
+from jaxdist.runtime.watchdog import EXIT_STUCK
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -37,7 +38,7 @@ import jax
 import experiments.train as train
 from experiments.cli import run_program
 from experiments.warden import Guarded
-from jaxdist.data import Batches
+from jaxdist.data.batches import Batches
 
 seen, read = set(), Batches._read
 def counted(self, samples):
@@ -189,7 +190,7 @@ def test_ranks_that_do_not_divide_over_processes_are_refused(monkeypatch):
 def test_what_one_process_finds_wrong_ends_the_others(folder):
     alone = """
 import time
-from jaxdist import processes
+from jaxdist.runtime import processes
 processes.join(None, None, None)
 if processes.coordination_index() == 1:
     processes.fail(3, 4, "text.txt cannot be read")
@@ -206,8 +207,8 @@ def test_the_first_to_notice_that_all_are_stuck_waits_for_the_others(folder, lat
     alone = f"""
 import time
 import jax
-from jaxdist import processes
-from jaxdist.watch import Watchdog
+from jaxdist.runtime import processes
+from jaxdist.runtime.watchdog import Watchdog
 processes.join(None, None, None)
 index = (jax.devices(), jax.process_index())[1]
 with Watchdog(4 if index == {later} else 1, f"{folder}/stuck.{later}.{{index}}") as watchdog:
@@ -323,7 +324,8 @@ import jax
 import tyro
 from rich.console import Console
 from experiments.train import TrainFlags
-from jaxdist import compat, processes, versions
+from jaxdist import compat, versions
+from jaxdist.runtime import processes
 
 mine, theirs = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 TrainFlags().join(Console(quiet=True))

@@ -15,7 +15,7 @@ from conftest import DEVICES, sampled
 from experiments.strategies import BY_NAME, STRATEGIES
 from jaxdist.compat import inner_programs
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.data import GlobalBatch
+from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
@@ -23,7 +23,7 @@ from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import one_device
 from jaxdist.plan import formulas
 from jaxdist.plan.formulas import ModelShape
-from jaxdist.plan.trace import collectives_of, equations, summary, total_sent
+from jaxdist.plan.proof.trace import collectives_of, equations, summary, total_sent
 from jaxdist.train.program import build_program, step_options
 
 HLO_NAMES = {kind: kind for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}

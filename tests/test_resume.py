@@ -12,8 +12,8 @@ import pytest
 
 import experiments.train
 from experiments.cli import run_program
-from jaxdist import run_folder
-from jaxdist.run_folder import LOCK, held
+from jaxdist.runtime import run_folder
+from jaxdist.runtime.run_folder import LOCK, held
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -209,7 +209,7 @@ def test_a_folder_is_of_one_run_at_a_time(train, tmp_path):
 
 def test_a_killed_holder_leaves_no_lock(tmp_path):
     code = (
-        "import os, sys; from pathlib import Path; from jaxdist.run_folder import held\n"
+        "import os, sys; from pathlib import Path; from jaxdist.runtime.run_folder import held\n"
         "with held(Path(sys.argv[1]), '--out', print): os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], env={**os.environ, "PYTHONPATH": str(ROOT)})

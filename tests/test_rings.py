@@ -15,8 +15,8 @@ from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.rings import gather_matmul, matmul_scatter
 from jaxdist.parallel.tensor import linear
-from jaxdist.plan.compile import emitted_collectives
-from jaxdist.plan.trace import collectives_of, equations, total_sent
+from jaxdist.plan.proof.compile import emitted_collectives
+from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
 
 RINGS = ("one-way", "two-way")
 SIZES = (1, 2, 3, 4, 8)

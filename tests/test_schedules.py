@@ -16,8 +16,8 @@ from rich.console import Console
 
 from experiments.schedules import SchedulesFlags, main
 from jaxdist.errors import ConfigError
-from jaxdist.parallel import schedules
-from jaxdist.parallel.schedules import (
+from jaxdist.parallel.pipeline import schedules
+from jaxdist.parallel.pipeline.schedules import (
     NAMES,
     Action,
     Costs,

@@ -14,8 +14,8 @@ from jaxdist.errors import ConfigError, divisors
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AVAILABLE_AXES, MeshShape, make_abstract_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
-from jaxdist.parallel.pipeline import lower, senders_of
-from jaxdist.parallel.schedules import NAMES, SCHEDULES, Costs, make_schedule, simulate
+from jaxdist.parallel.pipeline.executor import lower, senders_of
+from jaxdist.parallel.pipeline.schedules import NAMES, SCHEDULES, Costs, make_schedule, simulate
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import ROWS, OneRank, layer_memory
@@ -23,6 +23,7 @@ from jaxdist.plan.program_memory import (
     device_elements,
     program_bytes,
 )
+from jaxdist.plan.proof.trace import equations
 from jaxdist.plan.schedule_facts import ScheduleFacts, facts_of, schedule_facts, table_facts, ticks_of
 from jaxdist.plan.search import (
     INTEGERS,
@@ -41,7 +42,6 @@ from jaxdist.plan.search import (
     weight_gathers,
 )
 from jaxdist.plan.time_model import PARTS, Layout, step_time
-from jaxdist.plan.trace import equations
 from jaxdist.train.program import build_program
 
 SMALL = GPT2(num_layers=4, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=250)

@@ -17,7 +17,7 @@ from jaxdist.compat import inner_programs, scan_counts
 from jaxdist.mesh import DATA_AXES, make_abstract_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel.tensor import look_up
-from jaxdist.plan.trace import equations
+from jaxdist.plan.proof.trace import equations
 from jaxdist.train.program import build_program
 
 ROWS = 7  # of a micro-batch on one rank: a dim of activations and of no parameter

@@ -20,8 +20,8 @@ from jaxdist.parity import (
     unequal_copies,
     worst,
 )
-from jaxdist.plan.communication import predicted
-from jaxdist.plan.trace import total_sent
+from jaxdist.plan.proof.trace import total_sent
+from jaxdist.plan.traffic import predicted
 from jaxdist.train.program import build_program
 
 CONFIG = Strategy("", "", dtype="bfloat16", num_layers=1, batch_size=2).run_config()

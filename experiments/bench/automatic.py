@@ -7,7 +7,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxdist.config import RunConfig
 from jaxdist.layout import shardings
 from jaxdist.mesh import make_mesh
-from jaxdist.runtime import Devices
+from jaxdist.runtime.devices import Devices
 from jaxdist.train.program import build_program
 
 from .. import plain

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from jaxdist.config import RunConfig
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel import pipeline
-from jaxdist.plan.compile import CompiledStep, compile_step
-from jaxdist.runtime import acquire_devices
+from jaxdist.parallel.pipeline import executor as pipeline
+from jaxdist.plan.proof.compile import CompiledStep, compile_step
+from jaxdist.runtime.devices import acquire_devices
 
 from ..tables import Rows
 from .flags import BenchFlags

@@ -7,13 +7,13 @@ import time
 import jax
 from rich.console import Console
 
-from jaxdist.checkpoint import Checkpoints
+from jaxdist.checkpoint.checkpoints import Checkpoints
+from jaxdist.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.layout import local_bytes
-from jaxdist.logical import abstract_logical, from_logical, to_logical
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
-from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.program import build_program
 
 from ..tables import Rows

@@ -13,7 +13,7 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, make_mesh, parse_mesh
 from jaxdist.parallel import collectives as comm
-from jaxdist.runtime import acquire_devices
+from jaxdist.runtime.devices import acquire_devices
 
 from ..tables import Rows
 from .flags import BenchFlags

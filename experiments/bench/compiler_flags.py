@@ -6,7 +6,7 @@ import time
 from rich.console import Console
 
 from jaxdist.config import RunConfig
-from jaxdist.runtime import acquire_devices, refused_option
+from jaxdist.runtime.devices import acquire_devices, refused_option
 
 from ..tables import Rows
 from .flags import BenchFlags

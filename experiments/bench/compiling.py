@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
-from jaxdist.runtime import acquire_devices
+from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
 from ..tables import Rows

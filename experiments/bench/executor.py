@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from jaxdist.config import RunConfig
-from jaxdist.parallel.pipeline import pipeline
-from jaxdist.parallel.schedules import make_schedule
-from jaxdist.runtime import acquire_devices
+from jaxdist.parallel.pipeline.executor import pipeline
+from jaxdist.parallel.pipeline.schedules import make_schedule
+from jaxdist.runtime.devices import acquire_devices
 
 from .flags import BenchFlags
 from .rows import Measured, Row, ratios

@@ -9,11 +9,11 @@ import numpy as np
 from rich.console import Console
 
 from jaxdist.config import RunConfig
-from jaxdist.data import Batches, Corpus, load_corpus
+from jaxdist.data.batches import Batches, Corpus, load_corpus
+from jaxdist.data.prefetch import Prefetched
+from jaxdist.data.tokens import CHUNK, SAMPLED_CHUNKS
 from jaxdist.mesh import make_mesh
-from jaxdist.prefetch import Prefetched
-from jaxdist.runtime import Devices, acquire_devices
-from jaxdist.tokens import CHUNK, SAMPLED_CHUNKS
+from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.program import build_program
 
 from ..tables import Rows

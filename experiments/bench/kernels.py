@@ -23,9 +23,9 @@ from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.attention import attention_core
 from jaxdist.models.base import Batch, Context
 from jaxdist.models.gpt2 import GPT2, LayerNorm
-from jaxdist.optimizer import global_norm, learning_rate, update
-from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.gradients.base import all_finite
+from jaxdist.train.optimizer import global_norm, learning_rate, update
 from jaxdist.train.program import attention_on, build_program
 
 from ..tables import Rows

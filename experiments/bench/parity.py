@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import make_mesh
-from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.program import Program, build_program
 
 from ..tables import MARKS, Rows

@@ -15,7 +15,7 @@ from rich.markup import escape
 from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.runtime.devices import Devices, acquire_devices
 
 from ..tables import MARKS, Rows
 from .automatic import timed_automatic

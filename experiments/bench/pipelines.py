@@ -7,10 +7,10 @@ from rich.console import Console
 
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
-from jaxdist.parallel.pipeline import BUFFERS
-from jaxdist.parallel.schedules import in_flight, simulate
-from jaxdist.plan.trace import named_bytes
-from jaxdist.runtime import acquire_devices
+from jaxdist.parallel.pipeline.executor import BUFFERS
+from jaxdist.parallel.pipeline.schedules import in_flight, simulate
+from jaxdist.plan.proof.trace import named_bytes
+from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program, compiled_bytes
 
 from ..tables import Rows

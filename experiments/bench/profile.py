@@ -14,8 +14,8 @@ from rich.console import Console
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
-from jaxdist.plan.executed import lines
-from jaxdist.runtime import acquire_devices
+from jaxdist.plan.proof.executed import lines
+from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
 from ..tables import Rows

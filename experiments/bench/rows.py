@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from jaxdist.commands import command_text
-from jaxdist.runtime import Devices
+from jaxdist.runtime.devices import Devices
 
 PACKAGES = (
     "jax",

@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxdist.config import RunConfig
 from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.search import Candidates, pipelines
-from jaxdist.runtime import acquire_devices
+from jaxdist.runtime.devices import acquire_devices
 
 from ..cli import make_folder
 from ..tables import Rows

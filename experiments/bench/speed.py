@@ -7,7 +7,7 @@ from jaxdist.config import RunConfig
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.plan.formulas import ModelShape, model_flops_per_token
 from jaxdist.plan.hardware import Accelerator, find_hardware
-from jaxdist.runtime import Devices
+from jaxdist.runtime.devices import Devices
 
 from .rows import Row
 

@@ -17,7 +17,7 @@ from jaxdist.mesh import make_mesh
 from jaxdist.plan.hardware import Accelerator, Cluster
 from jaxdist.plan.search import Candidates, score
 from jaxdist.plan.time_model import StepTime
-from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.program import attention_on
 
 from ..tables import Rows

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
-from jaxdist.parallel.data import reduce_gradients
-from jaxdist.parallel.schedules import NAMES
-from jaxdist.plan.memory import step_memory
+from jaxdist.parallel.pipeline.schedules import NAMES
+from jaxdist.parallel.reduce import reduce_gradients
 from jaxdist.plan.program_memory import program_bytes
+from jaxdist.plan.proof.trace_memory import step_memory
 from jaxdist.plan.search import Candidates, pipelines
-from jaxdist.runtime import Devices, acquire_devices
+from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.gradients import pipelined, plain
 from jaxdist.train.gradients.base import dropout_key
 from jaxdist.train.program import Program, batch_specs, build_program, compiled_bytes

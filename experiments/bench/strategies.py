@@ -8,9 +8,9 @@ from rich.console import Console
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_abstract_mesh
 from jaxdist.parity import PROOF_EPS, PROOF_LR
-from jaxdist.plan.levels import habits_of
-from jaxdist.plan.memory import step_memory
-from jaxdist.runtime import acquire_devices
+from jaxdist.plan.proof.levels import habits_of
+from jaxdist.plan.proof.trace_memory import step_memory
+from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
 from ..cli import chosen

@@ -15,9 +15,9 @@ import numpy as np
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.parity import random_batches
-from jaxdist.plan.compile import emitted_bytes, emitted_collectives
-from jaxdist.plan.trace import Iterations
-from jaxdist.runtime import Devices
+from jaxdist.plan.proof.compile import emitted_bytes, emitted_collectives
+from jaxdist.plan.proof.trace import Iterations
+from jaxdist.runtime.devices import Devices
 from jaxdist.train.program import build_program, compiled_bytes
 
 

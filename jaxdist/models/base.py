@@ -301,7 +301,7 @@ def users(model: Model) -> dict[str, frozenset[str]]:
 
 def _used_inputs(function, *args) -> list[bool]:
     """Of a function's flat inputs, which its result depends on."""
-    from jaxdist.parallel.split import needed_for, variables
+    from jaxdist.parallel.pipeline.split_backward import needed_for, variables
 
     closed = jax.make_jaxpr(function)(*args)
     # Inside the one equation that is the mapped function.

@@ -3,10 +3,10 @@
 `collectives`: typed wrappers that drop size-1 axes and refuse a second reduction. `algorithms`: ring, tree and
 halving-doubling written by hand from `ppermute`. `tensor`: the two places a block meets tensor parallelism, and the
 vocabulary-parallel embedding and loss. `rings`: matmuls whose gather or scatter over tp travels meanwhile.
-`zero`, `grouping`, `data`: the gradient rule over a `jaxdist.layout.Layout`.
-`schedules` (no JAX), `pipeline`, `split`: pipeline schedules as tables, and the executor that runs any of them.
+`zero`, `grouping`, `reduce`: the gradient rule over a `jaxdist.layout.Layout`.
+`pipeline`: schedules as tables (`schedules`, no JAX), and the executor that runs any of them.
 
-Names are imported when first used, so that `jaxdist.parallel.schedules` needs no JAX.
+Names are imported when first used, so that `jaxdist.parallel.pipeline.schedules` needs no JAX.
 """
 
 from importlib import import_module
@@ -26,10 +26,10 @@ EXPORTS = {
         "size",
         "varying",
     ),
-    "data": ("reduce_gradients",),
-    "pipeline": ("Stages", "pipeline_gradients", "pipeline_loss"),
+    "pipeline.executor": ("Stages", "pipeline_gradients", "pipeline_loss"),
+    "reduce": ("reduce_gradients",),
     "rings": ("gather_matmul", "matmul_scatter"),
-    "schedules": ("Action", "Schedule", "make_schedule"),
+    "pipeline.schedules": ("Action", "Schedule", "make_schedule"),
     "tensor": (
         "cross_entropy_in_chunks",
         "enter",
@@ -41,14 +41,12 @@ EXPORTS = {
 MODULES = (
     "algorithms",
     "collectives",
-    "data",
     "dropout",
     "grouping",
     "overlap",
     "pipeline",
+    "reduce",
     "rings",
-    "schedules",
-    "split",
     "spread",
     "tensor",
     "zero",

@@ -8,8 +8,8 @@ iteration there is something to send and something independent to compute:
 
 JAX's own transpose of a scan cannot do this: it puts the reduction of a layer's gradients into the iteration that
 makes them, after everything else. So the backward loop is written out here, from the division of a layer's backward in
-`jaxdist.parallel.split`. Whether a compiler then sends and computes at once is for its program to say:
-`python -m experiments.overlap` reads it.
+`jaxdist.parallel.pipeline.split_backward`. Whether a compiler then sends and computes at once is for its program to
+say: `python -m experiments.overlap` reads it.
 
 Source: PyTorch DDP, arXiv 2006.15704, section 3.2.3; FSDP, arXiv 2304.11277, section 3.3.
 """
@@ -25,8 +25,8 @@ from jax import lax
 
 from jaxdist.compat import type_of, varying_axes
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.pipeline import Stages, add, pick
-from jaxdist.parallel.split import SplitLayer, pruned, split_layer
+from jaxdist.parallel.pipeline.executor import Stages, add, pick
+from jaxdist.parallel.pipeline.split_backward import SplitLayer, pruned, split_layer
 
 
 class Sums(NamedTuple):

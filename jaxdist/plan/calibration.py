@@ -16,7 +16,7 @@ from functools import cache
 
 import numpy as np
 
-from jaxdist.parallel.schedules import divide_layers
+from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan import formulas
 from jaxdist.plan.formulas import GIB, ModelShape
 from jaxdist.plan.hardware import HERE, Cluster, find_hardware

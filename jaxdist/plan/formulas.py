@@ -1,6 +1,6 @@
 """Closed forms of the papers: parameters, FLOPs, memory, communication, pipeline idle, days and dollars.
 
-No JAX here. They explain what `jaxdist.plan.trace` and the compiler count, and cost microseconds. Sizes are in
+No JAX here. They explain what `jaxdist.plan.proof.trace` and the compiler count, and cost microseconds. Sizes are in
 elements, memory in bytes (GB = 1e9, GiB = 2**30), time in seconds, speed in FLOP/s and bytes/s. Whatever a search over
 layouts varies (batch, tp, dp, ZeRO stage, remat, ...) may be a number or a numpy array: arrays are columns of layouts.
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.errors import ConfigError
-from jaxdist.plan.budget import UNIT, money_range, round_up, sentence
+from jaxdist.runtime.budget import UNIT, money_range, round_up, sentence
 
 GIB = 2**30
 Number = Any  # a Python number, or a numpy array of them

@@ -26,11 +26,11 @@ from jaxdist.layout import make_layout, split_outer
 from jaxdist.mesh import MeshShape, make_abstract_mesh
 from jaxdist.models.base import Batch, Model
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.split import SplitLayer, all_equations, flat, needed_for, split_layer, variables
+from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, flat, needed_for, split_layer, variables
 from jaxdist.parallel.zero import ShardedParams
-from jaxdist.plan.memory import Buffer, habits_of_dtype, lifetimes
+from jaxdist.plan.proof.trace import Collective, collectives_of
+from jaxdist.plan.proof.trace_memory import Buffer, habits_of_dtype, lifetimes
 from jaxdist.plan.time_model import Product, TracedWork
-from jaxdist.plan.trace import Collective, collectives_of
 from jaxdist.train.gradients.base import ShardedModel
 
 T = TypeVar("T")
@@ -256,8 +256,8 @@ Envelope = tuple[tuple[float, float], ...]  # (bytes, bytes a row) of each momen
 
 class LayerMemory(NamedTuple):
     """Bytes of one sequence on one rank: what a layer passes on; what it keeps from forward to backward; in a pipeline
-    what F leaves until B, F until W, and B hands to W (`jaxdist.parallel.split`). Then what a layer's backward needs
-    besides, with what forward kept at hand (`backward`) and where it runs again (`again`)."""
+    what F leaves until B, F until W, and B hands to W (`jaxdist.parallel.pipeline.split_backward`). Then what a layer's
+    backward needs besides, with what forward kept at hand (`backward`) and where it runs again (`again`)."""
 
     x: float
     scan: float

@@ -216,7 +216,7 @@ def factored_bytes(model: Model, optimizer: OptimizerConfig, dtype: str) -> int:
     """Moments of an optimiser that does not hold them as parameters are held (adafactor), whole."""
     import jax
 
-    from jaxdist.optimizer import make_optimizer
+    from jaxdist.train.optimizer import make_optimizer
 
     layout = make_layout(model, ParallelConfig())
     masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout.leaves)

@@ -1,8 +1,9 @@
 """What a plan needs of a pipeline schedule, without making its table: ticks, lock-step time, messages, buffer slots.
 
-No JAX here. The tables of `jaxdist.parallel.schedules` are checked action by action; a search needs hundreds of them,
-of which only a few numbers. Here the same rules run over all stages at a time, on arrays of ticks, and tables of many
-micro-batches are extended from small ones. Tests hold the numbers against the tables themselves (`table_facts`).
+No JAX here. The tables of `jaxdist.parallel.pipeline.schedules` are checked action by action; a search needs hundreds
+of them, of which only a few numbers. Here the same rules run over all stages at a time, on arrays of ticks, and tables
+of many micro-batches are extended from small ones. Tests hold the numbers against the tables themselves
+(`table_facts`).
 
 Ticks as in docs/schedules.md: one F, B or W of one chunk each, every stage waiting for its neighbours.
 """
@@ -12,8 +13,8 @@ from functools import cache
 
 import numpy as np
 
-from jaxdist.parallel import schedules
-from jaxdist.parallel.schedules import KINDS, Schedule
+from jaxdist.parallel.pipeline import schedules
+from jaxdist.parallel.pipeline.schedules import KINDS, Schedule
 
 NEVER = 1 << 30
 SPAN_COSTS = np.array([1, 2, 1])  # ticks' time of F, B and W where B runs the forward again
@@ -138,7 +139,7 @@ def facts_of(ticks: np.ndarray, num_stages: int, placement: str, hop: int = 1) -
     )
 
 
-# The rules of `jaxdist.parallel.schedules`, all stages at a time.
+# The rules of `jaxdist.parallel.pipeline.schedules`, all stages at a time.
 
 
 def ticks_of(

@@ -21,7 +21,7 @@ from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AVAILABLE_AXES, AXES, MeshShape
 from jaxdist.models.base import Model
 from jaxdist.models.gpt2 import GPT2
-from jaxdist.parallel.schedules import NAMES, SCHEDULES, divide_layers
+from jaxdist.parallel.pipeline.schedules import NAMES, SCHEDULES, divide_layers
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.parts import work_of

@@ -12,15 +12,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.config import RunConfig
-from jaxdist.data import GlobalBatch
+from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, live_spec, local_bytes, make_layout, shardings
 from jaxdist.mesh import AXES
 from jaxdist.models.base import Batch
-from jaxdist.optimizer import LossScale, make_optimizer, optimizer_specs
-from jaxdist.parallel.pipeline import iterations
-from jaxdist.plan.trace import Collective, Iterations, collectives_of
+from jaxdist.parallel.pipeline.executor import iterations
+from jaxdist.plan.proof.trace import Collective, Iterations, collectives_of
 from jaxdist.train.gradients.base import ShardedModel
+from jaxdist.train.optimizer import LossScale, make_optimizer, optimizer_specs
 from jaxdist.train.state import State, initial_state, stored_parameters
 from jaxdist.train.step import evaluate, train_step
 
@@ -70,7 +70,7 @@ class Program:
         return collectives_of(traced.jaxpr, self.config.parallel.mesh, self.iterations(evaluate=evaluate))
 
     def iterations(self, *, evaluate: bool = False) -> Iterations | None:
-        """How often the loops of a pipeline run, which its program does not state (`jaxdist.parallel.pipeline`)."""
+        """How often the loops of a pipeline run, which its program does not state (`parallel.pipeline.executor`)."""
         if self.config.parallel.mesh.pp == 1:
             return None
         return iterations(self.config.parallel.pipeline, self.config.part_layers, forward_only=evaluate)
@@ -143,7 +143,7 @@ def build_program(
 ) -> Program:
     """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run.
 
-    poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.drill`).
+    poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.runtime.fault_injection`).
     """
     if config.precision.dtype == "float64" and not jax.config.jax_enable_x64:
         raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")

@@ -8,8 +8,8 @@ import optax
 
 from jaxdist.config import RunConfig
 from jaxdist.layout import Layout
-from jaxdist.optimizer import LossScale, initial_loss_scale
 from jaxdist.parallel.relayout import to_compute, to_storage
+from jaxdist.train.optimizer import LossScale, initial_loss_scale
 
 
 class State(NamedTuple):

@@ -7,19 +7,19 @@ import jax.numpy as jnp
 
 from jaxdist.mesh import AXES, TOKEN_AXES, WORK_AXES
 from jaxdist.models.base import Batch
-from jaxdist.optimizer import global_norm, learning_rate, next_loss_scale, update
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.data import gather_parameters
 from jaxdist.parallel.grouping import shard
+from jaxdist.parallel.reduce import gather_parameters
 from jaxdist.train.gradients import engine_of
 from jaxdist.train.gradients.base import ShardedModel, all_finite, dropout_key
+from jaxdist.train.optimizer import global_norm, learning_rate, next_loss_scale, update
 from jaxdist.train.state import State
 
 
 def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradients=False, poison=None):
     """(State, Batch) -> (State, metrics[, gradients before clipping, in the storage layout]).
 
-    poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.drill`).
+    poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.runtime.fault_injection`).
     A gradient that is not finite changes nothing but the step counter (and fp16's loss scale), on every rank.
     """
     config, layout = model.config, model.layout
@@ -79,10 +79,10 @@ def owned_shards(params: dict, layout) -> dict:
 def flag_not_finite(loss: jax.Array, grads: dict) -> jax.Array:
     """Which ranks made a non-finite number, before sums spread it: flags[1, 1 + leaves], the loss first.
 
-    Layout: local -> flags[ranks, 1 + leaves] over all axes of the mesh, as `jaxdist.health.culprits` reads them.
-    Sends: nothing. Under ZeRO-2 and 3 backward has summed already: the flag is of the rank that owns the shard. (With
-    overlap that is so outside the layers alone.)
-    Args: whether the loss, and each leaf of the gradient, is finite on this rank.
+    Layout: local -> flags[ranks, 1 + leaves] over all axes of the mesh, as `jaxdist.runtime.health.culprits` reads
+    them. Sends: nothing. Under ZeRO-2 and 3 backward has summed already: the flag is of the rank that owns the shard.
+    (With overlap that is so outside the layers alone.) Args: whether the loss, and each leaf of the gradient, is finite
+    on this rank.
     """
     flags = [comm.varying(~finite, AXES) for finite in (loss, *jax.tree.leaves(grads))]
     return jnp.stack(flags)[None]

@@ -13,9 +13,9 @@ from jaxdist.layout import Layout, split_outer
 from jaxdist.mesh import WORK_AXES
 from jaxdist.models.base import STACKED, Batch, Context
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.data import reduce_gradients
 from jaxdist.parallel.grouping import all_gather_groups
 from jaxdist.parallel.overlap import order_after
+from jaxdist.parallel.reduce import reduce_gradients
 from jaxdist.parallel.remat import mark_saveable, save_matmuls_policy
 from jaxdist.parallel.zero import ShardedParams, make_unshard, scatter_gradients, shard_proxies, whole_proxies
 
@@ -209,7 +209,7 @@ def sum_over_micro_batches(model: ShardedModel, one: Callable, batch: Batch, lik
 
 
 def reduced(model: ShardedModel, grads: dict, loss_sum: jax.Array, poison: Poison | None) -> Gradients:
-    """Local sums -> what the optimiser gets, by the gradient rule (`jaxdist.parallel.data`)."""
+    """Local sums -> what the optimiser gets, by the gradient rule (`jaxdist.parallel.reduce`)."""
     if poison is not None:
         grads = poison(grads)
     finite = all_finite(grads)

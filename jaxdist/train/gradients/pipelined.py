@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxdist.layout import split_outer
 from jaxdist.models.base import Batch
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.pipeline import Stages, pipeline_gradients, pipeline_loss
+from jaxdist.parallel.pipeline.executor import Stages, pipeline_gradients, pipeline_loss
 from jaxdist.parallel.spread import gather_to_users
 from jaxdist.parallel.zero import ShardedParams
 from jaxdist.train.gradients.base import (

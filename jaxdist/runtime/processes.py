@@ -76,7 +76,7 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
     slow.start()
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM; jaxdist.signals does
+        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM; jaxdist.runtime.signals does
         jax.distributed.initialize(
             address,
             num_processes,

@@ -15,8 +15,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.layout import Layout, Leaf, live_spec
-from jaxdist.optimizer import LossScale, initial_loss_scale, make_optimizer
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_storage
+from jaxdist.train.optimizer import LossScale, initial_loss_scale, make_optimizer
 from jaxdist.train.program import Program
 from jaxdist.train.state import State, initial_state, stored_parameters
 

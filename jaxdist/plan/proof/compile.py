@@ -23,8 +23,8 @@ from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
-from jaxdist.plan.trace import Count, Iterations, Sending, on_stages, times_each, total_sent
-from jaxdist.runtime import MAX_SIMULATED, acquire_devices, prepare_cpu
+from jaxdist.plan.proof.trace import Count, Iterations, Sending, on_stages, times_each, total_sent
+from jaxdist.runtime.devices import MAX_SIMULATED, acquire_devices, prepare_cpu
 from jaxdist.train.program import Program, build_program, compiled_bytes, step_options
 
 # What XLA's GpuTargetConfigProto says of a card: streaming multiprocessors, compute capability, clock in GHz, L2 and
@@ -249,8 +249,8 @@ _MADE_BY = re.compile(r'op_name="[^"]*jit\((\w+)\)/')  # the innermost
 def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | None = None) -> list[Emitted]:
     """Every collective of an optimised HLO text over more than one device, in program order.
 
-    iterations: as in `jaxdist.plan.trace.collectives_of`, for loops whose length is data and for the branches of a
-    conditional: an instruction's metadata names the jitted functions that it came from. What the compiler has lifted
+    iterations: as in `jaxdist.plan.proof.trace.collectives_of`, for loops whose length is data and for the branches of
+    a conditional: an instruction's metadata names the jitted functions that it came from. What the compiler has lifted
     out of such a loop is counted where it stands.
     """
     bodies, entry = _computations(text)

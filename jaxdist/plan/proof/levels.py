@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from jaxdist.config import RunConfig
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
-from jaxdist.plan.compile import CompiledStep, compile_step, emitted_bytes, without_devices
-from jaxdist.plan.memory import StepMemory, habits_of_dtype, step_memory
-from jaxdist.plan.trace import total_sent
+from jaxdist.plan.proof.compile import CompiledStep, compile_step, emitted_bytes, without_devices
+from jaxdist.plan.proof.trace import total_sent
+from jaxdist.plan.proof.trace_memory import StepMemory, habits_of_dtype, step_memory
 from jaxdist.train.program import build_program
 
 
@@ -68,7 +68,7 @@ def levels(config: RunConfig, target: str | None = None, *, num_nodes: int = 1, 
     """Trace the step of `config` on an abstract mesh, and compile it for `target` where one is named.
 
     The prediction is of that target's habits (`habits_of`).
-    Raises: ConfigError as `jaxdist.plan.compile.compile_step`.
+    Raises: ConfigError as `jaxdist.plan.proof.compile.compile_step`.
     """
     mesh = config.parallel.mesh
     without_devices(mesh.num_devices)

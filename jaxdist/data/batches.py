@@ -21,10 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.commands import command_text
-from jaxdist.errors import ConfigError
-from jaxdist.order import Mixture, epoch_keys, make_mixture, shuffled
-from jaxdist.prepared import is_prepared, open_prepared
-from jaxdist.tokens import (
+from jaxdist.data.order import Mixture, epoch_keys, make_mixture, shuffled
+from jaxdist.data.prepared import is_prepared, open_prepared
+from jaxdist.data.tokens import (
     SAMPLED_CHUNKS,
     Tokens,
     asked,
@@ -35,6 +34,7 @@ from jaxdist.tokens import (
     tokens_in,
     unigram_entropy,
 )
+from jaxdist.errors import ConfigError
 
 # Installed packages and caches differ from machine to machine; tests hold broken source on purpose.
 _NOT_CORPUS = frozenset(

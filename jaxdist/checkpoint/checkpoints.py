@@ -7,7 +7,8 @@ A save writes into `step_00000200.partial` while training goes on, hashes it, wr
 to the disk and only then takes the `.partial` away by one rename. So whatever kills a process, and wherever, a folder
 named `step_*` is complete. Nothing in it is pickled and nothing read from it is run.
 
-Arrays have logical shapes (`jaxdist.logical`), so any mesh, ZeRO stage, schedule and number of processes can read them.
+Arrays have logical shapes (`jaxdist.checkpoint.logical`), so any mesh, ZeRO stage, schedule and number of processes can
+read them.
 """
 
 import hashlib
@@ -25,9 +26,9 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore
 
-from jaxdist import processes
 from jaxdist.errors import ConfigError, reason_of
 from jaxdist.files import flush_folder, read_regular, remove, set_aside, write_whole
+from jaxdist.runtime import processes
 from jaxdist.versions import versions
 
 FORMAT = 1

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from jaxdist import processes
+from jaxdist.runtime import processes
 
 EVERY = 20  # steps between two reports of the processes to each other
 FACTOR = 1.5  # times the median of all

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from jaxdist import processes
 from jaxdist.errors import ConfigError
+from jaxdist.runtime import processes
 
 LOCK = ".lock"
 SEEN_SECONDS = 3.0  # in which a network file system shows a new file to every process

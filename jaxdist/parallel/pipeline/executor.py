@@ -28,8 +28,8 @@ from jax import lax
 from jaxdist.compat import type_of, varying_axes
 from jaxdist.errors import ConfigError
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.schedules import Action, Schedule, validate
-from jaxdist.parallel.split import SplitLayer, all_equations, pruned, split_layer
+from jaxdist.parallel.pipeline.schedules import Action, Schedule, validate
+from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, pruned, split_layer
 
 IDLE, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
 KINDS = {"F": FORWARD, "B": INPUT_GRADIENT, "W": WEIGHT_GRADIENT}
@@ -625,7 +625,7 @@ class _Runner:
     def loop(self, name: str, times, body: Callable, carry, reverse: bool = False):
         """carry = body(carry, index) for every index below `times`, which differs from stage to stage.
 
-        The name stays in the program: `jaxdist.plan.trace` finds there how often the loop runs.
+        The name stays in the program: `jaxdist.plan.proof.trace` finds there how often the loop runs.
         """
 
         def step(state):

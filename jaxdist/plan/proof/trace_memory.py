@@ -6,7 +6,7 @@ lives, and where loops and updates work in place. The lifetimes are then packed 
 them. `experiments.levels` compares the result with the compilers' own plans; errors are in docs/plan.md.
 
 The rules were found by reading compiled programs of XLA:CPU and XLA:GPU (jax 0.10), and are the compiler's habits, not
-its promises. `jaxdist.plan.compile` asks the compiler itself.
+its promises. `jaxdist.plan.proof.compile` asks the compiler itself.
 """
 
 import math

@@ -35,7 +35,7 @@ from typing import Self
 from jaxdist.commands import command_text
 from jaxdist.errors import ConfigError
 from jaxdist.files import read_regular, write_whole
-from jaxdist.signals import Signals
+from jaxdist.runtime.signals import Signals
 
 try:
     import fcntl

@@ -13,8 +13,8 @@ from typing import Self, TextIO
 
 import jax
 
-from jaxdist import processes
 from jaxdist.compat import coordination_client
+from jaxdist.runtime import processes
 
 EXIT_STUCK = 70
 FALLBACK_SECONDS = 5

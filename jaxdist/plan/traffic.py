@@ -1,8 +1,8 @@
 """What our own step sends, in closed form: from the leaves, the settings and the schedule's table. Nothing is traced.
 
 `predicted` says of every message what it is for. `tests/test_communication.py` holds the messages equal, in number and
-to the byte, to those that `jaxdist.plan.trace` reads from the program. `jaxdist.plan.formulas` has the papers' forms;
-how far ours differ, and why, is in docs/plan.md, whose tables `python -m experiments.communication` prints.
+to the byte, to those that `jaxdist.plan.proof.trace` reads from the program. `jaxdist.plan.formulas` has the papers'
+forms; how far ours differ, and why, is in docs/plan.md, whose tables `python -m experiments.communication` prints.
 """
 
 import math
@@ -21,10 +21,10 @@ from jaxdist.layout import Layout, Leaf
 from jaxdist.mesh import DATA_AXES, MeshShape
 from jaxdist.models.base import STACKED
 from jaxdist.parallel.grouping import group
-from jaxdist.parallel.pipeline import iterations
-from jaxdist.parallel.schedules import Schedule
+from jaxdist.parallel.pipeline.executor import iterations
+from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.plan.parts import OneRank, traffic_of
-from jaxdist.plan.trace import Count, Sending, on_stages, total_sent
+from jaxdist.plan.proof.trace import Count, Sending, on_stages, total_sent
 
 Wanted = Callable[[Leaf], bool]
 
@@ -247,7 +247,7 @@ class _Step:
         return _in_layer(leaf) in self.parts.layer.read_again
 
     def reductions(self) -> list[Message]:
-        """After backward: what the gradient rule of `jaxdist.parallel.data` sums, and ZeRO-1 and 2's new parameters."""
+        """After backward: the sums of `jaxdist.parallel.reduce`, and the new parameters of ZeRO-1 and 2."""
         leaves, layout, messages = jax.tree.leaves(self.layout.leaves), self.layout, []
         reduced = [(leaves, 1)]
         if self.parallel.overlap_layers:  # a layer at a time, while backward runs

@@ -1,7 +1,8 @@
 """Pipeline schedules as data: a table of ticks x stages that says which action a stage runs at which tick.
 
 No JAX here. A schedule is made (`make_schedule`, `from_orders`, `parse`), checked (`validate`), measured (`in_flight`,
-`simulate`) and drawn (`draw`) as plain data; the executor of `jaxdist.parallel.pipeline` runs any table that passes.
+`simulate`) and drawn (`draw`) as plain data; the executor of `jaxdist.parallel.pipeline.executor` runs any table that
+passes.
 
 The model is cut in S*v *parts* in model order: S stages hold v chunks of layers each. An action F (forward), B (input
 gradient) or W (weight gradient) of one micro-batch and one chunk takes one tick. What it makes at tick t can be used by

@@ -6,9 +6,9 @@ from typing import Literal
 
 import jax
 
-from jaxdist import processes
 from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError
+from jaxdist.runtime import processes
 
 DeviceChoice = Literal["auto", "cpu", "gpu"]
 

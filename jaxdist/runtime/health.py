@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist import processes
 from jaxdist.layout import live_spec
 from jaxdist.mesh import AXES, MeshShape
 from jaxdist.parallel import collectives as comm
+from jaxdist.runtime import processes
 from jaxdist.train.program import Program
 from jaxdist.train.state import State
 

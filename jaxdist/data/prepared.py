@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.commands import command_text
+from jaxdist.data.tokens import Part, Tokens, asked, open_npy
 from jaxdist.errors import ConfigError
-from jaxdist.tokens import Part, Tokens, asked, open_npy
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import jax
 
-from jaxdist import processes
-from jaxdist.checkpoint import BadCheckpoint, Checkpoints, Manifest, newest_good
+from jaxdist.checkpoint.checkpoints import BadCheckpoint, Checkpoints, Manifest, newest_good
+from jaxdist.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.files import set_aside
-from jaxdist.logical import abstract_logical, from_logical, to_logical
-from jaxdist.metrics import CONFIG, METRICS, STOPPED, SUMMARY, holds_run, read_config
+from jaxdist.runtime import processes
+from jaxdist.runtime.metrics import CONFIG, METRICS, STOPPED, SUMMARY, holds_run, read_config
 from jaxdist.train.program import Program
 from jaxdist.train.state import State
 

@@ -1,0 +1,1 @@
+"""State on disk: written, checked, read back on any mesh."""

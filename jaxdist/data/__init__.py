@@ -1,0 +1,1 @@
+"""What a run trains on, and in which order."""

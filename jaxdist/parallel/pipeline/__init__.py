@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables, and the executor that runs any of them."""

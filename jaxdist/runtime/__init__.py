@@ -1,0 +1,1 @@
+"""Devices, processes, signals, faults and files of a run."""
