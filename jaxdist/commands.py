@@ -5,7 +5,10 @@ from pathlib import Path
 
 
 def command_text(program: str) -> str:
-    """A program's name as whoever reads this types it, given how this process was started."""
+    """A program's name as whoever reads this types it, given how this process was started; a program of
+    `tests/` is given as "tests.NAME"."""
+    if program.startswith("tests."):
+        return f"python -m {program}"
     return f"python -m experiments.{program}" if _from_clone() else f"jaxdist {program}"
 
 

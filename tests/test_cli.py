@@ -19,7 +19,7 @@ import pytest
 import experiments.bench.__main__
 import experiments.train
 import experiments.verify
-from experiments import cli, fuzz, planted_bugs
+from experiments import cli
 from experiments.cli import CommonFlags, SafeConsole, run_program
 from experiments.progress import Progress
 from experiments.strategies import STRATEGIES
@@ -29,6 +29,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
 from jaxdist.train.program import Program, build_program
+from tests import fuzz, planted_bugs
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 400
 SMALL = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "32", "--batch-size", "8"]
@@ -225,7 +226,7 @@ def test_the_table_of_strategies_is_wide_enough():
 
 
 def test_planted_bugs_still_fit_the_source(tmp_path):
-    """Running them is `python -m experiments.planted_bugs`."""
+    """Running them is `python -m tests.planted_bugs`."""
     found = planted_bugs.all_bugs()
     assert len(found) > 200 and len({bug.name for bug in found}) == len(found)
     for name in planted_bugs.COPIED[:2]:
@@ -479,15 +480,15 @@ def test_train_looks_at_every_flag(monkeypatch, capsys, tmp_path, text):
 
 
 def test_a_sample_of_odd_inputs():
-    """`python -m experiments.fuzz --inputs 1000` tries more. It forks, so it has a process of its own."""
-    command = [sys.executable, "-m", "experiments.fuzz", "--inputs", "25", "--bound", "120", "--seed", "1"]
+    """`python -m tests.fuzz --inputs 1000` tries more. It forks, so it has a process of its own."""
+    command = [sys.executable, "-m", "tests.fuzz", "--inputs", "25", "--bound", "120", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_fuzzer_sees_each_kind_of_fault(tmp_path):
     code = (
-        "import sys; from experiments import fuzz; import experiments.schedules as s\n"
+        "import sys; from tests import fuzz; import experiments.schedules as s\n"
         "s.main = {'traceback': lambda f, c: 1 / 0, 'hang': lambda f, c: __import__('time').sleep(100),"
         " 'escape': lambda f, c: f.stages and print(chr(7)), 'ignored': lambda f, c: 0}[sys.argv[1]]\n"
         "target = fuzz.Target('schedules', 'SchedulesFlags')\n"

@@ -6,9 +6,9 @@ import textwrap
 
 import pytest
 
-from experiments import mutants
 from experiments.cli import run_program
-from experiments.mutants import Coverage, all_mutants, equivalents, mutants_of
+from tests import mutants
+from tests.mutants import Coverage, all_mutants, equivalents, mutants_of
 
 SOURCE = textwrap.dedent(
     '''

@@ -1,6 +1,6 @@
 """What a newcomer has to read to understand one thing: files and lines that run when it is done once.
 
-python -m experiments.reading_paths
+python -m tests.reading_paths
 
 Each row does something small and notes which functions of `jaxdist` ran. *Files* and *lines* are of the whole files
 they stand in, *executed* of these functions alone. Files of settings, errors and version differences are left out.
@@ -19,6 +19,8 @@ import jax
 from rich.console import Console
 
 import jaxdist
+from experiments.cli import run_program
+from experiments.tables import Rows
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.resume import Progress, restore, save
 from jaxdist.config import ParallelConfig, RunConfig
@@ -28,9 +30,6 @@ from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import search
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
-
-from .cli import run_program
-from .tables import Rows
 
 PACKAGE = Path(inspect.getfile(jaxdist)).parent
 OUTSIDE = ("__init__", "commands", "compat", "config", "errors", "processes", "runtime", "versions")
@@ -135,4 +134,4 @@ def main(flags: ReadingFlags, console: Console) -> int:
 
 
 if __name__ == "__main__":
-    run_program(ReadingFlags, main, "reading_paths")
+    run_program(ReadingFlags, main, "tests.reading_paths")

@@ -1,9 +1,9 @@
 """Change the source mechanically, one place at a time, and see whether a test turns red.
 
-python -m experiments.mutants --sample 300 --seed 0
-python -m experiments.mutants --sample 40 --paths jaxdist/parallel/zero.py
+python -m tests.mutants --sample 300 --seed 0
+python -m tests.mutants --sample 40 --paths jaxdist/parallel/zero.py
 
-`experiments.planted_bugs` has the bugs that somebody thought of; these are the ones that nobody did. First the tests
+`tests.planted_bugs` has the bugs that somebody thought of; these are the ones that nobody did. First the tests
 run once with every line that each of them executes written down. Then each mutant of the sample runs, in a copy of the
 tree, against the tests that execute its line, the fastest first, until one is red. A time limit counts as red, and is
 counted. What stays green is printed. Mutants that compute the same as the source are listed with a reason in
@@ -29,12 +29,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from experiments.cli import run_program
+from experiments.progress import Progress
 from jaxdist.errors import ConfigError, require_positive
-
-from .cli import run_program
-from .mutant_runner import TIMED_OUT
-from .planted_bugs import COPIED, ROOT, require_clone
-from .progress import Progress
+from tests.mutant_runner import TIMED_OUT
+from tests.planted_bugs import COPIED, ROOT
 
 TARGETS = (
     *(
@@ -256,7 +255,7 @@ RED, TIME_LIMIT, SURVIVES = "red", "time limit", "survives"
 
 
 class Runner:
-    """A copy of the tree and a warm process that runs its tests (`experiments.mutant_runner`)."""
+    """A copy of the tree and a warm process that runs its tests (`tests.mutant_runner`)."""
 
     def __init__(self, folder: Path, cache: Path):
         self.folder = folder
@@ -380,7 +379,6 @@ class MutantFlags:
 
 
 def main(flags: MutantFlags, console: Console) -> int:
-    require_clone()
     for name in ("sample", "seconds", "jobs"):
         require_positive(name, getattr(flags, name))
     every, same = all_mutants(flags.paths), equivalents()
@@ -424,4 +422,4 @@ def main(flags: MutantFlags, console: Console) -> int:
 
 
 if __name__ == "__main__":
-    run_program(MutantFlags, main, "mutants")
+    run_program(MutantFlags, main, "tests.mutants")

@@ -1,6 +1,6 @@
 """Plant a bug, run the tests that should see it, expect red. Prints the score.
 
-python -m experiments.planted_bugs [--only TEXT]
+python -m tests.planted_bugs [--only TEXT]
 
 Each bug is a patch file in `tests/bugs`, applied to a copy of the source tree; the tests run there, so the checkout is
 never touched. The tests that must catch the bugs are first run on the untouched copy and must be green.
@@ -16,10 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from experiments.cli import run_program
+from experiments.tables import Rows
 from jaxdist.errors import ConfigError
-
-from .cli import run_program
-from .tables import Rows
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("jaxdist", "experiments", "tests", "pyproject.toml")
@@ -65,14 +64,7 @@ class BugFlags:
     """Run the bugs whose name contains this text."""
 
 
-def require_clone() -> None:
-    """Raises: ConfigError where there are no tests to run: a wheel holds none."""
-    if not (ROOT / "tests").is_dir():
-        raise ConfigError("the project's own tests", "an installed jaxdist has none", "Run this program in a clone")
-
-
 def main(flags: BugFlags, console: Console) -> int:
-    require_clone()
     bugs = [bug for bug in all_bugs() if flags.only in bug.name]
     if not bugs:
         raise ConfigError(f"--only {flags.only}", "no bug has that in its name", "Try --only dropout")
@@ -125,4 +117,4 @@ def run_tests(folder: Path, tests: list[str]) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    run_program(BugFlags, main, "planted_bugs")
+    run_program(BugFlags, main, "tests.planted_bugs")

@@ -1,6 +1,6 @@
 """Throws odd inputs at every program and looks for what no program may do: a traceback, a hang, an ignored flag.
 
-python -m experiments.fuzz --inputs 1000
+python -m tests.fuzz --inputs 1000
 
 Each input is a command line made from the program's own flags: sizes that cannot be, numbers that are none, files that
 are pipes, devices, folders or damaged, text that a terminal would obey. It runs in a process of its own, forked from
@@ -28,11 +28,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rich.console import Console
 
+from experiments.cli import EXIT_DEFECT, chosen, run_program
 from jaxdist.commands import command_text
 from jaxdist.errors import printable, require_positive
 from jaxdist.models.gpt2 import PRESETS
-
-from .cli import EXIT_DEFECT, chosen, run_program
 
 INTEGERS = (0, -1, 1, 2, 3, 4, 7, 8, 128, 10**6, 2**31 - 1, 2**31, 10**9, 10**18, -(10**18))
 FLOATS = ("nan", "inf", "-inf", "0", "-1", "1e-320", "1e308", "1e999", "0.5", "1", "3", "3e18", "1_0")
@@ -154,7 +153,7 @@ def main(flags: FuzzFlags, console: Console) -> int:
     names = chosen(flags.only, [target.module for target in TARGETS])
     targets = [target for target in TARGETS if target.module in names for _ in range(target.share)]
     for target in targets:
-        importlib.import_module(f".{target.module}", __package__)
+        importlib.import_module(f"experiments.{target.module}")
     counts, faults, slowest = Counter(), [], 0.0
     with tempfile.TemporaryDirectory() as folder:
         make_files(Path(folder))
@@ -198,7 +197,7 @@ def fault_of(code: int | None, output: str) -> str | None:
 
 def make_words(target: Target, chance: random.Random, folder: Path) -> list[str]:
     """The base words with one to three flags of the program set to something odd."""
-    kind = getattr(importlib.import_module(f".{target.module}", __package__), target.flags)
+    kind = getattr(importlib.import_module(f"experiments.{target.module}"), target.flags)
     hints = get_type_hints(kind)
     words = list(target.base)
     named = [field.name for field in dataclasses.fields(kind) if field.name not in ("command", "which", *SLOW)]
@@ -254,12 +253,12 @@ def make_files(folder: Path) -> None:
 
 
 def run_target(target: Target, words: list[str]) -> None:
-    module = importlib.import_module(f".{target.module}", __package__)
+    module = importlib.import_module(f"experiments.{target.module}")
     kind = getattr(module, target.flags)
     for place in target.stop_at:
         name, _, attribute = place.partition(":")
         *holders, last = attribute.split(".")
-        holder = importlib.import_module(name, __package__)
+        holder = importlib.import_module(name, "experiments")
         for part in holders:
             holder = getattr(holder, part)
         setattr(holder, last, _reach)
@@ -346,4 +345,4 @@ def run_apart(run: Callable[[], None], folder: str, bound: float) -> tuple[int |
 
 
 if __name__ == "__main__":
-    run_program(FuzzFlags, main, "fuzz")
+    run_program(FuzzFlags, main, "tests.fuzz")
