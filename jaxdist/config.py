@@ -361,10 +361,10 @@ class RunConfig:
             )
         self._check_optimizer()
         self._check_pipeline()
-        layers, every = self.model.num_layers, self.parallel.remat_every
+        layers, every = self.model.num_blocks, self.parallel.remat_every
         if every and layers % every and self.parallel.mesh.pp == 1:
             raise ConfigError(
-                f"remat=every-{every} with num_layers={layers}",
+                f"remat=every-{every} with {self.model.size_text}",
                 "blocks are recomputed in equal groups",
                 f"Use every-K with K in {divisors(layers)}",
             )
@@ -374,29 +374,29 @@ class RunConfig:
         """Layers of each part of the pipelined model, in model order; all in one part where pp=1."""
         schedule, stages, model = self.parallel.pipeline, self.parallel.stages, self.model
         if schedule is None:
-            return (model.num_layers,)
-        if model.num_layers < schedule.num_parts:
+            return (model.num_blocks,)
+        if model.num_blocks < schedule.num_parts:
             raise ConfigError(
-                f"num_layers={model.num_layers} over {schedule.num_stages} stages x {schedule.num_chunks} chunks",
+                f"{model.size_text} over {schedule.num_stages} stages x {schedule.num_chunks} chunks",
                 f"each of the {schedule.num_parts} parts of schedule {schedule.name} holds at least one layer",
-                f"Use num_layers={schedule.num_parts} or more, or fewer stages or chunks",
+                f"Use num_layers={schedule.num_parts * len(model.kinds)} or more, or fewer stages or chunks",
             )
         if stages in ("even", "balanced"):
             head = model.head_in_layers if stages == "balanced" else 0.0
-            return schedules.divide_layers(model.num_layers, schedule.num_parts, last=head)
+            return schedules.divide_layers(model.num_blocks, schedule.num_parts, last=head)
         return tuple(int(part) for part in stages.split(","))
 
     def _check_pipeline(self):
         schedule, parts = self.parallel.pipeline, self.part_layers
         if schedule is None:
             return
-        if len(parts) != schedule.num_parts or sum(parts) != self.model.num_layers:
+        if len(parts) != schedule.num_parts or sum(parts) != self.model.num_blocks:
             raise ConfigError(
-                f"stages={self.parallel.stages!r} with num_layers={self.model.num_layers}",
+                f"stages={self.parallel.stages!r} with {self.model.size_text}",
                 f"schedule {schedule.name} has {schedule.num_parts} parts ({schedule.num_stages} stages x "
                 f"{schedule.num_chunks} chunks), which together hold every layer once; here {len(parts)} parts hold "
                 f"{sum(parts)}",
-                "Use " + ",".join(map(str, schedules.divide_layers(self.model.num_layers, schedule.num_parts))),
+                "Use " + ",".join(map(str, schedules.divide_layers(self.model.num_blocks, schedule.num_parts))),
             )
 
     def _check_sequence(self):

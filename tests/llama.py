@@ -28,7 +28,7 @@ class Llama(Model):
         table = Param((self.vocab_size, self.width), ("vocab", "embed"))
         return {"tokens": table, "head": table, "norm": self.norm_scale()}
 
-    def block(self):
+    def block(self, kind):
         head, d, f = self.width // self.num_heads, self.width, self.ffn_width
         return {
             "attention_norm": self.norm_scale(),
@@ -48,7 +48,7 @@ class Llama(Model):
     def embed(self, ctx, outer, batch):
         return ctx.embedding(batch.inputs, outer["tokens"])
 
-    def layer(self, ctx, p, x, index):
+    def layer(self, ctx, kind, p, x, index):
         a = ctx.enter(rms_norm(x, p["attention_norm"]))
         q, k, v = (linear(a, p[name]) for name in ("w_q", "w_k", "w_v"))
         group = q.shape[2] // k.shape[2]

@@ -259,7 +259,7 @@ class Runner:
 
     def __init__(self, folder: Path, cache: Path):
         self.folder = folder
-        for name in (*COPIED, "docs", "README.md"):
+        for name in COPIED:
             source = ROOT / name
             (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
         cached = {

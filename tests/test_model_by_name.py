@@ -73,7 +73,7 @@ class Picky(Llama):
 
 @dataclass(frozen=True)
 class Broken(Llama):
-    def layer(self, ctx, p, x, index):
+    def layer(self, ctx, kind, p, x, index):
         return x @ x
 """
 NAMES = itertools.count()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alternating import Alternating
 from conftest import DEVICES
 from llama import Llama
 
@@ -83,16 +84,21 @@ def test_a_llama_equals_one_device(mesh, parallel):
     jaxdist.verify(Llama(), mesh=mesh, **parallel).require()
 
 
-def test_a_llama_on_one_device_equals_plain_jnp():
+@pytest.mark.parametrize("model", [Llama(num_layers=2), Alternating(num_layers=4)])
+def test_one_device_equals_plain_jnp(model):
     """In float64, every leaf random: the loss and its gradients, from the formulas of the papers."""
-    model = Llama(num_layers=2)
     with jax.enable_x64(True):
         config = proof_config(model, "", batch_size=4, steps=1, dtype="float64")
         [batch] = random_batches(config, 1, 1)
         run = observe(config, DEVICES[:1], [batch])
         params = random_parameters(config, make_layout(model, ParallelConfig()))
         params = {name: jnp.asarray(x, jnp.float64) for name, x in params.items()}
-        loss, grads = jax.value_and_grad(plain_loss)(params, model, batch["inputs"], batch["targets"])
+
+        def minimised(params):
+            loss, auxiliary = plain_losses(params, model, batch["inputs"], batch["targets"])
+            return loss + auxiliary, loss
+
+        grads, loss = jax.grad(minimised, has_aux=True)(params)
         np.testing.assert_allclose(run.losses[0], loss, rtol=1e-12)
         for name, theirs in grads.items():
             rows = theirs if name.startswith("blocks.") else theirs[None]
@@ -101,13 +107,35 @@ def test_a_llama_on_one_device_equals_plain_jnp():
                 np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-12 * float(jnp.abs(expected).max()))
 
 
-def plain_loss(params, model, tokens, targets):
-    """A decoder of arXiv 2302.13971, token by token where that is plainest; shares no code with `llama`."""
-    x = params["tokens"][tokens]
-    heads, groups, size = model.num_heads, model.num_kv_heads, model.width // model.num_heads
+def plain_losses(params, model, tokens, targets):
+    """(mean cross-entropy, auxiliary loss) of the models' layers from their papers, token by token where that is
+    plainest; shares no code with `llama` and `alternating`."""
+    x, auxiliary, count = params["tokens"][tokens], 0.0, (targets >= 0).sum()
+    for layer in range(model.num_layers):
+        block, place = divmod(layer, len(model.kinds))
+        prefix = "blocks." if len(model.kinds) == 1 else f"blocks.{place}_{model.kinds[place]}."
+        p = {name.removeprefix(prefix): w[block] for name, w in params.items() if name.startswith(prefix)}
+        if model.kinds[place] == "weighed":
+            a = plain_norm(x, p["norm"])
+            router = jnp.exp(a @ p["w_router"])
+            auxiliary += model.z_loss * (jnp.log(router.sum(-1)) ** 2).sum() / count
+            ups = [a @ p["w_up"][i] for i in range(2)]
+            both = [(up / (1 + jnp.exp(-up))) @ p["w_down"][i] for i, up in enumerate(ups)]
+            x = x + sum(router[..., i, None] / router.sum(-1, keepdims=True) * both[i] for i in range(2))
+        else:
+            x = plain_decoder(p, model, x)
+    logits = plain_norm(x, params["norm"]) @ params["head"].T
+    losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    return jnp.where(targets >= 0, losses, 0).sum() / count, auxiliary
 
-    def norm(x, scale):
-        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+def plain_norm(x, scale):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def plain_decoder(p, model, x):
+    """A layer of arXiv 2302.13971 with grouped heads."""
+    heads, groups, size = model.num_heads, model.num_kv_heads, model.width // model.num_heads
 
     def rotary(x):
         pairs = x[..., : size // 2] + 1j * x[..., size // 2 :]
@@ -115,24 +143,48 @@ def plain_loss(params, model, tokens, targets):
         turned = pairs * np.exp(1j * np.outer(np.arange(x.shape[1]), frequency))[None, :, None]
         return jnp.concatenate([turned.real, turned.imag], -1)
 
-    for layer in range(model.num_layers):
-        p = {name.removeprefix("blocks."): w[layer] for name, w in params.items() if name.startswith("blocks.")}
-        a = norm(x, p["attention_norm"])
-        q, k, v = (jnp.einsum("btd,dnh->btnh", a, p[name]) for name in ("w_q", "w_k", "w_v"))
-        q, k = rotary(q), rotary(k)
-        outs = []
-        for head in range(heads):
-            kv = head // (heads // groups)
-            scores = q[:, :, head] @ k[:, :, kv].swapaxes(1, 2) / np.sqrt(size)
-            scores = jnp.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -jnp.inf)
-            outs.append(jax.nn.softmax(scores) @ v[:, :, kv] @ p["w_o"][head])
-        x = x + sum(outs)
-        m = norm(x, p["mlp_norm"])
-        gate = m @ p["w_gate"]
-        x = x + (gate / (1 + jnp.exp(-gate)) * (m @ p["w_up"])) @ p["w_down"]
-    logits = norm(x, params["norm"]) @ params["head"].T
-    losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-    return jnp.where(targets >= 0, losses, 0).sum() / (targets >= 0).sum()
+    a = plain_norm(x, p["attention_norm"])
+    q, k, v = (jnp.einsum("btd,dnh->btnh", a, p[name]) for name in ("w_q", "w_k", "w_v"))
+    q, k = rotary(q), rotary(k)
+    outs = []
+    for head in range(heads):
+        kv = head // (heads // groups)
+        scores = q[:, :, head] @ k[:, :, kv].swapaxes(1, 2) / np.sqrt(size)
+        scores = jnp.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -jnp.inf)
+        outs.append(jax.nn.softmax(scores) @ v[:, :, kv] @ p["w_o"][head])
+    x = x + sum(outs)
+    m = plain_norm(x, p["mlp_norm"])
+    gate = m @ p["w_gate"]
+    return x + (gate / (1 + jnp.exp(-gate)) * (m @ p["w_up"])) @ p["w_down"]
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), LAYOUTS)
+def test_kinds_of_layers_with_an_auxiliary_loss_equal_one_device(mesh, parallel):
+    jaxdist.verify(Alternating(num_layers=8), mesh=mesh, **parallel).require()
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), [*LAYOUTS[:3], ("dp=2", {"zero": 3, "overlap": True})])
+def test_the_trace_of_several_kinds_sends_what_the_compiler_emits(mesh, parallel):
+    model = Alternating(num_layers=8, width=128, ffn_width=256, seq_len=64, vocab_size=1024)
+    found = levels(RunConfig(model, ParallelConfig(parse_mesh(mesh), **parallel), batch_size=8), "cpu")
+    assert found.compiled_sent_bytes == found.sent_bytes
+
+
+def test_an_auxiliary_loss_moves_the_weights_and_not_the_reported_loss():
+    with_it, without = (
+        observe(config, DEVICES[:1], random_batches(config, 1, 1))
+        for config in (proof_config(Alternating(z_loss=z), "", batch_size=4, steps=1) for z in (0.1, 0.0))
+    )
+    name = "blocks.1_weighed.w_router[0]"
+    assert with_it.losses[0] == without.losses[0]
+    assert np.abs(with_it.gradients[0][name] - without.gradients[0][name]).max() > 1e-3
+
+
+def test_kinds_repeat_a_whole_number_of_times():
+    with pytest.raises(ConfigError, match=r"num_layers=3 with kinds=\('decoder', 'weighed'\)"):
+        jaxdist.verify(Alternating(num_layers=3), mesh="dp=2")
+    with pytest.raises(ConfigError, match=r"num_layers=4 in 2 blocks over 4 stages .* Use num_layers=8 or more"):
+        jaxdist.verify(Alternating(num_layers=4), mesh="pp=4")
 
 
 @pytest.mark.parametrize(("mesh", "parallel"), LAYOUTS[:3])

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXIS_OF_DIM, MeshShape, make_abstract_mesh
+from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import tensor
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.remat import mark_saveable, save_matmuls_policy
@@ -90,6 +91,7 @@ class Context:
     sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
     attention: "xla" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks: parts
     in which the logits are made. key: of the step's dropout, None for none. rows_B: the batch rows' global indices.
+    weight: by which the summed loss is multiplied before its gradient is taken; None where there is none.
     """
 
     sp: bool = False
@@ -99,6 +101,7 @@ class Context:
     loss_chunks: int = 1
     key: jax.Array | None = None
     rows_B: jax.Array | None = None
+    weight: jax.Array | None = None
 
     def at(self, site: int | jax.Array) -> "Context":
         """The same at another place of the model, where dropout draws other masks."""
@@ -119,6 +122,14 @@ class Context:
         where its loss's last norm ends.
         """
         return jax.checkpoint(function, policy=save_matmuls_policy(), prevent_cse=False)
+
+    def add_loss(self, x: jax.Array, value: jax.Array) -> jax.Array:
+        """`x`; what is minimised is the summed loss plus `value`, a scalar: an auxiliary loss of a layer.
+
+        A value that differs between ranks (its type says so) counts on each. The loss that is reported, and that of an
+        evaluation, stay those of `Model.loss`. Source: the scaler of Megatron-LM's load-balancing loss.
+        """
+        return x if self.weight is None else _add_gradient(x, value, self.weight)
 
     # `jaxdist.parallel.tensor` and `dropout` as this run applies them.
 
@@ -158,25 +169,39 @@ class Context:
         return dropout(x_BN, rate, self.key, self.rows_B, tensor.global_indices(x_BN.shape[1]))
 
 
-class Model(ABC):
-    """A language model of `num_layers` equal layers; subclass it as a frozen dataclass that has these fields.
+@jax.custom_vjp
+def _add_gradient(x, value, weight):
+    return x
 
-    `outer` and `layer_params` declare parameters; `embed`, `layer` and `loss` compute on their local shards, inside
+
+_add_gradient.defvjp(
+    lambda x, value, weight: (x, (value, weight)),
+    lambda kept, dx: (dx, comm.varying_like(kept[1].astype(kept[0].dtype), kept[0]), None),
+)
+
+
+class Model(ABC):
+    """A language model of `num_layers` layers; subclass it as a frozen dataclass that has these fields.
+
+    `outer` and `block` declare parameters; `embed`, `layer` and `loss` compute on their local shards, inside
     `jax.shard_map`. All arrays a layer takes and gives have one shape and dtype. dropout: the largest rate used.
+    kinds: of the layers, in the order in which they repeat. One repeat is a block: the unit of pipelines' stages, of
+    recomputation and of ZeRO-3's gathers.
     """
 
     num_layers: int
     seq_len: int
     vocab_size: int
     dropout = 0.0
+    kinds: tuple[str, ...] = ("layer",)
 
     @abstractmethod
     def outer(self) -> Tree:
         """The `Param`s outside the layers, as a nested dict."""
 
     @abstractmethod
-    def block(self) -> Tree:
-        """The `Param`s of one layer, as a nested dict."""
+    def block(self, kind: str) -> Tree:
+        """The `Param`s of one layer of this kind, as a nested dict."""
 
     @abstractmethod
     def embed(self, ctx: Context, outer: Tree, batch: Batch) -> jax.Array:
@@ -184,12 +209,22 @@ class Model(ABC):
         ZeRO-3 gathers those alone that it does."""
 
     @abstractmethod
-    def layer(self, ctx: Context, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
-        """One layer: x -> x in the same layout. index: its number, from 0."""
+    def layer(self, ctx: Context, kind: str, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
+        """One layer: x -> x in the same layout. index: its number, from 0. With a loss of its own: `ctx.add_loss`."""
 
     @abstractmethod
     def loss(self, ctx: Context, outer: Tree, x_BTD: jax.Array, batch: Batch) -> jax.Array:
         """The summed loss of the targets that count, equal along tp."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How often the kinds of layers repeat."""
+        return self.num_layers // len(self.kinds)
+
+    @property
+    def size_text(self) -> str:
+        blocks = "" if len(self.kinds) == 1 else f" in {self.num_blocks} blocks"
+        return f"num_layers={self.num_layers}{blocks}"
 
     # What a model may say for itself.
 
@@ -229,7 +264,7 @@ class Model(ABC):
 
     @property
     def head_in_layers(self) -> float:
-        """FLOPs of the loss in units of one layer's; by these `stages="balanced"` divides the layers."""
+        """FLOPs of the loss in units of one block's; by these `stages="balanced"` divides the layers."""
         from jaxdist.plan.parts import work_of
 
         work = work_of(self)
@@ -248,20 +283,39 @@ def is_param(x) -> bool:
 @cache
 def declare(model: Model) -> dict:
     """Every `Param` of a model: those outside the layers, and under `STACKED` those of all layers, stacked."""
-    outer, block = dict(model.outer()), model.block()
+    outer = dict(model.outer())
     if STACKED in outer:
         raise ConfigError(f"a parameter called {STACKED!r}", "that name is of the stacked layers", "Use another")
+    if not model.kinds or model.num_layers % len(model.kinds):
+        raise ConfigError(
+            f"num_layers={model.num_layers} with kinds={model.kinds}",
+            "the kinds repeat a whole number of times",
+            f"Use a multiple of {max(len(model.kinds), 1)} layers",
+        )
 
     def stack(param: Param) -> Param:
         return replace(
             param,
-            shape=(model.num_layers, *param.shape),
+            shape=(model.num_blocks, *param.shape),
             dims=("layers", *param.dims),
             decay=param.weight_decay,
             real=None,
         )
 
+    block = merge_kinds(model, [model.block(kind) for kind in model.kinds])
     return {**outer, STACKED: jax.tree.map(stack, block, is_leaf=is_param)}
+
+
+def merge_kinds(model: Model, layers: Sequence[Tree]) -> Tree:
+    """The trees of a block's layers as one: that of the only one, or `0_KIND`, `1_KIND` ... beside each other."""
+    if len(layers) == 1:
+        return layers[0]
+    return {f"{i}_{kind}": tree for i, (kind, tree) in enumerate(zip(model.kinds, layers, strict=True))}
+
+
+def split_kinds(model: Model, block: Tree) -> Sequence[Tree]:
+    """Undo `merge_kinds`."""
+    return [block] if len(model.kinds) == 1 else [block[f"{i}_{kind}"] for i, kind in enumerate(model.kinds)]
 
 
 def named_params(tree: Tree) -> list[tuple[str, Param]]:

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax import random
 
-from jaxdist.models.base import STACKED, Model, Param, Tree
+from jaxdist.models.base import STACKED, Model, Param, Tree, merge_kinds
 
 
 def parameter(
@@ -31,38 +31,43 @@ class FlaxModel(Model):
         """What stands outside the layers."""
 
     @abstractmethod
-    def layer_module(self, rngs: nnx.Rngs) -> nnx.Module:
-        """One layer."""
+    def layer_module(self, rngs: nnx.Rngs, kind: str) -> nnx.Module:
+        """One layer of this kind."""
 
     def outer(self) -> Tree:
         return _declared(self.outer_module)
 
-    def block(self) -> Tree:
-        return _declared(self.layer_module)
+    def block(self, kind: str) -> Tree:
+        return _declared(self.layer_module, kind)
 
     def initial_values(self, seed) -> dict:
         rngs = nnx.Rngs(random.key(seed))
         outer = self.outer_module(rngs)
-        layers = nnx.split_rngs(splits=self.num_layers)(nnx.vmap(self.layer_module, in_axes=(0,), out_axes=0))(rngs)
-        return {**_values(outer), STACKED: _values(layers)}
 
-    def merge(self, make: Callable[[nnx.Rngs], nnx.Module], params: Tree) -> nnx.Module:
-        """The module that `make` (`self.outer_module`, say) declares, with these local parameters."""
-        return nnx.merge(_graph(make), params)
+        def stacked(kind: str) -> dict:
+            make = nnx.vmap(lambda rngs: self.layer_module(rngs, kind), in_axes=(0,), out_axes=0)
+            return _values(nnx.split_rngs(splits=self.num_blocks)(make)(rngs))
+
+        return {**_values(outer), STACKED: merge_kinds(self, [stacked(kind) for kind in self.kinds])}
+
+    def merge(self, make: Callable[..., nnx.Module], params: Tree, *args) -> nnx.Module:
+        """The module that `make` (`self.outer_module`, say, after rngs called with `args`) declares, with these local
+        parameters."""
+        return nnx.merge(_graph(make, *args), params)
 
 
 @cache
-def _graph(make: Callable) -> nnx.GraphDef:
-    return nnx.split(_abstract(make))[0]
+def _graph(make: Callable, *args) -> nnx.GraphDef:
+    return nnx.split(_abstract(make, *args))[0]
 
 
-def _abstract(make: Callable) -> nnx.Module:
-    return nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+def _abstract(make: Callable, *args) -> nnx.Module:
+    return nnx.eval_shape(lambda: make(nnx.Rngs(0), *args))
 
 
-def _declared(make: Callable) -> dict:
+def _declared(make: Callable, *args) -> dict:
     tree: dict = {}
-    for path, variable in nnx.to_flat_state(nnx.state(_abstract(make), nnx.Param)):
+    for path, variable in nnx.to_flat_state(nnx.state(_abstract(make, *args), nnx.Param)):
         node = tree
         for name in path[:-1]:
             node = node.setdefault(str(name), {})

@@ -112,7 +112,7 @@ class GPT2(FlaxModel):
     def outer_module(self, rngs: nnx.Rngs) -> nnx.Module:
         return Outer(self, rngs)
 
-    def layer_module(self, rngs: nnx.Rngs) -> nnx.Module:
+    def layer_module(self, rngs: nnx.Rngs, kind: str) -> nnx.Module:
         return Block(self, rngs)
 
     # ---- the forward, on local shards ----
@@ -123,8 +123,8 @@ class GPT2(FlaxModel):
         positions_TD = lax.dynamic_slice_in_dim(outer["positions"], ctx.positions(length)[0], length)
         return ctx.dropout(add_bias(x_BTD, positions_TD), self.dropout)
 
-    def layer(self, ctx: Context, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
-        return self.merge(self.layer_module, params)(x_BTD, ctx)
+    def layer(self, ctx: Context, kind: str, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
+        return self.merge(self.layer_module, params, kind)(x_BTD, ctx)
 
     def loss(self, ctx: Context, outer: Tree, x_BTD: jax.Array, batch: Batch) -> jax.Array:
         norm = self.merge(self.outer_module, outer).ln_final

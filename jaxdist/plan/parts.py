@@ -120,11 +120,15 @@ class _Functions:
     def mesh(self) -> MeshShape:
         return self.bound.layout.parallel.mesh
 
+    @property
+    def weight(self) -> jax.Array:
+        return jnp.ones((), self.bound.sum_dtype)
+
     def embed(self, outer) -> jax.Array:
         return self.bound.embed(ShardedParams(outer), self.batch, self.key)
 
     def layer(self, weights, x) -> jax.Array:
-        return self.bound.whole_layer(weights, x, jnp.int32(0), self.batch, self.key)
+        return self.bound.whole_block(weights, x, jnp.int32(0), self.batch, self.key, self.weight)
 
     def saved_layer(self, weights, x) -> jax.Array:
         """The layer under the policy of what backward keeps."""
@@ -135,7 +139,7 @@ class _Functions:
 
     def split(self) -> SplitLayer:
         def layer(weights, index, batch, x):
-            return self.bound.whole_layer(weights, x, index, batch, self.key)
+            return self.bound.whole_block(weights, x, index, batch, self.key, self.weight)
 
         args = self.weights, jnp.int32(0), self.batch, self.x
         return split_layer(layer, *(jax.tree.map(type_of, each) for each in args))
@@ -355,7 +359,7 @@ def work_of(model: Model) -> TracedWork:
     table = max((leaf for leaf in outer if "loss" in leaf.used_in), key=lambda leaf: math.prod(leaf.shape))
     sent = traffic_of(replace(one, tp=2)).layer.forward if halved_layer is not layer else ()
     return TracedWork(
-        num_layers=model.num_layers,
+        num_layers=model.num_blocks,
         seq_len=model.seq_len,
         width=width,
         vocab_size=max(table.shape),

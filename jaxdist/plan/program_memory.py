@@ -141,7 +141,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     elements = elements[0] if len(meshes) == 1 else elements[index].T
     e = Elements(*elements.astype(float))
     pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp > 1)
-    num_rows = np.where(pipelined, c.chunks * table.depth, model.num_layers)  # of a stacked leaf, on one device
+    num_rows = np.where(pipelined, c.chunks * table.depth, model.num_blocks)  # of a stacked leaf, on one device
     whole = num_rows * e.layer + e.root
     stored = np.where(sharded, num_rows * e.stored_layer + e.stored_root, whole)
 
@@ -162,7 +162,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     every = np.maximum(c.every, 1)
     overlapped = (c.overlap == 1) & ~pipelined
     one = np.where(overlapped, until_b + until_w, one)
-    scanned = np.where(c.every > 0, model.num_layers / every * x, model.num_layers * one)
+    scanned = np.where(c.every > 0, model.num_blocks / every * x, model.num_blocks * one)
     buffers = np.where(
         c.every > 0,
         table.num_until_b * -(-table.depth // every) * x + table.num_handed * table.depth * (handed + until_w),

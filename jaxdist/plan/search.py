@@ -160,7 +160,7 @@ def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str
 
     def divides(mesh: dict[str, int]) -> bool:
         whole = optimizer == "adafactor"  # needs whole parameters on every rank
-        fits_layers = mesh["pp"] <= (1 if whole else model.num_layers) and not (whole and mesh["tp"] > 1)
+        fits_layers = mesh["pp"] <= (1 if whole else model.num_blocks) and not (whole and mesh["tp"] > 1)
         return allows(model, mesh["tp"]) and fits_layers and batch_size % (mesh["replica"] * mesh["dp"]) == 0
 
     found = [mesh for mesh in split(AXES, num_devices) if divides(mesh)]
@@ -196,19 +196,19 @@ def layouts_of_mesh(
     pp = mesh["pp"]
     # (zero, keep, overlap)
     states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if mesh["dp"] > 1 and optimizer != "adafactor" else [(0, 0)]
-    overlaps = [0, 1] if pp > 1 or (mesh["dp"] * mesh["replica"] > 1 and model.num_layers > 1) else [0]
+    overlaps = [0, 1] if pp > 1 or (mesh["dp"] * mesh["replica"] > 1 and model.num_blocks > 1) else [0]
     states = [(*state, overlap) for state in states for overlap in overlaps]
     splits = [0, 1] if mesh["tp"] > 1 and model.seq_len % mesh["tp"] == 0 else [0]
     # (schedule, chunks, every, selective)
     if pp == 1:
-        layers = [(NAMES.index("1f1b"), 1, *again) for again in _remats(divisors(model.num_layers))]
+        layers = [(NAMES.index("1f1b"), 1, *again) for again in _remats(divisors(model.num_blocks))]
     else:
         layers = [
             (index, chunks, *again)
             for index, kind in enumerate(SCHEDULES.values())
-            for chunks in (_chunk_counts(model.num_layers, pp) if kind.any_chunks else [kind.chunks])
-            if pp * chunks <= model.num_layers
-            for again in _remats(_group_sizes(-(-model.num_layers // (pp * chunks))))
+            for chunks in (_chunk_counts(model.num_blocks, pp) if kind.any_chunks else [kind.chunks])
+            if pp * chunks <= model.num_blocks
+            for again in _remats(_group_sizes(-(-model.num_blocks // (pp * chunks))))
         ]
     # (microbatches, accumulate, rows)
     cuts = [
@@ -347,7 +347,7 @@ def pipelines(config: RunConfig, layouts: Candidates) -> Pipelines:
     )
     rows = []
     for pp, schedule, micro, chunks, again, overlap in kinds:
-        parts = config.part_layers if schedule == OWN else divide_layers(model.num_layers, pp * chunks)
+        parts = config.part_layers if schedule == OWN else divide_layers(model.num_blocks, pp * chunks)
         row = (0.0, 0.0, 0, 0, 0, 0)
         if pp > 1:
             if schedule == OWN:

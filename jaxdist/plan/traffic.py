@@ -117,7 +117,7 @@ class _Step:
             for name in (config.precision.dtype, config.precision.reduction_dtype, config.precision.master_dtype)
         )
         self.pipelined = self.mesh.pp > 1
-        passes, layers = self.parallel.accumulate, config.model.num_layers
+        passes, layers = self.parallel.accumulate, config.model.num_blocks
         if self.pipelined:
             once = runs_of(self.parallel.pipeline, config.part_layers)
         else:
@@ -251,7 +251,7 @@ class _Step:
         leaves, layout, messages = jax.tree.leaves(self.layout.leaves), self.layout, []
         reduced = [(leaves, 1)]
         if self.parallel.overlap_layers:  # a layer at a time, while backward runs
-            reduced = [(jax.tree.leaves(self.root), 1), (self.layer_leaves, self.config.model.num_layers)]
+            reduced = [(jax.tree.leaves(self.root), 1), (self.layer_leaves, self.config.model.num_blocks)]
         for part, times in reduced:
             if layout.sharded and not layout.grads_scattered:
                 messages += self.scatters("gradients", part, times)

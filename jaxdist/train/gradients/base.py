@@ -11,7 +11,7 @@ from jax import lax, random
 from jaxdist.config import RunConfig
 from jaxdist.layout import Layout, split_outer
 from jaxdist.mesh import WORK_AXES
-from jaxdist.models.base import STACKED, Batch, Context
+from jaxdist.models.base import STACKED, Batch, Context, split_kinds
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouping import all_gather_groups
 from jaxdist.parallel.overlap import order_after
@@ -144,19 +144,24 @@ class ShardedModel:
 
     # ---- the model's three functions ----
 
-    def context(self, key: jax.Array | None, batch: Batch) -> Context:
-        return replace(self.ctx, key=key, rows_B=batch.rows)
+    def context(self, key: jax.Array | None, batch: Batch, weight: jax.Array | None = None) -> Context:
+        return replace(self.ctx, key=key, rows_B=batch.rows, weight=weight)
 
     def embed(self, outer: ShardedParams, batch: Batch, key) -> jax.Array:
         ctx = self.context(key, batch).at(0)
         return self.config.model.embed(ctx, self.unshard_outer(outer, "embed"), batch)
 
-    def layer(self, params: ShardedParams, x: jax.Array, index: jax.Array, batch: Batch, key) -> jax.Array:
-        return self.whole_layer(self.unshard_layer(params), x, index, batch, key)
+    def block(self, params: ShardedParams, x: jax.Array, index: jax.Array, batch: Batch, key, weight=None) -> jax.Array:
+        """The layers of one block: one of each kind."""
+        return self.whole_block(self.unshard_layer(params), x, index, batch, key, weight)
 
-    def whole_layer(self, weights: dict, x: jax.Array, index: jax.Array, batch: Batch, key) -> jax.Array:
-        """`layer` with weights that are whole already."""
-        return self.config.model.layer(self.context(key, batch).at(1).at(index), weights, x, index)
+    def whole_block(self, weights: dict, x: jax.Array, index: jax.Array, batch: Batch, key, weight=None) -> jax.Array:
+        """`block` with weights that are whole already."""
+        model = self.config.model
+        for i, (kind, params) in enumerate(zip(model.kinds, split_kinds(model, weights), strict=True)):
+            layer = index if len(model.kinds) == 1 else index * len(model.kinds) + i
+            x = model.layer(self.context(key, batch, weight).at(1).at(layer), kind, params, x, layer)
+        return x
 
     def loss(self, outer: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:
         """The summed loss. Its backward follows at once: the weights that ZeRO-3 gathers stay until then.

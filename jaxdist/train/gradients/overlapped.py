@@ -80,7 +80,7 @@ class _Overlapped:
             return model.embed(ShardedParams(outer, stored), micro, self.key)
 
         def layer(weights, index, micro, x):
-            return model.whole_layer(weights, x, index, micro, self.key)
+            return model.whole_block(weights, x, index, micro, self.key, self.weight)
 
         def last(outer, x, micro):
             return model.loss(ShardedParams(outer, stored), x, micro, self.key)

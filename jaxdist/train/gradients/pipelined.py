@@ -67,7 +67,7 @@ def through_stages(execute: Callable, model: ShardedModel, outer: dict, layers: 
 
     def layer(trainable, fixed, micro, x):
         stored, index = fixed
-        return model.layer(ShardedParams(trainable, stored), x, index, micro, key)
+        return model.block(ShardedParams(trainable, stored), x, index, micro, key, how.get("seed"))
 
     def last(outer, x, micro):
         return model.loss(ShardedParams(outer), x, micro, key)

@@ -30,7 +30,7 @@ def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight
 
         def weighted(outer_trainable, layers_trainable):
             held = outer._replace(trainable=outer_trainable), layers._replace(trainable=layers_trainable)
-            total = summed_loss(model, *held, micro, key)
+            total = summed_loss(model, *held, micro, key, weight)
             return total * weight, total
 
         (d_outer, d_layers), total = jax.grad(weighted, argnums=(0, 1), has_aux=True)(outer.trainable, layers.trainable)
@@ -40,23 +40,25 @@ def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight
     return sum_over_micro_batches(model, one, batch, join(like, layers.trainable), weight)
 
 
-def summed_loss(model: ShardedModel, outer: ShardedParams, layers: ShardedParams, batch: Batch, key) -> jax.Array:
+def summed_loss(
+    model: ShardedModel, outer: ShardedParams, layers: ShardedParams, batch: Batch, key, weight=None
+) -> jax.Array:
     """The model's forward on this rank's rows."""
     x = model.embed(outer, batch, key)
-    x = scan_layers(model, layers, x, batch, key)
+    x = scan_blocks(model, layers, x, batch, key, weight)
     return model.loss(outer, x, batch, key)
 
 
-def scan_layers(model: ShardedModel, layers: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:
+def scan_blocks(model: ShardedModel, layers: ShardedParams, x: jax.Array, batch: Batch, key, weight) -> jax.Array:
     """Through all layers: x -> x in the same layout."""
     every = model.config.parallel.remat_every
 
     def body(x, row):
         params, index = row
-        return model.layer(params, x, index, batch, key), None
+        return model.block(params, x, index, batch, key, weight), None
 
     body = jax.checkpoint(body, policy=None if every == 1 else model.policy, prevent_cse=False)
-    rows = (layers, jnp.arange(model.config.model.num_layers))
+    rows = (layers, jnp.arange(model.config.model.num_blocks))
     if every <= 1:
         return lax.scan(body, x, rows)[0]
     groups = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), rows)
