@@ -16,7 +16,7 @@ from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import Layout, make_layout
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.gpt2 import PRESETS
-from jaxdist.plan import formulas
+from jaxdist.plan.papers import formulas
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.traffic import predicted, table
 

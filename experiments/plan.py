@@ -29,9 +29,9 @@ from jaxdist.layout import make_layout
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import num_parameters
 from jaxdist.plan import explain
+from jaxdist.plan.cost import CENTURY_HOURS, Cost, duration
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
-from jaxdist.plan.formulas import CENTURY_HOURS, GIB, Cost, duration
-from jaxdist.plan.hardware import Accelerator, Cluster, find_hardware, price
+from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, price
 from jaxdist.plan.proof.compile import has_cuda_compiler, require_compiler, without_devices
 from jaxdist.plan.proof.levels import Levels, levels
 from jaxdist.plan.proof.trace import total_sent

@@ -4,9 +4,9 @@ from html import escape
 from math import log
 
 from jaxdist.plan.explain import NAMES_OF_TERMS, gib
+from jaxdist.plan.hardware import GIB
 from jaxdist.runtime.budget import short_money
 
-GIB = 2**30
 TIMES = {
     "compute": "matmuls",
     "memory": "memory traffic",

@@ -14,6 +14,7 @@ from rich.console import Console
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
 from jaxdist.models.gpt2 import PRESETS
+from jaxdist.plan.hardware import GIB
 from jaxdist.plan.proof.compile import compile_step, require_compiler
 
 from .cli import run_program
@@ -21,7 +22,6 @@ from .progress import Progress
 
 TARGET = "h200"
 MODEL = dataclasses.replace(PRESETS["7b"], num_layers=2)
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
 PACKAGE = Path(inspect.getfile(jaxdist)).parent
-OUTSIDE = ("__init__", "commands", "compat", "config", "errors", "processes", "runtime", "versions")
+OUTSIDE = ("__init__", "commands", "compat", "config", "devices", "errors", "processes", "versions")
 
 
 @dataclass(frozen=True)

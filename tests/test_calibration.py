@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from jaxdist.parallel.pipeline import schedules
-from jaxdist.plan import calibration, formulas
-from jaxdist.plan.calibration import FITTED, all_rows, fit, mean_and_max
-from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.memory_model import NANOTRON, device_bytes
+from jaxdist.plan.papers import calibration, formulas
+from jaxdist.plan.papers.calibration import FITTED, all_rows, fit, mean_and_max
+from jaxdist.plan.papers.formulas import ModelShape
+from jaxdist.plan.papers.memory import NANOTRON, device_bytes
+from jaxdist.plan.papers.work import PaperWork
 from jaxdist.plan.time_model import BINDS, EFFICIENCIES, PARTS, Efficiency, Layout, step_time
 
 
@@ -80,7 +81,7 @@ def test_constants_are_few_and_the_convention_is_the_best_one():
 def test_error_bars_hold_the_published_times():
     for stack in FITTED:
         for case in calibration.time_cases(stack):
-            found = step_time(case.shape, case.layout, case.cluster, EFFICIENCIES[stack])
+            found = step_time(PaperWork(case.shape), case.layout, case.cluster, EFFICIENCIES[stack])
             best = int(found.total.argmin())
             assert abs(found.total[best] - case.seconds) <= found.error[best] * found.total[best], case.name
 
@@ -131,7 +132,7 @@ H100 = Cluster(find_hardware("h100"), num_nodes=8)
 
 
 def one(**layout):
-    return step_time(SHAPE, Layout(**layout), H100)
+    return step_time(PaperWork(SHAPE), Layout(**layout), H100)
 
 
 def test_ten_thousand_layouts_take_well_under_a_second():
@@ -152,12 +153,12 @@ def test_ten_thousand_layouts_take_well_under_a_second():
         remat=pick("none", "selective", "block", "every-2"),
         chunks=pick(1, 2),
     )
-    found = step_time(SHAPE, layout, H100)
+    found = step_time(PaperWork(SHAPE), layout, H100)
     assert found.total.shape == (n,) and np.isfinite(found.total).all() and (found.total > 0).all()
     assert (found.mfu > 0).all() and (found.mfu < 1).all()
     for index in (0, 17, 9_999):
         columns = {name: value[index] for name, value in vars(layout).items() if isinstance(value, np.ndarray)}
-        single = step_time(SHAPE, Layout(**columns), H100)
+        single = step_time(PaperWork(SHAPE), Layout(**columns), H100)
         for name in (*PARTS, "total", "mfu", "error", "dp_hidden"):
             assert getattr(single, name)[0] == pytest.approx(getattr(found, name)[index], rel=1e-12), name
         assert single.binds[0] == found.binds[index] in BINDS
@@ -234,7 +235,7 @@ def test_sums_over_replicas_and_stages_are_of_what_their_ranks_hold():
 
 
 def test_the_head_is_one_more_matmul_each_way():
-    twice = step_time(replace(SHAPE, vocab_size=2 * SHAPE.vocab_size), Layout(), H100)
+    twice = step_time(PaperWork(replace(SHAPE, vocab_size=2 * SHAPE.vocab_size)), Layout(), H100)
     flops = 3 * 2 * SHAPE.seq_len * SHAPE.vocab_size * SHAPE.width
     peak = H100.hardware.peak("bfloat16") * 0.7 * SHAPE.seq_len / (SHAPE.seq_len + 60)
     assert twice.compute - one().compute == pytest.approx(flops / peak)
@@ -274,7 +275,7 @@ def test_a_stage_with_more_layers_sets_the_pace():
     ],
 )
 def test_what_binds_and_what_would_relieve_it(layout, efficiency, binds, advice):
-    found = step_time(SHAPE, Layout(**layout), H100, replace(Efficiency(), **efficiency))
+    found = step_time(PaperWork(SHAPE), Layout(**layout), H100, replace(Efficiency(), **efficiency))
     assert found.binds.tolist() == [binds]
     assert found.relief().startswith(advice) and found.relief().endswith("% of the predicted step.")
 
@@ -283,6 +284,6 @@ def test_bad_inputs():
     with pytest.raises(ValueError, match=r"efficiency matmul=1.2.*at most 1"):
         Efficiency(matmul=1.2)
     with pytest.raises(ValueError, match=r"the peak of v5e in float16"):
-        step_time(SHAPE, Layout(), Cluster(find_hardware("v5e")), dtype="float16")
+        step_time(PaperWork(SHAPE), Layout(), Cluster(find_hardware("v5e")), dtype="float16")
     with pytest.raises(ValueError, match=r"remat='all'"):
         one(remat="all")

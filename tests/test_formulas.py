@@ -14,9 +14,11 @@ import pytest
 from jaxdist.config import PrecisionConfig
 from jaxdist.models.gpt2 import PRESETS
 from jaxdist.parallel.pipeline import schedules
-from jaxdist.plan import formulas as f
 from jaxdist.plan.collective_cost import CollectiveCost, bus_bandwidth_factor, collective_cost, two_level
-from jaxdist.plan.formulas import GIB, ModelShape
+from jaxdist.plan.cost import Cost, hours_within
+from jaxdist.plan.hardware import GIB
+from jaxdist.plan.papers import formulas as f
+from jaxdist.plan.papers.formulas import ModelShape
 from jaxdist.runtime.budget import sentence
 
 GPT3 = ModelShape.gpt(96, 12288, 96)
@@ -408,15 +410,15 @@ def test_kv_cache():
 
 
 def test_cost_sentence():
-    cost = f.Cost(2, 0.35, 3, budget=3.00)
+    cost = Cost(2, 0.35, 3, budget=3.00)
     assert shown(cost.dollars, "2.10") and shown(cost.buffer, "0.90")
     assert str(cost) == "2 GPUs × $0.35/h × 3 h = $2.10. Budget $3.00, buffer $0.90."
-    assert str(f.Cost(2, 0.35, 3)) == "2 GPUs × $0.35/h × 3 h = $2.10."
-    assert str(f.Cost(1, 4, 1, budget=3.00)).endswith("= $4.00. Budget $3.00, $1.00 over.")
+    assert str(Cost(2, 0.35, 3)) == "2 GPUs × $0.35/h × 3 h = $2.10."
+    assert str(Cost(1, 4, 1, budget=3.00)).endswith("= $4.00. Budget $3.00, $1.00 over.")
     price, hours = Decimal("0.35"), Decimal(3)
     assert str(cost) == sentence(price, 2, hours, Decimal(3), device="GPU")  # as before a launch, but for the name
     assert str(cost).replace(" GPUs", "") == sentence(price, 2, hours, Decimal(3))
-    assert f.hours_within(3.00, 2, 0.35) == pytest.approx(3 / 0.7)
+    assert hours_within(3.00, 2, 0.35) == pytest.approx(3 / 0.7)
 
 
 def test_conventions_that_sources_do_not_share():

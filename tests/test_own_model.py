@@ -20,11 +20,12 @@ from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.base import Model, Param, users
 from jaxdist.models.gpt2 import PRESETS
 from jaxdist.parity import observe, random_batches, random_parameters
-from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.papers.formulas import ModelShape
+from jaxdist.plan.papers.work import PaperWork
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof.levels import levels
-from jaxdist.plan.time_model import Layout, PaperWork, step_time
+from jaxdist.plan.time_model import Layout, step_time
 from jaxdist.verification import proof_config
 
 PAGE = (Path(__file__).parents[1] / "docs" / "own-model.md").read_text()

@@ -16,9 +16,8 @@ from jaxdist.mesh import AVAILABLE_AXES, MeshShape, make_abstract_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
 from jaxdist.parallel.pipeline.executor import lower, senders_of
 from jaxdist.parallel.pipeline.schedules import NAMES, SCHEDULES, Costs, make_schedule, simulate
-from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.parts import ROWS, OneRank, layer_memory
+from jaxdist.plan.parts import ROWS, OneRank, layer_memory, work_of
 from jaxdist.plan.program_memory import (
     device_elements,
     program_bytes,
@@ -262,7 +261,7 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
         spread_table=shape.pp > 1,
     )
     found = score(config, Candidates.of(config), H100).time
-    expected = step_time(ModelShape.of(model), by_hand, H100)
+    expected = step_time(work_of(model), by_hand, H100)
     for part in (*PARTS, "dp_hidden", "total"):
         assert getattr(found, part)[0] == pytest.approx(getattr(expected, part)[0], rel=1e-9), part
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxdist.config import RunConfig
 from jaxdist.mesh import AXIS_OF_DIM
 from jaxdist.models.base import Param, declare, users
-from jaxdist.plan.formulas import ModelShape, StateRecipe, pp_traffic, state_bytes, tp_traffic
+from jaxdist.plan.papers.formulas import ModelShape, StateRecipe, pp_traffic, state_bytes, tp_traffic
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 

@@ -80,12 +80,6 @@ class GPT2(FlaxModel):
     def head_dim(self) -> int:
         return self.width // self.num_heads
 
-    @property
-    def head_in_layers(self) -> float:
-        """FLOPs of the output head in units of one layer's (matmuls and attention, arXiv 2104.04473, appendix)."""
-        layer = 8 * self.width**2 + 4 * self.width * self.ffn_width + 4 * self.seq_len * self.width
-        return 2 * self.width * self.padded_vocab_size / layer
-
     def describe(self) -> str:
         return f"{self.num_layers} layers, width {self.width}, context {self.seq_len}"
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxdist.mesh import AXES
-from jaxdist.plan.formulas import GIB
-from jaxdist.plan.hardware import Cluster
+from jaxdist.plan.hardware import GIB, Cluster
 from jaxdist.plan.program_memory import PHASES
 from jaxdist.plan.search import Candidates, Scored, layouts_of_mesh, rank, score, search, usable_bytes
 from jaxdist.plan.time_model import Efficiency

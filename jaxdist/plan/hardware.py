@@ -19,6 +19,7 @@ from jaxdist.files import read_text_file
 from jaxdist.plan.collective_cost import two_level
 
 HERE = Path(__file__).parent
+GIB = 2**30
 STALE_DAYS = 90
 MOST_NUMBER = 1e30  # in a hardware file
 MOST_DOLLARS = 10_000  # an hour, of one accelerator
@@ -56,7 +57,7 @@ class Accelerator:
 
     @property
     def memory_bytes(self) -> float:
-        return self.memory_gb * 2**30
+        return self.memory_gb * GIB
 
     def peak(self, dtype: str = "bfloat16") -> float:
         """Dense matmul FLOP/s. Raises: ConfigError for a dtype it has no figure for."""

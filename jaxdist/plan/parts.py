@@ -30,7 +30,7 @@ from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, 
 from jaxdist.parallel.zero import ShardedParams
 from jaxdist.plan.proof.trace import Collective, collectives_of
 from jaxdist.plan.proof.trace_memory import Buffer, habits_of_dtype, lifetimes
-from jaxdist.plan.time_model import Product, TracedWork
+from jaxdist.plan.time_model import Number
 from jaxdist.train.gradients.base import ShardedModel
 
 T = TypeVar("T")
@@ -344,6 +344,69 @@ def _envelope(buffers: list[Buffer]) -> Envelope:
 # ---------------------------------------------------------------------------------------------------------------- time
 
 
+class Product(NamedTuple):
+    """A matrix product of one part: FLOPs a position, its two dims beside the positions, and which of them tp splits.
+
+    batched: a product of activations (attention's), whose `n` and `k` are its smallest dim and whatever is left.
+    """
+
+    flops: float
+    n: float
+    k: float
+    splits_n: bool
+    splits_k: bool
+    batched: bool
+
+    def seconds(self, matmul: Callable, tp: Number) -> Number:
+        if self.batched:
+            return matmul(self.n / (tp if self.splits_n else 1), self.k, m=self.k)
+        return matmul(self.n / (tp if self.splits_n else 1), self.k / (tp if self.splits_k else 1))
+
+
+@dataclass(frozen=True)
+class TracedWork:
+    """What one layer and the loss of a model compute, read from a trace of each (`jaxdist.plan.parts.work_of`).
+
+    vocab_size: rows of the largest parameter that the loss uses. Elementwise traffic is taken to be what products read
+    and write of activations: what is between them is fused.
+    """
+
+    num_layers: int
+    seq_len: int
+    width: int
+    vocab_size: int
+    layer_parameters: int
+    table_parameters: int
+    embedding_parameters: int
+    layer_sums: float
+    layer: tuple[Product, ...]
+    loss: tuple[Product, ...]
+    kv_width = 0  # of context parallelism, which is not here yet
+
+    @property
+    def forward_flops_per_token(self) -> float:
+        return self.num_layers * sum(p.flops for p in self.layer) + sum(p.flops for p in self.loss)
+
+    def matrices(self, matmul: Callable, tp: Number) -> Number:
+        return sum(p.seconds(matmul, tp) for p in self.layer if not p.batched)
+
+    def core(self, matmul: Callable, tp: Number, flash: Number) -> Number:
+        return sum(p.seconds(matmul, tp) for p in self.layer if p.batched)
+
+    def head(self, matmul: Callable, tp: Number) -> Number:
+        return sum(p.seconds(matmul, tp) for p in self.loss)
+
+    def elementwise_bytes(self, dropout: Number, flash: Number, itemsize: int) -> tuple:
+        whole = split = scores = 0.0
+        for p in self.layer:
+            if p.batched:
+                scores += np.where(flash, 0, 2 * p.n * itemsize)
+                continue
+            for size, is_split in ((p.n, p.splits_n), (p.k, p.splits_k)):
+                split, whole = split + size * is_split, whole + size * (not is_split)
+        return whole * itemsize, split * itemsize, scores
+
+
 @cache
 def work_of(model: Model) -> TracedWork:
     """The products of one layer and of the loss, from a trace on one rank and, where the model allows it, on two."""
@@ -365,7 +428,7 @@ def work_of(model: Model) -> TracedWork:
         vocab_size=max(table.shape),
         layer_parameters=sum(math.prod(leaf.shape[1:]) for leaf in layers),
         table_parameters=math.prod(table.shape),
-        outer_parameters=sum(math.prod(leaf.shape) for leaf in outer),
+        embedding_parameters=sum(math.prod(leaf.shape) for leaf in outer),
         layer_sums=sum(c.count * (1 if c.kind == "all_reduce" else 0.5) for c in sent),
         layer=_compared(layer, halved_layer, model.seq_len),
         loss=_compared(loss, halved_loss, model.seq_len),

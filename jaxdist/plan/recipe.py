@@ -5,7 +5,7 @@ No JAX here. Each rule is a starting point that somebody published, none is tune
 
 import math
 
-from jaxdist.plan.formulas import duration
+from jaxdist.plan.cost import duration
 
 # GPT-3, arXiv 2005.14165, table 2.1 and appendix B: Adam, linear warm-up over 375 million tokens, cosine to a tenth.
 GPT3_RATES = (

@@ -20,14 +20,12 @@ from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AVAILABLE_AXES, AXES, MeshShape
 from jaxdist.models.base import Model
-from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel.pipeline.schedules import NAMES, SCHEDULES, divide_layers
-from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes
 from jaxdist.plan.schedule_facts import schedule_facts, table_facts
-from jaxdist.plan.time_model import Efficiency, Layout, StepTime, TracedWork, step_time
+from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
 
 # ------------------------------------------------------------------------------------------------------- enumeration
 
@@ -405,7 +403,7 @@ def _step_time(base, layouts: Candidates, table: Pipelines, cluster, attention, 
         sends=table.sends,
         spread_table=layouts.pp > 1,
     )
-    time = step_time(shape_of(model), layout, cluster, efficiency, precision.dtype)
+    time = step_time(work_of(model), layout, cluster, efficiency, precision.dtype)
     return StepTime(
         **{field.name: np.broadcast_to(getattr(time, field.name), len(layouts)) for field in fields(StepTime)}
     )
@@ -416,18 +414,13 @@ def _number_if_constant(column: np.ndarray):
     return column[0] if (column == column[0]).all() else column
 
 
-def shape_of(model: Model) -> ModelShape | TracedWork:
-    """What the time model needs of a model: GPT-2's sizes, as the papers count them, or a trace of any other."""
-    return ModelShape.of(model) if isinstance(model, GPT2) else work_of(model)
-
-
 def hidden_part(model: Model) -> float:
     """Of all parameters, those of layers that have another beside them: all but the last in backward."""
-    shape = shape_of(model)
+    work = work_of(model)
     return (
-        (shape.num_layers - 1)
-        * shape.layer_parameters
-        / (shape.num_layers * shape.layer_parameters + shape.embedding_parameters)
+        (work.num_layers - 1)
+        * work.layer_parameters
+        / (work.num_layers * work.layer_parameters + work.embedding_parameters)
     )
 
 

@@ -10,19 +10,19 @@ number, plus the bubble, plus what the update sends and does, plus the host:
     bubble       idle over ideal × micro-batches × one micro-batch's time
     overhead     launches of a layer, and the host once a step
 
-How good it is: `jaxdist.plan.calibration` compares it with published runs. It is a prediction; it has not been
+How good it is: `jaxdist.plan.papers.calibration` compares it with published runs. It is a prediction; it has not been
 measured on the machine you plan for, unless you calibrate an `Efficiency` for it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxdist.errors import ConfigError
-from jaxdist.plan.formulas import ModelShape, bubble_over_ideal, forward_flops_per_token, remat_columns
 from jaxdist.plan.hardware import Cluster, strides
+from jaxdist.plan.papers.formulas import bubble_over_ideal, remat_columns
 
 Number = Any  # a Python number, or a numpy array of them
 
@@ -63,8 +63,8 @@ class Efficiency:
                 )
 
 
-# Fitted by `python -m jaxdist.plan.calibration --fit` to published runs: what is written here and nothing else. Errors
-# are in docs/plan.md; `relative_error` is the largest one of a run that was left out of the fit.
+# Fitted by `python -m jaxdist.plan.papers.calibration --fit` to published runs: what is written here and nothing else.
+# Errors are in docs/plan.md; `relative_error` is the largest one of a run that was left out of the fit.
 EFFICIENCIES = {
     "a100-megatron": Efficiency(matmul=0.855, half_size=66.6, hbm=0.563, relative_error=0.07, stack="a100-megatron"),
     "h100-nanotron": Efficiency(matmul=0.605, step_seconds=0.0470, relative_error=0.17, stack="h100-nanotron"),
@@ -154,7 +154,8 @@ RELIEF = {
 class StepTime:
     """Columns of seconds, one entry a layout. `dp` is what shows; `dp_hidden` what overlaps with backward.
 
-    error: relative half-width of `total`'s bar. mfu: with full attention and the head, whatever is recomputed.
+    error: relative half-width of `total`'s bar. mfu: of the FLOPs that `work` counts in a forward, three times,
+    whatever is recomputed.
     """
 
     compute: np.ndarray
@@ -190,135 +191,44 @@ class StepTime:
         return f"{RELIEF[binds]} It is {seconds[index] / self.total[index]:.0%} of the predicted step."
 
 
-@dataclass(frozen=True)
-class PaperWork:
-    """What one layer and the head of a published model compute, by the papers' closed forms.
+class Work(Protocol):
+    """What a model's layers and loss compute: `jaxdist.plan.parts.work_of` reads it from a trace,
+    `jaxdist.plan.papers.work` from the closed forms of published models.
 
-    matmul(n, k, m) in the methods: seconds of a product [positions, k] x [k, n]; m where another dim is the smallest.
-    """
-
-    shape: ModelShape
-    layer_sums = 2  # over tp, of one layer's forward
-
-    def __getattr__(self, name: str):
-        return getattr(self.shape, name)
-
-    @property
-    def table_parameters(self) -> int:
-        return self.shape.vocab_size * self.shape.width
-
-    @property
-    def forward_flops_per_token(self) -> float:
-        return sum(forward_flops_per_token(self.shape).values())
-
-    def matrices(self, matmul: Callable, tp: Number) -> Number:
-        """Products with a layer's weights."""
-        shape, h = self.shape, self.shape.width
-        up = (2 if shape.gated_mlp else 1) * shape.ffn_width
-        return (
-            matmul((h + 2 * shape.kv_width) / tp, h)
-            + matmul(h, h / tp)
-            + matmul(up / tp, h)
-            + matmul(h, shape.ffn_width / tp)
-        )
-
-    def core(self, matmul: Callable, tp: Number, flash: Number) -> Number:
-        """Scores and their sum over values, whose smallest dim is the head's; flash skips what is masked."""
-        shape = self.shape
-        return np.where(flash, 0.5, 1.0) * 2 * matmul(shape.seq_len, shape.width / tp, m=shape.head_dim)
-
-    def head(self, matmul: Callable, tp: Number) -> Number:
-        return matmul(self.shape.vocab_size / tp, self.shape.width)
-
-    def elementwise_bytes(self, dropout: Number, flash: Number, itemsize: int) -> tuple:
-        return elementwise_bytes(self.shape, dropout, flash, itemsize)
-
-
-class Product(NamedTuple):
-    """A matrix product of one part: FLOPs a position, its two dims beside the positions, and which of them tp splits.
-
-    batched: a product of activations (attention's), whose `n` and `k` are its smallest dim and whatever is left.
-    """
-
-    flops: float
-    n: float
-    k: float
-    splits_n: bool
-    splits_k: bool
-    batched: bool
-
-    def seconds(self, matmul: Callable, tp: Number) -> Number:
-        if self.batched:
-            return matmul(self.n / (tp if self.splits_n else 1), self.k, m=self.k)
-        return matmul(self.n / (tp if self.splits_n else 1), self.k / (tp if self.splits_k else 1))
-
-
-@dataclass(frozen=True)
-class TracedWork:
-    """What one layer and the loss of a model compute, read from a trace of each (`jaxdist.plan.parts.work_of`).
-
-    vocab_size: rows of the largest parameter that the loss uses. Elementwise traffic is taken to be what products read
-    and write of activations: what is between them is fused.
+    layer_sums: all-reduces over tp of one layer's forward. table_parameters: of the largest parameter that the loss
+    uses, vocab_size its rows. kv_width: what context parallelism passes on, for keys and for values. matmul(n, k, m):
+    seconds of a product [positions, k] x [k, n]; m where another dim is the smallest.
     """
 
     num_layers: int
     seq_len: int
     width: int
     vocab_size: int
+    kv_width: int
     layer_parameters: int
     table_parameters: int
-    outer_parameters: int
+    embedding_parameters: int
     layer_sums: float
-    layer: tuple[Product, ...]
-    loss: tuple[Product, ...]
-    kv_width = 0  # of context parallelism, which is not here yet
 
     @property
-    def embedding_parameters(self) -> int:
-        return self.outer_parameters
-
-    @property
-    def forward_flops_per_token(self) -> float:
-        return self.num_layers * sum(p.flops for p in self.layer) + sum(p.flops for p in self.loss)
+    def forward_flops_per_token(self) -> float: ...
 
     def matrices(self, matmul: Callable, tp: Number) -> Number:
-        return sum(p.seconds(matmul, tp) for p in self.layer if not p.batched)
+        """Seconds of a layer's products with its weights."""
 
     def core(self, matmul: Callable, tp: Number, flash: Number) -> Number:
-        return sum(p.seconds(matmul, tp) for p in self.layer if p.batched)
+        """Seconds of a layer's products of activations."""
 
     def head(self, matmul: Callable, tp: Number) -> Number:
-        return sum(p.seconds(matmul, tp) for p in self.loss)
+        """Seconds of the loss's products."""
 
-    def elementwise_bytes(self, dropout: Number, flash: Number, itemsize: int) -> tuple:
-        whole = split = scores = 0.0
-        for p in self.layer:
-            if p.batched:
-                scores += np.where(flash, 0, 2 * p.n * itemsize)
-                continue
-            for size, is_split in ((p.n, p.splits_n), (p.k, p.splits_k)):
-                split, whole = split + size * is_split, whole + size * (not is_split)
-        return whole * itemsize, split * itemsize, scores
-
-
-def elementwise_bytes(shape: ModelShape, dropout: Number, flash: Number, itemsize: int = 2) -> tuple:
-    """HBM bytes of one position's forward through one layer: (whole on every tp rank unless sp, split over tp, scores).
-
-    Counts what is read and written by kernels that fuse bias, dropout and residual, as in Megatron-LM: two norms; two
-    residual sums; copies of q, k, v (rotary embedding another of q and k); the activation, one more product when gated.
-    `scores` is softmax and its dropout, which flash attention does not write.
-    """
-    i, h, f, kv = itemsize, shape.width, shape.ffn_width, shape.kv_width
-    masks = np.where(dropout, 1, 0)
-    whole = h * (4 * i + 2 * (3 * i + masks))
-    rotary = 0 if shape.learned_positions else 2 * i * (h + kv)
-    split = 2 * i * (h + 2 * kv) + rotary + (5 if shape.gated_mlp else 2) * i * f
-    scores = np.where(flash, 0, shape.num_heads * shape.seq_len * np.where(dropout, 4 * i + 1, 2 * i))
-    return whole, split, scores
+    def elementwise_bytes(self, dropout: Number, flash: Number, itemsize: int) -> tuple[Number, Number, Number]:
+        """HBM bytes of one position's forward through a layer beside products: (whole on every tp rank unless sp,
+        split over tp, attention's scores)."""
 
 
 def step_time(
-    shape: ModelShape | PaperWork | TracedWork,
+    work: Work,
     layout: Layout,
     cluster: Cluster,
     efficiency: Efficiency = Efficiency(),
@@ -327,11 +237,10 @@ def step_time(
     """Predicted time of one update for every layout in the columns. Matmuls run in `dtype`, 16 bits unless float32.
 
     A layout must already be legal (heads, layers and batch divide); nothing is checked here, and memory not at all: see
-    `jaxdist.plan.formulas`. cp is a ring that shows in full.
+    `jaxdist.plan.papers.formulas`. cp is a ring that shows in full.
     Raises: ConfigError for a dtype the accelerator has no peak for, and an unknown remat.
     """
     itemsize = {"float32": 4, "tfloat32": 4, "float64": 8}.get(dtype, 2)
-    work = PaperWork(shape) if isinstance(shape, ModelShape) else shape
     peak, e, h = cluster.hardware.peak(dtype), efficiency, work.width
     pp, dp, cp, tp = (np.asarray(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp"))
     replica, m, sp = np.asarray(layout.replica), np.asarray(layout.microbatches), np.asarray(layout.sp)

@@ -1,4 +1,4 @@
-"""Closed forms of the papers: parameters, FLOPs, memory, communication, pipeline idle, days and dollars.
+"""Closed forms of the papers: parameters, FLOPs, memory, communication, pipeline idle, days.
 
 No JAX here. They explain what `jaxdist.plan.proof.trace` and the compiler count, and cost microseconds. Sizes are in
 elements, memory in bytes (GB = 1e9, GiB = 2**30), time in seconds, speed in FLOP/s and bytes/s. Whatever a search over
@@ -9,17 +9,13 @@ Letters in formulas are the papers': L layers, h width, a heads, s sequence leng
 of an update, V vocabulary, P or Ψ parameters, D tokens, t = tp, p = pp, m micro-batches, v chunks a stage.
 """
 
-import math
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
 import numpy as np
 
 from jaxdist.errors import ConfigError
-from jaxdist.runtime.budget import UNIT, money_range, round_up, sentence
 
-GIB = 2**30
 Number = Any  # a Python number, or a numpy array of them
 
 
@@ -601,63 +597,3 @@ def training_days(
     """
     seconds = training_flops(parameters, tokens, full_recompute) / (num_devices * flops_per_s)
     return Stated(seconds / 86400, "days", "8TP/(nX), full recompute" if full_recompute else "6TP/(nX), no recompute")
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a run costs, in dollars, against a budget that may be None. error: half-width of the bar of `hours`."""
-
-    num_devices: int
-    price_per_hour: float
-    hours: float
-    budget: float | None = None
-    device: str = "GPU"
-    error: float = 0.0
-
-    @property
-    def dollars(self) -> float:
-        return self.num_devices * self.price_per_hour * self.hours
-
-    @property
-    def least(self) -> float:
-        """The lower end of the bar."""
-        return self.dollars * (1 - self.error)
-
-    @property
-    def most(self) -> float:
-        """The upper end of the bar: what a budget has to cover."""
-        return self.dollars * (1 + self.error)
-
-    @property
-    def buffer(self) -> float | None:
-        """Dollars left of the budget; negative where it does not suffice."""
-        return None if self.budget is None else self.budget - self.dollars
-
-    def __str__(self) -> str:
-        """The sentence that is said before a launch too. Hours and price are rounded up, the budget down."""
-        price = Decimal(repr(float(self.price_per_hour))).quantize(UNIT, ROUND_CEILING)
-        budget = None if self.budget is None else Decimal(repr(float(self.budget))).quantize(UNIT, ROUND_FLOOR)
-        text = sentence(price, self.num_devices, round_up(self.hours), budget, device=self.device)
-        return text if not self.error else f"{text} With the bar {money_range(self.least, self.most)}."
-
-
-CENTURY_HOURS = 100 * 365.25 * 24
-
-
-def duration(hours: float) -> str:
-    """Hours in words, rounded up."""
-    if hours > CENTURY_HOURS:
-        return "more than a century"
-    if hours < 1:
-        return f"{math.ceil(hours * 60)} min" if hours > 2 / 60 else f"{math.ceil(hours * 3600)} s"
-    return f"{_up(hours)} h" + (f" ({_up(hours / 24)} days)" if hours >= 48 else "")
-
-
-def _up(number: float) -> str:
-    """With one digit after the point."""
-    return f"{math.ceil(number * 10 * (1 - 1e-12)) / 10:,.1f}"
-
-
-def hours_within(budget: float, num_devices: Number, price_per_hour: float) -> Number:
-    """Hours that a budget pays for."""
-    return budget / (num_devices * price_per_hour)

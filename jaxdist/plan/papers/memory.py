@@ -1,7 +1,8 @@
 """Predicted bytes on the fullest device: columns of layouts in, columns of bytes out.
 
-No JAX here. The closed forms of `jaxdist.plan.formulas`, stage by stage, with what a framework keeps beyond them as a
-named convention. For one layout, tracing and compiling the real program know better; this one searches ten thousand.
+No JAX here. The closed forms of `jaxdist.plan.papers.formulas`, stage by stage, with what a framework keeps beyond them
+as a named convention. For one layout, tracing and compiling the real program know better; this one searches ten
+thousand.
 """
 
 from dataclasses import dataclass, fields
@@ -9,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.plan import formulas
-from jaxdist.plan.formulas import RECIPES, ModelShape, StateRecipe
+from jaxdist.plan.papers import formulas
+from jaxdist.plan.papers.formulas import RECIPES, ModelShape, StateRecipe
 from jaxdist.plan.time_model import Layout
 
 Number = Any  # a Python number, or a numpy array of them
@@ -33,7 +34,7 @@ class MemoryConvention:
     bytes_per_logit: float = 4
 
 
-# Chosen by `jaxdist.plan.calibration` as the best of 162 for nanotron's six published peaks.
+# Chosen by `jaxdist.plan.papers.calibration` as the best of 162 for nanotron's six published peaks.
 NANOTRON = MemoryConvention(micro_gradient=2, update=4, extra_hidden=2, gathered=True, bytes_per_logit=10)
 
 

@@ -1,6 +1,6 @@
 """The plan's predictions beside published runs: errors, what was fitted to them, and errors of what was left out.
 
-`python -m jaxdist.plan.calibration` prints the tables of docs/plan.md; `--fit` the fitted constants.
+`python -m jaxdist.plan.papers.calibration` prints the tables of docs/plan.md; `--fit` the fitted constants.
 
 What is fitted is little and stated: `FITTED` constants of an `Efficiency` for each software stack, and for nanotron's
 memory the `MemoryConvention` that is best of `CHOICES`. Leave-one-out: the constants are fitted again without a run,
@@ -13,14 +13,16 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 from jaxdist.parallel.pipeline.schedules import divide_layers
-from jaxdist.plan import formulas
-from jaxdist.plan.formulas import GIB, ModelShape
-from jaxdist.plan.hardware import HERE, Cluster, find_hardware
-from jaxdist.plan.memory_model import NANOTRON, MemoryConvention, device_bytes
+from jaxdist.plan.hardware import GIB, Cluster, find_hardware
+from jaxdist.plan.papers import formulas
+from jaxdist.plan.papers.formulas import ModelShape
+from jaxdist.plan.papers.memory import NANOTRON, MemoryConvention, device_bytes
+from jaxdist.plan.papers.work import PaperWork
 from jaxdist.plan.time_model import EFFICIENCIES, Efficiency, Layout, step_time
 
 
@@ -54,7 +56,7 @@ def mean_and_max(errors: Sequence[float]) -> tuple[float, float]:
 
 @cache
 def published() -> dict:
-    return tomllib.loads((HERE / "published.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 
 
 @cache
@@ -97,7 +99,7 @@ class TimeCase:
     seconds: float
 
     def predict(self, efficiency: Efficiency) -> float:
-        return float(step_time(self.shape, self.layout, self.cluster, efficiency).total.min())
+        return float(step_time(PaperWork(self.shape), self.layout, self.cluster, efficiency).total.min())
 
 
 @cache

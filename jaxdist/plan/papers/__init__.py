@@ -1,0 +1,1 @@
+"""The papers' own models: their closed forms, and published runs that our predictions are held against."""
