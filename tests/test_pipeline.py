@@ -429,7 +429,7 @@ def test_overlap_sends_at_every_tick_what_the_last_one_made(name):
     # None of them is inside a branch, or in a loop of a stage's own.
     scan = next(eqn for eqn, *_ in equations(traced.jaxpr) if eqn.primitive.name == "scan")
     body = scan.params["jaxpr"].jaxpr.eqns
-    assert sum(eqn.params.get("name", "").startswith("from_") for eqn in body) == 2
+    assert sum(eqn.params.get("name", "").startswith(tuple(ARRIVALS)) for eqn in body) == 2
 
 
 def test_evaluating_sends_forward_alone():

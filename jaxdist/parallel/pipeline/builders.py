@@ -133,14 +133,15 @@ class Recipe(NamedTuple):
     run_ahead: bool = False
 
 
-def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int) -> Recipe:
+def _gpipe(empty: Schedule) -> Recipe:
     """All forwards, then all backwards. Source: GPipe, arXiv 1811.06965."""
-    order = [Action(Phase.F, m, 0) for m in range(num_microbatches)]
-    order += [Action(phase, m, 0) for m in range(num_microbatches) for phase in (Phase.B, Phase.W)]
-    return Recipe([order] * num_stages)
+    microbatches = range(empty.num_microbatches)
+    order = [Action(Phase.F, m, 0) for m in microbatches]
+    order += [Action(phase, m, 0) for m in microbatches for phase in (Phase.B, Phase.W)]
+    return Recipe([order] * empty.num_stages)
 
 
-def _interleaved(num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int) -> Recipe:
+def _interleaved(empty: Schedule) -> Recipe:
     """1F1B over v chunks a stage, S micro-batches of a chunk at a time. Source: arXiv 2104.04473 section 2.2.2.
 
     One chunk is plain 1F1B (section 2.2.1): a warm-up of S-1-s forwards, then one forward one backward. With
@@ -148,8 +149,7 @@ def _interleaved(num_stages: int, num_microbatches: int, num_chunks: int, send_l
     Megatron-LM requires M to be a multiple of S. For another M this is the schedule of the next multiple without the
     actions of the additional micro-batches, each remaining action as soon as it can run.
     """
-    orders = _interleaved_orders(num_stages, num_microbatches, num_chunks, send_latency)
-    return Recipe([[each for action in order for each in _with_w(action)] for order in orders])
+    return Recipe([[each for action in order for each in _with_w(action)] for order in _interleaved_orders(empty)])
 
 
 def _with_w(action: Action) -> list[Action]:
@@ -157,12 +157,11 @@ def _with_w(action: Action) -> list[Action]:
     return [action, action._replace(phase=Phase.W)] if action.phase == Phase.B else [action]
 
 
-def _interleaved_orders(
-    num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int
-) -> list[list[Action]]:
+def _interleaved_orders(empty: Schedule) -> list[list[Action]]:
     """The F and B of every stage in order: warm-up, one forward one backward, cool-down."""
+    num_stages, num_chunks = empty.num_stages, empty.num_chunks
     group = num_stages * num_chunks  # actions before the next one of chunk 0
-    num_actions = -(-num_microbatches // num_stages) * group
+    num_actions = -(-empty.num_microbatches // num_stages) * group
 
     def nth(phase: Phase, n: int) -> Action:
         chunk = n % group // num_stages
@@ -175,16 +174,16 @@ def _interleaved_orders(
         below = num_stages - 1 - stage
         # Chunks need a warm-up twice as deep: a forward goes round the ring and back before its backward can start.
         # That also covers a send_latency of 2, for which plain 1F1B needs as much (eager 1F1B).
-        warm_up = send_latency * below if num_chunks == 1 else 2 * below + (num_chunks - 1) * num_stages
+        warm_up = empty.send_latency * below if num_chunks == 1 else 2 * below + (num_chunks - 1) * num_stages
         warm_up = min(warm_up, num_actions)
         order = forwards[:warm_up]
         for forward, backward in itertools.zip_longest(forwards[warm_up:], backwards):
             order += [backward] if forward is None else [forward, backward]
-        orders.append([action for action in order if action.microbatch < num_microbatches])
+        orders.append([action for action in order if action.microbatch < empty.num_microbatches])
     return orders
 
 
-def _zb_h1(num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int) -> Recipe:
+def _zb_h1(empty: Schedule) -> Recipe:
     """The order of 1F1B with every W deferred to where the stage would idle, in the memory of 1F1B's first stage.
 
     For M >= S: 3M + S-1 ticks, a third of 1F1B's bubble, and min(M, S) activations in flight. No schedule with that
@@ -192,39 +191,37 @@ def _zb_h1(num_stages: int, num_microbatches: int, num_chunks: int, send_latency
     it has the order and memory of eager 1F1B, at most 2S-1 in flight.
     Source: ZB-H1, arXiv 2401.10241 section 4.1.
     """
-    orders = _interleaved_orders(num_stages, num_microbatches, 1, send_latency)
-    return Recipe(orders, limit=min(num_microbatches, send_latency * (num_stages - 1) + 1))
+    limit = min(empty.num_microbatches, empty.send_latency * (empty.num_stages - 1) + 1)
+    return Recipe(_interleaved_orders(empty), limit)
 
 
-def _zb_v(num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int) -> Recipe:
+def _zb_v(empty: Schedule) -> Recipe:
     """A V with 1F1B's memory and no bubble: at most 2S chunks in flight.
 
     6M + S-1 ticks for M >= S, the least a pipeline can take; for M >= 2S no stage idles between its first action and
     its last. Source: ZB-V, arXiv 2401.10241 section 6; its repeated block, arXiv 2405.15362.
     """
-    orders = _v_orders(num_stages, num_microbatches, steps=(1, 5, 1, 5))
-    return Recipe(orders, limit=2 * num_stages, run_ahead=True)
+    return Recipe(_v_orders(empty, steps=(1, 5, 1, 5)), limit=2 * empty.num_stages, run_ahead=True)
 
 
-def _v_half(num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int) -> Recipe:
+def _v_half(empty: Schedule) -> Recipe:
     """A V with half of 1F1B's memory: S+1 chunks in flight for odd S, S+2 for even, where 1F1B holds 2S.
 
     Bubble 3(S-1) - 1 ticks for S > 2 and M > S/2, where 1F1B's is 6(S-1). Source: V-Half, arXiv 2405.15362.
     """
-    orders = _v_orders(num_stages, num_microbatches, steps=(send_latency, 2, send_latency, 2))
-    return Recipe(orders, limit=2 * (num_stages // 2 + 1))
+    steps = (empty.send_latency, 2, empty.send_latency, 2)
+    return Recipe(_v_orders(empty, steps), limit=2 * (empty.num_stages // 2 + 1))
 
 
-def _v_min(num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int) -> Recipe:
+def _v_min(empty: Schedule) -> Recipe:
     """A V with a third of 1F1B's memory: 2 ceil((S+2)/3) chunks in flight, where 1F1B holds 2S.
 
     Bubble 4(S-1) - 1 ticks, or 4(S-1) + 1 where 3 divides S; 1F1B's is 6(S-1). Source: V-Min, arXiv 2405.15362.
     """
-    orders = _v_orders(num_stages, num_microbatches, steps=(send_latency,) * 4)
-    return Recipe(orders, limit=2 * -(-(num_stages + 2) // 3))
+    return Recipe(_v_orders(empty, steps=(empty.send_latency,) * 4), limit=2 * -(-(empty.num_stages + 2) // 3))
 
 
-def _v_orders(num_stages: int, num_microbatches: int, steps: tuple[int, int, int, int]) -> list[list[Action]]:
+def _v_orders(empty: Schedule, steps: tuple[int, int, int, int]) -> list[list[Action]]:
     """The F and B of every stage, in the order of a block of ticks that is repeated every 6 ticks per micro-batch.
 
     The block is the path of one micro-batch: forward down the V and up again, then backward down and up, with `steps`
@@ -232,7 +229,7 @@ def _v_orders(num_stages: int, num_microbatches: int, steps: tuple[int, int, int
     The pauses at the turns of the V are the shortest for which no stage has two actions at once.
     Source: arXiv 2405.15362 section 3.
     """
-    last = num_stages - 1
+    num_stages, last = empty.num_stages, empty.num_stages - 1
 
     def block(turns: tuple[int, int, int]) -> list[list[int]]:
         """[way][stage]: tick of each action of micro-batch 0."""
@@ -251,7 +248,7 @@ def _v_orders(num_stages: int, num_microbatches: int, steps: tuple[int, int, int
     for stage in range(num_stages):
         timed = [
             (ways[way][stage] + 6 * microbatch, Action(phase, microbatch, chunk))
-            for microbatch in range(num_microbatches)
+            for microbatch in range(empty.num_microbatches)
             for way, (phase, chunk) in enumerate(((Phase.F, 0), (Phase.F, 1), (Phase.B, 1), (Phase.B, 0)))
         ]
         orders.append([action for _, action in sorted(timed)])
@@ -261,7 +258,7 @@ def _v_orders(num_stages: int, num_microbatches: int, steps: tuple[int, int, int
 class _Kind(NamedTuple):
     """One row of the table of schedules; `chunks` a stage, unless told otherwise."""
 
-    make: Callable[[int, int, int, int], Recipe]
+    make: Callable[[Schedule], Recipe]
     placement: str
     chunks: int
     any_chunks: bool = False
@@ -306,20 +303,13 @@ def recipe(
             f"it is made for {kind.chunks}",
             f"Use {kind.chunks}, or schedule interleaved",
         )
-    empty = Schedule(
-        name,
-        num_stages,
-        num_microbatches,
-        num_chunks,
-        kind.placement,
-        fused_backward=kind.fused_backward,
-        send_latency=send_latency,
-    )
+    sizes = (num_stages, num_microbatches, num_chunks)
+    empty = Schedule(name, *sizes, kind.placement, (), kind.fused_backward, send_latency)
     check_sizes(empty)
-    if (size := num_stages * num_microbatches * num_chunks) > MOST_CELLS:
+    if (size := math.prod(sizes)) > MOST_CELLS:
         raise ConfigError(
             f"{num_stages} stages x {num_microbatches} micro-batches x {num_chunks} chunks",
             f"a table is made one action at a time, for at most {MOST_CELLS:,} together, and this is {size:,}",
             "Use fewer micro-batches, and accumulate more of them",
         )
-    return empty, kind.make(num_stages, num_microbatches, num_chunks, send_latency)
+    return empty, kind.make(empty)

@@ -87,7 +87,7 @@ def output_type(name: str, function: Callable, *types):
         if eqn.primitive.name == "ppermute" and comm.live(eqn.params["axis_name"]):
             raise ConfigError(
                 f"`{name}` permutes over {eqn.params['axis_name']}",
-                "stages run different layers at a tick, and their permutes would be taken for one another",
+                "stages run different layers at a tick, and their permutes would be mismatched",
                 "Use all_gather, all_to_all or a sum, which meet inside one stage alone",
             )
     return closed.out_avals[0]
