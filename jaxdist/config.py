@@ -14,7 +14,7 @@ from jaxdist.errors import MOST, ConfigError, divisors, require_positive, requir
 from jaxdist.mesh import AVAILABLE_AXES, DATA_AXES, MeshShape
 from jaxdist.models.base import Model
 from jaxdist.models.registry import class_name
-from jaxdist.parallel.pipeline import builders
+from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
 from jaxdist.parallel.pipeline.schedules import Schedule, divide_layers
 from jaxdist.parallel.pipeline.simulate import validate
 from jaxdist.parallel.pipeline.text import load
@@ -194,7 +194,7 @@ class ParallelConfig:
                 raise ConfigError(f"overlap=True with {asked}", why, instead)
 
 
-_make_schedule = cache(builders.make_schedule)
+_make_schedule = cache(make_schedule)
 
 
 def find_schedule(
@@ -204,13 +204,13 @@ def find_schedule(
 
     send_latency: ticks from stage to stage, which a table in a file must allow for too.
     """
-    if name in builders.NAMES:
+    if name in NAMES:
         return _make_schedule(name, num_stages, num_microbatches, num_chunks, send_latency)
     if not Path(name).is_file():
         raise ConfigError(
             f"schedule={name!r}",
             "it is neither the name of a schedule nor a file with a table",
-            f"Use {', '.join(builders.NAMES)}",
+            f"Use {', '.join(NAMES)}",
         )
     schedule = load(name)
     found = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)

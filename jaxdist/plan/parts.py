@@ -217,7 +217,7 @@ def _forward_and_backward(function: Callable, types: list) -> tuple[ClosedJaxpr,
 
 
 def _read_by_w(split: SplitLayer, weights) -> frozenset[str]:
-    types = jax.tree.map(type_of, weights), type_of(jnp.int32(0)), list(split.w_residuals), list(split.b_to_w)
+    types = jax.tree.map(type_of, weights), type_of(jnp.int32(0)), split.w_residuals, split.b_to_w
     closed = flat(jax.make_jaxpr(split.weight_gradient)(*types))
     return _read(needed_for(closed.jaxpr.outvars, closed.jaxpr.eqns), closed.jaxpr.invars, weights)
 
@@ -256,7 +256,7 @@ Envelope = tuple[tuple[float, float], ...]  # (bytes, bytes a row) of each momen
 
 class LayerMemory(NamedTuple):
     """Bytes of one sequence on one rank: what a layer passes on; what it keeps from forward to backward; in a pipeline
-    what F leaves until B, F until W, and B hands to W (`jaxdist.parallel.pipeline.split_backward`). Then what a layer's
+    what F saves for B, F for W, and B for W (`jaxdist.parallel.pipeline.split_backward`). Then what a layer's
     backward needs besides, with what forward kept at hand (`backward`) and where it runs again (`again`)."""
 
     x: float

@@ -34,7 +34,7 @@ def check_sizes(schedule: Schedule) -> None:
         )
     if schedule.send_latency not in (1, 2):
         raise ConfigError(
-            f"{schedule} with send_latency={schedule.send_latency}",
+            f"{schedule} with a send latency of {schedule.send_latency} ticks",
             "messages are sent between two ticks (1) or during a tick (2)",
             "Use 1 or 2",
         )
