@@ -13,7 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules import NAMES, Costs, Schedule, draw, in_flight, load, make_schedule, simulate
+from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
+from jaxdist.parallel.pipeline.schedules import Phase, Schedule
+from jaxdist.parallel.pipeline.simulate import Costs, in_flight, simulate
+from jaxdist.parallel.pipeline.text import draw, load
 
 from .cli import make_folder, run_program
 from .tables import Rows
@@ -97,10 +100,10 @@ def shown_schedules(flags: SchedulesFlags) -> list[Schedule]:
             "Name one with --schedule, or use smaller sizes",
         )
     # All together: --chunks is for the one that has a choice. One alone: it is told whether it can have them.
-    hop = 2 if flags.overlap else 1
+    send_latency = 2 if flags.overlap else 1
     return [
         make_schedule(
-            name, stages, microbatches, flags.chunks if len(names) == 1 or name == "interleaved" else None, hop
+            name, stages, microbatches, flags.chunks if len(names) == 1 or name == "interleaved" else None, send_latency
         )
         for name in names
     ]
@@ -163,7 +166,7 @@ def print_stages(flags: SchedulesFlags, schedule: Schedule, console: Console) ->
     unit = simulate(schedule)
     timed = simulate(schedule, chunk_costs(flags, schedule), flags.link)
     columns = zip(
-        unit.busy, unit.idle, in_flight(schedule, "B"), in_flight(schedule, "W"), timed.busy, timed.idle, strict=True
+        unit.busy, unit.idle, in_flight(schedule, Phase.B), in_flight(schedule), timed.busy, timed.idle, strict=True
     )
     table = Rows("stage", "busy ticks", "idle ticks", "in flight until B", "until W", "busy s", "idle s")
     for stage, figures in enumerate(columns):

@@ -12,7 +12,7 @@ from itertools import count, product
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.gpt2 import PRESETS
-from jaxdist.parallel.pipeline.schedules import NAMES, default_chunks
+from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
 from jaxdist.parity import PROOF_EPS, PROOF_LR
 
 BATCH_SIZE = 48  # divides by every dp x accumulate below, 3 among them
@@ -275,7 +275,7 @@ def pipeline_matrix() -> Iterator[Strategy]:
             index = next(turn)
             mesh, parallel = others[stages][index % len(others[stages])]
             mesh = ",".join(filter(None, [f"pp={stages}", mesh]))
-            parts = stages * default_chunks(schedule)
+            parts = stages * SCHEDULES[schedule].chunks
             parallel = {**parallel, "remat": remats[index % 4], "schedule": schedule, "microbatches": micro}
             parallel["overlap"] = index % 5 == 3
             shape = parse_mesh(mesh)

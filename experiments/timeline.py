@@ -8,10 +8,11 @@ from rich.console import Console
 
 from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules import Costs, Schedule, held_chunks, simulate
+from jaxdist.parallel.pipeline.schedules import Phase, Schedule
+from jaxdist.parallel.pipeline.simulate import Costs, held_chunks, simulate
 
-KIND_COLOURS = {"F": (52, 112, 196), "B": (214, 104, 40), "W": (62, 142, 92)}
-KIND_NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradient"}
+COLOURS = {Phase.F: (52, 112, 196), Phase.B: (214, 104, 40), Phase.W: (62, 142, 92)}
+PHASES = {Phase.F: "forward", Phase.B: "input gradient", Phase.W: "weight gradient"}
 IDLE, INK, FAINT, MEMORY = (232, 232, 236), (34, 34, 40), (120, 120, 130), (146, 130, 196)
 TICK_WIDTH, ROW, GAP, LEFT, RIGHT, MARGIN = 22.0, 26.0, 4.0, 70.0, 70.0, 16.0
 
@@ -71,11 +72,11 @@ def timeline(schedule: Schedule, costs: Costs, subtitle: str) -> Picture:
     add = picture.shapes.append
 
     title = f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
-    add(Text(MARGIN, 22, title + ", messages travel during a tick" * (schedule.hop == 2), 17))
+    add(Text(MARGIN, 22, title + ", messages travel during a tick" * (schedule.send_latency == 2), 17))
     add(Text(MARGIN, 44, subtitle, 12, FAINT))
     x = MARGIN
-    for kind, chunk, name in legend(schedule):
-        fill = IDLE if kind is None else shade(KIND_COLOURS[kind], chunk, schedule.num_chunks)
+    for phase, chunk, name in legend(schedule):
+        fill = IDLE if phase is None else shade(COLOURS[phase], chunk, schedule.num_chunks)
         add(Rectangle(x, 58, 16, 14, fill))
         add(Text(x + 21, 65, name, 11))
         x += 34 + 6.0 * len(name)
@@ -95,7 +96,7 @@ def timeline(schedule: Schedule, costs: Costs, subtitle: str) -> Picture:
             height = (ROW - 2) * held[tick][stage] / peak
             add(Rectangle(left, memory_y + ROW - height, LEFT + until * scale - left, height, MEMORY))
             if (action := row[stage]) is not None:
-                fill = shade(KIND_COLOURS[action.kind], action.chunk, schedule.num_chunks)
+                fill = shade(COLOURS[action.phase], action.chunk, schedule.num_chunks)
                 width = (result.end[tick, stage] - result.start[tick, stage]) * scale
                 add(Rectangle(left + 0.5, y, max(width - 1, 0), ROW, fill))
                 size = 11 if action.microbatch < 100 else 9
@@ -112,12 +113,14 @@ def timeline(schedule: Schedule, costs: Costs, subtitle: str) -> Picture:
     return picture
 
 
-def legend(schedule: Schedule) -> list[tuple[str | None, int, str]]:
-    """(kind or None for idle, chunk, words)."""
-    entries: list[tuple[str | None, int, str]] = []
-    for kind, name in KIND_NAMES.items():
+def legend(schedule: Schedule) -> list[tuple[Phase | None, int, str]]:
+    """(phase or None for idle, chunk, words)."""
+    entries: list[tuple[Phase | None, int, str]] = []
+    for phase, name in PHASES.items():
         for chunk in range(schedule.num_chunks):
-            entries.append((kind, chunk, f"{kind} {name}" + (f", chunk {chunk}" if schedule.num_chunks > 1 else "")))
+            entries.append(
+                (phase, chunk, f"{phase.name} {name}" + (f", chunk {chunk}" if schedule.num_chunks > 1 else ""))
+            )
     return [*entries, (None, 0, "idle")]
 
 

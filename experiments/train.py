@@ -33,7 +33,7 @@ from jaxdist.errors import ConfigError, is_utf8, printable, reason_of, require_p
 from jaxdist.files import write_whole
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
-from jaxdist.parallel.pipeline.schedules import in_flight, simulate
+from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.runtime import processes
 from jaxdist.runtime.budget import JobBudget, begin_job, is_asked_for
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option

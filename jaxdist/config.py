@@ -14,8 +14,10 @@ from jaxdist.errors import MOST, ConfigError, divisors, require_positive, requir
 from jaxdist.mesh import AVAILABLE_AXES, DATA_AXES, MeshShape
 from jaxdist.models.base import Model
 from jaxdist.models.registry import class_name
-from jaxdist.parallel.pipeline import schedules
-from jaxdist.parallel.pipeline.schedules import Schedule
+from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
+from jaxdist.parallel.pipeline.schedules import Schedule, divide_layers
+from jaxdist.parallel.pipeline.simulate import validate
+from jaxdist.parallel.pipeline.text import load
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 GradSync = Literal["per-parameter", "flat", "bucketed"]
@@ -91,7 +93,7 @@ class ParallelConfig:
         if self.mesh.pp == 1:
             return None
         return find_schedule(
-            self.schedule, self.mesh.pp, self.num_microbatches, self.chunks, hop=2 if self.overlap else 1
+            self.schedule, self.mesh.pp, self.num_microbatches, self.chunks, send_latency=2 if self.overlap else 1
         )
 
     @property
@@ -192,23 +194,25 @@ class ParallelConfig:
                 raise ConfigError(f"overlap=True with {asked}", why, instead)
 
 
-_make_schedule = cache(schedules.make_schedule)
+_make_schedule = cache(make_schedule)
 
 
-def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None, hop: int = 1) -> Schedule:
+def find_schedule(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int | None, send_latency: int = 1
+) -> Schedule:
     """The named schedule for these sizes, or the one in a file. Raises: ConfigError where there is none.
 
-    hop: ticks from stage to stage; a table in a file must leave its messages that many.
+    send_latency: ticks from stage to stage, which a table in a file must allow for too.
     """
-    if name in schedules.NAMES:
-        return _make_schedule(name, num_stages, num_microbatches, num_chunks, hop)
+    if name in NAMES:
+        return _make_schedule(name, num_stages, num_microbatches, num_chunks, send_latency)
     if not Path(name).is_file():
         raise ConfigError(
             f"schedule={name!r}",
             "it is neither the name of a schedule nor a file with a table",
-            f"Use {', '.join(schedules.NAMES)}",
+            f"Use {', '.join(NAMES)}",
         )
-    schedule = schedules.load(name)
+    schedule = load(name)
     found = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
     wanted = (num_stages, num_microbatches, num_chunks or schedule.num_chunks)
     if found != wanted:
@@ -218,8 +222,8 @@ def find_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks:
             f"the run has {sizes.format(*wanted)}",
             f"Use a mesh with pp={found[0]}, microbatches={found[1]} and chunks={found[2]}, or write another table",
         )
-    schedule = dataclasses.replace(schedule, hop=hop)
-    schedules.validate(schedule)
+    schedule = dataclasses.replace(schedule, send_latency=send_latency)
+    validate(schedule)
     return schedule
 
 
@@ -383,7 +387,7 @@ class RunConfig:
             )
         if stages in ("even", "balanced"):
             head = model.head_in_layers if stages == "balanced" else 0.0
-            return schedules.divide_layers(model.num_blocks, schedule.num_parts, last=head)
+            return divide_layers(model.num_blocks, schedule.num_parts, last=head)
         return tuple(int(part) for part in stages.split(","))
 
     def _check_pipeline(self):
@@ -396,7 +400,7 @@ class RunConfig:
                 f"schedule {schedule.name} has {schedule.num_parts} parts ({schedule.num_stages} stages x "
                 f"{schedule.num_chunks} chunks), which together hold every layer once; here {len(parts)} parts hold "
                 f"{sum(parts)}",
-                "Use " + ",".join(map(str, schedules.divide_layers(self.model.num_blocks, schedule.num_parts))),
+                "Use " + ",".join(map(str, divide_layers(self.model.num_blocks, schedule.num_parts))),
             )
 
     def _check_sequence(self):

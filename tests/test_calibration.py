@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxdist.parallel.pipeline import schedules
+from jaxdist.parallel.pipeline.builders import make_schedule
+from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.papers import calibration, formulas
 from jaxdist.plan.papers.calibration import FITTED, all_rows, fit, mean_and_max
@@ -120,7 +121,7 @@ def test_memory_in_columns_is_the_closed_forms():
     assert found.logits.tolist() == (formulas.head_activation_bytes(SHAPE, 2, tp, True) * (pp == 1)).tolist()
     parts = ("parameters", "gradients", "optimizer", "activations", "recompute", "logits")
     assert found.total == pytest.approx(sum(getattr(found, part) for part in parts))
-    held = max(schedules.in_flight(schedules.make_schedule("v-half", 4, 8))) / 2
+    held = max(in_flight(make_schedule("v-half", 4, 8))) / 2
     half = device_bytes(SHAPE, Layout(pp=4, microbatches=8), held=held)
     assert half.activations == pytest.approx(device_bytes(SHAPE, Layout(pp=4, microbatches=8)).activations * held / 4)
 
@@ -184,7 +185,7 @@ def test_the_bubble_is_the_one_of_the_schedule_that_is_passed():
     given = {"pp": 4, "microbatches": 16}
     default = one(**given)
     work = default.total - default.bubble
-    textbook = schedules.simulate(schedules.make_schedule("1f1b", 4, 16)).idle_over_ideal
+    textbook = simulate(make_schedule("1f1b", 4, 16)).idle_over_ideal
     assert one(**given, bubble=textbook).bubble == pytest.approx(default.bubble)
     assert default.bubble == pytest.approx(3 / 16 * work, rel=0.05)  # the optimiser and the host are not in the bubble
     assert one(**given, chunks=2).bubble < default.bubble

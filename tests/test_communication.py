@@ -14,7 +14,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, make_layout
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
-from jaxdist.parallel.pipeline.schedules import NAMES
+from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.plan.proof.trace import Collective, total_sent
 from jaxdist.plan.traffic import Message, predicted, table
 from jaxdist.train.program import build_program

@@ -19,7 +19,7 @@ from jaxdist.layout import Leaf, choose_zero_dim, make_layout, pipeline_rows
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel.grouping import group
-from jaxdist.parallel.pipeline.schedules import make_schedule
+from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
 from jaxdist.train.optimizer import initial_loss_scale, learning_rate
 from jaxdist.train.program import build_program

@@ -13,7 +13,8 @@ import pytest
 
 from jaxdist.config import PrecisionConfig
 from jaxdist.models.gpt2 import PRESETS
-from jaxdist.parallel.pipeline import schedules
+from jaxdist.parallel.pipeline.builders import make_schedule
+from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.collective_cost import CollectiveCost, bus_bandwidth_factor, collective_cost, two_level
 from jaxdist.plan.cost import Cost, hours_within
 from jaxdist.plan.hardware import GIB
@@ -316,8 +317,8 @@ def test_interleaving_factor_is_what_the_schedule_holds(pp, chunks):
     factor = f.interleave_factor(pp, chunks)
     assert factor == 1 + (pp - 1) / (pp * chunks)
     if pp > 1:
-        table = schedules.make_schedule("interleaved", pp, 4 * pp, chunks)
-        assert schedules.in_flight(table)[0] == pytest.approx(factor * pp * chunks)
+        table = make_schedule("interleaved", pp, 4 * pp, chunks)
+        assert in_flight(table)[0] == pytest.approx(factor * pp * chunks)
     assert f.interleave_factor(pp, 1) == 1
 
 
@@ -331,8 +332,8 @@ def test_interleaving_factor_is_what_the_schedule_holds(pp, chunks):
 def test_bubbles(pp, m, chunks, percent):
     assert shown(100 * f.bubble_share(pp, m, chunks), percent)
     assert f.bubble_over_ideal(pp, m, chunks) == (pp - 1) / (m * chunks)
-    table = schedules.make_schedule("interleaved" if chunks > 1 else "1f1b", pp, m, chunks)
-    assert schedules.simulate(table).idle_share == pytest.approx(f.bubble_share(pp, m, chunks))
+    table = make_schedule("interleaved" if chunks > 1 else "1f1b", pp, m, chunks)
+    assert simulate(table).idle_share == pytest.approx(f.bubble_share(pp, m, chunks))
 
 
 def test_in_flight():

@@ -18,19 +18,14 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.pipeline.executor import (
-    ARRIVALS,
-    BUFFERS,
-    Stages,
-    forwards,
-    lower,
-    pipeline,
-    pipeline_gradients,
-    pipeline_loss,
-    senders_of,
-)
-from jaxdist.parallel.pipeline.schedules import NAMES, Action, Schedule, in_flight, make_schedule, parse
+from jaxdist.parallel.pipeline.buffers import Buffer
+from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
+from jaxdist.parallel.pipeline.executor import Stages, pipeline, pipeline_gradients, pipeline_loss
+from jaxdist.parallel.pipeline.lowering import ARRIVALS, Loop, forwards, lower, senders_of
+from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule
+from jaxdist.parallel.pipeline.simulate import in_flight
 from jaxdist.parallel.pipeline.split_backward import split_layer
+from jaxdist.parallel.pipeline.text import parse
 from jaxdist.plan.proof.trace import equations, named_bytes
 from jaxdist.train.program import build_program
 
@@ -106,7 +101,7 @@ def test_any_stage_function(name, stages, microbatches):
 @pytest.mark.parametrize("name", NAMES)
 def test_messages_that_travel_while_stages_compute(name):
     for sizes in ((1, 2), (2, 5), (4, 3)) if name in ("1f1b", "zb-v") else ((3, 4),):
-        assert_pipeline_is_plain(make_schedule(name, *sizes, hop=2))
+        assert_pipeline_is_plain(make_schedule(name, *sizes, send_latency=2))
 
 
 @pytest.mark.parametrize("sizes", [("interleaved", 3, 4, 3), ("1f1b", 1, 3), ("zb-v", 1, 2)])
@@ -124,7 +119,7 @@ def random_table(seed: int) -> Schedule:
     placement = ("loop", "v")[seed % 2]
     stages, microbatches = rng.integers(1, 5, 2)
     chunks = 2 if placement == "v" else rng.integers(1, 4)
-    empty = Schedule("random", int(stages), int(microbatches), int(chunks), placement, ())
+    empty = Schedule("random", int(stages), int(microbatches), int(chunks), placement)
     todo = {(k, m, p) for k in "FBW" for m in range(microbatches) for p in range(empty.num_parts)}
     done, table = set(), []
     while todo:
@@ -138,7 +133,7 @@ def random_table(seed: int) -> Schedule:
             }[kind]
             stage, chunk = empty.place(part)
             if needs <= done and row[stage] is None and rng.random() < 0.7:
-                row[stage] = Action(kind, micro, chunk)
+                row[stage] = Action(Phase[kind], micro, chunk)
                 after.add((kind, micro, part))
         done, todo = done | after, todo - after
         table.append(tuple(row))
@@ -291,13 +286,10 @@ def loop_equations(traced, name: str) -> Counter:
 
 def test_a_tensor_parallel_block_splits_8_matmuls_to_b_and_4_to_w_and_its_sums_stay_in_b():
     _, traced = block_split()
-    parts = {
-        name: loop_equations(traced, f"layers_{name}") for name in ("forward", "input_gradient", "weight_gradient")
-    }
-    matmuls = {name: found["dot_general"] for name, found in parts.items()}
-    assert matmuls == {"forward": 6, "input_gradient": 8, "weight_gradient": 4}
-    sums = {name: found["psum_invariant"] for name, found in parts.items()}
-    assert sums == {"forward": 2, "input_gradient": 2, "weight_gradient": 0}
+    loops = (Loop.LAYERS_FORWARD, Loop.LAYERS_INPUT_GRADIENT, Loop.LAYERS_WEIGHT_GRADIENT)
+    parts = [loop_equations(traced, name) for name in loops]
+    assert [found["dot_general"] for found in parts] == [6, 8, 4]
+    assert [found["psum_invariant"] for found in parts] == [2, 2, 0]
 
 
 def test_what_a_block_keeps():
@@ -309,11 +301,10 @@ def test_what_a_block_keeps():
     model = BY_NAME["dp2"].run_config().model
     rows, length, width = 16 // 4, model.seq_len, model.width
     tokens = rows * length
-    kept = sum(t.size for t in (*split.until_b, *split.until_w))
+    kept = sum(t.size for t in (*split.b_residuals, *split.w_residuals))
     scalars = 2 * tokens  # of the layer norms
     assert kept == tokens * (6 * width + model.ffn_width) + scalars + rows * model.num_heads * length * (length + 1)
-    handed = sum(t.size for t in split.handed)
-    assert handed == tokens * (7 * width + model.ffn_width)
+    assert sum(t.size for t in split.b_to_w) == tokens * (7 * width + model.ffn_width)
 
 
 def test_b_and_w_together_are_the_gradient():
@@ -322,9 +313,9 @@ def test_b_and_w_together_are_the_gradient():
         weights, x = jax.tree.map(lambda p: p[0], params), inputs[0]
         split = split_layer(lambda w, fixed, micro, x: stage_fn(w, x), weights, None, None, x)
         y, pull = jax.vjp(stage_fn, weights, x)
-        ours, kept_b, kept_w = split.forward(weights, None, None, x)
-        dx, handed = split.input_gradient(weights, None, kept_b, kept_w, y)
-        dw = split.weight_gradient(weights, None, kept_w, handed)
+        ours, b_residuals, w_residuals = split.forward(weights, None, None, x)
+        dx, b_to_w = split.input_gradient(weights, None, b_residuals, w_residuals, y)
+        dw = split.weight_gradient(weights, None, w_residuals, b_to_w)
         expected_dw, expected_dx = pull(y)
         np.testing.assert_allclose(ours, y)
         np.testing.assert_allclose(dx, expected_dx)
@@ -334,8 +325,8 @@ def test_b_and_w_together_are_the_gradient():
 def test_what_two_weights_need_is_handed_to_w_once():
     w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
     split = split_layer(lambda weights, fixed, micro, x: x @ weights[0] + x @ weights[1], (w, w), None, None, x)
-    assert [t.shape for t in split.handed] == [x.shape]  # the gradient of the result; x itself waits since F
-    assert [t.shape for t in split.until_w] == [x.shape]
+    assert [t.shape for t in split.b_to_w] == [x.shape]  # the gradient of the result; x itself waits since F
+    assert [t.shape for t in split.w_residuals] == [x.shape]
 
 
 def test_b_and_w_of_a_layer_with_constants_in_its_pullback():
@@ -344,10 +335,10 @@ def test_b_and_w_of_a_layer_with_constants_in_its_pullback():
 
     w, x = jnp.float32(2.0), jnp.linspace(0.0, 1.0, 5)
     split = split_layer(layer, w, None, None, x)
-    y, kept_b, kept_w = split.forward(w, None, None, x)
-    dx, handed = split.input_gradient(w, None, kept_b, kept_w, jnp.ones_like(y))
+    y, b_residuals, w_residuals = split.forward(w, None, None, x)
+    dx, b_to_w = split.input_gradient(w, None, b_residuals, w_residuals, jnp.ones_like(y))
     np.testing.assert_allclose(dx, 4.0 * jnp.cos(2.0 * x), rtol=1e-6)
-    np.testing.assert_allclose(split.weight_gradient(w, None, kept_w, handed), jnp.sin(2.0 * x).sum(), rtol=1e-6)
+    np.testing.assert_allclose(split.weight_gradient(w, None, w_residuals, b_to_w), jnp.sin(2.0 * x).sum(), rtol=1e-6)
 
 
 def test_a_layer_that_changes_the_shape_is_refused():
@@ -373,7 +364,7 @@ def compiled(config: RunConfig):
     """(traced step, bytes of the buffers, bytes of the compiler's temporaries)."""
     program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
     traced = program.step.trace(program.abstract_state(), program.abstract_batch())
-    buffers = sum(named_bytes(traced.jaxpr, BUFFERS).values())
+    buffers = sum(named_bytes(traced.jaxpr, tuple(Buffer)).values())
     return program, traced, buffers, traced.lower().compile().memory_analysis().temp_size_in_bytes
 
 
@@ -430,7 +421,7 @@ def messages_by_stage(found) -> list[int]:
 def test_overlap_sends_at_every_tick_what_the_last_one_made(name):
     config = pipeline_config(name, 6, overlap=True)
     schedule = config.parallel.pipeline
-    assert schedule.hop == 2
+    assert schedule.send_latency == 2
     program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
     traced = program.step.trace(program.abstract_state(), program.abstract_batch())
     permutes = [c for c in program.collectives_of(traced) if c.kind == "permute" and c.depth]
@@ -438,7 +429,7 @@ def test_overlap_sends_at_every_tick_what_the_last_one_made(name):
     # None of them is inside a branch, or in a loop of a stage's own.
     scan = next(eqn for eqn, *_ in equations(traced.jaxpr) if eqn.primitive.name == "scan")
     body = scan.params["jaxpr"].jaxpr.eqns
-    assert sum(eqn.params.get("name", "").startswith("from_") for eqn in body) == 2
+    assert sum(eqn.params.get("name", "").startswith(tuple(ARRIVALS)) for eqn in body) == 2
 
 
 def test_evaluating_sends_forward_alone():
@@ -491,8 +482,8 @@ def test_a_tensor_parallel_pipeline_sends_what_its_layers_send():
 def test_buffers_hold_what_is_in_flight(name, stages, microbatches):
     schedule = make_schedule(name, stages, microbatches)
     lowered = lower(schedule)
-    assert lowered.num_until_w == max(in_flight(schedule))
-    assert lowered.num_until_b == max(in_flight(schedule, "B"))
+    assert lowered.num_w_residuals == max(in_flight(schedule))
+    assert lowered.num_b_residuals == max(in_flight(schedule, Phase.B))
 
 
 def refused(match, stage=lambda p, x: jnp.tanh(x @ p["w"]), sizes=None, specs=None, schedule=None, change=None, **more):
@@ -603,9 +594,9 @@ def test_the_program_grows_neither_with_micro_batches_nor_with_layers():
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "v-min"])
-@pytest.mark.parametrize("hop", [1, 2])
-def test_forward_alone_runs_each_action_as_soon_as_it_can(name, hop):
-    schedule = make_schedule(name, 4, 8, hop=hop)
+@pytest.mark.parametrize("latency", [1, 2])
+def test_forward_alone_runs_each_action_as_soon_as_it_can(name, latency):
+    schedule = make_schedule(name, 4, 8, send_latency=latency)
     ticks = {}
     for tick, row in enumerate(forwards(schedule)):
         for stage, action in enumerate(row):
@@ -618,6 +609,6 @@ def test_forward_alone_runs_each_action_as_soon_as_it_can(name, hop):
             part, ready = schedule.part(stage, action.chunk), 0
             if part:
                 before, chunk = schedule.place(part - 1)
-                ready = ticks[before, Action("F", action.microbatch, chunk)] + (1 if before == stage else hop)
+                ready = ticks[before, Action(Phase.F, action.microbatch, chunk)] + (1 if before == stage else latency)
             assert tick == max(free, ready)
             free = tick + 1

@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,24 +18,10 @@ from rich.console import Console
 from experiments.schedules import SchedulesFlags, main
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline import schedules
-from jaxdist.parallel.pipeline.schedules import (
-    NAMES,
-    Action,
-    Costs,
-    Schedule,
-    default_chunks,
-    divide_layers,
-    draw,
-    from_orders,
-    held_chunks,
-    in_flight,
-    load,
-    make_schedule,
-    parse,
-    placement_of,
-    simulate,
-    validate,
-)
+from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, from_orders, make_schedule
+from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule, divide_layers
+from jaxdist.parallel.pipeline.simulate import Costs, held_chunks, in_flight, simulate, validate
+from jaxdist.parallel.pipeline.text import draw, load, parse, parse_cell
 
 checked = settings(derandomize=True, deadline=None, max_examples=60)
 STAGES, MICROBATCHES, CHUNKS = st.integers(1, 12), st.integers(1, 24), st.integers(1, 4)
@@ -52,7 +39,7 @@ def travelling(draw_value) -> Schedule:
     """A schedule whose messages travel during a tick."""
     name = draw_value(st.sampled_from(NAMES))
     chunks = draw_value(CHUNKS) if name == "interleaved" else None
-    return make_schedule(name, draw_value(STAGES), draw_value(MICROBATCHES), chunks, hop=2)
+    return make_schedule(name, draw_value(STAGES), draw_value(MICROBATCHES), chunks, send_latency=2)
 
 
 def bubble(schedule: Schedule) -> int:
@@ -90,18 +77,18 @@ def test_messages_that_travel_during_a_tick_are_a_tick_later(schedule):
     assert len(actions) == len(set(zip(actions, stages_of(schedule), strict=True)))
     assert len(actions) == 3 * schedule.num_microbatches * schedule.num_parts
     when = {
-        (action.kind, action.microbatch, schedule.part(stage, action.chunk)): (tick, stage)
+        (action.phase, action.microbatch, schedule.part(stage, action.chunk)): (tick, stage)
         for tick, row in enumerate(schedule.table)
         for stage, action in enumerate(row)
         if action is not None
     }
-    for (kind, micro, part), (tick, stage) in when.items():
-        source = {"F": ("F", micro, part - 1), "B": ("B", micro, part + 1)}.get(kind)
+    for (phase, micro, part), (tick, stage) in when.items():
+        source = {Phase.F: (phase, micro, part - 1), Phase.B: (phase, micro, part + 1)}.get(phase)
         if source in when:
             sent, sender = when[source]
             assert tick >= sent + (1 if sender == stage else 2)
     assert parse(draw(schedule)) == schedule
-    plain = dataclasses.replace(schedule, hop=1)
+    plain = dataclasses.replace(schedule, send_latency=1)
     validate(plain)
 
 
@@ -114,10 +101,10 @@ def stages_of(schedule: Schedule) -> list[int]:
 def test_eager_1f1b_loses_a_tick_a_stage_and_holds_twice_as_much(stages, rounds):
     """arXiv 2211.05322, section 4: what is in flight covers the way there and back."""
     micro = rounds * 2 * stages
-    eager = make_schedule("1f1b", stages, micro, hop=2)
+    eager = make_schedule("1f1b", stages, micro, send_latency=2)
     assert eager.num_ticks == 3 * micro + 4 * (stages - 1)
     assert in_flight(eager) == [2 * (stages - 1 - stage) + 1 for stage in range(stages)]
-    split = make_schedule("zb-h1", stages, micro, hop=2)
+    split = make_schedule("zb-h1", stages, micro, send_latency=2)
     assert split.num_ticks == 3 * micro + 2 * (stages - 1)
     assert max(in_flight(split)) == 2 * stages - 1
     # A message that takes a fifth of a tick: shown in every tick, or in none.
@@ -127,11 +114,13 @@ def test_eager_1f1b_loses_a_tick_a_stage_and_holds_twice_as_much(stages, rounds)
 
 def test_a_message_that_is_still_on_its_way_is_refused():
     with pytest.raises(ConfigError, match="it needs F of micro-batch 0, chunk 0 of stage 0, which is there only after"):
-        validate(dataclasses.replace(make_schedule("1f1b", 2, 4), hop=2))
+        validate(dataclasses.replace(make_schedule("1f1b", 2, 4), send_latency=2))
     with pytest.raises(ConfigError, match="Use 1 or 2"):
-        make_schedule("1f1b", 2, 4, hop=3)
+        make_schedule("1f1b", 2, 4, send_latency=3)
     with pytest.raises(ConfigError, match="deadlock"):
-        from_orders("stuck", 2, 1, 1, "loop", [[Action("B", 0, 0)], [Action("F", 0, 0)]], hop=2)
+        from_orders(
+            Schedule("stuck", 2, 1, 1, "loop", send_latency=2), [[Action(Phase.B, 0, 0)], [Action(Phase.F, 0, 0)]]
+        )
 
 
 def test_a_table_of_too_many_cells_is_refused_before_it_is_made():
@@ -178,8 +167,7 @@ def test_lock_step_is_never_faster_than_dependencies(schedule, times, link):
 @given(made())
 def test_order_of_each_stage_gives_the_table_back_or_a_shorter_one(schedule):
     orders = [[action for action in column if action] for column in zip(*schedule.table, strict=True)]
-    sizes = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks, schedule.placement)
-    again = from_orders(schedule.name, *sizes, orders, fused_backward=schedule.fused_backward)
+    again = from_orders(dataclasses.replace(schedule, table=()), orders)
     assert again.num_ticks <= schedule.num_ticks
 
 
@@ -196,7 +184,7 @@ def test_part_and_place_are_inverse(schedule):
 @checked
 @given(made())
 def test_held_chunks_until_b_are_never_more_than_until_w(schedule):
-    for until_b, until_w in zip(held_chunks(schedule, "B"), held_chunks(schedule, "W"), strict=True):
+    for until_b, until_w in zip(held_chunks(schedule, Phase.B), held_chunks(schedule), strict=True):
         assert all(b <= w for b, w in zip(until_b, until_w, strict=True))
     # The last action of the last tick holds its own chunk still.
     assert sum(held_chunks(schedule)[-1]) == sum(action is not None for action in schedule.table[-1])
@@ -331,7 +319,7 @@ def test_doubled_action_is_named_with_both_ticks(schedule):
 def test_action_shifted_before_what_it_needs_is_named(schedule):
     """Each action is run at the very tick of an input: its own entry and the input's are swapped, or the rows shift."""
     for tick, stage, action in entries_of(schedule):
-        for source, needed in schedules._inputs(schedule, stage, action):
+        for source, needed in schedule.inputs(stage, action):
             arrives = next(t for t, s, a in entries_of(schedule) if (s, a) == (source, needed))
             if source == stage:
                 swapped = changed(schedule, {(tick, stage): needed, (arrives, stage): action})
@@ -349,7 +337,7 @@ def test_swapped_chunk_is_named(name):
     for tick, stage, action in entries_of(schedule):
         other = action._replace(chunk=1 - action.chunk)
         with pytest.raises(
-            ConfigError, match=rf"stage {stage}: {other.kind} of micro-batch {other.microbatch}, chunk "
+            ConfigError, match=rf"stage {stage}: {other.phase.name} of micro-batch {other.microbatch}, chunk "
         ):
             validate(changed(schedule, {(tick, stage): other}))
 
@@ -358,7 +346,7 @@ def test_swapped_chunk_is_named(name):
 def test_wrong_micro_batch_is_named(schedule):
     for tick, stage, action in entries_of(schedule):
         with pytest.raises(
-            ConfigError, match=rf"stage {stage}: {action.kind} of micro-batch \d+, chunk {action.chunk}"
+            ConfigError, match=rf"stage {stage}: {action.phase.name} of micro-batch \d+, chunk {action.chunk}"
         ):
             validate(changed(schedule, {(tick, stage): action._replace(microbatch=(action.microbatch + 1) % 4)}))
         with pytest.raises(ConfigError, match=f"tick {tick}, stage {stage}: .*micro-batch 4 is out of range"):
@@ -375,12 +363,12 @@ def test_table_of_other_sizes_is_named(schedule):
         validate(dataclasses.replace(schedule, num_microbatches=5))
 
 
-def test_unknown_kind_and_chunk_out_of_range_are_named():
+def test_unknown_phase_and_chunk_out_of_range_are_named():
     schedule = make_schedule("1f1b", 2, 2)
-    with pytest.raises(ConfigError, match="tick 0, stage 0: X of micro-batch 0, chunk 0: unknown kind"):
-        validate(changed(schedule, {(0, 0): Action("X", 0, 0)}))
+    with pytest.raises(ConfigError, match=r"tick 0, stage 0: 'F': an action has a phase. Use Phase.F"):
+        validate(changed(schedule, {(0, 0): Action("F", 0, 0)}))
     with pytest.raises(ConfigError, match="tick 0, stage 0: F of micro-batch 0, chunk 1: chunk 1 is out of range"):
-        validate(changed(schedule, {(0, 0): Action("F", 0, 1)}))
+        validate(changed(schedule, {(0, 0): Action(Phase.F, 0, 1)}))
 
 
 def test_fused_backward_means_that_w_follows_its_b():
@@ -394,24 +382,25 @@ def test_fused_backward_means_that_w_follows_its_b():
 
 def test_deadlocked_orders_say_which_stage_waits_for_what():
     def order(cells):
-        return [schedules._parse_cell(cell, "") for cell in cells.split()]
+        return [parse_cell(cell, "") for cell in cells.split()]
 
+    mine = Schedule("mine", 2, 2, 1, "loop")
     first, last = "F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1"
-    assert from_orders("mine", 2, 2, 1, "loop", [order(first), order(last)]).num_ticks == 8
+    assert from_orders(mine, [order(first), order(last)]).num_ticks == 8
     with pytest.raises(
         ConfigError,
         match=r"tick 1: deadlock: .*stage 0 with B of micro-batch 0, chunk 0 waits for B of micro-batch 0, chunk 0 of"
         " stage 1; stage 1 with F of micro-batch 1, chunk 0 waits for F of micro-batch 1, chunk 0 of stage 0",
     ):
-        from_orders("mine", 2, 2, 1, "loop", [order("F0 B0 W0 F1 B1 W1"), order("F1 B1 W1 F0 B0 W0")])
+        from_orders(mine, [order("F0 B0 W0 F1 B1 W1"), order("F1 B1 W1 F0 B0 W0")])
     with pytest.raises(ConfigError, match="stage 1, position 0 of its order: F of micro-batch 7"):
-        from_orders("mine", 2, 2, 1, "loop", [order(first), order("F7")])
+        from_orders(mine, [order(first), order("F7")])
     with pytest.raises(ConfigError, match="1 orders"):
-        from_orders("mine", 2, 2, 1, "loop", [order(first)])
+        from_orders(mine, [order(first)])
     with pytest.raises(ConfigError, match="stage 1: F of micro-batch 0, chunk 0 is missing"):
-        from_orders("mine", 2, 1, 1, "loop", [order("F0"), []])
+        from_orders(dataclasses.replace(mine, num_microbatches=1), [order("F0"), []])
     with pytest.raises(ConfigError, match=r"stage 0: F of micro-batch 0, chunk 0: .*already"):
-        from_orders("mine", 1, 1, 1, "loop", [order("F0 F0 B0 W0")])
+        from_orders(Schedule("mine", 1, 1, 1, "loop"), [order("F0 F0 B0 W0")])
 
 
 def test_asking_for_what_cannot_be_made():
@@ -429,10 +418,10 @@ def test_asking_for_what_cannot_be_made():
         validate(dataclasses.replace(make_schedule("1f1b", 1, 1), placement="v"))
     with pytest.raises(ConfigError, match="no placement of that name"):
         validate(dataclasses.replace(make_schedule("1f1b", 1, 1), placement="ring"))
-    with pytest.raises(ConfigError, match="until 'F'"):
-        in_flight(make_schedule("1f1b", 1, 1), until="F")
-    assert [default_chunks(name) for name in NAMES] == [1, 1, 2, 1, 2, 2, 2]
-    assert {name for name in NAMES if placement_of(name) == "v"} == {"zb-v", "v-half", "v-min"}
+    with pytest.raises(ConfigError, match=r"until <Phase\.F"):
+        in_flight(make_schedule("1f1b", 1, 1), until=Phase.F)
+    assert [kind.chunks for kind in SCHEDULES.values()] == [1, 1, 2, 1, 2, 2, 2]
+    assert {name for name, kind in SCHEDULES.items() if kind.placement == "v"} == {"zb-v", "v-half", "v-min"}
 
 
 # ----------------------------------------------------------------------------------------------------------- simulation
@@ -444,10 +433,10 @@ def test_lock_step_trap_of_a_backward_of_two_units():
     assert simulate(split).makespan == 57
     # The same order of F and B with the weight gradients, here free, out of the way at the end.
     orders = [
-        [action for action in column if action and action.kind != "W"] + [Action("W", m, 0) for m in range(16)]
+        [action for action in column if action and action.phase != Phase.W] + [Action(Phase.W, m, 0) for m in range(16)]
         for column in zip(*split.table, strict=True)
     ]
-    whole = from_orders("whole backward", 4, 16, 1, "loop", orders)
+    whole = from_orders(Schedule("whole backward", 4, 16, 1, "loop"), orders)
     assert simulate(whole, Costs(1, 2, 0), waiting="dependencies").makespan == 57
     assert simulate(whole, Costs(1, 2, 0), waiting="ticks").makespan == 72
 
@@ -508,7 +497,7 @@ def test_a_table_written_by_hand(tmp_path):
     path.write_text("# a V of one stage\nname=mine placement=v\n0: F0 f0 b0 w0 B0 W0  # turn, then back\n")
     schedule = load(path)
     assert (schedule.name, schedule.placement, schedule.num_chunks, schedule.num_microbatches) == ("mine", "v", 2, 1)
-    assert schedule.table[1] == (Action("F", 0, 1),)
+    assert schedule.table[1] == (Action(Phase.F, 0, 1),)
     assert parse("F0 F0:1 B0:1 W0:1 B0 W0") == dataclasses.replace(schedule, name="table", placement="loop")
     assert parse("F0 F0:1 F0:2 B0:2 W0:2 b0 w0 B0 W0").num_chunks == 3
 
@@ -573,18 +562,21 @@ def test_layers_left_over_go_to_the_middle():
             divide_layers(*arguments)
 
 
-def test_schedules_import_no_jax():
-    tree = ast.parse(Path(schedules.__file__).read_text(encoding="utf-8"))
+PIPELINE, WITHOUT_JAX = "jaxdist.parallel.pipeline", ("schedules", "builders", "simulate", "text", "lowering")
+
+
+@pytest.mark.parametrize("module", WITHOUT_JAX)
+def test_schedules_import_no_jax(module):
+    tree = ast.parse(Path(schedules.__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
     imported = {
         name
         for node in ast.walk(tree)
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module])
     }
-    assert {name.split(".")[0] for name in imported if not name.startswith("jaxdist")} <= {
-        *("collections", "dataclasses", "functools", "itertools", "math", "numpy", "pathlib", "re", "typing")
-    }
-    assert {name for name in imported if name.startswith("jaxdist")} == {"jaxdist.errors", "jaxdist.files"}
+    ours = {name for name in imported if name.startswith("jaxdist")}
+    assert {name.split(".")[0] for name in imported - ours} <= sys.stdlib_module_names | {"numpy"}
+    assert ours <= {"jaxdist.errors", "jaxdist.files", *(f"{PIPELINE}.{name}" for name in WITHOUT_JAX)}
 
 
 # ------------------------------------------------------------------------------------------------------------- program

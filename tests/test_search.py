@@ -14,8 +14,9 @@ from jaxdist.errors import ConfigError, divisors
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AVAILABLE_AXES, MeshShape, make_abstract_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
-from jaxdist.parallel.pipeline.executor import lower, senders_of
-from jaxdist.parallel.pipeline.schedules import NAMES, SCHEDULES, Costs, make_schedule, simulate
+from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, make_schedule
+from jaxdist.parallel.pipeline.lowering import lower, senders_of
+from jaxdist.parallel.pipeline.simulate import Costs, simulate
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import ROWS, OneRank, layer_memory, work_of
 from jaxdist.plan.program_memory import (
@@ -69,39 +70,39 @@ def chunks_of(name: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_schedule_facts_are_those_of_the_table(name):
-    for hop, stages, chunks in itertools.product((1, 2), (2, 3, 4, 6), chunks_of(name)):
-        if hop == 2 and (stages in (2, 6) or chunks == 3):
+    for send_latency, stages, chunks in itertools.product((1, 2), (2, 3, 4, 6), chunks_of(name)):
+        if send_latency == 2 and (stages in (2, 6) or chunks == 3):
             continue
         for microbatches in (1, 2, stages, 2 * stages + 1):
-            schedule = make_schedule(name, stages, microbatches, chunks, hop)
+            schedule = make_schedule(name, stages, microbatches, chunks, send_latency)
             facts, lowered = table_facts(schedule), lower(schedule)
             senders = senders_of(lowered.instructions).values()
             assert facts == ScheduleFacts(
                 num_ticks=schedule.num_ticks,
                 span=simulate(schedule).makespan,
                 recompute_span=simulate(schedule, Costs(1, 2, 1)).makespan,
-                sends=sum((which > 0).sum() if hop == 1 else schedule.num_ticks for _, which in senders),
+                sends=sum((which > 0).sum() if send_latency == 1 else schedule.num_ticks for _, which in senders),
                 num_messages=lowered.num_messages,
-                num_until_b=lowered.num_until_b,
-                num_until_w=lowered.num_until_w,
-                num_handed=lowered.num_handed,
+                num_b_residuals=lowered.num_b_residuals,
+                num_w_residuals=lowered.num_w_residuals,
+                num_b_to_w=lowered.num_b_to_w,
                 work=microbatches * chunks,
             )
             assert math.isclose(facts.bubble, simulate(schedule).idle_over_ideal, abs_tol=1e-12)
-            ticks, placement = ticks_of(name, stages, microbatches, chunks, hop)
-            assert facts_of(ticks, stages, placement, hop) == facts
+            ticks, placement = ticks_of(name, stages, microbatches, chunks, send_latency)
+            assert facts_of(ticks, stages, placement, send_latency) == facts
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_many_micro_batches_extend_linearly(name):
-    for hop, stages, chunks in itertools.product((1, 2), (2, 3, 4, 5), chunks_of(name)):
-        if hop == 2 and (stages in (2, 5) or chunks == 3):
+    for send_latency, stages, chunks in itertools.product((1, 2), (2, 3, 4, 5), chunks_of(name)):
+        if send_latency == 2 and (stages in (2, 5) or chunks == 3):
             continue
         for microbatches in (4 * stages + 1, 5 * stages, 7 * stages - 1):
-            direct = dataclasses.asdict(table_facts(make_schedule(name, stages, microbatches, chunks, hop)))
-            extended = dataclasses.asdict(schedule_facts(name, stages, microbatches, chunks, hop))
-            loose = {"recompute_span": 0.03 if hop == 1 else 0.04}
-            if hop == 2 and name in ("v-half", "v-min"):
+            direct = dataclasses.asdict(table_facts(make_schedule(name, stages, microbatches, chunks, send_latency)))
+            extended = dataclasses.asdict(schedule_facts(name, stages, microbatches, chunks, send_latency))
+            loose = {"recompute_span": 0.03 if send_latency == 1 else 0.04}
+            if send_latency == 2 and name in ("v-half", "v-min"):
                 loose |= dict.fromkeys(("num_ticks", "span", "sends"), 0.07)
             for field, error in loose.items():
                 assert extended.pop(field) == pytest.approx(direct.pop(field), rel=error)
@@ -247,7 +248,7 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
         sends = sum((which > 0).sum() for _, which in senders_of(lower(schedule).instructions).values())
         span = simulate(schedule, Costs(1, 2, 1)).makespan
         bubble = span / (4 * micro) - 1 if name == "recompute" else simulate(schedule).idle_over_ideal
-        table = {"bubble": bubble, "sends": (2 * schedule.num_ticks if schedule.hop == 2 else sends) / micro}
+        table = {"bubble": bubble, "sends": (2 * schedule.num_ticks if schedule.send_latency == 2 else sends) / micro}
     by_hand = dataclasses.replace(
         layout,
         **{axis: getattr(shape, axis) for axis in AVAILABLE_AXES},
@@ -435,8 +436,8 @@ def test_each_phase_holds_what_it_is_said_to_hold():
     found, number, config = memory_of("pp=2", 64, remat="every-2", microbatches=2, schedule="zb-h1")
     slots, x = lower(config.parallel.pipeline), 32 * 64 * 256 * 2
     kept = layer_memory(OneRank(config.model, 1, ROWS, PrecisionConfig("bfloat16"), attention="xla"))
-    layer = 32 * (kept.handed + kept.until_w)
-    assert found.activations == (2 * slots.num_until_b + slots.num_messages) * x + 3 * slots.num_handed * layer
+    layer = 32 * (kept.b_to_w + kept.w_residuals)
+    assert found.activations == (2 * slots.num_b_residuals + slots.num_messages) * x + 3 * slots.num_b_to_w * layer
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -475,7 +476,11 @@ def test_what_a_layer_keeps_is_what_the_trace_keeps(dtype, tp, sp):
         config = RunConfig(model, parallel, precision=PrecisionConfig(dtype), batch_size=4)
         _, trace = traced(config)
         lowered = lower(parallel.pipeline)
-        slots = {"until_b": lowered.num_until_b, "until_w": lowered.num_until_w, "handed": lowered.num_handed}
+        slots = {
+            "b_residuals": lowered.num_b_residuals,
+            "w_residuals": lowered.num_w_residuals,
+            "b_to_w": lowered.num_b_to_w,
+        }
         for eqn, *_ in equations(trace.jaxpr):
             if (name := eqn.params.get("name")) in slots:
                 kept = size_of(eqn.outvars) / slots[name] / 2

@@ -14,6 +14,7 @@ from rich.console import Console
 from jaxdist.config import RunConfig
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline import executor as pipeline
+from jaxdist.parallel.pipeline.schedules import Phase
 from jaxdist.plan.proof.compile import CompiledStep, compile_step
 from jaxdist.runtime.devices import acquire_devices
 
@@ -26,7 +27,7 @@ STAGES = 4
 SCHEDULES = ("1f1b", "zb-h1")
 LOOPS, GUARDED, BRANCHES = "loops", "loops, each in a conditional that may do nothing", "one switch over the actions"
 
-act, loop = pipeline._Runner.act, pipeline._Runner.loop
+run_action, loop = pipeline._Runner.run_action, pipeline._Runner.loop
 
 
 def guarded(self, name: str, times, body: Callable, carry, reverse: bool = False):
@@ -34,16 +35,16 @@ def guarded(self, name: str, times, body: Callable, carry, reverse: bool = False
 
 
 def branches(self, seed, state, row):
-    """A tick as one `lax.switch`: what kind of action it has, each branch knows."""
+    """A tick as one `lax.switch`: each branch knows the phase it runs."""
 
-    def branch(kind: int):
-        return lambda state: act(self, seed, state, row._replace(kind=comm.varying_like(jnp.int32(kind), row.kind)))
+    def branch(phase: int):
+        known = row._replace(phase=comm.varying_like(jnp.int32(phase), row.phase))
+        return lambda state: run_action(self, seed, state, known)
 
-    kinds = (pipeline.IDLE, pipeline.FORWARD, pipeline.INPUT_GRADIENT, pipeline.WEIGHT_GRADIENT)
-    return tuple(lax.switch(row.kind, list(map(branch, kinds)), state))
+    return tuple(lax.switch(row.phase, list(map(branch, (0, *Phase))), state))
 
 
-FORMS = {LOOPS: {"act": act}, GUARDED: {"loop": guarded}, BRANCHES: {"act": branches}}
+FORMS = {LOOPS: {"run_action": run_action}, GUARDED: {"loop": guarded}, BRANCHES: {"run_action": branches}}
 
 
 def bench_branches(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from jaxdist.config import RunConfig
+from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.pipeline.executor import pipeline
-from jaxdist.parallel.pipeline.schedules import make_schedule
 from jaxdist.runtime.devices import acquire_devices
 
 from .flags import BenchFlags

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
-from jaxdist.parallel.pipeline.executor import BUFFERS
-from jaxdist.parallel.pipeline.schedules import in_flight, simulate
+from jaxdist.parallel.pipeline.buffers import Buffer
+from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.proof.trace import named_bytes
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program, compiled_bytes
@@ -54,7 +54,7 @@ def bench_pipeline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
             "ticks": table.num_ticks,
             "idle_share": simulate(table).idle_share,
             "in_flight": max(in_flight(table)) / table.num_chunks,
-            "buffer_bytes": sum(named_bytes(traced.jaxpr, BUFFERS).values()),
+            "buffer_bytes": sum(named_bytes(traced.jaxpr, tuple(Buffer)).values()),
             "compiled_bytes": compiled_bytes(compiled).temporaries,
             "compile_seconds": seconds,
         }

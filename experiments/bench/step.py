@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
-from jaxdist.parallel.pipeline.schedules import NAMES
+from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.parallel.reduce import reduce_gradients
 from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.proof.trace_memory import step_memory

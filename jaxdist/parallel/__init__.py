@@ -4,7 +4,7 @@
 halving-doubling written by hand from `ppermute`. `tensor`: the two places a block meets tensor parallelism, and the
 vocabulary-parallel embedding and loss. `rings`: matmuls whose gather or scatter over tp travels meanwhile.
 `zero`, `grouping`, `reduce`: the gradient rule over a `jaxdist.layout.Layout`.
-`pipeline`: schedules as tables (`schedules`, no JAX), and the executor that runs any of them.
+`pipeline`: schedules as tables (no JAX), and the executor that runs any of them.
 
 Names are imported when first used, so that `jaxdist.parallel.pipeline.schedules` needs no JAX.
 """
@@ -26,10 +26,11 @@ EXPORTS = {
         "size",
         "varying",
     ),
+    "pipeline.builders": ("make_schedule",),
     "pipeline.executor": ("Stages", "pipeline_gradients", "pipeline_loss"),
     "reduce": ("reduce_gradients",),
     "rings": ("gather_matmul", "matmul_scatter"),
-    "pipeline.schedules": ("Action", "Schedule", "make_schedule"),
+    "pipeline.schedules": ("Action", "Phase", "Schedule"),
     "tensor": (
         "cross_entropy_in_chunks",
         "enter",

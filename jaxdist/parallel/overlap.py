@@ -25,7 +25,8 @@ from jax import lax
 
 from jaxdist.compat import type_of, varying_axes
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.pipeline.executor import Stages, add, pick
+from jaxdist.parallel.pipeline.buffers import add, pick
+from jaxdist.parallel.pipeline.executor import Stages
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, pruned, split_layer
 
 
@@ -154,8 +155,8 @@ class OverlappedBackward:
                 return jax.vjp(lambda weights, x: again(weights, index, x=x), weights, x)[1](dy)
 
             return pruned(pull, weights, kept, dy)
-        dx, handed = split.input_gradient(weights, index, *kept, dy)
-        return split.weight_gradient(weights, index, kept[1], handed), dx
+        dx, b_to_w = split.input_gradient(weights, index, *kept, dy)
+        return split.weight_gradient(weights, index, kept[1], b_to_w), dx
 
     def step(self, split, carry: _Carry, index, kept, *, is_first: bool = False, is_last: bool = False) -> _Carry:
         """Backward of one layer. The model's first has nothing left to gather, its last nothing to reduce yet."""

@@ -221,7 +221,7 @@ def _forward_and_backward(function: Callable, types: list) -> tuple[ClosedJaxpr,
 
 
 def _read_by_w(split: SplitLayer, weights) -> frozenset[str]:
-    types = jax.tree.map(type_of, weights), type_of(jnp.int32(0)), list(split.until_w), list(split.handed)
+    types = jax.tree.map(type_of, weights), type_of(jnp.int32(0)), split.w_residuals, split.b_to_w
     closed = flat(jax.make_jaxpr(split.weight_gradient)(*types))
     return _read(needed_for(closed.jaxpr.outvars, closed.jaxpr.eqns), closed.jaxpr.invars, weights)
 
@@ -260,14 +260,14 @@ Envelope = tuple[tuple[float, float], ...]  # (bytes, bytes a row) of each momen
 
 class LayerMemory(NamedTuple):
     """Bytes of one sequence on one rank: what a layer passes on; what it keeps from forward to backward; in a pipeline
-    what F leaves until B, F until W, and B hands to W (`jaxdist.parallel.pipeline.split_backward`). Then what a layer's
+    what F saves for B, F for W, and B for W (`jaxdist.parallel.pipeline.split_backward`). Then what a layer's
     backward needs besides, with what forward kept at hand (`backward`) and where it runs again (`again`)."""
 
     x: float
     scan: float
-    until_b: float
-    until_w: float
-    handed: float
+    b_residuals: float
+    w_residuals: float
+    b_to_w: float
     backward: Envelope
     again: Envelope
 
@@ -284,7 +284,7 @@ def layer_memory(rank: OneRank) -> LayerMemory:
         given = set(forward.jaxpr.invars[: len(jax.tree.leaves(parts.weights))])
         residuals = [v for v in dict.fromkeys(variables(forward.jaxpr.outvars[1:])) if v not in given]
         split = parts.split()
-        buffers = [type_of(parts.x)], [v.aval for v in residuals], split.until_b, split.until_w, split.handed
+        buffers = [type_of(parts.x)], [v.aval for v in residuals], split.b_residuals, split.w_residuals, split.b_to_w
         sizes = (_num_bytes(avals) / ROWS for avals in buffers)
         runs_again = None if rank.selective else _of_a_loop(_forward_and_backward(again, types)[1], compiler)
         return LayerMemory(*sizes, _of_a_loop(backward, compiler), runs_again)

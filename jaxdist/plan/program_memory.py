@@ -96,9 +96,9 @@ class LayerColumns(NamedTuple):
 
     x: np.ndarray
     scan: np.ndarray
-    until_b: np.ndarray
-    until_w: np.ndarray
-    handed: np.ndarray
+    b_residuals: np.ndarray
+    w_residuals: np.ndarray
+    b_to_w: np.ndarray
     backward: np.ndarray
     again: np.ndarray
     loss: np.ndarray
@@ -156,17 +156,18 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     # ---- kept for backward
     fetched = sharded & (c.zero >= 2)
 
-    x, one, until_b, until_w, handed, backward, run_again, loss = layer_columns(config, layouts, attention)
+    x, one, b_residuals, w_residuals, b_to_w, backward, run_again, loss = layer_columns(config, layouts, attention)
     gathered = np.where(c.keep == 1, e.layer, np.where(fetched & (c.zero == 3), e.vectors, 0))
     one = one + itemsize * gathered  # of ZeRO-3
     every = np.maximum(c.every, 1)
     overlapped = (c.overlap == 1) & ~pipelined
-    one = np.where(overlapped, until_b + until_w, one)
+    one = np.where(overlapped, b_residuals + w_residuals, one)
     scanned = np.where(c.every > 0, model.num_blocks / every * x, model.num_blocks * one)
     buffers = np.where(
         c.every > 0,
-        table.num_until_b * -(-table.depth // every) * x + table.num_handed * table.depth * (handed + until_w),
-        table.depth * (table.num_until_b * until_b + table.num_until_w * until_w + table.num_handed * handed),
+        table.num_b_residuals * -(-table.depth // every) * x + table.num_b_to_w * table.depth * (b_to_w + w_residuals),
+        table.depth
+        * (table.num_b_residuals * b_residuals + table.num_w_residuals * w_residuals + table.num_b_to_w * b_to_w),
     )
     # With overlap the last micro-batch is a program of its own, and compilers keep its buffers beside the others'.
     scanned = scanned * np.where(overlapped & (c.accumulate > 1), 2, 1)
@@ -190,10 +191,10 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     # ---- one layer's backward: what is between its matmuls, and slices of what is stacked
     layer = np.where(c.every > 0, run_again, backward)
     again = np.where((c.every > 1) & ~pipelined, c.every * one, 0)
-    scratch = np.where(pipelined & (c.every > 0), c.every * (until_b + until_w), 0)
+    scratch = np.where(pipelined & (c.every > 0), c.every * (b_residuals + w_residuals), 0)
     layer = layer + np.where(fetched, itemsize * e.layer + wide * e.largest, 0)
     layer = layer + np.where(
-        overlapped, np.where(c.zero == 3, itemsize * e.layer, 0) + np.where(c.every == 0, handed, 0), 0
+        overlapped, np.where(c.zero == 3, itemsize * e.layer, 0) + np.where(c.every == 0, b_to_w, 0), 0
     )
     embedding = itemsize * e.used_embed * pipelined
 

@@ -13,8 +13,8 @@ from functools import cache
 
 import numpy as np
 
-from jaxdist.parallel.pipeline import schedules
-from jaxdist.parallel.pipeline.schedules import KINDS, Schedule
+from jaxdist.parallel.pipeline.builders import recipe
+from jaxdist.parallel.pipeline.schedules import Schedule
 
 NEVER = 1 << 30
 SPAN_COSTS = np.array([1, 2, 1])  # ticks' time of F, B and W where B runs the forward again
@@ -33,9 +33,9 @@ class ScheduleFacts:
     recompute_span: int
     sends: int
     num_messages: int
-    num_until_b: int
-    num_until_w: int
-    num_handed: int
+    num_b_residuals: int
+    num_w_residuals: int
+    num_b_to_w: int
     work: int
 
     @property
@@ -50,18 +50,20 @@ class ScheduleFacts:
 
 
 @cache
-def schedule_facts(name: str, num_stages: int, num_microbatches: int, num_chunks: int, hop: int = 1) -> ScheduleFacts:
+def schedule_facts(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int = 1
+) -> ScheduleFacts:
     """Of a named schedule. From four rounds of the stages on, extended linearly from two smaller tables.
 
     From there on every S micro-batches add the same, but for `recompute_span`, which is then off by up to 3 % (4 %
-    with hop 2), and the times of v-half and v-min with hop 2, off by up to 7 %.
+    with send_latency 2), and the times of v-half and v-min with send_latency 2, off by up to 7 %.
     """
     if num_microbatches <= 4 * num_stages:
-        ticks, placement = ticks_of(name, num_stages, num_microbatches, num_chunks, hop)
-        return facts_of(ticks, num_stages, placement, hop)
+        ticks, placement = ticks_of(name, num_stages, num_microbatches, num_chunks, send_latency)
+        return facts_of(ticks, num_stages, placement, send_latency)
     base = 3 * num_stages + num_microbatches % num_stages
     rounds = (num_microbatches - base) // num_stages
-    low, high = (schedule_facts(name, num_stages, base - n * num_stages, num_chunks, hop) for n in (1, 0))
+    low, high = (schedule_facts(name, num_stages, base - n * num_stages, num_chunks, send_latency) for n in (1, 0))
     return ScheduleFacts(
         **{
             field.name: getattr(high, field.name) + rounds * (getattr(high, field.name) - getattr(low, field.name))
@@ -76,8 +78,8 @@ def table_facts(schedule: Schedule) -> ScheduleFacts:
     for tick, row in enumerate(schedule.table):
         for stage, action in enumerate(row):
             if action is not None:
-                ticks[KINDS.index(action.kind), action.microbatch, schedule.part(stage, action.chunk)] = tick
-    return facts_of(ticks, schedule.num_stages, schedule.placement, schedule.hop)
+                ticks[action.phase - 1, action.microbatch, schedule.part(stage, action.chunk)] = tick
+    return facts_of(ticks, schedule.num_stages, schedule.placement, schedule.send_latency)
 
 
 def stage_of(num_stages: int, num_parts: int, placement: str) -> np.ndarray:
@@ -86,7 +88,7 @@ def stage_of(num_stages: int, num_parts: int, placement: str) -> np.ndarray:
     return np.where((placement == "v") & (chunk == 1), num_stages - 1 - stage, stage)
 
 
-def facts_of(ticks: np.ndarray, num_stages: int, placement: str, hop: int = 1) -> ScheduleFacts:
+def facts_of(ticks: np.ndarray, num_stages: int, placement: str, send_latency: int = 1) -> ScheduleFacts:
     """ticks[kind, micro-batch, part]: when each action runs."""
     _, num_microbatches, num_parts = ticks.shape
     f, b, w = ticks
@@ -110,31 +112,31 @@ def facts_of(ticks: np.ndarray, num_stages: int, placement: str, hop: int = 1) -
     back = (way == num_stages - 1) & ~onward
 
     def span(costs) -> int:
-        """As `schedules.simulate` in lock-step, with links that take no time."""
+        """As `simulate` in lock-step, with links that take no time."""
         table = np.zeros((num_ticks, num_stages), int)
         for kind, cost in enumerate(costs):
             table[ticks[kind], stages] = cost
         start = end = np.zeros(num_stages, int)
         for row in table:
-            others = end if hop == 1 else start
+            others = end if send_latency == 1 else start
             both = np.concatenate([others[-1:], others, others[:1]])
             start = np.maximum(np.maximum(both[:-2], both[2:]), end)
             end = start + row
         return int(end.max())
 
-    if hop == 1:
+    if send_latency == 1:
         sends = len(np.unique(sent[onward])) + len(np.unique(sent[back]))
     else:
         sends = num_ticks * (int(onward.any()) + int(back.any()))
     return ScheduleFacts(
         num_ticks=num_ticks,
-        span=num_ticks if hop == 1 else span((1, 1, 1)),
+        span=num_ticks if send_latency == 1 else span((1, 1, 1)),
         recompute_span=span(SPAN_COSTS),
         sends=sends,
-        num_messages=most(sent + np.where(sender == receiver, 1, hop), used, receiver),
-        num_until_b=most(f, b, stages),
-        num_until_w=most(f, w, stages),
-        num_handed=most(b, w, stages),
+        num_messages=most(sent + np.where(sender == receiver, 1, send_latency), used, receiver),
+        num_b_residuals=most(f, b, stages),
+        num_w_residuals=most(f, w, stages),
+        num_b_to_w=most(b, w, stages),
         work=num_microbatches * (num_parts // num_stages),
     )
 
@@ -143,32 +145,32 @@ def facts_of(ticks: np.ndarray, num_stages: int, placement: str, hop: int = 1) -
 
 
 def ticks_of(
-    name: str, num_stages: int, num_microbatches: int, num_chunks: int, hop: int = 1
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int = 1
 ) -> tuple[np.ndarray, str]:
     """(ticks[kind, micro-batch, part], placement) of a named schedule: those of `make_schedule`."""
-    recipe = schedules.recipe(name, num_stages, num_microbatches, num_chunks, hop)
-    run = _Run(num_stages, num_microbatches, recipe.num_chunks, recipe.placement, recipe.orders, hop)
-    return (run.fused() if recipe.fused_backward else run.filled(recipe.limit, recipe.run_ahead)), recipe.placement
+    empty, (orders, limit, run_ahead) = recipe(name, num_stages, num_microbatches, num_chunks, send_latency)
+    run = _Run(num_stages, num_microbatches, num_chunks, empty.placement, orders, send_latency)
+    return (run.fused() if limit is None else run.filled(limit, run_ahead)), empty.placement
 
 
 class _Run:
     """Stages that go through their orders, a tick at a time; `ticks` is flat, with one entry that is always there."""
 
-    def __init__(self, num_stages, num_microbatches, num_chunks, placement, orders, hop):
-        self.num_stages, self.num_microbatches, self.hop = num_stages, num_microbatches, hop
+    def __init__(self, num_stages, num_microbatches, num_chunks, placement, orders, send_latency):
+        self.num_stages, self.num_microbatches, self.send_latency = num_stages, num_microbatches, send_latency
         self.num_parts = num_stages * num_chunks
         self.placement = placement
         self.shape = (3, num_microbatches, self.num_parts)
         self.ticks = np.full(3 * num_microbatches * self.num_parts + 1, NEVER)
-        self.ticks[-1] = -hop
+        self.ticks[-1] = -send_latency
         self.length = np.array([len(order) for order in orders])
         depth = int(self.length.max())
         self.kind, self.micro, self.chunk = (np.zeros((num_stages, depth + 1), int) for _ in range(3))
         for stage, order in enumerate(orders):
             n = len(order)
-            self.kind[stage, :n] = ["FBW".index(action[0]) for action in order]
-            self.micro[stage, :n] = [action[1] for action in order]
-            self.chunk[stage, :n] = [action[2] for action in order]
+            self.kind[stage, :n] = [action.phase - 1 for action in order]
+            self.micro[stage, :n] = [action.microbatch for action in order]
+            self.chunk[stage, :n] = [action.chunk for action in order]
         self.every = np.arange(num_stages)
         self.part = self.part_of(self.every[:, None], self.chunk)
         self.stages = stage_of(num_stages, self.num_parts, placement)
@@ -183,19 +185,19 @@ class _Run:
     def needs(self, kind, micro, part, fused: bool):
         """Two entries that an action waits for (the last entry where there is nothing), each with the ticks from it on.
 
-        As in `schedules._earliest`.
+        As in `Schedule.earliest`.
         """
         nothing = len(self.ticks) - 1
         stage = self.stages[part]
 
-        def wait(other, hop):
-            return np.where(self.stages[other.clip(0, self.num_parts - 1)] == stage, 1, hop)
+        def wait(other, send_latency):
+            return np.where(self.stages[other.clip(0, self.num_parts - 1)] == stage, 1, send_latency)
 
         before = np.where(part > 0, self.at(0, micro, part - 1), nothing)
         own = np.where(kind == 1, self.at(0, micro, part), self.at(1, micro, part))
         after = np.where(part < self.num_parts - 1, self.at(2 if fused else 1, micro, part + 1), nothing)
-        first = np.where(kind == 0, before, own), np.where(kind == 0, wait(part - 1, self.hop), 1)
-        return first, (np.where(kind == 1, after, nothing), wait(part + 1, max(1, self.hop - fused)))
+        first = np.where(kind == 0, before, own), np.where(kind == 0, wait(part - 1, self.send_latency), 1)
+        return first, (np.where(kind == 1, after, nothing), wait(part + 1, max(1, self.send_latency - fused)))
 
     def ready(self, needs, here, tick: int):
         """Whether what an action waits for is there."""
@@ -215,7 +217,7 @@ class _Run:
         return self.ticks[:-1].reshape(self.shape)
 
     def filled(self, limit: int, run_ahead: bool) -> np.ndarray:
-        """As `schedules._fill`: F and B in order, W where neither can run, early forwards where they may."""
+        """As `builders._fill`: F and B in order, W where neither can run, early forwards where they may."""
         own = self.at(self.kind, self.micro, self.part)
         needs = self.needs(self.kind, self.micro, self.part, fused=False)
         position, forwards, held, paid, owes = (np.zeros(self.num_stages, int) for _ in range(5))

@@ -20,7 +20,8 @@ from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AVAILABLE_AXES, AXES, MeshShape
 from jaxdist.models.base import Model
-from jaxdist.parallel.pipeline.schedules import NAMES, SCHEDULES, divide_layers
+from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
+from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes
@@ -39,7 +40,7 @@ OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the 
 class Candidates:
     """Layouts as integer columns of one length.
 
-    keep: ZeRO-3 without dropping weights after forward. schedule: index in `schedules.NAMES`, or OWN; where pp is 1
+    keep: ZeRO-3 without dropping weights after forward. schedule: index in `builders.NAMES`, or OWN; where pp is 1
     it is that of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
     micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed.
     overlap: what a layer sends for its gradients, and for ZeRO-3's weights, travels while another computes; in a
@@ -329,9 +330,9 @@ class Pipelines:
     bubble: np.ndarray
     sends: np.ndarray
     num_messages: np.ndarray
-    num_until_b: np.ndarray
-    num_until_w: np.ndarray
-    num_handed: np.ndarray
+    num_b_residuals: np.ndarray
+    num_w_residuals: np.ndarray
+    num_b_to_w: np.ndarray
     depth: np.ndarray
     last_part: np.ndarray
 
@@ -353,7 +354,7 @@ def pipelines(config: RunConfig, layouts: Candidates) -> Pipelines:
             else:
                 facts = schedule_facts(NAMES[schedule], pp, micro, chunks, 1 + overlap)
             bubble = facts.recompute_bubble if again else facts.bubble
-            slots = (facts.num_messages, facts.num_until_b, facts.num_until_w, facts.num_handed)
+            slots = (facts.num_messages, facts.num_b_residuals, facts.num_w_residuals, facts.num_b_to_w)
             row = (bubble, facts.sends / micro, *slots)
         rows.append((*row, max(parts), parts[-1]))
     columns = np.array(rows)[index].T

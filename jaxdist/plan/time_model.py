@@ -77,7 +77,7 @@ class Layout:
 
     microbatches: of one update on one data rank, all passes together; pipeline_microbatches: of one pass (default all).
     rows: sequences of a micro-batch.
-    bubble: idle over ideal time; default (p-1)/(vm), or pass `schedules.simulate(...).idle_over_ideal`.
+    bubble: idle over ideal time; default (p-1)/(vm), or pass `simulate(...).idle_over_ideal`.
     most_layers: of the stage that has most (default ceil(L/p)); last_layers: of the stage that also has the head
         (default L/p); first_layers is for memory alone (default most_layers).
     remat: words of `jaxdist.config.ParallelConfig`. gradient_bytes: of one accumulated and reduced element.

@@ -22,7 +22,7 @@ from jaxdist.layout import Layout, Leaf
 from jaxdist.mesh import DATA_AXES, MeshShape
 from jaxdist.models.base import STACKED
 from jaxdist.parallel.grouping import group
-from jaxdist.parallel.pipeline.executor import iterations
+from jaxdist.parallel.pipeline.lowering import FROM_AFTER, FROM_BEFORE, Loop, iterations
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.plan.parts import OneRank, traffic_of
 from jaxdist.plan.proof.trace import Count, Sending, on_stages, total_sent
@@ -122,7 +122,7 @@ class _Step:
         if self.pipelined:
             once = runs_of(self.parallel.pipeline, config.part_layers)
         else:
-            once = {"embed": 1, "head": 1, "layers_forward": layers}
+            once = {Loop.EMBED: 1, Loop.HEAD: 1, Loop.LAYERS_FORWARD: layers}
         self.runs = {name: passes * times for name, times in once.items()}
         self.root = {name: part for name, part in layout.leaves.items() if name != STACKED}
         self.layer_leaves = [leaf.layer() for leaf in jax.tree.leaves(layout.leaves[STACKED])]
@@ -147,17 +147,17 @@ class _Step:
 
     def activations(self) -> list[Message]:
         """What the parts of the model send over tp, as often as each runs."""
-        every, layers, parts = self.parallel.remat_every, self.runs["layers_forward"], self.parts
+        every, layers, parts = self.parallel.remat_every, self.runs[Loop.LAYERS_FORWARD], self.parts
         # A loop over several layers that run again computes the last one's result too.
         again = parts.layer.forward if every > 1 else parts.layer.recomputed if every else ()
         found = (
-            ("embedding, forward", self.runs["embed"], parts.embed.forward),
+            ("embedding, forward", self.runs[Loop.EMBED], parts.embed.forward),
             ("layers, forward", layers, parts.layer.forward),
-            ("loss, forward", self.runs["head"], parts.loss.forward),
-            ("loss, backward", self.runs["head"], parts.loss.backward),
+            ("loss, forward", self.runs[Loop.HEAD], parts.loss.forward),
+            ("loss, backward", self.runs[Loop.HEAD], parts.loss.backward),
             ("layers, recomputed", layers, again),
             ("layers, backward", layers, parts.layer.backward),
-            ("embedding, backward", self.runs["embed"], parts.embed.backward),
+            ("embedding, backward", self.runs[Loop.EMBED], parts.embed.backward),
         )
         return [
             Message.of(purpose, each.kind, each.axes, times * each.count, each.full_bytes)
@@ -167,7 +167,7 @@ class _Step:
 
     def stages(self) -> list[Message]:
         """A micro-batch's activations (or their gradient), of the stage that sends most."""
-        ways = {"to the next": "from_before_", "to the one before": "from_after_"}  # names of `pipeline.sending`
+        ways = {"to the next": FROM_BEFORE, "to the one before": FROM_AFTER}
         return [
             Message.of(f"between stages, {name}", "permute", self.live("pp"), times, self.parts.x_bytes)
             for name, way in ways.items()
@@ -192,7 +192,7 @@ class _Step:
         """ZeRO-3's gathers where weights are used, ZeRO-2 and 3's scatters where their gradients are made."""
         if not self.layout.grads_scattered:
             return []
-        layers, parallel, messages = self.runs["layers_forward"], self.parallel, []
+        layers, parallel, messages = self.runs[Loop.LAYERS_FORWARD], self.parallel, []
         if self.layout.params_sharded:
             for name, only in self.layer_fetches():
                 times = layers - parallel.accumulate if parallel.overlap_layers and name == "backward" else layers
@@ -207,8 +207,8 @@ class _Step:
             embed, head = (
                 [leaf for leaf in jax.tree.leaves(self.root) if user in leaf.used_in] for user in ("embed", "loss")
             )
-            messages += self.gathers("weights of the embedding", embed, self.runs["embed"])
-            messages += self.gathers("weights of the head", head, self.runs["head"])
+            messages += self.gathers("weights of the embedding", embed, self.runs[Loop.EMBED])
+            messages += self.gathers("weights of the head", head, self.runs[Loop.HEAD])
         elif self.layout.params_sharded:
             messages += self.gathers("weights outside the layers", jax.tree.leaves(self.root), parallel.accumulate)
         # Together: once a micro-batch.

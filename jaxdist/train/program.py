@@ -17,7 +17,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, live_spec, local_bytes, make_layout, shardings
 from jaxdist.mesh import AXES
 from jaxdist.models.base import Batch
-from jaxdist.parallel.pipeline.executor import iterations
+from jaxdist.parallel.pipeline.lowering import iterations
 from jaxdist.plan.proof.trace import Collective, Iterations, collectives_of
 from jaxdist.train.gradients.base import ShardedModel
 from jaxdist.train.optimizer import LossScale, make_optimizer, optimizer_specs
@@ -70,7 +70,7 @@ class Program:
         return collectives_of(traced.jaxpr, self.config.parallel.mesh, self.iterations(evaluate=evaluate))
 
     def iterations(self, *, evaluate: bool = False) -> Iterations | None:
-        """How often the loops of a pipeline run, which its program does not state (`parallel.pipeline.executor`)."""
+        """How often the loops of a pipeline run, which its program does not state (`parallel.pipeline.lowering`)."""
         if self.config.parallel.mesh.pp == 1:
             return None
         return iterations(self.config.parallel.pipeline, self.config.part_layers, forward_only=evaluate)

@@ -1,9 +1,9 @@
 """A layer's backward in two parts: B, the input gradient that the stage before waits for, and W, the weight gradient.
 
-The layer is traced once with `jax.vjp`; the equations of its pullback are then divided. B is what the input gradient
-needs, W is the rest, so the two together do exactly the work of the whole backward, and a tensor-parallel psum of the
-input gradient stays in B. Values that W reads from B are *handed* over. Source: zero-bubble pipelines, arXiv
-2401.10241, section 2; here the division is made by the program, not by the module's author.
+The layer is traced once with `jax.vjp`, and the equations of its pullback are divided: B is what the input gradient
+needs, W is the rest. Together they do exactly the work of the whole backward, and a tensor-parallel psum of the input
+gradient stays in B. Source: zero-bubble pipelines, arXiv 2401.10241, section 2; here the division is derived from the
+program, not written by the module's author.
 """
 
 import math
@@ -20,143 +20,158 @@ from jaxdist.errors import ConfigError
 from jaxdist.parallel.remat import CHEAP, GATHERS, MOVES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SplitLayer:
-    """Three functions that make up layer(weights, fixed, micro, x) -> y and its gradient, on local shards.
+    """A layer(weights, fixed, micro, x) -> y and its gradient in two parts, on local shards.
 
-    forward(weights, fixed, micro, x) -> (y, until_b, until_w): what backward will need, in lists. `until_b` may be
-    dropped after B; `until_w` is read by W (and perhaps by B).
-    input_gradient(weights, fixed, until_b, until_w, dy) -> (dx, handed).
-    input_gradient_again(weights, fixed, micro, x, dy) -> (dx, handed, until_w): the same after another forward, without
-    what y alone needs; weights are fetched once for both.
-    weight_gradient(weights, fixed, until_w, handed) -> dw, in the structure of `weights`.
-    until_b, until_w, handed: types of what the lists hold. Neither what follows from weights alone (a cast, a ZeRO-3
-    gather) nor what elementwise operations make of something smaller that is kept (the steps of a GELU) is in them: B
-    and W compute it again. Only what W would have to gather for is handed over by B, where it is smaller than x.
+    program: (weights, fixed, micro, x) -> (y, *residuals). pullback: (*residuals, dy) -> (*dw, dx).
+    b_inputs, w_inputs: the residuals that B and W read: inputs of the pullback, with their variables in `program`.
+    b_saved, w_saved: variables of `program` that F saves: until B, and until W (B may read these too). Neither what
+        depends only on weights (a cast, a ZeRO-3 gather) nor elementwise results of something smaller that is saved
+        (the steps of a GELU) is among them: B and W compute it again.
+    from_b: variables of the pullback that B computes and W reads.
+    gathered: variables of `program` that B has gathered and W would gather again, if they are smaller than x.
     """
 
-    forward: Callable
-    input_gradient: Callable
-    input_gradient_again: Callable
-    weight_gradient: Callable
-    until_b: tuple[Any, ...]
-    until_w: tuple[Any, ...]
-    handed: tuple[Any, ...]
+    program: ClosedJaxpr
+    pullback: ClosedJaxpr
+    weights_tree: Any
+    b_inputs: dict
+    w_inputs: dict
+    b_saved: list
+    w_saved: list
+    from_b: list
+    gathered: list
+
+    @property
+    def b_residuals(self) -> list:
+        """Types of what F saves until B."""
+        return [v.aval for v in self.b_saved]
+
+    @property
+    def w_residuals(self) -> list:
+        """Types of what F saves until W."""
+        return [v.aval for v in self.w_saved]
+
+    @property
+    def b_to_w(self) -> list:
+        """Types of what B saves until W."""
+        return [v.aval for v in (*self.from_b, *self.gathered)]
+
+    def forward(self, weights, fixed, micro, x):
+        """(y, b_residuals, w_residuals), both in lists."""
+        outputs = [self.program.jaxpr.outvars[:1], self.b_saved, self.w_saved]
+        [y], b_residuals, w_residuals = self._run_program(outputs, (weights, fixed, micro, x))
+        return y, b_residuals, w_residuals
+
+    def input_gradient(self, weights, fixed, b_residuals, w_residuals, dy):
+        """(dx, b_to_w)."""
+        saved = zip((*self.b_saved, *self.w_saved), (*b_residuals, *w_residuals), strict=True)
+        inputs, gathered = self._run_program([self.b_inputs.values(), self.gathered], (weights, fixed), saved)
+        dx, from_b = self._run_b(inputs, dy)
+        return dx, [*from_b, *gathered]
+
+    def input_gradient_again(self, weights, fixed, micro, x, dy):
+        """(dx, b_to_w, w_residuals) after another forward, without what only y needs; weights are gathered once."""
+        outputs = [self.b_inputs.values(), self.gathered, self.w_saved]
+        inputs, gathered, w_residuals = self._run_program(outputs, (weights, fixed, micro, x))
+        dx, from_b = self._run_b(inputs, dy)
+        return dx, [*from_b, *gathered], w_residuals
+
+    def weight_gradient(self, weights, fixed, w_residuals, b_to_w):
+        """dw, in the structure of `weights`."""
+        from_b, gathered = b_to_w[: len(self.from_b)], b_to_w[len(self.from_b) :]
+        saved = zip((*self.w_saved, *self.gathered), (*w_residuals, *gathered), strict=True)
+        [inputs] = self._run_program([self.w_inputs.values()], (weights, fixed), saved)
+        known = dict(zip((*self.w_inputs, *self.from_b), (*inputs, *from_b), strict=True))
+        return self.weights_tree.unflatten(run(self.pullback, known, self.pullback.jaxpr.outvars[:-1]))
+
+    def _run_program(self, outputs: Sequence[Collection], args: tuple, saved: Iterable[tuple] = ()) -> list[list]:
+        """Lists of variables of `program`, from its first arguments and from pairs of saved variables and values."""
+        known = dict(zip(self.program.jaxpr.invars, jax.tree.leaves(args), strict=False)) | dict(saved)
+        values = iter(run(self.program, known, [v for group in outputs for v in group]))
+        return [[next(values) for _ in group] for group in outputs]
+
+    def _run_b(self, inputs: list, dy) -> tuple[Any, list]:
+        *_, dy_var = self.pullback.jaxpr.invars
+        known = dict(zip(self.b_inputs, inputs, strict=True)) | {dy_var: dy}
+        dx, *from_b = run(self.pullback, known, [self.pullback.jaxpr.outvars[-1], *self.from_b])
+        return dx, from_b
 
 
 def split_layer(layer: Callable, weights, fixed, micro, x) -> SplitLayer:
     """Trace `layer` at these arguments (arrays or their types; typed varying alike) and divide its backward.
 
-    weights: a pytree of floating-point leaves, differentiated. fixed, micro: pytrees, not differentiated; `micro` is
-    what belongs to the micro-batch. x: one floating-point array. Effects of a layer (jax.debug.print) are dropped.
-    Raises: ConfigError where x is not floating point, or y does not have its shape and dtype, so that it could not be
-    passed on.
+    weights: a pytree of floating-point leaves, differentiated. fixed, micro: pytrees, not differentiated; `micro`
+    belongs to the micro-batch. x: one floating-point array. Effects of a layer (jax.debug.print) are dropped.
+    Raises: ConfigError if x is not floating point, or y differs from it in shape or dtype, so that no layer could
+    follow.
     """
     types = [jax.tree.map(type_of, part) for part in (weights, fixed, micro, x)]
-    pullback = None
+    program, pullback, residuals = _trace(layer, types)
+    equations, pulled = program.jaxpr.eqns, pullback.jaxpr.eqns
+    *inputs, dy = pullback.jaxpr.invars
+    *dw, dx = pullback.jaxpr.outvars
 
-    def forward_and_residuals(weights, fixed, micro, x):
-        nonlocal pullback
+    # ---- divide the pullback ----
+    b_eqns = needed_for([dx], pulled)
+    w_eqns, from_b = rest_for(dw, pulled, {v for eqn in b_eqns for v in eqn.outvars}, dy)
+    source_of = dict(zip(inputs, residuals, strict=True))
+    read_by_b, read_by_w = {*variables_read([dx], b_eqns), *from_b}, set(variables_read(dw, w_eqns))
+    b_inputs, w_inputs = ({v: source_of[v] for v in inputs if v in read} for read in (read_by_b, read_by_w))
+
+    # ---- choose what F saves ----
+    num_constant = len(jax.tree.leaves(types[:2]))
+    of_micro = dependents(equations, program.jaxpr.invars[num_constant:])
+    saved = choose_saved(equations, of_micro, [*b_inputs.values(), *w_inputs.values()])
+    w_saved = reached([*w_inputs.values()], equations, saved)
+    b_saved = [v for v in reached([*b_inputs.values()], equations, saved) if v not in w_saved]
+
+    # ---- gathers of B that W would repeat ----
+    gathered = gathered_for([*w_inputs.values()], equations, w_saved)
+    if sum(num_bytes(v.aval) for v in gathered) > num_bytes(types[3]):
+        gathered = []
+    tree = jax.tree.structure(types[0])
+    return SplitLayer(program, pullback, tree, b_inputs, w_inputs, b_saved, w_saved, from_b, gathered)
+
+
+def _trace(layer: Callable, types: Sequence) -> tuple[ClosedJaxpr, ClosedJaxpr, list]:
+    """`program` and `pullback` of a `SplitLayer`, and the variables of `program` that the pullback takes."""
+    tree = None
+
+    def forward(weights, fixed, micro, x):
+        nonlocal tree
         y, pull = jax.vjp(lambda weights, x: layer(weights, fixed, micro, x), weights, x)
-        residuals, pullback = jax.tree.flatten(pull)
+        residuals, tree = jax.tree.flatten(pull)
         return y, residuals
 
-    forward = flat(jax.make_jaxpr(forward_and_residuals)(*types))
-    y_type, x_type = forward.out_avals[0], types[3]
+    program = flat(jax.make_jaxpr(forward)(*types))
+    y_type, x_type = program.out_avals[0], types[3]
     if (y_type.shape, y_type.dtype) != (x_type.shape, x_type.dtype) or not jnp.issubdtype(x_type.dtype, jnp.inexact):
         raise ConfigError(
             f"a layer from {x_type.str_short()} to {y_type.str_short()}",
             "the parts of a pipeline pass one floating-point array on: each must return the shape and dtype it takes",
             "Do what changes the shape in the first or the last function",
         )
-    num_weights, num_fixed = (len(jax.tree.leaves(part)) for part in types[:2])
-    y_var, *residual_vars = forward.jaxpr.outvars
-    residuals = list(dict.fromkeys(variables(residual_vars)))
+    _, *outputs = program.jaxpr.outvars
+    residuals = list(dict.fromkeys(variables(outputs)))
 
     def pull(values, dy):
         known = dict(zip(residuals, values, strict=True))
-        leaves = [v.val if isinstance(v, Literal) else known[v] for v in residual_vars]
-        return jax.tree.unflatten(pullback, leaves)(dy)
+        leaves = [v.val if isinstance(v, Literal) else known[v] for v in outputs]
+        return jax.tree.unflatten(tree, leaves)(dy)
 
-    backward = flat(jax.make_jaxpr(pull)([v.aval for v in residuals], y_type))
-    *inputs, dy_var = backward.jaxpr.invars
-    *dw_vars, dx_var = backward.jaxpr.outvars
-    weights_tree = jax.tree.structure(types[0])
-
-    # ---- divide ----
-    b_eqns = needed_for([dx_var], backward.jaxpr.eqns)
-    made_by_b = {v: eqn for eqn in b_eqns for v in eqn.outvars}
-    w_eqns, handed_vars = rest_for(dw_vars, backward.jaxpr.eqns, made_by_b, dy_var)
-    read_by_w = {v for eqn in w_eqns for v in variables(eqn.invars)} | set(variables(dw_vars))
-    read_by_b = {v for eqn in b_eqns for v in variables(eqn.invars)} | set(variables([dx_var])) | set(handed_vars)
-    source_of = dict(zip(inputs, residuals, strict=True))
-    for_b, for_w = ([v for v in inputs if v in read] for read in (read_by_b, read_by_w))
-
-    # ---- what F keeps for them ----
-    of_micro = dependents(forward.jaxpr.eqns, forward.jaxpr.invars[num_weights + num_fixed :])
-    kept = choose_kept(forward.jaxpr.eqns, of_micro, [source_of[v] for v in (*for_b, *for_w)])
-    until_w = reached([source_of[v] for v in for_w], forward.jaxpr.eqns, kept)
-    until_b = [v for v in reached([source_of[v] for v in for_b], forward.jaxpr.eqns, kept) if v not in until_w]
-
-    # ---- what W would gather for, and B has gathered ----
-    fetched = gathered_for([source_of[v] for v in for_w], forward.jaxpr.eqns, until_w)
-    if sum(num_bytes(v.aval) for v in fetched) > num_bytes(x_type):
-        fetched = []
-
-    def remake(readers: list, more: list, weights, fixed, kept: dict) -> tuple[dict, list]:
-        """The residuals that `readers` stand for, and the values of `more`, from weights and what was kept."""
-        known = dict(zip(forward.jaxpr.invars, jax.tree.leaves((weights, fixed)), strict=False)) | kept
-        wanted = [*(source_of[v] for v in readers), *more]
-        made = evaluate(needed_for(wanted, forward.jaxpr.eqns, known), known, constants(forward), wanted)
-        return dict(zip(readers, made, strict=False)), made[len(readers) :]
-
-    def run(wanted: list, *args) -> list:
-        known = dict(zip(forward.jaxpr.invars, jax.tree.leaves(args), strict=True))
-        return evaluate(needed_for(wanted, forward.jaxpr.eqns), known, constants(forward), wanted)
-
-    def run_forward(weights, fixed, micro, x):
-        y, *values = run([y_var, *until_b, *until_w], weights, fixed, micro, x)
-        return y, values[: len(until_b)], values[len(until_b) :]
-
-    def input_gradient(weights, fixed, kept_b, kept_w, dy):
-        values = dict(zip((*until_b, *until_w), (*kept_b, *kept_w), strict=True))
-        known, for_later = remake(for_b, fetched, weights, fixed, values)
-        dx, *handed = evaluate(b_eqns, known | {dy_var: dy}, constants(backward), [dx_var, *handed_vars])
-        return dx, [*handed, *for_later]
-
-    def input_gradient_again(weights, fixed, micro, x, dy):
-        wanted = [*(source_of[v] for v in for_b), *fetched, *until_w]
-        values = run(wanted, weights, fixed, micro, x)
-        known, more = dict(zip(for_b, values, strict=False)), values[len(for_b) :]
-        dx, *handed = evaluate(b_eqns, known | {dy_var: dy}, constants(backward), [dx_var, *handed_vars])
-        return dx, [*handed, *more[: len(fetched)]], more[len(fetched) :]
-
-    def weight_gradient(weights, fixed, kept_w, handed):
-        from_b, gathered = handed[: len(handed_vars)], handed[len(handed_vars) :]
-        values = dict(zip((*until_w, *fetched), (*kept_w, *gathered), strict=True))
-        known, _ = remake(for_w, [], weights, fixed, values)
-        known |= zip(handed_vars, from_b, strict=True)
-        return weights_tree.unflatten(evaluate(w_eqns, known, constants(backward), dw_vars))
-
-    return SplitLayer(
-        forward=run_forward,
-        input_gradient=input_gradient,
-        input_gradient_again=input_gradient_again,
-        weight_gradient=weight_gradient,
-        until_b=tuple(v.aval for v in until_b),
-        until_w=tuple(v.aval for v in until_w),
-        handed=tuple(v.aval for v in (*handed_vars, *fetched)),
-    )
+    return program, flat(jax.make_jaxpr(pull)([v.aval for v in residuals], y_type)), residuals
 
 
 def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with its calls of jitted functions (jnp's own are such) written out."""
+    """The same program with its calls of jitted functions (jnp's own among them) written out."""
 
-    def run(closed: ClosedJaxpr, args: Sequence) -> list:
+    def write_out(closed: ClosedJaxpr, args: Sequence) -> list:
         values = constants(closed) | dict(zip(closed.jaxpr.invars, args, strict=True))
-        return evaluate(closed.jaxpr.eqns, values, {}, closed.jaxpr.outvars, call=run)
+        return evaluate(closed.jaxpr.eqns, values, closed.jaxpr.outvars, call=write_out)
 
-    return jax.make_jaxpr(lambda *args: run(closed, args))(*closed.in_avals)
+    return jax.make_jaxpr(lambda *args: write_out(closed, args))(*closed.in_avals)
 
 
 def pruned(function: Callable, *args):
@@ -164,8 +179,12 @@ def pruned(function: Callable, *args):
     closed, tree = jax.make_jaxpr(function, return_shape=True)(*args)
     closed, tree = flat(closed), jax.tree.structure(tree)
     known = dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
-    outputs = closed.jaxpr.outvars
-    return tree.unflatten(evaluate(needed_for(outputs, closed.jaxpr.eqns), known, constants(closed), outputs))
+    return tree.unflatten(run(closed, known, closed.jaxpr.outvars))
+
+
+def run(closed: ClosedJaxpr, known: dict, outputs: Sequence) -> list:
+    """Variables of a program, running only the equations between the known ones and them."""
+    return evaluate(needed_for(outputs, closed.jaxpr.eqns, known), known | constants(closed), outputs)
 
 
 def all_equations(jaxpr) -> Iterator:
@@ -178,6 +197,11 @@ def all_equations(jaxpr) -> Iterator:
 
 def variables(atoms: Iterable) -> list:
     return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def variables_read(outputs: Sequence, eqns: Sequence) -> list:
+    """Variables among `outputs` and the inputs of equations."""
+    return [*variables(outputs), *(v for eqn in eqns for v in variables(eqn.invars))]
 
 
 def constants(closed: ClosedJaxpr) -> dict:
@@ -194,7 +218,7 @@ def dependents(eqns: Sequence, sources: Sequence) -> set:
 
 
 def needed_for(outputs: Sequence, eqns: Sequence, known: Collection = ()) -> list:
-    """The equations that `outputs` depend on, in order, as far back as to variables that are known."""
+    """The equations that `outputs` depend on, in order, back to variables that are known."""
     live, needed = {v for v in variables(outputs) if v not in known}, []
     for eqn in reversed(eqns):
         if any(v in live for v in eqn.outvars):
@@ -203,56 +227,55 @@ def needed_for(outputs: Sequence, eqns: Sequence, known: Collection = ()) -> lis
     return needed[::-1]
 
 
-def choose_kept(eqns: Sequence, of_micro: set, residuals: Sequence) -> list:
-    """What to keep of a micro-batch so that cheap operations alone, and weights, give all its residuals again.
+def choose_saved(eqns: Sequence, of_micro: set, residuals: Sequence) -> list:
+    """What to save of a micro-batch so that only cheap operations, and weights, give all its residuals again.
 
-    Going backward, the result of an elementwise operation gives way to its inputs where they need no more bytes beyond
-    what is kept already. Going forward again, inputs that nothing else needs give way to a result that is no larger.
+    Going backward, inputs replace the result of an elementwise operation if they need no more bytes beyond what is
+    saved already. Going forward again, a result replaces inputs that nothing else needs, if it is no larger.
     """
     wanted = {v for v in residuals if v in of_micro}
-    kept = set(wanted)
+    saved = set(wanted)
     for eqn in reversed(eqns):
-        made = [v for v in eqn.outvars if v in kept]
+        made = [v for v in eqn.outvars if v in saved]
         if made and eqn.primitive.name in CHEAP:
-            inputs = {v for v in variables(eqn.invars) if v in of_micro and v not in kept}
+            inputs = {v for v in variables(eqn.invars) if v in of_micro and v not in saved}
             if sum(num_bytes(v.aval) for v in inputs) <= sum(num_bytes(v.aval) for v in made):
-                kept = (kept - set(made)) | inputs
-    again = needed_for(residuals, eqns, kept)
+                saved = (saved - set(made)) | inputs
+    again = needed_for(residuals, eqns, saved)
     for eqn in again:
-        inputs = {v for v in variables(eqn.invars) if v in kept}
+        inputs = {v for v in variables(eqn.invars) if v in saved}
         elsewhere = {v for other in again if other is not eqn for v in variables(other.invars)} | wanted
         smaller = sum(num_bytes(v.aval) for v in eqn.outvars) <= sum(num_bytes(v.aval) for v in inputs)
         if inputs and smaller and eqn.primitive.name in CHEAP and not inputs & elsewhere:
-            kept = (kept - inputs) | set(eqn.outvars)
-    return reached(residuals, eqns, kept)
+            saved = (saved - inputs) | set(eqn.outvars)
+    return reached(residuals, eqns, saved)
 
 
-def reached(outputs: Sequence, eqns: Sequence, kept: Collection) -> list:
-    """The kept variables from which `outputs` are computed, each once, in an order that does not change."""
-    needed = needed_for(outputs, eqns, kept)
-    read = (*outputs, *(v for eqn in needed for v in variables(eqn.invars)))
-    return list(dict.fromkeys(v for v in read if v in kept))
+def reached(outputs: Sequence, eqns: Sequence, saved: Collection) -> list:
+    """The saved variables from which `outputs` are computed, each once, in an order that does not change."""
+    read = variables_read(outputs, needed_for(outputs, eqns, saved))
+    return list(dict.fromkeys(v for v in read if v in saved))
 
 
-def gathered_for(outputs: Sequence, eqns: Sequence, kept: Collection) -> list:
-    """What gathers give to the computation of `outputs` from what is kept."""
-    needed = needed_for(outputs, eqns, kept)
-    read = {*variables(outputs), *(v for eqn in needed for v in variables(eqn.invars))}
+def gathered_for(outputs: Sequence, eqns: Sequence, saved: Collection) -> list:
+    """Results of gathers that the computation of `outputs` from what is saved reads."""
+    needed = needed_for(outputs, eqns, saved)
+    read = set(variables_read(outputs, needed))
     gathers = [eqn for eqn in needed if eqn.primitive.name in GATHERS or holds_gather(eqn)]
     return [v for eqn in gathers for v in eqn.outvars if v in read]
 
 
 def holds_gather(eqn) -> bool:
-    """Whether a gather is in a program inside the equation, as in ZeRO-3's fetch of a block."""
+    """Whether a gather is in a program inside the equation, as where ZeRO-3 unshards a layer."""
     return any(inner.primitive.name in GATHERS for program in inner_programs(eqn) for inner in all_equations(program))
 
 
-def rest_for(outputs: Sequence, eqns: Sequence, made_by_b: dict, dy_var) -> tuple[list, list]:
-    """What W computes for `outputs` when B has made its variables, and the variables it must be handed for that.
+def rest_for(outputs: Sequence, eqns: Sequence, made_by_b: set, dy) -> tuple[list, list]:
+    """The equations of W, which computes `outputs` after B has made its variables, and the variables it reads from B.
 
-    Where B's variable is one it only moved (a reshape, a cast to wider bits), W moves it again from its smaller source.
+    Where B only moved a variable (a reshape, a cast to wider bits), W moves it again from the smaller source.
     """
-    live, chosen, handed = variables(outputs), set(), []
+    live, chosen, from_b = variables(outputs), set(), []
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
     seen = set()
     while live:
@@ -261,14 +284,12 @@ def rest_for(outputs: Sequence, eqns: Sequence, made_by_b: dict, dy_var) -> tupl
             continue
         seen.add(v)
         eqn = maker.get(v)
-        if v in made_by_b and not only_moved(eqn):
-            handed.append(v)
+        if v is dy or (v in made_by_b and not only_moved(eqn)):
+            from_b.append(v)
         elif eqn is not None:
             chosen.add(id(eqn))
             live += variables(eqn.invars)
-        elif v is dy_var:
-            handed.append(v)
-    return [eqn for eqn in eqns if id(eqn) in chosen], handed
+    return [eqn for eqn in eqns if id(eqn) in chosen], from_b
 
 
 def only_moved(eqn) -> bool:
@@ -282,9 +303,9 @@ def num_bytes(aval) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
-def evaluate(eqns: Sequence, known: dict, consts: dict, outputs: Sequence, call: Callable | None = None) -> list:
-    """Run equations on arrays: `known` and `consts` map variables to values; `call` runs a jitted function's."""
-    values = known | consts
+def evaluate(eqns: Sequence, known: dict, outputs: Sequence, call: Callable | None = None) -> list:
+    """Run equations on arrays: `known` maps variables to values; `call` runs those of a jitted function."""
+    values = dict(known)
 
     def read(atom):
         return atom.val if isinstance(atom, Literal) else values[atom]

@@ -63,7 +63,7 @@ def device_bytes(
     """Bytes of model state, activations and logits on the fullest stage, for every layout in the columns.
 
     held: micro-batches whose activations the first stage holds at most; default min(m, p) of 1F1B times
-    `interleave_factor`. Of another schedule pass max(`schedules.in_flight(...)`) / chunks. The second stage holds one
+    `interleave_factor`. Of another schedule pass max(`in_flight(...)`) / chunks. The second stage holds one
     less and the last one; the second may have more layers than the first. Weights that ZeRO-3 gathers for a layer, and
     what an allocator loses, are not counted.
     `itemsize` is of an activation: 2, or 4 in fp32 (with recipe "fp32-adam").

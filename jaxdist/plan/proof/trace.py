@@ -3,7 +3,7 @@
 Works on any mesh, abstract ones too, so no device is needed. Bytes are those one device sends in a ring (the
 convention of `jaxdist.parallel.collectives`); a size-1 axis sends nothing. Every branch of a `cond` is counted as if it
 ran. Stages of a pipeline do different things: the loops and messages of the executor, which runs as its table says, are
-counted on each stage as `jaxdist.parallel.pipeline.executor.iterations` says, and a permute over pp outside loops on
+counted on each stage as `jaxdist.parallel.pipeline.lowering.iterations` says, and a permute over pp outside loops on
 the stages that send in it. Any other permute is counted as if every rank sent.
 """
 

@@ -16,7 +16,8 @@ from jaxdist.mesh import WORK_AXES
 from jaxdist.models.base import Batch
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.overlap import OverlappedBackward, Sums, order_after
-from jaxdist.parallel.pipeline.executor import Stages, add, pick
+from jaxdist.parallel.pipeline.buffers import add, pick
+from jaxdist.parallel.pipeline.executor import Stages
 from jaxdist.parallel.reduce import reduce_gradients
 from jaxdist.parallel.zero import ShardedParams
 from jaxdist.train.gradients.base import (

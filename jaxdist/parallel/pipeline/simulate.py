@@ -1,0 +1,243 @@
+"""Check a pipeline schedule, count the activations it holds, and simulate how long it takes; no JAX."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule
+
+PLACEMENTS = ("loop", "v")
+LONGEST = 1e9  # time, in any unit, of one action or message
+
+
+def check_sizes(schedule: Schedule) -> None:
+    for what, size in (
+        ("stages", schedule.num_stages),
+        ("micro-batches", schedule.num_microbatches),
+        ("chunks", schedule.num_chunks),
+    ):
+        if size < 1:
+            raise ConfigError(
+                f"schedule {schedule.name!r} with {size} {what}", "there must be at least one", f"Use 1 or more {what}"
+            )
+    if schedule.placement not in PLACEMENTS:
+        raise ConfigError(
+            f"{schedule} with placement {schedule.placement!r}", "there is no placement of that name", "Use loop or v"
+        )
+    if schedule.placement == "v" and schedule.num_chunks != 2:
+        raise ConfigError(
+            f"{schedule} with placement v and {schedule.num_chunks} chunks",
+            "a V goes down the stages with chunk 0 and back up with chunk 1",
+            "Use 2 chunks, or placement loop",
+        )
+    if schedule.send_latency not in (1, 2):
+        raise ConfigError(
+            f"{schedule} with a send latency of {schedule.send_latency} ticks",
+            "messages are sent between two ticks (1) or during a tick (2)",
+            "Use 1 or 2",
+        )
+
+
+def check_action(schedule: Schedule, where: str, action: Action) -> None:
+    if not isinstance(action.phase, Phase):
+        raise ConfigError(f"{where}: {action.phase!r}", "an action has a phase", "Use Phase.F, Phase.B or Phase.W")
+    for what, index, size in (
+        ("micro-batch", action.microbatch, schedule.num_microbatches),
+        ("chunk", action.chunk, schedule.num_chunks),
+    ):
+        if not 0 <= index < size:
+            raise ConfigError(
+                f"{where}: {action}",
+                f"{what} {index} is out of range, the schedule has {size}",
+                f"Use 0 to {size - 1}, or a table made for these sizes",
+            )
+
+
+def validate(schedule: Schedule) -> None:
+    """Check that every F, B and W of every micro-batch and part runs once, after all its inputs have arrived.
+
+    Raises: ConfigError naming the first violation by tick, stage, micro-batch and chunk. Shape, ranges and duplicate
+        actions are checked first, then missing actions, then the order.
+    """
+    check_sizes(schedule)
+    done: dict[tuple[int, Action], int] = {}
+    for tick, row in enumerate(schedule.table):
+        if len(row) != schedule.num_stages:
+            raise ConfigError(
+                f"{schedule}, tick {tick}",
+                f"the row has {len(row)} entries, and there are {schedule.num_stages} stages",
+                "Write one entry a stage, None where it idles",
+            )
+        for stage, action in enumerate(row):
+            if action is None:
+                continue
+            where = f"{schedule}, tick {tick}, stage {stage}"
+            check_action(schedule, where, action)
+            if (stage, action) in done:
+                raise ConfigError(
+                    f"{where}: {action}",
+                    f"the stage has already run it at tick {done[stage, action]}",
+                    "Every action runs exactly once: take one of the two out",
+                )
+            done[stage, action] = tick
+    for microbatch in range(schedule.num_microbatches):
+        for phase in Phase:
+            for part in range(schedule.num_parts):
+                stage, chunk = schedule.place(part)
+                if (stage, action := Action(phase, microbatch, chunk)) not in done:
+                    raise ConfigError(
+                        f"{schedule}, stage {stage}",
+                        f"{action} is missing: none of the ticks 0 to {schedule.num_ticks - 1} runs it",
+                        "Every action runs exactly once: add it",
+                    )
+    for (stage, action), tick in done.items():
+        for source, needed in schedule.inputs(stage, action):
+            if tick < (earliest := schedule.earliest(stage, source, needed, done[source, needed])):
+                raise ConfigError(
+                    f"{schedule}, tick {tick}, stage {stage}: {action}",
+                    f"it needs {needed} of stage {source}, which is there only after tick {earliest - 1}",
+                    f"Run it at tick {earliest} or later",
+                )
+        if (
+            schedule.fused_backward
+            and action.phase == Phase.W
+            and tick != (ready := done[stage, action._replace(phase=Phase.B)] + 1)
+        ):
+            raise ConfigError(
+                f"{schedule}, tick {tick}, stage {stage}: {action}",
+                f"with a fused backward W follows its B at once, here at tick {ready}",
+                f"Run it at tick {ready}, or do not call the backward fused",
+            )
+
+
+def held_chunks(schedule: Schedule, until: Phase = Phase.W) -> list[list[int]]:
+    """[tick][stage]: (micro-batch, chunk) pairs whose F has begun and whose `until` (B or W) has not yet ended.
+
+    One chunk stands for the activations of 1/num_chunks of a stage's layers for one micro-batch.
+    """
+    if until not in (Phase.B, Phase.W):
+        raise ConfigError(f"in flight until {until!r}", "activations are held until B or W", "Use Phase.B or Phase.W")
+    held, now = [], [0] * schedule.num_stages
+    for row in schedule.table:
+        for stage, action in enumerate(row):
+            now[stage] += action is not None and action.phase == Phase.F
+        held.append(list(now))
+        for stage, action in enumerate(row):
+            now[stage] -= action is not None and action.phase == until
+    return held
+
+
+def in_flight(schedule: Schedule, until: Phase = Phase.W) -> list[int]:
+    """The peak of `held_chunks` on every stage."""
+    return [max(column) for column in zip(*held_chunks(schedule, until), strict=True)]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (or any other unit of time) that F, B and W of one chunk take on a stage."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weights: float = 1.0
+
+    def __post_init__(self):
+        times = (self.forward, self.backward_input, self.backward_weights)
+        if not (all(0 <= time <= LONGEST for time in times) and sum(times) > 0):
+            raise ConfigError(
+                f"a chunk whose F, B and W take {', '.join(map(str, times))}",
+                f"times are from 0 to {LONGEST:g}, and not all 0",
+                "Use the seconds of one chunk for one micro-batch",
+            )
+
+    def of(self, action: Action | None) -> float:
+        if action is None:
+            return 0.0
+        return {Phase.F: self.forward, Phase.B: self.backward_input, Phase.W: self.backward_weights}[action.phase]
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """When every entry of a table runs, in the unit of the costs; waiting for messages is idle time."""
+
+    start: np.ndarray
+    """[tick, stage]; an idle entry starts and ends at the same time."""
+    end: np.ndarray
+
+    @property
+    def makespan(self) -> float:
+        return float(self.end.max())
+
+    @property
+    def busy(self) -> list[float]:
+        """Per stage."""
+        return (self.end - self.start).sum(axis=0).tolist()
+
+    @property
+    def idle(self) -> list[float]:
+        """Per stage, of the makespan."""
+        return [self.makespan - busy for busy in self.busy]
+
+    @property
+    def idle_over_ideal(self) -> float:
+        """The bubble as a share of the work: (S-1)/M for 1F1B with even stages."""
+        return sum(self.idle) / sum(self.busy)
+
+    @property
+    def idle_share(self) -> float:
+        """The bubble as a share of all time: (S-1)/(M+S-1) for 1F1B with even stages."""
+        return sum(self.idle) / (sum(self.idle) + sum(self.busy))
+
+
+def simulate(
+    schedule: Schedule, costs: Costs | Sequence[Costs] = Costs(), link: float = 0.0, waiting: str = "ticks"
+) -> Simulation:
+    """When every action runs, for the `costs` of one chunk (of all stages, or one per stage) and a message of `link`.
+
+    waiting "ticks" is lock-step: after every tick each stage exchanges messages with both its neighbours on the ring,
+        and starts the next tick when its own action and both messages are done. The executor does the same, but skips
+        the messages of ticks at which no stage receives any, so it is never slower. With send_latency 2 a stage
+        exchanges the results of the previous tick while it computes: a tick ends when both are done.
+    waiting "dependencies" is the textbook: an action starts when its stage is free and its inputs have arrived; a
+        message to another stage takes `link` and occupies no stage.
+
+    Raises: ConfigError as `validate`, and for costs of another number of stages, or a wrong `link` or `waiting`.
+    """
+    validate(schedule)
+    num_stages = schedule.num_stages
+    by_stage = [costs] * num_stages if isinstance(costs, Costs) else list(costs)
+    if len(by_stage) != num_stages:
+        raise ConfigError(
+            f"{schedule} with the costs of {len(by_stage)} stages", "each stage has one", f"Give {num_stages}"
+        )
+    if not 0 <= link <= LONGEST:
+        raise ConfigError(f"a link of {link} seconds", f"a message takes from 0 to {LONGEST:g}", "Use 0 or more")
+    if waiting not in ("ticks", "dependencies"):
+        raise ConfigError(f"waiting {waiting!r}", "there is no such way", "Use ticks or dependencies")
+
+    start = np.zeros((schedule.num_ticks, num_stages))
+    end = np.zeros_like(start)
+    finished: dict[tuple[int, Action], float] = {}
+    for tick, row in enumerate(schedule.table):
+        for stage, action in enumerate(row):
+            arrivals = [0.0]
+            if tick > 0:
+                arrivals.append(end[tick - 1, stage])
+            if tick > 0 and waiting == "ticks":
+                neighbours = {(stage - 1) % num_stages, (stage + 1) % num_stages} - {stage}
+                if schedule.send_latency == 1:
+                    arrivals += [end[tick - 1, neighbour] + link for neighbour in neighbours]
+                elif neighbours:
+                    arrivals += [start[tick - 1, one] + link for one in (stage, *neighbours)]
+            if action is not None and waiting == "dependencies":
+                for source, needed in schedule.inputs(stage, action):
+                    # A fused backward sends the result of its B; with send_latency 2 during its W.
+                    early = schedule.send_latency == 2 and needed.phase == Phase.W
+                    made = needed._replace(phase=Phase.B) if early else needed
+                    arrivals.append(finished[source, made] + (link if source != stage else 0.0))
+            start[tick, stage] = max(arrivals)
+            end[tick, stage] = start[tick, stage] + by_stage[stage].of(action)
+            if action is not None:
+                finished[stage, action] = end[tick, stage]
+    return Simulation(start, end)
