@@ -13,9 +13,10 @@ import jax
 from rich.console import Console
 
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.layout import Layout, make_layout
+from jaxdist.layout import Layout
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.gpt2 import PRESETS
+from jaxdist.placement import make_layout
 from jaxdist.plan.papers import formulas
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.traffic import predicted, table

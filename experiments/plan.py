@@ -25,9 +25,9 @@ from rich.markup import escape
 from jaxdist.commands import install_text
 from jaxdist.config import Dtype, RunConfig
 from jaxdist.errors import MOST, ConfigError
-from jaxdist.layout import make_layout
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import num_parameters
+from jaxdist.placement import make_layout
 from jaxdist.plan import explain
 from jaxdist.plan.cost import CENTURY_HOURS, Cost, duration
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jaxdist.data.batches import Batches, load_corpus
     from jaxdist.errors import ConfigError
     from jaxdist.mesh import make_mesh, parse_mesh
-    from jaxdist.models.base import Context, Model, Param
+    from jaxdist.models.base import Model, Param
+    from jaxdist.models.context import Context
     from jaxdist.models.gpt2 import GPT2, PRESETS
     from jaxdist.runtime.devices import acquire_devices
     from jaxdist.train.program import Program, build_program
@@ -56,7 +57,8 @@ _HOMES = {
     "data.batches": ("Batches", "load_corpus"),
     "errors": ("ConfigError",),
     "mesh": ("make_mesh", "parse_mesh"),
-    "models.base": ("Context", "Model", "Param"),
+    "models.base": ("Model", "Param"),
+    "models.context": ("Context",),
     "models.gpt2": ("GPT2", "PRESETS"),
     "runtime.devices": ("acquire_devices",),
     "train.program": ("Program", "build_program"),

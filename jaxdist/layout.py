@@ -8,9 +8,8 @@ the two stages that compute with it get it whole for the length of a step.
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -20,10 +19,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.config import ParallelConfig
-from jaxdist.errors import ConfigError
-from jaxdist.mesh import AXES, AXIS_OF_DIM, DATA_AXES, SEQUENCE_AXES, WORK_AXES, MeshShape
-from jaxdist.models.base import STACKED, Model, declare, is_param, named_params, users
-from jaxdist.parallel.pipeline.schedules import Schedule
+from jaxdist.mesh import AXES, DATA_AXES, SEQUENCE_AXES, MeshShape
+from jaxdist.models.base import STACKED
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Leaf:
             return (len(self.rows), *self.shape[1:])
         if not self.users:
             return self.shape
-        return _replace(self.shape, self.spread_dim, -(-self.shape[self.spread_dim] // self.pp) * self.pp)
+        return replace_entry(self.shape, self.spread_dim, -(-self.shape[self.spread_dim] // self.pp) * self.pp)
 
     @property
     def spread_dim(self) -> int:
@@ -75,14 +72,14 @@ class Leaf:
     @property
     def used_spec(self) -> tuple[str | None, ...]:
         """The mesh axis of each dim where the leaf is computed with."""
-        return _replace(self.spec, self.spread_dim, None) if self.users else self.spec
+        return replace_entry(self.spec, self.spread_dim, None) if self.users else self.spec
 
     @property
     def used_local(self) -> tuple[int, ...]:
         """Local shape where the leaf is computed with."""
         if not self.users:
             return self.compute_local
-        return _replace(self.compute_local, self.spread_dim, self.shape[self.spread_dim])
+        return replace_entry(self.compute_local, self.spread_dim, self.shape[self.spread_dim])
 
     @property
     def compute_local(self) -> tuple[int, ...]:
@@ -115,7 +112,7 @@ class Leaf:
         if self.zero_dim is None or self.zero_padded:
             return self.logical_spec
         both = (*filter(None, [self.logical_spec[self.zero_dim]]), "dp")
-        return PartitionSpec(*_replace(tuple(self.logical_spec), self.zero_dim, both if len(both) > 1 else "dp"))
+        return PartitionSpec(*replace_entry(tuple(self.logical_spec), self.zero_dim, both if len(both) > 1 else "dp"))
 
     @property
     def zero_padded(self) -> bool:
@@ -137,21 +134,21 @@ class Leaf:
         if self.zero_dim is None:
             return self.compute_spec
         both = (*filter(None, [self.spec[self.zero_dim]]), "dp")
-        return PartitionSpec(*_replace(self.spec, self.zero_dim, both if len(both) > 1 else "dp"))
+        return PartitionSpec(*replace_entry(self.spec, self.zero_dim, both if len(both) > 1 else "dp"))
 
     @property
     def storage_local(self) -> tuple[int, ...]:
         """Local shape in the storage layout."""
         if self.zero_dim is None:
             return self.compute_local
-        return _replace(self.compute_local, self.zero_dim, self.zero_local // self.dp)
+        return replace_entry(self.compute_local, self.zero_dim, self.zero_local // self.dp)
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
         """Global shape in the storage layout, padding counted."""
         if self.zero_dim is None:
             return self.compute_shape
-        return _replace(self.compute_shape, self.zero_dim, self.num_parts(self.zero_dim) * self.zero_local)
+        return replace_entry(self.compute_shape, self.zero_dim, self.num_parts(self.zero_dim) * self.zero_local)
 
     @property
     def spec_axes(self) -> tuple[str, ...]:
@@ -237,99 +234,9 @@ class Layout:
         return live_spec((DATA_AXES, SEQUENCE_AXES), self.parallel.mesh)
 
 
-def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[int] = ()) -> Layout:
-    """Place every parameter that the model declares.
-
-    part_layers: under pp, the layers of each part of the model, in model order.
-    """
-    mesh, declared, used_in = parallel.mesh, declare(model), users(model)
-    stacked = dict(named_params({STACKED: declared[STACKED]}))
-    most_of_a_vector = 2 * math.sqrt(sum(math.prod(param.shape[1:]) for param in stacked.values()))
-    rows, ends = None, ()
-    if mesh.pp > 1:
-        rows = pipeline_rows(parallel.pipeline, part_layers)
-        ends = tuple(sorted({parallel.pipeline.place(part)[0] for part in (0, len(part_layers) - 1)}))
-
-    def place(path, param) -> Leaf:
-        name = ".".join(entry.key for entry in path)
-        in_layers, uses = name in stacked, used_in.get(name, frozenset())
-        shared = ends if len(uses) > 1 else ()
-        spec = tuple(live_spec((AXIS_OF_DIM.get(dim) for dim in param.dims), mesh))
-        if shared:
-            spec = _replace(spec, choose_spread_dim(param.shape, spec, mesh.pp), "pp")
-        leaf = Leaf(
-            name=name,
-            shape=tuple(param.shape),
-            spec=spec,
-            decay=param.weight_decay,
-            tp=mesh.tp,
-            dp=mesh.dp,
-            zero_dim=None,
-            reduce_axes=tuple(axis for axis in partial_sum_axes(parallel) if axis not in spec),
-            pp=mesh.pp,
-            rows=rows if in_layers else None,
-            users=shared,
-            small=in_layers and math.prod(param.shape[1:]) <= most_of_a_vector,
-            used_in=uses,
-            mean=param.mean,
-            real=param.real,
-        )
-        if not parallel.sharded:
-            return leaf
-        return dataclasses.replace(leaf, zero_dim=choose_zero_dim(leaf, first=int(in_layers)))
-
-    return Layout(jax.tree.map_with_path(place, declared, is_leaf=is_param), parallel)
-
-
 def split_outer(tree: dict) -> tuple[dict, dict]:
     """A parameter-shaped tree -> (what is outside the layers, the stacked layers)."""
     return {name: part for name, part in tree.items() if name != STACKED}, tree[STACKED]
-
-
-def pipeline_rows(schedule: Schedule, part_layers: Sequence[int]) -> tuple[int, ...]:
-    """The layer in each row of a stacked leaf, in the order in which stages hold their chunks; -1 is padding."""
-    starts, depth = [0, *itertools.accumulate(part_layers)], max(part_layers)
-    rows = []
-    for stage in range(schedule.num_stages):
-        for chunk in range(schedule.num_chunks):
-            part = schedule.part(stage, chunk)
-            rows += [starts[part] + row if row < part_layers[part] else -1 for row in range(depth)]
-    return tuple(rows)
-
-
-def partial_sum_axes(parallel: ParallelConfig) -> tuple[str, ...]:
-    """Axes that split the work: a parameter not sharded on one of them owes a sum over it."""
-    axes = WORK_AXES + (("tp",) if parallel.sp else ())
-    return tuple(axis for axis in axes if getattr(parallel.mesh, axis) > 1)
-
-
-def choose_spread_dim(shape: tuple[int, ...], spec: tuple[str | None, ...], pp: int) -> int:
-    """The dim of which each stage holds a part: of those that tp leaves whole, the one with least padding, the largest.
-
-    Raises: ConfigError where tp splits all of them.
-    """
-    whole = [dim for dim, axis in enumerate(spec) if axis is None]
-    if not whole:
-        raise ConfigError(
-            f"a parameter of shape {shape} that tp splits on every dim",
-            "under pp both ends of the model use it, so the stages share it, and need a dim for that",
-            "Leave one dim of it to them",
-        )
-    return min(whole, key=lambda dim: (-(-shape[dim] // pp) * pp / shape[dim], -shape[dim]))
-
-
-def choose_zero_dim(leaf: Leaf, first: int) -> int:
-    """The dim to shard over dp: least padding, then a dim tp leaves whole, then the largest.
-
-    The layer dim (before `first`) is never chosen: a block must be gathered on its own.
-    """
-
-    def cost(dim):
-        local = leaf.compute_local[dim]
-        padded = -(-local // leaf.dp) * leaf.dp
-        return padded / local, leaf.spec[dim] is not None, -local
-
-    return min(range(first, len(leaf.shape)), key=cost)
 
 
 def live_spec(dims: Iterable, mesh: MeshShape) -> PartitionSpec:
@@ -352,5 +259,5 @@ def local_bytes(tree) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _replace(entries: tuple, index: int, value) -> tuple:
+def replace_entry(entries: tuple, index: int, value) -> tuple:
     return (*entries[:index], value, *entries[index + 1 :])

@@ -15,7 +15,7 @@ from experiments.strategies import Strategy
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.models import attention, gpt2
 from jaxdist.models.attention import attention_core, causal_blocks, cudnn_refusal
-from jaxdist.models.base import Context
+from jaxdist.models.context import Context
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.pipeline.split_backward import all_equations
 from jaxdist.train import program as programs

@@ -22,9 +22,10 @@ from experiments.bench.workers import Worker, WorkerEnded
 from experiments.cli import run_program
 from experiments.strategies import STRATEGIES
 from jaxdist.config import RunConfig
-from jaxdist.layout import local_bytes, make_layout
+from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_abstract_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.traffic import predicted

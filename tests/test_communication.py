@@ -11,10 +11,11 @@ from experiments.communication import COMPARED, against_papers, ratios
 from experiments.strategies import PIPELINES, STRATEGIES
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import Layout, make_layout
+from jaxdist.layout import Layout
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2, PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES
+from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import Collective, total_sent
 from jaxdist.plan.traffic import Message, predicted, table
 from jaxdist.train.program import build_program

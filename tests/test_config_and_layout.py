@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint.logical import from_logical, to_logical
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.layout import Leaf, choose_zero_dim, make_layout, pipeline_rows
+from jaxdist.layout import Leaf
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
+from jaxdist.placement import choose_zero_dim, make_layout, pipeline_rows
 from jaxdist.train.optimizer import initial_loss_scale, learning_rate
 from jaxdist.train.program import build_program
 

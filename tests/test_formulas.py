@@ -473,6 +473,6 @@ def test_shapes_that_cannot_be_name_what_would_work():
 
 
 def test_the_closed_forms_import_no_jax():
-    modules = "formulas", "hardware", "time_model", "calibration"
+    modules = "papers.formulas", "papers.work", "papers.calibration", "hardware", "time_model", "cost"
     code = f"import sys, {', '.join('jaxdist.plan.' + m for m in modules)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxdist.config import OptimizerConfig, ParallelConfig
-from jaxdist.layout import make_layout
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.placement import make_layout
 from jaxdist.train.optimizer import global_norm, make_optimizer, update
 
 MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)

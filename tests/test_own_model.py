@@ -15,11 +15,11 @@ from llama import Llama
 import jaxdist
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import make_layout
 from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.base import Model, Param, users
 from jaxdist.models.gpt2 import PRESETS
 from jaxdist.parity import observe, random_batches, random_parameters
+from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.papers.formulas import ModelShape
 from jaxdist.plan.papers.work import PaperWork

@@ -14,7 +14,7 @@ from experiments.strategies import BY_NAME
 from jaxdist.checkpoint.logical import logical_parameters
 from jaxdist.config import PrecisionConfig
 from jaxdist.mesh import MeshShape, make_mesh
-from jaxdist.models.base import Context
+from jaxdist.models.context import Context
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.tensor import cross_entropy_in_chunks
 from jaxdist.parity import observe, random_batches

@@ -8,7 +8,6 @@ import pytest
 from conftest import DEVICES
 
 from experiments.strategies import Strategy
-from jaxdist.layout import make_layout
 from jaxdist.mesh import make_mesh
 from jaxdist.parity import (
     Difference,
@@ -20,6 +19,7 @@ from jaxdist.parity import (
     unequal_copies,
     worst,
 )
+from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.traffic import predicted
 from jaxdist.train.program import build_program

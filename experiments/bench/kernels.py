@@ -21,7 +21,7 @@ from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.attention import attention_core
-from jaxdist.models.base import Batch, Context
+from jaxdist.models.context import Batch, Context
 from jaxdist.models.gpt2 import GPT2, LayerNorm
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.gradients.base import all_finite

@@ -11,9 +11,9 @@ from jaxdist.checkpoint.logical import MOMENTS, STEP
 from jaxdist.commands import install_text
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import make_layout
 from jaxdist.models.registry import class_name
 from jaxdist.parity import Observed, by_layer, random_parameters
+from jaxdist.placement import make_layout
 
 from . import plain
 

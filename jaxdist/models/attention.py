@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 
 from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError, reason_of
-from jaxdist.models.base import Context
+from jaxdist.models.context import Context
 
 MIN_QUERIES = 64  # in a block; smaller products of matrices are slower than what leaving out the masked ones saves
 

@@ -16,7 +16,8 @@ from jax import lax, random
 
 from jaxdist.errors import ConfigError, divisors, require_positive
 from jaxdist.models.attention import attention_core, choose_attention, warn_where_cudnn_does_not_compile
-from jaxdist.models.base import Batch, Context, Tree, mask_rows
+from jaxdist.models.base import Tree, mask_rows
+from jaxdist.models.context import Batch, Context
 from jaxdist.models.flax import FlaxModel, parameter
 
 if TYPE_CHECKING:

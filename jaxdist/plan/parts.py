@@ -22,12 +22,14 @@ from jax.sharding import PartitionSpec
 from jaxdist.compat import type_of
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import make_layout, split_outer
+from jaxdist.layout import split_outer
 from jaxdist.mesh import MeshShape, make_abstract_mesh
-from jaxdist.models.base import Batch, Model
+from jaxdist.models.base import Model
+from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, flat, needed_for, split_layer, variables
 from jaxdist.parallel.zero import ShardedParams
+from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import Collective, collectives_of
 from jaxdist.plan.proof.trace_memory import Buffer, habits_of_dtype, lifetimes
 from jaxdist.plan.time_model import Number

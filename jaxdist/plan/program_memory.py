@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.layout import make_layout
 from jaxdist.mesh import MeshShape
 from jaxdist.models.base import STACKED, Model
+from jaxdist.placement import make_layout
 from jaxdist.plan.parts import ROWS, OneRank, at_rows, layer_memory, loss_memory
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

@@ -14,10 +14,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxdist.config import RunConfig
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
-from jaxdist.layout import Layout, live_spec, local_bytes, make_layout, shardings
+from jaxdist.layout import Layout, live_spec, local_bytes, shardings
 from jaxdist.mesh import AXES
-from jaxdist.models.base import Batch
+from jaxdist.models.context import Batch
 from jaxdist.parallel.pipeline.lowering import iterations
+from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import Collective, Iterations, collectives_of
 from jaxdist.train.gradients.base import ShardedModel
 from jaxdist.train.optimizer import LossScale, make_optimizer, optimizer_specs

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.mesh import AXES, TOKEN_AXES, WORK_AXES
-from jaxdist.models.base import Batch
+from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouping import shard
 from jaxdist.parallel.reduce import gather_parameters

@@ -11,7 +11,8 @@ from jax import lax, random
 from jaxdist.config import RunConfig
 from jaxdist.layout import Layout, split_outer
 from jaxdist.mesh import WORK_AXES
-from jaxdist.models.base import STACKED, Batch, Context, split_kinds
+from jaxdist.models.base import STACKED, split_kinds
+from jaxdist.models.context import Batch, Context
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouping import all_gather_groups
 from jaxdist.parallel.overlap import order_after

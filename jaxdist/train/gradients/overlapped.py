@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxdist.layout import Layout, split_outer
 from jaxdist.mesh import WORK_AXES
-from jaxdist.models.base import Batch
+from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.overlap import OverlappedBackward, Sums, order_after
 from jaxdist.parallel.pipeline.buffers import add, pick

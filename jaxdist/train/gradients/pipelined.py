@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.layout import split_outer
-from jaxdist.models.base import Batch
+from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline.executor import Stages, pipeline_gradients, pipeline_loss
 from jaxdist.parallel.spread import gather_to_users

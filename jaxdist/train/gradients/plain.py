@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.layout import split_outer
-from jaxdist.models.base import Batch
+from jaxdist.models.context import Batch
 from jaxdist.parallel.zero import ShardedParams, shard_proxies
 from jaxdist.train.gradients.base import Gradients, Poison, ShardedModel, join, reduced, sum_over_micro_batches
 

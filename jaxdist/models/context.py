@@ -1,0 +1,118 @@
+"""What a model's functions are given beside their parameters: the batch, and the run as the model sees it."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import random
+
+from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import tensor
+from jaxdist.parallel.dropout import dropout
+from jaxdist.parallel.remat import mark_saveable, save_matmuls_policy
+from jaxdist.parallel.rings import Ring
+
+
+class Batch(NamedTuple):
+    """inputs, targets: tokens[B, T] (a negative target does not count). rows[B]: index in the global batch."""
+
+    inputs: Any
+    targets: Any
+    rows: Any
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a model's functions are told beside arrays: how the run is split, and its dropout. All static but two.
+
+    sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
+    attention: "xla" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks: parts
+    in which the logits are made. key: of the step's dropout, None for none. rows_B: the batch rows' global indices.
+    weight: by which the summed loss is multiplied before its gradient is taken; None where there is none.
+    """
+
+    sp: bool = False
+    ring: Ring | None = None
+    attention: str = "xla"
+    selective: bool = False
+    loss_chunks: int = 1
+    key: jax.Array | None = None
+    rows_B: jax.Array | None = None
+    weight: jax.Array | None = None
+
+    def at(self, site: int | jax.Array) -> "Context":
+        """The same at another place of the model, where dropout draws other masks."""
+        return self if self.key is None else replace(self, key=random.fold_in(self.key, site))
+
+    def recomputed(self, function):
+        """`function`, of which backward keeps the result alone where the run asks for selective recomputation (arXiv
+        2205.05198, section 5): it runs again there."""
+        if not self.selective:
+            return function
+        again = jax.checkpoint(function, prevent_cse=False)
+        return lambda *args: mark_saveable(again(*args))
+
+    def checkpointed(self, function):
+        """`function`, of which backward keeps products and sums, and repeats elementwise steps.
+
+        Layers, and the loss in one piece, are under this policy already. With `loss_chunks` it is for a model to say
+        where its loss's last norm ends.
+        """
+        return jax.checkpoint(function, policy=save_matmuls_policy(), prevent_cse=False)
+
+    def add_loss(self, x: jax.Array, value: jax.Array) -> jax.Array:
+        """`x`; what is minimised is the summed loss plus `value`, a scalar: an auxiliary loss of a layer.
+
+        A value that differs between ranks (its type says so) counts on each. The loss that is reported, and that of an
+        evaluation, stay those of `Model.loss`. Source: the scaler of Megatron-LM's load-balancing loss.
+        """
+        return x if self.weight is None else _add_gradient(x, value, self.weight)
+
+    # `jaxdist.parallel.tensor` and `dropout` as this run applies them.
+
+    def enter(self, x_BTD: jax.Array) -> jax.Array:
+        """Before several matmuls that share their input; one alone: `column_parallel`."""
+        return tensor.enter(x_BTD, self.sp)
+
+    def column_parallel(self, x_BTD: jax.Array, w: jax.Array) -> jax.Array:
+        return tensor.column_parallel(x_BTD, w, self.sp, self.ring)
+
+    def row_parallel(self, y_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
+        return tensor.row_parallel(y_BTF, w_FD, self.sp, self.ring)
+
+    def embedding(self, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
+        return tensor.vocab_parallel_embedding(tokens_BT, table_VD, self.sp)
+
+    def positions(self, num_local: int) -> jax.Array:
+        return tensor.positions(num_local, self.sp)
+
+    def loss(self, x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int) -> jax.Array:
+        """The summed cross-entropy of targets that are not negative, in nats, equal along tp."""
+        if self.loss_chunks > 1:
+            return tensor.cross_entropy_in_chunks(x_BTD, table_VD, targets_BT, vocab_size, self.sp, self.loss_chunks)
+        losses_BT = tensor.vocab_parallel_cross_entropy(x_BTD, table_VD, targets_BT, vocab_size, self.sp)
+        return jnp.where(targets_BT >= 0, losses_BT, 0).sum()
+
+    def dropout(self, x_BTD: jax.Array, rate: float) -> jax.Array:
+        """Of activations between the tensor-parallel regions."""
+        if self.key is None or rate == 0:
+            return x_BTD
+        return dropout(x_BTD, rate, self.key, self.rows_B, self.positions(x_BTD.shape[1]))
+
+    def dropout_heads(self, x_BN: jax.Array, rate: float) -> jax.Array:
+        """Of an array whose dims after the batch's begin with heads that are split over tp."""
+        if self.key is None or rate == 0:
+            return x_BN
+        return dropout(x_BN, rate, self.key, self.rows_B, tensor.global_indices(x_BN.shape[1]))
+
+
+@jax.custom_vjp
+def _add_gradient(x, value, weight):
+    return x
+
+
+_add_gradient.defvjp(
+    lambda x, value, weight: (x, (value, weight)),
+    lambda kept, dx: (dx, comm.varying_like(kept[1].astype(kept[0].dtype), kept[0]), None),
+)

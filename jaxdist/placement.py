@@ -1,0 +1,105 @@
+"""Where `make_layout` places every parameter: over tp by its dims, over pp by its layer, over dp by ZeRO."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import jax
+
+from jaxdist.config import ParallelConfig
+from jaxdist.errors import ConfigError
+from jaxdist.layout import Layout, Leaf, live_spec, replace_entry
+from jaxdist.mesh import AXIS_OF_DIM, WORK_AXES
+from jaxdist.models.base import STACKED, Model, declare, is_param, named_params, users
+from jaxdist.parallel.pipeline.schedules import Schedule
+
+
+def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[int] = ()) -> Layout:
+    """Place every parameter that the model declares.
+
+    part_layers: under pp, the layers of each part of the model, in model order.
+    """
+    mesh, declared, used_in = parallel.mesh, declare(model), users(model)
+    stacked = dict(named_params({STACKED: declared[STACKED]}))
+    most_of_a_vector = 2 * math.sqrt(sum(math.prod(param.shape[1:]) for param in stacked.values()))
+    rows, ends = None, ()
+    if mesh.pp > 1:
+        rows = pipeline_rows(parallel.pipeline, part_layers)
+        ends = tuple(sorted({parallel.pipeline.place(part)[0] for part in (0, len(part_layers) - 1)}))
+
+    def place(path, param) -> Leaf:
+        name = ".".join(entry.key for entry in path)
+        in_layers, uses = name in stacked, used_in.get(name, frozenset())
+        shared = ends if len(uses) > 1 else ()
+        spec = tuple(live_spec((AXIS_OF_DIM.get(dim) for dim in param.dims), mesh))
+        if shared:
+            spec = replace_entry(spec, choose_spread_dim(param.shape, spec, mesh.pp), "pp")
+        leaf = Leaf(
+            name=name,
+            shape=tuple(param.shape),
+            spec=spec,
+            decay=param.weight_decay,
+            tp=mesh.tp,
+            dp=mesh.dp,
+            zero_dim=None,
+            reduce_axes=tuple(axis for axis in partial_sum_axes(parallel) if axis not in spec),
+            pp=mesh.pp,
+            rows=rows if in_layers else None,
+            users=shared,
+            small=in_layers and math.prod(param.shape[1:]) <= most_of_a_vector,
+            used_in=uses,
+            mean=param.mean,
+            real=param.real,
+        )
+        if not parallel.sharded:
+            return leaf
+        return dataclasses.replace(leaf, zero_dim=choose_zero_dim(leaf, first=int(in_layers)))
+
+    return Layout(jax.tree.map_with_path(place, declared, is_leaf=is_param), parallel)
+
+
+def pipeline_rows(schedule: Schedule, part_layers: Sequence[int]) -> tuple[int, ...]:
+    """The layer in each row of a stacked leaf, in the order in which stages hold their chunks; -1 is padding."""
+    starts, depth = [0, *itertools.accumulate(part_layers)], max(part_layers)
+    rows = []
+    for stage in range(schedule.num_stages):
+        for chunk in range(schedule.num_chunks):
+            part = schedule.part(stage, chunk)
+            rows += [starts[part] + row if row < part_layers[part] else -1 for row in range(depth)]
+    return tuple(rows)
+
+
+def partial_sum_axes(parallel: ParallelConfig) -> tuple[str, ...]:
+    """Axes that split the work: a parameter not sharded on one of them owes a sum over it."""
+    axes = WORK_AXES + (("tp",) if parallel.sp else ())
+    return tuple(axis for axis in axes if getattr(parallel.mesh, axis) > 1)
+
+
+def choose_spread_dim(shape: tuple[int, ...], spec: tuple[str | None, ...], pp: int) -> int:
+    """The dim of which each stage holds a part: of those that tp leaves whole, the one with least padding, the largest.
+
+    Raises: ConfigError where tp splits all of them.
+    """
+    whole = [dim for dim, axis in enumerate(spec) if axis is None]
+    if not whole:
+        raise ConfigError(
+            f"a parameter of shape {shape} that tp splits on every dim",
+            "under pp both ends of the model use it, so the stages share it, and need a dim for that",
+            "Leave one dim of it to them",
+        )
+    return min(whole, key=lambda dim: (-(-shape[dim] // pp) * pp / shape[dim], -shape[dim]))
+
+
+def choose_zero_dim(leaf: Leaf, first: int) -> int:
+    """The dim to shard over dp: least padding, then a dim tp leaves whole, then the largest.
+
+    The layer dim (before `first`) is never chosen: a block must be gathered on its own.
+    """
+
+    def cost(dim):
+        local = leaf.compute_local[dim]
+        padded = -(-local // leaf.dp) * leaf.dp
+        return padded / local, leaf.spec[dim] is not None, -local
+
+    return min(range(first, len(leaf.shape)), key=cost)
