@@ -120,10 +120,10 @@ def least(config: RunConfig) -> dict[str, float]:
     total = 0.0
     for leaf in jax.tree.leaves(layout.leaves):
         size, block = math.prod(leaf.used_local), leaf.name.startswith("blocks")
-        if leaf.users:
+        if leaf.consumer_stages:
             size /= mesh.pp
-            at_an_end = (len(leaf.users) - 1) * item + (mesh.pp - 1) * reduced
-            total += size * max(at_an_end, min(mesh.pp - 1, len(leaf.users)) * item)
+            at_an_end = (len(leaf.consumer_stages) - 1) * item + (mesh.pp - 1) * reduced
+            total += size * max(at_an_end, min(mesh.pp - 1, len(leaf.consumer_stages)) * item)
         rest = math.prod(getattr(mesh, axis) for axis in leaf.shard_reduce_axes)
         dp = mesh.dp if layout.sharded else 1
         total += 2 * part(rest) * size / dp * reduced
@@ -131,7 +131,7 @@ def least(config: RunConfig) -> dict[str, float]:
         if not block and (mesh.pp > 1 or not (parallel.zero == 3 and parallel.reshard_after_forward)):
             uses = 1 / micros if mesh.pp > 1 else 1 / parallel.num_microbatches
         times = micros * uses
-        scatters = micros * min(uses, 1) if layout.grads_scattered else 1
+        scatters = micros * min(uses, 1) if layout.grads_sharded else 1
         total += part(dp) * size * reduced * scatters
         if layout.params_sharded:
             twice = block and ((not leaf.small and (parallel.reshard_after_forward or schedule)) or every)

@@ -33,7 +33,8 @@ class Leaf:
     reduce_axes: axes over which the gradient is still a partial sum when backward ends (the rule of DESIGN R5).
     rows: for a stacked leaf under pp, the layer in each row, stage by stage and chunk by chunk; -1 pads the parts that
         have fewer layers than the largest. The compute and storage layouts hold these rows, split over pp.
-    users: the stages that compute with a leaf of which every stage holds a part, padded where pp does not divide it;
+    consumer_stages: the stages that compute with a leaf of which every stage holds a part, padded where pp does not
+    divide it;
         empty for every other leaf. Only these get it whole (`used_local`).
     small: a layer's vector, which backward keeps where it gathers matrices again.
     used_in: of a leaf outside the layers, which of "embed" and "loss" use it. mean, real: as in `models.base.Param`.
@@ -49,7 +50,7 @@ class Leaf:
     reduce_axes: tuple[str, ...]
     pp: int
     rows: tuple[int, ...] | None
-    users: tuple[int, ...]
+    consumer_stages: tuple[int, ...]
     small: bool
     used_in: frozenset[str]
     mean: float
@@ -60,24 +61,24 @@ class Leaf:
         """Global shape in the compute layout, padding of rows and parts counted."""
         if self.rows is not None:
             return (len(self.rows), *self.shape[1:])
-        if not self.users:
+        if not self.consumer_stages:
             return self.shape
         return replace_entry(self.shape, self.spread_dim, -(-self.shape[self.spread_dim] // self.pp) * self.pp)
 
     @property
     def spread_dim(self) -> int:
-        """The dim of which each stage holds a part, of a leaf that has `users`."""
+        """The dim of which each stage holds a part, of a leaf that has `consumer_stages`."""
         return self.spec.index("pp")
 
     @property
     def used_spec(self) -> tuple[str | None, ...]:
         """The mesh axis of each dim where the leaf is computed with."""
-        return replace_entry(self.spec, self.spread_dim, None) if self.users else self.spec
+        return replace_entry(self.spec, self.spread_dim, None) if self.consumer_stages else self.spec
 
     @property
     def used_local(self) -> tuple[int, ...]:
         """Local shape where the leaf is computed with."""
-        if not self.users:
+        if not self.consumer_stages:
             return self.compute_local
         return replace_entry(self.compute_local, self.spread_dim, self.shape[self.spread_dim])
 
@@ -205,7 +206,7 @@ class Layout:
         return self.parallel.sharded
 
     @property
-    def grads_scattered(self) -> bool:
+    def grads_sharded(self) -> bool:
         """Whether backward itself reduce-scatters, block by block (ZeRO-2 and 3)."""
         return self.sharded and self.parallel.zero >= 2
 
@@ -227,11 +228,11 @@ class Layout:
 
     def rows_spec(self) -> PartitionSpec:
         """Of an array with a dim for the batch's rows."""
-        return live_spec((DATA_AXES,), self.parallel.mesh)
+        return drop_unit_axes((DATA_AXES,), self.parallel.mesh)
 
     def batch_spec(self) -> PartitionSpec:
         """Of tokens[B, T]."""
-        return live_spec((DATA_AXES, SEQUENCE_AXES), self.parallel.mesh)
+        return drop_unit_axes((DATA_AXES, SEQUENCE_AXES), self.parallel.mesh)
 
 
 def split_outer(tree: dict) -> tuple[dict, dict]:
@@ -239,7 +240,7 @@ def split_outer(tree: dict) -> tuple[dict, dict]:
     return {name: part for name, part in tree.items() if name != STACKED}, tree[STACKED]
 
 
-def live_spec(dims: Iterable, mesh: MeshShape) -> PartitionSpec:
+def drop_unit_axes(dims: Iterable, mesh: MeshShape) -> PartitionSpec:
     """A PartitionSpec without the axes of size 1."""
 
     def keep(entry):

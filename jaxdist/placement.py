@@ -9,9 +9,9 @@ import jax
 
 from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import Layout, Leaf, live_spec, replace_entry
+from jaxdist.layout import Layout, Leaf, drop_unit_axes, replace_entry
 from jaxdist.mesh import AXIS_OF_DIM, WORK_AXES
-from jaxdist.models.base import STACKED, Model, declare, is_param, named_params, users
+from jaxdist.models.base import STACKED, Model, declare, is_param, named_params, parts_using
 from jaxdist.parallel.pipeline.schedules import Schedule
 
 
@@ -20,7 +20,7 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
 
     part_layers: under pp, the layers of each part of the model, in model order.
     """
-    mesh, declared, used_in = parallel.mesh, declare(model), users(model)
+    mesh, declared, used_in = parallel.mesh, declare(model), parts_using(model)
     stacked = dict(named_params({STACKED: declared[STACKED]}))
     most_of_a_vector = 2 * math.sqrt(sum(math.prod(param.shape[1:]) for param in stacked.values()))
     rows, ends = None, ()
@@ -32,7 +32,7 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
         name = ".".join(entry.key for entry in path)
         in_layers, uses = name in stacked, used_in.get(name, frozenset())
         shared = ends if len(uses) > 1 else ()
-        spec = tuple(live_spec((AXIS_OF_DIM.get(dim) for dim in param.dims), mesh))
+        spec = tuple(drop_unit_axes((AXIS_OF_DIM.get(dim) for dim in param.dims), mesh))
         if shared:
             spec = replace_entry(spec, choose_spread_dim(param.shape, spec, mesh.pp), "pp")
         leaf = Leaf(
@@ -46,7 +46,7 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
             reduce_axes=tuple(axis for axis in partial_sum_axes(parallel) if axis not in spec),
             pp=mesh.pp,
             rows=rows if in_layers else None,
-            users=shared,
+            consumer_stages=shared,
             small=in_layers and math.prod(param.shape[1:]) <= most_of_a_vector,
             used_in=uses,
             mean=param.mean,

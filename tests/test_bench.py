@@ -134,8 +134,8 @@ def test_a_pipeline_holds_less_than_the_papers_say_and_sends_what_that_takes(str
     # to another end; where there is no other, its gradient's parts.
     part = math.prod(table.compute_local)
     extra = 2 * (shape.seq_len + 2) * shape.width * reduced
-    extra += len(table.users) * part * np.dtype(precision.dtype).itemsize
-    extra += (mesh.pp - 1) * part * reduced if len(table.users) == 1 else 0
+    extra += len(table.consumer_stages) * part * np.dtype(precision.dtype).itemsize
+    extra += (mesh.pp - 1) * part * reduced if len(table.consumer_stages) == 1 else 0
     sent, theory = total_sent(predicted(config, layout), mesh), sent_in_theory(config)
     assert sent <= theory * (1 + 2e-4) + extra
     if mesh.num_devices == mesh.pp:

@@ -23,7 +23,7 @@ from jaxdist.models.gpt2 import GPT2, PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.proof.compile import TARGETS, compile_step, emitted_collectives, target_devices, torus
 from jaxdist.plan.proof.executed import executed_step, miscounted
-from jaxdist.plan.proof.levels import Sent, habits_of, levels
+from jaxdist.plan.proof.levels import Sent, compiler_of, levels
 from jaxdist.plan.proof.trace_memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
 from jaxdist.plan.search import Candidates, score
 from jaxdist.train.program import build_program
@@ -342,8 +342,8 @@ def test_predicted_peak_is_near_the_compilers():
 
 
 def test_a_tpu_is_not_predicted_to_widen_16_bits():
-    assert [habits_of(target, "bfloat16") for target in ("cpu", "h200", "v5p", None)] == ["cpu", "gpu", "gpu", "gpu"]
-    assert [habits_of(target, "float32") for target in ("cpu", "h200", "v5p", None)] == ["cpu", "gpu", "gpu", "cpu"]
+    assert [compiler_of(target, "bfloat16") for target in ("cpu", "h200", "v5p", None)] == ["cpu", "gpu", "gpu", "gpu"]
+    assert [compiler_of(target, "float32") for target in ("cpu", "h200", "v5p", None)] == ["cpu", "gpu", "gpu", "cpu"]
 
 
 def test_arguments_of_a_step_are_its_state_and_its_batch():

@@ -16,7 +16,7 @@ import jaxdist
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, parse_mesh
-from jaxdist.models.base import Model, Param, users
+from jaxdist.models.base import Model, Param, parts_using
 from jaxdist.models.gpt2 import PRESETS
 from jaxdist.parity import observe, random_batches, random_parameters
 from jaxdist.placement import make_layout
@@ -228,7 +228,7 @@ def test_the_work_of_a_llama():
 
 
 def test_users_of_outer_parameters_are_found_by_tracing():
-    used = users(Llama())
+    used = parts_using(Llama())
     assert used == {"tokens": {"embed"}, "head": {"loss"}, "norm": {"loss"}}
 
 

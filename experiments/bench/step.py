@@ -160,12 +160,12 @@ def phase_programs(program: Program, devices: Devices, held: dict, batch) -> dic
 def gradient_program(program: Program, reduced: bool) -> Callable:
     """(state, batch) -> gradients, summed, or each rank's own with a leading dim for the axes they owe a sum over."""
     layout, config = program.layout, program.config
-    scattered = layout.grads_scattered
+    scattered = layout.grads_sharded
 
     def local(leaf) -> P:
         if scattered:
             return P(leaf.shard_reduce_axes, *leaf.storage_spec)
-        return P((*(("pp",) if leaf.users else ()), *leaf.reduce_axes), *leaf.used_spec)
+        return P((*(("pp",) if leaf.consumer_stages else ()), *leaf.reduce_axes), *leaf.used_spec)
 
     def gradients(state, batch):
         engine = pipelined if config.parallel.mesh.pp > 1 else plain

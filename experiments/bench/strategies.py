@@ -8,7 +8,7 @@ from rich.console import Console
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_abstract_mesh
 from jaxdist.parity import PROOF_EPS, PROOF_LR
-from jaxdist.plan.proof.levels import habits_of
+from jaxdist.plan.proof.levels import compiler_of
 from jaxdist.plan.proof.trace_memory import step_memory
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
@@ -101,4 +101,4 @@ def planned_peak(config: RunConfig, target: str | None) -> int:
     """Bytes of a device, from the traced step."""
     program = build_program(config, make_abstract_mesh(config.parallel.mesh))
     traced = program.step.trace(program.abstract_state(), program.abstract_batch())
-    return step_memory(program, traced, habits_of(target, config.precision.dtype)).peak
+    return step_memory(program, traced, compiler_of(target, config.precision.dtype)).peak

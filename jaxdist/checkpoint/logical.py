@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.layout import Layout, Leaf, live_spec
+from jaxdist.layout import Layout, Leaf, drop_unit_axes
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_storage
 from jaxdist.train.optimizer import LossScale, initial_loss_scale, make_optimizer
 from jaxdist.train.program import Program
@@ -172,7 +172,7 @@ def _is_owner(x) -> bool:
 
 
 def _sharding(program: Program, spec: PartitionSpec) -> NamedSharding:
-    return NamedSharding(program.mesh, live_spec(spec, program.config.parallel.mesh))
+    return NamedSharding(program.mesh, drop_unit_axes(spec, program.config.parallel.mesh))
 
 
 def _leaves(prefix: str, layout: Layout) -> dict[str, Leaf]:

@@ -225,7 +225,7 @@ def num_parameters(model: Model) -> int:
 
 
 @cache
-def users(model: Model) -> dict[str, frozenset[str]]:
+def parts_using(model: Model) -> dict[str, frozenset[str]]:
     """Which of "embed" and "loss" use each parameter outside the layers, by path; found by tracing both on one rank."""
     outer = {name: part for name, part in declare(model).items() if name != STACKED}
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), outer, is_leaf=is_param)

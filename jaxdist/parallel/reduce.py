@@ -8,24 +8,26 @@ import jax
 
 from jaxdist.layout import Layout
 from jaxdist.parallel.grouping import all_gather_groups, all_reduce_groups, reduce_scatter_groups
-from jaxdist.parallel.spread import scatter_from_users
+from jaxdist.parallel.spread import scatter_from_consumers
 
 
 def reduce_gradients(grads: dict, layout: Layout, dtype: str) -> dict:
     """Local gradient sums -> gradients in the layout the optimiser holds, summed in `dtype`.
 
-    Layout: each g in the compute layout {U_reduce_axes}, a spread table's whole on its users (for ZeRO-2 and 3 already
-    in the storage layout and summed over dp) -> g in the storage layout.
-    Sends: of a spread table as `scatter_from_users`. Then DP 2 (n-1)/n, ZeRO-1 (n-1)/n of the gradient bytes; over
-    `replica`, 2 (n-1)/n of the shard's bytes.
-    Source: ZeRO, arXiv 1910.02054; hybrid sharding: arXiv 2304.11277, section 3.2.2.
+    Layout: each g in the compute layout {U_reduce_axes}, a spread table's whole on its consumer stages (for ZeRO-2 and
+    3 already in the storage layout and summed over dp) -> g in the storage layout. Sends: of a spread table as
+    `scatter_from_consumers`. Then DP 2 (n-1)/n, ZeRO-1 (n-1)/n of the gradient bytes; over `replica`, 2 (n-1)/n of the
+    shard's bytes. Source: ZeRO, arXiv 1910.02054; hybrid sharding: arXiv 2304.11277, section 3.2.2.
     """
     leaves, treedef = jax.tree.flatten(layout.leaves)
     given = treedef.flatten_up_to(grads)
-    arrays = [g.astype(dtype) if leaf.reduce_axes or leaf.users else g for g, leaf in zip(given, leaves, strict=True)]
-    if layout.parallel.mesh.pp > 1 and not layout.grads_scattered:
-        arrays = scatter_from_users(leaves, arrays)
-    if layout.sharded and not layout.grads_scattered:
+    arrays = [
+        g.astype(dtype) if leaf.reduce_axes or leaf.consumer_stages else g
+        for g, leaf in zip(given, leaves, strict=True)
+    ]
+    if layout.parallel.mesh.pp > 1 and not layout.grads_sharded:
+        arrays = scatter_from_consumers(leaves, arrays)
+    if layout.sharded and not layout.grads_sharded:
         arrays = reduce_scatter_groups(arrays, leaves, "dp", layout.parallel)
     arrays = all_reduce_groups(arrays, leaves, lambda leaf: leaf.shard_reduce_axes, layout.parallel)
     return treedef.unflatten([x.astype(g.dtype) for x, g in zip(arrays, given, strict=True)])

@@ -22,7 +22,7 @@ def to_storage(leaf: Leaf, x: jax.Array) -> jax.Array:
     """
     if leaf.rows is not None and not leaf.is_logical:
         x = _reorder(x, leaf.logical_rows, np.reshape(leaf.rows, (leaf.pp, -1)))
-    elif leaf.users and not leaf.is_logical:
+    elif leaf.consumer_stages and not leaf.is_logical:
         dim = leaf.spread_dim
         extra = leaf.compute_shape[dim] - leaf.shape[dim]
         x = _own_part(jnp.pad(x, [(0, extra if d == dim else 0) for d in range(x.ndim)]), dim)
@@ -52,7 +52,7 @@ def from_compute(leaf: Leaf, x: jax.Array) -> jax.Array:
     """
     if leaf.is_logical:
         return x
-    if leaf.users:
+    if leaf.consumer_stages:
         whole = comm.all_gather(x, "pp", leaf.spread_dim, replicated=True)
         return lax.slice_in_dim(whole, 0, leaf.shape[leaf.spread_dim], axis=leaf.spread_dim)
     if leaf.logical_spec[0] is None:

@@ -28,13 +28,13 @@ def save_matmuls_policy(regathers: bool = False, selective: bool = False) -> Cal
     """A policy for `jax.checkpoint`: products of matrices, sums and collectives are kept, elementwise work is repeated.
 
     A layer then keeps its GELU's input instead of every step of the GELU, as fused kernels do elsewhere.
-    regathers: weights that a collective over dp fetched (ZeRO-3) are fetched again, not kept. selective: products with
-    batch dims, which are attention's alone, are repeated as well (arXiv 2205.05198, section 5).
+    regathers: weights that a collective over dp gathered (ZeRO-3) are gathered again, not kept. selective: products
+    with batch dims are repeated as well: attention's (arXiv 2205.05198, section 5), and a model's own, if it has any.
     """
 
     def policy(primitive, *_, **params) -> bool:
         name = primitive.name
-        if only_fetches(name, params):
+        if only_moves_weights(name, params):
             return not regathers and gathers_weights(name, params)
         if selective and name == "dot_general" and params["dimension_numbers"][1][0]:
             return False
@@ -43,14 +43,14 @@ def save_matmuls_policy(regathers: bool = False, selective: bool = False) -> Cal
     return policy
 
 
-def only_fetches(name: str, params: dict) -> bool:
-    """Whether an operation moves weights without computing: a fetch is a custom_vjp_call of nothing but such.
+def only_moves_weights(name: str, params: dict) -> bool:
+    """Whether an operation moves weights without computing: an unshard is a custom_vjp_call of nothing but such.
 
     Only dp gathers weights; a gather over tp is of activations.
     """
     inner = called(name, params)
     if inner is not None:
-        return all(only_fetches(eqn.primitive.name, eqn.params) for eqn in inner.eqns)
+        return all(only_moves_weights(eqn.primitive.name, eqn.params) for eqn in inner.eqns)
     return gathers_weights(name, params) or name in MOVES | {"slice", "concatenate"}
 
 

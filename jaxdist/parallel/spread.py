@@ -12,33 +12,33 @@ from jaxdist.layout import Leaf
 from jaxdist.parallel import collectives as comm
 
 
-def gather_to_users(leaves: dict, params: dict) -> dict:
+def gather_to_consumers(leaves: dict, params: dict) -> dict:
     """Leaves in the compute layout -> whole on the stages that use them; those that all stages use stay as they are.
 
     Sends: a stage's part, once to each user but itself.
     """
 
     def whole(leaf: Leaf, x: jax.Array) -> jax.Array:
-        if not leaf.users:
+        if not leaf.consumer_stages:
             return x
-        padded = comm.gather_to(x, "pp", leaf.spread_dim, leaf.users)
+        padded = comm.gather_to(x, "pp", leaf.spread_dim, leaf.consumer_stages)
         return lax.slice_in_dim(padded, 0, leaf.shape[leaf.spread_dim], axis=leaf.spread_dim)
 
     return jax.tree.map(whole, leaves, params)
 
 
-def scatter_from_users(leaves: dict, grads: dict) -> dict:
-    """Undo `gather_to_users` for gradients: what the users have, summed, in the compute layout.
+def scatter_from_consumers(leaves: dict, grads: dict) -> dict:
+    """Undo `gather_to_consumers` for gradients: what the consumer stages have, summed, in the compute layout.
 
     Sends: on each user (pp-1)/pp of the leaf's bytes, padded.
     """
 
     def part(leaf: Leaf, g: jax.Array) -> jax.Array:
-        if not leaf.users:
+        if not leaf.consumer_stages:
             return g
         dim = leaf.spread_dim
         extra = leaf.compute_shape[dim] - leaf.shape[dim]
         padded = jnp.pad(g, [(0, extra if d == dim else 0) for d in range(g.ndim)]) if extra else g
-        return comm.scatter_from(padded, "pp", dim, leaf.users)
+        return comm.scatter_from(padded, "pp", dim, leaf.consumer_stages)
 
     return jax.tree.map(part, leaves, grads)

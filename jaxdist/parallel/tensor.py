@@ -109,7 +109,7 @@ look_up.defvjp(
 
 
 @jax.custom_vjp
-def gradients_together(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def barrier_grads(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x and w as they are. Backward: neither gradient is used before both are made.
 
     Nothing but the update needs the head's weight gradient, so a GPU's scheduler puts it after all layers' backward,
@@ -118,7 +118,7 @@ def gradients_together(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array
     return x, w
 
 
-gradients_together.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimization_barrier(grads))
+barrier_grads.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimization_barrier(grads))
 
 
 def vocab_parallel_cross_entropy(
@@ -134,7 +134,7 @@ def vocab_parallel_cross_entropy(
     Source: arXiv 1909.08053, section 3.
     """
     x_BTD = enter(x_BTD, sp)
-    x_BTD, table_VD = gradients_together(x_BTD, comm.varying(table_VD, AXIS))
+    x_BTD, table_VD = barrier_grads(x_BTD, comm.varying(table_VD, AXIS))
     losses_R = row_losses(x_BTD.reshape(-1, x_BTD.shape[-1]), table_VD, targets_BT.reshape(-1), vocab_size)
     return losses_R.reshape(targets_BT.shape)
 

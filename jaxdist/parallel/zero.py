@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxdist.layout import Layout, Leaf
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouping import all_gather_groups, reduce_scatter_groups
-from jaxdist.parallel.spread import scatter_from_users
+from jaxdist.parallel.spread import scatter_from_consumers
 
 
 class ShardedParams(NamedTuple):
@@ -65,11 +65,11 @@ def scatter_gradients(
     """Whole gradients -> this rank's shards summed over dp, of a tied table also over the stages that use it.
 
     Layout: each g in the compute layout {U_dp} -> g in the storage layout, in `dtype`; summed in `reduce_dtype`.
-    Sends: (n-1)/n of the bytes; of a tied table as `scatter_from_users` too.
+    Sends: (n-1)/n of the bytes; of a tied table as `scatter_from_consumers` too.
     """
     arrays = [g.astype(reduce_dtype) for g in grads]
     if layout.parallel.mesh.pp > 1:
-        arrays = scatter_from_users(leaves, arrays)
+        arrays = scatter_from_consumers(leaves, arrays)
     return [x.astype(dtype) for x in reduce_scatter_groups(arrays, leaves, "dp", layout.parallel)]
 
 

@@ -31,7 +31,7 @@ from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, 
 from jaxdist.parallel.zero import ShardedParams
 from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import Collective, collectives_of
-from jaxdist.plan.proof.trace_memory import Buffer, habits_of_dtype, lifetimes
+from jaxdist.plan.proof.trace_memory import Buffer, compiler_of_dtype, lifetimes
 from jaxdist.plan.time_model import Number
 from jaxdist.train.gradients.base import ShardedModel
 
@@ -277,7 +277,7 @@ class LayerMemory(NamedTuple):
 @cache
 def layer_memory(rank: OneRank) -> LayerMemory:
     """Traced; `rank.rows` is ROWS."""
-    compiler = habits_of_dtype(rank.precision.dtype)
+    compiler = compiler_of_dtype(rank.precision.dtype)
 
     def read(parts: _Functions) -> LayerMemory:
         types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
@@ -307,7 +307,7 @@ def loss_memory(rank: OneRank) -> Envelope:
 
         program = jax.make_jaxpr(both)(*(jax.tree.map(type_of, each) for each in (parts.outer, parts.x)))
         kept = range(len(program.jaxpr.outvars))
-        return _envelope(lifetimes(program, habits_of_dtype(rank.precision.dtype), {}, kept=kept))
+        return _envelope(lifetimes(program, compiler_of_dtype(rank.precision.dtype), {}, kept=kept))
 
     return rank.trace(read)
 

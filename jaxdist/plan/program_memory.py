@@ -56,10 +56,10 @@ class Elements(NamedTuple):
     """
 
     layer: int
-    root: int
+    outer: int
     stored_layer: int
-    stored_root: int
-    used_root: int
+    stored_outer: int
+    used_outer: int
     used_embed: int
     used_loss: int
     used_both: int
@@ -73,18 +73,18 @@ def device_elements(model: Model, tp: int, dp: int, pp: int) -> Elements:
     """Counted from the model's own declaration, ZeRO's padding included."""
     parallel = ParallelConfig(mesh=MeshShape(pp=pp, dp=dp, tp=tp), zero=1)
     leaves = make_layout(model, parallel, (1,) * pp).leaves
-    root = _flat({name: part for name, part in leaves.items() if name != STACKED})
+    outer = _flat({name: part for name, part in leaves.items() if name != STACKED})
     layer = [leaf.layer() for leaf in _flat(leaves[STACKED])]
     size = lambda shapes: sum(map(_product, shapes))  # noqa: E731
     return Elements(
         layer=size(leaf.compute_local for leaf in layer),
-        root=size(leaf.compute_local for leaf in root),
+        outer=size(leaf.compute_local for leaf in outer),
         stored_layer=size(leaf.storage_local for leaf in layer),
-        stored_root=size(leaf.storage_local for leaf in root),
-        used_root=size(leaf.used_local for leaf in root),
-        used_embed=size(leaf.used_local for leaf in root if "embed" in leaf.used_in),
-        used_loss=size(leaf.used_local for leaf in root if "loss" in leaf.used_in),
-        used_both=size(leaf.used_local for leaf in root if len(leaf.used_in) > 1),
+        stored_outer=size(leaf.storage_local for leaf in outer),
+        used_outer=size(leaf.used_local for leaf in outer),
+        used_embed=size(leaf.used_local for leaf in outer if "embed" in leaf.used_in),
+        used_loss=size(leaf.used_local for leaf in outer if "loss" in leaf.used_in),
+        used_both=size(leaf.used_local for leaf in outer if len(leaf.used_in) > 1),
         largest=max(_product(leaf.compute_local) for leaf in layer),
         stored_largest=max(_product(leaf.storage_local) for leaf in layer),
         vectors=size(leaf.compute_local for leaf in layer if leaf.small),
@@ -142,8 +142,8 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     e = Elements(*elements.astype(float))
     pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp > 1)
     num_rows = np.where(pipelined, c.chunks * table.depth, model.num_blocks)  # of a stacked leaf, on one device
-    whole = num_rows * e.layer + e.root
-    stored = np.where(sharded, num_rows * e.stored_layer + e.stored_root, whole)
+    whole = num_rows * e.layer + e.outer
+    stored = np.where(sharded, num_rows * e.stored_layer + e.stored_outer, whole)
 
     # ---- state
     parameters = itemsize * np.where(sharded & (c.zero == 3), stored, whole)
@@ -154,10 +154,10 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
         optimizer = optimizer + factored_bytes(model, config.optimizer, precision.master_dtype)
 
     # ---- kept for backward
-    fetched = sharded & (c.zero >= 2)
+    scattered = sharded & (c.zero >= 2)
 
     x, one, b_residuals, w_residuals, b_to_w, backward, run_again, loss = layer_columns(config, layouts, attention)
-    gathered = np.where(c.keep == 1, e.layer, np.where(fetched & (c.zero == 3), e.vectors, 0))
+    gathered = np.where(c.keep == 1, e.layer, np.where(scattered & (c.zero == 3), e.vectors, 0))
     one = one + itemsize * gathered  # of ZeRO-3
     every = np.maximum(c.every, 1)
     overlapped = (c.overlap == 1) & ~pipelined
@@ -176,23 +176,23 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     activations = np.where(pipelined, buffers + (table.num_messages + travelling) * x, scanned)
 
     # ---- gradients: summed over micro-batches so far, and this micro-batch's (or this pass's) own. A pipeline holds
-    # those of the root whole, and the root too: ZeRO-3's, or the table that its stages share.
-    scattered_root = np.where(pipelined, e.used_root, e.stored_root)
-    holders = wide * np.where(fetched, num_rows * e.stored_layer + scattered_root, num_rows * e.layer + e.used_root)
-    gathered_root = pipelined * itemsize * np.where(fetched & (c.zero == 3), e.used_root, e.used_both)
-    sums = np.where(c.accumulate > 1, holders, 0)
-    own = np.where(pipelined | fetched, holders, itemsize * whole)
+    # what is outside the layers whole, and its gradients too: ZeRO-3's, or the table that its stages share.
+    scattered_outer = np.where(pipelined, e.used_outer, e.stored_outer)
+    grads = wide * np.where(scattered, num_rows * e.stored_layer + scattered_outer, num_rows * e.layer + e.used_outer)
+    gathered_outer = pipelined * itemsize * np.where(scattered & (c.zero == 3), e.used_outer, e.used_both)
+    sums = np.where(c.accumulate > 1, grads, 0)
+    own = np.where(pipelined | scattered, grads, itemsize * whole)
     # With overlap each layer's is reduced into its place while the next is made.
     own = np.where(overlapped, wide * stored + itemsize * e.layer, own)
 
     # ---- the loss: its logits and the gradients it makes; the weights it uses, where they were gathered
-    logits = loss + np.where(fetched & ~pipelined, itemsize * e.used_loss, 0)
+    logits = loss + np.where(scattered & ~pipelined, itemsize * e.used_loss, 0)
 
     # ---- one layer's backward: what is between its matmuls, and slices of what is stacked
     layer = np.where(c.every > 0, run_again, backward)
     again = np.where((c.every > 1) & ~pipelined, c.every * one, 0)
     scratch = np.where(pipelined & (c.every > 0), c.every * (b_residuals + w_residuals), 0)
-    layer = layer + np.where(fetched, itemsize * e.layer + wide * e.largest, 0)
+    layer = layer + np.where(scattered, itemsize * e.layer + wide * e.largest, 0)
     layer = layer + np.where(
         overlapped, np.where(c.zero == 3, itemsize * e.layer, 0) + np.where(c.every == 0, b_to_w, 0), 0
     )
@@ -200,9 +200,14 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
 
     zeros = np.zeros(len(c.pp))
     phases = [
-        (sums + own, activations, zeros, gathered_root + np.maximum(layer + again + scratch, embedding)),
-        (sums + own * pipelined, activations, logits, gathered_root),
-        (holders, zeros, zeros, np.where(fetched, 0, wide * num_rows * np.where(sharded, e.stored_largest, e.largest))),
+        (sums + own, activations, zeros, gathered_outer + np.maximum(layer + again + scratch, embedding)),
+        (sums + own * pipelined, activations, logits, gathered_outer),
+        (
+            grads,
+            zeros,
+            zeros,
+            np.where(scattered, 0, wide * num_rows * np.where(sharded, e.stored_largest, e.largest)),
+        ),
     ]
     table_of = np.array([[column + zeros for column in phase] for phase in phases])
     fullest = table_of.sum(axis=1).argmax(axis=0)

@@ -79,7 +79,7 @@ class Candidates:
         return MeshShape(**{axis: int(getattr(self, axis)[index]) for axis in AXES})
 
     def remat(self, index: int) -> str:
-        return remat_word(int(self.every[index]), int(self.selective[index]))
+        return remat_name(int(self.every[index]), int(self.selective[index]))
 
     def schedule_name(self, index: int, base: ParallelConfig) -> str:
         return base.schedule if self.schedule[index] == OWN else NAMES[self.schedule[index]]
@@ -140,7 +140,7 @@ def join_rows(blocks: Sequence):
     return kind(**{field.name: np.concatenate([getattr(b, field.name) for b in blocks]) for field in fields(kind)})
 
 
-def remat_word(every: int, selective: int) -> str:
+def remat_name(every: int, selective: int) -> str:
     """The word of `ParallelConfig.remat`."""
     return {0: "selective" if selective else "none", 1: "block"}.get(every, f"every-{every}")
 
@@ -387,7 +387,7 @@ def _step_time(base, layouts: Candidates, table: Pipelines, cluster, attention, 
         rows=layouts.rows,
         zero=layouts.zero,
         sp=layouts.sp == 1,
-        remat=remat_words(layouts),
+        remat=remat_names(layouts),
         chunks=layouts.chunks,
         bubble=table.bubble,
         most_layers=deepest,
@@ -432,10 +432,10 @@ def weight_gathers(layouts: Candidates) -> np.ndarray:
     return np.where(thrice, 3, np.where(alone & (layouts.keep == 1), 1, 2))
 
 
-def remat_words(layouts: Candidates) -> np.ndarray:
+def remat_names(layouts: Candidates) -> np.ndarray:
     """The words of `ParallelConfig.remat`, as a column."""
     kinds, index = distinct(layouts.every, layouts.selective)
-    return np.array([remat_word(*kind) for kind in kinds])[index]
+    return np.array([remat_name(*kind) for kind in kinds])[index]
 
 
 # ----------------------------------------------------------------------------------------------------------- ranking

@@ -25,13 +25,13 @@ from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline.lowering import FROM_AFTER, FROM_BEFORE, Loop, iterations
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.plan.parts import OneRank, traffic_of
-from jaxdist.plan.proof.trace import Count, Sending, on_stages, total_sent
+from jaxdist.plan.proof.trace import Count, Transfer, on_stages, total_sent
 
-Wanted = Callable[[Leaf], bool]
+LeafFilter = Callable[[Leaf], bool]
 
 
 @dataclass(frozen=True)
-class Message(Sending):
+class Message(Transfer):
     """One collective of a step, in the field's words.
 
     axes: mesh axes, all of them live. count: how often a step runs it, on the stage that runs it most. full_bytes:
@@ -78,7 +78,7 @@ def predicted(config: RunConfig, layout: Layout) -> list[Message]:
             "Use make_layout(config.model, config.parallel, config.part_layers)",
         )
     step = _Step(config, layout)
-    messages = [*step.scalars(), *step.activations(), *step.stages(), *step.spread(), *step.fetches()]
+    messages = [*step.scalars(), *step.activations(), *step.stages(), *step.spread(), *step.weights()]
     messages += step.reductions()
     return [message for message in messages if message.count and message.axes]
 
@@ -124,7 +124,7 @@ class _Step:
         else:
             once = {Loop.EMBED: 1, Loop.HEAD: 1, Loop.LAYERS_FORWARD: layers}
         self.runs = {name: passes * times for name, times in once.items()}
-        self.root = {name: part for name, part in layout.leaves.items() if name != STACKED}
+        self.outer = {name: part for name, part in layout.leaves.items() if name != STACKED}
         self.layer_leaves = [leaf.layer() for leaf in jax.tree.leaves(layout.leaves[STACKED])]
         self.parts = traffic_of(OneRank.of(config))
 
@@ -179,43 +179,43 @@ class _Step:
     def spread(self) -> list[Message]:
         """A table that both ends of a pipeline use: its parts to them, its gradient back."""
         stages, messages = np.arange(self.mesh.pp), []
-        for leaf in (leaf for leaf in jax.tree.leaves(self.root) if leaf.users):
-            size, an_end = math.prod(leaf.compute_local), np.isin(stages, leaf.users)
-            to_ends, back = len(leaf.users) - an_end, (self.mesh.pp - 1) * an_end
+        for leaf in (leaf for leaf in jax.tree.leaves(self.outer) if leaf.consumer_stages):
+            size, an_end = math.prod(leaf.compute_local), np.isin(stages, leaf.consumer_stages)
+            to_ends, back = len(leaf.consumer_stages) - an_end, (self.mesh.pp - 1) * an_end
             messages += [
                 Message.of("weights to the ends", "permute", ("pp",), to_ends, size * self.item),
                 Message.of("gradients from the ends", "permute", ("pp",), back, size * self.reduced),
             ]
         return messages
 
-    def fetches(self) -> list[Message]:
+    def weights(self) -> list[Message]:
         """ZeRO-3's gathers where weights are used, ZeRO-2 and 3's scatters where their gradients are made."""
-        if not self.layout.grads_scattered:
+        if not self.layout.grads_sharded:
             return []
         layers, parallel, messages = self.runs[Loop.LAYERS_FORWARD], self.parallel, []
         if self.layout.params_sharded:
-            for name, only in self.layer_fetches():
+            for name, only in self.layer_gathers():
                 times = layers - parallel.accumulate if parallel.overlap_layers and name == "backward" else layers
                 messages += self.gathers(f"weights of a layer, {name}", self.layer_leaves, times, only)
         messages += self.scatters("gradients of a layer", self.layer_leaves, layers)
         if self.pipelined:  # once a step
-            root = jax.tree.leaves(self.root)
+            outer = jax.tree.leaves(self.outer)
             if self.layout.params_sharded:
-                messages += self.gathers("weights outside the layers", root, 1)
-            return messages + self.scatters("gradients outside the layers", root, 1)
+                messages += self.gathers("weights outside the layers", outer, 1)
+            return messages + self.scatters("gradients outside the layers", outer, 1)
         if self.layout.params_sharded and parallel.reshard_after_forward:
             embed, head = (
-                [leaf for leaf in jax.tree.leaves(self.root) if user in leaf.used_in] for user in ("embed", "loss")
+                [leaf for leaf in jax.tree.leaves(self.outer) if user in leaf.used_in] for user in ("embed", "loss")
             )
             messages += self.gathers("weights of the embedding", embed, self.runs[Loop.EMBED])
             messages += self.gathers("weights of the head", head, self.runs[Loop.HEAD])
         elif self.layout.params_sharded:
-            messages += self.gathers("weights outside the layers", jax.tree.leaves(self.root), parallel.accumulate)
+            messages += self.gathers("weights outside the layers", jax.tree.leaves(self.outer), parallel.accumulate)
         # Together: once a micro-batch.
-        root = jax.tree.leaves(self.root)
-        return messages + self.scatters("gradients outside the layers", root, parallel.accumulate)
+        outer = jax.tree.leaves(self.outer)
+        return messages + self.scatters("gradients outside the layers", outer, parallel.accumulate)
 
-    def layer_fetches(self) -> list[tuple[str, Wanted]]:
+    def layer_gathers(self) -> list[tuple[str, LeafFilter]]:
         """When ZeRO-3 gathers a layer's weights, and which leaves are asked for then.
 
         The pipeline's division of a layer takes a gather for one operation, so B gathers the whole layer, for its
@@ -224,23 +224,23 @@ class _Step:
         whose backward comes next.
         """
         every = self.parallel.remat_every
-        fetches = [("forward", every_leaf)]
+        weights = [("forward", every_leaf)]
         if self.parallel.overlap_layers:
-            return [*fetches, ("backward", every_leaf)]
+            return [*weights, ("backward", every_leaf)]
         if self.pipelined:
             read = [leaf for leaf in self.layer_leaves if _in_layer(leaf) in self.parts.read_by_w]
             again = sum(math.prod(leaf.compute_local) * self.item for leaf in read) > self.parts.x_bytes
             return [
-                *fetches,
+                *weights,
                 *[("recomputed", every_leaf)] * (every > 1),
                 ("B", every_leaf),
                 *[("W", every_leaf)] * again,
             ]
         if every:
-            fetches.append(("recomputed", every_leaf if every > 1 else self.is_read_again))
+            weights.append(("recomputed", every_leaf if every > 1 else self.is_read_again))
         if self.parallel.reshard_after_forward and every != 1:
-            fetches.append(("backward", is_matrix))
-        return fetches
+            weights.append(("backward", is_matrix))
+        return weights
 
     def is_read_again(self, leaf: Leaf) -> bool:
         """Whether running the layer again for its gradients alone needs the leaf: a last bias is only added to the
@@ -252,9 +252,9 @@ class _Step:
         leaves, layout, messages = jax.tree.leaves(self.layout.leaves), self.layout, []
         reduced = [(leaves, 1)]
         if self.parallel.overlap_layers:  # a layer at a time, while backward runs
-            reduced = [(jax.tree.leaves(self.root), 1), (self.layer_leaves, self.config.model.num_blocks)]
+            reduced = [(jax.tree.leaves(self.outer), 1), (self.layer_leaves, self.config.model.num_blocks)]
         for part, times in reduced:
-            if layout.sharded and not layout.grads_scattered:
+            if layout.sharded and not layout.grads_sharded:
                 messages += self.scatters("gradients", part, times)
             owing = [leaf for leaf in part if leaf.shard_reduce_axes]
             sizes = [math.prod(leaf.storage_local) * self.reduced for leaf in owing]
@@ -265,19 +265,21 @@ class _Step:
             messages += self.gathers("parameters after the update", leaves, 1)
         return messages
 
-    def gathers(self, purpose: str, leaves: Sequence[Leaf], times: int, wanted: Wanted | None = None) -> list[Message]:
-        return self.over_dp(purpose, "all_gather", leaves, times, self.item, wanted or every_leaf)
+    def gathers(
+        self, purpose: str, leaves: Sequence[Leaf], times: int, only: LeafFilter | None = None
+    ) -> list[Message]:
+        return self.over_dp(purpose, "all_gather", leaves, times, self.item, only or every_leaf)
 
     def scatters(self, purpose: str, leaves: Sequence[Leaf], times: int) -> list[Message]:
         return self.over_dp(purpose, "reduce_scatter", leaves, times, self.reduced, every_leaf)
 
-    def over_dp(self, purpose, kind, leaves, times, itemsize, wanted) -> list[Message]:
-        """One message for each group with a wanted leaf in it; its bytes are those of all its leaves, padded."""
+    def over_dp(self, purpose, kind, leaves, times, itemsize, only) -> list[Message]:
+        """One message for each group with a only leaf in it; its bytes are those of all its leaves, padded."""
         sizes = [math.prod(leaf.storage_local) * leaf.dp * itemsize for leaf in leaves]
         return [
             Message.of(purpose, kind, ("dp",), times, sum(sizes[i] for i in members))
             for members in group(leaves, sizes, self.parallel, lambda leaf: leaf.spec_axes)
-            if any(wanted(leaves[i]) for i in members)
+            if any(only(leaves[i]) for i in members)
         ]
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.layout import live_spec
+from jaxdist.layout import drop_unit_axes
 from jaxdist.mesh import AXES, MeshShape
 from jaxdist.parallel import collectives as comm
 from jaxdist.runtime import processes
@@ -86,7 +86,7 @@ def make_replica_check(program: Program) -> Callable[[State], list[Culprit]]:
             sums,
             mesh=program.mesh,
             in_specs=(program.specs,),
-            out_specs=live_spec((AXES,), mesh),
+            out_specs=drop_unit_axes((AXES,), mesh),
             check_vma=True,
         )
     )

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxdist.config import RunConfig
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
-from jaxdist.layout import Layout, live_spec, local_bytes, shardings
+from jaxdist.layout import Layout, drop_unit_axes, local_bytes, shardings
 from jaxdist.mesh import AXES
 from jaxdist.models.context import Batch
 from jaxdist.parallel.pipeline.lowering import iterations
@@ -178,7 +178,7 @@ def build_program(
 
     step = partial(train_step, trains, with_gradients=with_gradients, poison=poison)
     metrics = [*METRICS, *(["loss_scale"] if specs.scale is not None else [])]
-    metric_specs = dict.fromkeys(metrics, REPLICATED) | {"not_finite": live_spec((AXES,), config.parallel.mesh)}
+    metric_specs = dict.fromkeys(metrics, REPLICATED) | {"not_finite": drop_unit_axes((AXES,), config.parallel.mesh)}
     outputs = (specs, metric_specs) + ((layout.storage_specs(),) if with_gradients else ())
     return Program(
         config=config,

@@ -4,9 +4,9 @@ No JAX here. They explain what `jaxdist.plan.proof.trace` and the compiler count
 elements, memory in bytes (GB = 1e9, GiB = 2**30), time in seconds, speed in FLOP/s and bytes/s. Whatever a search over
 layouts varies (batch, tp, dp, ZeRO stage, remat, ...) may be a number or a numpy array: arrays are columns of layouts.
 
-Where sources disagree the choice is a named argument, and the result is a `Stated` value whose text says which it was.
-Letters in formulas are the papers': L layers, h width, a heads, s sequence length, b rows of a micro-batch, B sequences
-of an update, V vocabulary, P or Ψ parameters, D tokens, t = tp, p = pp, m micro-batches, v chunks a stage.
+Where sources disagree the choice is a named argument, and the result is a `Quantity` value whose text says which it
+was. Letters in formulas are the papers': L layers, h width, a heads, s sequence length, b rows of a micro-batch, B
+sequences of an update, V vocabulary, P or Ψ parameters, D tokens, t = tp, p = pp, m micro-batches, v chunks a stage.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Number = Any  # a Python number, or a numpy array of them
 
 
 @dataclass(frozen=True, eq=False)
-class Stated:
+class Quantity:
     """A value with its unit and the convention it was counted in: `str` prints all three."""
 
     value: Number
@@ -172,7 +172,7 @@ def forward_flops_per_token(shape: ModelShape, attention: str = "full") -> dict[
     }
 
 
-def iteration_flops(shape: ModelShape, batch: Number, remat: str = "none", attention: str = "full") -> Stated:
+def iteration_flops(shape: ModelShape, batch: Number, remat: str = "none", attention: str = "full") -> Quantity:
     """FLOPs of one update of `batch` sequences, recomputed forwards included.
 
     For GPT with full attention: 72BsLh²(1 + s/(6h) + V/(12hL)); with full recompute 96BsLh²(1 + s/(6h) + V/(16hL)).
@@ -182,10 +182,12 @@ def iteration_flops(shape: ModelShape, batch: Number, remat: str = "none", atten
     selective, every = remat_columns(remat)
     again = np.where(every > 0, part["matrices"] + part["attention"], np.where(selective, part["attention"], 0.0))[()]
     flops = batch * shape.seq_len * (3 * sum(part.values()) + again)
-    return Stated(flops, "FLOPs", f"matmuls alone, {attention} attention, head counted once forward and twice backward")
+    return Quantity(
+        flops, "FLOPs", f"matmuls alone, {attention} attention, head counted once forward and twice backward"
+    )
 
 
-def selective_recompute_overhead(shape: ModelShape, convention: str = "published") -> Stated:
+def selective_recompute_overhead(shape: ModelShape, convention: str = "published") -> Quantity:
     """Extra FLOPs of selective recompute over the layers' own, as a part of 72BsLh².
 
     "published": s/(6h), what the pairs of MFU and HFU in arXiv 2205.05198 (table 5) fit.
@@ -193,7 +195,7 @@ def selective_recompute_overhead(shape: ModelShape, convention: str = "published
     """
     _choose("convention", convention, ("published", "counted"))
     divisor = {"published": 6, "counted": 18}[convention]
-    return Stated(shape.seq_len / (divisor * shape.width), "of 72BsLh²", f"{convention}: s/({divisor}h)")
+    return Quantity(shape.seq_len / (divisor * shape.width), "of 72BsLh²", f"{convention}: s/({divisor}h)")
 
 
 COUNTED = {
@@ -203,7 +205,7 @@ COUNTED = {
 }
 
 
-def model_flops_per_token(shape: ModelShape, attention: str = "full", counted: str = "matmuls") -> Stated:
+def model_flops_per_token(shape: ModelShape, attention: str = "full", counted: str = "matmuls") -> Quantity:
     """6N + 12·L·H·Q·T FLOPs of training on one token, whatever is recomputed. attention "causal" halves the second.
 
     counted: what is in N, see `COUNTED`. A tied table counts once in "all", as its head's matmul.
@@ -218,7 +220,7 @@ def model_flops_per_token(shape: ModelShape, attention: str = "full", counted: s
         "no embeddings": shape.parameters - tables,
     }[counted]
     core = 12 * shape.num_layers * shape.width * shape.seq_len * ATTENTION[attention]
-    return Stated(6 * n + core, "FLOPs a token", f"6N + 12LHQT, {attention} attention, N: {COUNTED[counted]}")
+    return Quantity(6 * n + core, "FLOPs a token", f"6N + 12LHQT, {attention} attention, N: {COUNTED[counted]}")
 
 
 def mfu(
@@ -228,10 +230,10 @@ def mfu(
     num_devices: Number = 1,
     attention: str = "full",
     counted: str = "matmuls",
-) -> Stated:
+) -> Quantity:
     """Model FLOPs utilisation: needed FLOP/s over peak FLOP/s of all devices, a fraction."""
     per_token = model_flops_per_token(shape, attention, counted)
-    return Stated(tokens_per_s * per_token.value / (peak_flops * num_devices), "MFU", per_token.convention)
+    return Quantity(tokens_per_s * per_token.value / (peak_flops * num_devices), "MFU", per_token.convention)
 
 
 def hfu(
@@ -242,7 +244,7 @@ def hfu(
     remat: str = "none",
     attention: str = "full",
     selective: str = "published",
-) -> Stated:
+) -> Quantity:
     """Hardware FLOPs utilisation: as MFU, but what is recomputed counts as well.
 
     selective: how selective recompute is counted, see `selective_recompute_overhead`.
@@ -255,7 +257,7 @@ def hfu(
         every > 0, part["matrices"] + part["attention"], np.where(is_selective, extra.value * layer_flops, 0.0)
     )[()]
     value = tokens_per_s * (3 * sum(part.values()) + again) / (peak_flops * num_devices)
-    return Stated(value, "HFU", f"{attention} attention, selective recompute {extra.convention}")
+    return Quantity(value, "HFU", f"{attention} attention, selective recompute {extra.convention}")
 
 
 # ------------------------------------------------------------------------------------------------------- model state
@@ -590,10 +592,10 @@ def in_flight(schedule: str, pp: Number, microbatches: Number, stage: Number = 0
 
 def training_days(
     parameters: float, tokens: float, num_devices: Number, flops_per_s: Number, full_recompute: bool = True
-) -> Stated:
+) -> Quantity:
     """8TP/(nX) with full recompute, 6TP/(nX) without, in days; X is achieved FLOP/s of one device.
 
     Source: arXiv 2104.04473, section 5.1.
     """
     seconds = training_flops(parameters, tokens, full_recompute) / (num_devices * flops_per_s)
-    return Stated(seconds / 86400, "days", "8TP/(nX), full recompute" if full_recompute else "6TP/(nX), no recompute")
+    return Quantity(seconds / 86400, "days", "8TP/(nX), full recompute" if full_recompute else "6TP/(nX), no recompute")

@@ -23,7 +23,7 @@ from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
-from jaxdist.plan.proof.trace import Count, Iterations, Sending, on_stages, times_each, total_sent
+from jaxdist.plan.proof.trace import Count, Iterations, Transfer, on_stages, times_each, total_sent
 from jaxdist.runtime.devices import MAX_SIMULATED, acquire_devices, prepare_cpu
 from jaxdist.train.program import Program, build_program, compiled_bytes, step_options
 
@@ -68,7 +68,7 @@ class CompiledStep:
 
 
 @dataclass(frozen=True)
-class Emitted(Sending):
+class Emitted(Transfer):
     """One collective instruction. axes: the mesh axes its groups span. full_bytes: of the gathered, or summed, buffer.
 
     count: how often a step runs it, on the stage that runs it most; None where neither the text nor `iterations` says.

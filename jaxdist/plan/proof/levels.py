@@ -9,7 +9,7 @@ from jaxdist.layout import local_bytes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
 from jaxdist.plan.proof.compile import CompiledStep, compile_step, emitted_bytes, without_devices
 from jaxdist.plan.proof.trace import total_sent
-from jaxdist.plan.proof.trace_memory import StepMemory, habits_of_dtype, step_memory
+from jaxdist.plan.proof.trace_memory import StepMemory, compiler_of_dtype, step_memory
 from jaxdist.train.program import build_program
 
 
@@ -67,7 +67,7 @@ class Levels:
 def levels(config: RunConfig, target: str | None = None, *, num_nodes: int = 1, dump: str | None = None) -> Levels:
     """Trace the step of `config` on an abstract mesh, and compile it for `target` where one is named.
 
-    The prediction is of that target's habits (`habits_of`).
+    The prediction is of that target's compiler (`compiler_of`).
     Raises: ConfigError as `jaxdist.plan.proof.compile.compile_step`.
     """
     mesh = config.parallel.mesh
@@ -76,7 +76,7 @@ def levels(config: RunConfig, target: str | None = None, *, num_nodes: int = 1, 
     start = time.perf_counter()
     program = build_program(config, make_abstract_mesh(mesh))
     traced = program.step.trace(program.abstract_state(), program.abstract_batch())
-    predicted = step_memory(program, traced, habits_of(target, config.precision.dtype))
+    predicted = step_memory(program, traced, compiler_of(target, config.precision.dtype))
     collectives = program.collectives_of(traced)
     sent, sent_bytes = compare(collectives, compiled, mesh), total_sent(collectives, mesh)
     seconds = time.perf_counter() - start
@@ -91,13 +91,13 @@ def levels(config: RunConfig, target: str | None = None, *, num_nodes: int = 1, 
     )
 
 
-def habits_of(target: str | None, dtype: str) -> str:
-    """Which of `memory.HABITS` a target is predicted with; with none named, a GPU's for 16 bits and a CPU's otherwise.
+def compiler_of(target: str | None, dtype: str) -> str:
+    """Which of `COMPILERS` a target is predicted with; with none named, a GPU's for 16 bits and a CPU's otherwise.
 
     A TPU gets a GPU's: both compute in 16 bits, which a CPU widens. What its tiles pad is not in them (docs/plan.md).
     """
     if target is None:
-        return habits_of_dtype(dtype)
+        return compiler_of_dtype(dtype)
     return "cpu" if target == "cpu" else "gpu"
 
 

@@ -37,7 +37,7 @@ KINDS = {
 }
 
 
-class Sending:
+class Transfer:
     """What is sent, of a class with `kind`, `axes`, `count`, `full_bytes` and `by_stage`."""
 
     def sent_bytes(self, mesh: MeshShape) -> int:
@@ -51,7 +51,7 @@ class Sending:
 
 
 @dataclass(frozen=True)
-class Collective(Sending):
+class Collective(Transfer):
     """One collective of the program text.
 
     axes: mesh axes. count: how often a step runs it, on the stage that runs it most. depth: how many loops surround it.
@@ -110,7 +110,7 @@ def on_stages(count: int | np.ndarray) -> tuple[int, tuple[int, ...] | None]:
     return max(counts), counts if len(set(counts)) > 1 else None
 
 
-def total_sent(sendings: Iterable[Sending], mesh: MeshShape) -> int:
+def total_sent(sendings: Iterable[Transfer], mesh: MeshShape) -> int:
     """Bytes one device sends in a step, on the stage that sends most in all."""
     sendings = list(sendings)
     return max(sum(each.sent_by(stage, mesh) for each in sendings) for stage in range(mesh.pp))

@@ -1,11 +1,11 @@
 """Bytes a program needs on a device, read from its trace: which values get a buffer, and from when to when.
 
 Nothing is compiled. A jaxpr names every value; a compiler fuses most of them away. The rules here say which are left
-(what matmuls, collectives and loops read and write, and what is read twice and dear to compute again), how long each
-lives, and where loops and updates work in place. The lifetimes are then packed into one block of memory as XLA packs
-them. `experiments.levels` compares the result with the compilers' own plans; errors are in docs/plan.md.
+(what matmuls, collectives and loops read and write, and what is read twice and expensive to compute again), how long
+each lives, and where loops and updates work in place. The lifetimes are then packed into one block of memory as XLA
+packs them. `experiments.levels` compares the result with the compilers' own plans; errors are in docs/plan.md.
 
-The rules were found by reading compiled programs of XLA:CPU and XLA:GPU (jax 0.10), and are the compiler's habits, not
+The rules were found by reading compiled programs of XLA:CPU and XLA:GPU (jax 0.10), and are the compiler's rules, not
 its promises. `jaxdist.plan.proof.compile` asks the compiler itself.
 """
 
@@ -25,8 +25,8 @@ from jaxdist.errors import ConfigError
 RENAMES = {"reshape", "squeeze", "expand_dims", "pvary", "stop_gradient", "optimization_barrier", "copy", "name"}
 GENERATES = {"broadcast_in_dim", "iota"}
 REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
-DEAR = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "pow"}
-ELEMENTWISE = DEAR | {
+EXPENSIVE = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "pow"}
+ELEMENTWISE = EXPENSIVE | {
     *("abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "cos", "div", "eq", "floor", "ge", "gt"),
     *("integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or"),
     *("reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin"),
@@ -40,34 +40,46 @@ CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "ch
 
 
 @dataclass(frozen=True)
-class Habits:
-    """Where compilers differ. keeps_dear: results of `DEAR` operations that are read twice get a buffer, others are
+class CompilerModel:
+    """Where compilers differ.
+
+    keeps_expensive: results of `EXPENSIVE` operations that are read twice get a buffer, others are
     computed again. zeros_first: what depends on no input (zeros to be filled) is made when the program starts.
-    takes_over: an elementwise result may take the buffer of an operand of its size. reduces_buffers: reductions over
-    whole arrays read a buffer rather than being fused. fuses_gathers: into what reads them. widens: temporaries of 16
-    bits take 32, in which everything is computed.
+    reuses_operand_buffer: an elementwise result may take the buffer of an operand of its size. reduces_buffers:
+    reductions over whole arrays read a buffer rather than being fused. fuses_gathers: into what reads them. widens:
+    temporaries of 16 bits take 32, in which everything is computed.
     """
 
-    keeps_dear: bool
+    keeps_expensive: bool
     zeros_first: bool
-    takes_over: bool
+    reuses_operand_buffer: bool
     reduces_buffers: bool
     fuses_gathers: bool
     widens: bool
 
 
-HABITS = {
-    "cpu": Habits(
-        keeps_dear=True, zeros_first=True, takes_over=False, reduces_buffers=True, fuses_gathers=False, widens=True
+COMPILERS = {
+    "cpu": CompilerModel(
+        keeps_expensive=True,
+        zeros_first=True,
+        reuses_operand_buffer=False,
+        reduces_buffers=True,
+        fuses_gathers=False,
+        widens=True,
     ),
-    "gpu": Habits(
-        keeps_dear=False, zeros_first=False, takes_over=True, reduces_buffers=False, fuses_gathers=True, widens=False
+    "gpu": CompilerModel(
+        keeps_expensive=False,
+        zeros_first=False,
+        reuses_operand_buffer=True,
+        reduces_buffers=False,
+        fuses_gathers=True,
+        widens=False,
     ),
 }
 
 
-def habits_of_dtype(dtype: str) -> str:
-    """Whose habits a plan assumes that names no compiler: a GPU's for 16 bits, a CPU's otherwise."""
+def compiler_of_dtype(dtype: str) -> str:
+    """Whose rules a plan assumes that names no compiler: a GPU's for 16 bits, a CPU's otherwise."""
     return "gpu" if dtype in ("bfloat16", "float16") else "cpu"
 
 
@@ -97,7 +109,7 @@ class StepMemory:
 def step_memory(program, traced: jax.stages.Traced, compiler: str) -> StepMemory:
     """What the traced `step` of a `jaxdist.train.program.Program` needs: its state, its batch, and temporaries.
 
-    Raises: ConfigError for a compiler that is not one of `HABITS`.
+    Raises: ConfigError for a compiler that is not one of `COMPILERS`.
     """
     state = jax.tree.leaves(program.abstract_state())
     arguments = jax.tree.leaves((program.abstract_state(), program.abstract_batch()))
@@ -129,11 +141,11 @@ def lifetimes(
     carried: index of an output -> of the input whose memory it takes. sliced: inputs that are one entry of an array of
     the caller's. kept: outputs that need memory of their own; the others are written into arrays of the caller's.
     """
-    if compiler not in HABITS:
+    if compiler not in COMPILERS:
         raise ConfigError(
-            f"the memory of a program for {compiler!r}", "no habits are known", f"Use {', '.join(HABITS)}"
+            f"the memory of a program for {compiler!r}", "no rules are known", f"Use {', '.join(COMPILERS)}"
         )
-    timeline = _Timeline(HABITS[compiler])
+    timeline = _Timeline(COMPILERS[compiler])
     timeline.run(jaxpr, carried, sliced, kept)
     return [buffer for buffer in timeline.buffers if buffer.num_bytes]
 
@@ -264,8 +276,8 @@ class _Program:
 class _Timeline:
     """Walks a program operation by operation, loops' bodies once, and notes when each buffer lives."""
 
-    def __init__(self, habits: Habits):
-        self.habits, self.clock, self.buffers = habits, 0, []
+    def __init__(self, rules: CompilerModel):
+        self.rules, self.clock, self.buffers = rules, 0, []
 
     def run(self, jaxpr, carried: Mapping[int, int], sliced: Collection[int], kept: Collection[int]) -> None:
         """One level of the program.
@@ -274,12 +286,12 @@ class _Timeline:
         inputs that are one entry of an array of the caller's. kept: outputs that need memory of their own; the others
         that are not carried are written into arrays of the caller's.
         """
-        program = _Program(self.habits.widens)
+        program = _Program(self.rules.widens)
         inputs = [program.new(v.aval) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
         outputs = program.add(jaxpr, inputs)
         program.prune(outputs)
         program.scatter_in_place(outputs)
-        level = _Level(program, self.habits, {inputs[i] for i in sliced}, {outputs[j] for j in kept} - {None})
+        level = _Level(program, self.rules, {inputs[i] for i in sliced}, {outputs[j] for j in kept} - {None})
         home = {outputs[j]: inputs[carried[j]] if j in carried else None for j in range(len(outputs)) if j not in kept}
 
         home |= {value: home[final] for value, final in program.in_place.items() if final in home}
@@ -318,14 +330,14 @@ class _Timeline:
                     place = home.get(value)
                 if place not in dying and value in home and value not in carry and not level.is_fusible(op):
                     place = None  # made in a buffer of its own, then written to the caller's
-                if place not in dying and level.is_fusible(op) and self.habits.takes_over:
+                if place not in dying and level.is_fusible(op) and self.rules.reuses_operand_buffer:
                     size = program.sizes[value]
                     place = next((v for v in dying if size and live[v].num_bytes == size), None)
                 if place in dying:
                     dying.remove(place)
                     hold(value, live.pop(place))
                     continue
-                early = self.habits.zeros_first and (value in level.first or (op.name == "scan" and value not in carry))
+                early = self.rules.zeros_first and (value in level.first or (op.name == "scan" and value not in carry))
                 allocate(value, begin if early else start, _describe(op, value in carry))
             for body, body_carried, body_sliced, body_kept in _bodies(op):
                 self.run(body, body_carried, body_sliced, body_kept)
@@ -339,8 +351,8 @@ class _Timeline:
 class _Level:
     """Which values of one program level get a buffer, and the last operation that reads each."""
 
-    def __init__(self, program: _Program, habits: Habits, slices: set[int], kept: set[int]):
-        self.program, self.habits, self.slices, self.kept = program, habits, slices, kept
+    def __init__(self, program: _Program, rules: CompilerModel, slices: set[int], kept: set[int]):
+        self.program, self.rules, self.slices, self.kept = program, rules, slices, kept
         self.users, self.maker = defaultdict(list), {}
         for k, op in enumerate(program.ops):
             for i in set(op.inputs) - {None}:
@@ -350,7 +362,7 @@ class _Level:
         self.made_at = {o: k for k, op in enumerate(program.ops) for o in op.outputs}
         self.buffered = [self.needs_buffer(v) for v in range(len(program.sizes))]
         self.last_use = self.last_uses()
-        self.first = self.made_first() if habits.zeros_first else set()
+        self.first = self.made_first() if rules.zeros_first else set()
 
     def is_folded(self, op: _Op) -> bool:
         """Whether an operation is a matrix's transpose that matmuls take in its place: they read the matrix."""
@@ -359,7 +371,7 @@ class _Level:
         return is_matrix and all(reader.name == "dot_general" for reader in readers)
 
     def is_fusible(self, op: _Op) -> bool:
-        reduces = self.habits.reduces_buffers and op.name in ("reduce_sum", "reduce_max")
+        reduces = self.rules.reduces_buffers and op.name in ("reduce_sum", "reduce_max")
         return op.name in FUSIBLE and not reduces
 
     def needs_buffer(self, value: int) -> bool:
@@ -372,17 +384,17 @@ class _Level:
         op = self.maker[value]
         if op.name in GENERATES or self.is_folded(op):
             return False
-        gathers = op.name == "gather" and not self.habits.fuses_gathers
+        gathers = op.name == "gather" and not self.rules.fuses_gathers
         if not self.is_fusible(op) or op.name in REDUCES or gathers or read:
             return True
-        return self.habits.keeps_dear and op.name in DEAR and len(self.users[value]) > 1
+        return self.rules.keeps_expensive and op.name in EXPENSIVE and len(self.users[value]) > 1
 
     def is_cheap(self, value: int) -> bool:
         """Whether readers that can be fused compute the value again rather than read its buffer."""
-        if not self.habits.keeps_dear or value not in self.maker or value in self.kept:
+        if not self.rules.keeps_expensive or value not in self.maker or value in self.kept:
             return False
         op = self.maker[value]
-        return self.is_fusible(op) and op.name not in REDUCES | DEAR | GENERATES | {"gather"}
+        return self.is_fusible(op) and op.name not in REDUCES | EXPENSIVE | GENERATES | {"gather"}
 
     def last_uses(self) -> list[int]:
         """The last operation that needs each value, through everything that is fused with its readers.

@@ -75,7 +75,7 @@ class ShardedModel:
     def hold_layers(self, params: dict) -> ShardedParams:
         """All layers, stacked, as they are differentiated."""
         leaves, layers = split_outer(self.layout.leaves)[1], split_outer(params)[1]
-        if not self.layout.grads_scattered:
+        if not self.layout.grads_sharded:
             return ShardedParams(layers)
         return ShardedParams(shard_proxies(leaves, self.sum_dtype), layers)
 
@@ -136,7 +136,7 @@ class ShardedModel:
     def scatter(self, leaves: dict, grads: dict) -> dict:
         """Local gradients in the dtype of their sums; under ZeRO-2 and 3 the shards of their sum over dp."""
         flat, treedef = jax.tree.flatten(leaves)
-        if not self.layout.grads_scattered:
+        if not self.layout.grads_sharded:
             return jax.tree.map(lambda g: g.astype(self.sum_dtype), grads)
         given = treedef.flatten_up_to(grads)
         return treedef.unflatten(
@@ -180,7 +180,7 @@ class ShardedModel:
     @property
     def policy(self) -> Callable[..., bool]:
         """What backward saves of a layer that is not recomputed as a whole."""
-        regathers = self.layout.grads_scattered and (self.gathers_outer_twice or not self.layout.params_sharded)
+        regathers = self.layout.grads_sharded and (self.gathers_outer_twice or not self.layout.params_sharded)
         return save_matmuls_policy(regathers, self.ctx.selective)
 
 

@@ -136,7 +136,7 @@ class _Overlapped:
 
     def zeros(self, leaf, reduced: bool = False) -> jax.Array:
         """The gradient of a leaf before anything is added, of sums over ranks or of sums that still wait for them."""
-        stored = reduced or self.model.layout.grads_scattered
+        stored = reduced or self.model.layout.grads_sharded
         axes = leaf.storage_axes if reduced else (*leaf.storage_axes, *leaf.reduce_axes)
         return comm.varying(jnp.zeros(leaf.storage_local if stored else leaf.compute_local, self.model.sum_dtype), axes)
 

@@ -12,7 +12,7 @@ from jaxdist.layout import split_outer
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline.executor import Stages, pipeline_gradients, pipeline_loss
-from jaxdist.parallel.spread import gather_to_users
+from jaxdist.parallel.spread import gather_to_consumers
 from jaxdist.parallel.zero import ShardedParams
 from jaxdist.train.gradients.base import (
     Gradients,
@@ -41,7 +41,7 @@ def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight
 
     like = join(outer, layers.trainable)
     grads, loss_sum = sum_over_micro_batches(model, one_pass, batch, like, weight)
-    if model.layout.grads_scattered:
+    if model.layout.grads_sharded:
         d_outer, d_layers = split_outer(grads)
         grads = join(model.scatter(outer_leaves, d_outer), d_layers)
     return grads, loss_sum
@@ -54,7 +54,7 @@ def evaluate(model: ShardedModel, params: dict, batch: Batch) -> jax.Array:
 def hold(model: ShardedModel, params: dict) -> tuple[dict, ShardedParams]:
     """(what is outside the layers, whole on the stages that use it; the layers)."""
     params = model.cast(params)
-    outer = gather_to_users(split_outer(model.layout.leaves)[0], model.hold_outer(params).trainable)
+    outer = gather_to_consumers(split_outer(model.layout.leaves)[0], model.hold_outer(params).trainable)
     return outer, model.hold_layers(params)
 
 

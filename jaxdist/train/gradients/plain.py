@@ -36,7 +36,7 @@ def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight
         (d_outer, d_layers), total = jax.grad(weighted, argnums=(0, 1), has_aux=True)(outer.trainable, layers.trainable)
         return join(model.scatter(outer_leaves, d_outer), d_layers), total
 
-    like = shard_proxies(outer_leaves, model.sum_dtype) if model.layout.grads_scattered else split_outer(params)[0]
+    like = shard_proxies(outer_leaves, model.sum_dtype) if model.layout.grads_sharded else split_outer(params)[0]
     return sum_over_micro_batches(model, one, batch, join(like, layers.trainable), weight)
 
 
