@@ -134,11 +134,16 @@ def test_train_writes_the_class_down_and_resumes_that_alone(capfd, tmp_path, mod
 
 def test_a_tuple_in_a_model_is_the_same_when_the_run_is_continued(capfd, tmp_path, module):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
-    args = ["--model", f"{module()}:SMALL", "--num-layers", 1, "--data", tmp_path / "text.txt", "--steps", 1]
+    name = module()
+    args = ["--model", f"{name}:SMALL", "--num-layers", 1, "--data", tmp_path / "text.txt", "--steps", 1]
     args += ["--eval-batches", 1, "--out", tmp_path / "run"]
     assert run(capfd, "train", *args)[0] == 0
     code, out, err = run(capfd, "train", *args)
-    assert code == 0 and "is complete" in out, err
+    assert code == 0 and "is complete" in out and "has changed" not in err, err
+    file = source_of(f"{name}:Mine")
+    file.write_text(file.read_text() + "# changed\n")
+    code, out, err = run(capfd, "train", *args)
+    assert code == 0 and f"the file that defines {name}:Mine has changed since this run began" in out + err
 
 
 def test_sizes_override_the_fields_of_the_model(module):

@@ -199,6 +199,8 @@ def require_own_folder(out: Path, config: RunConfig, warn: Callable[[str], None]
             warn(f"{error} It is kept as {set_aside(out / CONFIG, 'damaged').name}; the checkpoints say what ran")
         return
     require_same_run(str(out), there, config)
+    if there["model"].get("source") not in (None, to_dict(config)["model"].get("source")):
+        warn(f"the file that defines {there['model']['class']} has changed since this run began")
 
 
 def begin(program: Program) -> Start:
@@ -231,7 +233,7 @@ def differences(there, here: dict, only: tuple[str, ...]) -> list[str]:
     return [
         f"{name} is {old.get(name)} there and {new.get(name)} here"
         for name in sorted(wanted)
-        if old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and name != "model.source"
     ]
 
 
