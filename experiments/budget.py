@@ -144,17 +144,10 @@ def run(flags: Run, command: list[str], console: Console, now: Callable[[], floa
         raise ConfigError(f"the command {command[0]!r}", "there is no such program", "Name one that can be executed")
     grace = float(exact("grace", flags.grace))
     environment = {k: v for k, v in os.environ.items() if k not in (BUDGET_VARIABLE, LOG_VARIABLE)}
-    job = begin_job(
-        flags.devices,
-        flags.price_per_hour,
-        flags.hours,
-        flags.budget,
-        flags.spend_log,
-        note=Path(command[0]).name,
-        signals=STOP_SIGNALS,
-        say=lambda text: console.print(text, soft_wrap=True),
-        now=now,
-    )
+    log, ceiling, name = find_log(flags.spend_log), find_ceiling(flags.budget), Path(command[0]).name
+    job = begin_job(log, flags.devices, flags.price_per_hour, flags.hours, ceiling, name, STOP_SIGNALS, now)
+    for line in job.announcement:
+        console.print(line, soft_wrap=True)
     with job:
         if job.clock.exceeded(ahead_seconds=grace):
             raise ConfigError(
