@@ -104,10 +104,7 @@ class Lab:
         return [*launch, "--devices-per-process", "1", "--", *train]
 
     def start(self, command: list[str]) -> subprocess.Popen:
-        environment = os.environ | {
-            "PYTHONPATH": str(import_root()),
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        }
+        environment = os.environ | {"PYTHONPATH": str(import_root()), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
         return subprocess.Popen(
             command,
             cwd=self.folder,

@@ -264,10 +264,7 @@ class SafeConsole(Console):
 
 
 def run_program(
-    flags_type: type[Flags],
-    main: Callable[[Flags, Console], int | None],
-    prog: str,
-    args: list[str] | None = None,
+    flags_type: type[Flags], main: Callable[[Flags, Console], int | None], prog: str, args: list[str] | None = None
 ) -> None:
     """Parse `args` (default: the command line), run `main` and end the process with an exit code. prog: as in "train".
 

@@ -387,12 +387,7 @@ def train_tokenizer(root: Path, out: Path, units: list[list[Range]], vocab_size:
 
 
 def write_shards(
-    root: Path,
-    out: Path,
-    units: dict[str, list[list[Range]]],
-    tokenizer: Tokenizer,
-    journal: dict,
-    console: Console,
+    root: Path, out: Path, units: dict[str, list[list[Range]]], tokenizer: Tokenizer, journal: dict, console: Console
 ) -> dict[str, list[Shard]]:
     """Encode each unit into its shard, passing over those that the journal has and the disk confirms."""
     shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}

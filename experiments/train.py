@@ -763,10 +763,7 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
     facts = Table.grid(padding=(0, 2))
     facts.add_row("[bold]mesh[/]", f"{parallel.mesh}")
     facts.add_row("[bold]devices[/]", devices.description)
-    facts.add_row(
-        "[bold]model[/]",
-        f"{num_parameters:,} parameters: {escape(model.describe())}",
-    )
+    facts.add_row("[bold]model[/]", f"{num_parameters:,} parameters: {escape(model.describe())}")
     facts.add_row(
         "[bold]strategy[/]",
         f"ZeRO {parallel.zero}, sequence parallel {'on' if parallel.sp else 'off'}, gradients {parallel.grad_sync}, "

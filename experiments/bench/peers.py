@@ -82,7 +82,7 @@ def bench_peers(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
     console.print(f"devices: {devices.description}")
     rows, met = [], []
     groups: list[tuple[str, Callable[[], list[Peer | None]], dict[str, float]]] = [
-        (ONLY, lambda: one_device(config, devices, console), dict.fromkeys(["PyTorch"], TORCH_TARGET)),
+        (ONLY, lambda: one_device(config, devices, console), dict.fromkeys(["PyTorch"], TORCH_TARGET))
     ]
     for count, meshes in MESHES.items():
         for mesh, more in meshes:

@@ -76,18 +76,16 @@ def make_replica_check(program: Program) -> Callable[[State], list[Culprit]]:
     Sends: nothing between devices.
     """
     specs, mesh = jax.tree.leaves(program.specs), program.config.parallel.mesh
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in _leaves(program.specs)]
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(program.specs)
+    ]
 
     def sums(state):
         return jnp.stack([comm.varying(checksum(x), AXES) for x in jax.tree.leaves(state)])[None]
 
     on_ranks = jax.jit(
         jax.shard_map(
-            sums,
-            mesh=program.mesh,
-            in_specs=(program.specs,),
-            out_specs=live_spec((AXES,), mesh),
-            check_vma=True,
+            sums, mesh=program.mesh, in_specs=(program.specs,), out_specs=live_spec((AXES,), mesh), check_vma=True
         )
     )
 
@@ -109,10 +107,6 @@ def checksum(x: jax.Array) -> jax.Array:
     bits = bits.reshape(-1).astype(jnp.uint32)
     weights = 2 * lax.iota(jnp.uint32, bits.size) + 1  # odd: no flipped bit is lost in the sum's overflow
     return jnp.sum(bits * weights, dtype=jnp.uint32)
-
-
-def _leaves(specs):
-    return jax.tree.leaves_with_path(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
 
 
 def _minority(sums: np.ndarray, spec, mesh: MeshShape) -> np.ndarray:
