@@ -432,7 +432,9 @@ def stuck(lab: Lab, expect: Expect) -> str:
     """one of two processes stuck"""
     flags = "--mesh dp=2 --steps 6 --checkpoint-every 2 --out run --stuck-after 15"
     out = lab.run(f"{flags} --drill stuck:step=4,process=1", processes=2)
-    expect.ended(out, EXIT_STUCK, "process 0 is stuck", "process 1 is stuck", "drill.py", "while taking step 4")
+    expect.ended(
+        out, EXIT_STUCK, "process 0 is stuck", "process 1 is stuck", "fault_injection.py", "while taking step 4"
+    )
     stacks = sorted(path.name for path in (lab.folder / "run").glob("stacks.*"))
     expect.that(stacks == ["stacks.0.txt", "stacks.1.txt"], f"stacks were left in {stacks}")
     return "both write every stack down, exit code 70"

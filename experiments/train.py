@@ -37,12 +37,12 @@ from jaxdist.parallel.pipeline.schedules import in_flight, simulate
 from jaxdist.runtime import processes
 from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log, is_asked_for
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
-from jaxdist.runtime.fault_injection import Drill, parse_drill
+from jaxdist.runtime.fault_injection import Fault, parse_fault
 from jaxdist.runtime.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
 from jaxdist.runtime.metrics import RunFiles, holds_run, is_complete, require_writable_folder
 from jaxdist.runtime.run_folder import held, require_shared
 from jaxdist.runtime.signals import Signals
-from jaxdist.runtime.stragglers import Pace
+from jaxdist.runtime.stragglers import StragglerWatch
 from jaxdist.runtime.watchdog import Agreement, Watchdog
 from jaxdist.train.program import Program, State, build_program, compiled_bytes
 
@@ -210,7 +210,7 @@ class Job:
     corpus: Corpus
     batches: Batches
     held_out: list[GlobalBatch]
-    drill: Drill | None
+    fault: Fault | None
     program: Program
     data: dict
 
@@ -257,9 +257,9 @@ class Run(Job):
             if jax.process_count() > 1:
                 raise
             self.not_saved(error)
-        with nullcontext() if self.drill is None else self.drill.no_room(int(state.step)):
+        with nullcontext() if self.fault is None else self.fault.no_room(int(state.step)):
             resume.save(self.checkpoints, self.program, state, self.data, progress)
-            if self.drill is not None:
+            if self.fault is not None:
                 self.checkpoints.wait()
 
     def not_saved(self, error: SaveFailed) -> None:
@@ -319,8 +319,8 @@ def check_job(flags: TrainFlags, console: Console) -> Job:
     corpus = load_corpus(flags.data, config.model.vocab_size)
     batches = Batches(corpus, config.batch_size, config.model.seq_len, config.seed)
     held_out = held_out_batches(corpus, config.batch_size, config.model.seq_len, flags.eval_batches)
-    drill = parse_drill(flags.drill, config.parallel.mesh.num_devices)
-    poison = drill.poison() if drill else None
+    fault = parse_fault(flags.drill, config.parallel.mesh.num_devices)
+    poison = fault.poison() if fault else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
     attention = {"--attention, as it compiles": program.model.ctx.attention}
     processes.require_agreement("attention", attention, seconds=600)
@@ -328,7 +328,7 @@ def check_job(flags: TrainFlags, console: Console) -> Job:
     data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}
     shown = f"{corpus.about} (SHA-256 {data['fingerprint'][:12]}...)"
     processes.require_agreement("data", {"--data": processes.Shown(data["fingerprint"], shown)}, seconds=600)
-    return Job(flags, console, config, devices, options, out, corpus, batches, held_out, drill, program, data)
+    return Job(flags, console, config, devices, options, out, corpus, batches, held_out, fault, program, data)
 
 
 def take_folder(job: Job, stack: ExitStack) -> bool:
@@ -340,8 +340,8 @@ def take_folder(job: Job, stack: ExitStack) -> bool:
         return False
     done = False
     if processes.is_first():
-        stack.enter_context(held(job.out, "--out", job.warn))
-    require_shared(job.out, "--out")
+        stack.enter_context(held(job.out, "out", job.warn))
+    require_shared(job.out, "out")
     if processes.is_first():
         if job.flags.fresh:
             resume.clear(job.out, job.flags.overwrite)
@@ -576,7 +576,7 @@ class Loop:
     def __init__(self, run: Run, start: resume.Start):
         self.run, self.state, self.progress = run, start.state, start.progress
         self.held_out_loss = math.nan
-        self._agreement, self._pace = Agreement(), Pace(run.console)
+        self._agreement, self._stragglers = Agreement(), StragglerWatch(run.console)
         self._check_replicas = make_replica_check(run.program)
         self._spikes = SpikeWatch(recent=start.progress.recent)
         self._skips_in_a_row, self._digests = 0, {}
@@ -587,7 +587,7 @@ class Loop:
         run, batch = self.run, self.run.batches[index]
         if run.flags.record_digests:
             self._digests[index] = batch.digest()
-        return run.program.put(batch if run.drill is None else run.drill.spoil_batch(index, batch))
+        return run.program.put(batch if run.fault is None else run.fault.spoil_batch(index, batch))
 
     def stop_if_asked(self, step: int) -> None:
         """Raises: Stopped before this step, with its checkpoint, where any process wants to stop."""
@@ -601,15 +601,15 @@ class Loop:
 
     def take_step(self, step: int) -> dict:
         """The step, and the evaluation where one is due; what metrics.jsonl has of it, already written."""
-        run, flags, drill = self.run, self.run.flags, self.run.drill
-        if drill is not None:
-            self.state = self.state._replace(params=drill.flip(step, run.program.mesh, self.state.params))
+        run, flags, injected = self.run, self.run.flags, self.run.fault
+        if injected is not None:
+            self.state = self.state._replace(params=injected.flip(step, run.program.mesh, self.state.params))
         begun = time.perf_counter()
-        self._pace.starts()
-        if drill is not None:
-            drill.before(step)
+        self._stragglers.starts()
+        if injected is not None:
+            injected.before(step)
         batch = next(self.inputs)
-        self._pace.dispatches()
+        self._stragglers.dispatches()
         self.state, metrics = run.step(self.state, batch)
         self._not_finite = metrics.pop("not_finite")
         metrics = jax.device_get(metrics)  # waits for the step
@@ -635,7 +635,7 @@ class Loop:
             console.print(f"step {step:>5}  {describe(record)}")
         if "held_out_loss" in record:
             console.print(f"step {step:>5}  held-out loss {self.held_out_loss:.4f}")
-        self._pace.report(step)
+        self._stragglers.report(step)
 
     def require_sound(self, record: dict) -> None:
         """Do with a non-finite value or a spike what the flags say. Raises: Stopped, RollBack."""
@@ -713,7 +713,7 @@ def newest(run: Run) -> str:
 
 
 def is_fault(record: dict) -> bool:
-    """Whether the step's numbers are not finite. An overflow that a lower loss scale (fp16) will mend is none."""
+    """Whether the step's numbers are not finite. An overflow that a lower loss scale (fp16) avoids is not a fault."""
     if not math.isfinite(record["loss"]):
         return True
     return not math.isfinite(record["grad_norm"]) and record.get("loss_scale", 1) <= 1
@@ -760,34 +760,34 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
     leaves = jax.tree.leaves(program.layout.leaves)
     num_parameters = sum(int(np.prod(leaf.shape)) for leaf in leaves)
 
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("[bold]mesh[/]", f"{parallel.mesh}")
-    facts.add_row("[bold]devices[/]", devices.description)
-    facts.add_row("[bold]model[/]", f"{num_parameters:,} parameters: {escape(model.describe())}")
-    facts.add_row(
+    summary = Table.grid(padding=(0, 2))
+    summary.add_row("[bold]mesh[/]", f"{parallel.mesh}")
+    summary.add_row("[bold]devices[/]", devices.description)
+    summary.add_row("[bold]model[/]", f"{num_parameters:,} parameters: {escape(model.describe())}")
+    summary.add_row(
         "[bold]strategy[/]",
         f"ZeRO {parallel.zero}, sequence parallel {'on' if parallel.sp else 'off'}, gradients {parallel.grad_sync}, "
         f"{parallel.accumulate} micro-batch{'es' * (parallel.accumulate > 1)}, remat {parallel.remat}",
     )
     if (schedule := parallel.pipeline) is not None:
-        facts.add_row(
+        summary.add_row(
             "[bold]pipeline[/]",
             f"{schedule.name}, {schedule.num_microbatches} micro-batches over {schedule.num_stages} stages, layers "
             f"{'+'.join(map(str, config.part_layers))}: {schedule.num_ticks} ticks, idle "
             f"{simulate(schedule).idle_share:.1%} (simulated, even ticks), in flight {max(in_flight(schedule))}",
         )
-    facts.add_row("[bold]precision[/]", f"{config.precision.dtype}, reductions in {config.precision.reduction_dtype}")
-    facts.add_row(
+    summary.add_row("[bold]precision[/]", f"{config.precision.dtype}, reductions in {config.precision.reduction_dtype}")
+    summary.add_row(
         "[bold]data[/]", f"{escape(corpus.about)}: {corpus.num_train:,} + {corpus.num_held_out:,} held-out tokens"
     )
-    facts.add_row("", f"unigram entropy {entropy:.3f} nats/token (a model that ignores context gets no lower)")
+    summary.add_row("", f"unigram entropy {entropy:.3f} nats/token (a model that ignores context gets no lower)")
     master = 0 if state.master is None else local_bytes(state.master)
-    facts.add_row(
+    summary.add_row(
         "[bold]state[/]",
         f"{_mib(local_bytes(state))} a device: parameters {_mib(local_bytes(state.params))}, masters {_mib(master)}, "
         f"moments {_mib(local_bytes(state.moments))}",
     )
-    console.print(facts)
+    console.print(summary)
 
     table = Rows("parameter", "computed with", "stored as")
     for leaf in leaves:

@@ -230,11 +230,11 @@ class Layout:
 
     def rows_spec(self) -> PartitionSpec:
         """Of an array with a dim for the batch's rows."""
-        return live_spec((DATA_AXES,), self.parallel.mesh)
+        return drop_unit_axes((DATA_AXES,), self.parallel.mesh)
 
     def batch_spec(self) -> PartitionSpec:
         """Of tokens[B, T]."""
-        return live_spec((DATA_AXES, SEQUENCE_AXES), self.parallel.mesh)
+        return drop_unit_axes((DATA_AXES, SEQUENCE_AXES), self.parallel.mesh)
 
 
 def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[int] = ()) -> Layout:
@@ -254,7 +254,7 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
         name = ".".join(entry.key for entry in path)
         in_layers, uses = name in stacked, used_in.get(name, frozenset())
         shared = ends if len(uses) > 1 else ()
-        spec = tuple(live_spec((AXIS_OF_DIM.get(dim) for dim in param.dims), mesh))
+        spec = tuple(drop_unit_axes((AXIS_OF_DIM.get(dim) for dim in param.dims), mesh))
         if shared:
             spec = _replace(spec, choose_spread_dim(param.shape, spec, mesh.pp), "pp")
         leaf = Leaf(
@@ -332,7 +332,7 @@ def choose_zero_dim(leaf: Leaf, first: int) -> int:
     return min(range(first, len(leaf.shape)), key=cost)
 
 
-def live_spec(dims: Iterable, mesh: MeshShape) -> PartitionSpec:
+def drop_unit_axes(dims: Iterable, mesh: MeshShape) -> PartitionSpec:
     """A PartitionSpec without the axes of size 1."""
 
     def keep(entry):

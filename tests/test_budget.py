@@ -624,7 +624,7 @@ def test_a_signal_that_was_ignored_stays_ignored(log, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"price": None}, "--price-per-hour"),
+        ({"price": None}, "price_per_hour=0.35"),
         ({"price": "-0.35"}, "price_per_hour=-0.35"),
         ({"price": "NaN"}, "price_per_hour=NaN"),
         ({"hours": "-3"}, "hours=-3"),
@@ -826,10 +826,10 @@ def test_a_budget_by_hand(capfd, tmp_path):
     [
         (["show"], "budget init"),
         (["init"], "--budget 3.00"),
-        (["init", "--budget", "-3"], "budget=-3"),
-        (["init", "--budget", "nan"], "budget=nan"),
+        (["init", "--budget", "-3"], "--budget -3"),
+        (["init", "--budget", "nan"], "--budget nan"),
         (["init", "--budget", "3", "--", "echo"], "only `run`"),
-        (["settle", "--job", "x", "--actual", "inf"], "actual=inf"),
+        (["settle", "--job", "x", "--actual", "inf"], "--actual inf"),
         (["run", "--price-per-hour", "0.35", "--hours", "1", "--", "echo"], "budget init"),
         (["run", "--price-per-hour", "0.35", "--devices", "0", "--", "echo"], "num_devices=0"),
         (["run", "--price-per-hour", "0.35"], "after `--`"),

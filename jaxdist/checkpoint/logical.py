@@ -1,4 +1,4 @@
-"""The state with no mesh in it: every array at its logical shape, under a name.
+"""The mesh-independent state: every array at its logical shape, under a name.
 
 Storage layouts pad dims so that ZeRO's ranks divide them, and order layers by stage and chunk. A checkpoint, a
 comparison of two runs and weights for generation want neither: `to_logical` takes both off, `from_logical` puts those
@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.layout import Layout, Leaf, live_spec
+from jaxdist.layout import Layout, Leaf, drop_unit_axes
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_storage
 from jaxdist.train.optimizer import LossScale, initial_loss_scale, make_optimizer
 from jaxdist.train.program import Program
@@ -172,7 +172,7 @@ def _is_owner(x) -> bool:
 
 
 def _sharding(program: Program, spec: PartitionSpec) -> NamedSharding:
-    return NamedSharding(program.mesh, live_spec(spec, program.config.parallel.mesh))
+    return NamedSharding(program.mesh, drop_unit_axes(spec, program.config.parallel.mesh))
 
 
 def _leaves(prefix: str, layout: Layout) -> dict[str, Leaf]:

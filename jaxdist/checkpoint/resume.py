@@ -92,7 +92,7 @@ def find(
 
 
 def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
-    """The checkpoint that `--restore DIR[:STEP]` names; its model and optimiser must be this run's."""
+    """The checkpoint that `restore=DIR[:STEP]` names; its model and optimiser must be this run's."""
     folder, _, step = text.rpartition(":")
     if not folder or not step.isdigit():
         folder, step = text, ""

@@ -347,7 +347,7 @@ class SpendLog:
                 f"spend log {self.path}",
                 "there is none, and without one nobody knows what was spent",
                 f"Make one with its ceiling: `{command_text('budget')} init --budget 3.00 "
-                f"--spend-log {self.path}`, or name another with --spend-log or {LOG_VARIABLE}",
+                f"--spend-log {self.path}`, or name another with spend_log=PATH or {LOG_VARIABLE}",
             ) from error
         except OSError as error:
             raise self._unusable(error) from error
@@ -630,7 +630,9 @@ def begin_job(
     """
     num_devices = _whole("num_devices", num_devices)
     if price_per_hour is None:
-        raise ConfigError("a budget without a price", "the estimate needs one", "Give --price-per-hour, of one device")
+        raise ConfigError(
+            "a budget without a price", "the estimate needs one", "Give price_per_hour=0.35, of one device"
+        )
     price = exact("price_per_hour", price_per_hour)
     if hours is not None:
         limit = exact("hours", hours)

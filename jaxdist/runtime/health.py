@@ -1,4 +1,4 @@
-"""Numbers that went wrong: which rank made them, which leaf they are in, and since when.
+"""Numerical-fault detection: which rank made a non-finite or diverging value, in which leaf, and since when.
 
 What a step flags on each rank and what a checksum finds on each device is brought together on the hosts, outside of
 any collective of the training step.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.layout import live_spec
+from jaxdist.layout import drop_unit_axes
 from jaxdist.mesh import AXES, MeshShape
 from jaxdist.parallel import collectives as comm
 from jaxdist.runtime import processes
@@ -85,7 +85,7 @@ def make_replica_check(program: Program) -> Callable[[State], list[Culprit]]:
 
     on_ranks = jax.jit(
         jax.shard_map(
-            sums, mesh=program.mesh, in_specs=(program.specs,), out_specs=live_spec((AXES,), mesh), check_vma=True
+            sums, mesh=program.mesh, in_specs=(program.specs,), out_specs=drop_unit_axes((AXES,), mesh), check_vma=True
         )
     )
 

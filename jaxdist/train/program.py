@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxdist.config import RunConfig
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
-from jaxdist.layout import Layout, live_spec, local_bytes, make_layout, shardings
+from jaxdist.layout import Layout, drop_unit_axes, local_bytes, make_layout, shardings
 from jaxdist.mesh import AXES
 from jaxdist.models.base import Batch
 from jaxdist.parallel.pipeline.executor import iterations
@@ -149,9 +149,9 @@ def build_program(
         raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")
     if poison is not None and config.parallel.overlap_layers:
         raise ConfigError(
-            "overlap=True with a drill that spoils a gradient",
-            "it spoils one before it is summed over ranks, and here sums are made while backward runs",
-            "Leave overlap out for the drill",
+            "overlap=True with a fault injected into a gradient",
+            "it is injected before gradients are summed over ranks, and here sums are made while backward runs",
+            "Leave overlap out of this run",
         )
     layout = make_layout(config.model, config.parallel, config.part_layers)
     trains, evaluates = (ShardedModel.of(config, layout, attention_on(mesh, config, training=t)) for t in (True, False))
@@ -177,7 +177,7 @@ def build_program(
 
     step = partial(train_step, trains, with_gradients=with_gradients, poison=poison)
     metrics = [*METRICS, *(["loss_scale"] if specs.scale is not None else [])]
-    metric_specs = dict.fromkeys(metrics, REPLICATED) | {"not_finite": live_spec((AXES,), config.parallel.mesh)}
+    metric_specs = dict.fromkeys(metrics, REPLICATED) | {"not_finite": drop_unit_axes((AXES,), config.parallel.mesh)}
     outputs = (specs, metric_specs) + ((layout.storage_specs(),) if with_gradients else ())
     return Program(
         config=config,
