@@ -38,48 +38,45 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LAST_MOMENT = 0.3  # seconds before the reservation ends by which the command is killed; half of it is the warden's
 
 
+@dataclass(frozen=True, kw_only=True)
+class LogFlags:
+    spend_log: str | None = None
+    """Default: JAXDIST_SPEND_LOG, else spend.jsonl."""
+
+
 @dataclass(frozen=True)
-class Init:
+class Init(LogFlags):
     """Make a spend log with its ceiling."""
 
     budget: str | None = None
     """Dollars that all jobs in the log may cost together. Default: JAXDIST_BUDGET."""
-    spend_log: str | None = None
-    """Default: JAXDIST_SPEND_LOG, else spend.jsonl."""
 
 
 @dataclass(frozen=True)
-class Ceiling:
+class Ceiling(LogFlags):
     """Raise or lower the ceiling of a spend log."""
 
     budget: str | None = None
     """The new ceiling in dollars, over everything the log has counted already. Default: JAXDIST_BUDGET."""
-    spend_log: str | None = None
-    """Default: JAXDIST_SPEND_LOG, else spend.jsonl."""
 
 
 @dataclass(frozen=True)
-class Show:
+class Show(LogFlags):
     """What was spent, what is reserved and what is left."""
 
-    spend_log: str | None = None
-    """Default: JAXDIST_SPEND_LOG, else spend.jsonl."""
-
 
 @dataclass(frozen=True)
-class Settle:
+class Settle(LogFlags):
     """Write what a job cost that died before it could; its whole reservation counts until then."""
 
     job: str
     """As `show` names it."""
     actual: str
     """Dollars."""
-    spend_log: str | None = None
-    """Default: JAXDIST_SPEND_LOG, else spend.jsonl."""
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(LogFlags):
     """Run the command after `--` under a budget, and stop it when time or money is used up."""
 
     price_per_hour: str
@@ -89,8 +86,6 @@ class Run:
     """Longest time, reserved before the command starts. Default: as long as the rest of the budget pays for."""
     budget: str | None = None
     """Dollars that all jobs in the spend log may cost together. Default: JAXDIST_BUDGET, else the log's ceiling."""
-    spend_log: str | None = None
-    """Default: JAXDIST_SPEND_LOG, else spend.jsonl."""
     grace: str = "30"
     """Seconds from asking the command to stop (SIGTERM) to ending it (SIGKILL); they are part of the hours."""
 
@@ -144,17 +139,10 @@ def run(flags: Run, command: list[str], console: Console, now: Callable[[], floa
         raise ConfigError(f"the command {command[0]!r}", "there is no such program", "Name one that can be executed")
     grace = float(exact("grace", flags.grace))
     environment = {k: v for k, v in os.environ.items() if k not in (BUDGET_VARIABLE, LOG_VARIABLE)}
-    job = begin_job(
-        flags.devices,
-        flags.price_per_hour,
-        flags.hours,
-        flags.budget,
-        flags.spend_log,
-        note=Path(command[0]).name,
-        signals=STOP_SIGNALS,
-        say=lambda text: console.print(text, soft_wrap=True),
-        now=now,
-    )
+    log, ceiling, name = find_log(flags.spend_log), find_ceiling(flags.budget), Path(command[0]).name
+    job = begin_job(log, flags.devices, flags.price_per_hour, flags.hours, ceiling, name, STOP_SIGNALS, now)
+    for line in job.announcement:
+        console.print(line, soft_wrap=True)
     with job:
         if job.clock.exceeded(ahead_seconds=grace):
             raise ConfigError(

@@ -104,10 +104,7 @@ class Lab:
         return [*launch, "--devices-per-process", "1", "--", *train]
 
     def start(self, command: list[str]) -> subprocess.Popen:
-        environment = os.environ | {
-            "PYTHONPATH": str(import_root()),
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        }
+        environment = os.environ | {"PYTHONPATH": str(import_root()), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
         return subprocess.Popen(
             command,
             cwd=self.folder,
@@ -435,7 +432,9 @@ def stuck(lab: Lab, expect: Expect) -> str:
     """one of two processes stuck"""
     flags = "--mesh dp=2 --steps 6 --checkpoint-every 2 --out run --stuck-after 15"
     out = lab.run(f"{flags} --drill stuck:step=4,process=1", processes=2)
-    expect.ended(out, EXIT_STUCK, "process 0 is stuck", "process 1 is stuck", "drill.py", "while taking step 4")
+    expect.ended(
+        out, EXIT_STUCK, "process 0 is stuck", "process 1 is stuck", "fault_injection.py", "while taking step 4"
+    )
     stacks = sorted(path.name for path in (lab.folder / "run").glob("stacks.*"))
     expect.that(stacks == ["stacks.0.txt", "stacks.1.txt"], f"stacks were left in {stacks}")
     return "both write every stack down, exit code 70"

@@ -12,6 +12,7 @@ import stat
 import sys
 import tempfile
 import traceback
+import typing
 from collections.abc import Callable
 from contextlib import AbstractContextManager, redirect_stderr, suppress
 from dataclasses import dataclass
@@ -120,11 +121,11 @@ class ProcessFlags:
 
     def _must_be_equal(self) -> dict[str, object]:
         """What every process must have been given alike. Paths of data and output are proven by what they hold."""
-        facts = {f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name not in OWN_FLAGS}
-        if facts.get("--out") is not None:
-            facts["--out"] = "given"
-        facts = {name: "not given" if value is None else value for name, value in facts.items()}
-        return facts | _source_of_model(facts.get("--model")) | compat.settings() | versions.facts()
+        values = {f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name not in OWN_FLAGS}
+        if values.get("--out") is not None:
+            values["--out"] = "given"
+        values = {name: "not given" if value is None else value for name, value in values.items()}
+        return values | _source_of_model(values.get("--model")) | compat.settings() | versions.must_be_equal()
 
 
 def _source_of_model(name: str | None) -> dict[str, str]:
@@ -213,10 +214,14 @@ _VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,;:()]*[^\s,;:().]"""
 
 
 def in_flags(text: str, flags_type: type) -> str:
-    """A message of the library, which speaks of parameters, in a program's flags: zero=3 becomes --zero 3."""
-    if not dataclasses.is_dataclass(flags_type):
+    """A message of the library, which speaks of parameters, in a program's flags: zero=3 becomes --zero 3.
+
+    flags_type: a dataclass, or a union of those of a program's commands.
+    """
+    commands = [kind for kind in typing.get_args(flags_type) or (flags_type,) if dataclasses.is_dataclass(kind)]
+    if not commands:
         return text
-    names = "|".join(field.name for field in dataclasses.fields(flags_type))
+    names = "|".join(dict.fromkeys(field.name for kind in commands for field in dataclasses.fields(kind)))
     text = re.sub(rf"(?<![\w.=/-])({names})=({_VALUE})", lambda match: _as_flag(*match.groups()), text)
     return re.sub(rf"(?<![\w.=/-])({names})(?= in \[)", lambda match: flag_word(match[1], None), text)
 
@@ -264,10 +269,7 @@ class SafeConsole(Console):
 
 
 def run_program(
-    flags_type: type[Flags],
-    main: Callable[[Flags, Console], int | None],
-    prog: str,
-    args: list[str] | None = None,
+    flags_type: type[Flags], main: Callable[[Flags, Console], int | None], prog: str, args: list[str] | None = None
 ) -> None:
     """Parse `args` (default: the command line), run `main` and end the process with an exit code. prog: as in "train".
 

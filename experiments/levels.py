@@ -22,15 +22,7 @@ from jaxdist.plan.proof.executed import Miscounted, executed_step, miscounted
 from jaxdist.plan.proof.levels import Levels, levels
 from jaxdist.plan.search import Candidates, pipelines
 
-from .cli import (
-    CommonFlags,
-    chosen,
-    refuse_ignored,
-    require_writable,
-    run_program,
-    set_precision,
-    write_output,
-)
+from .cli import CommonFlags, chosen, refuse_ignored, require_writable, run_program, set_precision, write_output
 from .progress import Progress
 from .tables import print_columns
 

@@ -258,69 +258,17 @@ KEEPS = ("none", "selective")  # of --remat: backward does not run whole blocks 
 
 def ask(flags: PlanFlags) -> Question:
     """Every flag, checked: each is used below, or refused. Raises: ConfigError."""
-    everything = {field.name for field in dataclasses.fields(flags)} - {"device"}
-    refuse_ignored(flags, everything, "a plan runs on no device; its command names one for --hardware")
-    if not flags.mesh:
-        why = "a layout is searched for, and this names a part of one (--mesh names a whole one)"
-        refuse_ignored(flags, everything - LAYOUT_FLAGS | {"device"}, why)
+    refuse_unused(flags)
     check_numbers(flags)
     refuse_idle(flags)
-    hardware = find_hardware(flags.hardware, flags.hardware_file)
-    if flags.dtype not in hardware.peak_flops:
-        raise ConfigError(
-            f"--dtype {flags.dtype} on {hardware.name}",
-            "the hardware table has no peak for it, and without one no time is predicted",
-            f"Use {' or '.join(dtype for dtype in get_args(Dtype) if dtype in hardware.peak_flops)}; "
-            f"`train` takes {', '.join(get_args(Dtype))}",
-        )
-    num_devices = (flags.nodes or 1) * (flags.devices_per_node or hardware.devices_per_node)
-    if num_devices > MOST_DEVICES:
-        raise ConfigError(f"{num_devices:,} devices", f"a plan is for at most {MOST_DEVICES:,}", "Use fewer --nodes")
+    hardware = hardware_for(flags)
     hours = None if flags.deadline is None else parse_hours(flags.deadline)
-    notes, recipe_notes = [], []
-
-    dollars = flags.price_per_hour
-    if flags.vendor is not None:
-        listed = price(hardware.name, flags.vendor, path=flags.price_file)
-        dollars = listed.dollars_per_hour
-        notes += [listed.warning] if listed.warning else []
-    if flags.budget is not None and dollars is None:
-        raise ConfigError("--budget", "dollars need a price", "Add --price-per-hour 2.5, or --vendor")
-
-    batch = flags.batch_size
-    if batch is None:
+    dollars, notes = hourly_price(flags, hardware)
+    if flags.batch_size is None:
         batch, note = default_batch(flags, hardware.devices_per_node)
-        notes.append(note)
-    model = flags.model_config()
-    batch_tokens, parameters = batch * model.seq_len, num_parameters(model)
-    tokens, steps = flags.tokens, flags.steps
-    if tokens is not None:
-        steps = math.ceil(tokens / batch_tokens)
-        if steps > MOST:
-            raise ConfigError(
-                f"{tokens:g} tokens in batches of {batch_tokens:,}",
-                f"they are {steps:,} steps, and a run has at most {MOST:,}",
-                "Use fewer --tokens, or a larger --batch-size",
-            )
-    elif steps is not None:
-        tokens = steps * batch_tokens
-    else:
-        steps = chinchilla_steps(parameters, batch_tokens)
-        recipe_notes.append(
-            f"--steps {steps}: {TOKENS_PER_PARAMETER} tokens a parameter (arXiv 2203.15556), neither --tokens nor "
-            "--steps is given."
-        )
-    rate, rate_known = flags.lr, flags.lr is not None or flags.optimizer == "adamw"
-    if rate is None:
-        rate = learning_rate(parameters) if rate_known else CommonFlags.lr
-        recipe_notes.append(rate_note(rate, parameters) if rate_known else UNKNOWN_RATE)
-    warmup = flags.warmup_steps
-    if warmup is None:
-        warmup = warmup_steps(batch_tokens, steps)
-        recipe_notes.append(
-            f"--warmup-steps {warmup}: GPT-3's 375 million tokens, at most a tenth of the steps (arXiv 2005.14165)."
-        )
-    flags = replace(flags, batch_size=batch, steps=steps, lr=rate, warmup_steps=warmup)
+        flags, notes = replace(flags, batch_size=batch), [*notes, note]
+    rate_known = flags.lr is not None or flags.optimizer == "adamw"
+    flags, tokens, recipe_notes = with_recipe(flags, rate_known)
     config = flags.run_config()
     platform, dtype = "tpu" if "TPU" in hardware.title else "gpu", config.precision.dtype
     attention = config.model.attention_for(config.parallel.attention, platform, dtype, training=True)
@@ -340,6 +288,74 @@ def ask(flags: PlanFlags) -> Question:
         rate_known=rate_known,
         efficiency=Efficiency(),
     )
+
+
+def refuse_unused(flags: PlanFlags) -> None:
+    """Refuse a device, and without --mesh the parts of a layout."""
+    everything = {field.name for field in dataclasses.fields(flags)} - {"device"}
+    refuse_ignored(flags, everything, "a plan runs on no device; its command names one for --hardware")
+    if not flags.mesh:
+        why = "a layout is searched for, and this names a part of one (--mesh names a whole one)"
+        refuse_ignored(flags, everything - LAYOUT_FLAGS | {"device"}, why)
+
+
+def hardware_for(flags: PlanFlags) -> Accelerator:
+    """The accelerator. Raises: ConfigError where it has no peak for --dtype, or there are too many of it."""
+    hardware = find_hardware(flags.hardware, flags.hardware_file)
+    if flags.dtype not in hardware.peak_flops:
+        raise ConfigError(
+            f"--dtype {flags.dtype} on {hardware.name}",
+            "the hardware table has no peak for it, and without one no time is predicted",
+            f"Use {' or '.join(dtype for dtype in get_args(Dtype) if dtype in hardware.peak_flops)}; "
+            f"`train` takes {', '.join(get_args(Dtype))}",
+        )
+    num_devices = (flags.nodes or 1) * (flags.devices_per_node or hardware.devices_per_node)
+    if num_devices > MOST_DEVICES:
+        raise ConfigError(f"{num_devices:,} devices", f"a plan is for at most {MOST_DEVICES:,}", "Use fewer --nodes")
+    return hardware
+
+
+def hourly_price(flags: PlanFlags, hardware: Accelerator) -> tuple[float | None, list[str]]:
+    """(dollars for one accelerator, None where no flag says; what is to be said about them)."""
+    dollars, notes = flags.price_per_hour, []
+    if flags.vendor is not None:
+        listed = price(hardware.name, flags.vendor, path=flags.price_file)
+        dollars, notes = listed.dollars_per_hour, [listed.warning] if listed.warning else []
+    if flags.budget is not None and dollars is None:
+        raise ConfigError("--budget", "dollars need a price", "Add --price-per-hour 2.5, or --vendor")
+    return dollars, notes
+
+
+def with_recipe(flags: PlanFlags, rate_known: bool) -> tuple[PlanFlags, float | None, list[str]]:
+    """The flags with steps, learning rate and warm-up; the tokens asked for; a sentence for each default."""
+    model, notes = flags.model_config(), []
+    batch_tokens, parameters = flags.batch_size * model.seq_len, num_parameters(model)
+    tokens, steps, rate, warmup = flags.tokens, flags.steps, flags.lr, flags.warmup_steps
+    if tokens is not None:
+        steps = math.ceil(tokens / batch_tokens)
+        if steps > MOST:
+            raise ConfigError(
+                f"{tokens:g} tokens in batches of {batch_tokens:,}",
+                f"they are {steps:,} steps, and a run has at most {MOST:,}",
+                "Use fewer --tokens, or a larger --batch-size",
+            )
+    elif steps is not None:
+        tokens = steps * batch_tokens
+    else:
+        steps = chinchilla_steps(parameters, batch_tokens)
+        notes.append(
+            f"--steps {steps}: {TOKENS_PER_PARAMETER} tokens a parameter (arXiv 2203.15556), neither --tokens nor "
+            "--steps is given."
+        )
+    if rate is None:
+        rate = learning_rate(parameters) if rate_known else CommonFlags.lr
+        notes.append(rate_note(rate, parameters) if rate_known else UNKNOWN_RATE)
+    if warmup is None:
+        warmup = warmup_steps(batch_tokens, steps)
+        notes.append(
+            f"--warmup-steps {warmup}: GPT-3's 375 million tokens, at most a tenth of the steps (arXiv 2005.14165)."
+        )
+    return replace(flags, steps=steps, lr=rate, warmup_steps=warmup), tokens, notes
 
 
 BOUNDS = {

@@ -142,10 +142,7 @@ def table(rows: list[dict]) -> str:
 def memory_bars(record: dict) -> str:
     rows = record["rows"]
     values = [{name: row["memory"][name] / GIB for name in NAMES_OF_TERMS} for row in rows]
-    marks = {
-        "usable": record["usable_bytes"] / GIB,
-        "capacity": record["capacity_bytes"] / GIB,
-    }
+    marks = {"usable": record["usable_bytes"] / GIB, "capacity": record["capacity_bytes"] / GIB}
     ends = [gib(row["memory_bytes"]) for row in rows]
     return bars(rows, values, ends, NAMES_OF_TERMS, marks, "GiB")
 

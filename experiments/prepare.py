@@ -128,7 +128,7 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
     def warn(text: str) -> None:
         console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
-    with held(out, "--out", warn):
+    with held(out, "out", warn):
         try:
             prepare_into(out, root, units, plan, tokenizer, flags.vocab_size, console)
         finally:
@@ -336,7 +336,7 @@ def document_of(path: Path, line: bytes, offset: int) -> str:
 
 
 def open_journal(out: Path, plan: dict) -> dict:
-    """What is done already: {"plan": ..., "shards": {name: facts}}. Raises: ConfigError for another folder."""
+    """What is done already: {"plan": ..., "shards": {name: sizes and hash}}. Raises: ConfigError for another folder."""
     asked_out = f"--out {os.fspath(out)!r}"
     path = out / JOURNAL
     if path.exists():
@@ -387,12 +387,7 @@ def train_tokenizer(root: Path, out: Path, units: list[list[Range]], vocab_size:
 
 
 def write_shards(
-    root: Path,
-    out: Path,
-    units: dict[str, list[list[Range]]],
-    tokenizer: Tokenizer,
-    journal: dict,
-    console: Console,
+    root: Path, out: Path, units: dict[str, list[list[Range]]], tokenizer: Tokenizer, journal: dict, console: Console
 ) -> dict[str, list[Shard]]:
     """Encode each unit into its shard, passing over those that the journal has and the disk confirms."""
     shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}

@@ -18,9 +18,9 @@ from jaxdist.parallel.pipeline.schedules import Phase, Schedule
 from jaxdist.parallel.pipeline.simulate import Costs, in_flight, simulate
 from jaxdist.parallel.pipeline.text import draw, load
 
-from .cli import make_folder, run_program
+from .cli import run_program
 from .tables import Rows
-from .timeline import timeline, write_both
+from .timeline import picture_folder, timeline, write_both
 
 MOST_COMPARED = 2**13  # stages x micro-batches x chunks, of all schedules together
 
@@ -70,7 +70,7 @@ class Figures:
 
 def main(flags: SchedulesFlags, console: Console) -> int:
     shown = shown_schedules(flags)
-    folder = make_folder("--draw", flags.draw)
+    folder = picture_folder(flags.draw)
     if len(shown) == 1:
         console.print(draw(shown[0]), soft_wrap=True, markup=False)
         print_stages(flags, shown[0], console)

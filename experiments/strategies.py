@@ -259,13 +259,7 @@ def pipeline_matrix() -> Iterator[Strategy]:
             ("dp=2,tp=2", {"zero": 2}),
             ("tp=2", {}),
         ],
-        4: [
-            ("dp=2", {"zero": 3}),
-            ("tp=2", {"sp": True}),
-            ("dp=2", {"zero": 1}),
-            ("tp=2", {}),
-            ("dp=2", {"zero": 2}),
-        ],
+        4: [("dp=2", {"zero": 3}), ("tp=2", {"sp": True}), ("dp=2", {"zero": 1}), ("tp=2", {}), ("dp=2", {"zero": 2})],
         8: [("", {})],
     }
     remats, dropouts = ("none", "block", "selective", "every-2"), (0.0, 0.0, 0.2)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -35,14 +35,14 @@ from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.runtime import processes
-from jaxdist.runtime.budget import JobBudget, begin_job, is_asked_for
+from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log, is_asked_for
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
-from jaxdist.runtime.fault_injection import Drill, parse_drill
+from jaxdist.runtime.fault_injection import Fault, parse_fault
 from jaxdist.runtime.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
 from jaxdist.runtime.metrics import RunFiles, holds_run, is_complete, require_writable_folder
 from jaxdist.runtime.run_folder import held, require_shared
 from jaxdist.runtime.signals import Signals
-from jaxdist.runtime.stragglers import Pace
+from jaxdist.runtime.stragglers import StragglerWatch
 from jaxdist.runtime.watchdog import Agreement, Watchdog
 from jaxdist.train.program import Program, State, build_program, compiled_bytes
 
@@ -198,22 +198,54 @@ class RollBack(Exception):
 
 
 @dataclass(eq=False)
-class Run:
-    """What the loop needs beside the state."""
+class Job:
+    """What is to be trained, checked, before anything is traced."""
 
     flags: TrainFlags
     console: Console
-    program: Program
-    step: Callable
+    config: RunConfig
+    devices: Devices
+    options: dict[str, str | bool]
+    out: Path | None
+    corpus: Corpus
     batches: Batches
     held_out: list[GlobalBatch]
+    fault: Fault | None
+    program: Program
     data: dict
-    files: RunFiles
+
+    def warn(self, text: str) -> None:
+        self.console.print(f"[yellow]warning:[/] {escape(in_flags(text, TrainFlags))}", soft_wrap=True)
+
+    @property
+    def own_folder(self) -> Path | None:
+        """Where this process writes the run's files: the first alone does."""
+        return self.out if processes.is_first() else None
+
+
+@dataclass(eq=False)
+class Run(Job):
+    """The job with all it holds while it runs. `other` is the checkpoint of another run that it begins from."""
+
+    entropy: float
     checkpoints: Checkpoints | None
+    other: tuple[Checkpoints, Manifest] | None
+    files: RunFiles
     signals: Signals
     watchdog: Watchdog
     budget: JobBudget | None
-    drill: Drill | None
+    step: Callable = field(init=False)  # compiled only once all of the above is taken and said
+
+    def find_checkpoint(self) -> Manifest | None:
+        """The run's own newest."""
+        return resume.find(self.checkpoints, self.config, self.data, self.flags.fall_back, self.warn)
+
+    def start_from(self, manifest: Manifest | None) -> resume.Start:
+        if manifest is not None:
+            return resume.restore(self.checkpoints, manifest, self.program, same_run=True)
+        if self.other is not None:
+            return resume.restore(*self.other, self.program, same_run=False)
+        return resume.begin(self.program)
 
     def save(self, state: State, progress: resume.Progress) -> None:
         """Start to save. Raises: SaveFailed; for the save before this one only where there are several processes."""
@@ -225,9 +257,9 @@ class Run:
             if jax.process_count() > 1:
                 raise
             self.not_saved(error)
-        with nullcontext() if self.drill is None else self.drill.no_room(int(state.step)):
+        with nullcontext() if self.fault is None else self.fault.no_room(int(state.step)):
             resume.save(self.checkpoints, self.program, state, self.data, progress)
-            if self.drill is not None:
+            if self.fault is not None:
                 self.checkpoints.wait()
 
     def not_saved(self, error: SaveFailed) -> None:
@@ -243,7 +275,37 @@ class Run:
 
 def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.monotonic) -> int:
     """Args: `now` is the clock of the budget."""
-    # ---- check everything, before anything is traced ----
+    job = check_job(flags, console)
+    with ExitStack() as stack:
+        if take_folder(job, stack):
+            console.print(f"the run in {job.out} is complete: nothing is left to do", markup=False)
+            return 0
+        run, own = open_run(job, stack, now)
+        print_resolved(console, run.program, run.devices, run.corpus, run.entropy)
+        if run.out is None:
+            console.print("[yellow]note:[/] without --out nothing of this run is kept: no checkpoint, no metrics")
+        start = compile_and_start(run, own)
+        try:
+            progress, last = train(run, start)
+        except Stopped as stopped:
+            return report_stopped(run, stopped)
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            text = f"process {jax.process_index()}: another process is gone ({reason_of(error)})"
+            print(printable(text), file=sys.stderr, flush=True)
+            sys.stderr.flush()
+            processes.leave(EXIT_PEER)
+        return report_done(run, progress, last)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before the first step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_job(flags: TrainFlags, console: Console) -> Job:
+    """Everything that can be wrong, checked on all processes together. Raises: ConfigError."""
     flags.require_filled_in()
     flags.join(console)
     flags.check()
@@ -257,8 +319,8 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     corpus = load_corpus(flags.data, config.model.vocab_size)
     batches = Batches(corpus, config.batch_size, config.model.seq_len, config.seed)
     held_out = held_out_batches(corpus, config.batch_size, config.model.seq_len, flags.eval_batches)
-    drill = parse_drill(flags.drill, config.parallel.mesh.num_devices)
-    poison = drill.poison() if drill else None
+    fault = parse_fault(flags.drill, config.parallel.mesh.num_devices)
+    poison = fault.poison() if fault else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
     attention = {"--attention, as it compiles": program.model.ctx.attention}
     processes.require_agreement("attention", attention, seconds=600)
@@ -266,125 +328,118 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}
     shown = f"{corpus.about} (SHA-256 {data['fingerprint'][:12]}...)"
     processes.require_agreement("data", {"--data": processes.Shown(data["fingerprint"], shown)}, seconds=600)
+    return Job(flags, console, config, devices, options, out, corpus, batches, held_out, fault, program, data)
 
-    def warn(text: str) -> None:
-        console.print(f"[yellow]warning:[/] {escape(in_flags(text, TrainFlags))}", soft_wrap=True)
+
+def take_folder(job: Job, stack: ExitStack) -> bool:
+    """Lock --out for as long as `stack` lasts: whether it holds this run complete. With --fresh it is emptied.
+
+    Raises: ConfigError where another process holds the folder, it holds another run, or must not be touched.
+    """
+    if job.out is None:
+        return False
+    done = False
+    if processes.is_first():
+        stack.enter_context(held(job.out, "out", job.warn))
+    require_shared(job.out, "out")
+    if processes.is_first():
+        if job.flags.fresh:
+            resume.clear(job.out, job.flags.overwrite)
+        if holds_run(job.out):
+            resume.require_own_folder(job.out, job.config, job.warn)
+            done = is_complete(job.out)
+    return processes.from_first("done", "yes" if done else "") == "yes"
+
+
+def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run, Manifest | None]:
+    """All that the run holds until `stack` ends, and the run's own newest checkpoint."""
+    flags, config, out = job.flags, job.config, job.out
+    checkpoints = own = other = None
+    if out is not None:
+        checkpoints = Checkpoints(out / resume.FOLDER, flags.keep_last, flags.keep_every, warn=job.warn)
+        own = resume.find(checkpoints, config, job.data, flags.fall_back, job.warn)
+    if own is None and flags.restore is not None:
+        other = resume.find_other(flags.restore, config)
 
     def late() -> None:
         steps = checkpoints.steps() if checkpoints else []
         text = f"the newest checkpoint is of step {steps[-1]}" if steps else "no checkpoint was made"
         print(f"not done within --grace {flags.grace:g} s: {text}", file=sys.stderr, flush=True)
 
-    with ExitStack() as stack:
-        # ---- where does it start? ----
-        checkpoints = own = other = None
-        if out is not None:
-            if processes.is_first():
-                stack.enter_context(held(out, "--out", warn))
-            require_shared(out, "--out")
-            if is_done(flags, config, out, console, warn):
-                return 0
-            checkpoints = Checkpoints(out / resume.FOLDER, flags.keep_last, flags.keep_every, warn=warn)
-            own = resume.find(checkpoints, config, data, flags.fall_back, warn)
-        if own is None and flags.restore is not None:
-            other = resume.find_other(flags.restore, config)
+    signals = stack.enter_context(Signals(grace=flags.grace, late=late))
+    watchdog = stack.enter_context(Watchdog(flags.stuck_after, stacks_file(out)))
+    budget = stack.enter_context(job_budget(job, now))
+    about = {"data": job.corpus.about, "devices": job.devices.description, "compiler_options": job.options}
+    files = stack.enter_context(RunFiles(job.own_folder, config, about, own.step if own else 0, job.warn))
+    if job.own_folder is not None:
+        write_settings(job.own_folder, flags, config)
+    entropy = job.corpus.unigram_entropy()
+    return Run(*vars(job).values(), entropy, checkpoints, other, files, signals, watchdog, budget), own
 
-        signals = stack.enter_context(Signals(grace=flags.grace, late=late))
-        watchdog = stack.enter_context(Watchdog(flags.stuck_after, stacks_file(out)))
-        budget = stack.enter_context(job_budget(flags, config, console, now))
-        about = {"data": corpus.about, "devices": devices.description, "compiler_options": options}
-        first = out if processes.is_first() else None
-        files = stack.enter_context(RunFiles(first, config, about, own.step if own else 0, warn))
-        if first is not None:
-            write_settings(first, flags, config)
 
-        # ---- say what will run ----
-        entropy = corpus.unigram_entropy()
-        print_resolved(console, program, devices, corpus, entropy)
-        if out is None:
-            console.print("[yellow]note:[/] without --out nothing of this run is kept: no checkpoint, no metrics")
+def compile_and_start(run: Run, own: Manifest | None) -> resume.Start:
+    """Compile the step; restore the state or make it; say how long both took."""
+    console = run.console
+    begun = time.perf_counter()
+    run.watchdog.alive("compiling the step")
+    with SlowWork("compiling the step", quiet=console.quiet):
+        run.step = run.program.compile_step(run.options)
+    compiled = time.perf_counter()
+    run.watchdog.alive("making the state")
+    with SlowWork("making the state" if own is None else "restoring the state", quiet=console.quiet):
+        start = run.start_from(own)
+    planned = compiled_bytes(run.step)
+    note = "" if planned is None else f"; the compiler plans {_mib(planned.peak)} a device at the peak"
+    console.print(
+        f"compiled in {compiled - begun:.1f} s, {'initialised' if not start.step else 'restored'} in "
+        f"{time.perf_counter() - compiled:.1f} s{note}"
+    )
+    if start.step:
+        verb = "resumed after" if own else "restored from"
+        console.print(f"[bold]{verb}[/] {escape(start.about)}; batch {start.progress.batch} is next", soft_wrap=True)
+    console.print()
+    return start
 
-        # ---- compile, initialise or restore ----
-        begun = time.perf_counter()
-        watchdog.alive("compiling the step")
-        with SlowWork("compiling the step", quiet=console.quiet):
-            step = program.compile_step(options)
-        compiled = time.perf_counter()
 
-        def start_from(manifest: Manifest | None) -> resume.Start:
-            if manifest is not None:
-                return resume.restore(checkpoints, manifest, program, same_run=True)
-            if other is not None:
-                return resume.restore(*other, program, same_run=False)
-            return resume.begin(program)
+def report_stopped(run: Run, stopped: Stopped) -> int:
+    """Say and write why the run ended early; returns the exit code."""
+    steps = run.config.steps
+    run.console.print(
+        f"\n[bold red]stopped[/] after {stopped.steps} of {steps} steps: {escape(stopped.reason)}; "
+        f"{stopped.saved or 'no checkpoint was made'}",
+        soft_wrap=True,
+    )
+    run.files.write_stopped({"steps": stopped.steps, "of": steps, "reason": stopped.reason})
+    if stopped.code == EXIT_SAVE and jax.process_count() > 1:  # which the others may not know
+        processes.fail(EXIT_SAVE, EXIT_SAVE, stopped.reason)
+    return stopped.code
 
-        def find_start() -> resume.Start:
-            return start_from(resume.find(checkpoints, config, data, flags.fall_back, warn))
 
-        watchdog.alive("making the state")
-        with SlowWork("making the state" if own is None else "restoring the state", quiet=console.quiet):
-            start = start_from(own)
-        planned = compiled_bytes(step)
-        note = "" if planned is None else f"; the compiler plans {_mib(planned.peak)} a device at the peak"
-        console.print(
-            f"compiled in {compiled - begun:.1f} s, {'initialised' if not start.step else 'restored'} in "
-            f"{time.perf_counter() - compiled:.1f} s{note}"
-        )
-        if start.step:
-            verb = "resumed after" if own else "restored from"
-            console.print(
-                f"[bold]{verb}[/] {escape(start.about)}; batch {start.progress.batch} is next", soft_wrap=True
-            )
-        console.print()
-
-        # ---- train ----
-        run = Run(
-            flags, console, program, step, batches, held_out, data, files, checkpoints, signals, watchdog, budget, drill
-        )
-        try:
-            progress, last = train(run, start, find_start)
-        except Stopped as stopped:
-            console.print(
-                f"\n[bold red]stopped[/] after {stopped.steps} of {config.steps} steps: {escape(stopped.reason)}; "
-                f"{stopped.saved or 'no checkpoint was made'}",
-                soft_wrap=True,
-            )
-            files.write_stopped({"steps": stopped.steps, "of": config.steps, "reason": stopped.reason})
-            if stopped.code == EXIT_SAVE and jax.process_count() > 1:  # which the others may not know
-                processes.fail(EXIT_SAVE, EXIT_SAVE, stopped.reason)
-            return stopped.code
-        except jax.errors.JaxRuntimeError as error:
-            if jax.process_count() == 1:
-                raise
-            text = f"process {jax.process_index()}: another process is gone ({reason_of(error)})"
-            print(printable(text), file=sys.stderr, flush=True)
-            sys.stderr.flush()
-            processes.leave(EXIT_PEER)
-
-        # ---- report ----
-        console.print(
-            f"\n[bold]done[/]: {config.steps} steps, held-out loss {last:.4f} nats/token "
-            f"(started at {progress.first_loss:.4f}; unigram entropy of the corpus {entropy:.4f})"
-        )
-        epochs = batches.epochs(progress.batch)
-        for source, passes in zip(corpus.sources, epochs, strict=True):
-            console.print(f"{passes:.3g} epochs of {escape(source.about)}")
-        complete = files.write_summary(
-            {
-                "steps": config.steps,
-                "tokens": progress.tokens,
-                "held_out_loss": last,
-                "first_held_out_loss": progress.first_loss,
-                "unigram_entropy": entropy,
-                "epochs": epochs,
-            }
-        )
-        if budget:
-            console.print(f"cost {budget.report()}")
-        if not complete:
-            console.print(f"[bold red]not written:[/] summary.json ({escape(str(files.failure))})")
-            return EXIT_SAVE
-    return 0
+def report_done(run: Run, progress: resume.Progress, last: float) -> int:
+    """Say and write what the whole run came to; returns the exit code."""
+    console, steps = run.console, run.config.steps
+    console.print(
+        f"\n[bold]done[/]: {steps} steps, held-out loss {last:.4f} nats/token "
+        f"(started at {progress.first_loss:.4f}; unigram entropy of the corpus {run.entropy:.4f})"
+    )
+    epochs = run.batches.epochs(progress.batch)
+    for source, passes in zip(run.corpus.sources, epochs, strict=True):
+        console.print(f"{passes:.3g} epochs of {escape(source.about)}")
+    complete = run.files.write_summary(
+        {
+            "steps": steps,
+            "tokens": progress.tokens,
+            "held_out_loss": last,
+            "first_held_out_loss": progress.first_loss,
+            "unigram_entropy": run.entropy,
+            "epochs": epochs,
+        }
+    )
+    if run.budget:
+        console.print(f"cost {run.budget.report()}")
+    if not complete:
+        console.print(f"[bold red]not written:[/] summary.json ({escape(str(run.files.failure))})")
+    return 0 if complete else EXIT_SAVE
 
 
 def parse_options(options: Sequence[str]) -> dict[str, str | bool]:
@@ -419,24 +474,6 @@ def require_room(program: Program, devices: Devices) -> None:
         )
 
 
-def is_done(flags: TrainFlags, config: RunConfig, out: Path, console: Console, warn: Callable[[str], None]) -> bool:
-    """Whether --out holds this run complete, as the first process finds it; with --fresh the folder is emptied.
-
-    Raises: ConfigError where the folder holds another run, or must not be touched.
-    """
-    done = False
-    if processes.is_first():
-        if flags.fresh:
-            resume.clear(out, flags.overwrite)
-        if holds_run(out):
-            resume.require_own_folder(out, config, warn)
-            done = is_complete(out)
-    done = processes.from_first("done", "yes" if done else "") == "yes"
-    if done:
-        console.print(f"the run in {out} is complete: nothing is left to do", markup=False)
-    return done
-
-
 def write_settings(out: Path, flags: TrainFlags, config: RunConfig) -> None:
     """Leave every setting of the run where --config reads it."""
     try:
@@ -450,25 +487,29 @@ def stacks_file(out: Path | None) -> str | None:
     return None if out is None else str(out / f"stacks.{jax.process_index()}.txt")
 
 
-def job_budget(flags: TrainFlags, config: RunConfig, console: Console, now) -> JobBudget | nullcontext:
+def job_budget(job: Job, now: Callable[[], float]) -> JobBudget | nullcontext:
     """The run's share of a budget, reserved; a context with nothing in it where no budget is asked for."""
+    flags = job.flags
     asked_for = is_asked_for(flags.budget, flags.price_per_hour, flags.max_hours, flags.spend_log)
     if not asked_for or not processes.is_first():
         return nullcontext()
-    return begin_job(
-        config.parallel.mesh.num_devices,
-        flags.price_per_hour,
-        flags.max_hours,
-        flags.budget,
-        flags.spend_log,
-        note="train",
-        signals=(),
-        say=lambda text: console.print(text, soft_wrap=True),
-        now=now,
+    log, ceiling, num_devices = (
+        find_log(flags.spend_log),
+        find_ceiling(flags.budget),
+        job.config.parallel.mesh.num_devices,
     )
+    budget = begin_job(log, num_devices, flags.price_per_hour, flags.max_hours, ceiling, "train", (), now)
+    for line in budget.announcement:
+        job.console.print(line, soft_wrap=True)
+    return budget
 
 
-def train(run: Run, start: resume.Start, find_start: Callable[[], resume.Start]) -> tuple[resume.Progress, float]:
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def train(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
     """All steps from `start` on; returns the final progress and held-out loss. Raises: Stopped, once all is saved."""
     if start.progress.first_loss is None:
         run.watchdog.alive("evaluating")
@@ -480,13 +521,13 @@ def train(run: Run, start: resume.Start, find_start: Callable[[], resume.Start])
         try:
             return train_from(run, start)
         except RollBack as back:
-            start = go_back(run, start, back, find_start)
+            start = go_back(run, start, back)
 
 
-def go_back(run: Run, start: resume.Start, back: RollBack, find_start) -> resume.Start:
+def go_back(run: Run, start: resume.Start, back: RollBack) -> resume.Start:
     """The newest checkpoint, with the batches since then left out. Raises: Stopped where that was done too often."""
     run.checkpoints.wait()
-    again, before = find_start(), start.progress
+    again, before = run.start_from(run.find_checkpoint()), start.progress
     count = max(before.roll_backs, again.progress.roll_backs) + 1
     if count > MAX_ROLL_BACKS:
         raise Stopped(again.step, f"{back.reason}; rolled back {MAX_ROLL_BACKS} times already", 1)
@@ -508,118 +549,139 @@ def go_back(run: Run, start: resume.Start, back: RollBack, find_start) -> resume
 
 def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
     """Every step after `start`. Raises: Stopped, RollBack."""
-    flags, config, console, program = run.flags, run.program.config, run.console, run.program
-    state, progress = start.state, start.progress
-    agreement, pace = Agreement(), Pace(console)
-    check_replicas = make_replica_check(program)
-    spikes = SpikeWatch(recent=progress.recent)
-    skips_in_a_row, held_out_loss = 0, math.nan
-    live, every = console.is_terminal, max(1, config.steps // 20)
-
-    digests: dict[int, str] = {}
-
-    def require_equal_copies(done: int, state: State) -> None:
-        if culprits := check_replicas(state):
-            fault = f"after step {done} copies differ that should be equal: {'; '.join(map(str, culprits))}"
-            raise Stopped(done, fault, 1, newest(run))
-
-    def make(index: int):
-        batch = run.batches[index]
-        if flags.record_digests:
-            digests[index] = batch.digest()
-        return program.put(batch if run.drill is None else run.drill.spoil_batch(index, batch))
-
-    last_batch = progress.batch + config.steps - start.step
-    inputs = Prefetched(make, progress.batch, last_batch, flags.prefetch)
-    with inputs, _progress(console, disable=not live) as bar:
-        task = bar.add_task("train", total=config.steps, completed=start.step, line="")
-        for index in range(start.step, config.steps):
-            # ---- must this step not start? ----
-            run.watchdog.alive(f"taking step {index + 1}")
-            if stop := agreement.stop_reason(index, run.stop_reason()):
-                reason, code = stop
-                if run.checkpoints is not None:
-                    require_equal_copies(index, state)
-                raise Stopped(index, reason, *last_save(run, state, progress, code))
-
-            # ---- the step ----
-            if run.drill is not None:
-                state = state._replace(params=run.drill.flip(index + 1, program.mesh, state.params))
-            begun = time.perf_counter()
-            pace.starts()
-            if run.drill is not None:
-                run.drill.before(index + 1)
-            batch = next(inputs)
-            pace.dispatches()
-            state, metrics = run.step(state, batch)
-            flags_of_ranks = metrics.pop("not_finite")
-            metrics = jax.device_get(metrics)  # waits for the step
-            record = step_record(index + 1, metrics, time.perf_counter() - begun, inputs.waited)
-            record["batch"] = progress.batch
-            if flags.record_digests:
-                record["digest"] = digests.pop(progress.batch)
-            done, last = index + 1, index + 1 == config.steps
-            evaluates = done % flags.eval_every == 0 or last
-            if evaluates and (flags.on_nonfinite == "skip" or not is_fault(record)):  # otherwise the run ends here
-                run.watchdog.alive("evaluating")
-                record["held_out_loss"] = held_out_loss = evaluate(program, state, run.held_out)
-            if not run.files.write_step(record):
-                reason = escape(str(run.files.failure))
-                console.print(f"[bold red]not written:[/] the metrics of step {done} ({reason})")
-            progress = replace(progress, tokens=progress.tokens + record["tokens"], batch=progress.batch + 1)
-            line = describe(record)
-            bar.update(task, advance=1, line=line)
-            if done % every == 0:
-                console.print(f"step {done:>5}  {line}")
-            if "held_out_loss" in record:
-                console.print(f"step {done:>5}  held-out loss {held_out_loss:.4f}")
-            pace.report(index + 1)
-
-            # ---- is it sound? ----
-            if is_fault(record):
-                culprits = name_culprits(program, gather_ranks("not finite", flags_of_ranks))
-                where = "; ".join(map(str, culprits)) or "in no single rank's part, only in their sum"
-                fault = f"step {index + 1} is not finite (batch {record['batch']}): {where}"
-                skips_in_a_row += 1
-                if flags.on_nonfinite == "roll-back":
-                    raise RollBack(fault, progress.batch)
-                if flags.on_nonfinite == "stop" or skips_in_a_row > MAX_SKIPS_IN_A_ROW:
-                    raise Stopped(index, f"{fault}. Parameters are as before it. {ADVICE}", 1, newest(run))
-                progress = replace(progress, num_skipped=progress.num_skipped + 1)
-                console.print(f"[bold red]skipped[/] {escape(fault)}", soft_wrap=True)
-            else:
-                skips_in_a_row = 0
-                if flags.on_spike != "ignore" and spikes.is_spike(record["loss"]):
-                    fault = f"the loss jumped to {record['loss']:.4f} in step {index + 1} (batch {record['batch']})"
-                    if flags.on_spike == "roll-back":
-                        raise RollBack(fault, progress.batch)
-                    raise Stopped(index + 1, fault, 1, newest(run))
-                progress = replace(progress, recent=spikes.recent if flags.on_spike != "ignore" else [])
-
-            # ---- replicas, checkpoint ----
-            due = run.checkpoints is not None and (
-                last or (flags.checkpoint_every and done % flags.checkpoint_every == 0)
-            )
-            compare = due or (flags.check_replicas_every and done % flags.check_replicas_every == 0)
-            if compare:
-                require_equal_copies(done, state)
-            if due:
-                run.watchdog.alive("saving")
-                try:
-                    run.save(state, progress)
-                except SaveFailed as error:
-                    if last or jax.process_count() > 1:
-                        raise Stopped(done, str(error), EXIT_SAVE, newest(run)) from error
-                    run.not_saved(error)
-    if start.step == config.steps:  # killed between the last checkpoint and the summary
-        held_out_loss = evaluate(program, state, run.held_out)
+    num_steps, loop = run.config.steps, Loop(run, start)
+    with loop.inputs, _progress(run.console, disable=not run.console.is_terminal) as bar:
+        task = bar.add_task("train", total=num_steps, completed=start.step, line="")
+        for step in range(start.step + 1, num_steps + 1):
+            loop.stop_if_asked(step)
+            record = loop.take_step(step)
+            bar.update(task, advance=1, line=describe(record))
+            loop.say(record)
+            loop.require_sound(record)
+            loop.compare_and_save(step)
+    if start.step == num_steps:  # killed between the last checkpoint and the summary
+        loop.held_out_loss = evaluate(run.program, loop.state, run.held_out)
     if run.checkpoints is not None:
         run.watchdog.alive("writing the last checkpoint")
         try:
             run.checkpoints.finish()
         except SaveFailed as error:
-            raise Stopped(config.steps, str(error), EXIT_SAVE, newest(run)) from error
-    return progress, held_out_loss
+            raise Stopped(num_steps, str(error), EXIT_SAVE, newest(run)) from error
+    return loop.progress, loop.held_out_loss
+
+
+class Loop:
+    """What changes from step to step, and the parts of a step in their order. Steps count from 1, as in the metrics."""
+
+    def __init__(self, run: Run, start: resume.Start):
+        self.run, self.state, self.progress = run, start.state, start.progress
+        self.held_out_loss = math.nan
+        self._agreement, self._stragglers = Agreement(), StragglerWatch(run.console)
+        self._check_replicas = make_replica_check(run.program)
+        self._spikes = SpikeWatch(recent=start.progress.recent)
+        self._skips_in_a_row, self._digests = 0, {}
+        last_batch = start.progress.batch + run.config.steps - start.step
+        self.inputs = Prefetched(self._make_batch, start.progress.batch, last_batch, run.flags.prefetch)
+
+    def _make_batch(self, index: int):
+        run, batch = self.run, self.run.batches[index]
+        if run.flags.record_digests:
+            self._digests[index] = batch.digest()
+        return run.program.put(batch if run.fault is None else run.fault.spoil_batch(index, batch))
+
+    def stop_if_asked(self, step: int) -> None:
+        """Raises: Stopped before this step, with its checkpoint, where any process wants to stop."""
+        run = self.run
+        run.watchdog.alive(f"taking step {step}")
+        if stop := self._agreement.stop_reason(step - 1, run.stop_reason()):
+            reason, code = stop
+            if run.checkpoints is not None:
+                self._require_equal_copies(step - 1)
+            raise Stopped(step - 1, reason, *last_save(run, self.state, self.progress, code))
+
+    def take_step(self, step: int) -> dict:
+        """The step, and the evaluation where one is due; what metrics.jsonl has of it, already written."""
+        run, flags, injected = self.run, self.run.flags, self.run.fault
+        if injected is not None:
+            self.state = self.state._replace(params=injected.flip(step, run.program.mesh, self.state.params))
+        begun = time.perf_counter()
+        self._stragglers.starts()
+        if injected is not None:
+            injected.before(step)
+        batch = next(self.inputs)
+        self._stragglers.dispatches()
+        self.state, metrics = run.step(self.state, batch)
+        self._not_finite = metrics.pop("not_finite")
+        metrics = jax.device_get(metrics)  # waits for the step
+        record = step_record(step, metrics, time.perf_counter() - begun, self.inputs.waited)
+        record["batch"] = self.progress.batch
+        if flags.record_digests:
+            record["digest"] = self._digests.pop(self.progress.batch)
+        evaluates = step % flags.eval_every == 0 or step == run.config.steps
+        if evaluates and (flags.on_nonfinite == "skip" or not is_fault(record)):  # otherwise the run ends here
+            run.watchdog.alive("evaluating")
+            record["held_out_loss"] = self.held_out_loss = evaluate(run.program, self.state, run.held_out)
+        if not run.files.write_step(record):
+            reason = escape(str(run.files.failure))
+            run.console.print(f"[bold red]not written:[/] the metrics of step {step} ({reason})")
+        tokens = self.progress.tokens + record["tokens"]
+        self.progress = replace(self.progress, tokens=tokens, batch=self.progress.batch + 1)
+        return record
+
+    def say(self, record: dict) -> None:
+        """A line for every twentieth part of the run and every evaluation; then the processes that are slow."""
+        step, console = record["step"], self.run.console
+        if step % max(1, self.run.config.steps // 20) == 0:
+            console.print(f"step {step:>5}  {describe(record)}")
+        if "held_out_loss" in record:
+            console.print(f"step {step:>5}  held-out loss {self.held_out_loss:.4f}")
+        self._stragglers.report(step)
+
+    def require_sound(self, record: dict) -> None:
+        """Do with a non-finite value or a spike what the flags say. Raises: Stopped, RollBack."""
+        run, step, flags = self.run, record["step"], self.run.flags
+        if is_fault(record):
+            culprits = name_culprits(run.program, gather_ranks("not finite", self._not_finite))
+            where = "; ".join(map(str, culprits)) or "in no single rank's part, only in their sum"
+            fault = f"step {step} is not finite (batch {record['batch']}): {where}"
+            self._skips_in_a_row += 1
+            if flags.on_nonfinite == "roll-back":
+                raise RollBack(fault, self.progress.batch)
+            if flags.on_nonfinite == "stop" or self._skips_in_a_row > MAX_SKIPS_IN_A_ROW:
+                raise Stopped(step - 1, f"{fault}. Parameters are as before it. {ADVICE}", 1, newest(run))
+            self.progress = replace(self.progress, num_skipped=self.progress.num_skipped + 1)
+            run.console.print(f"[bold red]skipped[/] {escape(fault)}", soft_wrap=True)
+            return
+        self._skips_in_a_row = 0
+        if flags.on_spike == "ignore":
+            self.progress = replace(self.progress, recent=[])
+            return
+        if self._spikes.is_spike(record["loss"]):
+            fault = f"the loss jumped to {record['loss']:.4f} in step {step} (batch {record['batch']})"
+            if flags.on_spike == "roll-back":
+                raise RollBack(fault, self.progress.batch)
+            raise Stopped(step, fault, 1, newest(run))
+        self.progress = replace(self.progress, recent=self._spikes.recent)
+
+    def compare_and_save(self, step: int) -> None:
+        """Compare replicas and save, each where it is due. Raises: Stopped."""
+        run, flags, last = self.run, self.run.flags, step == self.run.config.steps
+        due = run.checkpoints is not None and (last or (flags.checkpoint_every and step % flags.checkpoint_every == 0))
+        if due or (flags.check_replicas_every and step % flags.check_replicas_every == 0):
+            self._require_equal_copies(step)
+        if due:
+            run.watchdog.alive("saving")
+            try:
+                run.save(self.state, self.progress)
+            except SaveFailed as error:
+                if last or jax.process_count() > 1:
+                    raise Stopped(step, str(error), EXIT_SAVE, newest(run)) from error
+                run.not_saved(error)
+
+    def _require_equal_copies(self, done: int) -> None:
+        if culprits := self._check_replicas(self.state):
+            fault = f"after step {done} copies differ that should be equal: {'; '.join(map(str, culprits))}"
+            raise Stopped(done, fault, 1, newest(self.run))
 
 
 ADVICE = "Try a lower --lr, --dtype float32, or --on-nonfinite skip"
@@ -651,7 +713,7 @@ def newest(run: Run) -> str:
 
 
 def is_fault(record: dict) -> bool:
-    """Whether the step's numbers are not finite. An overflow that a lower loss scale (fp16) will mend is none."""
+    """Whether the step's numbers are not finite. An overflow that a lower loss scale (fp16) avoids is not a fault."""
     if not math.isfinite(record["loss"]):
         return True
     return not math.isfinite(record["grad_norm"]) and record.get("loss_scale", 1) <= 1
@@ -698,37 +760,34 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
     leaves = jax.tree.leaves(program.layout.leaves)
     num_parameters = sum(int(np.prod(leaf.shape)) for leaf in leaves)
 
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("[bold]mesh[/]", f"{parallel.mesh}")
-    facts.add_row("[bold]devices[/]", devices.description)
-    facts.add_row(
-        "[bold]model[/]",
-        f"{num_parameters:,} parameters: {escape(model.describe())}",
-    )
-    facts.add_row(
+    summary = Table.grid(padding=(0, 2))
+    summary.add_row("[bold]mesh[/]", f"{parallel.mesh}")
+    summary.add_row("[bold]devices[/]", devices.description)
+    summary.add_row("[bold]model[/]", f"{num_parameters:,} parameters: {escape(model.describe())}")
+    summary.add_row(
         "[bold]strategy[/]",
         f"ZeRO {parallel.zero}, sequence parallel {'on' if parallel.sp else 'off'}, gradients {parallel.grad_sync}, "
         f"{parallel.accumulate} micro-batch{'es' * (parallel.accumulate > 1)}, remat {parallel.remat}",
     )
     if (schedule := parallel.pipeline) is not None:
-        facts.add_row(
+        summary.add_row(
             "[bold]pipeline[/]",
             f"{schedule.name}, {schedule.num_microbatches} micro-batches over {schedule.num_stages} stages, layers "
             f"{'+'.join(map(str, config.part_layers))}: {schedule.num_ticks} ticks, idle "
             f"{simulate(schedule).idle_share:.1%} (simulated, even ticks), in flight {max(in_flight(schedule))}",
         )
-    facts.add_row("[bold]precision[/]", f"{config.precision.dtype}, reductions in {config.precision.reduction_dtype}")
-    facts.add_row(
+    summary.add_row("[bold]precision[/]", f"{config.precision.dtype}, reductions in {config.precision.reduction_dtype}")
+    summary.add_row(
         "[bold]data[/]", f"{escape(corpus.about)}: {corpus.num_train:,} + {corpus.num_held_out:,} held-out tokens"
     )
-    facts.add_row("", f"unigram entropy {entropy:.3f} nats/token (a model that ignores context gets no lower)")
+    summary.add_row("", f"unigram entropy {entropy:.3f} nats/token (a model that ignores context gets no lower)")
     master = 0 if state.master is None else local_bytes(state.master)
-    facts.add_row(
+    summary.add_row(
         "[bold]state[/]",
         f"{_mib(local_bytes(state))} a device: parameters {_mib(local_bytes(state.params))}, masters {_mib(master)}, "
         f"moments {_mib(local_bytes(state.moments))}",
     )
-    console.print(facts)
+    console.print(summary)
 
     table = Rows("parameter", "computed with", "stored as")
     for leaf in leaves:

@@ -35,7 +35,7 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def facts() -> dict[str, str]:
+def must_be_equal() -> dict[str, str]:
     """What all processes of a run must share: they trace one program."""
     found = versions()
     return {f"the version of {name}": found[name] for name in ("jaxdist", "jax", "jaxlib", "flax", "optax")} | {

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from decimal import Decimal
 from pathlib import Path
+from types import MappingProxyType
 from unittest import mock
 
 import pytest
@@ -34,6 +35,7 @@ from jaxdist.runtime.budget import (
     cost_of_seconds,
     exact,
     find_ceiling,
+    find_log,
     is_asked_for,
     money,
     sentence,
@@ -54,10 +56,9 @@ def log(tmp_path) -> SpendLog:
     return log
 
 
-def begin(log: SpendLog, price="0.35", hours="3", num_devices=2, **more):
-    """A job on `log`, alone in its environment and silent."""
-    more = {"say": lambda _: None, "environ": {}, **more}
-    return begin_job(num_devices, price, hours, spend_log=str(log.path), wall=log.now, **more)
+def begin(log: SpendLog, price="0.35", hours="3", num_devices=2, budget=None, environ=MappingProxyType({}), **more):
+    """A job on `log`, alone in its environment."""
+    return begin_job(log, num_devices, price, hours, find_ceiling(budget, environ), **more)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ def test_many_jobs_at_once_fill_the_ceiling_exactly(tmp_path):
 def test_a_job_that_dies_keeps_its_estimate_until_settled_by_hand(log):
     code = (
         "import sys; from jaxdist.runtime.budget import *\n"
-        f"with begin_job(2, '0.35', '3', spend_log=sys.argv[1], environ={{}}, wall=lambda: {NOON}): {DIES}"
+        f"with begin_job(SpendLog(sys.argv[1], lambda: {NOON}), 2, '0.35', '3'): {DIES}"
     )
     done = subprocess.run([sys.executable, "-c", code, str(log.path)])
     assert done.returncode == -signal.SIGKILL
@@ -557,22 +558,24 @@ def test_a_clock_refuses_what_would_never_stop_it(wrong):
 
 
 def test_a_job_says_its_sentence_and_is_settled(log):
-    said, times = [], [0.0]
-    with begin(log, say=said.append, now=lambda: times[-1]) as job:
-        assert said == ["2 × $0.35/h × 3 h = $2.10. Budget $3.00, buffer $0.90."]
+    times = [0.0]
+    with begin(log, now=lambda: times[-1]) as job:
+        assert job.announcement == ["2 × $0.35/h × 3 h = $2.10. Budget $3.00, buffer $0.90."]
         assert log.spent() == dollars("2.10")
         times.append(3600.0)
         assert job.stop_reason() is None
     assert log.spent() == dollars("0.70")
-    with begin(log, hours="1", say=said.append):
-        assert said[-1] == ("2 × $0.35/h × 1 h = $0.70. Budget $3.00, spent or reserved before $0.70, buffer $1.60.")
+    with begin(log, hours="1") as job:
+        assert job.announcement[-1] == (
+            "2 × $0.35/h × 1 h = $0.70. Budget $3.00, spent or reserved before $0.70, buffer $1.60."
+        )
 
 
 def test_without_hours_the_rest_is_reserved(log):
-    said = []
-    with begin(log, hours=None, say=said.append, now=lambda: 0.0):
+    with begin(log, hours=None, now=lambda: 0.0) as job:
         assert log.spent() == dollars("3.00")
-        assert "whole rest" in said[0] and said[1].startswith("2 × $0.35/h × 4.285714 h = $3.00.")
+        first, second = job.announcement
+        assert "whole rest" in first and second.startswith("2 × $0.35/h × 4.285714 h = $3.00.")
         with pytest.raises(ConfigError, match="whole rest"):
             begin(log, hours=None)
     assert log.spent() == 0
@@ -621,7 +624,7 @@ def test_a_signal_that_was_ignored_stays_ignored(log, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"price": None}, "--price-per-hour"),
+        ({"price": None}, "price_per_hour=0.35"),
         ({"price": "-0.35"}, "price_per_hour=-0.35"),
         ({"price": "NaN"}, "price_per_hour=NaN"),
         ({"hours": "-3"}, "hours=-3"),
@@ -643,12 +646,14 @@ def test_a_job_that_cannot_be_reserved(log, wrong, said):
     assert log.spent() == 0
 
 
-def test_flags_win_over_variables(log, tmp_path):
+def test_flags_win_over_variables(log):
     assert find_ceiling("1", {"JAXDIST_BUDGET": "2"}) == 1 and find_ceiling(None, {}) is None
     assert not is_asked_for(None, None, environ={})
     assert is_asked_for(None, "0.35", environ={})
     assert is_asked_for(None, environ={"JAXDIST_BUDGET": ""}) and is_asked_for(environ={"JAXDIST_SPEND_LOG": "x"})
-    with begin(log, environ={"JAXDIST_SPEND_LOG": str(tmp_path / "other"), "JAXDIST_BUDGET": "0"}, budget="3"):
+    assert find_log("mine", {"JAXDIST_SPEND_LOG": "other"}).path.name == "mine"
+    assert find_log(None, {"JAXDIST_SPEND_LOG": "other"}).path.name == "other"
+    with begin(log, environ={"JAXDIST_BUDGET": "0"}, budget="3"):
         assert log.spent() == dollars("2.10")
 
 
@@ -821,10 +826,10 @@ def test_a_budget_by_hand(capfd, tmp_path):
     [
         (["show"], "budget init"),
         (["init"], "--budget 3.00"),
-        (["init", "--budget", "-3"], "budget=-3"),
-        (["init", "--budget", "nan"], "budget=nan"),
+        (["init", "--budget", "-3"], "--budget -3"),
+        (["init", "--budget", "nan"], "--budget nan"),
         (["init", "--budget", "3", "--", "echo"], "only `run`"),
-        (["settle", "--job", "x", "--actual", "inf"], "actual=inf"),
+        (["settle", "--job", "x", "--actual", "inf"], "--actual inf"),
         (["run", "--price-per-hour", "0.35", "--hours", "1", "--", "echo"], "budget init"),
         (["run", "--price-per-hour", "0.35", "--devices", "0", "--", "echo"], "num_devices=0"),
         (["run", "--price-per-hour", "0.35"], "after `--`"),

@@ -13,7 +13,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import random_batches
-from jaxdist.runtime.fault_injection import parse_drill
+from jaxdist.runtime.fault_injection import parse_fault
 from jaxdist.runtime.health import SpikeWatch, checksum, gather_ranks, make_replica_check, name_culprits
 from jaxdist.runtime.stragglers import slow_processes
 from jaxdist.runtime.watchdog import EXIT_STUCK
@@ -32,7 +32,7 @@ def make_program(mesh, drill=None, precision="float32", **parallel):
         batch_size=8,
         steps=4,
     )
-    poison = drill and parse_drill(drill, shape.num_devices).poison()
+    poison = drill and parse_fault(drill, shape.num_devices).poison()
     return build_program(config, make_mesh(shape, DEVICES), poison=poison)
 
 
@@ -101,7 +101,7 @@ def test_a_copy_that_differs_is_named(mesh, settings, rank, named):
     program = build_program(config, make_mesh(shape, DEVICES))
     check, state = make_replica_check(program), program.init(0)
     assert check(state) == []
-    drill = parse_drill(f"flip:step=1,rank={rank}", shape.num_devices)
+    drill = parse_fault(f"flip:step=1,rank={rank}", shape.num_devices)
     flipped = state._replace(params=drill.flip(1, program.mesh, state.params))
     culprits = check(flipped)
     assert [culprit.rank for culprit in culprits] == named
@@ -160,8 +160,8 @@ def test_slow_processes_are_named():
     ],
 )
 def test_a_drill_that_is_none_is_refused(text):
-    with pytest.raises(ConfigError, match="--drill"):
-        parse_drill(text, 4)
+    with pytest.raises(ConfigError, match="drill="):
+        parse_fault(text, 4)
 
 
 def test_a_drill_of_a_leaf_that_is_not_there():

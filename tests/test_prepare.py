@@ -459,12 +459,12 @@ def test_wrong_flags_are_refused_before_anything_is_made(text, bpe, tmp_path):
     refused("--data", "--out", out=out, vocab_size=300)
     refused("exactly one", **both)
     refused("exactly one", **both, vocab_size=300, tokenizer="bytes")
-    refused("--vocab-size 256", "257", **both, vocab_size=256)
+    refused("vocab_size=256", "257", **both, vocab_size=256)
     refused("shard_mb", **both, tokenizer="bytes", shard_mb=0)
     refused("missing.json", "cannot be read", **both, tokenizer=str(tmp_path / "missing.json"))
     refused("no tokenizer.json", **both, tokenizer=str(text / "0.txt"))
     refused(
-        "--end-of-document <eos>",
+        "end_of_document='<eos>'",
         END_OF_DOCUMENT,
         **both,
         tokenizer=str(bpe / "tokenizer.json"),
@@ -488,7 +488,7 @@ def test_folders_with_something_in_them_are_left_alone(text, bpe, tmp_path):
 
 def test_two_preparations_do_not_share_a_folder(text, tmp_path):
     out, flags = tmp_path / "corpus", {"data": str(text), "tokenizer": "bytes"}
-    with held(out, "--out", print):
+    with held(out, "out", print):
         refused("is using it", out=str(out), **flags)
     run(out=str(out), **flags)
     assert not (out / LOCK).exists()

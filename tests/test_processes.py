@@ -171,6 +171,13 @@ def test_wrong_numbers_of_processes_are_refused(train_here, flags, said):
     assert code == 2 and said in err
 
 
+def test_a_process_that_has_left_the_others_listens_no_more(monkeypatch):
+    """JAX's own exit handler runs while the listener still waits; a whole run must not fail by it."""
+    monkeypatch.setattr(processes, "LISTEN_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "coordination_client", lambda: None)
+    processes._listen()
+
+
 def test_a_launcher_whose_processes_were_not_asked_to_join_is_refused(train_here, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")

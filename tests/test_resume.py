@@ -198,23 +198,23 @@ def test_a_damaged_configuration_is_set_aside_where_a_checkpoint_says_what_ran(t
 
 def test_a_folder_is_of_one_run_at_a_time(train, tmp_path):
     folder = tmp_path / "run"
-    with held(folder, "--out", pytest.fail):
+    with held(folder, "out", pytest.fail):
         code, _, err = train("--steps 1 --out OUT/run")
         assert code == 2 and f"process {os.getpid()} on" in err and "is using it" in err
     assert not folder.exists()  # nothing was written in it
     assert train("--steps 1 --out OUT/run")[0] == 0
-    with held(folder, "--out", pytest.fail):  # the lock ended with its run, the file stayed
+    with held(folder, "out", pytest.fail):  # the lock ended with its run, the file stayed
         assert (folder / "summary.json").exists()
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path):
     code = (
         "import os, sys; from pathlib import Path; from jaxdist.runtime.run_folder import held\n"
-        "with held(Path(sys.argv[1]), '--out', print): os.kill(os.getpid(), 9)"
+        "with held(Path(sys.argv[1]), 'out', print): os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert killed.returncode == -9 and (tmp_path / "run" / LOCK).exists()
-    with held(tmp_path / "run", "--out", pytest.fail):
+    with held(tmp_path / "run", "out", pytest.fail):
         pass
 
 
@@ -224,7 +224,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
     warnings = []
-    with held(tmp_path / "run", "--out", warnings.append):
+    with held(tmp_path / "run", "out", warnings.append):
         assert "has no locks" in warnings[0]
 
 

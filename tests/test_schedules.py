@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import io
 import itertools
 import math
@@ -584,13 +585,26 @@ def test_schedules_import_no_jax(module):
 DOCUMENT = Path(__file__).parents[1] / "docs" / "schedules.md"
 
 
-def test_program_compares_shows_and_draws(tmp_path):
+def test_program_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main(SchedulesFlags(draw=str(tmp_path)), Console(quiet=True)) == 0
+    for name in NAMES:
+        ElementTree.parse(tmp_path / f"{name}.svg")
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_drawing_without_matplotlib_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="matplotlib, which is not installed"):
+        main(SchedulesFlags(draw=str(tmp_path)), Console(quiet=True))
+
+
+def test_program_compares_and_shows(tmp_path):
     console = Console(file=io.StringIO(), width=160)
-    assert main(SchedulesFlags(draw=str(tmp_path)), console) == 0
+    assert main(SchedulesFlags(), console) == 0
     printed = console.file.getvalue()
     documented = [line.strip("| ").split(" | ") for line in DOCUMENT.read_text(encoding="utf-8").splitlines()]
     for name in NAMES:
-        ElementTree.parse(tmp_path / f"{name}.svg")
         row = next(re.split(r"\s{2,}", line) for line in printed.splitlines() if line.split()[0] == name)
         assert next(cells for cells in documented if cells[0] == f"`{name}`")[1:8] == row[1:8]
     table = tmp_path / "mine.txt"

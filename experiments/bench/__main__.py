@@ -18,7 +18,8 @@ from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError, require_positive, require_within
 from jaxdist.models.registry import SIZES
 
-from ..cli import make_folder, refuse_ignored, require_formulas, require_writable, run_program, set_precision
+from ..cli import refuse_ignored, require_formulas, require_writable, run_program, set_precision
+from ..timeline import picture_folder
 from .flags import BenchFlags
 from .rows import describe_machine, write_rows
 
@@ -78,7 +79,7 @@ def main(flags: BenchFlags, console: Console) -> int:
     refuse_ignored(flags, used, f"the table of `{flags.which}` has rows of its own and would not use it")
     require_writable("--json", flags.json)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a peer's process needs memory of the card as well
-    make_folder("--draw", flags.draw)
+    picture_folder(flags.draw)
     if not flags.depths:
         raise ConfigError("--depths", "at least one number of layers is needed", "Use --depths 12 48")
     for gigabytes in flags.gigabytes:

@@ -8,22 +8,28 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.markup import escape
 
 from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
+from jaxdist.layout import shardings
+from jaxdist.mesh import make_mesh
 from jaxdist.runtime.devices import Devices, acquire_devices
+from jaxdist.train.program import build_program
 
+from .. import plain
 from ..tables import MARKS, Rows
-from .automatic import timed_automatic
 from .flags import BenchFlags
 from .overhead import timed_plain
 from .rows import Measured, Row, ratios
 from .speed import CONVENTIONS, describe_speed, speed_rows
-from .timing import Timed, full_batch, timed_step, with_parallel
+from .timing import Timed, full_batch, timed, timed_step, with_parallel
 from .workers import Worker, WorkerEnded
 
 STEPS = 3  # in one turn of a peer
@@ -82,7 +88,7 @@ def bench_peers(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
     console.print(f"devices: {devices.description}")
     rows, met = [], []
     groups: list[tuple[str, Callable[[], list[Peer | None]], dict[str, float]]] = [
-        (ONLY, lambda: one_device(config, devices, console), dict.fromkeys(["PyTorch"], TORCH_TARGET)),
+        (ONLY, lambda: one_device(config, devices, console), dict.fromkeys(["PyTorch"], TORCH_TARGET))
     ]
     for count, meshes in MESHES.items():
         for mesh, more in meshes:
@@ -226,6 +232,33 @@ def ask(workers: list[Worker], num_steps: int) -> dict:
     for worker in workers:
         worker.send(str(num_steps))
     return max((worker.answer() for worker in workers), key=lambda answer: answer["seconds"])
+
+
+def timed_automatic(config: RunConfig, devices: Devices) -> Timed:
+    """The same training under plain `jax.jit`: parameters are placed as our step holds them, moments as our optimiser
+    does, the batch over the data axes; what moves between is GSPMD's choice.
+    """
+    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
+    mesh = Mesh(program.mesh.devices, program.mesh.axis_names, axis_types=(AxisType.Auto,) * program.mesh.devices.ndim)
+    decay = jax.tree.map(lambda leaf: leaf.decay, program.layout.leaves)
+    init, step, optimizer = plain.make_step(config, decay)
+    params = program.init(config.seed).params
+    replicated = NamedSharding(mesh, PartitionSpec())
+    storage = shardings(mesh, program.layout.storage_specs())
+    state_shapes = jax.eval_shape(init, params)
+    moments = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, sharding: sharding, state_shapes[1], storage, transform_non_params=lambda _: replicated
+    )
+    placed = (shardings(mesh, program.specs.params), moments)
+    batch_sharding = NamedSharding(mesh, program.layout.batch_spec())
+    batch = jax.device_put({k: v for k, v in full_batch(config).items() if k != "rows"}, batch_sharding)
+    state = jax.jit(init, out_shardings=placed)(jax.device_put(params, placed[0]))
+    compiled = (
+        jax.jit(step, in_shardings=(placed, batch_sharding), out_shardings=(placed, replicated), donate_argnums=0)
+        .lower(state, batch)
+        .compile()
+    )
+    return timed(compiled, state, batch, config.parallel.mesh)
 
 
 def torch_peer(name: str, workers: list[Worker], first: dict, precision: str) -> Peer:

@@ -35,11 +35,7 @@ def bench_search(flags: BenchFlags, config: RunConfig, console: Console) -> Meas
         name, speed = f"{preset} on {cluster.num_devices}", found.num_layouts / seconds[0]
         rows += [Row(f"{name}: search", speed, "layouts/s"), Row(f"{name}: search again", seconds[1], "s")]
         table.add_row(
-            preset,
-            str(cluster.num_devices),
-            f"{found.num_layouts:,}",
-            *(f"{s:.2f}" for s in seconds),
-            f"{speed:,.0f}",
+            preset, str(cluster.num_devices), f"{found.num_layouts:,}", *(f"{s:.2f}" for s in seconds), f"{speed:,.0f}"
         )
     table.print(console)
     fast = all(row.value > 10_000 / SEARCH_SECONDS for row in rows if row.unit == "layouts/s")

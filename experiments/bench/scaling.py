@@ -3,9 +3,9 @@
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from math import log
-from typing import NamedTuple
+from math import ceil, floor, log2
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -15,13 +15,15 @@ from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.runtime.devices import acquire_devices
 
-from ..cli import make_folder
 from ..tables import Rows
-from ..timeline import FAINT, INK, Line, Picture, Rectangle, Text, write_both
+from ..timeline import write_both
 from .flags import BenchFlags
 from .rows import Measured, Row
 from .speed import flops_per_token
 from .timing import timed_step, with_parallel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # what grows -> (its values as multiples of the model's own, the run of one value)
 GROWTHS: dict[str, tuple[tuple[float, ...], Callable[[RunConfig, int], RunConfig]]] = {
@@ -32,7 +34,17 @@ GROWTHS: dict[str, tuple[tuple[float, ...], Callable[[RunConfig, int], RunConfig
     "accumulate": ((1, 2, 4, 8), lambda c, n: with_parallel(c, "", {"accumulate": n})),
     "dp": ((1, 2, 4, 8), lambda c, n: with_parallel(c, f"dp={n}" if n > 1 else "", {"zero": 3 if n > 1 else 0})),
 }
-COLOURS = {"time": (52, 112, 196), "bytes": (214, 104, 40)}
+COLUMNS = 3  # of the picture's panels
+SERIES = {("time", "FLOPs"): ("#3470c4", "s"), ("peak bytes", "planned bytes"): ("#d66828", "o")}
+LABELS = {"time": "time, measured", "peak bytes": "peak bytes, compiled"}
+AXES = {
+    "width": "width",
+    "num_layers": "layers",
+    "seq_len": "context, tokens",
+    "batch_size": "batch, sequences",
+    "accumulate": "micro-batches of an update",
+    "dp": "dp, simulated ranks",
+}
 
 
 class Point(NamedTuple):
@@ -77,7 +89,7 @@ def bench_scaling(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
         " they lower it. dp: simulated ranks share the same cores, so that the same global batch is the same work."
     )
     if flags.draw:
-        write_both(draw(panels), make_folder("--draw", flags.draw) / "scaling", console)
+        write_both(draw(panels), Path(flags.draw) / "scaling", console)
     return rows, devices, True
 
 
@@ -89,61 +101,45 @@ def measure(config: RunConfig, value: int, repeats: int, devices) -> Point:
     return Point(value, [step.run() for _ in range(repeats)], flops, step.peak_bytes, float(planned))
 
 
-def exponents(points: Sequence[Point]) -> dict[str, float]:
-    x = np.log([point.value for point in points])
-    columns = {
+def columns_of(points: Sequence[Point]) -> dict[str, list[float]]:
+    return {
         "time": [statistics.median(point.seconds) for point in points],
         "FLOPs": [point.flops for point in points],
         "peak bytes": [point.peak_bytes for point in points],
         "planned bytes": [point.planned_bytes for point in points],
     }
-    return {name: float(np.polyfit(x, np.log(column), 1)[0]) for name, column in columns.items()}
 
 
-WIDTH, HEIGHT, EDGE, COLUMNS = 330.0, 220.0, 44.0, 3
+def exponents(points: Sequence[Point]) -> dict[str, float]:
+    x = np.log([point.value for point in points])
+    return {name: float(np.polyfit(x, np.log(column), 1)[0]) for name, column in columns_of(points).items()}
 
 
-def draw(panels: dict[str, list[Point]]) -> Picture:
+def draw(panels: dict[str, list[Point]]) -> "Figure":
     """A panel for each thing that grows: measured points over the line of the theory, as multiples of the first."""
+    from matplotlib.figure import Figure
+
     num_rows = -(-len(panels) // COLUMNS)
-    picture = Picture(COLUMNS * WIDTH, num_rows * HEIGHT + 30)
-    for index, (name, points) in enumerate(panels.items()):
-        left, top = index % COLUMNS * WIDTH + EDGE, index // COLUMNS * HEIGHT + 26
-        panel(picture, name, points, left, top, WIDTH - EDGE - 14, HEIGHT - 62)
-    legend = "squares: measured time (blue) and compiled bytes (orange); lines: FLOPs and the plan's bytes"
-    picture.shapes.append(Text(EDGE, num_rows * HEIGHT + 14, legend, 12, FAINT))
-    return picture
-
-
-def panel(picture: Picture, name: str, points: list[Point], left, top, width, height) -> None:
-    found = exponents(points)
-    seconds = [statistics.median(point.seconds) for point in points]
-    series = {
-        "time": (seconds, [p.flops for p in points]),
-        "bytes": ([p.peak_bytes for p in points], [p.planned_bytes for p in points]),
-    }
-    factors = [v / column[0] for pair in series.values() for column in pair for v in column]
-    low, high = min(*factors, 0.9), max(*factors, 1.2)
-
-    def place(value, factor):
-        x = left + width * log(value / points[0].value) / log(points[-1].value / points[0].value)
-        return x, top + height * (1 - log(factor / low) / log(high / low))
-
-    add = picture.shapes.append
-    add(Line(left, top, left, top + height, FAINT))
-    add(Line(left, top + height, left + width, top + height, FAINT))
-    for factor in (low, 1.0, high) if low < 0.9 else (1.0, high):  # labels that do not touch
-        add(Text(left - 5, place(points[0].value, factor)[1], f"{factor:.2g}x", 10, FAINT, "end"))
-    for point in points:
-        add(Text(place(point.value, low)[0], top + height + 11, str(point.value), 10, FAINT, "middle"))
-    for what, (measured, theory) in series.items():
-        line = [place(p.value, t / theory[0]) for p, t in zip(points, theory, strict=True)]
-        for start, end in pairwise(line):
-            add(Line(*start, *end, COLOURS[what]))
-        for p, m in zip(points, measured, strict=True):
-            x, y = place(p.value, m / measured[0])
-            add(Rectangle(x - 3, y - 3, 6, 6, COLOURS[what]))
-    words = f"{name}: time ^{found['time']:.2f} (FLOPs ^{found['FLOPs']:.2f})"
-    add(Text(left, top - 14, words, 11, INK))
-    words = f"bytes ^{found['peak bytes']:.2f} (plan ^{found['planned bytes']:.2f})"
-    add(Text(left, top + height + 26, words, 11, INK))
+    figure = Figure((11, 3.3 * num_rows + 0.6), layout="constrained")
+    for place, (name, points) in enumerate(panels.items()):
+        axes, x = figure.add_subplot(num_rows, COLUMNS, place + 1), [point.value for point in points]
+        columns, found = columns_of(points), exponents(points)
+        for (measured, theory), (colour, marker) in SERIES.items():
+            first = {what: columns[what][0] for what in (measured, theory)}
+            axes.plot(x, [y / first[theory] for y in columns[theory]], color=colour, label=theory)
+            y = [y / first[measured] for y in columns[measured]]
+            axes.plot(x, y, marker, color=colour, linestyle="none", label=LABELS[measured])
+        axes.set(xscale="log", yscale="log", xlabel=AXES[name], ylabel="multiple of the first")
+        axes.set_xticks(x, x)
+        axes.minorticks_off()
+        low, high = axes.get_ylim()
+        powers = range(floor(log2(low)) + 1, ceil(log2(high)))
+        axes.set_yticks([2.0**n for n in powers], [f"{2.0**n:g}×" for n in powers])
+        axes.grid(alpha=0.3)
+        axes.set_title(
+            f"{name}: time ^{found['time']:.2f} (FLOPs ^{found['FLOPs']:.2f}),\n"
+            f"bytes ^{found['peak bytes']:.2f} (plan ^{found['planned bytes']:.2f})",
+            fontsize=11,
+        )
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure

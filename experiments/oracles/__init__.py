@@ -39,21 +39,10 @@ def starting_parameters(oracle: OracleName, config: RunConfig) -> dict[str, np.n
 def ask(oracle: OracleName, config: RunConfig, batches: list[dict], start: dict[str, np.ndarray]) -> Observed:
     """What the oracle computes of this run from its `starting_parameters`, in float64 whatever the run's dtype is."""
     settings = config.optimizer
-    recipe = plain.Recipe(
-        vocab_size=config.model.vocab_size,
-        dropout=config.model.dropout,
-        seed=config.seed,
-        optimizer=settings.name,
-        lr=settings.lr,
-        min_lr_ratio=settings.min_lr_ratio,
-        warmup_steps=settings.warmup_steps,
-        total_steps=config.steps,
-        weight_decay=settings.weight_decay,
-        beta1=settings.beta1,
-        beta2=settings.beta2,
-        eps=settings.eps,
-        clip_norm=settings.clip_norm,
-    )
+    names = {field.name for field in dataclasses.fields(plain.Recipe)}
+    rule = {name: value for name, value in vars(settings).items() if name in names}
+    sizes = {"vocab_size": config.model.vocab_size, "dropout": config.model.dropout}
+    recipe = plain.Recipe(**rule, **sizes, optimizer=settings.name, seed=config.seed, total_steps=config.steps)
     if oracle == "plain":
         with jax.enable_x64(True):
             found = dataclasses.asdict(plain.train(recipe, start, batches))

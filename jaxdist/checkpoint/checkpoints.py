@@ -1,4 +1,4 @@
-"""Checkpoints: a folder a step, whole or not there, every byte of it accounted for.
+"""Checkpoints: one folder per step, atomic, with every byte accounted for.
 
     FOLDER/step_00000200/manifest.json    what it is, and the size and SHA-256 of every other file
     FOLDER/step_00000200/arrays/          Orbax: logical arrays, each process writing its own shards

@@ -1,4 +1,4 @@
-"""The state with no mesh in it: every array at its logical shape, under a name.
+"""The mesh-independent state: every array at its logical shape, under a name.
 
 Storage layouts pad dims so that ZeRO's ranks divide them, and order layers by stage and chunk. A checkpoint, a
 comparison of two runs and weights for generation want neither: `to_logical` takes both off, `from_logical` puts those

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from jaxdist.checkpoint.checkpoints import BadCheckpoint, Checkpoints, Manifest, newest_good
 from jaxdist.checkpoint.logical import abstract_logical, from_logical, to_logical
@@ -91,7 +92,7 @@ def find(
 
 
 def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
-    """The checkpoint that `--restore DIR[:STEP]` names; its model and optimiser must be this run's."""
+    """The checkpoint that `restore=DIR[:STEP]` names; its model and optimiser must be this run's."""
     folder, _, step = text.rpartition(":")
     if not folder or not step.isdigit():
         folder, step = text, ""
@@ -224,7 +225,7 @@ def differences(there, here: dict, only: tuple[str, ...]) -> list[str]:
     """`optimizer.lr is 0.001 there and 0.003 here`, for every setting under the names in `only`."""
     if not isinstance(there, dict):
         return ["it does not say what its settings were"]
-    old, new = _flat(there), _flat(here)
+    old, new = flatten_dict(there, sep="."), flatten_dict(here, sep=".")
     if "model" in only and old.get("model.class") != new.get("model.class"):
         return [f"its model is {old.get('model.class', 'GPT-2')} there and {new.get('model.class', 'GPT-2')} here"]
     wanted = [
@@ -235,10 +236,3 @@ def differences(there, here: dict, only: tuple[str, ...]) -> list[str]:
         for name in sorted(wanted)
         if old.get(name) != new.get(name) and name != "model.source"
     ]
-
-
-def _flat(tree: dict, prefix: str = "") -> dict:
-    flat = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

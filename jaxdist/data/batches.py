@@ -176,8 +176,7 @@ class Batches:
         ):
             if value < least:
                 raise ConfigError(f"{name}={value}", f"it must be at least {least}", f"Use {name}={least} or more.")
-        facts = zip(self.corpus.sources, self.corpus.shares, self.num_windows, strict=True)
-        for source, share, num_windows in facts:
+        for source, share, num_windows in zip(self.corpus.sources, self.corpus.shares, self.num_windows, strict=True):
             rows = math.ceil(self.batch_size * share)  # of one batch, at most
             if num_windows < rows:
                 self._refuse_short(source, share, rows, num_windows)

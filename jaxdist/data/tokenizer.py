@@ -56,7 +56,7 @@ class BPETokenizer:
 
     def __init__(self, text: str, path: str, end_of_document: str = END_OF_DOCUMENT):
         library = _library()
-        asked = f"--tokenizer {path}"
+        asked = f"tokenizer={path!r}"
         try:
             self._inner = library.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
@@ -71,7 +71,7 @@ class BPETokenizer:
         if end_of_document not in ids:
             special = sorted(str(token) for token in self._inner.get_added_tokens_decoder().values())
             raise ConfigError(
-                f"{asked} --end-of-document {end_of_document}",
+                f"{asked} with end_of_document={end_of_document!r}",
                 "documents are joined by an end-of-document token, and the tokenizer has none of this name",
                 f"Name one that it has, such as {', '.join(special[:8]) or next(iter(ids), 'none')}",
             )
@@ -81,7 +81,7 @@ class BPETokenizer:
 
     @classmethod
     def load(cls, path: Path, end_of_document: str = END_OF_DOCUMENT) -> Self:
-        return cls(read_text_file("--tokenizer", path, MOST_BYTES), str(path), end_of_document)
+        return cls(read_text_file("tokenizer", path, MOST_BYTES), str(path), end_of_document)
 
     @classmethod
     def train(cls, texts: Iterator[str], vocab_size: int) -> Self:
@@ -106,9 +106,9 @@ class BPETokenizer:
         _library()
         if vocab_size < 256 + 1:
             raise ConfigError(
-                f"--vocab-size {vocab_size}",
+                f"vocab_size={vocab_size}",
                 f"a byte-level BPE has the 256 bytes and {END_OF_DOCUMENT} before its first merge",
-                "Use --vocab-size 257 or more, or --tokenizer bytes",
+                "Use vocab_size=257 or more, or tokenizer='bytes'",
             )
 
     def to_bytes(self) -> bytes:

@@ -24,7 +24,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -347,7 +347,7 @@ class SpendLog:
                 f"spend log {self.path}",
                 "there is none, and without one nobody knows what was spent",
                 f"Make one with its ceiling: `{command_text('budget')} init --budget 3.00 "
-                f"--spend-log {self.path}`, or name another with --spend-log or {LOG_VARIABLE}",
+                f"--spend-log {self.path}`, or name another with spend_log=PATH or {LOG_VARIABLE}",
             ) from error
         except OSError as error:
             raise self._unusable(error) from error
@@ -549,10 +549,13 @@ class JobBudget:
 
     Inside, the first of `signals` to come is kept in `self.signal` for the job to stop by itself; the next one ends it
     at once, by SystemExit. A job killed otherwise is not settled, and its whole reservation stays counted.
+    `announcement`: what it may cost, a sentence a line, to be said before it starts.
     """
 
-    def __init__(self, log: SpendLog, job: Job, clock: BudgetClock, signals: tuple[int, ...]):
-        self.log, self.job, self.clock = log, job, clock
+    def __init__(
+        self, log: SpendLog, job: Job, clock: BudgetClock, signals: tuple[int, ...], announcement: Sequence[str] = ()
+    ):
+        self.log, self.job, self.clock, self.announcement = log, job, clock, announcement
         self._signals = Signals(signals)
         self._last_look: float | None = None
         self._longest = 0.0
@@ -596,12 +599,12 @@ def is_asked_for(*flags: str | None, environ: Mapping[str, str] = os.environ) ->
     return any(flag is not None for flag in (*flags, environ.get(BUDGET_VARIABLE), environ.get(LOG_VARIABLE)))
 
 
-def find_log(spend_log: str | None, environ: Mapping[str, str] = os.environ, now=time.time) -> SpendLog:
+def find_log(spend_log: str | None, environ: Mapping[str, str] = os.environ) -> SpendLog:
     """The log that the flag names, else the variable, else `spend.jsonl` in the working folder."""
     named = environ.get(LOG_VARIABLE, DEFAULT_LOG) if spend_log is None else spend_log
     if not named:
         raise ConfigError("a spend log without a name", "it is a file", f"Name one, as in {DEFAULT_LOG}")
-    return SpendLog(named, now)
+    return SpendLog(named)
 
 
 def find_ceiling(budget: str | None, environ: Mapping[str, str] = os.environ) -> Decimal | None:
@@ -611,28 +614,26 @@ def find_ceiling(budget: str | None, environ: Mapping[str, str] = os.environ) ->
 
 
 def begin_job(
+    log: SpendLog,
     num_devices: int,
     price_per_hour: str | Decimal | None,
     hours: str | Decimal | None = None,
-    budget: str | None = None,
-    spend_log: str | None = None,
+    ceiling: Decimal | None = None,
     note: str = "",
     signals: tuple[int, ...] = (signal.SIGTERM,),
-    say: Callable[[str], None] = print,
-    environ: Mapping[str, str] = os.environ,
     now: Callable[[], float] = time.monotonic,
-    wall: Callable[[], float] = time.time,
 ) -> JobBudget:
-    """Reserve what a job may cost and say so in one sentence. Without `hours` the whole rest of the budget is reserved.
+    """Reserve what a job may cost. Without `hours` the whole rest of the budget is reserved.
 
-    Args: `price_per_hour` of one device; `now` measures the job, `wall` dates the log's lines.
+    Args: `price_per_hour` of one device; a `ceiling` below the log's own holds for this job alone; `now` measures it.
     Raises: ConfigError where anything is missing or wrong, the log cannot be trusted, or the budget is too small.
     """
     num_devices = _whole("num_devices", num_devices)
     if price_per_hour is None:
-        raise ConfigError("a budget without a price", "the estimate needs one", "Give --price-per-hour, of one device")
+        raise ConfigError(
+            "a budget without a price", "the estimate needs one", "Give price_per_hour=0.35, of one device"
+        )
     price = exact("price_per_hour", price_per_hour)
-    log, ceiling = find_log(spend_log, environ, wall), find_ceiling(budget, environ)
     if hours is not None:
         limit = exact("hours", hours)
         if not limit:
@@ -657,10 +658,9 @@ def begin_job(
     asked = sentence(price, num_devices, limit).removesuffix(".")
     job, before = log.reserve(estimate, ceiling, note, asked=asked, advise=advise)
     clock = BudgetClock(price, num_devices, estimate, float(limit) * 3600, now)
-    if hours is None:
-        say("No hours were given: the whole rest of the budget is reserved.")
-    say(sentence(price, num_devices, limit, before.ceiling, before.spent))
-    return JobBudget(log, job, clock, signals)
+    said = ["No hours were given: the whole rest of the budget is reserved."] if hours is None else []
+    said.append(sentence(price, num_devices, limit, before.ceiling, before.spent))
+    return JobBudget(log, job, clock, signals, said)
 
 
 def _whole(name: str, value: int) -> int:

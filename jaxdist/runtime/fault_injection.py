@@ -1,6 +1,6 @@
 """Faults on purpose: what a run does when they come can be rehearsed before they do.
 
-`--drill nan:step=5,rank=3,leaf=tokens` and the like, for one fault at one step. Nothing here runs without that flag.
+`drill="nan:step=5,rank=3,leaf=tokens"` and the like, for one fault at one step. Nothing here runs without it.
 """
 
 import os
@@ -37,7 +37,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Drill:
+class Fault:
     """One fault. `step` counts from 1, as in the metrics; `rank` is a device in mesh order."""
 
     kind: str
@@ -56,7 +56,8 @@ class Drill:
             names = [leaf.name for leaf in jax.tree.leaves(layout.leaves)]
             name = self.leaf or names[0]
             if name not in names:
-                raise ConfigError(f"--drill with leaf={name}", "the model has no such parameter", f"Use {names[0]}")
+                asked = f"drill={f'{self.kind}:step={self.step},leaf={name}'!r}"
+                raise ConfigError(asked, "the model has no such parameter", f"Use leaf={names[0]}")
             here = (step + 1 == self.step) & (_rank() == self.rank)
 
             def one(leaf, g):
@@ -115,11 +116,11 @@ class Drill:
         return jax.tree.unflatten(jax.tree.structure(tree), [first, *others])
 
 
-def parse_drill(text: str | None, num_ranks: int) -> Drill | None:
-    """`"nan:step=5,rank=3,leaf=tokens"` -> Drill. Raises: ConfigError."""
-    if text is None:
+def parse_fault(drill: str | None, num_ranks: int) -> Fault | None:
+    """`"nan:step=5,rank=3,leaf=tokens"` -> Fault. Raises: ConfigError."""
+    if drill is None:
         return None
-    kind, _, settings = text.partition(":")
+    kind, _, settings = drill.partition(":")
     pairs = [piece.partition("=") for piece in settings.split(",")]
     found = {key.strip(): value.strip() for key, _, value in pairs}
     numbers = {key: value for key, value in found.items() if key != "leaf"}
@@ -127,16 +128,16 @@ def parse_drill(text: str | None, num_ranks: int) -> Drill | None:
     if kind not in KINDS or "step" not in found or not found.keys() <= known or len(found) < len(pairs):
         kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
         raise ConfigError(
-            f"--drill {text}",
+            f"drill={drill!r}",
             f"it is a fault and its settings, of step, rank, process and leaf. {kinds}",
             "Write nan:step=5,rank=1,leaf=tokens",
         )
     if not all(value.isascii() and value.isdigit() for value in numbers.values()):
-        raise ConfigError(f"--drill {text}", "step, rank and process are whole numbers", "Write nan:step=5,rank=1")
-    drill = Drill(kind, leaf=found.get("leaf", ""), **{key: int(value) for key, value in numbers.items()})
-    if drill.rank >= num_ranks:
-        raise ConfigError(f"--drill {text}", f"the mesh has ranks 0 to {num_ranks - 1}", "Name one of them")
-    return drill
+        raise ConfigError(f"drill={drill!r}", "step, rank and process are whole numbers", "Write nan:step=5,rank=1")
+    fault = Fault(kind, leaf=found.get("leaf", ""), **{key: int(value) for key, value in numbers.items()})
+    if fault.rank >= num_ranks:
+        raise ConfigError(f"drill={drill!r}", f"the mesh has ranks 0 to {num_ranks - 1}", "Name one of them")
+    return fault
 
 
 def _rank() -> jax.Array:

@@ -1,4 +1,4 @@
-"""Numbers that went wrong: which rank made them, which leaf they are in, and since when.
+"""Numerical-fault detection: which rank made a non-finite or diverging value, in which leaf, and since when.
 
 What a step flags on each rank and what a checksum finds on each device is brought together on the hosts, outside of
 any collective of the training step.
@@ -76,7 +76,9 @@ def make_replica_check(program: Program) -> Callable[[State], list[Culprit]]:
     Sends: nothing between devices.
     """
     specs, mesh = jax.tree.leaves(program.specs), program.config.parallel.mesh
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in _leaves(program.specs)]
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(program.specs)
+    ]
 
     def sums(state):
         return jnp.stack([comm.varying(checksum(x), AXES) for x in jax.tree.leaves(state)])[None]
@@ -109,10 +111,6 @@ def checksum(x: jax.Array) -> jax.Array:
     bits = bits.reshape(-1).astype(jnp.uint32)
     weights = 2 * lax.iota(jnp.uint32, bits.size) + 1  # odd: no flipped bit is lost in the sum's overflow
     return jnp.sum(bits * weights, dtype=jnp.uint32)
-
-
-def _leaves(specs):
-    return jax.tree.leaves_with_path(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
 
 
 def _minority(sums: np.ndarray, spec, mesh: MeshShape) -> np.ndarray:

@@ -69,7 +69,7 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
         raise ConfigError(
             f"process {process_id} of {num_processes}",
             "processes are numbered from 0",
-            f"Use a --process-id from 0 to {num_processes - 1}",
+            f"Use process_id=0 to {num_processes - 1}",
         )
     slow = threading.Timer(JOIN_SECONDS / 4, _say_waiting, (address, num_processes, process_id))
     slow.daemon = True
@@ -90,8 +90,8 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
         raise ConfigError(
             "several processes",
             f"they cannot find each other ({reason_of(error)})",
-            f"Start them with Slurm, Open MPI or Kubernetes, with {command_text('launch')}, or give --coordinator "
-            "HOST:PORT --num-processes N --process-id I to each",
+            f"Start them with Slurm, Open MPI or Kubernetes, with {command_text('launch')}, or give "
+            "coordinator=HOST:PORT, num_processes=N and process_id=I to each",
         ) from error
     finally:
         slow.cancel()
@@ -121,7 +121,7 @@ def require_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise ConfigError(
-            f"--coordinator {address}",
+            f"coordinator={address!r}",
             "it is the host of the first process and a port that is free there",
             "Write it as in 10.0.0.1:1234",
         )
@@ -147,8 +147,8 @@ def require_alone() -> None:
         raise ConfigError(
             f"process {process_id} of {num_processes}",
             "nobody asked it to join the others, and each would do the whole run by itself",
-            "Add --distributed under Slurm, --coordinator HOST:PORT under Open MPI, or --num-processes 1 where each "
-            "is a run of its own",
+            "Add distributed=True under Slurm, coordinator=HOST:PORT under Open MPI, or num_processes=1 where each is "
+            "a run of its own",
         )
 
 
@@ -217,7 +217,10 @@ def _listen() -> None:
     """End this process when another one has failed."""
     while not _failing.wait(LISTEN_SECONDS):
         with suppress(RuntimeError):  # there is no message
-            code, _, reason = coordination_client().key_value_try_get(FAILED).partition(" ")
+            client = coordination_client()
+            if client is None:  # JAX has left the others: this process is about to end
+                return
+            code, _, reason = client.key_value_try_get(FAILED).partition(" ")
             if not _failing.is_set():
                 text = f"process {coordination_index()} ends, since another one did. {reason}"
                 print(printable(text), file=sys.stderr)
@@ -256,20 +259,20 @@ def from_all(name: str, value: str, seconds: float = 600) -> list[str]:
     return [client.blocking_key_value_get(f"{key}/{index}", int(seconds * 1000)) for index in range(count())]
 
 
-def require_agreement(name: str, facts: Mapping[str, object], seconds: float = 60) -> None:
+def require_agreement(name: str, values: Mapping[str, object], seconds: float = 60) -> None:
     """Compare what each process was given, before anything is traced.
 
     A collective that only some processes run, or run differently, hangs or computes something else without an error.
     They must come here in the same order.
 
-    Args: facts: name -> a value, compared as text, or a `Shown`.
+    Args: values: name -> a value, compared as text, or a `Shown`.
 
     Raises: Disagreement, on every process, naming what differs and which processes have which value; ConfigError where
     a process does not answer within `seconds`.
     """
     if count() == 1:
         return
-    mine = json.dumps({fact: value if isinstance(value, Shown) else (str(value),) * 2 for fact, value in facts.items()})
+    mine = json.dumps({key: value if isinstance(value, Shown) else (str(value),) * 2 for key, value in values.items()})
     try:
         of_first = from_first(f"{name}: count", str(count()), seconds)
         if of_first != str(count()):  # the others cannot all be asked: they are not known alike
@@ -293,15 +296,15 @@ def require_agreement(name: str, facts: Mapping[str, object], seconds: float = 6
 def differences(everyone: list[dict[str, list[str]]]) -> list[str]:
     """name -> [compared, shown] of each process -> `--lr is 0.001 on process 0 and 0.003 on process 1`, ..."""
     lines = []
-    for fact in dict.fromkeys(fact for facts in everyone for fact in facts):
+    for name in dict.fromkeys(name for values in everyone for name in values):
         holders: dict[str, list[int]] = {}
         shown: dict[str, str] = {}
-        for index, facts in enumerate(everyone):
-            compared, text = facts.get(fact, ["not known", "not known"])
+        for index, values in enumerate(everyone):
+            compared, text = values.get(name, ["not known", "not known"])
             shown.setdefault(compared, text)
             holders.setdefault(compared, []).append(index)
         if len(holders) > 1:
-            lines.append(f"{fact} is " + " and ".join(f"{shown[key]} on {_named(who)}" for key, who in holders.items()))
+            lines.append(f"{name} is " + " and ".join(f"{shown[key]} on {_named(who)}" for key, who in holders.items()))
     return lines
 
 

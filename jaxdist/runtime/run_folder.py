@@ -19,7 +19,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 @contextmanager
-def held(folder: Path, flag: str, warn: Callable[[str], None]) -> Iterator[None]:
+def held(folder: Path, name: str, warn: Callable[[str], None]) -> Iterator[None]:
     """While no other run may use the folder, which is made where there is none.
 
     The lock (`flock` on a file in it) is the system's and ends with the process, however that ends. It holds between
@@ -32,7 +32,7 @@ def held(folder: Path, flag: str, warn: Callable[[str], None]) -> Iterator[None]
     Raises: ConfigError where another process holds it, naming that one, or where the folder cannot be written.
     """
     made = not folder.exists()
-    descriptor = _lock(folder, flag, warn)
+    descriptor = _lock(folder, name, warn)
     try:
         with suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(descriptor, 0)
@@ -46,7 +46,7 @@ def held(folder: Path, flag: str, warn: Callable[[str], None]) -> Iterator[None]
         os.close(descriptor)
 
 
-def _lock(folder: Path, flag: str, warn: Callable[[str], None]) -> int:
+def _lock(folder: Path, name: str, warn: Callable[[str], None]) -> int:
     """The descriptor of the folder's lock, taken."""
     path = folder / LOCK
     while True:
@@ -55,7 +55,9 @@ def _lock(folder: Path, flag: str, warn: Callable[[str], None]) -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise ConfigError(
-                f"{flag} {folder}", f"it cannot be written ({error.strerror})", "Name a folder that you may write"
+                f"{name}={str(folder)!r}",
+                f"it cannot be written ({error.strerror})",
+                "Name a folder that you may write",
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +65,7 @@ def _lock(folder: Path, flag: str, warn: Callable[[str], None]) -> int:
             holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise ConfigError(
-                f"{flag} {folder}",
+                f"{name}={str(folder)!r}",
                 f"{holder} is using it, and two runs in one folder would remove each other's files",
                 "Wait until that one has ended, or choose another folder",
             ) from error
@@ -77,7 +79,7 @@ def _lock(folder: Path, flag: str, warn: Callable[[str], None]) -> int:
         os.close(descriptor)  # its holder removed it meanwhile
 
 
-def require_shared(folder: Path, flag: str) -> None:
+def require_shared(folder: Path, name: str) -> None:
     """Prove that every process sees in `folder` what every other one writes there. All processes come here.
 
     Raises: Disagreement, on all of them, naming the process that does not.
@@ -106,7 +108,7 @@ def require_shared(folder: Path, flag: str) -> None:
             mine.unlink(missing_ok=True)
     if wrong:
         raise processes.Disagreement(
-            f"{flag} {folder}",
+            f"{name}={str(folder)!r}",
             f"it is not one folder that all processes share: {'; '.join(wrong)}",
             "Name a folder on a file system that all of them mount",
         )

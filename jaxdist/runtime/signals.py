@@ -1,4 +1,4 @@
-"""Signals kept, so that a job stops by itself between two steps. No JAX here: programs that only wait use it too."""
+"""Deferred signal handling: a job stops by itself between two steps. No JAX here, for programs that only wait."""
 
 import os
 import signal

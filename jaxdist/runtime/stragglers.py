@@ -19,7 +19,7 @@ FACTOR = 1.5  # times the median of all
 LEAST_SECONDS = 0.02  # what a host may lose in a step unnamed
 
 
-class Pace:
+class StragglerWatch:
     """Measures this process and, every `EVERY` steps, names the slow ones. With one process it does nothing."""
 
     def __init__(self, console: Console):
@@ -39,7 +39,7 @@ class Pace:
             return []
         mine = {"host": statistics.median(self._host), "device": max(map(_probe, jax.local_devices()))}
         self._host = []
-        found = [json.loads(text) for text in processes.from_all("pace", json.dumps(mine))]
+        found = [json.loads(text) for text in processes.from_all("stragglers", json.dumps(mine))]
         lines = slow_processes(found)
         for line in lines:
             self._console.print(f"[yellow]slow:[/] step {step}: {line}")

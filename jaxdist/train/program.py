@@ -150,9 +150,9 @@ def build_program(
         raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")
     if poison is not None and config.parallel.overlap_layers:
         raise ConfigError(
-            "overlap=True with a drill that spoils a gradient",
-            "it spoils one before it is summed over ranks, and here sums are made while backward runs",
-            "Leave overlap out for the drill",
+            "overlap=True with a fault injected into a gradient",
+            "it is injected before gradients are summed over ranks, and here sums are made while backward runs",
+            "Leave overlap out of this run",
         )
     layout = make_layout(config.model, config.parallel, config.part_layers)
     trains, evaluates = (ShardedModel.of(config, layout, attention_on(mesh, config, training=t)) for t in (True, False))
