@@ -98,7 +98,7 @@ class ParallelConfig:
 
     @property
     def overlap_layers(self) -> bool:
-        """Whether what a layer sends over dp travels while another computes. A pipeline overlaps its messages alone."""
+        """Whether a layer's communication over dp overlaps with another layer's compute: not in a pipeline."""
         return self.overlap and self.mesh.pp == 1
 
     @property
@@ -126,7 +126,9 @@ class ParallelConfig:
         every = self.remat.removeprefix("every-")
         if self.remat not in REMAT and not (every != self.remat and _is_positive(every)):
             raise ConfigError(
-                f"remat={self.remat!r}", "it is none, selective, block or every-K with K a whole number", "Use every-2"
+                f"remat={self.remat!r}",
+                "it must be none, selective, block or every-K, with K a whole number",
+                "Use every-2",
             )
         for name in ("microbatches", "chunks"):
             if getattr(self, name) is not None:
@@ -171,7 +173,7 @@ class ParallelConfig:
         if self.ring and self.mesh.pp > 1:
             raise ConfigError(
                 f"{asked} with pp={self.mesh.pp}",
-                "pipeline stages run different layers at a tick, and their permutes would be taken for one another",
+                "pipeline stages run different layers at a tick, and their permutes would be mismatched",
                 "Use a mesh with pp=1, or tp_ring='none'",
             )
 
@@ -451,7 +453,7 @@ class RunConfig:
                 "reshard_after_forward=False: a pipeline gathers the weights of blocks again in B all the same."
             )
         if parallel.overlap_layers and parallel.mesh.replica * parallel.mesh.dp == 1:
-            notes.append("overlap=True hides what data ranks send, and there is one: it hides nothing.")
+            notes.append("overlap=True has no effect: it overlaps what data ranks send, and there is one.")
         if parallel.mesh.pp > 1 and parallel.num_microbatches < parallel.mesh.pp:
             notes.append(
                 f"{parallel.num_microbatches} micro-batches cannot fill {parallel.mesh.pp} stages: some idle all the "

@@ -15,7 +15,7 @@ WIDTH = 80
 
 
 def main() -> int:
-    """Exit code 2 for a program that there is none of; a program that runs ends the process itself."""
+    """Exit code 2 for an unknown program; a program that runs ends the process itself."""
     match sys.argv[1:]:
         case [] | ["-h" | "--help", *_]:
             print(overview())

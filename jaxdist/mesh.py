@@ -18,8 +18,9 @@ class MeshAxis:
     """One axis of the mesh, and all that layouts, batches and plans need to know of it.
 
     shards: the logical dims of parameters that are split over it. splits: what it splits of the work: "batch" (rows),
-    "sequence" (positions), "layers", or nothing. A parameter that is not sharded over an axis that splits the work owes
-    a sum of its gradient over it. shards_state: ZeRO shards over it. available: whether it may have more than one rank.
+    "sequence" (positions), "layers", or nothing. A parameter that is not sharded over an axis that splits the work
+    needs a sum of its gradient over it. shards_state: ZeRO shards over it. available: whether it may have more than one
+    rank.
     """
 
     name: str

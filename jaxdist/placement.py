@@ -71,7 +71,7 @@ def pipeline_rows(schedule: Schedule, part_layers: Sequence[int]) -> tuple[int, 
 
 
 def partial_sum_axes(parallel: ParallelConfig) -> tuple[str, ...]:
-    """Axes that split the work: a parameter not sharded on one of them owes a sum over it."""
+    """Axes that split the work: the gradient of a parameter not sharded over one of them is summed over it."""
     axes = WORK_AXES + (("tp",) if parallel.sp else ())
     return tuple(axis for axis in axes if getattr(parallel.mesh, axis) > 1)
 

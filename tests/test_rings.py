@@ -109,7 +109,7 @@ def test_a_sequence_that_does_not_divide_says_what_would():
     [
         (MeshShape(tp=2), {}, "Add sp=True"),
         (MeshShape(dp=2), {"sp": True}, "a ring needs neighbours"),
-        (MeshShape(pp=2, tp=2), {"sp": True}, "taken for one another"),
+        (MeshShape(pp=2, tp=2), {"sp": True}, "would be mismatched"),
     ],
 )
 def test_a_ring_that_cannot_run_is_refused(mesh, more, message):

@@ -100,7 +100,7 @@ class Checkpoints:
     def save(self, step: int, arrays: dict[str, jax.Array], about: dict) -> None:
         """Start to save; returns once the arrays are copied to the host, so that they may be donated.
 
-        A save still under way is waited for first. Raises: SaveFailed, for that one or this one.
+        Waits for an unfinished save first. Raises: SaveFailed, for that one or this one.
         """
         self.finish()
         if step in self.steps():  # the same answer on every process, since nothing is being committed
@@ -118,7 +118,7 @@ class Checkpoints:
         self._finishing = step, self._pool.submit(self._finish, step, about, shapes)
 
     def wait(self) -> None:
-        """Until the save under way is committed. Raises: SaveFailed, where it could not be."""
+        """Wait until the unfinished save is committed. Raises: SaveFailed, where it could not be."""
         if self._finishing is None:
             return
         (step, finishing), self._finishing = self._finishing, None

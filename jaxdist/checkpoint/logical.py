@@ -123,7 +123,7 @@ def _assembled(program: Program, assemble: Callable, out_specs, arrays: dict, do
 
 
 def _placed(x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """The array on this mesh: itself where it stands as `sharding` says."""
+    """The array on this mesh: itself where it is sharded so already."""
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
     if isinstance(x, jax.Array):

@@ -1,7 +1,7 @@
 """What a model is to everything else: parameters with logical dims, and three functions of their local shards.
 
 A model is a frozen dataclass of its sizes that subclasses `Model`. Layouts, ZeRO, pipelines, checkpoints, proofs and
-plans read nothing but what stands here, so a model is one file.
+plans read nothing but what is declared here, so a model is one file.
 """
 
 import dataclasses

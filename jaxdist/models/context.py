@@ -29,7 +29,7 @@ class Context:
     sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
     attention: "xla" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks: parts
     in which the logits are made. key: of the step's dropout, None for none. rows_B: the batch rows' global indices.
-    weight: by which the summed loss is multiplied before its gradient is taken; None where there is none.
+    weight: the factor of the summed loss whose gradient is taken; None outside of training.
     """
 
     sp: bool = False
@@ -46,15 +46,15 @@ class Context:
         return self if self.key is None else replace(self, key=random.fold_in(self.key, site))
 
     def recomputed(self, function):
-        """`function`, of which backward keeps the result alone where the run asks for selective recomputation (arXiv
-        2205.05198, section 5): it runs again there."""
+        """`function`; under selective recomputation only its result is saved, and it runs again in backward (arXiv
+        2205.05198, section 5)."""
         if not self.selective:
             return function
         again = jax.checkpoint(function, prevent_cse=False)
         return lambda *args: mark_saveable(again(*args))
 
     def checkpointed(self, function):
-        """`function`, of which backward keeps products and sums, and repeats elementwise steps.
+        """`function`; products and sums are saved for backward, elementwise steps are repeated.
 
         Layers, and the loss in one piece, are under this policy already. With `loss_chunks` it is for a model to say
         where its loss's last norm ends.

@@ -24,11 +24,11 @@ def parameter(
 
 
 class FlaxModel(Model):
-    """Give `outer_module` and `layer_module`; in `embed`, `layer` and `loss` call `merge` to have them again."""
+    """Implement `outer_module` and `layer_module`; `merge` makes them again in `embed`, `layer` and `loss`."""
 
     @abstractmethod
     def outer_module(self, rngs: nnx.Rngs) -> nnx.Module:
-        """What stands outside the layers."""
+        """The module of the parameters outside the layers."""
 
     @abstractmethod
     def layer_module(self, rngs: nnx.Rngs, kind: str) -> nnx.Module:

@@ -2,7 +2,7 @@
 
 `collectives`: typed wrappers that drop size-1 axes and refuse a second reduction. `algorithms`: ring, tree and
 halving-doubling written by hand from `ppermute`. `tensor`: the two places a block meets tensor parallelism, and the
-vocabulary-parallel embedding and loss. `rings`: matmuls whose gather or scatter over tp travels meanwhile.
+vocabulary-parallel embedding and loss. `rings`: matmuls overlapped with their gather or scatter over tp.
 `zero`, `grouping`, `reduce`: the gradient rule over a `jaxdist.layout.Layout`.
 `pipeline`: schedules as tables (no JAX), and the executor that runs any of them.
 

@@ -11,7 +11,7 @@ an out_spec that mentions the axis, or use the native collective. Backward is JA
 the one with source and destination swapped: it takes as many steps as forward and moves the same bytes.
 
 In "Sends", n is the axis size and S the bytes of the full buffer: the input of a reduce-scatter, the output of an
-all-gather, either side of an all-reduce. Where n does not divide the size, the padding travels too.
+all-gather, either side of an all-reduce. Where n does not divide the size, the padding is sent too.
 """
 
 import jax
@@ -22,10 +22,10 @@ from jaxdist.parallel.collectives import permute, rank, size, varying
 
 
 def ring_reduce_scatter(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
-    """Sum over `axis` and keep this rank's shard of `dim`: partial sums travel once round a ring.
+    """Sum over `axis` and keep this rank's shard of `dim`: partial sums pass once around a ring.
 
     Layout: x[..., D, ...] {U_axis} -> x[..., D_axis, ...].
-    Backward: the ring all-gather, travelling the other way.
+    Backward: the ring all-gather, in the other direction.
     Sends: (n-1)/n * S, in n-1 steps of S/n.
     Raises: ValueError where `dim` does not divide by the axis.
     Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
@@ -54,7 +54,7 @@ def ring_all_gather(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
     """Concatenate every rank's shard of `dim`: each rank passes on what it received last.
 
     Layout: x[..., D_axis, ...] -> x[..., D, ...], typed varying.
-    Backward: the ring reduce-scatter, travelling the other way.
+    Backward: the ring reduce-scatter, in the other direction.
     Sends: (n-1)/n * S, in n-1 steps of S/n, the bytes of one shard.
     Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of Collective Communication Operations in MPICH".
     """
@@ -72,7 +72,7 @@ def ring_all_reduce(x: jax.Array, axis: str) -> jax.Array:
     """Sum over `axis`: a ring reduce-scatter, then a ring all-gather. Summing on the devices, none sends fewer bytes.
 
     Layout: x[...] {U_axis} -> x[...], typed varying. Any shape: flattened, and padded to a multiple of n.
-    Backward: the same sum of the cotangents, travelling the other way.
+    Backward: the same sum of the cotangents, in the other direction.
     Sends: 2 (n-1)/n * S, in 2 (n-1) steps of S/n.
     Source: Patarasuk & Yuan 2009, which proves the bound.
     """

@@ -38,7 +38,7 @@ def rank(axis: str) -> jax.Array | int:
 
 
 def varying(tree: Tree, axes: Axes) -> Tree:
-    """Cast every leaf to varying over `axes`. Free; the transpose is the psum that a replicated operand is owed.
+    """Cast every leaf to varying over `axes`. Free; the transpose is the psum that a replicated operand needs.
 
     Layout: x -> x, typed varying over `axes`.
     Backward: psum over the axes that were added.
@@ -62,7 +62,7 @@ def _require_owed(name: str, x, axes: tuple[str, ...]) -> None:
     if equal:
         raise ValueError(
             f"{name} over {axes}: the operand is already equal along {equal}, so summing it there would multiply it "
-            "by the axis size. Drop the axis, or cast with `varying` where every rank really owes a share."
+            "by the axis size. Drop the axis, or cast with `varying` where every rank really holds a partial sum."
         )
 
 

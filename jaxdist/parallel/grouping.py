@@ -18,7 +18,7 @@ def group(
     """Indices of `leaves` in groups, last leaf first: backward finishes the last layers' gradients first.
 
     Only leaves with an equal `key` (the axes they are reduced and sharded over) share a group. A bucket closes before
-    it would pass `bucket_mb` MiB, `sizes` being the bytes of each leaf's full buffer; a larger leaf travels alone.
+    it would pass `bucket_mb` MiB, `sizes` being the bytes of each leaf's full buffer; a larger leaf is sent alone.
     """
     limit = {"per-parameter": 0, "flat": math.inf, "bucketed": parallel.bucket_mb * 2**20}[parallel.grad_sync]
     groups: list[list[int]] = []

@@ -1,6 +1,6 @@
 """Backward and communication at once: while one layer computes, the next weights come and the last gradients go.
 
-What a layer communicates stands one loop iteration away from the layer that it belongs to, so that inside each
+A layer's communication is one loop iteration away from its compute, so that inside each
 iteration there is something to send and something independent to compute:
 
     forward of layer l     gathers the weights of layer l + 1

@@ -1,6 +1,6 @@
 """Collective matmuls: an all-gather and the matmul after it, or a matmul and its reduce-scatter, as one ring.
 
-While one chunk of the sequence travels to a neighbour, the matmul of another runs: nothing waits for a whole
+While one chunk of the sequence is sent to a neighbour, the matmul of another runs: nothing waits for a whole
 collective. The two functions are each other's transposes, so forward and backward are the same two rings.
 
 Dims: B batch, T sequence (split over the axis outside), D width outside, F width inside (split over the axis).
@@ -27,7 +27,7 @@ Ring = Literal["one-way", "two-way"]
 
 
 def gather_matmul(x_BTD: jax.Array, w_DF: jax.Array, ring: Ring = "one-way", axis: str = "tp") -> jax.Array:
-    """all_gather(x) @ w: every chunk is multiplied as it arrives, while it travels on.
+    """all_gather(x) @ w: every chunk is multiplied as it arrives, while it is passed on.
 
     Layout: x[B, T_tp, D], w[D, F_tp] -> y[B, T, F_tp].
     Backward: dx = matmul_scatter(dy, w.T), a ring of its own; dw is one matmul with the gathered x, which forward keeps
@@ -38,10 +38,10 @@ def gather_matmul(x_BTD: jax.Array, w_DF: jax.Array, ring: Ring = "one-way", axi
 
 
 def matmul_scatter(y_BTF: jax.Array, w_FD: jax.Array, ring: Ring = "one-way", axis: str = "tp") -> jax.Array:
-    """reduce_scatter(y @ w): a chunk's sum travels to its owner; every rank it passes adds its share, made meanwhile.
+    """reduce_scatter(y @ w): a chunk's sum is passed on to its owner; every rank on the way adds its share.
 
-    The travelling sum is of the activations' dtype and is rounded at every rank, in ring order, as a reduce-scatter's
-    is in an order of its own: the two agree to rounding, not to the bit.
+    The sum that is passed on is of the activations' dtype and is rounded at every rank, in ring order, as a
+    reduce-scatter's is in an order of its own: the two agree to rounding, not to the bit.
 
     Layout: y[B, T, F_tp], w[F_tp, D] -> {U_tp} -> x[B, T_tp, D].
     Backward: dy = gather_matmul(dx, w.T); dw is one matmul of y with the dx that this ring gathers.
@@ -126,7 +126,7 @@ def _scatter_ring(y_BTF, w_FD, ring, axis) -> jax.Array:
     chunk = y_BTF.shape[1] // n
 
     def share(distance, w_FD):
-        """What this rank owes to the sum of the chunk whose owner is so far away."""
+        """What this rank adds to the sum of the chunk whose owner is so far away."""
         return _matmul(lax.dynamic_slice_in_dim(y_BTF, (me + distance) % n * chunk, chunk, 1), w_FD)
 
     # In each direction this rank begins the sum whose owner is farthest, and is the last to add to its neighbour's.
@@ -141,7 +141,7 @@ def _scatter_ring(y_BTF, w_FD, ring, axis) -> jax.Array:
 
 
 def _arms(axis: str, ring: Ring) -> dict[int, int]:
-    """The directions in which chunks travel (the shift of a permute), and how many hops each: n-1 together."""
+    """The directions in which chunks are sent (the shift of a permute), and how many hops each: n-1 together."""
     n = comm.size(axis)
     return {"one-way": {1: n - 1}, "two-way": {1: n // 2, -1: (n - 1) // 2}}[ring]
 

@@ -43,7 +43,7 @@ class Candidates:
     keep: ZeRO-3 without dropping weights after forward. schedule: index in `builders.NAMES`, or OWN; where pp is 1
     it is that of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
     micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed.
-    overlap: what a layer sends for its gradients, and for ZeRO-3's weights, travels while another computes; in a
+    overlap: a layer's gradients, and ZeRO-3's weights, are sent while another layer computes; in a
     pipeline, messages between stages do.
     """
 

@@ -81,15 +81,15 @@ class Layout:
     most_layers: of the stage that has most (default ceil(L/p)); last_layers: of the stage that also has the head
         (default L/p); first_layers is for memory alone (default most_layers).
     remat: words of `jaxdist.config.ParallelConfig`. gradient_bytes: of one accumulated and reduced element.
-    overlap_dp: gradients (and ZeRO-3 weights) travel during backward. overlap_tp: gathers before column-parallel
-        matmuls travel during them, half of all tp traffic. overlap_pp: messages between stages travel while stages
+    overlap_dp: gradients (and ZeRO-3 weights) are sent during backward. overlap_tp: gathers before column-parallel
+        matmuls overlap with them, half of all tp traffic. overlap_pp: messages between stages are sent while stages
         compute.
     flash: attention that never writes its scores. scatter_gather: without sp, tp ranks send different parts of a
         message between stages.
     sends: messages of a micro-batch that a stage waits for, both ways together (default 2v).
     spread_table: every stage holds a part of the token table; its two ends get it, and give its gradient, once a step.
-    hidden_part: with overlap_dp, of what travels during backward, the part that has another layer beside it.
-    overlap_across: with overlap_dp, the sum over replica (and cp) travels during backward as well.
+    hidden_part: with overlap_dp, of what is sent during backward, the part that has another layer beside it.
+    overlap_across: with overlap_dp, the sum over replica (and cp) overlaps with backward as well.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     """
 

@@ -350,7 +350,9 @@ def remat_columns(remat: str | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         number = {"none": "0", "selective": "0", "block": "1"}.get(word, word.removeprefix("every-"))
         if not (number.isascii() and number.isdigit()) or (word.startswith("every-") and int(number) < 1):
             raise ConfigError(
-                f"remat={str(word)!r}", "it is none, selective, block or every-K with K a whole number", "Use every-2"
+                f"remat={str(word)!r}",
+                "it must be none, selective, block or every-K, with K a whole number",
+                "Use every-2",
             )
         every.append(int(number))
     shape = np.shape(remat)
@@ -443,7 +445,7 @@ def kv_cache_bytes(shape: ModelShape, context: Number, rows: Number = 1, itemsiz
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Elements that one device sends, and how many collectives they travel in."""
+    """Elements that one device sends, and in how many collectives."""
 
     elements: Number
     collectives: Number

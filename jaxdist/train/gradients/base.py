@@ -69,7 +69,7 @@ class ShardedModel:
     # ---- parameters ----
 
     def cast(self, params: dict) -> dict:
-        """Parameters typed varying over the axes their gradients owe a sum over, so that backward leaves it to us."""
+        """Parameters typed varying over the axes of their gradients' sums, so that backward leaves these to us."""
         return jax.tree.map(lambda leaf, x: comm.varying(x, leaf.reduce_axes), self.layout.leaves, params)
 
     def hold_layers(self, params: dict) -> ShardedParams:
@@ -231,7 +231,7 @@ def all_finite(tree):
 def order_after_finite_check(grads: dict, finite: dict, layout: Layout) -> dict:
     """The gradients, to be sent once `finite` is known of each, where they are sums over micro-batches.
 
-    Otherwise a GPU's compiler checks them while messages are under way, and keeps whole sums beside their shards.
+    Otherwise a GPU's compiler checks them while messages are in flight, and keeps whole sums beside their shards.
     (Those of one micro-batch are cast on their way into a message; waiting would make a copy of all of them.)
     """
     parallel = layout.parallel

@@ -1,8 +1,8 @@
 """Gradients by `jax.grad` of a scan over layers, micro-batch after micro-batch.
 
 Parameters are cast to varying over every axis that splits the tokens once, before the loop, so no reduction is left
-inside it; the sums they owe are made after it. ZeRO-2 and 3 alone reduce inside, over dp, because they keep no whole
-gradient.
+inside it; gradients are summed over ranks after it. ZeRO-2 and 3 alone reduce inside, over dp, because they keep no
+whole gradient.
 """
 
 import jax
