@@ -24,11 +24,13 @@ LINKS = {"inside": "inside the node", "between": "between nodes", "both": "insid
 
 
 def gib(value: float) -> str:
-    return f"{value / GIB:.1f} GiB"
+    return f"{value / GIB:.1f} GiB" if value >= GIB / 10 else f"{value / 2**20:.1f} MiB"
 
 
 def seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{1000 * value:.2g} ms" if 1e-5 <= value < 0.01 else f"{1000 * value:.0f} ms"
 
 
 def billions(count: float) -> str:
