@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxdist.config import RunConfig
 from jaxdist.mesh import AXIS_OF_DIM
-from jaxdist.models.base import Param, declare, users
+from jaxdist.models.base import Param, declare, parts_using
 from jaxdist.plan.papers.formulas import ModelShape, StateRecipe, pp_traffic, state_bytes, tp_traffic
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
@@ -43,7 +43,7 @@ def stages(config: RunConfig) -> list[Stage]:
     for stage in range(mesh.pp):
         here = sum(n for n, place in zip(layers, places, strict=True) if place == stage)
         embeds, heads = places[0] == stage, places[-1] == stage
-        used = {path.split(".")[0]: parts for path, parts in users(config.model).items()}
+        used = {path.split(".")[0]: parts for path, parts in parts_using(config.model).items()}
         names = {name for name, parts in used.items() if (embeds and "embed" in parts) or (heads and "loss" in parts)}
         split, alike = sizes(declared["blocks"])
         split, alike = split * here / depth, alike * here / depth
