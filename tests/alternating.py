@@ -1,4 +1,5 @@
-"""Two kinds of layers in turn, the second with an auxiliary loss: attention and gated MLP, then two weighed MLPs."""
+"""Two kinds of layers in turn: attention and gated MLP, then two weighed MLPs. The second has an auxiliary loss, and so
+has the embedding."""
 
 from dataclasses import dataclass
 
@@ -25,6 +26,10 @@ class Alternating(Llama):
             "w_up": Param((2, d, f), (None, "embed", "ffn"), std=0.1),
             "w_down": Param((2, f, d), (None, "ffn", "embed"), std=0.05),
         }
+
+    def embed(self, ctx, outer, batch):
+        x = super().embed(ctx, outer, batch)
+        return ctx.add_loss(x, self.z_loss * jnp.sum(jnp.square(x)))
 
     def layer(self, ctx, kind, p, x, index):
         if kind == "decoder":

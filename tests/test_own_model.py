@@ -111,7 +111,8 @@ def test_one_device_equals_plain_jnp(model):
 def plain_losses(params, model, tokens, targets):
     """(mean cross-entropy, auxiliary loss) of the models' layers from their papers, token by token where that is
     plainest; shares no code with `llama` and `alternating`."""
-    x, auxiliary, count = params["tokens"][tokens], 0.0, (targets >= 0).sum()
+    x, count = params["tokens"][tokens], (targets >= 0).sum()
+    auxiliary = getattr(model, "z_loss", 0) * (x**2).sum() / count
     for layer in range(model.num_layers):
         block, place = divmod(layer, len(model.kinds))
         prefix = "blocks." if len(model.kinds) == 1 else f"blocks.{place}_{model.kinds[place]}."

@@ -62,7 +62,7 @@ class Context:
         return jax.checkpoint(function, policy=save_matmuls_policy(), prevent_cse=False)
 
     def add_loss(self, x: jax.Array, value: jax.Array) -> jax.Array:
-        """`x`; what is minimised is the summed loss plus `value`, a scalar: an auxiliary loss of a layer.
+        """`x`; what is minimised is the summed loss plus `value`, a scalar: an auxiliary loss, in any part of a model.
 
         A value that differs between ranks (its type says so) counts on each. The loss that is reported, and that of an
         evaluation, stay those of `Model.loss`. Source: the scaler of Megatron-LM's load-balancing loss.

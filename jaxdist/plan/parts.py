@@ -110,6 +110,7 @@ class _Functions:
 
     @classmethod
     def of(cls, bound: ShardedModel, params: dict, batch: Batch) -> "_Functions":
+        bound = bound.weighted(jnp.ones((), bound.sum_dtype))
         outer, layers = split_outer(bound.cast(params))
         key = random.key(0) if bound.config.model.dropout else None
         return cls(bound, outer, jax.tree.map(lambda x: x[0], layers), batch, key)
@@ -122,15 +123,11 @@ class _Functions:
     def mesh(self) -> MeshShape:
         return self.bound.layout.parallel.mesh
 
-    @property
-    def weight(self) -> jax.Array:
-        return jnp.ones((), self.bound.sum_dtype)
-
     def embed(self, outer) -> jax.Array:
         return self.bound.embed(ShardedParams(outer), self.batch, self.key)
 
     def layer(self, weights, x) -> jax.Array:
-        return self.bound.whole_block(weights, x, jnp.int32(0), self.batch, self.key, self.weight)
+        return self.bound.whole_block(weights, x, jnp.int32(0), self.batch, self.key)
 
     def saved_layer(self, weights, x) -> jax.Array:
         """The layer under the policy of what backward keeps."""
@@ -141,7 +138,7 @@ class _Functions:
 
     def split(self) -> SplitLayer:
         def layer(weights, index, batch, x):
-            return self.bound.whole_block(weights, x, index, batch, self.key, self.weight)
+            return self.bound.whole_block(weights, x, index, batch, self.key)
 
         args = self.weights, jnp.int32(0), self.batch, self.x
         return split_layer(layer, *(jax.tree.map(type_of, each) for each in args))

@@ -145,23 +145,27 @@ class ShardedModel:
 
     # ---- the model's three functions ----
 
-    def context(self, key: jax.Array | None, batch: Batch, weight: jax.Array | None = None) -> Context:
-        return replace(self.ctx, key=key, rows_B=batch.rows, weight=weight)
+    def weighted(self, weight: jax.Array) -> "ShardedModel":
+        """The same for the gradient of `weight` times the summed loss: auxiliary losses are weighted as much."""
+        return replace(self, ctx=replace(self.ctx, weight=weight))
+
+    def context(self, key: jax.Array | None, batch: Batch) -> Context:
+        return replace(self.ctx, key=key, rows_B=batch.rows)
 
     def embed(self, outer: ShardedParams, batch: Batch, key) -> jax.Array:
         ctx = self.context(key, batch).at(0)
         return self.config.model.embed(ctx, self.unshard_outer(outer, "embed"), batch)
 
-    def block(self, params: ShardedParams, x: jax.Array, index: jax.Array, batch: Batch, key, weight=None) -> jax.Array:
+    def block(self, params: ShardedParams, x: jax.Array, index: jax.Array, batch: Batch, key) -> jax.Array:
         """The layers of one block: one of each kind."""
-        return self.whole_block(self.unshard_layer(params), x, index, batch, key, weight)
+        return self.whole_block(self.unshard_layer(params), x, index, batch, key)
 
-    def whole_block(self, weights: dict, x: jax.Array, index: jax.Array, batch: Batch, key, weight=None) -> jax.Array:
+    def whole_block(self, weights: dict, x: jax.Array, index: jax.Array, batch: Batch, key) -> jax.Array:
         """`block` with weights that are whole already."""
         model = self.config.model
         for i, (kind, params) in enumerate(zip(model.kinds, split_kinds(model, weights), strict=True)):
             layer = index if len(model.kinds) == 1 else index * len(model.kinds) + i
-            x = model.layer(self.context(key, batch, weight).at(1).at(layer), kind, params, x, layer)
+            x = model.layer(self.context(key, batch).at(1).at(layer), kind, params, x, layer)
         return x
 
     def loss(self, outer: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:

@@ -32,6 +32,7 @@ def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, pois
 def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight) -> tuple[dict, jax.Array]:
     """(this rank's sums, its loss) before they are reduced over ranks."""
     config, outer_leaves = model.config, split_outer(model.layout.leaves)[0]
+    model = model.weighted(weight)
     outer, layers = hold(model, params)
 
     def one_pass(batch: Batch) -> tuple[dict, jax.Array]:
@@ -67,7 +68,7 @@ def through_stages(execute: Callable, model: ShardedModel, outer: dict, layers: 
 
     def layer(trainable, fixed, micro, x):
         stored, index = fixed
-        return model.block(ShardedParams(trainable, stored), x, index, micro, key, how.get("seed"))
+        return model.block(ShardedParams(trainable, stored), x, index, micro, key)
 
     def last(outer, x, micro):
         return model.loss(ShardedParams(outer), x, micro, key)

@@ -22,7 +22,7 @@ def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, pois
 def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight) -> tuple[dict, jax.Array]:
     """(this rank's sums, its loss) before they are reduced over ranks."""
     outer_leaves, _ = split_outer(model.layout.leaves)
-    params = model.cast(params)
+    model, params = model.weighted(weight), model.cast(params)
     layers = model.hold_layers(params)
 
     def one(micro: Batch) -> tuple[dict, jax.Array]:
@@ -30,7 +30,7 @@ def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight
 
         def weighted(outer_trainable, layers_trainable):
             held = outer._replace(trainable=outer_trainable), layers._replace(trainable=layers_trainable)
-            total = summed_loss(model, *held, micro, key, weight)
+            total = summed_loss(model, *held, micro, key)
             return total * weight, total
 
         (d_outer, d_layers), total = jax.grad(weighted, argnums=(0, 1), has_aux=True)(outer.trainable, layers.trainable)
@@ -40,22 +40,20 @@ def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight
     return sum_over_micro_batches(model, one, batch, join(like, layers.trainable), weight)
 
 
-def summed_loss(
-    model: ShardedModel, outer: ShardedParams, layers: ShardedParams, batch: Batch, key, weight=None
-) -> jax.Array:
+def summed_loss(model: ShardedModel, outer: ShardedParams, layers: ShardedParams, batch: Batch, key) -> jax.Array:
     """The model's forward on this rank's rows."""
     x = model.embed(outer, batch, key)
-    x = scan_blocks(model, layers, x, batch, key, weight)
+    x = scan_blocks(model, layers, x, batch, key)
     return model.loss(outer, x, batch, key)
 
 
-def scan_blocks(model: ShardedModel, layers: ShardedParams, x: jax.Array, batch: Batch, key, weight) -> jax.Array:
+def scan_blocks(model: ShardedModel, layers: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:
     """Through all layers: x -> x in the same layout."""
     every = model.config.parallel.remat_every
 
     def body(x, row):
         params, index = row
-        return model.block(params, x, index, batch, key, weight), None
+        return model.block(params, x, index, batch, key), None
 
     body = jax.checkpoint(body, policy=None if every == 1 else model.policy, prevent_cse=False)
     rows = (layers, jnp.arange(model.config.model.num_blocks))
