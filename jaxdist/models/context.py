@@ -24,7 +24,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """What a model's functions are told beside arrays: how the run is split, and its dropout. All static but two.
+    """What a model's functions are told beside arrays: how the run is split, and its dropout. All static but the last three.
 
     sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
     attention: "xla" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks: parts
@@ -76,15 +76,19 @@ class Context:
         return tensor.enter(x_BTD, self.sp)
 
     def column_parallel(self, x_BTD: jax.Array, w: jax.Array) -> jax.Array:
+        """x[B, T, D] or x[B, T_tp, D] -> x @ w, w's last dims split over tp: the first half of Megatron's layer."""
         return tensor.column_parallel(x_BTD, w, self.sp, self.ring)
 
     def row_parallel(self, y_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
+        """y[B, T, F_tp] -> y @ w summed over tp, in the layout between layers: its second half."""
         return tensor.row_parallel(y_BTF, w_FD, self.sp, self.ring)
 
     def embedding(self, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
+        """tokens[B, T] -> rows of a table that is split over tp, in the layout between layers."""
         return tensor.vocab_parallel_embedding(tokens_BT, table_VD, self.sp)
 
     def positions(self, num_local: int) -> jax.Array:
+        """Global positions of the local ones: i32[T], of this rank's part with sp."""
         return tensor.positions(num_local, self.sp)
 
     def loss(self, x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int) -> jax.Array:
