@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -234,6 +235,14 @@ def test_planted_bugs_still_fit_the_source(tmp_path):
     for bug in found:
         assert bug.tests and all("::" in test for test in bug.tests), bug.name
         bug.apply(tmp_path, "--check")
+        source, *hunks = re.split(r"^@@.*\n", bug.patch.read_text(), flags=re.M)
+        file = (tmp_path / re.search(r"^--- a/(.*)$", source, re.M)[1]).read_text()
+        for hunk in hunks:
+            before = [line for line in hunk.splitlines(keepends=True) if line[0] in " -"]
+            changed = [i for i, line in enumerate(before) if line[0] == "-"] or [len(before) // 2]
+            around = before[max(changed[0] - 1, 0) : changed[-1] + 2]  # as much as `git apply -C1` compares
+            counts = [file.count("".join(line[1:] for line in lines)) for lines in (before, around)]
+            assert counts[0] == 1 or counts[1] == 1, f"{bug.name} fits {max(counts)} places"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """What a model's functions are told beside arrays: how the run is split, and its dropout. All static but the last three.
+    """What a model's functions are told beside arrays: how the run is split, its dropout. The last three are traced.
 
     sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
     attention: "xla" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks: parts
