@@ -157,6 +157,11 @@ class Leaf:
         return tuple(axis for axis in AXES if axis in self.spec)
 
     @property
+    def typed_axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What leaves have in common that share a collective over dp: over which axes they differ, and are owed sums."""
+        return self.spec_axes, self.shard_reduce_axes
+
+    @property
     def storage_axes(self) -> tuple[str, ...]:
         """Mesh axes the stored leaf is sharded on."""
         return self.spec_axes + (() if self.zero_dim is None else ("dp",))

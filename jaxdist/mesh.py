@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 class MeshAxis:
     """One axis of the mesh, and all that layouts, batches and plans need to know of it.
 
-    shards: the logical dims of parameters that are split over it. splits: what it splits of the work: "batch" (rows),
-    "sequence" (positions), "layers", or nothing. A parameter that is not sharded over an axis that splits the work
-    needs a sum of its gradient over it. shards_state: ZeRO shards over it. available: whether it may have more than one
-    rank.
+    shards: the logical dims of parameters that are split over it. may_stay_whole: those of them that every rank holds
+    whole where the axis does not divide them; each rank then uses a part. splits: what it splits of the work: "batch"
+    (rows), "sequence" (positions), "layers", or nothing. A parameter that is not sharded over an axis that splits the
+    work needs a sum of its gradient over it. shards_state: ZeRO shards over it. available: whether it may have more
+    than one rank.
     """
 
     name: str
     shards: tuple[str, ...] = ()
+    may_stay_whole: tuple[str, ...] = ()
     splits: str = ""
     shards_state: bool = False
     available: bool = True
@@ -37,7 +39,7 @@ MESH_AXES = (
     MeshAxis("dp", splits="batch", shards_state=True),
     MeshAxis("ep", shards=("experts",), splits="batch", available=False),
     MeshAxis("cp", splits="sequence", available=False),
-    MeshAxis("tp", shards=("vocab", "heads", "ffn")),
+    MeshAxis("tp", shards=("vocab", "heads", "kv_heads", "ffn"), may_stay_whole=("kv_heads",)),
 )
 
 
@@ -53,6 +55,7 @@ SEQUENCE_AXES = axes_that("sequence")
 TOKEN_AXES = (*DATA_AXES, *SEQUENCE_AXES)
 WORK_AXES = tuple(axis.name for axis in MESH_AXES if axis.splits)
 AXIS_OF_DIM = {dim: axis.name for axis in MESH_AXES for dim in axis.shards}
+MAY_STAY_WHOLE = frozenset(dim for axis in MESH_AXES for dim in axis.may_stay_whole)
 MOST_DEVICES = 2**22
 
 

@@ -10,8 +10,8 @@ import jax
 from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf, drop_unit_axes, replace_entry
-from jaxdist.mesh import AXIS_OF_DIM, WORK_AXES
-from jaxdist.models.base import STACKED, Model, declare, is_param, named_params, parts_using
+from jaxdist.mesh import AXES, AXIS_OF_DIM, MAY_STAY_WHOLE, WORK_AXES, MeshShape
+from jaxdist.models.base import STACKED, Model, Param, declare, is_param, named_params, parts_using
 from jaxdist.parallel.pipeline.schedules import Schedule
 
 
@@ -32,7 +32,9 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
         name = ".".join(entry.key for entry in path)
         in_layers, uses = name in stacked, used_in.get(name, frozenset())
         shared = ends if len(uses) > 1 else ()
-        spec = tuple(drop_unit_axes((AXIS_OF_DIM.get(dim) for dim in param.dims), mesh))
+        spec = tuple(
+            drop_unit_axes((axis_of(*sized, mesh) for sized in zip(param.dims, param.shape, strict=True)), mesh)
+        )
         if shared:
             spec = replace_entry(spec, choose_spread_dim(param.shape, spec, mesh.pp), "pp")
         leaf = Leaf(
@@ -43,7 +45,7 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
             tp=mesh.tp,
             dp=mesh.dp,
             zero_dim=None,
-            reduce_axes=tuple(axis for axis in partial_sum_axes(parallel) if axis not in spec),
+            reduce_axes=tuple(axis for axis in partial_sum_axes(parallel, param) if axis not in spec),
             pp=mesh.pp,
             rows=rows if in_layers else None,
             consumer_stages=shared,
@@ -70,10 +72,18 @@ def pipeline_rows(schedule: Schedule, part_layers: Sequence[int]) -> tuple[int, 
     return tuple(rows)
 
 
-def partial_sum_axes(parallel: ParallelConfig) -> tuple[str, ...]:
-    """Axes that split the work: the gradient of a parameter not sharded over one of them is summed over it."""
-    axes = WORK_AXES + (("tp",) if parallel.sp else ())
-    return tuple(axis for axis in axes if getattr(parallel.mesh, axis) > 1)
+def axis_of(dim: str | None, size: int, mesh: MeshShape) -> str | None:
+    """The mesh axis that splits a dim, None where every rank holds it whole."""
+    axis = AXIS_OF_DIM.get(dim)
+    return None if dim in MAY_STAY_WHOLE and size % getattr(mesh, axis) else axis
+
+
+def partial_sum_axes(parallel: ParallelConfig, param: Param) -> tuple[str, ...]:
+    """Axes over which a parameter's gradient is summed unless it is sharded over them: those that split the work, and
+    those whose ranks use parts of it, or all of it for parts of their own."""
+    axes = {*WORK_AXES, *(("tp",) if parallel.sp else ())}
+    axes |= {AXIS_OF_DIM[dim] for dim in (*param.partial, *(MAY_STAY_WHOLE & set(param.dims)))}
+    return tuple(axis for axis in AXES if axis in axes and getattr(parallel.mesh, axis) > 1)
 
 
 def choose_spread_dim(shape: tuple[int, ...], spec: tuple[str | None, ...], pp: int) -> int:

@@ -199,7 +199,7 @@ def test_a_module_is_hashed_without_running_it(module):
         ("OWN:NUMBER", "it is not a jaxdist.models.base.Model"),
         ("OWN:NotFrozen", "not a frozen dataclass"),
         ("OWN:NoDefault", "width has no default"),
-        ("OWN:Unfinished", "its class lacks block, embed, layer, loss, outer"),
+        ("OWN:Unfinished", "its class lacks block, embed, layer, outer, head or loss"),
         ("OWN:NoSizes", "no whole number num_layers"),
         ("OWN:Odd", "its field rule holds builtin_function_or_method"),
     ],

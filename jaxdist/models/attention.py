@@ -22,37 +22,66 @@ def causal_blocks(seq_len: int) -> int:
     return next(n for n in (4, 2, 1) if n == 1 or (seq_len % n == 0 and seq_len // n >= MIN_QUERIES))
 
 
-def attention_core(implementation: str, ctx: Context, rate: float = 0.0) -> Callable[..., jax.Array]:
-    """core(q_BTNH, k_BTNH, v_BTNH) -> o_BTNH, causal, scaled by 1/sqrt(H); `rate` is of dropout.
+def attention_core(
+    implementation: str, ctx: Context, rate: float = 0.0, window: int | None = None
+) -> Callable[..., jax.Array]:
+    """core(q_BTNH, k_BTKH, v_BTKH) -> o_BTNH, causal, scaled by 1/sqrt(H); `rate` is of dropout.
 
-    "cudnn" never holds the scores and takes no dropout ("cudnn-traced" stands for it in a plan). "xla" writes them out,
-    in blocks of queries that leave out most of what the mask would, and is what selective recomputation runs again.
-    Softmax runs in at least fp32.
+    K divides N: consecutive queries' heads share a key's (arXiv 2305.13245). window: a query sees itself and the
+    `window` - 1 positions before it. "cudnn" never holds the scores and takes no dropout ("cudnn-traced" stands for it
+    in a plan). "xla" writes them out, in blocks of queries that leave out most of what the mask would, and is what
+    selective recomputation runs again. Softmax runs in at least fp32.
     """
 
-    def cudnn(q_BTNH, k_BTNH, v_BTNH):
-        return jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True, implementation="cudnn")
+    def cudnn(q_BTNH, k_BTKH, v_BTKH):
+        seen = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q_BTNH, k_BTKH, v_BTKH, is_causal=True, local_window_size=seen, implementation="cudnn"
+        )
 
-    def rows_of_queries(q_BTNH, k_BSNH, v_BSNH):
-        """A block of queries, the last T of the S positions they may look at."""
-        scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH * q_BTNH.shape[-1] ** -0.5, k_BSNH)
-        scores_BNTS = scores_BNTS.astype(jnp.promote_types(scores_BNTS.dtype, jnp.float32))
-        rows, length = scores_BNTS.shape[-2:]
-        causal_TS = jnp.arange(length - rows, length)[:, None] >= jnp.arange(length)
-        probs_BNTS = jax.nn.softmax(jnp.where(causal_TS, scores_BNTS, jnp.finfo(scores_BNTS.dtype).min), axis=-1)
-        probs_BNTS = ctx.at(length).dropout_heads(probs_BNTS.astype(q_BTNH.dtype), rate)
-        return jnp.einsum("BNTS,BSNH->BTNH", probs_BNTS, v_BSNH)
+    def block(q_BTNH, k_BSKH, v_BSKH, end):
+        """The queries of the T positions before `end`, with the keys of the S positions before it."""
+        rows, length = q_BTNH.shape[1], k_BSKH.shape[1]
+        query_T, key_S = jnp.arange(end - rows, end)[:, None], jnp.arange(end - length, end)
+        seen_TS = query_T >= key_S if window is None else (query_T >= key_S) & (query_T - key_S < window)
+        scores_BNTS = scores_of(q_BTNH * q_BTNH.shape[-1] ** -0.5, k_BSKH)
+        probs_BNTS = jax.nn.softmax(jnp.where(seen_TS, scores_BNTS, jnp.finfo(scores_BNTS.dtype).min), axis=-1)
+        return weighted_values(ctx.at(end).dropout_heads(probs_BNTS.astype(q_BTNH.dtype), rate), v_BSKH)
 
-    def xla(q_BTNH, k_BTNH, v_BTNH):
+    def xla(q_BTNH, k_BTKH, v_BTKH):
         length = q_BTNH.shape[1]
         rows = length // causal_blocks(length)
+
+        def first(end):
+            return 0 if window is None else max(0, end - rows - window + 1)
+
         blocks = [
-            rows_of_queries(q_BTNH[:, end - rows : end], k_BTNH[:, :end], v_BTNH[:, :end])
+            block(q_BTNH[:, end - rows : end], k_BTKH[:, first(end) : end], v_BTKH[:, first(end) : end], end)
             for end in range(rows, length + 1, rows)
         ]
         return jnp.concatenate(blocks, axis=1)
 
     return {"cudnn": cudnn, "cudnn-traced": _traced_cudnn, "xla": ctx.recomputed(xla)}[implementation]
+
+
+def scores_of(q_BTNH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
+    """Every query times every key of its group's head, in at least fp32: [B, N, T, S]."""
+    batch, rows, heads, width = q_BTNH.shape
+    if heads == k_BSKH.shape[2]:
+        scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSKH)
+    else:
+        q_BTKGH = q_BTNH.reshape(batch, rows, k_BSKH.shape[2], -1, width)
+        scores_BNTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH).reshape(batch, heads, rows, -1)
+    return scores_BNTS.astype(jnp.promote_types(scores_BNTS.dtype, jnp.float32))
+
+
+def weighted_values(probs_BNTS: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+    """The values of each group's head, added up by weight: [B, T, N, H]."""
+    batch, heads, rows, length = probs_BNTS.shape
+    if heads == v_BSKH.shape[2]:
+        return jnp.einsum("BNTS,BSNH->BTNH", probs_BNTS, v_BSKH)
+    probs_BKGTS = probs_BNTS.reshape(batch, v_BSKH.shape[2], -1, rows, length)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS, v_BSKH).reshape(batch, rows, heads, -1)
 
 
 # cuDNN's kernels as a plan sees them where there is no cuDNN: what they take, give and keep. Traced, never compiled.
@@ -83,6 +112,23 @@ def _traced_cudnn_forward(q_BTNH, k_BTNH, v_BTNH):
 
 
 _traced_cudnn.defvjp(_traced_cudnn_forward, lambda kept, do_BTNH: tuple(_backward_p.bind(*kept, do_BTNH)))
+
+
+def attention_on_device(
+    asked: str,
+    platform: str,
+    dtype: str,
+    device: jax.Device | None,
+    *,
+    seq_len: int,
+    head_dim: int,
+    dropout: bool = False,
+) -> str:
+    """`choose_attention`; under "auto", `device` is asked whether it compiles what was chosen."""
+    chosen = choose_attention(asked, platform, dtype, head_dim=head_dim, dropout=dropout)
+    if asked != "auto" or chosen != "cudnn" or device is None:
+        return chosen
+    return "xla" if warn_where_cudnn_does_not_compile(device, seq_len, head_dim, dtype) else "cudnn"
 
 
 def choose_attention(asked: str, platform: str, dtype: str, *, head_dim: int, dropout: bool) -> str:

@@ -19,11 +19,21 @@ from jax import random
 from jax.sharding import PartitionSpec
 
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import AXIS_OF_DIM, MeshShape, make_abstract_mesh
+from jaxdist.mesh import AXIS_OF_DIM, MAY_STAY_WHOLE, MeshShape, make_abstract_mesh
 from jaxdist.models.context import Batch, Context
 
 if TYPE_CHECKING:
     from jaxdist.config import ParallelConfig
+
+# Far above what anybody trains (1T parameters: 128 layers x 25,600), and low enough that products stay meaningful.
+BOUNDS = {
+    "num_layers": 2**14,
+    "width": 2**20,
+    "num_heads": 2**16,
+    "ffn_width": 2**22,
+    "seq_len": 2**24,
+    "vocab_size": 2**31 - 1 - 2**17,  # tokens are 32-bit integers, and the padded vocabulary too
+}
 
 STACKED = "blocks"  # the subtree of a parameter tree whose leaves carry a leading layer dim
 Tree = Mapping[str, Any]
@@ -34,6 +44,8 @@ class Param:
     """A parameter: its global shape, a logical name (or None) for each dim, and how its values start.
 
     dims: `jaxdist.mesh.MESH_AXES` says which names are split over which axis: "vocab", "heads" and "ffn" over tp.
+    partial: names whose axes' ranks each use all of it, so that its gradient is a sum over them: "heads" of a norm that
+    every head applies.
     mean, std: of the initial values, which are normal; a norm's scale has mean 1 and std 0.
     decay: whether weight decay applies; None: to leaves of two or more dims. real: where fewer than all rows of dim 0
     are real (a padded vocabulary), how many; the others are 0, and nothing may depend on them.
@@ -45,6 +57,7 @@ class Param:
     std: float = 0.02
     decay: bool | None = None
     real: int | None = None
+    partial: tuple[str, ...] = ()
 
     def __post_init__(self):
         if not self.dims:
@@ -75,8 +88,8 @@ def mask_rows(values: jax.Array, real: int) -> jax.Array:
 class Model(ABC):
     """A language model of `num_layers` layers; subclass it as a frozen dataclass that has these fields.
 
-    `outer` and `block` declare parameters; `embed`, `layer` and `loss` compute on their local shards, inside
-    `jax.shard_map`. All arrays a layer takes and gives have one shape and dtype. dropout: the largest rate used.
+    `outer` and `block` declare parameters; `embed`, `layer` and `head` (or `loss`) compute on their local shards,
+    inside `jax.shard_map`. All arrays a layer takes and gives have one shape and dtype. dropout: the largest rate used.
     kinds: of the layers, in the order in which they repeat. One repeat is a block: the unit of pipelines' stages, of
     recomputation and of ZeRO-3's gathers.
     """
@@ -104,9 +117,17 @@ class Model(ABC):
     def layer(self, ctx: Context, kind: str, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
         """One layer: x -> x in the same layout. index: its number, from 0. With a loss of its own: `ctx.add_loss`."""
 
-    @abstractmethod
+    def head(self, ctx: Context, outer: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x -> (the same normed, table[V_tp, D]), whose product is the logits. Its `vocab_size` first rows count."""
+        raise ConfigError(
+            f"the model {type(self).__name__}", "it has no head, from which logits are made", "Define `head` in it"
+        )
+
     def loss(self, ctx: Context, outer: Tree, x_BTD: jax.Array, batch: Batch) -> jax.Array:
-        """The summed loss of the targets that count, equal along tp."""
+        """The summed loss of the targets that count, equal along tp; unless defined otherwise, the cross-entropy of
+        `head`'s logits."""
+        x_BTD, table_VD = self.head(ctx, outer, x_BTD)
+        return ctx.loss(x_BTD, table_VD, batch.targets, self.vocab_size)
 
     @property
     def num_blocks(self) -> int:
@@ -125,7 +146,9 @@ class Model(ABC):
         for path, param in named_params(declare(self)):
             for size, dim in zip(param.shape, param.dims, strict=True):
                 axis = AXIS_OF_DIM.get(dim)
-                if dim == "layers" or axis is None or size % (ranks := getattr(parallel.mesh, axis)) == 0:
+                if dim == "layers" or dim in MAY_STAY_WHOLE or axis is None:
+                    continue
+                if size % (ranks := getattr(parallel.mesh, axis)) == 0:
                     continue
                 raise ConfigError(
                     f"{dim}={size} of parameter {path} over {axis}={ranks}",

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import random
+from jax import lax, random
 
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import tensor
@@ -56,10 +56,13 @@ class Context:
     def checkpointed(self, function):
         """`function`; products and sums are saved for backward, elementwise steps are repeated.
 
-        Layers, and the loss in one piece, are under this policy already. With `loss_chunks` it is for a model to say
-        where its loss's last norm ends.
+        Layers, and the loss in one piece, are under this policy already; see `final_norm`.
         """
         return jax.checkpoint(function, policy=save_matmuls_policy(), prevent_cse=False)
+
+    def final_norm(self, norm):
+        """`norm`, the step before the logits, as it is best kept for backward."""
+        return self.checkpointed(norm) if self.loss_chunks > 1 else norm
 
     def add_loss(self, x: jax.Array, value: jax.Array) -> jax.Array:
         """`x`; what is minimised is the summed loss plus `value`, a scalar: an auxiliary loss, in any part of a model.
@@ -72,12 +75,14 @@ class Context:
     # `jaxdist.parallel.tensor` and `dropout` as this run applies them.
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
-        """Before several matmuls that share their input; one alone: `column_parallel`."""
+        """Before what needs the whole sequence and is no matmul; before matmuls: `column_parallel`."""
         return tensor.enter(x_BTD, self.sp)
 
-    def column_parallel(self, x_BTD: jax.Array, w: jax.Array) -> jax.Array:
-        """x[B, T, D] or x[B, T_tp, D] -> x @ w, w's last dims split over tp: the first half of Megatron's layer."""
-        return tensor.column_parallel(x_BTD, w, self.sp, self.ring)
+    def column_parallel(self, x_BTD: jax.Array, *weights: jax.Array) -> Any:
+        """x[B, T, D] or x[B, T_tp, D] -> x @ w, w's last dims split over tp: the first half of Megatron's layer. Of
+        several weights the products, in a list."""
+        products = tensor.column_parallel(x_BTD, weights, self.sp, self.ring)
+        return products if len(products) > 1 else products[0]
 
     def row_parallel(self, y_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
         """y[B, T, F_tp] -> y @ w summed over tp, in the layout between layers: its second half."""
@@ -90,6 +95,14 @@ class Context:
     def positions(self, num_local: int) -> jax.Array:
         """Global positions of the local ones: i32[T], of this rank's part with sp."""
         return tensor.positions(num_local, self.sp)
+
+    def whole_positions(self, length: int) -> jax.Array:
+        """Positions where the whole sequence is: after `enter` or `column_parallel`."""
+        return jnp.arange(length)
+
+    def position_rows(self, table_TD: jax.Array, num_local: int) -> jax.Array:
+        """The rows of a table of learned positions for the local ones: [T, D]."""
+        return lax.dynamic_slice_in_dim(table_TD, self.positions(num_local)[0], num_local)
 
     def loss(self, x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int) -> jax.Array:
         """The summed cross-entropy of targets that are not negative, in nats, equal along tp."""

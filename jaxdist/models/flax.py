@@ -18,13 +18,14 @@ def parameter(
     decay: bool | None = None,
     mean: float = 0.0,
     real: int | None = None,
+    partial: tuple[str, ...] = (),
 ) -> nnx.Param:
     """Declare a parameter by its initial value (fp32, global shape); the rest as in `Param`."""
-    return nnx.Param(value, dims=dims, decay=decay, mean=mean, real=real)
+    return nnx.Param(value, dims=dims, decay=decay, mean=mean, real=real, partial=partial)
 
 
 class FlaxModel(Model):
-    """Implement `outer_module` and `layer_module`; `merge` makes them again in `embed`, `layer` and `loss`."""
+    """Implement `outer_module` and `layer_module`; `merge` makes them again in `embed`, `layer` and `head`."""
 
     @abstractmethod
     def outer_module(self, rngs: nnx.Rngs) -> nnx.Module:
@@ -73,7 +74,12 @@ def _declared(make: Callable, *args) -> dict:
             node = node.setdefault(str(name), {})
         meta = variable.get_metadata()
         node[str(path[-1])] = Param(
-            variable.shape, meta.get("dims", ()), meta.get("mean", 0.0), decay=meta.get("decay"), real=meta.get("real")
+            variable.shape,
+            meta.get("dims", ()),
+            meta.get("mean", 0.0),
+            decay=meta.get("decay"),
+            real=meta.get("real"),
+            partial=meta.get("partial", ()),
         )
     return tree
 

@@ -12,39 +12,19 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax, random
+from jax import lax
 
 from jaxdist.errors import ConfigError, divisors, require_positive
-from jaxdist.models.attention import attention_core, choose_attention, warn_where_cudnn_does_not_compile
-from jaxdist.models.base import Tree, mask_rows
+from jaxdist.models.attention import attention_core, attention_on_device
+from jaxdist.models.base import BOUNDS, Tree, mask_rows
 from jaxdist.models.context import Batch, Context
 from jaxdist.models.flax import FlaxModel, parameter
+from jaxdist.models.layers import INIT_STD, add_bias, normal
 
 if TYPE_CHECKING:
     from jaxdist.config import ParallelConfig
 
 LAYER_NORM_EPS = 1e-5
-INIT_STD = 0.02
-
-# Far above what anybody trains (1T parameters: 128 layers x 25,600), and low enough that products stay meaningful.
-BOUNDS = {
-    "num_layers": 2**14,
-    "width": 2**20,
-    "num_heads": 2**16,
-    "ffn_width": 2**22,
-    "seq_len": 2**24,
-    "vocab_size": 2**31 - 1 - 2**17,  # tokens are 32-bit integers, and the padded vocabulary too
-}
-
-
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float = INIT_STD) -> jax.Array:
-    return std * random.normal(rngs.params(), shape, jnp.float32)
-
-
-def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """x + bias, over the leading dims of x. The bias's gradient is summed in at least fp32, and rounded once."""
-    wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
-    return x + jnp.broadcast_to(wide, x.shape).astype(bias.dtype)
 
 
 @dataclass(frozen=True)
@@ -96,11 +76,9 @@ class GPT2(FlaxModel):
 
     def attention_for(self, asked: str, platform: str, dtype: str, *, training: bool, device=None) -> str:
         dropped = training and self.dropout > 0
-        chosen = choose_attention(asked, platform, dtype, head_dim=self.head_dim, dropout=dropped)
-        if asked != "auto" or chosen != "cudnn" or device is None:
-            return chosen
-        refused = warn_where_cudnn_does_not_compile(device, self.seq_len, self.head_dim, dtype)
-        return "xla" if refused else "cudnn"
+        return attention_on_device(
+            asked, platform, dtype, device, seq_len=self.seq_len, head_dim=self.head_dim, dropout=dropped
+        )
 
     # ---- parameters ----
 
@@ -115,16 +93,13 @@ class GPT2(FlaxModel):
     def embed(self, ctx: Context, outer: Tree, batch: Batch) -> jax.Array:
         x_BTD = ctx.embedding(batch.inputs, outer["tokens"])
         length = x_BTD.shape[1]
-        positions_TD = lax.dynamic_slice_in_dim(outer["positions"], ctx.positions(length)[0], length)
-        return ctx.dropout(add_bias(x_BTD, positions_TD), self.dropout)
+        return ctx.dropout(add_bias(x_BTD, ctx.position_rows(outer["positions"], length)), self.dropout)
 
     def layer(self, ctx: Context, kind: str, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
         return self.merge(self.layer_module, params, kind)(x_BTD, ctx)
 
-    def loss(self, ctx: Context, outer: Tree, x_BTD: jax.Array, batch: Batch) -> jax.Array:
-        norm = self.merge(self.outer_module, outer).ln_final
-        x_BTD = ctx.checkpointed(norm)(x_BTD) if ctx.loss_chunks > 1 else norm(x_BTD)
-        return ctx.loss(x_BTD, outer["tokens"], batch.targets, self.vocab_size)
+    def head(self, ctx: Context, outer: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return ctx.final_norm(self.merge(self.outer_module, outer).ln_final)(x_BTD), outer["tokens"]
 
 
 class Outer(nnx.Module):

@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import ClassVar
 
 from jaxdist.errors import ConfigError, reason_of, require_positive, require_within
-from jaxdist.models.base import Model
-from jaxdist.models.gpt2 import BOUNDS, GPT2, PRESETS
+from jaxdist.models.base import BOUNDS, Model
+from jaxdist.models.gpt2 import GPT2, PRESETS
 
 PLAIN = (int, float, str, bool, type(None), tuple)  # what a model's fields may hold, so that JSON can
 
@@ -132,9 +132,13 @@ def _models_in(module: ModuleType) -> dict[str, object]:
 
 def _check_class(name: str, cls: type[Model], needs_defaults: bool = True) -> None:
     asked = f"model={name!r}"
-    if cls.__abstractmethods__:
-        missing = ", ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(asked, f"its class lacks {missing}", "Define what jaxdist.models.base.Model asks for")
+    missing = sorted(cls.__abstractmethods__)
+    if cls.head is Model.head and cls.loss is Model.loss:
+        missing.append("head or loss")
+    if missing:
+        raise ConfigError(
+            asked, f"its class lacks {', '.join(missing)}", "Define what jaxdist.models.base.Model asks for"
+        )
     parameters = getattr(cls, "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
         reason = "its class is not a frozen dataclass, and a model is compared by its sizes"

@@ -4,7 +4,10 @@ Dims: B batch in a micro-batch, T sequence, D model, F any width split over tp, 
 arXiv 1909.08053, section 3; sequence parallelism: arXiv 2205.05198, section 4.2.2.
 """
 
+import itertools
+from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,16 +47,19 @@ def linear(x_BTD: jax.Array, w: jax.Array) -> jax.Array:
     return (x_BTD.reshape(-1, width) @ w.reshape(width, -1)).reshape(batch, length, *w.shape[1:])
 
 
-def column_parallel(x_BTD: jax.Array, w: jax.Array, sp: bool, ring: Ring | None) -> jax.Array:
-    """`enter`, then x @ w[D, ...]; as one ring where `ring` names one, which needs sp.
+def column_parallel(x_BTD: jax.Array, weights: Sequence[jax.Array], sp: bool, ring: Ring | None) -> list[jax.Array]:
+    """`enter`, then x @ w[D, ...] for each of the weights; as one ring where `ring` names one, which needs sp.
 
     Layout: x[B, T, D] (x[B, T_tp, D] with sp), w[D, F_tp] -> y[B, T, F_tp]; F may be several dims.
-    Sends: as `enter`; in a ring, the same bytes in n-1 permutes.
+    Sends: as `enter`, once for all weights; in a ring, the same bytes in n-1 permutes.
     """
     if ring is None:
-        return linear(enter(x_BTD, sp), w)
-    y_BTF = gather_matmul(x_BTD, w.reshape(w.shape[0], -1), ring)
-    return y_BTF.reshape(*y_BTF.shape[:2], *w.shape[1:])
+        x_BTD = enter(x_BTD, sp)
+        return [linear(x_BTD, w) for w in weights]
+    flat = [w.reshape(w.shape[0], -1) for w in weights]
+    y_BTF = gather_matmul(x_BTD, flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1), ring)
+    ends = list(itertools.accumulate(w.shape[1] for w in flat))[:-1]
+    return [y.reshape(*y.shape[:2], *w.shape[1:]) for y, w in zip(jnp.split(y_BTF, ends, axis=2), weights, strict=True)]
 
 
 def row_parallel(y_BTF: jax.Array, w_FD: jax.Array, sp: bool, ring: Ring | None) -> jax.Array:
@@ -73,6 +79,44 @@ def positions(num_local: int, sp: bool) -> jax.Array:
 def global_indices(num_local: int) -> jax.Array:
     """Global indices of this tp rank's part (heads, vocabulary rows) of a dim split over tp."""
     return jnp.arange(num_local) + comm.rank(AXIS) * num_local
+
+
+class HeadsOfQueries(NamedTuple):
+    """Which heads of keys this tp rank's query heads use (`heads_of_queries`).
+
+    count: of the key heads that the rank computes, from `first` on, where the parameters it holds have all of them;
+    None where it holds its own alone. query: for each local query, its key head among those that are computed; None
+    where equal groups of queries share them in order.
+    """
+
+    count: int | None = None
+    first: jax.Array | int = 0
+    query: jax.Array | None = None
+
+    def pick(self, w: jax.Array, dim: int) -> jax.Array:
+        """The parameters of the heads that the rank computes, of an array with all of them on `dim`."""
+        return w if self.count is None else lax.dynamic_slice_in_dim(comm.varying(w, AXIS), self.first, self.count, dim)
+
+    def of_each_query(self, k_BTKH: jax.Array) -> jax.Array:
+        """Keys (or values) of groups of one size: as they are, or repeated for each query."""
+        return k_BTKH if self.query is None else jnp.take(k_BTKH, self.query, axis=2)
+
+
+def heads_of_queries(num_local: int, num_heads: int, num_kv_heads: int) -> HeadsOfQueries:
+    """num_local: query heads on this rank, of `num_heads`; consecutive ones share one of `num_kv_heads` key heads.
+
+    Where tp divides the key heads, each rank holds its part of them. Elsewhere it holds all, and its queries use a few
+    neighbours: one where tp is a multiple of the key heads.
+    """
+    ranks, group = num_heads // num_local, num_heads // num_kv_heads
+    if num_kv_heads % ranks == 0:
+        return HeadsOfQueries()
+    count = max(((r + 1) * num_local - 1) // group - r * num_local // group for r in range(ranks)) + 1
+    start = comm.rank(AXIS) * num_local
+    first = jnp.minimum(start // group, num_kv_heads - count)
+    if count == 1:
+        return HeadsOfQueries(1, first)
+    return HeadsOfQueries(count, first, (start + jnp.arange(num_local)) // group - first)
 
 
 def vocab_parallel_embedding(tokens_BT: jax.Array, table_VD: jax.Array, sp: bool) -> jax.Array:

@@ -1,0 +1,149 @@
+"""The decoder of Llama, Mistral and Qwen: RMSNorm, rotary positions, grouped attention, SwiGLU, no learned positions.
+
+One class; what tells the families apart are its fields (`jaxdist.models.huggingface` sets them from a config.json).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+from flax import nnx
+
+from jaxdist.errors import ConfigError, divisors, require_positive
+from jaxdist.models.attention import attention_on_device
+from jaxdist.models.base import BOUNDS, Tree, mask_rows
+from jaxdist.models.context import Batch, Context
+from jaxdist.models.flax import FlaxModel, parameter
+from jaxdist.models.layers import INIT_STD, GatedMLP, GroupedAttention, RMSNorm, Rotary, normal
+
+if TYPE_CHECKING:
+    from jaxdist.config import ParallelConfig
+
+FULL, SLIDING = "full", "sliding"  # kinds of layers: what a query sees of the positions before it
+
+
+@dataclass(frozen=True)
+class Decoder(FlaxModel):
+    """Sizes in elements. Source: Llama 3 (arXiv 2407.21783), Mistral 7B (2310.06825), Qwen3 (2505.09388).
+
+    num_kv_heads: heads of keys and values; it divides `num_heads`. rope_scaling: as `Rotary.scaling`. qk_norm: whether
+    queries and keys are normed. tied: whether the token table is the head too. window: of layers of kind "sliding".
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_width: int
+    seq_len: int
+    vocab_size: int
+    rope_theta: float = 10_000.0
+    rope_scaling: tuple = ()
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    attention_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = False
+    window: int | None = None
+    kinds: tuple[str, ...] = (FULL,)
+
+    def __post_init__(self):
+        for name, most in BOUNDS.items():
+            require_positive(name, getattr(self, name), most)
+        for name in ("num_kv_heads", "head_dim"):
+            require_positive(name, getattr(self, name), BOUNDS["num_heads"])
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} with num_kv_heads={self.num_kv_heads}",
+                "each head of keys serves as many query heads",
+                f"Use num_kv_heads in {divisors(self.num_heads)}",
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim}", "the halves of a head are rotated", "Use an even number")
+        if (SLIDING in self.kinds) != (self.window is not None) or not {*self.kinds} <= {FULL, SLIDING}:
+            raise ConfigError(
+                f"kinds={self.kinds} with window={self.window}",
+                f"a layer is {FULL} or {SLIDING}, and the latter has a window",
+                "Give a window and sliding layers, or neither",
+            )
+        if self.window is not None:
+            require_positive("window", self.window)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary rounded up so that every tp divides it: tp divides the heads, so lcm(128, heads) does."""
+        multiple = math.lcm(128, self.num_heads)
+        return -(-self.vocab_size // multiple) * multiple
+
+    def describe(self) -> str:
+        return f"{self.num_layers} layers, width {self.width}, context {self.seq_len}"
+
+    def check(self, parallel: "ParallelConfig") -> None:
+        tp = parallel.mesh.tp
+        for name, sized in (("num_heads", self.num_heads), ("ffn_width", self.ffn_width)):
+            if sized % tp:
+                raise ConfigError(
+                    f"{name}={sized} cannot be split over tp={tp}",
+                    f"each tp rank holds {name}/tp",
+                    f"Use tp in {divisors(math.gcd(self.num_heads, self.ffn_width))}",
+                )
+
+    def attention_for(self, asked: str, platform: str, dtype: str, *, training: bool, device=None) -> str:
+        return attention_on_device(asked, platform, dtype, device, seq_len=self.seq_len, head_dim=self.head_dim)
+
+    # ---- parameters ----
+
+    def outer_module(self, rngs: nnx.Rngs) -> nnx.Module:
+        return Outer(self, rngs)
+
+    def layer_module(self, rngs: nnx.Rngs, kind: str) -> nnx.Module:
+        return Layer(self, kind, rngs)
+
+    # ---- the forward, on local shards ----
+
+    def embed(self, ctx: Context, outer: Tree, batch: Batch) -> jax.Array:
+        return ctx.embedding(batch.inputs, outer["tokens"])
+
+    def layer(self, ctx: Context, kind: str, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
+        return self.merge(self.layer_module, params, kind)(x_BTD, ctx)
+
+    def head(self, ctx: Context, outer: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        norm = self.merge(self.outer_module, outer).norm
+        return ctx.final_norm(norm)(x_BTD), outer["tokens" if self.tied else "head"]
+
+
+class Outer(nnx.Module):
+    """The token table, the last norm, and the head where it is not the table."""
+
+    def __init__(self, model: Decoder, rngs: nnx.Rngs):
+        for name in ("tokens",) if model.tied else ("tokens", "head"):
+            table_VD = mask_rows(normal(rngs, (model.padded_vocab_size, model.width)), model.vocab_size)
+            setattr(self, name, parameter(table_VD, ("vocab", "embed"), real=model.vocab_size))
+        self.norm = RMSNorm(model.width, model.norm_eps)
+
+
+class Layer(nnx.Module):
+    def __init__(self, model: Decoder, kind: str, rngs: nnx.Rngs):
+        out_std = INIT_STD / math.sqrt(2 * model.num_layers)
+        self.attention_norm = RMSNorm(model.width, model.norm_eps)
+        self.attention = GroupedAttention(
+            rngs,
+            width=model.width,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            rotary=Rotary(model.head_dim, model.rope_theta, model.rope_scaling),
+            out_std=out_std,
+            bias=model.attention_bias,
+            out_bias=model.out_bias,
+            qk_norm=model.norm_eps if model.qk_norm else None,
+            window=model.window if kind == SLIDING else None,
+        )
+        self.mlp_norm = RMSNorm(model.width, model.norm_eps)
+        self.mlp = GatedMLP(rngs, width=model.width, ffn_width=model.ffn_width, out_std=out_std, bias=model.mlp_bias)
+
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), ctx)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD), ctx)
