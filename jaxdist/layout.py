@@ -158,7 +158,7 @@ class Leaf:
 
     @property
     def typed_axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What leaves have in common that share a collective over dp: over which axes they differ, and are owed sums."""
+        """What leaves that share a collective over dp have in common: the axes they differ along, and are owed sums."""
         return self.spec_axes, self.shard_reduce_axes
 
     @property

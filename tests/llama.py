@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.models.attention import attention_core
+from jaxdist.models.attention import attend
 from jaxdist.models.base import Model, Param
 from jaxdist.parallel.tensor import linear
 
@@ -51,9 +51,7 @@ class Llama(Model):
     def layer(self, ctx, kind, p, x, index):
         a = ctx.enter(rms_norm(x, p["attention_norm"]))
         q, k, v = (linear(a, p[name]) for name in ("w_q", "w_k", "w_v"))
-        group = q.shape[2] // k.shape[2]
-        k, v = (jnp.repeat(y, group, axis=2) for y in (rotate(k), v))
-        o = attention_core(ctx.attention, ctx)(rotate(q), k, v)
+        o = attend(ctx, rotate(q), rotate(k), v)
         x = x + ctx.row_parallel(o.reshape(*o.shape[:2], -1), p["w_o"].reshape(-1, self.width))
         m = ctx.enter(rms_norm(x, p["mlp_norm"]))
         return x + ctx.row_parallel(jax.nn.silu(linear(m, p["w_gate"])) * linear(m, p["w_up"]), p["w_down"])

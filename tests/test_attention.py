@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from experiments.strategies import Strategy
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
-from jaxdist.models import attention, gpt2
+from jaxdist.models import attention
 from jaxdist.models.attention import attention_core, causal_blocks, cudnn_refusal
 from jaxdist.models.context import Context
 from jaxdist.parallel.dropout import dropout
@@ -122,8 +122,8 @@ def test_training_with_dropout_writes_attention_out_on_a_gpu_too(monkeypatch, ov
     """cuDNN's takes no dropout: where it would run otherwise, `auto` must ask for training, and evaluation not."""
     monkeypatch.setattr(programs, "platform_of", lambda mesh: "gpu")
     chosen = []
-    core = gpt2.attention_core
-    monkeypatch.setattr(gpt2, "attention_core", lambda name, *how: chosen.append(name) or core("xla", *how))
+    core = attention.attention_core
+    monkeypatch.setattr(attention, "attention_core", lambda name, *how: chosen.append(name) or core("xla", *how))
     config = Strategy("", "dp=2", {"overlap": overlap}, dropout=0.1, dtype="bfloat16").run_config()
     program = build_program(config, make_abstract_mesh(config.parallel.mesh))
     program.step.trace(program.abstract_state(), program.abstract_batch())

@@ -22,6 +22,25 @@ def causal_blocks(seq_len: int) -> int:
     return next(n for n in (4, 2, 1) if n == 1 or (seq_len % n == 0 and seq_len // n >= MIN_QUERIES))
 
 
+def attend(
+    ctx: Context,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    *,
+    rate: float = 0.0,
+    window: int | None = None,
+) -> jax.Array:
+    """Causal self-attention over the whole sequence: `attention_core` as the run has chosen it.
+
+    Where text is generated, keys and values are kept, and a call may be of the newest position of each text alone.
+    """
+    core = attention_core(ctx.attention, ctx, rate, window)
+    if ctx.cache is not None:
+        return ctx.cache.attend(core, q_BTNH, k_BTKH, v_BTKH, window)
+    return core(q_BTNH, k_BTKH, v_BTKH)
+
+
 def attention_core(
     implementation: str, ctx: Context, rate: float = 0.0, window: int | None = None
 ) -> Callable[..., jax.Array]:
@@ -44,7 +63,7 @@ def attention_core(
         rows, length = q_BTNH.shape[1], k_BSKH.shape[1]
         query_T, key_S = jnp.arange(end - rows, end)[:, None], jnp.arange(end - length, end)
         seen_TS = query_T >= key_S if window is None else (query_T >= key_S) & (query_T - key_S < window)
-        scores_BNTS = scores_of(q_BTNH * q_BTNH.shape[-1] ** -0.5, k_BSKH)
+        scores_BNTS = scores_of(q_BTNH, k_BSKH)
         probs_BNTS = jax.nn.softmax(jnp.where(seen_TS, scores_BNTS, jnp.finfo(scores_BNTS.dtype).min), axis=-1)
         return weighted_values(ctx.at(end).dropout_heads(probs_BNTS.astype(q_BTNH.dtype), rate), v_BSKH)
 
@@ -65,8 +84,9 @@ def attention_core(
 
 
 def scores_of(q_BTNH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
-    """Every query times every key of its group's head, in at least fp32: [B, N, T, S]."""
+    """Every query times every key of its group's head, by 1/sqrt(H), in at least fp32: [B, N, T, S]."""
     batch, rows, heads, width = q_BTNH.shape
+    q_BTNH = q_BTNH * width**-0.5
     if heads == k_BSKH.shape[2]:
         scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSKH)
     else:

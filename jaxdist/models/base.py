@@ -241,6 +241,11 @@ def named_params(tree: Tree) -> list[tuple[str, Param]]:
     ]
 
 
+def abstract_values(model: Model, dtype: str) -> dict:
+    """Shape and dtype of every parameter, at its global shape."""
+    return jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), declare(model), is_leaf=is_param)
+
+
 @cache
 def num_parameters(model: Model) -> int:
     """All of them, padding of the vocabulary counted."""
@@ -250,8 +255,7 @@ def num_parameters(model: Model) -> int:
 @cache
 def parts_using(model: Model) -> dict[str, frozenset[str]]:
     """Which of "embed" and "loss" use each parameter outside the layers, by path; found by tracing both on one rank."""
-    outer = {name: part for name, part in declare(model).items() if name != STACKED}
-    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), outer, is_leaf=is_param)
+    shapes = {name: part for name, part in abstract_values(model, jnp.float32).items() if name != STACKED}
     tokens = jax.ShapeDtypeStruct((1, model.seq_len), jnp.int32)
     batch = Batch(tokens, tokens, jax.ShapeDtypeStruct((1,), jnp.int32))
     on_one_rank = partial(
@@ -260,7 +264,7 @@ def parts_using(model: Model) -> dict[str, frozenset[str]]:
     embed = on_one_rank(lambda outer, batch: model.embed(Context(rows_B=batch.rows), outer, batch))
     loss = on_one_rank(lambda outer, x, batch: model.loss(Context(rows_B=batch.rows), outer, x, batch))
     x = jax.eval_shape(embed, shapes, batch)
-    names = [name for name, _ in named_params(outer)]
+    names = [name for name, _ in named_params({name: declare(model)[name] for name in shapes})]
     used = {
         "embed": _used_inputs(embed, shapes, batch)[: len(names)],
         "loss": _used_inputs(loss, shapes, x, batch)[: len(names)],

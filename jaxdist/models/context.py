@@ -24,12 +24,13 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """What a model's functions are told beside arrays: how the run is split, its dropout. The last three are traced.
+    """What a model's functions are told beside arrays: how the run is split, its dropout.
 
     sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
     attention: "xla" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks: parts
     in which the logits are made. key: of the step's dropout, None for none. rows_B: the batch rows' global indices.
-    weight: the factor of the summed loss whose gradient is taken; None outside of training.
+    weight: the factor of the summed loss whose gradient is taken; None outside of training. cache: of keys and values,
+    where text is generated (`jaxdist.models.cache`). What is traced are the last four.
     """
 
     sp: bool = False
@@ -40,6 +41,7 @@ class Context:
     key: jax.Array | None = None
     rows_B: jax.Array | None = None
     weight: jax.Array | None = None
+    cache: Any = None
 
     def at(self, site: int | jax.Array) -> "Context":
         """The same at another place of the model, where dropout draws other masks."""
@@ -93,16 +95,19 @@ class Context:
         return tensor.vocab_parallel_embedding(tokens_BT, table_VD, self.sp)
 
     def positions(self, num_local: int) -> jax.Array:
-        """Global positions of the local ones: i32[T], of this rank's part with sp."""
-        return tensor.positions(num_local, self.sp)
+        """Global positions of the local ones: i32[T], of this rank's part with sp; i32[B, T] where texts differ."""
+        return tensor.positions(num_local, self.sp) if self.cache is None else self.cache.positions(num_local)
 
     def whole_positions(self, length: int) -> jax.Array:
-        """Positions where the whole sequence is: after `enter` or `column_parallel`."""
-        return jnp.arange(length)
+        """The same where the whole sequence is: after `enter` or `column_parallel`."""
+        return jnp.arange(length) if self.cache is None else self.cache.positions(length)
 
     def position_rows(self, table_TD: jax.Array, num_local: int) -> jax.Array:
-        """The rows of a table of learned positions for the local ones: [T, D]."""
-        return lax.dynamic_slice_in_dim(table_TD, self.positions(num_local)[0], num_local)
+        """The rows of a table of learned positions for the local ones: [T, D]; [B, T, D] where texts differ."""
+        positions = self.positions(num_local)
+        if positions.ndim > 1:
+            return jnp.take(table_TD, positions, axis=0)
+        return lax.dynamic_slice_in_dim(table_TD, positions[0], num_local)
 
     def loss(self, x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int) -> jax.Array:
         """The summed cross-entropy of targets that are not negative, in nats, equal along tp."""

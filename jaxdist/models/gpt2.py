@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.errors import ConfigError, divisors, require_positive
-from jaxdist.models.attention import attention_core, attention_on_device
+from jaxdist.models.attention import attend, attention_on_device
 from jaxdist.models.base import BOUNDS, Tree, mask_rows
 from jaxdist.models.context import Batch, Context
 from jaxdist.models.flax import FlaxModel, parameter
@@ -141,8 +141,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         qkv = add_bias(ctx.column_parallel(x_BTD, self.w_qkv[...]), self.b_qkv[...])
-        core = attention_core(ctx.attention, ctx, self.dropout)
-        o_BTNH = core(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
+        o_BTNH = attend(ctx, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], rate=self.dropout)
         batch, length, heads, head_dim = o_BTNH.shape
         w_ND = self.w_out[...].reshape(heads * head_dim, -1)
         return add_bias(ctx.row_parallel(o_BTNH.reshape(batch, length, -1), w_ND), self.b_out[...])

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax import lax, random
 
-from jaxdist.models.attention import attention_core
+from jaxdist.models.attention import attend
 from jaxdist.models.context import Context
 from jaxdist.models.flax import parameter
 from jaxdist.parallel.tensor import heads_of_queries
@@ -129,8 +129,7 @@ class GroupedAttention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         positions = ctx.whole_positions(q.shape[1])
         q, k = self.rotary(q, positions), self.rotary(k, positions)
-        core = attention_core(ctx.attention, ctx, window=self.window)
-        o_BTNH = core(q, heads.of_each_query(k), heads.of_each_query(v))
+        o_BTNH = attend(ctx, q, heads.of_each_query(k), heads.of_each_query(v), window=self.window)
         y_BTD = ctx.row_parallel(o_BTNH.reshape(*o_BTNH.shape[:2], -1), self.w_out[...].reshape(-1, x_BTD.shape[-1]))
         return y_BTD if self.b_out is None else add_bias(y_BTD, self.b_out[...])
 

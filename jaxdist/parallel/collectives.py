@@ -32,9 +32,10 @@ def size(axes: Axes) -> int:
     return functools.reduce(lambda total, axis: total * lax.axis_size(axis), live(axes), 1)
 
 
-def rank(axis: str) -> jax.Array | int:
-    """This device's coordinate on `axis`; the Python int 0 where the axis has size 1."""
-    return lax.axis_index(axis) if live(axis) else 0
+def rank(axes: Axes) -> jax.Array | int:
+    """This device's coordinate on an axis, or its number among all ranks of several, the first axis the slowest; the
+    Python int 0 where there is one rank."""
+    return lax.axis_index(live(axes)) if live(axes) else 0
 
 
 def varying(tree: Tree, axes: Axes) -> Tree:

@@ -1,0 +1,316 @@
+"""Text out of a model on any mesh: prompts in one program, then a token of every text at a time in another.
+
+Weights, and the cache of keys and values, are split over tp by heads and over pp by layers; texts over the data axes.
+Which token comes next is drawn from a random stream of the seed, the text and the position alone, so every mesh draws
+the same. The model is the one that trains: nothing of it is described again.
+
+Dims: B texts, T positions of the longest prompt, V vocabulary, D model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax, random
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxdist.config import ParallelConfig, PrecisionConfig
+from jaxdist.errors import ConfigError, divisors, require_positive, require_within
+from jaxdist.layout import drop_unit_axes, shardings, split_outer
+from jaxdist.mesh import DATA_AXES, MeshShape, make_abstract_mesh
+from jaxdist.models.base import Model, abstract_values, declare, is_param, split_kinds
+from jaxdist.models.cache import KeyValues, NextTokens, Prompts
+from jaxdist.models.context import Batch, Context
+from jaxdist.parallel import collectives as comm
+from jaxdist.placement import axis_of
+from jaxdist.plan.parts import OneRank, traffic_of
+from jaxdist.plan.proof.trace import ring_bytes
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: the likeliest where `temperature` is 0, else drawn.
+
+    temperature: divides the logits. top_k: only the likeliest so many. top_p: only the likeliest that together have
+    this probability (arXiv 1904.09751). Both after the temperature.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        require_within("temperature", self.temperature, 0, 1e4, "Use 1")
+        if self.top_k is not None:
+            require_positive("top_k", self.top_k)
+        if self.top_p is not None:
+            require_within("top_p", self.top_p, 1e-6, 1, "Use 0.9")
+        for name in ("top_k", "top_p"):
+            if self.temperature == 0 and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} with temperature=0",
+                    "the likeliest token is taken, and nothing is drawn",
+                    "Use temperature=1",
+                )
+
+    def choose(self, logits_BV: jax.Array, rows_B: jax.Array, positions_B: jax.Array) -> jax.Array:
+        """The token at these positions of these texts (by their number among all): i32[B]."""
+        if self.temperature == 0:
+            return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        logits_BV = logits_BV / self.temperature
+        lowest = jnp.finfo(logits_BV.dtype).min
+        if self.top_k is not None and self.top_k < logits_BV.shape[-1]:
+            least_B1 = lax.top_k(logits_BV, self.top_k)[0][:, -1:]
+            logits_BV = jnp.where(logits_BV < least_B1, lowest, logits_BV)
+        if self.top_p is not None and self.top_p < 1:
+            sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+            probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
+            before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+            least_B1 = jnp.where(before_BV < self.top_p, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
+            logits_BV = jnp.where(logits_BV < least_B1, lowest, logits_BV)
+
+        def draw(row, position, logits_V):
+            key = random.fold_in(random.fold_in(random.key(self.seed), row), position)
+            return random.categorical(key, logits_V)
+
+        return jax.vmap(draw)(rows_B, positions_B, logits_BV).astype(jnp.int32)
+
+
+class Next(NamedTuple):
+    """What a call gives: the next token of each text, i32[B]; its logits, [B, V] in at least fp32; the caches."""
+
+    tokens: jax.Array
+    logits: jax.Array
+    caches: list[list[KeyValues]]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Programs of one batch of texts, compiled on first use.
+
+    prefill(params, tokens[B, T], lengths[B]) -> Next, of prompts padded on the right to T.
+    decode(params, caches, tokens[B], positions[B]) -> Next: the newest tokens at their positions; donates the caches.
+    specs: of the parameters at their logical shape, as a nested dict.
+    """
+
+    model: Model
+    mesh: Mesh | AbstractMesh
+    shape: MeshShape
+    specs: dict
+    dtype: str
+    num_texts: int
+    prefill: Callable[..., Next]
+    decode: Callable[..., Next]
+
+    def abstract_params(self, dtype: str | None = None) -> dict:
+        """Shapes, dtype and shardings of the parameters."""
+
+        def shape(param, sharding):
+            return jax.ShapeDtypeStruct(param.shape, dtype or self.dtype, sharding=sharding)
+
+        return jax.tree.map(shape, declare(self.model), shardings(self.mesh, self.specs), is_leaf=is_param)
+
+    def abstract_tokens(self, length: int | None = None) -> jax.ShapeDtypeStruct:
+        """i32[B, length], or i32[B]."""
+        sizes = (self.num_texts,) if length is None else (self.num_texts, length)
+        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=NamedSharding(self.mesh, _rows_spec(self.shape)))
+
+    def put(self, tokens: np.ndarray) -> jax.Array:
+        """Host integers [B] or [B, T] -> each rank's texts."""
+        like = self.abstract_tokens(*tokens.shape[1:])
+        return jax.make_array_from_callback(tokens.shape, like.sharding, lambda at: tokens[at].astype(np.int32))
+
+
+def parameter_specs(model: Model, shape: MeshShape) -> dict:
+    """How parameters are split where text is generated: layers over pp, heads and widths over tp."""
+
+    def spec(param) -> PartitionSpec:
+        return drop_unit_axes([axis_of(dim, n, shape) for dim, n in zip(param.dims, param.shape, strict=True)], shape)
+
+    return jax.tree.map(spec, declare(model), is_leaf=is_param)
+
+
+def build_generator(
+    model: Model,
+    mesh: Mesh | AbstractMesh,
+    shape: MeshShape,
+    *,
+    dtype: str,
+    num_texts: int,
+    capacity: int,
+    sampling: Sampling = Sampling(),
+    attention: str = "xla",
+) -> Generator:
+    """Programs for `num_texts` texts of at most `capacity` tokens, prompts included.
+
+    Raises: ConfigError where the mesh does not divide the model's heads or layers, or the texts.
+    """
+    model.check(ParallelConfig(shape))
+    if model.num_blocks % shape.pp:
+        raise ConfigError(
+            f"{model.size_text} over pp={shape.pp}",
+            "each stage holds as many layers",
+            f"Use pp in {divisors(model.num_blocks)}",
+        )
+    if num_texts % shape.batch_ranks:
+        raise ConfigError(
+            f"{num_texts} texts over {shape.batch_ranks} data ranks",
+            "each has as many",
+            f"Use {-(-num_texts // shape.batch_ranks) * shape.batch_ranks} texts, or a smaller dp",
+        )
+    if not 1 <= capacity <= model.seq_len:
+        raise ConfigError(
+            f"{capacity} tokens with seq_len={model.seq_len}", "the model has no more positions", "Shorten the text"
+        )
+    specs, rows = parameter_specs(model, shape), _rows_spec(shape)
+    bound = _OnStages(model, shape, sampling, Context(attention=attention))
+    on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
+    caches = _cache_specs(bound, on_mesh, specs, dtype, num_texts, capacity)
+    outputs = Next(rows, rows, caches)
+    prefill = on_mesh(partial(bound.prefill, capacity), in_specs=(specs, rows, rows), out_specs=outputs)
+    decode = on_mesh(bound.decode, in_specs=(specs, caches, rows, rows), out_specs=outputs)
+    return Generator(model, mesh, shape, specs, dtype, num_texts, jax.jit(prefill), jax.jit(decode, donate_argnums=1))
+
+
+def _rows_spec(shape: MeshShape) -> PartitionSpec:
+    return drop_unit_axes((DATA_AXES,), shape)
+
+
+def _cache_specs(bound: "_OnStages", on_mesh: Callable, specs: dict, dtype: str, num_texts: int, capacity: int):
+    """How the caches are split, in their structure: [L, B, C, K, H] over pp, the data axes, and tp by heads.
+
+    Heads that several ranks hold are counted on each of them. Raises: ConfigError for a model without attention.
+    """
+    params = abstract_values(bound.model, dtype)
+    number = jax.ShapeDtypeStruct((num_texts,), jnp.int32)
+    found: list = []
+
+    def look(params, tokens, lengths):
+        found.append(bound.prefill(capacity, params, tokens, lengths).caches)
+        return jnp.zeros(())
+
+    rows = _rows_spec(bound.shape)
+    tokens = jax.ShapeDtypeStruct((num_texts, 1), jnp.int32)
+    traced = on_mesh(look, in_specs=(specs, rows, rows), out_specs=PartitionSpec())
+    jax.eval_shape(traced, params, tokens, number)
+    if not jax.tree.leaves(found[-1]):
+        raise ConfigError(
+            f"the model {type(bound.model).__name__}",
+            "its layers do not call `jaxdist.models.attention.attend`, and text is generated from what that keeps",
+            "Use a model with attention",
+        )
+    spec = drop_unit_axes(("pp", DATA_AXES, None, "tp", None), bound.shape)
+    return jax.tree.map(lambda _: spec, found[-1])
+
+
+@dataclass(frozen=True)
+class _OnStages:
+    """A model's forward on local shards, stage after stage."""
+
+    model: Model
+    shape: MeshShape
+    sampling: Sampling
+    ctx: Context
+
+    def prefill(self, capacity: int, params: dict, tokens_BT: jax.Array, lengths_B: jax.Array) -> Next:
+        def layers(params, x_BTD, _):
+            def body(x, layer):
+                caches = []
+                for kind, weights in zip(self.model.kinds, split_kinds(self.model, layer[0]), strict=True):
+                    ctx = replace(self.ctx, cache=Prompts(lengths_B, capacity))
+                    x = self.model.layer(ctx, kind, weights, x, layer[1])
+                    caches.append(ctx.cache.kept)
+                return x, caches
+
+            return lax.scan(body, x_BTD, (params, self.layer_numbers(params)))
+
+        ctx = replace(self.ctx, cache=Prompts(lengths_B, capacity))
+        x_BTD, caches = self.through(layers, ctx, params, tokens_BT, None)
+        last_B1D = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
+        return self.next(ctx, params, last_B1D, lengths_B, caches)
+
+    def decode(self, params: dict, caches: list, tokens_B: jax.Array, positions_B: jax.Array) -> Next:
+        def layers(params, x_B1D, caches):
+            def body(carry, layer):
+                x, caches = carry
+                weights, place, number = layer
+                caches = list(caches)
+                for i, (kind, part) in enumerate(zip(self.model.kinds, split_kinds(self.model, weights), strict=True)):
+                    ctx = replace(self.ctx, cache=NextTokens(caches[i], place, positions_B))
+                    x = self.model.layer(ctx, kind, part, x, number)
+                    caches[i] = ctx.cache.kept
+                return (x, caches), None
+
+            numbers = self.layer_numbers(params)
+            return lax.scan(body, (x_B1D, caches), (params, jnp.arange(len(numbers)), numbers))[0]
+
+        ctx = replace(self.ctx, cache=NextTokens([], jnp.int32(0), positions_B))
+        x_B1D, caches = self.through(layers, ctx, params, tokens_B[:, None], caches)
+        return self.next(ctx, params, x_B1D, positions_B + 1, caches)
+
+    def layer_numbers(self, stacked: dict) -> jax.Array:
+        """The number of each layer (of each block's first) on this stage."""
+        count = len(jax.tree.leaves(stacked)[0])
+        return (comm.rank("pp") * count + jnp.arange(count)) * len(self.model.kinds)
+
+    def through(self, layers: Callable, ctx: Context, params: dict, tokens_BT: jax.Array, caches):
+        """(x after the last layer, on the last stage; the caches). layers(params, x, caches) runs a stage's own."""
+        outer, stacked = split_outer(params)
+        x = self.model.embed(ctx, outer, Batch(tokens_BT, None, None))
+        if self.shape.pp == 1:
+            return layers(stacked, x, caches)
+        x, stage = comm.varying(x, "pp"), comm.rank("pp")
+        if caches is None:
+            like = jax.eval_shape(layers, stacked, x, None)[1]
+            caches = jax.tree.map(lambda a: comm.varying_like(jnp.zeros(a.shape, a.dtype), a), like)
+        for turn in range(self.shape.pp):
+            mine = partial(lax.cond, stage == turn, lambda x, caches: layers(stacked, x, caches))
+            x, caches = mine(lambda x, caches: (x, caches), x, caches)
+            if turn + 1 < self.shape.pp:
+                x = comm.permute(x, "pp", senders=[turn])
+        return x, caches
+
+    def next(self, ctx: Context, params: dict, x_B1D: jax.Array, positions_B: jax.Array, caches) -> Next:
+        x_B1D = comm.broadcast(x_B1D, "pp", self.shape.pp - 1)
+        x_B1D, table_VD = self.model.head(ctx, split_outer(params)[0], x_B1D)
+        logits_BV = (comm.varying(x_B1D[:, 0], "tp") @ comm.varying(table_VD, "tp").T).astype(
+            jnp.promote_types(x_B1D.dtype, jnp.float32)
+        )
+        logits_BV = comm.all_gather(logits_BV, "tp", 1, replicated=True)[:, : self.model.vocab_size]
+        rows_B = comm.rank(DATA_AXES) * len(positions_B) + jnp.arange(len(positions_B))
+        return Next(self.sampling.choose(logits_BV, rows_B, positions_B), logits_BV, caches)
+
+
+def bytes_per_token(model: Model, shape: MeshShape, dtype: str, num_texts: int) -> int:
+    """Bytes that one device sends for the next token of each of `num_texts` texts, by formula, on the stage that sends
+    most: what embedding and layers send of one position, x from stage to stage and back to all, the logits over tp.
+    """
+    one_position, texts = replace(model, seq_len=1), num_texts // shape.batch_ranks
+    parts = traffic_of(OneRank(one_position, shape.tp, texts, PrecisionConfig(dtype), attention="xla"))
+    sent = sum(each.sent_bytes(shape) for each in parts.embed.forward)
+    sent += sum(each.sent_bytes(shape) for each in parts.layer.forward) * (model.num_blocks // shape.pp)
+    if shape.pp > 1:
+        sent += parts.x_bytes + ring_bytes("all_reduce", ("pp",), parts.x_bytes, shape)
+    logits = texts * _head_rows(model) * jnp.dtype(jnp.promote_types(dtype, jnp.float32)).itemsize
+    return sent + ring_bytes("all_gather", ("tp",), logits, shape)
+
+
+def _head_rows(model: Model) -> int:
+    """Rows of the table that makes logits, padding counted."""
+    mesh, found = make_abstract_mesh(MeshShape()), []
+    outer, _ = split_outer(abstract_values(model, jnp.float32))
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+    def look(outer, tokens):
+        x = model.embed(Context(), outer, Batch(tokens, None, None))
+        found.append(model.head(Context(), outer, x)[1])
+        return jnp.zeros(())
+
+    spec = PartitionSpec()
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=(spec, spec), out_specs=spec), outer, tokens)
+    return len(found[0])
