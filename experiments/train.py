@@ -325,7 +325,9 @@ def check_job(flags: TrainFlags, console: Console) -> Job:
     attention = {"--attention, as it compiles": program.model.ctx.attention}
     processes.require_agreement("attention", attention, seconds=600)
     require_room(program, devices)
+    tokens = corpus.tokens_of
     data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}
+    data |= {"tokenizer": tokens.tokenizer, "end_of_document": tokens.end_of_document}
     shown = f"{corpus.about} (SHA-256 {data['fingerprint'][:12]}...)"
     processes.require_agreement("data", {"--data": processes.Shown(data["fingerprint"], shown)}, seconds=600)
     return Job(flags, console, config, devices, options, out, corpus, batches, held_out, fault, program, data)
@@ -373,6 +375,8 @@ def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run,
     files = stack.enter_context(RunFiles(job.own_folder, config, about, own.step if own else 0, job.warn))
     if job.own_folder is not None:
         write_settings(job.own_folder, flags, config)
+        if (tokenizer := job.corpus.tokens_of.tokenizer_file) is not None:  # what the run generates is read with it
+            write_whole(job.own_folder / tokenizer.name, tokenizer.read_bytes())
     entropy = job.corpus.unigram_entropy()
     return Run(*vars(job).values(), entropy, checkpoints, other, files, signals, watchdog, budget), own
 

@@ -95,7 +95,8 @@ class Generator:
 
     prefill(params, tokens[B, T], lengths[B]) -> Next, of prompts padded on the right to T.
     decode(params, caches, tokens[B], positions[B]) -> Next: the newest tokens at their positions; donates the caches.
-    specs: of the parameters at their logical shape, as a nested dict.
+    specs: of the parameters at their logical shape, as a nested dict. caches: shapes, dtypes and shardings, of each
+    attention of each kind of layer.
     """
 
     model: Model
@@ -106,6 +107,7 @@ class Generator:
     num_texts: int
     prefill: Callable[..., Next]
     decode: Callable[..., Next]
+    caches: list[list[KeyValues]]
 
     def abstract_params(self, dtype: str | None = None) -> dict:
         """Shapes, dtype and shardings of the parameters."""
@@ -174,7 +176,14 @@ def build_generator(
     outputs = Next(rows, rows, caches)
     prefill = on_mesh(partial(bound.prefill, capacity), in_specs=(specs, rows, rows), out_specs=outputs)
     decode = on_mesh(bound.decode, in_specs=(specs, caches, rows, rows), out_specs=outputs)
-    return Generator(model, mesh, shape, specs, dtype, num_texts, jax.jit(prefill), jax.jit(decode, donate_argnums=1))
+    found = Generator(
+        model, mesh, shape, specs, dtype, num_texts, jax.jit(prefill), jax.jit(decode, donate_argnums=1), []
+    )
+    like = jax.eval_shape(prefill, found.abstract_params(), found.abstract_tokens(1), found.abstract_tokens()).caches
+    placed = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings(mesh, caches)
+    )
+    return replace(found, caches=placed)
 
 
 def _rows_spec(shape: MeshShape) -> PartitionSpec:

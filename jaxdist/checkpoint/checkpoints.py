@@ -32,6 +32,7 @@ from jaxdist.runtime import processes
 from jaxdist.versions import versions
 
 FORMAT = 1
+FOLDER = "checkpoints"  # of a run's folder
 MANIFEST, ARRAYS, PARTIAL = "manifest.json", "arrays", ".partial"
 MAX_MANIFEST_BYTES = 64 * 2**20
 _STEP = re.compile(r"step_(\d{8,})")
@@ -253,6 +254,23 @@ class Checkpoints:
             require_whole_arrays(folder / ARRAYS, {name: manifest.arrays[name] for name in wanted})
             named = next((name for name in sorted(wanted, key=len, reverse=True) if name in str(error)), "unknown")
             raise _bad(folder / ARRAYS, f"array {named} cannot be read ({reason_of(error)})") from error
+
+
+def find_step(path: str, parameter: str) -> tuple[Checkpoints, int]:
+    """The committed checkpoint that DIR or DIR:STEP names, of a run's folder or of its checkpoints; nothing is read.
+
+    Raises: ConfigError, which calls the path `parameter`.
+    """
+    folder, _, step = path.rpartition(":")
+    if not folder or not step.isdigit():
+        folder, step = path, ""
+    there = Path(folder)
+    checkpoints = Checkpoints(there / FOLDER if (there / FOLDER).is_dir() else there)
+    steps = checkpoints.steps()
+    if not steps or (step and int(step) not in steps):
+        found = f"it holds those of steps {', '.join(map(str, steps))}" if steps else "it holds no committed one"
+        raise ConfigError(f"{parameter}={path!r}", f"there is no such checkpoint: {found}", "Name DIR or DIR:STEP")
+    return checkpoints, int(step) if step else steps[-1]
 
 
 def require_whole_arrays(folder: Path, arrays: dict[str, list]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 from flax.traverse_util import flatten_dict
 
-from jaxdist.checkpoint.checkpoints import BadCheckpoint, Checkpoints, Manifest, newest_good
+from jaxdist.checkpoint.checkpoints import FOLDER, BadCheckpoint, Checkpoints, Manifest, find_step, newest_good
 from jaxdist.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
@@ -18,8 +18,6 @@ from jaxdist.runtime import processes
 from jaxdist.runtime.metrics import CONFIG, METRICS, STOPPED, SUMMARY, holds_run, read_config
 from jaxdist.train.program import Program
 from jaxdist.train.state import State
-
-FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -93,16 +91,8 @@ def find(
 
 def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
     """The checkpoint that `restore=DIR[:STEP]` names; its model and optimiser must be this run's."""
-    folder, _, step = text.rpartition(":")
-    if not folder or not step.isdigit():
-        folder, step = text, ""
-    path = Path(folder)
-    checkpoints = Checkpoints(path / FOLDER if (path / FOLDER).is_dir() else path)
-    steps = checkpoints.steps()
-    if not steps or (step and int(step) not in steps):
-        found = f"it holds those of steps {', '.join(map(str, steps))}" if steps else "it holds no committed one"
-        raise ConfigError(f"restore={text!r}", f"there is no such checkpoint: {found}", "Name DIR or DIR:STEP")
-    manifest = _agreed(checkpoints, lambda: checkpoints.check(int(step) if step else steps[-1]))
+    checkpoints, step = find_step(text, "restore")
+    manifest = _agreed(checkpoints, lambda: checkpoints.check(step))
     there = manifest.about.get("config")
     differing = differences(there, to_dict(config), only=("model", "optimizer.name"))
     differing = [line for line in differing if "dropout" not in line]

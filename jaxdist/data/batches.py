@@ -23,6 +23,7 @@ import numpy as np
 from jaxdist.commands import command_text
 from jaxdist.data.order import Mixture, epoch_keys, make_mixture, shuffled
 from jaxdist.data.prepared import is_prepared, open_prepared
+from jaxdist.data.tokenizer import ByteTokenizer
 from jaxdist.data.tokens import (
     SAMPLED_CHUNKS,
     Tokens,
@@ -40,6 +41,7 @@ from jaxdist.errors import ConfigError
 _NOT_CORPUS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "turtledemo"}
 )
+_BYTES = {"tokenizer": "bytes", "end_of_document": ByteTokenizer.end_of_document}
 # Short: a number like 1e99999999 would be written out in full.
 _WEIGHT = re.compile(r"(\d{1,20}(\.\d{0,20})?|\.\d{1,20})([eE][+-]?\d{1,2})?|\d{1,20}/[1-9]\d{0,19}", re.ASCII)
 
@@ -53,6 +55,8 @@ class Source:
     about: str  # for people: what was read
     weight: Fraction = Fraction(1)
     tokenizer: str | None = None  # what the tokens mean: "bytes", the hash of a tokenizer.json, or unknown
+    end_of_document: int | None = None  # the token after each document, where it is known
+    tokenizer_file: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +74,11 @@ class Corpus:
                 "their tokens come from different tokenizers, so that one number would mean two things",
                 f"Prepare them with one tokenizer: `{command_text('prepare')} --tokenizer FILE`",
             )
+
+    @property
+    def tokens_of(self) -> Source:
+        """A source that says what its tokens mean, if one does; all that do say the same."""
+        return next((source for source in self.sources if source.tokenizer is not None), self.sources[0])
 
     @cached_property
     def mixture(self) -> Mixture:
@@ -358,8 +367,8 @@ def _load_standard_library(root: Path, vocab_size: int) -> Source:
 
 def _load_folder(root: Path, vocab_size: int) -> Source:
     if is_prepared(root):
-        train, held_out, about, tokenizer = open_prepared(root, vocab_size)
-        return Source(train, held_out, about, tokenizer=tokenizer)
+        found = open_prepared(root, vocab_size)._asdict()
+        return Source(**found)
     documents = {name: read_text(root / name) for name in find_files(root)}
     if not any(documents.values()):
         raise ConfigError(
@@ -378,7 +387,7 @@ def _load_file(path: Path, vocab_size: int) -> Source:
     train, held_out = _split_tail(tokens_in(array, path, vocab_size))
     if opened:
         return Source(train, held_out, f"{path}, {array.dtype} tokens")
-    return Source(train, held_out, f"{path}, UTF-8 bytes", tokenizer="bytes")
+    return Source(train, held_out, f"{path}, UTF-8 bytes", **_BYTES)
 
 
 def _bytes(text: bytes) -> np.ndarray:
@@ -394,15 +403,15 @@ def _split_by_file(documents: dict[str, bytes], root: Path, title: str, vocab_si
     checked = {name: tokens_in(_bytes(text), root / name, vocab_size) for name, text in documents.items()}
     about = f"{title}, {len(documents)} file{'s' if len(documents) > 1 else ''}"
     if len(documents) == 1:
-        return Source(*_split_tail(*checked.values()), about, tokenizer="bytes")
+        return Source(*_split_tail(*checked.values()), about, **_BYTES)
     held_out = held_out_names(list(documents))
 
     def joined(names: list[str]) -> Tokens:
-        # The NUL byte between documents is token 0, which every vocabulary has.
-        return tokens_in(_bytes(b"\0".join(documents[name] for name in names)), root, vocab_size)
+        end = bytes([ByteTokenizer.end_of_document])  # a token that every vocabulary has
+        return tokens_in(_bytes(end.join(documents[name] for name in names)), root, vocab_size)
 
     train = [name for name in documents if name not in held_out]
-    return Source(joined(train), joined(sorted(held_out)), about, tokenizer="bytes")
+    return Source(joined(train), joined(sorted(held_out)), about, **_BYTES)
 
 
 def held_out_names(names: list[str]) -> set[str]:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -145,8 +146,19 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.npy"
 
 
-def open_prepared(folder: Path, vocab_size: int) -> tuple[Tokens, Tokens, str, str]:
-    """(training tokens, held-out tokens, what they are, the hash of their tokenizer).
+class Prepared(NamedTuple):
+    """An opened corpus. tokenizer: "bytes", or the SHA-256 of `tokenizer_file`. end_of_document: a token."""
+
+    train: Tokens
+    held_out: Tokens
+    about: str
+    tokenizer: str
+    end_of_document: int
+    tokenizer_file: Path | None
+
+
+def open_prepared(folder: Path, vocab_size: int) -> Prepared:
+    """Open without reading.
 
     Raises: ConfigError where the vocabulary is too small, or naming the file that is missing, cut, longer, or another
     than the manifest says.
@@ -180,7 +192,10 @@ def open_prepared(folder: Path, vocab_size: int) -> tuple[Tokens, Tokens, str, s
     )
     kind = "bytes" if manifest.tokenizer is None else f"BPE tokens, vocabulary {manifest.vocab_size}"
     about = f"{folder}, {manifest.num_documents} documents, {kind}"
-    return train, held_out, about, "bytes" if manifest.tokenizer is None else manifest.tokenizer.sha256
+    tokenizer, file = "bytes", None
+    if manifest.tokenizer is not None:
+        tokenizer, file = manifest.tokenizer.sha256, folder / TOKENIZER
+    return Prepared(train, held_out, about, tokenizer, manifest.end_of_document, file)
 
 
 def _check_size(folder: Path, file: File) -> None:

@@ -51,10 +51,11 @@ class ByteTokenizer:
 class BPETokenizer:
     """A tokenizer of the `tokenizers` library, from the text of its tokenizer.json.
 
-    Raises: ConfigError where the library is missing, the text is no tokenizer, or it lacks `end_of_document`.
+    Raises: ConfigError where the library is missing, the text is no tokenizer, or it lacks `end_of_document`
+    (None where no documents are to be joined).
     """
 
-    def __init__(self, text: str, path: str, end_of_document: str = END_OF_DOCUMENT):
+    def __init__(self, text: str, path: str, end_of_document: str | None = END_OF_DOCUMENT):
         library = _library()
         asked = f"tokenizer={path!r}"
         try:
@@ -68,19 +69,19 @@ class BPETokenizer:
         # A document that has the text of a special token in it must not end there.
         self._inner.encode_special_tokens = True
         ids = self._inner.get_vocab(with_added_tokens=True)
-        if end_of_document not in ids:
+        if end_of_document is not None and end_of_document not in ids:
             special = sorted(str(token) for token in self._inner.get_added_tokens_decoder().values())
             raise ConfigError(
                 f"{asked} with end_of_document={end_of_document!r}",
                 "documents are joined by an end-of-document token, and the tokenizer has none of this name",
                 f"Name one that it has, such as {', '.join(special[:8]) or next(iter(ids), 'none')}",
             )
-        self.end_of_document = ids[end_of_document]
+        self.end_of_document = ids.get(end_of_document)
         self.vocab_size = 1 + max(ids.values())
         self.dtype = "uint16" if self.vocab_size <= 1 << 16 else "uint32"
 
     @classmethod
-    def load(cls, path: Path, end_of_document: str = END_OF_DOCUMENT) -> Self:
+    def load(cls, path: Path, end_of_document: str | None = END_OF_DOCUMENT) -> Self:
         return cls(read_text_file("tokenizer", path, MOST_BYTES), str(path), end_of_document)
 
     @classmethod

@@ -210,6 +210,25 @@ def name_of(model: Model) -> tuple[str, dict]:
     return name, sizes
 
 
+def model_from_saved(saved: dict) -> Model:
+    """The model that a run's configuration describes (`jaxdist.config.to_dict`). Raises: ConfigError."""
+    sizes = {name: _as_tuples(value) for name, value in saved.items() if name not in ("class", "source")}
+    name = saved.get("class", f"{GPT2.__module__}:{GPT2.__qualname__}")
+    cls = _import_named(name)
+    if not (inspect.isclass(cls) and issubclass(cls, Model)):
+        raise ConfigError(f"model={name!r}", "it is not a jaxdist.models.base.Model", "Use the module of the run")
+    with _errors_of_module(name):
+        try:
+            return cls(**sizes)
+        except TypeError as error:
+            reason = f"the class has other fields than when the run was made ({error})"
+            raise ConfigError(f"model={name!r}", reason, "Use the module as it was then") from error
+
+
+def _as_tuples(value):
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
 def _named_models(model: Model) -> Iterator[tuple[str, Model]]:
     """The models of the same class that have a name."""
     if type(model) is GPT2:

@@ -1,0 +1,113 @@
+"""The perplexity of a trained model on held-out text, on any mesh.
+
+python -m experiments.evaluate runs/a --data my_tokens --mesh dp=2,tp=2
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import jax
+import tyro
+from rich.console import Console
+from rich.markup import escape
+
+from jaxdist.checkpoint.logical import abstract_logical, named, parameters_from_logical, unnamed
+from jaxdist.checkpoint.weights import cast, open_weights
+from jaxdist.config import Dtype, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.data.batches import Batches, held_out_batches, load_corpus
+from jaxdist.errors import ConfigError, require_positive
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.base import Model, abstract_values
+from jaxdist.runtime.devices import DeviceChoice, acquire_devices
+from jaxdist.train.program import build_program
+
+from .cli import run_program
+from .progress import Progress
+
+
+@dataclass(frozen=True)
+class EvaluateFlags:
+    """The perplexity of a trained model on text."""
+
+    GROUPS: ClassVar[dict[str, str]] = {"data": "data", "mesh": "devices"}
+
+    checkpoint: tyro.conf.Positional[str]
+    """A run's folder or its checkpoints, DIR[:STEP]."""
+    data: str | None = None
+    """As of train. Default: the source of Python's standard library."""
+    split: Literal["held-out", "train"] = "held-out"
+    """Which part of the data: what training with it holds out, or what it trains on."""
+    batches: int = 16
+    """Of windows, spread evenly over the held-out tokens (of train: the first of seed 0); all where there are fewer."""
+    batch_size: int = 16
+    """Windows in a batch, over the whole mesh."""
+    seq_len: int | None = None
+    """Tokens in a window. Default: those of the model."""
+    mesh: str = "1"
+    """As in dp=2,tp=2."""
+    zero: Literal[0, 3] = 0
+    """3: each data rank holds a part of the weights, and gathers a layer's where it is computed."""
+    dtype: Dtype | None = None
+    """Of weights and arithmetic. Default: that of the checkpoint's parameters."""
+    device: DeviceChoice = "auto"
+    """auto simulates the mesh on the CPU where there are too few accelerators."""
+
+
+def main(flags: EvaluateFlags, console: Console) -> int:
+    require_positive("batches", flags.batches, 10**6)
+    shape = parse_mesh(flags.mesh)
+    if flags.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    devices = acquire_devices(shape.num_devices, flags.device)
+    weights = open_weights(flags.checkpoint)
+    model = with_seq_len(weights.model, flags.seq_len)
+    dtype = flags.dtype or weights.dtype
+    schedule = {"schedule": "gpipe", "microbatches": 1} if shape.pp > 1 else {}
+    parallel = ParallelConfig(shape, zero=flags.zero, **schedule)
+    config = RunConfig(model, parallel, precision=PrecisionConfig(dtype), batch_size=flags.batch_size, steps=1)
+    corpus = load_corpus(flags.data, model.vocab_size)
+    if flags.split == "held-out":
+        batches = held_out_batches(corpus, config.batch_size, model.seq_len, flags.batches)
+    else:
+        found = Batches(corpus, config.batch_size, model.seq_len, seed=0)
+        batches = [found[step] for step in range(flags.batches)]
+    program = build_program(config, make_mesh(shape, devices.devices))
+    console.print(f"{escape(weights.about)}: {escape(model.describe())}, {dtype}", soft_wrap=True)
+    console.print(f"on {escape(corpus.about)}", soft_wrap=True)
+    with Progress("reading the weights"):
+        wanted = {name: x for name, x in abstract_logical(program).items() if name.startswith("params.")}
+        kept = {name: jax.ShapeDtypeStruct(x.shape, weights.dtype, sharding=x.sharding) for name, x in wanted.items()}
+        tree = weights.load(unnamed("params", program.layout.leaves, kept))
+        params = parameters_from_logical(program, named("params", cast(tree, config.precision.master_dtype)))
+    loss = tokens = 0.0
+    with Progress("evaluating") as progress:
+        for done, batch in enumerate(batches):
+            progress.update(done, len(batches))
+            total, count = program.evaluate(params, program.put(batch))
+            loss, tokens = loss + float(total), tokens + int(count)
+    mean = loss / tokens
+    console.print(
+        f"perplexity [bold]{math.exp(mean):,.4f}[/]: {mean:.6f} nats a token over {tokens:,.0f} tokens; mesh {shape}",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def with_seq_len(model: Model, seq_len: int | None) -> Model:
+    """The model for windows of another length. Raises: ConfigError where its parameters depend on it."""
+    if seq_len is None:
+        return model
+    require_positive("seq_len", seq_len)
+    other = replace(model, seq_len=seq_len)
+    if abstract_values(other, "float32") != abstract_values(model, "float32") or seq_len > model.seq_len:
+        raise ConfigError(
+            f"seq_len={seq_len}",
+            f"the model was trained for {model.seq_len} positions, and has no parameters for others",
+            "Leave it out",
+        )
+    return other
+
+
+if __name__ == "__main__":
+    run_program(EvaluateFlags, main, prog="evaluate")

@@ -1,0 +1,246 @@
+"""Generate text from a trained model on any mesh, streamed as its tokens come.
+
+python -m experiments.generate runs/a --mesh tp=2 --prompt "def main("
+python -m experiments.generate runs/a --prompts prompts.txt --temperature 0.8 --top-p 0.9
+"""
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.markup import escape
+
+from jaxdist.checkpoint.weights import Weights, cast, open_weights
+from jaxdist.config import Dtype
+from jaxdist.data.text_stream import TextStream
+from jaxdist.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from jaxdist.errors import ConfigError, require_positive
+from jaxdist.files import read_text_file
+from jaxdist.generation import Generator, Sampling, build_generator, bytes_per_token
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.runtime.devices import DeviceChoice, Devices, acquire_devices
+
+from .cli import SafeConsole, run_program
+from .progress import Progress
+
+MOST_PROMPT_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class GenerateFlags:
+    """Generate text from a trained model."""
+
+    GROUPS: ClassVar[dict[str, str]] = {"temperature": "sampling", "mesh": "devices"}
+
+    checkpoint: tyro.conf.Positional[str]
+    """A run's folder or its checkpoints, DIR[:STEP]."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A text to continue; several are continued together."""
+    prompts: str | None = None
+    """A file with a prompt in each line (.jsonl: in the "prompt" of each line); - reads standard input."""
+    max_new_tokens: int = 100
+    """Tokens to add to each text, unless it ends before."""
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A text ends before this."""
+    tokenizer: str | None = None
+    """A tokenizer.json, or `bytes`. Default: the one that belongs to the checkpoint."""
+    temperature: float = Sampling.temperature
+    """0 takes the likeliest token; above it, tokens are drawn."""
+    top_k: int | None = None
+    """Draw among the likeliest so many tokens."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Of the tokens that are drawn; the same on every mesh."""
+    mesh: str = "1"
+    """As in tp=2: weights and cache are split over tp (heads) and pp (layers), texts over dp."""
+    dtype: Dtype | None = None
+    """Of weights, cache and arithmetic. Default: that of the checkpoint's parameters."""
+    device: DeviceChoice = "auto"
+    """auto simulates the mesh on the CPU where there are too few accelerators."""
+
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+
+    def texts(self) -> list[str]:
+        """Every prompt, in order. Raises: ConfigError."""
+        found = [*self.prompt, *([] if self.prompts is None else read_prompts(self.prompts))]
+        if not found:
+            raise ConfigError("no prompt", "there is nothing to continue", "Give --prompt TEXT or --prompts FILE")
+        return found
+
+
+def read_prompts(path: str) -> list[str]:
+    """Raises: ConfigError naming the line that is no prompt."""
+    text = (
+        sys.stdin.read(MOST_PROMPT_BYTES) if path == "-" else read_text_file("prompts", Path(path), MOST_PROMPT_BYTES)
+    )
+    lines = [line for line in text.split("\n") if line.strip()]
+    if not path.endswith(".jsonl"):
+        return lines
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line)["prompt"] + "")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = f'line {number} is not {{"prompt": TEXT}} in JSON'
+            raise ConfigError(f"prompts={path!r}", reason, "Correct it") from error
+    return found
+
+
+def main(flags: GenerateFlags, console: Console) -> int:
+    require_positive("max_new_tokens", flags.max_new_tokens, 2**24)
+    texts, sampling, shape = flags.texts(), flags.sampling(), parse_mesh(flags.mesh)
+    if flags.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    devices = acquire_devices(shape.num_devices, flags.device)
+    notes = SafeConsole(stderr=True, highlight=False)
+    weights = open_weights(flags.checkpoint)
+    tokenizer = find_tokenizer(flags.tokenizer, weights)
+    prompts = [encode(tokenizer, text, weights) for text in texts]
+    longest, room = max(map(len, prompts)), weights.model.seq_len
+    if longest >= room:
+        raise ConfigError(
+            f"a prompt of {longest:,} tokens",
+            f"the model has {room:,} positions, and the next token needs one",
+            f"Shorten it to {room - 1:,} tokens",
+        )
+    num_new = min(flags.max_new_tokens, room - longest)
+    if num_new < flags.max_new_tokens:
+        notes.print(f"[yellow]note:[/] the model has {room} positions: at most {num_new} tokens are added")
+    generator = build_generator(
+        weights.model,
+        make_mesh(shape, devices.devices),
+        shape,
+        dtype=flags.dtype or weights.dtype,
+        num_texts=-(-len(prompts) // shape.batch_ranks) * shape.batch_ranks,
+        capacity=longest + num_new,
+        sampling=sampling,
+        attention=weights.model.attention_for(
+            "auto", devices.devices[0].platform, flags.dtype or weights.dtype, training=False, device=devices.devices[0]
+        ),
+    )
+    notes.print(f"{escape(weights.about)}: {escape(weights.model.describe())}, {generator.dtype}", soft_wrap=True)
+    notes.print(f"mesh {shape}: {devices.description}", soft_wrap=True)
+    with Progress("reading the weights"):
+        params = cast(weights.load(generator.abstract_params(weights.dtype)), generator.dtype)
+    streams = [TextStream(tokenizer, weights.end_of_text, flags.stop) for _ in prompts]
+    times = generate(generator, params, prompts, num_new, streams, texts, console)
+    report(notes, generator, devices, prompts, streams, times)
+    return 0
+
+
+def find_tokenizer(asked: str | None, weights: Weights) -> Tokenizer:
+    if asked == "bytes":
+        return ByteTokenizer()
+    if asked is not None:
+        return BPETokenizer.load(Path(asked), None)
+    if weights.tokenizer is None:
+        raise ConfigError(
+            f"the checkpoint of {weights.about}",
+            "it does not say what its tokens mean, and has no tokenizer.json beside it",
+            "Name its tokenizer, as in --tokenizer FILE or --tokenizer bytes",
+        )
+    return weights.tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str, weights: Weights) -> np.ndarray:
+    tokens = tokenizer.encode([text])[0].astype(np.int64)
+    tokens = np.concatenate([np.asarray(weights.begin_of_text, np.int64), tokens])
+    if not len(tokens):
+        raise ConfigError("an empty prompt", "the first token follows from those before it", "Write at least a word")
+    if tokens.max() >= weights.model.vocab_size:
+        raise ConfigError(
+            f"token {tokens.max()} of a prompt",
+            f"the model's vocabulary has {weights.model.vocab_size} tokens",
+            "Name the tokenizer that it was trained with",
+        )
+    return tokens
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds: to compile both programs, to the first token, and of every token after it."""
+
+    compiling: float
+    first: float
+    others: list[float]
+
+
+def generate(
+    generator: Generator,
+    params: dict,
+    prompts: list[np.ndarray],
+    num_new: int,
+    streams: list[TextStream],
+    texts: list[str],
+    console: Console,
+) -> Times:
+    """Continue the prompts until each has ended or `num_new` tokens are added; print the text, streamed where there is
+    one alone."""
+    lengths = np.ones(generator.num_texts, np.int64)
+    lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
+    tokens = np.zeros((generator.num_texts, lengths.max()), np.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    begun = time.perf_counter()
+    with Progress("compiling"):
+        prefill = generator.prefill.lower(params, generator.put(tokens), generator.put(lengths)).compile()
+        numbers = generator.put(lengths)
+        decode = generator.decode.lower(params, generator.caches, numbers, numbers).compile()
+    compiled = time.perf_counter()
+    one = len(texts) == 1
+    if one:
+        console.file.write(texts[0])
+        console.file.flush()
+    found = prefill(params, generator.put(tokens), generator.put(lengths))
+    seconds, clock = [], compiled
+    for step in range(num_new):
+        new = np.asarray(found.tokens)
+        seconds.append(time.perf_counter() - clock)
+        clock = time.perf_counter()
+        for row, stream in enumerate(streams):
+            shown = stream.add(int(new[row]))
+            if one:
+                console.file.write(shown)
+                console.file.flush()
+        if all(stream.done for stream in streams) or step + 1 == num_new:
+            break
+        found = decode(params, found.caches, found.tokens, generator.put(lengths + step))
+    for text, stream in zip(texts, streams, strict=True):
+        rest = stream.close()
+        console.file.write(f"{rest}\n" if one else f"{text}{stream.text}\n\n")
+    console.file.flush()
+    return Times(compiled - begun, seconds[0], seconds[1:])
+
+
+def report(notes, generator: Generator, devices: Devices, prompts: list, streams: list, times: Times) -> None:
+    """How long it took, and what a token costs."""
+    num_new = sum(len(stream.tokens) for stream in streams)
+    text = f"{len(prompts)} prompts" if len(prompts) > 1 else "1 prompt"
+    text += f" of {sum(map(len, prompts)):,} tokens, {num_new:,} added; compiled in {times.compiling:.1f} s"
+    text += f"; first token after {1e3 * times.first:.1f} ms"
+    if times.others:
+        slow = sorted(times.others)[int(0.95 * (len(times.others) - 1))]
+        text += (
+            f", then {1e3 * statistics.mean(times.others):.1f} ms between tokens ({1e3 * slow:.1f} ms at the 95th "
+            f"percentile), {num_new / (times.first + sum(times.others)):,.0f} tokens/s"
+        )
+    sent = bytes_per_token(generator.model, generator.shape, generator.dtype, generator.num_texts)
+    if generator.shape.num_devices > 1:
+        text += f"; each device sends {sent:,} bytes for a token of every text"
+    if devices.simulated:
+        text += ". The devices are simulated: their times are no speed"
+    notes.print(text, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_program(GenerateFlags, main, prog="generate")
