@@ -3,6 +3,7 @@
 python -m experiments.prepare --data FOLDER --out DIR --vocab-size 8192     train a BPE and encode with it
 python -m experiments.prepare --data FOLDER --out DIR --tokenizer FILE      encode with a tokenizer.json
 python -m experiments.prepare --data FOLDER --out DIR --tokenizer bytes     bytes are the tokens
+python -m experiments.prepare --data chats.jsonl --supervised ...           prompts are read, answers are predicted
 python -m experiments.prepare --check DIR                                   read everything and compare the hashes
 
 A killed run continues when the same command is run again, and gives the same bytes. Nothing has its final name before
@@ -17,6 +18,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -27,6 +29,7 @@ from jaxdist.data.batches import held_out_names, load_corpus
 from jaxdist.data.prepared import (
     JOURNAL,
     MANIFEST,
+    MASKABLE,
     SPLITS,
     TOKENIZER,
     File,
@@ -38,7 +41,7 @@ from jaxdist.data.prepared import (
     shard_name,
 )
 from jaxdist.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer
-from jaxdist.data.tokens import asked, decode_text, find_files
+from jaxdist.data.tokens import asked, decode_text, find_files, masked
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.files import read_regular, write_whole
 from jaxdist.runtime.run_folder import LOCK, held
@@ -63,6 +66,9 @@ class PrepareFlags:
     """A tokenizer.json to encode with, or `bytes`."""
     end_of_document: str = END_OF_DOCUMENT
     """The token of --tokenizer that is put after each document."""
+    supervised: bool = False
+    """For fine-tuning on answers: each line of a .jsonl has a "prompt", which is read, and an "answer", which is
+    predicted."""
     shard_mb: int = 64
     """MB of text in a shard: what a killed run does again at most."""
     check: str | None = None
@@ -105,7 +111,7 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
         root, names = root.parent, [root.name]
     else:
         names = find_files(root)
-    if root.resolve() in out.resolve().parents:
+    if Path(flags.data).resolve() in out.resolve().parents:
         raise ConfigError(
             f"--out {flags.out}", "it is inside --data, so its shards would be read as text", "Name a folder elsewhere"
         )
@@ -115,6 +121,10 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
         raise ConfigError(
             asked(root), "there is no text in it", "Pass a folder with at least one UTF-8 text file in it"
         )
+    if flags.supervised and (other := [name for name in sizes if not name.endswith(".jsonl")]):
+        raise ConfigError(
+            f"--supervised with {other[0]}", "prompts and answers are lines of .jsonl files", "Name those alone"
+        )
     units = cut_units(root, sizes, flags.shard_mb * 1_000_000)
 
     plan = {
@@ -123,7 +133,7 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
         "vocab_size": flags.vocab_size,
         "tokenizer": tokenizer and hashlib.sha256(tokenizer.to_bytes()).hexdigest(),
         "end_of_document": flags.end_of_document,
-    }
+    } | ({"supervised": True} if flags.supervised else {})
 
     def warn(text: str) -> None:
         console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
@@ -150,7 +160,7 @@ def prepare_into(
     if journal["shards"]:
         console.print(f"continuing: {len(journal['shards'])} of {sum(map(len, units.values()))} shards are done")
     if tokenizer is None:
-        tokenizer = train_tokenizer(root, out, units["train"], vocab_size, console)
+        tokenizer = train_tokenizer(root, out, units["train"], vocab_size, plan.get("supervised", False), console)
     elif tokenizer.to_bytes():
         write_whole(out / TOKENIZER, tokenizer.to_bytes())
     shards = write_shards(root, out, units, tokenizer, journal, console)
@@ -160,7 +170,7 @@ def prepare_into(
     manifest = Manifest(
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
-        dtype=tokenizer.dtype,
+        dtype=MASKABLE if plan.get("supervised") else tokenizer.dtype,
         num_documents=sum(done["num_documents"] for done in journal["shards"].values()),
         tokenizer=File(TOKENIZER, len(text), hashlib.sha256(text).hexdigest()) if text else None,
         train=tuple(shards["train"]),
@@ -282,8 +292,17 @@ def _continuation_bytes(text: bytes) -> int:
     return next((count for count, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), len(text[:4]))
 
 
-def read_pieces(root: Path, part: Range) -> Iterator[tuple[str, bool]]:
-    """(text, whether a document ends after it), in order; no text is much longer than PIECE_BYTES but a JSON line's."""
+class Piece(NamedTuple):
+    """Text that is encoded as one. `ends`: a document, after it. `is_prompt`: it is read and not predicted; None where
+    prompts are not told from answers."""
+
+    text: str
+    ends: bool
+    is_prompt: bool | None = None
+
+
+def read_pieces(root: Path, part: Range, supervised: bool = False) -> Iterator[Piece]:
+    """The text in order; no piece is much longer than PIECE_BYTES but a JSON line's."""
     path = root / part.name
     with open(path, "rb") as file:
         file.seek(part.start)
@@ -292,7 +311,7 @@ def read_pieces(root: Path, part: Range) -> Iterator[tuple[str, bool]]:
             while offset < part.stop:
                 line = file.readline()
                 if line.strip():
-                    yield document_of(path, line, offset), True
+                    yield from document_of(path, line, offset, supervised)
                 offset += len(line)
             return
         while offset < part.stop:
@@ -302,7 +321,7 @@ def read_pieces(root: Path, part: Range) -> Iterator[tuple[str, bool]]:
             if offset + len(text) < part.stop:
                 text = text[: _whole_length(text)]
                 file.seek(offset + len(text))
-            yield decode_text(path, text, offset), part.ends and offset + len(text) == part.stop
+            yield Piece(decode_text(path, text, offset), part.ends and offset + len(text) == part.stop)
             offset += len(text)
 
 
@@ -314,20 +333,25 @@ def _whole_length(text: bytes) -> int:
     return len(text) - back or len(text)
 
 
-def document_of(path: Path, line: bytes, offset: int) -> str:
+def document_of(path: Path, line: bytes, offset: int, supervised: bool) -> list[Piece]:
+    names = ("prompt", "answer") if supervised else ("text",)
     try:
-        text = json.loads(decode_text(path, line, offset))["text"]
+        found = json.loads(decode_text(path, line, offset))
+        texts = [found[name] for name in names]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        text = None
-    if not isinstance(text, str):
+        texts = [None]
+    if not all(isinstance(text, str) for text in texts):
+        wanted = " and ".join(f'"{name}"' for name in names)
         raise ConfigError(
             asked(path),
-            f'each line of a .jsonl is an object with a "text" string, and the line at offset {offset} is not',
-            "Mend or remove the line",
+            f"each line of a .jsonl is an object with {wanted}, and the line at offset {offset} is not",
+            "Mend or remove the line" if supervised else "Mend or remove the line; prompts and answers: --supervised",
         )
-    return text
+    if not supervised:
+        return [Piece(texts[0], True)]
+    return [Piece(texts[0], False, True), Piece(texts[1], True, False)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -363,7 +387,9 @@ def open_journal(out: Path, plan: dict) -> dict:
     return journal
 
 
-def train_tokenizer(root: Path, out: Path, units: list[list[Range]], vocab_size: int, console: Console) -> BPETokenizer:
+def train_tokenizer(
+    root: Path, out: Path, units: list[list[Range]], vocab_size: int, supervised: bool, console: Console
+) -> BPETokenizer:
     """The BPE of the training text; the one in the folder where a run before this one had trained it."""
     path = out / TOKENIZER
     if path.exists():
@@ -373,8 +399,8 @@ def train_tokenizer(root: Path, out: Path, units: list[list[Range]], vocab_size:
 
         def texts() -> Iterator[str]:
             for part in itertools.chain.from_iterable(units):
-                for text, _ in read_pieces(root, part):
-                    yield text
+                for piece in read_pieces(root, part, supervised):
+                    yield piece.text
                 progress.advance(task, part.stop - part.start)
 
         tokenizer = BPETokenizer.train(texts(), vocab_size)
@@ -399,7 +425,7 @@ def write_shards(
                 name = shard_name(split, number)
                 done = journal["shards"].get(name)
                 if not (done and (out / name).exists() and sha256_of(out / name) == done["sha256"]):
-                    tokens, num_documents = encode_unit(root, unit, tokenizer)
+                    tokens, num_documents = encode_unit(root, unit, tokenizer, journal["plan"].get("supervised", False))
                     content = npy_bytes(tokens)
                     write_whole(out / name, content)
                     done = {
@@ -415,24 +441,27 @@ def write_shards(
     return shards
 
 
-def encode_unit(root: Path, unit: list[Range], tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
+def encode_unit(root: Path, unit: list[Range], tokenizer: Tokenizer, supervised: bool) -> tuple[np.ndarray, int]:
     """(tokens of the unit, each document followed by the end-of-document token; number of documents that end in it)."""
-    end = np.array([tokenizer.end_of_document], tokenizer.dtype)
+    dtype = MASKABLE if supervised else tokenizer.dtype
+    end = np.array([tokenizer.end_of_document], dtype)
     found: list[np.ndarray] = []
     num_documents = 0
-    for batch in batched_pieces(root, unit):
-        for tokens, (_, ends) in zip(tokenizer.encode([text for text, _ in batch]), batch, strict=True):
-            found += [tokens, end] if ends else [tokens]
-            num_documents += ends
+    for batch in batched_pieces(root, unit, supervised):
+        for tokens, piece in zip(tokenizer.encode([piece.text for piece in batch]), batch, strict=True):
+            found.append(masked(tokens) if piece.is_prompt else tokens.astype(dtype))
+            if piece.ends:
+                found.append(end)
+            num_documents += piece.ends
     return np.concatenate(found or [end[:0]]), num_documents
 
 
-def batched_pieces(root: Path, unit: list[Range]) -> Iterator[list[tuple[str, bool]]]:
+def batched_pieces(root: Path, unit: list[Range], supervised: bool) -> Iterator[list[Piece]]:
     batch, size = [], 0
     for part in unit:
-        for text, ends in read_pieces(root, part):
-            batch.append((text, ends))
-            size += len(text)
+        for piece in read_pieces(root, part, supervised):
+            batch.append(piece)
+            size += len(piece.text)
             if size >= BATCH_BYTES:
                 yield batch
                 batch, size = [], 0

@@ -31,6 +31,7 @@ class Strategy:
     optimizer: dict = field(default_factory=dict)
     num_layers: int = PRESETS["proof"].num_layers
     batch_size: int = BATCH_SIZE
+    mask_documents: bool = False
 
     def run_config(self, dtype: str | None = None, steps: int = 2, seed: int = 0) -> RunConfig:
         return RunConfig(
@@ -41,6 +42,7 @@ class Strategy:
             batch_size=self.batch_size,
             steps=steps,
             seed=seed,
+            mask_documents=self.mask_documents,
         )
 
 
@@ -115,6 +117,15 @@ STRATEGIES = [
         {"overlap": True, "sp": True, "zero": 3, "accumulate": 2},
         dtype="float64",
     ),
+    # Documents told apart: where each begins goes with the batch to every rank and stage.
+    Strategy("dp2-tp2-sp-documents", "dp=2,tp=2", {"sp": True}, 0.1, mask_documents=True),
+    Strategy(
+        "dp4-zero3-overlap-accumulate-documents",
+        "dp=4",
+        {"zero": 3, "overlap": True, "accumulate": 2},
+        mask_documents=True,
+    ),
+    Strategy("pp2-dp2-zb-v-documents", "pp=2,dp=2", {"schedule": "zb-v"}, mask_documents=True),
     # Pairs and triples on 8 devices.
     Strategy("dp2-tp2", "dp=2,tp=2"),
     Strategy("dp2-tp4", "dp=2,tp=4"),

@@ -317,8 +317,9 @@ def check_job(flags: TrainFlags, console: Console) -> Job:
     if out is not None:
         require_writable_folder(out)
     corpus = load_corpus(flags.data, config.model.vocab_size)
-    batches = Batches(corpus, config.batch_size, config.model.seq_len, config.seed)
-    held_out = held_out_batches(corpus, config.batch_size, config.model.seq_len, flags.eval_batches)
+    sizes = corpus, config.batch_size, config.model.seq_len
+    batches = Batches(*sizes, config.seed, config.mask_documents)
+    held_out = held_out_batches(*sizes, flags.eval_batches, config.mask_documents)
     fault = parse_fault(flags.drill, config.parallel.mesh.num_devices)
     poison = fault.poison() if fault else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)

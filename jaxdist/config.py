@@ -344,6 +344,9 @@ class RunConfig:
     """Updates."""
     seed: int = 0
     """Of initial values, the order of data, and dropout."""
+    mask_documents: bool = False
+    """Nothing crosses from one document of a sequence to the next: attention stays in each, positions count from its
+    start, and its first token is not predicted."""
 
     def __post_init__(self):
         require_positive("steps", self.steps)
@@ -353,6 +356,10 @@ class RunConfig:
                 f"batch_size={self.batch_size} x seq_len={self.model.seq_len}",
                 f"an update has at most {MOST_TOKENS:,} tokens",
                 f"Use a batch size of {max(1, MOST_TOKENS // self.model.seq_len):,} or less",
+            )
+        if self.mask_documents and self.parallel.attention == "cudnn":
+            raise ConfigError(
+                "mask_documents=True with attention=cudnn", "its kernel takes no such mask", "Use attention=auto"
             )
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed}", "it must be a whole number from 0 to 2**32 - 1", "Use seed=0")

@@ -109,7 +109,8 @@ def random_parameters(config: RunConfig, layout: Layout) -> dict[str, np.ndarray
 
 
 def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dict[str, np.ndarray]]:
-    """Random tokens; some targets are ignored, unevenly over the rows, so that a mean of means shows."""
+    """Random tokens; some targets are ignored, unevenly over the rows, so that a mean of means shows. Where documents
+    are told apart, they begin at random."""
     rng = np.random.default_rng(seed)
     rows, length = config.batch_size, config.model.seq_len
     batches = []
@@ -118,7 +119,11 @@ def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dic
         targets = tokens[:, 1:].copy()
         for row in range(rows):
             targets[row, length - (row * length) // (2 * rows) :] = -1
-        batches.append({"inputs": tokens[:, :-1], "targets": targets, "rows": np.arange(rows, dtype=np.int32)})
+        batch = {"inputs": tokens[:, :-1], "targets": targets, "rows": np.arange(rows, dtype=np.int32)}
+        if config.mask_documents:
+            begins = rng.random((rows, length)) < 0.2
+            batch["starts"] = np.maximum.accumulate(np.where(begins, np.arange(length, dtype=np.int32), 0), axis=1)
+        batches.append(batch)
     return batches
 
 

@@ -109,6 +109,7 @@ def verify_model(
     dtype: str = "float32",
     optimizer: str = "adamw",
     seed: int = 0,
+    mask_documents: bool = False,
     device: str = "auto",
     **parallel,
 ) -> Report:
@@ -118,7 +119,7 @@ def verify_model(
     parallel: the other settings of `ParallelConfig`: zero=3, sp=True, schedule="zb-h1", ...
     Raises: ConfigError for a layout that the model or the settings do not allow.
     """
-    config = proof_config(model, mesh, batch_size, steps, dtype, optimizer, seed, **parallel)
+    config = proof_config(model, mesh, batch_size, steps, dtype, optimizer, seed, mask_documents, **parallel)
     devices = acquire_devices(config.parallel.mesh.num_devices, device)
     with jax.enable_x64(dtype == "float64"):
         batches = random_batches(config, steps, seed + 1)
@@ -128,7 +129,15 @@ def verify_model(
 
 
 def proof_config(
-    model: Model, mesh: str, batch_size=16, steps=2, dtype="float32", optimizer="adamw", seed=0, **parallel
+    model: Model,
+    mesh: str,
+    batch_size=16,
+    steps=2,
+    dtype="float32",
+    optimizer="adamw",
+    seed=0,
+    mask_documents=False,
+    **parallel,
 ) -> RunConfig:
     """A run whose updates do not amplify rounding (`jaxdist.parity.PROOF_LR`)."""
     return RunConfig(
@@ -139,6 +148,7 @@ def proof_config(
         batch_size=batch_size,
         steps=steps,
         seed=seed,
+        mask_documents=mask_documents,
     )
 
 

@@ -176,6 +176,6 @@ def gradient_program(program: Program, reduced: bool) -> Callable:
         return jax.tree.map(lambda g: g[None], found)
 
     specs = layout.storage_specs() if reduced else jax.tree.map(local, layout.leaves)
-    in_specs = (program.specs, batch_specs(layout))
+    in_specs = (program.specs, batch_specs(program.config, layout))
     on_mesh = partial(jax.shard_map, mesh=program.mesh, check_vma=True)
     return jax.jit(on_mesh(gradients, in_specs=in_specs, out_specs=specs))

@@ -201,7 +201,9 @@ def begin(program: Program) -> Start:
 def require_same_run(out: str, there: dict | None, config: RunConfig) -> None:
     """Raises: ConfigError naming every setting that differs. The mesh and all of the strategy may."""
     differing = differences(
-        there, to_dict(config), only=("model", "optimizer", "precision", "batch_size", "steps", "seed")
+        {"mask_documents": False, **there} if isinstance(there, dict) else there,  # runs of before had no such setting
+        to_dict(config),
+        only=("model", "optimizer", "precision", "batch_size", "steps", "seed", "mask_documents"),
     )
     if differing:
         raise ConfigError(

@@ -32,8 +32,10 @@ from jaxdist.data.tokens import (
     open_bin,
     open_npy,
     read_text,
+    targets_of,
     tokens_in,
     unigram_entropy,
+    unmasked,
 )
 from jaxdist.errors import ConfigError
 
@@ -80,6 +82,25 @@ class Corpus:
         """A source that says what its tokens mean, if one does; all that do say the same."""
         return next((source for source in self.sources if source.tokenizer is not None), self.sources[0])
 
+    @property
+    def end_of_document(self) -> int:
+        """The token after each document. Raises: ConfigError where a source does not say, or two say another."""
+        for source in self.sources:
+            if source.end_of_document is None:
+                raise ConfigError(
+                    f"mask_documents=True with {source.about}",
+                    "it is bare tokens, which do not say with which of them a document ends",
+                    f"Prepare the text with `{command_text('prepare')}`, or leave mask_documents out",
+                )
+        ends = {source.end_of_document: source.about for source in self.sources}
+        if len(ends) > 1:
+            raise ConfigError(
+                f"mask_documents=True with {' and '.join(ends.values())}",
+                f"their documents end with different tokens, {' and '.join(map(str, ends))}",
+                f"Prepare them with one --end-of-document of `{command_text('prepare')}`",
+            )
+        return self.sources[0].end_of_document
+
     @cached_property
     def mixture(self) -> Mixture:
         return make_mixture([source.weight for source in self.sources])
@@ -124,14 +145,22 @@ class GlobalBatch(Mapping):
 
     `inputs` and `targets` int32 [B, T], targets one token ahead (-1: no target, which no loss counts); `rows` int32
     [B], the row's index in the global batch, which stays with the row however a mesh shards it (dropout masks are
-    keyed on it).
+    keyed on it). Where documents are told apart, also `starts` int32 [B, T]: where in its row the document of each
+    input begins; and no first token of a document is a target.
 
-    Args: `read_windows` takes row numbers [n] and returns inputs and targets [n, T].
+    Args: `read_windows` takes row numbers [n] and returns inputs and targets [n, T]. `end_of_document` is the token
+    after each document, None where they are not told apart.
     """
 
-    def __init__(self, num_rows: int, read_windows: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]):
+    def __init__(
+        self,
+        num_rows: int,
+        read_windows: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
+        end_of_document: int | None = None,
+    ):
         self.num_rows = num_rows
         self._read_windows = read_windows
+        self._end_of_document = end_of_document
         self._seen: dict[tuple[int, int, int], dict[str, np.ndarray]] = {}
 
     def read(self, rows: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -140,22 +169,34 @@ class GlobalBatch(Mapping):
         if key not in self._seen:
             numbers = np.arange(*key)
             inputs, targets = self._read_windows(numbers)
-            self._seen[key] = {"inputs": inputs, "targets": targets, "rows": numbers.astype(np.int32)}
+            found = {"inputs": inputs, "targets": targets, "rows": numbers.astype(np.int32)}
+            if self._end_of_document is not None:
+                ends = inputs == self._end_of_document
+                found["targets"] = np.where(ends, -1, targets)
+                found["starts"] = document_starts(ends)
+            self._seen[key] = found
         return self._seen[key]
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.read()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(("inputs", "targets", "rows"))
+        return iter(("inputs", "targets", "rows") + (("starts",) if self._end_of_document is not None else ()))
 
     def __len__(self) -> int:
-        return 3
+        return len(list(iter(self)))
 
     def digest(self) -> str:
         """SHA-256 of every token of the batch, to prove that two runs saw the same."""
         whole = self.read()
         return hashlib.sha256(b"".join(whole[name].astype("<i4").tobytes() for name in self)).hexdigest()
+
+
+def document_starts(ends: np.ndarray) -> np.ndarray:
+    """Where each token ends its document [n, T] -> where the document of each begins: int32 [n, T], 0 at a row's."""
+    begins = np.zeros(ends.shape, np.int32)
+    begins[:, 1:] = np.where(ends[:, :-1], np.arange(1, ends.shape[1], dtype=np.int32), 0)
+    return np.maximum.accumulate(begins, axis=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +208,8 @@ class Batches:
     which source it comes from; each epoch of a source visits each of its windows once, in an order of its own. A batch
     may straddle two epochs.
 
-    Args: `batch_size` counts rows of the global batch, summed over every mesh axis and micro-batch.
+    Args: `batch_size` counts rows of the global batch, summed over every mesh axis and micro-batch. `documents` tells
+    them apart.
 
     Raises: ConfigError where a source does not fill one batch, naming the batch size and sequence length that would.
     """
@@ -176,6 +218,7 @@ class Batches:
     batch_size: int
     seq_len: int
     seed: int
+    documents: bool = False
 
     def __post_init__(self):
         for name, value, least in (
@@ -185,6 +228,7 @@ class Batches:
         ):
             if value < least:
                 raise ConfigError(f"{name}={value}", f"it must be at least {least}", f"Use {name}={least} or more.")
+        _ = self._end_of_document  # refuses data that does not say
         for source, share, num_windows in zip(self.corpus.sources, self.corpus.shares, self.num_windows, strict=True):
             rows = math.ceil(self.batch_size * share)  # of one batch, at most
             if num_windows < rows:
@@ -216,7 +260,13 @@ class Batches:
         """The global batch of one step; no token is read before the batch is asked for it."""
         if step < 0:
             raise IndexError(f"step {step}: the first batch is step 0")
-        return GlobalBatch(self.batch_size, lambda rows: self._read(step * self.batch_size + rows))
+        return GlobalBatch(
+            self.batch_size, lambda rows: self._read(step * self.batch_size + rows), self._end_of_document
+        )
+
+    @property
+    def _end_of_document(self) -> int | None:
+        return self.corpus.end_of_document if self.documents else None
 
     def epochs(self, step: int) -> list[float]:
         """Epochs of each source that are done before `step`."""
@@ -234,10 +284,12 @@ class Batches:
                 keys = epoch_keys(self.seed, index, int(epoch))
                 windows = shuffled(places[epochs == epoch], num_windows, keys)
                 text[rows] = source.train.windows(windows * self.seq_len, self.seq_len + 1)
-        return text[:, :-1], text[:, 1:]
+        return unmasked(text[:, :-1]), targets_of(text[:, 1:])
 
 
-def held_out_batches(corpus: Corpus, batch_size: int, seq_len: int, limit: int) -> list[GlobalBatch]:
+def held_out_batches(
+    corpus: Corpus, batch_size: int, seq_len: int, limit: int, documents: bool = False
+) -> list[GlobalBatch]:
     """At most `limit` batches of held-out windows, the same ones at every call.
 
     Each source gives rows by its share, spread evenly over its held-out tokens, or all it has. Every window that is
@@ -246,6 +298,7 @@ def held_out_batches(corpus: Corpus, batch_size: int, seq_len: int, limit: int) 
     Raises: ConfigError when there are fewer than two tokens, since a target needs the token before it.
     """
     chosen: list[tuple[Tokens, int]] = []
+    end_of_document = corpus.end_of_document if documents else None
     rows = corpus.mixture.counts(limit * batch_size)
     for source, most in zip(corpus.sources, rows, strict=True):
         tokens = source.held_out
@@ -267,10 +320,11 @@ def held_out_batches(corpus: Corpus, batch_size: int, seq_len: int, limit: int) 
                 if number < len(chosen):
                     tokens, start = chosen[number]
                     text = tokens.read(start, min(start + seq_len + 1, len(tokens)))
-                    inputs[place, : len(text) - 1], targets[place, : len(text) - 1] = text[:-1], text[1:]
+                    inputs[place, : len(text) - 1] = unmasked(text[:-1])
+                    targets[place, : len(text) - 1] = targets_of(text[1:])
             return inputs, targets
 
-        return GlobalBatch(batch_size, read)
+        return GlobalBatch(batch_size, read, end_of_document)
 
     return [batch_from(first) for first in range(0, len(chosen), batch_size)]
 

@@ -28,6 +28,8 @@ TOKENIZER = "tokenizer.json"
 JOURNAL = "unfinished.json"  # there while a preparation has not come to its end
 FORMAT = "jaxdist tokens 1"
 SPLITS = ("train", "held_out")
+MASKABLE = "int32"  # of shards in which tokens may be masked (`jaxdist.data.tokens.masked`)
+DTYPES = ("uint8", "uint16", "uint32", MASKABLE)
 _MAX_MANIFEST_BYTES = 64 << 20
 
 
@@ -135,8 +137,8 @@ def read_manifest(folder: Path) -> Manifest:
         train=take_shards("train"),
         held_out=take_shards("held_out"),
     )
-    if manifest.dtype not in ("uint8", "uint16", "uint32"):
-        refuse(f"dtype must be uint8, uint16 or uint32, and it is {manifest.dtype!r:.80}")
+    if manifest.dtype not in DTYPES:
+        refuse(f"dtype must be one of {', '.join(DTYPES)}, and it is {manifest.dtype!r:.80}")
     if manifest.end_of_document >= manifest.vocab_size:
         refuse(f"end_of_document {manifest.end_of_document} is outside the vocabulary of {manifest.vocab_size}")
     return manifest
@@ -184,7 +186,7 @@ def open_prepared(folder: Path, vocab_size: int) -> Prepared:
                 f"the manifest says {shard.num_tokens} {manifest.dtype} tokens, and it has {len(array)} {array.dtype}",
                 _remedy(),
             )
-        return Part(array, str(path), 0, len(array))
+        return Part(array, str(path), 0, len(array), masks=manifest.dtype == MASKABLE)
 
     train, held_out = (
         Tokens([opened(shard) for shard in shards], manifest.vocab_size)

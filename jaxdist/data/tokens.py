@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -53,19 +53,35 @@ class TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Tokens that lie together: `array[start:stop]`, of the file at `path`."""
+    """Tokens that lie together: `array[start:stop]`, of the file at `path`. masks: whether some may be masked."""
 
     array: np.ndarray | TokenFile
     path: str
     start: int
     stop: int
+    masks: bool = False
 
     def __len__(self) -> int:
         return self.stop - self.start
 
 
+def masked(tokens: np.ndarray) -> np.ndarray:
+    """Tokens that are read and not predicted, a prompt's say: kept as their complements, which are negative."""
+    return ~tokens.astype(np.int32)
+
+
+def unmasked(tokens: np.ndarray) -> np.ndarray:
+    """The tokens, masked ones too."""
+    return np.where(tokens < 0, ~tokens, tokens)
+
+
+def targets_of(tokens: np.ndarray) -> np.ndarray:
+    """What is to be predicted: -1 for masked ones."""
+    return np.maximum(tokens, -1)
+
+
 class Tokens:
-    """Parts read as one sequence of tokens.
+    """Parts read as one sequence of tokens; masked ones are negative (`masked`).
 
     Every read checks what it read: a token that the vocabulary does not have is a ConfigError with its file and
     position, whether it was there at the start or not.
@@ -90,7 +106,7 @@ class Tokens:
             part = self.parts[number]
             first = part.stop - (int(self._ends[number]) - start - done)
             piece = part.array[first : min(first + len(out) - done, first + CHUNK, part.stop)]
-            check_vocabulary(piece, part, first, self.vocab_size)
+            check_vocabulary(unmasked(piece) if part.masks else piece, part, first, self.vocab_size)
             out[done : done + len(piece)] = piece
             done += len(piece)
         return out
@@ -107,8 +123,8 @@ class Tokens:
         before, after = [], []
         for part, end in zip(self.parts, self._ends.tolist(), strict=True):
             middle = min(max(part.stop - (end - at), part.start), part.stop)
-            before.append(Part(part.array, part.path, part.start, middle))
-            after.append(Part(part.array, part.path, middle, part.stop))
+            before.append(replace(part, stop=middle))
+            after.append(replace(part, start=middle))
         return Tokens(before, self.vocab_size), Tokens(after, self.vocab_size)
 
     def chunks(self, most: int | None = None) -> Iterator[np.ndarray]:
@@ -159,7 +175,8 @@ def check_vocabulary(tokens: np.ndarray, part: Part, position: int, vocab_size: 
 
 
 def unigram_entropy(sources: Sequence[tuple[Tokens, float]]) -> float:
-    """Entropy of the token frequencies, in nats per token: the loss of the best model that ignores context.
+    """Entropy of the frequencies of tokens that are predicted, in nats per token: the loss of the best model that
+    ignores context.
 
     Args: `sources` are (tokens, share). Of a source longer than SAMPLED_CHUNKS chunks, an even sample is counted.
     """
@@ -167,7 +184,7 @@ def unigram_entropy(sources: Sequence[tuple[Tokens, float]]) -> float:
     for tokens, share in sources:
         counts = np.zeros(0, np.int64)
         for chunk in tokens.chunks(SAMPLED_CHUNKS):
-            counts = _add(counts, np.bincount(chunk))
+            counts = _add(counts, np.bincount(chunk[chunk >= 0]))
         mixed = _add(mixed, counts / max(counts.sum(), 1) * share)
     p = mixed[mixed > 0]
     return float(np.sum(p * np.log(1 / p)))

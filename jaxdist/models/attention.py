@@ -49,7 +49,7 @@ def attention_core(
     K divides N: consecutive queries' heads share a key's (arXiv 2305.13245). window: a query sees itself and the
     `window` - 1 positions before it. "cudnn" never holds the scores and takes no dropout ("cudnn-traced" stands for it
     in a plan). "xla" writes them out, in blocks of queries that leave out most of what the mask would, and is what
-    selective recomputation runs again. Softmax runs in at least fp32.
+    selective recomputation runs again; it keeps to each token's document. Softmax runs in at least fp32.
     """
 
     def cudnn(q_BTNH, k_BTKH, v_BTKH):
@@ -63,6 +63,8 @@ def attention_core(
         rows, length = q_BTNH.shape[1], k_BSKH.shape[1]
         query_T, key_S = jnp.arange(end - rows, end)[:, None], jnp.arange(end - length, end)
         seen_TS = query_T >= key_S if window is None else (query_T >= key_S) & (query_T - key_S < window)
+        if ctx.starts_BT is not None:
+            seen_TS = (seen_TS & (key_S >= ctx.starts_BT[:, end - rows : end, None]))[:, None]
         scores_BNTS = scores_of(q_BTNH, k_BSKH)
         probs_BNTS = jax.nn.softmax(jnp.where(seen_TS, scores_BNTS, jnp.finfo(scores_BNTS.dtype).min), axis=-1)
         return weighted_values(ctx.at(end).dropout_heads(probs_BNTS.astype(q_BTNH.dtype), rate), v_BSKH)

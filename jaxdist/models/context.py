@@ -15,11 +15,15 @@ from jaxdist.parallel.rings import Ring
 
 
 class Batch(NamedTuple):
-    """inputs, targets: tokens[B, T] (a negative target does not count). rows[B]: index in the global batch."""
+    """inputs, targets: tokens[B, T] (a negative target does not count). rows[B]: index in the global batch.
+
+    starts[B, T]: where, in its row, the document of each token begins; None where documents are not told apart.
+    """
 
     inputs: Any
     targets: Any
     rows: Any
+    starts: Any = None
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,9 @@ class Context:
 
     sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
     attention: "xla" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks: parts
-    in which the logits are made. key: of the step's dropout, None for none. rows_B: the batch rows' global indices.
+    in which the logits are made. key: of the step's dropout, None for none. rows_B, starts_BT: as in `Batch`.
     weight: the factor of the summed loss whose gradient is taken; None outside of training. cache: of keys and values,
-    where text is generated (`jaxdist.models.cache`). What is traced are the last four.
+    where text is generated (`jaxdist.models.cache`). What is traced are the last five.
     """
 
     sp: bool = False
@@ -40,6 +44,7 @@ class Context:
     loss_chunks: int = 1
     key: jax.Array | None = None
     rows_B: jax.Array | None = None
+    starts_BT: jax.Array | None = None
     weight: jax.Array | None = None
     cache: Any = None
 
@@ -95,18 +100,26 @@ class Context:
         return tensor.vocab_parallel_embedding(tokens_BT, table_VD, self.sp)
 
     def positions(self, num_local: int) -> jax.Array:
-        """Global positions of the local ones: i32[T], of this rank's part with sp; i32[B, T] where texts differ."""
-        return tensor.positions(num_local, self.sp) if self.cache is None else self.cache.positions(num_local)
+        """Positions of the local tokens, each in its document: i32[T], of this rank's part with sp; i32[B, T] where
+        rows differ."""
+        if self.cache is not None:
+            return self.cache.positions(num_local)
+        places_T = tensor.positions(num_local, self.sp)
+        if self.starts_BT is None:
+            return places_T
+        return places_T - lax.dynamic_slice_in_dim(self.starts_BT, places_T[0], num_local, axis=1)
 
     def whole_positions(self, length: int) -> jax.Array:
         """The same where the whole sequence is: after `enter` or `column_parallel`."""
-        return jnp.arange(length) if self.cache is None else self.cache.positions(length)
+        if self.cache is not None:
+            return self.cache.positions(length)
+        return jnp.arange(length) if self.starts_BT is None else jnp.arange(length) - self.starts_BT
 
     def position_rows(self, table_TD: jax.Array, num_local: int) -> jax.Array:
-        """The rows of a table of learned positions for the local ones: [T, D]; [B, T, D] where texts differ."""
+        """The rows of a table of learned positions for the local tokens: [T, D], or [B, T, D]."""
         positions = self.positions(num_local)
         if positions.ndim > 1:
-            return jnp.take(table_TD, positions, axis=0)
+            return tensor.look_up(len(table_TD), table_TD, positions)
         return lax.dynamic_slice_in_dim(table_TD, positions[0], num_local)
 
     def loss(self, x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int) -> jax.Array:
@@ -120,7 +133,7 @@ class Context:
         """Of activations between the tensor-parallel regions."""
         if self.key is None or rate == 0:
             return x_BTD
-        return dropout(x_BTD, rate, self.key, self.rows_B, self.positions(x_BTD.shape[1]))
+        return dropout(x_BTD, rate, self.key, self.rows_B, tensor.positions(x_BTD.shape[1], self.sp))
 
     def dropout_heads(self, x_BN: jax.Array, rate: float) -> jax.Array:
         """Of an array whose dims after the batch's begin with heads that are split over tp."""

@@ -59,10 +59,11 @@ class Program:
 
     def abstract_batch(self) -> Batch:
         rows, length = self.config.batch_size, self.config.model.seq_len
+        starts = (rows, length) if self.config.mask_documents else None
         return jax.tree.map(
             lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, spec)),
-            Batch((rows, length), (rows, length), (rows,)),
-            batch_specs(self.layout),
+            Batch((rows, length), (rows, length), (rows,), starts),
+            batch_specs(self.config, self.layout),
             is_leaf=lambda x: type(x) is tuple,
         )
 
@@ -79,14 +80,14 @@ class Program:
     def put(self, batch: Mapping) -> Batch:
         """The global batch -> device arrays, each rank getting its rows.
 
-        batch: `inputs`, `targets` and `rows` as host arrays, or a `GlobalBatch`, of which a process reads its own rows.
+        batch: the arrays of a `Batch` by name, on the host, or a `GlobalBatch`, of which a process reads its own rows.
         """
         read = batch.read if isinstance(batch, GlobalBatch) else lambda rows: {k: x[rows] for k, x in batch.items()}
 
         def array(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
             return jax.make_array_from_callback(like.shape, like.sharding, lambda at: read(at[0])[name])
 
-        return Batch(*map(array, Batch._fields, self.abstract_batch()))
+        return Batch(**{name: array(name, x) for name, x in self.abstract_batch()._asdict().items() if x is not None})
 
     def compile_step(self, compiler_options: dict[str, str | bool] | None = None) -> jax.stages.Compiled:
         """Compile the step ahead of time, with options of XLA for the step alone.
@@ -164,7 +165,7 @@ def build_program(
         moments=optimizer_specs(optimizer, layout),
         scale=None if config.precision.dtype != "float16" else LossScale(*[REPLICATED] * 3),
     )
-    batch = batch_specs(layout)
+    batch = batch_specs(config, layout)
     on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
     jit = partial(jax.jit, compiler_options=compiler_options)
 
@@ -195,8 +196,10 @@ def build_program(
     )
 
 
-def batch_specs(layout: Layout) -> Batch:
-    return Batch(layout.batch_spec(), layout.batch_spec(), layout.rows_spec())
+def batch_specs(config: RunConfig, layout: Layout) -> Batch:
+    """How the arrays of a batch are split. Documents' starts are whole along a sequence, for its positions follow."""
+    starts = layout.rows_spec() if config.mask_documents else None
+    return Batch(layout.batch_spec(), layout.batch_spec(), layout.rows_spec(), starts)
 
 
 def attention_on(mesh: Mesh | AbstractMesh, config: RunConfig, *, training: bool) -> str:
@@ -206,6 +209,7 @@ def attention_on(mesh: Mesh | AbstractMesh, config: RunConfig, *, training: bool
     """
     mine = [] if isinstance(mesh, AbstractMesh) else [d for d in mesh.devices.flat if d in jax.local_devices()]
     asked, dtype, device = config.parallel.attention, config.precision.dtype, next(iter(mine), None)
+    asked = "xla" if config.mask_documents else asked  # cuDNN's takes no such mask
     return config.model.attention_for(asked, platform_of(mesh), dtype, training=training, device=device)
 
 

@@ -150,7 +150,7 @@ class ShardedModel:
         return replace(self, ctx=replace(self.ctx, weight=weight))
 
     def context(self, key: jax.Array | None, batch: Batch) -> Context:
-        return replace(self.ctx, key=key, rows_B=batch.rows)
+        return replace(self.ctx, key=key, rows_B=batch.rows, starts_BT=batch.starts)
 
     def embed(self, outer: ShardedParams, batch: Batch, key) -> jax.Array:
         ctx = self.context(key, batch).at(0)
