@@ -74,10 +74,12 @@ class Rotary(NamedTuple):
     def __call__(self, x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
         """positions: [T], or [B, T] where rows differ. Computed in at least fp32."""
         dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
-        angle_TNH = (positions_T[..., None].astype(dtype) * self.frequencies().astype(dtype))[..., None, :]
-        cos, sin = jnp.cos(angle_TNH), jnp.sin(angle_TNH)
-        a, b = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+        angle_TNH = (positions_T[..., None].astype(dtype) * self.frequencies().astype(dtype))[..., None, None, :]
+        signs = np.array([[-1], [1]], dtype)
+        # Elementwise, and nothing put together: backward then keeps x alone.
+        halves = x_BTNH.reshape(*x_BTNH.shape[:-1], 2, -1).astype(dtype)
+        rotated = halves * jnp.cos(angle_TNH) + jnp.flip(halves, -2) * (signs * jnp.sin(angle_TNH))
+        return rotated.reshape(x_BTNH.shape).astype(x_BTNH.dtype)
 
 
 class GroupedAttention(nnx.Module):

@@ -9,9 +9,25 @@ MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "
 # Operations that work element by element, or take a part: cheaper to repeat than to write their result to memory and
 # read it again.
 CHEAP = MOVES | {
-    *("abs", "add", "and", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite"),
+    *(
+        "abs",
+        "add",
+        "and",
+        "cos",
+        "div",
+        "dynamic_slice",
+        "eq",
+        "erf",
+        "exp",
+        "exp2",
+        "expm1",
+        "ge",
+        "gt",
+        "integer_pow",
+        "is_finite",
+    ),
     *("le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or"),
-    *("pow", "rsqrt", "select_n", "sign", "sin", "slice", "sqrt", "square", "sub", "tanh", "unstack", "xor"),
+    *("pow", "rev", "rsqrt", "select_n", "sign", "sin", "slice", "sqrt", "square", "sub", "tanh", "unstack", "xor"),
 }
 GATHERS = {"all_gather", "all_gather_invariant"}
 # What follows from constants alone, and what a kept mask was drawn from.
