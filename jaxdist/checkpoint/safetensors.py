@@ -1,7 +1,7 @@
 """Files of safetensors: their headers, checked to the byte, and mapped memory of which only what is used is read.
 
-A file is 8 bytes with the header's length, the header (JSON: name -> dtype, shape, data_offsets) and the tensors' bytes,
-one after another with no hole. A folder has one file, or several and an index that says which tensor is in which.
+A file is 8 bytes with the header's length, the header (JSON: name -> dtype, shape, data_offsets) and the bytes of the
+tensors, one after another with no hole. A folder has one file, or several and an index that says which tensor is where.
 Source: https://github.com/huggingface/safetensors.
 """
 
