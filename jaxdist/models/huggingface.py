@@ -280,8 +280,8 @@ def _named(model_type: str, fields: dict) -> dict:
 # Tensors
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Our path: their name, and how the two are laid out. Dims: D model, V vocabulary, P positions, N query heads, K heads of
-# keys and values, H head dim, F feed-forward, C the three of q, k and v; those in brackets are one dim of theirs.
+# Our path: their name, and how the two are laid out. Dims: D model, V vocabulary, P positions, N query heads, K heads
+# of keys and values, H head dim, F feed-forward, C the three of q, k and v; those in brackets are one dim of theirs.
 # (PyTorch's Linear keeps [out, in]; GPT-2's Conv1D keeps [in, out].) Both rotate the halves of a head, so heads
 # need no reordering.
 DECODER = {
