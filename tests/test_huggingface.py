@@ -12,14 +12,14 @@ import pytest
 from conftest import DEVICES
 
 from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
-from jaxdist.checkpoint.weights import open_weights, read_model, read_weights, seen_as_ours, source_of, write_weights
+from jaxdist.checkpoint.weights import open_weights, read_weights, seen_as_ours, source_of, write_weights
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import Model
 from jaxdist.models.context import Batch, Context
-from jaxdist.models.huggingface import config_of, model_from_config, tensors_of
+from jaxdist.models.huggingface import config_of, model_from_config, read_model, tensors_of
 from jaxdist.parity import observe, random_batches
 from jaxdist.placement import make_layout
 

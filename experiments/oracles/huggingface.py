@@ -15,6 +15,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 
 # Our name: theirs inside a block, and the shape of one of ours, in which D is the width and N the heads.
 BLOCK = {

@@ -229,13 +229,16 @@ class Checkpoints:
                 raise _bad(folder / name, "its SHA-256 is not the one that was written")
         return manifest
 
-    def restore(self, manifest: Manifest, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    def restore(
+        self, manifest: Manifest, wanted: dict[str, jax.ShapeDtypeStruct], cast: bool = False
+    ) -> dict[str, jax.Array]:
         """The arrays `wanted` names, each with its sharding, of a checkpoint that `check` has passed.
 
-        Raises: BadCheckpoint where a name, shape or dtype differs; nothing has been read then.
+        cast: convert those that were written in another dtype. Raises: BadCheckpoint where a name or shape differs, or
+        a dtype that is not to be converted; nothing has been read then.
         """
         folder = self.path(manifest.step)
-        require_same_arrays(folder, manifest, wanted)
+        require_same_arrays(folder, manifest, wanted, cast)
         try:
             return self._orbax.restore(
                 folder / ARRAYS,
@@ -319,13 +322,16 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def require_same_arrays(folder: Path, manifest: Manifest, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises: BadCheckpoint naming the first array that the checkpoint lacks or holds with another shape or dtype."""
+def require_same_arrays(
+    folder: Path, manifest: Manifest, wanted: dict[str, jax.ShapeDtypeStruct], cast: bool = False
+) -> None:
+    """Raises: BadCheckpoint naming the first array that the checkpoint lacks or holds with another shape, or without
+    `cast` another dtype."""
     for name, x in wanted.items():
         if name not in manifest.arrays:
             raise _bad(folder, f"it holds no array {name}", "Restore it into the model and optimiser that wrote it")
         dtype, shape = manifest.arrays[name]
-        if (dtype, tuple(shape)) != (str(x.dtype), x.shape):
+        if (dtype, tuple(shape)) != (dtype if cast else str(x.dtype), x.shape):
             raise _bad(
                 folder,
                 f"its array {name} is {dtype}{shape}, and this run needs {x.dtype}{list(x.shape)}",

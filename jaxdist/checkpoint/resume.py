@@ -10,16 +10,27 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from jaxdist.checkpoint.checkpoints import BadCheckpoint, Checkpoints, Manifest, newest_good
-from jaxdist.checkpoint.logical import abstract_logical, from_logical, to_logical
+from jaxdist.checkpoint.logical import PARAMS, abstract_logical, abstract_parameters, from_logical, to_logical
+from jaxdist.checkpoint.weights import (
+    is_folder_of_weights,
+    model_differences,
+    open_weights,
+    read_weights,
+    require_no_difference,
+    source_of,
+)
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.files import set_aside
+from jaxdist.models.base import Model, declare, named_params
+from jaxdist.models.registry import model_of
 from jaxdist.runtime import processes
 from jaxdist.runtime.metrics import CONFIG, METRICS, STOPPED, SUMMARY, holds_run, read_config
 from jaxdist.train.program import Program
 from jaxdist.train.state import State
 
 FOLDER = "checkpoints"
+SOURCE = "source"  # of what a checkpoint says of itself: the files of weights that its parameters came from
 
 
 @dataclass(frozen=True)
@@ -47,9 +58,10 @@ class Start:
     about: str
 
 
-def about(config: RunConfig, data: dict, progress: Progress) -> dict:
-    """What a checkpoint says of the run that wrote it."""
-    return {"config": to_dict(config), "data": data, "progress": asdict(progress), "random": _random(config)}
+def about(config: RunConfig, data: dict, progress: Progress, source: dict | None = None) -> dict:
+    """What a checkpoint says of the run that wrote it; with the `weights.Source` that its parameters once came from."""
+    found = {"config": to_dict(config), "data": data, "progress": asdict(progress), "random": _random(config)}
+    return found if source is None else found | {SOURCE: source}
 
 
 def _random(config: RunConfig) -> dict:
@@ -61,10 +73,17 @@ def _random(config: RunConfig) -> dict:
     }
 
 
-def save(checkpoints: Checkpoints, program: Program, state: State, data: dict, progress: Progress) -> None:
+def save(
+    checkpoints: Checkpoints,
+    program: Program,
+    state: State,
+    data: dict,
+    progress: Progress,
+    source: dict | None = None,
+) -> None:
     """Start to save what comes after `state.step` steps."""
     step = int(state.step)
-    checkpoints.save(step, to_logical(program, state), about(program.config, data, progress))
+    checkpoints.save(step, to_logical(program, state), about(program.config, data, progress, source))
 
 
 def find(
@@ -93,16 +112,9 @@ def find(
 
 def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
     """The checkpoint that `restore=DIR[:STEP]` names; its model and optimiser must be this run's."""
-    folder, _, step = text.rpartition(":")
-    if not folder or not step.isdigit():
-        folder, step = text, ""
-    path = Path(folder)
-    checkpoints = Checkpoints(path / FOLDER if (path / FOLDER).is_dir() else path)
-    steps = checkpoints.steps()
-    if not steps or (step and int(step) not in steps):
-        found = f"it holds those of steps {', '.join(map(str, steps))}" if steps else "it holds no committed one"
-        raise ConfigError(f"restore={text!r}", f"there is no such checkpoint: {found}", "Name DIR or DIR:STEP")
-    manifest = _agreed(checkpoints, lambda: checkpoints.check(int(step) if step else steps[-1]))
+    checkpoints, manifest = locate(f"restore={text!r}", text)
+    if "progress" not in manifest.about:
+        raise ConfigError(f"restore={text!r}", "it holds parameters alone, and no run", f"Use weights={text!r}")
     there = manifest.about.get("config")
     differing = differences(there, to_dict(config), only=("model", "optimizer.name"))
     differing = [line for line in differing if "dropout" not in line]
@@ -115,6 +127,23 @@ def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
             "Use more steps",
         )
     return checkpoints, manifest
+
+
+def locate(asked: str, text: str) -> tuple[Checkpoints, Manifest]:
+    """The checkpoint that `DIR[:STEP]` names, of a run's folder or a folder of checkpoints, every byte of it checked.
+
+    asked: for messages. Raises: ConfigError.
+    """
+    folder, _, step = text.rpartition(":")
+    if not folder or not step.isdigit():
+        folder, step = text, ""
+    path = Path(folder)
+    checkpoints = Checkpoints(path / FOLDER if (path / FOLDER).is_dir() else path)
+    steps = checkpoints.steps()
+    if not steps or (step and int(step) not in steps):
+        found = f"it holds those of steps {', '.join(map(str, steps))}" if steps else "it holds no committed one"
+        raise ConfigError(asked, f"there is no such checkpoint: {found}", "Name DIR or DIR:STEP")
+    return checkpoints, _agreed(checkpoints, lambda: checkpoints.check(int(step) if step else steps[-1]))
 
 
 def _agreed(checkpoints: Checkpoints, choose: Callable[[], Manifest | None]) -> Manifest | None:
@@ -204,8 +233,70 @@ def require_own_folder(out: Path, config: RunConfig, warn: Callable[[str], None]
         warn(f"the file that defines {there['model']['class']} has changed since this run began")
 
 
-def begin(program: Program) -> Start:
-    return Start(0, program.init(program.config.seed), Progress(), "initial values")
+@dataclass(frozen=True)
+class Weights:
+    """Parameters to start from, checked against the model and not read yet.
+
+    read: of `params.*` by name, each with its dtype and sharding. source: the files they once came from, None where
+    there are none. companions: the folder in which a tokenizer may be.
+    """
+
+    about: str
+    read: Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
+    source: dict | None
+    companions: Path
+
+
+def find_weights(text: str, model: Model) -> Weights:
+    """What `weights=PATH` names: a folder of transformers, a run, or a checkpoint. Raises: ConfigError with a table of
+    all that differs from the model."""
+    path = Path(text)
+    if is_folder_of_weights(path):
+        folder, _ = open_weights(path, model)
+        source = asdict(source_of(folder))
+        return Weights(f"the weights in {path}", lambda wanted: read_weights(path, model, wanted), source, path)
+    checkpoints, manifest = locate(f"weights={text!r}", text)
+    there = checkpointed_model(checkpoints, manifest)
+    rows = model_differences(there, model)
+    shapes = {f"{PARAMS}.{name}": list(param.shape) for name, param in named_params(declare(model))}
+    found = {name: shape for name, (_, shape) in manifest.arrays.items() if name.startswith(f"{PARAMS}.")}
+    for name, shape in shapes.items():
+        if name not in found:
+            rows.append(("missing", name, f"the model has {shape}"))
+        elif found[name] != shape:
+            rows.append(("different", name, f"{found[name]}; the model has {shape}"))
+    rows += [("extra", name, str(shape)) for name, shape in found.items() if name not in shapes]
+    require_no_difference(f"weights={text!r}", rows)
+    about = f"the parameters of step {manifest.step} in {checkpoints.folder}"
+    return Weights(
+        about,
+        lambda wanted: checkpoints.restore(manifest, wanted, cast=True),
+        manifest.about.get(SOURCE),
+        companions_of(checkpoints),
+    )
+
+
+def checkpointed_model(checkpoints: Checkpoints, manifest: Manifest) -> Model:
+    """The model of a checkpoint. Raises: BadCheckpoint where it does not say."""
+    try:
+        return model_of(manifest.about["config"]["model"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadCheckpoint(
+            f"checkpoint {checkpoints.path(manifest.step)}", "it does not say of which model it is", "Use another"
+        ) from error
+
+
+def companions_of(checkpoints: Checkpoints) -> Path:
+    """The folder with what came with the parameters: the run's, or that of the checkpoints."""
+    return checkpoints.folder.parent if checkpoints.folder.name == FOLDER else checkpoints.folder
+
+
+def begin(program: Program, weights: Weights | None = None) -> Start:
+    """The first state, with fresh moments: of initial values, or of the parameters that a run is to start from."""
+    if weights is None:
+        return Start(0, program.init(program.config.seed), Progress(), "initial values")
+    wanted = abstract_parameters(program.layout, program.mesh, program.config.precision.master_dtype)
+    return Start(0, from_logical(program, weights.read(wanted)), Progress(), weights.about)
 
 
 def require_same_run(out: str, there: dict | None, config: RunConfig) -> None:

@@ -6,6 +6,7 @@ mapped memory, seen in our order of dims; a shard is an index into that. Nothing
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from jaxdist.models.huggingface import (
     config_of,
     in_full,
     model_from_config,
+    read_model,
     tensors_of,
     with_positions,
 )
@@ -61,22 +63,17 @@ class Source:
     headers: dict[str, str]
 
 
+def copy_companions(here: Path, there: Path) -> None:
+    """Copy the tokenizer and what else goes with the weights, where there is such."""
+    if processes.is_first():
+        there.mkdir(parents=True, exist_ok=True)
+        for name in COMPANIONS:
+            if (here / name).is_file():
+                shutil.copyfile(here / name, there / name)
+
+
 def is_folder_of_weights(path: Path) -> bool:
     return path.is_dir() and any(os.path.lexists(path / name) for name in (safetensors.FILE, safetensors.INDEX))
-
-
-def read_model(path: Path | str) -> Model:
-    """The model that a config.json, or the folder it is in, describes. Raises: ConfigError."""
-    path = Path(path)
-    path = path / CONFIG if path.is_dir() else path
-    text = read_text_file("the model in", path)
-    try:
-        config = safetensors.parse(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the model in {str(path)!r}", f"it is not JSON ({error})", "Fetch it again") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"the model in {str(path)!r}", "it is no JSON object", "Fetch it again")
-    return model_from_config(config, str(path))
 
 
 def source_of(folder: Folder) -> Source:
@@ -98,7 +95,7 @@ def open_weights(path: Path | str, model: Model) -> tuple[Folder, dict[str, Stor
     there = {in_full(name, model): stored for name, stored in folder.tensors.items()}
     wanted = {tensor.name: tensor for tensor in tensors_of(model)}
     tied = HEAD in there and HEAD not in wanted and _is_tied(model)
-    rows = []
+    rows = model_differences(read_model(folder.path), model)
     for name, tensor in wanted.items():
         if name not in there:
             rows.append(("missing", name, f"the model has {list(tensor.shape)}"))
@@ -115,6 +112,21 @@ def open_weights(path: Path | str, model: Model) -> tuple[Folder, dict[str, Stor
     return folder, {name: there[name] for name in wanted}
 
 
+# Of a model, what its parameters do not depend on: how long sequences are, and dropout.
+FREE = ("seq_len", "dropout")
+
+
+def model_differences(there: Model, model: Model) -> list[tuple[str, str, str]]:
+    """Rows for `require_no_difference`: fields by which two models make something else of the same parameters."""
+    if type(there) is not type(model):
+        return [("different", "model", f"{type(there).__name__}; here {type(model).__name__}")]
+    return [
+        ("different", name, f"{value}; the model has {getattr(model, name)}")
+        for name, value in vars(there).items()
+        if value != getattr(model, name) and name not in FREE
+    ]
+
+
 def require_no_difference(asked: str, rows: list[tuple[str, str, str]]) -> None:
     """rows: (kind, name, what differs). Raises: ConfigError with all of them in a table, but for very many."""
     if not rows:
@@ -123,7 +135,7 @@ def require_no_difference(asked: str, rows: list[tuple[str, str, str]]) -> None:
     lines += [f"  and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
     raise ConfigError(
         asked,
-        f"{len(rows)} of the arrays are not the model's\n" + "\n".join(lines) + "\nEvery one is needed, and no other",
+        f"they are not the model's: {len(rows)} differences\n" + "\n".join(lines) + "\nAll of it must agree",
         "Use the model that they were written for",
     )
 

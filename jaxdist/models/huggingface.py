@@ -10,9 +10,11 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, reason_of
+from jaxdist.files import read_text_file
 from jaxdist.models.base import STACKED, Model, declare, named_params
 from jaxdist.models.decoder import FULL, SLIDING, Decoder
 from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS
@@ -38,6 +40,22 @@ ROPE_THETA = 10_000.0  # where a file does not name one
 # ---------------------------------------------------------------------------------------------------------------------
 # config.json -> model
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_model(path: Path | str) -> Model:
+    """The model that a config.json, or the folder it is in, describes. Raises: ConfigError."""
+    path = Path(path)
+    path = path / CONFIG if path.is_dir() else path
+    text = read_text_file("the model in", path)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"the model in {str(path)!r}", f"it is not JSON ({reason_of(error)})", "Fetch it again"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"the model in {str(path)!r}", "it is no JSON object", "Fetch it again")
+    return model_from_config(config, str(path))
 
 
 def model_from_config(config: dict, where: str = CONFIG) -> Model:
