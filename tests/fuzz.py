@@ -124,6 +124,8 @@ TARGETS = (
     Target("verify", "VerifyFlags", TINY, (".verify:Verifier.__call__",), share=3),
     Target("plan", "PlanFlags", ("--model", "gpt2-124m", "--hardware", "h100", "--nodes", "1"), share=3),
     Target("prepare", "PrepareFlags", ("--data", "text.txt", "--out", "prepared"), share=2),
+    Target("convert", "Hf", ("theirs", "--out", "ours")),
+    Target("convert", "Ours", ("ours", "--out", "out")),
     Target("schedules", "SchedulesFlags"),
     Target("launch", "LaunchFlags", ("--processes", "1"), (".launch:start",)),
     Target("bench.__main__", "BenchFlags", ("compile", *TINY), ("importlib:import_module",)),

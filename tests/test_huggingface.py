@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 from functools import cache
 from pathlib import Path
 
@@ -386,3 +387,29 @@ def test_kinds_repeat_as_shortly_as_they_can():
     assert kinds(layer_types=[full, sliding, sliding, full]) == ("full", "sliding", "sliding", "full")
     assert kinds(layer_types=None, max_window_layers=3) == ("full", "full", "full", "sliding")
     assert kinds(layer_types=None, max_window_layers=0) == ("sliding",)
+
+
+def test_whatever_a_config_says_only_one_error_comes_out():
+    odd = (None, True, 0, -1, 1.5, 2**70, float("nan"), "x", "", [], [None], {}, {"a": 1}, {"rope_type": []})
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(3000):
+        config = dict(FAMILIES[chance.choice(sorted(FAMILIES))])
+        names = [
+            *config,
+            "rope_scaling",
+            "rope_parameters",
+            "layer_types",
+            "head_dim",
+            "partial_rotary_factor",
+            "n_inner",
+        ]
+        for name in chance.sample(sorted({*names, "sliding_window", "max_window_layers"}), chance.randint(1, 3)):
+            config[name] = chance.choice(odd)
+        try:
+            model = model_from_config(config)
+        except ConfigError:
+            refused += 1
+            continue
+        assert model_from_config(config_of(model)) == model
+    assert 1500 < refused < 3000

@@ -1,6 +1,7 @@
 """Files of safetensors: what is damaged or foreign is refused by file and tensor; what we write is what they write."""
 
 import json
+import random
 import struct
 from pathlib import Path
 
@@ -199,3 +200,30 @@ def test_tensors_are_split_into_files_in_their_order():
     assert groups == [["a", "b"], ["c"], ["d", "e"]]
     assert safetensors.names_of_files(1) == [FILE]
     assert safetensors.names_of_files(2)[1] == "model-00002-of-00002.safetensors"
+
+
+# ---- anything ----
+
+
+def test_whatever_the_bytes_only_one_error_comes_out(tmp_path):
+    """A good folder with a few bytes changed, cut or put in."""
+    good = index_of(tmp_path, PLACES)
+    contents = {path: path.read_bytes() for path in good.iterdir()}
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(1500):
+        path = chance.choice(sorted(contents))
+        damaged = bytearray(contents[path])
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(damaged) + 1)
+            damaged[at : at + chance.randint(0, 3)] = chance.choice(
+                (b"", b"9", b"}", b'"', b"-", bytes([chance.randrange(256)]))
+            )
+        path.write_bytes(damaged)
+        try:
+            open_folder(good)
+        except BadWeights as error:
+            refused += 1
+            assert str(good) in str(error)
+        path.write_bytes(contents[path])
+    assert refused > 1000

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jaxdist.errors import ConfigError, reason_of
+from jaxdist.errors import MOST, ConfigError, reason_of, require_positive
 from jaxdist.files import read_text_file
-from jaxdist.models.base import STACKED, Model, declare, named_params
+from jaxdist.models.base import BOUNDS, STACKED, Model, declare, named_params
 from jaxdist.models.decoder import FULL, SLIDING, Decoder
 from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS
 
@@ -93,8 +93,8 @@ class _Fields:
         """A whole number above 0. default: where the field is missing or null."""
         value = self.config.get(name)
         value = default[0] if value is None and default else value
-        if type(value) is not int or value < 1:
-            raise self.refuse(name, "it is a whole number above 0", "Mend the file")
+        if type(value) is not int or not 1 <= value <= MOST:
+            raise self.refuse(name, f"it is a whole number from 1 to {MOST:,}", "Mend the file")
         return value
 
     def number(self, name: str, default: float | None = None, of: dict | None = None) -> float:
@@ -143,6 +143,7 @@ def _decoder(fields: _Fields, model_type: str) -> Decoder:
     if fields.config.get("attention_dropout", 0) != 0:
         raise fields.refuse("attention_dropout", "these layers have no dropout", "Use 0")
     width, heads, num_layers = map(fields.size, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    require_positive("num_layers", num_layers, BOUNDS["num_layers"])
     bias = fields.flag("attention_bias", False) if model_type in ("llama", "qwen3") else model_type == "qwen2"
     kinds = _kinds(fields, model_type, num_layers)
     theta, scaling = _rope(fields)
@@ -184,7 +185,7 @@ def _rope(fields: _Fields) -> tuple[float, tuple]:
     if not isinstance(rope, dict):
         raise fields.refuse(name, "it is an object", "Mend the file")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_SCALING or rope.get("type", kind) != kind:
+    if not isinstance(kind, str) or kind not in ROPE_SCALING or rope.get("type", kind) != kind:
         raise fields.refuse(name, f"only the types {', '.join(ROPE_SCALING)} can be computed here")
     unknown = rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_SCALING[kind]}
     whole = rope.get("partial_rotary_factor", fields.config.get("partial_rotary_factor"))
@@ -418,4 +419,4 @@ def in_full(name: str, model: Model) -> str:
 
 def with_positions(model: Model, num_positions: int) -> Model:
     """The same model with another context, which for GPT-2 is the number of learned positions."""
-    return replace(model, seq_len=num_positions)
+    return replace(model, seq_len=num_positions)  # type: ignore[type-var]  # its subclasses are dataclasses
