@@ -30,7 +30,7 @@ from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, printable, reason_of, require_positive
 from jaxdist.models.base import Model
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import SIZES, ModelFlags, class_name, fault_in, name_of, source_digest
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice
@@ -58,8 +58,9 @@ ModelName = Annotated[
     str,
     tyro.conf.arg(
         aliases=["--preset"],
-        metavar="NAME|MODULE:CLASS",
-        help=f"{', '.join(PRESETS)}; or a class of your own, as in my_module:MyModel. The sizes below override it.",
+        metavar="NAME|PATH|MODULE:CLASS",
+        help=f"{', '.join(PRESETS)}; the config.json of a model of transformers; or a class of your own, as in "
+        "my_module:MyModel. The sizes below override it.",
     ),
 ]
 
@@ -342,7 +343,8 @@ def _parse_words(flags_type: type[Flags], prog: str, words: list[str], default: 
 
 def _join_to_end(flags_type: type) -> None:
     """Join the other processes, who wait for this one, so that they can be told that it ends."""
-    if issubclass(flags_type, ProcessFlags) and processes.asked_to_join():
+    commands = typing.get_args(flags_type) or (flags_type,)
+    if any(issubclass(kind, ProcessFlags) for kind in commands) and processes.asked_to_join():
         with suppress(ConfigError):
             processes.join(None, None, None)
 

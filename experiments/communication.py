@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import Layout
 from jaxdist.mesh import parse_mesh
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 from jaxdist.placement import make_layout
 from jaxdist.plan.papers import formulas
 from jaxdist.plan.proof.trace import total_sent

@@ -12,8 +12,8 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from jaxdist.checkpoint.logical import abstract_logical, named, parameters_from_logical, unnamed
-from jaxdist.checkpoint.weights import cast, open_weights
+from jaxdist.checkpoint.logical import abstract_parameters, parameters_from_logical
+from jaxdist.checkpoint.trained import find_weights
 from jaxdist.config import Dtype, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.data.batches import Batches, held_out_batches, load_corpus
 from jaxdist.errors import ConfigError, require_positive
@@ -33,7 +33,7 @@ class EvaluateFlags:
     GROUPS: ClassVar[dict[str, str]] = {"data": "data", "mesh": "devices"}
 
     checkpoint: tyro.conf.Positional[str]
-    """A run's folder or its checkpoints, DIR[:STEP]."""
+    """A run's folder, a checkpoint DIR[:STEP], or a folder of transformers."""
     data: str | None = None
     """As of train. Default: the source of Python's standard library."""
     split: Literal["held-out", "train"] = "held-out"
@@ -60,7 +60,7 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     if flags.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     devices = acquire_devices(shape.num_devices, flags.device)
-    weights = open_weights(flags.checkpoint)
+    weights = find_weights(flags.checkpoint, "checkpoint")
     model = with_seq_len(weights.model, flags.seq_len)
     dtype = flags.dtype or weights.dtype
     schedule = {"schedule": "gpipe", "microbatches": 1} if shape.pp > 1 else {}
@@ -76,10 +76,8 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     console.print(f"{escape(weights.about)}: {escape(model.describe())}, {dtype}", soft_wrap=True)
     console.print(f"on {escape(corpus.about)}", soft_wrap=True)
     with Progress("reading the weights"):
-        wanted = {name: x for name, x in abstract_logical(program).items() if name.startswith("params.")}
-        kept = {name: jax.ShapeDtypeStruct(x.shape, weights.dtype, sharding=x.sharding) for name, x in wanted.items()}
-        tree = weights.load(unnamed("params", program.layout.leaves, kept))
-        params = parameters_from_logical(program, named("params", cast(tree, config.precision.master_dtype)))
+        wanted = abstract_parameters(program.layout, program.mesh, config.precision.master_dtype)
+        params = parameters_from_logical(program, weights.read(wanted))
     loss = tokens = 0.0
     with Progress("evaluating") as progress:
         for done, batch in enumerate(batches):

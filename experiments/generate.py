@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from jaxdist.checkpoint.weights import Weights, cast, open_weights
+from jaxdist.checkpoint.trained import Weights, find_weights
 from jaxdist.config import Dtype
 from jaxdist.data.text_stream import TextStream
 from jaxdist.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
@@ -41,7 +41,7 @@ class GenerateFlags:
     GROUPS: ClassVar[dict[str, str]] = {"temperature": "sampling", "mesh": "devices"}
 
     checkpoint: tyro.conf.Positional[str]
-    """A run's folder or its checkpoints, DIR[:STEP]."""
+    """A run's folder, a checkpoint DIR[:STEP], or a folder of transformers."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A text to continue; several are continued together."""
     prompts: str | None = None
@@ -103,7 +103,7 @@ def main(flags: GenerateFlags, console: Console) -> int:
         jax.config.update("jax_enable_x64", True)
     devices = acquire_devices(shape.num_devices, flags.device)
     notes = SafeConsole(stderr=True, highlight=False)
-    weights = open_weights(flags.checkpoint)
+    weights = find_weights(flags.checkpoint, "checkpoint")
     tokenizer = find_tokenizer(flags.tokenizer, weights)
     prompts = [encode(tokenizer, text, weights) for text in texts]
     longest, room = max(map(len, prompts)), weights.model.seq_len
@@ -131,8 +131,8 @@ def main(flags: GenerateFlags, console: Console) -> int:
     notes.print(f"{escape(weights.about)}: {escape(weights.model.describe())}, {generator.dtype}", soft_wrap=True)
     notes.print(f"mesh {shape}: {devices.description}", soft_wrap=True)
     with Progress("reading the weights"):
-        params = cast(weights.load(generator.abstract_params(weights.dtype)), generator.dtype)
-    streams = [TextStream(tokenizer, weights.end_of_text, flags.stop) for _ in prompts]
+        params = weights.load(generator.abstract_params())
+    streams = [TextStream(tokenizer, weights.end_of_text(), flags.stop) for _ in prompts]
     times = generate(generator, params, prompts, num_new, streams, texts, console)
     report(notes, generator, devices, prompts, streams, times)
     return 0
@@ -143,18 +143,18 @@ def find_tokenizer(asked: str | None, weights: Weights) -> Tokenizer:
         return ByteTokenizer()
     if asked is not None:
         return BPETokenizer.load(Path(asked), None)
-    if weights.tokenizer is None:
+    if (found := weights.tokenizer()) is None:
         raise ConfigError(
             f"the checkpoint of {weights.about}",
             "it does not say what its tokens mean, and has no tokenizer.json beside it",
             "Name its tokenizer, as in --tokenizer FILE or --tokenizer bytes",
         )
-    return weights.tokenizer
+    return found
 
 
 def encode(tokenizer: Tokenizer, text: str, weights: Weights) -> np.ndarray:
     tokens = tokenizer.encode([text])[0].astype(np.int64)
-    tokens = np.concatenate([np.asarray(weights.begin_of_text, np.int64), tokens])
+    tokens = np.concatenate([np.asarray(weights.begin_of_text(tokenizer), np.int64), tokens])
     if not len(tokens):
         raise ConfigError("an empty prompt", "the first token follows from those before it", "Write at least a word")
     if tokens.max() >= weights.model.vocab_size:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 from jaxdist.plan.hardware import GIB
 from jaxdist.plan.proof.compile import compile_step, require_compiler
 

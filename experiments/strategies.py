@@ -11,7 +11,7 @@ from itertools import count, product
 
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
 from jaxdist.parity import PROOF_EPS, PROOF_LR
 

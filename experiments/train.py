@@ -25,6 +25,8 @@ from rich.table import Table
 
 from jaxdist.checkpoint import resume
 from jaxdist.checkpoint.checkpoints import Checkpoints, Manifest, SaveFailed
+from jaxdist.checkpoint.trained import SOURCE, Weights, find_weights
+from jaxdist.checkpoint.weights import copy_companions
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
 from jaxdist.data.batches import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
@@ -105,6 +107,8 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     """With --fresh: remove the run that --out holds."""
     restore: str | None = None
     """DIR[:STEP] of another run: start from its checkpoint, on this mesh and with these settings."""
+    weights: str | None = None
+    """Start at step 0 from these parameters: a folder of transformers, a run, or what `convert` made."""
     fall_back: bool = False
     """Where the newest checkpoint is damaged, continue from the newest good one."""
     grace: float = 30.0
@@ -165,7 +169,10 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
                     raise ConfigError(f"{flag} without --out", "it is about a run's folder", "Add --out runs/a")
         if self.out is not None and not self.out:
             raise ConfigError("--out ''", "it names no folder", "Name one")
-        for name in ("out", "restore"):
+        if self.weights is not None and self.restore is not None:
+            reason = "the first starts a schedule anew, and the second goes on with one"
+            raise ConfigError("--weights with --restore", reason, "Give one of them")
+        for name in ("out", "restore", "weights"):
             if not is_utf8(getattr(self, name) or ""):
                 asked = f"--{name} {getattr(self, name)!r}"
                 raise ConfigError(asked, "TensorStore writes under names of UTF-8 alone", "Choose another folder")
@@ -225,11 +232,17 @@ class Job:
 
 @dataclass(eq=False)
 class Run(Job):
-    """The job with all it holds while it runs. `other` is the checkpoint of another run that it begins from."""
+    """The job with all it holds while it runs.
+
+    other, weights: the checkpoint of another run, or the parameters alone, that it begins from. source: the files that
+    its parameters came from, as checkpoints remember them.
+    """
 
     entropy: float
     checkpoints: Checkpoints | None
     other: tuple[Checkpoints, Manifest] | None
+    weights: Weights | None
+    source: dict | None
     files: RunFiles
     signals: Signals
     watchdog: Watchdog
@@ -245,7 +258,7 @@ class Run(Job):
             return resume.restore(self.checkpoints, manifest, self.program, same_run=True)
         if self.other is not None:
             return resume.restore(*self.other, self.program, same_run=False)
-        return resume.begin(self.program)
+        return resume.begin(self.program, self.weights)
 
     def save(self, state: State, progress: resume.Progress) -> None:
         """Start to save. Raises: SaveFailed; for the save before this one only where there are several processes."""
@@ -258,7 +271,7 @@ class Run(Job):
                 raise
             self.not_saved(error)
         with nullcontext() if self.fault is None else self.fault.no_room(int(state.step)):
-            resume.save(self.checkpoints, self.program, state, self.data, progress)
+            resume.save(self.checkpoints, self.program, state, self.data, progress, self.source)
             if self.fault is not None:
                 self.checkpoints.wait()
 
@@ -357,12 +370,18 @@ def take_folder(job: Job, stack: ExitStack) -> bool:
 def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run, Manifest | None]:
     """All that the run holds until `stack` ends, and the run's own newest checkpoint."""
     flags, config, out = job.flags, job.config, job.out
-    checkpoints = own = other = None
+    checkpoints = own = other = weights = source = None
     if out is not None:
         checkpoints = Checkpoints(out / resume.FOLDER, flags.keep_last, flags.keep_every, warn=job.warn)
         own = resume.find(checkpoints, config, job.data, flags.fall_back, job.warn)
     if own is None and flags.restore is not None:
         other = resume.find_other(flags.restore, config)
+    if own is None and flags.weights is not None:
+        weights = find_weights(flags.weights, "weights", config.model)
+    if own or other:
+        source = (own or other[1]).about.get(SOURCE)
+    elif weights:
+        source = weights.source
 
     def late() -> None:
         steps = checkpoints.steps() if checkpoints else []
@@ -373,13 +392,16 @@ def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run,
     watchdog = stack.enter_context(Watchdog(flags.stuck_after, stacks_file(out)))
     budget = stack.enter_context(job_budget(job, now))
     about = {"data": job.corpus.about, "devices": job.devices.description, "compiler_options": job.options}
+    about |= {} if flags.weights is None else {"weights": flags.weights}
     files = stack.enter_context(RunFiles(job.own_folder, config, about, own.step if own else 0, job.warn))
     if job.own_folder is not None:
         write_settings(job.own_folder, flags, config)
+        if weights:
+            copy_companions(weights.companions, job.own_folder)
         if (tokenizer := job.corpus.tokens_of.tokenizer_file) is not None:  # what the run generates is read with it
             write_whole(job.own_folder / tokenizer.name, tokenizer.read_bytes())
     entropy = job.corpus.unigram_entropy()
-    return Run(*vars(job).values(), entropy, checkpoints, other, files, signals, watchdog, budget), own
+    return Run(*vars(job).values(), entropy, checkpoints, other, weights, source, files, signals, watchdog, budget), own
 
 
 def compile_and_start(run: Run, own: Manifest | None) -> resume.Start:
@@ -399,6 +421,8 @@ def compile_and_start(run: Run, own: Manifest | None) -> resume.Start:
         f"compiled in {compiled - begun:.1f} s, {'initialised' if not start.step else 'restored'} in "
         f"{time.perf_counter() - compiled:.1f} s{note}"
     )
+    if run.weights and not start.step:
+        console.print(f"[bold]started from[/] {escape(start.about)}", soft_wrap=True)
     if start.step:
         verb = "resumed after" if own else "restored from"
         console.print(f"[bold]{verb}[/] {escape(start.about)}; batch {start.progress.batch} is next", soft_wrap=True)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from jaxdist.mesh import make_mesh, parse_mesh
     from jaxdist.models.base import Model, Param
     from jaxdist.models.context import Context
-    from jaxdist.models.gpt2 import GPT2, PRESETS
+    from jaxdist.models.gpt2 import GPT2
+    from jaxdist.models.presets import PRESETS
     from jaxdist.runtime.devices import acquire_devices
     from jaxdist.train.program import Program, build_program
     from jaxdist.verification import verify
@@ -59,7 +60,8 @@ _HOMES = {
     "mesh": ("make_mesh", "parse_mesh"),
     "models.base": ("Model", "Param"),
     "models.context": ("Context",),
-    "models.gpt2": ("GPT2", "PRESETS"),
+    "models.gpt2": ("GPT2",),
+    "models.presets": ("PRESETS",),
     "runtime.devices": ("acquire_devices",),
     "train.program": ("Program", "build_program"),
     "verification": ("verify",),

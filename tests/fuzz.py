@@ -31,7 +31,7 @@ from rich.console import Console
 from experiments.cli import EXIT_DEFECT, chosen, run_program
 from jaxdist.commands import command_text
 from jaxdist.errors import printable, require_positive
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 
 INTEGERS = (0, -1, 1, 2, 3, 4, 7, 8, 128, 10**6, 2**31 - 1, 2**31, 10**9, 10**18, -(10**18))
 FLOATS = ("nan", "inf", "-inf", "0", "-1", "1e-320", "1e308", "1e999", "0.5", "1", "3", "3e18", "1_0")
@@ -124,6 +124,8 @@ TARGETS = (
     Target("verify", "VerifyFlags", TINY, (".verify:Verifier.__call__",), share=3),
     Target("plan", "PlanFlags", ("--model", "gpt2-124m", "--hardware", "h100", "--nodes", "1"), share=3),
     Target("prepare", "PrepareFlags", ("--data", "text.txt", "--out", "prepared"), share=2),
+    Target("convert", "Hf", ("theirs", "--out", "ours")),
+    Target("convert", "Ours", ("ours", "--out", "out")),
     Target("schedules", "SchedulesFlags"),
     Target("launch", "LaunchFlags", ("--processes", "1"), (".launch:start",)),
     Target("bench.__main__", "BenchFlags", ("compile", *TINY), ("importlib:import_module",)),

@@ -25,7 +25,7 @@ from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.resume import Progress, restore, save
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import search
 from jaxdist.runtime.devices import acquire_devices

@@ -26,7 +26,8 @@ from experiments.timeline import write_both
 from jaxdist.config import RunConfig
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_abstract_mesh
-from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
 from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.proof.trace import total_sent

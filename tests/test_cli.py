@@ -28,7 +28,8 @@ from experiments.train import TrainFlags
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
 from jaxdist.train.program import Program, build_program
 from tests import fuzz, planted_bugs
 

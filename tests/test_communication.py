@@ -13,7 +13,8 @@ from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, Run
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import Collective, total_sent

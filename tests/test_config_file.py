@@ -18,7 +18,7 @@ from experiments.plan import PlanFlags
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
 from experiments.verify import VerifyFlags
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.registry import SIZES
 
 MAIN = {
     "train": (TrainFlags, experiments.train.main),
@@ -217,7 +217,7 @@ def test_every_flag_of_a_run_comes_back(tmp_path, name):
     found = TrainFlags(**read_flags(TrainFlags, "train", str(tmp_path / "a.toml")))
     sizes = dataclasses.asdict(config.model)
     wanted = TrainFlags() if name in TrainFlags.NOT_KEPT else flags
-    if name not in sizes:  # a file says every size
+    if name not in SIZES:  # a file says every size
         wanted = dataclasses.replace(wanted, **sizes)
         assert found == wanted
 
@@ -265,4 +265,4 @@ def test_a_run_leaves_the_file_that_is_the_same_run(monkeypatch, capsys, tmp_pat
 
 def test_sections_and_programs_do_not_share_a_name():
     assert not set(SHARED) & set(PROGRAMS) and set(SHARED) == {"model", "run", "parallel", "optimizer", "precision"}
-    assert set(SHARED["model"]) == {"name", *dataclasses.asdict(PRESETS["tiny"])}
+    assert set(SHARED["model"]) == {"name", *SIZES}

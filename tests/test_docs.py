@@ -14,7 +14,7 @@ from experiments.strategies import PIPELINES, STRATEGIES
 from jaxdist import parity
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import collectives
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Candidates, layouts_of_mesh, legal_meshes, score

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import PrecisionConfig
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.collective_cost import CollectiveCost, bus_bandwidth_factor, collective_cost, two_level

@@ -19,7 +19,8 @@ from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.proof.compile import TARGETS, compile_step, emitted_collectives, target_devices, torus
 from jaxdist.plan.proof.executed import executed_step, miscounted

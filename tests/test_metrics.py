@@ -8,7 +8,7 @@ import pytest
 
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 from jaxdist.runtime.metrics import METRICS, RunFiles, read_config
 
 CONFIG = RunConfig(PRESETS["proof"])

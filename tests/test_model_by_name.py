@@ -21,7 +21,9 @@ from experiments.train import TrainFlags
 from jaxdist.config import ParallelConfig, RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape
-from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.models.decoder import Decoder
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import SIZES, ModelFlags, find_model, source_digest, source_of
 
 TESTS = Path(__file__).resolve().parent
@@ -165,7 +167,7 @@ def test_the_flags_of_a_run_name_the_model(module):
         assert flags_of(config) == ["--mesh", "dp=2", *words] or flags_of(config) == [*words, "--mesh", "dp=2"]
         assert tyro.cli(TrainFlags, args=flags_of(config)).run_config() == config
     with pytest.raises(ConfigError, match="no flags describe it"):
-        flags_of(RunConfig(Llama(num_kv_heads=2)))
+        flags_of(RunConfig(dataclasses.replace(find_model(f"{name}:SMALL"), depth=(9,))))
 
 
 def test_only_another_class_than_gpt2_is_written_down():
@@ -269,5 +271,6 @@ def test_an_exception_in_the_model_is_the_users(capfd, module):
     report.unlink()
 
 
-def test_every_size_flag_is_a_field_of_gpt2():
-    assert set(SIZES) == {field.name for field in dataclasses.fields(GPT2)}
+def test_every_size_flag_is_a_field_of_gpt2_or_decoder():
+    gpt2, decoder = ({field.name for field in dataclasses.fields(cls)} for cls in (GPT2, Decoder))
+    assert gpt2 <= set(SIZES) <= gpt2 | decoder

@@ -17,7 +17,7 @@ from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.base import Model, Param, parts_using
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 from jaxdist.parity import observe, random_batches, random_parameters
 from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import Cluster, find_hardware

@@ -13,7 +13,8 @@ from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, Run
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AVAILABLE_AXES, MeshShape, make_abstract_mesh
-from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, make_schedule
 from jaxdist.parallel.pipeline.lowering import lower, senders_of
 from jaxdist.parallel.pipeline.simulate import Costs, simulate

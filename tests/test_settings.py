@@ -16,7 +16,7 @@ from experiments.train import TrainFlags
 from experiments.verify import VerifyFlags
 from jaxdist.config import OptimizerConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 
 PROGRAMS = [TrainFlags, VerifyFlags, PlanFlags, BenchFlags, LevelsFlags, OverlapFlags]
 

@@ -12,7 +12,8 @@ from jaxdist.checkpoint.logical import abstract_logical, from_logical, to_logica
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
-from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.program import build_program
 

@@ -5,7 +5,7 @@ import time
 from rich.console import Console
 
 from jaxdist.config import PrecisionConfig, RunConfig
-from jaxdist.models.gpt2 import PRESETS
+from jaxdist.models.presets import PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.schedule_facts import schedule_facts
 from jaxdist.plan.search import rank, search

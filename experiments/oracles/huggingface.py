@@ -1,14 +1,24 @@
-"""A second oracle: transformers' GPT-2 with weights that it made itself, trained by torch's AdamW in float64.
+"""A second oracle: transformers' models, with weights that it made itself or that a folder holds.
 
+GPT-2 is trained by torch's AdamW in float64. Of any model: logits, the mean loss and every gradient, under its names.
 It imports nothing of the package, and only where torch and transformers are installed (`pip install -e '.[oracle]'`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 
 # Our name: theirs inside a block, and the shape of one of ours, in which D is the width and N the heads.
 BLOCK = {
@@ -85,8 +95,7 @@ class Gpt2:
     def mean_loss(self, batch: dict) -> torch.Tensor:
         tokens = torch.as_tensor(np.asarray(batch["inputs"]), dtype=torch.int64)
         targets = torch.as_tensor(np.asarray(batch["targets"]), dtype=torch.int64)
-        logits = self.model(tokens).logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten().clamp(min=-1), ignore_index=-1)
+        return _mean_loss(self.model(tokens).logits, targets)
 
     def train(
         self,
@@ -131,3 +140,73 @@ class Gpt2:
             "moments": moments,
             "evaluation": evaluation,
         }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any causal model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _computed_in(dtype: torch.dtype) -> Iterator[None]:
+    """transformers makes norms, softmax and rotary angles in float32 by that name: here it is the dtype given."""
+    with mock.patch.object(torch, "float32", dtype), mock.patch.object(torch, "float", dtype):
+        yield
+
+
+class CausalLM:
+    """A model of transformers, with eager attention, in evaluation mode.
+
+    config: as in config.json, with `model_type`. Weights are random; every scale and bias is off its 1 or 0, and
+    matrices are large enough that attention is not uniform.
+    """
+
+    def __init__(self, config: dict, seed: int = 0, dtype: str = "float64"):
+        values = {name: value for name, value in config.items() if name != "model_type"}
+        torch.manual_seed(seed)
+        self.dtype = getattr(torch, dtype)
+        with _computed_in(self.dtype):
+            made = CONFIG_MAPPING[config["model_type"]](**values, initializer_range=0.1)
+            self.model = AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                if weight.ndim == 1:
+                    weight += 0.2 * torch.randn(weight.shape)
+        self.model = self.model.to(self.dtype).eval()
+
+    @classmethod
+    def load(cls, folder: Path | str, dtype: str = "float64") -> "CausalLM":
+        """The one that a folder holds, in this dtype."""
+        found = cls.__new__(cls)
+        found.dtype = getattr(torch, dtype)
+        with _computed_in(found.dtype):
+            found.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=found.dtype)
+        found.model = found.model.to(found.dtype).eval()
+        return found
+
+    def save(self, folder: Path | str, dtype: str | None = None, max_shard_size: str = "5GB") -> None:
+        """Write it as transformers does, in another dtype where one is given (and then it is rounded here too)."""
+        if dtype is not None:
+            self.model = self.model.to(getattr(torch, dtype))
+        self.model.save_pretrained(folder, max_shard_size=max_shard_size)
+        self.model = self.model.to(self.dtype)
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """tokens[B, T] -> [B, T, V]."""
+        with torch.no_grad(), _computed_in(self.dtype):
+            return self.model(torch.as_tensor(np.asarray(tokens), dtype=torch.int64)).logits.numpy()
+
+    def gradients(self, batch: dict) -> tuple[float, dict[str, np.ndarray]]:
+        """(mean loss of the targets that are not negative, its gradient by every parameter's name)."""
+        self.model.zero_grad(set_to_none=True)
+        tokens, targets = (
+            torch.as_tensor(np.asarray(batch[name]), dtype=torch.int64) for name in ("inputs", "targets")
+        )
+        with _computed_in(self.dtype):
+            loss = _mean_loss(self.model(tokens).logits, targets)
+            loss.backward()
+        return loss.item(), {name: x.grad.numpy().copy() for name, x in self.model.named_parameters()}
+
+
+def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten().clamp(min=-1), ignore_index=-1)

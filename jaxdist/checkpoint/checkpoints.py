@@ -230,13 +230,16 @@ class Checkpoints:
                 raise _bad(folder / name, "its SHA-256 is not the one that was written")
         return manifest
 
-    def restore(self, manifest: Manifest, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    def restore(
+        self, manifest: Manifest, wanted: dict[str, jax.ShapeDtypeStruct], cast: bool = False
+    ) -> dict[str, jax.Array]:
         """The arrays `wanted` names, each with its sharding, of a checkpoint that `check` has passed.
 
-        Raises: BadCheckpoint where a name, shape or dtype differs; nothing has been read then.
+        cast: convert those that were written in another dtype. Raises: BadCheckpoint where a name or shape differs, or
+        a dtype that is not to be converted; nothing has been read then.
         """
         folder = self.path(manifest.step)
-        require_same_arrays(folder, manifest, wanted)
+        require_same_arrays(folder, manifest, wanted, cast)
         try:
             return self._orbax.restore(
                 folder / ARRAYS,
@@ -256,8 +259,8 @@ class Checkpoints:
             raise _bad(folder / ARRAYS, f"array {named} cannot be read ({reason_of(error)})") from error
 
 
-def find_step(path: str, parameter: str) -> tuple[Checkpoints, int]:
-    """The committed checkpoint that DIR or DIR:STEP names, of a run's folder or of its checkpoints; nothing is read.
+def locate(path: str, parameter: str) -> tuple[Checkpoints, Manifest]:
+    """The committed checkpoint that DIR or DIR:STEP names, of a run's folder or of its checkpoints, every byte checked.
 
     Raises: ConfigError, which calls the path `parameter`.
     """
@@ -270,7 +273,39 @@ def find_step(path: str, parameter: str) -> tuple[Checkpoints, int]:
     if not steps or (step and int(step) not in steps):
         found = f"it holds those of steps {', '.join(map(str, steps))}" if steps else "it holds no committed one"
         raise ConfigError(f"{parameter}={path!r}", f"there is no such checkpoint: {found}", "Name DIR or DIR:STEP")
-    return checkpoints, int(step) if step else steps[-1]
+    return checkpoints, agreed(checkpoints, lambda: checkpoints.check(int(step) if step else steps[-1]))
+
+
+def agreed(checkpoints: Checkpoints, choose: Callable[[], Manifest | None]) -> Manifest | None:
+    """The first process's choice, on all of them: it alone reads and hashes every file."""
+    chosen = None
+    if processes.is_first():
+        try:
+            chosen = choose()
+        except ConfigError as error:
+            if jax.process_count() == 1:
+                raise
+            processes.from_first("checkpoint", "!" + "\n".join((str(error), "the first process says so", "See above")))
+            raise
+    said = processes.from_first("checkpoint", "" if chosen is None else f"{chosen.step} {chosen.digest}")
+    if processes.is_first():
+        return chosen
+    if said.startswith("!"):
+        raise BadCheckpoint(*said[1:].split("\n"))
+    return _same_here(checkpoints, *said.split()) if said else None
+
+
+def _same_here(checkpoints: Checkpoints, step: str, digest: str) -> Manifest:
+    """The checkpoint that the first process chose, as this process sees it. Raises: BadCheckpoint."""
+    manifest = checkpoints.manifest(int(step))
+    if manifest.digest != digest:
+        raise BadCheckpoint(
+            f"checkpoint {checkpoints.path(manifest.step)}",
+            f"it is not the one that the first process sees under its name (process {processes.index()} says so)",
+            "Name a folder on a file system that all processes share",
+        )
+    checkpoints.require_files(manifest)
+    return manifest
 
 
 def require_whole_arrays(folder: Path, arrays: dict[str, list]) -> None:
@@ -337,13 +372,16 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def require_same_arrays(folder: Path, manifest: Manifest, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises: BadCheckpoint naming the first array that the checkpoint lacks or holds with another shape or dtype."""
+def require_same_arrays(
+    folder: Path, manifest: Manifest, wanted: dict[str, jax.ShapeDtypeStruct], cast: bool = False
+) -> None:
+    """Raises: BadCheckpoint naming the first array that the checkpoint lacks or holds with another shape, or without
+    `cast` another dtype."""
     for name, x in wanted.items():
         if name not in manifest.arrays:
             raise _bad(folder, f"it holds no array {name}", "Restore it into the model and optimiser that wrote it")
         dtype, shape = manifest.arrays[name]
-        if (dtype, tuple(shape)) != (str(x.dtype), x.shape):
+        if (dtype, tuple(shape)) != (dtype if cast else str(x.dtype), x.shape):
             raise _bad(
                 folder,
                 f"its array {name} is {dtype}{shape}, and this run needs {x.dtype}{list(x.shape)}",

@@ -59,14 +59,23 @@ def abstract_logical(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
         return jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=_sharding(program, leaf.draw_spec))
 
-    stored = program.layout.abstract_storage(program.config.precision.master_dtype)
     scale = program.shapes.scale
     return {
-        **named(PARAMS, jax.tree.map(shape, program.layout.leaves, stored)),
+        **abstract_parameters(program.layout, program.mesh, program.config.precision.master_dtype),
         **named(MOMENTS, jax.tree.map(shape, _owners(program), program.shapes.moments, is_leaf=_is_owner)),
         **({} if scale is None else {f"{SCALE}.{k}": shape(None, v) for k, v in scale._asdict().items()}),
         STEP: shape(None, program.shapes.step),
     }
+
+
+def abstract_parameters(layout: Layout, mesh: Mesh, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """The same of `params.*` alone, which needs a layout and no program."""
+
+    def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, drop_unit_axes(leaf.draw_spec, layout.parallel.mesh))
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+    return named(PARAMS, jax.tree.map(shape, layout.leaves))
 
 
 def from_logical(program: Program, arrays: dict[str, jax.Array | np.ndarray]) -> State:

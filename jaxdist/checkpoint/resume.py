@@ -9,12 +9,12 @@ from pathlib import Path
 import jax
 from flax.traverse_util import flatten_dict
 
-from jaxdist.checkpoint.checkpoints import FOLDER, BadCheckpoint, Checkpoints, Manifest, find_step, newest_good
-from jaxdist.checkpoint.logical import abstract_logical, from_logical, to_logical
+from jaxdist.checkpoint.checkpoints import FOLDER, BadCheckpoint, Checkpoints, Manifest, agreed, locate, newest_good
+from jaxdist.checkpoint.logical import abstract_logical, abstract_parameters, from_logical, to_logical
+from jaxdist.checkpoint.trained import SOURCE, Weights
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.files import set_aside
-from jaxdist.runtime import processes
 from jaxdist.runtime.metrics import CONFIG, METRICS, STOPPED, SUMMARY, holds_run, read_config
 from jaxdist.train.program import Program
 from jaxdist.train.state import State
@@ -45,9 +45,10 @@ class Start:
     about: str
 
 
-def about(config: RunConfig, data: dict, progress: Progress) -> dict:
-    """What a checkpoint says of the run that wrote it."""
-    return {"config": to_dict(config), "data": data, "progress": asdict(progress), "random": _random(config)}
+def about(config: RunConfig, data: dict, progress: Progress, source: dict | None = None) -> dict:
+    """What a checkpoint says of the run that wrote it; with the `weights.Source` that its parameters once came from."""
+    found = {"config": to_dict(config), "data": data, "progress": asdict(progress), "random": _random(config)}
+    return found if source is None else found | {SOURCE: source}
 
 
 def _random(config: RunConfig) -> dict:
@@ -59,17 +60,24 @@ def _random(config: RunConfig) -> dict:
     }
 
 
-def save(checkpoints: Checkpoints, program: Program, state: State, data: dict, progress: Progress) -> None:
+def save(
+    checkpoints: Checkpoints,
+    program: Program,
+    state: State,
+    data: dict,
+    progress: Progress,
+    source: dict | None = None,
+) -> None:
     """Start to save what comes after `state.step` steps."""
     step = int(state.step)
-    checkpoints.save(step, to_logical(program, state), about(program.config, data, progress))
+    checkpoints.save(step, to_logical(program, state), about(program.config, data, progress, source))
 
 
 def find(
     checkpoints: Checkpoints, config: RunConfig, data: dict, fall_back: bool, warn: Callable[[str], None]
 ) -> Manifest | None:
     """The newest checkpoint of this very run. Raises: ConfigError where another run wrote it, naming what differs."""
-    manifest = _agreed(checkpoints, lambda: newest_good(checkpoints, warn, fall_back))
+    manifest = agreed(checkpoints, lambda: newest_good(checkpoints, warn, fall_back))
     if manifest is None:
         return None
     require_same_run(str(checkpoints.folder.parent), manifest.about.get("config"), config)
@@ -91,8 +99,9 @@ def find(
 
 def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
     """The checkpoint that `restore=DIR[:STEP]` names; its model and optimiser must be this run's."""
-    checkpoints, step = find_step(text, "restore")
-    manifest = _agreed(checkpoints, lambda: checkpoints.check(step))
+    checkpoints, manifest = locate(text, "restore")
+    if "progress" not in manifest.about:
+        raise ConfigError(f"restore={text!r}", "it holds parameters alone, and no run", f"Use weights={text!r}")
     there = manifest.about.get("config")
     differing = differences(there, to_dict(config), only=("model", "optimizer.name"))
     differing = [line for line in differing if "dropout" not in line]
@@ -105,38 +114,6 @@ def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
             "Use more steps",
         )
     return checkpoints, manifest
-
-
-def _agreed(checkpoints: Checkpoints, choose: Callable[[], Manifest | None]) -> Manifest | None:
-    """The first process's choice, on all of them: it alone reads and hashes every file."""
-    chosen = None
-    if processes.is_first():
-        try:
-            chosen = choose()
-        except ConfigError as error:
-            if jax.process_count() == 1:
-                raise
-            processes.from_first("checkpoint", "!" + "\n".join((str(error), "the first process says so", "See above")))
-            raise
-    said = processes.from_first("checkpoint", "" if chosen is None else f"{chosen.step} {chosen.digest}")
-    if processes.is_first():
-        return chosen
-    if said.startswith("!"):
-        raise BadCheckpoint(*said[1:].split("\n"))
-    return _same_here(checkpoints, *said.split()) if said else None
-
-
-def _same_here(checkpoints: Checkpoints, step: str, digest: str) -> Manifest:
-    """The checkpoint that the first process chose, as this process sees it. Raises: BadCheckpoint."""
-    manifest = checkpoints.manifest(int(step))
-    if manifest.digest != digest:
-        raise BadCheckpoint(
-            f"checkpoint {checkpoints.path(manifest.step)}",
-            f"it is not the one that the first process sees under its name (process {processes.index()} says so)",
-            "Name a folder on a file system that all processes share",
-        )
-    checkpoints.require_files(manifest)
-    return manifest
 
 
 def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, same_run: bool) -> Start:
@@ -194,8 +171,12 @@ def require_own_folder(out: Path, config: RunConfig, warn: Callable[[str], None]
         warn(f"the file that defines {there['model']['class']} has changed since this run began")
 
 
-def begin(program: Program) -> Start:
-    return Start(0, program.init(program.config.seed), Progress(), "initial values")
+def begin(program: Program, weights: Weights | None = None) -> Start:
+    """The first state, with fresh moments: of initial values, or of the parameters that a run is to start from."""
+    if weights is None:
+        return Start(0, program.init(program.config.seed), Progress(), "initial values")
+    wanted = abstract_parameters(program.layout, program.mesh, program.config.precision.master_dtype)
+    return Start(0, from_logical(program, weights.read(wanted)), Progress(), weights.about)
 
 
 def require_same_run(out: str, there: dict | None, config: RunConfig) -> None:

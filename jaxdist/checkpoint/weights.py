@@ -1,71 +1,363 @@
-"""Trained parameters in a folder, whoever wrote it: the model, its tokenizer, and the arrays on any mesh."""
+"""Weights of transformers' models in and out: each process reads and writes only the bytes of its own shards.
 
-from collections.abc import Callable
+`jaxdist.models.huggingface` says which tensor holds which part of a parameter, and how its dims lie there. A tensor is
+mapped memory, seen in our order of dims; a shard is an index into that. Nothing is pickled and nothing read is run.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 
-from jaxdist.checkpoint.checkpoints import find_step
-from jaxdist.checkpoint.logical import PARAMS, named, unnamed
-from jaxdist.data.prepared import TOKENIZER
-from jaxdist.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from jaxdist.checkpoint import safetensors
+from jaxdist.checkpoint.logical import PARAMS
+from jaxdist.checkpoint.safetensors import Folder, Stored
 from jaxdist.errors import ConfigError
+from jaxdist.files import flush_folder, read_text_file, remove, write_whole
 from jaxdist.models.base import Model
-from jaxdist.models.registry import model_from_saved
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.huggingface import (
+    BUFFERS,
+    CONFIG,
+    HEAD,
+    Tensor,
+    config_of,
+    in_full,
+    model_from_config,
+    read_model,
+    tensors_of,
+    with_positions,
+)
+from jaxdist.runtime import processes
+
+MAX_FILE_BYTES = 5 * 10**9  # of an export that follows no source
+MAX_ROWS = 20  # of a table of differences
+COMPARED_ROWS = 1024  # of two tables at a time
+# Copied from one folder to the other, where they are.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Parameters that can be read. about: for people. dtype: in which they are kept.
+class Source:
+    """What a checkpoint remembers of the files it was made of, as they were written.
 
-    load: shapes, dtypes and shardings as a nested dict -> arrays; each process reads its own shards alone. end_of_text:
-    the tokens with which a text ends.
+    config, index: texts (index: None where there was one file). headers: of each file, by its name.
     """
 
-    model: Model
-    about: str
-    dtype: str
-    tokenizer: Tokenizer | None
-    begin_of_text: tuple[int, ...]
-    end_of_text: tuple[int, ...]
-    load: Callable[[dict], dict]
+    config: str
+    index: str | None
+    headers: dict[str, str]
 
 
-def open_weights(path: str) -> Weights:
-    """Those of a run's folder or its checkpoints, DIR[:STEP], the newest where no step is named.
+def copy_companions(here: Path, there: Path) -> None:
+    """Copy the tokenizer and what else goes with the weights, where there is such."""
+    if processes.is_first():
+        there.mkdir(parents=True, exist_ok=True)
+        for name in COMPANIONS:
+            if (here / name).is_file():
+                shutil.copyfile(here / name, there / name)
 
-    Raises: ConfigError where there are none; BadCheckpoint where they are damaged.
+
+def is_folder_of_weights(path: Path) -> bool:
+    return path.is_dir() and any(os.path.lexists(path / name) for name in (safetensors.FILE, safetensors.INDEX))
+
+
+def source_of(folder: Folder) -> Source:
+    return Source(read_text_file("the model in", folder.path / CONFIG), folder.index, folder.headers)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def open_weights(path: Path | str, model: Model) -> tuple[Folder, dict[str, Stored]]:
+    """(the folder, where each of the model's tensors is, by its full name).
+
+    A folder of a GPT-2 may have learned more positions than the model uses: the first ones are taken. Raises:
+    ConfigError with a table of what is missing, too much, or of another shape or dtype.
     """
-    checkpoints, step = find_step(path, "checkpoint")
-    manifest = checkpoints.check(step)
-    about = manifest.about
-    try:
-        model, data = model_from_saved(about["config"]["model"]), about["data"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"checkpoint={path!r}", f"it does not say what its model is ({error!r})", "Use another"
-        ) from error
-    end = data.get("end_of_document")
-    dtype = {kind for name, (kind, _) in manifest.arrays.items() if name.startswith(f"{PARAMS}.")}.pop()
-    return Weights(
-        model=model,
-        about=f"step {manifest.step} of {checkpoints.folder.parent}",
-        dtype=dtype,
-        tokenizer=_tokenizer(data.get("tokenizer"), checkpoints.folder.parent / TOKENIZER),
-        begin_of_text=(),
-        end_of_text=() if end is None else (end,),
-        load=lambda wanted: unnamed(PARAMS, wanted, checkpoints.restore(manifest, named(PARAMS, wanted))),
+    folder = safetensors.open_folder(path)
+    there = {in_full(name, model): stored for name, stored in folder.tensors.items()}
+    wanted = {tensor.name: tensor for tensor in tensors_of(model)}
+    tied = HEAD in there and HEAD not in wanted and _is_tied(model)
+    rows = model_differences(read_model(folder.path), model)
+    for name, tensor in wanted.items():
+        if name not in there:
+            rows.append(("missing", name, f"the model has {list(tensor.shape)}"))
+        elif not _fits(tensor, there[name]) or there[name].dtype not in safetensors.FLOATS:
+            found = there[name]
+            wants = f"{' or '.join(safetensors.FLOATS)} {list(tensor.shape)}"
+            rows.append(("different", name, f"{found.dtype} {list(found.shape)}; the model has {wants}"))
+    for name, found in there.items():
+        if name not in wanted and not BUFFERS.fullmatch(name) and not (tied and name == HEAD):
+            rows.append(("extra", name, f"{found.dtype} {list(found.shape)}"))
+    require_no_difference(f"weights in {folder.path}", rows)
+    if tied:
+        _require_same(folder.path, there[HEAD], next(there[t.name] for t in wanted.values() if t.path == "tokens"))
+    return folder, {name: there[name] for name in wanted}
+
+
+# Of a model, what its parameters do not depend on: how long sequences are, and dropout.
+FREE = ("seq_len", "dropout")
+
+
+def model_differences(there: Model, model: Model) -> list[tuple[str, str, str]]:
+    """Rows for `require_no_difference`: fields by which two models make something else of the same parameters."""
+    if type(there) is not type(model):
+        return [("different", "model", f"{type(there).__name__}; here {type(model).__name__}")]
+    return [
+        ("different", name, f"{value}; the model has {getattr(model, name)}")
+        for name, value in vars(there).items()
+        if value != getattr(model, name) and name not in FREE
+    ]
+
+
+def require_no_difference(asked: str, rows: list[tuple[str, str, str]]) -> None:
+    """rows: (kind, name, what differs). Raises: ConfigError with all of them in a table, but for very many."""
+    if not rows:
+        return
+    lines = [f"  {kind:<9}  {name}: {text}" for kind, name, text in rows[:MAX_ROWS]]
+    lines += [f"  and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
+    raise ConfigError(
+        asked,
+        f"they are not the model's: {len(rows)} differences\n" + "\n".join(lines) + "\nAll of it must agree",
+        "Use the model that they were written for",
     )
 
 
-def _tokenizer(kind: str | None, path: Path) -> Tokenizer | None:
-    if kind == "bytes":
-        return ByteTokenizer()
-    return BPETokenizer.load(path, None) if path.exists() else None
+def _fits(tensor: Tensor, stored: Stored) -> bool:
+    if tensor.path == "positions" and len(stored.shape) == 2:
+        return stored.shape[0] >= tensor.shape[0] and stored.shape[1:] == tensor.shape[1:]
+    return stored.shape == tensor.shape
 
 
-def cast(params: dict, dtype: str) -> dict:
-    """The parameters in another dtype, one array at a time: hardly more than both are held."""
-    convert = jax.jit(lambda x: x.astype(dtype))
-    return jax.tree.map(lambda x: x if x.dtype == dtype else convert(x), params)
+def _is_tied(model: Model) -> bool:
+    return isinstance(model, GPT2) or model.tied
+
+
+def _require_same(path: Path, head: Stored, table: Stored) -> None:
+    """That a head which is written beside the table it is tied to is that table. Raises: ConfigError."""
+    if (head.dtype, head.shape) == (table.dtype, table.shape):
+        a, b = (x.map().view(np.uint8) for x in (head, table))
+        steps = range(0, len(a), COMPARED_ROWS)
+        if all(np.array_equal(a[n : n + COMPARED_ROWS], b[n : n + COMPARED_ROWS]) for n in steps):
+            return
+    raise ConfigError(
+        f"weights in {path}", f"{HEAD} is tied to the token table and differs from it", "Set tie_word_embeddings false"
+    )
+
+
+def read_weights(path: Path | str, model: Model, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays `wanted` names (`params.tokens`, ...), each in its dtype and with its sharding, on any mesh.
+
+    Padded rows of a vocabulary, which no file has, are 0. Raises: ConfigError, as `open_weights`, and nothing is read.
+    """
+    _, places = open_weights(path, model)
+    parts = _by_parameter(model)
+
+    def array(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        read: dict[tuple, np.ndarray] = {}
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            key = tuple((part.start, part.stop) for part in index)
+            if key not in read:
+                read[key] = _read_part(parts[name], places, like, index)
+            return read[key]
+
+        return jax.make_array_from_callback(like.shape, like.sharding, shard)
+
+    return {name: array(name, like) for name, like in wanted.items()}
+
+
+def _by_parameter(model: Model) -> dict[str, list[Tensor]]:
+    """The tensors of each of our parameters, in the order of layers: `params.*` by name."""
+    parts: dict[str, list[Tensor]] = {}
+    for tensor in tensors_of(model):
+        parts.setdefault(f"{PARAMS}.{tensor.path}", []).append(tensor)
+    return parts
+
+
+def _read_part(
+    tensors: list[Tensor], places: Mapping[str, Stored], like: jax.ShapeDtypeStruct, index: tuple[slice, ...]
+) -> np.ndarray:
+    shape = [len(range(*part.indices(size))) for part, size in zip(index, like.shape, strict=True)]
+    found = np.zeros(shape, like.dtype)
+    if tensors[0].layer is not None:
+        for row, tensor in zip(found, tensors[index[0]], strict=True):
+            row[...] = seen_as_ours(tensor, places[tensor.name].map())[index[1:]]
+    else:  # which has no padded rows
+        [tensor] = tensors
+        values = seen_as_ours(tensor, places[tensor.name].map())[index]
+        found[: len(values)] = values
+    return found
+
+
+def seen_as_ours(tensor: Tensor, stored: np.ndarray) -> np.ndarray:
+    """A view of a tensor's memory as the part of our parameter that it holds."""
+    return stored[: tensor.shape[0]].reshape(tensor.view).transpose(tensor.order)
+
+
+def stored_dtypes(places: Mapping[str, Stored], model: Model) -> dict[str, np.dtype]:
+    """The dtype of each of our parameters that holds every value of the files: `params.*` by name."""
+    found: dict[str, np.dtype] = {}
+    for tensor in tensors_of(model):
+        name, dtype = f"{PARAMS}.{tensor.path}", safetensors.DTYPES[places[tensor.name].dtype]
+        found[name] = np.promote_types(found.get(name, dtype), dtype)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def write_weights(
+    out: Path | str,
+    model: Model,
+    arrays: Mapping[str, jax.Array | np.ndarray],
+    source: Source | None = None,
+    dtype: str | None = None,
+) -> None:
+    """Write `params.*` (logical, on any mesh) as a folder that transformers reads; it must not be there yet.
+
+    source: of what was imported: its files, names, dtypes and config are written again, so that what was not trained is
+    the same to the byte. dtype: "BF16", say, for all; else the source's, or each array's own. Values are rounded to the
+    nearest. Raises: ConfigError.
+    """
+    out = Path(out)
+    if os.path.lexists(out):
+        raise ConfigError(f"out={str(out)!r}", "there is something of that name already", "Choose another folder")
+    config = config_text(model, source, dtype)
+    headers = _headers(model, arrays, source, dtype)
+    partial = out.with_name(out.name + ".partial")
+    if processes.is_first():
+        remove(partial)
+        partial.mkdir(parents=True)
+        for file, text in headers.items():
+            safetensors.allocate(partial / file, text)
+    processes.barrier(f"allocated {out.name}")
+    places = {}
+    for file, text in headers.items():
+        size = (partial / file).stat().st_size
+        places |= {in_full(n, model): s for n, s in safetensors.checked_header(partial / file, text, size).items()}
+    for name, tensors in _by_parameter(model).items():
+        shards = _shards(arrays[name])
+        for tensor in tensors:
+            also = [HEAD] if tensor.path == "tokens" and _is_tied(model) else []
+            for there in [tensor.name, *also]:
+                if there in places:
+                    _write_tensor(tensor, places[there], shards)
+    processes.barrier(f"written {out.name}")
+    if processes.is_first():
+        for file in headers:
+            with open(partial / file, "rb") as written:
+                os.fsync(written.fileno())
+        if source is not None and source.headers == headers:
+            index = source.index
+        else:
+            names = {file: _tensors(text) for file, text in headers.items()}
+            index = safetensors.index_text(names, sum(map(safetensors.data_bytes, headers.values())))
+            index = index if len(headers) > 1 else None
+        if index is not None:
+            write_whole(partial / safetensors.INDEX, index.encode())
+        write_whole(partial / CONFIG, config.encode())
+        partial.rename(out)
+        flush_folder(out.parent)
+    processes.barrier(f"committed {out.name}")
+
+
+def _headers(
+    model: Model, arrays: Mapping[str, jax.Array | np.ndarray], source: Source | None, dtype: str | None
+) -> dict[str, str]:
+    """File -> header of an export."""
+    wanted = {tensor.name: tensor for tensor in tensors_of(model)}
+    if source is None:
+        tensors = {
+            name: (dtype or safetensors.NAMES[np.dtype(arrays[f"{PARAMS}.{tensor.path}"].dtype)], tensor.shape)
+            for name, tensor in wanted.items()
+        }
+        groups = safetensors.split_into_files(tensors, MAX_FILE_BYTES)
+        files = dict(zip(safetensors.names_of_files(len(groups)), groups, strict=True))
+        return {
+            file: safetensors.header_text({name: tensors[name] for name in names}, {"format": "pt"})
+            for file, names in files.items()
+        }
+    found, missing = {}, set(wanted)
+    for file, text in source.headers.items():
+        there, tensors = _tensors(text), {}
+        for name, entry in there.items():
+            full = in_full(name, model)
+            missing.discard(full)
+            if full in wanted:
+                tensors[name] = (dtype or entry["dtype"], wanted[full].shape)
+            elif full == HEAD and _is_tied(model):
+                tensors[name] = (dtype or entry["dtype"], tuple(entry["shape"]))
+        same = tensors == {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in there.items()}
+        metadata = safetensors.parse(text).get(safetensors.METADATA)
+        found[file] = text if same else safetensors.header_text(tensors, metadata)
+    require_no_difference("the files that the weights came from", [("missing", name, "") for name in sorted(missing)])
+    return found
+
+
+def _tensors(text: str) -> dict[str, dict]:
+    return {name: entry for name, entry in safetensors.parse(text).items() if name != safetensors.METADATA}
+
+
+def _write_tensor(tensor: Tensor, place: Stored, shards: list[tuple[tuple[slice, ...], np.ndarray]]) -> None:
+    """Write what the shards have of it into the tensor's bytes."""
+    ours = seen_as_ours(tensor, place.map("r+"))
+    for index, values in shards:
+        if tensor.layer is None:
+            ours[index] = values[: len(ours[index])]
+        elif (row := tensor.layer - (index[0].start or 0)) in range(len(values)):
+            ours[index[1:]] = values[row]
+
+
+def _shards(x: jax.Array | np.ndarray) -> list[tuple[tuple[slice, ...], np.ndarray]]:
+    """(index, values) of what this process holds of an array and no other writes."""
+    if not isinstance(x, jax.Array):
+        return [((slice(None),) * x.ndim, x)] if processes.is_first() else []
+    return [(part.index, np.asarray(part.data)) for part in x.addressable_shards if part.replica_id == 0]
+
+
+def config_text(model: Model, source: Source | None, dtype: str | None = None) -> str:
+    """The config.json of an export: the source's own where it describes the model.
+
+    A decoder that was trained on shorter sequences keeps the context of its source, since no parameter knows it; a
+    GPT-2 has as many positions as it was trained with.
+    """
+    if source is None:
+        return _json(config_of(model))
+    config = safetensors.parse(source.config)
+    there = model_from_config(config)
+    changed = {}
+    if isinstance(model, GPT2) and there.seq_len != model.seq_len:
+        changed = {name: model.seq_len for name in ("n_positions", "n_ctx") if name == "n_positions" or name in config}
+    if dtype is not None:
+        known = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
+        changed |= dict.fromkeys(known, safetensors.DTYPES[dtype].name)
+    alike = with_positions(there, model.seq_len)
+    if isinstance(model, GPT2):
+        alike = GPT2(**{**vars(alike), "dropout": model.dropout})
+    if alike != model:
+        return _json(config_of(model))
+    return _json(config | changed) if changed else source.config
+
+
+def _json(config: dict) -> str:
+    return json.dumps(config, indent=2) + "\n"

@@ -52,7 +52,7 @@ class BPETokenizer:
     """A tokenizer of the `tokenizers` library, from the text of its tokenizer.json.
 
     Raises: ConfigError where the library is missing, the text is no tokenizer, or it lacks `end_of_document`
-    (None where no documents are to be joined).
+    (None where no documents are to be joined). begin_of_text: what it puts before every text, such as <s>.
     """
 
     def __init__(self, text: str, path: str, end_of_document: str | None = END_OF_DOCUMENT):
@@ -77,6 +77,7 @@ class BPETokenizer:
                 f"Name one that it has, such as {', '.join(special[:8]) or next(iter(ids), 'none')}",
             )
         self.end_of_document = ids.get(end_of_document)
+        self.begin_of_text = tuple(self._inner.encode("", add_special_tokens=True).ids)
         self.vocab_size = 1 + max(ids.values())
         self.dtype = "uint16" if self.vocab_size <= 1 << 16 else "uint32"
 

@@ -179,23 +179,3 @@ class Block(nnx.Module):
         attended_BTD = self.attention(self.ln_attention(x_BTD), ctx.at(0))
         x_BTD = x_BTD + ctx.at(1).dropout(attended_BTD, self.dropout)
         return x_BTD + ctx.at(2).dropout(self.mlp(self.ln_mlp(x_BTD), ctx), self.dropout)
-
-
-def _preset(num_layers, width, num_heads, seq_len=1024, vocab_size=50257) -> GPT2:
-    return GPT2(num_layers, width, num_heads, 4 * width, seq_len, vocab_size)
-
-
-PRESETS: dict[str, GPT2] = {
-    "proof": _preset(4, 64, 8, seq_len=32, vocab_size=250),
-    "tiny": _preset(4, 128, 4, seq_len=128, vocab_size=256),
-    "gpt-7m": _preset(6, 256, 8, seq_len=256, vocab_size=10000),
-    "gpt-11m": _preset(6, 384, 6, seq_len=256, vocab_size=256),
-    "12m": _preset(6, 320, 5, seq_len=512, vocab_size=16000),
-    "gpt2-124m": _preset(12, 768, 12),
-    "gpt2-350m": _preset(24, 1024, 16),
-    "gpt2-774m": _preset(36, 1280, 20),
-    "gpt2-1.5b": _preset(48, 1600, 25),
-    "7b": _preset(32, 4096, 32, seq_len=2048),
-    "70b": _preset(88, 8192, 64, seq_len=2048),
-    "175b": _preset(96, 12288, 96, seq_len=2048),
-}

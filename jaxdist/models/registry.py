@@ -1,4 +1,4 @@
-"""Models by name: the presets, or a class (or a ready model) in a module of the user's own; and the flags of both."""
+"""Models by name: presets, a config.json, a class (or a ready model) in a module of the user's own; and their flags."""
 
 import dataclasses
 import hashlib
@@ -17,7 +17,9 @@ from typing import ClassVar
 
 from jaxdist.errors import ConfigError, reason_of, require_positive, require_within
 from jaxdist.models.base import BOUNDS, Model
-from jaxdist.models.gpt2 import GPT2, PRESETS
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.huggingface import CONFIG, read_model
+from jaxdist.models.presets import PRESETS
 
 PLAIN = (int, float, str, bool, type(None), tuple)  # what a model's fields may hold, so that JSON can
 
@@ -32,6 +34,8 @@ class ModelFlags:
     num_layers: int | None = None
     width: int | None = None
     num_heads: int | None = None
+    num_kv_heads: int | None = None
+    """Heads of keys and values, of a model whose query heads share them."""
     ffn_width: int | None = None
     """Default for a preset: 4 x width where width is given."""
     seq_len: int | None = None
@@ -64,12 +68,16 @@ SIZES = tuple(field.name for field in dataclasses.fields(ModelFlags) if field.na
 
 
 def find_model(name: str) -> Model:
-    """A preset's model, or the one that "my_module:MyModel" names: an instance, or a class that needs no arguments.
+    """A preset's model, that of a config.json (or its folder), or the one that "my_module:MyModel" names: an instance,
+    or a class that needs no arguments.
 
     The current folder is searched for the module too. Raises: ConfigError where there is none.
     """
     if name in PRESETS:
         return PRESETS[name]
+    if is_path(name):
+        _read[name] = read_model(name)
+        return _read[name]
     found = _import_named(name)
     if inspect.isclass(found) and issubclass(found, Model):
         _check_class(name, found)
@@ -83,12 +91,39 @@ def find_model(name: str) -> Model:
     return found
 
 
+def is_path(name: str) -> bool:
+    """Whether a model's name is that of a config.json, or of a folder with one."""
+    return Path(name).suffix == ".json" or os.sep in name or (Path(name) / CONFIG).exists()
+
+
+_read: dict[str, Model] = {}  # those of config.json, by the path that was asked for: `name_of` gives it back
+
+
+def model_of(found: dict) -> Model:
+    """The model that `jaxdist.config.to_dict` wrote, as JSON gives it back. Raises: ConfigError."""
+    asked = f"model={str(found.get('class', 'GPT2'))!r}"
+    fields = {name: value for name, value in found.items() if name not in ("class", "source")}
+    cls = _import_named(str(found["class"])) if "class" in found else GPT2
+    if not (inspect.isclass(cls) and issubclass(cls, Model)):
+        raise ConfigError(asked, "it is not a jaxdist.models.base.Model", "Use the code that wrote it")
+    try:
+        return cls(**{name: _with_tuples(value) for name, value in fields.items()})
+    except TypeError as error:
+        raise ConfigError(asked, f"its fields are others ({error})", "Use the code that wrote it") from error
+
+
+def _with_tuples(value):
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
 def _import_named(name: str):
     """What "my_module:MyModel" names."""
     module_name, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(
-            f"model={name!r}", "there is no preset of that name", f"Use {', '.join(PRESETS)}, or my_module:MyModel"
+            f"model={name!r}",
+            "there is no preset of that name",
+            f"Use {', '.join(PRESETS)}, my_module:MyModel, or the path of a config.json",
         )
     if module_name.endswith(".py") or not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ConfigError(
@@ -210,31 +245,12 @@ def name_of(model: Model) -> tuple[str, dict]:
     return name, sizes
 
 
-def model_from_saved(saved: dict) -> Model:
-    """The model that a run's configuration describes (`jaxdist.config.to_dict`). Raises: ConfigError."""
-    sizes = {name: _as_tuples(value) for name, value in saved.items() if name not in ("class", "source")}
-    name = saved.get("class", f"{GPT2.__module__}:{GPT2.__qualname__}")
-    cls = _import_named(name)
-    if not (inspect.isclass(cls) and issubclass(cls, Model)):
-        raise ConfigError(f"model={name!r}", "it is not a jaxdist.models.base.Model", "Use the module of the run")
-    with _errors_of_module(name):
-        try:
-            return cls(**sizes)
-        except TypeError as error:
-            reason = f"the class has other fields than when the run was made ({error})"
-            raise ConfigError(f"model={name!r}", reason, "Use the module as it was then") from error
-
-
-def _as_tuples(value):
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
 def _named_models(model: Model) -> Iterator[tuple[str, Model]]:
     """The models of the same class that have a name."""
-    if type(model) is GPT2:
-        yield from PRESETS.items()
-        return
     cls = type(model)
+    yield from ((name, found) for name, found in (PRESETS | _read).items() if type(found) is cls)
+    if cls is GPT2:
+        return
     for name, found in _models_in(sys.modules[cls.__module__]).items():
         if found is cls:
             try:
@@ -251,7 +267,9 @@ def _named_models(model: Model) -> Iterator[tuple[str, Model]]:
 
 
 def source_of(name: str) -> Path | None:
-    """The file of the module that a model's name names, found without running it; None for a preset."""
+    """The file that a model's name names: a config.json, or a module, found without running it; None for a preset."""
+    if name not in PRESETS and is_path(name):
+        return Path(name) / CONFIG if Path(name).is_dir() else Path(name)
     module_name, colon, _ = name.partition(":")
     if not colon or not all(part.isidentifier() for part in module_name.split(".")):
         return None

@@ -1,0 +1,260 @@
+"""Carry weights between transformers' files and our checkpoints, to the bit, on any mesh.
+
+python -m experiments.convert hf FOLDER --out CHECKPOINT      config.json and safetensors -> a checkpoint of step 0
+python -m experiments.convert ours RUN --out FOLDER           a run, or a checkpoint DIR[:STEP] -> safetensors
+
+Each process reads and writes only its own shards. Where transformers is installed, an import is compared with it.
+"""
+
+import importlib.util
+import math
+import shlex
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.markup import escape
+
+from jaxdist.checkpoint import safetensors
+from jaxdist.checkpoint.checkpoints import Checkpoints, locate
+from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
+from jaxdist.checkpoint.trained import SOURCE, checkpointed_model, companions_of
+from jaxdist.checkpoint.weights import (
+    Source,
+    copy_companions,
+    open_weights,
+    read_weights,
+    seen_as_ours,
+    source_of,
+    stored_dtypes,
+    write_weights,
+)
+from jaxdist.commands import command_text, install_text
+from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig, to_dict
+from jaxdist.errors import ConfigError
+from jaxdist.files import write_whole
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.base import STACKED, Model, split_kinds
+from jaxdist.models.context import Batch, Context
+from jaxdist.models.huggingface import CONFIG, read_model, tensors_of
+from jaxdist.parity import observe, random_batches
+from jaxdist.placement import make_layout
+from jaxdist.runtime import processes
+from jaxdist.runtime.devices import DeviceChoice, Devices, acquire_devices
+
+from .cli import ProcessFlags, run_program
+
+PROVED_BYTES = 2 * 10**9  # of fp32 parameters: a proof holds several times as much
+PROVED_TOKENS = 32  # of each sequence
+TOLERANCE = 1e-3  # of the largest element of a leaf: what the rounding of fp32 makes of deep models is below it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertFlags(ProcessFlags):
+    """From where, to where, through which devices."""
+
+    path: tyro.conf.Positional[str]
+    out: str
+    """Folder to make."""
+    mesh: str = ""
+    """Devices that hold the parameters in between, as in dp=2,tp=2."""
+    device: DeviceChoice = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hf(ConvertFlags):
+    """Read a folder of transformers (config.json, safetensors) into a checkpoint."""
+
+    prove: bool = False
+    """Compare with transformers even where the model is large."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ours(ConvertFlags):
+    """Write a run's newest checkpoint, or DIR[:STEP], as a folder that transformers reads."""
+
+    dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
+    """Of the file. source: of the files that the parameters once came from, else as they are."""
+
+
+def main(flags: Hf | Ours, console: Console) -> int:
+    flags.join(console)
+    try:
+        return import_weights(flags, console) if isinstance(flags, Hf) else export_weights(flags, console)
+    except OSError as error:
+        path = error.filename or flags.out
+        raise ConfigError(
+            f"{path}", f"it cannot be read or written ({error.strerror})", "Give room or access"
+        ) from error
+
+
+def import_weights(flags: Hf, console: Console) -> int:
+    model = read_model(flags.path)
+    folder, places = open_weights(flags.path, model)
+    dtypes = stored_dtypes(places, model)
+    parallel, devices = placed_on(flags)
+    jax.config.update("jax_enable_x64", np.dtype(np.float64) in dtypes.values())
+    checkpoints = Checkpoints(flags.out)
+    if checkpoints.steps():
+        raise ConfigError(f"--out {flags.out}", "it holds a checkpoint already", "Choose another folder")
+    proof = prove(flags, model, parallel, devices)
+    if proof.failed:
+        console.print(f"[bold red]not converted:[/] {escape(proof.text)}", soft_wrap=True)
+        return 1
+    arrays = read_weights(flags.path, model, abstract(model, parallel, devices, dtypes))
+    source = source_of(folder)
+    about = {"config": {"model": to_dict(RunConfig(model, batch_size=1))["model"]}, SOURCE: asdict(source)}
+    checkpoints.save(0, arrays, about)
+    checkpoints.finish()
+    copy_companions(folder.path, checkpoints.folder)
+    if processes.is_first():
+        write_whole(checkpoints.folder / CONFIG, source.config.encode())  # so that --model names it
+    console.print(escape(proof.text), soft_wrap=True)
+    console.print(
+        f"[bold]done[/]: {described(places.values())} in {escape(flags.out)}; train from them with", soft_wrap=True
+    )
+    there = shlex.quote(flags.out)
+    console.print(f"  {command_text('train')} --model {there} --weights {there}", markup=False, soft_wrap=True)
+    return 0
+
+
+def export_weights(flags: Ours, console: Console) -> int:
+    parallel, devices = placed_on(flags)
+    checkpoints, manifest = locate(flags.path, "path")
+    model = checkpointed_model(checkpoints, manifest)
+    dtypes = {name: jnp.dtype(dtype) for name, (dtype, _) in manifest.arrays.items()}
+    jax.config.update("jax_enable_x64", np.dtype(np.float64) in dtypes.values())
+    arrays = checkpoints.restore(manifest, abstract(model, parallel, devices, dtypes))
+    there = manifest.about.get(SOURCE)
+    source = None if there is None else Source(**there)
+    dtype = None if flags.dtype == "source" else safetensors.NAMES[jnp.dtype(flags.dtype)]
+    write_weights(flags.out, model, arrays, source, dtype)
+    copy_companions(companions_of(checkpoints), Path(flags.out))
+    written = safetensors.open_folder(flags.out)
+    console.print(
+        f"[bold]done[/]: {described(written.tensors.values())} of step {manifest.step} in {escape(flags.out)}",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def placed_on(flags: ConvertFlags) -> tuple[ParallelConfig, Devices]:
+    """The mesh, over which everything is split that can be."""
+    mesh = parse_mesh(flags.mesh)
+    return ParallelConfig(mesh, zero=3 if mesh.dp > 1 else 0), acquire_devices(mesh.num_devices, flags.device)
+
+
+def abstract(
+    model: Model, parallel: ParallelConfig, devices: Devices, dtypes: dict[str, np.dtype]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding of every parameter."""
+    mesh, layout = make_mesh(parallel.mesh, devices.devices), make_layout(model, parallel, parts(model, parallel))
+    wanted = abstract_parameters(layout, mesh, "float32")
+    return {name: jax.ShapeDtypeStruct(x.shape, dtypes[name], sharding=x.sharding) for name, x in wanted.items()}
+
+
+def parts(model: Model, parallel: ParallelConfig) -> tuple[int, ...]:
+    return RunConfig(model, parallel, batch_size=rows(parallel)).part_layers
+
+
+def rows(parallel: ParallelConfig) -> int:
+    """The least batch that this mesh divides."""
+    return parallel.mesh.replica * parallel.mesh.dp * parallel.num_microbatches
+
+
+def described(tensors) -> str:
+    tensors = list(tensors)
+    count = sum(math.prod(stored.shape) for stored in tensors)
+    return f"{count:,} parameters in {len(tensors)} tensors of {'/'.join(sorted({s.dtype for s in tensors}))}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Proof
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a comparison with transformers said."""
+
+    text: str
+    failed: bool = False
+
+
+def prove(flags: Hf, model: Model, parallel: ParallelConfig, devices: Devices) -> Proof:
+    """Compare logits and every gradient with transformers on one batch in fp32, or say why that was not done."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    size = 4 * sum(math.prod(tensor.shape) for tensor in tensors_of(model))
+    if missing:
+        return Proof(f"not proved: {' and '.join(missing)} not installed ({install_text('oracle')})")
+    if jax.process_count() > 1:
+        return Proof("not proved: a proof holds the whole model, and this is one of several processes")
+    if size > PROVED_BYTES and not flags.prove:
+        return Proof(f"not proved: {size / 1e9:.1f} GB of parameters in fp32; --prove compares them all the same")
+    from .oracles.huggingface import CausalLM
+
+    small = replace(model, seq_len=min(model.seq_len, PROVED_TOKENS))
+    small = replace(small, dropout=0.0) if model.dropout else small
+    config = RunConfig(small, parallel, OptimizerConfig(clip_norm=1e9), batch_size=2 * rows(parallel))
+    [batch] = random_batches(config, 1)
+    dtypes = dict.fromkeys(stored_dtypes(open_weights(flags.path, small)[1], small), np.dtype(np.float32))
+    arrays = read_weights(flags.path, small, abstract(small, parallel, devices, dtypes))
+    whole = {name.removeprefix(f"{PARAMS}."): x for name, x in fetch(arrays).items()}
+    theirs = CausalLM.load(flags.path, "float32")
+    found = {"logits": gap(logits_of(small, whole, batch["inputs"]), theirs.logits(batch["inputs"]))}
+    loss, gradients = theirs.gradients(batch)
+    ours = observe(config, devices.devices, [batch], whole)
+    found["loss"] = abs(ours.losses[0] - loss) / loss
+    for tensor in tensors_of(small):
+        name = tensor.path if tensor.layer is None else f"{tensor.path}[{tensor.layer}]"
+        gradient = seen_as_ours(tensor, gradients[tensor.name])
+        # A key's bias shifts all scores of a query alike: its gradient is noise, and is measured by the query's.
+        query = gradients[tensor.name.replace("k_proj.bias", "q_proj.bias")]
+        found[name] = gap(ours.gradients[0][name][: len(gradient)], gradient, np.abs(query).max())
+    worst = max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name])
+    text = (
+        f"logits, loss and {len(found) - 2} gradients compared with transformers on {batch['inputs'].size} tokens in "
+        f"fp32: the largest difference is {found[worst]:.1e} of the largest element, in {worst}"
+    )
+    return Proof(text, failed=not found[worst] <= TOLERANCE)
+
+
+def gap(ours: np.ndarray, theirs: np.ndarray, largest: float | None = None) -> float:
+    """The largest difference, relative to the largest element of theirs unless another is given."""
+    return float(np.abs(ours - theirs).max() / (np.abs(theirs).max() if largest is None else largest))
+
+
+def logits_of(model: Model, parameters: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
+    """[B, T, V], on one device, of whole parameters by name."""
+    tree: dict = {}
+    for name, x in parameters.items():
+        *path, last = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = x
+    order = np.arange(len(tokens), dtype=np.int32)
+
+    def forward(tree, tokens):
+        ctx = Context(rows_B=order)
+        outer = {name: part for name, part in tree.items() if name != STACKED}
+        x = model.embed(ctx, outer, Batch(tokens, tokens, order))
+        for layer in range(model.num_layers):
+            block, place = divmod(layer, len(model.kinds))
+            params = split_kinds(model, jax.tree.map(lambda p, at=block: p[at], tree[STACKED]))[place]
+            x = model.layer(ctx, model.kinds[place], params, x, layer)
+        x, table = model.head(ctx, outer, x)
+        return jnp.einsum("btd,vd->btv", x, table)[..., : model.vocab_size]
+
+    mesh, whole = make_mesh(parse_mesh(""), jax.devices()[:1]), jax.sharding.PartitionSpec()
+    run = jax.shard_map(forward, mesh=mesh, in_specs=(whole, whole), out_specs=whole)
+    return np.asarray(jax.jit(run)(tree, tokens))
+
+
+if __name__ == "__main__":
+    run_program(Hf | Ours, main, "convert")

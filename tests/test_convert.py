@@ -1,0 +1,202 @@
+"""`convert` and `train --weights`: there and back to the bit, through any mesh, and what does not fit in one table."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import DEVICES
+
+import experiments.convert
+import experiments.train
+from experiments.cli import run_program
+from experiments.convert import Hf, Ours
+from experiments.train import TrainFlags
+from jaxdist.checkpoint.checkpoints import Checkpoints
+from jaxdist.checkpoint.logical import abstract_parameters, fetch
+from jaxdist.checkpoint.weights import open_weights, read_weights, write_weights
+from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.huggingface import CONFIG
+from jaxdist.models.presets import PRESETS
+from jaxdist.parity import random_parameters
+from jaxdist.placement import make_layout
+
+MODEL = dataclasses.replace(PRESETS["llama-proof"], seq_len=16)
+TOKENIZER = b'{"any": "file"}'
+
+
+def run(program, flags, capsys, *words) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as stop:
+        run_program(flags, program.main, program.__name__.rpartition(".")[2], list(map(str, words)))
+    return stop.value.code or 0, "".join(capsys.readouterr())
+
+
+def convert(capsys, *words) -> str:
+    code, said = run(experiments.convert, Hf | Ours, capsys, *words)
+    assert code == 0, said
+    return said
+
+
+def train(capsys, *words) -> tuple[int, str]:
+    return run(experiments.train, TrainFlags, capsys, *words, "--batch-size", 8, "--warmup-steps", 1, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory) -> Path:
+    """A folder of transformers, in bf16."""
+    folder = tmp_path_factory.mktemp("theirs") / "model"
+    config = RunConfig(MODEL)
+    arrays = random_parameters(config, make_layout(MODEL, ParallelConfig()))
+    write_weights(folder, MODEL, {f"params.{name}": x for name, x in arrays.items()}, dtype="BF16")
+    (folder / "tokenizer.json").write_bytes(TOKENIZER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "tokens.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 250, 4000).astype(np.uint16))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("there, back", [("dp=2,tp=2", "pp=2"), ("", "dp=2,tp=4")])
+def test_there_and_back_to_the_byte(theirs, tmp_path, capsys, there, back):
+    said = convert(capsys, "hf", theirs, "--out", tmp_path / "ours", "--mesh", there)
+    assert "gradients compared with transformers" in said or "not proved" in said
+    steps = Checkpoints(tmp_path / "ours")
+    assert steps.steps() == [0] and {dtype for dtype, _ in steps.manifest(0).arrays.values()} == {"bfloat16"}
+    convert(capsys, "ours", tmp_path / "ours", "--out", tmp_path / "again", "--mesh", back)
+    assert contents(tmp_path / "again") == contents(theirs) and contents(theirs)["tokenizer.json"] == TOKENIZER
+
+
+def test_an_import_proves_itself(theirs, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("torch", reason="pip install -e '.[oracle]'")
+    pytest.importorskip("transformers", reason="pip install -e '.[oracle]'")
+    assert "logits, loss and 39 gradients compared" in convert(capsys, "hf", theirs, "--out", tmp_path / "a")
+    monkeypatch.setattr(experiments.convert, "PROVED_BYTES", 10)
+    assert "not proved: 0.0 GB" in convert(capsys, "hf", theirs, "--out", tmp_path / "b")
+    wrong = experiments.convert.read_weights
+
+    def flipped(*args):
+        return {name: x if "w_k" not in name else x[:, :, ::-1] for name, x in wrong(*args).items()}
+
+    monkeypatch.setattr(experiments.convert, "read_weights", flipped)
+    code, said = run(experiments.convert, Hf | Ours, capsys, "hf", theirs, "--out", tmp_path / "c", "--prove")
+    assert code == 1 and "not converted" in said and not Checkpoints(tmp_path / "c").steps()
+
+
+def test_what_is_there_is_not_overwritten(theirs, tmp_path, capsys):
+    convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
+    for words, said in (
+        (("hf", theirs, "--out", tmp_path / "ours"), "holds a checkpoint already"),
+        (("ours", tmp_path / "ours", "--out", theirs), "something of that name already"),
+        (("ours", tmp_path / "none", "--out", tmp_path / "x"), "there is no such checkpoint"),
+        (("hf", tmp_path / "none", "--out", tmp_path / "x"), "cannot be read"),
+    ):
+        code, text = run(experiments.convert, Hf | Ours, capsys, *words)
+        assert code == 2 and said in " ".join(text.split())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_export_in_another_dtype(theirs, tmp_path, capsys, dtype):
+    convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
+    convert(capsys, "ours", tmp_path / "ours", "--out", tmp_path / "out", "--dtype", dtype)
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert config["torch_dtype"] == dtype
+    stored = open_weights(tmp_path / "out", MODEL)[1]
+    assert {s.map().dtype.name for s in stored.values()} == {dtype}
+
+
+# ---- training from weights ----
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2"])
+def test_a_run_starts_from_weights_and_resumes_from_its_own(theirs, data, tmp_path, capsys, mesh):
+    common = ("--model", theirs, "--data", data, "--steps", 4, "--mesh", mesh)
+    weights = tmp_path / "weights"
+    convert(capsys, "hf", theirs, "--out", weights)
+    code, whole = train(capsys, *common, "--weights", theirs, "--out", tmp_path / "a")
+    assert code == 0 and "started from the weights in" in whole
+    code, said = train(capsys, *common, "--weights", weights, "--out", tmp_path / "b", "--drill", "term:step=3")
+    assert code == 143 and "started from the parameters of step 0" in said
+    (weights / "step_00000000/manifest.json").unlink()  # its own checkpoint is enough from here on
+    code, said = train(capsys, *common, "--weights", weights, "--out", tmp_path / "b")
+    assert code == 0 and "resumed after" in said
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in "ab"
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert json.loads((tmp_path / "a/config.json").read_text())["weights"] == str(theirs)
+    convert(capsys, "ours", tmp_path / "b", "--out", tmp_path / "out")
+    assert contents(tmp_path / "out")["tokenizer.json"] == TOKENIZER
+    assert contents(tmp_path / "out")[CONFIG] == contents(theirs)[CONFIG]
+    assert open_weights(tmp_path / "out", MODEL)[0].headers == open_weights(theirs, MODEL)[0].headers
+
+
+def test_the_first_loss_is_that_of_the_weights(theirs, data, capsys):
+    """Not of the initial values, whose loss is the logarithm of the vocabulary's size."""
+    code, said = train(capsys, "--model", theirs, "--data", data, "--steps", 1, "--weights", theirs, "--seq-len", 8)
+    first = float(said.split("held-out loss ")[1].split()[0])
+    assert code == 0 and first > np.log(250) + 0.05
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--model", "proof"), "different  model: Decoder; here GPT2"),
+        (("--model", "llama-proof", "--num-layers", "2"), "different  num_layers: 4; the model has 2"),
+        (("--model", "llama-proof", "--num-kv-heads", "4"), "different  num_kv_heads: 2; the model has 4"),
+        (("--model", "llama-proof", "--restore", "x"), "--weights with --restore"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["hf", "ours"])
+def test_other_weights_are_refused_with_a_table(theirs, data, tmp_path, capsys, words, said, kind):
+    if kind == "ours":
+        convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
+    weights = theirs if kind == "hf" else tmp_path / "ours"
+    code, text = train(capsys, *words, "--weights", weights, "--data", data, "--steps", 1)
+    assert code == 2 and said in text and "defect" not in text
+
+
+def test_parameters_alone_are_not_restored_as_a_run(theirs, data, tmp_path, capsys):
+    convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
+    code, text = train(capsys, "--model", theirs, "--restore", tmp_path / "ours", "--data", data, "--steps", 1)
+    assert code == 2 and "it holds parameters alone, and no run. Use --weights" in " ".join(text.split())
+
+
+def test_the_table_ends(theirs):
+    with pytest.raises(ConfigError, match=r"different  ffn_width(.|\n)*missing(.|\n)*and \d+ more") as error:
+        open_weights(theirs, dataclasses.replace(MODEL, ffn_width=32, num_layers=40))
+    assert len(str(error.value).splitlines()) < 26
+
+
+def test_a_process_reads_the_bytes_of_its_shards_alone(theirs, monkeypatch):
+    """Of a matrix over tp=2, each device's callback copies half; of memory nothing else is touched."""
+    from jaxdist.checkpoint import weights
+
+    copied = []
+    whole = weights._read_part
+
+    def counted(tensors, places, like, index):
+        found = whole(tensors, places, like, index)
+        copied.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(weights, "_read_part", counted)
+    layout = make_layout(MODEL, ParallelConfig(parse_mesh("tp=2")))
+    wanted = abstract_parameters(layout, make_mesh(parse_mesh("tp=2"), DEVICES), "float32")
+    name = "params.blocks.mlp.w_up"
+    [array] = read_weights(theirs, MODEL, {name: wanted[name]}).values()
+    assert copied == [array.nbytes // 2] * 2
+    one = jax.sharding.SingleDeviceSharding(DEVICES[0])
+    alone = read_weights(theirs, MODEL, {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=one)})
+    assert np.array_equal(fetch(array), alone[name])

@@ -1,0 +1,415 @@
+"""transformers' models and ours: the same logits, loss and gradients on any mesh, and the same files there and back."""
+
+import dataclasses
+import json
+import random
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DEVICES
+
+from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
+from jaxdist.checkpoint.weights import open_weights, read_weights, seen_as_ours, source_of, write_weights
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.layout import Layout
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.base import Model
+from jaxdist.models.context import Batch, Context
+from jaxdist.models.huggingface import config_of, model_from_config, read_model, tensors_of
+from jaxdist.parity import observe, random_batches
+from jaxdist.placement import make_layout
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 16,
+    "vocab_size": 131,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+GPT2 = {
+    "n_embd": 64,
+    "n_inner": 96,
+    "n_layer": 4,
+    "n_head": 8,
+    "n_positions": 16,
+    "vocab_size": 131,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+}
+FAMILIES = {
+    "llama": {"model_type": "llama", **SIZES, "rope_parameters": LLAMA3},
+    "llama-biases": {"model_type": "llama", **SIZES, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3-windows": {
+        "model_type": "qwen3",
+        **SIZES,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
+    "qwen2": {"model_type": "qwen2", **SIZES},
+    "mistral": {"model_type": "mistral", **SIZES, "sliding_window": 6},
+    "gpt2": {"model_type": "gpt2", **GPT2},
+    "seven-heads": {
+        "model_type": "llama",
+        **SIZES,
+        "hidden_size": 56,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+    },
+}
+LAYOUTS = {
+    "one": {},
+    "tp2": {"mesh": "tp=2"},
+    "tp4": {"mesh": "tp=4"},
+    "tp2-sp": {"mesh": "tp=2", "sp": True},
+    "pp2-zb-h1": {"mesh": "pp=2", "schedule": "zb-h1"},
+    "dp2-zero3": {"mesh": "dp=2", "zero": 3},
+    "dp2-tp2": {"mesh": "dp=2,tp=2"},
+}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # of the largest element of each leaf
+SAMPLE = {
+    ("llama", "tp4", "float64"),
+    ("llama", "pp2-zb-h1", "float32"),
+    ("llama-biases", "tp2", "float64"),
+    ("qwen3", "tp2-sp", "float64"),
+    ("qwen3", "dp2-zero3", "float32"),
+    ("qwen3-windows", "one", "float64"),
+    ("qwen2", "one", "float64"),
+    ("mistral", "dp2-tp2", "float64"),
+    ("gpt2", "tp2", "float64"),
+    ("seven-heads", "dp2-zero3", "float64"),
+}
+
+
+@pytest.fixture(scope="module")
+def huggingface():
+    """The oracle's module, which imports torch and transformers."""
+    pytest.importorskip("torch", reason="pip install -e '.[oracle]'")
+    pytest.importorskip("transformers", reason="pip install -e '.[oracle]'")
+    from experiments.oracles import huggingface
+
+    return huggingface
+
+
+@pytest.fixture(scope="module")
+def saved(huggingface, tmp_path_factory):
+    """family, dtype -> (oracle, folder that it wrote)."""
+
+    @cache
+    def make(family: str, dtype: str):
+        oracle = huggingface.CausalLM(FAMILIES[family], seed=5, dtype=dtype)
+        folder = tmp_path_factory.mktemp(family)
+        oracle.save(folder)
+        return oracle, folder
+
+    return make
+
+
+def layout_of(model: Model, mesh: str = "", **parallel) -> tuple[Layout, jax.sharding.Mesh]:
+    config = RunConfig(model, ParallelConfig(parse_mesh(mesh), **parallel), batch_size=8)
+    return make_layout(model, config.parallel, config.part_layers), make_mesh(config.parallel.mesh, DEVICES)
+
+
+def read(folder: Path, model: Model, dtype: str = "float32", mesh: str = "", **parallel) -> dict[str, jax.Array]:
+    layout, devices = layout_of(model, mesh, **parallel)
+    return read_weights(folder, model, abstract_parameters(layout, devices, dtype))
+
+
+def in_our_names(model: Model, theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Their arrays by our names, layer by layer, as `parity.observe` gives them."""
+    found = {}
+    for tensor in tensors_of(model):
+        name = tensor.path if tensor.layer is None else f"{tensor.path}[{tensor.layer}]"
+        found[name] = seen_as_ours(tensor, theirs[tensor.name])
+    return found
+
+
+def logits_of(model: Model, params: dict[str, jax.Array], tokens: np.ndarray) -> np.ndarray:
+    """[B, T, V], on one device, of parameters by name."""
+    tree: dict = {}
+    for name, x in params.items():
+        *path, last = name.removeprefix(f"{PARAMS}.").split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = x
+    blocks = tree.pop("blocks")
+    rows = np.arange(len(tokens), dtype=np.int32)
+
+    def forward(outer, blocks, tokens):
+        ctx = Context(rows_B=rows)
+        x = model.embed(ctx, outer, Batch(tokens, tokens, rows))
+        for layer in range(model.num_layers):
+            block, place = divmod(layer, len(model.kinds))
+            params = jax.tree.map(lambda p, block=block: p[block], blocks)
+            if len(model.kinds) > 1:
+                params = params[f"{place}_{model.kinds[place]}"]
+            x = model.layer(ctx, model.kinds[place], params, x, layer)
+        x, table = model.head(ctx, outer, x)
+        return jnp.einsum("btd,vd->btv", x, table)[..., : model.vocab_size]
+
+    mesh = make_mesh(parse_mesh(""), DEVICES[:1])
+    one = jax.sharding.PartitionSpec()
+    run = jax.shard_map(forward, mesh=mesh, in_specs=(one, one, one), out_specs=one)
+    return np.asarray(jax.jit(run)(tree, blocks, tokens))
+
+
+def error(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference, relative to the largest element."""
+    assert ours.shape == theirs.shape
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+CASES = [
+    pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.exhaustive, id="-".join(case))
+    for case in ((f, layout, dtype) for f in FAMILIES for layout in LAYOUTS for dtype in TOLERANCE)
+    if not (case[0] == "seven-heads" and "tp" in case[1])  # tp divides the heads
+]
+
+
+@pytest.mark.parametrize("family, layout, dtype", CASES)
+def test_loss_and_every_gradient_are_theirs(saved, family, layout, dtype):
+    oracle, folder = saved(family, dtype)
+    model = read_model(folder)
+    with jax.enable_x64(dtype == "float64"):
+        how = dict(LAYOUTS[layout])
+        parallel = ParallelConfig(parse_mesh(how.pop("mesh", "")), **how)
+        optimizer = OptimizerConfig(clip_norm=1e9)
+        config = RunConfig(model, parallel, optimizer, PrecisionConfig(dtype=dtype), batch_size=8)
+        [batch] = random_batches(config, 1, seed=2)
+        wanted = abstract_parameters(*layout_of(model, **LAYOUTS[layout]), dtype)
+        found = fetch(read_weights(folder, model, wanted))
+        ours = observe(config, DEVICES, [batch], {name.removeprefix(f"{PARAMS}."): x for name, x in found.items()})
+        loss, theirs = oracle.gradients(batch)
+    assert abs(ours.losses[0] - loss) <= TOLERANCE[dtype] * loss
+    theirs = in_our_names(model, theirs)
+    gradients = {name: g[: len(theirs[name])] for name, g in ours.gradients[0].items()}
+    assert gradients.keys() == theirs.keys()
+    wrong = {name: e for name in theirs if not (e := _gap(name, gradients[name], theirs)) <= TOLERANCE[dtype]}
+    assert not wrong, wrong
+
+
+def _gap(name: str, ours: np.ndarray, theirs: dict[str, np.ndarray]) -> float:
+    """A key's bias shifts all scores of a query alike: its true gradient is 0, and noise is held to a query's."""
+    largest = np.abs(theirs[name.replace(".b_k[", ".b_q[")]).max()
+    if "b_qkv" in name:
+        largest = np.abs(theirs[name]).max()
+    return float(np.abs(ours - theirs[name]).max() / largest)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_theirs(saved, family):
+    oracle, folder = saved(family, "float64")
+    model = read_model(folder)
+    tokens = np.random.default_rng(1).integers(0, model.vocab_size, (2, model.seq_len)).astype(np.int32)
+    with jax.enable_x64(True):
+        ours = logits_of(model, read(folder, model, "float64"), tokens)
+    assert error(ours, oracle.logits(tokens)) < 1e-9
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# There and back
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "generation_config.json"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family, shards", [("llama", "5GB"), ("qwen3", "60KB"), ("gpt2", "100KB")])
+def test_import_and_export_give_the_same_files(huggingface, tmp_path, family, shards, dtype):
+    huggingface.CausalLM(FAMILIES[family], dtype="float32").save(tmp_path / "theirs", dtype, shards)
+    model = read_model(tmp_path / "theirs")
+    folder, _ = open_weights(tmp_path / "theirs", model)
+    assert (folder.index is None) == (shards == "5GB")
+    arrays = read(tmp_path / "theirs", model, dtype, mesh="dp=2,tp=2", zero=3)
+    write_weights(tmp_path / "ours", model, arrays, source_of(folder))
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_what_we_export(huggingface, saved, tmp_path, family):
+    """Without a source: config.json, names and header are our own."""
+    oracle, folder = saved(family, "float32")
+    model = read_model(folder)
+    write_weights(tmp_path / "out", model, read(folder, model, mesh="tp=2" if family != "seven-heads" else "dp=2"))
+    tokens = np.random.default_rng(1).integers(0, model.vocab_size, (2, model.seq_len))
+    again = huggingface.CausalLM.load(tmp_path / "out", "float32")
+    assert np.array_equal(again.logits(tokens), oracle.logits(tokens))
+    names = {tensor.name for tensor in tensors_of(model)}
+    assert {*open_weights(tmp_path / "out", model)[0].tensors} == names
+
+
+def test_bf16_stays_what_it_was_through_fp32(huggingface, tmp_path):
+    huggingface.CausalLM(FAMILIES["qwen3"], dtype="float32").save(tmp_path / "theirs", "bfloat16")
+    model = read_model(tmp_path / "theirs")
+    folder, _ = open_weights(tmp_path / "theirs", model)
+    write_weights(tmp_path / "ours", model, read(tmp_path / "theirs", model, "float32"), source_of(folder))
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
+
+
+def test_a_tied_head_beside_its_table_is_kept_and_must_be_equal(huggingface, tmp_path):
+    """As the files of Qwen3-0.6B have it."""
+    from safetensors.torch import load_file, save_file
+
+    huggingface.CausalLM(FAMILIES["qwen3"], dtype="float32").save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path, {"format": "pt"})
+    model = read_model(tmp_path)
+    folder, _ = open_weights(tmp_path, model)
+    write_weights(tmp_path / "again", model, read(tmp_path, model), source_of(folder))
+    assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+    tensors["lm_head.weight"][130, 63] += 1
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match="tied to the token table and differs"):
+        open_weights(tmp_path, model)
+
+
+def test_gpt_2_with_fewer_positions_takes_the_first(saved, huggingface, tmp_path):
+    oracle, folder = saved("gpt2", "float32")
+    model = dataclasses.replace(read_model(folder), seq_len=10)
+    arrays = read(folder, model)
+    tokens = np.random.default_rng(1).integers(0, model.vocab_size, (2, 10)).astype(np.int32)
+    assert error(logits_of(model, arrays, tokens), oracle.logits(tokens)) < 1e-5
+    write_weights(tmp_path / "out", model, arrays, source_of(open_weights(folder, model)[0]))
+    again = huggingface.CausalLM.load(tmp_path / "out", "float32")
+    assert again.model.config.n_positions == 10
+    assert np.array_equal(again.logits(tokens), oracle.logits(tokens))
+    with pytest.raises(ConfigError, match=r"different  transformer\.wpe\.weight"):
+        read(folder, dataclasses.replace(model, seq_len=17))
+
+
+def test_files_of_gpt_2_s_bare_body(huggingface, tmp_path):
+    """As the files of openai-community/gpt2: without `transformer.`, with the causal masks."""
+    from safetensors.torch import load_file, save_file
+    from torch import ones
+
+    huggingface.CausalLM(FAMILIES["gpt2"], dtype="float32").save(tmp_path)
+    path, model = tmp_path / "model.safetensors", read_model(tmp_path)
+    expected = read(tmp_path, model)
+    tensors = {name.removeprefix("transformer."): x for name, x in load_file(path).items()}
+    save_file(tensors | {f"h.{i}.attn.bias": ones(1, 1, 16, 16).tril() for i in range(4)}, path, {"format": "pt"})
+    found = read(tmp_path, model)
+    assert all(np.array_equal(found[name], x) for name, x in expected.items())
+    write_weights(tmp_path / "out", model, found, source_of(open_weights(tmp_path, model)[0]))
+    assert {*load_file(tmp_path / "out" / path.name)} == {*tensors}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# config.json
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_there_and_back(family):
+    model = model_from_config(FAMILIES[family])
+    assert model_from_config(json.loads(json.dumps(config_of(model)))) == model
+
+
+def test_an_old_config_is_the_new_one():
+    old = {name: value for name, value in FAMILIES["llama"].items() if name != "rope_parameters"}
+    scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+    for kind in ("rope_type", "type"):
+        scaling = {("type" if name == "rope_type" else name): value for name, value in scaling.items()}
+        found = model_from_config({**old, "rope_theta": 100.0, "rope_scaling": {kind: "llama3", **scaling}})
+        assert found == model_from_config(FAMILIES["llama"])
+
+
+@pytest.mark.parametrize(
+    "family, change, said",
+    [
+        ("llama", {"model_type": "gemma"}, 'model_type: "gemma"'),
+        ("llama", {"hidden_act": "gelu"}, 'hidden_act: "gelu"'),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "only the types default, linear, llama3"),
+        ("llama", {"rope_parameters": {**LLAMA3, "attention_factor": 2}}, r"\['attention_factor'\] cannot"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "it is a number above 0"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "part of a head"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_parameters says something else"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout: 0.1"),
+        ("llama", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        ("llama", {"hidden_size": "64"}, 'hidden_size: "64"'),
+        ("llama", {"num_hidden_layers": True}, "num_hidden_layers: true"),
+        ("llama", {"rms_norm_eps": -1}, "rms_norm_eps: -1"),
+        ("llama", {"head_dim": None, "hidden_size": 60}, "not divided by 8 heads"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": None}, "sliding_window: null"),
+        ("qwen3", {"layer_types": ["full_attention"] * 3}, "a list of 4"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
+        ("qwen3", {"attention_bias": None}, "attention_bias: null"),
+        ("gpt2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon: 1e-06"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: true"),
+        ("gpt2", {"activation_function": "relu"}, 'activation_function: "relu"'),
+        ("gpt2", {"attn_pdrop": 0.1}, "are one rate here"),
+        ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings: false"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_field_and_value(family, change, said):
+    with pytest.raises(ConfigError, match=said):
+        model_from_config(FAMILIES[family] | change)
+
+
+def test_mistral_must_say_its_window():
+    config = {name: value for name, value in FAMILIES["mistral"].items() if name != "sliding_window"}
+    with pytest.raises(ConfigError, match="no sliding_window"):
+        model_from_config(config)
+
+
+def test_kinds_repeat_as_shortly_as_they_can():
+    def kinds(**change) -> tuple:
+        model = model_from_config(FAMILIES["qwen3-windows"] | change)
+        return model.kinds
+
+    full, sliding = "full_attention", "sliding_attention"
+    assert kinds() == ("full", "sliding")
+    assert kinds(layer_types=[full, sliding, sliding, full]) == ("full", "sliding", "sliding", "full")
+    assert kinds(layer_types=None, max_window_layers=3) == ("full", "full", "full", "sliding")
+    assert kinds(layer_types=None, max_window_layers=0) == ("sliding",)
+
+
+def test_whatever_a_config_says_only_one_error_comes_out():
+    odd = (None, True, 0, -1, 1.5, 2**70, float("nan"), "x", "", [], [None], {}, {"a": 1}, {"rope_type": []})
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(3000):
+        config = dict(FAMILIES[chance.choice(sorted(FAMILIES))])
+        names = [
+            *config,
+            "rope_scaling",
+            "rope_parameters",
+            "layer_types",
+            "head_dim",
+            "partial_rotary_factor",
+            "n_inner",
+        ]
+        for name in chance.sample(sorted({*names, "sliding_window", "max_window_layers"}), chance.randint(1, 3)):
+            config[name] = chance.choice(odd)
+        try:
+            model = model_from_config(config)
+        except ConfigError:
+            refused += 1
+            continue
+        assert model_from_config(config_of(model)) == model
+    assert 1500 < refused < 3000

@@ -1,0 +1,80 @@
+"""Presets by name: the sizes of published models, and models by the path of their config.json."""
+
+import json
+import math
+
+import pytest
+
+from experiments.cli import CommonFlags, flags_of
+from jaxdist.config import RunConfig, to_dict
+from jaxdist.errors import ConfigError
+from jaxdist.models.base import declare, named_params
+from jaxdist.models.huggingface import config_of, model_from_config, tensors_of
+from jaxdist.models.presets import PRESETS
+from jaxdist.models.registry import ModelFlags, find_model, model_of, name_of, source_digest
+
+# Of the files on the Hub, a tied head counted once.
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_as_many_parameters_as_were_published(name):
+    model = PRESETS[name]
+    shapes = [
+        param.shape if param.real is None else (param.real, *param.shape[1:])
+        for _, param in named_params(declare(model))
+    ]
+    assert sum(map(math.prod, shapes)) == PUBLISHED[name]
+    assert sum(math.prod(tensor.shape) for tensor in tensors_of(model)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_there_and_back(name):
+    model = PRESETS[name]
+    assert model_from_config(json.loads(json.dumps(config_of(model)))) == model
+    assert model_of(json.loads(json.dumps(to_dict(RunConfig(model))["model"]))) == model
+    assert name_of(model) == (name, {})
+
+
+def test_a_model_by_the_path_of_its_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {**config_of(PRESETS["llama-proof"]), "rope_theta": 123.0}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.json").write_text(json.dumps(config))
+    for name in ("mine/config.json", "mine", "./mine", str(tmp_path / "mine")):
+        model = find_model(name)
+        assert model == model_from_config(config) and source_digest(name)
+    flags = CommonFlags(model="mine/config.json", seq_len=16)
+    words = flags_of(flags.run_config())
+    assert words[words.index("--seq-len") + 1] == "16"
+    assert find_model(words[words.index("--model") + 1]) == model_from_config(config)
+
+
+@pytest.mark.parametrize(
+    "text, said", [(None, "cannot be read"), ("{", "not JSON"), ("[]", "no JSON object"), ("{}", "with no model_type")]
+)
+def test_a_path_that_is_no_config(tmp_path, text, said):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        find_model(str(path))
+
+
+def test_heads_of_keys_have_a_flag():
+    assert ModelFlags("llama-proof", num_kv_heads=4).model_config().num_kv_heads == 4
+    with pytest.raises(ConfigError, match="no field num_kv_heads"):
+        ModelFlags("proof", num_kv_heads=4).model_config()
+    with pytest.raises(ConfigError, match="num_heads=8 with num_kv_heads=3"):
+        ModelFlags("llama-proof", num_kv_heads=3).model_config()
