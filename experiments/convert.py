@@ -7,6 +7,7 @@ Each process reads and writes only its own shards. Where transformers is install
 """
 
 import importlib.util
+import json
 import math
 import shlex
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from rich.markup import escape
 from jaxdist.checkpoint import safetensors
 from jaxdist.checkpoint.checkpoints import Checkpoints, locate
 from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
-from jaxdist.checkpoint.trained import SOURCE, checkpointed_model, companions_of
+from jaxdist.checkpoint.trained import GENERATION, SOURCE, checkpointed_model, companions_of
 from jaxdist.checkpoint.weights import (
     Source,
     copy_companions,
@@ -135,6 +136,9 @@ def export_weights(flags: Ours, console: Console) -> int:
     dtype = None if flags.dtype == "source" else safetensors.NAMES[jnp.dtype(flags.dtype)]
     write_weights(flags.out, model, arrays, source, dtype)
     copy_companions(companions_of(checkpoints), Path(flags.out))
+    end, settings = manifest.about.get("data", {}).get("end_of_document"), Path(flags.out) / GENERATION
+    if source is None and end is not None and processes.is_first():
+        write_whole(settings, (json.dumps({"eos_token_id": end}) + "\n").encode())
     written = safetensors.open_folder(flags.out)
     console.print(
         f"[bold]done[/]: {described(written.tensors.values())} of step {manifest.step} in {escape(flags.out)}",

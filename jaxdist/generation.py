@@ -299,7 +299,8 @@ def bytes_per_token(model: Model, shape: MeshShape, dtype: str, num_texts: int) 
     """Bytes that one device sends for the next token of each of `num_texts` texts, by formula, on the stage that sends
     most: what embedding and layers send of one position, x from stage to stage and back to all, the logits over tp.
     """
-    one_position, texts = replace(model, seq_len=1), num_texts // shape.batch_ranks
+    one_position = replace(model, seq_len=1)  # type: ignore[type-var]  # its subclasses are dataclasses
+    texts = num_texts // shape.batch_ranks
     parts = traffic_of(OneRank(one_position, shape.tp, texts, PrecisionConfig(dtype), attention="xla"))
     sent = sum(each.sent_bytes(shape) for each in parts.embed.forward)
     sent += sum(each.sent_bytes(shape) for each in parts.layer.forward) * (model.num_blocks // shape.pp)

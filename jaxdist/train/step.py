@@ -25,7 +25,8 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
     config, layout = model.config, model.layout
 
     # Gradients of the mean loss: a sum over tokens, divided once by the global token count.
-    num_tokens = count_targets(batch).astype(config.precision.master_dtype)
+    num_tokens, batch = count_targets(batch)
+    num_tokens = num_tokens.astype(config.precision.master_dtype)
     scale = state.scale.scale if state.scale is not None else 1
     key = dropout_key(config, state.step)
     spoil = None if poison is None else partial(poison, layout, state.step)
@@ -61,14 +62,21 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
 
 def evaluate(model: ShardedModel, params: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Summed loss of a batch, without dropout, and the number of targets; equal on every rank."""
+    num_tokens, batch = count_targets(batch)
     total = engine_of(model.config.parallel).evaluate(model, params, batch)
-    return comm.all_reduce(total, WORK_AXES), count_targets(batch)
+    return comm.all_reduce(total, WORK_AXES), num_tokens
 
 
-def count_targets(batch: Batch) -> jax.Array:
-    """Targets that count, over the whole global batch; at least 1."""
+def count_targets(batch: Batch) -> tuple[jax.Array, Batch]:
+    """(targets that count, over the whole global batch, at least 1; the batch, which is there once they are counted).
+
+    Nothing else orders the count and the forward's first collective, and simulated devices that begin with different
+    ones wait for each other for ever: XLA:CPU has a thread for each, and a collective keeps it. A barrier is gone by
+    then, so the inputs depend on the count.
+    """
     here = jnp.sum(batch.targets >= 0)
-    return jnp.maximum(comm.all_reduce(here, TOKEN_AXES), 1)
+    count = jnp.maximum(comm.all_reduce(here, TOKEN_AXES), 1)
+    return count, batch._replace(inputs=jnp.where(count > 0, batch.inputs, 0))
 
 
 def owned_shards(params: dict, layout) -> dict:
