@@ -124,6 +124,8 @@ TARGETS = (
     Target("verify", "VerifyFlags", TINY, (".verify:Verifier.__call__",), share=3),
     Target("plan", "PlanFlags", ("--model", "gpt2-124m", "--hardware", "h100", "--nodes", "1"), share=3),
     Target("prepare", "PrepareFlags", ("--data", "text.txt", "--out", "prepared"), share=2),
+    Target("generate", "GenerateFlags", ("theirs", "--prompt", "a")),
+    Target("evaluate", "EvaluateFlags", ("theirs",)),
     Target("convert", "Hf", ("theirs", "--out", "ours")),
     Target("convert", "Ours", ("ours", "--out", "out")),
     Target("schedules", "SchedulesFlags"),

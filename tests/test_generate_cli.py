@@ -1,0 +1,113 @@
+"""The programs `generate` and `evaluate`, on a run that was just trained."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from conftest import DEVICES
+
+from experiments import evaluate, generate, train
+from experiments.cli import run_program
+
+MODEL = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "24", "--vocab-size", "256"]
+STEPS = ["--batch-size", "4", "--steps", "2", "--eval-batches", "1"]
+
+
+def run(program, flags, prog, words, capfd, **how):
+    with pytest.raises(SystemExit) as ended:
+        run_program(flags, program, prog, [str(word) for word in words])
+    captured = capfd.readouterr()
+    return ended.value.code or 0, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of bytes, and one of bare tokens."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("some words to learn from. " * 200)
+    np.save(folder / "bare.npy", np.random.default_rng(0).integers(0, 256, 3000).astype(np.uint16))
+    for out, data in (("bytes", "text.txt"), ("bare", "bare.npy")):
+        words = [*MODEL, *STEPS, "--data", folder / data, "--out", folder / out, "--mesh", "dp=2"]
+        with pytest.raises(SystemExit) as ended:
+            run_program(train.TrainFlags, train.main, "train", [str(word) for word in words])
+        assert not ended.value.code
+    return folder
+
+
+def generated(words, capfd):
+    return run(generate.main, generate.GenerateFlags, "generate", words, capfd)
+
+
+def test_one_prompt_is_streamed_and_nothing_else_is_printed(trained, capfd):
+    texts = []
+    for mesh in ("1", "tp=2", "pp=2"):
+        code, out, err = generated([trained / "bytes", "--prompt", "some ", "--mesh", mesh], capfd)
+        assert code == 0 and out.startswith("some ") and out.endswith("\n"), err
+        assert "1 prompt of 5 tokens, 19 added" in err and "at most 19 tokens are added" in err
+        assert ("bytes for a token of every text" in err) == (mesh != "1")
+        texts.append(out)
+    assert len(set(texts)) == 1
+
+
+def test_several_prompts_of_a_file_are_continued_together(trained, capfd, tmp_path, monkeypatch):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "two\\nlines"}\n{"prompt": "b"}\n{"prompt": "words"}\n')
+    words = [trained / "bytes", "--prompts", tmp_path / "p.jsonl", "--max-new-tokens", "3", "--mesh", "dp=2"]
+    drawn = ["--temperature", "1", "--top-k", "50", "--seed", "7"]
+    code, out, err = generated([*words, *drawn], capfd)
+    assert code == 0 and "3 prompts of 15 tokens" in err
+    assert [text in out for text in ("two\nlines", "\n\nb", "words")] == [True] * 3
+    assert generated([*words[:-1], "tp=2", *drawn], capfd)[1] == out
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\nb\n"))
+    code, out, _ = generated([trained / "bytes", "--prompts", "-", "--max-new-tokens", "1"], capfd)
+    assert code == 0 and out.startswith("two")
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["bytes"], "nothing to continue"),
+        (["bytes", "--prompt", ""], "Write at least a word"),
+        (["bytes", "--prompt", "x" * 24], "Shorten it to 23 tokens"),
+        (["bytes", "--prompt", "a", "--top-p", "0.5"], "nothing is drawn"),
+        (["bytes", "--prompt", "a", "--mesh", "tp=3"], "num_heads=4"),
+        (["bytes:7", "--prompt", "a"], "it holds those of steps 2"),
+        (["nowhere", "--prompt", "a"], "no such checkpoint"),
+        (["bare", "--prompt", "a"], "what its tokens mean"),
+        (["bytes", "--prompts", "missing.txt"], "missing.txt"),
+        (["bytes", "--prompts", "bad.jsonl"], "line 1 is not"),
+        (["bytes", "--prompt", "a", "--max-new-tokens", "0"], "max-new-tokens"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(trained, capfd, monkeypatch, words, match):
+    monkeypatch.chdir(trained)
+    (trained / "bad.jsonl").write_text('{"text": "a"}\n')
+    code, out, err = generated(words, capfd)
+    assert code == 2 and match in err and not out
+
+
+def test_bare_tokens_need_a_named_tokenizer(trained, capfd):
+    words = [trained / "bare", "--prompt", "a", "--tokenizer", "bytes", "--max-new-tokens", "2", "--stop", "zzz"]
+    assert generated(words, capfd)[0] == 0
+
+
+def test_perplexity_is_the_same_on_every_mesh(trained, capfd):
+    found = []
+    for words in (["1"], ["dp=2,tp=2"], ["pp=2"], ["dp=2", "--zero", "3"]):
+        how = ["--data", trained / "text.txt", "--batch-size", "4", "--batches", "4", "--mesh", *words]
+        code, out, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", [trained / "bytes", *how], capfd)
+        assert code == 0, err
+        found.append(float(out.split("perplexity ")[1].split(":")[0].replace(",", "")))
+    assert len(DEVICES) >= 4 and np.ptp(found) < 1e-3 * found[0]
+    kept = json.loads((trained / "bytes" / "summary.json").read_text())
+    assert abs(np.log(found[0]) - kept["held_out_loss"]) < 0.5  # of fewer windows
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [(["--seq-len", "12"], "no parameters for others"), (["--batches", "0"], "batches"), (["--mesh", "dp=3"], "batch")],
+)
+def test_what_cannot_be_evaluated_is_refused(trained, capfd, words, match):
+    how = [trained / "bytes", "--data", trained / "text.txt", "--batch-size", "4", *words]
+    code, _, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", how, capfd)
+    assert code == 2 and match in err
