@@ -32,6 +32,7 @@ from .cli import SafeConsole, run_program
 from .progress import Progress
 
 MOST_PROMPT_BYTES = 2**26
+PROMPT_MULTIPLE = 16  # of positions to which prompts are padded: kernels like even lengths
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def generate(
     one alone."""
     lengths = np.ones(generator.num_texts, np.int64)
     lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
-    tokens = np.zeros((generator.num_texts, lengths.max()), np.int64)
+    width = min(-(-lengths.max() // PROMPT_MULTIPLE) * PROMPT_MULTIPLE, lengths.max() + num_new)
+    tokens = np.zeros((generator.num_texts, width), np.int64)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     begun = time.perf_counter()

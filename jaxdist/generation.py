@@ -109,11 +109,11 @@ class Generator:
     decode: Callable[..., Next]
     caches: list[list[KeyValues]]
 
-    def abstract_params(self, dtype: str | None = None) -> dict:
+    def abstract_params(self) -> dict:
         """Shapes, dtype and shardings of the parameters."""
 
         def shape(param, sharding):
-            return jax.ShapeDtypeStruct(param.shape, dtype or self.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(param.shape, self.dtype, sharding=sharding)
 
         return jax.tree.map(shape, declare(self.model), shardings(self.mesh, self.specs), is_leaf=is_param)
 
