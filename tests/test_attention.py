@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from experiments.strategies import Strategy
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.models import attention
-from jaxdist.models.attention import attention_core, causal_blocks, cudnn_refusal
+from jaxdist.models.attention import attention_core, causal_blocks, choose_attention, cudnn_refusal
 from jaxdist.models.context import Context
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.pipeline.split_backward import all_equations
@@ -24,11 +24,11 @@ from jaxdist.train.program import attention_on, build_program
 NO_DROPOUT = Context(rows_B=np.arange(2))
 
 
-def xla_core(ctx: Context = NO_DROPOUT, rate: float = 0.0):
+def xla_core(ctx: Context = NO_DROPOUT, rate: float = 0.0, window: int | None = None):
     """The attention as it runs: inside of a mesh, here of one device."""
     mesh = make_mesh(MeshShape(), DEVICES)
     spec = PartitionSpec()
-    return jax.shard_map(attention_core("xla", ctx, rate), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    return jax.shard_map(attention_core("xla", ctx, rate, window), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
 
 
 def plain(q, k, v, keep=None):
@@ -104,6 +104,38 @@ def test_auto_falls_back_where_cudnn_has_no_plan(monkeypatch, refused):
         program.evaluate.lower(program.abstract_state().params, program.abstract_batch())
     asked = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, attention="cudnn"))
     assert attention_on(mesh, asked, training=True) == "cudnn"
+
+
+def test_a_head_that_cudnn_does_not_take_is_written_out_with_a_warning():
+    how = {"platform": "gpu", "dtype": "bfloat16", "dropout": False}
+    with pytest.warns(UserWarning, match="here it is 256"):
+        assert choose_attention("auto", head_dim=256, **how) == "xla"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_attention("auto", head_dim=128, **how) == "cudnn"
+        assert choose_attention("auto", head_dim=256, **how | {"dtype": "float32"}) == "xla"
+        assert choose_attention("xla", head_dim=256, **how) == "xla"
+
+
+@pytest.mark.parametrize("window", [1, 5, 200])
+@pytest.mark.parametrize("length", [16, 256])
+def test_groups_and_windows_are_those_of_the_formula(window, length):
+    """Grouped heads, each query with the `window` newest positions; in float64, gradients too."""
+    with jax.enable_x64(True):
+        q, d = random.normal(random.key(0), (2, 2, length, 6, 4), jnp.float64)
+        k, v = random.normal(random.key(1), (2, 2, length, 2, 4), jnp.float64)
+
+        def whole(q, k, v):
+            k, v = (jnp.repeat(x, 3, axis=2) for x in (k, v))
+            scores = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(q.shape[-1])
+            ago = jnp.arange(length)[:, None] - jnp.arange(length)
+            scores = jnp.where((ago >= 0) & (ago < window), scores, -jnp.inf)
+            return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+        core = xla_core(window=window)
+        np.testing.assert_allclose(core(q, k, v), whole(q, k, v), rtol=1e-12, atol=1e-12)
+        for ours, theirs in zip(*(jax.vjp(f, q, k, v)[1](d) for f in (core, whole)), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_what_the_compiler_says_of_cudnn_is_the_reason(monkeypatch):

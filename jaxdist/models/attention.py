@@ -154,7 +154,8 @@ def attention_on_device(
 
 
 def choose_attention(asked: str, platform: str, dtype: str, *, head_dim: int, dropout: bool) -> str:
-    """cuDNN's flash attention where it can run, the written-out one elsewhere.
+    """cuDNN's flash attention where it can run, the written-out one elsewhere; with a warning where only the width of a
+    head keeps a GPU from it.
 
     dropout: whether attention weights are dropped. Raises: ConfigError where "cudnn" was asked for and cannot run.
     """
@@ -164,11 +165,14 @@ def choose_attention(asked: str, platform: str, dtype: str, *, head_dim: int, dr
         f"it needs an NVIDIA GPU and this mesh is of {platform} devices": platform not in ("gpu", "abstract"),
         f"it computes in 16 bits and dtype is {dtype}": dtype not in ("bfloat16", "float16"),
         "it applies no dropout to the attention weights": dropout,
-        f"it takes head widths up to 128 in steps of 8 and here it is {head_dim}": head_dim % 8 or head_dim > 128,
+        (width := f"it takes head widths up to 128 in steps of 8 and here it is {head_dim}"): head_dim % 8
+        or head_dim > 128,
     }
     in_the_way = [reason for reason, applies in obstacles.items() if applies]
     if asked == "cudnn" and in_the_way:
         raise ConfigError("attention=cudnn", in_the_way[0], "Use attention=auto")
+    if platform == "gpu" and in_the_way == [width]:
+        warnings.warn(f"attention=auto writes the scores out: cuDNN's does not fit, {width}", stacklevel=2)
     return "cudnn" if asked == "cudnn" or (platform == "gpu" and not in_the_way) else "xla"
 
 
