@@ -4,6 +4,7 @@ import ast
 import runpy
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 from jaxdist import programs
@@ -18,7 +19,8 @@ def main() -> int:
     """Exit code 2 for an unknown program; a program that runs ends the process itself."""
     match sys.argv[1:]:
         case [] | ["-h" | "--help", *_]:
-            print(overview())
+            with suppress(BrokenPipeError):  # whoever reads it has seen enough
+                print(overview(), flush=True)
         case ["--version", *_]:
             print(f"jaxdist {__version__}")
         case [name, *_] if name in find_programs():
