@@ -142,7 +142,7 @@ def name_of(layout: tuple[str, dict]) -> str:
 def formula_bytes(config: RunConfig) -> float:
     """What the search would say (`jaxdist.plan.program_memory`)."""
     layout = Candidates.of(config)
-    return float(program_bytes(config, layout, pipelines(config, layout), config.parallel.attention).total[0])
+    return float(program_bytes(config, layout, pipelines(config, layout), config.attention).total[0])
 
 
 def with_layout(base: RunConfig, mesh: str, more: dict, target: str) -> RunConfig:

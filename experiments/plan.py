@@ -271,7 +271,7 @@ def ask(flags: PlanFlags) -> Question:
     flags, tokens, recipe_notes = with_recipe(flags, rate_known)
     config = flags.run_config()
     platform, dtype = "tpu" if "TPU" in hardware.title else "gpu", config.precision.dtype
-    attention = config.model.attention_for(config.parallel.attention, platform, dtype, training=True)
+    attention = config.model.attention_for(config.attention, platform, dtype, training=True)
     if attention == "xla":
         notes.append("Attention writes its scores out (flash attention cannot run here): they count as memory.")
     return Question(

@@ -383,6 +383,11 @@ class RunConfig:
             )
 
     @property
+    def attention(self) -> str:
+        """The attention that is asked for: written out where documents are told apart, since cuDNN's takes no mask."""
+        return "xla" if self.mask_documents else self.parallel.attention
+
+    @property
     def part_layers(self) -> tuple[int, ...]:
         """Layers of each part of the pipelined model, in model order; all in one part where pp=1."""
         schedule, stages, model = self.parallel.pipeline, self.parallel.stages, self.model

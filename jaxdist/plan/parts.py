@@ -64,7 +64,7 @@ class OneRank:
             tp_ring=parallel.tp_ring,
             loss_chunks=parallel.loss_chunks,
             selective=parallel.remat == "selective",
-            attention="xla" if config.mask_documents else parallel.attention,
+            attention=config.attention,
         )
 
     def trace(self, function: Callable[["_Functions"], T]) -> T:

@@ -208,9 +208,8 @@ def attention_on(mesh: Mesh | AbstractMesh, config: RunConfig, *, training: bool
     Raises: ConfigError where the one that was asked for cannot run.
     """
     mine = [] if isinstance(mesh, AbstractMesh) else [d for d in mesh.devices.flat if d in jax.local_devices()]
-    asked, dtype, device = config.parallel.attention, config.precision.dtype, next(iter(mine), None)
-    asked = "xla" if config.mask_documents else asked  # cuDNN's takes no such mask
-    return config.model.attention_for(asked, platform_of(mesh), dtype, training=training, device=device)
+    dtype, device = config.precision.dtype, next(iter(mine), None)
+    return config.model.attention_for(config.attention, platform_of(mesh), dtype, training=training, device=device)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
