@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from flax.traverse_util import unflatten_dict
 from rich.console import Console
 from rich.markup import escape
 
@@ -40,10 +41,9 @@ from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.files import write_whole
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.base import STACKED, Model, split_kinds
-from jaxdist.models.context import Batch, Context
+from jaxdist.models.base import Model
 from jaxdist.models.huggingface import CONFIG, read_model, tensors_of
-from jaxdist.parity import observe, random_batches
+from jaxdist.parity import forward_logits, observe, random_batches
 from jaxdist.placement import make_layout
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, Devices, acquire_devices
@@ -210,7 +210,8 @@ def prove(flags: Hf, model: Model, parallel: ParallelConfig, devices: Devices) -
     arrays = read_weights(flags.path, small, abstract(small, parallel, devices, dtypes))
     whole = {name.removeprefix(f"{PARAMS}."): x for name, x in fetch(arrays).items()}
     theirs = CausalLM.load(flags.path, "float32")
-    found = {"logits": gap(logits_of(small, whole, batch["inputs"]), theirs.logits(batch["inputs"]))}
+    logits = forward_logits(small, unflatten_dict(whole, sep="."), batch["inputs"], devices.devices[0])
+    found = {"logits": gap(logits, theirs.logits(batch["inputs"]))}
     loss, gradients = theirs.gradients(batch)
     ours = observe(config, devices.devices, [batch], whole)
     found["loss"] = abs(ours.losses[0] - loss) / loss
@@ -231,33 +232,6 @@ def prove(flags: Hf, model: Model, parallel: ParallelConfig, devices: Devices) -
 def gap(ours: np.ndarray, theirs: np.ndarray, largest: float | None = None) -> float:
     """The largest difference, relative to the largest element of theirs unless another is given."""
     return float(np.abs(ours - theirs).max() / (np.abs(theirs).max() if largest is None else largest))
-
-
-def logits_of(model: Model, parameters: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
-    """[B, T, V], on one device, of whole parameters by name."""
-    tree: dict = {}
-    for name, x in parameters.items():
-        *path, last = name.split(".")
-        node = tree
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = x
-    order = np.arange(len(tokens), dtype=np.int32)
-
-    def forward(tree, tokens):
-        ctx = Context(rows_B=order)
-        outer = {name: part for name, part in tree.items() if name != STACKED}
-        x = model.embed(ctx, outer, Batch(tokens, tokens, order))
-        for layer in range(model.num_layers):
-            block, place = divmod(layer, len(model.kinds))
-            params = split_kinds(model, jax.tree.map(lambda p, at=block: p[at], tree[STACKED]))[place]
-            x = model.layer(ctx, model.kinds[place], params, x, layer)
-        x, table = model.head(ctx, outer, x)
-        return jnp.einsum("btd,vd->btv", x, table)[..., : model.vocab_size]
-
-    mesh, whole = make_mesh(parse_mesh(""), jax.devices()[:1]), jax.sharding.PartitionSpec()
-    run = jax.shard_map(forward, mesh=mesh, in_specs=(whole, whole), out_specs=whole)
-    return np.asarray(jax.jit(run)(tree, tokens))
 
 
 if __name__ == "__main__":

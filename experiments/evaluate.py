@@ -22,7 +22,7 @@ from jaxdist.models.base import Model, abstract_values
 from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 from jaxdist.train.program import build_program
 
-from .cli import run_program
+from .cli import require_one_process, run_program
 from .progress import Progress
 
 
@@ -59,8 +59,10 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     shape = parse_mesh(flags.mesh)
     if flags.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
+    require_one_process()
     devices = acquire_devices(shape.num_devices, flags.device)
-    weights = find_weights(flags.checkpoint, "checkpoint")
+    with Progress("checking the weights"):
+        weights = find_weights(flags.checkpoint, "checkpoint")
     model = with_seq_len(weights.model, flags.seq_len)
     dtype = flags.dtype or weights.dtype
     schedule = {"schedule": "gpipe", "microbatches": 1} if shape.pp > 1 else {}

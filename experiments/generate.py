@@ -28,7 +28,7 @@ from jaxdist.generation import Generator, Sampling, build_generator, bytes_per_t
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.runtime.devices import DeviceChoice, Devices, acquire_devices
 
-from .cli import SafeConsole, run_program
+from .cli import SafeConsole, require_one_process, run_program
 from .progress import Progress
 
 MOST_PROMPT_BYTES = 2**26
@@ -102,9 +102,11 @@ def main(flags: GenerateFlags, console: Console) -> int:
     texts, sampling, shape = flags.texts(), flags.sampling(), parse_mesh(flags.mesh)
     if flags.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
+    require_one_process()
     devices = acquire_devices(shape.num_devices, flags.device)
     notes = SafeConsole(stderr=True, highlight=False)
-    weights = find_weights(flags.checkpoint, "checkpoint")
+    with Progress("checking the weights"):
+        weights = find_weights(flags.checkpoint, "checkpoint")
     tokenizer = find_tokenizer(flags.tokenizer, weights)
     prompts = [encode(tokenizer, text, weights) for text in texts]
     longest, room = max(map(len, prompts)), weights.model.seq_len

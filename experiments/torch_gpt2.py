@@ -13,7 +13,8 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional as F
 
-from jaxdist.models.gpt2 import GPT2, INIT_STD, LAYER_NORM_EPS
+from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS
+from jaxdist.models.layers import INIT_STD
 
 Wrap = Literal["none", "ddp", "fsdp"]
 

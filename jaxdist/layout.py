@@ -157,7 +157,7 @@ class Leaf:
         return tuple(axis for axis in AXES if axis in self.spec)
 
     @property
-    def typed_axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def group_key(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What leaves that share a collective over dp have in common: the axes they differ along, and are owed sums."""
         return self.spec_axes, self.shard_reduce_axes
 

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxdist.checkpoint.logical import (
     MOMENTS,
@@ -23,9 +25,10 @@ from jaxdist.checkpoint.logical import (
     to_logical,
 )
 from jaxdist.config import ParallelConfig, RunConfig
-from jaxdist.layout import Layout, local_bytes
-from jaxdist.mesh import make_mesh
-from jaxdist.models.base import STACKED
+from jaxdist.layout import Layout, local_bytes, split_outer
+from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.models.base import STACKED, Model, split_kinds
+from jaxdist.models.context import Batch, Context
 from jaxdist.plan.proof.trace import Collective, total_sent
 from jaxdist.runtime.devices import refused_option
 from jaxdist.train.program import build_program
@@ -125,6 +128,24 @@ def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dic
             batch["starts"] = np.maximum.accumulate(np.where(begins, np.arange(length, dtype=np.int32), 0), axis=1)
         batches.append(batch)
     return batches
+
+
+def forward_logits(model: Model, params: dict, tokens_BT: np.ndarray, device: jax.Device) -> np.ndarray:
+    """[B, T, V] by the functions that train, layer after layer on one device. params: whole, as a nested dict."""
+
+    def forward(params, tokens_BT):
+        ctx, (outer, layers) = Context(), split_outer(params)
+        x_BTD = model.embed(ctx, outer, Batch(tokens_BT, None, None))
+        for number in range(model.num_layers):
+            block, place = divmod(number, len(model.kinds))
+            weights = split_kinds(model, jax.tree.map(lambda w, at=block: w[at], layers))[place]
+            x_BTD = model.layer(ctx, model.kinds[place], weights, x_BTD, jnp.int32(number))
+        x_BTD, table_VD = model.head(ctx, outer, x_BTD)
+        return (x_BTD @ table_VD.T)[..., : model.vocab_size]
+
+    spec = PartitionSpec()
+    run = jax.shard_map(forward, mesh=make_mesh(MeshShape(), [device]), in_specs=(spec, spec), out_specs=spec)
+    return np.asarray(jax.jit(run)(params, tokens_BT))
 
 
 def observe(

@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 from alternating import Alternating
 from conftest import DEVICES
-from jax.sharding import PartitionSpec
 
 from jaxdist.data.text_stream import TextStream
 from jaxdist.data.tokenizer import ByteTokenizer
 from jaxdist.errors import ConfigError
 from jaxdist.generation import Sampling, build_generator, bytes_per_token
-from jaxdist.layout import split_outer
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
-from jaxdist.models.base import declare, is_param, split_kinds
-from jaxdist.models.context import Batch, Context
+from jaxdist.models.base import declare, is_param
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.parity import forward_logits
 from jaxdist.plan.proof.trace import collectives_of, total_sent
 
 SIZES = {"num_layers": 4, "width": 32, "num_heads": 8, "num_kv_heads": 2, "head_dim": 8, "ffn_width": 48}
@@ -51,24 +49,6 @@ def random_values(model) -> dict:
 def prompts_of(lengths=(5, 12, 9, 1)) -> list[np.ndarray]:
     rng = np.random.default_rng(1)
     return [rng.integers(0, TEXT["vocab_size"], length) for length in lengths]
-
-
-def forward(model, params, tokens_T):
-    """Logits [T, V] of one text by the functions that train, on one device."""
-
-    def run(params, tokens):
-        ctx, (outer, layers) = Context(), split_outer(params)
-        x = model.embed(ctx, outer, Batch(tokens, None, None))
-        for i in range(model.num_blocks):
-            block = split_kinds(model, jax.tree.map(lambda w, i=i: w[i], layers))
-            for kind, weights in zip(model.kinds, block, strict=True):
-                x = model.layer(ctx, kind, weights, x, jnp.int32(0))
-        x, table = model.head(ctx, outer, x)
-        return (x @ table.T)[0, :, : model.vocab_size]
-
-    spec = PartitionSpec()
-    run = jax.shard_map(run, mesh=make_mesh(parse_mesh("1"), DEVICES), in_specs=(spec, spec), out_specs=spec)
-    return np.asarray(jax.jit(run)(params, tokens_T[None]))
 
 
 def generate(model, mesh: str, sampling=GREEDY, prompts=None, num_new=NUM_NEW):
@@ -105,7 +85,8 @@ def test_every_position_has_the_logits_of_training_and_every_mesh_the_same_token
         first = {sampling: generate(model, "1", sampling) for sampling in (GREEDY, DRAWN)}
         for found in first.values():
             for row, prompt in enumerate(prompts_of()):
-                whole = forward(model, params, np.concatenate([prompt, found.tokens[row]]))
+                text = np.concatenate([prompt, found.tokens[row]])
+                whole = forward_logits(model, params, text[None], DEVICES[0])[0]
                 expected = whole[len(prompt) - 1 : -1]
                 np.testing.assert_allclose(found.logits[row], expected, rtol=0, atol=1e-10 * np.abs(expected).max())
         assert (first[GREEDY].tokens == first[GREEDY].logits.argmax(-1)).all()

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES
+from flax.traverse_util import unflatten_dict
 
 from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
 from jaxdist.checkpoint.weights import open_weights, read_weights, seen_as_ours, source_of, write_weights
@@ -19,9 +19,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import Model
-from jaxdist.models.context import Batch, Context
 from jaxdist.models.huggingface import config_of, model_from_config, read_model, tensors_of
-from jaxdist.parity import observe, random_batches
+from jaxdist.parity import forward_logits, observe, random_batches
 from jaxdist.placement import make_layout
 
 SIZES = {
@@ -145,32 +144,8 @@ def in_our_names(model: Model, theirs: dict[str, np.ndarray]) -> dict[str, np.nd
 
 def logits_of(model: Model, params: dict[str, jax.Array], tokens: np.ndarray) -> np.ndarray:
     """[B, T, V], on one device, of parameters by name."""
-    tree: dict = {}
-    for name, x in params.items():
-        *path, last = name.removeprefix(f"{PARAMS}.").split(".")
-        node = tree
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = x
-    blocks = tree.pop("blocks")
-    rows = np.arange(len(tokens), dtype=np.int32)
-
-    def forward(outer, blocks, tokens):
-        ctx = Context(rows_B=rows)
-        x = model.embed(ctx, outer, Batch(tokens, tokens, rows))
-        for layer in range(model.num_layers):
-            block, place = divmod(layer, len(model.kinds))
-            params = jax.tree.map(lambda p, block=block: p[block], blocks)
-            if len(model.kinds) > 1:
-                params = params[f"{place}_{model.kinds[place]}"]
-            x = model.layer(ctx, model.kinds[place], params, x, layer)
-        x, table = model.head(ctx, outer, x)
-        return jnp.einsum("btd,vd->btv", x, table)[..., : model.vocab_size]
-
-    mesh = make_mesh(parse_mesh(""), DEVICES[:1])
-    one = jax.sharding.PartitionSpec()
-    run = jax.shard_map(forward, mesh=mesh, in_specs=(one, one, one), out_specs=one)
-    return np.asarray(jax.jit(run)(tree, blocks, tokens))
+    tree = unflatten_dict({name.removeprefix(f"{PARAMS}."): x for name, x in params.items()}, sep=".")
+    return forward_logits(model, tree, tokens, DEVICES[0])
 
 
 def error(ours: np.ndarray, theirs: np.ndarray) -> float:

@@ -5,26 +5,21 @@ One class; what tells the families apart are its fields (`jaxdist.models.hugging
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 from flax import nnx
 
 from jaxdist.errors import ConfigError, divisors, require_positive
-from jaxdist.models.attention import attention_on_device
 from jaxdist.models.base import BOUNDS, Tree, mask_rows
 from jaxdist.models.context import Batch, Context
-from jaxdist.models.flax import FlaxModel, parameter
-from jaxdist.models.layers import INIT_STD, GatedMLP, GroupedAttention, RMSNorm, Rotary, normal
-
-if TYPE_CHECKING:
-    from jaxdist.config import ParallelConfig
+from jaxdist.models.flax import parameter
+from jaxdist.models.layers import INIT_STD, GatedMLP, GroupedAttention, RMSNorm, Rotary, Transformer, normal
 
 FULL, SLIDING = "full", "sliding"  # kinds of layers: what a query sees of the positions before it
 
 
 @dataclass(frozen=True)
-class Decoder(FlaxModel):
+class Decoder(Transformer):
     """Sizes in elements. Source: Llama 3 (arXiv 2407.21783), Mistral 7B (2310.06825), Qwen3 (2505.09388).
 
     num_kv_heads: heads of keys and values; it divides `num_heads`. rope_scaling: as `Rotary.scaling`. qk_norm: whether
@@ -71,28 +66,6 @@ class Decoder(FlaxModel):
             )
         if self.window is not None:
             require_positive("window", self.window)
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """The vocabulary rounded up so that every tp divides it: tp divides the heads, so lcm(128, heads) does."""
-        multiple = math.lcm(128, self.num_heads)
-        return -(-self.vocab_size // multiple) * multiple
-
-    def describe(self) -> str:
-        return f"{self.num_layers} layers, width {self.width}, context {self.seq_len}"
-
-    def check(self, parallel: "ParallelConfig") -> None:
-        tp = parallel.mesh.tp
-        for name, sized in (("num_heads", self.num_heads), ("ffn_width", self.ffn_width)):
-            if sized % tp:
-                raise ConfigError(
-                    f"{name}={sized} cannot be split over tp={tp}",
-                    f"each tp rank holds {name}/tp",
-                    f"Use tp in {divisors(math.gcd(self.num_heads, self.ffn_width))}",
-                )
-
-    def attention_for(self, asked: str, platform: str, dtype: str, *, training: bool, device=None) -> str:
-        return attention_on_device(asked, platform, dtype, device, seq_len=self.seq_len, head_dim=self.head_dim)
 
     # ---- parameters ----
 

@@ -7,7 +7,6 @@ tied head); residual projections are initialised with std 0.02 / sqrt(2 L).
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +14,17 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.errors import ConfigError, divisors, require_positive
-from jaxdist.models.attention import attend, attention_on_device
+from jaxdist.models.attention import attend
 from jaxdist.models.base import BOUNDS, Tree, mask_rows
 from jaxdist.models.context import Batch, Context
-from jaxdist.models.flax import FlaxModel, parameter
-from jaxdist.models.layers import INIT_STD, add_bias, normal
-
-if TYPE_CHECKING:
-    from jaxdist.config import ParallelConfig
+from jaxdist.models.flax import parameter
+from jaxdist.models.layers import INIT_STD, Transformer, add_bias, normal
 
 LAYER_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class GPT2(FlaxModel):
+class GPT2(Transformer):
     """The shape of a GPT-2 (Radford et al. 2019): sizes in elements, dropout as a probability."""
 
     num_layers: int
@@ -52,33 +48,8 @@ class GPT2(FlaxModel):
             raise ConfigError(f"dropout={self.dropout}", "it is a probability, at least 0 and below 1", "Use 0.1")
 
     @property
-    def padded_vocab_size(self) -> int:
-        """The vocabulary rounded up so that every tp divides it: tp divides the heads, so lcm(128, heads) does."""
-        multiple = math.lcm(128, self.num_heads)
-        return -(-self.vocab_size // multiple) * multiple
-
-    @property
     def head_dim(self) -> int:
         return self.width // self.num_heads
-
-    def describe(self) -> str:
-        return f"{self.num_layers} layers, width {self.width}, context {self.seq_len}"
-
-    def check(self, parallel: "ParallelConfig") -> None:
-        tp = parallel.mesh.tp
-        for name, sized in (("num_heads", self.num_heads), ("ffn_width", self.ffn_width)):
-            if sized % tp:
-                raise ConfigError(
-                    f"{name}={sized} cannot be split over tp={tp}",
-                    f"each tp rank holds {name}/tp",
-                    f"Use tp in {divisors(math.gcd(self.num_heads, self.ffn_width))}",
-                )
-
-    def attention_for(self, asked: str, platform: str, dtype: str, *, training: bool, device=None) -> str:
-        dropped = training and self.dropout > 0
-        return attention_on_device(
-            asked, platform, dtype, device, seq_len=self.seq_len, head_dim=self.head_dim, dropout=dropped
-        )
 
     # ---- parameters ----
 

@@ -5,7 +5,7 @@ N query heads, K key and value heads, H head dim, F feed-forward.
 """
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,14 @@ import numpy as np
 from flax import nnx
 from jax import lax, random
 
-from jaxdist.models.attention import attend
+from jaxdist.errors import ConfigError, divisors
+from jaxdist.models.attention import attend, attention_on_device
 from jaxdist.models.context import Context
-from jaxdist.models.flax import parameter
+from jaxdist.models.flax import FlaxModel, parameter
 from jaxdist.parallel.tensor import heads_of_queries
+
+if TYPE_CHECKING:
+    from jaxdist.config import ParallelConfig
 
 INIT_STD = 0.02
 
@@ -29,6 +33,39 @@ def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     """x + bias, over the leading dims of x. The bias's gradient is summed in at least fp32, and rounded once."""
     wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
     return x + jnp.broadcast_to(wide, x.shape).astype(bias.dtype)
+
+
+class Transformer(FlaxModel):
+    """What the models of these layers have in common: heads and a feed-forward that tp splits, a padded vocabulary."""
+
+    width: int
+    num_heads: int
+    ffn_width: int
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary rounded up so that every tp divides it: tp divides the heads, so lcm(128, heads) does."""
+        multiple = math.lcm(128, self.num_heads)
+        return -(-self.vocab_size // multiple) * multiple
+
+    def describe(self) -> str:
+        return f"{self.num_layers} layers, width {self.width}, context {self.seq_len}"
+
+    def check(self, parallel: "ParallelConfig") -> None:
+        tp = parallel.mesh.tp
+        for name, sized in (("num_heads", self.num_heads), ("ffn_width", self.ffn_width)):
+            if sized % tp:
+                raise ConfigError(
+                    f"{name}={sized} cannot be split over tp={tp}",
+                    f"each tp rank holds {name}/tp",
+                    f"Use tp in {divisors(math.gcd(self.num_heads, self.ffn_width))}",
+                )
+
+    def attention_for(self, asked: str, platform: str, dtype: str, *, training: bool, device=None) -> str:
+        dropped = training and self.dropout > 0
+        return attention_on_device(
+            asked, platform, dtype, device, seq_len=self.seq_len, head_dim=self.head_dim, dropout=dropped
+        )
 
 
 class RMSNorm(nnx.Module):

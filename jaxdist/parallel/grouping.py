@@ -71,7 +71,7 @@ def reduce_scatter_groups(
     """
     out = list(arrays)
     padded = [leaf.pad(x) for x, leaf in zip(arrays, leaves, strict=True)]
-    for members in group(leaves, [x.nbytes for x in padded], parallel, lambda leaf: leaf.typed_axes):
+    for members in group(leaves, [x.nbytes for x in padded], parallel, lambda leaf: leaf.group_key):
         if len(members) == 1:
             out[members[0]] = comm.reduce_scatter(padded[members[0]], axis, leaves[members[0]].zero_dim)
             continue
@@ -97,7 +97,7 @@ def all_gather_groups(
     """
     out = list(shards)
     sizes = [x.nbytes * leaf.dp for x, leaf in zip(shards, leaves, strict=True)]
-    for members in group(leaves, sizes, parallel, lambda leaf: leaf.typed_axes):
+    for members in group(leaves, sizes, parallel, lambda leaf: leaf.group_key):
         if len(members) == 1:
             leaf = leaves[members[0]]
             out[members[0]] = leaf.unpad(

@@ -278,7 +278,7 @@ class _Step:
         sizes = [math.prod(leaf.storage_local) * leaf.dp * itemsize for leaf in leaves]
         return [
             Message.of(purpose, kind, ("dp",), times, sum(sizes[i] for i in members))
-            for members in group(leaves, sizes, self.parallel, lambda leaf: leaf.typed_axes)
+            for members in group(leaves, sizes, self.parallel, lambda leaf: leaf.group_key)
             if any(only(leaves[i]) for i in members)
         ]
 
