@@ -205,20 +205,22 @@ def generate(
     if one:
         console.file.write(texts[0])
         console.file.flush()
-    found = prefill(params, generator.put(tokens), generator.put(lengths))
     seconds, clock = [], compiled
-    for step in range(num_new):
-        new = np.asarray(found.tokens)
-        seconds.append(time.perf_counter() - clock)
-        clock = time.perf_counter()
-        for row, stream in enumerate(streams):
-            shown = stream.add(int(new[row]))
-            if one:
-                console.file.write(shown)
-                console.file.flush()
-        if all(stream.done for stream in streams) or step + 1 == num_new:
-            break
-        found = decode(params, found.caches, found.tokens, generator.put(lengths + step))
+    with Progress("generating", quiet=one) as progress:
+        found = prefill(params, generator.put(tokens), generator.put(lengths))
+        for step in range(num_new):
+            new = np.asarray(found.tokens)
+            seconds.append(time.perf_counter() - clock)
+            clock = time.perf_counter()
+            progress.update(step + 1, num_new)
+            for row, stream in enumerate(streams):
+                shown = stream.add(int(new[row]))
+                if one:
+                    console.file.write(shown)
+                    console.file.flush()
+            if all(stream.done for stream in streams) or step + 1 == num_new:
+                break
+            found = decode(params, found.caches, found.tokens, generator.put(lengths + step))
     for text, stream in zip(texts, streams, strict=True):
         rest = stream.close()
         console.file.write(f"{rest}\n" if one else f"{text}{stream.text}\n\n")
