@@ -44,7 +44,7 @@ from .settings import SETTINGS, SettingFlags, make_config, values_of
 Flags = TypeVar("Flags")
 
 # What `plan` writes into its command for what it cannot know; `train` refuses them by name.
-PLACEHOLDERS = {"data": "DATA", "out": "OUT"}
+PLACEHOLDERS = {"data": "DATA", "out": "OUT", "weights": "WEIGHTS"}
 
 # Exit codes beside 0 (done) and 1 (it ran, and what it ran is wrong).
 EXIT_BAD_INPUT = 2  # refused before anything ran

@@ -26,7 +26,8 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, is_utf8
 from jaxdist.files import read_text_file
-from jaxdist.models.registry import SIZES
+from jaxdist.models.lora import LoRA
+from jaxdist.models.registry import ADAPTER_FLAGS, SIZES
 
 from .settings import SECTIONS, SETTINGS
 
@@ -35,7 +36,7 @@ NAME = "run.toml"  # of what a run leaves, beside config.json
 HEADER = "# Every setting of the run. `train --config` with this file is the same run; flags override it.\n"
 # Section -> key -> flag.
 SHARED: dict[str, dict[str, str]] = {
-    "model": {"name": "model"} | {name: name for name in SIZES},
+    "model": {"name": "model"} | {name: name for name in (*SIZES, *ADAPTER_FLAGS)},
     **{part or "run": {s.name: s.flag for s in SETTINGS if s.section == part} for part in SECTIONS},
 }
 
@@ -147,8 +148,11 @@ def _shown(value: Any) -> str:
 
 def settings_text(program: str, flags: FileFlags, config: RunConfig) -> str:
     """The file that gives this configuration, and the program's other flags, to the program again."""
-    fields = {field.name for field in dataclasses.fields(config.model)}
-    tables = {"model": {"name": flags.model, **{name: getattr(config.model, name) for name in SIZES if name in fields}}}
+    adapters = {name: getattr(flags, name) for name in ADAPTER_FLAGS}
+    model = config.model.base if isinstance(config.model, LoRA) else config.model
+    fields = {field.name for field in dataclasses.fields(model)}
+    sizes = {name: getattr(model, name) for name in SIZES if name in fields}
+    tables = {"model": {"name": flags.model, **sizes, **adapters}}
     for setting in SETTINGS:
         tables.setdefault(setting.section or "run", {})[setting.name] = setting.of(config)
     tables[program] = _own_flags(flags)

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdist.checkpoint import safetensors
-from jaxdist.checkpoint.checkpoints import Checkpoints, locate
+from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
-from jaxdist.checkpoint.trained import GENERATION, SOURCE, checkpointed_model, companions_of
+from jaxdist.checkpoint.trained import GENERATION, SOURCE, find_weights
 from jaxdist.checkpoint.weights import (
     Source,
     copy_companions,
@@ -126,22 +126,19 @@ def import_weights(flags: Hf, console: Console) -> int:
 
 def export_weights(flags: Ours, console: Console) -> int:
     parallel, devices = placed_on(flags)
-    checkpoints, manifest = locate(flags.path, "path")
-    model = checkpointed_model(checkpoints, manifest)
-    dtypes = {name: jnp.dtype(dtype) for name, (dtype, _) in manifest.arrays.items()}
-    jax.config.update("jax_enable_x64", np.dtype(np.float64) in dtypes.values())
-    arrays = checkpoints.restore(manifest, abstract(model, parallel, devices, dtypes))
-    there = manifest.about.get(SOURCE)
-    source = None if there is None else Source(**there)
+    weights = find_weights(flags.path, "path")
+    jax.config.update("jax_enable_x64", np.dtype(np.float64) in weights.dtypes.values())
+    arrays = weights.read(abstract(weights.model, parallel, devices, weights.dtypes))
+    source = None if weights.source is None else Source(**weights.source)
     dtype = None if flags.dtype == "source" else safetensors.NAMES[jnp.dtype(flags.dtype)]
-    write_weights(flags.out, model, arrays, source, dtype)
-    copy_companions(companions_of(checkpoints), Path(flags.out))
-    end, settings = manifest.about.get("data", {}).get("end_of_document"), Path(flags.out) / GENERATION
+    write_weights(flags.out, weights.model, arrays, source, dtype)
+    copy_companions(weights.companions, Path(flags.out))
+    end, settings = weights.data.get("end_of_document"), Path(flags.out) / GENERATION
     if source is None and end is not None and processes.is_first():
         write_whole(settings, (json.dumps({"eos_token_id": end}) + "\n").encode())
     written = safetensors.open_folder(flags.out)
     console.print(
-        f"[bold]done[/]: {described(written.tensors.values())} of step {manifest.step} in {escape(flags.out)}",
+        f"[bold]done[/]: {described(written.tensors.values())} of {escape(weights.about)} in {escape(flags.out)}",
         soft_wrap=True,
     )
     return 0

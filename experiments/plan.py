@@ -35,7 +35,14 @@ from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, pric
 from jaxdist.plan.proof.compile import has_cuda_compiler, require_compiler, without_devices
 from jaxdist.plan.proof.levels import Levels, levels
 from jaxdist.plan.proof.trace import total_sent
-from jaxdist.plan.recipe import TOKENS_PER_PARAMETER, chinchilla_steps, learning_rate, warmup_steps
+from jaxdist.plan.recipe import (
+    ADAPTER_STEPS,
+    TOKENS_PER_PARAMETER,
+    adapter_learning_rate,
+    chinchilla_steps,
+    learning_rate,
+    warmup_steps,
+)
 from jaxdist.plan.search import (
     INTEGERS,
     OWN,
@@ -341,13 +348,21 @@ def with_recipe(flags: PlanFlags, rate_known: bool) -> tuple[PlanFlags, float | 
             )
     elif steps is not None:
         tokens = steps * batch_tokens
+    elif flags.lora:
+        steps = ADAPTER_STEPS
+        notes.append(
+            f"--steps {steps}: assumed, for neither --tokens nor --steps says how much there is to learn from."
+        )
     else:
         steps = chinchilla_steps(parameters, batch_tokens)
         notes.append(
             f"--steps {steps}: {TOKENS_PER_PARAMETER} tokens a parameter (arXiv 2203.15556), neither --tokens nor "
             "--steps is given."
         )
-    if rate is None:
+    if rate is None and flags.lora and rate_known:
+        rate = adapter_learning_rate(parameters)
+        notes.append(f"--lr {rate:g}: that of adapters of a model of this size in arXiv 2305.14314, appendix B; AdamW.")
+    elif rate is None:
         rate = learning_rate(parameters) if rate_known else CommonFlags.lr
         notes.append(rate_note(rate, parameters) if rate_known else UNKNOWN_RATE)
     if warmup is None:

@@ -1,10 +1,12 @@
 """The command that runs a plan: launcher, layout, recipe, and words to fill in for what only the user knows."""
 
+import math
 from dataclasses import dataclass
 
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
-from jaxdist.models.base import num_parameters
+from jaxdist.models.base import declare, named_params
+from jaxdist.models.lora import LoRA
 from jaxdist.plan.explain import billions
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import ITEMSIZE, MOMENTS
@@ -57,12 +59,15 @@ def make_command(
     parts += ["--distributed"] * several + ["--device gpu"] * on_gpus
     parts += [f"--data {PLACEHOLDERS['data']}", f"--out {PLACEHOLDERS['out']}", f"--checkpoint-every {every}"]
     parts += f" {' '.join(flags_of(config))}".replace(" --", "\n--").split("\n")[1:]
+    adapts = isinstance(config.model, LoRA)
+    parts += [f"--weights {PLACEHOLDERS['weights']}"] if adapts else []
     parts += [] if rate_known else ["--lr LR"]
     prepare = command_text("prepare").removeprefix("python -m ")
     notes += [
         f"{PLACEHOLDERS['data']}: your tokens ({prepare} makes them). {PLACEHOLDERS['out']}: a folder for "
-        f"checkpoints{', on storage that all hosts share' * several}. train refuses both words until they are "
+        f"checkpoints{', on storage that all hosts share' * several}. train refuses such words until they are "
         "filled in.",
+        *[f"{PLACEHOLDERS['weights']}: the folder or the checkpoint with the weights that are adapted."] * adapts,
         *recipe_notes,
         f"--checkpoint-every {every}: {why}.",
     ]
@@ -86,5 +91,7 @@ def rate_note(rate: float, parameters: float) -> str:
 
 def checkpoint_bytes(config: RunConfig) -> float:
     """Masters and moments."""
-    wide = ITEMSIZE[config.precision.master_dtype]
-    return num_parameters(config.model) * wide * (1 + MOMENTS.get(config.optimizer.name, 0))
+    narrow, wide = ITEMSIZE[config.precision.dtype], ITEMSIZE[config.precision.master_dtype]
+    params = [param for _, param in named_params(declare(config.model))]
+    total, frozen = (sum(math.prod(p.shape) for p in found) for found in (params, [p for p in params if p.frozen]))
+    return frozen * narrow + (total - frozen) * wide * (1 + MOMENTS.get(config.optimizer.name, 0))

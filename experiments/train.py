@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.markup import escape
@@ -377,7 +376,7 @@ def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run,
     if own is None and flags.restore is not None:
         other = resume.find_other(flags.restore, config)
     if own is None and flags.weights is not None:
-        weights = find_weights(flags.weights, "weights", config.model)
+        weights = find_weights(flags.weights, "weights", config.model, config.seed)
     if own or other:
         source = (own or other[1]).about.get(SOURCE)
     elif weights:
@@ -787,12 +786,14 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
     config, parallel = program.config, program.config.parallel
     model, state = config.model, program.abstract_state()
     leaves = jax.tree.leaves(program.layout.leaves)
-    num_parameters = sum(int(np.prod(leaf.shape)) for leaf in leaves)
+    total = sum(math.prod(leaf.shape) for leaf in leaves)
+    frozen = sum(math.prod(leaf.shape) for leaf in leaves if leaf.frozen)
+    counts = f"{total:,} parameters" + (f", {total - frozen:,} of them trained" if frozen else "")
 
     summary = Table.grid(padding=(0, 2))
     summary.add_row("[bold]mesh[/]", f"{parallel.mesh}")
     summary.add_row("[bold]devices[/]", devices.description)
-    summary.add_row("[bold]model[/]", f"{num_parameters:,} parameters: {escape(model.describe())}")
+    summary.add_row("[bold]model[/]", f"{counts}: {escape(model.describe())}")
     summary.add_row(
         "[bold]strategy[/]",
         f"ZeRO {parallel.zero}, sequence parallel {'on' if parallel.sp else 'off'}, gradients {parallel.grad_sync}, "

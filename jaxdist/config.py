@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from jaxdist.errors import MOST, ConfigError, divisors, require_positive, require_within
 from jaxdist.mesh import AVAILABLE_AXES, DATA_AXES, MeshShape
 from jaxdist.models.base import Model
-from jaxdist.models.registry import class_name, source_digest
+from jaxdist.models.registry import to_dict as model_to_dict
 from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
 from jaxdist.parallel.pipeline.schedules import Schedule, divide_layers
 from jaxdist.parallel.pipeline.simulate import validate
@@ -479,14 +479,8 @@ class RunConfig:
 
 
 def to_dict(config: RunConfig) -> dict:
-    """The config as nested dicts and lists, as JSON gives them back.
-
-    A model that is not GPT-2 names its class, and has the SHA-256 of the file that defines it.
-    """
-    found = dataclasses.asdict(config)
-    if (name := class_name(config.model)) is not None:
-        found["model"] = {"class": name, "source": source_digest(name), **found["model"]}
-    return _without_tuples(found)
+    """The config as nested dicts and lists, as JSON gives them back; the model as its registry writes it."""
+    return _without_tuples(dataclasses.asdict(config) | {"model": model_to_dict(config.model)})
 
 
 def _without_tuples(value):

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.config import ParallelConfig
+from jaxdist.config import ParallelConfig, PrecisionConfig
 from jaxdist.mesh import AXES, DATA_AXES, SEQUENCE_AXES, MeshShape
 from jaxdist.models.base import STACKED
 
@@ -37,7 +38,8 @@ class Leaf:
     divide it;
         empty for every other leaf. Only these get it whole (`used_local`).
     small: a layer's vector, which backward keeps where it gathers matrices again.
-    used_in: of a leaf outside the layers, which of "embed" and "loss" use it. mean, real: as in `models.base.Param`.
+    used_in: of a leaf outside the layers, which of "embed" and "loss" use it. mean, real, frozen: as in
+        `models.base.Param`.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Leaf:
     used_in: frozenset[str]
     mean: float
     real: int | None
+    frozen: bool = False
 
     @property
     def compute_shape(self) -> tuple[int, ...]:
@@ -171,6 +174,10 @@ class Leaf:
         """`reduce_axes` less the dp that a reduce-scatter takes care of."""
         return tuple(axis for axis in self.reduce_axes if self.zero_dim is None or axis != "dp")
 
+    def kept_dtype(self, precision: PrecisionConfig) -> str:
+        """In which its value is kept from step to step: a frozen leaf needs no more than is computed with."""
+        return precision.dtype if self.frozen else precision.master_dtype
+
     def layer(self) -> "Leaf":
         """The same leaf of one layer: without the leading layer dim."""
         return dataclasses.replace(
@@ -200,6 +207,11 @@ class Layout:
     leaves: dict
     parallel: ParallelConfig
 
+    @cached_property
+    def trained(self) -> "Layout":
+        """That of what has a gradient: None stands where a leaf is frozen."""
+        return dataclasses.replace(self, leaves=drop_frozen(self.leaves, self.leaves))
+
     @property
     def params_sharded(self) -> bool:
         """Whether parameters themselves are held in the storage layout (ZeRO-3)."""
@@ -227,9 +239,11 @@ class Layout:
     def draw_specs(self) -> dict:
         return jax.tree.map(lambda leaf: leaf.draw_spec, self.leaves)
 
-    def abstract_storage(self, dtype: str) -> dict:
+    def abstract_storage(self, precision: PrecisionConfig) -> dict:
         """Global shapes of the parameters in the storage layout."""
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, dtype), self.leaves)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, leaf.kept_dtype(precision)), self.leaves
+        )
 
     def rows_spec(self) -> PartitionSpec:
         """Of an array with a dim for the batch's rows."""
@@ -243,6 +257,23 @@ class Layout:
 def split_outer(tree: dict) -> tuple[dict, dict]:
     """A parameter-shaped tree -> (what is outside the layers, the stacked layers)."""
     return {name: part for name, part in tree.items() if name != STACKED}, tree[STACKED]
+
+
+def drop_frozen(leaves: dict, tree: dict) -> dict:
+    """A parameter-shaped tree -> the same with None where a leaf is frozen: the shape of a gradient."""
+    return jax.tree.map(lambda leaf, x: None if leaf.frozen else x, leaves, tree)
+
+
+def keep_frozen(leaves: dict, tree: dict) -> dict:
+    """What `drop_frozen` drops, with None for the rest."""
+    return jax.tree.map(lambda leaf, x: x if leaf.frozen else None, leaves, tree)
+
+
+def fill(tree: dict, other: dict | None) -> dict:
+    """A tree with the subtrees of another where it has None."""
+    if other is None:
+        return tree
+    return jax.tree.map(lambda x, y: y if x is None else x, tree, other, is_leaf=lambda x: x is None)
 
 
 def drop_unit_axes(dims: Iterable, mesh: MeshShape) -> PartitionSpec:

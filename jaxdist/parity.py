@@ -27,7 +27,7 @@ from jaxdist.checkpoint.logical import (
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.layout import Layout, local_bytes, split_outer
 from jaxdist.mesh import MeshShape, make_mesh
-from jaxdist.models.base import STACKED, Model, split_kinds
+from jaxdist.models.base import STACKED, Model, declare, named_params, split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.plan.proof.trace import Collective, total_sent
 from jaxdist.runtime.devices import refused_option
@@ -89,6 +89,7 @@ class Observed:
     evaluation: float
     rounded: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     unequal: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
     state_bytes: int = 0
     sent_bytes: int = 0
     collectives: tuple[Collective, ...] = ()
@@ -194,10 +195,23 @@ def observe(
         evaluation=total / count,
         rounded=by_layer(rounded),
         unequal=unequal_copies(state),
+        changed=changed_though_frozen(program.layout, parameters, final),
         state_bytes=local_bytes(abstract[0]),
         sent_bytes=total_sent(collectives, config.parallel.mesh),
         collectives=tuple(collectives),
     )
+
+
+def changed_though_frozen(
+    layout: Layout, before: dict[str, np.ndarray], after: dict[str, np.ndarray]
+) -> tuple[str, ...]:
+    """Frozen parameters whose bits are not those that the run began with."""
+
+    def differs(leaf) -> bool:
+        now = after[f"{PARAMS}.{leaf.name}"]
+        return before[leaf.name].astype(now.dtype).tobytes() != now.tobytes()
+
+    return tuple(leaf.name for leaf in jax.tree.leaves(layout.leaves) if leaf.frozen and differs(leaf))
 
 
 def unequal_copies(state) -> tuple[str, ...]:
@@ -245,7 +259,9 @@ def compare(config: RunConfig, run: Observed, reference: Observed) -> list[Diffe
     differences += compare_parameters(config, run, reference)
     differences += compare_rounded(config, run)
     differences += arrays("moment", run.moments, reference.moments, LATER * tolerance)
-    return differences + [Difference("copies", name, math.inf, 0.0, math.nan, math.nan) for name in run.unequal]
+    for kind, names in (("copies", run.unequal), ("frozen", (*run.changed, *reference.changed))):
+        differences += [Difference(kind, name, math.inf, 0.0, math.nan, math.nan) for name in names]
+    return differences
 
 
 def _each(kind: str, run: dict, reference: dict, judge: Callable[..., Difference]) -> list[Difference]:
@@ -307,7 +323,12 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
             error = np.where(smallest > NOISE * peak, error, error * smallest / peak)
         return Difference("parameter", name, float(error.max()), LATER * tolerance, *norms)
 
-    return _each("parameter", run.parameters, reference.parameters, judge)
+    frozen = {name for name, param in named_params(declare(config.model)) if param.frozen}  # `changed` is about these
+    trained = [
+        {name: x for name, x in found.parameters.items() if name.partition("[")[0] not in frozen}
+        for found in (run, reference)
+    ]
+    return _each("parameter", *trained, judge)
 
 
 def worst(differences: list[Difference], kind: str | None = None) -> Difference:

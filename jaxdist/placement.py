@@ -53,6 +53,7 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
             used_in=uses,
             mean=param.mean,
             real=param.real,
+            frozen=param.frozen,
         )
         if not parallel.sharded:
             return leaf

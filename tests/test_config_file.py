@@ -18,7 +18,7 @@ from experiments.plan import PlanFlags
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
 from experiments.verify import VerifyFlags
-from jaxdist.models.registry import SIZES
+from jaxdist.models.registry import ADAPTER_FLAGS, SIZES
 
 MAIN = {
     "train": (TrainFlags, experiments.train.main),
@@ -108,7 +108,7 @@ def other_value(field: dataclasses.Field):
         case int() | float():
             return default + 1
         case _:
-            return 7 if "int" in str(field.type) else "7"
+            return 7 if "int" in str(field.type) else 7.0 if "float" in str(field.type) else "7"
 
 
 # ---- reading ----
@@ -265,4 +265,4 @@ def test_a_run_leaves_the_file_that_is_the_same_run(monkeypatch, capsys, tmp_pat
 
 def test_sections_and_programs_do_not_share_a_name():
     assert not set(SHARED) & set(PROGRAMS) and set(SHARED) == {"model", "run", "parallel", "optimizer", "precision"}
-    assert set(SHARED["model"]) == {"name", *SIZES}
+    assert set(SHARED["model"]) == {"name", *SIZES, *ADAPTER_FLAGS}

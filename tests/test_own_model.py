@@ -204,7 +204,7 @@ def test_the_work_that_a_trace_finds_is_what_the_papers_count(preset):
     traced, papers = work_of(model), PaperWork(ModelShape.of(model))
     assert (traced.layer_parameters, traced.layer_sums) == (papers.layer_parameters, papers.layer_sums)
     assert traced.table_parameters == papers.table_parameters and traced.width == papers.width
-    assert 0.94 < traced.forward_flops_per_token / papers.forward_flops_per_token < 1
+    assert 0.94 < traced.flops_per_token / papers.flops_per_token < 1
     cluster = Cluster(find_hardware("h100"), num_nodes=2, devices_per_node=8)
     for layout in ({}, {"tp": 4}, {"tp": 8, "sp": True}, {"pp": 4, "tp": 2}):
         ours, theirs = (

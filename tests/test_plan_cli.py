@@ -36,7 +36,7 @@ def plan(monkeypatch, capsys, *args) -> tuple[int, str, str]:
 def test_it_ranks_explains_and_names_a_command_that_gives_the_same_run(monkeypatch, capsys, tmp_path):
     path = tmp_path / "plan.json"
     code, out, err = plan(monkeypatch, capsys, *SMALL, "--top", "3", "--json", path)
-    assert code == 0 and not err
+    assert code == 0 and all(line.startswith("searching") for line in err.splitlines())  # on a slow machine
     for said in ("layouts", "Pareto front", "Plain data parallel", "binds", "±", "predicted", "Run it", "GPT-3"):
         assert said in out, said
     record = json.loads(path.read_text())
@@ -325,6 +325,9 @@ FLAGS = {
     "seq_len": ("64", [], None, None),
     "vocab_size": ("500", [], None, None),
     "dropout": ("0.1", [], None, None),
+    "lora": ("2", [], None, None),
+    "lora_alpha": ("3", ["--lora", "2"], None, None),
+    "lora_targets": ("w_up", ["--lora", "2"], None, None),
     "batch_size": ("32", [], None, None),
     "steps": ("77", [], None, None),
     "seed": ("5", [], None, None),

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.layout import Layout, Leaf, drop_unit_axes
+from jaxdist.layout import Layout, Leaf, drop_unit_axes, fill
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_storage
 from jaxdist.train.optimizer import LossScale, initial_loss_scale, make_optimizer
 from jaxdist.train.program import Program
@@ -24,18 +24,17 @@ PARAMS, MOMENTS, SCALE, STEP = "params", "moments", "scale", "step"
 
 
 def to_logical(program: Program, state: State) -> dict[str, jax.Array]:
-    """Everything a run continues from: `params.*` at full precision, `moments.*`, `scale.*` (fp16), `step`.
+    """Everything a run continues from: `params.*` as they are kept, `moments.*`, `scale.*` (fp16), `step`.
 
-    16-bit parameters are left out: they are the masters, rounded. Arrays whose storage is logical already are returned
-    as they are, not copied: use them before the state is donated.
+    16-bit parameters that have masters are left out: they are these, rounded. Arrays whose storage is logical already
+    are returned as they are, not copied: use them before the state is donated.
     """
     layout = program.layout
-    whole = state.params if state.master is None else state.master
-    computed = state.master is None and not layout.params_sharded
-    moves = {name: (leaf, from_storage) for name, leaf in named(MOMENTS, _owners(program)).items()}
-    moves |= {
-        name: (leaf, from_compute if computed else from_storage) for name, leaf in _leaves(PARAMS, layout).items()
-    }
+    whole = state.params if state.master is None else fill(state.master, state.params)
+    moves = {name: (leaf, from_storage) for name, leaf in named(MOMENTS, _owners(program)).items() if leaf}
+    for name, leaf in _leaves(PARAMS, layout).items():
+        computed = (state.master is None or leaf.frozen) and not layout.params_sharded
+        moves[name] = leaf, from_compute if computed else from_storage
     scale = {} if state.scale is None else named(SCALE, state.scale._asdict())
     return _moved(program, moves, {**named(PARAMS, whole), **named(MOMENTS, state.moments), **scale, STEP: state.step})
 
@@ -54,26 +53,30 @@ def abstract_logical(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding on this mesh of everything `to_logical` returns; nothing is allocated."""
     whole = NamedSharding(program.mesh, PartitionSpec())
 
-    def shape(leaf: Leaf | None, x) -> jax.ShapeDtypeStruct:
-        if leaf is None:
+    def shape(leaf: Leaf | bool, x) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, bool):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
         return jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=_sharding(program, leaf.draw_spec))
 
-    scale = program.shapes.scale
+    scale, precision = program.shapes.scale, program.config.precision
     return {
-        **abstract_parameters(program.layout, program.mesh, program.config.precision.master_dtype),
-        **named(MOMENTS, jax.tree.map(shape, _owners(program), program.shapes.moments, is_leaf=_is_owner)),
-        **({} if scale is None else {f"{SCALE}.{k}": shape(None, v) for k, v in scale._asdict().items()}),
-        STEP: shape(None, program.shapes.step),
+        **abstract_parameters(program.layout, program.mesh, precision.master_dtype, precision.dtype),
+        **named(MOMENTS, jax.tree.map(shape, _owners(program), program.shapes.moments)),
+        **({} if scale is None else {f"{SCALE}.{k}": shape(False, v) for k, v in scale._asdict().items()}),
+        STEP: shape(False, program.shapes.step),
     }
 
 
-def abstract_parameters(layout: Layout, mesh: Mesh, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """The same of `params.*` alone, which needs a layout and no program."""
+def abstract_parameters(
+    layout: Layout, mesh: Mesh, dtype: str, frozen: str | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The same of `params.*` alone, which needs a layout and no program. frozen: the dtype of frozen parameters, if it
+    is another."""
 
     def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, drop_unit_axes(leaf.draw_spec, layout.parallel.mesh))
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+        kept = frozen if leaf.frozen and frozen else dtype
+        return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=sharding)
 
     return named(PARAMS, jax.tree.map(shape, layout.leaves))
 
@@ -86,7 +89,7 @@ def from_logical(program: Program, arrays: dict[str, jax.Array | np.ndarray]) ->
     `abstract_logical` says; only in the last case are they donated.
     """
     config, layout, shapes = program.config, program.layout, program.shapes
-    optimizer = make_optimizer(config.optimizer, layout)
+    optimizer = make_optimizer(config.optimizer, layout.trained)
 
     def assemble(arrays: dict) -> State:
         params = unnamed(PARAMS, layout.leaves, arrays)
@@ -94,11 +97,11 @@ def from_logical(program: Program, arrays: dict[str, jax.Array | np.ndarray]) ->
         if STEP not in arrays:
             return fresh
 
-        def store(leaf: Leaf | None, x):
-            return x if leaf is None else to_storage(leaf, x)
+        def store(leaf: Leaf | bool, x):
+            return to_storage(leaf, x) if isinstance(leaf, Leaf) else x
 
         moments = unnamed(MOMENTS, shapes.moments, arrays)
-        moments = jax.tree.map(store, _owners(program), moments, is_leaf=_is_owner)
+        moments = jax.tree.map(store, _owners(program), moments)
         scale = initial_loss_scale(config.precision)
         if scale is not None and f"{SCALE}.scale" in arrays:
             scale = LossScale(*(arrays[f"{SCALE}.{field}"] for field in LossScale._fields))
@@ -110,7 +113,7 @@ def from_logical(program: Program, arrays: dict[str, jax.Array | np.ndarray]) ->
 def parameters_from_logical(program: Program, arrays: dict[str, jax.Array | np.ndarray]) -> dict:
     """Parameters as this program's `evaluate` takes them, from `params.*` alone: weights for generation."""
     config, layout = program.config, program.layout
-    optimizer = make_optimizer(config.optimizer, layout)
+    optimizer = make_optimizer(config.optimizer, layout.trained)
 
     def assemble(arrays: dict) -> dict:
         params = unnamed(PARAMS, layout.leaves, arrays)
@@ -166,18 +169,14 @@ def _path(prefix: str, path) -> str:
 
 
 def _owners(program: Program):
-    """The tree of the optimiser's state: the parameter each moment is stored as, None for counters and the like."""
+    """The tree of the optimiser's state: the parameter each moment is stored as, False for counters and the like."""
     return optax.tree_utils.tree_map_params(
-        make_optimizer(program.config.optimizer, program.layout),
-        lambda x, leaf: leaf if x.shape == leaf.storage_shape else None,
+        make_optimizer(program.config.optimizer, program.layout.trained),
+        lambda x, leaf: leaf if x.shape == leaf.storage_shape else False,
         program.shapes.moments,
-        program.layout.leaves,
-        transform_non_params=lambda _: None,
+        program.layout.trained.leaves,
+        transform_non_params=lambda _: False,
     )
-
-
-def _is_owner(x) -> bool:
-    return x is None or isinstance(x, Leaf)
 
 
 def _sharding(program: Program, spec: PartitionSpec) -> NamedSharding:
@@ -189,8 +188,9 @@ def _leaves(prefix: str, layout: Layout) -> dict[str, Leaf]:
 
 
 def _logical_tree(program: Program, tree: dict, move: Callable) -> dict:
-    moves = {name: (leaf, move) for name, leaf in _leaves("", program.layout).items()}
-    return unnamed("", program.layout.leaves, _moved(program, moves, named("", tree)))
+    arrays = named("", tree)
+    moves = {name: (leaf, move) for name, leaf in _leaves("", program.layout).items() if name in arrays}
+    return unnamed("", tree, _moved(program, moves, arrays))
 
 
 def _moved(program: Program, moves: dict[str, tuple[Leaf, Callable]], arrays: dict) -> dict:

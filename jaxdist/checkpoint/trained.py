@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint.checkpoints import FOLDER, BadCheckpoint, Checkpoints, Manifest, locate
 from jaxdist.checkpoint.logical import PARAMS, named, unnamed
@@ -25,7 +27,9 @@ from jaxdist.errors import ConfigError
 from jaxdist.files import read_text_file
 from jaxdist.models.base import Model, declare, named_params
 from jaxdist.models.huggingface import read_model
+from jaxdist.models.lora import ADAPTERS, LoRA, adapted_paths
 from jaxdist.models.registry import model_of
+from jaxdist.parallel.low_rank import merged
 
 SOURCE = "source"  # of what a checkpoint says of itself: the files of weights that its parameters came from
 GENERATION = "generation_config.json"
@@ -35,18 +39,23 @@ GENERATION = "generation_config.json"
 class Weights:
     """Parameters that fit their model and are not read yet.
 
-    dtype: the widest in which they are kept. read: of `params.*` by name, each with its dtype and sharding. source: the
-    files they once came from (`jaxdist.checkpoint.weights.Source` as a dict), None where there are none. companions:
-    the folder in which a tokenizer may be. data: what the run said of its tokens.
+    dtypes: in which they are kept, `params.*` by name. read: of `params.*` by name, each with its dtype and sharding.
+    source: the files they once came from (`jaxdist.checkpoint.weights.Source` as a dict), None where there are none.
+    companions: the folder in which a tokenizer may be. data: what the run said of its tokens.
     """
 
     model: Model
     about: str
-    dtype: str
+    dtypes: dict[str, np.dtype]
     read: Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
     source: dict | None
     companions: Path
     data: dict
+
+    @property
+    def dtype(self) -> str:
+        """The widest in which they are kept."""
+        return str(np.result_type(*self.dtypes.values()))
 
     def load(self, wanted: dict) -> dict:
         """A nested dict of shapes, dtypes and shardings -> the parameters."""
@@ -78,19 +87,28 @@ class Weights:
         return tuple(dict.fromkeys(end for end in found if type(end) is int))
 
 
-def find_weights(path: str, parameter: str, model: Model | None = None) -> Weights:
+def find_weights(path: str, parameter: str, model: Model | None = None, seed: int = 0) -> Weights:
     """What a path names: a folder of transformers, a run, or a checkpoint DIR[:STEP].
 
-    model: the one they are to fit; else their own. Raises: ConfigError, which calls the path `parameter`, with a table
-    of all that differs from the model.
+    model: the one they are to fit; else their own. Adapters are merged into the matrices that they correct unless the
+    model has such too; those that it has and nobody trained are drawn from the seed. Raises: ConfigError, which calls
+    the path `parameter`, with a table of all that differs from the model.
     """
+    if isinstance(model, LoRA):
+        found = _find(path, parameter, model.base, keep=model)
+        return found if isinstance(found.model, LoRA) else with_adapters(found, model, seed)
+    return _find(path, parameter, model)
+
+
+def _find(path: str, parameter: str, model: Model | None, keep: LoRA | None = None) -> Weights:
+    """The weights of `model`; those of `keep` where adapters are there."""
     if is_folder_of_weights(Path(path)):
         model = model or read_model(path)
         folder, places = open_weights(path, model)
         return Weights(
             model=model,
             about=f"the weights in {path}",
-            dtype=str(np.result_type(*stored_dtypes(places, model).values())),
+            dtypes=stored_dtypes(places, model),
             read=lambda wanted: read_weights(path, model, wanted),
             source=asdict(source_of(folder)),
             companions=folder.path,
@@ -99,17 +117,84 @@ def find_weights(path: str, parameter: str, model: Model | None = None) -> Weigh
     checkpoints, manifest = locate(path, parameter)
     there = checkpointed_model(checkpoints, manifest)
     kept = {name: kind for name, kind in manifest.arrays.items() if name.startswith(f"{PARAMS}.")}
-    if model is not None:
-        require_no_difference(f"{parameter}={path!r}", _differences(there, model, kept))
-    return Weights(
-        model=model or there,
+    wanted = model
+    if isinstance(there, LoRA):
+        wanted = keep or (model and replace(there, base=model))
+    if wanted is not None:
+        require_no_difference(f"{parameter}={path!r}", _differences(there, wanted, kept))
+    found = Weights(
+        model=wanted or there,
         about=f"the parameters of step {manifest.step} in {checkpoints.folder}",
-        dtype=str(np.result_type(*(jax.numpy.dtype(dtype) for dtype, _ in kept.values()))),
+        dtypes={name: jax.numpy.dtype(dtype) for name, (dtype, _) in kept.items()},
         read=lambda wanted: checkpoints.restore(manifest, wanted, cast=True),
         source=manifest.about.get(SOURCE),
         companions=companions_of(checkpoints),
         data=manifest.about.get("data", {}),
     )
+    return without_adapters(found) if isinstance(found.model, LoRA) and keep is None else found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def with_adapters(weights: Weights, model: LoRA, seed: int) -> Weights:
+    """Weights of `model.base` -> of `model`, its adapters as they begin."""
+
+    def read(wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        ours = {name: x for name, x in wanted.items() if name in adapters}
+
+        def draw(seed) -> dict[str, jax.Array]:
+            values = named(PARAMS, model.initial_values(seed))
+            return {name: values[name].astype(x.dtype) for name, x in ours.items()}
+
+        drawn = jax.jit(draw, out_shardings={name: x.sharding for name, x in ours.items()})(np.uint32(seed))
+        return weights.read({name: x for name, x in wanted.items() if name not in ours}) | drawn
+
+    adapters = {f"{PARAMS}.{name}{part}" for _, name in adapted_paths(declare(model)) for part in (".a", ".b")}
+    dtypes = weights.dtypes | dict.fromkeys(adapters, np.dtype(weights.dtype))
+    return replace(weights, model=model, dtypes=dtypes, read=read)
+
+
+def without_adapters(weights: Weights) -> Weights:
+    """Weights of a `LoRA` -> of its base, every adapter added to the matrix that it corrects. Sends nothing."""
+    model = weights.model
+    adapter_of = {f"{PARAMS}.{name}": f"{PARAMS}.{adapter}" for name, adapter in adapted_paths(declare(model))}
+
+    def parts(name: str, x: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
+        """The adapter of a matrix, split as it is."""
+        shapes = dict(named_params(declare(model)))
+        a, b = (shapes[f"{adapter_of[name]}{part}".removeprefix(f"{PARAMS}.")].shape for part in (".a", ".b"))
+        spec = (*x.sharding.spec, *[None] * (len(x.shape) - len(x.sharding.spec)))
+        specs = PartitionSpec(*spec[: len(a) - 1], None), PartitionSpec(spec[0], None, *spec[len(a) - 1 :])
+        return {
+            f"{adapter_of[name]}{part}": jax.ShapeDtypeStruct(
+                shape, weights.dtypes[f"{adapter_of[name]}{part}"], sharding=NamedSharding(x.sharding.mesh, spec)
+            )
+            for part, shape, spec in zip((".a", ".b"), (a, b), specs, strict=True)
+        }
+
+    def read(wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        adapters = {name: parts(name, x) for name, x in wanted.items() if name in adapter_of}
+        found = weights.read(wanted | {name: x for each in adapters.values() for name, x in each.items()})
+        for name, each in adapters.items():
+            arrays = [found[name], *(found.pop(part) for part in each)]
+            found[name] = _merge_into(arrays, model.scale)
+        return found
+
+    dtypes = {name: dtype for name, dtype in weights.dtypes.items() if f".{ADAPTERS}." not in name}
+    return replace(weights, model=model.base, about=f"{weights.about}, adapters merged", dtypes=dtypes, read=read)
+
+
+def _merge_into(arrays: list[jax.Array], scale: float) -> jax.Array:
+    specs = tuple(x.sharding.spec for x in arrays)
+    add = partial(merged, scale=scale, stacked=True)
+    run = jax.shard_map(add, mesh=arrays[0].sharding.mesh, in_specs=specs, out_specs=specs[0], check_vma=True)
+    return jax.jit(run, donate_argnums=0)(*arrays)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _differences(there: Model, model: Model, kept: dict[str, list]) -> list[tuple[str, str, str]]:

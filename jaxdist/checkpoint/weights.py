@@ -120,11 +120,14 @@ def model_differences(there: Model, model: Model) -> list[tuple[str, str, str]]:
     """Rows for `require_no_difference`: fields by which two models make something else of the same parameters."""
     if type(there) is not type(model):
         return [("different", "model", f"{type(there).__name__}; here {type(model).__name__}")]
-    return [
-        ("different", name, f"{value}; the model has {getattr(model, name)}")
-        for name, value in vars(there).items()
-        if value != getattr(model, name) and name not in FREE
-    ]
+    rows = []
+    for name, value in vars(there).items():
+        wanted = getattr(model, name)
+        if isinstance(value, Model):
+            rows += model_differences(value, wanted)
+        elif value != wanted and name not in FREE:
+            rows.append(("different", name, f"{value}; the model has {wanted}"))
+    return rows
 
 
 def require_no_difference(asked: str, rows: list[tuple[str, str, str]]) -> None:

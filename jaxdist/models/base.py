@@ -49,6 +49,7 @@ class Param:
     mean, std: of the initial values, which are normal; a norm's scale has mean 1 and std 0.
     decay: whether weight decay applies; None: to leaves of two or more dims. real: where fewer than all rows of dim 0
     are real (a padded vocabulary), how many; the others are 0, and nothing may depend on them.
+    frozen: training leaves it as it is: it has no gradient, no master copy, no moments, and nothing of these is sent.
     """
 
     shape: tuple[int, ...]
@@ -58,6 +59,7 @@ class Param:
     decay: bool | None = None
     real: int | None = None
     partial: tuple[str, ...] = ()
+    frozen: bool = False
 
     def __post_init__(self):
         if not self.dims:

@@ -19,9 +19,10 @@ def parameter(
     mean: float = 0.0,
     real: int | None = None,
     partial: tuple[str, ...] = (),
+    frozen: bool = False,
 ) -> nnx.Param:
     """Declare a parameter by its initial value (fp32, global shape); the rest as in `Param`."""
-    return nnx.Param(value, dims=dims, decay=decay, mean=mean, real=real, partial=partial)
+    return nnx.Param(value, dims=dims, decay=decay, mean=mean, real=real, partial=partial, frozen=frozen)
 
 
 class FlaxModel(Model):
@@ -80,6 +81,7 @@ def _declared(make: Callable, *args) -> dict:
             decay=meta.get("decay"),
             real=meta.get("real"),
             partial=meta.get("partial", ()),
+            frozen=meta.get("frozen", False),
         )
     return tree
 

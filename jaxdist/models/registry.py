@@ -19,6 +19,7 @@ from jaxdist.errors import ConfigError, reason_of, require_positive, require_wit
 from jaxdist.models.base import BOUNDS, Model
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.huggingface import CONFIG, read_model
+from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 
 PLAIN = (int, float, str, bool, type(None), tuple)  # what a model's fields may hold, so that JSON can
@@ -42,9 +43,27 @@ class ModelFlags:
     """Tokens per sequence."""
     vocab_size: int | None = None
     dropout: float | None = None
+    lora: int = 0
+    """Rank of the adapters that are trained in the place of the model's own parameters; 0: none."""
+    lora_alpha: float | None = None
+    """Adapters are scaled by lora_alpha / lora; default: 2 x lora."""
+    lora_targets: str | None = None
+    """Names of the matrices with an adapter, as in w_q,w_v; default: all of a layer."""
 
     def model_config(self) -> Model:
         """The model that these flags describe. Raises: ConfigError."""
+        model = self._base_model()
+        if self.lora:
+            targets = tuple(filter(None, (self.lora_targets or "").replace(" ", "").split(",")))
+            return LoRA(model, self.lora, 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha, targets)
+        for name in ("lora_alpha", "lora_targets"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}", "it is of adapters, and there are none", "Add lora=8"
+                )
+        return model
+
+    def _base_model(self) -> Model:
         model = find_model(self.model)
         sizes = {name: getattr(self, name) for name in SIZES if getattr(self, name) is not None}
         for name in sizes:
@@ -64,7 +83,8 @@ class ModelFlags:
         return model
 
 
-SIZES = tuple(field.name for field in dataclasses.fields(ModelFlags) if field.name != "model")
+ADAPTER_FLAGS = ("lora", "lora_alpha", "lora_targets")
+SIZES = tuple(field.name for field in dataclasses.fields(ModelFlags) if field.name not in ("model", *ADAPTER_FLAGS))
 
 
 def find_model(name: str) -> Model:
@@ -106,10 +126,18 @@ def model_of(found: dict) -> Model:
     cls = _import_named(str(found["class"])) if "class" in found else GPT2
     if not (inspect.isclass(cls) and issubclass(cls, Model)):
         raise ConfigError(asked, "it is not a jaxdist.models.base.Model", "Use the code that wrote it")
+    fields = {name: model_of(value) if isinstance(value, dict) else value for name, value in fields.items()}
     try:
         return cls(**{name: _with_tuples(value) for name, value in fields.items()})
     except TypeError as error:
         raise ConfigError(asked, f"its fields are others ({error})", "Use the code that wrote it") from error
+
+
+def to_dict(model: Model) -> dict:
+    """What `model_of` undoes. One that is not GPT-2 names its class, and the SHA-256 of the file that defines it."""
+    fields = {name: to_dict(value) if isinstance(value, Model) else value for name, value in _fields(model).items()}
+    name = class_name(model)
+    return fields if name is None else {"class": name, "source": source_digest(name), **fields}
 
 
 def _with_tuples(value):
@@ -230,6 +258,11 @@ def name_of(model: Model) -> tuple[str, dict]:
 
     Raises: ConfigError where a field differs that no flag sets.
     """
+    if isinstance(model, LoRA):
+        name, sizes = name_of(model.base)
+        sizes |= {"lora": model.rank}
+        sizes |= {"lora_alpha": model.alpha} if model.alpha != 2.0 * model.rank else {}
+        return name, sizes | ({"lora_targets": ",".join(model.targets)} if model.targets else {})
     wanted, nearest = _fields(model), None
     for name, found in _named_models(model):
         sizes = {field: value for field, value in wanted.items() if value != getattr(found, field)}

@@ -65,10 +65,10 @@ class OverlappedBackward:
     Sends: what `gather` sends, 2L - 1 times (L forward; the last layer's weights serve its backward too), and what
     `reduce_into` sends, L times.
 
-    stages: `layer` is called as layer(weights, index, micro, x). reduce_into(d_weights, index, out) -> out: reduces
-    the local gradients of one layer into the result. gather: one layer as it is held -> its weights, to be started a
-    layer ahead; None where layers are held whole. seed: the gradient is that of seed times the summed loss. recompute:
-    keep a layer's input alone, and run the layer again in backward.
+    stages: `layer` is called as layer(trained, (frozen, index), micro, x). reduce_into(d_trained, index, out) -> out:
+    reduces the local gradients of one layer into the result. gather: one layer as it is held -> its weights, to be
+    started a layer ahead; None where layers are held whole. divide: weights -> (trained, frozen). seed: the gradient is
+    that of seed times the summed loss. recompute: keep a layer's input alone, and run the layer again in backward.
     """
 
     stages: Stages
@@ -77,6 +77,7 @@ class OverlappedBackward:
     micro: Any
     reduce_into: Callable
     gather: Callable | None
+    divide: Callable
     seed: jax.Array
     recompute: bool
 
@@ -104,7 +105,8 @@ class OverlappedBackward:
         d_shared, dy = pull_last(comm.varying_like(jnp.asarray(self.seed, loss.dtype), loss))
 
         # ---- backward ----
-        finite = jax.tree.map(lambda w: comm.varying_like(jnp.bool_(True), w), self.weights_of(weights, last))
+        trained, _ = self.weights_of(weights, last)
+        finite = jax.tree.map(lambda w: comm.varying_like(jnp.bool_(True), w), trained)
         carry = _Carry(dy, weights, None, out, finite)
         carry = self.step(split, carry, jnp.int32(last), kept_last, is_first=last == 0, is_last=True)
         if last > 1:
@@ -127,36 +129,37 @@ class OverlappedBackward:
         return None if self.gather is None else self.gather(order_after(pick(self.layers, index), after))
 
     def weights_of(self, weights, index):
-        """The weights of a layer: those that were gathered ahead, or those held."""
-        return pick(self.layers, index) if self.gather is None else weights
+        """The weights of a layer, (trained, (frozen, index)): those that were gathered ahead, or those held."""
+        trained, frozen = self.divide(pick(self.layers, index) if self.gather is None else weights)
+        return trained, (frozen, index)
 
     def split(self, weights, x) -> SplitLayer | None:
         """The layer's backward, divided; None where layers run again."""
         if self.recompute:
             return None
-        types = [jax.tree.map(type_of, part) for part in (self.weights_of(weights, 0), jnp.int32(0), self.micro, x)]
+        types = [jax.tree.map(type_of, part) for part in (*self.weights_of(weights, jnp.int32(0)), self.micro, x)]
         return split_layer(self.stages.layer, *types)
 
     def run(self, split: SplitLayer | None, weights, index, x):
         """(y, what backward needs) of one layer."""
-        weights = self.weights_of(weights, index)
+        trained, fixed = self.weights_of(weights, index)
         if split is None:
-            return self.stages.layer(weights, index, self.micro, x), x
-        y, *kept = split.forward(weights, index, self.micro, x)
+            return self.stages.layer(trained, fixed, self.micro, x), x
+        y, *kept = split.forward(trained, fixed, self.micro, x)
         return y, kept
 
     def gradient(self, split: SplitLayer | None, weights, index, kept, dy):
-        """(d_weights, dx) of one layer."""
-        weights = self.weights_of(weights, index)
+        """(d_trained, dx) of one layer."""
+        trained, fixed = self.weights_of(weights, index)
         if split is None:
 
-            def pull(weights, x, dy):
+            def pull(trained, x, dy):
                 again = partial(self.stages.layer, micro=self.micro)
-                return jax.vjp(lambda weights, x: again(weights, index, x=x), weights, x)[1](dy)
+                return jax.vjp(lambda trained, x: again(trained, fixed, x=x), trained, x)[1](dy)
 
-            return pruned(pull, weights, kept, dy)
-        dx, b_to_w = split.input_gradient(weights, index, *kept, dy)
-        return split.weight_gradient(weights, index, kept[1], b_to_w), dx
+            return pruned(pull, trained, kept, dy)
+        dx, b_to_w = split.input_gradient(trained, fixed, *kept, dy)
+        return split.weight_gradient(trained, fixed, kept[1], b_to_w), dx
 
     def step(self, split, carry: _Carry, index, kept, *, is_first: bool = False, is_last: bool = False) -> _Carry:
         """Backward of one layer. The model's first has nothing left to gather, its last nothing to reduce yet."""

@@ -5,7 +5,10 @@ from collections.abc import Callable
 from jax.ad_checkpoint import checkpoint_name
 
 # Operations that only move or retype one array.
-MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "pvary", "copy"}
+MOVES = {
+    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type"),
+    *("pvary", "copy", "stop_gradient"),
+}
 # Operations that work element by element, or take a part: cheaper to repeat than to write their result to memory and
 # read it again.
 CHEAP = MOVES | {

@@ -6,6 +6,7 @@ arXiv 1909.08053, section 3; sequence parallelism: arXiv 2205.05198, section 4.2
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.low_rank import LowRank
 from jaxdist.parallel.rings import Ring, gather_matmul, matmul_scatter
 
 AXIS = "tp"
@@ -41,13 +43,22 @@ def leave(y_BTD: jax.Array, sp: bool) -> jax.Array:
     return comm.reduce_scatter(y_BTD, AXIS, SEQUENCE_DIM) if sp else comm.all_reduce(y_BTD, AXIS)
 
 
-def linear(x_BTD: jax.Array, w: jax.Array) -> jax.Array:
+def whole(w: jax.Array | LowRank) -> jax.Array:
+    """The matrix itself, of one with a correction: a ring takes one array."""
+    return w.total() if isinstance(w, LowRank) else w
+
+
+def linear(x_BTD: jax.Array, w: jax.Array | LowRank) -> jax.Array:
     """x[B, T, D] @ w[D, ...] -> [B, T, ...], as one flat matmul (a batched one is a third slower on CPU)."""
     batch, length, width = x_BTD.shape
-    return (x_BTD.reshape(-1, width) @ w.reshape(width, -1)).reshape(batch, length, *w.shape[1:])
+    x_RD, w_DF = x_BTD.reshape(-1, width), w.reshape(width, -1)
+    y_RF = w_DF.product(x_RD) if isinstance(w_DF, LowRank) else x_RD @ w_DF
+    return y_RF.reshape(batch, length, *w.shape[1:])
 
 
-def column_parallel(x_BTD: jax.Array, weights: Sequence[jax.Array], sp: bool, ring: Ring | None) -> list[jax.Array]:
+def column_parallel(
+    x_BTD: jax.Array, weights: Sequence[jax.Array | LowRank], sp: bool, ring: Ring | None
+) -> list[jax.Array]:
     """`enter`, then x @ w[D, ...] for each of the weights; as one ring where `ring` names one, which needs sp.
 
     Layout: x[B, T, D] (x[B, T_tp, D] with sp), w[D, F_tp] -> y[B, T, F_tp]; F may be several dims.
@@ -56,19 +67,19 @@ def column_parallel(x_BTD: jax.Array, weights: Sequence[jax.Array], sp: bool, ri
     if ring is None:
         x_BTD = enter(x_BTD, sp)
         return [linear(x_BTD, w) for w in weights]
-    flat = [w.reshape(w.shape[0], -1) for w in weights]
+    flat = [whole(w).reshape(w.shape[0], -1) for w in weights]
     y_BTF = gather_matmul(x_BTD, flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1), ring)
     ends = list(itertools.accumulate(w.shape[1] for w in flat))[:-1]
     return [y.reshape(*y.shape[:2], *w.shape[1:]) for y, w in zip(jnp.split(y_BTF, ends, axis=2), weights, strict=True)]
 
 
-def row_parallel(y_BTF: jax.Array, w_FD: jax.Array, sp: bool, ring: Ring | None) -> jax.Array:
+def row_parallel(y_BTF: jax.Array, w_FD: jax.Array | LowRank, sp: bool, ring: Ring | None) -> jax.Array:
     """y @ w, then `leave`; as one ring where `ring` names one, which needs sp.
 
     Layout: y[B, T, F_tp], w[F_tp, D] -> x[B, T, D], or x[B, T_tp, D] with sp.
     Sends: as `leave`; in a ring, the same bytes in n-1 permutes.
     """
-    return leave(linear(y_BTF, w_FD), sp) if ring is None else matmul_scatter(y_BTF, w_FD, ring)
+    return leave(linear(y_BTF, w_FD), sp) if ring is None else matmul_scatter(y_BTF, whole(w_FD), ring)
 
 
 def positions(num_local: int, sp: bool) -> jax.Array:
@@ -95,7 +106,11 @@ class HeadsOfQueries(NamedTuple):
 
     def pick(self, w: jax.Array, dim: int) -> jax.Array:
         """The parameters of the heads that the rank computes, of an array with all of them on `dim`."""
-        return w if self.count is None else lax.dynamic_slice_in_dim(comm.varying(w, AXIS), self.first, self.count, dim)
+        if self.count is None:
+            return w
+        if isinstance(w, LowRank):
+            return w.slice_in_dim(self.first, self.count, dim)
+        return lax.dynamic_slice_in_dim(comm.varying(w, AXIS), self.first, self.count, dim)
 
     def of_each_query(self, k_BTKH: jax.Array) -> jax.Array:
         """Keys (or values) of groups of one size: as they are, or repeated for each query."""
@@ -154,7 +169,7 @@ look_up.defvjp(
 
 @jax.custom_vjp
 def barrier_grads(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x and w as they are. Backward: neither gradient is used before both are made.
+    """x and w as they are. Backward: neither gradient is used before both are made; of a frozen w none is made.
 
     Nothing but the update needs the head's weight gradient, so a GPU's scheduler puts it after all layers' backward,
     and the logits' gradient waits as long (docs/plan.md).
@@ -162,7 +177,25 @@ def barrier_grads(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x, w
 
 
-barrier_grads.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimization_barrier(grads))
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Differentiated:
+    """Which inputs of a function have a gradient."""
+
+    inputs: tuple[bool, ...]
+
+
+def _barrier_forward(x, w):
+    return (x.value, w.value), Differentiated((x.perturbed, w.perturbed))
+
+
+def _barrier_backward(differentiated: Differentiated, grads: tuple) -> tuple:
+    return lax.optimization_barrier(
+        tuple(g if wanted else None for g, wanted in zip(grads, differentiated.inputs, strict=True))
+    )
+
+
+barrier_grads.defvjp(_barrier_forward, _barrier_backward, symbolic_zeros=True)
 
 
 def vocab_parallel_cross_entropy(
@@ -248,22 +281,30 @@ def cross_entropy_in_chunks(
         return comm.varying_like(jnp.zeros((), like.dtype), like)
 
     def forward(x_CRD, table_VD, targets_CR):
+        # Of a frozen table there is none.
+        trained = table_VD.perturbed
+        x_CRD, table_VD, targets_CR = (each.value for each in (x_CRD, table_VD, targets_CR))
+
         def body(carry, chunk):
             loss, d_table = carry
             x_RD, targets_R = chunk
-            here, pull = jax.vjp(lambda x, table: chunk_loss(x, table, targets_R), x_RD, table_VD)
+            here, pull = jax.vjp(
+                lambda x, table: chunk_loss(x, table_VD if table is None else table, targets_R),
+                x_RD,
+                table_VD if trained else None,
+            )
             d_x, more = pull(comm.varying_like(jnp.asarray(seed, here.dtype), here))
-            return (loss + here, d_table + more.astype(wide)), d_x.astype(wide)
+            return (loss + here, d_table + more.astype(wide) if trained else None), d_x.astype(wide)
 
-        d_table = comm.varying_like(jnp.zeros(table_VD.shape, wide), table_VD)
+        d_table = comm.varying_like(jnp.zeros(table_VD.shape, wide), table_VD) if trained else None
         start = (zero(x_CRD, table_VD, targets_CR), d_table)
         (loss, d_table), d_x_CRD = lax.scan(body, start, (x_CRD, targets_CR))
         return loss, (d_x_CRD, d_table)
 
     def backward(kept, d_loss):
-        d_x_CRD, d_table = (comm.varying_like(d_loss / seed, each) * each for each in kept)
-        return d_x_CRD.astype(dtype), d_table.astype(table_VD.dtype), None
+        d_x_CRD, d_table = jax.tree.map(lambda each: comm.varying_like(d_loss / seed, each) * each, kept)
+        return d_x_CRD.astype(dtype), None if d_table is None else d_table.astype(table_VD.dtype), None
 
     summed = jax.custom_vjp(total)
-    summed.defvjp(forward, backward)
+    summed.defvjp(forward, backward, symbolic_zeros=True)
     return summed(x_CRD, table_VD, targets_CR)

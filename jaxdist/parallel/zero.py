@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxdist.layout import Layout, Leaf
 from jaxdist.parallel import collectives as comm
@@ -19,9 +20,9 @@ from jaxdist.parallel.spread import scatter_from_consumers
 class ShardedParams(NamedTuple):
     """Parameters of one part of a model, as gradients are taken of them.
 
-    trainable: what is differentiated: the parameters themselves or, under ZeRO-2 and 3, a gradient proxy of each: zeros
-    of the shape in which its gradient is kept, whose value is never used. stored: where those are proxies, the
-    parameters as the state holds them, whole or as shards; None elsewhere.
+    trainable: what is differentiated: the trained parameters themselves or, under ZeRO-2 and 3, a gradient proxy of
+    each: zeros of the shape in which its gradient is kept, whose value is never used. stored: where those are proxies,
+    all parameters as the state holds them, whole or as shards; elsewhere the frozen ones, if there are any.
     """
 
     trainable: Any
@@ -35,7 +36,7 @@ def make_unshard(
 
     `stored` are shards, which ZeRO-3 gathers, or the whole weights of ZeRO-2, which are used as they are. The weights'
     gradient is the proxies': shards of it, or with `whole_proxies` all of it, to be scattered later with what the
-    parameters' other uses give.
+    parameters' other uses give. A frozen leaf has None for a proxy.
 
     Layout: w in the storage layout -> all_gather dp -> w in the compute layout, typed varying over dp.
     Backward: reduce_scatter over dp of dw, in `reduce_dtype`; the sum is kept in `proxy_dtype`.
@@ -44,18 +45,28 @@ def make_unshard(
     """
 
     @jax.custom_vjp
-    def unshard(proxies: list, stored: list) -> list:
+    def unshard_all(proxies: list, stored: list) -> list:
         return all_gather_groups(stored, leaves, "dp", layout.parallel) if layout.params_sharded else stored
 
     def forward(proxies, stored):
-        return unshard(proxies, stored), None
+        return unshard_all(proxies, stored), None
 
     def backward(_, grads):
+        trained = [i for i, leaf in enumerate(leaves) if not leaf.frozen]
+        made = [grads[i] for i in trained]
         if whole_proxies:
-            return [g.astype(proxy_dtype) for g in grads], None
-        return scatter_gradients(leaves, layout, grads, reduce_dtype, proxy_dtype), None
+            made = [g.astype(proxy_dtype) for g in made]
+        else:
+            made = scatter_gradients([leaves[i] for i in trained], layout, made, reduce_dtype, proxy_dtype)
+        of_leaf = dict(zip(trained, made, strict=True))
+        return [of_leaf.get(i) for i in range(len(leaves))], None
 
-    unshard.defvjp(forward, backward)
+    unshard_all.defvjp(forward, backward)
+
+    def unshard(proxies: list, stored: list) -> list:
+        weights = unshard_all(proxies, stored)
+        return [lax.stop_gradient(w) if leaf.frozen else w for w, leaf in zip(weights, leaves, strict=True)]
+
     return unshard
 
 

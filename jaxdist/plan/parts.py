@@ -19,15 +19,15 @@ from jax import random
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from jaxdist.compat import type_of
+from jaxdist.compat import inner_programs, type_of
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import split_outer
+from jaxdist.layout import drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.mesh import MeshShape, make_abstract_mesh
 from jaxdist.models.base import Model
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, flat, needed_for, split_layer, variables
+from jaxdist.parallel.pipeline.split_backward import SplitLayer, flat, needed_for, split_layer, variables
 from jaxdist.parallel.zero import ShardedParams
 from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import Collective, collectives_of
@@ -116,6 +116,10 @@ class _Functions:
         return cls(bound, outer, jax.tree.map(lambda x: x[0], layers), batch, key)
 
     @cached_property
+    def outer_leaves(self) -> dict:
+        return split_outer(self.bound.layout.leaves)[0]
+
+    @cached_property
     def x(self) -> jax.Array:
         return self.embed(self.outer)
 
@@ -137,10 +141,13 @@ class _Functions:
         return self.bound.loss(ShardedParams(outer), x, self.batch, self.key)
 
     def split(self) -> SplitLayer:
-        def layer(weights, index, batch, x):
-            return self.bound.whole_block(weights, x, index, batch, self.key)
+        def layer(trained, fixed, batch, x):
+            frozen, index = fixed
+            return self.bound.whole_block(fill(trained, frozen), x, index, batch, self.key)
 
-        args = self.weights, jnp.int32(0), self.batch, self.x
+        leaves = self.bound.layer_leaves
+        trained, frozen = drop_frozen(leaves, self.weights), keep_frozen(leaves, self.weights)
+        args = trained, (frozen, jnp.int32(0)), self.batch, self.x
         return split_layer(layer, *(jax.tree.map(type_of, each) for each in args))
 
 
@@ -178,38 +185,48 @@ def traffic_of(rank: OneRank) -> Traffic:
 
     def read(parts: _Functions) -> Traffic:
         return Traffic(
-            embed=_traffic(parts.embed, parts.embed, parts.mesh, parts.outer),
-            layer=_traffic(parts.saved_layer, parts.layer, parts.mesh, parts.weights, parts.x),
-            loss=_traffic(parts.loss, parts.loss, parts.mesh, parts.outer, parts.x),
+            embed=_traffic(parts.embed, parts.embed, parts.mesh, parts.outer_leaves, parts.outer),
+            layer=_traffic(
+                parts.saved_layer, parts.layer, parts.mesh, parts.bound.layer_leaves, parts.weights, parts.x
+            ),
+            loss=_traffic(parts.loss, parts.loss, parts.mesh, parts.outer_leaves, parts.outer, parts.x),
             x_bytes=_num_bytes([type_of(parts.x)]),
-            read_by_w=_read_by_w(parts.split(), parts.weights),
+            read_by_w=_read_by_w(parts.split(), parts.bound.layer_leaves, parts.weights),
         )
 
     return rank.trace(read)
 
 
-def _traffic(saved: Callable, plain: Callable, mesh: MeshShape, params, *inputs) -> PartTraffic:
+def _traffic(saved: Callable, plain: Callable, mesh: MeshShape, leaves: dict, params, *inputs) -> PartTraffic:
     """saved: the part as it runs; plain: without a policy of what is saved, to run it again from its inputs."""
     types = [jax.tree.map(type_of, each) for each in (params, *inputs)]
-    forward, backward = _forward_and_backward(saved, types)
-    again = flat(jax.make_jaxpr(lambda dy, *args: jax.vjp(plain, *args)[1](dy))(forward.out_avals[0], *types))
-    needed = needed_for(again.jaxpr.outvars, again.jaxpr.eqns)
+    forward, backward = _forward_and_backward(saved, leaves, types)
+    pull = flat(jax.make_jaxpr(lambda dy, *args: _vjp(plain, leaves, *args)[1](dy))(forward.out_avals[0], *types))
+    needed = needed_for(pull.jaxpr.outvars, pull.jaxpr.eqns)
     in_backward = _collectives(needed_for(backward.jaxpr.outvars, backward.jaxpr.eqns), mesh)
     return PartTraffic(
         forward=_collectives(forward.jaxpr.eqns, mesh),
         backward=in_backward,
         recomputed=_without(_collectives(needed, mesh), in_backward),
-        read_again=_read(needed, again.jaxpr.invars[1:], params),
+        read_again=_read(needed, pull.jaxpr.invars[1:], params),
     )
 
 
-def _forward_and_backward(function: Callable, types: list) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+def _vjp(function: Callable, leaves: dict, params: dict, *inputs) -> tuple:
+    """`jax.vjp` of a part for its inputs and what is trained of its parameters, whose `leaves` say so."""
+    frozen = keep_frozen(leaves, params)
+    return jax.vjp(
+        lambda trained, *inputs: function(fill(trained, frozen), *inputs), drop_frozen(leaves, params), *inputs
+    )
+
+
+def _forward_and_backward(function: Callable, leaves: dict, types: list) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """(args -> y, what backward needs), (what forward kept, dy -> gradients)."""
     pullback = None
 
     def forward_and_residuals(*args):
         nonlocal pullback
-        y, pull = jax.vjp(function, *args)
+        y, pull = _vjp(function, leaves, *args)
         residuals, pullback = jax.tree.flatten(pull)
         return y, residuals
 
@@ -219,9 +236,13 @@ def _forward_and_backward(function: Callable, types: list) -> tuple[ClosedJaxpr,
     return forward, flat(backward)
 
 
-def _read_by_w(split: SplitLayer, weights) -> frozenset[str]:
-    types = jax.tree.map(type_of, weights), type_of(jnp.int32(0)), split.w_residuals, split.b_to_w
-    closed = flat(jax.make_jaxpr(split.weight_gradient)(*types))
+def _read_by_w(split: SplitLayer, leaves: dict, weights) -> frozenset[str]:
+    def weight_gradient(weights, *saved):
+        fixed = keep_frozen(leaves, weights), jnp.int32(0)
+        return split.weight_gradient(drop_frozen(leaves, weights), fixed, *saved)
+
+    types = jax.tree.map(type_of, weights), split.w_residuals, split.b_to_w
+    closed = flat(jax.make_jaxpr(weight_gradient)(*types))
     return _read(needed_for(closed.jaxpr.outvars, closed.jaxpr.eqns), closed.jaxpr.invars, weights)
 
 
@@ -278,14 +299,15 @@ def layer_memory(rank: OneRank) -> LayerMemory:
 
     def read(parts: _Functions) -> LayerMemory:
         types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
-        forward, backward = _forward_and_backward(parts.saved_layer, types)
+        leaves = parts.bound.layer_leaves
+        forward, backward = _forward_and_backward(parts.saved_layer, leaves, types)
         again = jax.checkpoint(parts.layer, prevent_cse=False)
         given = set(forward.jaxpr.invars[: len(jax.tree.leaves(parts.weights))])
         residuals = [v for v in dict.fromkeys(variables(forward.jaxpr.outvars[1:])) if v not in given]
         split = parts.split()
         buffers = [type_of(parts.x)], [v.aval for v in residuals], split.b_residuals, split.w_residuals, split.b_to_w
         sizes = (_num_bytes(avals) / ROWS for avals in buffers)
-        runs_again = None if rank.selective else _of_a_loop(_forward_and_backward(again, types)[1], compiler)
+        runs_again = None if rank.selective else _of_a_loop(_forward_and_backward(again, leaves, types)[1], compiler)
         return LayerMemory(*sizes, _of_a_loop(backward, compiler), runs_again)
 
     found = rank.trace(read)
@@ -299,7 +321,7 @@ def loss_memory(rank: OneRank) -> Envelope:
 
     def read(parts: _Functions) -> Envelope:
         def both(outer, x):
-            loss, pull = jax.vjp(parts.loss, outer, x)
+            loss, pull = _vjp(parts.loss, parts.outer_leaves, outer, x)
             return loss, pull(comm.varying_like(jnp.ones((), loss.dtype), loss))
 
         program = jax.make_jaxpr(both)(*(jax.tree.map(type_of, each) for each in (parts.outer, parts.x)))
@@ -378,13 +400,18 @@ class TracedWork:
     table_parameters: int
     embedding_parameters: int
     layer_sums: float
+    trained_layer: float
+    trained_table: float
+    layer_backward: float
+    head_backward: float
     layer: tuple[Product, ...]
     loss: tuple[Product, ...]
     kv_width = 0  # of context parallelism, which is not here yet
 
     @property
-    def forward_flops_per_token(self) -> float:
-        return self.num_layers * sum(p.flops for p in self.layer) + sum(p.flops for p in self.loss)
+    def flops_per_token(self) -> float:
+        layer = sum(p.flops * (3 if p.batched else 1 + self.layer_backward) for p in self.layer)
+        return self.num_layers * layer + sum(p.flops for p in self.loss) * (1 + self.head_backward)
 
     def matrices(self, matmul: Callable, tp: Number) -> Number:
         return sum(p.seconds(matmul, tp) for p in self.layer if not p.batched)
@@ -411,6 +438,7 @@ def work_of(model: Model) -> TracedWork:
     """The products of one layer and of the loss, from a trace on one rank and, where the model allows it, on two."""
     one = OneRank(model, 1, ROWS, PrecisionConfig(), attention="xla")
     layer, loss, width = one.trace(_products)
+    backward = one.trace(_backward_flops)
     try:
         model.check(ParallelConfig(MeshShape(tp=2)))
         halved_layer, halved_loss, _ = replace(one, tp=2).trace(_products)
@@ -418,6 +446,9 @@ def work_of(model: Model) -> TracedWork:
         halved_layer, halved_loss = layer, loss
     leaves = make_layout(model, ParallelConfig()).leaves
     outer, layers = (jax.tree.leaves(tree) for tree in split_outer(leaves))
+    layer_parameters = sum(math.prod(leaf.shape[1:]) for leaf in layers)
+    products, of_loss = _compared(layer, halved_layer, model.seq_len), _compared(loss, halved_loss, model.seq_len)
+    weights, core = (sum(p.flops for p in products if p.batched == batched) for batched in (False, True))
     table = max((leaf for leaf in outer if "loss" in leaf.used_in), key=lambda leaf: math.prod(leaf.shape))
     sent = traffic_of(replace(one, tp=2)).layer.forward if halved_layer is not layer else ()
     return TracedWork(
@@ -425,17 +456,31 @@ def work_of(model: Model) -> TracedWork:
         seq_len=model.seq_len,
         width=width,
         vocab_size=max(table.shape),
-        layer_parameters=sum(math.prod(leaf.shape[1:]) for leaf in layers),
+        layer_parameters=layer_parameters,
         table_parameters=math.prod(table.shape),
         embedding_parameters=sum(math.prod(leaf.shape) for leaf in outer),
         layer_sums=sum(c.count * (1 if c.kind == "all_reduce" else 0.5) for c in sent),
-        layer=_compared(layer, halved_layer, model.seq_len),
-        loss=_compared(loss, halved_loss, model.seq_len),
+        trained_layer=sum(math.prod(leaf.shape[1:]) for leaf in layers if not leaf.frozen) / layer_parameters,
+        trained_table=float(not table.frozen),
+        layer_backward=(backward[0] - 2 * core) / weights,
+        head_backward=backward[1] / sum(p.flops for p in of_loss),
+        layer=products,
+        loss=of_loss,
     )
 
 
 def _products(parts: _Functions) -> tuple[list, list, int]:
     """(batch, m, n, k) of every product of a layer and of the loss, and the width of what a layer passes on."""
+
+    found = []
+    for function, args in ((parts.layer, (parts.weights, parts.x)), (parts.loss, (parts.outer, parts.x))):
+        closed = flat(jax.make_jaxpr(function)(*(jax.tree.map(type_of, each) for each in args)))
+        found.append(_dots(closed))
+    return *found, parts.x.shape[-1]
+
+
+def _dots(jaxpr) -> list[tuple[int, int, int, int]]:
+    """(batch, m, n, k) of every product that a program's results depend on."""
 
     def dims(eqn) -> tuple[int, int, int, int]:
         (left, _), (batch, _) = eqn.params["dimension_numbers"]
@@ -443,11 +488,25 @@ def _products(parts: _Functions) -> tuple[list, list, int]:
         k, both = math.prod(a[d] for d in left), math.prod(a[d] for d in batch)
         return both, math.prod(a) // (k * both), math.prod(b) // (k * both), k
 
+    found, jaxpr = [], getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in needed_for(jaxpr.outvars, jaxpr.eqns):
+        found += [dims(eqn)] if eqn.primitive.name == "dot_general" else []
+        found += [each for inner in inner_programs(eqn) for each in _dots(inner)]
+    return found
+
+
+def _backward_flops(parts: _Functions) -> tuple[float, float]:
+    """FLOPs a position of a layer's and of the loss's backward, for their inputs and what is trained of them."""
     found = []
-    for function, args in ((parts.layer, (parts.weights, parts.x)), (parts.loss, (parts.outer, parts.x))):
-        closed = flat(jax.make_jaxpr(function)(*(jax.tree.map(type_of, each) for each in args)))
-        found.append([dims(eqn) for eqn in all_equations(closed) if eqn.primitive.name == "dot_general"])
-    return *found, parts.x.shape[-1]
+    for function, leaves, params in (
+        (parts.layer, parts.bound.layer_leaves, parts.weights),
+        (parts.loss, parts.outer_leaves, parts.outer),
+    ):
+        _, backward = _forward_and_backward(
+            function, leaves, [jax.tree.map(type_of, each) for each in (params, parts.x)]
+        )
+        found.append(sum(2 * math.prod(dims) for dims in _dots(backward)) / (ROWS * parts.batch.inputs.shape[1]))
+    return found[0], found[1]
 
 
 def _compared(one: list, two: list, seq_len: int) -> tuple[Product, ...]:

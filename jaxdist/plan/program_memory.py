@@ -69,10 +69,11 @@ class Elements(NamedTuple):
 
 
 @cache
-def device_elements(model: Model, tp: int, dp: int, pp: int) -> Elements:
-    """Counted from the model's own declaration, ZeRO's padding included."""
+def device_elements(model: Model, tp: int, dp: int, pp: int, trained: bool = False) -> Elements:
+    """Counted from the model's own declaration, ZeRO's padding included; with `trained` of what has a gradient."""
     parallel = ParallelConfig(mesh=MeshShape(pp=pp, dp=dp, tp=tp), zero=1)
-    leaves = make_layout(model, parallel, (1,) * pp).leaves
+    layout = make_layout(model, parallel, (1,) * pp)
+    leaves = layout.trained.leaves if trained else layout.leaves
     outer = _flat({name: part for name, part in leaves.items() if name != STACKED})
     layer = [leaf.layer() for leaf in _flat(leaves[STACKED])]
     size = lambda shapes: sum(map(_product, shapes))  # noqa: E731
@@ -85,8 +86,8 @@ def device_elements(model: Model, tp: int, dp: int, pp: int) -> Elements:
         used_embed=size(leaf.used_local for leaf in outer if "embed" in leaf.used_in),
         used_loss=size(leaf.used_local for leaf in outer if "loss" in leaf.used_in),
         used_both=size(leaf.used_local for leaf in outer if len(leaf.used_in) > 1),
-        largest=max(_product(leaf.compute_local) for leaf in layer),
-        stored_largest=max(_product(leaf.storage_local) for leaf in layer),
+        largest=max((_product(leaf.compute_local) for leaf in layer), default=0),
+        stored_largest=max((_product(leaf.storage_local) for leaf in layer), default=0),
         vectors=size(leaf.compute_local for leaf in layer if leaf.small),
     )
 
@@ -137,19 +138,22 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     itemsize, wide = ITEMSIZE[precision.dtype], ITEMSIZE[precision.master_dtype]
     c = layouts
     meshes, index = distinct(c.tp, c.dp, c.pp)
-    elements = np.array([device_elements(model, *mesh) for mesh in meshes])
-    elements = elements[0] if len(meshes) == 1 else elements[index].T
-    e = Elements(*elements.astype(float))
+    e, t = (
+        Elements(*np.array([device_elements(model, *mesh, trained) for mesh in meshes], float)[index].T)
+        for trained in (False, True)
+    )
     pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp > 1)
     num_rows = np.where(pipelined, c.chunks * table.depth, model.num_blocks)  # of a stacked leaf, on one device
     whole = num_rows * e.layer + e.outer
     stored = np.where(sharded, num_rows * e.stored_layer + e.stored_outer, whole)
+    whole_trained = num_rows * t.layer + t.outer
+    stored_trained = np.where(sharded, num_rows * t.stored_layer + t.stored_outer, whole_trained)
 
     # ---- state
     parameters = itemsize * np.where(sharded & (c.zero == 3), stored, whole)
-    optimizer = wide * stored * (itemsize < wide)
+    optimizer = wide * stored_trained * (itemsize < wide)
     if config.optimizer.name in MOMENTS:
-        optimizer = optimizer + wide * stored * MOMENTS[config.optimizer.name]
+        optimizer = optimizer + wide * stored_trained * MOMENTS[config.optimizer.name]
     else:
         optimizer = optimizer + factored_bytes(model, config.optimizer, precision.master_dtype)
 
@@ -177,13 +181,13 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
 
     # ---- gradients: summed over micro-batches so far, and this micro-batch's (or this pass's) own. A pipeline holds
     # what is outside the layers whole, and its gradients too: ZeRO-3's, or the table that its stages share.
-    scattered_outer = np.where(pipelined, e.used_outer, e.stored_outer)
-    grads = wide * np.where(scattered, num_rows * e.stored_layer + scattered_outer, num_rows * e.layer + e.used_outer)
+    scattered_outer = np.where(pipelined, t.used_outer, t.stored_outer)
+    grads = wide * np.where(scattered, num_rows * t.stored_layer + scattered_outer, num_rows * t.layer + t.used_outer)
     gathered_outer = pipelined * itemsize * np.where(scattered & (c.zero == 3), e.used_outer, e.used_both)
     sums = np.where(c.accumulate > 1, grads, 0)
-    own = np.where(pipelined | scattered, grads, itemsize * whole)
+    own = np.where(pipelined | scattered, grads, itemsize * whole_trained)
     # With overlap each layer's is reduced into its place while the next is made.
-    own = np.where(overlapped, wide * stored + itemsize * e.layer, own)
+    own = np.where(overlapped, wide * stored_trained + itemsize * t.layer, own)
 
     # ---- the loss: its logits and the gradients it makes; the weights it uses, where they were gathered
     logits = loss + np.where(scattered & ~pipelined, itemsize * e.used_loss, 0)
@@ -192,7 +196,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     layer = np.where(c.every > 0, run_again, backward)
     again = np.where((c.every > 1) & ~pipelined, c.every * one, 0)
     scratch = np.where(pipelined & (c.every > 0), c.every * (b_residuals + w_residuals), 0)
-    layer = layer + np.where(scattered, itemsize * e.layer + wide * e.largest, 0)
+    layer = layer + np.where(scattered, itemsize * e.layer + wide * t.largest, 0)
     layer = layer + np.where(
         overlapped, np.where(c.zero == 3, itemsize * e.layer, 0) + np.where(c.every == 0, b_to_w, 0), 0
     )
@@ -206,7 +210,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
             grads,
             zeros,
             zeros,
-            np.where(scattered, 0, wide * num_rows * np.where(sharded, e.stored_largest, e.largest)),
+            np.where(scattered, 0, wide * num_rows * np.where(sharded, t.stored_largest, t.largest)),
         ),
     ]
     table_of = np.array([[column + zeros for column in phase] for phase in phases])
@@ -224,7 +228,7 @@ def factored_bytes(model: Model, optimizer: OptimizerConfig, dtype: str) -> int:
 
     from jaxdist.train.optimizer import make_optimizer
 
-    layout = make_layout(model, ParallelConfig())
+    layout = make_layout(model, ParallelConfig()).trained
     masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout.leaves)
     moments = jax.tree.leaves(jax.eval_shape(make_optimizer(optimizer, layout).init, masters))
     return sum(_product(moment.shape) * moment.dtype.itemsize for moment in moments)
@@ -240,7 +244,9 @@ def distinct(*columns: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
 
 
 def _flat(tree) -> list:
-    return [leaf for part in tree.values() for leaf in _flat(part)] if isinstance(tree, dict) else [tree]
+    if isinstance(tree, dict):
+        return [leaf for part in tree.values() for leaf in _flat(part)]
+    return [] if tree is None else [tree]
 
 
 def _product(shape: Sequence[int]) -> int:

@@ -20,6 +20,9 @@ GPT3_RATES = (
 )
 WARMUP_TOKENS = 375e6
 LONGEST_WARMUP = 0.1  # of a short run; ours, GPT-3 had no run that short
+# QLoRA, arXiv 2305.14314, appendix B: adapters on all matrices, AdamW, models of up to 13 billion parameters and above.
+ADAPTER_RATES, SMALL = (2e-4, 1e-4), 13.5e9
+ADAPTER_STEPS = 1000  # assumed
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv 2203.15556
 # Llama 3, arXiv 2407.21783, section 3.3.4: 419 unexpected interruptions in 54 days of 16,384 GPUs.
 FAILURE_DEVICE_HOURS = 16_384 * 54 * 24 / 419
@@ -36,6 +39,11 @@ def learning_rate(parameters: float) -> float:
             part = math.log(parameters / low) / math.log(high / low)
             return float(f"{fast * (slow / fast) ** part:.1e}")
     return rates[-1]
+
+
+def adapter_learning_rate(parameters: float) -> float:
+    """Peak rate of AdamW for low-rank adapters of a model with so many parameters."""
+    return ADAPTER_RATES[parameters > SMALL]
 
 
 def warmup_steps(batch_tokens: int, steps: int) -> int:

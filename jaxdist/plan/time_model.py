@@ -154,8 +154,7 @@ RELIEF = {
 class StepTime:
     """Columns of seconds, one entry a layout. `dp` is what shows; `dp_hidden` what overlaps with backward.
 
-    error: relative half-width of `total`'s bar. mfu: of the FLOPs that `work` counts in a forward, three times,
-    whatever is recomputed.
+    error: relative half-width of `total`'s bar. mfu: of the FLOPs that `work` counts, whatever is recomputed.
     """
 
     compute: np.ndarray
@@ -196,7 +195,9 @@ class Work(Protocol):
     `jaxdist.plan.papers.work` from the closed forms of published models.
 
     layer_sums: all-reduces over tp of one layer's forward. table_parameters: of the largest parameter that the loss
-    uses, vocab_size its rows. kv_width: what context parallelism passes on, for keys and for values. matmul(n, k, m):
+    uses, vocab_size its rows. trained_layer, trained_table: what part of these parameters is trained. layer_backward,
+    head_backward: FLOPs of the backward of products with weights over those of their forward: 2, or 1 where weights are
+    frozen. kv_width: what context parallelism passes on, for keys and for values. matmul(n, k, m):
     seconds of a product [positions, k] x [k, n]; m where another dim is the smallest.
     """
 
@@ -209,9 +210,14 @@ class Work(Protocol):
     table_parameters: int
     embedding_parameters: int
     layer_sums: float
+    trained_layer: float
+    trained_table: float
+    layer_backward: float
+    head_backward: float
 
     @property
-    def forward_flops_per_token(self) -> float: ...
+    def flops_per_token(self) -> float:
+        """Of forward and backward."""
 
     def matrices(self, matmul: Callable, tp: Number) -> Number:
         """Seconds of a layer's products with its weights."""
@@ -270,14 +276,14 @@ def step_time(
     )
     again = every > 0  # recomputed forwards
     layer = {
-        "compute": (3 + again) * matrices + (3 + (again | selective)) * core,
+        "compute": (1 + work.layer_backward + again) * matrices + (3 + (again | selective)) * core,
         "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise + (1 + BACKWARD_TRAFFIC + (again | selective)) * softmax,
         "overhead": (3 + again) * e.layer_seconds,
         "tp": (2 + again) * work.layer_sums * all_reduce * np.where(layout.overlap_tp, 0.5, 1.0),
         "cp": (3 + again) * ring_attention,
     }
     head = {
-        "compute": 3 * work.head(matmul, tp),
+        "compute": (1 + work.head_backward) * work.head(matmul, tp),
         "memory": positions * LOGIT_TRAFFIC * work.vocab_size / tp / hbm,
         "overhead": 0.0,
         "tp": 2 * all_reduce,
@@ -288,11 +294,14 @@ def step_time(
     most = np.ceil(work.num_layers / pp) if layout.most_layers is None else np.asarray(layout.most_layers)
     last = work.num_layers / pp if layout.last_layers is None else np.asarray(layout.last_layers)
     with_head = last * sum(layer.values()) + sum(head.values()) >= most * sum(layer.values())
-    # Parameters of a device on a stage that computes with the token table; `held` of a device that updates them.
+    # Parameters of a device: of a stage that computes with the token table, and (held) as they are stored.
     layers, table = work.num_layers * work.layer_parameters / pp / tp, work.table_parameters / tp
-    local, held = layers + table, layers + table / np.where(layout.spread_table, pp, 1)
+    spread = np.where(layout.spread_table, pp, 1)
+    held, trained_table = layers + table / spread, table * work.trained_table
+    trained = layers * work.trained_layer + trained_table  # of these, what has a gradient
+    updated = layers * work.trained_layer + trained_table / spread
     micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
-    micro["memory"] = micro["memory"] + local * (itemsize + 2 * grad) / hbm  # add a gradient to the sum so far
+    micro["memory"] = micro["memory"] + trained * (itemsize + 2 * grad) / hbm  # add a gradient to the sum so far
     message = activation / np.where(sp | np.asarray(layout.scatter_gather), tp, 1)
     sends = 2 * np.asarray(layout.chunks) if layout.sends is None else np.asarray(layout.sends)
     between = sends * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
@@ -304,17 +313,20 @@ def step_time(
     time = {name: m * seconds for name, seconds in micro.items()}
     time["bubble"] = idle * sum(time.values())
     sharded = np.where(zero >= 1, dp, 1)
-    time["memory"] = time["memory"] + held * OPTIMIZER_TRAFFIC / sharded / hbm
+    time["memory"] = time["memory"] + updated * OPTIMIZER_TRAFFIC / sharded / hbm
     time["overhead"] = time["overhead"] + e.step_seconds
     time["input"] = m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
 
-    scatter = ring("ring_reduce_scatter", "dp", dp, held * grad)
-    across = ring("ring_all_reduce", "replica", replica, held * grad / dp)
-    across = across + ring("ring_all_reduce", "cp", cp, held * grad)
+    scatter = ring("ring_reduce_scatter", "dp", dp, updated * grad)
+    across = ring("ring_all_reduce", "replica", replica, updated * grad / dp)
+    across = across + ring("ring_all_reduce", "cp", cp, updated * grad)
     # An end gives, and gets, as many parts as in a ring.
-    ends = ring("ring_reduce_scatter", "pp", pp, table * grad) + ring("ring_all_gather", "pp", pp, table * itemsize)
+    ends = ring("ring_reduce_scatter", "pp", pp, trained_table * grad) + ring(
+        "ring_all_gather", "pp", pp, table * itemsize
+    )
     across = across + np.where(layout.spread_table, ends, 0)
-    gather = ring("ring_all_gather", "dp", dp, held * np.where(zero >= 1, itemsize, grad))
+    gathered = np.where(zero == 3, held * itemsize, updated * np.where(zero >= 1, itemsize, grad))
+    gather = ring("ring_all_gather", "dp", dp, gathered)
     rounds = np.where(zero >= 2, m, 1)
     each = np.where(layout.keep_after_forward, 1, 2) if layout.gathers is None else np.asarray(layout.gathers)
     gathers = np.where(zero == 3, each * m, 1)
@@ -326,7 +338,7 @@ def step_time(
     time["dp"] = rounds * scatter + across + gathers * gather - hidden
 
     total = sum(time.values())
-    flops = layout.sequences * work.seq_len * 3 * work.forward_flops_per_token
+    flops = layout.sequences * work.seq_len * work.flops_per_token
     exposed = (time["tp"] + time["cp"] + time["dp"] + time["pp"]) / total
     columns = {
         **time,

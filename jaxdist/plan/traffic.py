@@ -136,7 +136,7 @@ class _Step:
     def scalars(self) -> list[Message]:
         """Token count, loss, and a part of the gradient norm for each set of axes that leaves are sharded on."""
         counter = 8 if self.config.precision.dtype == "float64" else 4  # JAX's default integer, with and without x64
-        norms = dict.fromkeys(leaf.storage_axes for leaf in jax.tree.leaves(self.layout.leaves))
+        norms = dict.fromkeys(leaf.storage_axes for leaf in jax.tree.leaves(self.layout.trained.leaves))
         return [
             Message.of("token count", "all_reduce", self.live(*DATA_AXES), 1, counter),
             Message.of("sum of the loss", "all_reduce", self.live("pp", *DATA_AXES), 1, self.master),
@@ -181,7 +181,7 @@ class _Step:
         stages, messages = np.arange(self.mesh.pp), []
         for leaf in (leaf for leaf in jax.tree.leaves(self.outer) if leaf.consumer_stages):
             size, an_end = math.prod(leaf.compute_local), np.isin(stages, leaf.consumer_stages)
-            to_ends, back = len(leaf.consumer_stages) - an_end, (self.mesh.pp - 1) * an_end
+            to_ends, back = len(leaf.consumer_stages) - an_end, (self.mesh.pp - 1) * an_end * (not leaf.frozen)
             messages += [
                 Message.of("weights to the ends", "permute", ("pp",), to_ends, size * self.item),
                 Message.of("gradients from the ends", "permute", ("pp",), back, size * self.reduced),
@@ -249,11 +249,12 @@ class _Step:
 
     def reductions(self) -> list[Message]:
         """After backward: the sums of `jaxdist.parallel.reduce`, and the new parameters of ZeRO-1 and 2."""
-        leaves, layout, messages = jax.tree.leaves(self.layout.leaves), self.layout, []
+        leaves, layout, messages = jax.tree.leaves(self.layout.trained.leaves), self.layout, []
         reduced = [(leaves, 1)]
         if self.parallel.overlap_layers:  # a layer at a time, while backward runs
             reduced = [(jax.tree.leaves(self.outer), 1), (self.layer_leaves, self.config.model.num_blocks)]
         for part, times in reduced:
+            part = [leaf for leaf in part if not leaf.frozen]
             if layout.sharded and not layout.grads_sharded:
                 messages += self.scatters("gradients", part, times)
             owing = [leaf for leaf in part if leaf.shard_reduce_axes]
@@ -271,7 +272,8 @@ class _Step:
         return self.over_dp(purpose, "all_gather", leaves, times, self.item, only or every_leaf)
 
     def scatters(self, purpose: str, leaves: Sequence[Leaf], times: int) -> list[Message]:
-        return self.over_dp(purpose, "reduce_scatter", leaves, times, self.reduced, every_leaf)
+        trained = [leaf for leaf in leaves if not leaf.frozen]
+        return self.over_dp(purpose, "reduce_scatter", trained, times, self.reduced, every_leaf)
 
     def over_dp(self, purpose, kind, leaves, times, itemsize, only) -> list[Message]:
         """One message for each group with a only leaf in it; its bytes are those of all its leaves, padded."""

@@ -40,7 +40,7 @@ class Culprit:
 
 def name_culprits(program: Program, flags: np.ndarray) -> list[Culprit]:
     """flags[ranks, 1 + leaves], the loss first -> the ranks that have one, in mesh order."""
-    names = ("loss", *(leaf.name for leaf in jax.tree.leaves(program.layout.leaves)))
+    names = ("loss", *(leaf.name for leaf in jax.tree.leaves(program.layout.trained.leaves)))
     return [
         Culprit(rank, coordinates(program.config.parallel.mesh, rank), tuple(names[i] for i in np.flatnonzero(row)))
         for rank, row in enumerate(flags)

@@ -157,12 +157,12 @@ def build_program(
         )
     layout = make_layout(config.model, config.parallel, config.part_layers)
     trains, evaluates = (ShardedModel.of(config, layout, attention_on(mesh, config, training=t)) for t in (True, False))
-    optimizer = make_optimizer(config.optimizer, layout)
+    optimizer = make_optimizer(config.optimizer, layout.trained)
     specs = State(
         step=REPLICATED,
         params=layout.param_specs(),
-        master=None if config.precision.dtype == config.precision.master_dtype else layout.storage_specs(),
-        moments=optimizer_specs(optimizer, layout),
+        master=None if config.precision.dtype == config.precision.master_dtype else layout.trained.storage_specs(),
+        moments=optimizer_specs(optimizer, layout.trained),
         scale=None if config.precision.dtype != "float16" else LossScale(*[REPLICATED] * 3),
     )
     batch = batch_specs(config, layout)
@@ -180,13 +180,13 @@ def build_program(
     step = partial(train_step, trains, with_gradients=with_gradients, poison=poison)
     metrics = [*METRICS, *(["loss_scale"] if specs.scale is not None else [])]
     metric_specs = dict.fromkeys(metrics, REPLICATED) | {"not_finite": drop_unit_axes((AXES,), config.parallel.mesh)}
-    outputs = (specs, metric_specs) + ((layout.storage_specs(),) if with_gradients else ())
+    outputs = (specs, metric_specs) + ((layout.trained.storage_specs(),) if with_gradients else ())
     return Program(
         config=config,
         mesh=mesh,
         layout=layout,
         specs=specs,
-        shapes=jax.eval_shape(assemble, layout.abstract_storage(config.precision.master_dtype)),
+        shapes=jax.eval_shape(assemble, layout.abstract_storage(config.precision)),
         model=trains,
         init=lambda seed: place(store(draw(np.uint32(seed)))),
         step=jit(on_mesh(step, in_specs=(specs, batch), out_specs=outputs), donate_argnums=0),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.config import RunConfig
-from jaxdist.layout import Layout
+from jaxdist.layout import Layout, drop_frozen
 from jaxdist.parallel.relayout import to_compute, to_storage
 from jaxdist.train.optimizer import LossScale, initial_loss_scale
 
@@ -16,7 +16,8 @@ class State(NamedTuple):
     """Everything a step reads and replaces.
 
     params: compute dtype; compute layout, or storage layout for ZeRO-3. master: fp32 in the storage layout, None where
-    `params` are fp32 (or fp64) already. moments: the optimiser's, in the storage layout. scale: fp16 only.
+    `params` are fp32 (or fp64) already. moments: the optimiser's, in the storage layout. Both are of what is trained.
+    scale: fp16 only.
     """
 
     step: jax.Array
@@ -27,19 +28,20 @@ class State(NamedTuple):
 
 
 def stored_parameters(config: RunConfig, layout: Layout, logical: dict) -> dict:
-    """Local logical arrays, split as they are drawn -> at full precision in the storage layout."""
+    """Local logical arrays, split as they are drawn -> as they are kept, in the storage layout."""
     return jax.tree.map(
-        lambda leaf, x: to_storage(leaf, x).astype(config.precision.master_dtype), layout.leaves, logical
+        lambda leaf, x: to_storage(leaf, x).astype(leaf.kept_dtype(config.precision)), layout.leaves, logical
     )
 
 
 def initial_state(config: RunConfig, layout: Layout, optimizer: optax.GradientTransformation, stored: dict) -> State:
     """The state before the first step, on local shards."""
+    trained = drop_frozen(layout.leaves, stored)
     params = stored if layout.params_sharded else jax.tree.map(to_compute, layout.leaves, stored)
     return State(
         step=jnp.int32(0),
         params=jax.tree.map(lambda x: x.astype(config.precision.dtype), params),
-        master=None if config.precision.dtype == config.precision.master_dtype else stored,
-        moments=optimizer.init(stored),
+        master=None if config.precision.dtype == config.precision.master_dtype else trained,
+        moments=optimizer.init(trained),
         scale=initial_loss_scale(config.precision),
     )

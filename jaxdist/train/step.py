@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxdist.layout import drop_frozen, fill
 from jaxdist.mesh import AXES, TOKEN_AXES, WORK_AXES
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
@@ -22,7 +23,7 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
     poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.runtime.fault_injection`).
     A gradient that is not finite changes nothing but the step counter (and fp16's loss scale), on every rank.
     """
-    config, layout = model.config, model.layout
+    config, layout = model.config, model.layout.trained
 
     # Gradients of the mean loss: a sum over tokens, divided once by the global token count.
     num_tokens, batch = count_targets(batch)
@@ -44,12 +45,14 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
 
     # Update the shards this rank owns, then make the parameters of the next step from them.
     lr = learning_rate(config, state.step.astype(norm.dtype))
-    owned = state.master if state.master is not None else owned_shards(state.params, layout)
+    trained = drop_frozen(model.layout.leaves, state.params)
+    owned = state.master if state.master is not None else owned_shards(trained, layout)
     updated, moments = update(config.optimizer, layout, finite, clipped, state.moments, owned, lr)
     params = jax.tree.map(lambda p: p.astype(config.precision.dtype), updated)
+    params = gather_parameters(params, layout) if layout.sharded and not layout.params_sharded else params
     new_state = State(
         step=state.step + 1,
-        params=gather_parameters(params, layout) if layout.sharded and not layout.params_sharded else params,
+        params=fill(params, state.params),
         master=None if state.master is None else updated,
         moments=moments,
         scale=None if state.scale is None else next_loss_scale(state.scale, finite, config.precision),

@@ -18,6 +18,8 @@ class PaperWork:
 
     shape: ModelShape
     layer_sums = 2  # over tp, of one layer's forward
+    trained_layer = trained_table = 1.0
+    layer_backward = head_backward = 2.0
 
     def __getattr__(self, name: str):
         return getattr(self.shape, name)
@@ -27,8 +29,8 @@ class PaperWork:
         return self.shape.vocab_size * self.shape.width
 
     @property
-    def forward_flops_per_token(self) -> float:
-        return sum(forward_flops_per_token(self.shape).values())
+    def flops_per_token(self) -> float:
+        return 3 * sum(forward_flops_per_token(self.shape).values())
 
     def matrices(self, matmul: Callable, tp: Number) -> Number:
         """Products with a layer's weights."""

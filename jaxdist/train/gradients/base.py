@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax, random
 
 from jaxdist.config import RunConfig
-from jaxdist.layout import Layout, split_outer
+from jaxdist.layout import Layout, drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.mesh import WORK_AXES
 from jaxdist.models.base import STACKED, split_kinds
 from jaxdist.models.context import Batch, Context
@@ -76,19 +76,19 @@ class ShardedModel:
         """All layers, stacked, as they are differentiated."""
         leaves, layers = split_outer(self.layout.leaves)[1], split_outer(params)[1]
         if not self.layout.grads_sharded:
-            return ShardedParams(layers)
-        return ShardedParams(shard_proxies(leaves, self.sum_dtype), layers)
+            return ShardedParams(drop_frozen(leaves, layers), keep_frozen(leaves, layers))
+        return ShardedParams(shard_proxies(drop_frozen(leaves, leaves), self.sum_dtype), layers)
 
     def hold_outer(self, params: dict) -> ShardedParams:
         """What is outside the layers, as it is differentiated: whole, or a whole proxy of what is gathered later."""
         leaves, outer = split_outer(self.layout.leaves)[0], split_outer(params)[0]
-        if not self.layout.params_sharded:
-            return ShardedParams(outer)
         if self.gathers_outer_twice:
-            return ShardedParams(whole_proxies(leaves, self.sum_dtype), outer)
-        flat, treedef = jax.tree.flatten(leaves)
-        whole = all_gather_groups(treedef.flatten_up_to(outer), flat, "dp", self.layout.parallel)
-        return ShardedParams(treedef.unflatten(whole))
+            return ShardedParams(whole_proxies(drop_frozen(leaves, leaves), self.sum_dtype), outer)
+        if self.layout.params_sharded:
+            flat, treedef = jax.tree.flatten(leaves)
+            whole = all_gather_groups(treedef.flatten_up_to(outer), flat, "dp", self.layout.parallel)
+            outer = treedef.unflatten(whole)
+        return ShardedParams(drop_frozen(leaves, outer), keep_frozen(leaves, outer))
 
     @property
     def gathers_outer_twice(self) -> bool:
@@ -103,8 +103,8 @@ class ShardedModel:
 
     def unshard_outer(self, outer: ShardedParams, user: str) -> dict:
         """Whole parameters of those outside the layers that `user`, "embed" or "loss", uses."""
-        if outer.stored is None:
-            return outer.trainable
+        if not self.gathers_outer_twice:
+            return fill(*outer)
         leaves, treedef = jax.tree.flatten(split_outer(self.layout.leaves)[0])
         used = [i for i, leaf in enumerate(leaves) if user in leaf.used_in]
         proxies, weights = (treedef.flatten_up_to(tree) for tree in outer)
@@ -115,8 +115,8 @@ class ShardedModel:
 
     def unshard_layer(self, params: ShardedParams) -> dict:
         """Whole parameters of one layer."""
-        if params.stored is None:
-            return params.trainable
+        if not self.layout.grads_sharded:
+            return fill(*params)
         leaves, treedef = jax.tree.flatten(self.layer_leaves)
         weights = self._unshard(leaves)(*(None if tree is None else treedef.flatten_up_to(tree) for tree in params))
         if self.gathers_outer_twice and not self.layout.parallel.overlap_layers:
@@ -223,8 +223,9 @@ def reduced(model: ShardedModel, grads: dict, loss_sum: jax.Array, poison: Poiso
     if poison is not None:
         grads = poison(grads)
     finite = all_finite(grads)
-    grads = order_after_finite_check(grads, finite, model.layout)
-    return Gradients(reduce_gradients(grads, model.layout, model.config.precision.reduction_dtype), loss_sum, finite)
+    layout = model.layout.trained
+    grads = order_after_finite_check(grads, finite, layout)
+    return Gradients(reduce_gradients(grads, layout, model.config.precision.reduction_dtype), loss_sum, finite)
 
 
 def all_finite(tree):

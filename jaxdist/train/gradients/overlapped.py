@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.layout import Layout, split_outer
+from jaxdist.layout import Layout, drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.mesh import WORK_AXES
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
@@ -63,15 +63,15 @@ class _Overlapped:
 
     @cached_property
     def outer_leaves(self) -> dict:
-        return split_outer(self.model.layout.leaves)[0]
+        return split_outer(self.model.layout.trained.leaves)[0]
 
     @cached_property
     def stacked_leaves(self) -> dict:
-        return split_outer(self.model.layout.leaves)[1]
+        return split_outer(self.model.layout.trained.leaves)[1]
 
     @cached_property
     def layer_layout(self) -> Layout:
-        return Layout(self.model.layer_leaves, self.model.layout.parallel)
+        return Layout(self.model.layer_leaves, self.model.layout.parallel).trained
 
     def backward(self, layers: dict, micro: Batch, out: dict, reduce_into) -> Sums:
         """One micro-batch, its layers' gradients put into `out` by `reduce_into`."""
@@ -80,24 +80,34 @@ class _Overlapped:
         def first(outer, micro):
             return model.embed(ShardedParams(outer, stored), micro, self.key)
 
-        def layer(weights, index, micro, x):
-            return model.whole_block(weights, x, index, micro, self.key)
+        def layer(trained, fixed, micro, x):
+            frozen, index = fixed
+            return model.whole_block(fill(trained, frozen), x, index, micro, self.key)
 
         def last(outer, x, micro):
             return model.loss(ShardedParams(outer, stored), x, micro, self.key)
 
-        gathers = model.layout.params_sharded
         found = OverlappedBackward(
             Stages(first, layer, last),
             self.outer.trainable,
             layers,
             micro,
             reduce_into=reduce_into,
-            gather=(lambda shards: model.unshard_layer(ShardedParams(None, shards))) if gathers else None,
+            gather=self.gather if model.layout.params_sharded else None,
+            divide=self.divide,
             seed=self.weight,
             recompute=model.config.parallel.remat_every == 1,
         )(out)
         return found._replace(shared=model.scatter(self.outer_leaves, found.shared))
+
+    def gather(self, shards: dict) -> dict:
+        """Whole weights of one layer."""
+        return self.model.unshard_layer(ShardedParams(jax.tree.map(lambda _: None, shards), shards))
+
+    def divide(self, weights: dict) -> tuple[dict, dict]:
+        """(trained, frozen) of one layer."""
+        leaves = self.model.layer_leaves
+        return drop_frozen(leaves, weights), keep_frozen(leaves, weights)
 
     def defer(self, sums: Sums, layers: dict, micro: Batch) -> Sums:
         """A micro-batch whose sums over ranks wait: added to the sums so far."""

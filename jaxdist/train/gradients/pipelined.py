@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxdist.layout import split_outer
+from jaxdist.layout import drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline.executor import Stages, pipeline_gradients, pipeline_loss
@@ -31,7 +31,7 @@ def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, pois
 
 def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight) -> tuple[dict, jax.Array]:
     """(this rank's sums, its loss) before they are reduced over ranks."""
-    config, outer_leaves = model.config, split_outer(model.layout.leaves)[0]
+    config, outer_leaves = model.config, split_outer(model.layout.trained.leaves)[0]
     model = model.weighted(weight)
     outer, layers = hold(model, params)
 
@@ -40,7 +40,7 @@ def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight
         loss, d_outer, d_layers = through_stages(pipeline_gradients, model, outer, layers, batch, key, **how)
         return join(d_outer, d_layers), loss
 
-    like = join(outer, layers.trainable)
+    like = join(outer.trainable, layers.trainable)
     grads, loss_sum = sum_over_micro_batches(model, one_pass, batch, like, weight)
     if model.layout.grads_sharded:
         d_outer, d_layers = split_outer(grads)
@@ -52,31 +52,33 @@ def evaluate(model: ShardedModel, params: dict, batch: Batch) -> jax.Array:
     return through_stages(pipeline_loss, model, *hold(model, params), batch, None)
 
 
-def hold(model: ShardedModel, params: dict) -> tuple[dict, ShardedParams]:
+def hold(model: ShardedModel, params: dict) -> tuple[ShardedParams, ShardedParams]:
     """(what is outside the layers, whole on the stages that use it; the layers)."""
-    params = model.cast(params)
-    outer = gather_to_consumers(split_outer(model.layout.leaves)[0], model.hold_outer(params).trainable)
-    return outer, model.hold_layers(params)
+    params, leaves = model.cast(params), split_outer(model.layout.leaves)[0]
+    outer = gather_to_consumers(leaves, fill(*model.hold_outer(params)))
+    return ShardedParams(drop_frozen(leaves, outer), keep_frozen(leaves, outer)), model.hold_layers(params)
 
 
-def through_stages(execute: Callable, model: ShardedModel, outer: dict, layers: ShardedParams, batch, key, **how):
+def through_stages(
+    execute: Callable, model: ShardedModel, outer: ShardedParams, layers: ShardedParams, batch, key, **how
+):
     """The executor's `pipeline_gradients` or `pipeline_loss` on this model, for one pass of its micro-batches."""
     config = model.config
 
-    def first(outer, micro):
-        return model.embed(ShardedParams(outer), micro, key)
+    def first(trainable, micro):
+        return model.embed(ShardedParams(trainable, outer.stored), micro, key)
 
     def layer(trainable, fixed, micro, x):
         stored, index = fixed
         return model.block(ShardedParams(trainable, stored), x, index, micro, key)
 
-    def last(outer, x, micro):
-        return model.loss(ShardedParams(outer), x, micro, key)
+    def last(trainable, x, micro):
+        return model.loss(ShardedParams(trainable, outer.stored), x, micro, key)
 
     return execute(
         Stages(first, layer, last),
         config.parallel.pipeline,
-        outer,
+        outer.trainable,
         layers.trainable,
         cut(batch, config.parallel.num_microbatches),
         fixed=(layers.stored, layer_numbers(model)),

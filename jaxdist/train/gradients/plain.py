@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.layout import split_outer
+from jaxdist.layout import drop_frozen, split_outer
 from jaxdist.models.context import Batch
 from jaxdist.parallel.zero import ShardedParams, shard_proxies
 from jaxdist.train.gradients.base import Gradients, Poison, ShardedModel, join, reduced, sum_over_micro_batches
@@ -21,7 +21,7 @@ def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, pois
 
 def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight) -> tuple[dict, jax.Array]:
     """(this rank's sums, its loss) before they are reduced over ranks."""
-    outer_leaves, _ = split_outer(model.layout.leaves)
+    outer_leaves, _ = split_outer(model.layout.trained.leaves)
     model, params = model.weighted(weight), model.cast(params)
     layers = model.hold_layers(params)
 
@@ -36,7 +36,10 @@ def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight
         (d_outer, d_layers), total = jax.grad(weighted, argnums=(0, 1), has_aux=True)(outer.trainable, layers.trainable)
         return join(model.scatter(outer_leaves, d_outer), d_layers), total
 
-    like = shard_proxies(outer_leaves, model.sum_dtype) if model.layout.grads_sharded else split_outer(params)[0]
+    if model.layout.grads_sharded:
+        like = shard_proxies(outer_leaves, model.sum_dtype)
+    else:
+        like = split_outer(drop_frozen(model.layout.leaves, params))[0]
     return sum_over_micro_batches(model, one, batch, join(like, layers.trainable), weight)
 
 
