@@ -129,14 +129,6 @@ class ProcessFlags:
         return values | _source_of_model(values.get("--model")) | compat.settings() | versions.must_be_equal()
 
 
-def require_one_process() -> None:
-    """For a program that is not made for several. Raises: ConfigError where a launcher started more."""
-    if processes.asked_to_join() or (processes.from_launcher(None, None)[0] or 1) > 1:
-        raise ConfigError(
-            "one of several processes", "this program runs as one, on the devices that it sees", "Start it once"
-        )
-
-
 def _source_of_model(name: str | None) -> dict[str, str]:
     """What a user's own model is made by, read without running it: no backend may start before the processes join."""
     digest = source_digest(name) if name else ""

@@ -19,18 +19,19 @@ from jaxdist.data.batches import Batches, held_out_batches, load_corpus
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import Model, abstract_values
+from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 from jaxdist.train.program import build_program
 
-from .cli import require_one_process, run_program
+from .cli import ProcessFlags, run_program
 from .progress import Progress
 
 
-@dataclass(frozen=True)
-class EvaluateFlags:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateFlags(ProcessFlags):
     """The perplexity of a trained model on text."""
 
-    GROUPS: ClassVar[dict[str, str]] = {"data": "data", "mesh": "devices"}
+    GROUPS: ClassVar[dict[str, str]] = {"data": "data", "mesh": "devices"} | ProcessFlags.GROUPS
 
     checkpoint: tyro.conf.Positional[str]
     """A run's folder, a checkpoint DIR[:STEP], or a folder of transformers."""
@@ -56,12 +57,12 @@ class EvaluateFlags:
 
 def main(flags: EvaluateFlags, console: Console) -> int:
     require_positive("batches", flags.batches, 10**6)
+    flags.join(console)
     shape = parse_mesh(flags.mesh)
     if flags.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    require_one_process()
     devices = acquire_devices(shape.num_devices, flags.device)
-    with Progress("checking the weights"):
+    with Progress("checking the weights", quiet=console.quiet):
         weights = find_weights(flags.checkpoint, "checkpoint")
     model = with_seq_len(weights.model, flags.seq_len)
     dtype = flags.dtype or weights.dtype
@@ -69,6 +70,8 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     parallel = ParallelConfig(shape, zero=flags.zero, **schedule)
     config = RunConfig(model, parallel, precision=PrecisionConfig(dtype), batch_size=flags.batch_size, steps=1)
     corpus = load_corpus(flags.data, model.vocab_size)
+    read = processes.Shown(corpus.fingerprint(), corpus.about) if processes.count() > 1 else corpus.about
+    processes.require_agreement("data", {"--data": read}, seconds=600)
     if flags.split == "held-out":
         batches = held_out_batches(corpus, config.batch_size, model.seq_len, flags.batches)
     else:
@@ -77,11 +80,11 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     program = build_program(config, make_mesh(shape, devices.devices))
     console.print(f"{escape(weights.about)}: {escape(model.describe())}, {dtype}", soft_wrap=True)
     console.print(f"on {escape(corpus.about)}", soft_wrap=True)
-    with Progress("reading the weights"):
+    with Progress("reading the weights", quiet=console.quiet):
         wanted = abstract_parameters(program.layout, program.mesh, config.precision.master_dtype)
         params = parameters_from_logical(program, weights.read(wanted))
     loss = tokens = 0.0
-    with Progress("evaluating") as progress:
+    with Progress("evaluating", quiet=console.quiet) as progress:
         for done, batch in enumerate(batches):
             progress.update(done, len(batches))
             total, count = program.evaluate(params, program.put(batch))

@@ -18,6 +18,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from jaxdist.checkpoint.logical import fetch
 from jaxdist.checkpoint.trained import Weights, find_weights
 from jaxdist.config import Dtype
 from jaxdist.data.text_stream import TextStream
@@ -26,20 +27,21 @@ from jaxdist.errors import ConfigError, require_positive
 from jaxdist.files import read_text_file
 from jaxdist.generation import Generator, Sampling, build_generator, bytes_per_token
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, Devices, acquire_devices
 
-from .cli import SafeConsole, require_one_process, run_program
+from .cli import ProcessFlags, SafeConsole, run_program
 from .progress import Progress
 
 MOST_PROMPT_BYTES = 2**26
 PROMPT_MULTIPLE = 16  # of positions to which prompts are padded: kernels like even lengths
 
 
-@dataclass(frozen=True)
-class GenerateFlags:
+@dataclass(frozen=True, kw_only=True)
+class GenerateFlags(ProcessFlags):
     """Generate text from a trained model."""
 
-    GROUPS: ClassVar[dict[str, str]] = {"temperature": "sampling", "mesh": "devices"}
+    GROUPS: ClassVar[dict[str, str]] = {"temperature": "sampling", "mesh": "devices"} | ProcessFlags.GROUPS
 
     checkpoint: tyro.conf.Positional[str]
     """A run's folder, a checkpoint DIR[:STEP], or a folder of transformers."""
@@ -72,8 +74,13 @@ class GenerateFlags:
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
     def texts(self) -> list[str]:
-        """Every prompt, in order. Raises: ConfigError."""
-        found = [*self.prompt, *([] if self.prompts is None else read_prompts(self.prompts))]
+        """Every prompt, in order: those of the first process, whose standard input and files are read. Raises:
+        ConfigError."""
+        found = [
+            *self.prompt,
+            *([] if self.prompts is None or not processes.is_first() else read_prompts(self.prompts)),
+        ]
+        found = json.loads(processes.from_first("prompts", json.dumps(found)))
         if not found:
             raise ConfigError("no prompt", "there is nothing to continue", "Give --prompt TEXT or --prompts FILE")
         return found
@@ -99,13 +106,14 @@ def read_prompts(path: str) -> list[str]:
 
 def main(flags: GenerateFlags, console: Console) -> int:
     require_positive("max_new_tokens", flags.max_new_tokens, 2**24)
-    texts, sampling, shape = flags.texts(), flags.sampling(), parse_mesh(flags.mesh)
+    sampling, shape = flags.sampling(), parse_mesh(flags.mesh)
+    flags.join(console)
+    texts = flags.texts()
     if flags.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    require_one_process()
     devices = acquire_devices(shape.num_devices, flags.device)
-    notes = SafeConsole(stderr=True, highlight=False)
-    with Progress("checking the weights"):
+    notes = SafeConsole(stderr=True, highlight=False, quiet=console.quiet)
+    with Progress("checking the weights", quiet=console.quiet):
         weights = find_weights(flags.checkpoint, "checkpoint")
     tokenizer = find_tokenizer(flags.tokenizer, weights)
     prompts = [encode(tokenizer, text, weights) for text in texts]
@@ -133,7 +141,7 @@ def main(flags: GenerateFlags, console: Console) -> int:
     )
     notes.print(f"{escape(weights.about)}: {escape(weights.model.describe())}, {generator.dtype}", soft_wrap=True)
     notes.print(f"mesh {shape}: {devices.description}", soft_wrap=True)
-    with Progress("reading the weights"):
+    with Progress("reading the weights", quiet=console.quiet):
         params = weights.load(generator.abstract_params())
     streams = [TextStream(tokenizer, weights.end_of_text(), flags.stop) for _ in prompts]
     times = generate(generator, params, prompts, num_new, streams, texts, console)
@@ -196,35 +204,36 @@ def generate(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     begun = time.perf_counter()
-    with Progress("compiling"):
+    with Progress("compiling", quiet=console.quiet):
         prefill = generator.prefill.lower(params, generator.put(tokens), generator.put(lengths)).compile()
         numbers = generator.put(lengths)
         decode = generator.decode.lower(params, generator.caches, numbers, numbers).compile()
     compiled = time.perf_counter()
     one = len(texts) == 1
-    if one:
-        console.file.write(texts[0])
-        console.file.flush()
+
+    def write(text: str) -> None:
+        if not console.quiet:
+            console.file.write(text)
+            console.file.flush()
+
+    write(texts[0] if one else "")
     seconds, clock = [], compiled
-    with Progress("generating", quiet=one) as progress:
+    with Progress("generating", quiet=one or console.quiet) as progress:
         found = prefill(params, generator.put(tokens), generator.put(lengths))
         for step in range(num_new):
-            new = np.asarray(found.tokens)
+            new = fetch(found.tokens)
             seconds.append(time.perf_counter() - clock)
             clock = time.perf_counter()
             progress.update(step + 1, num_new)
             for row, stream in enumerate(streams):
                 shown = stream.add(int(new[row]))
-                if one:
-                    console.file.write(shown)
-                    console.file.flush()
+                write(shown if one else "")
             if all(stream.done for stream in streams) or step + 1 == num_new:
                 break
             found = decode(params, found.caches, found.tokens, generator.put(lengths + step))
     for text, stream in zip(texts, streams, strict=True):
         rest = stream.close()
-        console.file.write(f"{rest}\n" if one else f"{text}{stream.text}\n\n")
-    console.file.flush()
+        write(f"{rest}\n" if one else f"{text}{stream.text}\n\n")
     return Times(compiled - begun, seconds[0], seconds[1:])
 
 

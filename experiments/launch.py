@@ -7,6 +7,7 @@ its number, and its share of simulated devices; what it prints is passed on with
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -42,13 +44,19 @@ class LaunchFlags:
     bound: float = 60.0
     """Seconds that the others have to end by themselves after one has failed, and after a signal was passed on."""
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The command without the `python` that it may begin with: this one runs it."""
+        named = self.command and Path(self.command[0]).name
+        return self.command[1:] if re.fullmatch(r"python[0-9.]*", named or "") else self.command
+
 
 def main(flags: LaunchFlags, console: Console) -> int:
     """The exit code is that of the first process that failed, else 0."""
     require_positive("processes", flags.processes, 256)
     require_positive("devices_per_process", flags.devices_per_process, MAX_SIMULATED)
     require_within("bound", flags.bound, 0, 1e6)
-    if not flags.command:
+    if not flags.arguments:
         raise ConfigError("no command", "there is nothing to start", "Write -- -m jaxdist train --mesh dp=2")
     address = f"127.0.0.1:{free_port()}"
     with Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) as signals, ExitStack() as stack:
@@ -73,7 +81,7 @@ def start(flags: LaunchFlags, index: int, address: str) -> Guarded:
         "JAX_NUM_CPU_DEVICES": str(flags.devices_per_process),
     }
     return Guarded(
-        [sys.executable, *flags.command],
+        [sys.executable, *flags.arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

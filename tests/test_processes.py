@@ -133,6 +133,23 @@ def test_each_process_reads_its_own_rows_and_no_other(stopped_at_four, folder):
     assert mine == [[0, 1, 2, 3], [4, 5, 6, 7]]  # dp is split over the processes, tp is not
 
 
+def test_generate_and_evaluate_as_two_processes(stopped_at_four, folder):
+    said = []
+    (folder / "prompts.txt").write_text("the quick\njumps\n")
+    for launcher in ([], as_processes(2, 2)):
+        words = ["-m", "experiments.evaluate", "OUT/two", *["--mesh", "dp=2,tp=2", "--data", "OUT/text.txt"]]
+        code, text = run([*launcher, *words, "--batches", "1", "--batch-size", "2"], folder)
+        assert code == 0 and text.count("perplexity") == 1, text
+        evaluated = float(text.partition("perplexity ")[2].partition(":")[0].replace(",", ""))
+        words = ["-m", "experiments.generate", "OUT/two", *["--mesh", "dp=2,tp=2", "--max-new-tokens", "4"]]
+        code, text = run([*launcher, *words, "--prompts", "OUT/prompts.txt", "--temperature", "1"], folder)
+        assert code == 0 and text.count("2 prompts of") == 1, text
+        lines = [line.removeprefix("[0] ") for line in text.splitlines()]
+        said.append((evaluated, [line for line in lines if line.startswith(("the quick", "jumps"))]))
+    (one, texts), (two, texts_of_two) = said
+    assert two == pytest.approx(one, rel=1e-5) and texts == texts_of_two and len(texts) == 2
+
+
 def test_verify_as_two_processes(folder):
     flags = "--mesh pp=2,tp=2 --schedule zb-h1 --steps 1 --batch-size 8 --zero 1 --num-layers 2"
     code, text = run([*as_processes(2, 2), "-m", "experiments.verify", *flags.split()], folder)

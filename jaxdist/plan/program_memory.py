@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.mesh import MeshShape
-from jaxdist.models.base import STACKED, Model
+from jaxdist.mesh import MAY_STAY_WHOLE, MeshShape
+from jaxdist.models.base import STACKED, Model, declare, named_params
 from jaxdist.placement import make_layout
 from jaxdist.plan.parts import ROWS, OneRank, at_rows, layer_memory, loss_memory
 
@@ -116,9 +116,10 @@ def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
 
 
 def _of_rank(config: RunConfig, tp: int, sp: bool, selective: bool, attention: str, rows: np.ndarray) -> np.ndarray:
-    """Traced for few ranks, and found from those for more: what a rank holds is whole, or 1/tp of it."""
+    """Traced for few ranks, and found from those for more: what a rank holds is whole, or 1/tp of it. Not so where
+    more ranks hold something whole than fewer do, as key heads."""
     few, twice = (2, 4) if sp else (1, 2)
-    if tp > twice and tp % twice == 0:
+    if tp > twice and tp % twice == 0 and not any(dim % tp for dim in dims_that_may_stay_whole(config.model)):
         a, b = (_of_rank(config, ranks, sp, selective, attention, rows) for ranks in (few, twice))
         return 2 * b - a + twice * (a - b) / tp
     precision = PrecisionConfig(config.precision.dtype)
@@ -127,6 +128,17 @@ def _of_rank(config: RunConfig, tp: int, sp: bool, selective: bool, attention: s
     loss = loss_memory(replace(rank, selective=False, loss_chunks=config.parallel.loss_chunks))
     sizes = [each * rows for each in kept] + [at_rows(envelope, rows) for envelope in (backward, again, loss)]
     return np.array(sizes)
+
+
+@cache
+def dims_that_may_stay_whole(model: Model) -> frozenset[int]:
+    """Sizes of dims that every rank holds whole where their axis does not divide them."""
+    return frozenset(
+        size
+        for _, param in named_params(declare(model))
+        for size, dim in zip(param.shape, param.dims, strict=True)
+        if dim in MAY_STAY_WHOLE
+    )
 
 
 def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramBytes:
