@@ -40,10 +40,18 @@ from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log,
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
 from jaxdist.runtime.fault_injection import Fault, parse_fault
 from jaxdist.runtime.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
-from jaxdist.runtime.metrics import RunFiles, holds_run, is_complete, require_writable_folder
+from jaxdist.runtime.metrics import (
+    RunFiles,
+    StepLines,
+    holds_run,
+    is_complete,
+    process_lines,
+    require_writable_folder,
+)
 from jaxdist.runtime.run_folder import held, require_shared
 from jaxdist.runtime.signals import Signals
 from jaxdist.runtime.stragglers import StragglerWatch
+from jaxdist.runtime.telemetry import Stopwatch, device_memory
 from jaxdist.runtime.watchdog import Agreement, Watchdog
 from jaxdist.train.program import Program, State, build_program, compiled_bytes
 
@@ -234,7 +242,7 @@ class Run(Job):
     """The job with all it holds while it runs.
 
     other, weights: the checkpoint of another run, or the parameters alone, that it begins from. source: the files that
-    its parameters came from, as checkpoints remember them.
+    its parameters came from, as checkpoints remember them. lines: of this process, where the run has a folder.
     """
 
     entropy: float
@@ -243,6 +251,7 @@ class Run(Job):
     weights: Weights | None
     source: dict | None
     files: RunFiles
+    lines: StepLines | None
     signals: Signals
     watchdog: Watchdog
     budget: JobBudget | None
@@ -393,6 +402,9 @@ def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run,
     about = {"data": job.corpus.about, "devices": job.devices.description, "compiler_options": job.options}
     about |= {} if flags.weights is None else {"weights": flags.weights}
     files = stack.enter_context(RunFiles(job.own_folder, config, about, own.step if own else 0, job.warn))
+    lines = None if out is None else process_lines(out, own.step if own else 0, job.warn)
+    if lines:
+        stack.callback(lines.close)
     if job.own_folder is not None:
         write_settings(job.own_folder, flags, config)
         if weights:
@@ -400,7 +412,8 @@ def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run,
         if (tokenizer := job.corpus.tokens_of.tokenizer_file) is not None:  # what the run generates is read with it
             write_whole(job.own_folder / tokenizer.name, tokenizer.read_bytes())
     entropy = job.corpus.unigram_entropy()
-    return Run(*vars(job).values(), entropy, checkpoints, other, weights, source, files, signals, watchdog, budget), own
+    held = entropy, checkpoints, other, weights, source, files, lines, signals, watchdog, budget
+    return Run(*vars(job).values(), *held), own
 
 
 def compile_and_start(run: Run, own: Manifest | None) -> resume.Start:
@@ -565,6 +578,8 @@ def go_back(run: Run, start: resume.Start, back: RollBack) -> resume.Start:
         soft_wrap=True,
     )
     run.files.go_back(again.step)
+    if run.lines:
+        run.lines.go_back(again.step)
     progress = replace(
         again.progress,
         batch=back.next_batch,
@@ -608,6 +623,7 @@ class Loop:
         self._check_replicas = make_replica_check(run.program)
         self._spikes = SpikeWatch(recent=start.progress.recent)
         self._skips_in_a_row, self._digests = 0, {}
+        self._watch = Stopwatch()
         last_batch = start.progress.batch + run.config.steps - start.step
         self.inputs = Prefetched(self._make_batch, start.progress.batch, last_batch, run.flags.prefetch)
 
@@ -636,11 +652,13 @@ class Loop:
         self._stragglers.starts()
         if injected is not None:
             injected.before(step)
-        batch = next(self.inputs)
+        with self._watch.part("input"):
+            batch = next(self.inputs)
         self._stragglers.dispatches()
-        self.state, metrics = run.step(self.state, batch)
-        self._not_finite = metrics.pop("not_finite")
-        metrics = jax.device_get(metrics)  # waits for the step
+        with self._watch.part("step"):
+            self.state, metrics = run.step(self.state, batch)
+            self._not_finite = metrics.pop("not_finite")
+            metrics = jax.device_get(metrics)  # waits for the step
         record = step_record(step, metrics, time.perf_counter() - begun, self.inputs.waited)
         record["batch"] = self.progress.batch
         if flags.record_digests:
@@ -648,7 +666,16 @@ class Loop:
         evaluates = step % flags.eval_every == 0 or step == run.config.steps
         if evaluates and (flags.on_nonfinite == "skip" or not is_fault(record)):  # otherwise the run ends here
             run.watchdog.alive("evaluating")
-            record["held_out_loss"] = self.held_out_loss = evaluate(run.program, self.state, run.held_out)
+            with self._watch.part("evaluation"):
+                record["held_out_loss"] = self.held_out_loss = evaluate(run.program, self.state, run.held_out)
+        record["grad_norms"] = dict(
+            zip(run.program.layout.trained.groups, metrics["group_norms"].tolist(), strict=True)
+        )
+        record["seconds"] = self._watch.lap()
+        self._stragglers.add(record["seconds"])
+        if spread := self._stragglers.report(step):
+            record["processes"] = {name: each._asdict() for name, each in spread.items()}
+        self._write(record)
         if not run.files.write_step(record):
             reason = escape(str(run.files.failure))
             run.console.print(f"[bold red]not written:[/] the metrics of step {step} ({reason})")
@@ -656,14 +683,20 @@ class Loop:
         self.progress = replace(self.progress, tokens=tokens, batch=self.progress.batch + 1)
         return record
 
+    def _write(self, record: dict) -> None:
+        """What this process alone knows of a step."""
+        memory = [each._asdict() for each in device_memory(self.run.devices.devices)]
+        own = {"step": record["step"], "time": time.time(), "seconds": record["seconds"]}
+        if self.run.lines and not self.run.lines.write({**own, "memory": memory} if memory else own):
+            self.run.warn(f"the metrics of this process are not written: {self.run.lines.failure}")
+
     def say(self, record: dict) -> None:
-        """A line for every twentieth part of the run and every evaluation; then the processes that are slow."""
+        """A line for every twentieth part of the run and every evaluation."""
         step, console = record["step"], self.run.console
         if step % max(1, self.run.config.steps // 20) == 0:
             console.print(f"step {step:>5}  {describe(record)}")
         if "held_out_loss" in record:
             console.print(f"step {step:>5}  held-out loss {self.held_out_loss:.4f}")
-        self._stragglers.report(step)
 
     def require_sound(self, record: dict) -> None:
         """Do with a non-finite value or a spike what the flags say. Raises: Stopped, RollBack."""
@@ -696,11 +729,13 @@ class Loop:
         run, flags, last = self.run, self.run.flags, step == self.run.config.steps
         due = run.checkpoints is not None and (last or (flags.checkpoint_every and step % flags.checkpoint_every == 0))
         if due or (flags.check_replicas_every and step % flags.check_replicas_every == 0):
-            self._require_equal_copies(step)
+            with self._watch.part("checks"):
+                self._require_equal_copies(step)
         if due:
             run.watchdog.alive("saving")
             try:
-                run.save(self.state, self.progress)
+                with self._watch.part("checkpoint"):
+                    run.save(self.state, self.progress)
             except SaveFailed as error:
                 if last or jax.process_count() > 1:
                     raise Stopped(step, str(error), EXIT_SAVE, newest(run)) from error

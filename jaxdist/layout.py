@@ -160,6 +160,12 @@ class Leaf:
         return tuple(axis for axis in AXES if axis in self.spec)
 
     @property
+    def group(self) -> str:
+        """The part of the model whose gradient norms are reported as one: blocks.attention of blocks.attention.w_q."""
+        *parts, _ = self.name.split(".")
+        return ".".join(parts[:3]) or self.name
+
+    @property
     def group_key(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What leaves that share a collective over dp have in common: the axes they differ along, and are owed sums."""
         return self.spec_axes, self.shard_reduce_axes
@@ -211,6 +217,11 @@ class Layout:
     def trained(self) -> "Layout":
         """That of what has a gradient: None stands where a leaf is frozen."""
         return dataclasses.replace(self, leaves=drop_frozen(self.leaves, self.leaves))
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """Of the leaves, each once, in their order."""
+        return tuple(dict.fromkeys(leaf.group for leaf in jax.tree.leaves(self.leaves)))
 
     @property
     def params_sharded(self) -> bool:

@@ -86,7 +86,6 @@ def test_what_cannot_be_continued_is_refused(trained, capfd, monkeypatch, words,
     assert code == 2 and match in err and not out
 
 
-
 def test_bare_tokens_need_a_named_tokenizer(trained, capfd):
     words = [trained / "bare", "--prompt", "a", "--tokenizer", "bytes", "--max-new-tokens", "2", "--stop", "zzz"]
     assert generated(words, capfd)[0] == 0

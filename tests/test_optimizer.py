@@ -14,7 +14,7 @@ from jaxdist.config import OptimizerConfig, ParallelConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.placement import make_layout
-from jaxdist.train.optimizer import global_norm, make_optimizer, update
+from jaxdist.train.optimizer import gradient_norms, make_optimizer, update
 
 MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
 LAYOUT = make_layout(MODEL, ParallelConfig())
@@ -76,6 +76,10 @@ def test_the_update_holds_no_second_copy_of_the_moments():
 def test_the_global_norm_is_that_of_all_elements():
     grads = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), MODEL.initial_values(0))
     mesh = make_mesh(MeshShape(), jax.devices()[:1])
-    norm = jax.shard_map(partial(global_norm, layout=LAYOUT), mesh=mesh, in_specs=PartitionSpec(),
+    norm, norms = jax.shard_map(partial(gradient_norms, layout=LAYOUT), mesh=mesh, in_specs=PartitionSpec(),
                          out_specs=PartitionSpec())(grads)  # fmt: skip
     assert norm == pytest.approx(1e-3 * math.sqrt(sum(x.size for x in jax.tree.leaves(grads))), rel=1e-5)
+    assert LAYOUT.groups[0].startswith("blocks.") and len(norms) == len(LAYOUT.groups)
+    assert norm == pytest.approx(float(jnp.sqrt(jnp.sum(jnp.square(norms)))), rel=1e-6)
+    of_tokens = norms[LAYOUT.groups.index("tokens")]
+    assert of_tokens == pytest.approx(1e-3 * math.sqrt(grads["tokens"].size), rel=1e-5)

@@ -25,7 +25,7 @@ from jaxdist.models.context import Batch, Context
 from jaxdist.models.gpt2 import GPT2, LayerNorm
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.gradients.base import all_finite
-from jaxdist.train.optimizer import global_norm, learning_rate, update
+from jaxdist.train.optimizer import gradient_norms, learning_rate, update
 from jaxdist.train.program import attention_on, build_program
 
 from ..tables import Rows
@@ -209,7 +209,7 @@ def update_program(config: RunConfig, devices: Devices) -> Callable:
     owned = state.params if state.master is None else state.master
 
     def step(owned, moments, grads):
-        finite_leaves, norm = all_finite(grads), global_norm(grads, layout)
+        finite_leaves, norm = all_finite(grads), gradient_norms(grads, layout)[0]
         shrink = config.optimizer.clip_norm / jnp.maximum(norm, config.optimizer.clip_norm)
         clipped = jax.tree.map(lambda g: g * shrink, grads)
         lr = learning_rate(config, jnp.zeros((), norm.dtype))

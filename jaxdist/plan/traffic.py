@@ -134,13 +134,18 @@ class _Step:
     # ---- one number a message ----
 
     def scalars(self) -> list[Message]:
-        """Token count, loss, and a part of the gradient norm for each set of axes that leaves are sharded on."""
+        """Token count, loss, and for each set of axes that leaves are sharded on a part of the gradient norms."""
         counter = 8 if self.config.precision.dtype == "float64" else 4  # JAX's default integer, with and without x64
-        norms = dict.fromkeys(leaf.storage_axes for leaf in jax.tree.leaves(self.layout.trained.leaves))
+        norms: dict[tuple[str, ...], set[str]] = {}
+        for leaf in jax.tree.leaves(self.layout.trained.leaves):
+            norms.setdefault(leaf.storage_axes, set()).add(leaf.group)
         return [
             Message.of("token count", "all_reduce", self.live(*DATA_AXES), 1, counter),
             Message.of("sum of the loss", "all_reduce", self.live("pp", *DATA_AXES), 1, self.master),
-            *(Message.of("gradient norm", "all_reduce", axes, 1, self.master) for axes in norms),
+            *(
+                Message.of("gradient norm", "all_reduce", axes, 1, len(found) * self.master)
+                for axes, found in norms.items()
+            ),
         ]
 
     # ---- activations ----

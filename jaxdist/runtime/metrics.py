@@ -11,9 +11,72 @@ from typing import Self
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.files import read_regular, set_aside, write_whole
+from jaxdist.runtime import processes
 
 MOST_BYTES = 2**32  # of a file of a run that is read again
 CONFIG, METRICS, SUMMARY, STOPPED = "config.json", "metrics.jsonl", "summary.json", "stopped.json"
+PROCESSES = "processes"  # the folder with a file of lines for each process
+
+
+class StepLines:
+    """A file with a line of JSON for every step, appended as the run goes; lines of steps after `steps` are dropped.
+
+    warn: is told of a file that is damaged. It is kept under another name, and its good lines stay. failure: why the
+    disk refused the last line, if it did. Raises: OSError where it cannot be opened.
+    """
+
+    def __init__(self, path: Path, steps: int, warn: Callable[[str], None]):
+        self.path, self.failure, self._warn, self._file = path, None, warn, None
+        self.go_back(steps)
+
+    def go_back(self, steps: int) -> None:
+        """Keep the lines of the first `steps` steps, and write on from there."""
+        self.close()
+        lines, damage = read_metrics(self.path)
+        kept = b"".join(line + b"\n" for step, line in lines if step <= steps)
+        if damage:
+            aside = set_aside(self.path, "damaged")
+            self._warn(f"{self.path} is damaged: {damage}. It is kept as {aside.name}; {len(lines)} good lines stay")
+        write_whole(self.path, kept)
+        self._file = self.path.open("ab", buffering=0)
+
+    def write(self, record: dict) -> bool:
+        """Append one line; a number JSON has no word for (the infinite norm of a step fp16 skipped) becomes null.
+
+        False where the disk refuses it (`failure` says why): a run is worth more than its metrics.
+        """
+        line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
+        size = self._file.tell()
+        try:
+            if self._file.write(line) == len(line):
+                return True
+            self.failure = "the disk took half a line"
+        except OSError as error:
+            self.failure = error.strerror
+        self._file.truncate(size)
+        self._file.seek(size)
+        return False
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def process_lines(out: Path, steps: int, warn: Callable[[str], None]) -> StepLines:
+    """The file of this process in a run's folder. Raises: ConfigError where it cannot be written."""
+    try:
+        (out / PROCESSES).mkdir(parents=True, exist_ok=True)
+        return StepLines(out / PROCESSES / f"{processes.index():04}.jsonl", steps, warn)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class RunFiles:
@@ -36,7 +99,7 @@ class RunFiles:
         steps: int = 0,
         warn: Callable[[str], None] = lambda text: None,
     ):
-        self.folder, self._metrics, self.failure, self._warn = out, None, None, warn
+        self.folder, self._lines, self._failure = out, None, None
         if out is None:
             return
         try:
@@ -44,44 +107,23 @@ class RunFiles:
             for name in (SUMMARY, STOPPED):
                 (out / name).unlink(missing_ok=True)
             self._write(CONFIG, {**to_dict(config), **extra})
-            self.go_back(steps)
+            self._lines = StepLines(out / METRICS, steps, warn)
         except OSError as error:
             raise _unwritable(out, error) from error
 
+    @property
+    def failure(self) -> str | None:
+        """Why the disk refused what was written last."""
+        return self._failure or (self._lines and self._lines.failure)
+
     def go_back(self, steps: int) -> None:
         """Keep the lines of the first `steps` steps, and write on from there."""
-        if self.folder is None:
-            return
-        if self._metrics:
-            self._metrics.close()
-        path = self.folder / METRICS
-        lines, damage = read_metrics(path)
-        kept = b"".join(line + b"\n" for step, line in lines if step <= steps)
-        if damage:
-            aside = set_aside(path, "damaged")
-            self._warn(f"{path} is damaged: {damage}. It is kept as {aside.name}; {len(lines)} good lines stay")
-        write_whole(path, kept)
-        self._metrics = path.open("ab", buffering=0)
+        if self._lines:
+            self._lines.go_back(steps)
 
     def write_step(self, record: dict) -> bool:
-        """Append one line; a number JSON has no word for (the infinite norm of a step fp16 skipped) becomes null.
-
-        False where the disk refuses it (`failure` says why): a run is worth more than its metrics.
-        """
-        if self._metrics is None:
-            return True
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
-        size = self._metrics.tell()
-        try:
-            if self._metrics.write(line) == len(line):
-                return True
-            self.failure = "the disk took half a line"
-        except OSError as error:
-            self.failure = error.strerror
-        self._metrics.truncate(size)
-        self._metrics.seek(size)
-        return False
+        """Append one line; False where the disk refuses it."""
+        return self._lines is None or self._lines.write(record)
 
     def write_summary(self, summary: dict) -> bool:
         """False where the disk refuses it."""
@@ -95,7 +137,7 @@ class RunFiles:
         try:
             self._write(name, content)
         except OSError as error:
-            self.failure = error.strerror
+            self._failure = error.strerror
             return False
         return True
 
@@ -107,8 +149,8 @@ class RunFiles:
         return self
 
     def __exit__(self, *_) -> None:
-        if self._metrics:
-            self._metrics.close()
+        if self._lines:
+            self._lines.close()
 
 
 def holds_run(out: Path) -> bool:

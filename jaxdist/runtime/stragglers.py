@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxdist.runtime import processes
+from jaxdist.runtime.telemetry import Spread, Window
 
 EVERY = 20  # steps between two reports of the processes to each other
 FACTOR = 1.5  # times the median of all
@@ -24,6 +25,7 @@ class StragglerWatch:
 
     def __init__(self, console: Console):
         self._console, self._host, self._begun = console, [], 0.0
+        self._window = Window()
 
     def starts(self) -> None:
         """The host begins to prepare a step."""
@@ -33,17 +35,20 @@ class StragglerWatch:
         """The step goes to the devices."""
         self._host.append(time.perf_counter() - self._begun)
 
-    def report(self, step: int) -> list[str]:
-        """Compare, every `EVERY` steps: what was said of slow processes."""
+    def add(self, lap: dict[str, float]) -> None:
+        """The seconds of a step by part (`jaxdist.runtime.telemetry`)."""
+        self._window.add(lap)
+
+    def report(self, step: int) -> dict[str, Spread]:
+        """Every `EVERY` steps, of several processes: their mean times beside each other, and a line for a slow one."""
         if jax.process_count() == 1 or step % EVERY:
-            return []
+            return {}
         mine = {"host": statistics.median(self._host), "device": max(map(_probe, jax.local_devices()))}
         self._host = []
         found = [json.loads(text) for text in processes.from_all("stragglers", json.dumps(mine))]
-        lines = slow_processes(found)
-        for line in lines:
+        for line in slow_processes(found):
             self._console.print(f"[yellow]slow:[/] step {step}: {line}")
-        return lines
+        return self._window.exchange(step)
 
 
 def slow_processes(found: list[dict[str, float]]) -> list[str]:

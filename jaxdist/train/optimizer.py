@@ -1,6 +1,5 @@
 """Update rules on the shards a rank owns, the learning-rate schedule, clipping and loss scaling."""
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -89,17 +88,22 @@ def learning_rate(config: RunConfig, step: jax.Array) -> jax.Array:
     return schedule.lr * jnp.where(step < warmup, ramp, decayed)
 
 
-def global_norm(grads: dict, layout: Layout) -> jax.Array:
-    """L2 norm of the whole gradient, every replicated element counted once.
+def gradient_norms(grads: dict, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """L2 norm of the whole gradient and of each of `layout.groups`, every replicated element counted once.
 
-    Layout: grads in the storage layout -> a scalar equal on every rank.
-    Sends: one scalar all-reduce for each set of axes that leaves are sharded on. (`optax.clip_by_global_norm` on
-    shards would use each rank's own norm.)
+    Layout: grads in the storage layout -> norm[], norms[groups], equal on every rank.
+    Sends: one all-reduce for each set of axes that leaves are sharded on, a scalar for each of its groups.
+    (`optax.clip_by_global_norm` on shards would use each rank's own norm.)
     """
-    sums: dict[Hashable, jax.Array] = {}
+    sums: dict[tuple[str, ...], dict[str, jax.Array]] = {}
     for leaf, g in zip(jax.tree.leaves(layout.leaves), jax.tree.leaves(grads), strict=True):
-        sums[leaf.storage_axes] = sums.get(leaf.storage_axes, 0) + jnp.sum(jnp.square(g))
-    return jnp.sqrt(sum(comm.all_reduce(total, axes) for axes, total in sums.items()))
+        part = sums.setdefault(leaf.storage_axes, {})
+        part[leaf.group] = part.get(leaf.group, 0) + jnp.sum(jnp.square(g))
+    squares = dict.fromkeys(layout.groups, 0)
+    for axes, part in sums.items():
+        for group, total in zip(part, comm.all_reduce(jnp.stack([*part.values()]), axes), strict=True):
+            squares[group] = squares[group] + total
+    return jnp.sqrt(sum(squares.values())), jnp.sqrt(jnp.stack([*squares.values()]))
 
 
 class LossScale(NamedTuple):

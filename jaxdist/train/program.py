@@ -26,7 +26,7 @@ from jaxdist.train.state import State, initial_state, stored_parameters
 from jaxdist.train.step import evaluate, train_step
 
 REPLICATED = PartitionSpec()
-METRICS = ("loss", "grad_norm", "lr", "tokens")
+METRICS = ("loss", "grad_norm", "group_norms", "lr", "tokens")
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Program:
     """A run's functions, compiled on first use, and the layout they share.
 
     init(seed) -> State. step(state, batch) -> (State, metrics), donating the state; metrics["not_finite"] alone differs
-    from rank to rank (`flag_not_finite`). With `with_gradients`, also the gradients the optimiser was given, before
-    clipping, in the storage layout. evaluate(params, batch) -> (summed loss, number of targets). model: bound to the
-    layout, as it trains.
+    from rank to rank (`flag_not_finite`), metrics["group_norms"] are the gradient norms of `layout.trained.groups`.
+    With `with_gradients`, also the gradients the optimiser was given, before clipping, in the storage layout.
+    evaluate(params, batch) -> (summed loss, number of targets). model: bound to the layout, as it trains.
     """
 
     config: RunConfig

@@ -13,7 +13,7 @@ from jaxdist.parallel.grouping import shard
 from jaxdist.parallel.reduce import gather_parameters
 from jaxdist.train.gradients import engine_of
 from jaxdist.train.gradients.base import ShardedModel, all_finite, dropout_key
-from jaxdist.train.optimizer import global_norm, learning_rate, next_loss_scale, update
+from jaxdist.train.optimizer import gradient_norms, learning_rate, next_loss_scale, update
 from jaxdist.train.state import State
 
 
@@ -38,7 +38,7 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
     loss = comm.all_reduce(loss_sum, WORK_AXES) / num_tokens
 
     # Clip by the norm of the whole gradient. It is equal on every rank, and so is the overflow flag made from it.
-    norm = global_norm(grads, layout)
+    norm, group_norms = gradient_norms(grads, layout)
     finite = jnp.isfinite(norm)
     shrink = config.optimizer.clip_norm / jnp.maximum(norm, config.optimizer.clip_norm)
     clipped = jax.tree.map(lambda g: g * shrink, grads)
@@ -58,6 +58,7 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
         scale=None if state.scale is None else next_loss_scale(state.scale, finite, config.precision),
     )
     metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": num_tokens, "not_finite": not_finite}
+    metrics["group_norms"] = group_norms
     if state.scale is not None:
         metrics["loss_scale"] = state.scale.scale
     return (new_state, metrics, grads) if with_gradients else (new_state, metrics)
