@@ -23,6 +23,7 @@ from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import ModelFlags, model_of, name_of
 from jaxdist.parallel.low_rank import LowRank
+from jaxdist.parallel.pipeline.split_backward import all_equations
 from jaxdist.parity import compare, observe, one_device, random_batches, random_parameters, worst
 from jaxdist.placement import make_layout
 from jaxdist.plan.parts import work_of
@@ -105,7 +106,7 @@ LAYOUTS = {
     "tp8": ("tp=8", {}),
     "dp2-tp2-zero1": ("dp=2,tp=2", dict(zero=1)),
     "dp2-zero2-accumulate": ("dp=2", dict(zero=2, accumulate=2)),
-    "dp3-zero3": ("dp=2,tp=4", dict(zero=3, sp=True, accumulate=2, grad_sync="per-parameter")),
+    "dp2-tp4-zero3": ("dp=2,tp=4", dict(zero=3, sp=True, accumulate=2, grad_sync="per-parameter")),
     "pp2-zero3-zb-h1": ("pp=2,dp=2", dict(zero=3, schedule="zb-h1", microbatches=4)),
     "pp2-tp2-1f1b": ("pp=2,tp=2", dict(schedule="1f1b", microbatches=4)),
     "overlap-zero1": ("dp=2", dict(zero=1, overlap=True)),
@@ -242,15 +243,20 @@ def test_a_plan_counts_state_and_gradients_of_what_is_trained(mesh, parallel):
 
 
 def test_backward_of_frozen_weights_computes_no_gradient_of_them():
-    """Nor scatters one: ZeRO-3 sends what the adapters make, and no more."""
-    sent = {}
+    """Nor scatters one: ZeRO-3 sends what the adapters make, and no more. (A product too many would be dead code to a
+    compiler, and memory to whoever reads the trace.)"""
+    sent, products = {}, {}
     for name, model in (("whole", DECODER), ("adapters", LoRA(DECODER, 1, ALPHA, ("w_q",)))):
         config = config_of(model, "dp=2", PrecisionConfig(), zero=3)
         program = build_program(config, make_abstract_mesh(config.parallel.mesh))
         step = program.step.trace(program.abstract_state(), program.abstract_batch())
         scattered = [c for c in program.collectives_of(step) if c.kind == "reduce_scatter"]
         sent[name] = sum(c.count * c.full_bytes for c in scattered)
+        products[name] = sum(eqn.primitive.name == "dot_general" for eqn in all_equations(step.jaxpr))
     assert 0 < sent["adapters"] < 0.05 * sent["whole"]
+    # Without the gradients of seven matrices (the head's is there, and nobody reads it); with x a b two more forward, and
+    # two for each of these in backward.
+    assert products["whole"] - products["adapters"] == 7 - 6
 
 
 def test_adapters_begin_at_their_base():
