@@ -5,6 +5,7 @@ python -m experiments.train --mesh dp=2,tp=2
 With --out the run is kept in a folder, and the same command continues it after whatever ended it.
 """
 
+import json
 import math
 import os
 import sys
@@ -35,6 +36,7 @@ from jaxdist.files import write_whole
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
+from jaxdist.plan.verdict import verdict_of
 from jaxdist.runtime import processes
 from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log, is_asked_for
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
@@ -51,7 +53,7 @@ from jaxdist.runtime.metrics import (
 from jaxdist.runtime.run_folder import held, require_shared
 from jaxdist.runtime.signals import Signals
 from jaxdist.runtime.stragglers import StragglerWatch
-from jaxdist.runtime.telemetry import Stopwatch, device_memory
+from jaxdist.runtime.telemetry import Stopwatch, Window, device_memory
 from jaxdist.runtime.watchdog import Agreement, Watchdog
 from jaxdist.train.program import Program, State, build_program, compiled_bytes
 
@@ -604,6 +606,7 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
             loop.compare_and_save(step)
     if start.step == num_steps:  # killed between the last checkpoint and the summary
         loop.held_out_loss = evaluate(run.program, loop.state, run.held_out)
+    say_verdict(run, loop)
     if run.checkpoints is not None:
         run.watchdog.alive("writing the last checkpoint")
         try:
@@ -611,6 +614,15 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
         except SaveFailed as error:
             raise Stopped(num_steps, str(error), EXIT_SAVE, newest(run)) from error
     return loop.progress, loop.held_out_loss
+
+
+def say_verdict(run: Run, loop: "Loop") -> None:
+    """What the steps waited for, of all processes."""
+    if not loop.laps:
+        return
+    found = [json.loads(text) for text in processes.from_all("mean times", json.dumps(loop.laps.mean()))]
+    verdict = verdict_of(run.config, found, run.devices, run.program.model.ctx.attention)
+    run.console.print(f"[bold]verdict:[/] {escape(verdict.text)}", soft_wrap=True)
 
 
 class Loop:
@@ -623,7 +635,7 @@ class Loop:
         self._check_replicas = make_replica_check(run.program)
         self._spikes = SpikeWatch(recent=start.progress.recent)
         self._skips_in_a_row, self._digests = 0, {}
-        self._watch = Stopwatch()
+        self._watch, self.laps = Stopwatch(), Window()
         last_batch = start.progress.batch + run.config.steps - start.step
         self.inputs = Prefetched(self._make_batch, start.progress.batch, last_batch, run.flags.prefetch)
 
@@ -673,6 +685,7 @@ class Loop:
         )
         record["seconds"] = self._watch.lap()
         self._stragglers.add(record["seconds"])
+        self.laps.add(record["seconds"])
         if spread := self._stragglers.report(step):
             record["processes"] = {name: each._asdict() for name, each in spread.items()}
         self._write(record)

@@ -254,8 +254,8 @@ def test_backward_of_frozen_weights_computes_no_gradient_of_them():
         sent[name] = sum(c.count * c.full_bytes for c in scattered)
         products[name] = sum(eqn.primitive.name == "dot_general" for eqn in all_equations(step.jaxpr))
     assert 0 < sent["adapters"] < 0.05 * sent["whole"]
-    # Without the gradients of seven matrices (the head's is there, and nobody reads it); with x a b two more forward, and
-    # two for each of these in backward.
+    # Without the gradients of seven matrices (the head's is there, and nobody reads it); with x a b two more forward,
+    # and two for each of these in backward.
     assert products["whole"] - products["adapters"] == 7 - 6
 
 

@@ -275,6 +275,8 @@ def _num_bytes(avals) -> int:
 # it divides grows with the rows, and another does not.
 ROWS = 499
 
+MOST_SPLIT = 64  # the largest tp that is tried to see what it splits
+
 Envelope = tuple[tuple[float, float], ...]  # (bytes, bytes a row) of each moment that is the fullest for some rows
 
 
@@ -433,24 +435,30 @@ class TracedWork:
         return whole * itemsize, split * itemsize, scores
 
 
+def allows(model: Model, tp: int) -> bool:
+    """Whether a model's own rules let it be split over tp."""
+    try:
+        model.check(ParallelConfig(MeshShape(tp=tp)))
+    except ConfigError:
+        return False
+    return True
+
+
 @cache
 def work_of(model: Model) -> TracedWork:
-    """The products of one layer and of the loss, from a trace on one rank and, where the model allows it, on two."""
+    """The products of one layer and of the loss, from a trace on one rank and on the fewest that the model allows."""
     one = OneRank(model, 1, ROWS, PrecisionConfig(), attention="xla")
     layer, loss, width = one.trace(_products)
     backward = one.trace(_backward_flops)
-    try:
-        model.check(ParallelConfig(MeshShape(tp=2)))
-        halved_layer, halved_loss, _ = replace(one, tp=2).trace(_products)
-    except ConfigError:
-        halved_layer, halved_loss = layer, loss
+    few = next((replace(one, tp=tp) for tp in range(2, MOST_SPLIT) if allows(model, tp)), None)
+    parted_layer, parted_loss, _ = few.trace(_products) if few else (layer, loss, width)
     leaves = make_layout(model, ParallelConfig()).leaves
     outer, layers = (jax.tree.leaves(tree) for tree in split_outer(leaves))
     layer_parameters = sum(math.prod(leaf.shape[1:]) for leaf in layers)
-    products, of_loss = _compared(layer, halved_layer, model.seq_len), _compared(loss, halved_loss, model.seq_len)
+    products, of_loss = _compared(layer, parted_layer, model.seq_len), _compared(loss, parted_loss, model.seq_len)
     weights, core = (sum(p.flops for p in products if p.batched == batched) for batched in (False, True))
     table = max((leaf for leaf in outer if "loss" in leaf.used_in), key=lambda leaf: math.prod(leaf.shape))
-    sent = traffic_of(replace(one, tp=2)).layer.forward if halved_layer is not layer else ()
+    sent = traffic_of(few).layer.forward if few else ()
     return TracedWork(
         num_layers=model.num_blocks,
         seq_len=model.seq_len,

@@ -23,7 +23,7 @@ from jaxdist.models.base import Model
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
 from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan.hardware import Cluster
-from jaxdist.plan.parts import work_of
+from jaxdist.plan.parts import allows, work_of
 from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes
 from jaxdist.plan.schedule_facts import schedule_facts, table_facts
 from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
@@ -173,15 +173,6 @@ def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str
 
 
 @cache
-def allows(model: Model, tp: int) -> bool:
-    """Whether a model's own rules let it be split over tp."""
-    try:
-        model.check(ParallelConfig(MeshShape(tp=tp)))
-    except ConfigError:
-        return False
-    return True
-
-
 def layouts_of_mesh(
     model: Model, mesh: dict[str, int], batch_size: int, optimizer: str = "adamw", block: int = BLOCK
 ) -> Iterator[Candidates]:

@@ -70,6 +70,9 @@ class Window:
     def add(self, lap: Mapping[str, float]) -> None:
         self._laps.append(lap)
 
+    def __bool__(self) -> bool:
+        return bool(self._laps)
+
     def mean(self) -> dict[str, float]:
         """Of each part, over at least one step; begins anew."""
         laps, self._laps = self._laps, []

@@ -1,0 +1,180 @@
+"""What a run waits for, in one sentence, and what would shorten its steps.
+
+The parts of a mean step come from three places: what the processes measured on their hosts (`runtime.telemetry`), the
+time model for the layout on its hardware, and a profile of the devices (`runtime.profile`) where one was taken. Only
+the last two look inside the step, so on simulated devices nothing is said about it as if it were measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxdist.config import RunConfig
+from jaxdist.mesh import AXES
+from jaxdist.placement import make_layout
+from jaxdist.plan.hardware import Accelerator, Cluster, load_hardware, strides
+from jaxdist.plan.search import UNCALIBRATED, Candidates, score
+from jaxdist.plan.time_model import Efficiency
+from jaxdist.plan.traffic import predicted, table
+from jaxdist.runtime.devices import Devices
+from jaxdist.runtime.telemetry import PARTS
+
+SIGNIFICANT = 0.15  # of a step: what takes less is not what binds it
+COMMUNICATION = "communication on "
+STEP = "step"  # of which nobody said what it is made of
+
+REMEDIES = {
+    "compute": "more devices, less recomputation, or lower-precision matmuls",
+    "small matmuls": "a smaller tp, larger micro-batches, or a wider model",
+    "memory bandwidth": "flash attention, sp, or larger micro-batches",
+    "launches": "larger micro-batches, or fewer of them",
+    "bubble": "more micro-batches, chunks, a zero-bubble schedule, or fewer stages",
+    "input": "--prefetch, prepared tokens (`prepare`), or faster storage",
+    "host": "nothing else on the host beside the run; larger steps",
+    "evaluation": "--eval-every or --eval-batches, so that it comes less often or is shorter",
+    "checkpoint": "--checkpoint-every, so that fewer are written, or faster storage",
+    "checks": "--check-replicas-every, so that copies are compared less often",
+    "straggler": "another machine in its place, or less beside the run on it",
+    f"{COMMUNICATION}tp": "a smaller tp inside one node, sp, or --tp-ring",
+    f"{COMMUNICATION}cp": "a smaller cp, or fewer key heads",
+    f"{COMMUNICATION}dp": "more tokens a step (--accumulate), --overlap, 16-bit gradients, or dp inside the node",
+    f"{COMMUNICATION}replica": "more tokens a step (--accumulate), or a larger dp in its place",
+    f"{COMMUNICATION}pp": "fewer chunks, or --overlap",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What binds a run: a key of REMEDIES, or `STEP` where nothing outside the step does and nobody looked inside.
+
+    share: of the mean step. seconds: of that step. text: for a person.
+    """
+
+    kind: str
+    share: float
+    seconds: float
+    text: str
+
+
+def judge(parts: Mapping[str, float], details: Mapping[str, str] | None = None, unknown: str = "") -> Verdict:
+    """The part that a step waits for longest, if it is worth a word; else compute.
+
+    parts: seconds of a mean step, by the keys of REMEDIES; `STEP` for what nobody divided, and `unknown` says why.
+    details: more about a part, in words. Memory bandwidth is useful work, so it must exceed compute to be named.
+    """
+    total = sum(parts.values())
+    if total <= 0:
+        return Verdict(STEP, 0.0, 0.0, "nothing was measured")
+    lost = {name: seconds for name, seconds in parts.items() if name not in ("compute", STEP)}
+    if lost.get("memory bandwidth", 0) <= parts.get("compute", 0):
+        lost.pop("memory bandwidth", None)
+    kind = max(lost, key=lost.__getitem__, default="compute")
+    if lost.get(kind, 0) < SIGNIFICANT * total:
+        kind = STEP if parts.get(STEP, 0) > parts.get("compute", 0) else "compute"
+    share = parts.get(kind, 0.0) / total
+    more = f" ({details[kind]})" if details and kind in details else ""
+    if kind == STEP:
+        text = f"{share:.0%} of the time is the step itself{f'; {unknown}' if unknown else ''}"
+    elif kind == "straggler":
+        text = f"waiting for a straggler{more}: {share:.0%} of the time; {REMEDIES[kind]} would shorten it"
+    else:
+        text = f"{_bound(kind)}{more}: {share:.0%} of the time; {REMEDIES[kind]} would shorten it"
+    return Verdict(kind, share, total, text)
+
+
+def _bound(kind: str) -> str:
+    if kind.startswith(COMMUNICATION):
+        return f"communication-bound on {kind.removeprefix(COMMUNICATION)}"
+    return {"small matmuls": "bound by small matmuls", "memory bandwidth": "memory-bound"}.get(kind, f"{kind}-bound")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def measured_parts(laps: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], dict[str, str]]:
+    """(parts, details) from every process's mean lap of a step, in their order: `STEP` is not divided.
+
+    The parts are those of a typical process: of the low median of what processes do by themselves. What the slowest
+    does longer than that, all others wait for inside their step.
+    """
+    own = [sum(lap[name] for name in PARTS if name != STEP) for lap in laps]
+    order = sorted(range(len(laps)), key=own.__getitem__)
+    typical, slowest = laps[order[(len(laps) - 1) // 2]], order[-1]
+    waiting = min(own[slowest] - own[order[(len(laps) - 1) // 2]], typical[STEP])
+    parts = {name: typical[name] for name in PARTS} | {STEP: typical[STEP] - waiting, "straggler": waiting}
+    late = max((name for name in PARTS if name != STEP), key=lambda name: laps[slowest][name] - typical[name])
+    return parts, {"straggler": f"process {slowest}, by its {late}"}
+
+
+def predicted_parts(
+    config: RunConfig, cluster: Cluster, efficiency: Efficiency = UNCALIBRATED, attention: str = "xla"
+) -> tuple[dict[str, float], dict[str, str]]:
+    """(parts, details) of a step by the time model. Raises: ConfigError where it knows no peak for the dtype."""
+    layouts = Candidates.of(config)
+    time = score(config, layouts, cluster, attention, efficiency).time
+    # What matmuls of any size would take at the efficiency of large ones.
+    large = score(config, layouts, cluster, attention, replace(efficiency, half_size=1e-9)).time
+    found = {
+        name: float(getattr(time, name)[0]) for name in ("memory", "overhead", "bubble", "input", "tp", "cp", "pp")
+    }
+    compute, small = float(large.compute[0]), float(time.compute[0] - large.compute[0])
+    parts = {"compute": compute, "small matmuls": small, "memory bandwidth": found["memory"]}
+    parts |= {"launches": found["overhead"], "bubble": found["bubble"], "input": found["input"]}
+    parts |= {f"{COMMUNICATION}{axis}": found[axis] for axis in ("tp", "cp", "pp")}
+    data = "dp" if config.parallel.mesh.dp > 1 else "replica"
+    parts[f"{COMMUNICATION}{data}"] = float(time.dp[0])
+    return parts, _links(config, cluster)
+
+
+def _links(config: RunConfig, cluster: Cluster) -> dict[str, str]:
+    """Of each axis, the collective that sends most over it, and its link."""
+    mesh = config.parallel.mesh
+    layout = make_layout(config.model, config.parallel, config.part_layers)
+    rows = table(predicted(config, layout), mesh)
+    apart = strides(dict(zip(AXES, mesh.sizes, strict=True)))
+    found = {}
+    for axis in ("replica", "dp", "cp", "tp", "pp"):
+        ours = [row for row in rows if axis in row.axes.split(", ")]
+        if not ours:
+            continue
+        most = max(ours, key=lambda row: row.sent_bytes)
+        link = str(cluster.link_of(getattr(mesh, axis), apart[axis]))
+        used = cluster.inside if link == "inside" else cluster.between
+        where = {"inside": "inside the node", "between": "between nodes"}.get(link, "inside the node and between nodes")
+        text = f"most in {most.kind.replace('_', '-')}, {where} at {used.bytes_per_s / 1e9:,.0f} GB/s"
+        found[f"{COMMUNICATION}{axis}"] = text
+    return found
+
+
+def divided(parts: Mapping[str, float], inside: Mapping[str, float]) -> dict[str, float]:
+    """`parts` with the measured length of the step divided as `inside` is; what the host measured stays."""
+    step, whole = parts.get(STEP, 0.0), sum(inside.values())
+    if not whole:
+        return dict(parts)
+    found = {name: seconds for name, seconds in parts.items() if name != STEP}
+    for name, seconds in inside.items():
+        found[name] = found.get(name, 0.0) + step * seconds / whole
+    return found
+
+
+def verdict_of(config: RunConfig, laps: Sequence[Mapping[str, float]], devices: Devices, attention: str) -> Verdict:
+    """Of a run whose processes measured these mean laps; the time model divides the step on hardware that it knows."""
+    parts, details = measured_parts(laps)
+    if devices.simulated:
+        return judge(parts, details, "on simulated devices its parts mean nothing: `plan --hardware` predicts them")
+    hardware = known_hardware(devices.devices[0].device_kind)
+    if hardware is None:
+        return judge(parts, details, f"the hardware table has no {devices.devices[0].device_kind} to divide it by")
+    count = len(devices.devices)
+    per_node = min(count, hardware.devices_per_node)
+    inside, links = predicted_parts(config, Cluster(hardware, -(-count // per_node), per_node), attention=attention)
+    found = judge(divided(parts, inside), details | links)
+    return replace(found, text=f"{found.text} (inside the step as predicted for {hardware.title})")
+
+
+def known_hardware(device_kind: str) -> Accelerator | None:
+    """The accelerator of the hardware table that JAX calls so, None where the table has none of that name."""
+    told = device_kind.lower()
+    found = (each for name, each in load_hardware().items() if all(word in told for word in name.split("-")))
+    return next(found, None)

@@ -1,0 +1,186 @@
+"""Which part of a step binds a run, from what processes measured, from the time model, and from both."""
+
+import dataclasses
+
+import pytest
+
+from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.mesh import parse_mesh
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
+from jaxdist.plan.hardware import Cluster, Link, find_hardware
+from jaxdist.plan.verdict import REMEDIES, STEP, divided, judge, known_hardware, measured_parts, predicted_parts
+from jaxdist.runtime.telemetry import PARTS, Stopwatch, Window, spreads
+
+BF16 = PrecisionConfig("bfloat16")
+H100 = Cluster(find_hardware("h100"))
+QUIET = {"input": 0.001, "step": 1.0, "evaluation": 0.0, "checkpoint": 0.0, "checks": 0.0, "host": 0.002}
+
+
+def laps(*others: dict) -> list[dict]:
+    found = [QUIET | other for other in others]
+    return [{**lap, "total": sum(lap.values())} for lap in found]
+
+
+# ---- injected causes, as hosts measure them ----
+
+
+@pytest.mark.parametrize(
+    ("lap", "kind"),
+    [
+        ({"input": 0.4}, "input"),
+        ({"checkpoint": 0.5}, "checkpoint"),
+        ({"evaluation": 0.3}, "evaluation"),
+        ({"checks": 0.3}, "checks"),
+        ({"host": 0.4}, "host"),
+        ({"input": 0.1}, STEP),
+        ({}, STEP),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 4])
+def test_what_the_hosts_wait_for_is_named(lap, kind, processes):
+    parts, details = measured_parts(laps(*[lap] * processes))
+    verdict = judge(parts, details, "its parts are not measured on simulated devices")
+    assert verdict.kind == kind and verdict.seconds == pytest.approx(sum(parts.values()))
+    assert ("simulated" in verdict.text) == (kind == STEP)
+    assert kind == STEP or REMEDIES[kind] in verdict.text
+
+
+@pytest.mark.parametrize("late", ["host", "input"])
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_straggler_is_named_and_what_makes_it_late(late, others):
+    parts, details = measured_parts(laps(*[{}] * others, {late: 0.5, "step": 0.5}))
+    verdict = judge(parts, details)
+    assert verdict.kind == "straggler" and f"process {others}, by its {late}" in verdict.text
+    assert 0.45 < verdict.share < 0.55 and verdict.seconds == pytest.approx(1.003)
+
+
+# ---- injected causes, simulated by the time model ----
+
+CAUSES = {
+    # Gradients of a billion parameters in one bucket over a slow link, nothing beside them.
+    "communication on dp": (
+        RunConfig(
+            PRESETS["gpt2-1.5b"], ParallelConfig(parse_mesh("dp=16"), grad_sync="flat"), precision=BF16, batch_size=16
+        ),
+        Cluster(find_hardware("h100"), num_nodes=16, devices_per_node=1),
+    ),
+    "communication on tp": (
+        RunConfig(PRESETS["gpt2-1.5b"], ParallelConfig(parse_mesh("tp=5")), precision=BF16, batch_size=8),
+        Cluster(find_hardware("h100"), num_nodes=5, devices_per_node=1),
+    ),
+    "bubble": (
+        RunConfig(
+            PRESETS["7b"],
+            ParallelConfig(parse_mesh("pp=8"), schedule="gpipe", microbatches=8),
+            precision=BF16,
+            batch_size=8,
+        ),
+        H100,
+    ),
+    "small matmuls": (
+        RunConfig(
+            GPT2(48, 1024, 64, 1024, 256, 512), ParallelConfig(parse_mesh("tp=16")), precision=BF16, batch_size=64
+        ),
+        Cluster(
+            dataclasses.replace(
+                find_hardware("b200"),
+                memory_bytes_per_s=1e14,
+                inside=Link("", 1e14, 0, "", 1e14, "", find_hardware("b200").date),
+            ),
+            devices_per_node=16,
+        ),
+    ),
+    "compute": (
+        RunConfig(
+            PRESETS["7b"],
+            ParallelConfig(parse_mesh("dp=8"), zero=1, accumulate=16, remat="block"),
+            precision=BF16,
+            batch_size=512,
+        ),
+        H100,
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_what_the_time_model_waits_for_is_named(cause):
+    parts, details = predicted_parts(*CAUSES[cause], attention="cudnn")
+    verdict = judge(parts, details)
+    assert verdict.kind == cause, {name: f"{seconds / verdict.seconds:.0%}" for name, seconds in parts.items()}
+    if cause == "communication on dp":
+        assert "most in all-reduce, between nodes at 50 GB/s" in verdict.text and "--accumulate" in verdict.text
+
+
+def test_the_step_that_was_measured_is_divided_as_it_was_predicted():
+    parts, _ = measured_parts(laps({"input": 0.3}))
+    inside = {"compute": 3.0, "communication on dp": 1.0}
+    found = divided(parts, inside)
+    assert STEP not in found and found["compute"] == 0.75 and found["communication on dp"] == 0.25
+    assert sum(found.values()) == pytest.approx(sum(parts.values()))
+    assert judge(found).kind == "input"
+    assert divided(parts, {}) == parts
+
+
+def test_memory_bandwidth_binds_only_where_it_takes_more_than_compute():
+    assert judge({"compute": 0.6, "memory bandwidth": 0.4}).kind == "compute"
+    assert judge({"compute": 0.4, "memory bandwidth": 0.6}).kind == "memory bandwidth"
+    assert judge({"compute": 0.6, "memory bandwidth": 0.2, "bubble": 0.2}).kind == "bubble"
+    assert judge({}).text == "nothing was measured"
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("TPU v5p", "v5p"),
+        ("cpu", None),
+        ("", None),
+    ],
+)
+def test_hardware_by_the_name_that_jax_gives_it(told, name):
+    found = known_hardware(told)
+    assert (found and found.name) == name
+
+
+# ---- measuring ----
+
+
+def test_a_lap_has_every_second_once():
+    now = [0.0]
+    watch = Stopwatch(lambda: now[0])
+    for name, seconds in (("input", 1.0), ("step", 5.0), ("evaluation", 2.0), ("step", 1.0)):
+        now[0] += 0.25
+        with watch.part(name):
+            now[0] += seconds
+    lap = watch.lap()
+    assert lap == {
+        **dict.fromkeys(PARTS, 0.0),
+        "input": 1.0,
+        "step": 6.0,
+        "evaluation": 2.0,
+        "host": 1.0,
+        "total": 10.0,
+    }
+    assert watch.lap()["total"] == 0
+    with pytest.raises(KeyError, match="nothing"), watch.part("nothing"):
+        pass
+
+
+def test_windows_of_processes_beside_each_other():
+    window = Window()
+    for seconds in (1.0, 3.0):
+        window.add({"step": seconds, "host": 0.0})
+    assert window.exchange(2)["step"] == (2.0, 2.0, 2.0, 0)
+    found = spreads([{"step": 1.0}, {"step": 4.0}, {"step": 2.0}])
+    assert found["step"]._asdict() == {"least": 1.0, "median": 2.0, "most": 4.0, "process": 1}
+
+
+def test_a_slower_link_names_itself():
+    config, cluster = CAUSES["communication on dp"]
+    slow = Link("string", 1e9, 1e-3, "", 1e9, "", cluster.between.date)
+    parts, details = predicted_parts(config, dataclasses.replace(cluster, between=slow))
+    assert "at 1 GB/s" in judge(parts, details).text
