@@ -37,7 +37,7 @@ from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.verdict import verdict_of
-from jaxdist.runtime import processes
+from jaxdist.runtime import processes, profile
 from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log, is_asked_for
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
 from jaxdist.runtime.fault_injection import Fault, parse_fault
@@ -92,7 +92,16 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
         "budget": "budget",
     }
     NOT_KEPT: ClassVar[frozenset[str]] = frozenset(
-        {"config", "out", "fresh", "overwrite", "fall_back", "drill", *(field.name for field in fields(ProcessFlags))}
+        {
+            "config",
+            "out",
+            "profile",
+            "fresh",
+            "overwrite",
+            "fall_back",
+            "drill",
+            *(field.name for field in fields(ProcessFlags)),
+        }
     )
 
     data: str | None = None
@@ -134,6 +143,8 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     """Put the SHA-256 of every global batch into metrics.jsonl, to prove that two runs saw the same."""
     drill: str | None = None
     """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens (inf, flip, batch, stuck, slow, die, term, late, full)."""
+    profile: str | None = None
+    """START:END: trace these steps into OUT/profile, for Perfetto and XProf, and say what communication was exposed."""
     compiler_options: tuple[str, ...] = ()
     """Options of XLA for the step, as in xla_gpu_enable_latency_hiding_scheduler=true. `bench flags` tells
     which this jaxlib takes and what each gains. They may change the last bits of results."""
@@ -172,10 +183,13 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} {getattr(self, name)}", "it is a time in seconds, above 0", f"Use {flag} 60")
         if self.out is None:
-            for name in ("keep_last", "keep_every", "fresh", "fall_back", "record_digests"):
+            for name in ("keep_last", "keep_every", "fresh", "fall_back", "record_digests", "profile"):
                 if getattr(self, name) != getattr(TrainFlags, name):
                     flag = flag_word(name, getattr(self, name))
                     raise ConfigError(f"{flag} without --out", "it is about a run's folder", "Add --out runs/a")
+        if self.profile is not None and profile.Window.parse(self.profile).first > (self.steps or math.inf):
+            reason = f"the run ends after step {self.steps}"
+            raise ConfigError(f"--profile {self.profile}", reason, "Name steps that it takes")
         if self.out is not None and not self.out:
             raise ConfigError("--out ''", "it names no folder", "Name one")
         if self.weights is not None and self.restore is not None:
@@ -258,6 +272,11 @@ class Run(Job):
     watchdog: Watchdog
     budget: JobBudget | None
     step: Callable = field(init=False)  # compiled only once all of the above is taken and said
+
+    @property
+    def window(self) -> profile.Window | None:
+        """The steps to profile."""
+        return None if self.flags.profile is None else profile.Window.parse(self.flags.profile)
 
     def find_checkpoint(self) -> Manifest | None:
         """The run's own newest."""
@@ -595,7 +614,10 @@ def go_back(run: Run, start: resume.Start, back: RollBack) -> resume.Start:
 def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
     """Every step after `start`. Raises: Stopped, RollBack."""
     num_steps, loop = run.config.steps, Loop(run, start)
-    with loop.inputs, _progress(run.console, disable=not run.console.is_terminal) as bar:
+    with ExitStack() as stack:
+        stack.enter_context(loop.inputs)
+        stack.callback(loop.end_profile)
+        bar = stack.enter_context(_progress(run.console, disable=not run.console.is_terminal))
         task = bar.add_task("train", total=num_steps, completed=start.step, line="")
         for step in range(start.step + 1, num_steps + 1):
             loop.stop_if_asked(step)
@@ -636,6 +658,7 @@ class Loop:
         self._spikes = SpikeWatch(recent=start.progress.recent)
         self._skips_in_a_row, self._digests = 0, {}
         self._watch, self.laps = Stopwatch(), Window()
+        self._window, self._tracing = run.window, False
         last_batch = start.progress.batch + run.config.steps - start.step
         self.inputs = Prefetched(self._make_batch, start.progress.batch, last_batch, run.flags.prefetch)
 
@@ -661,6 +684,8 @@ class Loop:
         if injected is not None:
             self.state = self.state._replace(params=injected.flip(step, run.program.mesh, self.state.params))
         begun = time.perf_counter()
+        with self._watch.aside():
+            self._profile_from(step)
         self._stragglers.starts()
         if injected is not None:
             injected.before(step)
@@ -671,6 +696,8 @@ class Loop:
             self.state, metrics = run.step(self.state, batch)
             self._not_finite = metrics.pop("not_finite")
             metrics = jax.device_get(metrics)  # waits for the step
+        with self._watch.aside():
+            self._profile_to(step)
         record = step_record(step, metrics, time.perf_counter() - begun, self.inputs.waited)
         record["batch"] = self.progress.batch
         if flags.record_digests:
@@ -695,6 +722,31 @@ class Loop:
         tokens = self.progress.tokens + record["tokens"]
         self.progress = replace(self.progress, tokens=tokens, batch=self.progress.batch + 1)
         return record
+
+    def _profile_from(self, step: int) -> None:
+        if self._window is not None and step == self._window.first:
+            jax.profiler.start_trace(profile.folder_of(self.run.out), create_perfetto_trace=True)
+            self._tracing = True
+
+    def _profile_to(self, step: int) -> None:
+        """End the trace after its last step, and say what it shows."""
+        run, window = self.run, self._window
+        if not self._tracing or step < min(window.last, run.config.steps):
+            return
+        self.end_profile()
+        folder = profile.folder_of(run.out)
+        found = profile.summarise(folder, run.step.as_text(), run.config.parallel.mesh, run.devices.devices)
+        text = profile.described(found, step - window.first + 1)
+        note = " (simulated devices share cores: no speed)" if run.devices.simulated else ""
+        run.console.print(
+            f"[bold]profile[/] of steps {window.first} to {step} in {folder}: {text}{note}", soft_wrap=True
+        )
+
+    def end_profile(self) -> None:
+        """Of a run that ends within its window as well."""
+        if self._tracing:
+            self._tracing = False
+            jax.profiler.stop_trace()
 
     def _write(self, record: dict) -> None:
         """What this process alone knows of a step."""

@@ -11,6 +11,7 @@ from jaxdist.parallel.grouping import all_gather_groups, all_reduce_groups, redu
 from jaxdist.parallel.spread import scatter_from_consumers
 
 
+@jax.named_scope("reduce_gradients")
 def reduce_gradients(grads: dict, layout: Layout, dtype: str) -> dict:
     """Local gradient sums -> gradients in the layout the optimiser holds, summed in `dtype`.
 
@@ -33,6 +34,7 @@ def reduce_gradients(grads: dict, layout: Layout, dtype: str) -> dict:
     return treedef.unflatten([x.astype(g.dtype) for x, g in zip(arrays, given, strict=True)])
 
 
+@jax.named_scope("gather_parameters")
 def gather_parameters(shards: dict, layout: Layout) -> dict:
     """Updated shards -> whole parameters for the next step (ZeRO-1 and 2).
 

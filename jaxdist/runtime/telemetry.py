@@ -34,6 +34,15 @@ class Stopwatch:
         finally:
             self._parts[name] += self._clock() - begun
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Time spent inside counts nowhere: it is of the measuring."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            self._begun += self._clock() - begun
+
     def lap(self) -> dict[str, float]:
         """Seconds of each part since the last lap, and "total"; `host` is what no part was about."""
         now = self._clock()

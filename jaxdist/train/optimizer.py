@@ -43,6 +43,7 @@ def adafactor_decay(step: jax.Array, power: float) -> jax.Array:
     return 1 - (step + 1.0) ** -power
 
 
+@jax.named_scope("update")
 def update(
     config: OptimizerConfig, layout: Layout, finite: jax.Array, grads: dict, moments, params: dict, lr: jax.Array
 ) -> tuple[dict, Any]:
@@ -88,6 +89,7 @@ def learning_rate(config: RunConfig, step: jax.Array) -> jax.Array:
     return schedule.lr * jnp.where(step < warmup, ramp, decayed)
 
 
+@jax.named_scope("gradient_norms")
 def gradient_norms(grads: dict, layout: Layout) -> tuple[jax.Array, jax.Array]:
     """L2 norm of the whole gradient and of each of `layout.groups`, every replicated element counted once.
 

@@ -154,7 +154,8 @@ class ShardedModel:
 
     def embed(self, outer: ShardedParams, batch: Batch, key) -> jax.Array:
         ctx = self.context(key, batch).at(0)
-        return self.config.model.embed(ctx, self.unshard_outer(outer, "embed"), batch)
+        with jax.named_scope("embed"):
+            return self.config.model.embed(ctx, self.unshard_outer(outer, "embed"), batch)
 
     def block(self, params: ShardedParams, x: jax.Array, index: jax.Array, batch: Batch, key) -> jax.Array:
         """The layers of one block: one of each kind."""
@@ -165,7 +166,8 @@ class ShardedModel:
         model = self.config.model
         for i, (kind, params) in enumerate(zip(model.kinds, split_kinds(model, weights), strict=True)):
             layer = index if len(model.kinds) == 1 else index * len(model.kinds) + i
-            x = model.layer(self.context(key, batch).at(1).at(layer), kind, params, x, layer)
+            with jax.named_scope(kind):
+                x = model.layer(self.context(key, batch).at(1).at(layer), kind, params, x, layer)
         return x
 
     def loss(self, outer: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:
@@ -177,7 +179,8 @@ class ShardedModel:
 
         def loss(outer, x):
             ctx = self.context(key, batch).at(2)
-            return self.config.model.loss(ctx, self.unshard_outer(outer, "loss"), x, batch)
+            with jax.named_scope("loss"):
+                return self.config.model.loss(ctx, self.unshard_outer(outer, "loss"), x, batch)
 
         return (loss if self.ctx.loss_chunks > 1 else self.ctx.checkpointed(loss))(outer, x)
 
