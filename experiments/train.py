@@ -19,8 +19,8 @@ from typing import ClassVar, Literal
 import jax
 from jax.sharding import PartitionSpec
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from jaxdist.checkpoint import resume
@@ -53,7 +53,7 @@ from jaxdist.runtime.metrics import (
 from jaxdist.runtime.run_folder import held, require_shared
 from jaxdist.runtime.signals import Signals
 from jaxdist.runtime.stragglers import StragglerWatch
-from jaxdist.runtime.telemetry import Stopwatch, Window, device_memory
+from jaxdist.runtime.telemetry import DeviceMemory, Stopwatch, Window, device_memory
 from jaxdist.runtime.watchdog import Agreement, Watchdog
 from jaxdist.train.program import Program, State, build_program, compiled_bytes
 
@@ -72,6 +72,7 @@ from .cli import (
     set_precision,
 )
 from .config_file import FileFlags
+from .panel import RunPanel
 from .progress import Progress as SlowWork
 from .tables import Rows
 
@@ -272,6 +273,7 @@ class Run(Job):
     watchdog: Watchdog
     budget: JobBudget | None
     step: Callable = field(init=False)  # compiled only once all of the above is taken and said
+    planned: int | None = field(init=False)  # bytes of a device at the peak, where the compiler says
 
     @property
     def window(self) -> profile.Window | None:
@@ -449,6 +451,7 @@ def compile_and_start(run: Run, own: Manifest | None) -> resume.Start:
     with SlowWork("making the state" if own is None else "restoring the state", quiet=console.quiet):
         start = run.start_from(own)
     planned = compiled_bytes(run.step)
+    run.planned = None if planned is None else planned.peak
     note = "" if planned is None else f"; the compiler plans {_mib(planned.peak)} a device at the peak"
     console.print(
         f"compiled in {compiled - begun:.1f} s, {'initialised' if not start.step else 'restored'} in "
@@ -617,12 +620,13 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
     with ExitStack() as stack:
         stack.enter_context(loop.inputs)
         stack.callback(loop.end_profile)
-        bar = stack.enter_context(_progress(run.console, disable=not run.console.is_terminal))
-        task = bar.add_task("train", total=num_steps, completed=start.step, line="")
+        panel = RunPanel(f"{run.config.parallel.mesh or 'one device'}", num_steps, run.planned, run.devices.simulated)
+        if run.console.is_terminal and not run.console.quiet:
+            stack.enter_context(Live(panel, console=run.console, refresh_per_second=2))
         for step in range(start.step + 1, num_steps + 1):
             loop.stop_if_asked(step)
             record = loop.take_step(step)
-            bar.update(task, advance=1, line=describe(record))
+            panel.update(record, loop.memory)
             loop.say(record)
             loop.require_sound(record)
             loop.compare_and_save(step)
@@ -659,6 +663,7 @@ class Loop:
         self._skips_in_a_row, self._digests = 0, {}
         self._watch, self.laps = Stopwatch(), Window()
         self._window, self._tracing = run.window, False
+        self.memory: list[DeviceMemory] = []
         last_batch = start.progress.batch + run.config.steps - start.step
         self.inputs = Prefetched(self._make_batch, start.progress.batch, last_batch, run.flags.prefetch)
 
@@ -750,7 +755,8 @@ class Loop:
 
     def _write(self, record: dict) -> None:
         """What this process alone knows of a step."""
-        memory = [each._asdict() for each in device_memory(self.run.devices.devices)]
+        self.memory = device_memory(self.run.devices.devices)
+        memory = [each._asdict() for each in self.memory]
         own = {"step": record["step"], "time": time.time(), "seconds": record["seconds"]}
         if self.run.lines and not self.run.lines.write({**own, "memory": memory} if memory else own):
             self.run.warn(f"the metrics of this process are not written: {self.run.lines.failure}")
@@ -874,11 +880,6 @@ def describe(record: dict) -> str:
         f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "
         f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}"
     )
-
-
-def _progress(console: Console, disable: bool) -> Progress:
-    columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[line]}"), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=disable)
 
 
 def print_resolved(console: Console, program: Program, devices: Devices, corpus: Corpus, entropy: float) -> None:

@@ -435,6 +435,7 @@ class TracedWork:
         return whole * itemsize, split * itemsize, scores
 
 
+@cache
 def allows(model: Model, tp: int) -> bool:
     """Whether a model's own rules let it be split over tp."""
     try:

@@ -172,7 +172,6 @@ def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str
     return found
 
 
-@cache
 def layouts_of_mesh(
     model: Model, mesh: dict[str, int], batch_size: int, optimizer: str = "adamw", block: int = BLOCK
 ) -> Iterator[Candidates]:

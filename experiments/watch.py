@@ -1,0 +1,102 @@
+"""A run of any terminal, as it goes: the panel of `train`, read from the run's folder.
+
+python -m experiments.watch runs/a
+python -m experiments.watch runs/a --once --svg panel.svg
+"""
+
+import io
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.live import Live
+
+from jaxdist.errors import ConfigError, require_within
+from jaxdist.files import write_whole
+from jaxdist.runtime.metrics import METRICS, STOPPED, is_complete, read_config, read_metrics
+from jaxdist.runtime.telemetry import PARTS
+
+from .cli import run_program
+from .panel import RunPanel
+
+SVG_WIDTH = 80  # characters
+FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # of the network; any of the reader's will do
+
+
+@dataclass(frozen=True)
+class WatchFlags:
+    """Show a run that goes on elsewhere."""
+
+    run: tyro.conf.Positional[str]
+    """Its folder (--out of train)."""
+    every: float = 2.0
+    """Seconds between two looks."""
+    once: bool = False
+    """Show how it stands, and end."""
+    svg: str | None = None
+    """Draw the panel into this file, as it is at the end."""
+
+
+def main(flags: WatchFlags, console: Console) -> int:
+    require_within("every", flags.every, 0.1, 3600)
+    folder = Path(flags.run)
+    config = read_config(folder)
+    devices = str(config.get("devices", ""))
+    steps = config.get("steps")
+    panel = RunPanel(str(folder), steps if type(steps) is int else 0, None, simulated="SIMULATED" in devices)
+    seen = show(panel, folder, 0)
+    if not seen:
+        reason = "no line of its metrics.jsonl is whole and of this version"
+        raise ConfigError(f"the run in {folder}", reason, "Wait for its first step, or use the version that ran it")
+    if flags.once or not console.is_terminal:
+        console.print(panel)
+    else:
+        with Live(panel, console=console, refresh_per_second=2):
+            while not has_ended(folder):
+                time.sleep(flags.every)
+                seen = show(panel, folder, seen)
+    if flags.svg is not None:
+        picture = Console(record=True, width=SVG_WIDTH, file=io.StringIO())
+        picture.print(panel)
+        text = FONTS.sub("", picture.export_svg(title=f"jaxdist watch {folder.name}"))
+        write_whole(Path(flags.svg), text.encode())
+    return 0
+
+
+def has_ended(folder: Path) -> bool:
+    return is_complete(folder) or (folder / STOPPED).exists()
+
+
+def show(panel: RunPanel, folder: Path, seen: int) -> int:
+    """Give the panel the steps after `seen`; the last of them."""
+    for record in records(folder / METRICS, seen):
+        panel.update(record, [])
+        seen = record["step"]
+    return seen
+
+
+def records(path: Path, seen: int) -> Iterator[dict]:
+    """The good lines of later steps that say what the panel shows: another version may have written others."""
+    for step, line in read_metrics(path)[0]:
+        record = json.loads(line)
+        if step > seen and is_shown(record):
+            numbers = {name: float("nan") if record[name] is None else record[name] for name in NUMBERS}
+            yield {**record, **numbers}
+
+
+def is_shown(record: dict) -> bool:
+    parts = record.get("seconds")
+    return record.keys() >= NEEDED and isinstance(parts, dict) and set(PARTS) <= parts.keys()
+
+
+NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_second")
+NEEDED = {"step", "seconds", "grad_norms", *NUMBERS}
+
+
+if __name__ == "__main__":
+    run_program(WatchFlags, main, "watch")
