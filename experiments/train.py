@@ -28,7 +28,7 @@ from jaxdist.checkpoint.checkpoints import Checkpoints, Manifest, SaveFailed
 from jaxdist.checkpoint.trained import SOURCE, Weights, find_weights
 from jaxdist.checkpoint.weights import copy_companions
 from jaxdist.commands import command_text
-from jaxdist.config import RunConfig
+from jaxdist.config import RunConfig, to_dict
 from jaxdist.data.batches import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.data.prefetch import Prefetched
 from jaxdist.errors import ConfigError, is_utf8, printable, reason_of, require_positive
@@ -37,7 +37,7 @@ from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.verdict import verdict_of
-from jaxdist.runtime import processes, profile
+from jaxdist.runtime import exporters, gpus, processes, profile
 from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log, is_asked_for
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
 from jaxdist.runtime.fault_injection import Fault, parse_fault
@@ -56,6 +56,7 @@ from jaxdist.runtime.stragglers import StragglerWatch
 from jaxdist.runtime.telemetry import DeviceMemory, Stopwatch, Window, device_memory
 from jaxdist.runtime.watchdog import Agreement, Watchdog
 from jaxdist.train.program import Program, State, build_program, compiled_bytes
+from jaxdist.versions import __version__
 
 from . import config_file
 from .cli import (
@@ -90,6 +91,7 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
         "grace": "faults",
         "compiler_options": "compiler",
         "eval_every": "evaluation",
+        "profile": "metrics",
         "budget": "budget",
     }
     NOT_KEPT: ClassVar[frozenset[str]] = frozenset(
@@ -146,6 +148,14 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens (inf, flip, batch, stuck, slow, die, term, late, full)."""
     profile: str | None = None
     """START:END: trace these steps into OUT/profile, for Perfetto and XProf, and say what communication was exposed."""
+    metrics_port: int | None = None
+    """Serve this process's numbers to Prometheus at http://HOST:PORT/metrics; process I listens on PORT + I."""
+    metrics_host: str = exporters.LOOPBACK
+    """The address to listen on; 0.0.0.0 lets whoever reaches this machine read."""
+    tensorboard: bool = False
+    """Write TensorBoard's event files to OUT/tensorboard."""
+    wandb: str | None = None
+    """A project of Weights & Biases: write an offline run to OUT/wandb (`wandb sync` sends it)."""
     compiler_options: tuple[str, ...] = ()
     """Options of XLA for the step, as in xla_gpu_enable_latency_hiding_scheduler=true. `bench flags` tells
     which this jaxlib takes and what each gains. They may change the last bits of results."""
@@ -178,13 +188,31 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
         require_positive("eval_batches", self.eval_batches, 10**6)
+        if self.metrics_port is not None:
+            require_positive("metrics_port", self.metrics_port, 65_535)
+        for asked, package, flag in (
+            (self.metrics_port is not None, "prometheus_client", "--metrics-port"),
+            (self.tensorboard, "tensorboardX", "--tensorboard"),
+            (self.wandb is not None, "wandb", "--wandb"),
+        ):
+            if asked:
+                exporters.require_package(package, flag)
         require_positive("prefetch", self.prefetch, 10**4)
         for name in ("grace", "stuck_after"):
             if not 0 < getattr(self, name) < 1e9:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} {getattr(self, name)}", "it is a time in seconds, above 0", f"Use {flag} 60")
         if self.out is None:
-            for name in ("keep_last", "keep_every", "fresh", "fall_back", "record_digests", "profile"):
+            for name in (
+                "keep_last",
+                "keep_every",
+                "fresh",
+                "fall_back",
+                "record_digests",
+                "profile",
+                "tensorboard",
+                "wandb",
+            ):
                 if getattr(self, name) != getattr(TrainFlags, name):
                     flag = flag_word(name, getattr(self, name))
                     raise ConfigError(f"{flag} without --out", "it is about a run's folder", "Add --out runs/a")
@@ -619,7 +647,7 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
     num_steps, loop = run.config.steps, Loop(run, start)
     with ExitStack() as stack:
         stack.enter_context(loop.inputs)
-        stack.callback(loop.end_profile)
+        stack.callback(loop.close)
         panel = RunPanel(f"{run.config.parallel.mesh or 'one device'}", num_steps, run.planned, run.devices.simulated)
         if run.console.is_terminal and not run.console.quiet:
             stack.enter_context(Live(panel, console=run.console, refresh_per_second=2))
@@ -651,6 +679,21 @@ def say_verdict(run: Run, loop: "Loop") -> None:
     run.console.print(f"[bold]verdict:[/] {escape(verdict.text)}", soft_wrap=True)
 
 
+def open_exporters(run: Run) -> list[exporters.Exporter]:
+    """Those that the flags ask for. Raises: ConfigError."""
+    flags, found = run.flags, []
+    if flags.metrics_port is not None:
+        info = {"mesh": str(run.config.parallel.mesh), "model": run.config.model.describe(), "version": __version__}
+        info |= {"run": str(run.out or ""), "devices": run.devices.description}
+        found.append(exporters.Prometheus(flags.metrics_port, flags.metrics_host, info, run.planned))
+        run.console.print(f"metrics at {found[-1].address}, other processes at the next ports", markup=False)
+    if flags.tensorboard and run.own_folder:
+        found.append(exporters.TensorBoard(run.own_folder / "tensorboard"))
+    if flags.wandb is not None and run.own_folder:
+        found.append(exporters.WeightsAndBiases(run.own_folder, flags.wandb, to_dict(run.config)))
+    return found
+
+
 class Loop:
     """What changes from step to step, and the parts of a step in their order. Steps count from 1, as in the metrics."""
 
@@ -664,6 +707,8 @@ class Loop:
         self._watch, self.laps = Stopwatch(), Window()
         self._window, self._tracing = run.window, False
         self.memory: list[DeviceMemory] = []
+        self._gpus = gpus.Watch(run.devices.devices)
+        self._exporters = open_exporters(run)
         last_batch = start.progress.batch + run.config.steps - start.step
         self.inputs = Prefetched(self._make_batch, start.progress.batch, last_batch, run.flags.prefetch)
 
@@ -728,6 +773,12 @@ class Loop:
         self.progress = replace(self.progress, tokens=tokens, batch=self.progress.batch + 1)
         return record
 
+    def close(self) -> None:
+        """End what goes on beside the steps, however the run ends."""
+        self.end_profile()
+        for exporter in self._exporters:
+            exporter.close()
+
     def _profile_from(self, step: int) -> None:
         if self._window is not None and step == self._window.first:
             jax.profiler.start_trace(profile.folder_of(self.run.out), create_perfetto_trace=True)
@@ -755,9 +806,12 @@ class Loop:
 
     def _write(self, record: dict) -> None:
         """What this process alone knows of a step."""
-        self.memory = device_memory(self.run.devices.devices)
+        self.memory, found = device_memory(self.run.devices.devices), self._gpus.read()
+        for exporter in self._exporters:
+            exporter.write(record, self.memory, found)
         memory = [each._asdict() for each in self.memory]
         own = {"step": record["step"], "time": time.time(), "seconds": record["seconds"]}
+        own |= {"gpus": [each._asdict() for each in found]} if found else {}
         if self.run.lines and not self.run.lines.write({**own, "memory": memory} if memory else own):
             self.run.warn(f"the metrics of this process are not written: {self.run.lines.failure}")
 

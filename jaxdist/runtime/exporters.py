@@ -1,0 +1,159 @@
+"""A run's numbers in the forms that others read: a Prometheus endpoint, TensorBoard's files, Weights & Biases.
+
+Each process tells its own times, memory and GPUs; what all know alike (the loss) comes from the first. The packages are
+the extra `metrics`.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+from jaxdist.commands import install_text
+from jaxdist.errors import ConfigError
+from jaxdist.runtime import processes
+from jaxdist.runtime.gpus import GPU
+from jaxdist.runtime.telemetry import PARTS, DeviceMemory
+
+PREFIX = "jaxdist"
+LOOPBACK = "127.0.0.1"
+
+
+class Exporter(Protocol):
+    """Takes every step's line of metrics.jsonl, and what this process alone knows."""
+
+    def write(self, record: Mapping, memory: Sequence[DeviceMemory], gpus: Sequence[GPU]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def require_package(name: str, flag: str) -> ModuleType:
+    """Raises: ConfigError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(flag, f"it needs the package {error.name}", f"Run {install_text('metrics')}") from error
+
+
+class Prometheus:
+    """An endpoint /metrics of this process, at `port` plus the number of the process.
+
+    Names follow the conventions of Prometheus: base units, counters end in _total, what tells series apart is a label.
+    host: the address to listen on; loopback alone unless asked. info: labels of jaxdist_run_info. planned: bytes that
+    the compiler plans a device. Raises: ConfigError where the port is taken.
+    """
+
+    def __init__(self, port: int, host: str, info: Mapping[str, str], planned: int | None):
+        client = require_package("prometheus_client", "--metrics-port")
+        self._registry = client.CollectorRegistry()
+        first = processes.is_first()
+
+        def metric(kind: str, name: str, text: str, *labels: str):
+            return getattr(client, kind)(f"{PREFIX}_{name}", text, labels, registry=self._registry)
+
+        metric("Info", "run", "What runs.").info({**info, "process": str(processes.index())})
+        self._steps = metric("Counter", "steps", "Steps done by this process.")
+        self._parts = metric("Counter", "time_seconds", "Seconds of this process, by what it did.", "part")
+        for part in PARTS:
+            self._parts.labels(part)
+        self._last = metric("Gauge", "last_step_timestamp_seconds", "When the last step ended, in Unix time.")
+        self._memory = metric("Gauge", "device_memory_bytes", "Memory of a device, by its allocator.", "rank", "kind")
+        if planned is not None:
+            metric("Gauge", "device_memory_planned_bytes", "What the compiler plans a device.").set(planned)
+        self._gpu = {
+            "busy": metric("Gauge", "gpu_busy_ratio", "Part of the time in which a kernel ran.", "rank"),
+            "memory_used": metric("Gauge", "gpu_memory_used_bytes", "Memory in use by all processes.", "rank"),
+            "power": metric("Gauge", "gpu_power_watts", "Power.", "rank"),
+            "temperature": metric("Gauge", "gpu_temperature_celsius", "Temperature.", "rank"),
+            "ecc_errors": metric("Gauge", "gpu_ecc_uncorrected_errors", "Uncorrected errors of its memory.", "rank"),
+        }
+        self._tokens = metric("Counter", "tokens", "Targets trained on, of the whole run.") if first else None
+        self._loss = metric("Gauge", "loss_nats", "Mean loss of a token.", "split") if first else None
+        self._norm = metric("Gauge", "gradient_norm", "L2 norm of the whole gradient.") if first else None
+        self._norms = (
+            metric("Gauge", "gradient_group_norm", "L2 norm by part of the model.", "group") if first else None
+        )
+        self._rate = metric("Gauge", "learning_rate_ratio", "Learning rate.") if first else None
+        self._scale = metric("Gauge", "loss_scale_ratio", "Loss scale of fp16.") if first else None
+        try:
+            self._server, self._thread = client.start_http_server(
+                port + processes.index(), addr=host, registry=self._registry
+            )
+        except (OSError, OverflowError) as error:
+            reason = f"this process cannot listen on {host}:{port + processes.index()} ({error})"
+            raise ConfigError(f"--metrics-port {port}", reason, "Use another port") from error
+        self.address = f"http://{host}:{port + processes.index()}/metrics"
+
+    def write(self, record: Mapping, memory: Sequence[DeviceMemory], gpus: Sequence[GPU]) -> None:
+        self._steps.inc()
+        self._last.set_to_current_time()
+        for part in PARTS:
+            self._parts.labels(part).inc(record["seconds"][part])
+        for device in memory:
+            for kind in ("in_use", "peak", "limit"):
+                self._memory.labels(device.rank, kind).set(getattr(device, kind))
+        for gpu in gpus:
+            for name, gauge in self._gpu.items():
+                if (value := getattr(gpu, name)) is not None:
+                    gauge.labels(gpu.rank).set(value)
+        if self._tokens is None:
+            return
+        self._tokens.inc(record["tokens"])
+        self._loss.labels("train").set(record["loss"])
+        if "held_out_loss" in record:
+            self._loss.labels("held_out").set(record["held_out_loss"])
+        self._norm.set(record["grad_norm"])
+        for group, norm in record["grad_norms"].items():
+            self._norms.labels(group).set(norm)
+        self._rate.set(record["lr"])
+        if "loss_scale" in record:
+            self._scale.set(record["loss_scale"])
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class TensorBoard:
+    """Event files of the whole run in a folder, written by the first process."""
+
+    def __init__(self, folder: Path):
+        self._writer = require_package("tensorboardX", "--tensorboard").SummaryWriter(str(folder))
+
+    def write(self, record: Mapping, memory: Sequence[DeviceMemory], gpus: Sequence[GPU]) -> None:
+        for name, value in scalars(record, memory, gpus).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """An offline run in a folder, written by the first process; `wandb sync` sends it."""
+
+    def __init__(self, folder: Path, project: str, config: Mapping):
+        wandb = require_package("wandb", "--wandb")
+        settings = wandb.Settings(silent=True, x_disable_stats=True, console="off")
+        self._run = wandb.init(project=project, dir=str(folder), mode="offline", config=dict(config), settings=settings)
+
+    def write(self, record: Mapping, memory: Sequence[DeviceMemory], gpus: Sequence[GPU]) -> None:
+        self._run.log(scalars(record, memory, gpus), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def scalars(record: Mapping, memory: Sequence[DeviceMemory], gpus: Sequence[GPU]) -> dict[str, float]:
+    """A step's numbers by name, as in loss/train and seconds/input."""
+    found = {"loss/train": record["loss"], "gradient_norm/all": record["grad_norm"], "schedule/lr": record["lr"]}
+    found |= {"pace/tokens_per_second": record["tokens_per_second"]}
+    found |= {"loss/held_out": record["held_out_loss"]} if "held_out_loss" in record else {}
+    found |= {"schedule/loss_scale": record["loss_scale"]} if "loss_scale" in record else {}
+    found |= {f"gradient_norm/{group}": norm for group, norm in record["grad_norms"].items()}
+    found |= {f"seconds/{part}": record["seconds"][part] for part in PARTS}
+    found |= {f"memory_peak_bytes/rank_{device.rank}": device.peak for device in memory}
+    for gpu in gpus:
+        told = {f"gpu_{name}/rank_{gpu.rank}": value for name, value in gpu._asdict().items() if name != "rank"}
+        found |= {name: value for name, value in told.items() if value is not None}
+    return found
