@@ -19,6 +19,7 @@ from jaxdist.parallel.overlap import order_after
 from jaxdist.parallel.reduce import reduce_gradients
 from jaxdist.parallel.remat import mark_saveable, save_matmuls_policy
 from jaxdist.parallel.zero import ShardedParams, make_unshard, scatter_gradients, shard_proxies, whole_proxies
+from jaxdist.probes import Probe, Recorder
 
 Poison = Callable[[dict], dict]
 
@@ -55,7 +56,7 @@ class ShardedModel:
     ctx: Context
 
     @classmethod
-    def of(cls, config: RunConfig, layout: Layout, attention: str) -> "ShardedModel":
+    def of(cls, config: RunConfig, layout: Layout, attention: str, recorder: Recorder | None = None) -> "ShardedModel":
         parallel = config.parallel
         ctx = Context(
             sp=parallel.sp,
@@ -63,6 +64,7 @@ class ShardedModel:
             attention=attention,
             selective=parallel.remat == "selective",
             loss_chunks=parallel.loss_chunks,
+            probe=None if recorder is None else Probe(recorder),
         )
         return cls(config, layout, ctx)
 
@@ -153,8 +155,8 @@ class ShardedModel:
         return replace(self.ctx, key=key, rows_B=batch.rows, starts_BT=batch.starts)
 
     def embed(self, outer: ShardedParams, batch: Batch, key) -> jax.Array:
-        ctx = self.context(key, batch).at(0)
-        return self.config.model.embed(ctx, self.unshard_outer(outer, "embed"), batch)
+        ctx = self.context(key, batch).at(0).watching("embed")
+        return ctx.observe("out", self.config.model.embed(ctx, self.unshard_outer(outer, "embed"), batch))
 
     def block(self, params: ShardedParams, x: jax.Array, index: jax.Array, batch: Batch, key) -> jax.Array:
         """The layers of one block: one of each kind."""
@@ -165,7 +167,8 @@ class ShardedModel:
         model = self.config.model
         for i, (kind, params) in enumerate(zip(model.kinds, split_kinds(model, weights), strict=True)):
             layer = index if len(model.kinds) == 1 else index * len(model.kinds) + i
-            x = model.layer(self.context(key, batch).at(1).at(layer), kind, params, x, layer)
+            ctx = self.context(key, batch).at(1).at(layer).watching("layer", layer)
+            x = ctx.observe("out", model.layer(ctx, kind, params, ctx.observe("in", x), layer))
         return x
 
     def loss(self, outer: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:
@@ -176,8 +179,9 @@ class ShardedModel:
         """
 
         def loss(outer, x):
-            ctx = self.context(key, batch).at(2)
-            return self.config.model.loss(ctx, self.unshard_outer(outer, "loss"), x, batch)
+            ctx = self.context(key, batch).at(2).watching("loss")
+            x = ctx.observe("in", x)
+            return ctx.observe("sum", self.config.model.loss(ctx, self.unshard_outer(outer, "loss"), x, batch))
 
         return (loss if self.ctx.loss_chunks > 1 else self.ctx.checkpointed(loss))(outer, x)
 
