@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, logical_parameters, named, to_logical
 from jaxdist.config import RunConfig
-from jaxdist.errors import ConfigError
 from jaxdist.layout import Leaf, drop_unit_axes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.models.base import STACKED, Model
@@ -45,8 +44,8 @@ PHASES = (TARGETS, FORWARD, LOSS, BACKWARD, GRADIENT, NORM, PARAMETER)
 METRIC_OF = {TARGETS: "tokens", LOSS: "loss", NORM: "grad_norm"}
 PARTS = ("embed", "layer", "loss")
 WHOLE = -1  # in place of a row, of what has none: a sum over rows, a parameter
-# Rounding adds up over layers like a random walk. The tolerances of `jaxdist.parity` hold for a proof's gradients, which
-# pass 4 layers twice.
+# Rounding adds up over layers like a random walk. The tolerances of `jaxdist.parity` hold for the gradients of a proof,
+# which pass 4 layers twice.
 PROVEN_DEPTH = 8
 
 
@@ -371,8 +370,8 @@ class Tolerance:
 def errors_of(pairs: Sequence[tuple[Copy, np.ndarray]], elementwise: bool) -> tuple[float, Callable[[float], tuple]]:
     """(the worst error of any rank, allowed -> (rows, ranks) that exceed it) of copies and what they should be.
 
-    An error is the norm of a rank's difference relative to that of its part or to the average part's, whichever is
-    larger; with `elementwise` the largest difference relative to the largest element of the tensor, where that is worse.
+    An error is the norm of a rank's difference relative to that of its part or of the average part, whichever is larger;
+    with `elementwise` the largest difference relative to the largest element of the tensor, where that is worse.
     """
     peak = max((float(np.abs(expected).max(initial=0)) for _, expected in pairs), default=0.0)
     mean_square = float(np.mean([np.square(expected).sum() for _, expected in pairs]))
@@ -439,8 +438,8 @@ def compare_steps(run: Run, ours: Step, reference: Run, theirs: Step) -> list[Ch
             error, beyond = parameters.get(key.name, 0.0), lambda allowed: ((), ())
         else:
             error, beyond = compare_tensor(mine, other, tolerance.elementwise)
-        rows, ranks = ((), ()) if error <= allowed else beyond(allowed)
-        if error > allowed and key.direction in (GRADIENT, PARAMETER):
+        rows, ranks = beyond(allowed) if not error <= allowed else ((), ())
+        if (mine.unequal or not error <= allowed) and key.direction in (GRADIENT, PARAMETER):
             wanted = reference.gradients[-1] if key.direction == GRADIENT else reference.parameters
             ranks = run.ranks_that_differ(key, wanted, allowed)
         checked.append(Checked(ours.number, key, error, allowed, rows, ranks, mine.unequal, collective))
