@@ -8,8 +8,8 @@ They are compared in the order in which a step computes them, so the first that 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import jax
 import numpy as np
@@ -93,12 +93,16 @@ class Checked:
         return self.error <= self.allowed and not self.unequal
 
 
-@dataclass
+@dataclass(frozen=True)
 class Step:
-    """What one run computed in one step. tensors: in the order in which it computed them."""
+    """What one run computed in one step. dtype: the coarsest that it computed in. tensors: in the order in which it
+    computed them. is_digest: whether they are digests (`jaxdist.digests`). run: that made it, now after this step."""
 
     number: int
+    dtype: str
     tensors: dict[Key, Tensor]
+    is_digest: bool = False
+    run: "Run | None" = None
 
 
 class Run:
@@ -109,6 +113,15 @@ class Run:
     ):
         """parameters: to start from, at logical shape by name; `random_parameters` if none are given."""
         self.config, self.recorder = config, Recorder()
+        with self._precision():
+            self._compile(devices, parameters)
+
+    def _precision(self) -> AbstractContextManager:
+        """JAX in 64 bits for a float64 run alone: the other run may be of another dtype."""
+        return jax.enable_x64(self.config.precision.dtype == "float64")
+
+    def _compile(self, devices: list[jax.Device], parameters: Mapping[str, np.ndarray] | None) -> None:
+        config = self.config
         mesh = make_mesh(config.parallel.mesh, devices)
         quick = {name: value for name, value in QUICK_ON_CPU.items() if refused_option(name, value) is None}
         options = quick if mesh.devices.flat[0].platform == "cpu" else None
@@ -137,6 +150,10 @@ class Run:
 
     def advance(self, batch: Mapping[str, np.ndarray]) -> Step:
         """Run one step and bring everything back that is compared."""
+        with self._precision():
+            return self._advance(batch)
+
+    def _advance(self, batch: Mapping[str, np.ndarray]) -> Step:
         self.number += 1
         self.recorder.take()
         self.state, metrics, gradients = jax.block_until_ready(self.step(self.state, self.program.put(batch)))
@@ -160,7 +177,8 @@ class Run:
                 key = leaf_key(self.config.model, phase, name)
                 held = self._parts(name, self._placed[phase]) if name.partition("[")[0] in unequal[phase] else ()
                 tensors[key] = _single(x, unequal_ranks(held))
-        return Step(self.number, dict(sorted(tensors.items(), key=lambda item: position(*item))))
+        in_order = dict(sorted(tensors.items(), key=lambda item: position(*item)))
+        return Step(self.number, coarsest_dtype(self.config), in_order, run=self)
 
     def collective_before(self, key: Key) -> str:
         """The last collective that the tensor was computed from, "" for none."""
@@ -334,43 +352,28 @@ def position(key: Key, tensor: Tensor) -> tuple:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """What rounding explains between two runs: `jaxdist.parity`'s, of the coarser run."""
+def is_elementwise(dtype: str) -> bool:
+    """Whether single elements are held to the tolerance too, as in `jaxdist.parity`."""
+    return dtype in ("float32", "float64")
 
-    config: RunConfig
-    reference: RunConfig
 
-    @cached_property
-    def coarser(self) -> RunConfig:
-        return max(self.config, self.reference, key=lambda c: GRADIENT_TOLERANCE[coarsest_dtype(c)])
-
-    @property
-    def dtype(self) -> str:
-        return coarsest_dtype(self.coarser)
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether single elements are held to it too."""
-        return self.dtype in ("float32", "float64")
-
-    def of(self, key: Key, step: int) -> float:
-        num_layers = self.config.model.num_layers
-        if key.direction == TARGETS:
-            return 0.0
-        later = LATER if self.elementwise and step > 1 else 1
-        if key.direction == LOSS:
-            return LOSS_TOLERANCE[self.dtype] * later
-        if key.direction == PARAMETER:
-            return LATER * GRADIENT_TOLERANCE[self.dtype]
-        passed = key.layer if key.direction == FORWARD and key.part != "loss" else 2 * num_layers
-        return GRADIENT_TOLERANCE[self.dtype] * later * math.sqrt(max(1.0, passed / PROVEN_DEPTH))
+def tolerance(key: Key, step: int, dtype: str, num_layers: int) -> float:
+    """What rounding in a dtype explains."""
+    if key.direction == TARGETS:
+        return 0.0
+    later = LATER if is_elementwise(dtype) and step > 1 else 1
+    if key.direction == LOSS:
+        return LOSS_TOLERANCE[dtype] * later
+    if key.direction == PARAMETER:
+        return LATER * GRADIENT_TOLERANCE[dtype]
+    passed = key.layer if key.direction == FORWARD and key.part != "loss" else 2 * num_layers
+    return GRADIENT_TOLERANCE[dtype] * later * math.sqrt(max(1.0, passed / PROVEN_DEPTH))
 
 
 def errors_of(pairs: Sequence[tuple[Copy, np.ndarray]], elementwise: bool) -> tuple[float, Callable[[float], tuple]]:
     """(the worst error of any rank, allowed -> (rows, ranks) that exceed it) of copies and what they should be.
 
-    An error is the norm of a rank's difference relative to that of its part or of the average part, whichever is larger;
+    An error is the norm of a rank's difference relative to that of its part, or of the average part if larger;
     with `elementwise` the largest difference relative to the largest element of the tensor, where that is worse.
     """
     peak = max((float(np.abs(expected).max(initial=0)) for _, expected in pairs), default=0.0)
@@ -418,32 +421,44 @@ def compare_tensor(ours: Tensor, theirs: Tensor, elementwise: bool) -> tuple[flo
     return errors_of(pairs, elementwise)
 
 
-def compare_steps(run: Run, ours: Step, reference: Run, theirs: Step) -> list[Checked]:
-    """Every tensor of one step, in the order in which it is computed. What a part of the model has in one run alone
-    (a loss in chunks) is left out."""
-    tolerance = Tolerance(run.config, reference.config)
+def compare_steps(ours: Step, theirs: Step) -> list[Checked]:
+    """Every tensor of one step, in the order in which it is computed, of a run and of another, or of digests of both.
+
+    What a part of the model has in one run alone (a loss in chunks) is left out. Recorded parameters are compared where
+    the update is no larger for a gradient that is rounding noise.
+    """
+    run, dtype = ours.run, max(ours.dtype, theirs.dtype, key=GRADIENT_TOLERANCE.__getitem__)
     known = [{(k.direction, k.part, k.name) for k in step.tensors} for step in (ours, theirs)]
     common = known[0] & known[1]
-    parameters = parameter_errors(tolerance, run, reference)
+    parameters = {} if theirs.is_digest else parameter_errors(ours, theirs)
     checked = []
     for key in sorted_keys(ours, theirs):
         if key.direction in (FORWARD, BACKWARD) and (key.direction, key.part, key.name) not in common:
             continue
-        allowed, collective = tolerance.of(key, ours.number), run.collective_before(key)
-        mine, other = ours.tensors.get(key), theirs.tensors.get(key)
-        if mine is None or other is None:
-            checked.append(Checked(ours.number, key, math.inf, allowed, collective=collective))
+        if theirs.is_digest and key.direction == PARAMETER and run.config.optimizer.name not in ("adamw", "sgd"):
             continue
-        if key.direction == PARAMETER:
-            error, beyond = parameters.get(key.name, 0.0), lambda allowed: ((), ())
-        else:
-            error, beyond = compare_tensor(mine, other, tolerance.elementwise)
-        rows, ranks = beyond(allowed) if not error <= allowed else ((), ())
-        if (mine.unequal or not error <= allowed) and key.direction in (GRADIENT, PARAMETER):
-            wanted = reference.gradients[-1] if key.direction == GRADIENT else reference.parameters
-            ranks = run.ranks_that_differ(key, wanted, allowed)
-        checked.append(Checked(ours.number, key, error, allowed, rows, ranks, mine.unequal, collective))
+        allowed = tolerance(key, ours.number, dtype, run.config.model.num_layers)
+        found = Checked(ours.number, key, math.inf, allowed, collective=run.collective_before(key))
+        if key in ours.tensors and key in theirs.tensors:
+            by_gradient = parameters.get(key.name) if key.direction == PARAMETER else None
+            found = _check(found, ours, theirs, by_gradient, is_elementwise(dtype))
+        checked.append(found)
     return checked
+
+
+def _check(found: Checked, ours: Step, theirs: Step, parameter: float | None, elementwise: bool) -> Checked:
+    """`found` with what the two steps have under its key. parameter: the error of one, where another rule gives it."""
+    key, mine = found.key, ours.tensors[found.key]
+    if parameter is None:
+        error, beyond = compare_tensor(mine, theirs.tensors[key], elementwise)
+        rows, ranks = beyond(found.allowed) if not error <= found.allowed else ((), ())
+    else:
+        error, rows, ranks = parameter, (), ()
+    found = replace(found, error=error, rows=rows, ranks=ranks, unequal=mine.unequal)
+    if not found.ok and key.direction in (GRADIENT, PARAMETER) and theirs.run is not None:
+        wanted = theirs.run.gradients[-1] if key.direction == GRADIENT else theirs.run.parameters
+        found = replace(found, ranks=ours.run.ranks_that_differ(key, wanted, found.allowed))
+    return found
 
 
 def sorted_keys(ours: Step, theirs: Step) -> list[Key]:
@@ -451,22 +466,24 @@ def sorted_keys(ours: Step, theirs: Step) -> list[Key]:
     return sorted(both, key=lambda key: position(key, both[key]))
 
 
-def parameter_errors(tolerance: Tolerance, run: Run, reference: Run) -> dict[str, float]:
+def parameter_errors(ours: Step, theirs: Step) -> dict[str, float]:
     """By `jaxdist.parity.compare_parameters`, which traces a difference back to the gradient that it needs."""
+    runs = ours.run, theirs.run
     observed = [
         Observed(
-            losses=[0.0] * each.number,
+            losses=[0.0] * ours.number,
             norms=[],
             rates=[],
-            gradients=each.gradients,
-            parameters=each.parameters,
+            gradients=run.gradients,
+            parameters=run.parameters,
             moments={},
             counters={},
             evaluation=0.0,
         )
-        for each in (run, reference)
+        for run in runs
     ]
-    return {d.name: d.error for d in compare_parameters(tolerance.coarser, *observed)}
+    coarser = max(runs, key=lambda run: GRADIENT_TOLERANCE[coarsest_dtype(run.config)])
+    return {d.name: d.error for d in compare_parameters(coarser.config, *observed)}
 
 
 def first_divergence(checked: Sequence[Checked]) -> Checked | None:
