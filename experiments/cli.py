@@ -340,7 +340,7 @@ def parse_settings(flags: Flags, prog: str, text: str) -> Flags:
         name, given, value = setting.partition("=")
         name = name.removeprefix("--")
         if name.removeprefix("no-").replace("-", "_") not in known:
-            raise ConfigError(f"{text!r}", f"{name!r} is no setting", "Write it as in 'mesh=dp=2,tp=2 zero=3 sp'")
+            raise ConfigError(f"{text!r}", f"{name!r} is no setting", "Write NAME=VALUE for each flag")
         words += [f"--{name}", *([value] if given else [])]
     return _parse_words(type(flags), prog, words, flags)
 
