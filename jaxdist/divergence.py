@@ -8,7 +8,7 @@ They are compared in the order in which a step computes them, so the first that 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import jax
@@ -116,9 +116,16 @@ class Run:
         with self._precision():
             self._compile(devices, parameters)
 
-    def _precision(self) -> AbstractContextManager:
-        """JAX in 64 bits for a float64 run alone: the other run may be of another dtype."""
-        return jax.enable_x64(self.config.precision.dtype == "float64")
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        """JAX in 64 bits for a float64 run alone: the other run may be of another dtype. In all threads
+        (`jax.enable_x64` is for one): callbacks have their own."""
+        before = jax.config.jax_enable_x64
+        jax.config.update("jax_enable_x64", self.config.precision.dtype == "float64")
+        try:
+            yield
+        finally:
+            jax.config.update("jax_enable_x64", before)
 
     def _compile(self, devices: list[jax.Device], parameters: Mapping[str, np.ndarray] | None) -> None:
         config = self.config

@@ -550,6 +550,15 @@ def test_equal_runs_do_not_part(name):
         assert not ours.skipped
 
 
+def test_runs_of_32_and_64_bits_are_compared():
+    """Each with its own switch, which callbacks obey in threads of their own."""
+    config = config_of("tp=2", dtype="float64")
+    ours = Run(config, DEVICES).advance(random_batches(config, 1)[0])
+    assert first_divergence(compare_steps(ours, reference(config_of("")))) is None
+    assert first_divergence(compare_steps(ours, reference(one_device(config)))) is None
+    assert not jax.config.jax_enable_x64
+
+
 def test_probes_that_nobody_watches_leave_the_program_as_it_is(monkeypatch):
     config = config_of("dp=2,tp=2", sp=True)
 
