@@ -326,6 +326,25 @@ def _parse(flags_type: type[Flags], prog: str, args: list[str] | None) -> Flags:
     return _parse_words(flags_type, prog, words, flags_type(**values))
 
 
+def parse_settings(flags: Flags, prog: str, text: str) -> Flags:
+    """The flags with settings on top, as in "mesh=dp=2,tp=2 zero=3 sp no-overlap".
+
+    Raises: ConfigError for what is no flag of `CommonFlags`.
+    """
+    try:
+        settings = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r}", f"it cannot be read as settings ({error})", "Close the quotation") from error
+    known, words = {field.name for field in dataclasses.fields(CommonFlags)}, []
+    for setting in settings:
+        name, given, value = setting.partition("=")
+        name = name.removeprefix("--")
+        if name.removeprefix("no-").replace("-", "_") not in known:
+            raise ConfigError(f"{text!r}", f"{name!r} is no setting", "Write NAME=VALUE for each flag")
+        words += [f"--{name}", *([value] if given else [])]
+    return _parse_words(type(flags), prog, words, flags)
+
+
 def _parse_words(flags_type: type[Flags], prog: str, words: list[str], default: Flags | None = None) -> Flags:
     parse = partial(tyro.cli, flags_type, prog=command_text(prog), **({} if default is None else {"default": default}))
     try:

@@ -8,7 +8,7 @@
     [run]                           # batch_size, steps, seed
     [optimizer]                     # the fields of OptimizerConfig
     [precision]                     # the fields of PrecisionConfig
-    [train]                         # any flag of that program, for it alone; verify and plan have sections too
+    [train]                         # any flag of that program, for it alone; verify, plan, diverge have sections too
 
 A flag on the command line overrides the file. JSON has the same keys.
 """
@@ -31,7 +31,7 @@ from jaxdist.models.registry import ADAPTER_FLAGS, SIZES
 
 from .settings import SECTIONS, SETTINGS
 
-PROGRAMS = ("train", "verify", "plan")
+PROGRAMS = ("train", "verify", "plan", "diverge")
 NAME = "run.toml"  # of what a run leaves, beside config.json
 HEADER = "# Every setting of the run. `train --config` with this file is the same run; flags override it.\n"
 # Section -> key -> flag.

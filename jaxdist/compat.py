@@ -73,3 +73,21 @@ def settings() -> dict[str, str]:
     return found | {
         "XLA_FLAGS": " ".join(option for option in options if not option.startswith("--xla_dump")) or "empty"
     }
+
+
+def callback_of(eqn):
+    """The Python function that an equation calls on the host, None where it calls none."""
+    return getattr(eqn.params.get("callback"), "callback_func", None)
+
+
+def source_of(eqn, skipped: tuple[str, ...] = ()) -> str:
+    """The line of Python that an equation was made by, as in "leave (tensor.py:40)"; "" where it is not known.
+
+    skipped: endings of files whose functions are passed over for their callers.
+    """
+    from jax._src.source_info_util import user_frames
+
+    for frame in user_frames(eqn.source_info.traceback):
+        if not frame.file_name.endswith(skipped):
+            return f"{frame.function_name.split('.')[-1]} ({os.path.basename(frame.file_name)}:{frame.start_line})"
+    return ""

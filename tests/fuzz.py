@@ -122,6 +122,7 @@ TINY = (
 TARGETS = (
     Target("train", "TrainFlags", (*TINY, "--data", "text.txt"), ("jaxdist.train.program:Program.compile_step",), 5),
     Target("verify", "VerifyFlags", TINY, (".verify:Verifier.__call__",), share=3),
+    Target("diverge", "DivergeFlags", TINY, (".diverge:Run",), share=2),
     Target("plan", "PlanFlags", ("--model", "gpt2-124m", "--hardware", "h100", "--nodes", "1"), share=3),
     Target("prepare", "PrepareFlags", ("--data", "text.txt", "--out", "prepared"), share=2),
     Target("generate", "GenerateFlags", ("theirs", "--prompt", "a")),

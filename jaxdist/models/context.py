@@ -1,5 +1,6 @@
 """What a model's functions are given beside their parameters: the batch, and the run as the model sees it."""
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ class Context:
     attention: "xla" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks: parts
     in which the logits are made. key: of the step's dropout, None for none. rows_B, starts_BT: as in `Batch`.
     weight: the factor of the summed loss whose gradient is taken; None outside of training. cache: of keys and values,
-    where text is generated (`jaxdist.models.cache`). What is traced are the last five.
+    where text is generated (`jaxdist.models.cache`). What is traced are these five. probe: where the model is, in a run
+    that is watched (`jaxdist.probes.Probe`); None in every other.
     """
 
     sp: bool = False
@@ -47,10 +49,34 @@ class Context:
     starts_BT: jax.Array | None = None
     weight: jax.Array | None = None
     cache: Any = None
+    probe: Any = None
 
     def at(self, site: int | jax.Array) -> "Context":
         """The same at another place of the model, where dropout draws other masks."""
         return self if self.key is None else replace(self, key=random.fold_in(self.key, site))
+
+    def watching(self, part: str, layer: int | jax.Array = 0) -> "Context":
+        """The same in another part of the model ("embed", "layer" or "loss"), whose probes are counted from the first.
+
+        No function may be watched at two places at once."""
+        return self if self.probe is None else replace(self, probe=self.probe.at(part, layer))
+
+    def observe(self, name: str, x: jax.Array) -> jax.Array:
+        """`x`, whose value and gradient a watched run compares with another run's (docs/diverge.md).
+
+        Layout: x[B, ...] of the micro-batch's rows, with at most one dim split over tp; or a scalar, summed over rows.
+        """
+        return x if self.probe is None else self.probe(name, x, self.rows_B)
+
+    def _observe(self, name: str, x: jax.Array) -> jax.Array:
+        """`observe` under the name of the model's function that called the method: "Attention.row_parallel.out"."""
+        if self.probe is None:
+            return x
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        caller = frame.f_code.co_qualname.split(".<locals>")[0].removesuffix(".__call__")
+        return self.observe(f"{caller}.{name}", x)
 
     def recomputed(self, function):
         """`function`; under selective recomputation only its result is saved, and it runs again in backward (arXiv
@@ -83,21 +109,24 @@ class Context:
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """Before what needs the whole sequence and is no matmul; before matmuls: `column_parallel`."""
-        return tensor.enter(x_BTD, self.sp)
+        return tensor.enter(self._observe("enter.in", x_BTD), self.sp)
 
     def column_parallel(self, x_BTD: jax.Array, *weights: jax.Array) -> Any:
         """x[B, T, D] or x[B, T_tp, D] -> x @ w, w's last dims split over tp: the first half of Megatron's layer. Of
         several weights the products, in a list."""
+        x_BTD = self._observe("column_parallel.in", x_BTD)
         products = tensor.column_parallel(x_BTD, weights, self.sp, self.ring)
+        products = [self._observe("column_parallel.out", product) for product in products]
         return products if len(products) > 1 else products[0]
 
     def row_parallel(self, y_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
         """y[B, T, F_tp] -> y @ w summed over tp, in the layout between layers: its second half."""
-        return tensor.row_parallel(y_BTF, w_FD, self.sp, self.ring)
+        y_BTF = self._observe("row_parallel.in", y_BTF)
+        return self._observe("row_parallel.out", tensor.row_parallel(y_BTF, w_FD, self.sp, self.ring))
 
     def embedding(self, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
         """tokens[B, T] -> rows of a table that is split over tp, in the layout between layers."""
-        return tensor.vocab_parallel_embedding(tokens_BT, table_VD, self.sp)
+        return self._observe("embedding.out", tensor.vocab_parallel_embedding(tokens_BT, table_VD, self.sp))
 
     def positions(self, num_local: int) -> jax.Array:
         """Positions of the local tokens, each in its document: i32[T], of this rank's part with sp; i32[B, T] where
@@ -124,9 +153,11 @@ class Context:
 
     def loss(self, x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int) -> jax.Array:
         """The summed cross-entropy of targets that are not negative, in nats, equal along tp."""
+        x_BTD = self._observe("cross_entropy.in", x_BTD)
         if self.loss_chunks > 1:
             return tensor.cross_entropy_in_chunks(x_BTD, table_VD, targets_BT, vocab_size, self.sp, self.loss_chunks)
         losses_BT = tensor.vocab_parallel_cross_entropy(x_BTD, table_VD, targets_BT, vocab_size, self.sp)
+        losses_BT = self._observe("cross_entropy.out", losses_BT)
         return jnp.where(targets_BT >= 0, losses_BT, 0).sum()
 
     def dropout(self, x_BTD: jax.Array, rate: float) -> jax.Array:

@@ -20,6 +20,7 @@ from jaxdist.models.context import Batch
 from jaxdist.parallel.pipeline.lowering import iterations
 from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import Collective, Iterations, collectives_of
+from jaxdist.probes import Recorder
 from jaxdist.train.gradients.base import ShardedModel
 from jaxdist.train.optimizer import LossScale, make_optimizer, optimizer_specs
 from jaxdist.train.state import State, initial_state, stored_parameters
@@ -142,10 +143,12 @@ def build_program(
     with_gradients: bool = False,
     compiler_options: dict | None = None,
     poison: Callable | None = None,
+    recorder: Recorder | None = None,
 ) -> Program:
     """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run.
 
     poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.runtime.fault_injection`).
+    recorder: of what the step's probes see (`jaxdist.divergence`).
     """
     if config.precision.dtype == "float64" and not jax.config.jax_enable_x64:
         raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")
@@ -156,7 +159,8 @@ def build_program(
             "Leave overlap out of this run",
         )
     layout = make_layout(config.model, config.parallel, config.part_layers)
-    trains, evaluates = (ShardedModel.of(config, layout, attention_on(mesh, config, training=t)) for t in (True, False))
+    trains = ShardedModel.of(config, layout, attention_on(mesh, config, training=True), recorder)
+    evaluates = ShardedModel.of(config, layout, attention_on(mesh, config, training=False))
     optimizer = make_optimizer(config.optimizer, layout.trained)
     specs = State(
         step=REPLICATED,

@@ -87,9 +87,7 @@ def collectives_of(jaxpr, mesh: MeshShape, iterations: Iterations | None = None)
         kind = KINDS.get(eqn.primitive.name)
         if kind is None:
             continue
-        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        axes = tuple(a for a in ((axes,) if isinstance(axes, str) else axes) if isinstance(a, str))
-        live = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
+        live = tuple(axis for axis in axes_of(eqn) if getattr(mesh, axis) > 1)
         if live:
             if count is None:
                 raise ValueError(f"{kind} over {live} inside a while loop: its count is unknown. Use lax.scan.")
@@ -101,6 +99,12 @@ def collectives_of(jaxpr, mesh: MeshShape, iterations: Iterations | None = None)
             most, by_stage = on_stages(count)
             found.append(Collective(kind, live, most, depth, len(eqn.invars), full, by_stage))
     return found
+
+
+def axes_of(eqn) -> tuple[str, ...]:
+    """The mesh axes of a collective."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(a for a in ((axes,) if isinstance(axes, str) else axes) if isinstance(a, str))
 
 
 def on_stages(count: int | np.ndarray) -> tuple[int, tuple[int, ...] | None]:

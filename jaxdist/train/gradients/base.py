@@ -19,6 +19,7 @@ from jaxdist.parallel.overlap import order_after
 from jaxdist.parallel.reduce import reduce_gradients
 from jaxdist.parallel.remat import mark_saveable, save_matmuls_policy
 from jaxdist.parallel.zero import ShardedParams, make_unshard, scatter_gradients, shard_proxies, whole_proxies
+from jaxdist.probes import Probe, Recorder
 
 Poison = Callable[[dict], dict]
 
@@ -55,7 +56,7 @@ class ShardedModel:
     ctx: Context
 
     @classmethod
-    def of(cls, config: RunConfig, layout: Layout, attention: str) -> "ShardedModel":
+    def of(cls, config: RunConfig, layout: Layout, attention: str, recorder: Recorder | None = None) -> "ShardedModel":
         parallel = config.parallel
         ctx = Context(
             sp=parallel.sp,
@@ -63,6 +64,7 @@ class ShardedModel:
             attention=attention,
             selective=parallel.remat == "selective",
             loss_chunks=parallel.loss_chunks,
+            probe=None if recorder is None else Probe(recorder),
         )
         return cls(config, layout, ctx)
 
@@ -153,9 +155,9 @@ class ShardedModel:
         return replace(self.ctx, key=key, rows_B=batch.rows, starts_BT=batch.starts)
 
     def embed(self, outer: ShardedParams, batch: Batch, key) -> jax.Array:
-        ctx = self.context(key, batch).at(0)
+        ctx = self.context(key, batch).at(0).watching("embed")
         with jax.named_scope("embed"):
-            return self.config.model.embed(ctx, self.unshard_outer(outer, "embed"), batch)
+            return ctx.observe("out", self.config.model.embed(ctx, self.unshard_outer(outer, "embed"), batch))
 
     def block(self, params: ShardedParams, x: jax.Array, index: jax.Array, batch: Batch, key) -> jax.Array:
         """The layers of one block: one of each kind."""
@@ -166,8 +168,9 @@ class ShardedModel:
         model = self.config.model
         for i, (kind, params) in enumerate(zip(model.kinds, split_kinds(model, weights), strict=True)):
             layer = index if len(model.kinds) == 1 else index * len(model.kinds) + i
+            ctx = self.context(key, batch).at(1).at(layer).watching("layer", layer)
             with jax.named_scope(kind):
-                x = model.layer(self.context(key, batch).at(1).at(layer), kind, params, x, layer)
+                x = ctx.observe("out", model.layer(ctx, kind, params, ctx.observe("in", x), layer))
         return x
 
     def loss(self, outer: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:
@@ -178,9 +181,10 @@ class ShardedModel:
         """
 
         def loss(outer, x):
-            ctx = self.context(key, batch).at(2)
+            ctx = self.context(key, batch).at(2).watching("loss")
+            x = ctx.observe("in", x)
             with jax.named_scope("loss"):
-                return self.config.model.loss(ctx, self.unshard_outer(outer, "loss"), x, batch)
+                return ctx.observe("sum", self.config.model.loss(ctx, self.unshard_outer(outer, "loss"), x, batch))
 
         return (loss if self.ctx.loss_chunks > 1 else self.ctx.checkpointed(loss))(outer, x)
 
