@@ -230,11 +230,13 @@ class _Lines:
 
 
 def _ends_within_a_line(path: Path) -> bool:
+    if not path.is_file() or not path.stat().st_size:
+        return False
     try:
         with path.open("rb") as file:
             file.seek(-1, 2)
             return file.read() != b"\n"
-    except OSError:  # not there, or empty
+    except OSError:  # removed meanwhile, or not ours to read: which `read_metrics` has said
         return False
 
 
@@ -278,7 +280,11 @@ def _spread(value) -> Spread | None:
 
 
 def _read_processes(folder: Path, notes: list[str]) -> list[ProcessLines]:
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    try:
+        paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        notes.append(f"{PROCESSES}/ cannot be read ({reason_of(error)})")
+        paths = []
     files = {int(path.stem): path for path in paths if re.fullmatch(r"\d{4,9}\.jsonl", path.name, re.ASCII)}
     if not files:
         notes.append(f"there is no file of a process in {PROCESSES}/: no times of each process, no memory of devices")
