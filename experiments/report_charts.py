@@ -58,17 +58,20 @@ STYLE = {
     "lines.linewidth": 1.4,
     "path.simplify_threshold": 0.5,
 }
+DASHES = ("-", (0, (5, 3)), (0, (2, 2)), (0, (6, 2, 2, 2)))
 WIDTH, HEIGHT = 4.6, 2.7  # inches, of a chart that stands beside another, and alone on a phone
 
 
 class Line(NamedTuple):
-    """One curve. series: which colour. points: draw a mark at each; faint: draw it thinner, behind the others."""
+    """One curve. series: which colour. points: draw a mark at each; faint: draw it thinner; dashes: of which kind, so
+    that one which lies under another is seen."""
 
     x: np.ndarray
     y: np.ndarray
     series: int
     points: bool = False
     faint: bool = False
+    dashes: int = 0
 
 
 def can_draw() -> bool:
@@ -92,7 +95,8 @@ def curves(lines: Sequence[Line], title: str, about: str, log: bool = False) -> 
             marks = {"marker": "o", "markersize": 3.5} if line.points else {}
             width, alpha = (0.8, 0.6) if line.faint else (1.6, 1.0)
             shade = PLACEHOLDERS[line.series % len(SERIES)]
-            axes.plot(line.x, line.y, color=shade, linewidth=width, alpha=alpha, **marks)
+            dashes = DASHES[line.dashes % len(DASHES)]
+            axes.plot(line.x, line.y, color=shade, linestyle=dashes, linewidth=width, alpha=alpha, **marks)
         if log and any((line.y > 0).any() for line in lines):
             axes.set_yscale("log")
         axes.set_title(title, loc="left")
@@ -131,7 +135,7 @@ def stacks(rows: Sequence[Mapping[str, float]], names: Sequence[str], title: str
             widths = np.array([row.get(name, 0.0) for row in rows])
             axes.barh(range(len(rows)), widths, left=left, color=shade, height=0.62)
             left += widths
-        axes.set_yticks(range(len(rows)), [str(number) for number in range(1, len(rows) + 1)])
+        axes.set_yticks([])
         axes.grid(axis="y", visible=False)
         axes.invert_yaxis()
         axes.set_title(title, loc="left")
@@ -162,7 +166,4 @@ def svg(figure: "Figure", about: str) -> str:
         body = body.replace(placeholder, value)
     body = body.replace("stroke: #ffffff", "stroke: var(--paper)").replace("xlink:href", "href")
     body = re.sub(r'<g id="[\w.-]+">', "<g>", body)
-    width = float(box.split()[2])
-    return (
-        f'<svg viewBox="{box}" role="img" aria-label="{escape(about)}" style="min-width:min({width:.0f}px,20em)">{body}'
-    )
+    return f'<svg viewBox="{box}" role="img" aria-label="{escape(about)}">{body}'

@@ -33,18 +33,19 @@ STYLE = (
     PLAN_STYLE
     + """
 tbody tr:first-child { font-weight: inherit; } h3 { font-size: 1em; margin: 1.6em 0 0.4em; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22em), 1fr)); gap: 0.4em 1.6em; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22em), 1fr)); gap: 0.4em 1.6em; }
 figure { margin: 0.6em 0; min-width: 0; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; } svg text { fill: #000; font: 9px sans-serif; }
 svg text { font-family: system-ui, sans-serif !important; }
-.wide svg { min-width: 40em; } td.l, th.l { white-space: normal; } td.l { overflow-wrap: anywhere; min-width: 7em; }
-td.l.short { overflow-wrap: normal; white-space: nowrap; }
+.wide svg { min-width: 40em; } td.l, th.l { white-space: normal; } td.l { overflow-wrap: anywhere; min-width: 8.5em; }
+td.l.short { overflow-wrap: normal; white-space: nowrap; min-width: 0; } td.l.long { min-width: 17em; }
 .note { border-left: 4px solid var(--c2); background: var(--card); padding: 0.5em 0.9em; margin: 0.8em 0;
   border-radius: 4px; overflow-wrap: anywhere; } .note.bad { border-color: var(--mark); }
 .note ul { margin: 0.3em 0; padding-left: 1.2em; } h1, h2, h3, li, p { overflow-wrap: anywhere; }
 .good { color: var(--c4); font-weight: 600; } .bad-text { color: var(--mark); font-weight: 600; }
 .mesh { display: inline-flex; flex-wrap: wrap; gap: 0.4em; border: 1px solid var(--line); border-radius: 6px;
   padding: 0.35em; margin: 0.15em; font-size: 0.8em; align-items: center; max-width: 100%; box-sizing: border-box; }
+.mesh .mesh { font-size: 1em; }
 .mesh > b { font-weight: 600; color: var(--faint); flex-basis: 100%; } .rank { background: var(--card);
   border: 1px solid var(--line); border-radius: 4px; padding: 0.15em 0.5em; font-variant-numeric: tabular-nums; }
 summary { cursor: pointer; color: var(--faint); margin: 0.6em 0; }
@@ -166,8 +167,8 @@ def _notes(entries: Sequence[Entry], draw: bool) -> list[str]:
         names = "" if len(entries) == 1 else f" ({text(', '.join(simulated))})"
         found.append(
             note([f"<b>Simulated devices{names}:</b> several devices took turns on one CPU. Losses, gradients, layouts"
-                  " and the messages of a step are what real devices would compute and send. Seconds and tokens per second"
-                  " are not: they say nothing of real devices, nor of which layout is faster."])
+                  " and the messages of a step are what real devices would compute and send. Seconds and tokens per"
+                  " second are not: they say nothing of real devices, nor of which layout is faster."])
         )  # fmt: skip
     return found
 
@@ -229,9 +230,9 @@ def curves_part(entries: Sequence[Entry], draw: bool) -> str:
         for at, entry in enumerate(entries):
             most = max(200, MOST_POINTS // len(entries))
             if (found := entry.run.column(name))[1].size:
-                lines.append(Line(*thin(*found, most), at, faint=held_out is not None))
+                lines.append(Line(*thin(*found, most), at, faint=held_out is not None, dashes=at))
             if held_out and (found := entry.run.column(held_out))[1].size:
-                lines.append(Line(*thin(*found, most), at, points=True))
+                lines.append(Line(*thin(*found, most), at, points=True, dashes=at))
         if not lines or not draw:
             continue
         marks = legend(names) if len(entries) > 1 else ""
@@ -291,9 +292,7 @@ def time_part(entry: Entry, draw: bool) -> list[str]:
         return []
     named = [part for part in PARTS if part in means]
     total = sum(means[part] for part in named)
-    parts = ["<h3>Where the time of a step goes</h3>"]
-    if draw and run.steps.size:
-        parts.append(f'<div class="charts">{_areas(entry, named)}{_process_curves(entry)}</div>')
+    pictures = _areas(entry, named) + _process_curves(entry) if draw and run.steps.size else ""
     spread = run.spread_over_processes()
     heads = ["part", "mean of a step", "share"]
     heads += ["least process", "median", "most", "slowest process"] if spread else []
@@ -302,7 +301,10 @@ def time_part(entry: Entry, draw: bool) -> list[str]:
         share = f"{means[part] / total:.1%}" if total and part != "total" else ""
         more = _spread_cells(spread.get(part)) if spread else []
         rows.append([part, in_seconds(means[part]), share, *more])
-    parts.append(table(heads, rows, left=("part",)))
+    shown = table(heads, rows, left=("part",))
+    beside = figure(shown) if pictures and not spread else ""  # a table of three columns is as narrow as a chart
+    parts = ["<h3>Where the time of a step goes</h3>", f'<div class="charts">{pictures}{beside}</div>']
+    parts += [] if beside else [shown]
     about = f"Over {run.steps.size:,} steps, by the clock of the first process's host."
     if spread:
         about += f" On the right: the means of {len(run.processes)} processes beside each other."
@@ -397,7 +399,10 @@ def memory_part(entry: Entry, draw: bool) -> str:
             parts.append(figure(picture, caption, legend(list(values))))
 
     def beside(count: float) -> str:
-        return "" if predicted is None or not count else f"predicted is {predicted.total / count - 1:+.1%} off"
+        if predicted is None or not count:
+            return ""
+        error = predicted.total / count - 1
+        return f"the plan predicts {abs(error):.1%} {'more' if error > 0 else 'less'}"
 
     compiled = entry.run.config.get("compiled")
     sizes = [compiled.get(name) for name in ("arguments", "temporaries")] if isinstance(compiled, dict) else []
@@ -471,8 +476,8 @@ def mesh_part(found: Predictions) -> list[str]:
     live = [axis for axis in AXES if getattr(mesh, axis) > 1]
     if not live:
         return ["<p>One device.</p>"]
-    rows = [[(f"<b>{axis.name}</b>", "short"), str(axis.size), place(axis.name, live), in_bytes(axis.sent_bytes),
-             carried(axis)] for axis in found.axes]  # fmt: skip
+    rows = [[(f"<b>{axis.name}</b>", "short"), str(axis.size), (place(axis.name, live), "short"),
+             in_bytes(axis.sent_bytes), (text(carried(axis)), "long")] for axis in found.axes]  # fmt: skip
     several = [f"{in_bytes(row.sent_bytes)} over {row.axes} ({row.purpose})" for row in found.over_several]
     also = f" Over several axes at once: {text('; '.join(several))}." if several else ""
     return [
@@ -495,7 +500,7 @@ def carried(axis: Axis) -> str:
     for row in axis.purposes:
         sizes[row.purpose] = sizes.get(row.purpose, 0) + row.sent_bytes
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{purpose} ({in_bytes(size)})" for purpose, size in ordered[:4])
+    shown = "; ".join(f"{purpose} ({in_bytes(size)})" for purpose, size in ordered[:4])
     return shown + f" and {len(ordered) - 4} more" * (len(ordered) > 4)
 
 
