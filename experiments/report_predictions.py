@@ -92,9 +92,8 @@ def config_of(record: dict, trust: bool) -> RunConfig:
     if not record:
         raise ConfigError("the configuration", "there is none", "Look at the run's folder")
     if not trust and not is_ours(record.get("model")):
-        named = str(record["model"].get("class"))
         raise ConfigError(
-            f"the model {named!r}",
+            f"the model {str(record['model'].get('class', 'in it'))!r:.100}",
             "its class is not of jaxdist.models, and a report runs no code because a file names it",
             "Add --trust, in the folder of its module, if the run is yours",
         )

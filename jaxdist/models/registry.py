@@ -123,6 +123,8 @@ _read: dict[str, Model] = {}  # those of config.json, by the path that was asked
 
 def model_of(found: dict) -> Model:
     """The model that `jaxdist.config.to_dict` wrote, as JSON gives it back. Raises: ConfigError."""
+    if not isinstance(found, dict):
+        raise ConfigError(f"model={found!r:.60}", "it is no table of a model's fields", "Use the code that wrote it")
     asked = f"model={str(found.get('class', 'GPT2'))!r}"
     fields = {name: value for name, value in found.items() if name not in ("class", "source")}
     cls = _import_named(str(found["class"])) if "class" in found else GPT2
