@@ -37,7 +37,7 @@ tbody tr:first-child { font-weight: inherit; } h3 { font-size: 1em; margin: 1.6e
 figure { margin: 0.6em 0; min-width: 0; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; } svg text { fill: #000; font: 9px sans-serif; }
 svg text { font-family: system-ui, sans-serif !important; }
-.wide svg { min-width: 40em; } td.l, th.l { white-space: normal; } td.l { overflow-wrap: anywhere; min-width: 8.5em; }
+.wide svg { min-width: 40em; } td.l, th.l { white-space: normal; } td.l { overflow-wrap: anywhere; min-width: 10em; }
 td.l.short { overflow-wrap: normal; white-space: nowrap; min-width: 0; } td.l.long { min-width: 17em; }
 .note { border-left: 4px solid var(--c2); background: var(--card); padding: 0.5em 0.9em; margin: 0.8em 0;
   border-radius: 4px; overflow-wrap: anywhere; } .note.bad { border-color: var(--mark); }
@@ -183,7 +183,7 @@ def overview(entries: Sequence[Entry]) -> str:
         last = int(run.steps[-1]) if run.steps.size else 0
         rows.append([
             entry.label,
-            run.state,
+            (run.state, "short"),
             f"{last:,} of {asked:,}" if type(asked) is int else f"{last:,}",
             number(run.last("loss")),
             number(run.last("held_out_loss")),
@@ -201,16 +201,20 @@ def overview(entries: Sequence[Entry]) -> str:
     return table(heads, rows, left=("run", "state", "mesh", "verdict")) + under + note(reasons, bad=True)
 
 
-def mesh_text(entry: Entry) -> str:
+def mesh_text(entry: Entry) -> Cell:
     if entry.predictions is not None:
-        return str(entry.predictions.config.parallel.mesh)
+        return escape(str(entry.predictions.config.parallel.mesh)), "short"
     parallel = entry.run.config.get("parallel")
     mesh = parallel.get("mesh") if isinstance(parallel, dict) else None
     return ",".join(f"{k}={v}" for k, v in mesh.items() if v != 1) if isinstance(mesh, dict) else "–"
 
 
 def verdict_cell(verdict: Verdict) -> Cell:
-    known = {True: ("equal to one device", "good"), False: ("DIFFERS", "bad-text"), None: ("not verified", "")}
+    known = {
+        True: ("equal to one device", "good short"),
+        False: ("DIFFERS", "bad-text short"),
+        None: ("not verified", "short"),
+    }
     return known[verdict.ok]
 
 
@@ -307,7 +311,7 @@ def time_part(entry: Entry, draw: bool) -> list[str]:
     parts += [] if beside else [shown]
     about = f"Over {run.steps.size:,} steps, by the clock of the first process's host."
     if spread:
-        about += f" On the right: the means of {len(run.processes)} processes beside each other."
+        about += f" The last columns: the means of {len(run.processes)} processes beside each other."
     about += " <b>step</b>: from its start until its numbers are there. <b>host</b>: what no other part is about."
     return [*parts, f'<p class="faint">{about}</p>']
 
@@ -351,7 +355,10 @@ def _process_curves(entry: Entry) -> str:
         return ""
     x = np.array([step for step, _ in found])
     names = ("least", "median", "most")
-    lines = [Line(*thin(x, np.array([getattr(s, n) for _, s in found]), 1000), at, True) for at, n in enumerate(names)]
+    lines = [
+        Line(*thin(x, np.array([getattr(s, n) for _, s in found]), 1000), at, True, dashes=at)
+        for at, n in enumerate(names)
+    ]
     title = "Seconds of a step over processes"
     slowest = statistics.mode(f"{spread.process:g}" for _, spread in found)
     caption = f"Means between two exchanges; most often the slowest: process {slowest}."
