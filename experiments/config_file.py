@@ -28,6 +28,7 @@ from jaxdist.errors import ConfigError, is_utf8
 from jaxdist.files import read_text_file
 from jaxdist.models.lora import LoRA
 from jaxdist.models.registry import ADAPTER_FLAGS, SIZES
+from jaxdist.values import WRONG, as_type
 
 from .settings import SECTIONS, SETTINGS
 
@@ -101,27 +102,9 @@ def _read(path: str) -> dict:
 
 def _checked(path: str, key: str, value: Any, hint: Any) -> Any:
     """The value as a flag of this type has it."""
-    for kind in get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,):
-        if (found := _as(value, kind)) is not WRONG:
-            return found
+    if (found := as_type(value, hint)) is not WRONG:
+        return found
     raise ConfigError(f"--config {path!r}", f"{key} = {_shown(value)}, and it is {_words(hint)}", "Correct it")
-
-
-WRONG = object()
-
-
-def _as(value: Any, kind: Any) -> Any:
-    """The value as this type, WRONG where it is of another."""
-    if get_origin(kind) is Literal:
-        return value if isinstance(value, str) and value in get_args(kind) else WRONG
-    if get_origin(kind) is tuple:
-        parts = [_as(part, get_args(kind)[0]) for part in value] if isinstance(value, list) else [WRONG]
-        return WRONG if WRONG in parts else tuple(parts)
-    if kind is type(None):
-        return None if value in ("none", None) else WRONG
-    if kind is float and type(value) is int:
-        return float(value) if abs(value) < 2**1000 else WRONG
-    return value if type(value) is kind else WRONG
 
 
 def _words(hint: Any) -> str:

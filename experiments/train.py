@@ -56,7 +56,7 @@ from jaxdist.runtime.stragglers import StragglerWatch
 from jaxdist.runtime.telemetry import DeviceMemory, Stopwatch, Window, device_memory
 from jaxdist.runtime.watchdog import Agreement, Watchdog
 from jaxdist.train.program import Program, State, build_program, compiled_bytes
-from jaxdist.versions import __version__
+from jaxdist.versions import __version__, versions
 
 from . import config_file
 from .cli import (
@@ -451,6 +451,7 @@ def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run,
     watchdog = stack.enter_context(Watchdog(flags.stuck_after, stacks_file(out)))
     budget = stack.enter_context(job_budget(job, now))
     about = {"data": job.corpus.about, "devices": job.devices.description, "compiler_options": job.options}
+    about |= {"simulated": job.devices.simulated, "attention": job.program.model.ctx.attention, "versions": versions()}
     about |= {} if flags.weights is None else {"weights": flags.weights}
     files = stack.enter_context(RunFiles(job.own_folder, config, about, own.step if own else 0, job.warn))
     lines = None if out is None else process_lines(out, own.step if own else 0, job.warn)
@@ -480,6 +481,8 @@ def compile_and_start(run: Run, own: Manifest | None) -> resume.Start:
         start = run.start_from(own)
     planned = compiled_bytes(run.step)
     run.planned = None if planned is None else planned.peak
+    if planned is not None:
+        run.files.add_to_config({"compiled": planned._asdict()})
     note = "" if planned is None else f"; the compiler plans {_mib(planned.peak)} a device at the peak"
     console.print(
         f"compiled in {compiled - begun:.1f} s, {'initialised' if not start.step else 'restored'} in "

@@ -13,11 +13,13 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from jaxdist.errors import MOST, ConfigError, divisors, require_positive, require_within
 from jaxdist.mesh import AVAILABLE_AXES, DATA_AXES, MeshShape
 from jaxdist.models.base import Model
+from jaxdist.models.registry import model_of
 from jaxdist.models.registry import to_dict as model_to_dict
 from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
 from jaxdist.parallel.pipeline.schedules import Schedule, divide_layers
 from jaxdist.parallel.pipeline.simulate import validate
 from jaxdist.parallel.pipeline.text import load
+from jaxdist.values import fields_of
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 GradSync = Literal["per-parameter", "flat", "bucketed"]
@@ -481,6 +483,27 @@ class RunConfig:
 def to_dict(config: RunConfig) -> dict:
     """The config as nested dicts and lists, as JSON gives them back; the model as its registry writes it."""
     return _without_tuples(dataclasses.asdict(config) | {"model": model_to_dict(config.model)})
+
+
+def from_dict(found: dict) -> RunConfig:
+    """What `to_dict` wrote, read from JSON; keys that are not a setting's are left out.
+
+    It imports the module of a user's own model, and reads a schedule from the file that it names: ask
+    `registry.is_ours` and `builders.NAMES` first, where the record is not to be trusted with that.
+    Raises: ConfigError where a setting is missing, unknown or of another type.
+    """
+    parts = {"parallel": ParallelConfig, "optimizer": OptimizerConfig, "precision": PrecisionConfig}
+    known = {field.name for field in dataclasses.fields(RunConfig)}
+    values = fields_of(
+        RunConfig, {name: value for name, value in found.items() if name in known}, "a configuration", ("model", *parts)
+    )
+    for name, cls in parts.items():
+        if name in values:
+            nested = fields_of(cls, values[name], name, ("mesh",) if cls is ParallelConfig else ())
+            if "mesh" in nested:
+                nested["mesh"] = MeshShape(**fields_of(MeshShape, nested["mesh"], "mesh"))
+            values[name] = cls(**nested)
+    return RunConfig(**values | {"model": model_of(values["model"])})
 
 
 def _without_tuples(value):

@@ -130,6 +130,7 @@ TARGETS = (
     Target("convert", "Hf", ("theirs", "--out", "ours")),
     Target("convert", "Ours", ("ours", "--out", "out")),
     Target("schedules", "SchedulesFlags"),
+    Target("report", "ReportFlags", ("theirs",)),
     Target("launch", "LaunchFlags", ("--processes", "1"), (".launch:start",)),
     Target("bench.__main__", "BenchFlags", ("compile", *TINY), ("importlib:import_module",)),
     Target("levels", "LevelsFlags", (), (".levels:levels",)),

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.huggingface import CONFIG, read_model
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
+from jaxdist.values import fields_of
 
 PLAIN = (int, float, str, bool, type(None), tuple)  # what a model's fields may hold, so that JSON can
 
@@ -121,16 +123,32 @@ _read: dict[str, Model] = {}  # those of config.json, by the path that was asked
 
 def model_of(found: dict) -> Model:
     """The model that `jaxdist.config.to_dict` wrote, as JSON gives it back. Raises: ConfigError."""
+    if not isinstance(found, dict):
+        raise ConfigError(f"model={found!r:.60}", "it is no table of a model's fields", "Use the code that wrote it")
     asked = f"model={str(found.get('class', 'GPT2'))!r}"
     fields = {name: value for name, value in found.items() if name not in ("class", "source")}
     cls = _import_named(str(found["class"])) if "class" in found else GPT2
     if not (inspect.isclass(cls) and issubclass(cls, Model)):
         raise ConfigError(asked, "it is not a jaxdist.models.base.Model", "Use the code that wrote it")
-    fields = {name: model_of(value) if isinstance(value, dict) else value for name, value in fields.items()}
+    nested = tuple(name for name, value in fields.items() if isinstance(value, dict))
+    if cls.__module__.startswith(f"{__package__}."):
+        fields = fields_of(cls, fields, asked, nested)
+    fields |= {name: model_of(fields[name]) for name in nested}
     try:
         return cls(**{name: _with_tuples(value) for name, value in fields.items()})
     except TypeError as error:
         raise ConfigError(asked, f"its fields are others ({error})", "Use the code that wrote it") from error
+
+
+OURS = re.compile(r"jaxdist\.models(\.[A-Za-z_]\w*)+:[A-Za-z_]\w*", re.ASCII)
+
+
+def is_ours(found) -> bool:
+    """Whether what `to_dict` wrote names classes of this package alone, so that `model_of` runs no other code."""
+    if not isinstance(found, dict):
+        return True
+    named = "class" not in found or (isinstance(found["class"], str) and OURS.fullmatch(found["class"]) is not None)
+    return named and all(map(is_ours, found.values()))
 
 
 def to_dict(model: Model) -> dict:

@@ -100,13 +100,14 @@ class RunFiles:
         warn: Callable[[str], None] = lambda text: None,
     ):
         self.folder, self._lines, self._failure = out, None, None
+        self._config = {**to_dict(config), **extra}
         if out is None:
             return
         try:
             out.mkdir(parents=True, exist_ok=True)
             for name in (SUMMARY, STOPPED):
                 (out / name).unlink(missing_ok=True)
-            self._write(CONFIG, {**to_dict(config), **extra})
+            self._write(CONFIG, self._config)
             self._lines = StepLines(out / METRICS, steps, warn)
         except OSError as error:
             raise _unwritable(out, error) from error
@@ -124,6 +125,11 @@ class RunFiles:
     def write_step(self, record: dict) -> bool:
         """Append one line; False where the disk refuses it."""
         return self._lines is None or self._lines.write(record)
+
+    def add_to_config(self, facts: dict) -> bool:
+        """What is known of the run only later, as what its compiled step needs. False where the disk refuses it."""
+        self._config |= facts
+        return self._try_to_write(CONFIG, self._config)
 
     def write_summary(self, summary: dict) -> bool:
         """False where the disk refuses it."""
