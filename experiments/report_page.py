@@ -15,6 +15,7 @@ from jaxdist.commands import install_text
 from jaxdist.errors import printable
 from jaxdist.mesh import AXES, MeshShape
 from jaxdist.plan.explain import NAMES_OF_TERMS
+from jaxdist.plan.verdict import judge, measured_parts
 from jaxdist.runtime.run_record import Run
 from jaxdist.runtime.telemetry import PARTS, Spread
 
@@ -309,6 +310,9 @@ def time_part(entry: Entry, draw: bool) -> list[str]:
     beside = figure(shown) if pictures and not spread else ""  # a table of three columns is as narrow as a chart
     parts = ["<h3>Where the time of a step goes</h3>", f'<div class="charts">{pictures}{beside}</div>']
     parts += [] if beside else [shown]
+    if laps := run.laps():
+        found = judge(*measured_parts(laps), "what it is made of, no clock of a host can tell")
+        parts.append(f"<p><b>{text(found.text[:1].upper() + found.text[1:])}.</b></p>")
     about = f"Over {run.steps.size:,} steps, by the clock of the first process's host."
     if spread:
         about += f" The last columns: the means of {len(run.processes)} processes beside each other."

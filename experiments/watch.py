@@ -48,7 +48,11 @@ def main(flags: WatchFlags, console: Console) -> int:
     config = read_config(folder)
     devices = str(config.get("devices", ""))
     steps = config.get("steps")
-    panel = RunPanel(str(folder), steps if type(steps) is int else 0, None, simulated="SIMULATED" in devices)
+    compiled = config.get("compiled")
+    numbers = [each for each in compiled.values() if type(each) is int] if isinstance(compiled, dict) else []
+    panel = RunPanel(
+        str(folder), steps if type(steps) is int else 0, sum(numbers) or None, simulated="SIMULATED" in devices
+    )
     seen = show(panel, folder, 0)
     if not seen:
         reason = "no line of its metrics.jsonl is whole and of this version"

@@ -91,6 +91,8 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
         "input_seconds",
         "tokens_per_second",
         "batch",
+        "grad_norms",
+        "seconds",
     }
     assert set(lines[0]) == fields
     evaluated = {line["step"]: line["held_out_loss"] for line in lines if "held_out_loss" in line}

@@ -76,6 +76,11 @@ class Run:
         """Of each part, over all steps; parts that no step has are left out."""
         return _means(self.seconds)
 
+    def laps(self) -> list[dict[str, float]]:
+        """The mean seconds of every part, of each process that tells all of them; else of the first one's lines."""
+        found = [_means(each.seconds) for each in self.processes] or [self.mean_seconds()]
+        return [lap for lap in found if set(PARTS) <= lap.keys()]
+
     def spread_over_processes(self) -> dict[str, Spread]:
         """The mean seconds of each part on every process beside each other; empty where fewer than two are known."""
         means = {each.index: _means(each.seconds) for each in self.processes}
