@@ -7,9 +7,12 @@ import pytest
 from test_generate_cli import run
 
 from experiments import train
+from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import parse_mesh
+from jaxdist.mesh import make_abstract_mesh, parse_mesh
+from jaxdist.models.presets import PRESETS
 from jaxdist.runtime.profile import SUMMARY, Window, described, device_times, overlap, read_events, union
+from jaxdist.train.program import build_program
 
 MESH = parse_mesh("dp=2,tp=2")
 TEXT = """HloModule jit_step
@@ -84,6 +87,17 @@ def test_a_damaged_trace_is_refused(tmp_path, content):
 def test_a_window_that_is_none(text):
     with pytest.raises(ConfigError, match="START:END"):
         Window.parse(text)
+
+
+def test_a_step_asks_its_host_for_nothing():
+    config = RunConfig(PRESETS["proof"], ParallelConfig(MESH), batch_size=8)
+    program = build_program(config, make_abstract_mesh(MESH))
+    text = (
+        program.step.trace(program.abstract_state(), program.abstract_batch())
+        .lower(lowering_platforms=("cpu",))
+        .as_text()
+    )
+    assert "all_reduce" in text and not [word for word in ("callback", "infeed", "outfeed", "send") if word in text]
 
 
 def test_a_run_is_profiled_and_says_what_was_exposed(tmp_path, capfd):

@@ -47,6 +47,7 @@ BENCHES = {
     "profile": ("profile", "bench_profile", ALL_ROWS),
     "strategies": ("strategies", "bench_strategies", set()),
     "overhead": ("overhead", "bench_overhead", PLAIN),
+    "telemetry": ("telemetry", "bench_telemetry", PLAIN),
     "collectives": ("collectives", "bench_collectives", SHAPE | PLAIN | {"batch_size"}),
     "scaling": ("scaling", "bench_scaling", set()),
     "flags": ("compiler_flags", "bench_flags", set()),

@@ -18,6 +18,7 @@ ABOUT = {
     "kernels": "the operations of a step one by one, each beside PyTorch's",
     "profile": "the operations of a step on --mesh by what they came from, as XLA reports them",
     "overhead": "what the mesh machinery costs: one device against plain jit, 8 against one",
+    "telemetry": "what measuring a run costs, against one step on one device",
     "collectives": "each collective over sizes: algbw and busbw as NCCL tests define them",
     "scaling": "time and bytes against width, depth, sequence, batch, ranks: fitted exponents",
     "flags": "compiler options: which this jaxlib accepts, what each gains or costs",
