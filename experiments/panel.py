@@ -84,6 +84,8 @@ class RunPanel:
         ]
 
     def _speed(self) -> str:
+        if "mfu" in self._record:
+            return f"   MFU {self._record['mfu']:.1%}, HFU {self._record['hfu']:.1%}"
         return "   (simulated: no speed)" if self.simulated else ""
 
     def _times(self) -> Text:

@@ -36,6 +36,7 @@ from jaxdist.files import write_whole
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
+from jaxdist.plan.utilisation import utilisation_of
 from jaxdist.plan.verdict import verdict_of
 from jaxdist.runtime import exporters, gpus, processes, profile
 from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log, is_asked_for
@@ -712,6 +713,7 @@ class Loop:
         self.memory: list[DeviceMemory] = []
         self._gpus = gpus.Watch(run.devices.devices)
         self._exporters = open_exporters(run)
+        self._utilisation = utilisation_of(run.config, run.devices)
         last_batch = start.progress.batch + run.config.steps - start.step
         self.inputs = Prefetched(self._make_batch, start.progress.batch, last_batch, run.flags.prefetch)
 
@@ -753,6 +755,8 @@ class Loop:
             self._profile_to(step)
         record = step_record(step, metrics, time.perf_counter() - begun, self.inputs.waited)
         record["batch"] = self.progress.batch
+        if self._utilisation is not None:
+            record |= self._utilisation.of(record["step_seconds"])
         if flags.record_digests:
             record["digest"] = self._digests.pop(self.progress.batch)
         evaluates = step % flags.eval_every == 0 or step == run.config.steps

@@ -44,7 +44,7 @@ def endpoint():
 
 def test_an_endpoint_has_every_number_of_a_step(endpoint):
     endpoint.write(record(1, held_out_loss=4.5, loss_scale=8.0), MEMORY, [CARD])
-    endpoint.write(record(2), MEMORY, [CARD])
+    endpoint.write(record(2, mfu=0.5, hfu=0.6), MEMORY, [CARD])
     text = page(endpoint.address)
     for line in (
         "jaxdist_steps_total 2.0",
@@ -58,6 +58,7 @@ def test_an_endpoint_has_every_number_of_a_step(endpoint):
         "jaxdist_device_memory_planned_bytes 1.048576e+06",
         'jaxdist_gpu_busy_ratio{rank="1"} 0.5',
         "jaxdist_loss_scale_ratio 8.0",
+        'jaxdist_flops_utilization_ratio{flops="model"} 0.5',
     ):
         assert line in text.splitlines(), line
     assert 'mesh="dp=2"' in text and 'run="a \\"b\\"\\n"' in text and "gpu_ecc_uncorrected_errors{" not in text

@@ -1,6 +1,7 @@
 """Which part of a step binds a run, from what processes measured, from the time model, and from both."""
 
 import dataclasses
+import types
 
 import pytest
 
@@ -9,7 +10,18 @@ from jaxdist.mesh import parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.hardware import Cluster, Link, find_hardware
-from jaxdist.plan.verdict import REMEDIES, STEP, divided, judge, known_hardware, measured_parts, predicted_parts
+from jaxdist.plan.utilisation import flops_per_token, utilisation_of
+from jaxdist.plan.verdict import (
+    REMEDIES,
+    STEP,
+    divided,
+    judge,
+    known_hardware,
+    measured_parts,
+    predicted_parts,
+    verdict_of,
+)
+from jaxdist.runtime.devices import Devices
 from jaxdist.runtime.telemetry import PARTS, Stopwatch, Window, spreads
 
 BF16 = PrecisionConfig("bfloat16")
@@ -184,3 +196,40 @@ def test_a_slower_link_names_itself():
     slow = Link("string", 1e9, 1e-3, "", 1e9, "", cluster.between.date)
     parts, details = predicted_parts(config, dataclasses.replace(cluster, between=slow))
     assert "at 1 GB/s" in judge(parts, details).text
+
+
+# ---- utilisation ----
+
+
+@pytest.mark.parametrize(("remat", "again"), [("none", 0.0), ("block", 1.0), ("selective", None)])
+def test_model_and_hardware_flops(remat, again):
+    config = RunConfig(PRESETS["gpt2-124m"], ParallelConfig(remat=remat), precision=BF16, batch_size=8)
+    model, repeated = flops_per_token(config)
+    parameters = 12 * (4 * 768**2 + 2 * 768 * 3072) + 50_304 * 768
+    attention = 12 * 2 * 2 * 1024 * 768 * 5 / 8  # four blocks of queries see 1, 2, 3 and 4 quarters of the keys
+    assert model == pytest.approx(6 * parameters + 3 * attention, rel=1e-3)
+    layers = 2 * (parameters - 50_304 * 768) + attention
+    assert repeated == pytest.approx(attention if again is None else again * layers, rel=1e-3)
+
+
+def test_utilisation_where_a_peak_is_known():
+    config = RunConfig(PRESETS["gpt2-124m"], ParallelConfig(parse_mesh("dp=2")), precision=BF16, batch_size=8)
+    card = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    found = utilisation_of(config, Devices([card, card], False, ""))
+    peak = 2 * find_hardware("h100").peak("bfloat16")
+    assert found.of(0.5) == {"mfu": found.model_flops / 0.5 / peak, "hfu": found.hardware_flops / 0.5 / peak}
+    assert found.model_flops == 8 * 1024 * flops_per_token(config)[0]
+    assert utilisation_of(config, Devices([card, card], True, "")) is None
+    assert utilisation_of(config, Devices([types.SimpleNamespace(device_kind="cpu")], False, "")) is None
+    half = dataclasses.replace(config, precision=PrecisionConfig("float64"))
+    assert utilisation_of(half, Devices([card, card], False, "")) is None
+
+
+def test_a_verdict_on_known_hardware_divides_the_step_as_predicted():
+    config, _ = CAUSES["bubble"]
+    card = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    found = verdict_of(config, laps({}), Devices([card] * 8, False, ""), "cudnn")
+    assert found.kind == "bubble" and "as predicted for NVIDIA H100" in found.text and "its 1 s" in found.text
+    assert verdict_of(config, laps({}), Devices([card] * 8, True, ""), "xla").kind == STEP
+    unknown = types.SimpleNamespace(device_kind="abacus")
+    assert "has no abacus" in verdict_of(config, laps({}), Devices([unknown] * 8, False, ""), "xla").text

@@ -170,7 +170,10 @@ def verdict_of(config: RunConfig, laps: Sequence[Mapping[str, float]], devices: 
     per_node = min(count, hardware.devices_per_node)
     inside, links = predicted_parts(config, Cluster(hardware, -(-count // per_node), per_node), attention=attention)
     found = judge(divided(parts, inside), details | links)
-    return replace(found, text=f"{found.text} (inside the step as predicted for {hardware.title})")
+    compared = (
+        f"its {parts[STEP]:.3g} s as predicted for {hardware.title}, where it was to take {sum(inside.values()):.3g}"
+    )
+    return replace(found, text=f"{found.text} (inside the step {compared})")
 
 
 def known_hardware(device_kind: str) -> Accelerator | None:

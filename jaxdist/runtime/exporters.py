@@ -75,6 +75,7 @@ class Prometheus:
             metric("Gauge", "gradient_group_norm", "L2 norm by part of the model.", "group") if first else None
         )
         self._rate = metric("Gauge", "learning_rate_ratio", "Learning rate.") if first else None
+        self._used = metric("Gauge", "flops_utilization_ratio", "MFU and HFU.", "flops") if first else None
         self._scale = metric("Gauge", "loss_scale_ratio", "Loss scale of fp16.") if first else None
         try:
             self._server, self._thread = client.start_http_server(
@@ -107,6 +108,9 @@ class Prometheus:
         for group, norm in record["grad_norms"].items():
             self._norms.labels(group).set(norm)
         self._rate.set(record["lr"])
+        for flops, name in (("model", "mfu"), ("hardware", "hfu")):
+            if name in record:
+                self._used.labels(flops).set(record[name])
         if "loss_scale" in record:
             self._scale.set(record["loss_scale"])
 
@@ -149,6 +153,7 @@ def scalars(record: Mapping, memory: Sequence[DeviceMemory], gpus: Sequence[GPU]
     found = {"loss/train": record["loss"], "gradient_norm/all": record["grad_norm"], "schedule/lr": record["lr"]}
     found |= {"pace/tokens_per_second": record["tokens_per_second"]}
     found |= {"loss/held_out": record["held_out_loss"]} if "held_out_loss" in record else {}
+    found |= {f"pace/{name}": record[name] for name in ("mfu", "hfu") if name in record}
     found |= {"schedule/loss_scale": record["loss_scale"]} if "loss_scale" in record else {}
     found |= {f"gradient_norm/{group}": norm for group, norm in record["grad_norms"].items()}
     found |= {f"seconds/{part}": record["seconds"][part] for part in PARTS}
