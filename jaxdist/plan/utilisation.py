@@ -1,9 +1,9 @@
 """MFU and HFU of a run, on accelerators whose peak the hardware table has.
 
-Model FLOPs are those of the products in a forward and in the gradients that are trained, read from a trace of the model
-(`plan.parts`). Of attention these are the blocks of scores that are not masked as a whole: at 1,024 positions 5/8 of the
-square, all of which PaLM counts (arXiv 2204.02311, appendix B), so ours is never above that. Hardware FLOPs add the
-forward that recomputation repeats. Both are over the dense peak of the run's dtype.
+Model FLOPs are those of the products in a forward and in the gradients that are trained, read from a trace of the
+model (`plan.parts`). Of attention these are the blocks of scores that are not masked as a whole: at 1,024 positions 5/8
+of the square, all of which PaLM counts (arXiv 2204.02311, appendix B), so ours is never above that. Hardware FLOPs add
+the forward that recomputation repeats. Both are over the dense peak of the run's dtype.
 """
 
 from dataclasses import dataclass
