@@ -664,13 +664,13 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
             loop.compare_and_save(step)
     if start.step == num_steps:  # killed between the last checkpoint and the summary
         loop.held_out_loss = evaluate(run.program, loop.state, run.held_out)
-    say_verdict(run, loop)
     if run.checkpoints is not None:
         run.watchdog.alive("writing the last checkpoint")
         try:
             run.checkpoints.finish()
         except SaveFailed as error:
             raise Stopped(num_steps, str(error), EXIT_SAVE, newest(run)) from error
+    say_verdict(run, loop)
     return loop.progress, loop.held_out_loss
 
 
@@ -798,7 +798,11 @@ class Loop:
             return
         self.end_profile()
         folder = profile.folder_of(run.out)
-        found = profile.summarise(folder, run.step.as_text(), run.config.parallel.mesh, run.devices.devices)
+        try:
+            found = profile.summarise(folder, run.step.as_text(), run.config.parallel.mesh, run.devices.devices)
+        except (ConfigError, OSError) as error:  # the run is worth more
+            run.warn(f"the profile cannot be read: {reason_of(error)}")
+            return
         text = profile.described(found, step - window.first + 1)
         note = " (simulated devices share cores: no speed)" if run.devices.simulated else ""
         run.console.print(
@@ -814,8 +818,12 @@ class Loop:
     def _write(self, record: dict) -> None:
         """What this process alone knows of a step."""
         self.memory, found = device_memory(self.run.devices.devices), self._gpus.read()
-        for exporter in self._exporters:
-            exporter.write(record, self.memory, found)
+        for exporter in list(self._exporters):
+            try:
+                exporter.write(record, self.memory, found)
+            except OSError as error:  # a full disk; the run is worth more
+                self.run.warn(f"{type(exporter).__name__} gets no more numbers: {reason_of(error)}")
+                self._exporters.remove(exporter)
         memory = [each._asdict() for each in self.memory]
         own = {"step": record["step"], "time": time.time(), "seconds": record["seconds"]}
         own |= {"gpus": [each._asdict() for each in found]} if found else {}

@@ -73,7 +73,15 @@ def test_intervals():
     assert overlap([(0, 2), (4, 9)], [(1, 5), (6, 7)]) == [(1, 2), (4, 5), (6, 7)]
 
 
-@pytest.mark.parametrize("content", [b"", gzip.compress(b'{"traceEvents": [')[:-4], gzip.compress(b"[]"), b"not gzip"])
+DAMAGED = {
+    "empty": b"",
+    "cut short": gzip.compress(b'{"traceEvents": [')[:-4],
+    "no object": gzip.compress(b"[]"),
+    "no archive": b"not gzip",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_trace_is_refused(tmp_path, content):
     with pytest.raises(ConfigError, match="there is no trace"):
         read_events(tmp_path)

@@ -232,4 +232,4 @@ def test_a_verdict_on_known_hardware_divides_the_step_as_predicted():
     assert found.kind == "bubble" and "as predicted for NVIDIA H100" in found.text and "its 1 s" in found.text
     assert verdict_of(config, laps({}), Devices([card] * 8, True, ""), "xla").kind == STEP
     unknown = types.SimpleNamespace(device_kind="abacus")
-    assert "has no abacus" in verdict_of(config, laps({}), Devices([unknown] * 8, False, ""), "xla").text
+    assert "has no abacus in bfloat16" in verdict_of(config, laps({}), Devices([unknown] * 8, False, ""), "xla").text

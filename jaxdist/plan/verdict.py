@@ -163,9 +163,10 @@ def verdict_of(config: RunConfig, laps: Sequence[Mapping[str, float]], devices: 
     parts, details = measured_parts(laps)
     if devices.simulated:
         return judge(parts, details, "on simulated devices its parts mean nothing: `plan --hardware` predicts them")
-    hardware = known_hardware(devices.devices[0].device_kind)
-    if hardware is None:
-        return judge(parts, details, f"the hardware table has no {devices.devices[0].device_kind} to divide it by")
+    hardware, dtype = known_hardware(devices.devices[0].device_kind), config.precision.dtype
+    if hardware is None or dtype not in hardware.peak_flops:
+        asked = f"{devices.devices[0].device_kind} in {dtype}"
+        return judge(parts, details, f"the hardware table has no {asked} to divide it by")
     count = len(devices.devices)
     per_node = min(count, hardware.devices_per_node)
     inside, links = predicted_parts(config, Cluster(hardware, -(-count // per_node), per_node), attention=attention)

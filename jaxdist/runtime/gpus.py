@@ -41,7 +41,10 @@ class Watch:
             self._nvml = importlib.import_module(module)
         except ModuleNotFoundError:
             return
-        self._nvml.nvmlInit()
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError:  # the driver talks to nobody here, as in some containers
+            return
         for rank, device in mine.items():
             name = _visible(device.local_hardware_id)
             by_uuid = isinstance(name, str)

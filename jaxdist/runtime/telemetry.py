@@ -71,21 +71,23 @@ def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
 
 
 class Window:
-    """The mean of every part over the steps since the last exchange between processes."""
+    """The mean of every part over the steps since it was last asked for."""
 
     def __init__(self):
-        self._laps: list[Mapping[str, float]] = []
+        self._count, self._sums = 0, {}
 
     def add(self, lap: Mapping[str, float]) -> None:
-        self._laps.append(lap)
+        self._count += 1
+        self._sums = {name: self._sums.get(name, 0.0) + seconds for name, seconds in lap.items()}
 
     def __bool__(self) -> bool:
-        return bool(self._laps)
+        return self._count > 0
 
     def mean(self) -> dict[str, float]:
         """Of each part, over at least one step; begins anew."""
-        laps, self._laps = self._laps, []
-        return {name: statistics.fmean(lap[name] for lap in laps) for name in laps[0]}
+        found = {name: seconds / self._count for name, seconds in self._sums.items()}
+        self._count, self._sums = 0, {}
+        return found
 
     def exchange(self, step: int) -> dict[str, Spread]:
         """The means of all processes beside each other. Every process comes here after the same step."""
