@@ -36,7 +36,8 @@ def bench_telemetry(flags: BenchFlags, config: RunConfig, console: Console) -> M
         for name, work in works(devices, Path(folder)).items():
             if flags.only not in name:
                 continue
-            each = [cost_of(work) for _ in range(flags.repeats)]
+            with console.status(name):
+                each = [cost_of(work) for _ in range(flags.repeats)]
             ratio = statistics.median(each) / seconds
             mark = "met" if ratio <= LARGEST else "missed"
             table.add_row(name, f"{1e6 * statistics.median(each):.0f}", f"{ratio:.2%}", f"{LARGEST:.0%}", mark)
