@@ -49,7 +49,8 @@ KILLED = {
     "ZeRO-3 dp=2 bf16": "--mesh dp=2 --zero 3 --dtype bfloat16",
     "ZB-V pp=2": "--mesh pp=2 --schedule zb-v --num-layers 4",
 }
-CLOCKS = {"step_seconds", "input_seconds", "tokens_per_second", "seconds", "processes"}  # what differs between two equal runs
+# What differs between two equal runs.
+CLOCKS = {"step_seconds", "input_seconds", "tokens_per_second", "seconds", "processes"}
 
 
 KILLS = "kills"
