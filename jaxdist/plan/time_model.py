@@ -135,18 +135,22 @@ class Layout:
 
 PARTS = ("compute", "memory", "overhead", "tp", "cp", "dp", "pp", "bubble", "input")
 BINDS = ("compute", "memory", "communication", "bubble", "host")
+# What binds a step: (as the subject of a sentence, what would shorten the step).
 RELIEF = {
-    "compute": "Compute binds: more devices, less recomputation, or lower-precision matmuls would shorten the step.",
-    "memory": "Memory bandwidth binds: fused norms and activations, flash attention, sp, or larger micro-batches would "
-    "shorten the step.",
-    "tp": "Tensor-parallel communication binds: a smaller tp inside one node, or overlap, would shorten the step.",
-    "cp": "Context-parallel communication binds: a smaller cp, or fewer key/value heads, would shorten the step.",
-    "dp": "Data-parallel communication binds: more tokens a device (accumulate), 16-bit gradients, or a lower ZeRO "
-    "stage would shorten the step.",
-    "pp": "Messages between stages bind: fewer chunks, or scattering them over tp, would shorten the step.",
-    "bubble": "The pipeline's bubble binds: more micro-batches, chunks, a zero-bubble schedule, or fewer stages would "
-    "shorten the step.",
-    "host": "The host binds: larger micro-batches, or a faster input pipeline, would shorten the step.",
+    "compute": ("Compute binds", "more devices, less recomputation, or lower-precision matmuls"),
+    "memory": (
+        "Memory bandwidth binds",
+        "fused norms and activations, flash attention, sp, or larger micro-batches",
+    ),
+    "tp": ("Tensor-parallel communication binds", "a smaller tp inside one node, sp, or overlap (tp_ring)"),
+    "cp": ("Context-parallel communication binds", "a smaller cp, or fewer key/value heads"),
+    "dp": (
+        "Data-parallel communication binds",
+        "more tokens a device (accumulate), overlap, 16-bit gradients, or a lower ZeRO stage",
+    ),
+    "pp": ("Messages between stages bind", "fewer chunks, or overlap"),
+    "bubble": ("The pipeline's bubble binds", "more micro-batches, chunks, a zero-bubble schedule, or fewer stages"),
+    "host": ("The host binds", "larger micro-batches, or a faster input pipeline"),
 }
 
 
@@ -187,7 +191,9 @@ class StepTime:
         if binds == "communication":
             binds = max(("tp", "cp", "dp", "pp"), key=lambda name: getattr(self, name)[index])
         seconds = self.overhead + self.input if binds == "host" else getattr(self, binds)
-        return f"{RELIEF[binds]} It is {seconds[index] / self.total[index]:.0%} of the predicted step."
+        cause, relief = RELIEF[binds]
+        share = seconds[index] / self.total[index]
+        return f"{cause}: {relief} would shorten the step. It is {share:.0%} of the predicted step."
 
 
 class Work(Protocol):

@@ -43,9 +43,14 @@ def utilisation_of(config: RunConfig, devices: Devices) -> Utilisation | None:
 
 
 def flops_per_token(config: RunConfig) -> tuple[float, float]:
-    """(of the model, of what recomputation repeats)."""
-    work, parallel = work_of(config.model), config.parallel
-    layers = work.num_layers * sum(p.flops for p in work.layer)
-    attention = work.num_layers * sum(p.flops for p in work.layer if p.batched)
-    again = layers if parallel.remat_every else attention if parallel.remat == "selective" else 0.0
-    return work.flops_per_token, again
+    """(of the model, of what recomputation repeats).
+
+    A layer that runs again by itself stops before its last product, whose result no gradient needs; selective
+    recomputation repeats the scores, and not their product with the values, for the same reason.
+    """
+    work, every = work_of(config.model), config.parallel.remat_every
+    layer, scores = sum(p.flops for p in work.layer), sum(p.flops for p in work.layer if p.batched) / 2
+    again = layer - work.layer[-1].flops if every == 1 else layer
+    if not every:
+        again = scores if config.parallel.remat == "selective" else 0.0
+    return work.flops_per_token, work.num_layers * again

@@ -13,7 +13,7 @@ from jaxdist.mesh import AXES
 from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import Accelerator, Cluster, load_hardware, strides
 from jaxdist.plan.search import UNCALIBRATED, Candidates, score
-from jaxdist.plan.time_model import Efficiency
+from jaxdist.plan.time_model import RELIEF, Efficiency
 from jaxdist.plan.traffic import predicted, table
 from jaxdist.runtime.devices import Devices
 from jaxdist.runtime.telemetry import PARTS
@@ -22,23 +22,21 @@ SIGNIFICANT = 0.15  # of a step: what takes less is not what binds it
 COMMUNICATION = "communication on "
 STEP = "step"  # of which nobody said what it is made of
 
+# The causes that the time model has, and those that only a run has.
 REMEDIES = {
-    "compute": "more devices, less recomputation, or lower-precision matmuls",
+    "compute": RELIEF["compute"][1],
+    "memory bandwidth": RELIEF["memory"][1],
+    "bubble": RELIEF["bubble"][1],
+    **{f"{COMMUNICATION}{axis}": RELIEF[axis][1] for axis in ("tp", "cp", "dp", "pp")},
+    f"{COMMUNICATION}replica": "more tokens a device (accumulate), or a larger dp in its place",
     "small matmuls": "a smaller tp, larger micro-batches, or a wider model",
-    "memory bandwidth": "flash attention, sp, or larger micro-batches",
     "launches": "larger micro-batches, or fewer of them",
-    "bubble": "more micro-batches, chunks, a zero-bubble schedule, or fewer stages",
-    "input": "--prefetch, prepared tokens (`prepare`), or faster storage",
-    "host": "nothing else on the host beside the run; larger steps",
-    "evaluation": "--eval-every or --eval-batches, so that it comes less often or is shorter",
-    "checkpoint": "--checkpoint-every, so that fewer are written, or faster storage",
-    "checks": "--check-replicas-every, so that copies are compared less often",
+    "input": "more batches read ahead (--prefetch), prepared tokens, or faster storage",
+    "host": "less beside the run on its host, or larger steps",
+    "evaluation": "a larger --eval-every, or fewer --eval-batches",
+    "checkpoint": "a larger --checkpoint-every, or faster storage",
+    "checks": "a larger --check-replicas-every",
     "straggler": "another machine in its place, or less beside the run on it",
-    f"{COMMUNICATION}tp": "a smaller tp inside one node, sp, or --tp-ring",
-    f"{COMMUNICATION}cp": "a smaller cp, or fewer key heads",
-    f"{COMMUNICATION}dp": "more tokens a step (--accumulate), --overlap, 16-bit gradients, or dp inside the node",
-    f"{COMMUNICATION}replica": "more tokens a step (--accumulate), or a larger dp in its place",
-    f"{COMMUNICATION}pp": "fewer chunks, or --overlap",
 }
 
 
@@ -84,7 +82,8 @@ def judge(parts: Mapping[str, float], details: Mapping[str, str] | None = None, 
 def _bound(kind: str) -> str:
     if kind.startswith(COMMUNICATION):
         return f"communication-bound on {kind.removeprefix(COMMUNICATION)}"
-    return {"small matmuls": "bound by small matmuls", "memory bandwidth": "memory-bound"}.get(kind, f"{kind}-bound")
+    words = {"memory bandwidth": "memory-bound", "checks": "bound by comparing copies"}
+    return {"small matmuls": "bound by small matmuls", **words}.get(kind, f"{kind}-bound")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ def _links(config: RunConfig, cluster: Cluster) -> dict[str, str]:
     rows = table(predicted(config, layout), mesh)
     apart = strides(dict(zip(AXES, mesh.sizes, strict=True)))
     found = {}
-    for axis in ("replica", "dp", "cp", "tp", "pp"):
+    for axis in AXES:
         ours = [row for row in rows if axis in row.axes.split(", ")]
         if not ours:
             continue
