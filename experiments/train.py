@@ -54,7 +54,7 @@ from jaxdist.runtime.metrics import (
 from jaxdist.runtime.run_folder import held, require_shared
 from jaxdist.runtime.signals import Signals
 from jaxdist.runtime.stragglers import StragglerWatch
-from jaxdist.runtime.telemetry import DeviceMemory, Stopwatch, Window, device_memory
+from jaxdist.runtime.telemetry import DeviceMemory, MeanLap, Stopwatch, device_memory
 from jaxdist.runtime.watchdog import Agreement, Watchdog
 from jaxdist.train.program import Program, State, build_program, compiled_bytes
 from jaxdist.versions import __version__, versions
@@ -708,7 +708,7 @@ class Loop:
         self._check_replicas = make_replica_check(run.program)
         self._spikes = SpikeWatch(recent=start.progress.recent)
         self._skips_in_a_row, self._digests = 0, {}
-        self._watch, self.laps = Stopwatch(), Window()
+        self._watch, self.laps = Stopwatch(), MeanLap()
         self._window, self._tracing = run.window, False
         self.memory: list[DeviceMemory] = []
         self._gpus = gpus.Watch(run.devices.devices)
@@ -741,12 +741,10 @@ class Loop:
         begun = time.perf_counter()
         with self._watch.aside():
             self._profile_from(step)
-        self._stragglers.starts()
         if injected is not None:
             injected.before(step)
         with self._watch.part("input"):
             batch = next(self.inputs)
-        self._stragglers.dispatches()
         with self._watch.part("step"):
             self.state, metrics = run.step(self.state, batch)
             self._not_finite = metrics.pop("not_finite")

@@ -36,7 +36,7 @@ def page(address: str) -> str:
 
 @pytest.fixture
 def endpoint():
-    pytest.importorskip("prometheus_client")
+    pytest.importorskip("prometheus_client", reason="pip install -e '.[metrics]'")
     found = exporters.Prometheus(free_port(), exporters.LOOPBACK, {"mesh": "dp=2", "run": 'a "b"\n'}, planned=2**20)
     yield found
     found.close()
@@ -130,7 +130,7 @@ run_program(train.TrainFlags, train.main, "train")
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed (package prometheus)")
 def test_a_server_scrapes_two_processes_and_answers_every_query_of_the_dashboard(tmp_path):
-    pytest.importorskip("prometheus_client")
+    pytest.importorskip("prometheus_client", reason="pip install -e '.[metrics]'")
     port, web = free_port(), free_port()
     (tmp_path / "fake_driver.py").write_text(FAKE_DRIVER)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
@@ -187,7 +187,7 @@ def answer(port: int, query: str) -> list:
 
 
 def test_event_files_of_tensorboard(tmp_path):
-    pytest.importorskip("tensorboardX")
+    pytest.importorskip("tensorboardX", reason="pip install -e '.[metrics]'")
     writer = exporters.TensorBoard(tmp_path)
     writer.write(record(1, held_out_loss=4.5), MEMORY, [CARD])
     writer.close()
@@ -198,7 +198,7 @@ def test_event_files_of_tensorboard(tmp_path):
 
 
 def test_an_offline_run_of_weights_and_biases(tmp_path):
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="pip install -e '.[metrics]'")
     writer = exporters.WeightsAndBiases(tmp_path, "proof", {"steps": 2})
     writer.write(record(1), [], [])
     writer.close()

@@ -139,7 +139,7 @@ def test_slow_processes_are_named():
     even = {"host": 0.002, "device": 0.010}
     assert slow_processes([even, even]) == []
     assert slow_processes([even, {"host": 0.5, "device": 0.010}]) == [
-        "process 1 spends 500 ms on its host before each step, the median is 2 ms"
+        "process 1 spends 500 ms a step on its input and host, the median is 2 ms"
     ]
     (line,) = slow_processes([even, even, {"host": 0.002, "device": 0.030}, even])
     assert line.startswith("process 2 needs 30.0 ms")

@@ -12,7 +12,7 @@ from jaxdist.config import RunConfig
 from jaxdist.runtime import gpus
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.runtime.metrics import StepLines
-from jaxdist.runtime.telemetry import PARTS, Stopwatch, Window, device_memory
+from jaxdist.runtime.telemetry import PARTS, MeanLap, Stopwatch, device_memory
 
 from ..panel import RunPanel
 from ..tables import MARKS, Rows
@@ -56,7 +56,7 @@ def cost_of(work: Callable[[], object]) -> float:
 
 def works(devices: Devices, folder: Path) -> dict[str, Callable[[], object]]:
     """What `train` does after a step, part by part and in all; without the optional exporters."""
-    watch, window, card = Stopwatch(), Window(), gpus.Watch(devices.devices)
+    watch, laps, card = Stopwatch(), MeanLap(), gpus.Watch(devices.devices)
     run, process = (StepLines(folder / name, 0, lambda text: None) for name in ("metrics.jsonl", "0000.jsonl"))
     panel = RunPanel("", 10**9, None, simulated=False)
     numbers = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 1024, "tokens_per_second": 1e4}
@@ -66,7 +66,7 @@ def works(devices: Devices, folder: Path) -> dict[str, Callable[[], object]]:
         for part in PARTS[:-1]:
             with watch.part(part):
                 pass
-        window.add(lap := watch.lap())
+        laps.add(lap := watch.lap())
         return lap
 
     def lines() -> None:

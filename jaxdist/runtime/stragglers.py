@@ -1,7 +1,7 @@
 """Which process or device is slower than the others.
 
 In a step all ranks wait for the slowest, so a step's time names nobody. What can be told apart is what each process
-does alone: the time on its host between steps, and a fixed computation on each of its devices.
+does alone: its input and its host's other work, and a fixed computation on each of its devices.
 """
 
 import json
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxdist.runtime import processes
-from jaxdist.runtime.telemetry import Spread, Window
+from jaxdist.runtime.telemetry import Spread, spreads
 
 EVERY = 20  # steps between two reports of the processes to each other
 FACTOR = 1.5  # times the median of all
@@ -21,41 +21,39 @@ LEAST_SECONDS = 0.02  # what a host may lose in a step unnamed
 
 
 class StragglerWatch:
-    """Measures this process and, every `EVERY` steps, names the slow ones. With one process it does nothing."""
+    """Every `EVERY` steps compares the processes' laps, and names the slow ones. With one process it does nothing."""
 
     def __init__(self, console: Console):
-        self._console, self._host, self._begun = console, [], 0.0
-        self._window = Window()
-
-    def starts(self) -> None:
-        """The host begins to prepare a step."""
-        self._begun = time.perf_counter()
-
-    def dispatches(self) -> None:
-        """The step goes to the devices."""
-        self._host.append(time.perf_counter() - self._begun)
+        self._console, self._laps = console, []
 
     def add(self, lap: dict[str, float]) -> None:
         """The seconds of a step by part (`jaxdist.runtime.telemetry`)."""
-        self._window.add(lap)
+        self._laps.append(lap)
 
     def report(self, step: int) -> dict[str, Spread]:
-        """Every `EVERY` steps, of several processes: their mean times beside each other, and a line for a slow one."""
-        if jax.process_count() == 1 or step % EVERY:
+        """Every `EVERY` steps, of several processes: their mean laps beside each other, and a line for a slow one."""
+        if step % EVERY:
             return {}
-        mine = {"host": statistics.median(self._host), "device": max(map(_probe, jax.local_devices()))}
-        self._host = []
-        found = [json.loads(text) for text in processes.from_all("stragglers", json.dumps(mine))]
+        laps, self._laps = self._laps, []
+        if jax.process_count() == 1:
+            return {}
+        mine = {
+            "laps": {name: statistics.mean(lap[name] for lap in laps) for name in laps[0]},
+            # The median: one long pause of a host, such as a collection of garbage, is not a slow process.
+            "host": statistics.median(lap["input"] + lap["host"] for lap in laps),
+            "device": max(map(_probe, jax.local_devices())),
+        }
+        found = [json.loads(text) for text in processes.from_all(f"times of step {step}", json.dumps(mine))]
         for line in slow_processes(found):
             self._console.print(f"[yellow]slow:[/] step {step}: {line}")
-        return self._window.exchange(step)
+        return spreads([each["laps"] for each in found])
 
 
 def slow_processes(found: list[dict[str, float]]) -> list[str]:
     """Seconds of each process, "host" a step and "device" the probe -> a line for each that stands out."""
     lines = []
     for kind, least, what in (
-        ("host", LEAST_SECONDS, "spends {:.0f} ms on its host before each step, the median is {:.0f} ms"),
+        ("host", LEAST_SECONDS, "spends {:.0f} ms a step on its input and host, the median is {:.0f} ms"),
         ("device", 0.0, "needs {:.1f} ms for a computation that takes {:.1f} ms in the median"),
     ):
         median = statistics.median_low([seconds[kind] for seconds in found])

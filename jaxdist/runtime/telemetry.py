@@ -3,7 +3,6 @@
 Nothing here waits for a device: clocks of the host around what the run does anyway, and the allocators' own counters.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,8 +10,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import jax
-
-from jaxdist.runtime import processes
 
 # Of the time between two lines of metrics.jsonl. input: waiting for the batch. step: from its start until its numbers
 # are there. host: what is left.
@@ -70,8 +67,8 @@ def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     }
 
 
-class Window:
-    """The mean of every part over the steps since it was last asked for."""
+class MeanLap:
+    """The mean of every part over all laps so far, without keeping them."""
 
     def __init__(self):
         self._count, self._sums = 0, {}
@@ -84,15 +81,8 @@ class Window:
         return self._count > 0
 
     def mean(self) -> dict[str, float]:
-        """Of each part, over at least one step; begins anew."""
-        found = {name: seconds / self._count for name, seconds in self._sums.items()}
-        self._count, self._sums = 0, {}
-        return found
-
-    def exchange(self, step: int) -> dict[str, Spread]:
-        """The means of all processes beside each other. Every process comes here after the same step."""
-        mine = json.dumps(self.mean())
-        return spreads([json.loads(text) for text in processes.from_all(f"times of step {step}", mine)])
+        """Of each part, over at least one step."""
+        return {name: seconds / self._count for name, seconds in self._sums.items()}
 
 
 class DeviceMemory(NamedTuple):
