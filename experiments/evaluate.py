@@ -81,7 +81,7 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     console.print(f"{escape(weights.about)}: {escape(model.describe())}, {dtype}", soft_wrap=True)
     console.print(f"on {escape(corpus.about)}", soft_wrap=True)
     with Progress("reading the weights", quiet=console.quiet):
-        wanted = abstract_parameters(program.layout, program.mesh, config.precision.master_dtype)
+        wanted = abstract_parameters(program.layout, program.mesh, config.precision)
         params = parameters_from_logical(program, weights.read(wanted))
     loss = tokens = 0.0
     with Progress("evaluating", quiet=console.quiet) as progress:

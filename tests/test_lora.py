@@ -24,7 +24,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import ModelFlags, model_of, name_of
 from jaxdist.parallel.low_rank import LowRank
 from jaxdist.parallel.pipeline.split_backward import all_equations
-from jaxdist.parity import compare, observe, one_device, random_batches, random_parameters, worst
+from jaxdist.parity import Observed, compare, observe, one_device, random_batches, random_parameters, worst
 from jaxdist.placement import make_layout
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.program_memory import program_bytes
@@ -122,6 +122,19 @@ def references():
     return {}
 
 
+def same_as_one_device(config: RunConfig, references: dict) -> Observed:
+    """Two steps, equal to those of one device, which sent what was predicted. references: of one device, by model."""
+    batches = random_batches(config, 2)
+    if config.model not in references:
+        references[config.model] = observe(one_device(config), DEVICES, batches)
+    found = observe(config, DEVICES, batches)
+    differences = compare(config, found, references[config.model])
+    assert all(each.ok for each in differences), worst(differences)
+    messages = predicted(config, make_layout(config.model, config.parallel, config.part_layers))
+    assert found.sent_bytes == total_sent(messages, config.parallel.mesh)
+    return found
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "base",
@@ -134,15 +147,9 @@ def test_adapters_train_alike_on_every_mesh_and_send_what_was_predicted(x64, ref
     mesh, parallel = LAYOUTS[layout]
     model = LoRA(base, RANK, ALPHA)
     config = config_of(model, mesh, **parallel)
-    batches = random_batches(config, 2)
-    if base not in references:
-        references[base] = observe(one_device(config), DEVICES, batches)
-    found = observe(config, DEVICES, batches)
-    differences = compare(config, found, references[base])
-    assert all(each.ok for each in differences), worst(differences)
+    found = same_as_one_device(config, references)
     assert all(".lora." in name for name in found.gradients[0]) and len(found.moments) == 2 * len(found.gradients[0])
     messages = predicted(config, make_layout(model, config.parallel, config.part_layers))
-    assert found.sent_bytes == total_sent(messages, config.parallel.mesh)
     assert {c.kind for c in found.collectives} <= {m.kind for m in messages}
 
 
@@ -171,17 +178,8 @@ class FrozenTable(GPT2):
 def test_a_model_may_freeze_any_of_its_parameters(x64, references, layout):
     mesh, parallel = LAYOUTS[layout]
     model = FrozenTable(**vars(GPT))
-    config = config_of(model, mesh, **parallel)
-    batches = random_batches(config, 2)
-    if model not in references:
-        references[model] = observe(one_device(config), DEVICES, batches)
-    found = observe(config, DEVICES, batches)
-    differences = compare(config, found, references[model])
-    assert all(each.ok for each in differences), worst(differences)
+    found = same_as_one_device(config_of(model, mesh, **parallel), references)
     assert "positions" in found.gradients[0] and "tokens" not in found.gradients[0]
-    assert found.sent_bytes == total_sent(
-        predicted(config, make_layout(model, config.parallel, config.part_layers)), config.parallel.mesh
-    )
 
 
 def test_in_16_bits_a_frozen_parameter_is_kept_in_them_and_has_no_master():

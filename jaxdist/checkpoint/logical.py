@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxdist.config import PrecisionConfig
 from jaxdist.layout import Layout, Leaf, drop_unit_axes, fill
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_storage
 from jaxdist.train.optimizer import LossScale, initial_loss_scale, make_optimizer
@@ -58,25 +59,23 @@ def abstract_logical(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
         return jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=_sharding(program, leaf.draw_spec))
 
-    scale, precision = program.shapes.scale, program.config.precision
+    scale = program.shapes.scale
     return {
-        **abstract_parameters(program.layout, program.mesh, precision.master_dtype, precision.dtype),
+        **abstract_parameters(program.layout, program.mesh, program.config.precision),
         **named(MOMENTS, jax.tree.map(shape, _owners(program), program.shapes.moments)),
         **({} if scale is None else {f"{SCALE}.{k}": shape(False, v) for k, v in scale._asdict().items()}),
         STEP: shape(False, program.shapes.step),
     }
 
 
-def abstract_parameters(
-    layout: Layout, mesh: Mesh, dtype: str, frozen: str | None = None
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """The same of `params.*` alone, which needs a layout and no program. frozen: the dtype of frozen parameters, if it
-    is another."""
+def abstract_parameters(layout: Layout, mesh: Mesh, kept: str | PrecisionConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The same of `params.*` alone, which needs a layout and no program. kept: the dtype of all of them, or the
+    precision of a run that keeps each as it needs it."""
 
     def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, drop_unit_axes(leaf.draw_spec, layout.parallel.mesh))
-        kept = frozen if leaf.frozen and frozen else dtype
-        return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=sharding)
+        dtype = kept if isinstance(kept, str) else leaf.kept_dtype(kept)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
     return named(PARAMS, jax.tree.map(shape, layout.leaves))
 

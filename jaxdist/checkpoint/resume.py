@@ -175,8 +175,7 @@ def begin(program: Program, weights: Weights | None = None) -> Start:
     """The first state, with fresh moments: of initial values, or of the parameters that a run is to start from."""
     if weights is None:
         return Start(0, program.init(program.config.seed), Progress(), "initial values")
-    precision = program.config.precision
-    wanted = abstract_parameters(program.layout, program.mesh, precision.master_dtype, precision.dtype)
+    wanted = abstract_parameters(program.layout, program.mesh, program.config.precision)
     return Start(0, from_logical(program, weights.read(wanted)), Progress(), weights.about)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxdist.config import ParallelConfig
 
 ADAPTERS = "lora"  # the subtree of a layer that holds them
+ALPHA_PER_RANK = 2.0  # unless told
 
 
 @dataclass(frozen=True)

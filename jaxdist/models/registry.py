@@ -20,7 +20,7 @@ from jaxdist.errors import ConfigError, reason_of, require_positive, require_wit
 from jaxdist.models.base import BOUNDS, Model
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.huggingface import CONFIG, read_model
-from jaxdist.models.lora import LoRA
+from jaxdist.models.lora import ALPHA_PER_RANK, LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.values import fields_of
 
@@ -57,7 +57,8 @@ class ModelFlags:
         model = self._base_model()
         if self.lora:
             targets = tuple(filter(None, (self.lora_targets or "").replace(" ", "").split(",")))
-            return LoRA(model, self.lora, 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha, targets)
+            alpha = ALPHA_PER_RANK * self.lora if self.lora_alpha is None else self.lora_alpha
+            return LoRA(model, self.lora, alpha, targets)
         for name in ("lora_alpha", "lora_targets"):
             if getattr(self, name) is not None:
                 raise ConfigError(
@@ -279,7 +280,7 @@ def name_of(model: Model) -> tuple[str, dict]:
     if isinstance(model, LoRA):
         name, sizes = name_of(model.base)
         sizes |= {"lora": model.rank}
-        sizes |= {"lora_alpha": model.alpha} if model.alpha != 2.0 * model.rank else {}
+        sizes |= {"lora_alpha": model.alpha} if model.alpha != ALPHA_PER_RANK * model.rank else {}
         return name, sizes | ({"lora_targets": ",".join(model.targets)} if model.targets else {})
     wanted, nearest = _fields(model), None
     for name, found in _named_models(model):
