@@ -262,7 +262,9 @@ class SafeConsole(Console):
         super().__init__(emoji=False, **how)
 
     def status(self, status, **how) -> AbstractContextManager:
-        return super().status(status, **how) if self.is_terminal or self.quiet else Progress(str(status))
+        # A notebook's FORCE_COLOR makes rich see a terminal where every frame of a spinner would be a line.
+        animated = self.is_terminal and self.file.isatty()
+        return super().status(status, **how) if animated or self.quiet else Progress(str(status))
 
     def render(self, renderable, options=None):
         for segment in super().render(renderable, options):

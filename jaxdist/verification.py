@@ -35,7 +35,7 @@ from jaxdist.parity import (
     random_batches,
     worst,
 )
-from jaxdist.plan.proof.trace import Collective, collectives_of
+from jaxdist.plan.proof.trace import Collective, branches_differ, collectives_of
 from jaxdist.runtime.devices import acquire_devices
 
 
@@ -44,8 +44,8 @@ class Report:
     """What was compared, and what the sharded program costs a device.
 
     differences: every leaf by name. collectives: those of one step, in program order. sent_bytes: what one device sends
-    in it, on the stage that sends most; None where a loop does not say how often it runs. argument_bytes,
-    temporary_bytes: a device's memory by the compiler's plan, None where it has none.
+    in it, on the stage that sends most; None where a loop does not say how often it runs, or a conditional which
+    branch. argument_bytes, temporary_bytes: a device's memory by the compiler's plan, None where it has none.
     """
 
     differences: list[Difference]
@@ -181,6 +181,8 @@ def verify_step(sharded: Callable, reference: Callable, args: tuple, *, toleranc
         collectives = collectives_of(traced.jaxpr, mesh)
     except ValueError as error:
         notes = [str(error)]
+    if not notes and branches_differ(traced.jaxpr):
+        notes = ["the branches of a conditional send different things: the program does not say what a step sends"]
     memory = compiled.memory_analysis()
     return Report(
         differences,

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from alternating import Alternating
 from conftest import DEVICES
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from llama import Llama
 
 import jaxdist
@@ -265,3 +267,18 @@ def test_results_of_other_structures_are_refused():
         jaxdist.verify(lambda x: {"a": x}, lambda x: {"a": x, "b": x}, (np.ones(3),))
     report = jaxdist.verify(lambda x: (x + 1, x > 0), lambda x: (x + 1, x > 1), (np.ones(3),))
     assert not report.ok and "1 of 2 values differ" in str(report)
+
+
+def test_a_step_that_sends_in_branches_is_compared_and_its_bytes_are_not_said():
+    """A user's own pipeline: which set of stages sends in a tick is a branch, of which a tick takes one."""
+    mesh = jax.sharding.Mesh(np.array(DEVICES[:4]), ("pp",))
+
+    def step(x, ahead):
+        def shifted(by):
+            return lambda x: lax.ppermute(x, "pp", [(r, (r + by) % 4) for r in range(4)])
+
+        return lax.switch(ahead, [shifted(1), shifted(2)], x)
+
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=(P("pp"), P()), out_specs=P("pp"))
+    report = jaxdist.verify(sharded, lambda x, ahead: jnp.roll(x, ahead + 1), (jnp.arange(4.0), jnp.int32(1)))
+    assert report.ok and report.sent_bytes is None and "branches" in str(report)

@@ -101,6 +101,21 @@ def collectives_of(jaxpr, mesh: MeshShape, iterations: Iterations | None = None)
     return found
 
 
+def branches_differ(jaxpr) -> bool:
+    """Whether a conditional's branches send different things: then the text does not say what a step sends, unless
+    `iterations` do. (A pipeline's tick sends to one of several sets of stages.)"""
+
+    def sends(program) -> list:
+        return [(e.primitive.name, str(e.params)) for e, *_ in equations(program) if e.primitive.name in KINDS]
+
+    for eqn, *_ in equations(jaxpr):
+        if eqn.primitive.name == "cond":
+            first, *others = map(sends, eqn.params["branches"])
+            if any(other != first for other in others):
+                return True
+    return False
+
+
 def axes_of(eqn) -> tuple[str, ...]:
     """The mesh axes of a collective."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
