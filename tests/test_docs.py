@@ -20,7 +20,7 @@ from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Candidates, layouts_of_mesh, legal_meshes, score
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = [
     pytest.param(code, id=f"{page.name}-{number}")
     for page in PAGES

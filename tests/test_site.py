@@ -41,8 +41,9 @@ def test_every_module_and_every_page_is_in_the_navigation(site):
             continue
         name = path.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         assert f'href="reference/{name}.html"' in navigation, name
-    for path in (ROOT / "docs").glob("*.md"):
-        assert f'href="{path.stem}.html"' in navigation, path.name
+    for path in (ROOT / "docs").rglob("*.md"):
+        page = path.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
+        assert f'href="{page}"' in navigation, page
 
 
 def test_docstrings_are_on_the_pages_of_their_modules(site):

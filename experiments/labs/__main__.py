@@ -1,0 +1,268 @@
+"""The labs: a course in distributed training, each question answered by a program that can be broken on purpose.
+
+python -m experiments.labs                                  # what there is
+python -m experiments.labs memory                           # one lab: its tables, and every check of them
+python -m experiments.labs memory --break NAME              # the same without the one thing that matters
+python -m experiments.labs --all                            # every lab and every break; makes the site's pages anew
+python -m experiments.labs --notebooks FOLDER               # the pages as Jupyter notebooks
+
+A lab ends with exit code 0 if every check passed; with --break, if exactly the checks that the page names failed.
+"""
+
+import importlib.util
+import math
+import subprocess
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from jaxdist.commands import command_text, command_words, import_root, install_text
+from jaxdist.errors import ConfigError
+from jaxdist.runtime.devices import acquire_devices
+
+from ..cli import make_folder, run_program
+from ..tables import Rows
+from . import COURSE, find_lab, pages
+from .lab import Lab, Result
+from .notebooks import write_notebooks
+
+LIST_WIDTH = 80  # characters
+
+
+@dataclass(frozen=True)
+class LabsFlags:
+    """Run a lab of the course, whole or broken; without a name, list them."""
+
+    name: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """The lab, as the list names it."""
+    break_: Annotated[str | None, tyro.conf.arg(name="break")] = None
+    """Remove one thing that matters, and see which checks notice."""
+    answer: tuple[str, ...] = ()
+    """KEY=NUMBER: what you think the answer to a question of the lab is."""
+    out: str | None = None
+    """Draw the lab's pictures in this folder, and fill the page NAME.md in it, if there is one."""
+    all: bool = False
+    """Every lab and every break, each in a process of its own; --out is docs/labs unless given."""
+    notebooks: str | None = None
+    """Write the pages as Jupyter notebooks in this folder; nothing is run."""
+
+
+def main(flags: LabsFlags, console: Console) -> int:
+    if flags.notebooks is not None:
+        return make_notebooks(flags, console)
+    if flags.all:
+        return run_all(flags, console)
+    if not flags.name:
+        for wrong, said in ((flags.break_, "--break"), (flags.answer, "--answer"), (flags.out, "--out")):
+            if wrong:
+                raise ConfigError(said, "it belongs to one lab", f"Use {command_text('labs')} NAME {said} ...")
+        list_course(console)
+        return 0
+    lab = chosen_lab(flags)
+    answers = [parse_answer(text) for text in flags.answer]
+    folder = drawing_folder(flags.out)
+    acquire_devices(lab.devices, "cpu")
+    console.print(Text(f"{COURSE.index(lab.name) + 1}. {lab.title}", "bold"))
+    console.print(Text(lab.question + "\n"))
+    if flags.break_ is not None:
+        return run_broken(lab, flags.break_, console)
+    with console.status("running"):
+        result = lab.run(None)
+    if answers:
+        return judge(lab, result, answers, console)
+    show(result, console)
+    caught = folder is None or fill_page(lab, result, folder, console)
+    return 0 if caught and not result.red else 1
+
+
+# ------------------------------------------------------------------------------------------------ what was asked for
+
+
+def list_course(console: Console) -> None:
+    indent = 4 + max(map(len, COURSE)) + 2
+    for number, lab in pages.numbered([find_lab(name) for name in COURSE]):
+        start = f"{number:2}  {lab.name}".ljust(indent)
+        for line in textwrap.wrap(lab.question, LIST_WIDTH, initial_indent=start, subsequent_indent=" " * indent):
+            console.print(Text(line))
+        console.print(Text(f"{' ' * indent}--break {', '.join(lab.by_name)}", "dim"))
+    console.print(f"\n{command_text('labs')} NAME runs one; docs/labs has a page for each.", markup=False)
+
+
+def chosen_lab(flags: LabsFlags) -> Lab:
+    if len(flags.name) > 1:
+        raise ConfigError(f"{len(flags.name)} labs", "one runs at a time", "Name one, or use --all")
+    (name,) = flags.name
+    if name not in COURSE:
+        raise ConfigError(f"lab {name!r}", f"the labs are {', '.join(COURSE)}", "Use one of them")
+    lab = find_lab(name)
+    if flags.break_ is not None and flags.break_ not in lab.by_name:
+        known = ", ".join(lab.by_name)
+        raise ConfigError(f"--break {flags.break_}", f"{name} can be broken by {known}", "Use one of them")
+    if flags.break_ is not None and (flags.answer or flags.out is not None):
+        raise ConfigError("--break", "a broken run has neither answers nor pictures", "Leave out --answer and --out")
+    if flags.answer and flags.out is not None:
+        raise ConfigError("--answer", "answers are judged without writing the page", "Leave out --out")
+    return lab
+
+
+def parse_answer(text: str) -> tuple[str, float]:
+    key, _, number = text.partition("=")
+    try:
+        value = float(number.replace(",", ""))
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value):
+        return key, value
+    raise ConfigError(f"--answer {text!r}", "it is KEY=NUMBER", "Use --answer bytes=16, say")
+
+
+def drawing_folder(out: str | None) -> Path | None:
+    if out is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--out", "pictures are drawn by matplotlib, which is not installed", install_text("draw"))
+    if out is not None:
+        make_folder("--out", str(Path(out, pages.DRAWN)))
+    return make_folder("--out", out)
+
+
+def our_pages(flag: str) -> Path:
+    """docs/labs of the clone. Raises: ConfigError where there is none."""
+    pages_here = import_root() / "docs/labs"
+    if not pages_here.exists():
+        raise ConfigError(flag, "the pages are in a clone, not where this was installed", "Run it in a clone")
+    return pages_here
+
+
+# ------------------------------------------------------------------------------------------------------------ to run
+
+
+def show(result: Result, console: Console) -> None:
+    if result.guesses:
+        console.print(Text("Questions (--answer KEY=NUMBER checks yours):", "bold"))
+        for guess in result.guesses:
+            console.print(Text(f"  {guess.key}: {guess.question} ({guess.unit or 'a number'})"))
+        console.print()
+    for table in result.tables:
+        rows = Rows(*table.titles)
+        for cells in table.rows:
+            rows.add_row(*cells)
+        title = table.name + " (times of this machine)" * table.clocked
+        console.print(Text(title, "italic"))
+        rows.print(console, left=table.words)
+        console.print()
+    show_checks(result, console)
+
+
+def show_checks(result: Result, console: Console) -> None:
+    table = Rows("check", "found", "expected", "")
+    for check in result.checks:
+        table.add_row(check.name, check.found, check.expected, "ok" if check.ok else "RED")
+    table.print(
+        console, left={"found", "expected", ""}, under={"found", "expected"}, styles={"ok": "green", "RED": "bold red"}
+    )
+
+
+def judge(lab: Lab, result: Result, answers: list[tuple[str, float]], console: Console) -> int:
+    known = {guess.key: guess for guess in result.guesses}
+    for key, _ in answers:
+        if key not in known:
+            raise ConfigError(f"--answer {key}", f"the questions of {lab.name} are {', '.join(known)}", "Use one")
+    right = [known[key].accepts(number) for key, number in answers]
+    for (key, number), ok in zip(answers, right, strict=True):
+        verdict = f"right. {known[key].told}" if ok else f"{number:,g} is not it ({known[key].question})"
+        console.print(Text(f"{key}: {verdict}", "green" if ok else "red"))
+    return 0 if all(right) else 1
+
+
+def run_broken(lab: Lab, name: str, console: Console) -> int:
+    planned = lab.by_name[name]
+    console.print(Text(f"broken on purpose: {planned.removes}\n", "bold"))
+    with console.status("running"):
+        result = lab.run(name)
+    show_checks(result, console)
+    console.print(Text(f"\nwithout these checks: {planned.how_silent}"))
+    if result.red == planned.caught_by:
+        console.print(Text("red where it should be, and nowhere else", "green"))
+        return 0
+    console.print(Text(wrongly_red(lab, name, result), "bold red"))
+    return 1
+
+
+def fill_page(lab: Lab, result: Result, folder: Path, console: Console) -> bool:
+    """Pictures, and the blocks of the lab's page; whether every break was red where it should be."""
+    page = folder / f"{lab.name}.md"
+    broken = {}
+    for name, planned in lab.by_name.items():
+        with console.status(f"running --break {name}"):
+            broken[name] = lab.run(name)
+        if broken[name].red != planned.caught_by:
+            console.print(Text(f"--break {name}: {wrongly_red(lab, name, broken[name])}", "bold red"))
+    try:
+        written = pages.draw(lab, result, folder / pages.DRAWN)
+        if page.exists():
+            text = page.read_text(encoding="utf-8")
+            page.write_text(pages.filled(text, pages.blocks_of(lab, result, broken)), encoding="utf-8")
+            written.append(page)
+    except OSError as error:
+        raise ConfigError(f"--out {str(folder)!r}", f"cannot be written ({error.strerror})", "Name another") from error
+    for path in written:
+        console.print(f"wrote {path}", markup=False)
+    return all(broken[name].red == planned.caught_by for name, planned in lab.by_name.items())
+
+
+def wrongly_red(lab: Lab, name: str, result: Result) -> str:
+    def words(names) -> str:
+        return ", ".join(sorted(names)) or "nothing"
+
+    expected = lab.by_name[name].caught_by
+    return f"red, and should not be: {words(result.red - expected)}; not red: {words(expected - result.red)}"
+
+
+def run_all(flags: LabsFlags, console: Console) -> int:
+    if flags.name or flags.break_ is not None or flags.answer:
+        raise ConfigError("--all", "it runs every lab and every break", "Leave out the name, --break and --answer")
+    folder = drawing_folder(flags.out or str(our_pages("--all")))
+    started, passed = time.monotonic(), 0
+    for number, name in enumerate(COURSE, 1):
+        lab_started = time.monotonic()
+        with console.status(f"{number} of {len(COURSE)}: {name}"):
+            command = [*command_words("labs"), name, "--out", str(folder)]
+            run = subprocess.run(command, capture_output=True, text=True)
+        passed += run.returncode == 0
+        state = "FAILED" if run.returncode else "every check passed, every break was caught"
+        console.print(f"{number}. {name}: {state}; {time.monotonic() - lab_started:.0f} s", markup=False)
+        if run.returncode:
+            console.print(run.stdout + run.stderr, markup=False)
+    index = folder / "index.md"
+    if index.exists():
+        labs = [find_lab(name) for name in COURSE]
+        text = index.read_text(encoding="utf-8")
+        index.write_text(pages.filled(text, {("course", ""): pages.course_text(labs)}), encoding="utf-8")
+    minutes = (time.monotonic() - started) / 60
+    console.print(f"{passed} of {len(COURSE)} labs in {minutes:.1f} min", markup=False)
+    return 0 if passed == len(COURSE) else 1
+
+
+def make_notebooks(flags: LabsFlags, console: Console) -> int:
+    if flags.name or flags.break_ is not None or flags.answer or flags.all or flags.out is not None:
+        raise ConfigError("--notebooks", "it writes every page as a notebook", "Leave out everything else")
+    if importlib.util.find_spec("jupytext") is None:
+        raise ConfigError("--notebooks", "it needs jupytext, which is not installed", install_text("notebooks"))
+    folder = make_folder("--notebooks", flags.notebooks)
+    try:
+        written = write_notebooks(our_pages("--notebooks"), folder, [*COURSE])
+    except OSError as error:
+        raise ConfigError(
+            f"--notebooks {flags.notebooks!r}", f"cannot be written ({error.strerror})", "Name another folder"
+        ) from error
+    console.print(f"wrote {len(written)} notebooks in {folder}; `jupyter lab {folder}` opens them", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    run_program(LabsFlags, main, "labs")

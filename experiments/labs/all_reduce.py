@@ -1,0 +1,349 @@
+"""All-reduce by hand: the ring in one loop, what every algorithm sends, and which is fastest at which size."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdist.parallel import algorithms
+from jaxdist.plan.collective_cost import CollectiveCost, collective_cost
+from jaxdist.plan.hardware import find_hardware
+
+from . import drawing
+from .exchanges import between_processes, on_ranks, sent_by
+from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_least, at_most, equal, holds
+
+N = 8
+ELEMENTS = 1680  # of a message; divides by 2 to 8
+LINK = find_hardware("h100").between
+SIZES = [2.0**k for k in range(10, 31)]
+GLOO_SIZES = tuple(2**k for k in range(10, 25, 2))
+
+
+def ring(x: jax.Array, axis: str, num_steps: int | None = None, adds_own_again: bool = False) -> jax.Array:
+    """Sum over `axis` in 2 (n-1) steps: n-1 that add up a chunk, n-1 that pass it on. x[S] {U_axis} -> x[S]."""
+    n, me = lax.axis_size(axis), lax.axis_index(axis)
+    chunks, own = x.reshape(n, -1), x.reshape(n, -1)[me]
+    to_the_right = [(rank, (rank + 1) % n) for rank in range(n)]
+    for step in range(2 * (n - 1) if num_steps is None else num_steps):
+        arrived = lax.ppermute(chunks[(me - 1 - step) % n], axis, to_the_right)
+        place = chunks.at[(me - 2 - step) % n]
+        chunks = place.add(arrived) if step < n - 1 else place.set(arrived)
+        if adds_own_again and step == n - 2:  # chunk `me` is complete now
+            chunks = chunks.at[me].add(own)
+    return chunks.reshape(x.shape)
+
+
+def doubling(x: jax.Array, axis: str, distances: Sequence[int] = ()) -> jax.Array:
+    """Sum over `axis` in log2 n steps: swap all you have with the rank 1, 2, 4, ... away. x[S] {U_axis} -> x[S]."""
+    n = lax.axis_size(axis)
+    for distance in distances or [2**k for k in range(int(math.log2(n)))]:
+        x = x + lax.ppermute(x, axis, [(rank, rank ^ distance) for rank in range(n)])
+    return x
+
+
+# Steps, and bytes that a device sends, of a message of S bytes on n devices.
+FORMS = {
+    "ring": lambda n, s: (2 * (n - 1), 2 * (n - 1) / n * s),
+    "halving-doubling": lambda n, s: (2 * math.log2(n), 2 * (n - 1) / n * s),
+    "doubling": lambda n, s: (math.log2(n), math.log2(n) * s),
+    "tree": lambda n, s: (2 * math.log2(n), 2 * math.log2(n) * s),
+    "central server": lambda n, s: (2 * (n - 1), 2 * (n - 1) * s),
+}
+# What the library calls those that it has.
+LIBRARY = {
+    "ring": "ring_all_reduce",
+    "halving-doubling": "halving_doubling_all_reduce",
+    "tree": "tree_all_reduce",
+    "central server": "central_all_reduce",
+}
+
+
+def run(broken: str | None) -> Result:
+    by_hand = {
+        "ring": partial(
+            ring,
+            num_steps=2 * (N - 1) - 1 if broken == "last-step" else None,
+            adds_own_again=broken == "own-chunk",
+        ),
+        "halving-doubling": algorithms.halving_doubling_all_reduce,
+        "doubling": partial(doubling, distances=(1, 2, 2) if broken == "same-pair" else ()),
+        "tree": algorithms.tree_all_reduce,
+        "central server": algorithms.central_all_reduce,
+    }
+    checks, counted = [], {}
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).uniform(-1, 1, (N, ELEMENTS))
+        native = np.asarray(on_ranks(lambda x: lax.pcast(lax.psum(x, "dp"), "dp", to="varying"), N)(x))
+        for name, algorithm in by_hand.items():
+            program = on_ranks(partial(algorithm, axis="dp"), N)
+            counted[name] = sent_by(program, N, x)
+            steps, num_bytes = FORMS[name](N, x[0].nbytes)
+            error = np.abs(np.asarray(program(x)) - native).max() / np.abs(native).max()
+            checks += [
+                at_most(f"{name}: error against psum in float64", error, 1e-14),
+                equal(f"{name}: steps in the program", counted[name].steps, steps),
+                equal(f"{name}: bytes a device sends", counted[name].bytes_sent, num_bytes),
+            ]
+        for name in ("ring", "doubling"):
+            checks += training_checks(name, by_hand[name])
+    if broken:
+        return Result(checks)
+
+    cost_checks, cross = costs(counted, x[0].nbytes)
+    fitted, fit_checks = fit(counted["ring"], x[0].nbytes)
+    real = between_processes(GLOO_SIZES)
+    checks += [*cost_checks, *fit_checks, holds("two processes over TCP: every sum is right", real.right)]
+    alpha, beta = least_squares([(1, size, seconds) for size, seconds in real.times])
+    single = x.astype(np.float32)
+    rates = {
+        n: sent_by(on_ranks(partial(ring, axis="dp"), n), n, single[:n]).bytes_sent / single[0].nbytes
+        for n in (2, 4, 8)
+    }
+    for n, rate in rates.items():
+        checks.append(equal(f"the ring over {n}, times the message", rate, 2 * (n - 1) / n))
+    for name, known in LIBRARY.items():
+        ours = CollectiveCost(*FORMS[name](64, 1e9))
+        checks.append(holds(f"{name}: the library's form is this one", collective_cost(known, 64, 1e9) == ours))
+    return Result(
+        checks,
+        tables=[
+            Table("contributions", ["after step", *[f"rank {rank}" for rank in range(4)]], contributions(4)),
+            Table("counted", ["algorithm", "steps", "bytes sent / S", "formula"], counted_rows(counted, x[0].nbytes)),
+            Table("fit", ["", "α, µs", "bandwidth, GB/s"], fitted),
+            Table(
+                "processes",
+                ["message", "median, µs", "fitted, µs"],
+                [
+                    *[[kib(size), f"{t * 1e6:,.0f}", f"{(alpha + beta * size) * 1e6:,.0f}"] for size, t in real.times],
+                    ["fitted α", f"{alpha * 1e6:,.0f}", ""],
+                    ["fitted bandwidth, GB/s", f"{1e-9 / beta:,.2f}", ""],
+                ],
+                clocked=True,
+            ),
+        ],
+        pictures=[
+            Picture("volume", draw_volume, "Bytes a device sends over the number of devices: the ring levels off at 2"),
+            Picture(
+                "time", partial(draw_time, cross), "Predicted time over message size of three algorithms, crossing"
+            ),
+        ],
+        guesses=guesses(cross),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- does it train?
+
+
+def training_checks(name: str, all_reduce: Callable) -> list[Check]:
+    """Linear regression on data of 8 ranks, gradients summed by hand: 200 steps, against one device with all data."""
+    rng = np.random.default_rng(1)
+    inputs = rng.standard_normal((N, 32, 16))
+    targets = inputs @ rng.standard_normal(16) + 0.5 * rng.standard_normal((N, 32))
+
+    def descend(inputs, targets, average):
+        def step(w, _):
+            error = inputs @ w - targets
+            return w - 0.3 * average(inputs.T @ error / len(targets)), jnp.mean(error**2)
+
+        start = inputs[0] * 0  # zeros, typed as the data are
+        return lax.scan(step, start, length=200)
+
+    on_all = on_ranks(lambda x, y: descend(x, y, lambda g: all_reduce(g, axis="dp") / N), N)
+    weights, losses = map(np.asarray, on_all(inputs, targets))
+    alone, _ = jax.jit(lambda x, y: descend(x, y, lambda g: g))(inputs.reshape(-1, 16), targets.reshape(-1))
+    return [
+        at_least(
+            f"training with the {name}: loss of the first step over the last, rank 0", losses[0, 0] / losses[0, -1], 10
+        ),
+        at_most(f"training with the {name}: largest difference between ranks", np.ptp(weights, axis=0).max(), 1e-12),
+        at_most(f"training with the {name}: difference from one device", np.abs(weights[0] - alone).max(), 1e-12),
+    ]
+
+
+def contributions(n: int) -> list[list[str]]:
+    """How many ranks' numbers are in each chunk of each rank, after every step: sum ones."""
+    ones, rows = np.ones((n, n), np.float32), []
+    for step in range(2 * (n - 1) + 1):
+        chunks = np.asarray(on_ranks(partial(ring, axis="dp", num_steps=step), n)(ones))
+        rows.append([str(step), *[" ".join(f"{int(chunk)}" for chunk in mine) for mine in chunks]])
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------- how long it takes
+
+
+def seconds(name: str, size: float, n: int = N) -> float:
+    """Steps times latency, and bytes over bandwidth."""
+    return CollectiveCost(*FORMS[name](n, size)).seconds(LINK.latency_s, LINK.bytes_per_s)
+
+
+def crossover(n: int) -> float:
+    """The size from which the ring beats doubling: steps saved times α, over bytes saved times 1/B."""
+    steps = 2 * (n - 1) - math.log2(n)
+    volume = math.log2(n) - 2 * (n - 1) / n
+    return steps * LINK.latency_s * LINK.bytes_per_s / volume
+
+
+def costs(counted: dict[str, CollectiveCost], traced_bytes: int) -> tuple[list[Check], float]:
+    """The crossover in closed form, against a search with the steps and bytes that the programs have."""
+
+    def found(name: str, size: float) -> float:
+        cost = counted[name]
+        return cost.steps * LINK.latency_s + cost.bytes_sent * size / traced_bytes / LINK.bytes_per_s
+
+    low, high = 1.0, 2.0**40
+    while high / low > 1 + 1e-9:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if found("doubling", middle) < found("ring", middle) else (low, middle)
+    half = N * LINK.latency_s * LINK.bytes_per_s
+    latency = counted["ring"].steps * LINK.latency_s / found("ring", half)
+    checks = [
+        equal("from which size the ring beats doubling", low, crossover(N), within=1e-6, unit="bytes"),
+        equal("share of latency in the ring at S = n α B", latency, 0.5, within=1e-9),
+    ]
+    return checks, crossover(N)
+
+
+def least_squares(times: Sequence[tuple[float, float, float]], relative: bool = True) -> tuple[float, float]:
+    """(α, 1/B) of (steps, bytes, seconds): the line through them. relative: short times count as much as long ones."""
+    table = np.array(times, np.float64)
+    scale = table[:, 2:] if relative else 1.0
+    (alpha, beta), *_ = np.linalg.lstsq(table[:, :2] / scale, (table[:, 2:] / scale)[:, 0], rcond=None)
+    return float(alpha), float(beta)
+
+
+def fit(ring_cost: CollectiveCost, traced_bytes: int) -> tuple[list[list[str]], list[Check]]:
+    """Times made from known α and B with 5 % of noise: what a fit gets back."""
+    noise = np.random.default_rng(2).normal(1, 0.05, len(SIZES))
+    times = [
+        (ring_cost.steps, sent, (ring_cost.steps * LINK.latency_s + sent / LINK.bytes_per_s) * factor)
+        for sent, factor in zip((ring_cost.bytes_sent * size / traced_bytes for size in SIZES), noise, strict=True)
+    ]
+    rows = [["put in", f"{LINK.latency_s * 1e6:.2f}", f"{LINK.bytes_per_s / 1e9:.1f}"]]
+    for name, relative in (("fitted, relative errors", True), ("fitted, errors in seconds", False)):
+        alpha, beta = least_squares(times, relative)
+        rows.append([name, f"{alpha * 1e6:.2f}", f"{1e-9 / beta:.1f}"])
+    alpha, beta = least_squares(times)
+    return rows, [
+        equal("α that a fit gets back", alpha * 1e6, LINK.latency_s * 1e6, within=0.05, unit="µs"),
+        equal("bandwidth that a fit gets back", 1e-9 / beta, LINK.bytes_per_s / 1e9, within=0.05, unit="GB/s"),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------- tables, pictures
+
+
+def counted_rows(counted: dict[str, CollectiveCost], size: int) -> list[list[str]]:
+    formulas = {
+        "ring": "2 (n−1)/n",
+        "halving-doubling": "2 (n−1)/n",
+        "doubling": "log2 n",
+        "tree": "2 log2 n",
+        "central server": "2 (n−1), at the server",
+    }
+    return [[name, str(c.steps), f"{c.bytes_sent / size:.2f}", formulas[name]] for name, c in counted.items()]
+
+
+def kib(size: float) -> str:
+    return f"{size / 1024:,.0f} KiB" if size < 2**20 else f"{size / 2**20:,.0f} MiB"
+
+
+def draw_volume():
+    numbers = [2**k for k in range(1, 11)]
+    shown = ("ring", "doubling", "tree")
+    curves = {name: (numbers, [FORMS[name](n, 1)[1] for n in numbers]) for name in shown}
+    return drawing.lines("Bytes a device sends (closed forms)", "devices", "times the message", curves, log_x=True)
+
+
+def draw_time(cross: float):
+    curves = {
+        name: ([s / 2**20 for s in SIZES], [seconds(name, s) * 1e3 for s in SIZES])
+        for name in ("ring", "halving-doubling", "doubling")
+    }
+    title = "All-reduce over 8 devices (predicted)"
+    figure = drawing.lines(title, "message, MiB", "ms", curves, log_x=True, log_y=True, marks=False)
+    figure.axes[0].axvline(cross / 2**20, color="#787882", linestyle=":", linewidth=1)
+    return figure
+
+
+def guesses(cross: float) -> list[Guess]:
+    return [
+        Guess("eight", "How many bytes does each of 8 devices send per byte of the message?", 1.75, "bytes", "2 · 7/8"),
+        Guess(
+            "thousand",
+            "And each of 1,024 devices?",
+            FORMS["ring"](1024, 1)[1],
+            "bytes",
+            "2 · 1023/1024: the chunks get smaller as fast as the steps get more",
+        ),
+        Guess(
+            "seconds",
+            "28 GB of gradients over 8 devices at 25 GB/s, by a ring, without latency: seconds?",
+            collective_cost("ring_all_reduce", 8, 28e9).seconds(0.0, 25e9),
+            "s",
+            "1.75 · 28 / 25",
+        ),
+        Guess(
+            "crossover",
+            "From how many MB on does the ring beat doubling on 8 devices with 5 µs a step and 50 GB/s?",
+            cross / 1e6,
+            "MB",
+            "11 steps more at 250 KB each, over 1.25 messages less",
+        ),
+        Guess(
+            "many",
+            "And on 64 devices?",
+            crossover(64) / 1e6,
+            "MB",
+            "120 steps more, over 4.03 messages less: more devices, more latency to pay back",
+        ),
+    ]
+
+
+def checks_of(name: str, *what: str) -> set[str]:
+    return {f"{name}: {each}" for each in what}
+
+
+DIFFERS, SUM = "error against psum in float64", "difference from one device"
+LAB = Lab(
+    name="all-reduce",
+    title="All-reduce by hand",
+    question="Why does an all-reduce send 2(n-1)/n of the message per device, whatever n is?",
+    run=run,
+    devices=N,
+    breaks=[
+        Break(
+            "last-step",
+            removes="the ring's last step, so that each rank keeps one chunk to which one rank has not added",
+            caught_by=frozenset(
+                {
+                    *checks_of("ring", DIFFERS, "steps in the program", "bytes a device sends"),
+                    *checks_of("training with the ring", "largest difference between ranks", SUM),
+                }
+            ),
+            how_silent="the loss falls as before, and the copies of the model drift apart",
+        ),
+        Break(
+            "own-chunk",
+            removes="the rule that a number is added once: the owner of a chunk adds its own part again",
+            caught_by=frozenset({*checks_of("ring", DIFFERS), *checks_of("training with the ring", SUM)}),
+            how_silent="all ranks agree, every message is there, the loss falls: to other weights",
+        ),
+        Break(
+            "same-pair",
+            removes="the last distance of doubling: 1, 2, 2 instead of 1, 2, 4",
+            caught_by=frozenset(
+                {
+                    *checks_of("doubling", DIFFERS),
+                    *checks_of("training with the doubling", "largest difference between ranks", SUM),
+                }
+            ),
+            how_silent="as many messages, as many bytes, a falling loss; two halves of the ranks train two models",
+        ),
+    ],
+)

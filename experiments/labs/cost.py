@@ -1,0 +1,312 @@
+"""Cost: FLOPs, MFU, hours and dollars of a run, the smallest cluster for a deadline, and a guard on the budget."""
+
+import datetime
+import tempfile
+from decimal import Decimal
+from functools import cache
+
+from jaxdist.errors import ConfigError
+from jaxdist.models.base import num_parameters
+from jaxdist.models.presets import PRESETS
+from jaxdist.plan.hardware import find_hardware, price
+from jaxdist.plan.papers.formulas import ModelShape, hfu, mfu, training_days
+from jaxdist.plan.parts import work_of
+from jaxdist.plan.search import rank
+from jaxdist.runtime.budget import SpendLog, begin_job
+
+from .. import plan
+from . import drawing
+from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+
+# Published runs: (name, layers, width, heads, batch, GPUs, seconds a step, MFU %). A100s at 312 TFLOP/s, 2,048 tokens,
+# a vocabulary of 51,200 (arXiv 2205.05198, tables 3 to 5, with sequence parallelism and selective recomputation).
+PUBLISHED = (
+    ("22B", 48, 6144, 64, 4, 8, 1.10, 41.5),
+    ("175B", 96, 12_288, 96, 64, 64, 13.75, 51.4),
+    ("530B", 105, 20_480, 128, 280, 280, 37.83, 56.0),
+    ("1T", 128, 25_600, 160, 512, 512, 71.49, 56.3),
+)
+FULL_SECONDS = {"22B": 1.42, "175B": 18.13, "530B": 49.05, "1T": 94.42}  # the same with full recomputation
+LENGTH, VOCABULARY, A100 = 2048, 51_200, 312e12
+# The run that is planned.
+MODEL, TOKENS, PRICE, DEADLINE, BUDGET = "llama3-8b", 30e9, 3.0, 96.0, 6_000.0
+BATCH = 128
+
+
+# ------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def step_flops(layers: int, width: int, batch: int, again: float = 0.0) -> float:
+    """72 B s L h² (1 + s/6h + V/12hL), of Megatron-LM's paper (arXiv 2104.04473). again: recomputed, of 72 B s L h²."""
+    layer = 72 * batch * LENGTH * layers * width**2
+    return layer * (1 + LENGTH / (6 * width) + VOCABULARY / (12 * width * layers) + again)
+
+
+def utilisation(run: tuple, seconds: float, again: float = 0.0) -> float:
+    """Percent of the peak of all devices."""
+    _, layers, width, _, batch, gpus, *_ = run
+    return 100 * step_flops(layers, width, batch, again) / seconds / (gpus * A100)
+
+
+def selective(run: tuple) -> float:
+    """What selective recomputation repeats, as its paper counts it: s/6h."""
+    return LENGTH / (6 * run[2])
+
+
+def full(run: tuple) -> float:
+    """What full recomputation repeats: another forward, 1/3 of all but the head."""
+    return (1 + LENGTH / (6 * run[2])) / 3
+
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+@cache
+def question() -> plan.Question:
+    flags = plan.PlanFlags(
+        model=MODEL, hardware="h100", batch_size=BATCH, tokens=TOKENS, deadline=f"{DEADLINE:g}h", price_per_hour=PRICE
+    )
+    return plan.ask(flags)
+
+
+@cache
+def estimates() -> dict[int, plan.Estimate]:
+    """By nodes: the fastest layout's time and cost."""
+    found = {nodes: plan.find(question(), nodes) for nodes in (1, 2, 4, 8)}
+    return {nodes: plan.estimate(question(), each, int(rank(each)[0])) for nodes, each in found.items()}
+
+
+def smallest(within: float) -> int:
+    """Nodes of the smallest cluster whose upper end of the bar meets the deadline; 0 if none does."""
+    return next((nodes for nodes, each in estimates().items() if each.most_hours <= within), 0)
+
+
+# ---------------------------------------------------------------------------------------------------------- the guard
+
+
+def guarded(settled: bool) -> tuple[Decimal, Decimal, str]:
+    """(spent after a crash, spent at the end, what the second job is told) under a ceiling of $3.00.
+
+    The first job reserves $2.10 and crashes after half an hour; the second needs $2.10 too. settled: the first one
+    writes what it cost on its way out.
+    """
+    log = SpendLog(tempfile.mkdtemp(prefix="jaxdist-lab-") + "/spend.jsonl")
+    log.create(Decimal("3.00"))
+    clock = [0.0]
+    job = begin_job(log, num_devices=2, price_per_hour="0.35", hours="3", signals=(), now=lambda: clock[0])
+    try:
+        if settled:
+            with job:
+                clock[0] = 1800.0
+                raise RuntimeError("the job crashes")
+        raise RuntimeError("the job crashes, and its process is gone")
+    except RuntimeError:
+        after = log.spent()
+    try:
+        with begin_job(log, num_devices=2, price_per_hour="0.35", hours="3", signals=(), now=lambda: clock[0]):
+            clock[0] += 3600.0
+        said = "it runs"
+    except ConfigError as error:
+        said = str(error)
+    return after, log.spent(), said
+
+
+# --------------------------------------------------------------------------------------------------------------- run
+
+
+def run(broken: str | None) -> Result:
+    checks, rows = [], []
+    for published in PUBLISHED:
+        name, layers, width, heads, batch, gpus, seconds, known = published
+        shape = ModelShape.gpt(layers, width, heads, LENGTH, VOCABULARY)
+        counted = selective(published) if broken == "recomputed" else 0.0
+        ours, rate = utilisation(published, seconds, counted), batch * LENGTH / seconds
+        slower = utilisation(published, FULL_SECONDS[name], full(published) if broken == "recomputed" else 0.0)
+        checks += [
+            equal(f"{name}: MFU, as published", ours, known, within=0.01, unit="%"),
+            equal(
+                f"{name}: MFU, by the library", 100 * mfu(shape, rate, A100, gpus).value, known, within=0.01, unit="%"
+            ),
+            holds(f"{name}: the faster run has the higher utilisation", ours > slower, f"{ours:.1f} %, {slower:.1f} %"),
+        ]
+        hardware = 100 * hfu(shape, rate, A100, gpus, remat="selective").value
+        again = utilisation(published, FULL_SECONDS[name], full(published))
+        plain = utilisation(published, FULL_SECONDS[name])
+        rows.append(
+            [
+                name,
+                f"{seconds:g}",
+                f"{ours:.1f}",
+                f"{hardware:.1f}",
+                f"{FULL_SECONDS[name]:g}",
+                f"{plain:.1f}",
+                f"{again:.1f}",
+            ]
+        )
+    for name, parameters, tokens, gpus, achieved, days in (
+        ("175B", 175e9, 300e9, 1024, 140e12, 33.9),
+        ("1T", 1e12, 450e9, 3072, 163e12, 83.2),
+    ):
+        checks.append(
+            equal(f"{name}: days, as published", training_days(parameters, tokens, gpus, achieved).value, days, 0.02)
+        )
+    flop_rows = []
+    for name in ("gpt2-124m", "gpt2-1.5b", "llama3-8b", "llama3-70b"):
+        model = PRESETS[name]
+        six, traced = 6 * num_parameters(model), work_of(model).flops_per_token
+        flop_rows.append(
+            [
+                name,
+                f"{num_parameters(model) / 1e9:.3g}",
+                f"{six / 1e9:.3g}",
+                f"{traced / 1e9:.3g}",
+                f"{traced / six:.2f}",
+            ]
+        )
+    big = PRESETS["llama3-70b"]
+    checks.append(
+        equal(
+            "70B: FLOPs of a token in the trace, against 6N", work_of(big).flops_per_token, 6 * num_parameters(big), 0.1
+        )
+    )
+
+    nodes = smallest(DEADLINE)
+    chosen, half = estimates()[nodes], estimates()[nodes // 2]
+    per_node = find_hardware("h100").devices_per_node
+    dollars = nodes * (1 if broken == "node" else per_node) * PRICE * chosen.hours
+    checks += [
+        at_most(f"{nodes} nodes meet the deadline, with the bar", chosen.most_hours, DEADLINE, "h"),
+        holds(f"{nodes // 2} would not", half.most_hours > DEADLINE, f"{half.most_hours:.0f} h"),
+        equal("cost by hand: devices × price × hours", dollars, chosen.cost.dollars, within=1e-9, unit="$"),
+        holds("the bar's upper end is within the budget", dollars * (1 + chosen.error) <= BUDGET),
+        equal(
+            "hours by hand: 6N × tokens over the MFU that the plan predicts", hours_by_hand(nodes), chosen.hours, 0.15
+        ),
+    ]
+    after, end, said = guarded(settled=broken != "unsettled")
+    checks += [
+        equal("spent after a crash at half an hour, of $2.10 reserved", float(after), 0.35, unit="$"),
+        holds("the next job may run", said == "it runs", said[:60]),
+        at_most("spent or reserved at the end, under a ceiling of $3.00", float(end), 3.0, "$"),
+    ]
+    if broken:
+        return Result(checks)
+
+    listed = {vendor: price("h100", vendor, datetime.date(2025, 7, 1)).dollars_per_hour for vendor in ("aws", "gcp")}
+    return Result(
+        checks,
+        tables=[
+            Table("flops", ["model", "parameters, 1e9", "6N, GFLOP", "traced, GFLOP", "ratio"], flop_rows),
+            Table("mfu", ["model", "selective, s", "MFU", "HFU", "full, s", "MFU, full", "HFU, full"], rows),
+            Table(
+                "clusters",
+                ["nodes", "GPUs", "step, s", "hours", "with the bar", "$", "$, with the bar"],
+                [
+                    [
+                        str(n),
+                        str(n * per_node),
+                        f"{each.step_seconds:.2f}",
+                        f"{each.hours:.1f}",
+                        f"{each.most_hours:.1f}",
+                        f"{each.cost.dollars:,.0f}",
+                        f"{each.cost.most:,.0f}",
+                    ]
+                    for n, each in estimates().items()
+                ],
+            ),
+        ],
+        pictures=[Picture("clusters", draw_clusters, "Hours fall with the nodes, dollars stay nearly level")],
+        guesses=[
+            Guess(
+                "hours",
+                "8 billion parameters, 30 billion tokens, 16 H100s (989 TFLOP/s) at an MFU of 40 %: how many hours?",
+                6 * 8e9 * 30e9 / (16 * 989e12 * 0.4) / 3600,
+                "h",
+                "6ND over what the devices achieve",
+            ),
+            Guess(
+                "dollars",
+                "The same at $3 an hour for one GPU: how many dollars?",
+                6 * 8e9 * 30e9 / (989e12 * 0.4) / 3600 * 3,
+                "$",
+                "the number of GPUs cancels",
+            ),
+            Guess(
+                "hfu",
+                "The 22B model with full recomputation takes 1.42 s: what would its utilisation be if the second "
+                "forward counted?",
+                utilisation(PUBLISHED[0], 1.42, full(PUBLISHED[0])),
+                "%",
+                "more than the 41.5 % of the run that takes 1.10 s",
+            ),
+            Guess(
+                "buffer",
+                "2 GPUs at $0.35 for 3 hours under a budget of $3.00: which buffer is left?",
+                3 - 2 * 0.35 * 3,
+                "$",
+                "3.00 - 2.10",
+            ),
+            Guess(
+                "vendors",
+                "An H100 was listed at $6.88 and $11.06 an hour by two vendors: how many times dearer is the same run?",
+                listed["gcp"] / listed["aws"],
+                "times",
+                "hours do not depend on who rents",
+            ),
+        ],
+    )
+
+
+def hours_by_hand(nodes: int) -> float:
+    """6 × N × tokens / (devices × peak × MFU), with attention left out of the FLOPs as 6N does."""
+    found = plan.find(question(), nodes)
+    predicted = float(found.time.mfu[int(rank(found)[0])])
+    hardware = find_hardware("h100")
+    devices = nodes * hardware.devices_per_node
+    return 6 * num_parameters(PRESETS[MODEL]) * TOKENS / (devices * hardware.peak("bfloat16") * predicted) / 3600
+
+
+def draw_clusters():
+    nodes = list(estimates())
+    return drawing.lines(
+        "30B tokens through an 8B model (predicted, H100)",
+        "nodes of 8 GPUs",
+        "hours, or dollars / 100",
+        {
+            "hours": (nodes, [each.hours for each in estimates().values()]),
+            "hours, upper end": (nodes, [each.most_hours for each in estimates().values()]),
+            "$ / 100": (nodes, [each.cost.dollars / 100 for each in estimates().values()]),
+        },
+        log_x=True,
+    )
+
+
+LAB = Lab(
+    name="cost",
+    title="What a run costs",
+    question="What will a run cost before it starts, how well are the devices used, and who stops it at the budget?",
+    run=run,
+    breaks=[
+        Break(
+            "recomputed",
+            removes="the rule that recomputed FLOPs do not count in MFU",
+            caught_by=frozenset(
+                {f"{run[0]}: MFU, as published" for run in PUBLISHED}
+                | {f"{name}: the faster run has the higher utilisation" for name in ("530B",)}
+            ),
+            how_silent="a number that rises when a slower setting is chosen",
+        ),
+        Break(
+            "node",
+            removes="the devices of a node: the price of one is taken for all eight",
+            caught_by=frozenset({"cost by hand: devices × price × hours"}),
+            how_silent="a plan for an eighth of the price, until the bill",
+        ),
+        Break(
+            "unsettled",
+            removes="the settlement: a job crashes and never says what it cost",
+            caught_by=frozenset({"spent after a crash at half an hour, of $2.10 reserved", "the next job may run"}),
+            how_silent="the ceiling still holds, and most of the budget is blocked for nothing",
+        ),
+    ],
+)

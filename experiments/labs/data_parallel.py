@@ -1,0 +1,305 @@
+"""Data parallelism by hand: each rank has a part of the batch, and one sum makes them one device again."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.parallel import all_reduce, varying
+from jaxdist.plan.proof.trace import collectives_of, total_sent
+from jaxdist.runtime.devices import acquire_devices
+
+from . import drawing, tiny
+from .lab import Break, Guess, Lab, Picture, Result, Table, at_least, at_most, equal, holds
+
+RANKS, ROWS, STEPS, LR = 4, 16, 40, 3e-3
+# Ranks, and micro-batches that each adds up before the one sum: all of them the same batch of 16 sequences.
+SPLITS = ((1, 1), (1, 4), (2, 2), (4, 1), (4, 4))
+BUDGET = 4096  # sequences that a run of the last table may see
+BATCHES = (8, 16, 32, 64, 128, 256, 512)
+RULES = {"constant": lambda times: 1.0, "square root": lambda times: times**0.5, "linear": lambda times: times}
+
+
+def batch(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, targets), later sequences with fewer targets, as padding makes them: -1 does not count."""
+    tokens, targets = tiny.text(ROWS, seed)
+    counted = tiny.T - np.arange(ROWS) * (tiny.T - 2) // ROWS
+    return tokens, np.where(np.arange(tiny.T) < counted[:, None], targets, -1)
+
+
+def mean_gradient(local, tokens, targets, accumulate: int = 1, broken: str | None = None):
+    """(loss, gradient) of the mean over the targets of all ranks.
+
+    Layout: a copy of the parameters on each rank, tokens[B_dp, T] -> equal on every rank. Each rank adds up sums over
+    its micro-batches; the ranks add theirs up once; the division is by the number of targets of the whole batch.
+    """
+
+    def add_microbatch(sums, microbatch):
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(tiny.loss_sum)(local, *microbatch)), None
+
+    microbatches = [x.reshape(accumulate, -1, tiny.T) for x in (tokens, targets)]
+    zeros = jax.tree.map(jnp.zeros_like, (local["embed"][0, 0], local))
+    sums, _ = jax.lax.scan(add_microbatch, zeros, microbatches)
+    here = (targets >= 0).sum()
+    everywhere = all_reduce(here, "dp")
+    if broken == "mean-of-means":
+        return jax.tree.map(lambda x: all_reduce(x / here, "dp") / RANKS, sums)
+    if broken == "no-sum":
+        return jax.tree.map(lambda x: x / here, sums)
+    loss, grads = all_reduce(sums, "dp")
+    num_targets = everywhere / RANKS if broken == "wrong-count" else everywhere
+    return loss / everywhere, jax.tree.map(lambda g: g / num_targets, grads)
+
+
+def mesh_of(num_ranks: int) -> tuple[Mesh, P]:
+    """(mesh, how a batch is split over it); an axis of one rank is left out of specs."""
+    devices = acquire_devices(num_ranks, "cpu").devices[:num_ranks]
+    return make_mesh(MeshShape(dp=num_ranks), devices), P("dp") if num_ranks > 1 else P()
+
+
+def on_ranks(num_ranks: int, broken: str | None = None, accumulate: int = 1, stacked: bool = False):
+    """(parameters, tokens, targets) -> (loss, gradient), each rank with its part of the batch.
+
+    stacked: each rank's own gradient, along a new first dim, instead of one that is equal on all.
+    """
+    mesh, split = mesh_of(num_ranks)
+
+    def on_each(params, tokens, targets):
+        found = mean_gradient(varying(params, "dp"), tokens, targets, accumulate, broken)
+        return jax.tree.map(lambda x: varying(x, "dp")[None], found) if stacked else found
+
+    out_specs = split if stacked else P()
+    return jax.shard_map(on_each, mesh=mesh, in_specs=(P(), split, split), out_specs=out_specs)
+
+
+def gradient_error(num_ranks: int, accumulate: int, broken: str | None) -> float:
+    """Largest relative difference, over ranks and parameters, from the whole batch's gradient on one device."""
+    params, (tokens, targets) = tiny.initial(dtype=jnp.float64), batch(0)
+    expected = jax.grad(lambda p: tiny.loss_sum(p, tokens, targets) / (targets >= 0).sum())(params)
+    _, found = jax.jit(on_ranks(num_ranks, broken, accumulate, stacked=True))(params, tokens, targets)
+    return max(
+        float(jnp.linalg.norm(g - expected[name]) / jnp.linalg.norm(expected[name]))
+        for name in expected
+        for g in found[name]
+    )
+
+
+def accepted(broken: str | None) -> bool:
+    """Whether JAX's types accept that the loss and the gradient are equal on every rank."""
+    try:
+        jax.eval_shape(on_ranks(RANKS, broken), tiny.initial(), *batch(0))
+    except ValueError:
+        return False
+    return True
+
+
+def train(num_ranks: int, broken: str | None = None) -> tuple[list[float], float, float]:
+    """(the loss that each step reports, on the first rank; its copy's loss on the first batch at the end; the largest
+    difference between the ranks' copies at the end).
+
+    copies[dp, ...]: every rank updates its own, as it would on a cluster. Nothing but equal gradients keeps them equal.
+    """
+    mesh, split = mesh_of(num_ranks)
+
+    def step(copies, moments, number, tokens, targets):
+        params, moments = jax.tree.map(lambda x: x[0], (copies, moments))
+        loss, grads = mean_gradient(params, tokens, targets, broken=broken)
+        updated = tiny.adam(params, grads, moments, number, LR)
+        return jax.tree.map(lambda x: varying(x, "dp")[None], (*updated, loss))
+
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(split, split, P(), split, split), out_specs=split))
+    params = tiny.initial(dtype=jnp.float64)
+    copies, moments = jax.tree.map(lambda x: jnp.stack([x] * num_ranks), (params, tiny.no_moments(params)))
+    losses = []
+    for number in range(1, STEPS + 1):
+        copies, moments, loss = run(copies, moments, jnp.float64(number), *batch(number))
+        losses.append(float(loss[0]))
+    first, (tokens, targets) = jax.tree.map(lambda x: x[0], jax.device_get(copies)), batch(0)
+    final = float(tiny.loss_sum(first, tokens, targets)) / (targets >= 0).sum()
+    return losses, final, max(float(jnp.abs(x - x[0]).max()) for x in copies.values())
+
+
+def sent_bytes(num_ranks: int) -> tuple[int, int]:
+    """(bytes that a device sends for one gradient, number of collectives), read from the traced program."""
+    shape = MeshShape(dp=num_ranks)
+    found = collectives_of(jax.make_jaxpr(on_ranks(num_ranks))(tiny.initial(), *batch(0)), shape)
+    return total_sent(found, shape), len(found)
+
+
+@partial(jax.jit, static_argnames="updates")
+def held_out_loss(tokens, targets, lr, updates: int):
+    """After `updates` of Adam over tokens[updates, B, T], the mean loss of text that was not trained on."""
+
+    def step(carry, now):
+        params, moments = carry
+        number, tokens, targets = now
+        grads = jax.grad(lambda p: tiny.loss_sum(p, tokens, targets) / targets.size)(params)
+        return tiny.adam(params, grads, moments, number, lr), None
+
+    params = tiny.initial()
+    numbers = jnp.arange(1.0, updates + 1)
+    (params, _), _ = jax.lax.scan(step, (params, tiny.no_moments(params)), (numbers, tokens, targets))
+    tokens, targets = tiny.text(1024, seed=10_000)
+    return tiny.loss_sum(params, tokens, targets) / targets.size
+
+
+def batch_sweep() -> dict[str, list[float]]:
+    """Held-out loss of each batch size, for each rule by which the learning rate follows it from 8 sequences on."""
+    tokens, targets = tiny.text(BUDGET, seed=1)
+    found = {rule: [] for rule in RULES}
+    for rows in BATCHES:
+        data = [x.reshape(-1, rows, tiny.T) for x in (tokens, targets)]
+        for rule, factor in RULES.items():
+            found[rule].append(float(held_out_loss(*data, LR * factor(rows / BATCHES[0]), BUDGET // rows)))
+    return found
+
+
+def run(broken: str | None) -> Result:
+    with jax.enable_x64(True):
+        splits = [split for split in SPLITS if broken is None or split == (RANKS, 1)]
+        errors = {split: gradient_error(*split, broken) for split in splits}
+        losses, final, drift = train(RANKS, broken)
+        _, alone, _ = train(1)
+    checks = [
+        at_most("largest relative difference of a gradient from one device", max(errors.values()), 1e-12),
+        at_most("the loss falls: at the end, of what it was", losses[-1] / losses[0], 0.8),
+        equal("loss of a batch after 40 steps, and on one device", final, alone, within=0.03, unit="nats"),
+        at_most("largest difference between the ranks' copies of a parameter", drift, 0.0),
+        holds("JAX's types accept that gradients are equal on all ranks", accepted(broken)),
+    ]
+    if broken:
+        return Result(checks)
+
+    num_parameters = sum(int(np.prod(shape)) for shape, _ in tiny.SHAPES.values())
+    sent = {n: sent_bytes(n) for n in (2, 4, 8)}
+    # The gradient, the loss (4 bytes) and the number of targets (4 bytes), each summed once.
+    expected = {n: 2 * (n - 1) / n * (4 * num_parameters + 8) for n in sent}
+    checks += [equal(f"bytes sent by each of {n} ranks", sent[n][0], expected[n], 1e-4, "bytes") for n in sent]
+    sweep = batch_sweep()
+    best = {rule: int(np.argmin(losses)) for rule, losses in sweep.items()}
+    checks += [
+        at_least(
+            "at a fixed budget the largest batch loses to the best, constant rate, by",
+            sweep["constant"][-1] - sweep["constant"][best["constant"]],
+            0.1,
+            "nats",
+        ),
+        at_most(
+            "a rate that follows the root of the batch moves 128 sequences nearer the best, to",
+            sweep["square root"][4] / sweep["constant"][4],
+            0.98,
+        ),
+    ]
+    return Result(
+        checks,
+        tables=[
+            Table(
+                "splits",
+                ["ranks × micro-batches × sequences", "batch", "difference of the gradient"],
+                [[f"{n} × {k} × {ROWS // n // k}", str(ROWS), f"{errors[n, k]:.0e}"] for n, k in SPLITS],
+            ),
+            Table(
+                "sent",
+                ["ranks", "sequences a rank", "bytes sent by each", "2 (n−1)/n × 4 bytes × parameters"],
+                [
+                    [str(n), str(ROWS // n), f"{sent[n][0]:,}", f"{2 * (n - 1) / n * 4 * num_parameters:,.0f}"]
+                    for n in sent
+                ],
+            ),
+            Table(
+                "batch",
+                ["sequences in a batch", "updates", *[f"loss, {rule} rate" for rule in RULES]],
+                [
+                    [str(rows), str(BUDGET // rows), *[f"{sweep[rule][i]:.3f}" for rule in RULES]]
+                    for i, rows in enumerate(BATCHES)
+                ],
+            ),
+        ],
+        pictures=[
+            Picture(
+                "batch",
+                lambda: drawing.lines(
+                    f"Held-out loss after {BUDGET:,} sequences",
+                    "sequences in a batch",
+                    "loss, nats a token",
+                    {f"{rule} learning rate": (BATCHES, losses) for rule, losses in sweep.items()},
+                    log_x=True,
+                ),
+                "Held-out loss at a fixed budget of text against the batch size, for three rules of the learning rate",
+            )
+        ],
+        guesses=[
+            Guess(
+                "sent",
+                f"How many bytes does each of 4 ranks send for the gradient of {num_parameters:,} parameters in fp32?",
+                2 * 3 / 4 * 4 * num_parameters,
+                "bytes",
+                "2 (n−1)/n times the size of the gradient",
+                within=0.01,
+            ),
+            Guess(
+                "global",
+                "64 GPUs with 4 sequences a micro-batch and 8 micro-batches accumulated: how many sequences an update?",
+                64 * 4 * 8,
+                "sequences",
+                "ranks × micro-batch × accumulation",
+                within=0,
+            ),
+            Guess(
+                "means",
+                "Rank 0 has 10 targets of mean loss 2, rank 1 has 30 of mean loss 4: the mean loss of the batch?",
+                3.5,
+                "nats",
+                "(10 × 2 + 30 × 4) / 40, where the mean of the means would be 3",
+                within=0.01,
+            ),
+            Guess(
+                "large",
+                "A gradient of 7B parameters in bf16 over 256 ranks: how many GB does each send?",
+                2 * 255 / 256 * 14,
+                "GB",
+                "almost twice 14 GB, whatever the number of ranks",
+                within=0.02,
+            ),
+        ],
+    )
+
+
+LAB = Lab(
+    name="data-parallel",
+    title="Data parallelism equals one device",
+    question="When do many devices with a part of the batch each compute exactly what one device computes?",
+    run=run,
+    devices=8,
+    breaks=[
+        Break(
+            "mean-of-means",
+            removes="the division by all targets: each rank takes the mean of its own, and the means are averaged",
+            caught_by=frozenset({"largest relative difference of a gradient from one device"}),
+            how_silent="nothing: the loss falls, to nearly the same value, and short sequences count too much",
+        ),
+        Break(
+            "no-sum",
+            removes="the sum over ranks: each updates its copy with its own gradient",
+            caught_by=frozenset(
+                {
+                    "largest relative difference of a gradient from one device",
+                    "loss of a batch after 40 steps, and on one device",
+                    "largest difference between the ranks' copies of a parameter",
+                    "JAX's types accept that gradients are equal on all ranks",
+                }
+            ),
+            how_silent="the loss of the first rank falls as before, while the copies become different models",
+        ),
+        Break(
+            "wrong-count",
+            removes="the other ranks from the count: the sum over ranks is divided by the targets of one",
+            caught_by=frozenset({"largest relative difference of a gradient from one device"}),
+            how_silent="nothing: Adam divides a gradient by its own size, so a factor of 4 changes no update",
+        ),
+    ],
+)

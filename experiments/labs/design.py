@@ -1,0 +1,311 @@
+"""Design: from a model, a cluster, a deadline and a budget to a layout on one page, each choice with its number."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from jaxdist.models.base import num_parameters
+from jaxdist.plan import explain
+from jaxdist.plan.hardware import Cluster
+from jaxdist.plan.program_memory import TERMS
+from jaxdist.plan.search import Scored, layouts_of_mesh, rank, score, search, usable_bytes
+
+from .. import plan
+from . import drawing
+from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal
+
+MODEL, BATCH, TOKENS, NODES = "llama3-8b", 128, 100e9, 4
+PRICE, DEADLINE, BUDGET = 3.0, 168.0, 16_000.0  # dollars for a GPU and hour, hours, dollars
+SLOW = 25e9 / 8  # bytes a second and GPU: the eight of a node share one port of 200 Gb/s
+PARTS = (
+    "compute",
+    "memory",
+    "overhead",
+    "tp",
+    "cp",
+    "dp",
+    "pp",
+    "bubble",
+    "input",
+)  # of a step's time, each in seconds
+AXES = ("pp", "replica", "dp", "cp", "tp")
+
+
+@cache
+def question() -> plan.Question:
+    """The run and its means; the cluster's link between nodes is the slow one."""
+    flags = plan.PlanFlags(
+        model=MODEL,
+        hardware="h100",
+        batch_size=BATCH,
+        tokens=TOKENS,
+        deadline=f"{DEADLINE:g}h",
+        budget=BUDGET,
+        price_per_hour=PRICE,
+    )
+    asked = plan.ask(flags)
+    slow = dataclasses.replace(asked.hardware.between, name="one 200 Gb/s port a node", bytes_per_s=SLOW)
+    return dataclasses.replace(asked, hardware=dataclasses.replace(asked.hardware, between=slow))
+
+
+@cache
+def searched(ignored: str | None) -> Scored:
+    """The best layouts of every mesh, scored on the cluster, or on one without the thing that is ignored.
+
+    "link": between nodes is as fast as inside. "activations": any number of them fits.
+    """
+    hardware = question().hardware
+    if ignored == "link":
+        hardware = dataclasses.replace(hardware, between=hardware.inside)
+    if ignored == "activations":
+        hardware = dataclasses.replace(hardware, memory_gb=10_000)
+    return search(question().base, Cluster(hardware, NODES), question().attention, question().efficiency)
+
+
+def chosen(ignored: str | None) -> Scored:
+    """The fastest layout that fits, for all that the search was told: one row, scored on the real cluster."""
+    found = searched(ignored)
+    fits = found.fits
+    if ignored == "activations":
+        fits = found.memory.parameters + found.memory.optimizer + found.memory.gradients <= usable_bytes(cluster())
+    index = int(np.where(fits, found.time.total, np.inf).argmin())
+    return score(question().base, found.layouts.take([index]), cluster(), question().attention, question().efficiency)
+
+
+def cluster() -> Cluster:
+    return question().cluster(NODES)
+
+
+def parts_of(scored: Scored, index: int) -> dict[str, float]:
+    return {part: float(np.broadcast_to(getattr(scored.time, part), len(scored))[index]) for part in PARTS}
+
+
+def gib(num_bytes: float) -> float:
+    return float(num_bytes) / 2**30
+
+
+# -------------------------------------------------------------------------------------------------------- runners-up
+
+
+@cache
+def of_the_mesh() -> Scored:
+    """Every layout of the chosen mesh."""
+    mesh = {axis: int(getattr(chosen(None).layouts, axis)[0]) for axis in ("pp", "replica", "dp", "ep", "cp", "tp")}
+    blocks = layouts_of_mesh(question().base.model, mesh, BATCH)
+    asked = question()
+    return Scored.join([score(asked.base, block, cluster(), asked.attention, asked.efficiency) for block in blocks])
+
+
+def alternatives() -> list[tuple[str, Scored, int]]:
+    """(name, layouts, index) of the fastest layout that makes one choice otherwise; of those that fit, if any do."""
+    others: list[tuple[str, Scored, Callable[[Scored], np.ndarray]]] = [
+        ("no tensor parallelism", searched(None), lambda s: s.layouts.tp == 1),
+        ("tp over a whole node", searched(None), lambda s: s.layouts.tp == 8),
+        ("no pipeline", searched(None), lambda s: s.layouts.pp == 1),
+        ("a pipeline over all nodes", searched(None), lambda s: s.layouts.pp == 4),
+        ("without ZeRO", of_the_mesh(), lambda s: s.layouts.zero == 0),
+        ("ZeRO-2", of_the_mesh(), lambda s: s.layouts.zero == 2),
+        ("recomputing blocks", of_the_mesh(), lambda s: s.layouts.every == 1),
+        ("messages not overlapped", of_the_mesh(), lambda s: s.layouts.overlap == 0),
+    ]
+    found = []
+    for name, scored, wanted in others:
+        mask = wanted(scored) & scored.fits if (wanted(scored) & scored.fits).any() else wanted(scored)
+        found.append((name, scored, int(np.where(mask, scored.time.total, np.inf).argmin())))
+    return found
+
+
+def why_it_loses(scored: Scored, index: int) -> str:
+    """The term that costs most more than the chosen layout's, or the memory that is not there."""
+    if not scored.fits[index]:
+        return f"does not fit: {gib(scored.memory.total[index]):.1f} of {gib(usable_bytes(cluster())):.1f} GiB"
+    ours, theirs = parts_of(chosen(None), 0), parts_of(scored, index)
+    part = max(PARTS, key=lambda part: theirs[part] - ours[part])
+    return f"{part}: {theirs[part]:.2f} s for {ours[part]:.2f} s"
+
+
+# --------------------------------------------------------------------------------------------------------------- run
+
+
+def run(broken: str | None) -> Result:
+    best = chosen(broken)
+    estimate, layout = plan.estimate(question(), best, 0), best.layouts
+    all_found = searched(None)
+    fastest = float(all_found.time.total[rank(all_found)[0]])
+    steps = TOKENS / (BATCH * question().base.model.seq_len)
+    state = 12 * num_parameters(question().base.model) / cluster().num_devices
+    devices = int(np.prod([int(getattr(layout, axis)[0]) for axis in AXES]))
+    terms = {term: gib(getattr(best.memory, term)[0]) for term in TERMS}
+    checks = [
+        equal("devices: the product of the axes", devices, NODES * 8),
+        equal("micro-batches × rows × data ranks: the batch", batch_of(best), BATCH),
+        equal("masters and moments: 12 bytes a parameter over all devices", terms["optimizer"], gib(state), 0.2, "GiB"),
+        equal("memory: the sum of its terms", sum(terms.values()), gib(best.memory.total[0]), 1e-6, "GiB"),
+        equal("step: the sum of its parts", sum(parts_of(best, 0).values()), estimate.step_seconds, 1e-6, "s"),
+        equal("hours: updates × step", steps * estimate.step_seconds / 3600, estimate.hours, 1e-9, "h"),
+        equal("dollars: devices × price × hours", NODES * 8 * PRICE * estimate.hours, estimate.cost.dollars, 1e-9, "$"),
+        at_most("memory of a device", gib(best.memory.total[0]), gib(usable_bytes(cluster())), "GiB"),
+        at_most("step: no layout that fits is faster", estimate.step_seconds, fastest * (1 + 1e-9), "s"),
+        at_most("hours, upper end of the bar", estimate.most_hours, DEADLINE, "h"),
+        at_most("dollars, upper end of the bar", estimate.cost.most, BUDGET, "$"),
+    ]
+    if broken:
+        return Result(checks)
+
+    parts = {part: seconds for part, seconds in parts_of(best, 0).items() if seconds > 0.005}
+    rest = [(name, scored, index) for name, scored, index in alternatives()]
+    usable = gib(usable_bytes(cluster()))
+    total = gib(best.memory.total[0])
+    fast = chosen("link")
+    runs = {"chosen": (best, 0)} | {name: (scored, index) for name, scored, index in rest if scored.fits[index]}
+    return Result(
+        checks,
+        tables=[
+            Table(
+                "page",
+                ["the design", ""],
+                [
+                    ["layout", explain.layout_flags(best, 0)],
+                    [
+                        "memory",
+                        ", ".join(f"{t} {g:.1f}" for t, g in terms.items()) + f": {total:.1f} of {usable:.1f} GiB",
+                    ],
+                    [
+                        "a step",
+                        ", ".join(f"{p} {s:.2f}" for p, s in parts.items()) + f": {estimate.step_seconds:.2f} s",
+                    ],
+                    ["hours", f"{estimate.hours:.0f}, at most {estimate.most_hours:.0f} of {DEADLINE:.0f}"],
+                    ["dollars", f"{estimate.cost.dollars:,.0f}, at most {estimate.cost.most:,.0f} of {BUDGET:,.0f}"],
+                ],
+            ),
+            Table(
+                "others",
+                ["otherwise", "layout", "GiB", "step, s", "hours", "loses by"],
+                [
+                    [
+                        name,
+                        explain.layout_flags(scored, index).replace("--", ""),
+                        f"{gib(scored.memory.total[index]):.1f}",
+                        f"{scored.time.total[index]:.2f}",
+                        f"{question().run_hours(float(scored.time.total[index])):.0f}",
+                        why_it_loses(scored, index),
+                    ]
+                    for name, scored, index in rest
+                ],
+            ),
+            Table(
+                "risks",
+                ["risk", "number", "what it means"],
+                [
+                    ["memory", f"{usable - total:.1f} GiB left of {usable:.1f}", "and 8 GiB more that no plan fills"],
+                    [
+                        "time",
+                        f"± {100 * estimate.error:.0f} %",
+                        f"{estimate.hours:.0f} to {estimate.most_hours:.0f} h, if it is late",
+                    ],
+                    [
+                        "deadline",
+                        f"{DEADLINE - estimate.most_hours:.0f} h left",
+                        "at the bar's upper end: no room for a failure",
+                    ],
+                    [
+                        "price",
+                        f"${BUDGET / estimate.cost.most * PRICE:.2f} an hour",
+                        "from there on the upper end is too dear",
+                    ],
+                ],
+            ),
+        ],
+        pictures=[
+            Picture(
+                "steps",
+                lambda: drawing.stacks(
+                    "A step of each design that fits (predicted)",
+                    "seconds",
+                    list(runs),
+                    {
+                        part: [parts_of(scored, index)[part] for scored, index in runs.values()]
+                        for part in ("compute", "memory", "tp", "dp", "pp", "bubble")
+                    },
+                ),
+                "Bars of the steps of several layouts, each divided into compute, memory, tp, dp, pp and bubble",
+            )
+        ],
+        guesses=[
+            Guess(
+                "least",
+                "Adam in mixed precision is 16 bytes a parameter: GiB of state of 8.03 billion on each of 32 devices, "
+                "all of it divided?",
+                gib(16 * num_parameters(question().base.model) / 32),
+                "GiB",
+                "far below 80: it can fit",
+            ),
+            Guess(
+                "floor",
+                "6ND for 8.03 billion parameters and 100 billion tokens on 32 H100s at 989 TFLOP/s each: hours?",
+                6 * num_parameters(question().base.model) * TOKENS / (32 * 989e12) / 3600,
+                "h",
+                "a third of the deadline: an MFU of 40 % is enough",
+            ),
+            Guess(
+                "allreduce",
+                "A device sends 2 bytes for each of 8.03 billion gradients to the other nodes at 3.125 GB/s: seconds?",
+                2 * num_parameters(question().base.model) / SLOW,
+                "s",
+                "longer than the rest of the step: whole gradients may not cross the nodes",
+            ),
+            Guess(
+                "link",
+                "How many times longer is a step of the layout that was chosen for a fast link, on the slow one?",
+                float(fast.time.total[0]) / float(searched("link").time.total[int(rank(searched("link"))[0])]),
+                "times",
+                "its gradients cross the nodes in every micro-batch",
+            ),
+            Guess(
+                "mfu",
+                "Which MFU does the design have, by the plan, in %?",
+                100 * float(best.time.mfu[0]),
+                "%",
+                "compute is two thirds of the step, below the peak",
+                within=0.1,
+            ),
+        ],
+    )
+
+
+def batch_of(scored: Scored) -> int:
+    """Sequences of an update."""
+    layout = scored.layouts
+    names = ("microbatches", "accumulate", "rows", "dp", "replica")
+    return int(np.prod([int(getattr(layout, name)[0]) for name in names]))
+
+
+LAB = Lab(
+    name="design",
+    title="A design on one page",
+    question="Llama 3 8B, 100 billion tokens, four nodes of H100s with a slow link, a week and $16,000: which layout, "
+    "and why no other?",
+    run=run,
+    breaks=[
+        Break(
+            "activations",
+            removes="activations, logits and working buffers, from the memory that decides what fits",
+            caught_by=frozenset({"memory of a device"}),
+            how_silent="a faster step on paper, in time and in budget, and a job that dies of memory in its first step",
+        ),
+        Break(
+            "link",
+            removes="the slow link: the search takes the nodes to be joined as fast as the GPUs inside one",
+            caught_by=frozenset(
+                {
+                    "step: no layout that fits is faster",
+                    "hours, upper end of the bar",
+                    "dollars, upper end of the bar",
+                }
+            ),
+            how_silent="the run starts, fits and learns; it takes twice the time and money that was planned",
+        ),
+    ],
+)

@@ -1,0 +1,135 @@
+"""What the labs about communication share: arrays of ranks, what a traced program sends, and two real processes.
+
+python -m experiments.labs.exchanges ADDRESS INDEX is one of the two processes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.commands import import_root
+from jaxdist.config import RunConfig
+from jaxdist.mesh import MeshShape, make_abstract_mesh
+from jaxdist.plan.collective_cost import CollectiveCost
+from jaxdist.plan.proof.trace import Collective, collectives_of
+from jaxdist.runtime import processes
+from jaxdist.runtime.devices import acquire_devices
+from jaxdist.train.program import Program, build_program
+
+from ..launch import free_port
+
+WARM_UP, REPEATS = 10, 30
+BOUND = 120  # seconds for both processes
+
+
+def mesh_of(n: int, replicas: int = 1) -> Mesh:
+    """n ranks on `dp`, in as many replicas."""
+    devices = acquire_devices(n * replicas, "cpu").devices[: n * replicas]
+    if replicas == 1:
+        return Mesh(np.asarray(devices), ("dp",), axis_types=(AxisType.Auto,))
+    return Mesh(np.asarray(devices).reshape(replicas, n), ("replica", "dp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def on_ranks(body: Callable, n: int, replicas: int = 1) -> Callable:
+    """`body` as a function of global arrays: entry r of the first dim is rank r's own array, in and out."""
+    mesh = mesh_of(n, replicas)
+
+    def local(*xs):
+        return jax.tree.map(lambda y: y[None], body(*(x[0] for x in xs)))
+
+    spec = P(mesh.axis_names)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+def sent_by(run: Callable, n: int, *args, replicas: int = 1) -> CollectiveCost:
+    """Messages one after the other, and the bytes in them, of a jitted program of `on_ranks`; read from its text."""
+    mesh = MeshShape(dp=n, replica=replicas)
+    found = collectives_of(run.trace(*args).jaxpr, mesh)
+    return CollectiveCost(sum(each.count for each in found), sum(each.sent_bytes(mesh) for each in found))
+
+
+@cache
+def traced(config: RunConfig) -> tuple[Program, tuple[Collective, ...]]:
+    """The program of a run, on a mesh that has no devices, and every collective of a step."""
+    with jax.enable_x64(config.precision.dtype == "float64"):
+        program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+        step = program.step.trace(program.abstract_state(), program.abstract_batch())
+        return program, tuple(program.collectives_of(step))
+
+
+# ------------------------------------------------------------------------------------------------- two real processes
+
+
+class Exchange(NamedTuple):
+    """All-reduces between two processes: (bytes, median seconds) of each size, and whether the sums were right."""
+
+    times: list[tuple[int, float]]
+    right: bool
+
+
+@cache
+def between_processes(sizes: Sequence[int]) -> Exchange:
+    """Sum fp32 arrays of these bytes over two processes of this machine, which talk over TCP (gloo).
+
+    Raises: RuntimeError where one of them fails, subprocess.TimeoutExpired where they take too long.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    settings = {"PYTHONPATH": str(import_root()), "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | settings
+    module = sys.modules[__name__].__spec__.name
+    command = [sys.executable, "-m", module, address]
+    started = [
+        subprocess.Popen(
+            [*command, str(index), *map(str, sizes)],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for index in range(2)
+    ]
+    try:
+        texts = [each.communicate(timeout=BOUND) for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    for each, (_, said) in zip(started, texts, strict=True):
+        if each.returncode:
+            raise RuntimeError(f"a process ended with exit code {each.returncode}: {said[-2000:]}")
+    found = [json.loads(text.splitlines()[-1]) for text, _ in texts]
+    return Exchange([tuple(pair) for pair in found[0]["times"]], all(each["right"] for each in found))
+
+
+def main(address: str, index: int, sizes: list[int]) -> None:
+    """One of two processes: every size summed often, timed from a common start to the result."""
+    processes.join(address, 2, index)
+    mesh = Mesh(np.asarray(jax.devices()), ("dp",), axis_types=(AxisType.Auto,))
+    here = jax.sharding.NamedSharding(mesh, P("dp"))
+    add = jax.jit(jax.shard_map(lambda x: lax.psum(x, "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P()))
+    times, right = [], True
+    for size in sizes:
+        mine = np.full((1, size // 4), index + 1, np.float32)
+        x = jax.make_array_from_process_local_data(here, mine)
+        right &= bool((np.asarray(add(x).addressable_data(0)) == 3).all())
+        taken = []
+        for _ in range(WARM_UP + REPEATS):
+            begun = time.perf_counter()
+            add(x).block_until_ready()
+            taken.append(time.perf_counter() - begun)
+        times.append((size, float(np.median(taken[WARM_UP:]))))
+    print(json.dumps({"times": times, "right": right}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), [int(word) for word in sys.argv[3:]])

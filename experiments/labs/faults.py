@@ -1,0 +1,364 @@
+"""Faults: a run that is killed, resumed and resized, a NaN, a copy that drifts, a device that computes wrongly."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.checkpoint import resume
+from jaxdist.checkpoint.checkpoints import Checkpoints
+from jaxdist.commands import command_words, import_root
+from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.divergence import Run, compare_steps, first_divergence
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.parallel import rank, tensor
+from jaxdist.parity import one_device, random_batches
+from jaxdist.runtime.devices import acquire_devices
+from jaxdist.runtime.fault_injection import parse_fault
+from jaxdist.runtime.health import gather_ranks, make_replica_check, name_culprits
+from jaxdist.train.program import Program, build_program
+
+from . import drawing
+from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .tools import replaced, small_run
+
+STEPS, SAVED = 12, 6
+MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=64, dropout=0.1)
+DATA = {"source": "a chain", "fingerprint": "0"}
+MESHES = ("dp=2", "dp=2,tp=2", "one device")
+# What is killed: the command, in a process of its own.
+TRAIN = (
+    "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --mesh dp=2 --zero 1 --steps 8 "
+    "--checkpoint-every 4 --eval-every 1000 --eval-batches 1"
+)
+# 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783, section 3.3.4).
+HOURS_OF_A_GPU = 16_384 * 54 * 24 / 419
+SAVE_SECONDS = 30
+
+
+# ------------------------------------------------------------------------------------------- a run in this process
+
+
+def batch_of(index: int) -> dict[str, np.ndarray]:
+    """The global batch of an index: a chain of tokens that can be learned, from random starts, with some noise."""
+    rng = np.random.default_rng(index)
+    tokens = np.empty((8, MODEL.seq_len + 1), np.int32)
+    tokens[:, 0] = rng.integers(0, MODEL.vocab_size, 8)
+    for place in range(MODEL.seq_len):
+        tokens[:, place + 1] = (5 * tokens[:, place] + 7) % MODEL.vocab_size
+    tokens = np.where(rng.random(tokens.shape) < 0.1, rng.integers(0, MODEL.vocab_size, tokens.shape), tokens)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "rows": np.arange(8, dtype=np.int32)}
+
+
+@cache
+def program_of(mesh: str) -> tuple[Program, object]:
+    """(program, compiled step). That for four devices has a fault built in, as `train --drill` takes it."""
+    shape = parse_mesh("" if mesh == "one device" else mesh)
+    config = RunConfig(
+        MODEL,
+        ParallelConfig(mesh=shape),
+        OptimizerConfig(lr=2e-2, warmup_steps=0),
+        batch_size=8,
+        steps=STEPS,
+    )
+    poison = parse_fault("nan:step=2,rank=3,leaf=blocks.mlp.w_up", 4).poison() if mesh == "dp=2,tp=2" else None
+    devices = acquire_devices(4, "cpu").devices[: shape.num_devices]
+    program = build_program(config, make_mesh(shape, devices), poison=poison)
+    return program, program.compile_step({"xla_backend_optimization_level": 0})
+
+
+def train(program: Program, step, state, batches) -> tuple[object, list[float]]:
+    """(state, loss of each step) after batches of these indices."""
+    losses = []
+    for index in batches:
+        state, metrics = step(state, program.put(batch_of(index)))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@cache
+def interrupted() -> tuple[Path, list[float], object]:
+    """(folder with a checkpoint after half of the steps, losses of all of them, last parameters), never stopped."""
+    program, step = program_of(MESHES[0])
+    folder = Path(tempfile.mkdtemp(prefix="jaxdist-lab-"))
+    state, losses = train(program, step, program.init(0), range(SAVED))
+    checkpoints = Checkpoints(folder)
+    resume.save(checkpoints, program, state, DATA, resume.Progress(batch=SAVED))
+    checkpoints.wait()
+    state, rest = train(program, step, state, range(SAVED, STEPS))
+    return folder, losses + rest, jax.device_get(state.params)
+
+
+def resumed(mesh: str, position: bool = True, moments: bool = True) -> tuple[list[float], object]:
+    """(losses after the checkpoint, last parameters) of a run that continues on a mesh.
+
+    position: continue with the batch that the checkpoint names, not with the first. moments: restore the optimiser's.
+    """
+    program, step = program_of(mesh)
+    checkpoints = Checkpoints(interrupted()[0])
+    start = resume.restore(checkpoints, checkpoints.check(SAVED), program, same_run=True)
+    state, first = start.state, start.progress.batch if position else 0
+    if not moments:
+        state = state._replace(moments=jax.tree.map(jnp.zeros_like, state.moments))
+    state, losses = train(program, step, state, range(first, first + STEPS - SAVED))
+    return losses, jax.device_get(state.params)
+
+
+def drifting(flipped: bool) -> tuple[list[float], list[str]]:
+    """(losses, ranks that the replica check names) of a run in which a bit of device 1's copy may flip."""
+    program, step = program_of("dp=2")
+    check = make_replica_check(program)
+    state, losses = train(program, step, program.init(0), range(SAVED))
+    if flipped:
+        fault = parse_fault(f"flip:step={SAVED},rank=1", 2)
+        state = state._replace(params=fault.flip(SAVED, program.mesh, state.params))
+    state, rest = train(program, step, state, range(SAVED, STEPS))
+    return losses + rest, [str(culprit) for culprit in check(state)]
+
+
+@cache
+def with_a_nan() -> tuple[list[str], bool, bool, bool]:
+    """(culprits, bits unchanged by that step, loss of it finite, the next step changes them) of a NaN on rank 3."""
+    program, step = program_of("dp=2,tp=2")
+    state, _ = step(program.init(0), program.put(batch_of(0)))
+    before = jax.device_get((state.params, state.moments))
+    state, metrics = step(state, program.put(batch_of(1)))
+    culprits = [str(each) for each in name_culprits(program, gather_ranks("", metrics["not_finite"]))]
+    after = jax.device_get((state.params, state.moments))
+    unchanged, finite = same_bits(before, after), math.isfinite(float(metrics["loss"]))
+    state, _ = step(state, program.put(batch_of(2)))
+    return culprits, unchanged, finite, not same_bits(before[0], jax.device_get(state.params))
+
+
+def same_bits(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+@cache
+def wrong_device() -> tuple[str, tuple[int, ...], str]:
+    """(tensor, ranks, the collective before it) of the first divergence, where one device multiplies wrongly."""
+    column_parallel = tensor.column_parallel
+
+    def wrong(x_BTD, *args):
+        factor = jnp.where(rank("tp") == 1, jnp.float32(1.001), 1)
+        return jax.tree.map(lambda y_BTF: y_BTF * factor, column_parallel(x_BTD, *args))
+
+    config = small_run("tp=2", replace(MODEL, dropout=0.0))
+    devices = acquire_devices(4, "cpu").devices
+    (batch,) = random_batches(config, 1)
+    reference = Run(one_device(config), devices[:1]).advance(batch)
+    with replaced(tensor, "column_parallel", wrong):
+        ours = Run(config, devices[:2]).advance(batch)
+    found = first_divergence(compare_steps(ours, reference))
+    return f"layer {found.key.layer}: {found.key.name}", found.ranks, found.collective
+
+
+# ---------------------------------------------------------------------------------------------- a run that is killed
+
+
+@cache
+def killed() -> tuple[int, list[int], list[float], list[float]]:
+    """(exit code, steps committed when it was killed, losses until then, losses after the same command continued)."""
+    folder = Path(tempfile.mkdtemp(prefix="jaxdist-lab-"))
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
+
+    def train(*more: str) -> int:
+        words = [*command_words("train"), "--data", str(folder / "text.txt"), *TRAIN.split(), "--out", str(folder)]
+        environment = os.environ | {"PYTHONPATH": str(import_root()), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        return subprocess.run([*words, *more], cwd=folder, env=environment, capture_output=True).returncode
+
+    def losses() -> list[float]:
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+        return list({line["step"]: line["loss"] for line in lines if "loss" in line}.values())
+
+    code, before = train("--drill", "die:step=8"), losses()
+    committed = sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*[0-9]"))
+    assert train() == 0
+    return code, committed, before, losses()
+
+
+# --------------------------------------------------------------------------------------------------------- intervals
+
+
+def lost_share(interval: float, save: float, between: float) -> float:
+    """Closed form: the share of time that goes to saves, and to steps that a fault makes necessary again."""
+    return save / interval + interval / (2 * between)
+
+
+def best_interval(save: float, between: float) -> float:
+    """Where both are equal: √(2 × save × time between faults)."""
+    return math.sqrt(2 * save * between)
+
+
+# --------------------------------------------------------------------------------------------------------------- run
+
+
+def run(broken: str | None) -> Result:
+    _, never_stopped, last = interrupted()
+    rest, checks = never_stopped[SAVED:], []
+    found = {}
+    for mesh in MESHES:
+        losses, params = found[mesh] = resumed(mesh, broken != "position", broken != "moments")
+        worst = max(abs(a - b) / b for a, b in zip(losses, rest, strict=True))
+        fallen = losses[-1] / never_stopped[0]
+        if mesh == MESHES[0]:
+            checks.append(holds("resumed on the same mesh: losses and parameters to the bit", same_bits(params, last)))
+        checks.append(at_most(f"resumed on {mesh}: error of the losses", worst, 1e-5))
+        checks.append(at_most(f"resumed on {mesh}: last loss, of the first", fallen, 0.9))
+
+    losses, named = drifting(broken == "drift")
+    checks += [
+        at_most("dp=2: last loss, of the first", losses[-1] / losses[0], 0.9),
+        equal("dp=2: copies that differ, by the replica check", len(named), 0),
+    ]
+
+    culprits, unchanged, finite, goes_on = with_a_nan()
+    checks += [
+        holds(
+            "a NaN: rank and leaf are named", culprits == ["rank 3 (dp=1,tp=1): blocks.mlp.w_up"], "; ".join(culprits)
+        ),
+        holds("a NaN: no bit of parameters and moments changes", unchanged),
+        holds("a NaN: the loss of that step is finite", finite),
+        holds("a NaN: the next step trains", goes_on),
+    ]
+    code, committed, before, after = killed()
+    checks += [
+        equal("killed: exit code", code, -signal.SIGKILL),
+        equal("killed: the newest checkpoint", committed[-1], 4),
+        equal("killed and continued: steps", len(after), 8),
+        holds("killed and continued: steps 5 to 7, taken twice, have the same losses to the bit", before == after[:7]),
+    ]
+    where, ranks, collective = wrong_device()
+    checks += [
+        holds("a wrong device: tensor", where == "layer 0: Attention.column_parallel.out", where),
+        equal("a wrong device: rank", ranks[0] if len(ranks) == 1 else math.nan, 1),
+        holds("a wrong device: the collective before", collective.startswith("all_reduce over tp"), collective),
+    ]
+    interval_rows = []
+    for gpus in (8, 1024, 16_384):
+        between = HOURS_OF_A_GPU / gpus * 3600
+        best = best_interval(SAVE_SECONDS, between)
+        searched = min((best * 1.01**e for e in range(-200, 201)), key=lambda t: lost_share(t, SAVE_SECONDS, between))
+        checks.append(equal(f"{gpus:,} GPUs: minutes between checkpoints", best / 60, searched / 60, within=0.01))
+        lost = lost_share(best, SAVE_SECONDS, between)
+        interval_rows.append([f"{gpus:,}", f"{between / 3600:,.1f}", f"{best / 60:,.0f}", f"{100 * lost:.2f} %"])
+    if broken:
+        return Result(checks)
+
+    curves = {
+        "never stopped": never_stopped,
+        "without position": never_stopped[:SAVED] + resumed(MESHES[0], position=False)[0],
+        "without moments": never_stopped[:SAVED] + resumed(MESHES[0], moments=False)[0],
+    }
+    big = HOURS_OF_A_GPU / 16_384 * 3600
+    return Result(
+        checks,
+        tables=[
+            Table(
+                "losses",
+                ["step", "never stopped", *[f"resumed on {mesh}" for mesh in MESHES]],
+                [
+                    [str(SAVED + 1 + i), f"{rest[i]:.6f}", *[f"{found[mesh][0][i]:.6f}" for mesh in MESHES]]
+                    for i in range(STEPS - SAVED)
+                ],
+            ),
+            Table(
+                "found",
+                ["fault", "found by", "named"],
+                [
+                    ["NaN in one gradient", "finiteness check, before the sum", culprits[0]],
+                    ["a bit of one copy", "replica check", "; ".join(drifting(True)[1])],
+                    ["a device that multiplies wrongly", "comparison in step", f"{where}, rank {ranks[0]}"],
+                    ["SIGKILL", "the same command again", f"continues after step {committed[-1]}"],
+                ],
+            ),
+            Table("intervals", ["GPUs", "hours between faults", "minutes between saves", "time lost"], interval_rows),
+        ],
+        pictures=[
+            Picture(
+                "curves",
+                lambda: drawing.lines(
+                    f"Resumed after step {SAVED} (simulated dp=2)",
+                    "step",
+                    "loss, nats a token",
+                    {name: (range(1, STEPS + 1), losses) for name, losses in curves.items()},
+                ),
+                "Three loss curves, equal up to step 6; afterwards they part, and all of them fall",
+            )
+        ],
+        guesses=[
+            Guess(
+                "lost",
+                "A checkpoint every 100 steps, and a kill at a random moment: how many steps are lost on average?",
+                50,
+                "steps",
+                "half of the interval",
+            ),
+            Guess(
+                "interval",
+                "16,384 GPUs, a fault every 3.1 hours, 30 s a save: how many minutes between saves lose least?",
+                best_interval(SAVE_SECONDS, big) / 60,
+                "min",
+                "√(2 × save × time between faults)",
+            ),
+            Guess(
+                "bytes",
+                "What must a checkpoint of 7 billion parameters hold under Adam with fp32 masters, if the 16-bit "
+                "weights are made of the masters again?",
+                7 * 12,
+                "GB",
+                "4 bytes of master and 8 of moments",
+            ),
+            Guess(
+                "slower",
+                "The same cluster, saves 10 times as long: what share of the time is lost at the best interval?",
+                100 * lost_share(best_interval(10 * SAVE_SECONDS, big), 10 * SAVE_SECONDS, big),
+                "%",
+                "it grows with the square root of the time of a save",
+            ),
+        ],
+    )
+
+
+RESUMED = "resumed on the same mesh: losses and parameters to the bit"
+PARTED = {f"resumed on {mesh}: error of the losses" for mesh in MESHES}
+
+LAB = Lab(
+    name="faults",
+    title="Faults",
+    question="A run is killed, moved to other devices, or one device goes wrong: how is it known that training goes on "
+    "as if nothing had happened, and who was it?",
+    run=run,
+    breaks=[
+        Break(
+            "position",
+            removes="the data position: the resumed run reads from the first batch again",
+            caught_by=frozenset({RESUMED} | PARTED),
+            how_silent="a loss curve that goes on falling; some data is seen twice and some never",
+        ),
+        Break(
+            "moments",
+            removes="the optimiser's moments: the resumed run starts with zeros",
+            caught_by=frozenset({RESUMED} | PARTED),
+            how_silent="a kink in the curve, which looks like a hard batch",
+        ),
+        Break(
+            "drift",
+            removes="the equality of copies: one bit of a weight flips on device 1 after step 6",
+            caught_by=frozenset({"dp=2: copies that differ, by the replica check"}),
+            how_silent="nothing: the gradients are summed over both devices, the copies never meet again, and the loss "
+            "falls",
+        ),
+    ],
+    devices=4,
+)

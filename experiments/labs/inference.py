@@ -1,0 +1,312 @@
+"""Inference under tensor parallelism: what the cache holds, and when several devices make a token sooner."""
+
+import contextlib
+
+import jax
+import numpy as np
+
+from jaxdist.generation import build_generator, bytes_per_token
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.attention import scores_of, weighted_values
+from jaxdist.models.base import declare, is_param, num_parameters
+from jaxdist.models.cache import KeyValues, NextTokens, Prompts
+from jaxdist.models.decoder import Decoder
+from jaxdist.models.presets import PRESETS
+from jaxdist.parity import forward_logits
+from jaxdist.plan.collective_cost import collective_cost
+from jaxdist.plan.hardware import find_hardware
+from jaxdist.plan.papers.formulas import ModelShape, kv_cache_bytes
+from jaxdist.plan.proof.trace import collectives_of, total_sent
+from jaxdist.runtime.devices import acquire_devices
+
+from . import drawing
+from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .tools import replaced
+
+MODEL = Decoder(
+    2, 64, 8, num_kv_heads=2, head_dim=8, ffn_width=48, seq_len=40, vocab_size=250
+)  # 2 layers of width 64, 8 heads of queries on 2 of keys
+LENGTHS, NEW = (5, 12, 9), 8  # of the prompts, and how many tokens follow
+SIZES = ("gpt2-124m", "llama3-8b", "llama3-70b")
+DEGREES = (1, 2, 4, 8)
+CONTEXT = 4096
+H100 = find_hardware("h100")
+
+
+# ------------------------------------------------------------------------------------------------- text, on any mesh
+
+
+def random_values() -> dict:
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda p: p.mean + 0.3 * rng.normal(size=p.shape), declare(MODEL), is_leaf=is_param)
+
+
+def prompts() -> np.ndarray:
+    """i32[B, T], padded on the right."""
+    rng, tokens = np.random.default_rng(1), np.zeros((len(LENGTHS), max(LENGTHS)), int)
+    for row, length in enumerate(LENGTHS):
+        tokens[row, :length] = rng.integers(0, MODEL.vocab_size, length)
+    return tokens
+
+
+def generate(mesh: str, advance: bool = True) -> tuple[np.ndarray, np.ndarray, object, object]:
+    """(tokens[B, new], logits[B, new, V], generator, caches): prompts at once, then a token of each text at a time.
+
+    advance: every token is decoded at the position after the one before.
+    """
+    shape, lengths = parse_mesh(mesh), np.array(LENGTHS)
+    devices = acquire_devices(2, "cpu").devices[: shape.num_devices]
+    sizes = {"num_texts": len(LENGTHS), "capacity": max(LENGTHS) + NEW}
+    made = build_generator(MODEL, make_mesh(shape, devices), shape, dtype="float64", **sizes)
+    params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), random_values(), made.abstract_params())
+    found = made.prefill(params, made.put(prompts()), made.put(lengths))
+    tokens, logits = [np.asarray(found.tokens)], [np.asarray(found.logits)]
+    for step in range(NEW - 1):
+        positions = lengths + step if advance else lengths
+        found = made.decode(params, found.caches, found.tokens, made.put(positions))
+        tokens.append(np.asarray(found.tokens))
+        logits.append(np.asarray(found.logits))
+    return np.stack(tokens, 1), np.stack(logits, 1), made, found.caches
+
+
+def trained_logits(tokens: np.ndarray) -> np.ndarray:
+    """[B, new, V]: what the forward of training says of the same texts, all at once and without a cache."""
+    whole = np.zeros((len(LENGTHS), max(LENGTHS) + NEW), int)
+    for row, (length, prompt) in enumerate(zip(LENGTHS, prompts(), strict=True)):
+        whole[row, : length + NEW] = np.concatenate([prompt[:length], tokens[row]])
+    logits = forward_logits(MODEL, random_values(), whole, acquire_devices(2, "cpu").devices[0])
+    return np.stack([row[length - 1 : length - 1 + NEW] for row, length in zip(logits, LENGTHS, strict=True)])
+
+
+def without_mask(prompts: Prompts, core, q_BTNH, k_BTKH, v_BTKH, window):
+    """Attention of a prefill in which every position sees the whole prompt."""
+    prompts.kept.append(KeyValues(prompts._kept(k_BTKH, window), prompts._kept(v_BTKH, window)))
+    return weighted_values(jax.nn.softmax(scores_of(q_BTNH, k_BTKH), axis=-1), v_BTKH)
+
+
+def one_place_off(held: NextTokens, which: int, x_B1KH):
+    """The newest key or value, written one place too far."""
+    right = held.positions_B
+    held.positions_B = right + 1
+    written = extended(held, which, x_B1KH)
+    held.positions_B = right
+    return written
+
+
+extended = NextTokens._extended
+
+
+# -------------------------------------------------------------------------------------------------------- predictions
+
+
+def decode_seconds(name: str, tp: int, texts: int = 1) -> tuple[float, float]:
+    """(reading, messages) of one token of each text on H100s: weights and cache are read, two sums a layer wait.
+
+    Of the algorithms for a sum the quicker one is taken.
+    """
+    model = PRESETS[name]
+    weights = 2 * num_parameters(model) / tp
+    cached = closed_kv_bytes(model, CONTEXT) * texts / tp
+    message = 2 * texts * model.width
+    link = H100.inside
+    costs = [collective_cost(f"{kind}_all_reduce", tp, message) for kind in ("ring", "halving_doubling")]
+    one_sum = min(cost.seconds(link.latency_s, link.bytes_per_s) for cost in costs)
+    return (weights + cached) / H100.memory_bytes_per_s, (2 * model.num_layers + 1) * one_sum
+
+
+def closed_kv_bytes(model, context: int, itemsize: int = 2) -> float:
+    """2 (keys and values) × layers × key heads × head dim × context × bytes."""
+    heads = getattr(model, "num_kv_heads", None) or model.num_heads
+    head_dim = getattr(model, "head_dim", None) or model.width // model.num_heads
+    return 2 * model.num_layers * heads * head_dim * context * itemsize
+
+
+def library_kv_bytes(model, context: int, itemsize: int = 2, tp: int = 1) -> float:
+    heads = getattr(model, "num_kv_heads", None)
+    sizes = (model.num_layers, model.width, model.num_heads, model.ffn_width, model.seq_len, model.vocab_size)
+    shape = ModelShape(*sizes, num_kv_heads=heads)
+    return float(kv_cache_bytes(shape, context, itemsize=itemsize, tp=tp))
+
+
+def traced_decode(made) -> tuple[int, int]:
+    """(all-reduces, bytes that a device sends) of one token of each text, in the decode program."""
+    tokens = made.abstract_tokens()
+    found = collectives_of(made.decode.trace(made.abstract_params(), made.caches, tokens, tokens).jaxpr, made.shape)
+    return sum(each.count for each in found if each.kind == "all_reduce"), total_sent(found, made.shape)
+
+
+# --------------------------------------------------------------------------------------------------------------- run
+
+
+def run(broken: str | None) -> Result:
+    fault = {
+        "place": lambda: replaced(NextTokens, "_extended", one_place_off),
+        "mask": lambda: replaced(Prompts, "attend", without_mask),
+    }.get(broken, contextlib.nullcontext)
+    with jax.enable_x64(True):
+        with fault():
+            tokens, logits, _, _ = generate("", broken != "positions")
+            tp_tokens, tp_logits, made, caches = generate("tp=2", broken != "positions")
+        true = trained_logits(tokens)
+        scale = float(np.abs(true).max())
+        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(caches))
+        places = len(LENGTHS) * (max(LENGTHS) + NEW)
+        num_sums, sent = traced_decode(made)
+        checks = [
+            holds("tp=2: the same tokens as on one device", np.array_equal(tokens, tp_tokens)),
+            at_most("tp=2: error of the logits, against one device", error(tp_logits, logits, scale), 1e-12),
+            at_most(
+                "first token: error of its logits, against training", error(logits[:, :1], true[:, :1], scale), 1e-12
+            ),
+            at_most(
+                "later tokens: error of their logits, against training", error(logits[:, 1:], true[:, 1:], scale), 1e-12
+            ),
+            equal("cache of a device on tp=2", held, closed_kv_bytes(MODEL, places, 8) / 2, unit="bytes"),
+            equal("cache, by the library", library_kv_bytes(MODEL, places, 8, tp=2), held, unit="bytes"),
+            equal("sums over tp in decode: two a layer and the embedding's", num_sums, 2 * MODEL.num_layers + 1),
+            equal(
+                "bytes sent for a token of each text", sent, bytes_per_token(MODEL, made.shape, "float64", len(LENGTHS))
+            ),
+        ]
+    for name, known in zip(SIZES, (124.4e6, 8.03e9, 70.55e9), strict=True):
+        checks.append(equal(f"{name}: parameters", num_parameters(PRESETS[name]), known, within=0.005))
+    small, large = ({tp: sum(decode_seconds(name, tp)) for tp in DEGREES} for name in (SIZES[0], SIZES[2]))
+    checks += [
+        holds("a small model is slower on two devices, and slower still on eight", small[1] < small[2] < small[8]),
+        at_least_twice("a large one is faster on eight than on two", large[2] / large[8]),
+    ]
+    if broken:
+        return Result(checks)
+
+    llama = PRESETS["llama3-8b"]
+    rows = []
+    for name in SIZES:
+        base = sum(decode_seconds(name, 1))
+        for tp in DEGREES:
+            reading, messages = decode_seconds(name, tp)
+            total = reading + messages
+            rows.append([name, str(tp), *[f"{1e3 * t:.3f}" for t in (reading, messages, total)], f"{base / total:.2f}"])
+    moves = []
+    for name in SIZES[1:]:
+        for context in (1024, 8192, 32_768):
+            model = PRESETS[name]
+            size = closed_kv_bytes(model, context)
+            prefill = 2 * num_parameters(model) * context / H100.peak("bfloat16") / 8
+            moves.append(
+                [
+                    name,
+                    f"{context:,}",
+                    f"{size / 1e9:.2f}",
+                    f"{1e3 * prefill:,.0f}",
+                    f"{1e3 * size / H100.between.bytes_per_s / 8:,.1f}",
+                    f"{1e3 * size / H100.between.bytes_per_s:,.0f}",
+                ]
+            )
+    balance = H100.peak("bfloat16") / H100.memory_bytes_per_s
+    return Result(
+        checks,
+        tables=[
+            Table("decode", ["model", "tp", "reading, ms", "messages, ms", "a token, ms", "speed-up"], rows),
+            Table(
+                "moves",
+                ["model, tp=8", "tokens", "cache, GB", "prefill, ms", "moved by 8 links, ms", "by one, ms"],
+                moves,
+            ),
+        ],
+        pictures=[
+            Picture(
+                "speedup",
+                lambda: drawing.lines(
+                    "Speed-up of decode, one text (predicted, H100)",
+                    "tp",
+                    "times one device",
+                    {
+                        name: (
+                            DEGREES,
+                            [sum(decode_seconds(name, 1)) / sum(decode_seconds(name, tp)) for tp in DEGREES],
+                        )
+                        for name in SIZES
+                    },
+                    log_x=True,
+                ),
+                "Speed-up against tp: the large model's rises, the middle one's flattens, the small one's falls",
+            )
+        ],
+        guesses=[
+            Guess(
+                "kv",
+                "Llama 3 8B has 32 layers, 8 key heads of 128: KiB of cache for one token in 16 bits?",
+                closed_kv_bytes(llama, 1) / 1024,
+                "KiB",
+                "2 × 32 × 8 × 128 × 2 bytes",
+            ),
+            Guess(
+                "token",
+                "8.03 billion parameters in 16 bits, 3.35 TB/s: how many ms does reading them for one token take?",
+                1e3 * 2 * num_parameters(llama) / H100.memory_bytes_per_s,
+                "ms",
+                "16 GB over 3.35 TB/s: no token of one text can be sooner",
+            ),
+            Guess(
+                "balance",
+                "989 TFLOP/s and 3.35 TB/s: from how many texts together does decode wait for arithmetic (16-bit "
+                "weights, no cache)?",
+                balance,
+                "texts",
+                "2 FLOPs and 2 bytes a parameter: FLOP/s over bytes/s",
+            ),
+            Guess(
+                "share",
+                "Llama 3 8B on tp=8: which share of a token's time are messages?",
+                100 * decode_seconds("llama3-8b", 8)[1] / sum(decode_seconds("llama3-8b", 8)),
+                "%",
+                "65 sums of three exchanges there and three back, at 3 µs each",
+            ),
+            Guess(
+                "context",
+                "At how many tokens of context is the cache of one text as large as the weights of Llama 3 8B?",
+                2 * num_parameters(llama) / closed_kv_bytes(llama, 1),
+                "tokens",
+                "16 GB over 128 KiB",
+            ),
+        ],
+    )
+
+
+def error(found: np.ndarray, expected: np.ndarray, scale: float) -> float:
+    return float(np.abs(found - expected).max()) / scale
+
+
+def at_least_twice(name: str, ratio: float):
+    return holds(name, ratio >= 2, f"{ratio:.2f} times", "at least 2 times")
+
+
+LATER = "later tokens: error of their logits, against training"
+
+LAB = Lab(
+    name="inference",
+    title="Inference",
+    question="When do several devices make the next token sooner, when later, and what must the cache hold?",
+    run=run,
+    breaks=[
+        Break(
+            "place",
+            removes="the right place in the cache: each new key and value is written one further",
+            caught_by=frozenset({LATER}),
+            how_silent="the first token is right and the rest is text; every mesh says the same",
+        ),
+        Break(
+            "positions",
+            removes="the advance of positions: all new tokens are decoded at the prompt's end",
+            caught_by=frozenset({LATER}),
+            how_silent="two right tokens, then other text, the same on every mesh",
+        ),
+        Break(
+            "mask",
+            removes="the causal mask, in prefill",
+            caught_by=frozenset({"first token: error of its logits, against training", LATER}),
+            how_silent="text that is a little worse; every mesh says the same, and decode is right",
+        ),
+    ],
+    devices=2,
+)

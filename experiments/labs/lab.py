@@ -1,0 +1,155 @@
+"""What a lab is, and what one run of it found."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?\s?[%×]?|2\^\d+|")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One statement about a run that is true or not: `found` against `expected`. Made by the functions below."""
+
+    name: str
+    found: str
+    expected: str
+    ok: bool
+
+
+def equal(name: str, found: float, expected: float, within: float = 0.0, unit: str = "") -> Check:
+    """Equal, or within a relative error. A non-finite value is equal to nothing."""
+    ok = math.isfinite(found) and abs(found - expected) <= within * abs(expected)
+    near = f" ± {100 * within:.2g}%" if within >= 1e-5 else ""  # what is below is rounding
+    return Check(name, shown(found, unit), shown(expected, unit) + near, ok)
+
+
+def at_most(name: str, found: float, limit: float, unit: str = "") -> Check:
+    return Check(name, shown(found, unit), f"at most {shown(limit, unit)}", found <= limit)
+
+
+def at_least(name: str, found: float, limit: float, unit: str = "") -> Check:
+    return Check(name, shown(found, unit), f"at least {shown(limit, unit)}", found >= limit)
+
+
+def holds(name: str, ok: bool, found: str = "", expected: str = "yes") -> Check:
+    """found: what was seen, where there is more to say than yes or no."""
+    return Check(name, found or ("yes" if ok else "no"), expected, bool(ok))
+
+
+def refused(name: str, error: Exception | None, because: str) -> Check:
+    """That something raised an error whose text has `because` in it."""
+    said = "nothing was raised" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return Check(name, said, f"an error that says {because!r}", error is not None and because in str(error))
+
+
+def shown(value: float, unit: str = "") -> str:
+    """Counts in full, other numbers to four digits."""
+    if float(value).is_integer() and abs(value) < 1e15:
+        text = f"{int(value):,}"
+    elif 1e-3 <= abs(value) < 1e6:
+        text = f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    else:
+        text = f"{value:.1e}"
+    return f"{text} {unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells under titles; the first column names the rows.
+
+    clocked: it has times of the machine it was made on, so that no test compares it.
+    """
+
+    name: str
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    clocked: bool = False
+
+    def __post_init__(self):
+        assert all(len(row) == len(self.titles) for row in self.rows), self.name
+
+    @property
+    def words(self) -> list[str]:
+        """Titles of the columns that are not numbers alone."""
+        columns = zip(self.titles, zip(*self.rows, strict=True), strict=True)
+        return [title for title, cells in columns if not all(NUMBER.fullmatch(cell) for cell in cells)]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """draw: makes the figure (matplotlib, the extra `draw`). about: what a reader who cannot see it is told.
+    wide: shown at full width, scrolled on a phone."""
+
+    name: str
+    draw: Callable[[], "Figure"]
+    about: str
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A question with a number for an answer, asked before the run or as an exercise. why: the answer in a sentence.
+    within: relative error that counts as right."""
+
+    key: str
+    question: str
+    answer: float
+    unit: str
+    why: str
+    within: float = 0.05
+
+    def accepts(self, guess: float) -> bool:
+        return abs(guess - self.answer) <= self.within * abs(self.answer) + 1e-12
+
+    @property
+    def told(self) -> str:
+        return f"{shown(self.answer, self.unit)}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run found. A broken run needs only the checks."""
+
+    checks: Sequence[Check]
+    tables: Sequence[Table] = ()
+    pictures: Sequence[Picture] = ()
+    guesses: Sequence[Guess] = ()
+
+    @property
+    def red(self) -> set[str]:
+        """The checks that failed."""
+        return {check.name for check in self.checks if not check.ok}
+
+
+@dataclass(frozen=True)
+class Break:
+    """The one thing that a broken run removes. caught_by: exactly the checks that must fail; all others still pass.
+    how_silent: what a user without those checks would notice."""
+
+    name: str
+    removes: str
+    caught_by: frozenset[str]
+    how_silent: str
+
+
+@dataclass(frozen=True)
+class Lab:
+    """run: the whole lab, or with the name of a break the lab without the one thing that it removes.
+    devices: how many it needs, simulated where there are too few."""
+
+    name: str
+    title: str
+    question: str
+    run: Callable[[str | None], Result]
+    breaks: Sequence[Break]
+    devices: int = 1
+    by_name: dict[str, Break] = field(init=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "by_name", {each.name: each for each in self.breaks})

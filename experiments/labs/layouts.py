@@ -1,0 +1,434 @@
+"""3D layouts: which rank holds what, how three published models are laid out, and why tp stays inside a node."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import AXES, make_mesh, parse_mesh
+from jaxdist.models.base import STACKED, num_parameters
+from jaxdist.models.decoder import Decoder
+from jaxdist.models.presets import PRESETS
+from jaxdist.parity import compare, observe, one_device, random_batches
+from jaxdist.placement import make_layout
+from jaxdist.plan.collective_cost import collective_cost
+from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.search import UNCALIBRATED, Candidates, Found, Scored, rank, score, search
+from jaxdist.runtime.devices import acquire_devices
+
+from . import drawing
+from .exchanges import traced
+from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_most, equal, holds, refused
+from .tools import small_run
+
+# --------------------------------------------------------------------------------------------- eight devices, by hand
+
+MESH = parse_mesh("pp=2,dp=2,tp=2")
+NODE = 4  # devices of a node
+MODEL = dataclasses.replace(PRESETS["proof"], num_layers=4)
+BATCH, MICROBATCHES = 16, 4
+
+
+def devices_in_order(tp_inside: bool = True) -> list:
+    """Eight devices as `make_mesh` wants them, pp outermost; or so that tp is outermost and pp innermost."""
+    devices = acquire_devices(8, "cpu").devices[:8]
+    if tp_inside:
+        return devices
+    return [devices[4 * tp + 2 * dp + pp] for pp in range(2) for dp in range(2) for tp in range(2)]
+
+
+def coordinates(number: int) -> dict[str, int]:
+    """Of a rank: tp runs fastest, pp slowest."""
+    return {"pp": number // 4, "dp": number // 2 % 2, "tp": number % 2}
+
+
+def held(number: int) -> dict[str, tuple[int, int]]:
+    """What a rank has: layers of its stage, heads of its tp rank, rows of its dp rank; [from, to)."""
+    at = coordinates(number)
+    layers, heads, rows = MODEL.num_layers // 2, MODEL.num_heads // 2, BATCH // 2
+    parts = {"layers": (at["pp"], layers), "heads": (at["tp"], heads), "rows": (at["dp"], rows)}
+    return {name: (place * size, place * size + size) for name, (place, size) in parts.items()}
+
+
+def groups(devices: Sequence, axis: str) -> list[list[int]]:
+    """Numbers of the devices that talk to each other over an axis."""
+    mesh = make_mesh(MESH, devices).devices
+    lines = np.moveaxis(mesh, AXES.index(axis), -1).reshape(-1, getattr(MESH, axis))
+    first = min(device.id for device in devices)
+    return [[device.id - first for device in line] for line in lines]
+
+
+def leaves_node(devices: Sequence, axes: Sequence[str]) -> bool:
+    """Whether a message over these axes crosses from one node to another."""
+    return any(len({number // NODE for number in group}) > 1 for axis in axes for group in groups(devices, axis))
+
+
+def placed_right(devices: Sequence) -> bool:
+    """Whether every device has the shard of QKV that its number says: w_qkv[L, D, 3, N, H]."""
+    config = small_run(str(MESH), MODEL, batch_size=BATCH)
+    leaf = traced(config)[0].layout.leaves["blocks"]["attention"]["w_qkv"]
+    sharding = NamedSharding(make_mesh(MESH, devices), leaf.compute_spec)
+    first, right = min(device.id for device in devices), True
+    for device, index in sharding.devices_indices_map(leaf.compute_shape).items():
+        wanted = held(device.id - first)
+        right &= (index[0].start, index[0].stop) == wanted["layers"] and (index[3].start, index[3].stop) == wanted[
+            "heads"
+        ]
+    return right
+
+
+def bytes_leaving(devices: Sequence) -> tuple[int, int]:
+    """(bytes a device sends to another node in a step, those over pp): of our own step, traced."""
+    config = small_run(str(MESH), MODEL, batch_size=BATCH)
+    found = traced(config)[1]
+
+    def total(kept) -> int:
+        return max(sum(c.sent_by(stage, MESH) for c in kept) for stage in range(MESH.pp))
+
+    leaving = total([c for c in found if leaves_node(devices, c.axes)])
+    return leaving, total([c for c in found if "pp" in c.axes])
+
+
+@cache
+def reference():
+    """Two steps of the same batch on one device."""
+    config = small_run(str(MESH), MODEL, batch_size=BATCH)
+    batches = random_batches(config, 1) * 2
+    return config, batches, observe(one_device(config), acquire_devices(8, "cpu").devices[:1], batches)
+
+
+def same_as_one_device(devices: Sequence) -> tuple[bool, bool]:
+    """(every leaf equal, the loss fell)."""
+    config, batches, expected = reference()
+    found = observe(config, list(devices), batches)
+    return all(d.ok for d in compare(config, found, expected)), found.losses[1] < found.losses[0]
+
+
+def cut(batch: int, dp: int, microbatches: int, refuses: bool = True) -> list[list[range]]:
+    """Rows of every micro-batch of every dp rank."""
+    if refuses and batch % (dp * microbatches):
+        raise ConfigError(
+            f"batch_size={batch}",
+            f"dp * microbatches = {dp * microbatches} must divide it",
+            f"Use {batch // (dp * microbatches) * dp * microbatches}",
+        )
+    rows = batch // (dp * microbatches)
+    return [
+        [range(start, start + rows) for start in range(r * microbatches * rows, (r + 1) * microbatches * rows, rows)]
+        for r in range(dp)
+    ]
+
+
+def by_hand(broken: str | None) -> list[Check]:
+    devices = devices_in_order(tp_inside=broken != "order")
+    leaving, over_pp = bytes_leaving(devices)
+    equal_leaves, fell = same_as_one_device(devices)
+    lost, error, unequal = 0, None, False
+    for batch in (16, 12):
+        try:
+            parts = cut(batch, 2, 4, refuses=broken != "remainder")
+        except ConfigError as raised:
+            error = raised
+        else:
+            lost += batch - sum(len(part) for rows in parts for part in rows)
+            unequal |= len({len(part) for rows in parts for part in rows}) > 1
+    return [
+        holds("every device has the layers and heads that its number says", placed_right(devices)),
+        holds("groups of tp stay in a node", not leaves_node(devices, ("tp",))),
+        equal("bytes that a device sends to another node, those over pp alone", leaving, over_pp),
+        holds("our step on this mesh: every leaf is that of one device", equal_leaves),
+        holds("our step on this mesh: the loss falls", fell),
+        refused("a batch of 12 for dp=2 and 4 micro-batches", error, "must divide"),
+        equal("rows of the batches of 16 and 12 that are neither trained on nor refused", lost, 0),
+        holds("all micro-batches have the same number of rows", not unequal),
+    ]
+
+
+def rank_rows() -> list[list[str]]:
+    rows = []
+    for number in range(8):
+        at, mine = coordinates(number), held(number)
+        spans = [f"{start} to {stop - 1}" for start, stop in mine.values()]
+        partners = [str(next(n for n in range(8) if differs(number, n) == {axis})) for axis in ("tp", "dp", "pp")]
+        rows.append(
+            [str(number), str(number // NODE), *[str(at[axis]) for axis in ("pp", "dp", "tp")], *spans, *partners]
+        )
+    return rows
+
+
+def differs(one: int, other: int) -> set[str]:
+    return {axis for axis in ("pp", "dp", "tp") if coordinates(one)[axis] != coordinates(other)[axis]}
+
+
+# --------------------------------------------------------------------------------------------- three published models
+
+H100 = find_hardware("h100")
+LLAMA_405B = Decoder(
+    126,
+    16_384,
+    128,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_width=53_248,
+    seq_len=8192,
+    vocab_size=128_256,
+    rope_theta=500_000.0,
+)
+CASES = {  # name: (model, nodes of 8, sequences an update)
+    "8B": (PRESETS["llama3-8b"], 1, 64),
+    "70B": (PRESETS["llama3-70b"], 8, 128),
+    "405B": (LLAMA_405B, 64, 512),
+}
+
+
+def base_of(name: str) -> RunConfig:
+    model, _, batch = CASES[name]
+    return RunConfig(model, ParallelConfig(), precision=PrecisionConfig("bfloat16"), batch_size=batch)
+
+
+KINDS = {  # of layouts: which columns of a search belong
+    "fastest": lambda found: found.pp > 0,
+    "dp alone": lambda found: (found.pp == 1) & (found.tp == 1),
+    "tp=8 and a pipeline": lambda found: (found.pp > 1) & (found.tp == 8),
+}
+
+
+@cache
+def searched(name: str) -> tuple[Found, dict[str, int]]:
+    """Every layout, and the fastest that fits of each kind; where none fits, the smallest."""
+    found = search(base_of(name), Cluster(H100, CASES[name][1]), "cudnn")
+    best = {}
+    for kind, belongs in KINDS.items():
+        inside = belongs(found.layouts)
+        best |= {kind: int(next(index for index in rank(found) if inside[index]))} if inside.any() else {}
+    return found, best
+
+
+def state_bytes(name: str, found: Found, at: int) -> float:
+    """bf16 weights, fp32 masters and moments, of the fullest stage; what is outside the layers is on every stage."""
+    model, layouts = CASES[name][0], found.layouts
+    pp, dp, tp, zero = (int(getattr(layouts, column)[at]) for column in ("pp", "dp", "tp", "zero"))
+    sizes = {leaf.name: math.prod(leaf.shape) for leaf in jax.tree.leaves(make_layout(model, ParallelConfig()).leaves)}
+    outer = sum(size for leaf, size in sizes.items() if not leaf.startswith(STACKED))
+    parts = pp * int(layouts.chunks[at])
+    most = int(layouts.chunks[at]) * -(-model.num_layers // parts)
+    elements = ((sum(sizes.values()) - outer) * most / model.num_layers + outer) / tp
+    return elements * (2 / (dp if zero == 3 else 1) + 12 / (dp if zero else 1))
+
+
+def planned() -> tuple[list[Check], list[list[str]]]:
+    checks, rows = [], []
+    for name, (_, _, batch) in CASES.items():
+        found, best = searched(name)
+        for kind, at in best.items():
+            layouts, time = found.layouts, found.time
+            cuts = [int(getattr(layouts, part)[at]) for part in ("replica", "dp", "microbatches", "accumulate", "rows")]
+            kept = (found.memory.parameters[at] + found.memory.optimizer[at]) / 2**30
+            state = state_bytes(name, found, at) / 2**30
+            checks += [
+                equal(f"{name}, {kind}: dp x micro-batches x rows are the batch", math.prod(cuts), batch),
+                equal(f"{name}, {kind}: planned weights and optimiser", kept, state, within=0.03, unit="GiB"),
+            ]
+            settings = f"ZeRO-{layouts.zero[at]}{', sp' * int(layouts.sp[at])}"
+            schedule = layouts.schedule_name(at, ParallelConfig()) if layouts.pp[at] > 1 else ""
+            rows.append(
+                [
+                    f"{name} on {found.cluster.num_devices}, {kind}",
+                    ", ".join(filter(None, [str(layouts.mesh(at)), settings, schedule])),
+                    layouts.remat(at),
+                    f"{cuts[4]} x {cuts[2] * cuts[3]}",
+                    f"{found.memory.total[at] / 2**30:.0f}",
+                    f"{time.total[at]:.1f}",
+                    f"{time.mfu[at]:.0%}",
+                ]
+            )
+        fits = found.memory.total[best["fastest"]] / 2**30
+        checks.append(at_most(f"{name}, fastest: fits 80 GiB less a tenth", fits, 72, unit="GiB"))
+    return checks, rows
+
+
+# --------------------------------------------------------------------------------------------- tp inside, tp across
+
+SAME = ParallelConfig(mesh=parse_mesh("pp=4,dp=2,tp=8"), sp=True, zero=1, microbatches=64)
+
+
+def both_ways() -> dict[str, Scored]:
+    """70B on 64 H100s: tp over NVLink, and the same layout with tp over InfiniBand."""
+    base = dataclasses.replace(base_of("70B"), parallel=SAME)
+    clusters = {
+        "tp inside a node": Cluster(H100, 8),
+        "tp across nodes": Cluster(H100, 8, inside=H100.between),
+    }
+    return {name: score(base, Candidates.of(base), cluster, "cudnn") for name, cluster in clusters.items()}
+
+
+def ring_seconds(link) -> float:
+    """One all-reduce of a micro-batch's activations over 8."""
+    size = 8192 * 8192 * 2
+    return collective_cost("ring_all_reduce", 8, size).seconds(link.latency_s, link.bytes_per_s * UNCALIBRATED.inside)
+
+
+PARTS = ("compute", "memory", "tp", "dp", "pp", "bubble")
+
+
+def across() -> tuple[list[Check], list[list[str]]]:
+    found = both_ways()
+    inside, outside = (float(each.time.tp[0]) for each in found.values())
+    checks = [
+        equal(
+            "tp's time across over inside, by the all-reduce's closed form",
+            outside / inside,
+            ring_seconds(H100.between) / ring_seconds(H100.inside),
+            within=1e-9,
+        )
+    ]
+    rows = [
+        [name, *[f"{getattr(each.time, part)[0]:.1f}" for part in PARTS], f"{each.time.total[0]:.1f}"]
+        for name, each in found.items()
+    ]
+    return checks, rows
+
+
+# --------------------------------------------------------------------------------------------- the lab
+
+
+def run(broken: str | None) -> Result:
+    checks = by_hand(broken)
+    if broken:
+        return Result(checks)
+    plan_checks, plan_rows = planned()
+    across_checks, across_rows = across()
+    return Result(
+        [*checks, *plan_checks, *across_checks],
+        tables=[
+            Table(
+                "ranks",
+                ["rank", "node", "pp", "dp", "tp", "layers", "heads", "rows", "tp with", "dp with", "pp with"],
+                rank_rows(),
+            ),
+            Table(
+                "planned",
+                ["model on H100s", "layout", "recompute", "micro-batches", "GiB", "s", "MFU"],
+                plan_rows,
+            ),
+            Table("across", ["70B on 64, seconds", *PARTS, "step"], across_rows),
+        ],
+        pictures=[
+            Picture("ranks", draw_ranks, "Eight ranks on two nodes, each with its layers, heads and rows"),
+            Picture("time", draw_time, "What a step of 8B, 70B and 405B is made of, in percent"),
+            Picture("across", draw_across, "Seconds of a step of 70B with tp inside a node and across"),
+        ],
+        guesses=guesses(),
+    )
+
+
+def draw_ranks():
+    from matplotlib.patches import Rectangle
+
+    figure, axes = drawing.blank("dp=2, tp=2, pp=2 on two nodes of four", "", "", height=3.4)
+    for number in range(8):
+        at, mine = coordinates(number), held(number)
+        x, y = number % NODE, 1 - number // NODE
+        colour = drawing.COLOURS[at["pp"]]
+        axes.add_patch(Rectangle((x + 0.04, y + 0.08), 0.92, 0.84, facecolor=colour, alpha=0.25, edgecolor=colour))
+        spans = [f"{name} {start}–{stop - 1}" for name, (start, stop) in mine.items()]
+        text = "\n".join([f"rank {number}", f"dp {at['dp']}, tp {at['tp']}", *spans])
+        axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8)
+    axes.set_xlim(0, NODE)
+    axes.set_ylim(0, 2)
+    axes.set_yticks([1.5, 0.5], ["node 0\npp 0", "node 1\npp 1"])
+    axes.set_xticks([])
+    axes.grid(visible=False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+    return figure
+
+
+def draw_time():
+    best = [(found, at["fastest"]) for found, at in map(searched, CASES)]
+    shares = {
+        part: [100 * float(getattr(found.time, part)[at] / found.time.total[at]) for found, at in best]
+        for part in PARTS
+    }
+    return drawing.stacks("What a step is made of (predicted)", "% of the step", list(CASES), shares)
+
+
+def draw_across():
+    found = both_ways()
+    parts = {part: [float(getattr(each.time, part)[0]) for each in found.values()] for part in PARTS}
+    return drawing.stacks("The same layout of 70B (predicted)", "seconds a step", list(found), parts)
+
+
+def guesses() -> list[Guess]:
+    return [
+        Guess("rank", "On pp=2, dp=2, tp=2, which rank has pp 1, dp 0, tp 1?", 5, "", "4 · 1 + 2 · 0 + 1", within=0.01),
+        Guess("rows", "A batch of 16 on dp=2 with 4 micro-batches: rows of a micro-batch?", 2, "rows", "16 / (2 · 4)"),
+        Guess(
+            "state",
+            "405B at 16 bytes a parameter: TB of weights, gradients and optimiser?",
+            16 * num_parameters(LLAMA_405B) / 1e12,
+            "TB",
+            "405.9 billion · 16",
+        ),
+        Guess(
+            "weights",
+            "405B with tp=8 and pp=16: GB of bf16 weights on a device?",
+            2 * num_parameters(LLAMA_405B) / 128 / 1e9,
+            "GB",
+            "811.7 GB over 128, whatever dp is",
+        ),
+        Guess(
+            "slower",
+            "128 MiB all-reduced over 8 at 75% of peak: how many times longer on 50 GB/s, 5 µs than 450 GB/s, 3 µs?",
+            ring_seconds(H100.between) / ring_seconds(H100.inside),
+            "times",
+            "nearly the ratio of bandwidths, 9",
+        ),
+        Guess(
+            "batch",
+            "pp=16 needs 64 micro-batches to keep its bubble small, and dp is 8: which is the smallest batch?",
+            512,
+            "sequences",
+            "8 · 64 · 1: the three axes share the batch",
+        ),
+    ]
+
+
+LAB = Lab(
+    name="layouts",
+    title="3D layouts",
+    question="Where do tp, pp and dp go on a cluster, and what would 8B, 70B and 405B look like?",
+    run=run,
+    devices=8,
+    breaks=[
+        Break(
+            "order",
+            removes="the order of the axes: devices are handed over so that tp is outermost and crosses nodes",
+            caught_by=frozenset(
+                {
+                    "every device has the layers and heads that its number says",
+                    "groups of tp stay in a node",
+                    "bytes that a device sends to another node, those over pp alone",
+                }
+            ),
+            how_silent="the same loss and the same gradients, on a step several times as long",
+        ),
+        Break(
+            "remainder",
+            removes="the refusal of a batch that dp x micro-batches does not divide: rows are cut by whole division",
+            caught_by=frozenset(
+                {
+                    "a batch of 12 for dp=2 and 4 micro-batches",
+                    "rows of the batches of 16 and 12 that are neither trained on nor refused",
+                }
+            ),
+            how_silent="every shape is right, and a third of the data is never seen",
+        ),
+    ],
+)

@@ -1,0 +1,172 @@
+"""Where the bytes are: 7 billion parameters are 112 GB before the first activation, and then which term is the peak."""
+
+import dataclasses
+
+from jaxdist.models.base import num_parameters
+from jaxdist.models.presets import PRESETS
+from jaxdist.plan.papers.formulas import RECIPES
+from jaxdist.plan.program_memory import TERMS
+
+from . import drawing
+from .lab import Break, Guess, Lab, Picture, Result, Table, equal
+from .tools import compiled_levels, gb, mib, planned_bytes, small_run
+
+BILLION = 7e9
+# Adam in mixed precision, one array at a time: (name, bytes of each parameter).
+STEPS = (
+    ("weights that compute, bf16", 2),
+    ("gradients, bf16", 2),
+    ("master weights, fp32", 4),
+    ("Adam's first moment, fp32", 4),
+    ("Adam's second moment, fp32", 4),
+)
+SMALL = dataclasses.replace(
+    PRESETS["proof"], num_layers=8, width=256, ffn_width=1024, num_heads=4, seq_len=128, vocab_size=250
+)
+WIDE_VOCABULARY = dataclasses.replace(SMALL, vocab_size=16_000)
+# What is compiled and held against the plan: (name, model, settings).
+CASES = (
+    ("batch 1, AdamW", SMALL, {"batch_size": 1}),
+    ("batch 8, AdamW", SMALL, {"batch_size": 8}),
+    ("batch 8, recomputing layers", SMALL, {"batch_size": 8, "remat": "block"}),
+    ("batch 8, 16,000 tokens in the vocabulary", WIDE_VOCABULARY, {"batch_size": 8}),
+    ("the same, loss in 8 chunks", WIDE_VOCABULARY, {"batch_size": 8, "loss_chunks": 8}),
+    ("the same, Adafactor", WIDE_VOCABULARY, {"batch_size": 8, "loss_chunks": 8, "optimizer": "adafactor"}),
+)
+# Real sizes, planned alone: (name, preset, settings).
+REAL = (
+    ("124M, batch 16", "gpt2-124m", {"batch_size": 16}),
+    ("1.5B, batch 4", "gpt2-1.5b", {"batch_size": 4}),
+    ("7B, batch 1, tp=8", "7b", {"batch_size": 1, "mesh": "tp=8"}),
+    ("7B, batch 8, tp=8", "7b", {"batch_size": 8, "mesh": "tp=8"}),
+    ("8B, batch 8, tp=8, recomputing", "llama3-8b", {"batch_size": 8, "mesh": "tp=8", "remat": "block"}),
+)
+
+
+def run(broken: str | None) -> Result:
+    kept = [(name, size) for name, size in STEPS if not (broken == "masters" and "master" in name)]
+    total = sum(size for _, size in kept) * BILLION
+    state = small_run(model=SMALL, dtype="bfloat16")
+    stored = compiled_levels(state).state / num_parameters(SMALL)  # what the program keeps between steps: no gradients
+    checks = [
+        equal("7B in mixed precision, GB", total / 1e9, 112, unit="GB"),
+        equal(
+            "bytes a parameter kept between steps, counted and in the program",
+            sum(size for name, size in kept if "gradient" not in name),
+            stored,
+            within=0.01,
+        ),
+    ]
+    small_rows, fullest = [], {}
+    for name, model, settings in CASES:
+        config = small_run(model=model, **settings)
+        terms = planned_bytes(config)
+        if broken == "logits":
+            terms["logits"] = 0.0
+        planned, compiled = sum(terms.values()), compiled_levels(config).compiled.peak
+        fullest[name] = max(terms, key=terms.get)
+        checks.append(equal(f"planned peak, {name}", planned / 2**20, compiled / 2**20, within=0.1, unit="MiB"))
+        small_rows.append([name, *[mib(terms[term]) for term in TERMS], mib(planned), mib(compiled)])
+    if broken:
+        return Result(checks)
+
+    real = {
+        name: planned_bytes(small_run(model=PRESETS[preset], dtype="bfloat16", **settings))
+        for name, preset, settings in REAL
+    }
+    running, step_rows = 0.0, []
+    for name, size in STEPS:
+        running += size * BILLION
+        step_rows.append([name, str(size), gb(size * BILLION), gb(running)])
+    return Result(
+        checks,
+        tables=[
+            Table("steps", ["array", "bytes a parameter", "GB for 7B", "so far"], step_rows),
+            Table("recipes", *recipe_rows()),
+            Table("peaks", ["run", *TERMS, "planned", "compiled"], small_rows),
+            Table(
+                "real",
+                ["run, bf16, GB a device", *TERMS, "total", "largest"],
+                [
+                    [name, *[gb(t[term]) for term in TERMS], gb(sum(t.values())), max(t, key=t.get)]
+                    for name, t in real.items()
+                ],
+            ),
+        ],
+        pictures=[
+            Picture(
+                "terms",
+                lambda: drawing.stacks(
+                    "Memory of a device by term (planned)",
+                    "GB",
+                    list(real),
+                    {term: [t[term] / 1e9 for t in real.values()] for term in TERMS},
+                ),
+                "Bars of five models, each divided into parameters, optimizer, gradients, activations, logits, rest",
+            )
+        ],
+        guesses=[
+            Guess("seven", "How many GB for 7B parameters with Adam in mixed precision?", 112, "GB", "16 bytes each"),
+            Guess(
+                "share",
+                "Which share of those 16 bytes belongs to the optimiser, masters included?",
+                75,
+                "%",
+                "4 of masters and 8 of moments, of 16",
+            ),
+            Guess(
+                "lion",
+                "With Lion, which has one moment, how many bytes a parameter?",
+                RECIPES["mixed-lion"].total,
+                "bytes",
+                "4 bytes of second moment less",
+            ),
+            Guess(
+                "logits",
+                "fp32 logits of 8 sequences of 2,048 tokens with a vocabulary of 128,256, in GB?",
+                8 * 2048 * 128_256 * 4 / 1e9,
+                "GB",
+                "tokens × vocabulary × 4 bytes, before any gradient of them",
+            ),
+            Guess(
+                "fits",
+                "How many billion parameters fit in 80 GB at 16 bytes each, with nothing left for activations?",
+                5,
+                "billion",
+                "80 / 16",
+            ),
+        ],
+    )
+
+
+def recipe_rows() -> tuple[list[str], list[list[str]]]:
+    titles = ["recipe", "parameters", "gradients", "optimiser", "bytes a parameter", "GB for 7B"]
+    rows = [
+        [name, f"{r.parameter:g}", f"{r.gradient:g}", f"{r.optimizer:g}", f"{r.total:g}", gb(r.total * BILLION)]
+        for name, r in RECIPES.items()
+    ]
+    return titles, rows
+
+
+LAB = Lab(
+    name="memory",
+    title="Where the bytes are",
+    question="Why do 7 billion parameters take 112 GB to train, and which term is the peak after that?",
+    run=run,
+    breaks=[
+        Break(
+            "masters",
+            removes="the fp32 master weights, from the count",
+            caught_by=frozenset(
+                {"7B in mixed precision, GB", "bytes a parameter kept between steps, counted and in the program"}
+            ),
+            how_silent="a plan that says 84 GB, and a job that dies of memory where it is launched",
+        ),
+        Break(
+            "logits",
+            removes="the logits, from the plan's peak",
+            caught_by=frozenset({"planned peak, batch 8, 16,000 tokens in the vocabulary"}),
+            how_silent="small vocabularies plan as well as before; large ones run out of memory in the head",
+        ),
+    ],
+)

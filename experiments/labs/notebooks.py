@@ -1,0 +1,49 @@
+"""The labs' pages as Jupyter notebooks, made by jupytext (the extra `notebooks`)."""
+
+import re
+import shutil
+from pathlib import Path
+
+from .pages import BLOCK, DRAWN
+
+REPOSITORY = "https://github.com/jaxdist/jaxdist/blob/main/"
+# Without it jupytext takes the language of most cells, the shell, for the notebook's.
+HEADER = """---
+jupyter:
+  kernelspec:
+    display_name: Python 3
+    language: python
+    name: python3
+---
+
+"""
+
+
+def write_notebooks(pages: Path, folder: Path, names: list[str]) -> list[Path]:
+    """NAME.ipynb of each page, and the pictures beside them. Raises: OSError."""
+    shutil.copytree(pages / DRAWN, folder / DRAWN, dirs_exist_ok=True)
+    written = []
+    for name in names:
+        path = folder / f"{name}.ipynb"
+        path.write_text(notebook((pages / f"{name}.md").read_text(encoding="utf-8")), encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def notebook(page: str) -> str:
+    """A page as the text of an .ipynb file: its commands are cells, started as an installed package starts them.
+
+    Tables that a command prints are left out, so that the reader makes them; links lead to the repository.
+    """
+    import jupytext
+
+    text = BLOCK.sub(lambda found: "" if found[2] in ("table", "checks", "break") else found[0], page)
+    text = re.sub(r"\n*<!-- (lab: [^>]*|end) -->\n*", "\n\n", text)
+    text = re.sub(r"\n*What was checked in this run:\n*", "\n\n", text)
+    text = text.replace("python -m experiments.", "jaxdist ")
+    text = re.sub(r"\]\(\.\./\.\./([^)]*)\)", rf"]({REPOSITORY}\1)", text)
+    text = re.sub(r"\]\(\.\./([^)]*)\)", rf"]({REPOSITORY}docs/\1)", text)
+    text = re.sub(r"\]\((?!https?:|#)([\w-]+)\.md", r"](\1.ipynb", text)
+    made = jupytext.reads(HEADER + text, fmt="md")
+    made.cells = [cell for cell in made.cells if cell.source.strip()]
+    return jupytext.writes(made, fmt="ipynb")

@@ -1,0 +1,247 @@
+"""What 16 bits can hold: range and rounding, loss scaling, sums, and the small numbers of Adam."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.config import PrecisionConfig
+from jaxdist.train.optimizer import initial_loss_scale, next_loss_scale
+
+from . import drawing, tiny
+from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+
+FORMATS = ("float32", "bfloat16", "float16")
+ROWS, LR = 64, 3e-3
+SUMMED = 4096  # numbers that are added up
+# The gradient of one of many targets in a large batch: small, as in a large model.
+SHRINK = 2.0**-18
+SMALL = (1e-2, 1e-4, 1e-5, 1e-6)
+SCALES = tuple(2.0**k for k in range(0, 41, 4))
+
+
+def gradients() -> np.ndarray:
+    """Every element of a trained model's gradient, in fp32, as small as a large model's are."""
+    tokens, targets = tiny.text(ROWS, seed=0)
+    grads = jax.grad(lambda p: tiny.loss_sum(p, tokens, targets) / targets.size)(tiny.initial())
+    return SHRINK * np.concatenate([np.asarray(g).ravel() for g in grads.values()])
+
+
+def kept_share(values: np.ndarray, dtype: str, scale: float) -> tuple[float, float]:
+    """Shares of values that become 0, and that become infinite, where `values` times `scale` is stored in `dtype`."""
+    stored = jnp.asarray(values * scale).astype(dtype)
+    lost = (stored == 0) & (values != 0)
+    return float(lost.mean()), float(jnp.isinf(stored).mean())
+
+
+def running_sum(values: np.ndarray, dtype: str) -> float:
+    """Added up one after the other, every sum rounded to `dtype`."""
+
+    def add(total, x):
+        return (total + x).astype(dtype), None
+
+    return float(jax.lax.scan(add, jnp.zeros((), dtype), jnp.asarray(values, dtype))[0])
+
+
+def updated(steps: int, weights: str) -> float:
+    """A weight of 1 after `steps` updates of -0.001 each. weights: the dtype in which it is kept between them."""
+    w = jnp.asarray(1.0, weights)
+    for _ in range(steps):
+        w = (w - jnp.asarray(1e-3, weights)).astype(weights)
+    return float(w)
+
+
+def adam_direction(gradient: float, dtype: str, eps: float = 1e-8) -> float:
+    """m / (sqrt(v) + eps) of one step with a constant gradient, everything in `dtype`."""
+    g = jnp.asarray(gradient, dtype)
+    v = (g * g).astype(dtype)
+    return float((g / (jnp.sqrt(v).astype(dtype) + jnp.asarray(eps, dtype))).astype(dtype))
+
+
+def scale_history(found_finite: list[bool]) -> list[float]:
+    """fp16's loss scale after each step, by the library's own rule."""
+    config = PrecisionConfig("float16")
+    state, history = initial_loss_scale(config), []
+    for finite in found_finite:
+        state = next_loss_scale(state, jnp.asarray(finite), config)
+        history.append(float(state.scale))
+    return history
+
+
+def run(broken: str | None) -> Result:
+    values = gradients()
+    scale = 1.0 if broken == "loss-scale" else 2.0**16
+    lost, infinite = kept_share(values, "float16", scale)
+    reduce_dtype = "bfloat16" if broken == "reduce-dtype" else "float32"
+    ones = np.ones(SUMMED, np.float32)
+    total = running_sum(ones, reduce_dtype)
+    weight = updated(500, "bfloat16" if broken == "masters" else "float32")
+    checks = [
+        holds("every gradient is finite in fp16", infinite == 0),
+        at_most("share of fp16 gradients that became 0", lost, 0.01),
+        equal("the sum of 4,096 ones", total, SUMMED),
+        equal("the sum of 200 ones", running_sum(ones[:200], reduce_dtype), 200),
+        equal("a weight of 1 after 500 updates of -0.001", weight, 0.5, within=0.001),
+    ]
+    if broken:
+        return Result(checks)
+
+    info = {name: jnp.finfo(name) for name in FORMATS}
+    first_lost = {name: 2 * float(1 / info[name].eps) for name in FORMATS}
+    for name in FORMATS:
+        whole = jnp.asarray(first_lost[name], name)
+        checks.append(holds(f"{name}: {first_lost[name]:,.0f} + 1 is itself", bool(whole + 1 == whole)))
+        below = jnp.asarray(first_lost[name] / 2, name)
+        checks.append(holds(f"{name}: {first_lost[name] / 2:,.0f} + 1 is not", bool(below + 1 != below)))
+    small = 1e-5
+    checks += [
+        equal("Adam's direction for a small gradient, fp32", adam_direction(small, "float32"), 1.0, within=0.01),
+        holds("in fp16 its square and its eps are 0, and it divides by 0", np.isinf(adam_direction(small, "float16"))),
+        equal("in bf16 only rounding is left", adam_direction(small, "bfloat16"), 1.0, within=0.01),
+    ]
+    config = PrecisionConfig("float16")
+    history = scale_history([True, False, False, False, True])
+    begun = float(initial_loss_scale(config).scale)
+    checks.append(
+        equal(
+            "the library forgives one overflow and halves its loss scale at each further: after three",
+            history[-1],
+            begun / 4,
+        )
+    )
+
+    sweep = {name: [kept_share(values, name, scale) for scale in SCALES] for name in FORMATS}
+    checks += [
+        at_most("share that bf16 loses with no scale", sweep["bfloat16"][0][0], 0.0),
+        holds("fp16 has a scale that loses less than 1 %", min(lost + over for lost, over in sweep["float16"]) < 0.01),
+        holds("fp16 overflows with the largest scale", sweep["float16"][-1][1] > 0),
+    ]
+    lengths = [64, 256, 1024, SUMMED]
+    return Result(
+        checks,
+        tables=[
+            Table(
+                "formats",
+                ["format", "bits: exponent, fraction", "largest", "smallest normal", "smallest", "next after 1"],
+                [
+                    [
+                        name,
+                        f"{info[name].nexp}, {info[name].nmant}",
+                        f"{float(info[name].max):.1e}",
+                        f"{float(info[name].tiny):.1e}",
+                        f"{float(info[name].smallest_subnormal):.1e}",
+                        f"1 + {float(info[name].eps):.1e}",
+                    ]
+                    for name in FORMATS
+                ],
+            ),
+            Table(
+                "scales",
+                ["loss scale", "fp16: share at 0", "fp16: share infinite", "bf16: share at 0"],
+                [
+                    [
+                        f"2^{np.log2(scale):.0f}",
+                        *[f"{share:.1%}" for share in sweep["float16"][i]],
+                        f"{sweep['bfloat16'][i][0]:.1%}",
+                    ]
+                    for i, scale in enumerate(SCALES)
+                ],
+            ),
+            Table(
+                "sums",
+                ["ones added up one by one", *FORMATS],
+                [[f"{n:,}", *[f"{running_sum(ones[:n], name):,.0f}" for name in FORMATS]] for n in lengths],
+            ),
+            Table(
+                "updates",
+                ["updates of -0.001 to a weight of 1", *FORMATS],
+                [[str(n), *[f"{updated(n, name):.4f}" for name in FORMATS]] for n in (1, 10, 100, 500)],
+            ),
+            Table(
+                "adam",
+                ["gradient", *[f"{name}: g / (√g² + 1e-8)" for name in FORMATS]],
+                [
+                    [f"{g:.0e}", *[f"{adam_direction(g, name):.3g}" for name in FORMATS]]
+                    for g in (1e-2, 1e-4, 1e-5, 1e-6)
+                ],
+            ),
+        ],
+        pictures=[Picture("range", lambda: range_picture(values), "Magnitudes of gradients and the ranges of formats")],
+        guesses=[
+            Guess(
+                "stuck",
+                "bf16 has 7 bits of fraction. From which whole number on does adding 1 change nothing?",
+                first_lost["bfloat16"],
+                "",
+                "between 256 and 512 its numbers are 2 apart, and 257 is rounded to the even neighbour, 256",
+                within=0,
+            ),
+            Guess(
+                "window",
+                "fp16's largest number is 65,504. Which gradient is the largest it can hold at a loss scale of 2^16?",
+                65504 / 2**16,
+                "",
+                "65,504 / 65,536",
+                within=0.01,
+            ),
+            Guess(
+                "halved",
+                "A rule forgives the first overflow and halves at each further one. 65,536 becomes after 3 in a row?",
+                2.0**14,
+                "",
+                "halved twice",
+                within=0,
+            ),
+            Guess(
+                "lost",
+                "Weights near 1 in bf16 are 2^-8 apart below 1. Which is the smallest update that is not rounded away "
+                "(in thousandths)?",
+                1000 * 2.0**-9,
+                "thousandths",
+                "half the distance to the next number",
+                within=0.06,
+            ),
+        ],
+    )
+
+
+def range_picture(values: np.ndarray):
+    """Histogram of log2 |g|, under it what each 16-bit format can hold."""
+    figure, axes = drawing.blank("Gradients (shrunk), and what 16 bits hold", "log2 of the magnitude", "gradients")
+    magnitudes = np.log2(np.abs(values[values != 0]))
+    counts, _, _ = axes.hist(magnitudes, bins=40, color=drawing.COLOURS[7])
+    top = counts.max()
+    for row, (label, low, high) in enumerate([("fp16", -24, 16), ("fp16, loss × 65,536", -40, 0), ("bf16", -60, 20)]):
+        height = top * (1.12 + 0.14 * row)
+        axes.plot([low, high], [height, height], color=drawing.COLOURS[row], linewidth=5, solid_capstyle="butt")
+        axes.text(max(low, -45) + 0.5, height + 0.03 * top, label, size=9, va="bottom")
+    axes.set_xlim(-45, 18)
+    axes.set_ylim(0, 1.65 * top)
+    return figure
+
+
+LAB = Lab(
+    name="precision",
+    title="Precision",
+    question="Why does bf16 train without loss scaling where fp16 does not, and what must stay in fp32 in both?",
+    run=run,
+    breaks=[
+        Break(
+            "loss-scale",
+            removes="fp16's loss scale",
+            caught_by=frozenset({"share of fp16 gradients that became 0"}),
+            how_silent="nothing is infinite and nothing fails: parts of the model stop learning",
+        ),
+        Break(
+            "reduce-dtype",
+            removes="fp32 from sums: every partial sum is rounded to bf16",
+            caught_by=frozenset({"the sum of 4,096 ones"}),
+            how_silent="small sums are exact, so small tests pass; long ones stop growing at 256",
+        ),
+        Break(
+            "masters",
+            removes="the fp32 master weights: updates are added to the bf16 weight",
+            caught_by=frozenset({"a weight of 1 after 500 updates of -0.001"}),
+            how_silent="the first steps, with large updates, train; then the loss stays where it is",
+        ),
+    ],
+)

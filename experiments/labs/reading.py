@@ -1,0 +1,297 @@
+"""Megatron-LM's tensor-parallel operators and FSDP's prefetch, each beside ours, and what both of them send."""
+
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
+from jaxdist.parallel import all_gather, all_reduce, enter, leave, varying
+from jaxdist.plan.proof.trace import collectives_of
+from jaxdist.runtime.devices import acquire_devices
+from jaxdist.train.program import build_program
+
+from . import drawing
+from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .tools import small_run
+
+RANKS, B, T, D, F, LAYERS = 4, 2, 8, 16, 32, 4
+TP = MeshShape(tp=RANKS)
+SEQUENCE = P(None, "tp")  # [B, T_tp, ...]
+# Megatron-LM's name -> (its forward, its backward, ours, our specs in and out).
+OPERATORS = {
+    "copy_to_tensor_model_parallel_region": ("nothing", "all-reduce", lambda x: enter(x, False), P(), P("tp")),
+    "reduce_from_tensor_model_parallel_region": ("all-reduce", "nothing", lambda x: leave(x, False), P("tp"), P()),
+    "gather_from_sequence_parallel_region": (
+        "all-gather",
+        "reduce-scatter",
+        lambda x: enter(x, True),
+        SEQUENCE,
+        P("tp"),
+    ),
+    "reduce_scatter_to_sequence_parallel_region": (
+        "reduce-scatter",
+        "all-gather",
+        lambda x: leave(x, True),
+        P("tp"),
+        SEQUENCE,
+    ),
+    "gather_from_tensor_model_parallel_region": (
+        "all-gather",
+        "nothing",
+        lambda x: all_gather(x, "tp", 2, replicated=True),
+        P(None, None, "tp"),
+        P(),
+    ),
+}
+OURS = ("enter(x, sp=False)", "leave(y, sp=False)", "enter(x, sp=True)", "leave(y, sp=True)", "all_gather(x, ...)")
+
+
+def collectives_each_way(function, in_spec: P, out_spec: P) -> tuple[str, str]:
+    """(forward, backward) collectives of `function` on one array, read from its trace."""
+    mesh = make_abstract_mesh(TP)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_spec, out_specs=out_spec)
+    x = jax.ShapeDtypeStruct((B * RANKS, T, D), jnp.float32)
+    forward = collectives_of(jax.make_jaxpr(mapped)(x), TP)
+    both = collectives_of(jax.make_jaxpr(lambda x: jax.vjp(mapped, x)[1](mapped(x)))(x), TP)
+    # The trace of the whole has forward twice: once for the residuals, once for the result.
+    backward = Counter(c.kind for c in both) - Counter(c.kind for c in forward) - Counter(c.kind for c in forward)
+    return words(Counter(c.kind for c in forward)), words(backward)
+
+
+def words(kinds: Counter) -> str:
+    return ", ".join(kind.replace("_", "-") for kind in kinds.elements()) or "nothing"
+
+
+@jax.custom_vjp
+def enter_without_sum(x):
+    """`enter` whose backward forgets the other ranks: the first one's part of dx is taken for the whole."""
+    return varying(x, "tp")
+
+
+enter_without_sum.defvjp(
+    lambda x: (varying(x, "tp"), None),
+    lambda _, dx: (all_reduce(jnp.where(lax.axis_index("tp") == 0, dx, 0), "tp"),),
+)
+
+
+def mlp_errors(broken: str | None) -> tuple[float, float]:
+    """Relative errors of a column- and row-parallel MLP: (of the output, of the gradient of its input).
+
+    Layout: x[B, T, D], up[D, F_tp], down[F_tp, D] -> y[B, T, D].
+    """
+    rng = np.random.default_rng(0)
+    x, up, down = (jnp.asarray(rng.standard_normal(s)) for s in ((B, T, D), (D, F), (F, D)))
+
+    def column_then_row(x, up, down):
+        h = enter_without_sum(x) if broken == "input-gradient" else enter(x, False)
+        return leave(jax.nn.gelu(h @ up) @ down, False)
+
+    mesh = make_mesh(TP, acquire_devices(RANKS, "cpu").devices[:RANKS])
+    specs = (P(), P(None, "tp"), P("tp"))
+    sharded = jax.shard_map(column_then_row, mesh=mesh, in_specs=specs, out_specs=P())
+
+    def plain(x, up, down):
+        return jax.nn.gelu(x @ up) @ down
+
+    def error(ours, theirs):
+        return float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
+
+    def input_gradient(f):
+        return jax.jit(jax.grad(lambda x: (f(x, up, down) ** 2).sum()))(x)
+
+    return (
+        error(jax.jit(sharded)(x, up, down), plain(x, up, down)),
+        error(input_gradient(sharded), input_gradient(plain)),
+    )
+
+
+def layers_of_shards(shards, x, prefetch: bool):
+    """FSDP's forward in a loop. Layout: shards[L, D_dp, D], x[B, D] -> [B, D].
+
+    prefetch: iteration l gathers the weights of layer l + 1, else its own.
+    """
+
+    def gather(index):
+        return all_gather(shards[index], "dp", 0)
+
+    def ahead(carry, index):
+        x, weights = carry
+        coming = gather(jnp.minimum(index + 1, LAYERS - 1))
+        return (jnp.tanh(x @ weights), coming), None
+
+    def on_time(x, index):
+        return jnp.tanh(x @ gather(index)), None
+
+    x = varying(x, "dp")
+    if prefetch:
+        (x, _), _ = lax.scan(ahead, (x, gather(0)), jnp.arange(LAYERS))
+    else:
+        x, _ = lax.scan(on_time, x, jnp.arange(LAYERS))
+    return x
+
+
+def waits_for_its_gather(prefetch: bool) -> bool:
+    """Whether, in one iteration of the traced loop, the matmul needs what that iteration's all-gather makes."""
+    shape = MeshShape(dp=RANKS)
+    specs = (P(None, "dp"), P("dp"))
+    function = partial(layers_of_shards, prefetch=prefetch)
+    mapped = jax.shard_map(function, mesh=make_abstract_mesh(shape), in_specs=specs, out_specs=P("dp"))
+    arrays = jax.ShapeDtypeStruct((LAYERS, D, D), jnp.float32), jax.ShapeDtypeStruct((B * RANKS, D), jnp.float32)
+    (inner,) = [e.params["jaxpr"] for e in jax.make_jaxpr(mapped)(*arrays).eqns if e.primitive.name == "shard_map"]
+    (loop,) = [e.params["jaxpr"].jaxpr for e in inner.eqns if e.primitive.name == "scan"]
+    made, waits = set(), False
+    for eqn in loop.eqns:
+        needs = any(v in made for v in eqn.invars if not hasattr(v, "val"))
+        waits |= needs and eqn.primitive.name == "dot_general"
+        if needs or "all_gather" in eqn.primitive.name:
+            made.update(eqn.outvars)
+    return waits
+
+
+def prefetch_error(prefetch: bool) -> float:
+    """Relative error of the loop's result against whole weights."""
+    rng = np.random.default_rng(1)
+    weights, x = jnp.asarray(rng.standard_normal((LAYERS, D, D))), jnp.asarray(rng.standard_normal((B * RANKS, D)))
+    mesh = make_mesh(MeshShape(dp=RANKS), acquire_devices(RANKS, "cpu").devices[:RANKS])
+    function = partial(layers_of_shards, prefetch=prefetch)
+    run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(P(None, "dp"), P("dp")), out_specs=P("dp")))
+    expected = x
+    for w in weights:
+        expected = jnp.tanh(expected @ w)
+    return float(jnp.linalg.norm(run(weights, x) - expected) / jnp.linalg.norm(expected))
+
+
+def gathers_of_layers(**settings) -> tuple[int, int]:
+    """(all-gathers, reduce-scatters) of whole layers in a step of ours, ZeRO-3 on dp=4."""
+    config = small_run(f"dp={RANKS}", zero=3, **settings)
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    found = program.collectives_of(program.step.trace(program.abstract_state(), program.abstract_batch()))
+    per_layer = max(c.full_bytes for c in found if c.kind == "all_gather")
+    return tuple(
+        sum(c.count for c in found if c.kind == kind and c.full_bytes == per_layer)
+        for kind in ("all_gather", "reduce_scatter")
+    )
+
+
+def run(broken: str | None) -> Result:
+    with jax.enable_x64(True):
+        output_error, gradient_error = mlp_errors(broken)
+        ahead = broken != "prefetch"
+        loop_error = prefetch_error(ahead)
+    checks = [
+        at_most("column then row: error of the output", output_error, 1e-12),
+        at_most("column then row: error of the input's gradient", gradient_error, 1e-12),
+        at_most("gathered layers: error of the output", loop_error, 1e-12),
+        holds("no iteration's matmul waits for the gather of the same iteration", not waits_for_its_gather(ahead)),
+    ]
+    if broken:
+        return Result(checks)
+
+    rows = []
+    for (name, (forward, backward, function, *specs)), ours in zip(OPERATORS.items(), OURS, strict=True):
+        found = collectives_each_way(function, *specs)
+        checks.append(holds(f"{name} sends as ours does", found == (forward, backward), " / ".join(found)))
+        rows.append([name, ours, forward, backward])
+    variants = {
+        "reshard_after_forward=True (FULL_SHARD)": ({}, 2 * LAYERS),
+        "with our --overlap: the last layer's weights are kept": ({"overlap": True}, 2 * LAYERS - 1),
+        "reshard_after_forward=False (SHARD_GRAD_OP)": ({"reshard_after_forward": False}, LAYERS),
+    }
+    counted = {name: gathers_of_layers(**settings) for name, (settings, _) in variants.items()}
+    for name, (_, expected) in variants.items():
+        checks.append(equal(f"gathers of {LAYERS} layers, {name}", counted[name][0], expected))
+        checks.append(equal(f"scatters of {LAYERS} layers, {name}", counted[name][1], LAYERS))
+    return Result(
+        checks,
+        tables=[
+            Table("operators", ["Megatron-LM", "ours", "forward sends", "backward sends"], rows),
+            Table(
+                "gathers",
+                ["FSDP, and ours with ZeRO-3", "gathers of a layer", "scatters of a layer"],
+                [[name, str(gathers), str(scatters)] for name, (gathers, scatters) in counted.items()],
+            ),
+        ],
+        pictures=[Picture("prefetch", prefetch_picture, "Gathers of the next layer under the compute of this one")],
+        guesses=[
+            Guess(
+                "layer",
+                "A transformer layer has two column-row pairs. How many all-reduces do forward and backward have?",
+                4,
+                "all-reduces",
+                "leave sends in forward, enter in backward, twice each",
+                within=0,
+            ),
+            Guess(
+                "gathers",
+                "80 layers under FULL_SHARD: how many all-gathers of layers in a step of one micro-batch?",
+                160,
+                "gathers",
+                "each layer in forward and again in backward",
+                within=0,
+            ),
+            Guess(
+                "accumulated",
+                "And with 8 micro-batches accumulated, resharding after each forward?",
+                8 * 160,
+                "gathers",
+                "weights are not kept between micro-batches",
+                within=0,
+            ),
+            Guess(
+                "resident",
+                "With prefetch of one layer, how many of 80 layers does a device hold whole at once in forward?",
+                2,
+                "layers",
+                "the one that computes and the one that is gathered",
+                within=0,
+            ),
+        ],
+    )
+
+
+def prefetch_picture():
+    """Two streams over time: gathers on the upper, compute on the lower, without and with prefetch."""
+    figure, axes = drawing.blank("Modelled: a gather takes 0.6 of a layer", "time, in layers of compute", "")
+    gather, names = 0.6, ("gather", "compute", "gather ", "compute ")
+    for layer in range(LAYERS):
+        late = layer * (1 + gather)
+        early = max(0.0, gather + layer - 1) if layer else 0.0
+        spans = [(late, gather), (late + gather, 1), (early, gather), (gather + layer, 1)]
+        for row, (start, width) in enumerate(spans):
+            axes.barh(row, width, left=start, color=drawing.COLOURS[1 - row % 2], edgecolor="white", height=0.7)
+            axes.text(start + width / 2, row, str(layer), ha="center", va="center", color="white", size=9)
+    axes.set_yticks(range(4), names)
+    axes.invert_yaxis()
+    axes.axhline(1.5, color="#787882", linewidth=0.8)
+    axes.text(LAYERS * (1 + gather), 2.0, "prefetched", ha="right", va="center", size=9)
+    axes.grid(axis="y", visible=False)
+    return figure
+
+
+LAB = Lab(
+    name="reading",
+    title="Reading notes on Megatron-LM and FSDP",
+    question="Where is what this course is about in Megatron-LM and PyTorch FSDP, and what is different here?",
+    run=run,
+    devices=RANKS,
+    breaks=[
+        Break(
+            "input-gradient",
+            removes="the all-reduce in the backward of copy_to_tensor_model_parallel_region",
+            caught_by=frozenset({"column then row: error of the input's gradient"}),
+            how_silent="forward and this layer's own gradients are right; every layer below learns from a part of its "
+            "gradient",
+        ),
+        Break(
+            "prefetch",
+            removes="the prefetch: each iteration gathers its own layer",
+            caught_by=frozenset({"no iteration's matmul waits for the gather of the same iteration"}),
+            how_silent="every value is right, and every gather is waited for",
+        ),
+    ],
+)

@@ -1,0 +1,348 @@
+"""Recomputation: how much memory of activations it gives back, for how many FLOPs, and what must be the same again."""
+
+import dataclasses
+import math
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxdist
+from jaxdist.config import RunConfig
+from jaxdist.mesh import make_abstract_mesh
+from jaxdist.models.presets import PRESETS
+from jaxdist.plan.program_memory import TERMS
+from jaxdist.plan.proof.trace import equations
+from jaxdist.train.program import build_program
+
+from . import drawing
+from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .tools import compiled_levels, gb, mib, planned_bytes, small_run
+
+LAYERS, ROWS, WIDTH, HIDDEN = 64, 2048, 32, 128
+INPUT = ROWS * WIDTH * 4  # bytes of a layer's input, x
+KEPT = 9 * INPUT  # what a layer keeps for backward: x, tanh and its derivative, both four times as wide
+GROUPS = (1, 2, 4, 8, 64)  # layers recomputed together; 64 is one checkpoint around the whole model
+DROPPED = 0.1
+
+SMALL = dataclasses.replace(
+    PRESETS["proof"], num_layers=8, width=256, ffn_width=1024, num_heads=4, seq_len=128, vocab_size=250
+)
+REMATS = ("none", "selective", "block", "every-2")  # in the order of their FLOPs
+BUDGETS = (240, 210, 150, 130)  # MiB
+REAL = (("7b", "tp=8", 8), ("llama3-8b", "tp=8", 8))
+
+
+# ------------------------------------------------------------------------------------ a stack of layers of our own
+
+
+def layer(x_BD, weights, number):
+    """x[B, D], (w[D, F], w[F, D]) -> [B, D], with dropout that depends on the layer's number alone."""
+    up_DF, down_FD = weights
+    hidden_BF = jnp.tanh(x_BD @ up_DF)
+    kept_BF = jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), number), 1 - DROPPED, hidden_BF.shape)
+    return x_BD + jnp.where(kept_BF, hidden_BF / (1 - DROPPED), 0) @ down_FD
+
+
+def plain_layer(x_BD, weights, number):
+    """The same without dropout."""
+    up_DF, down_FD = weights
+    return x_BD + jnp.tanh(x_BD @ up_DF) @ down_FD
+
+
+def stack_loss(weights, x_BD, every: int, saved: bool = False, layer=plain_layer):
+    """Loss of a scan over the layers; every k of them are recomputed together, where k is not 0.
+
+    saved: the checkpoint's policy keeps everything after all.
+    """
+    policy = jax.checkpoint_policies.everything_saveable if saved else None
+
+    def group(x_BD, group_weights):
+        return jax.lax.scan(lambda x, each: (layer(x, each[0], each[1]), None), x_BD, group_weights)
+
+    layers = (weights, jnp.arange(LAYERS))
+    if every:
+        layers = jax.tree.map(lambda w: w.reshape(LAYERS // every, every, *w.shape[1:]), layers)
+        group = partial(jax.lax.scan, jax.checkpoint(group, policy=policy))
+    return jnp.mean(group(x_BD, layers)[0] ** 2)
+
+
+def recomputing(layer, shift: int = 0):
+    """A checkpoint written by hand: forward saves the inputs alone, backward runs the layer again.
+
+    shift: added to what the recomputation draws its dropout from; anything but 0 is a fault.
+    """
+
+    @jax.custom_vjp
+    def checkpointed(x_BD, weights, number):
+        return layer(x_BD, weights, number)
+
+    def forward(x_BD, weights, number):
+        return layer(x_BD, weights, number), (x_BD, weights, number)
+
+    def backward(saved, dy_BD):
+        x_BD, weights, number = saved
+        _, pullback = jax.vjp(lambda x_BD, weights: layer(x_BD, weights, number + shift), x_BD, weights)
+        return (*pullback(dy_BD), None)
+
+    checkpointed.defvjp(forward, backward)
+    return checkpointed
+
+
+def random_stack():
+    rng = np.random.default_rng(0)
+    shapes = ((LAYERS, WIDTH, HIDDEN), (LAYERS, HIDDEN, WIDTH), (ROWS, WIDTH))
+    up, down, x = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return (0.1 * up, 0.05 * down), x
+
+
+def matmul_flops(jaxpr) -> float:
+    """FLOPs of every matrix product in a traced program, those in loops as often as they run."""
+    flops = 0
+    for eqn, times, _ in equations(jaxpr):
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            length = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+            flops += 2 * times * length * math.prod(eqn.outvars[0].aval.shape)
+    return flops
+
+
+@cache
+def stack_program(every: int, saved: bool = False) -> tuple[float, int, object]:
+    """(FLOPs over those of a forward, bytes of the compiled program's temporaries, gradient) of the stack."""
+    weights, x_BD = random_stack()
+    traced = jax.jit(jax.grad(partial(stack_loss, every=every, saved=saved))).trace(weights, x_BD)
+    compiled = traced.lower().compile()
+    forward = LAYERS * 2 * (2 * ROWS * WIDTH * HIDDEN)
+    flops = matmul_flops(traced.jaxpr) / forward
+    return flops, compiled.memory_analysis().temp_size_in_bytes, compiled(weights, x_BD)
+
+
+def predicted_temporaries(every: int) -> float:
+    """Closed form: an input for every group, what one group keeps, and about 8 inputs of gradients in work."""
+    return (LAYERS // every if every else 0) * INPUT + (every or LAYERS) * KEPT + 8 * INPUT
+
+
+# -------------------------------------------------------------------------------------------------- the library's step
+
+
+@cache
+def step_flops(config: RunConfig) -> float:
+    """FLOPs of a token in the traced training step."""
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+    return matmul_flops(traced.jaxpr) / (config.batch_size * config.model.seq_len)
+
+
+def expected_flops(remat: str) -> float:
+    """Closed form of the same: three forwards, and what is repeated.
+
+    Our attention leaves out scores that the mask hides: of 128 positions in 2 blocks 3/4 are computed.
+    """
+    h, f, s, padded = SMALL.width, SMALL.ffn_width, SMALL.seq_len, 256
+    matrices, last, core = 2 * (4 * h * h + 2 * h * f), 2 * h * f, 2 * (2 * s * h) * 3 / 4
+    forward = SMALL.num_layers * (matrices + core) + 2 * h * padded
+    again = {
+        "none": 0,
+        "selective": core / 2,  # the scores; what they are multiplied by was kept, and so was the result
+        "block": matrices + core - last,  # the block's last product makes only its result, which nobody needs
+        "every-2": matrices + core,
+    }
+    return 3 * forward + SMALL.num_layers * again[remat]
+
+
+def cheapest_that_fits(bytes_of: dict[str, float], budget: float) -> str:
+    return next((remat for remat in REMATS if bytes_of[remat] <= budget), "nothing")
+
+
+# --------------------------------------------------------------------------------------------------------------- run
+
+
+def run(broken: str | None) -> Result:
+    checks, stack_rows = [], []
+    saved = broken == "saved"
+    _, none_bytes, none_grads = stack_program(0)
+    for every in (0, *GROUPS):
+        flops, temporaries, grads = stack_program(every, saved and every > 0)
+        name = f"every {every} layers" if every else "none"
+        formula = predicted_temporaries(every)
+        checks.append(equal(f"FLOPs in forwards, {name}", flops, 4 if every else 3))
+        checks.append(equal(f"temporaries, {name}", temporaries / 2**20, formula / 2**20, 0.15, "MiB"))
+        checks.append(at_most(f"error of the gradient, {name}", difference(grads, none_grads), 1e-5))
+        stack_rows.append([name, f"{flops:g}", mib(formula), mib(temporaries), f"{none_bytes / temporaries:.1f}"])
+
+    (loss, grads), (kept_loss, kept_grads) = by_hand(1000 * (broken == "redrawn")), by_hand(None)
+    checks += [
+        equal("dropout: loss with recomputation by hand, against none", loss[0], kept_loss[0], within=1e-6),
+        at_most("dropout: loss after four steps, of the first", loss[-1] / loss[0], 0.95),
+        at_most("dropout: error of the gradient, against none", difference(grads, kept_grads), 1e-5),
+        holds("dropout: the library's block equals one device that keeps everything", library_agrees()),
+    ]
+
+    peaks, plans, rows = {}, {}, []
+    for remat in REMATS:
+        config = small_run(model=SMALL, remat=remat)
+        flops, peaks[remat] = step_flops(config), compiled_levels(config).compiled.peak
+        terms = planned_bytes(config)
+        plans[remat] = sum(terms.values())
+        checks.append(equal(f"FLOPs of a token, --remat {remat}", flops, expected_flops(remat)))
+        checks.append(equal(f"peak, --remat {remat}", plans[remat] / 2**20, peaks[remat] / 2**20, 0.1, "MiB"))
+        again = f"{flops / expected_flops('none'):.3f}"
+        rows.append([remat, mib(terms["activations"]), mib(plans[remat]), mib(peaks[remat]), again])
+    chosen = [(b, cheapest_that_fits(plans, b * 2**20), cheapest_that_fits(peaks, b * 2**20)) for b in BUDGETS]
+    checks.append(holds("the plan chooses what the compiler's peaks choose", all(a == b for _, a, b in chosen)))
+    if broken:
+        return Result(checks)
+
+    real = real_bytes()
+    best = min((2**e for e in range(7)), key=predicted_temporaries)
+    layer_24 = 24 * 4096 * 4096 * 2 / 2**30
+    return Result(
+        checks,
+        tables=[
+            Table(
+                "stack",
+                ["recomputed", "forwards", "formula, MiB", "compiled, MiB", "times less"],
+                stack_rows,
+            ),
+            Table("step", ["--remat", "activations", "planned, MiB", "compiled, MiB", "FLOPs, of none"], rows),
+            Table(
+                "budgets",
+                ["budget, MiB", "chosen by the plan", "by the compiler's peaks"],
+                [[str(b), p, c] for b, p, c in chosen],
+            ),
+            Table(
+                "real",
+                ["planned, GB a device", *REMATS[:3]],
+                [[name, *[gb(total) for total in totals]] for name, totals in real.items()],
+            ),
+        ],
+        pictures=[Picture("groups", draw_groups, "Curve with a minimum: few groups keep inputs, many keep a group")],
+        guesses=[
+            Guess(
+                "flops",
+                "Backward costs two forwards. By how much do the FLOPs of a step grow if every layer is run again?",
+                100 / 3,
+                "%",
+                "4 forwards for 3, at most",
+            ),
+            Guess(
+                "best",
+                "64 layers, a layer keeps 9 times its input: how many layers recomputed together need the least memory "
+                "(a power of 2)?",
+                best,
+                "layers",
+                "64/k + 9k is smallest at k = √(64/9) = 2.7",
+            ),
+            Guess(
+                "sqrt",
+                "100 layers of which each keeps just its input: how many arrays are kept at least, with groups of k?",
+                min(100 / k + k for k in range(1, 101)),
+                "arrays",
+                "100/k + k at k = 10: 2√L",
+            ),
+            Guess(
+                "block",
+                "24 layers with --remat block, s = h = 4096, micro-batch 1, 2 bytes an element: GiB kept?",
+                layer_24,
+                "GiB",
+                "L s b h × 2 bytes: each layer's input",
+            ),
+            Guess(
+                "last",
+                "By how much do the FLOPs of the small GPT's step grow with --remat block, in the traced program?",
+                100 * (expected_flops("block") / expected_flops("none") - 1),
+                "%",
+                "less than a third: the head is not repeated, nor is each block's last product",
+            ),
+        ],
+    )
+
+
+def difference(found, expected) -> float:
+    """The worst leaf's relative error."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max(float(np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(b)) for a, b in pairs)
+
+
+@cache
+def by_hand(shift: int | None) -> tuple[list[float], object]:
+    """(losses of five steps, gradient of the first) of the stack with dropout, on an eighth of the rows.
+
+    shift: of `recomputing`; None recomputes nothing.
+    """
+    each = layer if shift is None else recomputing(layer, shift)
+    weights, x_BD = random_stack()
+    x_BD = x_BD[: ROWS // 8]
+    step = jax.jit(jax.value_and_grad(partial(stack_loss, every=0, layer=each)))
+    losses, first = [], None
+    for _ in range(5):
+        loss, grads = step(weights, x_BD)
+        losses.append(float(loss))
+        first = grads if first is None else first
+        weights = jax.tree.map(lambda w, g: w - 0.2 * g, weights, grads)
+    return losses, first
+
+
+@cache
+def library_agrees() -> bool:
+    """--remat block with dropout, against one device without recomputation, leaf by leaf."""
+    model = dataclasses.replace(PRESETS["proof"], num_layers=2, dropout=0.1)
+    return jaxdist.verify(model, remat="block", batch_size=4, steps=1, device="cpu").ok
+
+
+def real_bytes() -> dict[str, list[float]]:
+    return {
+        f"{name}, {mesh}, batch {rows}": [
+            sum(
+                planned_bytes(small_run(mesh, PRESETS[name], rows, dtype="bfloat16", remat=remat, sp=True))[term]
+                for term in TERMS
+            )
+            for remat in REMATS[:3]
+        ]
+        for name, mesh, rows in REAL
+    }
+
+
+def draw_groups():
+    ks = [2**e for e in range(7)]
+    figure = drawing.lines(
+        "64 layers: temporaries of the gradient",
+        "layers recomputed together",
+        "MiB",
+        {
+            "formula": (ks, [predicted_temporaries(k) / 2**20 for k in ks]),
+            "compiled for a CPU": (GROUPS, [stack_program(k)[1] / 2**20 for k in GROUPS]),
+        },
+        log_x=True,
+    )
+    figure.axes[0].axhline(stack_program(0)[1] / 2**20, color="#787882", linestyle="--", linewidth=1)
+    figure.axes[0].text(1, stack_program(0)[1] / 2**20 - 9, "nothing recomputed", color="#787882")
+    figure.axes[0].legend(loc="center left")
+    return figure
+
+
+LAB = Lab(
+    name="recompute",
+    title="Recomputation",
+    question="How much memory does running forward again in backward save, for how many FLOPs, and what must stay?",
+    run=run,
+    breaks=[
+        Break(
+            "redrawn",
+            removes="the dropout mask's key, in the recomputation: another mask is drawn",
+            caught_by=frozenset({"dropout: error of the gradient, against none"}),
+            how_silent="nothing: the loss of a step is the same, and it falls",
+        ),
+        Break(
+            "saved",
+            removes="the checkpoint's effect: its policy keeps every intermediate value",
+            caught_by=frozenset(
+                {f"FLOPs in forwards, every {k} layers" for k in GROUPS}
+                | {f"temporaries, every {k} layers" for k in GROUPS if k != LAYERS}
+            ),
+            how_silent="losses and gradients are right, the flag is set, and the memory is what it was",
+        ),
+    ],
+)

@@ -1,0 +1,48 @@
+"""What several labs need of the library: small runs, what the plan says of them, and what a compiler says."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from unittest import mock
+
+from jaxdist.config import RunConfig
+from jaxdist.models.base import Model
+from jaxdist.models.presets import PRESETS
+from jaxdist.plan.program_memory import TERMS, program_bytes
+from jaxdist.plan.proof.levels import Levels, levels
+from jaxdist.plan.search import Candidates, pipelines
+from jaxdist.verification import proof_config
+
+
+def small_run(mesh: str = "", model: Model = PRESETS["proof"], batch_size: int = 8, **settings) -> RunConfig:
+    """A small run; settings as for `jaxdist.verify` (dtype, optimizer, and those of `ParallelConfig`)."""
+    return proof_config(model, mesh, batch_size, **settings)
+
+
+def planned_bytes(config: RunConfig) -> dict[str, float]:
+    """Bytes of one device by term, as the search counts them."""
+    layout = Candidates.of(config)
+    found = program_bytes(config, layout, pipelines(config, layout), config.attention)
+    return {term: float(getattr(found, term)[0]) for term in TERMS}
+
+
+@cache
+def compiled_levels(config: RunConfig) -> Levels:
+    """Predicted and compiled for simulated CPUs, once for a lab and its breaks. Not while something is `replaced`."""
+    return levels(config, "cpu")
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """`owner.name` is `value` within, which is how a lab breaks the library itself. Programs already compiled keep
+    what they were built of."""
+    with mock.patch.object(owner, name, value):
+        yield
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.1f}"
+
+
+def gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f}"

@@ -1,0 +1,397 @@
+"""Topology: what a collective takes on each wire, which axis goes where, and when a faster link stops helping."""
+
+import dataclasses
+import tomllib
+from functools import cache
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.mesh import MeshShape, parse_mesh
+from jaxdist.models.base import num_parameters
+from jaxdist.models.presets import PRESETS
+from jaxdist.parallel import all_gather, all_reduce, reduce_scatter, varying
+from jaxdist.placement import make_layout
+from jaxdist.plan.collective_cost import bus_bandwidth_factor, collective_cost, two_level
+from jaxdist.plan.hardware import HERE, Cluster, Link, find_hardware
+from jaxdist.plan.proof.trace import collectives_of, total_sent
+from jaxdist.plan.search import UNCALIBRATED, Candidates, Scored, score
+from jaxdist.plan.traffic import predicted
+
+from . import drawing
+from .exchanges import on_ranks
+from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+
+MESSAGE = 128 * 2**20
+H100 = find_hardware("h100")
+
+
+NAMES = ("nvlink3", "nvlink4", "nvlink5", "pcie5", "ib400", "ib200", "ethernet100")
+
+
+@cache
+def links() -> dict[str, Link]:
+    """Wires of the hardware table; bytes/s are what one device can send in one direction."""
+    table = tomllib.loads((HERE / "hardware.toml").read_text(encoding="utf-8"))["links"]
+    return {name: Link(name=name, **table[name]) for name in NAMES}
+
+
+# --------------------------------------------------------------------------------------------- one collective, one link
+
+# Bytes that a device sends over S, and steps, of n ranks.
+FORMS = {
+    "all_reduce": (lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1)),
+    "all_gather": (lambda n: (n - 1) / n, lambda n: n - 1),
+    "reduce_scatter": (lambda n: (n - 1) / n, lambda n: n - 1),
+    "all_to_all": (lambda n: (n - 1) / n, lambda n: n - 1),
+    "permute": (lambda n: 1.0, lambda n: 1),
+}
+
+
+def seconds(kind: str, n: int, size: float, link: Link) -> float:
+    volume, steps = FORMS[kind]
+    return steps(n) * link.latency_s + volume(n) * size / link.bytes_per_s
+
+
+def one_link() -> tuple[list[Check], list[list[str]]]:
+    checks, rows = [], []
+    for name, link in links().items():
+        rows.append(
+            [
+                name,
+                f"{link.bytes_per_s / 1e9:,.4g}",
+                *[f"{1e3 * seconds(kind, 8, MESSAGE, link):,.2f}" for kind in FORMS],
+            ]
+        )
+        for kind in ("all_reduce", "all_gather", "all_to_all"):
+            known = kind if kind == "all_to_all" else f"ring_{kind}"
+            theirs = collective_cost(known, 8, MESSAGE).seconds(link.latency_s, link.bytes_per_s)
+            checks.append(
+                equal(
+                    f"{kind} on {name}: ms by the library",
+                    1e3 * theirs,
+                    1e3 * seconds(kind, 8, MESSAGE, link),
+                    within=1e-12,
+                )
+            )
+    return checks, rows
+
+
+# --------------------------------------------------------------------------------------------- what a benchmark reports
+
+REPORTED = 360e9  # bus bandwidth, bytes/s
+
+
+def from_bus_bandwidth(kind: str, n: int, size: float, factor: bool = True) -> float:
+    """Seconds of a collective, of the bus bandwidth that a benchmark reports: the speed at which links are used."""
+    return (FORMS[kind][0](n) if factor else 1.0) * size / REPORTED
+
+
+def benchmark(broken: bool) -> list[Check]:
+    """The same link speed must come back from every collective and number of ranks, without latency."""
+    link, checks = dataclasses.replace(H100.inside, latency_s=0.0, bytes_per_s=REPORTED), []
+    for kind, n in (("permute", 2), ("all_reduce", 2), ("all_reduce", 8), ("all_reduce", 64), ("all_gather", 8)):
+        found = from_bus_bandwidth(kind, n, MESSAGE, factor=not broken)
+        checks.append(
+            equal(
+                f"{kind} over {n} from 360 GB/s of bus bandwidth, ms",
+                1e3 * found,
+                1e3 * seconds(kind, n, MESSAGE, link),
+                within=1e-12,
+            )
+        )
+    algorithm = MESSAGE / seconds("all_reduce", 8, MESSAGE, link)
+    checks.append(
+        equal(
+            "bus over algorithm bandwidth of an all-reduce over 8",
+            REPORTED / algorithm,
+            bus_bandwidth_factor("all_reduce", 8),
+            within=1e-12,
+        )
+    )
+    return checks
+
+
+# --------------------------------------------------------------------------------------------- two levels
+
+INSIDE, ACROSS = 4, 2  # of the simulated cluster: ranks of a node (dp), nodes (replica)
+
+
+def in_two_levels(x: jax.Array) -> jax.Array:
+    """x[S] {U_dp, U_replica} -> x[S]: scatter in the node, add a part across nodes, gather in the node."""
+    part = reduce_scatter(x, "dp", 0)
+    return all_gather(varying(all_reduce(part, "replica"), "replica"), "dp", 0)
+
+
+def hierarchical() -> list[Check]:
+    x = np.random.default_rng(0).uniform(-1, 1, (INSIDE * ACROSS, 960))
+    run = on_ranks(in_two_levels, INSIDE, ACROSS)
+    native = on_ranks(lambda x: lax.psum(x, ("replica", "dp")), INSIDE, ACROSS)
+    error = np.abs(np.asarray(run(x)) - np.asarray(native(x))).max()
+    mesh, size = MeshShape(replica=ACROSS, dp=INSIDE), x[0].nbytes
+    found = collectives_of(run.trace(x).jaxpr, mesh)
+    within, beyond = two_level("ring_all_reduce", INSIDE, ACROSS, size)
+    inside = total_sent([c for c in found if c.axes == ("dp",)], mesh)
+    across = total_sent([c for c in found if c.axes == ("replica",)], mesh)
+    return [
+        at_most("two levels: error against one psum, float64", error, 1e-14),
+        equal("two levels: bytes a device sends in its node, 2 (k-1)/k S", inside, 2 * (INSIDE - 1) / INSIDE * size),
+        equal(
+            "two levels: bytes it sends to other nodes, 2 (m-1)/m S/k",
+            across,
+            2 * (ACROSS - 1) / ACROSS * size / INSIDE,
+        ),
+        holds("two levels: the library counts the same", (within.bytes_sent, beyond.bytes_sent) == (inside, across)),
+    ]
+
+
+def across_seconds(size: float, inside: int, across: int, port: float, ports: int) -> float:
+    """Seconds of the level across nodes, without latency: what all ranks of a node send, over its ports."""
+    each = 2 * (across - 1) / across * size / inside
+    return each * inside / (port * ports)
+
+
+def ports(broken: bool) -> list[Check]:
+    """Eight nodes of eight. The hardware table is of one device: of 100 Gb/s Ethernet, a port for eight of them."""
+
+    ethernet = links()["ethernet100"]
+
+    def library(link: Link) -> float:
+        _, beyond = two_level("ring_all_reduce", 8, 8, MESSAGE)
+        return 1e3 * beyond.seconds(0.0, link.bytes_per_s)
+
+    count = 8 if broken else 1  # as if every device had the port to itself
+    shared = 1e3 * across_seconds(MESSAGE, 8, 8, ethernet.quoted_bytes_per_s, count)
+    own = 1e3 * across_seconds(MESSAGE, 8, 8, H100.between.bytes_per_s, 8)
+    return [
+        equal("eight ports of 50 GB/s a node: ms across nodes", own, library(H100.between), within=1e-12),
+        equal("one port of 12.5 GB/s a node: ms across nodes", shared, library(ethernet), within=1e-12),
+        holds(
+            "more ports of one speed are never slower",
+            own <= 1e3 * across_seconds(MESSAGE, 8, 8, H100.between.bytes_per_s, 1),
+        ),
+    ]
+
+
+def ways(size: float) -> dict[str, float]:
+    """Seconds of an all-reduce over 64 H100s, 8 a node."""
+    within, beyond = two_level("ring_all_reduce", 8, 8, size)
+    inside, between, ethernet = H100.inside, H100.between, links()["ethernet100"]
+    in_node = within.seconds(inside.latency_s, inside.bytes_per_s)
+    return {
+        "one ring over InfiniBand": seconds("all_reduce", 64, size, between),
+        "two levels": in_node + beyond.seconds(between.latency_s, between.bytes_per_s),
+        "two levels, one 100 Gb/s port": in_node + beyond.seconds(ethernet.latency_s, ethernet.bytes_per_s),
+    }
+
+
+# --------------------------------------------------------------------------------------------- which axis on which wire
+
+LAYOUT = ParallelConfig(mesh=parse_mesh("pp=4,dp=2,tp=8"), zero=1, microbatches=64)
+
+
+@cache
+def axis_bytes() -> dict[str, tuple[int, int]]:
+    """axis -> (messages, bytes) that a device sends in a step of 70B, of the stage that sends most."""
+    config = RunConfig(PRESETS["llama3-70b"], LAYOUT, precision=PrecisionConfig("bfloat16"), batch_size=128)
+    found, mesh = predicted(config, make_layout(config.model, LAYOUT, config.part_layers)), LAYOUT.mesh
+    by_axis = {axis: [m for m in found if m.axes == (axis,)] for axis in ("tp", "pp", "dp")}
+    return {axis: (sum(m.count for m in sent), total_sent(sent, mesh)) for axis, sent in by_axis.items()}
+
+
+def placement() -> tuple[list[Check], list[list[str]]]:
+    model, sent = PRESETS["llama3-70b"], axis_bytes()
+    activation = model.seq_len * model.width * 2
+    tables = 2 * model.padded_vocab_size * model.width  # outside the layers: every stage holds, and sums, them
+    held = (num_parameters(model) - tables) / 32 + tables / 8
+    form = {
+        "tp": 64 * 2 * 7 / 8 * activation * (4 * model.num_layers / 4 + 1),  # layers of a stage, and its table
+        "pp": 64 * 2 * activation + 2 * 3 / 4 * 4 * tables / 8 / 2,  # forward and backward; gradients of the tables
+        "dp": 1 / 2 * (4 + 2) * held,  # fp32 gradients scattered, bf16 weights gathered
+    }
+    checks, rows = [], []
+    for axis, (count, size) in sent.items():
+        name = f"70B over {axis}: GB in a step, by the axis' form"
+        checks.append(equal(name, size / 1e9, form[axis] / 1e9, within=1e-3, unit="GB"))
+        times = [f"{size / link.bytes_per_s:,.2f}" for link in (H100.inside, H100.between)]
+        rows.append([axis, f"{count:,}", f"{size / 1e9:,.1f}", *times])
+    return checks, rows
+
+
+# --------------------------------------------------------------------------------------------- a faster link
+
+SPEEDS = (3.125e9, 6.25e9, 12.5e9, 25e9, 50e9, 100e9, 200e9, 400e9)
+
+
+@cache
+def at_speed(bytes_per_s: float) -> Scored:
+    """8B with ZeRO-3 on 64 H100s, one sequence each, with another link between nodes."""
+    parallel = ParallelConfig(mesh=parse_mesh("dp=64"), zero=3, remat="block", overlap=True)
+    config = RunConfig(PRESETS["llama3-8b"], parallel, precision=PrecisionConfig("bfloat16"), batch_size=64)
+    link = dataclasses.replace(H100.between, bytes_per_s=bytes_per_s)
+    return score(config, Candidates.of(config), Cluster(H100, 8, between=link), "cudnn")
+
+
+def sent_seconds(bytes_per_s: float) -> float:
+    """Of ZeRO-3: bf16 weights gathered twice, fp32 gradients scattered, in two levels at the planner's efficiencies."""
+    psi, time = num_parameters(PRESETS["llama3-8b"]), 0.0
+    for size in (2 * psi, 2 * psi, 4 * psi):
+        within, beyond = two_level("ring_all_gather", 8, 8, size)
+        time += within.seconds(H100.inside.latency_s, H100.inside.bytes_per_s * UNCALIBRATED.inside)
+        time += beyond.seconds(H100.between.latency_s, bytes_per_s * UNCALIBRATED.between)
+    return time
+
+
+def sweep() -> tuple[list[Check], list[list[str]]]:
+    rows, totals, errors = [], [], []
+    for speed in SPEEDS:
+        time = at_speed(speed).time
+        shown, hidden, total = (float(column[0]) for column in (time.dp, time.dp_hidden, time.total))
+        work = total - shown
+        totals.append(total)
+        errors.append(abs(shown + hidden - sent_seconds(speed)) / sent_seconds(speed))
+        rows.append(
+            [
+                f"{speed / 1e9:g}",
+                f"{work:.2f}",
+                f"{shown + hidden:.2f}",
+                f"{shown:.2f}",
+                f"{total:.2f}",
+                str(time.binds[0]),
+            ]
+        )
+    return [
+        at_most("link sweep: largest error of the closed form for what is sent", max(errors), 0.1),
+        holds("link sweep: a faster link is never slower", totals == sorted(totals, reverse=True)),
+        equal("link sweep: from 100 to 400 GB/s, the step's time", totals[-1] / totals[5], 1, within=0.03),
+    ], rows
+
+
+# --------------------------------------------------------------------------------------------- the lab
+
+
+def run(broken: str | None) -> Result:
+    with jax.enable_x64(True):
+        checks = hierarchical()
+    checks += [*ports(broken == "shared-port"), *benchmark(broken == "bus-bandwidth")]
+    if broken:
+        return Result(checks)
+    link_checks, link_rows = one_link()
+    place_checks, place_rows = placement()
+    sweep_checks, sweep_rows = sweep()
+    sizes = [2.0**20, 2.0**27, 2.0**33]
+    return Result(
+        [*checks, *link_checks, *place_checks, *sweep_checks],
+        tables=[
+            Table("links", ["link", "GB/s", *[kind.replace("_", "-") for kind in FORMS]], link_rows),
+            Table("axes", ["axis", "messages", "GB sent", "s on NVLink", "s on InfiniBand"], place_rows),
+            Table("levels", ["ms", *[f"{size / 2**20:,.0f} MiB" for size in sizes]], level_rows(sizes)),
+            Table(
+                "sweep", ["GB/s between nodes", "work, s", "sent, s", "waited for, s", "step, s", "binds"], sweep_rows
+            ),
+        ],
+        pictures=[
+            Picture(
+                "levels", draw_levels, "Time over message size of one ring, two levels, and two levels with one port"
+            ),
+            Picture(
+                "sweep", draw_sweep, "A step over the speed between nodes: falling, then flat at the time of its work"
+            ),
+        ],
+        guesses=guesses(),
+    )
+
+
+def level_rows(sizes: list[float]) -> list[list[str]]:
+    found = [ways(size) for size in sizes]
+    return [[name, *[f"{1e3 * each[name]:,.2f}" for each in found]] for name in found[0]]
+
+
+def draw_levels():
+    sizes = [2.0**k for k in range(16, 34)]
+    curves = {name: ([s / 2**20 for s in sizes], [1e3 * ways(s)[name] for s in sizes]) for name in ways(1.0)}
+    title = "All-reduce over 64 H100s (predicted)"
+    return drawing.lines(title, "message, MiB", "ms", curves, log_x=True, log_y=True, marks=False)
+
+
+def draw_sweep():
+    speeds = [speed / 1e9 for speed in SPEEDS]
+    times = [at_speed(speed).time for speed in SPEEDS]
+    curves = {
+        "step": (speeds, [float(t.total[0]) for t in times]),
+        "sent": (speeds, [sent_seconds(speed) for speed in SPEEDS]),
+        "work": (speeds, [float(t.total[0] - t.dp[0]) for t in times]),
+    }
+    return drawing.lines("8B, ZeRO-3 on 64 H100s (predicted)", "GB/s between nodes", "seconds", curves, log_x=True)
+
+
+def guesses() -> list[Guess]:
+    nvlink, infiniband = (dataclasses.replace(link, latency_s=0.0) for link in (H100.inside, H100.between))
+    return [
+        Guess(
+            "nvlink",
+            "128 MiB all-reduced over 8 at 450 GB/s, without latency: ms?",
+            1e3 * seconds("all_reduce", 8, MESSAGE, nvlink),
+            "ms",
+            "1.75 · 134.2 MB / 450 GB/s",
+        ),
+        Guess(
+            "infiniband",
+            "And at 50 GB/s?",
+            1e3 * seconds("all_reduce", 8, MESSAGE, infiniband),
+            "ms",
+            "nine times as long",
+        ),
+        Guess(
+            "report",
+            "A benchmark reports 360 GB/s of bus bandwidth for all-reduces over 8. How long does 1 GB take, in ms?",
+            1e3 * from_bus_bandwidth("all_reduce", 8, 1e9),
+            "ms",
+            "1.75 GB cross each link at 360 GB/s",
+        ),
+        Guess(
+            "port",
+            "One 200 Gb/s card for 8 GPUs: GB/s for each while all of them send?",
+            25 / 8,
+            "GB/s",
+            "25 GB/s over eight",
+        ),
+        Guess(
+            "levels",
+            "8 nodes of 8, a port a GPU: how many times less does the busiest port carry in two levels than in a ring?",
+            (2 * 63 / 64) / (2 * 7 / 8 / 8),
+            "times",
+            "2 · 63/64 S leaves a node through one port, or 2 · 7/8 S through eight",
+        ),
+    ]
+
+
+LAB = Lab(
+    name="topology",
+    title="Links and topology",
+    question="Which axis belongs on which wire, and when does a faster link stop helping?",
+    run=run,
+    devices=8,
+    breaks=[
+        Break(
+            "shared-port",
+            removes="the sharing of a node's network port: it is counted as if each of eight devices had it alone",
+            caught_by=frozenset({"one port of 12.5 GB/s a node: ms across nodes"}),
+            how_silent="a plan whose communication is eight times too fast, on exactly the clusters that are slow",
+        ),
+        Break(
+            "bus-bandwidth",
+            removes="the factor between bus bandwidth and algorithm bandwidth: time is size over what was reported",
+            caught_by=frozenset(
+                {
+                    "all_reduce over 8 from 360 GB/s of bus bandwidth, ms",
+                    "all_reduce over 64 from 360 GB/s of bus bandwidth, ms",
+                    "all_gather over 8 from 360 GB/s of bus bandwidth, ms",
+                }
+            ),
+            how_silent="two ranks and point-to-point messages come out right; larger all-reduces seem twice as fast",
+        ),
+    ],
+)

@@ -1,0 +1,401 @@
+"""ZeRO and FSDP: what each stage shards, what it holds, what it sends, and that it still trains the same model."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.config import ParallelConfig
+from jaxdist.layout import local_bytes
+from jaxdist.models.base import STACKED, Model, num_parameters
+from jaxdist.models.presets import PRESETS
+from jaxdist.parallel import all_gather, all_reduce, rank, reduce_scatter, size, varying
+from jaxdist.placement import make_layout
+from jaxdist.plan.papers.formulas import RECIPES, state_bytes
+from jaxdist.verification import verify_model
+
+from . import drawing
+from .exchanges import mesh_of, on_ranks, sent_by, traced
+from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_least, at_most, equal, holds
+from .tools import compiled_levels, gb, mib, small_run
+
+# ------------------------------------------------------------------------------------------------------------- by hand
+
+N, LAYERS, WIDTH, ROWS, STEPS = 8, 3, 16, 8, 30
+SIZE = LAYERS * WIDTH * WIDTH  # parameters
+LR = 0.02
+
+
+def layer(w, x):
+    """x[B, D] -> [B, D]."""
+    return jnp.tanh(x @ w.reshape(WIDTH, WIDTH))
+
+
+def mean_error(x, y):
+    """Of a rank's rows, as a part of the mean over all: its sum over ranks is the loss."""
+    return jnp.sum((x - y) ** 2) / (N * ROWS)
+
+
+def forward(weights, x, y):
+    """weights[S], x[B, D] -> this rank's part of the loss."""
+    for w in weights.reshape(LAYERS, -1):
+        x = layer(w, x)
+    return mean_error(x, y)
+
+
+def one_device(state, x, y):
+    """weights[S], momentum[S] -> both after an update, and the loss."""
+    weights, momentum = state
+    now, grads = jax.value_and_grad(forward)(weights, x, y)
+    momentum = 0.9 * momentum + grads
+    return (weights - LR * momentum, momentum), now
+
+
+def zero1(state, x, y, sums: bool = True):
+    """weights[S] on every rank, momentum[S_dp] -> both after an update: each rank makes that of its own part."""
+    weights, momentum = state
+    now, grads = jax.value_and_grad(forward)(weights, x, y)
+    momentum = 0.9 * momentum + (reduce_scatter(grads, "dp", 0) if sums else my_part(grads))
+    return (all_gather(my_part(weights) - LR * momentum, "dp", 0), momentum), now
+
+
+def my_part(x):
+    """x[S] on every rank -> x[S_dp]. Sends nothing."""
+    return lax.dynamic_slice_in_dim(x, rank("dp") * (x.size // size("dp")), x.size // size("dp"))
+
+
+def zero3(state, x, y, replicas: str | None = None, stale: bool = False, sums: bool = True):
+    """weights[L, D*D_dp], momentum and the last step's weights alike -> all after an update.
+
+    A layer is gathered where it is used, and by `checkpoint` again in backward. The transpose of a gather is a
+    reduce-scatter, so the gradient of a shard is summed over dp. replicas: an axis along which shards are equal (hybrid
+    sharding): their gradients are summed over it. stale: the first layer was gathered too early.
+    """
+    shards, momentum, before = state
+    used = shards.at[0].set(before[0]) if stale else shards
+    if replicas:  # else JAX, which knows that these are equal, would sum their gradients itself
+        used = varying(used, replicas)
+
+    def loss(used):
+        h = x
+        for shard in used:
+            h = jax.checkpoint(lambda shard, h: layer(all_gather(shard, "dp", 0), h))(shard, h)
+        return mean_error(h, y)
+
+    now, grads = jax.value_and_grad(loss)(used)
+    momentum = 0.9 * momentum + (all_reduce(grads, replicas) if replicas and sums else grads)
+    return (shards - LR * momentum, momentum, shards), now
+
+
+def trained(step: Callable, state, x, y):
+    """(state, losses) of all steps."""
+    return lax.scan(lambda state, _: step(state, x, y), state, length=STEPS)
+
+
+def by_hand(broken: str | None) -> list[Check]:
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal(SIZE) / math.sqrt(WIDTH)
+    x, y = rng.standard_normal((2, N, ROWS, WIDTH))
+    y = np.tanh(0.5 * y)
+    alone, _ = jax.jit(partial(trained, one_device))((weights, 0 * weights), *(a.reshape(-1, WIDTH) for a in (x, y)))
+    cases = {
+        "ZeRO-1": (partial(zero1, sums=broken != "no-sum"), 1, 2 * (N - 1) / N),
+        "ZeRO-3": (partial(zero3, stale=broken == "stale"), 1, 3 * (N - 1) / N),
+        "HSDP of 2 x 4": (partial(zero3, replicas="replica", sums=broken != "replicas"), 2, 3 * 3 / 4 + 2 * 1 / 2 / 4),
+    }
+    checks = []
+    for name, (step, replicas, volume) in cases.items():
+        n = N // replicas
+        shards = np.tile(weights.reshape(LAYERS, n, -1).swapaxes(0, 1), (replicas, 1, 1))
+        whole = np.tile(weights, (N, 1))
+        state = (whole, np.zeros((N, SIZE // N))) if name == "ZeRO-1" else (shards, 0 * shards, shards)
+
+        def finish(x, y, *state, step=step, name=name):
+            (found, *_), losses = trained(step, state, x, y)
+            return (found if name == "ZeRO-1" else all_gather(found, "dp", 1).reshape(-1)), losses
+
+        found, losses = map(np.asarray, on_ranks(finish, n, replicas)(x, y, *state))
+        once = on_ranks(lambda x, y, *state, step=step: step(state, x, y), n, replicas)
+        sent = sent_by(once, n, x, y, *state, replicas=replicas)
+        error = np.abs(found[0] - alone[0]).max() / np.abs(alone[0]).max()
+        checks += [
+            equal(
+                f"{name}: bytes a device sends in a step, over those of the weights", sent.bytes_sent / 8 / SIZE, volume
+            ),
+            at_most(f"{name}: error of the weights after {STEPS} steps against one device", error, 1e-12),
+            at_most(f"{name}: largest difference between ranks", np.ptp(found, axis=0).max(), 1e-12),
+            at_least(f"{name}: loss of the first step over the last, rank 0", losses[0, 0] / losses[0, -1], 1.3),
+        ]
+    step = cases["HSDP of 2 x 4"][0]
+    return [*checks, holds("HSDP of 2 x 4: JAX takes shards for equal on both replicas", typed_equal(step))]
+
+
+def typed_equal(step: Callable) -> bool:
+    """Whether the updated shards may leave as one value for both replicas."""
+    rows, shards = P(("replica", "dp")), P(None, "dp")
+    specs = (((shards,) * 3), rows, rows)
+    body = jax.shard_map(
+        lambda state, x, y: step(state, x[0], y[0])[0], mesh=mesh_of(4, 2), in_specs=specs, out_specs=(shards,) * 3
+    )
+    weights = jax.ShapeDtypeStruct((LAYERS, WIDTH * WIDTH), jnp.float64)
+    data = jax.ShapeDtypeStruct((N, ROWS, WIDTH), jnp.float64)
+    try:
+        jax.eval_shape(body, (weights,) * 3, data, data)
+    except ValueError:
+        return False
+    return True
+
+
+# --------------------------------------------------------------------------------------------------- the library's step
+
+MODEL = PRESETS["proof"]
+NAMES = ("none", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+WIDER = dataclasses.replace(MODEL, width=256, ffn_width=1024, vocab_size=1000)
+CASES = {
+    "none": ("dp=8", {}),
+    "ZeRO-1": ("dp=8", {"zero": 1}),
+    "ZeRO-2": ("dp=8", {"zero": 2}),
+    "ZeRO-3": ("dp=8", {"zero": 3}),
+    "ZeRO-3, kept after forward": ("dp=8", {"zero": 3, "reshard_after_forward": False}),
+    "HSDP of 2 x 4": ("replica=2,dp=4", {"zero": 3}),
+}
+
+
+@cache
+def leaf_sizes(model: Model) -> dict[str, int]:
+    """Elements of every parameter, stacked over layers, by name."""
+    return {leaf.name: math.prod(leaf.shape) for leaf in jax.tree.leaves(make_layout(model, ParallelConfig()).leaves)}
+
+
+def held(psi: float, n: int, stage: int, recipe: str = "mixed-adam") -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimiser on one device: each divided by n from its stage on."""
+    each = RECIPES[recipe]
+    parts = ((each.parameter, 3), (each.gradient, 2), (each.optimizer, 1))
+    return tuple(psi * size / (n if stage >= first else 1) for size, first in parts)
+
+
+def volume(name: str, psi: float) -> tuple[float, float]:
+    """Elements that a device sends in a step: over dp and over replicas."""
+    stage = {"none": 0, "ZeRO-1": 1, "ZeRO-2": 2}.get(name, 3)
+    others = sum(size for leaf, size in leaf_sizes(MODEL).items() if not leaf.startswith(STACKED) and leaf != "tokens")
+    n = 4 if "HSDP" in name else 8
+    again = stage == 3 and "kept" not in name  # gathered in backward too; positions and the final norm are not
+    elements = 3 * psi - others if again else 2 * psi
+    return (n - 1) / n * elements, psi / n if "HSDP" in name else 0
+
+
+def in_the_library() -> tuple[list[Check], list[list[str]]]:
+    psi, checks, rows = num_parameters(MODEL), [], []
+    for name, (mesh, settings) in CASES.items():
+        stage = settings.get("zero", 0)
+        config = small_run(mesh, MODEL, **settings)
+        _, found = traced(config)
+        sent = {
+            axis: sum(c.sent_bytes(config.parallel.mesh) for c in found if c.axes == (axis,) and c.full_bytes > 256) / 4
+            for axis in ("dp", "replica")
+        }
+        over_dp, over_replicas = volume(name, psi)
+        half, _ = traced(small_run(mesh, MODEL, dtype="bfloat16", **settings))
+        kept = local_bytes(half.abstract_state()) / psi
+        n = config.parallel.mesh.dp
+        weights, _, optimizer = held(1, n, stage)
+        checks += [
+            equal(f"{name}: bytes a parameter kept between steps, bf16", kept, weights + optimizer, within=1e-3),
+            equal(f"{name}: elements sent over dp", sent["dp"], over_dp),
+            equal(f"{name}: elements sent over replicas", sent["replica"], over_replicas),
+        ]
+        rows.append([name, f"{kept:.2f}", f"{sent['dp'] / psi:.2f}", f"{sent['replica'] / psi:.2f}"])
+    return checks, rows
+
+
+def compiled_peaks() -> tuple[list[Check], list[list[str]]]:
+    """What a compiler says of a wider model on eight devices."""
+    peaks = [compiled_levels(small_run("dp=8", WIDER, zero=stage)).compiled.peak for stage in range(4)]
+    falls = all(more > less for more, less in pairwise(peaks))
+    rows = [[name, mib(peak)] for name, peak in zip(NAMES, peaks, strict=True)]
+    return [holds("compiled peak falls with every stage", falls, " > ".join(row[1] for row in rows))], rows
+
+
+@cache
+def report():
+    """Our own step under ZeRO-2 with replicas, every leaf against one device, in float64."""
+    model = dataclasses.replace(MODEL, num_layers=2)
+    return verify_model(model, "replica=2,dp=2", zero=2, batch_size=8, dtype="float64", device="cpu")
+
+
+# --------------------------------------------------------------------------------------------- what is gathered at once
+
+WRAPPED = {"8B": PRESETS["llama3-8b"], "70B": PRESETS["llama3-70b"]}
+
+
+def wrapping() -> tuple[list[Check], list[list[str]]]:
+    """bf16 weights on one of 64 devices: its shard, and what is gathered at the same time."""
+    rows = []
+    for name, model in WRAPPED.items():
+        sizes = leaf_sizes(model)
+        psi = sum(sizes.values())
+        block = sum(size for leaf, size in sizes.items() if leaf.startswith(STACKED)) / model.num_layers
+        table = max(size for leaf, size in sizes.items() if not leaf.startswith(STACKED))
+        for wrap, gathered in (
+            ("everything at once", psi),
+            ("each layer", max(block, table)),
+            ("each layer, the next one prefetched", max(2 * block, table + block)),
+        ):
+            rows.append([name, wrap, gb(2 * psi / 64), gb(2 * gathered), gb(2 * (psi / 64 + gathered))])
+    _, found = traced(small_run("dp=8", MODEL, zero=3))
+    in_loops = max(c.full_bytes for c in found if c.depth and c.kind == "all_gather") / 4
+    ours = leaf_sizes(MODEL)
+    block = sum(size for leaf, size in ours.items() if leaf.startswith(STACKED)) / MODEL.num_layers
+    return [equal("our step gathers one layer at a time: elements", in_loops, block)], rows
+
+
+# ----------------------------------------------------------------------------------------------------------- the lab
+
+
+def run(broken: str | None) -> Result:
+    with jax.enable_x64(True):
+        checks = by_hand(broken)
+    if broken:
+        return Result(checks)
+    library_checks, rows = in_the_library()
+    wrap_checks, wrapped = wrapping()
+    checks += [*library_checks, *wrap_checks]
+    peak_checks, peaks = compiled_peaks()
+    checks += [*peak_checks, holds("our step, ZeRO-2, replica=2, dp=2: every leaf is that of one device", report().ok)]
+    for stage, published in ((1, 31.4), (2, 16.6), (3, 1.88)):
+        total = sum(held(7.5e9, 64, stage)) / 1e9
+        checks += [
+            equal(
+                f"7.5B on 64 devices, stage {stage}, against ZeRO's figure 1", total, published, within=0.005, unit="GB"
+            ),
+            equal(
+                f"7.5B on 64 devices, stage {stage}: the library's count",
+                state_bytes(7.5e9, zero=stage, dp=64).total / 1e9,
+                total,
+                unit="GB",
+                within=1e-12,
+            ),
+        ]
+    return Result(
+        checks,
+        tables=[
+            Table("papers", ["devices", "none", "ZeRO-1", "ZeRO-2", "ZeRO-3"], paper_rows()),
+            Table("ours", ["run", "bytes a parameter", "sent over dp / Ψ", "over replicas / Ψ"], rows),
+            Table("peaks", ["run", "compiled peak, MiB"], peaks),
+            Table("wrapping", ["model", "gathered together", "shard, GB", "gathered, GB", "both, GB"], wrapped),
+        ],
+        pictures=[
+            Picture(
+                "held", draw_held, "Bytes a parameter on one of 8 devices by stage, in weights, gradients, optimiser"
+            ),
+            Picture("devices", draw_devices, "GB of 7.5B over the number of devices: only stage 3 goes on falling"),
+        ],
+        guesses=guesses(),
+    )
+
+
+def paper_rows() -> list[list[str]]:
+    return [[str(n), *[gb(sum(held(7.5e9, n, stage))) for stage in range(4)]] for n in (1, 4, 16, 64, 256, 1024)]
+
+
+def draw_held():
+    parts = ("weights", "gradients", "optimiser")
+    bytes_of = {part: [held(1, 8, stage)[at] for stage in range(4)] for at, part in enumerate(parts)}
+    return drawing.stacks("Bytes a parameter on 8 devices (formula)", "bytes", NAMES, bytes_of)
+
+
+def draw_devices():
+    numbers = [2**k for k in range(11)]
+    curves = {name: (numbers, [sum(held(7.5e9, n, stage)) / 1e9 for n in numbers]) for stage, name in enumerate(NAMES)}
+    return drawing.lines("7.5B, bf16 and Adam (formula)", "devices", "GB", curves, log_x=True, log_y=True)
+
+
+def guesses() -> list[Guess]:
+    across = 2 * 7 / 8 * 70e9 / 8 * 4 / 1e9
+    return [
+        Guess(
+            "one",
+            "7.5B parameters of 16 bytes on 64 devices with ZeRO-1: GB on each?",
+            sum(held(7.5e9, 64, 1)) / 1e9,
+            "GB",
+            "30 of weights and gradients, and 90 / 64",
+        ),
+        Guess("three", "And with ZeRO-3?", sum(held(7.5e9, 64, 3)) / 1e9, "GB", "120 / 64"),
+        Guess(
+            "volume",
+            "How many times the bytes of plain data parallelism does ZeRO-3 send, all in one precision?",
+            1.5,
+            "times",
+            "gather, gather again, scatter: three halves where an all-reduce is two",
+        ),
+        Guess(
+            "fewest",
+            "At 16 bytes a parameter and 80 GB, how many devices hold the state of 70B with ZeRO-3?",
+            math.ceil(70 * 16 / 80),
+            "devices",
+            "1,120 GB / 80 GB, with nothing left for activations",
+        ),
+        Guess(
+            "hybrid",
+            "70B on 8 nodes of 8, ZeRO-3 inside a node and replicas across: GB of fp32 gradients that a device "
+            "sends to other nodes in a step?",
+            across,
+            "GB",
+            "an all-reduce over 8 of an eighth: 2 · 7/8 · 8.75 billion · 4 bytes",
+        ),
+        Guess(
+            "plain",
+            "And with ZeRO-3 over all 64 in one ring: GB that a device sends to the next, fp32 gradients and bf16 "
+            "weights gathered twice?",
+            63 / 64 * 70e9 * (4 + 2 + 2) / 1e9,
+            "GB",
+            "each byte passes every device: 63/64 of 8 bytes a parameter",
+        ),
+    ]
+
+
+def named(name: str, *what: str) -> set[str]:
+    return {f"{name}: {each}" for each in what}
+
+
+VOLUME = "bytes a device sends in a step, over those of the weights"
+ERROR = f"error of the weights after {STEPS} steps against one device"
+LAB = Lab(
+    name="zero",
+    title="ZeRO and FSDP",
+    question="What does each ZeRO stage shard, what does it save, and what does it send for that?",
+    run=run,
+    devices=N,
+    breaks=[
+        Break(
+            "no-sum",
+            removes="the sum of ZeRO-1's reduce-scatter: each rank updates its shard with the gradient of its own rows",
+            caught_by=frozenset(named("ZeRO-1", VOLUME, ERROR)),
+            how_silent="all ranks agree after the all-gather, the loss falls, and the step is faster",
+        ),
+        Break(
+            "stale",
+            removes="the order of update and prefetch in ZeRO-3: the first layer was gathered before the last update",
+            caught_by=frozenset(named("ZeRO-3", ERROR)),
+            how_silent="the same messages, agreeing ranks, a loss that falls: gradients of weights one step old",
+        ),
+        Break(
+            "replicas",
+            removes="HSDP's sum of shards over replicas",
+            caught_by=frozenset(
+                {
+                    *named("HSDP of 2 x 4", VOLUME, ERROR, "largest difference between ranks"),
+                    "HSDP of 2 x 4: JAX takes shards for equal on both replicas",
+                }
+            ),
+            how_silent="two models train, each on half of the batch, and the loss that rank 0 logs falls",
+        ),
+    ],
+)
