@@ -245,7 +245,7 @@ def _scores(query: _Query, key: _Key, window: int | None) -> tuple[jax.Array, ja
 
 
 def _where_seen(query: _Query, key: _Key, window: int | None, seen: Callable, otherwise):
-    """seen(otherwise) where any query of the block sees any key of the other; `otherwise` elsewhere, computing nothing."""
+    """seen(otherwise) where any query of the block may see a key of the other; elsewhere `otherwise`, at no cost."""
     some = (query.positions[-1] >= key.positions[0]) & (key.positions[-1] >= 0)
     if window is not None:
         some &= query.positions[0] - key.positions[-1] < window

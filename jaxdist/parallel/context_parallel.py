@@ -36,8 +36,8 @@ SEQUENCE_DIM, HEADS_DIM = 1, 2
 
 @dataclass(frozen=True)
 class Split:
-    """How a sequence is split over the axis: groups of `exchanging` neighbours exchange heads; the groups are a ring, or
-    gather keys. One group: heads alone; groups of one rank: none."""
+    """How a sequence is split over the axis: groups of `exchanging` neighbours exchange heads, and the groups are a
+    ring, or gather keys. With one group heads alone are exchanged; with groups of one rank, none."""
 
     ranks: int = 1
     exchanging: int = 1
@@ -57,28 +57,37 @@ class Split:
         """The number of this rank's group."""
         return comm.rank(AXIS) // self.exchanging
 
+    @property
+    def member(self) -> jax.Array | int:
+        """The number of this rank in its group."""
+        return comm.rank(AXIS) % self.exchanging
+
     def first_positions(self, chunk: int) -> tuple[jax.Array, jax.Array]:
         """Where the two chunks of this rank's group begin."""
         return self.group * chunk, (2 * self.groups - 1 - self.group) * chunk
 
-    def place(self, num_local: int, rank: jax.Array | int) -> jax.Array:
-        """Positions in the sequence of what a rank holds, in order: i32[T]."""
-        held = jnp.arange(num_local) + rank % self.exchanging * num_local  # among those of the rank's group
+    def place(self, held_T: jax.Array, num_local: int, rank: jax.Array | int) -> jax.Array:
+        """Positions in the sequence of some of the `num_local` that a rank holds, by their places there: i32[T]."""
+        if self.ranks == 1:
+            return held_T
+        held = held_T + rank % self.exchanging * num_local  # among those of the rank's group
         if self.groups == 1:
             return held
         chunk, group = num_local * self.exchanging // 2, rank // self.exchanging
         # The second chunk is the (2 * groups - 1 - group)th, and in `held` it begins at `chunk`.
         return held + jnp.where(held < chunk, group, 2 * self.groups - 2 - group) * chunk
 
-    def positions(self, num_local: int) -> jax.Array:
+    def positions(self, held_T: jax.Array, num_local: int) -> jax.Array:
         """`place` of this rank."""
-        return self.place(num_local, comm.rank(AXIS) if self.ranks > 1 else 0)
+        return self.place(held_T, num_local, comm.rank(AXIS))
 
     def cut(self, x_BS: jax.Array) -> jax.Array:
         """What this rank holds of an array with the whole sequence on dim 1. Sends nothing."""
         if self.ranks == 1:
             return x_BS
-        return jnp.take(comm.varying(x_BS, AXIS), self.positions(x_BS.shape[1] // self.ranks), axis=SEQUENCE_DIM)
+        num_local = x_BS.shape[SEQUENCE_DIM] // self.ranks
+        places_T = self.positions(jnp.arange(num_local), num_local)
+        return jnp.take(comm.varying(x_BS, AXIS), places_T, axis=SEQUENCE_DIM)
 
 
 def context_attention(
@@ -94,8 +103,8 @@ def context_attention(
     """Causal attention of this rank's queries over the whole sequence: o[B, T, N, H].
 
     Layout: q[B, T_cp, N, H], k, v[B, T_cp, K, H], placed by `split` -> o[B, T_cp, N, H].
-    core: attention where the whole sequence is held, by (q, k, v), of heads that were exchanged for positions. window: as
-    in `blocked_attention`. starts_BS: where the document of each position of the whole sequence begins.
+    core: attention by (q, k, v) where, with heads exchanged for positions, the whole sequence is held. window: as in
+    `blocked_attention`. starts_BS: where the document of each position of the whole sequence begins.
     Sends: `exchange_heads` of q, k, v, and of o back; then `ring_attention`, `gather_attention` or, where the window
     reaches fewer chunks than the ring has hops, `halo_attention`.
     """
@@ -130,7 +139,7 @@ def exchange_heads(split: Split, x_BTNH: jax.Array, back: bool = False) -> jax.A
     if split.groups == 1:
         return comm.all_to_all(x_BTNH, AXIS, cut, joined)
     parts = jnp.stack(jnp.split(x_BTNH, u, axis=cut))
-    me = comm.rank(AXIS) % u
+    me = split.member
     whole = jnp.zeros_like(parts)
     for step in range(u):
         part = lax.dynamic_index_in_dim(parts, (me + step) % u, keepdims=False)
@@ -148,7 +157,7 @@ def repeat_heads(parts: int, *arrays: jax.Array) -> list[jax.Array]:
     ]
 
 
-# ----------------------------------------------------------------------------------------- keys that are gathered or near
+# --------------------------------------------------------------------------------------- keys that are gathered or near
 
 
 def gather_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, starts_BS=None) -> jax.Array:
@@ -180,7 +189,7 @@ def halo_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window: int, starts_
     back = [(s, r) for r, s in on]
 
     def before(pair):
-        """The chunks just before two chunks: of the rank before, of the rank after; those of the last are neighbours."""
+        """The chunks just before two chunks: the rank before has one, the rank after the other; the last has both."""
         early, late = pair
         turned = jnp.where(split.group == last, early, lax.ppermute(late, AXIS, back))
         return lax.ppermute(early, AXIS, on), turned
@@ -327,7 +336,7 @@ def _onwards(split: Split, tree):
 
 
 def _nothing_seen(queries, k) -> Partial:
-    _, batch, length, heads, width = queries.shape
+    _, batch, length, heads, _ = queries.shape
     wide = jnp.promote_types(queries.dtype, jnp.float32)
     lse = jnp.full((2, batch, k.shape[2], heads // k.shape[2], length), LOWEST, wide)
     return Partial(jnp.zeros_like(queries, wide), comm.varying_like(lse, queries))

@@ -201,9 +201,10 @@ def build_program(
 
 
 def batch_specs(config: RunConfig, layout: Layout) -> Batch:
-    """How the arrays of a batch are split. Documents' starts are whole along a sequence, for its positions follow."""
-    starts = layout.rows_spec() if config.mask_documents else None
-    return Batch(layout.batch_spec(), layout.batch_spec(), layout.rows_spec(), starts)
+    """How the arrays of a batch are split: by rows. Of a sequence that is split over cp every rank has all tokens, and
+    takes its own (`ShardedModel.own_tokens`), so that nothing outside a step knows in which order they stand."""
+    rows = layout.rows_spec()
+    return Batch(rows, rows, rows, rows if config.mask_documents else None)
 
 
 def attention_on(mesh: Mesh | AbstractMesh, config: RunConfig, *, training: bool) -> str:
