@@ -177,7 +177,7 @@ def in_the_library() -> tuple[list[Check], list[list[str]]]:
         late, early = messages(overlap=True, **settings)
         by_layer = MODEL.num_layers * len(buckets_of(layer, limit)) + len(buckets_of(outer, limit))
         checks += [
-            holds(f"our step, {name}: its messages are the ones packed here", Counter(after) == packed),
+            holds(f"our step, {name}: its messages are those that this lab packs", Counter(after) == packed),
             equal(f"our step, {name}: bytes of gradients", sum(after), sum(whole)),
             equal(f"our step, {name}: messages with --overlap, by layer", len(late) + len(early), by_layer),
             equal(f"our step, {name}: bytes with --overlap", sum(late) + sum(early), sum(whole)),
@@ -306,13 +306,20 @@ def run(broken: str | None) -> Result:
             Table("times", ["buckets", "MiB each", "network busy, ms", "waited for, ms", "hidden"], times),
         ],
         pictures=[
-            Picture("timeline", draw_timeline, "Backward, and below it the all-reduces of 1, 4, 16 and 1,024 buckets"),
-            Picture("sizes", draw_sizes, "Time over bucket size: flat after backward, a valley while backward runs"),
+            Picture(
+                "timeline", draw_timeline, "Backward, and below it the all-reduces of 1, 4, 16 and 1,024 buckets, in ms"
+            ),
+            Picture(
+                "sizes",
+                draw_sizes,
+                "Predicted ms against bucket size in MiB: falling if sent after backward, a valley if sent while it "
+                "runs",
+            ),
         ],
         guesses=[
             Guess(
                 "leaves",
-                "A model of 48 layers with 12 parameters in each and 4 outside: messages, one a parameter?",
+                "A model has 12 parameter arrays in each of 48 layers and 4 outside: how many messages, one an array?",
                 leaves,
                 "messages",
                 "48 · 12 + 4, and each pays the latency of a whole all-reduce",

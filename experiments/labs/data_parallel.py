@@ -166,8 +166,8 @@ def run(broken: str | None) -> Result:
         _, alone, _ = train(1)
     checks = [
         at_most("largest relative difference of a gradient from one device", max(errors.values()), 1e-12),
-        at_most("the loss falls: at the end, of what it was", losses[-1] / losses[0], 0.8),
-        equal("loss of a batch after 40 steps, and on one device", final, alone, within=0.03, unit="nats"),
+        at_most("the loss falls: last over first", losses[-1] / losses[0], 0.8),
+        equal("loss of one batch after 40 steps, against one device", final, alone, within=0.03, unit="nats"),
         at_most("largest difference between the ranks' copies of a parameter", drift, 0.0),
         holds("JAX's types accept that gradients are equal on all ranks", accepted(broken)),
     ]
@@ -183,13 +183,13 @@ def run(broken: str | None) -> Result:
     best = {rule: int(np.argmin(losses)) for rule, losses in sweep.items()}
     checks += [
         at_least(
-            "at a fixed budget the largest batch loses to the best, constant rate, by",
+            "constant rate: loss of the largest batch minus that of the best",
             sweep["constant"][-1] - sweep["constant"][best["constant"]],
             0.1,
             "nats",
         ),
         at_most(
-            "a rate that follows the root of the batch moves 128 sequences nearer the best, to",
+            "batches of 128: loss with the square root rate over that with the constant one",
             sweep["square root"][4] / sweep["constant"][4],
             0.98,
         ),
@@ -199,7 +199,7 @@ def run(broken: str | None) -> Result:
         tables=[
             Table(
                 "splits",
-                ["ranks × micro-batches × sequences", "batch", "difference of the gradient"],
+                ["ranks × micro-batches × sequences", "batch", "relative difference of the gradient"],
                 [[f"{n} × {k} × {ROWS // n // k}", str(ROWS), f"{errors[n, k]:.0e}"] for n, k in SPLITS],
             ),
             Table(
@@ -229,7 +229,8 @@ def run(broken: str | None) -> Result:
                     {f"{rule} learning rate": (BATCHES, losses) for rule, losses in sweep.items()},
                     log_x=True,
                 ),
-                "Held-out loss at a fixed budget of text against the batch size, for three rules of the learning rate",
+                "Held-out loss in nats a token at a fixed budget of text against the batch size, for three rules of "
+                "the learning rate",
             )
         ],
         guesses=[
@@ -288,7 +289,7 @@ LAB = Lab(
             caught_by=frozenset(
                 {
                     "largest relative difference of a gradient from one device",
-                    "loss of a batch after 40 steps, and on one device",
+                    "loss of one batch after 40 steps, against one device",
                     "largest difference between the ranks' copies of a parameter",
                     "JAX's types accept that gradients are equal on all ranks",
                 }

@@ -141,10 +141,10 @@ def by_hand(broken: str | None) -> list[Check]:
     return [
         holds("every device has the layers and heads that its number says", placed_right(devices)),
         holds("groups of tp stay in a node", not leaves_node(devices, ("tp",))),
-        equal("bytes that a device sends to another node, those over pp alone", leaving, over_pp),
+        equal("bytes that a device sends to another node: only those over pp", leaving, over_pp),
         holds("our step on this mesh: every leaf is that of one device", equal_leaves),
         holds("our step on this mesh: the loss falls", fell),
-        refused("a batch of 12 for dp=2 and 4 micro-batches", error, "must divide"),
+        refused("a batch of 12 for dp=2 and 4 micro-batches is refused", error, "must divide"),
         equal("rows of the batches of 16 and 12 that are neither trained on nor refused", lost, 0),
         holds("all micro-batches have the same number of rows", not unequal),
     ]
@@ -282,7 +282,7 @@ def across() -> tuple[list[Check], list[list[str]]]:
     inside, outside = (float(each.time.tp[0]) for each in found.values())
     checks = [
         equal(
-            "tp's time across over inside, by the all-reduce's closed form",
+            "tp's seconds across nodes over those inside, by the all-reduce's closed form",
             outside / inside,
             ring_seconds(H100.between) / ring_seconds(H100.inside),
             within=1e-9,
@@ -314,7 +314,7 @@ def run(broken: str | None) -> Result:
             ),
             Table(
                 "planned",
-                ["model on H100s", "layout", "recompute", "micro-batches", "GiB", "s", "MFU"],
+                ["model on H100s", "layout", "recompute", "micro-batches", "GiB a device", "s a step", "MFU"],
                 plan_rows,
             ),
             Table("across", ["70B on 64, seconds", *PARTS, "step"], across_rows),
@@ -414,7 +414,7 @@ LAB = Lab(
                 {
                     "every device has the layers and heads that its number says",
                     "groups of tp stay in a node",
-                    "bytes that a device sends to another node, those over pp alone",
+                    "bytes that a device sends to another node: only those over pp",
                 }
             ),
             how_silent="the same loss and the same gradients, on a step several times as long",
@@ -424,7 +424,7 @@ LAB = Lab(
             removes="the refusal of a batch that dp x micro-batches does not divide: rows are cut by whole division",
             caught_by=frozenset(
                 {
-                    "a batch of 12 for dp=2 and 4 micro-batches",
+                    "a batch of 12 for dp=2 and 4 micro-batches is refused",
                     "rows of the batches of 16 and 12 that are neither trained on nor refused",
                 }
             ),

@@ -102,7 +102,8 @@ def run(broken: str | None) -> Result:
                     list(real),
                     {term: [t[term] / 1e9 for t in real.values()] for term in TERMS},
                 ),
-                "Bars of five models, each divided into parameters, optimizer, gradients, activations, logits, rest",
+                "GB a device of five runs, each divided into parameters, optimizer, gradients, activations, logits, "
+                "working",
             )
         ],
         guesses=[
@@ -160,7 +161,7 @@ LAB = Lab(
             caught_by=frozenset(
                 {"7B in mixed precision, GB", "bytes a parameter kept between steps, counted and in the program"}
             ),
-            how_silent="a plan that says 84 GB, and a job that dies of memory where it is launched",
+            how_silent="a plan that says 84 GB, and a job that runs out of memory as soon as it starts",
         ),
         Break(
             "logits",

@@ -88,7 +88,7 @@ def run(broken: str | None) -> Result:
     apart = max(float(jnp.abs(few[name] - theirs[name]).max()) for name in few)
     last = float(np.mean(losses[-20:]))
     checks = [
-        at_most("the loss falls: at the end, of what it was", last / losses[0], 0.7),
+        at_most("the loss falls: last over first", last / losses[0], 0.7),
         at_least("no model predicts better than the source's entropy", last, entropy - 0.03, "nats"),
         at_most("largest difference from optax's Adam after 5 steps", apart, 2e-5),
         holds("no position sees a later one", not sees_the_future(causal)),
@@ -160,7 +160,7 @@ def run(broken: str | None) -> Result:
                     },
                     marks=False,
                 ),
-                "The loss falls within 300 steps to the entropy of its source and stays there",
+                "Loss in nats a token over 300 steps: it falls to the entropy of its source and stays there",
             )
         ],
         guesses=[
@@ -180,8 +180,8 @@ def run(broken: str | None) -> Result:
             ),
             Guess(
                 "memory",
-                "The step needs this many KiB more for each further sequence; how many MiB for 1,000 of them? "
-                f"({per_row / 1024:.1f} KiB each)",
+                f"The step needs {per_row / 1024:.1f} KiB more for each further sequence: how many MiB for 1,000 of "
+                "them?",
                 1000 * per_row / 2**20,
                 "MiB",
                 "activations are proportional to the batch",
@@ -220,7 +220,7 @@ LAB = Lab(
             "bias-correction",
             removes="Adam's correction for moments that start at 0",
             caught_by=frozenset({"largest difference from optax's Adam after 5 steps"}),
-            how_silent="nothing: the run trains to the same loss, from too large a first step",
+            how_silent="nothing: the run trains to the same loss, from a first update of less than half the size",
         ),
     ],
 )

@@ -218,8 +218,10 @@ def run(broken: str | None) -> Result:
         wrong_held = sum(
             counted(t)[1] != HELD[name](p, m, v) or max(in_flight(t)) != v * HELD[name](p, m, v) for p, m, t in tables
         )
-        checks.append(equal(f"{name}: tables of {len(SIZES)} whose bubble is not the formula's", wrong_bubble, 0))
-        checks.append(equal(f"{name}: tables of {len(SIZES)} whose fullest stage is not the formula's", wrong_held, 0))
+        checks.append(equal(f"{name}: of {len(SIZES)} tables, bubbles that are not the formula's", wrong_bubble, 0))
+        checks.append(
+            equal(f"{name}: of {len(SIZES)} tables, activations held that are not the formula's", wrong_held, 0)
+        )
         for p, m, t in tables:
             if (p, m) in ((4, 8), (4, 32), (8, 32)):
                 idle, held = counted(t)
@@ -243,7 +245,7 @@ def run(broken: str | None) -> Result:
             for _ in range(10):
                 trained = trained - 1e-3 * step(trained, inputs, targets)[1]
             fallen = float(step(trained, inputs, targets)[0]) / first
-            checks.append(at_most(f"{name}: loss after ten steps, of the first", fallen, 0.9))
+            checks.append(at_most(f"{name}: loss after ten steps over the first", fallen, 0.9))
 
     volume = MICROBATCHES * ROWS * WIDTH * 8  # a micro-batch is B x D numbers of 8 bytes
     for name, crossings in (("1f1b", 2), ("interleaved", 4), ("zb-v", 4)):
@@ -258,11 +260,15 @@ def run(broken: str | None) -> Result:
         costs = slow_costs(STAGES, slowest)
         taken = simulate(table, costs, waiting="dependencies")
         expected = with_a_slow_stage(STAGES, 32, slowest)
-        checks.append(equal(f"1f1b, one stage takes {slowest:g}: time", taken.makespan, expected, within=1e-9))
+        checks.append(
+            equal(f"1f1b, one stage takes {slowest:g} times as long: ticks", taken.makespan, expected, within=1e-9)
+        )
         slow_rows.append([f"{slowest:g}", f"{taken.makespan:g}", f"{expected:g}", f"{100 * taken.idle_share:.1f} %"])
     balanced = divide_layers(14, STAGES, last=2)
     pace = max(*balanced[:-1], balanced[-1] + 2)
-    checks.append(equal("14 layers and a head of 2, balanced: layers of the slowest stage", pace, (14 + 2) / STAGES))
+    checks.append(
+        equal("14 layers and a head that costs 2, balanced: work of the slowest stage", pace, (14 + 2) / STAGES)
+    )
 
     early = earlier(make_schedule("zb-h1", STAGES, MICROBATCHES), 1, Action(Phase.B, 0, 0))
     checks.append(refused("the checker refuses a B one tick early", error_of(early), "it needs B of micro-batch 0"))
@@ -284,7 +290,7 @@ def run(broken: str | None) -> Result:
                 ["schedule", "p", "m", "v", "ticks", "idle / work", "share of time", "activations held"],
                 rows,
             ),
-            Table("slow", ["slowest stage", "time, simulated", "3(mk + p - 1)", "idle share"], slow_rows),
+            Table("slow", ["k of the slowest stage", "ticks, simulated", "3(mk + p - 1)", "idle share"], slow_rows),
             Table(
                 "mine",
                 ["stage", *[str(tick) for tick in range(mine.num_ticks)]],
@@ -304,7 +310,7 @@ def run(broken: str | None) -> Result:
                     {name: (ms, [100 * idle_share(name, STAGES, m) for m in ms]) for name in CHUNKS if name != "gpipe"},
                     log_x=True,
                 ),
-                "Curves of the idle share against the micro-batches: 1F1B highest, ZB-V lowest, all falling as 1/m",
+                "Idle share of the step in % against the micro-batches: 1F1B highest, ZB-V lowest, all falling as 1/m",
             ),
             Picture(
                 "held",
@@ -318,7 +324,8 @@ def run(broken: str | None) -> Result:
                     },
                     log_x=True,
                 ),
-                "GPipe's line rises with the micro-batches; those of 1F1B and of the interleaved schedule are level",
+                "Activations held, in micro-batches: GPipe's line rises with their number; those of 1F1B and of the "
+                "interleaved schedule are level",
             ),
             *[
                 Picture(

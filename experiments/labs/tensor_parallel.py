@@ -322,7 +322,7 @@ def large_enough() -> tuple[list[Check], list[list[str]]]:
         products, sums = busy(width, 8192, 8, without_latency)
         checks.append(
             equal(
-                f"{name}: at its smallest width, all-reduces take as long as products", sums / products, 1, within=1e-9
+                f"{name}: at the smallest width, seconds of all-reduces over products", sums / products, 1, within=1e-9
             )
         )
     for width in (768, 2048, 4096, 8192, 16_384):
@@ -358,7 +358,7 @@ def run(broken: str | None) -> Result:
         tables=[
             Table("orders", ["matrices", "sent forward", "bytes"], order_rows),
             Table("losses", ["vocabulary", "gathered, bytes a token", "split, bytes a token", "times less"], loss_rows),
-            Table("dp", ["tokens in the batch", "dp=8 sends", "tp=8 sends", "less"], data_rows),
+            Table("dp", ["tokens in the batch", "dp=8 sends", "tp=8 sends", "which sends less"], data_rows),
             Table(
                 "sizes",
                 ["width", "NVLink, 512 tokens", "InfiniBand, 512", "NVLink, 8,192", "InfiniBand, 8,192"],
@@ -372,7 +372,10 @@ def run(broken: str | None) -> Result:
                 "Derivatives of heads by heads' columns: only the diagonal is not 0",
             ),
             Picture(
-                "dp", draw_data, "Elements sent over tokens in the batch: flat for data, rising for tensor parallelism"
+                "dp",
+                draw_data,
+                "Million elements that a device sends against tokens in the batch: flat for data, rising for tensor "
+                "parallelism",
             ),
         ],
         guesses=guesses(),
@@ -428,9 +431,10 @@ def guesses() -> list[Guess]:
         ),
         Guess(
             "large",
-            "A large model has 12 D² parameters a layer: the same question, in widths D, both in one precision?",
+            "A large model has 12 D² parameters a layer: from how many tokens in the batch, in units of D, does data "
+            "parallelism send less, both in one precision?",
             3,
-            "widths",
+            "D",
             "12 D² against 4 D a token: 3 D tokens in the whole batch",
         ),
         Guess(

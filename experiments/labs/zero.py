@@ -295,7 +295,11 @@ def run(broken: str | None) -> Result:
             Picture(
                 "held", draw_held, "Bytes a parameter on one of 8 devices by stage, in weights, gradients, optimiser"
             ),
-            Picture("devices", draw_devices, "GB of 7.5B over the number of devices: only stage 3 goes on falling"),
+            Picture(
+                "devices",
+                draw_devices,
+                "GB a device of 7.5B parameters against the number of devices: only stage 3 goes on falling",
+            ),
         ],
         guesses=guesses(),
     )
