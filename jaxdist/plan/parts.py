@@ -44,10 +44,10 @@ class OneRank:
 
     model: Model
     tp: int
-    cp: int
     rows: int
     precision: PrecisionConfig
     sp: bool = False
+    cp: int = 1
     cp_kind: str = "ring"
     tp_ring: str = "none"
     loss_chunks: int = 1
@@ -60,10 +60,10 @@ class OneRank:
         return cls(
             config.model,
             mesh.tp,
-            mesh.cp,
             config.batch_size // (mesh.batch_ranks * parallel.accumulate * parallel.num_microbatches),
             config.precision,
             sp=parallel.sp and mesh.tp > 1,
+            cp=mesh.cp,
             cp_kind=parallel.cp_kind,
             tp_ring=parallel.tp_ring,
             loss_chunks=parallel.loss_chunks,
