@@ -1,7 +1,6 @@
 """Cost: FLOPs, MFU, hours and dollars of a run, the smallest cluster for a deadline, and a guard on the budget."""
 
 import datetime
-import tempfile
 from decimal import Decimal
 from functools import cache
 
@@ -17,6 +16,7 @@ from jaxdist.runtime.budget import SpendLog, begin_job
 from .. import plan
 from . import drawing
 from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .tools import new_folder
 
 # Published runs: (name, layers, width, heads, batch, GPUs, seconds a step, MFU %). A100s at 312 TFLOP/s, 2,048 tokens,
 # a vocabulary of 51,200 (arXiv 2205.05198, tables 3 to 5, with sequence parallelism and selective recomputation).
@@ -90,7 +90,7 @@ def guarded(settled: bool) -> tuple[Decimal, Decimal, str]:
     The first job reserves $2.10 and crashes after half an hour; the second needs $2.10 too. settled: the first one
     writes what it cost on its way out.
     """
-    log = SpendLog(tempfile.mkdtemp(prefix="jaxdist-lab-") + "/spend.jsonl")
+    log = SpendLog(str(new_folder() / "spend.jsonl"))
     log.create(Decimal("3.00"))
     clock = [0.0]
     job = begin_job(log, num_devices=2, price_per_hour="0.35", hours="3", signals=(), now=lambda: clock[0])

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import subprocess
-import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,7 +29,7 @@ from jaxdist.train.program import Program, build_program
 
 from . import drawing
 from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
-from .tools import replaced, small_run
+from .tools import new_folder, replaced, small_run
 
 STEPS, SAVED = 12, 6
 MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=64, dropout=0.1)
@@ -90,7 +89,7 @@ def train(program: Program, step, state, batches) -> tuple[object, list[float]]:
 def interrupted() -> tuple[Path, list[float], object]:
     """(folder with a checkpoint after half of the steps, losses of all of them, last parameters), never stopped."""
     program, step = program_of(MESHES[0])
-    folder = Path(tempfile.mkdtemp(prefix="jaxdist-lab-"))
+    folder = new_folder()
     state, losses = train(program, step, program.init(0), range(SAVED))
     checkpoints = Checkpoints(folder)
     resume.save(checkpoints, program, state, DATA, resume.Progress(batch=SAVED))
@@ -169,7 +168,7 @@ def wrong_device() -> tuple[str, tuple[int, ...], str]:
 @cache
 def killed() -> tuple[int, list[int], list[float], list[float]]:
     """(exit code, steps committed when it was killed, losses until then, losses after the same command continued)."""
-    folder = Path(tempfile.mkdtemp(prefix="jaxdist-lab-"))
+    folder = new_folder()
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
 
     def train(*more: str) -> int:

@@ -72,6 +72,7 @@ class Table:
     clocked: bool = False
 
     def __post_init__(self):
+        assert len({*self.titles}) == len(self.titles), f"two columns of {self.name} have one title"
         assert all(len(row) == len(self.titles) for row in self.rows), self.name
 
     @property

@@ -1,8 +1,10 @@
 """What several labs need of the library: small runs, what the plan says of them, and what a compiler says."""
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from unittest import mock
 
 from jaxdist.config import RunConfig
@@ -30,6 +32,16 @@ def planned_bytes(config: RunConfig) -> dict[str, float]:
 def compiled_levels(config: RunConfig) -> Levels:
     """Predicted and compiled for simulated CPUs, once for a lab and its breaks. Not while something is `replaced`."""
     return levels(config, "cpu")
+
+
+@cache
+def _scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="jaxdist-lab-")
+
+
+def new_folder() -> Path:
+    """An empty folder, gone when the process ends."""
+    return Path(tempfile.mkdtemp(dir=_scratch().name))
 
 
 @contextmanager
