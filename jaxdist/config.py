@@ -27,6 +27,7 @@ OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
 AttentionName = Literal["auto", "cudnn", "xla"]
 TpRing = Literal["none", "one-way", "two-way"]
 CP_KINDS = ("ring", "all-gather", "ulysses")
+PIPELINED_CP_KINDS = ("all-gather", "ulysses")  # whose messages the stages of a pipeline need not exchange in step
 
 
 def require_choices(config) -> None:
@@ -43,6 +44,13 @@ MOST_TOKENS = 2**30  # of one update: its targets are counted in 32 bits
 
 
 REMAT = {"none": 0, "selective": 0, "block": 1}  # name -> blocks recomputed together
+
+
+def cp_split(kind: str, cp: int) -> tuple[int, bool]:
+    """(neighbours along cp that exchange heads, whether the others' keys are gathered)."""
+    if kind.startswith("usp-"):
+        return int(kind.removeprefix("usp-")), False
+    return (cp if kind == "ulysses" else 1), kind == "all-gather"
 
 
 @dataclass(frozen=True)
@@ -121,9 +129,7 @@ class ParallelConfig:
     @property
     def cp_split(self) -> tuple[int, bool]:
         """(neighbours along cp that exchange heads, whether the others' keys are gathered)."""
-        if self.cp_kind.startswith("usp-"):
-            return int(self.cp_kind.removeprefix("usp-")), False
-        return (self.mesh.cp if self.cp_kind == "ulysses" else 1), self.cp_kind == "all-gather"
+        return cp_split(self.cp_kind, self.mesh.cp)
 
     @property
     def sharded(self) -> bool:
@@ -189,7 +195,7 @@ class ParallelConfig:
                 f"cp is divided into groups of {exchanging}",
                 f"Use usp-U with U in {divisors(self.mesh.cp)}",
             )
-        if self.mesh.pp > 1 and self.mesh.cp > 1 and self.cp_kind not in ("all-gather", "ulysses"):
+        if self.mesh.pp > 1 and self.mesh.cp > 1 and self.cp_kind not in PIPELINED_CP_KINDS:
             raise ConfigError(
                 f"cp_kind={self.cp_kind} with pp={self.mesh.pp}",
                 "pipeline stages run different layers at a tick, and a ring's permutes would be mismatched",
@@ -235,6 +241,43 @@ class ParallelConfig:
 
 
 _make_schedule = cache(make_schedule)
+
+
+def check_context(model: Model, parallel: ParallelConfig) -> None:
+    """Refuse a sequence that cannot be split over cp. Raises: ConfigError."""
+    cp, (exchanging, _) = parallel.mesh.cp, parallel.cp_split
+    if cp == 1:
+        return
+    if not model.splits_sequence:
+        raise ConfigError(
+            f"the model {type(model).__name__} with cp={cp}",
+            "it does not say that its layers compute with a part of the sequence",
+            "Set splits_sequence = True in it where all that mixes positions is `attend`, or use cp=1",
+        )
+    unit = cp if cp == exchanging else math.lcm(cp, 2 * cp // exchanging)
+    if model.seq_len % unit:
+        below = model.seq_len // unit * unit
+        raise ConfigError(
+            f"seq_len={model.seq_len} with cp={cp}",
+            f"cp_kind={parallel.cp_kind} places the sequence in equal parts, so {unit} divides its length",
+            f"Use a seq_len of {f'{below} or ' if below else ''}{below + unit}",
+        )
+
+
+def context_kinds(model: Model, mesh: MeshShape) -> list[str]:
+    """The kinds of context parallelism that a model can have on a mesh, by its own rules; the first, where cp=1."""
+    if mesh.cp == 1:
+        return [*CP_KINDS[:1]]
+    found = []
+    for kind in CP_KINDS if mesh.pp == 1 else PIPELINED_CP_KINDS:
+        parallel = ParallelConfig(MeshShape(cp=mesh.cp, tp=mesh.tp), cp_kind=kind)
+        try:
+            model.check(parallel)
+            check_context(model, parallel)
+        except ConfigError:
+            continue
+        found.append(kind)
+    return found
 
 
 def find_schedule(
@@ -457,32 +500,12 @@ class RunConfig:
 
     def _check_sequence(self):
         length, mesh = self.model.seq_len, self.parallel.mesh
-        self._check_split(length)
+        check_context(self.model, self.parallel)
         if self.parallel.sp and length // mesh.cp % mesh.tp:
             raise ConfigError(
                 f"seq_len={length} cannot be split over tp={mesh.tp}",
                 "with sequence parallelism each tp rank holds an equal part of the positions",
                 f"Use a seq_len that is a multiple of {mesh.cp * mesh.tp}, or leave sp out",
-            )
-
-    def _check_split(self, length: int):
-        parallel, model = self.parallel, self.model
-        cp, (exchanging, _) = parallel.mesh.cp, parallel.cp_split
-        if cp == 1:
-            return
-        if not model.splits_sequence:
-            raise ConfigError(
-                f"the model {type(model).__name__} with cp={cp}",
-                "it does not say that its layers compute with a part of the sequence",
-                "Set splits_sequence = True in it where all that mixes positions is `attend`, or use cp=1",
-            )
-        unit = cp if cp == exchanging else math.lcm(cp, 2 * cp // exchanging)
-        if length % unit:
-            below = length // unit * unit
-            raise ConfigError(
-                f"seq_len={length} with cp={cp}",
-                f"cp_kind={parallel.cp_kind} places the sequence in equal parts, so {unit} divides its length",
-                f"Use a seq_len of {f'{below} or ' if below else ''}{below + unit}",
             )
 
     def _check_batch(self):
@@ -523,7 +546,7 @@ class RunConfig:
             notes.append(
                 "reshard_after_forward=False: a pipeline gathers the weights of blocks again in B all the same."
             )
-        if parallel.overlap_layers and parallel.mesh.replica * parallel.mesh.dp == 1:
+        if parallel.overlap_layers and parallel.mesh.batch_ranks * parallel.mesh.cp == 1:
             notes.append("overlap=True has no effect: it overlaps what data ranks send, and there is one.")
         if parallel.mesh.pp > 1 and parallel.num_microbatches < parallel.mesh.pp:
             notes.append(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxdist.compat import scan_counts
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import CP_KINDS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AVAILABLE_AXES, MeshShape, make_abstract_mesh
@@ -158,7 +158,7 @@ def test_no_legal_layout_is_missing(model, devices, batch):
             everything.time.total <= left_out.time.total[0] * (1 + 1e-9)
         )
         same = np.ones(len(found), bool)
-        for name in ("pp", "replica", "dp", "tp", "zero", "sp", "microbatches", "accumulate", "schedule", "overlap"):
+        for name in set(INTEGERS) - {"keep", "chunks", "rows", "every", "selective"}:
             same &= getattr(found, name) == getattr(Candidates.of(config), name)[0]
         assert (as_good & same).any(), config.parallel
 
@@ -178,12 +178,13 @@ def every_setting(model, devices, batch):
                 for chunks in (range(2, 6) if name == "interleaved" else [None])
                 for micro in divisors(batch)
             ]
-        for (name, chunks, micro), zero, keep, sp, overlap in itertools.product(
-            pipelines_of, range(4), (True, False), (False, True), (False, True)
+        kinds = CP_KINDS if mesh.cp > 1 else CP_KINDS[:1]
+        for (name, chunks, micro), zero, keep, sp, overlap, kind in itertools.product(
+            pipelines_of, range(4), (True, False), (False, True), (False, True), kinds
         ):
             if (not keep and zero != 3) or (sp and mesh.tp == 1) or (zero and mesh.dp == 1):
                 continue
-            if overlap and mesh.pp * mesh.dp * mesh.replica == 1:
+            if overlap and mesh.pp * mesh.dp * mesh.replica * mesh.cp == 1:
                 continue
             for remat, accumulate in itertools.product(("none", "selective", "block", "every-2", "every-3"), (1, 2, 3)):
                 if overlap and mesh.pp > 1 and accumulate > 1:  # whatever a pass is, its messages are its own
@@ -194,6 +195,7 @@ def every_setting(model, devices, batch):
                         mesh=mesh,
                         zero=zero,
                         sp=sp,
+                        cp_kind=kind,
                         reshard_after_forward=keep,
                         overlap=overlap,
                         remat=remat,
