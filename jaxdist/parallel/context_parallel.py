@@ -266,7 +266,8 @@ def _ring_forward(split, window, q, k, v, starts):
 
 
 def _ring_backward(split, window, kept, do):
-    q, k, v, starts, o, lse = kept
+    # Otherwise a compiler takes what came round in forward for what comes again, and keeps all of it until then.
+    (q, k, v, starts, o, lse), do = lax.optimization_barrier((kept, do))
     places = _Places(split, k.shape[1] // 2, starts)
     queries, cotangents, held = _halves(q), _halves(do), (_halves(k), _halves(v))
     sums = jax.vmap(row_sums)(cotangents, _halves(o), lse)
