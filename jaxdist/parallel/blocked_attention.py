@@ -187,6 +187,9 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, q_BTNH, k_BSKH, places: Places) -> tuple["_Blocks", "_Blocks"]:
+        # In a loop over layers JAX computes what does not depend on the layer before the loop, and keeps it: the masks of
+        # all blocks, as large as the scores. So they depend on the queries.
+        q_BTNH, places = lax.optimization_barrier((q_BTNH, places))
         batch, length, num_heads, width = q_BTNH.shape
         kv_heads = k_BSKH.shape[2]
         q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, -1, width)
