@@ -19,7 +19,7 @@ from jaxdist.parallel import blocked_attention as blocked
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
 from jaxdist.parallel.context_parallel import Split, context_attention, hops
 from jaxdist.plan.proof.compile import emitted_collectives
-from jaxdist.plan.proof.trace import collectives_of, total_sent
+from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
 
 B, S, N, H = 2, 64, 8, 4
 # ranks, exchanging, gathers
@@ -149,25 +149,29 @@ def test_a_zig_zag_gives_every_rank_as_many_scores(ranks):
     assert len({int((positions + 1).sum()) for positions in order}) == 1
 
 
-@pytest.mark.parametrize("exchanging", [1, 2])
-def test_a_ring_computes_as_many_blocks_on_every_rank(monkeypatch, exchanging):
-    """Counted where they are computed: blocks of scores that no mask leaves out as a whole."""
+@pytest.mark.parametrize("split", [Split(4), Split(8), Split(8, 2)])
+def test_a_ring_computes_an_equal_part_of_the_causal_blocks_on_every_rank(monkeypatch, split):
+    """One program runs on all ranks, and which blocks it visits is known before it runs."""
     monkeypatch.setattr(blocked, "MOST_POSITIONS", 2)
-    split, count = Split(4, exchanging), []
-    original = blocked._where_seen
+    visited, original = [], blocked.visible_pairs
+    monkeypatch.setattr(blocked, "visible_pairs", lambda *how: visited.extend(found := original(*how)) or found)
+    on_ranks(split).trace(*arrays(8)[:3])
+    blocks = S // 2
+    assert len(visited) * split.groups == blocks * (blocks + 1) // 2
 
-    def counted(query, key, window, seen, otherwise):
-        some = (query.positions[-1] >= key.positions[0]) & (key.positions[-1] >= 0)
-        jax.debug.callback(lambda rank, some: count.append((int(rank), bool(some))), jax.lax.axis_index("cp"), some)
-        return original(query, key, window, seen, otherwise)
 
-    monkeypatch.setattr(blocked, "_where_seen", counted)
-    q, k, v, _ = arrays(8)
-    jax.block_until_ready(on_ranks(split)(q, k, v))
-    jax.effects_barrier()
-    per_rank = [sum(some for rank, some in count if rank == each) for each in range(4)]
-    blocks, heads_and_rest = S // 2, exchanging
-    assert per_rank == [blocks * (blocks + 1) // 2 // 4 * heads_and_rest] * 4
+def test_layers_in_a_loop_keep_nothing_as_large_as_scores(monkeypatch):
+    """JAX computes what no layer changes before the loop over layers: masks, unless they depend on the queries."""
+    monkeypatch.setattr(blocked, "MOST_POSITIONS", 8)
+    layer, (q, *_) = on_ranks(Split(4)), arrays(8)
+
+    def loss(q):
+        return jnp.sum(jax.lax.scan(lambda q, _: (layer(q, q, q), None), q, length=3)[0])
+
+    for function in (loss, jax.checkpoint(loss)):
+        shapes = [v.aval.shape for eqn, *_ in equations(jax.make_jaxpr(jax.grad(function))(q)) for v in eqn.outvars]
+        assert max(shape.count(8) for shape in shapes) >= 3  # the scores of a block and its heads
+        assert not [shape for shape in shapes if shape[-2:] == (8, 8) and len(shape) > 5]
 
 
 def sent(function, *args, ranks: int) -> int:

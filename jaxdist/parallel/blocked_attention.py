@@ -29,11 +29,16 @@ class Partial(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Positions: of the first query, of the first key; and starts[B, T], where each query's document begins."""
+    """Positions: of the first query, of the first key; and starts[B, T], where each query's document begins.
+
+    order: what is known of them while tracing: "same", that both are equal; "after", that all queries come after all
+    keys; None, nothing. A program asks only where it is not known which blocks see each other.
+    """
 
     query: Any
     key: Any
     starts: jax.Array | None = None
+    order: str | None = None
 
 
 def merged(one: Partial, other: Partial) -> Partial:
@@ -48,23 +53,23 @@ def blocked_attention(q_BTNH, k_BSKH, v_BSKH, places: Places, window: int | None
     K divides N: consecutive queries' heads share a key's. window: a query sees itself and the `window` - 1 positions
     before it. Backward keeps q, k, v, o and one number of each query and head. Sends: nothing.
     """
-    places = Places(*map(jnp.asarray, places[:2]), places.starts)
-    return _attend(window, *vary_alike(q_BTNH, k_BSKH, v_BSKH), places)
+    return _attend(window, places.order, *vary_alike(q_BTNH, k_BSKH, v_BSKH), places._replace(order=None))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(window, q, k, v, places):
-    return attend_partly(q, k, v, places, window).o.astype(q.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(window, order, q, k, v, places):
+    return _attend_forward(window, order, q, k, v, places)[0]
 
 
-def _attend_forward(window, q, k, v, places):
-    part = attend_partly(q, k, v, places, window)
+def _attend_forward(window, order, q, k, v, places):
+    part = attend_partly(q, k, v, places._replace(order=order), window)
     o = part.o.astype(q.dtype)
     return o, (q, k, v, places, o, part.lse)
 
 
-def _attend_backward(window, kept, do):
+def _attend_backward(window, order, kept, do):
     q, k, v, places, o, lse = kept
+    places = places._replace(order=order)
     grads = gradients_partly(q, k, v, places, window, do, lse, row_sums(do, o, lse))
     return *(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), None
 
@@ -80,85 +85,60 @@ def row_sums(do_BTNH, o_BTNH, lse_BKGT) -> jax.Array:
 
 def attend_partly(q_BTNH, k_BSKH, v_BSKH, places: Places, window: int | None) -> Partial:
     """Attention over these keys alone. Not differentiable: see `gradients_partly`."""
-    queries, keys = _Blocks.of(q_BTNH, k_BSKH, places)
-    wide = _wide(q_BTNH)
+    queries, keys, wide = _queries(q_BTNH, k_BSKH, places), _keys(k_BSKH, v_BSKH, places), _wide(q_BTNH)
 
-    def rows(_, query):
-        def columns(carry, key):
-            def seen(carry):
-                most, total, o = carry
-                scores, mask = _scores(query, key, window)
-                now = jnp.maximum(most, jnp.where(mask, scores, LOWEST).max(-1))
-                weights = jnp.where(mask, jnp.exp(scores - now[..., None]), 0)
-                shrink = jnp.exp(most - now)
-                values = jnp.einsum(
-                    "BKGTS,BSKH->BKGTH", weights.astype(key.v.dtype), key.v, preferred_element_type=wide
-                )
-                return now, total * shrink + weights.sum(-1), o * shrink[..., None] + values
+    def visit(carry, query: _Query, key: _Key):
+        most, total, o = (x[query.number] for x in carry)
+        scores, mask = _scores(query, key, window)
+        now = jnp.maximum(most, jnp.where(mask, scores, LOWEST).max(-1))
+        weights = jnp.where(mask, jnp.exp(scores - now[..., None]), 0)
+        shrink = jnp.exp(most - now)
+        values = jnp.einsum("BKGTS,BSKH->BKGTH", weights.astype(key.v.dtype), key.v, preferred_element_type=wide)
+        found = (now, total * shrink + weights.sum(-1), o * shrink[..., None] + values)
+        return tuple(x.at[query.number].set(y) for x, y in zip(carry, found, strict=True))
 
-            return _where_seen(query, key, window, seen, carry), None
-
-        shape = (*queries.heads, query.x.shape[1])
-        start = _typed_like(q_BTNH, jnp.full(shape, LOWEST, wide), jnp.zeros(shape, wide))
-        start += _typed_like(q_BTNH, jnp.zeros((*shape, q_BTNH.shape[-1]), wide))
-        (most, total, o), _ = _scan(columns, start, keys.cut(v_BSKH))
-        lse = jnp.where(total > 0, most + jnp.log(jnp.maximum(total, 1e-37)), LOWEST)
-        return None, (o / jnp.where(total > 0, total, 1)[..., None], lse)
-
-    _, (o, lse) = _scan(rows, None, queries.cut())
-    batch, length, heads, width = q_BTNH.shape
+    _, batch, size, kv_heads, group, width = queries.x.shape
+    shape = (len(queries.x), batch, kv_heads, group, size)
+    start = (jnp.full(shape, LOWEST, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, width), wide))
+    most, total, o = _visit_pairs(visit, _typed_like(q_BTNH, *start), queries, keys, places, window)
+    lse = jnp.where(total > 0, most + jnp.log(jnp.maximum(total, 1e-37)), LOWEST)
+    o = o / jnp.where(total > 0, total, 1)[..., None]
     # [blocks, B, K, G, T of a block, H] -> [B, T, N, H]
-    o = jnp.moveaxis(o, (0, 4), (1, 2)).reshape(batch, length, heads, width)
-    return Partial(o, jnp.moveaxis(lse, 0, 3).reshape(*queries.heads, length))
+    o = jnp.moveaxis(o, (0, 4), (1, 2)).reshape(q_BTNH.shape)
+    return Partial(o, jnp.moveaxis(lse, 0, 3).reshape(batch, kv_heads, group, -1))
 
 
 def gradients_partly(q_BTNH, k_BSKH, v_BSKH, places: Places, window, do_BTNH, lse_BKGT, sums_BKGT) -> tuple:
     """(dq, dk, dv) through these keys' scores alone, in at least fp32. lse, sums (`row_sums`): of all keys."""
-    queries, keys = _Blocks.of(q_BTNH, k_BSKH, places)
-    wide, scale = _wide(q_BTNH), q_BTNH.shape[-1] ** -0.5
+    queries = _queries(q_BTNH, k_BSKH, places, do_BTNH, lse_BKGT, sums_BKGT)
+    keys, wide, scale = _keys(k_BSKH, v_BSKH, places), _wide(q_BTNH), q_BTNH.shape[-1] ** -0.5
     product = partial(jnp.einsum, preferred_element_type=wide)
 
-    def rows(carry, query):
-        def columns(carry, key):
-            dq, dk, dv = carry
+    def visit(carry, query: _Query, key: _Key):
+        dq, dk, dv = carry
+        scores, mask = _scores(query, key, window)
+        weights = jnp.where(mask, jnp.exp(scores - query.lse[..., None]), 0)
+        dweights = product("BTKGH,BSKH->BKGTS", query.do, key.v)
+        dscores = (weights * (dweights - query.sums[..., None]) * scale).astype(q_BTNH.dtype)
+        return (
+            dq.at[query.number].add(product("BKGTS,BSKH->BTKGH", dscores, key.x)),
+            dk.at[key.number].add(product("BKGTS,BTKGH->BSKH", dscores, query.x)),
+            dv.at[key.number].add(product("BKGTS,BTKGH->BSKH", weights.astype(q_BTNH.dtype), query.do)),
+        )
 
-            def seen(_):
-                scores, mask = _scores(query, key, window)
-                weights = jnp.where(mask, jnp.exp(scores - query.lse[..., None]), 0)
-                dweights = product("BTKGH,BSKH->BKGTS", query.do, key.v)
-                dscores = (weights * (dweights - query.sums[..., None]) * scale).astype(q_BTNH.dtype)
-                return (
-                    product("BKGTS,BSKH->BTKGH", dscores, key.x),
-                    product("BKGTS,BTKGH->BSKH", dscores, query.x),
-                    product("BKGTS,BTKGH->BSKH", weights.astype(q_BTNH.dtype), query.do),
-                )
-
-            zeros = _typed_like(
-                q_BTNH, jnp.zeros(query.x.shape, wide), *(jnp.zeros(x.shape, wide) for x in (key.x, key.v))
-            )
-            mine, dk_here, dv_here = _where_seen(query, key, window, seen, zeros)
-            return (dq + mine, dk.at[key.number].add(dk_here), dv.at[key.number].add(dv_here)), None
-
-        [dq] = _typed_like(q_BTNH, jnp.zeros(query.x.shape, wide))
-        (dq, *others), _ = _scan(columns, (dq, *carry), keys.cut(v_BSKH))
-        return tuple(others), dq
-
-    blocked = (keys.count, k_BSKH.shape[0], keys.size, *k_BSKH.shape[2:])
-    (dk, dv), dq = _scan(
-        rows, _typed_like(q_BTNH, *[jnp.zeros(blocked, wide)] * 2), queries.cut(do_BTNH, lse_BKGT, sums_BKGT)
-    )
-    return (
-        jnp.moveaxis(dq, 0, 1).reshape(q_BTNH.shape),
-        *(jnp.moveaxis(x, 0, 1).reshape(k_BSKH.shape) for x in (dk, dv)),
-    )
+    start = (jnp.zeros(x.shape, wide) for x in (queries.x, keys.x, keys.v))
+    grads = _visit_pairs(visit, _typed_like(q_BTNH, *start), queries, keys, places, window)
+    like = (q_BTNH, k_BSKH, v_BSKH)
+    return tuple(jnp.moveaxis(g, 0, 1).reshape(x.shape) for g, x in zip(grads, like, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------- the blocks
 
 
 class _Query(NamedTuple):
-    """A block of queries: x[B, T, K, G, H]; in backward with do like x, and lse, sums[B, K, G, T]."""
+    """A block of queries, or all, stacked: x[B, T, K, G, H]; in backward with do like x, and lse, sums[B, K, G, T]."""
 
+    number: jax.Array
     x: jax.Array
     positions: jax.Array
     starts: jax.Array | None
@@ -168,7 +148,7 @@ class _Query(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """A block of keys and values: x, v[B, S, K, H]."""
+    """A block of keys and values, or all of them stacked: x, v[B, S, K, H]."""
 
     number: jax.Array
     x: jax.Array
@@ -176,62 +156,81 @@ class _Key(NamedTuple):
     v: jax.Array
 
 
-class _Blocks(NamedTuple):
-    """An array of queries or keys, and how it is cut. heads: (B, K, G)."""
+def _queries(q_BTNH, k_BSKH, places: Places, do=None, lse=None, sums=None) -> _Query:
+    # In a loop over layers JAX computes what does not depend on the layer before the loop, and keeps it: the masks of
+    # all blocks, as large as the scores. So they depend on the queries.
+    q_BTNH, (first, _, starts, _) = lax.optimization_barrier((q_BTNH, places._replace(order=None)))
+    shape = (*q_BTNH.shape[:2], k_BSKH.shape[2], -1, q_BTNH.shape[-1])
+    cut = partial(_cut, size=block_size(q_BTNH.shape[1]))
+    return _Query(
+        *_numbered(first, q_BTNH.shape[1], cut(q_BTNH.reshape(shape), 1)),
+        None if starts is None else cut(starts, 1),
+        None if do is None else cut(do.reshape(shape), 1),
+        *(None if x is None else cut(x, 3) for x in (lse, sums)),
+    )
 
-    x: jax.Array
-    first: jax.Array
-    starts: jax.Array | None
-    heads: tuple[int, int, int]
-    size: int
 
-    @classmethod
-    def of(cls, q_BTNH, k_BSKH, places: Places) -> tuple["_Blocks", "_Blocks"]:
-        # In a loop over layers JAX computes what does not depend on the layer before the loop, and keeps it: the masks of
-        # all blocks, as large as the scores. So they depend on the queries.
-        q_BTNH, places = lax.optimization_barrier((q_BTNH, places))
-        batch, length, num_heads, width = q_BTNH.shape
-        kv_heads = k_BSKH.shape[2]
-        q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, -1, width)
-        heads = (batch, kv_heads, num_heads // kv_heads)
-        return (
-            cls(q_BTKGH, places.query, places.starts, heads, block_size(length)),
-            cls(k_BSKH, places.key, None, heads, block_size(k_BSKH.shape[1])),
-        )
+def _keys(k_BSKH, v_BSKH, places: Places) -> _Key:
+    cut = partial(_cut, size=block_size(k_BSKH.shape[1]))
+    return _Key(*_numbered(places.key, k_BSKH.shape[1], cut(k_BSKH, 1)), cut(v_BSKH, 1))
 
-    @property
-    def count(self) -> int:
-        return self.x.shape[1] // self.size
 
-    def _along_sequence(self, x, dim: int = 1):
-        """[..., T, ...] -> [blocks, ..., T of a block, ...]."""
-        shape = (*x.shape[:dim], self.count, self.size, *x.shape[dim + 1 :])
-        return jnp.moveaxis(x.reshape(shape), dim, 0)
+def _cut(x, dim: int, size: int):
+    """[..., T, ...] -> [blocks, ..., T of a block, ...]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :]), dim, 0)
 
-    def _positions(self) -> jax.Array:
-        return self.first + jnp.arange(self.x.shape[1]).reshape(self.count, self.size)
 
-    def cut(self, *more):
-        """All blocks, stacked: of keys with the values; of queries, in backward, with do, lse and sums."""
-        if self.x.ndim == 4:
-            (v,) = more
-            return _Key(
-                jnp.arange(self.count), self._along_sequence(self.x), self._positions(), self._along_sequence(v)
-            )
-        starts = None if self.starts is None else self._along_sequence(self.starts)
-        if more:
-            do, lse, sums = more
-            more = (
-                self._along_sequence(do.reshape(self.x.shape)),
-                *(self._along_sequence(x, 3) for x in (lse, sums)),
-            )
-        return _Query(self._along_sequence(self.x), self._positions(), starts, *more)
+def _numbered(first, length: int, x) -> tuple:
+    """(number, x, positions) of all blocks."""
+    return jnp.arange(len(x)), x, first + jnp.arange(length).reshape(len(x), -1)
 
 
 def block_size(length: int) -> int:
     """The largest part of `length`, at most `MOST_POSITIONS`, that divides it; all of it where none is a fourth."""
     best = max(size for size in range(1, min(length, MOST_POSITIONS) + 1) if length % size == 0)
     return best if 4 * best >= min(length, MOST_POSITIONS) else length
+
+
+def visible_pairs(
+    lengths: tuple[int, int], sizes: tuple[int, int], order: str | None, window: int | None
+) -> list[tuple[int, int]]:
+    """(block of queries, block of keys) of all pairs that may have a score that counts, by what is known of their
+    order (`Places.order`)."""
+    (queries, keys), (rows, columns) = ([*range(n // size)] for n, size in zip(lengths, sizes, strict=True)), sizes
+    pairs = [(i, j) for i in queries for j in keys]
+    if order != "same":
+        return pairs
+    return [
+        (i, j)
+        for i, j in pairs
+        if j * columns < (i + 1) * rows and (window is None or i * rows - (j + 1) * columns + 1 < window)
+    ]
+
+
+def _visit_pairs(visit: Callable, carry, queries: _Query, keys: _Key, places: Places, window: int | None):
+    """carry after visit(carry, query, key) of all pairs of blocks that may have a score that counts."""
+    lengths, sizes = zip(*((x.positions.size, x.positions.shape[1]) for x in (queries, keys)), strict=True)
+    pairs = visible_pairs(lengths, sizes, places.order, window)
+    known = places.order == "same" or (places.order == "after" and window is None)
+
+    def step(carry, pair):
+        query, key = (
+            jax.tree.map(lambda x, at=at: x[at], blocks) for blocks, at in zip((queries, keys), pair, strict=True)
+        )
+        if known:
+            return visit(carry, query, key), None
+        seen = _any_seen(query, key, window)
+        return lax.cond(seen, lambda carry: visit(carry, query, key), lambda carry: carry, carry), None
+
+    if len(pairs) == 1:
+        return step(carry, pairs[0])[0]
+    return lax.scan(step, carry, tuple(jnp.array(pairs).T))[0]
+
+
+def _any_seen(query: _Query, key: _Key, window: int | None) -> jax.Array:
+    """Whether any query of the block may see a key of the other."""
+    some = (query.positions[-1] >= key.positions[0]) & (key.positions[-1] >= 0)
+    return some if window is None else some & (query.positions[0] - key.positions[-1] < window)
 
 
 def _scores(query: _Query, key: _Key, window: int | None) -> tuple[jax.Array, jax.Array]:
@@ -245,22 +244,6 @@ def _scores(query: _Query, key: _Key, window: int | None) -> tuple[jax.Array, ja
     if query.starts is not None:
         mask = (mask & (key_S >= query.starts[..., None]))[:, None, None]
     return scores, mask
-
-
-def _where_seen(query: _Query, key: _Key, window: int | None, seen: Callable, otherwise):
-    """seen(otherwise) where any query of the block may see a key of the other; elsewhere `otherwise`, at no cost."""
-    some = (query.positions[-1] >= key.positions[0]) & (key.positions[-1] >= 0)
-    if window is not None:
-        some &= query.positions[0] - key.positions[-1] < window
-    return lax.cond(some, seen, lambda otherwise: otherwise, otherwise)
-
-
-def _scan(body: Callable, carry, xs):
-    """`lax.scan`, without a loop where there is one block."""
-    if len(jax.tree.leaves(xs)[0]) > 1:
-        return lax.scan(body, carry, xs)
-    carry, y = body(carry, jax.tree.map(lambda x: x[0], xs))
-    return carry, jax.tree.map(lambda x: x[None], y)
 
 
 def _of_heads(x_BKGT) -> jax.Array:

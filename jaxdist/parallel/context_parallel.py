@@ -167,13 +167,11 @@ def gather_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, start
     Sends: (n-1) * (k and v of a rank) forward, and as much backward, for n groups; nothing else.
     """
 
-    def gathered(x):
-        x = comm.all_gather(x, AXIS, SEQUENCE_DIM)
-        x = x.reshape(x.shape[0], split.groups, 2, -1, *x.shape[2:])
-        first, second = x[:, :, 0], x[:, ::-1, 1]
-        return jnp.concatenate([y.reshape(y.shape[0], -1, *y.shape[3:]) for y in (first, second)], axis=SEQUENCE_DIM)
-
-    k_BSKH, v_BSKH = gathered(k_BTKH), gathered(v_BTKH)
+    both = comm.all_gather(jnp.stack([k_BTKH, v_BTKH]), AXIS, 1 + SEQUENCE_DIM)
+    # [2, B, ranks, halves, T / 2, K, H]: the first halves in order, the second in the opposite one.
+    both = both.reshape(*both.shape[:2], split.groups, 2, -1, *both.shape[3:])
+    whole = jnp.concatenate([both[:, :, :, 0], both[:, :, ::-1, 1]], axis=2)
+    k_BSKH, v_BSKH = whole.reshape(*both.shape[:2], -1, *k_BTKH.shape[2:])
     return _of_halves(split, q_BTNH, lambda half, first: (k_BSKH, v_BSKH, 0), window, starts_BS)
 
 
@@ -194,15 +192,15 @@ def halo_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window: int, starts_
         turned = jnp.where(split.group == last, early, lax.ppermute(late, AXIS, back))
         return lax.ppermute(early, AXIS, on), turned
 
-    def with_halo(x):
-        found = [tuple(jnp.split(x, 2, axis=SEQUENCE_DIM))]
-        for _ in range(hops(window, chunk, split.groups)):
-            found.append(before(found[-1]))
-        return [jnp.concatenate([pair[half] for pair in reversed(found)], axis=SEQUENCE_DIM) for half in range(2)]
+    found = [jnp.split(jnp.stack([k_BTKH, v_BTKH]), 2, axis=1 + SEQUENCE_DIM)]
+    for _ in range(hops(window, chunk, split.groups)):
+        found.append(before(found[-1]))
+    reach = (len(found) - 1) * chunk
 
-    k, v = with_halo(k_BTKH), with_halo(v_BTKH)
-    reach = k[0].shape[1] - chunk
-    return _of_halves(split, q_BTNH, lambda half, first: (k[half], v[half], first - reach), window, starts_BS)
+    def keys(half, first):
+        return *jnp.concatenate([pair[half] for pair in reversed(found)], axis=1 + SEQUENCE_DIM), first - reach
+
+    return _of_halves(split, q_BTNH, keys, window, starts_BS)
 
 
 def _of_halves(split: Split, q_BTNH, keys: Callable, window, starts_BS) -> jax.Array:
@@ -252,12 +250,12 @@ def _ring(split, window, q, k, v, starts):
 
 
 def _ring_forward(split, window, q, k, v, starts):
-    queries, held, places = _halves(q), (_halves(k), _halves(v)), _Places(split, k.shape[1] // 2, starts)
+    queries, held, places = _halves(q), _keys_and_values(k, v), _Places(split, k.shape[1] // 2, starts)
     found = _nothing_seen(queries, k)
     for step in range(split.groups):
         coming = _onwards(split, held) if step < split.groups - 1 else None
         for query, key in _pairs(split, step):
-            part = attend_partly(queries[query], held[0][key], held[1][key], places.of(query, key, step), window)
+            part = attend_partly(queries[query], *held[:, key], places.of(query, key, step), window)
             both = merged(Partial(found.o[query], found.lse[query]), part)
             found = Partial(found.o.at[query].set(both.o), found.lse.at[query].set(both.lse))
         held, found = lax.optimization_barrier((coming, found))
@@ -269,34 +267,27 @@ def _ring_backward(split, window, kept, do):
     # Otherwise a compiler takes what came round in forward for what comes again, and keeps all of it until then.
     (q, k, v, starts, o, lse), do = lax.optimization_barrier((kept, do))
     places = _Places(split, k.shape[1] // 2, starts)
-    queries, cotangents, held = _halves(q), _halves(do), (_halves(k), _halves(v))
+    queries, cotangents, held = _halves(q), _halves(do), _keys_and_values(k, v)
     sums = jax.vmap(row_sums)(cotangents, _halves(o), lse)
     wide = lse.dtype
     dq, home, travelling = jnp.zeros_like(queries, wide), None, None
     for step in range(split.groups):
         coming = _onwards(split, held) if step < split.groups - 1 else None
         arriving = _onwards(split, travelling) if step > 1 else None
-        here = tuple(jnp.zeros_like(x, wide) for x in held)
+        here = jnp.zeros_like(held, wide)
         for query, key in _pairs(split, step):
-            grads = gradients_partly(
-                queries[query],
-                held[0][key],
-                held[1][key],
-                places.of(query, key, step),
-                window,
-                cotangents[query],
-                lse[query],
-                sums[query],
+            of_query = (cotangents[query], lse[query], sums[query])
+            dq_here, *rest = gradients_partly(
+                queries[query], *held[:, key], places.of(query, key, step), window, *of_query
             )
-            dq = dq.at[query].add(grads[0])
-            here = tuple(x.at[key].add(g) for x, g in zip(here, grads[1:], strict=True))
+            dq, here = dq.at[query].add(dq_here), here.at[:, key].add(jnp.stack(rest))
         if step == 0:
             home = here
         else:
-            travelling = here if arriving is None else jax.tree.map(jnp.add, arriving, here)
+            travelling = here if arriving is None else arriving + here
         held, dq, travelling = lax.optimization_barrier((coming, dq, travelling))
     if travelling is not None:
-        home = jax.tree.map(jnp.add, home, _onwards(split, travelling))
+        home = home + _onwards(split, travelling)
     return *(_joined(g).astype(x.dtype) for g, x in zip((dq, *home), (q, k, v), strict=True)), None
 
 
@@ -328,12 +319,21 @@ class _Places(NamedTuple):
             return jnp.where(half == 0, group, 2 * self.split.groups - 1 - group) * self.chunk
 
         starts = None if self.starts is None else self.starts[query]
-        return Places(first(query, self.split.group), first(key, _owner(self.split, step)), starts)
+        order = "same" if step == 0 and query is key else "after"
+        return Places(first(query, self.split.group), first(key, _owner(self.split, step)), starts, order)
 
 
-def _onwards(split: Split, tree):
+def _onwards(split: Split, x):
     """To the rank with the same place in the next group."""
-    return jax.tree.map(lambda x: comm.permute(x, AXIS, split.exchanging), tree)
+    return comm.permute(x, AXIS, split.exchanging)
+
+
+def _keys_and_values(k, v) -> jax.Array:
+    """The halves of both in one array, which is one message: a GPU sends one at a time while it computes.
+
+    [B, 2 * T, K, H] each -> [2, 2, B, T, K, H], keys first.
+    """
+    return jnp.stack([_halves(k), _halves(v)])
 
 
 def _nothing_seen(queries, k) -> Partial:

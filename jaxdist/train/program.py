@@ -110,8 +110,11 @@ class Program:
 
 def step_options(config: RunConfig, platform: str) -> dict[str, str | bool]:
     """Options of XLA that a step is compiled with, before those that a user gives."""
-    if platform == "gpu" and config.parallel.overlap and config.parallel.mesh.pp > 1:
-        # A tick's messages go both ways at once; by default a GPU runs one collective at a time.
+    pipeline = config.parallel.overlap and config.parallel.mesh.pp > 1
+    ring = config.parallel.mesh.cp > config.parallel.cp_split[0]
+    if platform == "gpu" and (pipeline or ring):
+        # A tick's messages go both ways at once, a ring's keys and their gradients after each other; by default a GPU
+        # runs one collective at a time.
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
     return {}
 
