@@ -190,7 +190,7 @@ STRATEGIES = [
         "pp=2,dp=2,cp=2",
         {"cp_kind": "ulysses", "zero": 3, "loss_chunks": 4, "overlap": True},
     ),
-    Strategy("cp4-tp2-sp-bf16", "cp=4,tp=2", {"sp": True, "remat": "selective"}, dtype="bfloat16"),
+    Strategy("cp4-tp2-sp-bf16", "cp=4,tp=2", {"sp": True, "remat": "block"}, dtype="bfloat16"),
     Strategy("dp2-cp4-zero1-fp64", "dp=2,cp=4", {"zero": 1, "remat": "block"}, dtype="float64"),
     # The loss in chunks: gradients made while a chunk's logits are there, and its sums over tp in a loop.
     Strategy("loss-chunks-4", "", {"loss_chunks": 4}),

@@ -540,6 +540,8 @@ class RunConfig:
             notes.append(f"zero={parallel.zero} shards over dp, and dp=1: nothing is sharded.")
         if parallel.sp and parallel.mesh.tp == 1:
             notes.append("sp=True splits the sequence over tp, and tp=1: it changes nothing.")
+        if parallel.remat == "selective" and parallel.mesh.cp > parallel.cp_split[0]:
+            notes.append(f"remat=selective: attention over cp by {parallel.cp_kind} keeps no scores to recompute.")
         if not parallel.reshard_after_forward and parallel.remat_every:
             notes.append(f"remat={parallel.remat} recomputes blocks, and so gathers their weights again all the same.")
         if not parallel.reshard_after_forward and parallel.zero == 3 and parallel.mesh.pp > 1:

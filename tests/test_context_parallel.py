@@ -1,7 +1,7 @@
 """Attention over a split sequence equals attention over a whole one, forward and backward, however it is split."""
 
 import itertools
-from functools import cache
+from functools import cache, reduce
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import blocked_attention as blocked
+from jaxdist.parallel import context_parallel
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
 from jaxdist.parallel.context_parallel import Split, context_attention, hops
 from jaxdist.plan.proof.compile import emitted_collectives
@@ -152,9 +153,15 @@ def test_a_zig_zag_gives_every_rank_as_many_scores(ranks):
 @pytest.mark.parametrize("split", [Split(4), Split(8), Split(8, 2)])
 def test_a_ring_computes_an_equal_part_of_the_causal_blocks_on_every_rank(monkeypatch, split):
     """One program runs on all ranks, and which blocks it visits is known before it runs."""
-    monkeypatch.setattr(blocked, "MOST_POSITIONS", 2)
-    visited, original = [], blocked.visible_pairs
-    monkeypatch.setattr(blocked, "visible_pairs", lambda *how: visited.extend(found := original(*how)) or found)
+    monkeypatch.setattr(context_parallel, "_repeat", lambda hop, carry, steps: reduce(hop, steps, carry))
+    visited, original = [], context_parallel.attend_partly
+
+    def counted(q, k, v, places, window):
+        lengths = q.shape[1], k.shape[1]
+        visited.extend(blocked.visible_pairs(lengths, (2, 2), places.order, window))
+        return original(q, k, v, places, window)
+
+    monkeypatch.setattr(context_parallel, "attend_partly", counted)
     on_ranks(split).trace(*arrays(8)[:3])
     blocks = S // 2
     assert len(visited) * split.groups == blocks * (blocks + 1) // 2

@@ -187,6 +187,8 @@ def every_setting(model, devices, batch):
             if overlap and mesh.pp * mesh.dp * mesh.replica * mesh.cp == 1:
                 continue
             for remat, accumulate in itertools.product(("none", "selective", "block", "every-2", "every-3"), (1, 2, 3)):
+                if remat == "selective" and mesh.cp > 1 and kind != "ulysses":
+                    continue
                 if overlap and mesh.pp > 1 and accumulate > 1:  # whatever a pass is, its messages are its own
                     continue
                 schedule = {} if name is None else {"schedule": name, "chunks": chunks, "microbatches": micro}

@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxdist.compat import varying_axes
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.remat import mark_saveable
 
 MOST_POSITIONS = 512  # of a block
 LOWEST = -1e30  # a score that no softmax sees; finite, since the difference of two infinities is not a number
@@ -63,8 +64,8 @@ def _attend(window, order, q, k, v, places):
 
 def _attend_forward(window, order, q, k, v, places):
     part = attend_partly(q, k, v, places._replace(order=order), window)
-    o = part.o.astype(q.dtype)
-    return o, (q, k, v, places, o, part.lse)
+    o, lse = mark_saveable((part.o.astype(q.dtype), part.lse))
+    return o, (q, k, v, places, o, lse)
 
 
 def _attend_backward(window, order, kept, do):
@@ -85,11 +86,34 @@ def row_sums(do_BTNH, o_BTNH, lse_BKGT) -> jax.Array:
 
 def attend_partly(q_BTNH, k_BSKH, v_BSKH, places: Places, window: int | None) -> Partial:
     """Attention over these keys alone. Not differentiable: see `gradients_partly`."""
-    queries, keys, wide = _queries(q_BTNH, k_BSKH, places), _keys(k_BSKH, v_BSKH, places), _wide(q_BTNH)
+    how = _How(places.order, window, MOST_POSITIONS)
+    return _attend_partly(how, q_BTNH, k_BSKH, v_BSKH, places._replace(order=None))
+
+
+def gradients_partly(q_BTNH, k_BSKH, v_BSKH, places: Places, window, do_BTNH, lse_BKGT, sums_BKGT) -> tuple:
+    """(dq, dk, dv) through these keys' scores alone, in at least fp32. lse, sums (`row_sums`): of all keys."""
+    how = _How(places.order, window, MOST_POSITIONS)
+    of_query = (do_BTNH, lse_BKGT, sums_BKGT)
+    return _gradients_partly(how, q_BTNH, k_BSKH, v_BSKH, places._replace(order=None), *of_query)
+
+
+class _How(NamedTuple):
+    """What a program is made for: `Places.order`, the window, the most positions of a block."""
+
+    order: str | None
+    window: int | None
+    most: int
+
+
+# Functions of JAX's own, so that each is traced once for all hops, layers and directions that have its shapes.
+@partial(jax.jit, static_argnums=0)
+def _attend_partly(how: _How, q_BTNH, k_BSKH, v_BSKH, places: Places) -> Partial:
+    queries, keys = _queries(how, q_BTNH, k_BSKH, places), _keys(how, k_BSKH, v_BSKH, places)
+    wide = _wide(q_BTNH)
 
     def visit(carry, query: _Query, key: _Key):
         most, total, o = (x[query.number] for x in carry)
-        scores, mask = _scores(query, key, window)
+        scores, mask = _scores(query, key, how.window)
         now = jnp.maximum(most, jnp.where(mask, scores, LOWEST).max(-1))
         weights = jnp.where(mask, jnp.exp(scores - now[..., None]), 0)
         shrink = jnp.exp(most - now)
@@ -100,7 +124,7 @@ def attend_partly(q_BTNH, k_BSKH, v_BSKH, places: Places, window: int | None) ->
     _, batch, size, kv_heads, group, width = queries.x.shape
     shape = (len(queries.x), batch, kv_heads, group, size)
     start = (jnp.full(shape, LOWEST, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, width), wide))
-    most, total, o = _visit_pairs(visit, _typed_like(q_BTNH, *start), queries, keys, places, window)
+    most, total, o = _visit_pairs(how, visit, _typed_like(q_BTNH, *start), queries, keys)
     lse = jnp.where(total > 0, most + jnp.log(jnp.maximum(total, 1e-37)), LOWEST)
     o = o / jnp.where(total > 0, total, 1)[..., None]
     # [blocks, B, K, G, T of a block, H] -> [B, T, N, H]
@@ -108,15 +132,15 @@ def attend_partly(q_BTNH, k_BSKH, v_BSKH, places: Places, window: int | None) ->
     return Partial(o, jnp.moveaxis(lse, 0, 3).reshape(batch, kv_heads, group, -1))
 
 
-def gradients_partly(q_BTNH, k_BSKH, v_BSKH, places: Places, window, do_BTNH, lse_BKGT, sums_BKGT) -> tuple:
-    """(dq, dk, dv) through these keys' scores alone, in at least fp32. lse, sums (`row_sums`): of all keys."""
-    queries = _queries(q_BTNH, k_BSKH, places, do_BTNH, lse_BKGT, sums_BKGT)
-    keys, wide, scale = _keys(k_BSKH, v_BSKH, places), _wide(q_BTNH), q_BTNH.shape[-1] ** -0.5
+@partial(jax.jit, static_argnums=0)
+def _gradients_partly(how: _How, q_BTNH, k_BSKH, v_BSKH, places: Places, do_BTNH, lse_BKGT, sums_BKGT) -> tuple:
+    queries = _queries(how, q_BTNH, k_BSKH, places, do_BTNH, lse_BKGT, sums_BKGT)
+    keys, wide, scale = _keys(how, k_BSKH, v_BSKH, places), _wide(q_BTNH), q_BTNH.shape[-1] ** -0.5
     product = partial(jnp.einsum, preferred_element_type=wide)
 
     def visit(carry, query: _Query, key: _Key):
         dq, dk, dv = carry
-        scores, mask = _scores(query, key, window)
+        scores, mask = _scores(query, key, how.window)
         weights = jnp.where(mask, jnp.exp(scores - query.lse[..., None]), 0)
         dweights = product("BTKGH,BSKH->BKGTS", query.do, key.v)
         dscores = (weights * (dweights - query.sums[..., None]) * scale).astype(q_BTNH.dtype)
@@ -127,7 +151,7 @@ def gradients_partly(q_BTNH, k_BSKH, v_BSKH, places: Places, window, do_BTNH, ls
         )
 
     start = (jnp.zeros(x.shape, wide) for x in (queries.x, keys.x, keys.v))
-    grads = _visit_pairs(visit, _typed_like(q_BTNH, *start), queries, keys, places, window)
+    grads = _visit_pairs(how, visit, _typed_like(q_BTNH, *start), queries, keys)
     like = (q_BTNH, k_BSKH, v_BSKH)
     return tuple(jnp.moveaxis(g, 0, 1).reshape(x.shape) for g, x in zip(grads, like, strict=True))
 
@@ -156,12 +180,12 @@ class _Key(NamedTuple):
     v: jax.Array
 
 
-def _queries(q_BTNH, k_BSKH, places: Places, do=None, lse=None, sums=None) -> _Query:
+def _queries(how: _How, q_BTNH, k_BSKH, places: Places, do=None, lse=None, sums=None) -> _Query:
     # In a loop over layers JAX computes what does not depend on the layer before the loop, and keeps it: the masks of
     # all blocks, as large as the scores. So they depend on the queries.
-    q_BTNH, (first, _, starts, _) = lax.optimization_barrier((q_BTNH, places._replace(order=None)))
+    q_BTNH, (first, _, starts, _) = lax.optimization_barrier((q_BTNH, places))
     shape = (*q_BTNH.shape[:2], k_BSKH.shape[2], -1, q_BTNH.shape[-1])
-    cut = partial(_cut, size=block_size(q_BTNH.shape[1]))
+    cut = partial(_cut, size=block_size(q_BTNH.shape[1], how.most))
     return _Query(
         *_numbered(first, q_BTNH.shape[1], cut(q_BTNH.reshape(shape), 1)),
         None if starts is None else cut(starts, 1),
@@ -170,8 +194,8 @@ def _queries(q_BTNH, k_BSKH, places: Places, do=None, lse=None, sums=None) -> _Q
     )
 
 
-def _keys(k_BSKH, v_BSKH, places: Places) -> _Key:
-    cut = partial(_cut, size=block_size(k_BSKH.shape[1]))
+def _keys(how: _How, k_BSKH, v_BSKH, places: Places) -> _Key:
+    cut = partial(_cut, size=block_size(k_BSKH.shape[1], how.most))
     return _Key(*_numbered(places.key, k_BSKH.shape[1], cut(k_BSKH, 1)), cut(v_BSKH, 1))
 
 
@@ -185,10 +209,10 @@ def _numbered(first, length: int, x) -> tuple:
     return jnp.arange(len(x)), x, first + jnp.arange(length).reshape(len(x), -1)
 
 
-def block_size(length: int) -> int:
-    """The largest part of `length`, at most `MOST_POSITIONS`, that divides it; all of it where none is a fourth."""
-    best = max(size for size in range(1, min(length, MOST_POSITIONS) + 1) if length % size == 0)
-    return best if 4 * best >= min(length, MOST_POSITIONS) else length
+def block_size(length: int, most: int) -> int:
+    """The largest part of `length`, at most `most`, that divides it; all of it where none is a fourth as large."""
+    best = max(size for size in range(1, min(length, most) + 1) if length % size == 0)
+    return best if 4 * best >= min(length, most) else length
 
 
 def visible_pairs(
@@ -207,11 +231,11 @@ def visible_pairs(
     ]
 
 
-def _visit_pairs(visit: Callable, carry, queries: _Query, keys: _Key, places: Places, window: int | None):
+def _visit_pairs(how: _How, visit: Callable, carry, queries: _Query, keys: _Key):
     """carry after visit(carry, query, key) of all pairs of blocks that may have a score that counts."""
     lengths, sizes = zip(*((x.positions.size, x.positions.shape[1]) for x in (queries, keys)), strict=True)
-    pairs = visible_pairs(lengths, sizes, places.order, window)
-    known = places.order == "same" or (places.order == "after" and window is None)
+    pairs = visible_pairs(lengths, sizes, how.order, how.window)
+    known = how.order == "same" or (how.order == "after" and how.window is None)
 
     def step(carry, pair):
         query, key = (
@@ -219,7 +243,7 @@ def _visit_pairs(visit: Callable, carry, queries: _Query, keys: _Key, places: Pl
         )
         if known:
             return visit(carry, query, key), None
-        seen = _any_seen(query, key, window)
+        seen = _any_seen(query, key, how.window)
         return lax.cond(seen, lambda carry: visit(carry, query, key), lambda carry: carry, carry), None
 
     if len(pairs) == 1:

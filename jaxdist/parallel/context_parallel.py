@@ -7,6 +7,7 @@ Sources: Ring Attention (arXiv 2310.01889); Striped Attention (2311.09431), of t
 3.3.2), of the gather and of 2n chunks; DeepSpeed Ulysses (2309.14509); USP (2405.07719), of the two combined.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from jaxdist.parallel.blocked_attention import (
     row_sums,
     vary_alike,
 )
+from jaxdist.parallel.remat import mark_saveable
 
 AXIS = "cp"
 SEQUENCE_DIM, HEADS_DIM = 1, 2
@@ -250,17 +252,22 @@ def _ring(split, window, q, k, v, starts):
 
 
 def _ring_forward(split, window, q, k, v, starts):
-    queries, held, places = _halves(q), _keys_and_values(k, v), _Places(split, k.shape[1] // 2, starts)
-    found = _nothing_seen(queries, k)
-    for step in range(split.groups):
-        coming = _onwards(split, held) if step < split.groups - 1 else None
+    queries, places = _halves(q), _Places(split, k.shape[1] // 2, starts)
+
+    def hop(carry, step, last=False):
+        held, found = carry
+        coming = None if last else _onwards(split, held)
         for query, key in _pairs(split, step):
             part = attend_partly(queries[query], *held[:, key], places.of(query, key, step), window)
             both = merged(Partial(found.o[query], found.lse[query]), part)
             found = Partial(found.o.at[query].set(both.o), found.lse.at[query].set(both.lse))
-        held, found = lax.optimization_barrier((coming, found))
-    o = _joined(found.o).astype(q.dtype)
-    return o, (q, k, v, starts, o, found.lse)
+        return lax.optimization_barrier((coming, found))
+
+    carry = hop((_keys_and_values(k, v), _nothing_seen(queries, k)), 0)
+    carry = _repeat(hop, carry, range(1, split.groups - 1))
+    _, found = hop(carry, split.groups - 1, last=True)
+    o, lse = mark_saveable((_joined(found.o).astype(q.dtype), found.lse))
+    return o, (q, k, v, starts, o, lse)
 
 
 def _ring_backward(split, window, kept, do):
@@ -269,40 +276,52 @@ def _ring_backward(split, window, kept, do):
     places = _Places(split, k.shape[1] // 2, starts)
     queries, cotangents, held = _halves(q), _halves(do), _keys_and_values(k, v)
     sums = jax.vmap(row_sums)(cotangents, _halves(o), lse)
-    wide = lse.dtype
-    dq, home, travelling = jnp.zeros_like(queries, wide), None, None
-    for step in range(split.groups):
-        coming = _onwards(split, held) if step < split.groups - 1 else None
-        arriving = _onwards(split, travelling) if step > 1 else None
-        here = jnp.zeros_like(held, wide)
+
+    def hop(carry, step, last=False):
+        """carry: keys and values, dq so far, and the gradients of those that were here a hop ago."""
+        held, dq, left = carry
+        coming = None if last else _onwards(split, held)
+        arriving = None if left is None else _onwards(split, left)
+        here = jnp.zeros_like(held, lse.dtype)
         for query, key in _pairs(split, step):
             of_query = (cotangents[query], lse[query], sums[query])
-            dq_here, *rest = gradients_partly(
-                queries[query], *held[:, key], places.of(query, key, step), window, *of_query
-            )
-            dq, here = dq.at[query].add(dq_here), here.at[:, key].add(jnp.stack(rest))
-        if step == 0:
-            home = here
-        else:
-            travelling = here if arriving is None else arriving + here
-        held, dq, travelling = lax.optimization_barrier((coming, dq, travelling))
-    if travelling is not None:
-        home = home + _onwards(split, travelling)
+            grads = gradients_partly(queries[query], *held[:, key], places.of(query, key, step), window, *of_query)
+            dq, here = dq.at[query].add(grads[0]), here.at[:, key].add(jnp.stack(grads[1:]))
+        return lax.optimization_barrier((coming, dq, here if arriving is None else arriving + here))
+
+    held, dq, home = hop((held, jnp.zeros_like(queries, lse.dtype), None), 0)
+    carry = hop((held, dq, None), 1, last=split.groups == 2)
+    if split.groups > 2:
+        carry = _repeat(hop, carry, range(2, split.groups - 1))
+        carry = hop(carry, split.groups - 1, last=True)
+    _, dq, left = carry
+    home = home + _onwards(split, left)
     return *(_joined(g).astype(x.dtype) for g, x in zip((dq, *home), (q, k, v), strict=True)), None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _pairs(split: Split, step: int) -> list[tuple]:
+def _repeat(hop: Callable, carry, steps: range):
+    """The hops of these steps, as a loop: a program is as long for many ranks as for few."""
+    if len(steps) < 2:
+        return functools.reduce(hop, steps, carry)
+    return lax.scan(lambda carry, step: (hop(carry, step), None), carry, jnp.array(steps))[0]
+
+
+def _pairs(split: Split, step: jax.Array | int) -> list[tuple]:
     """(half of the queries, half of the keys) whose scores count in a step."""
-    if step == 0:
+    if _is_first(step):
         return [(0, 0), (1, 0), (1, 1)]
     either = jnp.where(_owner(split, step) < split.group, 0, 1)
     return [(1, 0), (either, either)]
 
 
-def _owner(split: Split, step: int) -> jax.Array:
+def _is_first(step: jax.Array | int) -> bool:
+    return isinstance(step, int) and step == 0
+
+
+def _owner(split: Split, step: jax.Array | int) -> jax.Array:
     """The group whose keys this rank holds after so many hops."""
     return (split.group - step) % split.groups
 
@@ -314,12 +333,12 @@ class _Places(NamedTuple):
     chunk: int
     starts: jax.Array | None
 
-    def of(self, query, key, step: int) -> Places:
+    def of(self, query, key, step: jax.Array | int) -> Places:
         def first(half, group):
             return jnp.where(half == 0, group, 2 * self.split.groups - 1 - group) * self.chunk
 
         starts = None if self.starts is None else self.starts[query]
-        order = "same" if step == 0 and query is key else "after"
+        order = "same" if _is_first(step) and query == key else "after"
         return Places(first(query, self.split.group), first(key, _owner(self.split, step)), starts, order)
 
 

@@ -245,6 +245,8 @@ def layouts_of_mesh(
         )
         legal = (overlap == 0) | (pp > 1) | ((every <= 1) & (keep == 0))
         legal &= (keep == 0) | (every == 0)  # recomputed blocks are gathered again all the same
+        # A ring, and attention to keys that are gathered, keep no scores to recompute.
+        legal &= (selective == 0) | (mesh["cp"] == 1) | (kind == CP_KINDS.index("ulysses"))
         if legal.any():
             yield found.take(legal)
 
