@@ -11,8 +11,10 @@ from conftest import DEVICES
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig, context_kinds
+from jaxdist.divergence import Run
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
+from jaxdist.generation import build_generator
+from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import blocked_attention as blocked
@@ -239,6 +241,15 @@ def test_jax_s_own_log_sum_exp_has_no_gradient():
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
+class Whole(GPT2):
+    """A model whose layers would mix positions in another way than by `attend`."""
+
+    splits_sequence = False
+
+    def __init__(self):
+        super().__init__(num_layers=2, width=16, num_heads=2, ffn_width=32, seq_len=16, vocab_size=64)
+
+
 @pytest.mark.parametrize(
     "mesh, settings, model, said",
     [
@@ -258,6 +269,30 @@ def test_what_cannot_be_split_is_refused_with_what_can(mesh, settings, model, sa
     sizes = {"num_layers": 4, "width": 64, "num_heads": 8, "ffn_width": 128, "seq_len": 32, "vocab_size": 64} | model
     with pytest.raises(ConfigError, match=said):
         RunConfig(GPT2(**sizes), ParallelConfig(parse_mesh(mesh), **settings), batch_size=16)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: RunConfig(Whole(), ParallelConfig(MeshShape(cp=2)), batch_size=8), "splits_sequence"),
+        (lambda: Run(RunConfig(PRESETS["proof"], ParallelConfig(MeshShape(cp=2))), DEVICES), "without cp"),
+        (
+            lambda: build_generator(
+                PRESETS["proof"],
+                make_abstract_mesh(MeshShape(cp=2)),
+                MeshShape(cp=2),
+                dtype="float32",
+                num_texts=1,
+                capacity=8,
+            ),
+            "without cp",
+        ),
+    ],
+    ids=["a model of whole sequences", "a run in step", "generation"],
+)
+def test_what_needs_whole_sequences_says_so(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
 
 
 def test_the_kinds_of_a_mesh_are_those_that_a_run_may_have():
