@@ -320,7 +320,7 @@ def run(broken: str | None) -> Result:
             ),
             Guess(
                 "slower",
-                "The same cluster, saves 10 times as long: what share of the time is lost at the best interval?",
+                "16,384 GPUs as above, but 300 s a save: what share of the time is lost at the best interval?",
                 100 * lost_share(best_interval(10 * SAVE_SECONDS, big), 10 * SAVE_SECONDS, big),
                 "%",
                 "it grows with the square root of the time of a save",

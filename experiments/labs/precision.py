@@ -89,21 +89,23 @@ def run(broken: str | None) -> Result:
     first_lost = {name: 2 * float(1 / info[name].eps) for name in FORMATS}
     for name in FORMATS:
         whole = jnp.asarray(first_lost[name], name)
-        checks.append(holds(f"{name}: {first_lost[name]:,.0f} + 1 is itself", bool(whole + 1 == whole)))
+        checks.append(holds(f"{name}: adding 1 to {first_lost[name]:,.0f} changes nothing", bool(whole + 1 == whole)))
         below = jnp.asarray(first_lost[name] / 2, name)
-        checks.append(holds(f"{name}: {first_lost[name] / 2:,.0f} + 1 is not", bool(below + 1 != below)))
+        checks.append(holds(f"{name}: adding 1 to {first_lost[name] / 2:,.0f} changes it", bool(below + 1 != below)))
     small = 1e-5
     checks += [
-        equal("Adam's direction for a small gradient, fp32", adam_direction(small, "float32"), 1.0, within=0.01),
-        holds("in fp16 its square and its eps are 0, and it divides by 0", np.isinf(adam_direction(small, "float16"))),
-        equal("in bf16 only rounding is left", adam_direction(small, "bfloat16"), 1.0, within=0.01),
+        equal("Adam's update for a gradient of 1e-5, fp32", adam_direction(small, "float32"), 1.0, within=0.01),
+        holds(
+            "the same in fp16: square and eps are 0, and it divides by 0", np.isinf(adam_direction(small, "float16"))
+        ),
+        equal("the same in bf16", adam_direction(small, "bfloat16"), 1.0, within=0.01),
     ]
     config = PrecisionConfig("float16")
     history = scale_history([True, False, False, False, True])
     begun = float(initial_loss_scale(config).scale)
     checks.append(
         equal(
-            "the library forgives one overflow and halves its loss scale at each further: after three",
+            "the library forgives one overflow and halves its loss scale at each further: 4,096 after three",
             history[-1],
             begun / 4,
         )
@@ -111,7 +113,7 @@ def run(broken: str | None) -> Result:
 
     sweep = {name: [kept_share(values, name, scale) for scale in SCALES] for name in FORMATS}
     checks += [
-        at_most("share that bf16 loses with no scale", sweep["bfloat16"][0][0], 0.0),
+        at_most("share of bf16 gradients that became 0 with no scale", sweep["bfloat16"][0][0], 0.0),
         holds("fp16 has a scale that loses less than 1 %", min(lost + over for lost, over in sweep["float16"]) < 0.01),
         holds("fp16 overflows with the largest scale", sweep["float16"][-1][1] > 0),
     ]
@@ -193,11 +195,11 @@ def run(broken: str | None) -> Result:
             ),
             Guess(
                 "lost",
-                "Weights near 1 in bf16 are 2^-8 apart below 1. Which is the smallest update that is not rounded away "
-                "(in thousandths)?",
+                "Below 1, bf16's numbers are 2^-8 apart. Up to which update, in thousandths, does a weight of 1 stay "
+                "1?",
                 1000 * 2.0**-9,
                 "thousandths",
-                "half the distance to the next number",
+                "half the distance to the next number, where the even one, 1, is taken",
                 within=0.06,
             ),
         ],

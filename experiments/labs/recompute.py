@@ -206,7 +206,11 @@ def run(broken: str | None) -> Result:
                 ["recomputed", "forwards", "formula, MiB", "compiled, MiB", "times less"],
                 stack_rows,
             ),
-            Table("step", ["--remat", "activations", "planned, MiB", "compiled, MiB", "FLOPs, of none"], rows),
+            Table(
+                "step",
+                ["--remat", "activations, MiB", "peak planned, MiB", "peak compiled, MiB", "FLOPs over none's"],
+                rows,
+            ),
             Table(
                 "budgets",
                 ["budget, MiB", "chosen by the plan", "by the compiler's peaks"],
