@@ -257,7 +257,7 @@ def main(flags: PlanFlags, console: Console) -> int:
 # The question
 # ---------------------------------------------------------------------------------------------------------------------
 
-LAYOUT_FLAGS = {"zero", "sp", "tp_ring", "accumulate", "remat", "reshard_after_forward", "overlap"}
+LAYOUT_FLAGS = {"zero", "sp", "cp_kind", "tp_ring", "accumulate", "remat", "reshard_after_forward", "overlap"}
 PIPELINE = ("schedule", "microbatches", "chunks", "stages")
 LAYOUT_FLAGS |= set(PIPELINE)
 KEEPS = ("none", "selective")  # of --remat: backward does not run whole blocks again
