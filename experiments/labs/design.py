@@ -212,7 +212,7 @@ def run(broken: str | None) -> Result:
                     ],
                     [
                         "price",
-                        f"${BUDGET / estimate.cost.most * PRICE:.2f} an hour",
+                        f"${BUDGET / estimate.cost.most * PRICE:.2f} an hour for a GPU",
                         "from there on the upper end is too dear",
                     ],
                 ],
@@ -230,7 +230,7 @@ def run(broken: str | None) -> Result:
                         for part in ("compute", "memory", "tp", "dp", "pp", "bubble")
                     },
                 ),
-                "Bars of the steps of several layouts, each divided into compute, memory, tp, dp, pp and bubble",
+                "Seconds of a step of several layouts, each bar divided into compute, memory, tp, dp, pp and bubble",
             )
         ],
         guesses=[
@@ -247,7 +247,7 @@ def run(broken: str | None) -> Result:
                 "6ND for 8.03 billion parameters and 100 billion tokens on 32 H100s at 989 TFLOP/s each: hours?",
                 6 * num_parameters(question().base.model) * TOKENS / (32 * 989e12) / 3600,
                 "h",
-                "a third of the deadline: an MFU of 40 % is enough",
+                "a quarter of the deadline: an MFU of 40 % is enough",
             ),
             Guess(
                 "allreduce",
@@ -268,7 +268,7 @@ def run(broken: str | None) -> Result:
                 "Which MFU does the design have, by the plan, in %?",
                 100 * float(best.time.mfu[0]),
                 "%",
-                "42.3 hours at the peak, and a tenth more for attention's scores, of 120",
+                "the 42.3 h at the peak, times 1.10 for attention, over 119.7 h",
                 within=0.1,
             ),
         ],

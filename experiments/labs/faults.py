@@ -43,6 +43,8 @@ TRAIN = (
 # 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783, section 3.3.4).
 HOURS_OF_A_GPU = 16_384 * 54 * 24 / 419
 SAVE_SECONDS = 30
+CULPRIT = "rank 3 (dp=1,tp=1): blocks.mlp.w_up"  # where a NaN is put
+WRONG = "layer 0: Attention.column_parallel.out"  # what the wrong device multiplies
 
 
 # ------------------------------------------------------------------------------------------- a run in this process
@@ -213,42 +215,49 @@ def run(broken: str | None) -> Result:
         if mesh == MESHES[0]:
             checks.append(holds("resumed on the same mesh: losses and parameters to the bit", same_bits(params, last)))
         checks.append(at_most(f"resumed on {mesh}: error of the losses", worst, 1e-5))
-        checks.append(at_most(f"resumed on {mesh}: last loss, of the first", fallen, 0.9))
+        checks.append(at_most(f"resumed on {mesh}: last loss over that of step 1", fallen, 0.9))
 
     losses, named = drifting(broken == "drift")
     checks += [
-        at_most("dp=2: last loss, of the first", losses[-1] / losses[0], 0.9),
-        equal("dp=2: copies that differ, by the replica check", len(named), 0),
+        at_most("copies on dp=2: last loss over that of step 1", losses[-1] / losses[0], 0.9),
+        equal("copies on dp=2: ranks that the replica check names", len(named), 0),
     ]
 
     culprits, unchanged, finite, goes_on = with_a_nan()
     checks += [
-        holds(
-            "a NaN: rank and leaf are named", culprits == ["rank 3 (dp=1,tp=1): blocks.mlp.w_up"], "; ".join(culprits)
-        ),
-        holds("a NaN: no bit of parameters and moments changes", unchanged),
+        holds("a NaN: rank and leaf that are named", culprits == [CULPRIT], "; ".join(culprits), CULPRIT),
+        holds("a NaN: that step changes no bit of parameters and moments", unchanged),
         holds("a NaN: the loss of that step is finite", finite),
-        holds("a NaN: the next step trains", goes_on),
+        holds("a NaN: the next step changes parameters", goes_on),
     ]
     code, committed, before, after = killed()
     checks += [
-        equal("killed: exit code", code, -signal.SIGKILL),
-        equal("killed: the newest checkpoint", committed[-1], 4),
-        equal("killed and continued: steps", len(after), 8),
+        equal("killed: exit code, minus the number of SIGKILL", code, -signal.SIGKILL),
+        equal("killed: step of the newest checkpoint", committed[-1], 4),
+        equal("killed and continued: steps in the log", len(after), 8),
         holds("killed and continued: steps 5 to 7, taken twice, have the same losses to the bit", before == after[:7]),
     ]
     where, ranks, collective = wrong_device()
     checks += [
-        holds("a wrong device: tensor", where == "layer 0: Attention.column_parallel.out", where),
-        equal("a wrong device: rank", ranks[0] if len(ranks) == 1 else math.nan, 1),
-        holds("a wrong device: the collective before", collective.startswith("all_reduce over tp"), collective),
+        holds("a wrong device: first tensor that differs", where == WRONG, where, WRONG),
+        equal("a wrong device: rank on which it differs", ranks[0] if len(ranks) == 1 else math.nan, 1),
+        holds(
+            "a wrong device: last collective before that tensor",
+            collective.startswith("all_reduce over tp"),
+            collective,
+            "all_reduce over tp ...",
+        ),
     ]
     interval_rows = []
     for gpus in (8, 1024, 16_384):
         between = HOURS_OF_A_GPU / gpus * 3600
         best = best_interval(SAVE_SECONDS, between)
         searched = min((best * 1.01**e for e in range(-200, 201)), key=lambda t: lost_share(t, SAVE_SECONDS, between))
-        checks.append(equal(f"{gpus:,} GPUs: minutes between checkpoints", best / 60, searched / 60, within=0.01))
+        checks.append(
+            equal(
+                f"{gpus:,} GPUs: minutes between saves, by formula and by search", best / 60, searched / 60, within=0.01
+            )
+        )
         lost = lost_share(best, SAVE_SECONDS, between)
         interval_rows.append([f"{gpus:,}", f"{between / 3600:,.1f}", f"{best / 60:,.0f}", f"{100 * lost:.2f} %"])
     if broken:
@@ -277,11 +286,13 @@ def run(broken: str | None) -> Result:
                 [
                     ["NaN in one gradient", "finiteness check, before the sum", culprits[0]],
                     ["a bit of one copy", "replica check", "; ".join(drifting(True)[1])],
-                    ["a device that multiplies wrongly", "comparison in step", f"{where}, rank {ranks[0]}"],
+                    ["a device that multiplies wrongly", "comparison with one device", f"{where}, rank {ranks[0]}"],
                     ["SIGKILL", "the same command again", f"continues after step {committed[-1]}"],
                 ],
             ),
-            Table("intervals", ["GPUs", "hours between faults", "minutes between saves", "time lost"], interval_rows),
+            Table(
+                "intervals", ["GPUs", "hours between faults", "best minutes between saves", "time lost"], interval_rows
+            ),
         ],
         pictures=[
             Picture(
@@ -292,7 +303,8 @@ def run(broken: str | None) -> Result:
                     "loss, nats a token",
                     {name: (range(1, STEPS + 1), losses) for name, losses in curves.items()},
                 ),
-                "Three loss curves, equal up to step 6; afterwards they part, and all of them fall",
+                "Loss in nats a token over 12 steps: never stopped, resumed without position, without moments; equal "
+                "up to step 6, then they part, and all fall",
             )
         ],
         guesses=[
@@ -312,18 +324,19 @@ def run(broken: str | None) -> Result:
             ),
             Guess(
                 "bytes",
-                "What must a checkpoint of 7 billion parameters hold under Adam with fp32 masters, if the 16-bit "
-                "weights are made of the masters again?",
+                "A checkpoint of 7 billion parameters with Adam and fp32 masters, of which the 16-bit weights are made "
+                "again: how many GB?",
                 7 * 12,
                 "GB",
                 "4 bytes of master and 8 of moments",
             ),
             Guess(
                 "slower",
-                "16,384 GPUs as above, but 300 s a save: what share of the time is lost at the best interval?",
+                "16,384 GPUs, a fault every 3.1 hours, 300 s a save: what share of the time is lost at the best "
+                "interval?",
                 100 * lost_share(best_interval(10 * SAVE_SECONDS, big), 10 * SAVE_SECONDS, big),
                 "%",
-                "it grows with the square root of the time of a save",
+                "√10 times that of 30 s: it grows with the square root of the time of a save",
             ),
         ],
     )
@@ -354,7 +367,7 @@ LAB = Lab(
         Break(
             "drift",
             removes="the equality of copies: one bit of a weight flips on device 1 after step 6",
-            caught_by=frozenset({"dp=2: copies that differ, by the replica check"}),
+            caught_by=frozenset({"copies on dp=2: ranks that the replica check names"}),
             how_silent="nothing: the gradients are summed over both devices, the copies never meet again, and the loss "
             "falls",
         ),

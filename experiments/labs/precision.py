@@ -20,7 +20,7 @@ SCALES = tuple(2.0**k for k in range(0, 41, 4))
 
 
 def gradients() -> np.ndarray:
-    """Every element of a trained model's gradient, in fp32, as small as a large model's are."""
+    """Every element of a random model's gradient, in fp32, as small as a large model's are."""
     tokens, targets = tiny.text(ROWS, seed=0)
     grads = jax.grad(lambda p: tiny.loss_sum(p, tokens, targets) / targets.size)(tiny.initial())
     return SHRINK * np.concatenate([np.asarray(g).ravel() for g in grads.values()])
@@ -89,23 +89,24 @@ def run(broken: str | None) -> Result:
     first_lost = {name: 2 * float(1 / info[name].eps) for name in FORMATS}
     for name in FORMATS:
         whole = jnp.asarray(first_lost[name], name)
-        checks.append(holds(f"{name}: adding 1 to {first_lost[name]:,.0f} changes nothing", bool(whole + 1 == whole)))
+        checks.append(holds(f"{name}: {first_lost[name]:,.0f} + 1 is itself", bool(whole + 1 == whole)))
         below = jnp.asarray(first_lost[name] / 2, name)
-        checks.append(holds(f"{name}: adding 1 to {first_lost[name] / 2:,.0f} changes it", bool(below + 1 != below)))
+        checks.append(holds(f"{name}: {first_lost[name] / 2:,.0f} + 1 is more", bool(below + 1 != below)))
     small = 1e-5
     checks += [
-        equal("Adam's update for a gradient of 1e-5, fp32", adam_direction(small, "float32"), 1.0, within=0.01),
+        equal("Adam's direction for a gradient of 1e-5, fp32", adam_direction(small, "float32"), 1.0, within=0.01),
         holds(
-            "the same in fp16: square and eps are 0, and it divides by 0", np.isinf(adam_direction(small, "float16"))
+            "Adam's direction for a gradient of 1e-5, fp16: infinite, for its square and eps are 0",
+            np.isinf(adam_direction(small, "float16")),
         ),
-        equal("the same in bf16", adam_direction(small, "bfloat16"), 1.0, within=0.01),
+        equal("Adam's direction for a gradient of 1e-5, bf16", adam_direction(small, "bfloat16"), 1.0, within=0.01),
     ]
     config = PrecisionConfig("float16")
     history = scale_history([True, False, False, False, True])
     begun = float(initial_loss_scale(config).scale)
     checks.append(
         equal(
-            "the library forgives one overflow and halves its loss scale at each further: 4,096 after three",
+            f"the library's loss scale, at first {begun:,.0f}, after three overflows of which one is forgiven",
             history[-1],
             begun / 4,
         )
@@ -113,9 +114,12 @@ def run(broken: str | None) -> Result:
 
     sweep = {name: [kept_share(values, name, scale) for scale in SCALES] for name in FORMATS}
     checks += [
-        at_most("share of bf16 gradients that became 0 with no scale", sweep["bfloat16"][0][0], 0.0),
-        holds("fp16 has a scale that loses less than 1 %", min(lost + over for lost, over in sweep["float16"]) < 0.01),
-        holds("fp16 overflows with the largest scale", sweep["float16"][-1][1] > 0),
+        at_most("share of bf16 gradients that became 0, with no loss scale", sweep["bfloat16"][0][0], 0.0),
+        holds(
+            "with some loss scale fewer than 1 % of fp16 gradients are 0 or infinite",
+            min(lost + over for lost, over in sweep["float16"]) < 0.01,
+        ),
+        holds("with a loss scale of 2^40 some fp16 gradients are infinite", sweep["float16"][-1][1] > 0),
     ]
     lengths = [64, 256, 1024, SUMMED]
     return Result(
@@ -167,14 +171,21 @@ def run(broken: str | None) -> Result:
                 ],
             ),
         ],
-        pictures=[Picture("range", lambda: range_picture(values), "Magnitudes of gradients and the ranges of formats")],
+        pictures=[
+            Picture(
+                "range",
+                lambda: range_picture(values),
+                "Histogram of log2 of gradient magnitudes; bars above it: what fp16, fp16 with the loss times 65,536, "
+                "and bf16 can hold",
+            )
+        ],
         guesses=[
             Guess(
                 "stuck",
                 "bf16 has 7 bits of fraction. From which whole number on does adding 1 change nothing?",
                 first_lost["bfloat16"],
                 "",
-                "between 256 and 512 its numbers are 2 apart, and 257 is rounded to the even neighbour, 256",
+                "between 256 and 512 its numbers are 2 apart, and 257 is halfway: the last bit of 256 is 0",
                 within=0,
             ),
             Guess(
@@ -187,19 +198,20 @@ def run(broken: str | None) -> Result:
             ),
             Guess(
                 "halved",
-                "A rule forgives the first overflow and halves at each further one. 65,536 becomes after 3 in a row?",
+                "A rule forgives the first overflow and halves the loss scale at each further one. What is left "
+                "of 65,536 after 3 in a row?",
                 2.0**14,
                 "",
-                "halved twice",
+                "the first is forgiven, and two halve",
                 within=0,
             ),
             Guess(
                 "lost",
-                "Below 1, bf16's numbers are 2^-8 apart. Up to which update, in thousandths, does a weight of 1 stay "
-                "1?",
+                "In bf16 the next number below 1 is 1 - 2^-8. Which size must an update of a weight of 1 exceed, not "
+                "to be rounded away (in thousandths)?",
                 1000 * 2.0**-9,
                 "thousandths",
-                "half the distance to the next number, where the even one, 1, is taken",
+                "half the distance to the next number, 2^-9",
                 within=0.06,
             ),
         ],

@@ -212,11 +212,18 @@ def run(broken: str | None) -> Result:
             Table("operators", ["Megatron-LM", "ours", "forward sends", "backward sends"], rows),
             Table(
                 "gathers",
-                ["FSDP, and ours with ZeRO-3", "gathers of a layer", "scatters of a layer"],
+                ["FSDP, and ours with ZeRO-3", "all-gathers of weights", "reduce-scatters of gradients"],
                 [[name, str(gathers), str(scatters)] for name, (gathers, scatters) in counted.items()],
             ),
         ],
-        pictures=[Picture("prefetch", prefetch_picture, "Gathers of the next layer under the compute of this one")],
+        pictures=[
+            Picture(
+                "prefetch",
+                prefetch_picture,
+                "Gathers and compute of four layers over time, without and with prefetch, where each next gather runs "
+                "under compute",
+            )
+        ],
         guesses=[
             Guess(
                 "layer",

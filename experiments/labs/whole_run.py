@@ -173,7 +173,7 @@ def run(broken: str | None) -> Result:
             Picture(
                 "losses",
                 lambda: losses_picture(runs),
-                "Loss curves of six layouts, one on the other",
+                "Loss in nats a byte over 8 steps: the curves of six layouts lie on each other",
             )
         ],
         guesses=[
