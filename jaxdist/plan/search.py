@@ -34,6 +34,7 @@ BLOCK = 1 << 15  # layouts made and scored at a time: their columns stay in the 
 INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
 INTEGERS += ("every", "selective", "overlap", "kind")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
+LONG = 8192  # positions from which on a sequence is split over cp; shorter ones have nothing to gain by it
 OWN_KIND = len(CP_KINDS)  # in the column `kind`: the run's own `cp_kind`
 
 
@@ -158,7 +159,9 @@ def remat_name(every: int, selective: int) -> str:
 
 
 def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str = "adamw") -> list[dict[str, int]]:
-    """Every mesh of `num_devices` devices that divides the model and the batch. Raises: ConfigError for none."""
+    """Every mesh of `num_devices` devices that divides the model and the batch; with cp for `LONG` sequences alone.
+
+    Raises: ConfigError for none."""
 
     def split(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
         if not axes:
@@ -173,6 +176,7 @@ def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str
         whole = optimizer == "adafactor"  # needs whole parameters on every rank
         fits_layers = mesh["pp"] <= (1 if whole else model.num_blocks) and not (whole and mesh["tp"] > 1)
         divided = fits_layers and batch_size % (mesh["replica"] * mesh["dp"]) == 0
+        divided = divided and (mesh["cp"] == 1 or model.seq_len >= LONG)
         return divided and allows(model, mesh["tp"]) and bool(context_kinds(model, MeshShape(**mesh)))
 
     found = [mesh for mesh in split(AXES, num_devices) if divides(mesh)]
