@@ -75,10 +75,13 @@ def against_papers(config: RunConfig) -> list[tuple[str, float, float]]:
     return found
 
 
+ACTIVATIONS = ("embedding", "layers", "loss")
+# What is sent, by the starts of purposes, and by the axes where these say it.
 KINDS = {
-    "activations over tp": ("embedding", "layers", "loss"),
-    "between stages": ("between stages",),
-    "weights and gradients": ("weights", "gradients", "parameters"),
+    "activations over tp": (ACTIVATIONS, ("tp",)),
+    "keys and values over cp": (ACTIVATIONS, ("cp",)),
+    "between stages": (("between stages",), None),
+    "weights and gradients": (("weights", "gradients", "parameters"), None),
 }
 
 
@@ -86,6 +89,7 @@ def least(config: RunConfig) -> dict[str, float]:
     """Bytes that a device sends at the least in a step of this strategy, by what they are for; numbers are left out.
 
     Every layer's activations: a sum twice forward and twice backward, and again what a recomputed group needs inside.
+    Over cp what `formulas.cp_traffic` says, and its forward again where a group is recomputed.
     What a stage has for another: each micro-batch once. Every leaf, unpadded: its gradient summed once (over all
     stages, where they hold it whole), or scattered where it is made; its weights gathered once for each use. What is
     not a block's: once a step under pp, of the table a part to each end and its gradient from there. The head's
@@ -100,7 +104,8 @@ def least(config: RunConfig) -> dict[str, float]:
     homes = [0 if schedule is None else schedule.place(part)[0] for part in range(len(parts))]
     hops = [pair for a, b in pairwise(homes) if a != b for pair in (a, b)]  # forward from a, backward from b
     leaving = max(hops.count(stage) for stage in range(mesh.pp))
-    tokens = config.batch_size // (mesh.replica * mesh.dp * micros) * config.model.seq_len
+    rows = config.batch_size // (mesh.batch_ranks * micros)
+    tokens = rows * config.model.seq_len // mesh.cp
     activation, every, sp = tokens * config.model.width * item, parallel.remat_every, parallel.sp
 
     def part(n: int) -> float:
@@ -108,13 +113,18 @@ def least(config: RunConfig) -> dict[str, float]:
 
     # In halves of an all-reduce: gathers or scatters. Recomputed: every sum but a group's last, and gathers with sp.
     again = ((2 if sp else 0) + (1 if sp else 2) * (2 - 1 / every)) if every else 0
-    softmax, needs = 2 * 3 * tokens * master, []
+    softmax, needs, most = 2 * 3 * tokens * master, [], 0
     for stage in range(mesh.pp):
         layers = sum(n for n, home in zip(parts, homes, strict=True) if home == stage)
         embeds, heads = homes[0] == stage, homes[-1] == stage
+        most = max(most, layers)
         halves = layers * (8 + again) + 2 * (embeds + heads)
         needs.append(halves * activation + heads * softmax)
     found = {"activations over tp": micros * part(mesh.tp) * max(needs)}
+    exchanging, gathers = parallel.cp_split
+    shape, groups = formulas.ModelShape.of(config.model), mesh.cp // exchanging
+    context = formulas.cp_traffic(shape, rows, groups, exchanging, gathers, mesh.tp, item, master)
+    found["keys and values over cp"] = micros * most * ((2 if every else 1) * context.forward + context.backward)
     found["between stages"] = micros * leaving * activation / (mesh.tp if sp else 1)
 
     total = 0.0
@@ -148,7 +158,8 @@ def ratios(config: RunConfig) -> dict[str, float]:
     """Bytes sent for each byte of `least`, where there are any."""
     messages, mesh = predicted(config, layout_of(config)), config.parallel.mesh
     sent = {
-        kind: total_sent((m for m in messages if m.purpose.startswith(names)), mesh) for kind, names in KINDS.items()
+        kind: total_sent((m for m in messages if m.purpose.startswith(names) and axes in (None, m.axes)), mesh)
+        for kind, (names, axes) in KINDS.items()
     }
     return {kind: sent[kind] / at_least for kind, at_least in least(config).items() if at_least}
 

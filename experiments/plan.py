@@ -257,7 +257,7 @@ def main(flags: PlanFlags, console: Console) -> int:
 # The question
 # ---------------------------------------------------------------------------------------------------------------------
 
-LAYOUT_FLAGS = {"zero", "sp", "tp_ring", "accumulate", "remat", "reshard_after_forward", "overlap"}
+LAYOUT_FLAGS = {"zero", "sp", "cp_kind", "tp_ring", "accumulate", "remat", "reshard_after_forward", "overlap"}
 PIPELINE = ("schedule", "microbatches", "chunks", "stages")
 LAYOUT_FLAGS |= set(PIPELINE)
 KEEPS = ("none", "selective")  # of --remat: backward does not run whole blocks again
@@ -662,6 +662,7 @@ def row_of(question: Question, found: Scored, group: list[int]) -> dict:
         "zero": int(layouts.zero[index]),
         "keep": bool(layouts.keep[index]),
         "sp": bool(layouts.sp[index]),
+        "cp_kind": layouts.cp_kind(index, base) if layouts.cp[index] > 1 else None,
         "overlap": bool(layouts.overlap[index]),
         "remat": layouts.remat(index),
         "schedule": layouts.schedule_name(index, base) if pipelined else None,

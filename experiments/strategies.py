@@ -165,6 +165,33 @@ STRATEGIES = [
     ),
     Strategy("dp2-tp4-sp-ring-bf16", "dp=2,tp=4", {"sp": True, "tp_ring": "one-way"}, dtype="bfloat16"),
     Strategy("dp2-tp4-sp-ring-two-way-fp64", "dp=2,tp=4", {"sp": True, "tp_ring": "two-way"}, dtype="float64"),
+    # The sequence split over cp: every way in which attention reaches all of it.
+    Strategy("cp2", "cp=2"),
+    Strategy("cp8", "cp=8"),
+    Strategy("cp8-all-gather", "cp=8", {"cp_kind": "all-gather"}),
+    Strategy("cp8-ulysses", "cp=8", {"cp_kind": "ulysses"}),
+    Strategy("cp8-usp-2", "cp=8", {"cp_kind": "usp-2"}),
+    Strategy("dp2-cp2-tp2-sp-documents", "dp=2,cp=2,tp=2", {"sp": True}, mask_documents=True),
+    Strategy("dp2-cp4-zero3-overlap", "dp=2,cp=4", {"zero": 3, "overlap": True}),
+    Strategy(
+        "replica2-cp2-tp2-sp-ring-ulysses-dropout",
+        "replica=2,cp=2,tp=2",
+        {"sp": True, "tp_ring": "one-way", "cp_kind": "ulysses"},
+        dropout=0.2,
+    ),
+    Strategy(
+        "dp2-cp4-usp-2-zero2-accumulate-remat",
+        "dp=2,cp=4",
+        {"zero": 2, "cp_kind": "usp-2", "accumulate": 2, "remat": "every-2"},
+    ),
+    Strategy("pp2-cp4-all-gather-zb-v", "pp=2,cp=4", {"cp_kind": "all-gather", "schedule": "zb-v"}),
+    Strategy(
+        "pp2-dp2-cp2-ulysses-zero3-loss-chunks",
+        "pp=2,dp=2,cp=2",
+        {"cp_kind": "ulysses", "zero": 3, "loss_chunks": 4, "overlap": True},
+    ),
+    Strategy("cp4-tp2-sp-bf16", "cp=4,tp=2", {"sp": True, "remat": "block"}, dtype="bfloat16"),
+    Strategy("dp2-cp4-zero1-fp64", "dp=2,cp=4", {"zero": 1, "remat": "block"}, dtype="float64"),
     # The loss in chunks: gradients made while a chunk's logits are there, and its sums over tp in a loop.
     Strategy("loss-chunks-4", "", {"loss_chunks": 4}),
     Strategy("dp4-tp2-sp-zero3-loss-chunks", "dp=4,tp=2", {"sp": True, "zero": 3, "loss_chunks": 2}),

@@ -26,6 +26,8 @@ GradSync = Literal["per-parameter", "flat", "bucketed"]
 OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
 AttentionName = Literal["auto", "cudnn", "xla"]
 TpRing = Literal["none", "one-way", "two-way"]
+CP_KINDS = ("ring", "all-gather", "ulysses")
+PIPELINED_CP_KINDS = ("all-gather", "ulysses")  # whose messages the stages of a pipeline need not exchange in step
 
 
 def require_choices(config) -> None:
@@ -44,16 +46,27 @@ MOST_TOKENS = 2**30  # of one update: its targets are counted in 32 bits
 REMAT = {"none": 0, "selective": 0, "block": 1}  # name -> blocks recomputed together
 
 
+def cp_split(kind: str, cp: int) -> tuple[int, bool]:
+    """(neighbours along cp that exchange heads, whether the others' keys are gathered)."""
+    if kind.startswith("usp-"):
+        return int(kind.removeprefix("usp-")), False
+    return (cp if kind == "ulysses" else 1), kind == "all-gather"
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """How one training step is split over a mesh. The texts of its fields are also those of the flags."""
 
     mesh: MeshShape = MeshShape()
-    """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), tp (tensor)."""
+    """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), cp (positions
+    of a sequence), tp (tensor)."""
     zero: int = 0
     """ZeRO stage: 1 shards optimiser state over dp, 2 gradients too, 3 parameters too."""
     sp: bool = False
     """Sequence parallelism: split activations between tensor-parallel regions over tp."""
+    cp_kind: str = "ring"
+    """How attention reaches the whole sequence over cp: ring (keys and values go round), all-gather (of them), ulysses
+    (heads are exchanged for positions), or usp-U (groups of U ranks exchange heads, and the groups are a ring)."""
     tp_ring: TpRing = "none"
     """With sp: gather and scatter over tp in a ring whose chunks travel while others are multiplied."""
     grad_sync: GradSync = "bucketed"
@@ -114,6 +127,11 @@ class ParallelConfig:
         return None if self.tp_ring == "none" else self.tp_ring
 
     @property
+    def cp_split(self) -> tuple[int, bool]:
+        """(neighbours along cp that exchange heads, whether the others' keys are gathered)."""
+        return cp_split(self.cp_kind, self.mesh.cp)
+
+    @property
     def sharded(self) -> bool:
         """Whether ZeRO shards anything at all."""
         return self.zero > 0 and self.mesh.dp > 1
@@ -142,6 +160,7 @@ class ParallelConfig:
                 "Use 3,5,5,3 for 16 layers",
             )
         self._check_used()
+        self._check_context()
         self._check_ring()
         self._check_overlap()
         _ = self.pipeline  # refuses a schedule that cannot be made
@@ -151,6 +170,7 @@ class ParallelConfig:
         default = {field.name: field.default for field in dataclasses.fields(self)}
         for names, applies, why in (
             (("schedule", "microbatches", "chunks", "stages"), self.mesh.pp > 1, "it describes a pipeline, and pp=1"),
+            (("cp_kind",), self.mesh.cp > 1, "it describes context parallelism, and cp=1"),
             (("bucket_mb",), self.grad_sync == "bucketed", f"gradients are reduced {self.grad_sync}, in no buckets"),
             (("reshard_after_forward",), self.zero == 3, f"only ZeRO-3 gathers weights, and this is zero={self.zero}"),
         ):
@@ -159,6 +179,28 @@ class ParallelConfig:
                     raise ConfigError(
                         f"{name}={getattr(self, name)}", f"{why}: it would change nothing", "Leave it out"
                     )
+
+    def _check_context(self):
+        heads = self.cp_kind.removeprefix("usp-")
+        if self.cp_kind not in CP_KINDS and not (heads != self.cp_kind and _is_positive(heads)):
+            raise ConfigError(
+                f"cp_kind={self.cp_kind!r}",
+                f"it is {', '.join(CP_KINDS)}, or usp-U for groups of U ranks",
+                "Use cp_kind='ring'",
+            )
+        exchanging, _ = self.cp_split
+        if self.mesh.cp % exchanging:
+            raise ConfigError(
+                f"cp_kind={self.cp_kind} with cp={self.mesh.cp}",
+                f"cp is divided into groups of {exchanging}",
+                f"Use usp-U with U in {divisors(self.mesh.cp)}",
+            )
+        if self.mesh.pp > 1 and self.mesh.cp > 1 and self.cp_kind not in PIPELINED_CP_KINDS:
+            raise ConfigError(
+                f"cp_kind={self.cp_kind} with pp={self.mesh.pp}",
+                "pipeline stages run different layers at a tick, and a ring's permutes would be mismatched",
+                "Use cp_kind='all-gather' or 'ulysses', or a mesh with pp=1",
+            )
 
     def _check_ring(self):
         asked = f"tp_ring={self.tp_ring}"
@@ -199,6 +241,43 @@ class ParallelConfig:
 
 
 _make_schedule = cache(make_schedule)
+
+
+def check_context(model: Model, parallel: ParallelConfig) -> None:
+    """Refuse a sequence that cannot be split over cp. Raises: ConfigError."""
+    cp, (exchanging, _) = parallel.mesh.cp, parallel.cp_split
+    if cp == 1:
+        return
+    if not model.splits_sequence:
+        raise ConfigError(
+            f"the model {type(model).__name__} with cp={cp}",
+            "it does not say that its layers compute with a part of the sequence",
+            "Set splits_sequence = True in it where all that mixes positions is `attend`, or use cp=1",
+        )
+    unit = cp if cp == exchanging else math.lcm(cp, 2 * cp // exchanging)
+    if model.seq_len % unit:
+        below = model.seq_len // unit * unit
+        raise ConfigError(
+            f"seq_len={model.seq_len} with cp={cp}",
+            f"cp_kind={parallel.cp_kind} places the sequence in equal parts, so {unit} divides its length",
+            f"Use a seq_len of {f'{below} or ' if below else ''}{below + unit}",
+        )
+
+
+def context_kinds(model: Model, mesh: MeshShape) -> list[str]:
+    """The kinds of context parallelism that a model can have on a mesh, by its own rules; the first, where cp=1."""
+    if mesh.cp == 1:
+        return [*CP_KINDS[:1]]
+    found = []
+    for kind in CP_KINDS if mesh.pp == 1 else PIPELINED_CP_KINDS:
+        parallel = ParallelConfig(MeshShape(cp=mesh.cp, tp=mesh.tp), cp_kind=kind)
+        try:
+            model.check(parallel)
+            check_context(model, parallel)
+        except ConfigError:
+            continue
+        found.append(kind)
+    return found
 
 
 def find_schedule(
@@ -368,7 +447,7 @@ class RunConfig:
         self.model.check(self.parallel)
         self._check_sequence()
         self._check_batch()
-        if self.model.seq_len % self.parallel.loss_chunks:
+        if self.model.seq_len // self.parallel.mesh.cp % self.parallel.loss_chunks:
             raise ConfigError(
                 f"loss_chunks={self.parallel.loss_chunks} with seq_len={self.model.seq_len}",
                 "the loss is of equal parts of a micro-batch's positions",
@@ -421,11 +500,12 @@ class RunConfig:
 
     def _check_sequence(self):
         length, mesh = self.model.seq_len, self.parallel.mesh
-        if self.parallel.sp and length % mesh.tp:
+        check_context(self.model, self.parallel)
+        if self.parallel.sp and length // mesh.cp % mesh.tp:
             raise ConfigError(
                 f"seq_len={length} cannot be split over tp={mesh.tp}",
-                "with sequence parallelism each tp rank holds seq_len/tp positions",
-                f"Use a seq_len that is a multiple of {mesh.tp}, or leave sp out",
+                "with sequence parallelism each tp rank holds an equal part of the positions",
+                f"Use a seq_len that is a multiple of {mesh.cp * mesh.tp}, or leave sp out",
             )
 
     def _check_batch(self):
@@ -460,13 +540,15 @@ class RunConfig:
             notes.append(f"zero={parallel.zero} shards over dp, and dp=1: nothing is sharded.")
         if parallel.sp and parallel.mesh.tp == 1:
             notes.append("sp=True splits the sequence over tp, and tp=1: it changes nothing.")
+        if parallel.remat == "selective" and parallel.mesh.cp > parallel.cp_split[0]:
+            notes.append(f"remat=selective: attention over cp by {parallel.cp_kind} keeps no scores to recompute.")
         if not parallel.reshard_after_forward and parallel.remat_every:
             notes.append(f"remat={parallel.remat} recomputes blocks, and so gathers their weights again all the same.")
         if not parallel.reshard_after_forward and parallel.zero == 3 and parallel.mesh.pp > 1:
             notes.append(
                 "reshard_after_forward=False: a pipeline gathers the weights of blocks again in B all the same."
             )
-        if parallel.overlap_layers and parallel.mesh.replica * parallel.mesh.dp == 1:
+        if parallel.overlap_layers and parallel.mesh.batch_ranks * parallel.mesh.cp == 1:
             notes.append("overlap=True has no effect: it overlaps what data ranks send, and there is one.")
         if parallel.mesh.pp > 1 and parallel.num_microbatches < parallel.mesh.pp:
             notes.append(

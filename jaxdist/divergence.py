@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, logical_parameters, named, to_logical
 from jaxdist.config import RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.layout import Leaf, drop_unit_axes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.models.base import STACKED, Model
@@ -111,7 +112,15 @@ class Run:
     def __init__(
         self, config: RunConfig, devices: list[jax.Device], parameters: Mapping[str, np.ndarray] | None = None
     ):
-        """parameters: to start from, at logical shape by name; `random_parameters` if none are given."""
+        """parameters: to start from, at logical shape by name; `random_parameters` if none are given.
+
+        Raises: ConfigError for a mesh with cp."""
+        if config.parallel.mesh.cp > 1:
+            raise ConfigError(
+                f"a run in step on cp={config.parallel.mesh.cp}",
+                "probes cannot put tensors together that are split along the sequence in a zig-zag",
+                "Compare a mesh without cp; experiments.verify compares gradients on any",
+            )
         self.config, self.recorder = config, Recorder()
         with self._precision():
             self._compile(devices, parameters)

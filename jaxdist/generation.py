@@ -150,8 +150,14 @@ def build_generator(
 ) -> Generator:
     """Programs for `num_texts` texts of at most `capacity` tokens, prompts included.
 
-    Raises: ConfigError where the mesh does not divide the model's heads or layers, or the texts.
+    Raises: ConfigError where the mesh splits sequences, or does not divide the model's heads or layers, or the texts.
     """
+    if shape.cp > 1:
+        raise ConfigError(
+            f"text generated on cp={shape.cp}",
+            "the cache of a text holds its whole sequence",
+            "Use a mesh without cp: weights are read onto any mesh",
+        )
     model.check(ParallelConfig(shape))
     if model.num_blocks % shape.pp:
         raise ConfigError(

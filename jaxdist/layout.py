@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.config import ParallelConfig, PrecisionConfig
-from jaxdist.mesh import AXES, DATA_AXES, SEQUENCE_AXES, MeshShape
+from jaxdist.mesh import AXES, DATA_AXES, MeshShape
 from jaxdist.models.base import STACKED
 
 
@@ -259,10 +259,6 @@ class Layout:
     def rows_spec(self) -> PartitionSpec:
         """Of an array with a dim for the batch's rows."""
         return drop_unit_axes((DATA_AXES,), self.parallel.mesh)
-
-    def batch_spec(self) -> PartitionSpec:
-        """Of tokens[B, T]."""
-        return drop_unit_axes((DATA_AXES, SEQUENCE_AXES), self.parallel.mesh)
 
 
 def split_outer(tree: dict) -> tuple[dict, dict]:

@@ -38,7 +38,7 @@ MESH_AXES = (
     MeshAxis("replica", splits="batch"),
     MeshAxis("dp", splits="batch", shards_state=True),
     MeshAxis("ep", shards=("experts",), splits="batch", available=False),
-    MeshAxis("cp", splits="sequence", available=False),
+    MeshAxis("cp", splits="sequence"),
     MeshAxis("tp", shards=("vocab", "heads", "kv_heads", "ffn"), may_stay_whole=("kv_heads",)),
 )
 

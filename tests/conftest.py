@@ -107,6 +107,14 @@ RARE = set(
         "pp2-dp2-tp2-zero1-bf16",
         "pp4-zb-h1-overlap-uneven-fp64",
         "pp2-tp2-interleaved-overlap-bf16",
+        "cp2",
+        "cp8-all-gather",
+        "cp8-ulysses",
+        "dp2-cp4-zero3-overlap",
+        "dp2-cp4-usp-2-zero2-accumulate-remat",
+        "pp2-dp2-cp2-ulysses-zero3-loss-chunks",
+        "cp4-tp2-sp-bf16",
+        "dp2-cp4-zero1-fp64",
     ]
 )
 

@@ -7,7 +7,7 @@ from collections import Counter
 import jax
 import pytest
 
-from experiments.communication import COMPARED, against_papers, ratios
+from experiments.communication import COMPARED, KINDS, against_papers, ratios
 from experiments.strategies import PIPELINES, STRATEGIES
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
@@ -243,7 +243,7 @@ def test_differences_from_the_papers_are_the_named_ones():
 def test_no_more_is_sent_than_the_strategy_needs_but_for_the_named_reasons(strategy):
     """Per axis, bytes sent for each byte needed: 1, or more for a reason in docs/collectives.md."""
     config = strategy.run_config()
-    parallel, most = config.parallel, {"activations over tp": 1.0, "weights and gradients": 1.0, "between stages": 1.0}
+    parallel, most = config.parallel, dict.fromkeys(KINDS, 1.0)
     if parallel.remat_every > 1:
         most["activations over tp"] = 1.05  # a loop over several blocks repeats the last one's sum
     if parallel.mesh.dp == 3:

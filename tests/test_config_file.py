@@ -66,6 +66,7 @@ OTHER = {
     "dtype": "float16",
     "reduce_dtype": "bfloat16",
     "optimizer": "lion",
+    "cp_kind": "usp-2",
     "tp_ring": "two-way",
     "grad_sync": "flat",
     "attention": "xla",

@@ -83,6 +83,9 @@ LAYOUTS = {
     "pp2-zb-h1": {"mesh": "pp=2", "schedule": "zb-h1"},
     "dp2-zero3": {"mesh": "dp=2", "zero": 3},
     "dp2-tp2": {"mesh": "dp=2,tp=2"},
+    "cp4": {"mesh": "cp=4"},
+    "dp2-cp4-zero3-gather": {"mesh": "dp=2,cp=4", "zero": 3, "cp_kind": "all-gather"},
+    "pp2-cp4-gather": {"mesh": "pp=2,cp=4", "cp_kind": "all-gather"},
 }
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}  # of the largest element of each leaf
 SAMPLE = {
@@ -96,6 +99,10 @@ SAMPLE = {
     ("mistral", "dp2-tp2", "float64"),
     ("gpt2", "tp2", "float64"),
     ("seven-heads", "dp2-zero3", "float64"),
+    ("llama", "cp4", "float64"),
+    ("qwen3-windows", "cp4", "float64"),
+    ("qwen3", "dp2-cp4-zero3-gather", "float64"),
+    ("gpt2", "cp4", "float64"),
 }
 
 

@@ -339,6 +339,7 @@ FLAGS = {
     "loss_scale_hysteresis": ("1", ["--dtype", "float16"], None, None),
     "zero": ("1", [], LAYOUT, None),
     "sp": (None, [], LAYOUT, None),
+    "cp_kind": ("all-gather", ["--mesh", "cp=2"], LAYOUT, None),
     "tp_ring": ("one-way", ["--mesh", "tp=2", "--sp"], LAYOUT, None),
     "grad_sync": ("flat", [], None, None),
     "bucket_mb": ("3", [], None, None),

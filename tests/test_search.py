@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxdist.compat import scan_counts
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import CP_KINDS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AVAILABLE_AXES, MeshShape, make_abstract_mesh
@@ -18,6 +18,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, make_schedule
 from jaxdist.parallel.pipeline.lowering import lower, senders_of
 from jaxdist.parallel.pipeline.simulate import Costs, simulate
+from jaxdist.plan import search as searching
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import ROWS, OneRank, layer_memory, work_of
 from jaxdist.plan.program_memory import (
@@ -133,7 +134,8 @@ def test_every_candidate_is_a_legal_run_without_idle_settings(model, devices, ba
 
 
 @pytest.mark.parametrize("model, devices, batch", CASES)
-def test_no_legal_layout_is_missing(model, devices, batch):
+def test_no_legal_layout_is_missing(monkeypatch, model, devices, batch):
+    monkeypatch.setattr(searching, "LONG", model.seq_len if devices == 4 else searching.LONG)
     found = every_layout(model, devices, batch)
     rows = [tuple(row) for row in np.stack([getattr(found, name) for name in INTEGERS], axis=1).tolist()]
     assert len(rows) == len(set(rows))
@@ -158,7 +160,7 @@ def test_no_legal_layout_is_missing(model, devices, batch):
             everything.time.total <= left_out.time.total[0] * (1 + 1e-9)
         )
         same = np.ones(len(found), bool)
-        for name in ("pp", "replica", "dp", "tp", "zero", "sp", "microbatches", "accumulate", "schedule", "overlap"):
+        for name in set(INTEGERS) - {"keep", "chunks", "rows", "every", "selective"}:
             same &= getattr(found, name) == getattr(Candidates.of(config), name)[0]
         assert (as_good & same).any(), config.parallel
 
@@ -167,9 +169,9 @@ def every_setting(model, devices, batch):
     """Settings of every kind on every mesh, legal or not."""
     sizes = divisors(devices)
     for shape in itertools.product(sizes, repeat=len(AVAILABLE_AXES)):
-        if math.prod(shape) != devices:
-            continue
         mesh = MeshShape(**dict(zip(AVAILABLE_AXES, shape, strict=True)))
+        if mesh.num_devices != devices or (mesh.cp > 1 and model.seq_len < searching.LONG):
+            continue
         pipelines_of = [(None, None, None)]
         if mesh.pp > 1:
             pipelines_of = [
@@ -178,14 +180,17 @@ def every_setting(model, devices, batch):
                 for chunks in (range(2, 6) if name == "interleaved" else [None])
                 for micro in divisors(batch)
             ]
-        for (name, chunks, micro), zero, keep, sp, overlap in itertools.product(
-            pipelines_of, range(4), (True, False), (False, True), (False, True)
+        kinds = CP_KINDS if mesh.cp > 1 else CP_KINDS[:1]
+        for (name, chunks, micro), zero, keep, sp, overlap, kind in itertools.product(
+            pipelines_of, range(4), (True, False), (False, True), (False, True), kinds
         ):
             if (not keep and zero != 3) or (sp and mesh.tp == 1) or (zero and mesh.dp == 1):
                 continue
-            if overlap and mesh.pp * mesh.dp * mesh.replica == 1:
+            if overlap and mesh.pp * mesh.dp * mesh.replica * mesh.cp == 1:
                 continue
             for remat, accumulate in itertools.product(("none", "selective", "block", "every-2", "every-3"), (1, 2, 3)):
+                if remat == "selective" and mesh.cp > 1 and kind != "ulysses":
+                    continue
                 if overlap and mesh.pp > 1 and accumulate > 1:  # whatever a pass is, its messages are its own
                     continue
                 schedule = {} if name is None else {"schedule": name, "chunks": chunks, "microbatches": micro}
@@ -194,6 +199,7 @@ def every_setting(model, devices, batch):
                         mesh=mesh,
                         zero=zero,
                         sp=sp,
+                        cp_kind=kind,
                         reshard_after_forward=keep,
                         overlap=overlap,
                         remat=remat,

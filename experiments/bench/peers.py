@@ -250,7 +250,7 @@ def timed_automatic(config: RunConfig, devices: Devices) -> Timed:
         optimizer, lambda _, sharding: sharding, state_shapes[1], storage, transform_non_params=lambda _: replicated
     )
     placed = (shardings(mesh, program.specs.params), moments)
-    batch_sharding = NamedSharding(mesh, program.layout.batch_spec())
+    batch_sharding = NamedSharding(mesh, program.layout.rows_spec())
     batch = jax.device_put({k: v for k, v in full_batch(config).items() if k != "rows"}, batch_sharding)
     state = jax.jit(init, out_shardings=placed)(jax.device_put(params, placed[0]))
     compiled = (

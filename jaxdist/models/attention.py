@@ -13,6 +13,7 @@ from jax.extend.core import Primitive
 from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError, reason_of
 from jaxdist.models.context import Context
+from jaxdist.parallel.context_parallel import context_attention
 
 MIN_QUERIES = 64  # in a block; smaller products of matrices are slower than what leaving out the masked ones saves
 
@@ -36,6 +37,9 @@ def attend(
     Where text is generated, keys and values are kept, and a call may be of the newest position of each text alone.
     """
     core = attention_core(ctx.attention, ctx, rate, window)
+    if ctx.split.ranks > 1:
+        how = {"window": window, "starts_BS": ctx.starts_BT}
+        return context_attention(ctx.split, core, q_BTNH, k_BTKH, v_BTKH, **how)
     if ctx.cache is not None:
         return ctx.cache.attend(core, q_BTNH, k_BTKH, v_BTKH, window)
     return core(q_BTNH, k_BTKH, v_BTKH)

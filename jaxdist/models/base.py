@@ -92,6 +92,8 @@ class Model(ABC):
 
     `outer` and `block` declare parameters; `embed`, `layer` and `head` (or `loss`) compute on their local shards,
     inside `jax.shard_map`. All arrays a layer takes and gives have one shape and dtype. dropout: the largest rate used.
+    splits_sequence: whether its layers compute with a part of the sequence, so that cp may split it: they have
+    positions from the context, and nothing but `attend` mixes them.
     kinds: of the layers, in the order in which they repeat. One repeat is a block: the unit of pipelines' stages, of
     recomputation and of ZeRO-3's gathers.
     """
@@ -100,6 +102,7 @@ class Model(ABC):
     seq_len: int
     vocab_size: int
     dropout = 0.0
+    splits_sequence = False
     kinds: tuple[str, ...] = ("layer",)
 
     @abstractmethod

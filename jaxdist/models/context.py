@@ -10,6 +10,7 @@ from jax import lax, random
 
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import tensor
+from jaxdist.parallel.context_parallel import Split
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.remat import mark_saveable, save_matmuls_policy
 from jaxdist.parallel.rings import Ring
@@ -32,6 +33,7 @@ class Context:
     """What a model's functions are told beside arrays: how the run is split, its dropout.
 
     sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
+    split: of the sequence over cp; starts_BT is of the whole sequence all the same.
     attention: "xla" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks: parts
     in which the logits are made. key: of the step's dropout, None for none. rows_B, starts_BT: as in `Batch`.
     weight: the factor of the summed loss whose gradient is taken; None outside of training. cache: of keys and values,
@@ -41,6 +43,7 @@ class Context:
 
     sp: bool = False
     ring: Ring | None = None
+    split: Split = Split()
     attention: str = "xla"
     selective: bool = False
     loss_chunks: int = 1
@@ -133,21 +136,36 @@ class Context:
         rows differ."""
         if self.cache is not None:
             return self.cache.positions(num_local)
-        places_T = tensor.positions(num_local, self.sp)
-        if self.starts_BT is None:
-            return places_T
-        return places_T - lax.dynamic_slice_in_dim(self.starts_BT, places_T[0], num_local, axis=1)
+        return self._in_documents(self._places(num_local))
 
     def whole_positions(self, length: int) -> jax.Array:
-        """The same where the whole sequence is: after `enter` or `column_parallel`."""
+        """The same of all that this rank of cp has: after `enter` or `column_parallel`."""
         if self.cache is not None:
             return self.cache.positions(length)
-        return jnp.arange(length) if self.starts_BT is None else jnp.arange(length) - self.starts_BT
+        return self._in_documents(self.split.positions(jnp.arange(length), length))
+
+    def _places(self, num_local: int) -> jax.Array:
+        """Places in the whole sequence of the local tokens between the tensor-parallel regions: i32[T]."""
+        length = num_local * (comm.size(tensor.AXIS) if self.sp else 1)
+        return self.split.positions(tensor.positions(num_local, self.sp), length)
+
+    def _heads(self, num_local: int) -> jax.Array:
+        """Global indices of the heads that this rank computes with: a part of its own, while it has exchanged heads for
+        positions."""
+        all_N = tensor.global_indices(num_local * self.split.exchanging)
+        if self.split.exchanging == 1:
+            return all_N
+        return lax.dynamic_slice_in_dim(all_N, self.split.member * num_local, num_local)
+
+    def _in_documents(self, places_T: jax.Array) -> jax.Array:
+        if self.starts_BT is None:
+            return places_T
+        return places_T - jnp.take(self.starts_BT, places_T, axis=1)
 
     def position_rows(self, table_TD: jax.Array, num_local: int) -> jax.Array:
         """The rows of a table of learned positions for the local tokens: [T, D], or [B, T, D]."""
         positions = self.positions(num_local)
-        if positions.ndim > 1:
+        if positions.ndim > 1 or self.split.ranks > 1:
             return tensor.look_up(len(table_TD), table_TD, positions)
         return lax.dynamic_slice_in_dim(table_TD, positions[0], num_local)
 
@@ -164,13 +182,13 @@ class Context:
         """Of activations between the tensor-parallel regions."""
         if self.key is None or rate == 0:
             return x_BTD
-        return dropout(x_BTD, rate, self.key, self.rows_B, tensor.positions(x_BTD.shape[1], self.sp))
+        return dropout(x_BTD, rate, self.key, self.rows_B, self._places(x_BTD.shape[1]))
 
     def dropout_heads(self, x_BN: jax.Array, rate: float) -> jax.Array:
         """Of an array whose dims after the batch's begin with heads that are split over tp."""
         if self.key is None or rate == 0:
             return x_BN
-        return dropout(x_BN, rate, self.key, self.rows_B, tensor.global_indices(x_BN.shape[1]))
+        return dropout(x_BN, rate, self.key, self.rows_B, self._heads(x_BN.shape[1]))
 
 
 @jax.custom_vjp

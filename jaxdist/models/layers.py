@@ -41,6 +41,7 @@ class Transformer(FlaxModel):
     width: int
     num_heads: int
     ffn_width: int
+    splits_sequence = True
 
     @property
     def padded_vocab_size(self) -> int:
@@ -60,6 +61,26 @@ class Transformer(FlaxModel):
                     f"each tp rank holds {name}/tp",
                     f"Use tp in {divisors(math.gcd(self.num_heads, self.ffn_width))}",
                 )
+        self._check_context(parallel)
+
+    def _check_context(self, parallel: "ParallelConfig") -> None:
+        cp, (exchanging, _) = parallel.mesh.cp, parallel.cp_split
+        heads, kv_heads = (
+            n // parallel.mesh.tp for n in (self.num_heads, getattr(self, "num_kv_heads", self.num_heads))
+        )
+        kv_heads = max(kv_heads, 1)
+        if heads % exchanging or (kv_heads % exchanging and exchanging % kv_heads):
+            raise ConfigError(
+                f"cp_kind={parallel.cp_kind} with {heads} query heads and {kv_heads} key heads on a tp rank",
+                f"each of {exchanging} ranks takes an equal part of them",
+                "Use cp_kind='ring', or usp-U with a U that divides them",
+            )
+        if self.dropout and cp > exchanging:
+            raise ConfigError(
+                f"dropout={self.dropout} with cp_kind={parallel.cp_kind}",
+                "attention's weights are made in blocks, which drop none",
+                "Use cp_kind='ulysses', or dropout=0",
+            )
 
     def attention_for(self, asked: str, platform: str, dtype: str, *, training: bool, device=None) -> str:
         dropped = training and self.dropout > 0

@@ -54,6 +54,7 @@ class LoRA(Model):
     seq_len = property(lambda self: self.base.seq_len)
     vocab_size = property(lambda self: self.base.vocab_size)
     dropout = property(lambda self: self.base.dropout)
+    splits_sequence = property(lambda self: self.base.splits_sequence)
     kinds = property(lambda self: self.base.kinds)
 
     @property

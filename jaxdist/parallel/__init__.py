@@ -3,6 +3,7 @@
 `collectives`: typed wrappers that drop size-1 axes and refuse a second reduction. `algorithms`: ring, tree and
 halving-doubling written by hand from `ppermute`. `tensor`: the two places a block meets tensor parallelism, and the
 vocabulary-parallel embedding and loss. `rings`: matmuls overlapped with their gather or scatter over tp.
+`context_parallel`, `blocked_attention`: attention over a sequence that is split, or too long for its scores.
 `zero`, `grouping`, `reduce`: the gradient rule over a `jaxdist.layout.Layout`.
 `pipeline`: schedules as tables (no JAX), and the executor that runs any of them.
 
@@ -26,6 +27,7 @@ EXPORTS = {
         "size",
         "varying",
     ),
+    "context_parallel": ("context_attention",),
     "pipeline.builders": ("make_schedule",),
     "pipeline.executor": ("Stages", "pipeline_gradients", "pipeline_loss"),
     "reduce": ("reduce_gradients",),
@@ -41,7 +43,9 @@ EXPORTS = {
 }
 MODULES = (
     "algorithms",
+    "blocked_attention",
     "collectives",
+    "context_parallel",
     "dropout",
     "grouping",
     "overlap",

@@ -220,6 +220,7 @@ def layout_flags(found: Scored, index: int) -> str:
     words = [
         f"--mesh {c.mesh(index)} --zero {c.zero[index]} --remat {c.remat(index)} --accumulate {c.accumulate[index]}"
     ]
+    words += [f"--cp-kind {c.cp_kind(index, found.base.parallel)}"] * int(c.cp[index] > 1 and c.kind[index] > 0)
     words += ["--sp"] * int(c.sp[index]) + ["--overlap"] * int(c.overlap[index])
     words += ["--no-reshard-after-forward"] * int(c.keep[index])
     if c.pp[index] > 1:

@@ -1,7 +1,7 @@
 """The parts of a model traced alone: what its embedding, one layer and its loss send, keep and read again.
 
 A step runs each part as often as its schedule says, so what a part is need be known once. Nothing here knows a model:
-the parts are traced on an abstract mesh that has tp alone, with the shapes of one rank.
+the parts are traced on an abstract mesh that has tp and cp alone, with the shapes of one rank.
 """
 
 import math
@@ -40,13 +40,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OneRank:
-    """One rank of `tp`, with micro-batches of `rows` sequences, and what a run tells the model."""
+    """One rank of `tp` and `cp`, with micro-batches of `rows` sequences, and what a run tells the model."""
 
     model: Model
     tp: int
     rows: int
     precision: PrecisionConfig
     sp: bool = False
+    cp: int = 1
+    cp_kind: str = "ring"
     tp_ring: str = "none"
     loss_chunks: int = 1
     selective: bool = False
@@ -61,6 +63,8 @@ class OneRank:
             config.batch_size // (mesh.batch_ranks * parallel.accumulate * parallel.num_microbatches),
             config.precision,
             sp=parallel.sp and mesh.tp > 1,
+            cp=mesh.cp,
+            cp_kind=parallel.cp_kind,
             tp_ring=parallel.tp_ring,
             loss_chunks=parallel.loss_chunks,
             selective=parallel.remat == "selective",
@@ -70,13 +74,14 @@ class OneRank:
     def trace(self, function: Callable[["_Functions"], T]) -> T:
         """What `function` finds out about the parts, called where collectives over tp can be traced."""
         remat, attention = "selective" if self.selective else "none", self.attention
-        mesh, model, dtype = MeshShape(tp=self.tp), self.model, self.precision.dtype
-        parallel = ParallelConfig(mesh, sp=self.sp, tp_ring=self.tp_ring, loss_chunks=self.loss_chunks, remat=remat)
+        mesh, model, dtype = MeshShape(cp=self.cp, tp=self.tp), self.model, self.precision.dtype
+        settings = {name: getattr(self, name) for name in ("sp", "cp_kind", "tp_ring", "loss_chunks")}
+        parallel = ParallelConfig(mesh, remat=remat, **settings)
         config = RunConfig(model, parallel, precision=self.precision, batch_size=self.rows, steps=1)
         layout = make_layout(model, parallel)
         attention = model.attention_for(attention, "abstract", dtype, training=True)
         bound = ShardedModel.of(config, layout, "cudnn-traced" if attention == "cudnn" else attention)
-        specs = Batch(layout.batch_spec(), layout.batch_spec(), layout.rows_spec())
+        specs = Batch(*[layout.rows_spec()] * 3)
         tokens = jax.ShapeDtypeStruct((self.rows, model.seq_len), jnp.int32)
         numbers = jax.ShapeDtypeStruct((self.rows,), jnp.int32)
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout.leaves)
@@ -110,7 +115,7 @@ class _Functions:
 
     @classmethod
     def of(cls, bound: ShardedModel, params: dict, batch: Batch) -> "_Functions":
-        bound = bound.weighted(jnp.ones((), bound.sum_dtype))
+        bound, batch = bound.weighted(jnp.ones((), bound.sum_dtype)), bound.own_tokens(batch)
         outer, layers = split_outer(bound.cast(params))
         key = random.key(0) if bound.config.model.dropout else None
         return cls(bound, outer, jax.tree.map(lambda x: x[0], layers), batch, key)

@@ -106,24 +106,26 @@ class LayerColumns(NamedTuple):
 
 
 def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
-    """Of every layout; traced once for each way to run a layer (tp, sp, selective)."""
-    kinds, index = distinct(layouts.tp, layouts.sp == 1, layouts.selective == 1)
+    """Of every layout; traced once for each way to run a layer (tp, cp and its kind, sp, selective)."""
+    kinds, index = distinct(layouts.tp, layouts.cp, layouts.kind, layouts.sp == 1, layouts.selective == 1)
     columns = np.empty((len(LayerColumns._fields), len(index)))
-    for number, (tp, sp, selective) in enumerate(kinds):
+    for number, (tp, cp, _, sp, selective) in enumerate(kinds):
         here = np.flatnonzero(index == number)
-        columns[:, here] = _of_rank(config, tp, bool(sp), bool(selective), attention, layouts.rows[here])
+        settings = {"sp": bool(sp), "selective": bool(selective), "attention": attention, "cp": cp}
+        settings["cp_kind"] = layouts.cp_kind(here[0], config.parallel)
+        columns[:, here] = _of_rank(config, tp, layouts.rows[here], **settings)
     return LayerColumns(*columns)
 
 
-def _of_rank(config: RunConfig, tp: int, sp: bool, selective: bool, attention: str, rows: np.ndarray) -> np.ndarray:
+def _of_rank(config: RunConfig, tp: int, rows: np.ndarray, **settings) -> np.ndarray:
     """Traced for few ranks, and found from those for more: what a rank holds is whole, or 1/tp of it. Not so where
     more ranks hold something whole than fewer do, as key heads."""
-    few, twice = (2, 4) if sp else (1, 2)
+    few, twice = (2, 4) if settings["sp"] else (1, 2)
     if tp > twice and tp % twice == 0 and not any(dim % tp for dim in dims_that_may_stay_whole(config.model)):
-        a, b = (_of_rank(config, ranks, sp, selective, attention, rows) for ranks in (few, twice))
+        a, b = (_of_rank(config, ranks, rows, **settings) for ranks in (few, twice))
         return 2 * b - a + twice * (a - b) / tp
     precision = PrecisionConfig(config.precision.dtype)
-    rank = OneRank(config.model, tp, ROWS, precision, sp=sp, selective=selective, attention=attention)
+    rank = OneRank(config.model, tp, ROWS, precision, **settings)
     *kept, backward, again = layer_memory(rank)
     loss = loss_memory(replace(rank, selective=False, loss_chunks=config.parallel.loss_chunks))
     sizes = [each * rows for each in kept] + [at_rows(envelope, rows) for envelope in (backward, again, loss)]

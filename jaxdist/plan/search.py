@@ -16,7 +16,7 @@ from functools import cache
 
 import numpy as np
 
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import CP_KINDS, ParallelConfig, RunConfig, context_kinds, cp_split
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AVAILABLE_AXES, AXES, MeshShape
 from jaxdist.models.base import Model
@@ -32,8 +32,10 @@ from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
 
 BLOCK = 1 << 15  # layouts made and scored at a time: their columns stay in the cache
 INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
-INTEGERS += ("every", "selective", "overlap")
+INTEGERS += ("every", "selective", "overlap", "kind")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
+LONG = 8192  # positions from which on a sequence is split over cp; shorter ones have nothing to gain by it
+OWN_KIND = len(CP_KINDS)  # in the column `kind`: the run's own `cp_kind`
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +46,7 @@ class Candidates:
     it is that of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
     micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed.
     overlap: a layer's gradients, and ZeRO-3's weights, are sent while another layer computes; in a
-    pipeline, messages between stages do.
+    pipeline, messages between stages do. kind: index in `config.CP_KINDS`, or OWN_KIND; 0 where cp is 1.
     """
 
     pp: np.ndarray
@@ -64,6 +66,7 @@ class Candidates:
     every: np.ndarray
     selective: np.ndarray
     overlap: np.ndarray
+    kind: np.ndarray
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -103,8 +106,12 @@ class Candidates:
             remat=self.remat(index),
             reshard_after_forward=not row["keep"],
             overlap=bool(row["overlap"]),
+            cp_kind=self.cp_kind(index, base or plain),
             **{"schedule": plain.schedule, "microbatches": None, "chunks": None, "stages": plain.stages, **pipeline},
         )
+
+    def cp_kind(self, index: int, base: ParallelConfig) -> str:
+        return kind_name(int(self.kind[index]), base)
 
     @classmethod
     def of(cls, config: RunConfig) -> "Candidates":
@@ -125,6 +132,7 @@ class Candidates:
             "every": parallel.remat_every,
             "selective": parallel.remat == "selective",
             "overlap": parallel.overlap,
+            "kind": CP_KINDS.index(parallel.cp_kind) if parallel.cp_kind in CP_KINDS else OWN_KIND,
         }
         return cls(*(np.array([int(row[name])]) for name in INTEGERS))
 
@@ -140,13 +148,20 @@ def join_rows(blocks: Sequence):
     return kind(**{field.name: np.concatenate([getattr(b, field.name) for b in blocks]) for field in fields(kind)})
 
 
+def kind_name(kind: int, base: ParallelConfig) -> str:
+    """The word of `ParallelConfig.cp_kind`."""
+    return base.cp_kind if kind == OWN_KIND else CP_KINDS[kind]
+
+
 def remat_name(every: int, selective: int) -> str:
     """The word of `ParallelConfig.remat`."""
     return {0: "selective" if selective else "none", 1: "block"}.get(every, f"every-{every}")
 
 
 def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str = "adamw") -> list[dict[str, int]]:
-    """Every mesh of `num_devices` devices that divides the model and the batch. Raises: ConfigError for none."""
+    """Every mesh of `num_devices` devices that divides the model and the batch; with cp for `LONG` sequences alone.
+
+    Raises: ConfigError for none."""
 
     def split(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
         if not axes:
@@ -160,7 +175,9 @@ def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str
     def divides(mesh: dict[str, int]) -> bool:
         whole = optimizer == "adafactor"  # needs whole parameters on every rank
         fits_layers = mesh["pp"] <= (1 if whole else model.num_blocks) and not (whole and mesh["tp"] > 1)
-        return allows(model, mesh["tp"]) and fits_layers and batch_size % (mesh["replica"] * mesh["dp"]) == 0
+        divided = fits_layers and batch_size % (mesh["replica"] * mesh["dp"]) == 0
+        divided = divided and (mesh["cp"] == 1 or model.seq_len >= LONG)
+        return divided and allows(model, mesh["tp"]) and bool(context_kinds(model, MeshShape(**mesh)))
 
     found = [mesh for mesh in split(AXES, num_devices) if divides(mesh)]
     if not found:
@@ -185,9 +202,11 @@ def layouts_of_mesh(
     pp = mesh["pp"]
     # (zero, keep, overlap)
     states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if mesh["dp"] > 1 and optimizer != "adafactor" else [(0, 0)]
-    overlaps = [0, 1] if pp > 1 or (mesh["dp"] * mesh["replica"] > 1 and model.num_blocks > 1) else [0]
+    overlaps = [0, 1] if pp > 1 or (mesh["dp"] * mesh["replica"] * mesh["cp"] > 1 and model.num_blocks > 1) else [0]
     states = [(*state, overlap) for state in states for overlap in overlaps]
-    splits = [0, 1] if mesh["tp"] > 1 and model.seq_len % mesh["tp"] == 0 else [0]
+    # (sp, kind of context parallelism)
+    sps = [0, 1] if mesh["tp"] > 1 and model.seq_len // mesh["cp"] % mesh["tp"] == 0 else [0]
+    splits = [(sp, CP_KINDS.index(kind)) for sp in sps for kind in context_kinds(model, MeshShape(**mesh))]
     # (schedule, chunks, every, selective)
     if pp == 1:
         layers = [(NAMES.index("1f1b"), 1, *again) for again in _remats(divisors(model.num_blocks))]
@@ -212,10 +231,11 @@ def layouts_of_mesh(
         schedule, chunks, every, selective = layers[layer].T
         zero, keep, overlap = states[state].T
         micro, accumulate, rows = cuts[cut].T
+        sp, kind = splits[split].T
         found = Candidates(
             **{axis: np.full(len(layer), mesh[axis]) for axis in AXES},
             zero=zero,
-            sp=splits[split],
+            sp=sp,
             keep=keep,
             schedule=schedule,
             chunks=chunks,
@@ -225,9 +245,12 @@ def layouts_of_mesh(
             every=every,
             selective=selective,
             overlap=overlap,
+            kind=kind,
         )
         legal = (overlap == 0) | (pp > 1) | ((every <= 1) & (keep == 0))
         legal &= (keep == 0) | (every == 0)  # recomputed blocks are gathered again all the same
+        # A ring, and attention to keys that are gathered, keep no scores to recompute.
+        legal &= (selective == 0) | (mesh["cp"] == 1) | (kind == CP_KINDS.index("ulysses"))
         if legal.any():
             yield found.take(legal)
 
@@ -370,6 +393,7 @@ def _score_what_fits(base, layouts: Candidates, cluster, attention, efficiency) 
 def _step_time(base, layouts: Candidates, table: Pipelines, cluster, attention, efficiency) -> StepTime:
     model, precision = base.model, base.precision
     deepest = layouts.chunks * table.depth
+    exchanging, gathers_keys = context_columns(base, layouts)
     layout = Layout(
         **{axis: _number_if_constant(getattr(layouts, axis)) for axis in AXES if axis != "ep"},
         microbatches=layouts.accumulate * layouts.microbatches,
@@ -377,6 +401,8 @@ def _step_time(base, layouts: Candidates, table: Pipelines, cluster, attention, 
         rows=layouts.rows,
         zero=layouts.zero,
         sp=layouts.sp == 1,
+        exchanging=exchanging,
+        gathers_keys=gathers_keys,
         remat=remat_names(layouts),
         chunks=layouts.chunks,
         bubble=table.bubble,
@@ -413,6 +439,13 @@ def hidden_part(model: Model) -> float:
         * work.layer_parameters
         / (work.num_layers * work.layer_parameters + work.embedding_parameters)
     )
+
+
+def context_columns(base: RunConfig, layouts: Candidates) -> tuple[np.ndarray, np.ndarray]:
+    """`ParallelConfig.cp_split`, as columns."""
+    kinds, index = distinct(layouts.kind, layouts.cp)
+    rows = [cp_split(kind_name(kind, base.parallel), cp) for kind, cp in kinds]
+    return tuple(np.array(rows)[index].T)
 
 
 def weight_gathers(layouts: Candidates) -> np.ndarray:

@@ -89,6 +89,7 @@ class Layout:
     sends: messages of a micro-batch that a stage waits for, both ways together (default 2v).
     spread_table: every stage holds a part of the token table; its two ends get it, and give its gradient, once a step.
     hidden_part: with overlap_dp, of what is sent during backward, the part that has another layer beside it.
+    exchanging, gathers_keys: as `ParallelConfig.cp_split`.
     overlap_across: with overlap_dp, the sum over replica (and cp) overlaps with backward as well.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     """
@@ -120,6 +121,8 @@ class Layout:
     sends: Number | None = None
     spread_table: Number = False
     gathers: Number | None = None
+    exchanging: Number = 1
+    gathers_keys: Number = False
     overlap_across: Number = True
     hidden_part: Number = 1.0
 
@@ -249,7 +252,7 @@ def step_time(
     """Predicted time of one update for every layout in the columns. Matmuls run in `dtype`, 16 bits unless float32.
 
     A layout must already be legal (heads, layers and batch divide); nothing is checked here, and memory not at all: see
-    `jaxdist.plan.papers.formulas`. cp is a ring that shows in full.
+    `jaxdist.plan.papers.formulas`. What cp sends shows in full.
     Raises: ConfigError for a dtype the accelerator has no peak for, and an unknown remat.
     """
     itemsize = {"float32": 4, "tfloat32": 4, "float64": 8}.get(dtype, 2)
@@ -277,8 +280,14 @@ def step_time(
     softmax = positions * scores / tp / hbm
     activation = positions * h * itemsize
     all_reduce = ring("ring_all_reduce", "tp", tp, activation)
-    ring_attention = (cp - 1) * cluster.permute_seconds(
-        cp, apart["cp"], 2 * positions * work.kv_width / tp * itemsize, e.inside, e.between
+    keys = 2 * positions * work.kv_width / tp * itemsize
+    exchanging = np.asarray(layout.exchanging)
+    groups = cp // exchanging
+    ring_attention = (groups - 1) * cluster.permute_seconds(cp, apart["cp"], keys, e.inside, e.between)
+    gather_keys = ring("ring_all_gather", "cp", cp, cp * keys)
+    # q and the result, keys and values: a part of each to every other rank of the group.
+    exchange = (exchanging - 1) * cluster.permute_seconds(
+        exchanging, apart["cp"], (keys + 2 * activation / tp) / exchanging, e.inside, e.between
     )
     again = every > 0  # recomputed forwards
     layer = {
@@ -286,7 +295,8 @@ def step_time(
         "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise + (1 + BACKWARD_TRAFFIC + (again | selective)) * softmax,
         "overhead": (3 + again) * e.layer_seconds,
         "tp": (2 + again) * work.layer_sums * all_reduce * np.where(layout.overlap_tp, 0.5, 1.0),
-        "cp": (3 + again) * ring_attention,
+        "cp": np.where(layout.gathers_keys, (2 + again) * gather_keys, (3 + again) * ring_attention)
+        + (2 + again) * exchange,
     }
     head = {
         "compute": (1 + work.head_backward) * work.head(matmul, tp),

@@ -19,7 +19,7 @@ import numpy as np
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf
-from jaxdist.mesh import DATA_AXES, MeshShape
+from jaxdist.mesh import TOKEN_AXES, WORK_AXES, MeshShape
 from jaxdist.models.base import STACKED
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline.lowering import FROM_AFTER, FROM_BEFORE, Loop, iterations
@@ -140,8 +140,8 @@ class _Step:
         for leaf in jax.tree.leaves(self.layout.trained.leaves):
             norms.setdefault(leaf.storage_axes, set()).add(leaf.group)
         return [
-            Message.of("token count", "all_reduce", self.live(*DATA_AXES), 1, counter),
-            Message.of("sum of the loss", "all_reduce", self.live("pp", *DATA_AXES), 1, self.master),
+            Message.of("token count", "all_reduce", self.live(*TOKEN_AXES), 1, counter),
+            Message.of("sum of the loss", "all_reduce", self.live(*WORK_AXES), 1, self.master),
             *(
                 Message.of("gradient norm", "all_reduce", axes, 1, len(found) * self.master)
                 for axes, found in norms.items()
@@ -306,7 +306,7 @@ def _in_layer(leaf: Leaf) -> str:
 
 def owed_for(axes: tuple[str, ...]) -> str:
     """What an all-reduce of gradients over these axes is for."""
-    if set(axes) & set(DATA_AXES):
+    if set(axes) & set(TOKEN_AXES):
         return "gradients"
     reasons = {"pp": "gradients of what every stage holds", "tp": "gradients of what saw a part of the sequence"}
     return "gradients of what every stage holds, a part of the sequence each" if len(axes) > 1 else reasons[axes[0]]

@@ -110,8 +110,11 @@ class Program:
 
 def step_options(config: RunConfig, platform: str) -> dict[str, str | bool]:
     """Options of XLA that a step is compiled with, before those that a user gives."""
-    if platform == "gpu" and config.parallel.overlap and config.parallel.mesh.pp > 1:
-        # A tick's messages go both ways at once; by default a GPU runs one collective at a time.
+    pipeline = config.parallel.overlap and config.parallel.mesh.pp > 1
+    ring = config.parallel.mesh.cp > config.parallel.cp_split[0]
+    if platform == "gpu" and (pipeline or ring):
+        # A tick's messages go both ways at once, a ring's keys and their gradients after each other; by default a GPU
+        # runs one collective at a time.
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
     return {}
 
@@ -201,9 +204,10 @@ def build_program(
 
 
 def batch_specs(config: RunConfig, layout: Layout) -> Batch:
-    """How the arrays of a batch are split. Documents' starts are whole along a sequence, for its positions follow."""
-    starts = layout.rows_spec() if config.mask_documents else None
-    return Batch(layout.batch_spec(), layout.batch_spec(), layout.rows_spec(), starts)
+    """How the arrays of a batch are split: by rows. Of a sequence that is split over cp every rank has all tokens, and
+    takes its own (`ShardedModel.own_tokens`), so that nothing outside a step knows in which order they stand."""
+    rows = layout.rows_spec()
+    return Batch(rows, rows, rows, rows if config.mask_documents else None)
 
 
 def attention_on(mesh: Mesh | AbstractMesh, config: RunConfig, *, training: bool) -> str:

@@ -26,7 +26,7 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
     config, layout = model.config, model.layout.trained
 
     # Gradients of the mean loss: a sum over tokens, divided once by the global token count.
-    num_tokens, batch = count_targets(batch)
+    num_tokens, batch = count_targets(model.own_tokens(batch))
     num_tokens = num_tokens.astype(config.precision.master_dtype)
     scale = state.scale.scale if state.scale is not None else 1
     key = dropout_key(config, state.step)
@@ -66,7 +66,7 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
 
 def evaluate(model: ShardedModel, params: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Summed loss of a batch, without dropout, and the number of targets; equal on every rank."""
-    num_tokens, batch = count_targets(batch)
+    num_tokens, batch = count_targets(model.own_tokens(batch))
     total = engine_of(model.config.parallel).evaluate(model, params, batch)
     return comm.all_reduce(total, WORK_AXES), num_tokens
 

@@ -10,7 +10,7 @@ sequences of an update, V vocabulary, P or Ψ parameters, D tokens, t = tp, p = 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -504,6 +504,41 @@ def tp_traffic(
     size = rows * shape.seq_len / cp * shape.width
     active = np.asarray(tp) > 1
     return Traffic((calls * 2 * size * (np.asarray(tp) - 1) / tp)[()], (active * calls * np.where(sp, 2, 1))[()])
+
+
+class ContextTraffic(NamedTuple):
+    """Bytes that a device sends for one layer and micro-batch over cp."""
+
+    forward: Number
+    backward: Number
+
+
+def cp_traffic(
+    shape: ModelShape,
+    rows: Number,
+    groups: Number,
+    exchanging: Number = 1,
+    gathers: Number = False,
+    tp: Number = 1,
+    itemsize: int = 2,
+    sum_itemsize: int = 4,
+) -> ContextTraffic:
+    """Context parallelism over groups * exchanging ranks, in bytes: queries stay, keys and values are sent.
+
+    A ring passes a rank's keys and values on groups - 1 times, in backward again, and their gradients in `sum_itemsize`
+    bytes after them. A gather (gathers) sends as much forward, and scatters their gradients. Groups of u ranks that
+    exchange heads send (u-1)/u of q, k, v and of the result, both ways; fewer key heads than u are repeated.
+    Source: Ring Attention, arXiv 2310.01889; Llama 3, 2407.21783, section 3.3.2; DeepSpeed Ulysses, 2309.14509.
+    """
+    u, g = np.asarray(exchanging), np.asarray(groups)
+    positions = rows * shape.seq_len / (u * g)
+    head_dim = shape.width / shape.num_heads
+    heads = np.maximum(shape.kv_width / head_dim / np.asarray(tp), 1)
+    heads = np.where(heads % u == 0, heads, np.maximum(heads, u))
+    keys = 2 * positions * heads * head_dim * itemsize
+    exchanged = (u - 1) / u * (2 * positions * shape.width / tp * itemsize + keys)
+    gradients = np.where(gathers, 0, keys / itemsize * sum_itemsize)
+    return ContextTraffic((exchanged + (g - 1) * keys)[()], (exchanged + (g - 1) * (keys + gradients))[()])
 
 
 def pp_traffic(

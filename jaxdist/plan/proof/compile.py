@@ -239,7 +239,9 @@ KINDS = {
 _ITEMSIZES = {"pred": 1, "c64": 8, "c128": 16}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
-_CALLED = re.compile(r"(body|to_apply|calls|called_computations|branch_computations)=(?:\{([^}]*)\}|(%[\w.\-]+))")
+_CALLED = re.compile(
+    r"(body|to_apply|calls|called_computations|branch_computations|true_computation|false_computation)=(?:\{([^}]*)\}|(%[\w.\-]+))"
+)
 _MATMUL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|fmha|conv)', re.IGNORECASE)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _LOOP_OF = re.compile(r'op_name="[^"]*jit\((\w+)\)/while"')

@@ -14,6 +14,7 @@ from jaxdist.mesh import WORK_AXES
 from jaxdist.models.base import STACKED, split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.context_parallel import Split
 from jaxdist.parallel.grouping import all_gather_groups
 from jaxdist.parallel.overlap import order_after
 from jaxdist.parallel.reduce import reduce_gradients
@@ -61,6 +62,7 @@ class ShardedModel:
         ctx = Context(
             sp=parallel.sp,
             ring=parallel.ring,
+            split=Split(parallel.mesh.cp, *parallel.cp_split),
             attention=attention,
             selective=parallel.remat == "selective",
             loss_chunks=parallel.loss_chunks,
@@ -146,6 +148,10 @@ class ShardedModel:
         )
 
     # ---- the model's three functions ----
+
+    def own_tokens(self, batch: Batch) -> Batch:
+        """The batch with the inputs and targets at this rank's positions alone. Sends nothing."""
+        return batch._replace(inputs=self.ctx.split.cut(batch.inputs), targets=self.ctx.split.cut(batch.targets))
 
     def weighted(self, weight: jax.Array) -> "ShardedModel":
         """The same for the gradient of `weight` times the summed loss: auxiliary losses are weighted as much."""

@@ -1,0 +1,372 @@
+"""Attention over a sequence that is split over the axis `cp`: by a ring, by gathering keys, or by exchanging heads.
+
+Dims: B batch, T positions of this rank, S of the whole sequence, N query heads, K heads of keys and values, H head dim;
+n ranks. The ring and the gather place the sequence in a zig-zag: of 2n equal chunks, rank r holds r and 2n-1-r, so that
+causal scores are as many on every rank. Exchanging heads needs no such order.
+Sources: Ring Attention (arXiv 2310.01889); Striped Attention (2311.09431), of the balance; Llama 3 (2407.21783, section
+3.3.2), of the gather and of 2n chunks; DeepSpeed Ulysses (2309.14509); USP (2405.07719), of the two combined.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.blocked_attention import (
+    LOWEST,
+    Partial,
+    Places,
+    attend_partly,
+    blocked_attention,
+    gradients_partly,
+    merged,
+    row_sums,
+    vary_alike,
+)
+from jaxdist.parallel.remat import mark_saveable
+
+AXIS = "cp"
+SEQUENCE_DIM, HEADS_DIM = 1, 2
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a sequence is split over the axis: groups of `exchanging` neighbours exchange heads, and the groups are a
+    ring, or gather keys. With one group heads alone are exchanged; with groups of one rank, none."""
+
+    ranks: int = 1
+    exchanging: int = 1
+    gathers: bool = False
+
+    @property
+    def groups(self) -> int:
+        return self.ranks // self.exchanging
+
+    @property
+    def multiple(self) -> int:
+        """What must divide the length of a sequence."""
+        return self.ranks if self.groups == 1 else math.lcm(self.ranks, 2 * self.groups)
+
+    @property
+    def group(self) -> jax.Array | int:
+        """The number of this rank's group."""
+        return comm.rank(AXIS) // self.exchanging
+
+    @property
+    def member(self) -> jax.Array | int:
+        """The number of this rank in its group."""
+        return comm.rank(AXIS) % self.exchanging
+
+    def first_positions(self, chunk: int) -> tuple[jax.Array, jax.Array]:
+        """Where the two chunks of this rank's group begin."""
+        return self.group * chunk, (2 * self.groups - 1 - self.group) * chunk
+
+    def place(self, held_T: jax.Array, num_local: int, rank: jax.Array | int) -> jax.Array:
+        """Positions in the sequence of some of the `num_local` that a rank holds, by their places there: i32[T]."""
+        if self.ranks == 1:
+            return held_T
+        held = held_T + rank % self.exchanging * num_local  # among those of the rank's group
+        if self.groups == 1:
+            return held
+        chunk, group = num_local * self.exchanging // 2, rank // self.exchanging
+        # The second chunk is the (2 * groups - 1 - group)th, and in `held` it begins at `chunk`.
+        return held + jnp.where(held < chunk, group, 2 * self.groups - 2 - group) * chunk
+
+    def positions(self, held_T: jax.Array, num_local: int) -> jax.Array:
+        """`place` of this rank."""
+        return self.place(held_T, num_local, comm.rank(AXIS))
+
+    def cut(self, x_BS: jax.Array) -> jax.Array:
+        """What this rank holds of an array with the whole sequence on dim 1. Sends nothing."""
+        if self.ranks == 1:
+            return x_BS
+        num_local = x_BS.shape[SEQUENCE_DIM] // self.ranks
+        places_T = self.positions(jnp.arange(num_local), num_local)
+        return jnp.take(comm.varying(x_BS, AXIS), places_T, axis=SEQUENCE_DIM)
+
+
+def context_attention(
+    split: Split,
+    core: Callable[..., jax.Array],
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    *,
+    window: int | None = None,
+    starts_BS: jax.Array | None = None,
+) -> jax.Array:
+    """Causal attention of this rank's queries over the whole sequence: o[B, T, N, H].
+
+    Layout: q[B, T_cp, N, H], k, v[B, T_cp, K, H], placed by `split` -> o[B, T_cp, N, H].
+    core: attention by (q, k, v) where, with heads exchanged for positions, the whole sequence is held. window: as in
+    `blocked_attention`. starts_BS: where the document of each position of the whole sequence begins.
+    Sends: `exchange_heads` of q, k, v, and of o back; then `ring_attention`, `gather_attention` or, where the window
+    reaches fewer chunks than the ring has hops, `halo_attention`.
+    """
+    if split.exchanging > 1:
+        q_BTNH, k_BTKH, v_BTKH = (
+            exchange_heads(split, x) for x in (q_BTNH, *repeat_heads(split.exchanging, k_BTKH, v_BTKH))
+        )
+    if split.groups == 1:
+        o_BTNH = core(q_BTNH, k_BTKH, v_BTKH)
+    else:
+        chunk = q_BTNH.shape[1] // 2
+        if split.gathers:
+            attention = gather_attention
+        else:
+            attention = ring_attention if hops(window, chunk, split.groups) is None else halo_attention
+        o_BTNH = attention(split, q_BTNH, k_BTKH, v_BTKH, window=window, starts_BS=starts_BS)
+    return exchange_heads(split, o_BTNH, back=True) if split.exchanging > 1 else o_BTNH
+
+
+# ---------------------------------------------------------------------------------------------------------------- heads
+
+
+def exchange_heads(split: Split, x_BTNH: jax.Array, back: bool = False) -> jax.Array:
+    """All positions of a group, for a part of the heads; or back.
+
+    Layout: x[B, T, N, H] -> x[B, T * u, N / u, H] for groups of u ranks; back the other way.
+    Backward: the other way.
+    Sends: (u-1)/u of the local bytes; in one all-to-all, or in u-1 permutes where there are several groups.
+    """
+    u, n = split.exchanging, split.ranks
+    cut, joined = (SEQUENCE_DIM, HEADS_DIM) if back else (HEADS_DIM, SEQUENCE_DIM)
+    if split.groups == 1:
+        return comm.all_to_all(x_BTNH, AXIS, cut, joined)
+    parts = jnp.stack(jnp.split(x_BTNH, u, axis=cut))
+    me = split.member
+    whole = jnp.zeros_like(parts)
+    for step in range(u):
+        part = lax.dynamic_index_in_dim(parts, (me + step) % u, keepdims=False)
+        if step:
+            part = lax.ppermute(part, AXIS, [(rank, rank // u * u + (rank + step) % u) for rank in range(n)])
+        whole = lax.dynamic_update_index_in_dim(whole, part, (me - step) % u, 0)
+    return jnp.concatenate(list(whole), axis=joined)
+
+
+def repeat_heads(parts: int, *arrays: jax.Array) -> list[jax.Array]:
+    """Heads of keys and values, each as often as it takes for `parts` to divide them."""
+    return [
+        x if x.shape[HEADS_DIM] % parts == 0 else jnp.repeat(x, parts // x.shape[HEADS_DIM], axis=HEADS_DIM)
+        for x in arrays
+    ]
+
+
+# --------------------------------------------------------------------------------------- keys that are gathered or near
+
+
+def gather_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, starts_BS=None) -> jax.Array:
+    """Every rank gathers all keys and values.
+
+    Backward: the gathers' transposes, reduce-scatters of dk and dv.
+    Sends: (n-1) * (k and v of a rank) forward, and as much backward, for n groups; nothing else.
+    """
+
+    both = comm.all_gather(jnp.stack([k_BTKH, v_BTKH]), AXIS, 1 + SEQUENCE_DIM)
+    # [2, B, ranks, halves, T / 2, K, H]: the first halves in order, the second in the opposite one.
+    both = both.reshape(*both.shape[:2], split.groups, 2, -1, *both.shape[3:])
+    whole = jnp.concatenate([both[:, :, :, 0], both[:, :, ::-1, 1]], axis=2)
+    k_BSKH, v_BSKH = whole.reshape(*both.shape[:2], -1, *k_BTKH.shape[2:])
+    return _of_halves(split, q_BTNH, lambda half, first: (k_BSKH, v_BSKH, 0), window, starts_BS)
+
+
+def halo_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window: int, starts_BS=None) -> jax.Array:
+    """Of a window: every chunk gets the m chunks before it alone, from hand to hand along the zig-zag.
+
+    Backward: the permutes' transposes.
+    Sends: m * (k and v of a rank) forward, and as much backward, for m = ceil((window - 1) / chunk).
+    """
+    chunk, last = q_BTNH.shape[1] // 2, split.groups - 1
+    ranks = range(split.ranks)
+    on = [(r, r + split.exchanging) for r in ranks if r // split.exchanging < last]
+    back = [(s, r) for r, s in on]
+
+    def before(pair):
+        """The chunks just before two chunks: the rank before has one, the rank after the other; the last has both."""
+        early, late = pair
+        turned = jnp.where(split.group == last, early, lax.ppermute(late, AXIS, back))
+        return lax.ppermute(early, AXIS, on), turned
+
+    found = [jnp.split(jnp.stack([k_BTKH, v_BTKH]), 2, axis=1 + SEQUENCE_DIM)]
+    for _ in range(hops(window, chunk, split.groups)):
+        found.append(before(found[-1]))
+    reach = (len(found) - 1) * chunk
+
+    def keys(half, first):
+        return *jnp.concatenate([pair[half] for pair in reversed(found)], axis=1 + SEQUENCE_DIM), first - reach
+
+    return _of_halves(split, q_BTNH, keys, window, starts_BS)
+
+
+def _of_halves(split: Split, q_BTNH, keys: Callable, window, starts_BS) -> jax.Array:
+    """Attention of both chunks of queries; keys(half, position of its first query) -> (k, v, position of the first)."""
+    chunk = q_BTNH.shape[1] // 2
+    parts = []
+    for half, first in enumerate(split.first_positions(chunk)):
+        k, v, first_key = keys(half, first)
+        q = q_BTNH[:, half * chunk : (half + 1) * chunk]
+        starts = None if starts_BS is None else lax.dynamic_slice_in_dim(starts_BS, first, chunk, axis=SEQUENCE_DIM)
+        parts.append(blocked_attention(q, k, v, Places(first, first_key, starts), window))
+    return jnp.concatenate(parts, axis=SEQUENCE_DIM)
+
+
+def hops(window: int | None, chunk: int, groups: int) -> int | None:
+    """How many chunks before its own a window reaches, where these are fewer messages than a ring's; else None."""
+    reached = None if window is None else -(-(window - 1) // chunk)
+    return None if reached is None or reached >= groups - 1 else reached
+
+
+# ------------------------------------------------------------------------------------------------------------- the ring
+
+
+def ring_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, starts_BS=None) -> jax.Array:
+    """Keys and values go round in n-1 hops for n groups; each rank attends to those it holds while it sends them on.
+
+    The softmax is over all keys: partial results are merged by their log-sum-exp, and backward uses that of all. The
+    whole ring is one function with a backward of its own, since a merge that JAX differentiates must not lose the
+    gradient of a log-sum-exp. In every hop each rank computes the scores of two chunks by two: its late queries see the
+    early keys that came, and its early or its late queries see those like them.
+    Backward: keys and values go round once more, and after them their gradients, summed on the way in at least fp32.
+    Keeps q, k, v, o and one number of each query and head.
+    Sends: (n-1) * (k and v of a rank) forward; as much again, and (n-1) * (dk and dv), backward.
+    """
+    starts = None
+    if starts_BS is not None:
+        chunk = q_BTNH.shape[1] // 2
+        starts = jnp.stack(
+            [lax.dynamic_slice_in_dim(starts_BS, first, chunk, 1) for first in split.first_positions(chunk)]
+        )
+    return _ring(split, window, *vary_alike(*(comm.varying(x, AXIS) for x in (q_BTNH, k_BTKH, v_BTKH))), starts)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _ring(split, window, q, k, v, starts):
+    return _ring_forward(split, window, q, k, v, starts)[0]
+
+
+def _ring_forward(split, window, q, k, v, starts):
+    queries, places = _halves(q), _Places(split, k.shape[1] // 2, starts)
+
+    def hop(carry, step, last=False):
+        held, found = carry
+        coming = None if last else _onwards(split, held)
+        for query, key in _pairs(split, step):
+            part = attend_partly(queries[query], *held[:, key], places.of(query, key, step), window)
+            both = merged(Partial(found.o[query], found.lse[query]), part)
+            found = Partial(found.o.at[query].set(both.o), found.lse.at[query].set(both.lse))
+        return lax.optimization_barrier((coming, found))
+
+    carry = hop((_keys_and_values(k, v), _nothing_seen(queries, k)), 0)
+    carry = _repeat(hop, carry, range(1, split.groups - 1))
+    _, found = hop(carry, split.groups - 1, last=True)
+    o, lse = mark_saveable((_joined(found.o).astype(q.dtype), found.lse))
+    return o, (q, k, v, starts, o, lse)
+
+
+def _ring_backward(split, window, kept, do):
+    # Otherwise a compiler takes what came round in forward for what comes again, and keeps all of it until then.
+    (q, k, v, starts, o, lse), do = lax.optimization_barrier((kept, do))
+    places = _Places(split, k.shape[1] // 2, starts)
+    queries, cotangents, held = _halves(q), _halves(do), _keys_and_values(k, v)
+    sums = jax.vmap(row_sums)(cotangents, _halves(o), lse)
+
+    def hop(carry, step, last=False):
+        """carry: keys and values, dq so far, and the gradients of those that were here a hop ago."""
+        held, dq, left = carry
+        coming = None if last else _onwards(split, held)
+        arriving = None if left is None else _onwards(split, left)
+        here = jnp.zeros_like(held, lse.dtype)
+        for query, key in _pairs(split, step):
+            of_query = (cotangents[query], lse[query], sums[query])
+            grads = gradients_partly(queries[query], *held[:, key], places.of(query, key, step), window, *of_query)
+            dq, here = dq.at[query].add(grads[0]), here.at[:, key].add(jnp.stack(grads[1:]))
+        return lax.optimization_barrier((coming, dq, here if arriving is None else arriving + here))
+
+    held, dq, home = hop((held, jnp.zeros_like(queries, lse.dtype), None), 0)
+    carry = hop((held, dq, None), 1, last=split.groups == 2)
+    if split.groups > 2:
+        carry = _repeat(hop, carry, range(2, split.groups - 1))
+        carry = hop(carry, split.groups - 1, last=True)
+    _, dq, left = carry
+    home = home + _onwards(split, left)
+    return *(_joined(g).astype(x.dtype) for g, x in zip((dq, *home), (q, k, v), strict=True)), None
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _repeat(hop: Callable, carry, steps: range):
+    """The hops of these steps, as a loop: a program is as long for many ranks as for few."""
+    if len(steps) < 2:
+        return functools.reduce(hop, steps, carry)
+    return lax.scan(lambda carry, step: (hop(carry, step), None), carry, jnp.array(steps))[0]
+
+
+def _pairs(split: Split, step: jax.Array | int) -> list[tuple]:
+    """(half of the queries, half of the keys) whose scores count in a step."""
+    if _is_first(step):
+        return [(0, 0), (1, 0), (1, 1)]
+    either = jnp.where(_owner(split, step) < split.group, 0, 1)
+    return [(1, 0), (either, either)]
+
+
+def _is_first(step: jax.Array | int) -> bool:
+    return isinstance(step, int) and step == 0
+
+
+def _owner(split: Split, step: jax.Array | int) -> jax.Array:
+    """The group whose keys this rank holds after so many hops."""
+    return (split.group - step) % split.groups
+
+
+class _Places(NamedTuple):
+    """Positions of halves. starts[2, B, T]: of the documents of both halves of the queries."""
+
+    split: Split
+    chunk: int
+    starts: jax.Array | None
+
+    def of(self, query, key, step: jax.Array | int) -> Places:
+        def first(half, group):
+            return jnp.where(half == 0, group, 2 * self.split.groups - 1 - group) * self.chunk
+
+        starts = None if self.starts is None else self.starts[query]
+        order = "same" if _is_first(step) and query == key else "after"
+        return Places(first(query, self.split.group), first(key, _owner(self.split, step)), starts, order)
+
+
+def _onwards(split: Split, x):
+    """To the rank with the same place in the next group."""
+    return comm.permute(x, AXIS, split.exchanging)
+
+
+def _keys_and_values(k, v) -> jax.Array:
+    """The halves of both in one array, which is one message: a GPU sends one at a time while it computes.
+
+    [B, 2 * T, K, H] each -> [2, 2, B, T, K, H], keys first.
+    """
+    return jnp.stack([_halves(k), _halves(v)])
+
+
+def _nothing_seen(queries, k) -> Partial:
+    _, batch, length, heads, _ = queries.shape
+    wide = jnp.promote_types(queries.dtype, jnp.float32)
+    lse = jnp.full((2, batch, k.shape[2], heads // k.shape[2], length), LOWEST, wide)
+    return Partial(jnp.zeros_like(queries, wide), comm.varying_like(lse, queries))
+
+
+def _halves(x_BTNH) -> jax.Array:
+    """[B, 2 * T, N, H] -> [2, B, T, N, H]."""
+    return jnp.stack(jnp.split(x_BTNH, 2, axis=SEQUENCE_DIM))
+
+
+def _joined(x) -> jax.Array:
+    """Undo `_halves`."""
+    return jnp.concatenate(list(x), axis=SEQUENCE_DIM)
