@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxdist.config import RunConfig
 from jaxdist.mesh import AXIS_OF_DIM
 from jaxdist.models.base import Param, declare, parts_using
-from jaxdist.plan.papers.formulas import ModelShape, StateRecipe, pp_traffic, state_bytes, tp_traffic
+from jaxdist.plan.papers.formulas import ModelShape, StateRecipe, cp_traffic, pp_traffic, state_bytes, tp_traffic
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 
@@ -80,7 +80,7 @@ def state_in_theory(config: RunConfig) -> float | None:
 
 def sent_in_theory(config: RunConfig) -> float:
     """Bytes that one device sends in a step."""
-    parts = (over_data, over_tp, over_pp)
+    parts = (over_data, over_cp, over_tp, over_pp)
     return max(float(sum(part(config, stage) for part in parts)) for stage in stages(config))
 
 
@@ -93,7 +93,7 @@ def over_data(config: RunConfig, stage: Stage) -> float:
     mesh, zero = parallel.mesh, parallel.zero
     _, m = rows_of_a_microbatch(config)
     item, reduced, _ = itemsizes(config)
-    ranks = mesh.replica * (1 if zero else mesh.dp)  # of an all-reduce
+    ranks = mesh.replica * mesh.cp * (1 if zero else mesh.dp)  # of an all-reduce
     mine = stage.parameters / (mesh.dp if zero else 1)
     alike = stage.alike / (mesh.dp if zero else 1) if parallel.sp else 0
     summed = 2 * reduced * (mine * share(ranks) + alike * (share(ranks * mesh.tp) - share(ranks)))
@@ -104,14 +104,25 @@ def over_data(config: RunConfig, stage: Stage) -> float:
     return summed + (of_gradients * reduced + of_weights * item) * stage.parameters * share(mesh.dp)
 
 
+def over_cp(config: RunConfig, stage: Stage) -> float:
+    """Keys and values, or heads: `cp_traffic`."""
+    parallel = config.parallel
+    item, _, wide = itemsizes(config)
+    rows, microbatches = rows_of_a_microbatch(config)
+    exchanging, gathers = parallel.cp_split
+    groups, shape = parallel.mesh.cp // exchanging, ModelShape.of(config.model)
+    layer = cp_traffic(shape, rows, groups, exchanging, gathers, parallel.mesh.tp, item, wide)
+    return microbatches * stage.layers * (layer.forward * (2 if parallel.remat_every else 1) + layer.backward)
+
+
 def over_tp(config: RunConfig, stage: Stage) -> float:
     """Activations: `tp_traffic`; the softmax's three numbers a token: arXiv 1909.08053, section 3."""
     parallel, model = config.parallel, config.model
     item, _, wide = itemsizes(config)
     rows, microbatches = rows_of_a_microbatch(config)
-    shape, recompute = ModelShape.of(model), parallel.remat_every > 0
-    layer = tp_traffic(shape, rows, parallel.mesh.tp, parallel.sp, recompute, recomputed="needed").elements
-    tokens, around = rows * model.seq_len, 2 * share(parallel.mesh.tp)
+    shape, recompute, cp = ModelShape.of(model), parallel.remat_every > 0, parallel.mesh.cp
+    layer = tp_traffic(shape, rows, parallel.mesh.tp, parallel.sp, recompute, cp, recomputed="needed").elements
+    tokens, around = rows * model.seq_len / cp, 2 * share(parallel.mesh.tp)
     ends = (stage.embeds + stage.heads) * tokens * model.width * around  # embedding forward, head backward
     softmax = stage.heads * 3 * tokens * around
     return microbatches * ((stage.layers * layer + ends) * item + softmax * wide)
@@ -122,7 +133,7 @@ def over_pp(config: RunConfig, stage: Stage) -> float:
     parallel = config.parallel
     item, reduced, _ = itemsizes(config)
     rows, microbatches = rows_of_a_microbatch(config)
-    one = pp_traffic(ModelShape.of(config.model), rows, parallel.mesh.tp, parallel.sp).elements
+    one = pp_traffic(ModelShape.of(config.model), rows, parallel.mesh.tp, parallel.sp, cp=parallel.mesh.cp).elements
     table = stage.table / (parallel.mesh.dp if parallel.zero else 1)  # an all-reduce of two sends its size once
     return microbatches * stage.boundaries * one * item + table * reduced
 
