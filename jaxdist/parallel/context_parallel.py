@@ -8,7 +8,6 @@ Sources: Ring Attention (arXiv 2310.01889); Striped Attention (2311.09431), of t
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -50,11 +49,6 @@ class Split:
         return self.ranks // self.exchanging
 
     @property
-    def multiple(self) -> int:
-        """What must divide the length of a sequence."""
-        return self.ranks if self.groups == 1 else math.lcm(self.ranks, 2 * self.groups)
-
-    @property
     def group(self) -> jax.Array | int:
         """The number of this rank's group."""
         return comm.rank(AXIS) // self.exchanging
@@ -64,9 +58,13 @@ class Split:
         """The number of this rank in its group."""
         return comm.rank(AXIS) % self.exchanging
 
-    def first_positions(self, chunk: int) -> tuple[jax.Array, jax.Array]:
+    def chunk_of(self, half, group: jax.Array | int) -> jax.Array:
+        """The number of a group's first (half 0) or second chunk among the sequence's 2 * groups."""
+        return jnp.where(half == 0, group, 2 * self.groups - 1 - group)
+
+    def first_positions(self, chunk: int) -> list[jax.Array]:
         """Where the two chunks of this rank's group begin."""
-        return self.group * chunk, (2 * self.groups - 1 - self.group) * chunk
+        return [self.chunk_of(half, self.group) * chunk for half in range(2)]
 
     def place(self, held_T: jax.Array, num_local: int, rank: jax.Array | int) -> jax.Array:
         """Positions in the sequence of some of the `num_local` that a rank holds, by their places there: i32[T]."""
@@ -76,8 +74,8 @@ class Split:
         if self.groups == 1:
             return held
         chunk, group = num_local * self.exchanging // 2, rank // self.exchanging
-        # The second chunk is the (2 * groups - 1 - group)th, and in `held` it begins at `chunk`.
-        return held + jnp.where(held < chunk, group, 2 * self.groups - 2 - group) * chunk
+        half = held // chunk
+        return held + (self.chunk_of(half, group) - half) * chunk
 
     def positions(self, held_T: jax.Array, num_local: int) -> jax.Array:
         """`place` of this rank."""
@@ -168,7 +166,6 @@ def gather_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, start
     Backward: the gathers' transposes, reduce-scatters of dk and dv.
     Sends: (n-1) * (k and v of a rank) forward, and as much backward, for n groups; nothing else.
     """
-
     both = comm.all_gather(jnp.stack([k_BTKH, v_BTKH]), AXIS, 1 + SEQUENCE_DIM)
     # [2, B, ranks, halves, T / 2, K, H]: the first halves in order, the second in the opposite one.
     both = both.reshape(*both.shape[:2], split.groups, 2, -1, *both.shape[3:])
@@ -184,15 +181,13 @@ def halo_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window: int, starts_
     Sends: m * (k and v of a rank) forward, and as much backward, for m = ceil((window - 1) / chunk).
     """
     chunk, last = q_BTNH.shape[1] // 2, split.groups - 1
-    ranks = range(split.ranks)
-    on = [(r, r + split.exchanging) for r in ranks if r // split.exchanging < last]
-    back = [(s, r) for r, s in on]
+    hop, ranks = split.exchanging, [*range(split.ranks)]
 
     def before(pair):
         """The chunks just before two chunks: the rank before has one, the rank after the other; the last has both."""
         early, late = pair
-        turned = jnp.where(split.group == last, early, lax.ppermute(late, AXIS, back))
-        return lax.ppermute(early, AXIS, on), turned
+        turned = jnp.where(split.group == last, early, comm.permute(late, AXIS, -hop, ranks[hop:]))
+        return comm.permute(early, AXIS, hop, ranks[:-hop]), turned
 
     found = [jnp.split(jnp.stack([k_BTKH, v_BTKH]), 2, axis=1 + SEQUENCE_DIM)]
     for _ in range(hops(window, chunk, split.groups)):
@@ -334,12 +329,11 @@ class _Places(NamedTuple):
     starts: jax.Array | None
 
     def of(self, query, key, step: jax.Array | int) -> Places:
-        def first(half, group):
-            return jnp.where(half == 0, group, 2 * self.split.groups - 1 - group) * self.chunk
-
+        split = self.split
         starts = None if self.starts is None else self.starts[query]
         order = "same" if _is_first(step) and query == key else "after"
-        return Places(first(query, self.split.group), first(key, _owner(self.split, step)), starts, order)
+        first_query, first_key = split.chunk_of(query, split.group), split.chunk_of(key, _owner(split, step))
+        return Places(first_query * self.chunk, first_key * self.chunk, starts, order)
 
 
 def _onwards(split: Split, x):
