@@ -195,6 +195,12 @@ class ParallelConfig:
                 f"cp is divided into groups of {exchanging}",
                 f"Use usp-U with U in {divisors(self.mesh.cp)}",
             )
+        if self.attention == "cudnn" and self.mesh.cp > self.cp_split[0]:
+            raise ConfigError(
+                f"attention=cudnn with cp_kind={self.cp_kind}",
+                "its kernel attends to whole sequences, and here blocks of them are written out",
+                "Use attention=auto, or cp_kind='ulysses'",
+            )
         if self.mesh.pp > 1 and self.mesh.cp > 1 and self.cp_kind not in PIPELINED_CP_KINDS:
             raise ConfigError(
                 f"cp_kind={self.cp_kind} with pp={self.mesh.pp}",

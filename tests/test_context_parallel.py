@@ -254,6 +254,7 @@ class Whole(GPT2):
     "mesh, settings, model, said",
     [
         ("cp=2", {"cp_kind": "rings"}, {}, "ring, all-gather, ulysses, or usp-U"),
+        ("cp=2", {"attention": "cudnn"}, {}, "attention=auto"),
         ("cp=4", {"cp_kind": "usp-3"}, {}, "groups of 3"),
         ("dp=2", {"cp_kind": "ulysses"}, {}, "cp=1: it would change nothing"),
         ("cp=4", {}, {"seq_len": 36}, "Use a seq_len of 32 or 40"),
