@@ -175,7 +175,7 @@ def test_a_bench_prints_a_table_and_writes_rows(capsys, tmp_path, bench, args, w
 
 
 def test_scaling_is_drawn_with_its_axes_named(tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pip install -e '.[draw]'")
     panels = {"num_layers": [scaling.Point(n, [n * 0.1], 2.0 * n, 3 * n, 3.0 * n) for n in (1, 2, 4)]}
     write_both(scaling.draw(panels), tmp_path / "scaling", Console(quiet=True))
     text = (tmp_path / "scaling.svg").read_text()
@@ -312,7 +312,7 @@ def test_every_operation_is_measured_forward_and_backward(cpu):
 
 @pytest.mark.parametrize("name", kernels.array_shapes(SIZES, 2))
 def test_pytorch_computes_the_same_operation(cpu, name):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="pip install -e '.[oracle]'")
     from experiments.bench import torch_kernels
 
     config = RunConfig(SIZES, batch_size=2)
@@ -331,7 +331,7 @@ def test_pytorch_computes_the_same_operation(cpu, name):
 
 
 def test_the_torch_model_has_as_many_parameters(cpu):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="pip install -e '.[oracle]'")
     from experiments.torch_gpt2 import TorchGPT2
 
     program = parity.one_device(RunConfig(SIZES), cpu, "float32", "xla")
