@@ -135,22 +135,22 @@ def least(config: RunConfig) -> dict[str, float]:
             at_an_end = (len(leaf.consumer_stages) - 1) * item + (mesh.pp - 1) * reduced
             total += size * max(at_an_end, min(mesh.pp - 1, len(leaf.consumer_stages)) * item)
         rest = math.prod(getattr(mesh, axis) for axis in leaf.shard_reduce_axes)
-        dp = mesh.dp if layout.sharded else 1
-        total += 2 * part(rest) * size / dp * reduced
+        shards = leaf.num_shards if layout.sharded else 1
+        total += 2 * part(rest) * size / shards * reduced
         uses = 1 if block else len(leaf.used_in)
         if not block and (mesh.pp > 1 or not (parallel.zero == 3 and parallel.reshard_after_forward)):
             uses = 1 / micros if mesh.pp > 1 else 1 / parallel.num_microbatches
         times = micros * uses
         scatters = micros * min(uses, 1) if layout.grads_sharded else 1
-        total += part(dp) * size * reduced * scatters
+        total += part(shards) * size * reduced * scatters
         if layout.params_sharded:
             twice = block and ((not leaf.small and (parallel.reshard_after_forward or schedule)) or every)
             once = (
                 1 / config.model.num_layers if parallel.overlap_layers else 0
             )  # the last block, for forward and backward
-            total += part(dp) * size * item * times * (2 - once if twice else 1)
+            total += part(shards) * size * item * times * (2 - once if twice else 1)
         else:
-            total += part(dp) * size * item
+            total += part(shards) * size * item
     return found | {"weights and gradients": total}
 
 

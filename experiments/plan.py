@@ -421,7 +421,7 @@ def refuse_idle(flags: PlanFlags) -> None:
         ("prove", flags.prove > flags.top, f"the table has {flags.top} rows", f"Use --top {flags.prove}"),
         ("dump_hlo", flags.compile is None, "nothing is compiled", "Add --compile h100"),
         ("bucket_mb", flags.grad_sync != "bucketed", "only buckets have a size", "Use --grad-sync bucketed"),
-        ("zero", mesh.dp == 1, "ZeRO shards over dp, and dp=1", "Use a mesh with dp=2 or more"),
+        ("zero", mesh.state_ranks == 1, "ZeRO shards over dp and cp, and both are 1", "Use a mesh with dp=2 or more"),
         ("sp", mesh.tp == 1, "it splits the sequence over tp, and tp=1", "Use a mesh with tp=2 or more"),
         ("reshard_after_forward", flags.zero != 3, "it is about the weights of ZeRO-3", "Add --zero 3"),
         ("reshard_after_forward", flags.remat not in KEEPS, "blocks gather their weights again", "Use --remat none"),

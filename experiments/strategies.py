@@ -168,7 +168,7 @@ STRATEGIES = [
     # The sequence split over cp: every way in which attention reaches all of it.
     Strategy("cp2", "cp=2"),
     Strategy("cp8", "cp=8"),
-    Strategy("cp8-all-gather", "cp=8", {"cp_kind": "all-gather"}),
+    Strategy("cp8-all-gather-zero3", "cp=8", {"cp_kind": "all-gather", "zero": 3}),
     Strategy("cp8-ulysses", "cp=8", {"cp_kind": "ulysses"}),
     Strategy("cp8-usp-2", "cp=8", {"cp_kind": "usp-2"}),
     Strategy("dp2-cp2-tp2-sp-documents", "dp=2,cp=2,tp=2", {"sp": True}, mask_documents=True),

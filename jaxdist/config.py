@@ -59,9 +59,9 @@ class ParallelConfig:
 
     mesh: MeshShape = MeshShape()
     """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), cp (positions
-    of a sequence), tp (tensor)."""
+    of a sequence, ZeRO shards), tp (tensor)."""
     zero: int = 0
-    """ZeRO stage: 1 shards optimiser state over dp, 2 gradients too, 3 parameters too."""
+    """ZeRO stage: 1 shards optimiser state over dp and cp, 2 gradients too, 3 parameters too."""
     sp: bool = False
     """Sequence parallelism: split activations between tensor-parallel regions over tp."""
     cp_kind: str = "ring"
@@ -134,7 +134,7 @@ class ParallelConfig:
     @property
     def sharded(self) -> bool:
         """Whether ZeRO shards anything at all."""
-        return self.zero > 0 and self.mesh.dp > 1
+        return self.zero > 0 and self.mesh.state_ranks > 1
 
     def __post_init__(self):
         require_choices(self)
@@ -530,7 +530,7 @@ class RunConfig:
 
     def _check_optimizer(self):
         parallel = self.parallel
-        split = parallel.mesh.pp > 1 or parallel.mesh.tp > 1 or (parallel.zero and parallel.mesh.dp > 1)
+        split = parallel.mesh.pp > 1 or parallel.mesh.tp > 1 or parallel.sharded
         if self.optimizer.name == "adafactor" and split:
             raise ConfigError(
                 f"optimizer=adafactor with pp={parallel.mesh.pp}, tp={parallel.mesh.tp}, zero={parallel.zero}",
@@ -542,8 +542,8 @@ class RunConfig:
     def warnings(self) -> list[str]:
         """Legal but unwise combinations, one sentence each."""
         parallel, notes = self.parallel, []
-        if parallel.zero and parallel.mesh.dp == 1:
-            notes.append(f"zero={parallel.zero} shards over dp, and dp=1: nothing is sharded.")
+        if parallel.zero and not parallel.sharded:
+            notes.append(f"zero={parallel.zero} shards over dp and cp, and both are 1: nothing is sharded.")
         if parallel.sp and parallel.mesh.tp == 1:
             notes.append("sp=True splits the sequence over tp, and tp=1: it changes nothing.")
         if parallel.remat == "selective" and parallel.mesh.cp > parallel.cp_split[0]:

@@ -1,7 +1,7 @@
 """Where every parameter lives: one declaration per leaf, read by all that follows (DESIGN R2, R5).
 
 A leaf has a *compute* layout (how it enters the differentiated function: the tensor-parallel dims its module declared)
-and a *storage* layout (how the optimiser holds it: ZeRO adds dp on one more dim, padded where none divides).
+and a *storage* layout (how the optimiser holds it: ZeRO adds dp and cp on one more dim, padded where none divides).
 
 Under pp a table that both ends of the model use is neither's: every stage holds a part of it and of its moments, and
 the two stages that compute with it get it whole for the length of a step.
@@ -30,7 +30,8 @@ class Leaf:
 
     shape: global, unpadded. spec: the mesh axis of each dim in the compute layout, live axes only.
     decay: whether weight decay applies.
-    zero_dim: the dim ZeRO shards over dp, None where nothing is sharded; `zero_local` its padded size per tp rank.
+    zero_dim: the dim ZeRO shards, None where nothing is sharded; `zero_local` its padded size per tp rank.
+    zero_axes, num_shards: over which axes, and the ranks of these.
     reduce_axes: axes over which the gradient is still a partial sum when backward ends (the rule of DESIGN R5).
     rows: for a stacked leaf under pp, the layer in each row, stage by stage and chunk by chunk; -1 pads the parts that
         have fewer layers than the largest. The compute and storage layouts hold these rows, split over pp.
@@ -47,8 +48,9 @@ class Leaf:
     spec: tuple[str | None, ...]
     decay: bool
     tp: int
-    dp: int
     zero_dim: int | None
+    zero_axes: tuple[str, ...]
+    num_shards: int
     reduce_axes: tuple[str, ...]
     pp: int
     rows: tuple[int, ...] | None
@@ -96,8 +98,8 @@ class Leaf:
 
     @property
     def zero_local(self) -> int:
-        """Size of `zero_dim` on one rank, padded to a multiple of dp."""
-        return -(-self.compute_local[self.zero_dim] // self.dp) * self.dp
+        """Size of `zero_dim` on one rank, padded to a multiple of `num_shards`."""
+        return -(-self.compute_local[self.zero_dim] // self.num_shards) * self.num_shards
 
     @property
     def compute_spec(self) -> PartitionSpec:
@@ -112,11 +114,8 @@ class Leaf:
 
     @property
     def draw_spec(self) -> PartitionSpec:
-        """How the logical array is split while it is drawn, saved and restored: over dp as well, unless ZeRO pads."""
-        if self.zero_dim is None or self.zero_padded:
-            return self.logical_spec
-        both = (*filter(None, [self.logical_spec[self.zero_dim]]), "dp")
-        return PartitionSpec(*replace_entry(tuple(self.logical_spec), self.zero_dim, both if len(both) > 1 else "dp"))
+        """How the logical array is split while it is drawn, saved and restored: as ZeRO shards it, unless that pads."""
+        return self.logical_spec if self.zero_padded else self.with_shards(self.logical_spec)
 
     @property
     def zero_padded(self) -> bool:
@@ -135,17 +134,21 @@ class Leaf:
 
     @property
     def storage_spec(self) -> PartitionSpec:
+        return self.with_shards(self.compute_spec)
+
+    def with_shards(self, spec: PartitionSpec) -> PartitionSpec:
+        """A spec with what ZeRO splits."""
         if self.zero_dim is None:
-            return self.compute_spec
-        both = (*filter(None, [self.spec[self.zero_dim]]), "dp")
-        return PartitionSpec(*replace_entry(self.spec, self.zero_dim, both if len(both) > 1 else "dp"))
+            return spec
+        axes = (*filter(None, [spec[self.zero_dim]]), *self.zero_axes)
+        return PartitionSpec(*replace_entry(tuple(spec), self.zero_dim, axes if len(axes) > 1 else axes[0]))
 
     @property
     def storage_local(self) -> tuple[int, ...]:
         """Local shape in the storage layout."""
         if self.zero_dim is None:
             return self.compute_local
-        return replace_entry(self.compute_local, self.zero_dim, self.zero_local // self.dp)
+        return replace_entry(self.compute_local, self.zero_dim, self.zero_local // self.num_shards)
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
@@ -167,18 +170,18 @@ class Leaf:
 
     @property
     def group_key(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What leaves that share a collective over dp have in common: the axes they differ along, and are owed sums."""
+        """What leaves that share a collective of ZeRO have in common: the axes they differ along, and are owed sums."""
         return self.spec_axes, self.shard_reduce_axes
 
     @property
     def storage_axes(self) -> tuple[str, ...]:
         """Mesh axes the stored leaf is sharded on."""
-        return self.spec_axes + (() if self.zero_dim is None else ("dp",))
+        return self.spec_axes + (() if self.zero_dim is None else self.zero_axes)
 
     @property
     def shard_reduce_axes(self) -> tuple[str, ...]:
-        """`reduce_axes` less the dp that a reduce-scatter takes care of."""
-        return tuple(axis for axis in self.reduce_axes if self.zero_dim is None or axis != "dp")
+        """`reduce_axes` less those that a reduce-scatter takes care of."""
+        return tuple(axis for axis in self.reduce_axes if self.zero_dim is None or axis not in self.zero_axes)
 
     def kept_dtype(self, precision: PrecisionConfig) -> str:
         """In which its value is kept from step to step: a frozen leaf needs no more than is computed with."""
@@ -197,7 +200,7 @@ class Leaf:
     # Inside shard_map, on local arrays.
 
     def pad(self, x: jax.Array) -> jax.Array:
-        """Compute-local array -> the same with `zero_dim` zero-padded to a multiple of dp."""
+        """Compute-local array -> the same with `zero_dim` zero-padded to a multiple of `num_shards`."""
         extra = self.zero_local - x.shape[self.zero_dim]
         return jnp.pad(x, [(0, extra if d == self.zero_dim else 0) for d in range(x.ndim)]) if extra else x
 

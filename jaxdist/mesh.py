@@ -38,7 +38,7 @@ MESH_AXES = (
     MeshAxis("replica", splits="batch"),
     MeshAxis("dp", splits="batch", shards_state=True),
     MeshAxis("ep", shards=("experts",), splits="batch", available=False),
-    MeshAxis("cp", splits="sequence"),
+    MeshAxis("cp", splits="sequence", shards_state=True),
     MeshAxis("tp", shards=("vocab", "heads", "kv_heads", "ffn"), may_stay_whole=("kv_heads",)),
 )
 
@@ -54,6 +54,7 @@ DATA_AXES = axes_that("batch")
 SEQUENCE_AXES = axes_that("sequence")
 TOKEN_AXES = (*DATA_AXES, *SEQUENCE_AXES)
 WORK_AXES = tuple(axis.name for axis in MESH_AXES if axis.splits)
+STATE_AXES = tuple(axis.name for axis in MESH_AXES if axis.shards_state)
 AXIS_OF_DIM = {dim: axis.name for axis in MESH_AXES for dim in axis.shards}
 MAY_STAY_WHOLE = frozenset(dim for axis in MESH_AXES for dim in axis.may_stay_whole)
 MOST_DEVICES = 2**22
@@ -63,7 +64,7 @@ MOST_DEVICES = 2**22
 class MeshShape:
     """The size of every mesh axis, outermost (slowest link) first; an axis that is not used has size 1.
 
-    `replica` and `dp` both split the batch; ZeRO shards over `dp` alone, so `replica > 1` is hybrid sharding.
+    `replica` and `dp` both split the batch; ZeRO shards over `dp` and `cp`, so `replica > 1` is hybrid sharding.
     """
 
     pp: int = 1
@@ -91,6 +92,11 @@ class MeshShape:
     def batch_ranks(self) -> int:
         """Ranks that have rows of the batch of their own."""
         return math.prod(getattr(self, axis) for axis in DATA_AXES)
+
+    @property
+    def state_ranks(self) -> int:
+        """Ranks that ZeRO shards over."""
+        return math.prod(getattr(self, axis) for axis in STATE_AXES)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Where `make_layout` places every parameter: over tp by its dims, over pp by its layer, over dp by ZeRO."""
+"""Where `make_layout` places every parameter: over tp by its dims, over pp by its layer, over dp and cp by ZeRO."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ import jax
 from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf, drop_unit_axes, replace_entry
-from jaxdist.mesh import AXES, AXIS_OF_DIM, MAY_STAY_WHOLE, WORK_AXES, MeshShape
+from jaxdist.mesh import AXES, AXIS_OF_DIM, MAY_STAY_WHOLE, STATE_AXES, WORK_AXES, MeshShape
 from jaxdist.models.base import STACKED, Model, Param, declare, is_param, named_params, parts_using
 from jaxdist.parallel.pipeline.schedules import Schedule
 
@@ -37,14 +37,16 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
         )
         if shared:
             spec = replace_entry(spec, choose_spread_dim(param.shape, spec, mesh.pp), "pp")
+        zero_axes = tuple(axis for axis in STATE_AXES if getattr(mesh, axis) > 1 and axis not in spec)
         leaf = Leaf(
             name=name,
             shape=tuple(param.shape),
             spec=spec,
             decay=param.weight_decay,
             tp=mesh.tp,
-            dp=mesh.dp,
             zero_dim=None,
+            zero_axes=zero_axes,
+            num_shards=math.prod(getattr(mesh, axis) for axis in zero_axes),
             reduce_axes=tuple(axis for axis in partial_sum_axes(parallel, param) if axis not in spec),
             pp=mesh.pp,
             rows=rows if in_layers else None,
@@ -103,14 +105,14 @@ def choose_spread_dim(shape: tuple[int, ...], spec: tuple[str | None, ...], pp: 
 
 
 def choose_zero_dim(leaf: Leaf, first: int) -> int:
-    """The dim to shard over dp: least padding, then a dim tp leaves whole, then the largest.
+    """The dim that ZeRO shards: least padding, then a dim tp leaves whole, then the largest.
 
     The layer dim (before `first`) is never chosen: a block must be gathered on its own.
     """
 
     def cost(dim):
         local = leaf.compute_local[dim]
-        padded = -(-local // leaf.dp) * leaf.dp
+        padded = -(-local // leaf.num_shards) * leaf.num_shards
         return padded / local, leaf.spec[dim] is not None, -local
 
     return min(range(first, len(leaf.shape)), key=cost)

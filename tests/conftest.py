@@ -108,7 +108,7 @@ RARE = set(
         "pp4-zb-h1-overlap-uneven-fp64",
         "pp2-tp2-interleaved-overlap-bf16",
         "cp2",
-        "cp8-all-gather",
+        "cp8-all-gather-zero3",
         "cp8-ulysses",
         "dp2-cp4-zero3-overlap",
         "dp2-cp4-usp-2-zero2-accumulate-remat",

@@ -219,7 +219,7 @@ def test_differences_from_the_papers_are_the_named_ones():
     shape, pp, tp = PRESETS["7b"], 4, 8
     table_VD, positions_TD = shape.padded_vocab_size * shape.width, shape.seq_len * shape.width
     leaves = jax.tree.leaves(layout_of(COMPARED["ZeRO-1"]).leaves)
-    whole = {leaf.name: math.prod(leaf.storage_local) * leaf.dp for leaf in leaves}
+    whole = {leaf.name: math.prod(leaf.storage_local) * leaf.num_shards for leaf in leaves}
     share = {leaf.name: math.prod(leaf.shape) / (pp * tp) for leaf in leaves}
     vectors = sum(whole[leaf.name] - share[leaf.name] for leaf in leaves if not leaf.decay)
     blocks = sum(size for name, size in whole.items() if name.startswith("blocks"))

@@ -102,12 +102,12 @@ def test_what_each_leaf_owes():
 
 
 def leaf(shape, spec, tp, dp, zero_dim):
-    return Leaf("x", shape, spec, True, tp, dp, zero_dim, (), 1, None, (), False, frozenset(), 0.0, None)
+    return Leaf("x", shape, spec, True, tp, zero_dim, ("dp",), dp, (), 1, None, (), False, frozenset(), 0.0, None)
 
 
 def moved(placed, move, x, there, here):
     """`move` of one leaf on its own mesh."""
-    mesh = make_mesh(MeshShape(pp=placed.pp, dp=placed.dp, tp=placed.tp), DEVICES)
+    mesh = make_mesh(MeshShape(pp=placed.pp, dp=placed.num_shards, tp=placed.tp), DEVICES)
     on_mesh = jax.shard_map(partial(move, placed), mesh=mesh, in_specs=there, out_specs=here, check_vma=True)
     return np.asarray(jax.jit(on_mesh)(jax.device_put(x, NamedSharding(mesh, there))))
 

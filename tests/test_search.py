@@ -184,7 +184,7 @@ def every_setting(model, devices, batch):
         for (name, chunks, micro), zero, keep, sp, overlap, kind in itertools.product(
             pipelines_of, range(4), (True, False), (False, True), (False, True), kinds
         ):
-            if (not keep and zero != 3) or (sp and mesh.tp == 1) or (zero and mesh.dp == 1):
+            if (not keep and zero != 3) or (sp and mesh.tp == 1) or (zero and mesh.state_ranks == 1):
                 continue
             if overlap and mesh.pp * mesh.dp * mesh.replica * mesh.cp == 1:
                 continue

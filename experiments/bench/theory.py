@@ -75,7 +75,7 @@ def state_in_theory(config: RunConfig) -> float | None:
     masters = 0 if config.precision.dtype == config.precision.master_dtype else master
     recipe = StateRecipe(item, 0, masters + MOMENTS[config.optimizer.name] * master)
     most = max(stage.parameters for stage in stages(config))
-    return float(state_bytes(most, recipe, config.parallel.zero, config.parallel.mesh.dp).total)
+    return float(state_bytes(most, recipe, config.parallel.zero, config.parallel.mesh.state_ranks).total)
 
 
 def sent_in_theory(config: RunConfig) -> float:
@@ -93,15 +93,16 @@ def over_data(config: RunConfig, stage: Stage) -> float:
     mesh, zero = parallel.mesh, parallel.zero
     _, m = rows_of_a_microbatch(config)
     item, reduced, _ = itemsizes(config)
-    ranks = mesh.replica * mesh.cp * (1 if zero else mesh.dp)  # of an all-reduce
-    mine = stage.parameters / (mesh.dp if zero else 1)
-    alike = stage.alike / (mesh.dp if zero else 1) if parallel.sp else 0
+    shards = mesh.state_ranks if zero else 1
+    ranks = mesh.replica * mesh.state_ranks // shards  # of an all-reduce
+    mine = stage.parameters / shards
+    alike = stage.alike / shards if parallel.sp else 0
     summed = 2 * reduced * (mine * share(ranks) + alike * (share(ranks * mesh.tp) - share(ranks)))
     if not zero:
         return summed
     of_gradients = {1: 1, 2: m, 3: m}[zero]
     of_weights = {1: 1, 2: 1, 3: 2 * m if parallel.reshard_after_forward else m}[zero]
-    return summed + (of_gradients * reduced + of_weights * item) * stage.parameters * share(mesh.dp)
+    return summed + (of_gradients * reduced + of_weights * item) * stage.parameters * share(shards)
 
 
 def over_cp(config: RunConfig, stage: Stage) -> float:
@@ -134,7 +135,9 @@ def over_pp(config: RunConfig, stage: Stage) -> float:
     item, reduced, _ = itemsizes(config)
     rows, microbatches = rows_of_a_microbatch(config)
     one = pp_traffic(ModelShape.of(config.model), rows, parallel.mesh.tp, parallel.sp, cp=parallel.mesh.cp).elements
-    table = stage.table / (parallel.mesh.dp if parallel.zero else 1)  # an all-reduce of two sends its size once
+    table = stage.table / (
+        parallel.mesh.state_ranks if parallel.zero else 1
+    )  # an all-reduce of two sends its size once
     return microbatches * stage.boundaries * one * item + table * reduced
 
 

@@ -92,7 +92,7 @@ def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pmax(x, axes) if axes else x
 
 
-def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def reduce_scatter(x: jax.Array, axis: Axes, dim: int) -> jax.Array:
     """Sum over `axis` and keep this rank's slice of `dim`.
 
     Layout: x[..., D, ...] {U_axis} -> x[..., D_axis, ...].
@@ -100,18 +100,19 @@ def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     Sends: (n-1)/n * S.
     Raises: ValueError where `dim` does not divide by the axis, or the operand is already equal along it.
     """
-    if not live(axis):
+    axes = live(axis)
+    if not axes:
         return x
-    _require_owed("reduce_scatter", x, (axis,))
+    _require_owed("reduce_scatter", x, axes)
     if x.shape[dim] % size(axis):
         raise ValueError(
             f"reduce_scatter over {axis}={size(axis)}: dim {dim} of shape {x.shape} does not divide. "
             f"Pad it to {-(-x.shape[dim] // size(axis)) * size(axis)}."
         )
-    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
-def all_gather(x: jax.Array, axis: str, dim: int, *, replicated: bool = False) -> jax.Array:
+def all_gather(x: jax.Array, axis: Axes, dim: int, *, replicated: bool = False) -> jax.Array:
     """Concatenate every rank's slice of `dim`.
 
     Layout: x[..., D_axis, ...] -> x[..., D, ...]; still typed varying, unless `replicated` asks for a value that may
@@ -119,9 +120,10 @@ def all_gather(x: jax.Array, axis: str, dim: int, *, replicated: bool = False) -
     Backward: reduce_scatter over `axis` on `dim`; with `replicated`, this rank's slice (free).
     Sends: (n-1)/n * S.
     """
-    if not live(axis):
+    axes = live(axis)
+    if not axes:
         return x
-    return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying" if replicated else "varying")
+    return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying" if replicated else "varying")
 
 
 def all_to_all(x: jax.Array, axis: str, split_dim: int, concat_dim: int) -> jax.Array:

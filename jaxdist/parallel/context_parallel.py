@@ -166,7 +166,7 @@ def gather_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, start
     Backward: the gathers' transposes, reduce-scatters of dk and dv.
     Sends: (n-1) * (k and v of a rank) forward, and as much backward, for n groups; nothing else.
     """
-    both = comm.all_gather(jnp.stack([k_BTKH, v_BTKH]), AXIS, 1 + SEQUENCE_DIM)
+    both = mark_saveable(comm.all_gather(jnp.stack([k_BTKH, v_BTKH]), AXIS, 1 + SEQUENCE_DIM))
     # [2, B, ranks, halves, T / 2, K, H]: the first halves in order, the second in the opposite one.
     both = both.reshape(*both.shape[:2], split.groups, 2, -1, *both.shape[3:])
     whole = jnp.concatenate([both[:, :, :, 0], both[:, :, ::-1, 1]], axis=2)

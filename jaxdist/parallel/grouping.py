@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -61,22 +62,23 @@ def all_reduce_groups(
 
 
 def reduce_scatter_groups(
-    arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axis: str, parallel: ParallelConfig
+    arrays: Sequence[jax.Array], leaves: Sequence[Leaf], parallel: ParallelConfig
 ) -> list[jax.Array]:
     """Compute-local gradients -> this rank's summed shards, one reduce-scatter a group.
 
-    Layout: each g in the compute layout {U_axis} -> g in the storage layout.
+    Layout: each g in the compute layout {U_zero_axes} -> g in the storage layout.
     Sends: (n-1)/n of the padded bytes. A group of several leaves is laid side by side first: one copy of that group.
     Source: ZeRO, arXiv 1910.02054, section 5.
     """
     out = list(arrays)
     padded = [leaf.pad(x) for x, leaf in zip(arrays, leaves, strict=True)]
     for members in group(leaves, [x.nbytes for x in padded], parallel, lambda leaf: leaf.group_key):
+        first = leaves[members[0]]
         if len(members) == 1:
-            out[members[0]] = comm.reduce_scatter(padded[members[0]], axis, leaves[members[0]].zero_dim)
+            out[members[0]] = comm.reduce_scatter(padded[members[0]], first.zero_axes, first.zero_dim)
             continue
         rows = [_rank_major(padded[i], leaves[i]) for i in members]
-        shard = comm.reduce_scatter(jnp.concatenate(rows, axis=1), axis, 0)
+        shard = comm.reduce_scatter(jnp.concatenate(rows, axis=1), first.zero_axes, 0)
         for i, x in zip(members, _split(shard[0], [leaves[i].storage_local for i in members]), strict=True):
             out[i] = x
     return out
@@ -85,27 +87,25 @@ def reduce_scatter_groups(
 def all_gather_groups(
     shards: Sequence[jax.Array],
     leaves: Sequence[Leaf],
-    axis: str,
     parallel: ParallelConfig,
     *,
     replicated: bool = False,
 ) -> list[jax.Array]:
     """Shards in the storage layout -> whole compute-local arrays, one all-gather a group.
 
-    Layout: each w in the storage layout -> w in the compute layout; typed equal along `axis` with `replicated`.
+    Layout: each w in the storage layout -> w in the compute layout; typed equal along their axes with `replicated`.
     Sends: (n-1)/n of the padded bytes.
     """
     out = list(shards)
-    sizes = [x.nbytes * leaf.dp for x, leaf in zip(shards, leaves, strict=True)]
+    sizes = [x.nbytes * leaf.num_shards for x, leaf in zip(shards, leaves, strict=True)]
     for members in group(leaves, sizes, parallel, lambda leaf: leaf.group_key):
+        first = leaves[members[0]]
+        gather = partial(comm.all_gather, axis=first.zero_axes, replicated=replicated)
         if len(members) == 1:
-            leaf = leaves[members[0]]
-            out[members[0]] = leaf.unpad(
-                comm.all_gather(shards[members[0]], axis, leaf.zero_dim, replicated=replicated)
-            )
+            out[members[0]] = first.unpad(gather(shards[members[0]], dim=first.zero_dim))
             continue
         flat = jnp.concatenate([shards[i].reshape(1, -1) for i in members], axis=1)
-        rows = comm.all_gather(flat, axis, 0, replicated=replicated)
+        rows = gather(flat, dim=0)
         start = 0
         for i in members:
             num = shards[i].size
@@ -115,24 +115,24 @@ def all_gather_groups(
 
 
 def shard(x: jax.Array, leaf: Leaf) -> jax.Array:
-    """Compute-local array -> this dp rank's part of it, in the storage layout. Sends nothing."""
+    """Compute-local array -> this rank's part of it, in the storage layout. Sends nothing."""
     if leaf.zero_dim is None:
         return x
-    num_rows = leaf.zero_local // leaf.dp
-    return lax.dynamic_slice_in_dim(leaf.pad(x), comm.rank("dp") * num_rows, num_rows, axis=leaf.zero_dim)
+    num_rows = leaf.zero_local // leaf.num_shards
+    return lax.dynamic_slice_in_dim(leaf.pad(x), comm.rank(leaf.zero_axes) * num_rows, num_rows, axis=leaf.zero_dim)
 
 
 def _rank_major(x: jax.Array, leaf: Leaf) -> jax.Array:
-    """Padded array -> [dp, elements of one shard]."""
+    """Padded array -> [shards, elements of one]."""
     dim = leaf.zero_dim
-    split = x.reshape(*x.shape[:dim], leaf.dp, x.shape[dim] // leaf.dp, *x.shape[dim + 1 :])
-    return jnp.moveaxis(split, dim, 0).reshape(leaf.dp, -1)
+    split = x.reshape(*x.shape[:dim], leaf.num_shards, -1, *x.shape[dim + 1 :])
+    return jnp.moveaxis(split, dim, 0).reshape(leaf.num_shards, -1)
 
 
 def _from_rank_major(rows: jax.Array, leaf: Leaf) -> jax.Array:
     """Undo `_rank_major`."""
     dim, local = leaf.zero_dim, leaf.storage_local
-    split = jnp.moveaxis(rows.reshape(leaf.dp, *local), 0, dim)
+    split = jnp.moveaxis(rows.reshape(leaf.num_shards, *local), 0, dim)
     return split.reshape(*local[:dim], -1, *local[dim + 1 :])
 
 

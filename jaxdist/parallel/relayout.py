@@ -32,22 +32,22 @@ def to_storage(leaf: Leaf, x: jax.Array) -> jax.Array:
 def from_storage(leaf: Leaf, x: jax.Array) -> jax.Array:
     """Undo `to_storage`.
 
-    Sends: an all-gather over dp where ZeRO pads, and what `from_compute` sends.
+    Sends: an all-gather over ZeRO's axes where it pads, and what `from_compute` sends.
     """
     return from_compute(leaf, to_compute(leaf, x) if leaf.zero_padded else x)
 
 
 def to_compute(leaf: Leaf, x: jax.Array) -> jax.Array:
-    """Layout: x[`storage_spec`] -> x[`compute_spec`]. Sends: an all-gather over dp where ZeRO shards the leaf."""
+    """Layout: x[`storage_spec`] -> x[`compute_spec`]. Sends: an all-gather where ZeRO shards the leaf."""
     if leaf.zero_dim is None:
         return x
-    return leaf.unpad(comm.all_gather(x, "dp", leaf.zero_dim, replicated=True))
+    return leaf.unpad(comm.all_gather(x, leaf.zero_axes, leaf.zero_dim, replicated=True))
 
 
 def from_compute(leaf: Leaf, x: jax.Array) -> jax.Array:
     """Layers in model order, and the padding of stages taken off.
 
-    Layout: x[`compute_spec`] -> x[`logical_spec`]; split over dp as well where x is.
+    Layout: x[`compute_spec`] -> x[`logical_spec`]; as ZeRO shards it where x is.
     Sends: over pp, where layers change stages at most (pp-1)/pp of the bytes; an all-gather where pp does not divide.
     """
     if leaf.is_logical:

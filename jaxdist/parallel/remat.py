@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxdist.mesh import STATE_AXES
+
 # Operations that only move or retype one array.
 MOVES = {
     *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type"),
@@ -47,7 +49,7 @@ def save_matmuls_policy(regathers: bool = False, selective: bool = False) -> Cal
     """A policy for `jax.checkpoint`: products of matrices, sums and collectives are kept, elementwise work is repeated.
 
     A layer then keeps its GELU's input instead of every step of the GELU, as fused kernels do elsewhere.
-    regathers: weights that a collective over dp gathered (ZeRO-3) are gathered again, not kept. selective: products
+    regathers: weights that ZeRO-3 gathered are gathered again, not kept. selective: products
     with batch dims are repeated as well: attention's (arXiv 2205.05198, section 5), and a model's own, if it has any.
     """
 
@@ -65,7 +67,7 @@ def save_matmuls_policy(regathers: bool = False, selective: bool = False) -> Cal
 def only_moves_weights(name: str, params: dict) -> bool:
     """Whether an operation moves weights without computing: an unshard is a custom_vjp_call of nothing but such.
 
-    Only dp gathers weights; a gather over tp is of activations.
+    A gather over tp is of activations; one of keys over cp, which ZeRO may use as well, marks what it found.
     """
     inner = called(name, params)
     if inner is not None:
@@ -77,7 +79,7 @@ def gathers_weights(name: str, params: dict) -> bool:
     inner = called(name, params)
     if inner is not None:
         return any(gathers_weights(eqn.primitive.name, eqn.params) for eqn in inner.eqns)
-    return name in GATHERS and "dp" in params["axis_name"]
+    return name in GATHERS and not set(STATE_AXES).isdisjoint(params["axis_name"])
 
 
 def called(name: str, params: dict):

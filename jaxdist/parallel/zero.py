@@ -38,15 +38,15 @@ def make_unshard(
     gradient is the proxies': shards of it, or with `whole_proxies` all of it, to be scattered later with what the
     parameters' other uses give. A frozen leaf has None for a proxy.
 
-    Layout: w in the storage layout -> all_gather dp -> w in the compute layout, typed varying over dp.
-    Backward: reduce_scatter over dp of dw, in `reduce_dtype`; the sum is kept in `proxy_dtype`.
+    Layout: w in the storage layout -> all_gather over dp and cp -> w in the compute layout, typed varying over them.
+    Backward: reduce_scatter of dw, in `reduce_dtype`; the sum is kept in `proxy_dtype`.
     Sends: (n-1)/n of the part's bytes forward (nothing for ZeRO-2), again under remat, and once backward.
     Source: ZeRO, arXiv 1910.02054, section 7.2; FSDP, arXiv 2304.11277, section 3.
     """
 
     @jax.custom_vjp
     def unshard_all(proxies: list, stored: list) -> list:
-        return all_gather_groups(stored, leaves, "dp", layout.parallel) if layout.params_sharded else stored
+        return all_gather_groups(stored, leaves, layout.parallel) if layout.params_sharded else stored
 
     def forward(proxies, stored):
         return unshard_all(proxies, stored), None
@@ -73,15 +73,15 @@ def make_unshard(
 def scatter_gradients(
     leaves: Sequence[Leaf], layout: Layout, grads: Sequence[jax.Array], reduce_dtype: str, dtype: str
 ) -> list[jax.Array]:
-    """Whole gradients -> this rank's shards summed over dp, of a tied table also over the stages that use it.
+    """Whole gradients -> this rank's shards, summed over dp and cp, of a tied table also over the stages that use it.
 
-    Layout: each g in the compute layout {U_dp} -> g in the storage layout, in `dtype`; summed in `reduce_dtype`.
+    Layout: each g in the compute layout {U_zero_axes} -> g in the storage layout, in `dtype`; summed in `reduce_dtype`.
     Sends: (n-1)/n of the bytes; of a tied table as `scatter_from_consumers` too.
     """
     arrays = [g.astype(reduce_dtype) for g in grads]
     if layout.parallel.mesh.pp > 1:
         arrays = scatter_from_consumers(leaves, arrays)
-    return [x.astype(dtype) for x in reduce_scatter_groups(arrays, leaves, "dp", layout.parallel)]
+    return [x.astype(dtype) for x in reduce_scatter_groups(arrays, leaves, layout.parallel)]
 
 
 def shard_proxies(leaves, dtype: str):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxdist.mesh import AXES
+from jaxdist.mesh import AXES, STATE_AXES
 from jaxdist.plan.hardware import GIB, Cluster
 from jaxdist.plan.program_memory import PHASES
 from jaxdist.plan.search import Candidates, Scored, layouts_of_mesh, rank, score, search, usable_bytes
@@ -124,9 +124,10 @@ def zero_and_recompute(found: Scored, best: int, attention: str, efficiency: Eff
     here = found.memory.total[best]
     if c.zero[best]:
         other = _variant(found, best, attention, efficiency, zero=0, keep=0)
+        shards = ", ".join(f"{a}={getattr(c, a)[best]}" for a in STATE_AXES if getattr(c, a)[best] > 1)
         needed = "it would not fit" if other.memory.total[0] > limit else "it would still fit"
         sentences.append(
-            f"ZeRO-{c.zero[best]} over dp={c.dp[best]} brings a device from {gib(other.memory.total[0])} to "
+            f"ZeRO-{c.zero[best]} over {shards} brings a device from {gib(other.memory.total[0])} to "
             f"{gib(here)} (without it {needed}), and the step from {seconds(other.time.total[0])} to "
             f"{seconds(found.time.total[best])}."
         )

@@ -69,9 +69,10 @@ class Elements(NamedTuple):
 
 
 @cache
-def device_elements(model: Model, tp: int, dp: int, pp: int, trained: bool = False) -> Elements:
-    """Counted from the model's own declaration, ZeRO's padding included; with `trained` of what has a gradient."""
-    parallel = ParallelConfig(mesh=MeshShape(pp=pp, dp=dp, tp=tp), zero=1)
+def device_elements(model: Model, tp: int, shards: int, pp: int, trained: bool = False) -> Elements:
+    """Counted from the model's own declaration, the padding of ZeRO over so many `shards` included; with `trained` of
+    what has a gradient."""
+    parallel = ParallelConfig(mesh=MeshShape(pp=pp, dp=shards, tp=tp), zero=1)
     layout = make_layout(model, parallel, (1,) * pp)
     leaves = layout.trained.leaves if trained else layout.leaves
     outer = _flat({name: part for name, part in leaves.items() if name != STACKED})
@@ -151,12 +152,12 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     model, precision = config.model, config.precision
     itemsize, wide = ITEMSIZE[precision.dtype], ITEMSIZE[precision.master_dtype]
     c = layouts
-    meshes, index = distinct(c.tp, c.dp, c.pp)
+    meshes, index = distinct(c.tp, c.dp * c.cp, c.pp)
     e, t = (
         Elements(*np.array([device_elements(model, *mesh, trained) for mesh in meshes], float)[index].T)
         for trained in (False, True)
     )
-    pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp > 1)
+    pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp * c.cp > 1)
     num_rows = np.where(pipelined, c.chunks * table.depth, model.num_blocks)  # of a stacked leaf, on one device
     whole = num_rows * e.layer + e.outer
     stored = np.where(sharded, num_rows * e.stored_layer + e.stored_outer, whole)

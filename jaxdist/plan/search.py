@@ -121,9 +121,9 @@ class Candidates:
         mesh = parallel.mesh
         micro = parallel.num_microbatches
         row = {axis: getattr(mesh, axis) for axis in AXES} | {
-            "zero": parallel.zero if mesh.dp > 1 else 0,
+            "zero": parallel.zero if parallel.sharded else 0,
             "sp": parallel.sp and mesh.tp > 1,
-            "keep": parallel.zero == 3 and mesh.dp > 1 and not parallel.reshard_after_forward,
+            "keep": parallel.zero == 3 and parallel.sharded and not parallel.reshard_after_forward,
             "schedule": NAMES.index("1f1b") if schedule is None else NAMES.index(schedule.name) if searched else OWN,
             "chunks": 1 if schedule is None else schedule.num_chunks,
             "microbatches": micro,
@@ -200,8 +200,9 @@ def layouts_of_mesh(
     """
     per_rank = batch_size // (mesh["replica"] * mesh["dp"])
     pp = mesh["pp"]
+    shards = MeshShape(**mesh).state_ranks > 1
     # (zero, keep, overlap)
-    states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if mesh["dp"] > 1 and optimizer != "adafactor" else [(0, 0)]
+    states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if shards and optimizer != "adafactor" else [(0, 0)]
     overlaps = [0, 1] if pp > 1 or (mesh["dp"] * mesh["replica"] * mesh["cp"] > 1 and model.num_blocks > 1) else [0]
     states = [(*state, overlap) for state in states for overlap in overlaps]
     # (sp, kind of context parallelism)

@@ -6,7 +6,7 @@ number, plus the bubble, plus what the update sends and does, plus the host:
     matmuls      FLOPs / (peak × efficiency of the smallest dim)
     memory       bytes that elementwise operations, norms, gradient accumulation and the optimiser move / HBM bandwidth
     tp, cp, pp   collectives and messages of every micro-batch, on the link their axis lands on (α–β, ring)
-    dp           gradients and ZeRO's weights, of which a part hides behind backward
+    dp           gradients and ZeRO's weights (over dp and cp), of which a part hides behind backward
     bubble       idle over ideal × micro-batches × one micro-batch's time
     overhead     launches of a layer, and the host once a step
 
@@ -90,7 +90,7 @@ class Layout:
     spread_table: every stage holds a part of the token table; its two ends get it, and give its gradient, once a step.
     hidden_part: with overlap_dp, of what is sent during backward, the part that has another layer beside it.
     exchanging, gathers_keys: as `ParallelConfig.cp_split`.
-    overlap_across: with overlap_dp, the sum over replica (and cp) overlaps with backward as well.
+    overlap_across: with overlap_dp, the sum over replica overlaps with backward as well.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     """
 
@@ -328,21 +328,21 @@ def step_time(
     idle = bubble_over_ideal(pp, passes, layout.chunks) if layout.bubble is None else np.asarray(layout.bubble)
     time = {name: m * seconds for name, seconds in micro.items()}
     time["bubble"] = idle * sum(time.values())
-    sharded = np.where(zero >= 1, dp, 1)
+    shards = dp * cp
+    sharded = np.where(zero >= 1, shards, 1)
     time["memory"] = time["memory"] + updated * OPTIMIZER_TRAFFIC / sharded / hbm
     time["overhead"] = time["overhead"] + e.step_seconds
     time["input"] = m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
 
-    scatter = ring("ring_reduce_scatter", "dp", dp, updated * grad)
-    across = ring("ring_all_reduce", "replica", replica, updated * grad / dp)
-    across = across + ring("ring_all_reduce", "cp", cp, updated * grad)
+    scatter = ring("ring_reduce_scatter", "cp", shards, updated * grad)
+    across = ring("ring_all_reduce", "replica", replica, updated * grad / shards)
     # An end gives, and gets, as many parts as in a ring.
     ends = ring("ring_reduce_scatter", "pp", pp, trained_table * grad) + ring(
         "ring_all_gather", "pp", pp, table * itemsize
     )
     across = across + np.where(layout.spread_table, ends, 0)
     gathered = np.where(zero == 3, held * itemsize, updated * np.where(zero >= 1, itemsize, grad))
-    gather = ring("ring_all_gather", "dp", dp, gathered)
+    gather = ring("ring_all_gather", "cp", shards, gathered)
     rounds = np.where(zero >= 2, m, 1)
     each = np.where(layout.keep_after_forward, 1, 2) if layout.gathers is None else np.asarray(layout.gathers)
     gathers = np.where(zero == 3, each * m, 1)

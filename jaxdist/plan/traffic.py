@@ -274,17 +274,17 @@ class _Step:
     def gathers(
         self, purpose: str, leaves: Sequence[Leaf], times: int, only: LeafFilter | None = None
     ) -> list[Message]:
-        return self.over_dp(purpose, "all_gather", leaves, times, self.item, only or every_leaf)
+        return self.over_shards(purpose, "all_gather", leaves, times, self.item, only or every_leaf)
 
     def scatters(self, purpose: str, leaves: Sequence[Leaf], times: int) -> list[Message]:
         trained = [leaf for leaf in leaves if not leaf.frozen]
-        return self.over_dp(purpose, "reduce_scatter", trained, times, self.reduced, every_leaf)
+        return self.over_shards(purpose, "reduce_scatter", trained, times, self.reduced, every_leaf)
 
-    def over_dp(self, purpose, kind, leaves, times, itemsize, only) -> list[Message]:
+    def over_shards(self, purpose, kind, leaves, times, itemsize, only) -> list[Message]:
         """One message for each group with a only leaf in it; its bytes are those of all its leaves, padded."""
-        sizes = [math.prod(leaf.storage_local) * leaf.dp * itemsize for leaf in leaves]
+        sizes = [math.prod(leaf.storage_local) * leaf.num_shards * itemsize for leaf in leaves]
         return [
-            Message.of(purpose, kind, ("dp",), times, sum(sizes[i] for i in members))
+            Message.of(purpose, kind, leaves[members[0]].zero_axes, times, sum(sizes[i] for i in members))
             for members in group(leaves, sizes, self.parallel, lambda leaf: leaf.group_key)
             if any(only(leaves[i]) for i in members)
         ]

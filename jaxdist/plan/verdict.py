@@ -121,8 +121,8 @@ def predicted_parts(
     parts = {"compute": compute, "small matmuls": small, "memory bandwidth": found["memory"]}
     parts |= {"launches": found["overhead"], "bubble": found["bubble"], "input": found["input"]}
     parts |= {f"{COMMUNICATION}{axis}": found[axis] for axis in ("tp", "cp", "pp")}
-    data = "dp" if config.parallel.mesh.dp > 1 else "replica"
-    parts[f"{COMMUNICATION}{data}"] = float(time.dp[0])
+    data = next((axis for axis in ("dp", "replica") if getattr(config.parallel.mesh, axis) > 1), "cp")
+    parts[f"{COMMUNICATION}{data}"] = parts.get(f"{COMMUNICATION}{data}", 0.0) + float(time.dp[0])
     return parts, _links(config, cluster)
 
 

@@ -90,7 +90,7 @@ class ShardedModel:
             return ShardedParams(whole_proxies(drop_frozen(leaves, leaves), self.sum_dtype), outer)
         if self.layout.params_sharded:
             flat, treedef = jax.tree.flatten(leaves)
-            whole = all_gather_groups(treedef.flatten_up_to(outer), flat, "dp", self.layout.parallel)
+            whole = all_gather_groups(treedef.flatten_up_to(outer), flat, self.layout.parallel)
             outer = treedef.unflatten(whole)
         return ShardedParams(drop_frozen(leaves, outer), keep_frozen(leaves, outer))
 
