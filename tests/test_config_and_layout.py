@@ -101,13 +101,15 @@ def test_what_each_leaf_owes():
     assert set(owed.values()) == {("replica", "dp")}
 
 
-def leaf(shape, spec, tp, dp, zero_dim):
-    return Leaf("x", shape, spec, True, tp, zero_dim, ("dp",), dp, (), 1, None, (), False, frozenset(), 0.0, None)
+def leaf(shape, spec, tp, dp, zero_dim, cp=1):
+    axes = tuple(axis for axis, size in (("dp", dp), ("cp", cp)) if size > 1)
+    return Leaf("x", shape, spec, True, tp, zero_dim, axes, dp * cp, (), 1, None, (), False, frozenset(), 0.0, None)
 
 
 def moved(placed, move, x, there, here):
     """`move` of one leaf on its own mesh."""
-    mesh = make_mesh(MeshShape(pp=placed.pp, dp=placed.num_shards, tp=placed.tp), DEVICES)
+    cp = 2 if "cp" in placed.zero_axes else 1
+    mesh = make_mesh(MeshShape(pp=placed.pp, dp=placed.num_shards // cp, cp=cp, tp=placed.tp), DEVICES)
     on_mesh = jax.shard_map(partial(move, placed), mesh=mesh, in_specs=there, out_specs=here, check_vma=True)
     return np.asarray(jax.jit(on_mesh)(jax.device_put(x, NamedSharding(mesh, there))))
 
@@ -129,14 +131,15 @@ def there_and_back(placed, x):
 @given(st.data())
 def test_storage_is_undone_exactly_and_padding_is_small(data):
     tp = data.draw(st.sampled_from([1, 2, 3]))
-    dp = data.draw(st.integers(2, 8 // tp))
+    cp = data.draw(st.sampled_from([1, 2]))
+    dp = data.draw(st.integers(1 if cp > 1 else 2, 8 // tp // cp))
     shape = tuple(data.draw(st.integers(1, 7)) * (tp if split else 1) for split in (False, True, False))
     spec = (None, "tp" if tp > 1 else None, None)
-    zero_dim = choose_zero_dim(leaf(shape, spec, tp, dp, None), first=data.draw(st.integers(0, 1)))
-    placed = leaf(shape, spec, tp, dp, zero_dim)
+    zero_dim = choose_zero_dim(leaf(shape, spec, tp, dp, None, cp), first=data.draw(st.integers(0, 1)))
+    placed = leaf(shape, spec, tp, dp, zero_dim, cp)
     x = np.arange(1, math.prod(shape) + 1, dtype=np.int32).reshape(shape)
     stored, _ = there_and_back(placed, x)
-    assert math.prod(placed.storage_local) * tp * dp == stored.size
+    assert math.prod(placed.storage_local) * tp * dp * cp == stored.size
     # Each tp rank's part begins where tp would cut the padded array.
     if tp > 1 and spec[zero_dim] == "tp":
         first = np.split(stored, tp, axis=zero_dim)[1]
@@ -159,8 +162,9 @@ def test_layers_change_stages_and_come_back(data):
         ("pp", None),
         True,
         1,
-        dp,
         1 if dp > 1 else None,
+        ("dp",),
+        dp,
         (),
         pp,
         tuple(rows),
@@ -181,7 +185,7 @@ def test_layers_change_stages_and_come_back(data):
 def test_a_table_that_the_stages_share_is_undone_exactly(size, zero_dim):
     dp = 1 if zero_dim is None else 2
     placed = Leaf(
-        "x", (size, 3), ("pp", None), True, 1, dp, zero_dim, (), 2, None, (0, 1), False, frozenset(), 0.0, None
+        "x", (size, 3), ("pp", None), True, 1, zero_dim, ("dp",), dp, (), 2, None, (0, 1), False, frozenset(), 0.0, None
     )
     x = np.arange(1, size * 3 + 1, dtype=np.int32).reshape(size, 3)
     _, computed = there_and_back(placed, x)
