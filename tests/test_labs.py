@@ -88,6 +88,13 @@ def test_every_page_has_the_same_shape(name):
     assert all(f"](drawn/{path.name})" in page for path in (PAGES / pages.DRAWN).glob(f"{name}-*.svg"))
 
 
+@pytest.mark.parametrize("name", COURSE)
+def test_code_on_a_page_is_that_of_its_lab(name):
+    source = (ROOT / f"experiments/labs/{name.replace('-', '_')}.py").read_text(encoding="utf-8")
+    for code in re.findall(r"^```py(?:thon)?\n(.*?)^```$", page_of(find_lab(name)), re.MULTILINE | re.DOTALL):
+        assert code in source
+
+
 def test_every_lab_answers_a_question_of_the_index():
     text = (PAGES / "questions.md").read_text(encoding="utf-8")
     assert {f"{name}.md" for name in COURSE} <= set(re.findall(r"\]\(([\w-]+\.md)\)", text))

@@ -18,6 +18,7 @@ COURSE = (
     "zero",
     "tensor-parallel",
     "sequence-parallel",
+    "context-parallel",
     "pipelines",
     "layouts",
     "precision",

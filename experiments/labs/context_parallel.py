@@ -1,0 +1,697 @@
+"""Context parallelism: a ring of attention written by hand, with a backward of its own, in a balanced order.
+
+Dims: B batch, T positions of this rank, S of the whole sequence, K heads of keys, G queries' heads that share one, H
+head dim, N = K * G, D width, V vocabulary. Sources: Ring Attention (arXiv 2310.01889); the order is that of Llama 3
+(2407.21783, section 3.3.2).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.config import PrecisionConfig
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.presets import PRESETS
+from jaxdist.parallel import context_parallel as library
+from jaxdist.parallel import rank, varying
+from jaxdist.parallel.blocked_attention import Places, blocked_attention
+from jaxdist.plan.parts import ROWS, OneRank, layer_memory
+from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
+from jaxdist.runtime.devices import acquire_devices
+
+from . import drawing
+from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_least, at_most, equal
+
+AXIS, RANKS = "cp", 4
+MESH = parse_mesh(f"{AXIS}={RANKS}")
+B, S, K, G, H = 2, 32, 2, 4, 4
+N, CHUNK = K * G, S // (2 * RANKS)
+WIDTH, VOCAB, STEPS, WINDOW = 16, 24, 20, 5
+OF_ATTENTION, OF_LOSS = ("lse", "late", "seam", "keys"), ("targets", "count")  # breaks
+LOWEST = -1e30  # a score that no softmax sees; finite, since the difference of two infinities is not a number
+
+
+def on_ranks(body, in_specs, out_specs):
+    """`body`, run by RANKS ranks of cp, as a function of global arrays."""
+    mesh = make_mesh(MESH, acquire_devices(RANKS, "cpu").devices[:RANKS])
+    run = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})  # compiled once, run a few times
+
+
+# ------------------------------------------------------------------------------------------- JAX's own log-sum-exp
+
+
+def in_two_halves(q_BTNH, k_BSNH, v_BSNH):
+    """Attention to the keys in two halves, merged by the log-sum-exp that JAX returns with each."""
+    halves = slice(0, S // 2), slice(S // 2, S)
+    parts = [
+        jax.nn.dot_product_attention(q_BTNH, k_BSNH[:, half], v_BSNH[:, half], return_residual=True) for half in halves
+    ]
+    lse_BTN = jnp.logaddexp(parts[0][1], parts[1][1])
+    return sum(o_BTNH * jnp.exp(own_BTN - lse_BTN)[..., None] for o_BTNH, own_BTN in parts)
+
+
+# ------------------------------------------------------------------------------------------- a ring, by hand
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How ranks attend. window: a query sees itself and the window - 1 positions before it. broken: a break, of
+    OF_ATTENTION."""
+
+    zigzag: bool = True
+    window: int | None = None
+    broken: str | None = None
+
+    def positions(self, holder, length: int):
+        """Where the `length` tokens of a rank stand in the sequence: i32[T]. In a zig-zag: chunks r and 2n-1-r."""
+        if not self.zigzag:
+            return holder * length + jnp.arange(length)
+        chunk = length // 2
+        early, late = holder * chunk, (2 * RANKS - 1 - holder) * chunk
+        return jnp.concatenate([early + jnp.arange(chunk), late + jnp.arange(chunk)])
+
+    def seen(self, step: int, length: int):
+        """Which keys this rank's queries see in a step, where it holds those of `step` ranks before: bool[T, S]."""
+        me = rank(AXIS)
+        query_T, key_S = self.positions(me, length), self.positions((me - step) % RANKS, length)
+        if self.broken == "seam" and step:
+            key_S = key_S + 1
+        back_TS = query_T[:, None] - key_S
+        return (back_TS >= 0) & (back_TS < (self.window or math.inf))
+
+
+def onwards(arrays):
+    """To the next rank of the ring."""
+    return lax.ppermute(arrays, AXIS, [(r, (r + 1) % RANKS) for r in range(RANKS)])
+
+
+def masked_scores(q_BTKGH, k_BSKH, seen_TS):
+    scores_BTKGS = jnp.einsum("btkgh,bskh->btkgs", q_BTKGH, k_BSKH) * q_BTKGH.shape[-1] ** -0.5
+    return jnp.where(seen_TS[:, None, None], scores_BTKGS, LOWEST)
+
+
+def attend(q_BTKGH, k_BSKH, v_BSKH, seen_TS):
+    """(o[B, T, K, G, H], log-sum-exp of the scores[B, T, K, G, 1]) of attention to these keys alone."""
+    scores_BTKGS = masked_scores(q_BTKGH, k_BSKH, seen_TS)
+    lse_BTKG1 = jax.nn.logsumexp(scores_BTKGS, axis=-1, keepdims=True)
+    return jnp.einsum("btkgs,bskh->btkgh", jnp.exp(scores_BTKGS - lse_BTKG1), v_BSKH), lse_BTKG1
+
+
+def merge(one, other):
+    """Attention to the keys of both: each part weighs as much as its keys' share of the softmax's denominator."""
+    (o, lse), (new_o, new_lse) = one, other
+    both = jnp.logaddexp(lse, new_lse)
+    return o * jnp.exp(lse - both) + new_o * jnp.exp(new_lse - both), both
+
+
+def go_round(ring: Ring, q_BTKGH, k_BTKH, v_BTKH, attend=attend):
+    """(o, log-sum-exp) of attention to the whole sequence.
+
+    Layout: q[B, T_cp, K, G, H], k, v[B, T_cp, K, H] -> o[B, T_cp, K, G, H].
+    Sends: k and v of a rank, RANKS - 1 times.
+    """
+    held, length = (k_BTKH, v_BTKH), q_BTKGH.shape[1]
+    found = attend(q_BTKGH, *held, ring.seen(0, length))
+    for step in range(1, RANKS):
+        held = onwards(held)
+        found = merge(found, attend(q_BTKGH, *held, ring.seen(step, length)))
+    return found
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ring_attention(ring: Ring, q_BTKGH, k_BTKH, v_BTKH):
+    return go_round(ring, q_BTKGH, k_BTKH, v_BTKH)[0]
+
+
+def forward(ring: Ring, q, k, v):
+    o, lse = go_round(ring, q, k, v)
+    return o, (q, k, v, o, lse)
+
+
+def backward(ring: Ring, kept, do):
+    """(dq, dk, dv). Keys and values go round again, and their gradients with them: after RANKS hops these are home.
+
+    Sends: k, v, dk and dv of a rank, RANKS times.
+    """
+    q, own_k, own_v, o, lse = kept
+    sums = (do * o).sum(-1, keepdims=True)
+    k, v, dk, dv, dq = own_k, own_v, jnp.zeros_like(own_k), jnp.zeros_like(own_v), jnp.zeros_like(q)
+    for step in range(RANKS):
+        weights = jnp.exp(masked_scores(q, k, ring.seen(step, q.shape[1])) - lse)  # of the softmax over all keys
+        dscores = weights * (jnp.einsum("btkgh,bskh->btkgs", do, v) - sums) * q.shape[-1] ** -0.5
+        dq += jnp.einsum("btkgs,bskh->btkgh", dscores, k)
+        dk += jnp.einsum("btkgs,btkgh->bskh", dscores, q)
+        dv += jnp.einsum("btkgs,btkgh->bskh", weights, do)
+        k, v, dk, dv = onwards((k, v, dk, dv))
+        if ring.broken == "keys":
+            k, v = own_k, own_v
+    return dq, dk, dv
+
+
+ring_attention.defvjp(forward, backward)
+
+
+def attend_by_jax(q, k, v, seen_TS):
+    """`attend`, by JAX's function."""
+    o, lse = jax.nn.dot_product_attention(
+        q.reshape(*q.shape[:2], N, H), k, v, mask=seen_TS[None, None], return_residual=True
+    )
+    return o.reshape(q.shape), lse.reshape(*q.shape[:-1], 1)
+
+
+def attention(ring: Ring, q, k, v):
+    """`ring_attention`, or what a break makes of it."""
+    if ring.broken == "late":
+        k, v = onwards((k, v))
+    if ring.broken == "lse":
+        return go_round(ring, q, k, v, attend_by_jax)[0]
+    return ring_attention(ring, q, k, v)
+
+
+def whole_attention(q_BTKGH, k_BSKH, v_BSKH, window: int | None = None):
+    """The whole matrix of scores on one device, differentiated by JAX."""
+    back_TS = jnp.arange(S)[:, None] - jnp.arange(S)
+    seen_TS = (back_TS >= 0) & (back_TS < (window or S))
+    weights = jax.nn.softmax(masked_scores(q_BTKGH, k_BSKH, seen_TS), axis=-1)
+    return jnp.einsum("btkgs,bskh->btkgh", weights, v_BSKH)
+
+
+# ------------------------------------------------------------------------------------------- a model on it
+
+
+def local_loss(ring: Ring, broken: str | None, weights, tokens_BS, targets_BS):
+    """(this rank's part of the mean loss over all targets, its tokens with the right target).
+
+    Layout: tokens, targets[B, S] on every rank, which takes its own of both; negative targets do not count.
+    """
+    me, length = rank(AXIS), S // RANKS
+    places_T = Ring().positions(me, length)
+    tokens_BT, right_BT = tokens_BS[:, places_T], targets_BS[:, places_T]
+    targets_BT = right_BT
+    if broken == "targets":
+        targets_BT = jnp.where(right_BT < 0, -1, jnp.roll(tokens_BT, -1, axis=1))
+    losses = token_losses(partial(attention, ring), weights, tokens_BT, targets_BT, ring.positions(me, length))
+    count = jnp.sum(targets_BT >= 0)
+    loss = jnp.sum(losses) / (RANKS * count if broken == "count" else lax.psum(count, AXIS))
+    return loss, jnp.sum(targets_BT == right_BT)
+
+
+def token_losses(attention, weights, tokens_BT, targets_BT, positions_T):
+    """Cross-entropy of each token that has a target, else 0: attention and a head that is the token table."""
+    x_BTD = weights["tokens"][tokens_BT] + weights["positions"][positions_T]
+    shapes = {"q": (K, G, H), "k": (K, H), "v": (K, H)}
+    q, k, v = ((x_BTD @ weights[name]).reshape(*tokens_BT.shape, *shape) for name, shape in shapes.items())
+    o_BTKGH = attention(q, k, v)
+    x_BTD = x_BTD + o_BTKGH.reshape(*tokens_BT.shape, -1) @ weights["out"]
+    logits_BTV = x_BTD @ weights["tokens"].T
+    chosen_BT1 = jnp.take_along_axis(logits_BTV, jnp.maximum(targets_BT, 0)[..., None], -1)
+    return jnp.where(targets_BT >= 0, jax.nn.logsumexp(logits_BTV, -1) - chosen_BT1[..., 0], 0)
+
+
+@cache
+def ring_gradients(ring: Ring, broken: str | None):
+    """A program (weights, tokens, targets) -> (loss, gradients, tokens with the right target) of all ranks."""
+
+    def body(weights, *batch):
+        loss = jax.value_and_grad(partial(local_loss, ring, broken), has_aux=True)
+        (value, right), grads = loss(varying(weights, AXIS), *batch)
+        return lax.psum((value, grads, right), AXIS)
+
+    return on_ranks(body, P(), P())
+
+
+def loss_on_one_device(weights, tokens_BS, targets_BS):
+    losses = token_losses(whole_attention, weights, tokens_BS, targets_BS, jnp.arange(S))
+    return jnp.sum(losses) / jnp.sum(targets_BS >= 0)
+
+
+@cache
+def on_one_device():
+    """(loss, gradients) of both texts."""
+    _, (weights, *batch), other = example()
+    run = jax.jit(jax.value_and_grad(loss_on_one_device))
+    return run(weights, *batch), run(weights, *other)
+
+
+def descend(gradients, weights, *batch) -> list[float]:
+    """The loss of every step of plain descent."""
+    losses = []
+    for _ in range(STEPS):
+        loss, grads, _ = gradients(weights, *batch)
+        weights = jax.tree.map(lambda w, g: w - 0.1 * np.asarray(g), weights, grads)
+        losses.append(float(loss))
+    return losses
+
+
+# ------------------------------------------------------------------------------------------- checks of both
+
+
+@cache
+def example():
+    """(q, k, v, do), (weights, tokens, targets), another text; targets count unevenly."""
+    rng = np.random.default_rng(0)
+    q, do = rng.standard_normal((2, B, S, K, G, H))
+    k, v = rng.standard_normal((2, B, S, K, H))
+    shapes = {
+        "tokens": (VOCAB, WIDTH),
+        "positions": (S, WIDTH),
+        "q": (WIDTH, N * H),
+        "k": (WIDTH, K * H),
+        "v": (WIDTH, K * H),
+        "out": (N * H, WIDTH),
+    }
+    weights = {name: 0.4 * rng.standard_normal(shape) for name, shape in shapes.items()}
+    texts = rng.integers(VOCAB, size=(2, B, S + 1))
+    texts[0, 0, 22:] = texts[0, 1, :4] = -1
+    first, other = ((np.maximum(text[:, :-1], 0), text[:, 1:]) for text in texts)
+    return (q, k, v, do), (weights, *first), other
+
+
+def values_and_gradients(function, q, k, v, do):
+    o, back = jax.vjp(function, q, k, v)
+    return dict(zip(PARTS, (o, *back(do)), strict=True))
+
+
+PARTS = ("o", "dq", "dk", "dv")
+
+
+@cache
+def expected(window: int | None):
+    return jax.jit(partial(values_and_gradients, partial(whole_attention, window=window)))(*example()[0])
+
+
+def in_order(length: int = S) -> np.ndarray:
+    """The positions in the sequence of all tokens, rank after rank."""
+    return np.concatenate([np.asarray(Ring().positions(r, length // RANKS)) for r in range(RANKS)])
+
+
+def error(found, wanted) -> float:
+    """Relative, by norms."""
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+@cache
+def errors_of(function, ring: Ring) -> dict[str, float]:
+    """Of attention(ring, q, k, v) of arrays that are split over cp in a zig-zag: errors of o, dq, dk, dv."""
+    order, split = in_order(), P(None, AXIS)
+    run = on_ranks(partial(values_and_gradients, partial(function, ring)), split, split)
+    found = run(*(x[:, order] for x in example()[0]))
+    return {name: error(found[name], wanted[:, order]) for name, wanted in expected(ring.window).items()}
+
+
+ROUNDING = 1e-6  # of JAX's own attention, which computes in fp32 whatever it is given
+
+
+def attention_checks(broken: str | None) -> list[Check]:
+    broken = broken if broken in OF_ATTENTION else None
+    causal, windowed = (errors_of(attention, Ring(window=window, broken=broken)) for window in (None, WINDOW))
+    gradients = max(windowed[name] for name in PARTS[1:])
+    return [
+        *[at_most(f"ring: error of {name}", causal[name], ROUNDING) for name in PARTS],
+        at_most(f"ring, window of {WINDOW}: error of o", windowed["o"], ROUNDING),
+        at_most(f"ring, window of {WINDOW}: largest error of a gradient", gradients, ROUNDING),
+    ]
+
+
+def model_checks(broken: str | None) -> list[Check]:
+    _, batch, other = example()
+    weights, ring = batch[0], Ring(broken=broken if broken in OF_ATTENTION else None)
+    of_loss = broken if broken in OF_LOSS else None
+    run = ring_gradients(ring, of_loss)
+    loss, grads, right = run(*batch)
+    (wanted, wanted_grads), (alone, _) = on_one_device()
+    counted = replace(ring, zigzag=not ring.zigzag) if broken == "order" else ring
+    evaluate = ring_gradients(counted, of_loss)
+    losses, worst = descend(run, *batch), max(error(grads[name], wanted_grads[name]) for name in grads)
+    found, *_ = evaluate(weights, *other)
+    return [
+        equal("model: tokens whose target is the next token", int(right), B * S),
+        equal("model: loss of step 1 against one device", float(loss), float(wanted), within=ROUNDING),
+        at_most("model: gradients of step 1, error of the worst leaf", worst, ROUNDING),
+        at_least(f"model: loss of step 1 over that of step {STEPS}", losses[0] / losses[-1], 1.3),
+        equal("model: loss of another text against one device", float(found), float(alone), within=ROUNDING),
+    ]
+
+
+# ------------------------------------------------------------------------------------------- what the page shows
+
+
+def halves_errors() -> dict[str, float]:
+    """Of `in_two_halves` in fp32: errors of o, dq, dk, dv."""
+    rng = np.random.default_rng(1)
+    arrays = rng.standard_normal((4, B, S, N, H)).astype(np.float32)
+    found, wanted = (
+        jax.jit(partial(values_and_gradients, each))(*arrays) for each in (in_two_halves, jax.nn.dot_product_attention)
+    )
+    return {name: error(found[name], wanted[name]) for name in PARTS}
+
+
+def by_jax(ring: Ring, q, k, v):
+    """The ring without a backward of its own."""
+    return go_round(ring, q, k, v)[0]
+
+
+def by_library(ring: Ring, q, k, v):
+    q_BTNH = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    split = library.Split(RANKS)
+    return library.context_attention(split, whole_heads, q_BTNH, k, v, window=ring.window).reshape(q.shape)
+
+
+def whole_heads(q_BSNH, k_BSKH, v_BSKH):
+    """What ulysses computes between its exchanges."""
+    return blocked_attention(q_BSNH, k_BSKH, v_BSKH, Places(0, 0))
+
+
+def numbers_kept(function) -> int:
+    """What a rank's backward keeps of forward, traced."""
+    found, split = [], P(None, AXIS)
+
+    def body(q, k, v):
+        o, back = jax.vjp(partial(function, Ring()), q, k, v)
+        found.append(sum(x.size for x in jax.tree.leaves(back)))
+        return o
+
+    on_ranks(body, split, split).trace(*example()[0][:3])
+    return found[0]
+
+
+def ring_table() -> tuple[list[Check], Table]:
+    cases = {
+        "backward by JAX": (by_jax, Ring()),
+        "own backward": (attention, Ring()),
+        f"window of {WINDOW}": (attention, Ring(window=WINDOW)),
+        "the library": (by_library, Ring()),
+        f"the library, window of {WINDOW}": (by_library, Ring(window=WINDOW)),
+    }
+    errors = {name: errors_of(*case) for name, case in cases.items()}
+    kept = {name: f"{numbers_kept(cases[name][0]):,}" for name in ("backward by JAX", "own backward", "the library")}
+    rows = [[f"error of {part}", *[f"{found[part]:.1e}" for found in errors.values()]] for part in PARTS]
+    rows.append(["numbers kept by a rank", *[kept.get(name, "") for name in cases]])
+    checks = [
+        at_most(f"{name}: largest error of o, dq, dk, dv", max(errors[name].values()), ROUNDING)
+        for name in cases
+        if "library" in name or "JAX" in name
+    ]
+    return checks, Table("ring", ["ring of 4", *cases], rows)
+
+
+def blocks_of(ring: Ring) -> np.ndarray:
+    """Pairs of chunks that have a score that counts, in every hop: [RANKS, hops]."""
+
+    def body():
+        length = S // RANKS
+        seen = jnp.stack([ring.seen(step, length) for step in range(RANKS)])
+        return seen.reshape(RANKS, 2, length // 2, 2, length // 2).any((2, 4)).sum((1, 2))[None]
+
+    return np.asarray(on_ranks(body, (), P(AXIS))())
+
+
+def library_pairs() -> float:
+    """Pairs of chunks whose scores every rank computes: two products of matrices each, as traced."""
+    split = P(None, AXIS)
+    program = on_ranks(partial(by_library, Ring()), split, split).trace(*example()[0][:3]).jaxpr
+    return sum(count for eqn, count, _ in equations(program) if eqn.primitive.name == "dot_general") / 2
+
+
+ORDERS = {"plain": Ring(zigzag=False), "zig-zag": Ring(zigzag=True)}
+
+
+def balance() -> tuple[list[Check], Table]:
+    rows, checks = [], []
+    wanted = {"plain": [4 * r + 3 for r in range(RANKS)], "zig-zag": [2 * RANKS + 1] * RANKS}
+    for name, ring in ORDERS.items():
+        blocks = blocks_of(ring)
+        each, waited = blocks.sum(1), blocks.max(0).sum()
+        rows.append([name, *map(str, each), str(waited)])
+        checks += [
+            equal(f"{name}: pairs of chunks of the first rank", int(each[0]), wanted[name][0]),
+            equal(f"{name}: pairs of chunks of the busiest rank of each hop, added", int(waited), max(wanted[name])),
+        ]
+    checks.append(equal("the library's ring: pairs of chunks, traced", library_pairs(), 2 * RANKS + 1))
+    titles = ["order", *[f"rank {r}" for r in range(RANKS)], "busiest rank of each hop, added"]
+    return checks, Table("balance", titles, rows)
+
+
+LONG, LONG_HEAD = 8192, 128  # of the table of bytes: one sequence in bf16, N heads of queries and K of keys
+KINDS = {  # (a split of the library, heads of keys)
+    "ring": (library.Split(RANKS), K),
+    "ring, keys repeated": (library.Split(RANKS), N),
+    "all-gather": (library.Split(RANKS, gathers=True), K),
+    "ulysses": (library.Split(RANKS, exchanging=RANKS), K),
+    "usp-2": (library.Split(RANKS, exchanging=2), K),
+}
+
+
+def sent_by_formula(kind: str) -> tuple[float, float]:
+    """Bytes that a rank sends for a layer, forward and backward. n ranks in groups of u, m = n / u."""
+    split, key_heads = KINDS[kind]
+    n, u, m = split.ranks, split.exchanging, split.groups
+    of_head = 2 * LONG // n * LONG_HEAD  # 16 bits
+    keys = 2 * of_head * (key_heads if key_heads % u == 0 else u)
+    exchanged = (u - 1) / u * (2 * N * of_head + keys) if u > 1 else 0
+    once = exchanged + (m - 1) * keys
+    return once, once + (0 if split.gathers else 2 * (m - 1) * keys)  # a ring's dk and dv are in fp32
+
+
+def sent_by_trace(attention, key_heads: int, *query_heads: int) -> tuple[int, int]:
+    """Of attention(q, k, v): bytes that a rank sends forward and backward."""
+
+    def values(*shape):
+        return jax.ShapeDtypeStruct((1, LONG, *shape, LONG_HEAD), jnp.bfloat16)
+
+    def sent(function, *arguments) -> int:
+        run = on_ranks(function, P(None, AXIS), P(None, AXIS))
+        return total_sent(collectives_of(run.trace(*arguments).jaxpr, MESH), MESH)
+
+    arguments = values(*query_heads), values(key_heads), values(key_heads)
+    both = sent(partial(values_and_gradients, attention), *arguments, values(*query_heads))
+    return (once := sent(attention, *arguments)), both - once
+
+
+def traffic() -> tuple[list[Check], Table]:
+    rows, checks = [], []
+    cases = {kind: (sent_by_formula(kind), library_sent(kind)) for kind in KINDS}
+    keys = 2 * 2 * LONG // RANKS * LONG_HEAD * K
+    by_hand = sent_by_trace(partial(ring_attention, Ring()), K, K, G)
+    cases["ring by hand"] = ((RANKS - 1) * keys, RANKS * 2 * keys), by_hand
+    for kind, (formula, traced) in cases.items():
+        rows.append([kind, *[f"{number / 2**20:.2f}" for pair in (formula, traced) for number in pair]])
+        checks.append(equal(f"{kind}: bytes sent, traced", sum(traced), sum(formula)))
+    titles = ["MiB a layer", "formula, forward", "formula, backward", "traced, forward", "traced, backward"]
+    return checks, Table("bytes", titles, rows)
+
+
+def library_sent(kind: str) -> tuple[int, int]:
+    split, key_heads = KINDS[kind]
+    return sent_by_trace(partial(library.context_attention, split, whole_heads), key_heads, N)
+
+
+LLAMA = replace(PRESETS["llama3-8b"], seq_len=131_072, num_layers=1)
+SPLITS = (1, 2, 4, 8)
+
+
+def keys_sent(cp: int) -> int:
+    """Bytes of keys and values that a rank of a ring sends forward for a layer of `LLAMA`."""
+    return (cp - 1) * 2 * LLAMA.seq_len // cp * LLAMA.num_kv_heads * LLAMA.head_dim * 2
+
+
+def scaling() -> tuple[list[Check], Table]:
+    rows, checks, length = [], [], LLAMA.seq_len
+    for cp in SPLITS:
+        # The ring never keeps scores; on one device it is recomputation that drops them.
+        one = OneRank(LLAMA, 1, ROWS, PrecisionConfig("bfloat16"), cp=cp, selective=cp == 1)
+        kept = layer_memory(one).scan
+        places = np.arange(length // cp)
+        placed = [np.asarray(library.Split(cp).place(places, len(places), r), np.int64) for r in range(cp)]
+        scores = [int(np.sum(positions + 1)) for positions in placed]
+        cells = f"{kept / 2**30:.2f}", f"{max(scores) / 1e9:.2f}", f"{keys_sent(cp) / 2**20:,.0f}"
+        rows.append([str(cp), *cells])
+        checks += [
+            equal(f"cp={cp}: bytes kept for each of a rank's tokens", kept * cp / length, token_bytes(cp), within=1e-6),
+            equal(f"cp={cp}: scores of a head on the busiest rank", max(scores), length * (length + 1) // 2 // cp),
+        ]
+    titles = ["cp", "kept by a layer, GiB", "scores of a head, billions", "sent forward, MiB"]
+    return checks, Table("scaling", titles, rows)
+
+
+def token_bytes(cp: int) -> int:
+    """What a layer of `LLAMA` keeps of a token in bf16: the inputs of two norms; q and o, k and v; the MLP's two hidden
+    arrays. In fp32 two statistics of norms, and of each head the log-sum-exp (on one device, a largest and a sum)."""
+    heads, key_heads = LLAMA.num_heads, LLAMA.num_kv_heads
+    rows = 2 * (LLAMA.width + (heads + key_heads) * LLAMA.head_dim + LLAMA.ffn_width)
+    return 2 * rows + 4 * (2 + heads * (2 if cp == 1 else 1))
+
+
+def draw_blocks():
+    """The matrix of pairs of chunks in both orders: colour is the rank that computes a pair, the number its hop."""
+    from matplotlib.patches import Rectangle
+
+    figure, unused = drawing.blank("The hop in which a rank computes each pair of chunks", "", "", height=2.75)
+    unused.remove()
+    chunks = range(2 * RANKS)
+    for number, (name, ring) in enumerate(ORDERS.items()):
+        axes = figure.add_subplot(1, 2, number + 1)
+        owner = {int(p) // CHUNK: r for r in range(RANKS) for p in ring.positions(r, 2 * CHUNK)}
+        for query in chunks:
+            colour = drawing.COLOURS[(0, 1, 2, 5)[owner[query]]]
+            for key in chunks[: query + 1]:
+                hop = (owner[query] - owner[key]) % RANKS
+                axes.add_patch(Rectangle((key + 0.04, query + 0.04), 0.92, 0.92, facecolor=colour))
+                axes.text(key + 0.5, query + 0.54, hop, ha="center", va="center", color="white", size=9, weight="bold")
+        axes.set(xlim=(0, len(chunks)), ylim=(len(chunks), 0), aspect="equal", xlabel="chunk of keys")
+        axes.set_title(f"{name} order", size=10)
+        axes.grid(visible=False)
+        axes.tick_params(length=0)
+        axes.set_xticks([c + 0.5 for c in chunks], chunks)
+        axes.set_yticks([c + 0.5 for c in chunks], [f"rank {owner[c]}" for c in chunks])
+    return figure
+
+
+# ------------------------------------------------------------------------------------------- the lab
+
+
+def run(broken: str | None) -> Result:
+    with jax.enable_x64(True):
+        checks = [*attention_checks(broken), *model_checks(broken)]
+        if broken:
+            return Result(checks)
+        parts = [ring_table(), balance()]
+    halves = halves_errors()
+    parts += [traffic(), scaling()]
+    checks += [
+        at_most("JAX's log-sum-exp: error of o", halves["o"], ROUNDING),
+        *[at_least(f"JAX's log-sum-exp: error of {name}", halves[name], 0.1) for name in ("dq", "dk")],
+        at_most("JAX's log-sum-exp: error of dv", halves["dv"], ROUNDING),
+        *[check for each, _ in parts for check in each],
+    ]
+    lse = Table("lse", ["merged in two halves", "relative error"], [[f, f"{e:.1e}"] for f, e in halves.items()])
+    about = "Pairs of chunks of queries and keys in plain and zig-zag order: which rank computes each, in which hop"
+    return Result(checks, [lse, *[table for _, table in parts]], [Picture("blocks", draw_blocks, about)], guesses())
+
+
+def guesses() -> list[Guess]:
+    def slower(n: int) -> float:
+        return (4 * n - 1) / (2 * n + 1)
+
+    grouped = LLAMA.num_kv_heads / LLAMA.num_heads
+    return [
+        Guess(
+            "wait",
+            "4 ranks, the sequence in plain order, every hop as long as its busiest rank: how many times as long as "
+            "with equal work?",
+            slower(RANKS),
+            "times",
+            "the last rank computes 15 of 36 pairs of chunks, 3 + 4 + 4 + 4; an equal part is 9",
+        ),
+        Guess(
+            "heads",
+            "8 heads of queries share 2 of keys: how many times the bytes does a ring send whose keys and values are "
+            "repeated to 8 heads first?",
+            N / K,
+            "times",
+            "it sends keys and values alone",
+        ),
+        Guess(
+            "backward",
+            "Keys and values are in 16 bits, the gradients that travel in 32: backward's bytes over forward's?",
+            3,
+            "times",
+            "keys and values once more, and twice as many bytes of gradients",
+        ),
+        Guess(
+            "sent",
+            "Llama 3 8B (8 heads of keys of 128), a sequence of 131,072 in bf16, cp=8: GB that a rank of the ring "
+            "sends forward in a layer?",
+            keys_sent(8) / 1e9,
+            "GB",
+            "7 hops of 2 · 16,384 · 1,024 numbers of 2 bytes",
+        ),
+        Guess(
+            "hidden",
+            "From how many tokens a rank on does a hop of the same (32 heads of queries) take no longer than its "
+            "scores, at 400 TFLOP/s and 50 GB/s?",
+            2 * grouped * 400e12 / 50e9,
+            "tokens",
+            "T²/2 scores of 4 · 128 FLOPs for 32 heads, against 2T · 1,024 · 2 bytes: T = 2 · (8/32) · 400e12/50e9",
+        ),
+        Guess(
+            "more",
+            "With 8 ranks, how many times as long is the plain order?",
+            slower(8),
+            "times",
+            "(4n - 1) / (2n + 1), which goes to 2",
+        ),
+    ]
+
+
+RING = {part: f"ring: error of {part}" for part in PARTS}
+WINDOW_O, WINDOW_GRADIENTS = (
+    f"ring, window of {WINDOW}: error of o",
+    f"ring, window of {WINDOW}: largest error of a gradient",
+)
+TARGETS, LOSS, LEAVES, OTHER = (
+    "model: tokens whose target is the next token",
+    "model: loss of step 1 against one device",
+    "model: gradients of step 1, error of the worst leaf",
+    "model: loss of another text against one device",
+)
+LAB = Lab(
+    name="context-parallel",
+    title="Context parallelism and long sequences",
+    question="How do several devices attend to one long sequence, what do they send for that, which faults are silent?",
+    run=run,
+    devices=RANKS,
+    breaks=[
+        Break(
+            "lse",
+            removes="the gradient of the log-sum-exp: chunks are merged by that of `jax.nn.dot_product_attention`, and "
+            "JAX differentiates the ring",
+            caught_by=frozenset({RING["dq"], RING["dk"], WINDOW_GRADIENTS, LEAVES}),
+            how_silent="nothing: losses are right to the sixth digit, and fall",
+        ),
+        Break(
+            "late",
+            removes="the first hop: the ring starts one hop late, and a rank takes its neighbour's keys for its own",
+            caught_by=frozenset({*RING.values(), WINDOW_O, WINDOW_GRADIENTS, LOSS, LEAVES, OTHER}),
+            how_silent="a loss that falls; each query sees some keys, among them later ones",
+        ),
+        Break(
+            "seam",
+            removes="one position at the seams: keys of other ranks are counted one too far on",
+            caught_by=frozenset({WINDOW_O, WINDOW_GRADIENTS}),
+            how_silent="nothing without a window, where no score changes; with one, a key too many across each seam",
+        ),
+        Break(
+            "keys",
+            removes="the second round of keys and values: backward uses a rank's own in every hop",
+            caught_by=frozenset({RING["dq"], RING["dk"], RING["dv"], WINDOW_GRADIENTS, LEAVES}),
+            how_silent="a loss that is right in step 1, and falls",
+        ),
+        Break(
+            "targets",
+            removes="the shift of targets before the split: each rank shifts its own tokens",
+            caught_by=frozenset({TARGETS, LOSS, LEAVES, OTHER}),
+            how_silent="a loss that falls as far; up to two targets a rank and row are wrong",
+        ),
+        Break(
+            "order",
+            removes="the zig-zag in evaluation: tokens lie in it, and positions are counted in plain order",
+            caught_by=frozenset({OTHER}),
+            how_silent="training is right, and the loss of another text is a little off",
+        ),
+        Break(
+            "count",
+            removes="the count of all targets: each rank divides by its own, and the means are averaged",
+            caught_by=frozenset({LOSS, LEAVES}),
+            how_silent="a loss that falls; where all tokens count, as in the other text, it is even right",
+        ),
+    ],
+)
