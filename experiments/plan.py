@@ -281,6 +281,8 @@ def ask(flags: PlanFlags) -> Question:
     attention = config.model.attention_for(config.attention, platform, dtype, training=True)
     if attention == "xla":
         notes.append("Attention writes its scores out (flash attention cannot run here): they count as memory.")
+    elif attention == "blocked":
+        notes.append("Attention is in blocks of scores (flash attention cannot run here): slower, and none are kept.")
     return Question(
         base=config,
         hardware=hardware,
@@ -823,7 +825,7 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
             level = levels(config, flags.compile, num_nodes=found.cluster.num_nodes, dump=dump)
         formula = float(found.memory.total[index])
         if note:  # then the formula, too, of the attention that is traced
-            formula = float(score(config, Candidates.of(config), found.cluster, "xla").memory.total[0])
+            formula = float(score(config, Candidates.of(config), found.cluster, config.attention).memory.total[0])
         layout = make_layout(config.model, config.parallel, config.part_layers)
         sent = total_sent(predicted(config, layout), config.parallel.mesh), level.sent_bytes
         compiled = level.compiled
@@ -866,14 +868,17 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
 
 
 def with_attention(config: RunConfig, attention: str) -> tuple[RunConfig, str | None]:
-    """The config with the attention that would run; where that cannot be traced here, the written-out one, and why."""
+    """The config with the attention that would run; where that cannot be traced here, another one, and why."""
     note = None
     if attention == "cudnn" and not has_cuda_compiler():
+        attention = config.model.attention_for("auto", "cpu", config.precision.dtype, training=True)
+        written = (
+            "scores are written out here and counted" if attention == "xla" else "it is traced in blocks of scores"
+        )
         note = (
-            "Flash attention cannot be traced without the CUDA plugin: scores are written out here and counted "
+            f"Flash attention cannot be traced without the CUDA plugin: {written} "
             f"({install_text('prove-cuda')} needs no card)."
         )
-        attention = "xla"
     parallel = replace(config.parallel, attention=attention)
     return replace(config, parallel=parallel), note
 

@@ -98,7 +98,7 @@ def devices_of(run: Run) -> int:
 
 def recorded_attention(run: Run) -> str:
     """What attention was compiled; written out, as on CPUs, where the run does not say."""
-    return "cudnn" if run.config.get("attention") == "cudnn" else "xla"
+    return run.config.get("attention") or "xla"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

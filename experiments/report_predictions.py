@@ -131,7 +131,7 @@ def predictions(config: RunConfig, attention: str) -> Predictions:
 
 
 def predicted_memory(config: RunConfig, attention: str) -> Memory:
-    """attention: "xla" or "cudnn"."""
+    """attention: "xla", "blocked" or "cudnn"."""
     layout = Candidates.of(config)
     found = program_bytes(config, layout, pipelines(config, layout), attention)
     terms = {name: float(getattr(found, name)[0]) for name in NAMES_OF_TERMS}

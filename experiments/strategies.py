@@ -165,6 +165,8 @@ STRATEGIES = [
     ),
     Strategy("dp2-tp4-sp-ring-bf16", "dp=2,tp=4", {"sp": True, "tp_ring": "one-way"}, dtype="bfloat16"),
     Strategy("dp2-tp4-sp-ring-two-way-fp64", "dp=2,tp=4", {"sp": True, "tp_ring": "two-way"}, dtype="float64"),
+    # Attention in blocks of scores.
+    Strategy("pp2-tp2-sp-zb-v-blocked", "pp=2,tp=2", {"sp": True, "attention": "blocked", "schedule": "zb-v"}),
     # The sequence split over cp: every way in which attention reaches all of it.
     Strategy("cp2", "cp=2"),
     Strategy("cp8", "cp=8"),

@@ -24,7 +24,7 @@ from jaxdist.values import fields_of
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 GradSync = Literal["per-parameter", "flat", "bucketed"]
 OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
-AttentionName = Literal["auto", "cudnn", "xla"]
+AttentionName = Literal["auto", "cudnn", "blocked", "xla"]
 TpRing = Literal["none", "one-way", "two-way"]
 CP_KINDS = ("ring", "all-gather", "ulysses")
 PIPELINED_CP_KINDS = ("all-gather", "ulysses")  # whose messages the stages of a pipeline need not exchange in step
@@ -85,7 +85,8 @@ class ParallelConfig:
     """Reduce a layer's gradients, and gather the next layer's ZeRO-3 weights, while another layer computes; in a
     pipeline instead, send between stages while they compute."""
     attention: AttentionName = "auto"
-    """auto: cuDNN's, which never holds the scores, on GPUs where it can run and compiles; written out elsewhere."""
+    """auto: cuDNN's, which never holds the scores, on GPUs where it can run and compiles; elsewhere blocked, which
+    holds those of a block, for 8,192 positions and more, and xla, which writes them out, for fewer."""
     schedule: str = "1f1b"
     """Of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
     microbatches: int | None = None
@@ -548,6 +549,8 @@ class RunConfig:
             notes.append("sp=True splits the sequence over tp, and tp=1: it changes nothing.")
         if parallel.remat == "selective" and parallel.mesh.cp > parallel.cp_split[0]:
             notes.append(f"remat=selective: attention over cp by {parallel.cp_kind} keeps no scores to recompute.")
+        elif parallel.remat == "selective" and parallel.attention in ("cudnn", "blocked"):
+            notes.append(f"remat=selective: attention={parallel.attention} keeps no scores to recompute.")
         if not parallel.reshard_after_forward and parallel.remat_every:
             notes.append(f"remat={parallel.remat} recomputes blocks, and so gathers their weights again all the same.")
         if not parallel.reshard_after_forward and parallel.zero == 3 and parallel.mesh.pp > 1:

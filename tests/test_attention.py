@@ -12,10 +12,12 @@ from jax import random
 from jax.sharding import PartitionSpec
 
 from experiments.strategies import Strategy
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.models import attention
-from jaxdist.models.attention import attention_core, causal_blocks, choose_attention, cudnn_refusal
+from jaxdist.models.attention import LONG, attention_core, causal_blocks, choose_attention, cudnn_refusal
 from jaxdist.models.context import Context
+from jaxdist.parallel import blocked_attention
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.pipeline.split_backward import all_equations
 from jaxdist.train import program as programs
@@ -24,11 +26,11 @@ from jaxdist.train.program import attention_on, build_program
 NO_DROPOUT = Context(rows_B=np.arange(2))
 
 
-def xla_core(ctx: Context = NO_DROPOUT, rate: float = 0.0, window: int | None = None):
+def core_on_one_device(ctx: Context = NO_DROPOUT, rate: float = 0.0, window: int | None = None, name: str = "xla"):
     """The attention as it runs: inside of a mesh, here of one device."""
     mesh = make_mesh(MeshShape(), DEVICES)
     spec = PartitionSpec()
-    return jax.shard_map(attention_core("xla", ctx, rate, window), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    return jax.shard_map(attention_core(name, ctx, rate, window), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
 
 
 def plain(q, k, v, keep=None):
@@ -45,11 +47,18 @@ def test_blocks_are_where_they_pay(length, blocks):
     assert causal_blocks(length) == blocks
 
 
+@pytest.fixture(params=["xla", "blocked"])
+def written(request, monkeypatch) -> str:
+    """Attention that is not a kernel's; blocks of at most 64 positions, so that there are several."""
+    monkeypatch.setattr(blocked_attention, "MOST_POSITIONS", 64)
+    return request.param
+
+
 @pytest.mark.parametrize("length", [16, 128, 192, 256])
-def test_values_and_gradients_are_those_without_blocks(length):
+def test_values_and_gradients_are_those_without_blocks(length, written):
     with jax.enable_x64(True):
         q, k, v, d = random.normal(random.key(0), (4, 2, length, 3, 8), jnp.float64)
-        core = xla_core()
+        core = core_on_one_device(name=written)
         np.testing.assert_allclose(core(q, k, v), plain(*map(np.asarray, (q, k, v))), rtol=1e-12, atol=1e-12)
 
         def whole(q, k, v):
@@ -64,7 +73,7 @@ def test_values_and_gradients_are_those_without_blocks(length):
 
 def test_masked_blocks_are_not_computed():
     q = jnp.ones((1, 256, 2, 8))
-    jaxpr = jax.make_jaxpr(xla_core())(q, q, q)
+    jaxpr = jax.make_jaxpr(core_on_one_device())(q, q, q)
     products = [e.outvars[0].aval.shape for e in all_equations(jaxpr) if e.primitive.name == "dot_general"]
     scores = [shape[-2:] for shape in products if 8 not in shape[-2:]]
     assert sum(t * s for t, s in scores) == 256 * 256 * 5 // 8
@@ -75,7 +84,7 @@ def test_every_block_draws_its_own_dropout():
     length, key = 256, random.key(1)
     ctx = Context(key=key, rows_B=jnp.arange(1))
     zeros = jnp.zeros((1, length, 1, length))
-    out = np.asarray(xla_core(ctx, 0.5)(zeros, zeros, jnp.eye(length)[None, :, None]))[0, :, 0]
+    out = np.asarray(core_on_one_device(ctx, 0.5)(zeros, zeros, jnp.eye(length)[None, :, None]))[0, :, 0]
     rows = length // 4
     for end in range(rows, length + 1, rows):
         block = jnp.ones((1, 1, rows, end))
@@ -107,7 +116,7 @@ def test_auto_falls_back_where_cudnn_has_no_plan(monkeypatch, refused):
 
 
 def test_a_head_that_cudnn_does_not_take_is_written_out_with_a_warning():
-    how = {"platform": "gpu", "dtype": "bfloat16", "dropout": False}
+    how = {"platform": "gpu", "dtype": "bfloat16", "dropout": False, "seq_len": 64}
     with pytest.warns(UserWarning, match="here it is 256"):
         assert choose_attention("auto", head_dim=256, **how) == "xla"
     with warnings.catch_warnings():
@@ -117,9 +126,31 @@ def test_a_head_that_cudnn_does_not_take_is_written_out_with_a_warning():
         assert choose_attention("xla", head_dim=256, **how) == "xla"
 
 
+def test_scores_of_long_sequences_are_not_written_out_unless_asked_for():
+    how = {"platform": "cpu", "dtype": "float32", "head_dim": 64}
+    assert choose_attention("auto", seq_len=LONG, dropout=False, **how) == "blocked"
+    assert choose_attention("auto", seq_len=LONG // 2, dropout=False, **how) == "xla"
+    assert choose_attention("auto", seq_len=LONG, dropout=True, **how) == "xla"
+    assert choose_attention("xla", seq_len=LONG, dropout=False, **how) == "xla"
+    assert choose_attention("blocked", seq_len=64, dropout=False, **how) == "blocked"
+    with pytest.raises(ConfigError, match="no dropout"):
+        choose_attention("blocked", seq_len=64, dropout=True, **how)
+
+
+def test_blocks_keep_to_documents_as_the_written_out_scores_do():
+    starts = jnp.array([[0] * 40 + [40] * 88, [0] * 128])
+    with jax.enable_x64(True):
+        q, k, v = random.normal(random.key(0), (3, 2, 128, 2, 8), jnp.float64)
+        one, other = (
+            core_on_one_device(dataclasses.replace(NO_DROPOUT, starts_BT=starts), name=name)(q, k, v)
+            for name in ("xla", "blocked")
+        )
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("window", [1, 5, 200])
 @pytest.mark.parametrize("length", [16, 256])
-def test_groups_and_windows_are_those_of_the_formula(window, length):
+def test_groups_and_windows_are_those_of_the_formula(window, length, written):
     """Grouped heads, each query with the `window` newest positions; in float64, gradients too."""
     with jax.enable_x64(True):
         q, d = random.normal(random.key(0), (2, 2, length, 6, 4), jnp.float64)
@@ -132,7 +163,7 @@ def test_groups_and_windows_are_those_of_the_formula(window, length):
             scores = jnp.where((ago >= 0) & (ago < window), scores, -jnp.inf)
             return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
 
-        core = xla_core(window=window)
+        core = core_on_one_device(window=window, name=written)
         np.testing.assert_allclose(core(q, k, v), whole(q, k, v), rtol=1e-12, atol=1e-12)
         for ours, theirs in zip(*(jax.vjp(f, q, k, v)[1](d) for f in (core, whole)), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Causal self-attention's core: cuDNN's kernel, or written out in blocks of queries; and which of the two can run.
+"""Causal self-attention's core: cuDNN's kernel, blocks of scores, or all of them; and which of these can run.
 
 Dims: B batch, T queries, S keys, N heads of this rank, H head dim.
 """
@@ -13,8 +13,10 @@ from jax.extend.core import Primitive
 from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError, reason_of
 from jaxdist.models.context import Context
+from jaxdist.parallel.blocked_attention import Places, blocked_attention
 from jaxdist.parallel.context_parallel import context_attention
 
+LONG = 8192  # positions, from which on their scores are not written out unless asked for
 MIN_QUERIES = 64  # in a block; smaller products of matrices are slower than what leaving out the masked ones saves
 
 
@@ -52,8 +54,9 @@ def attention_core(
 
     K divides N: consecutive queries' heads share a key's (arXiv 2305.13245). window: a query sees itself and the
     `window` - 1 positions before it. "cudnn" never holds the scores and takes no dropout ("cudnn-traced" stands for it
-    in a plan). "xla" writes them out, in blocks of queries that leave out most of what the mask would, and is what
-    selective recomputation runs again; it keeps to each token's document. Softmax runs in at least fp32.
+    in a plan). "blocked" holds a block of them, makes them again in backward, and takes no dropout. "xla" writes them
+    out, in blocks of queries that leave out most of what the mask would, and is what selective recomputation runs
+    again. The last two keep to each token's document. Softmax runs in at least fp32.
     """
 
     def cudnn(q_BTNH, k_BTKH, v_BTKH):
@@ -61,6 +64,9 @@ def attention_core(
         return jax.nn.dot_product_attention(
             q_BTNH, k_BTKH, v_BTKH, is_causal=True, local_window_size=seen, implementation="cudnn"
         )
+
+    def blocked(q_BTNH, k_BTKH, v_BTKH):
+        return blocked_attention(q_BTNH, k_BTKH, v_BTKH, Places(0, 0, ctx.starts_BT, "same"), window)
 
     def block(q_BTNH, k_BSKH, v_BSKH, end):
         """The queries of the T positions before `end`, with the keys of the S positions before it."""
@@ -86,7 +92,9 @@ def attention_core(
         ]
         return jnp.concatenate(blocks, axis=1)
 
-    return {"cudnn": cudnn, "cudnn-traced": _traced_cudnn, "xla": ctx.recomputed(xla)}[implementation]
+    return {"cudnn": cudnn, "blocked": blocked, "cudnn-traced": _traced_cudnn, "xla": ctx.recomputed(xla)}[
+        implementation
+    ]
 
 
 def scores_of(q_BTNH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
@@ -151,20 +159,26 @@ def attention_on_device(
     dropout: bool = False,
 ) -> str:
     """`choose_attention`; under "auto", `device` is asked whether it compiles what was chosen."""
-    chosen = choose_attention(asked, platform, dtype, head_dim=head_dim, dropout=dropout)
+    chosen = choose_attention(asked, platform, dtype, seq_len=seq_len, head_dim=head_dim, dropout=dropout)
     if asked != "auto" or chosen != "cudnn" or device is None:
         return chosen
-    return "xla" if warn_where_cudnn_does_not_compile(device, seq_len, head_dim, dtype) else "cudnn"
+    if warn_where_cudnn_does_not_compile(device, seq_len, head_dim, dtype):
+        return choose_attention(asked, "cpu", dtype, seq_len=seq_len, head_dim=head_dim, dropout=dropout)
+    return "cudnn"
 
 
-def choose_attention(asked: str, platform: str, dtype: str, *, head_dim: int, dropout: bool) -> str:
-    """cuDNN's flash attention where it can run, the written-out one elsewhere; with a warning where only the width of a
-    head keeps a GPU from it.
+def choose_attention(asked: str, platform: str, dtype: str, *, seq_len: int, head_dim: int, dropout: bool) -> str:
+    """cuDNN's flash attention where it can run; elsewhere blocks for long sequences, and scores written out for others.
+    Warns where only the width of a head keeps a GPU from the first.
 
-    dropout: whether attention weights are dropped. Raises: ConfigError where "cudnn" was asked for and cannot run.
+    dropout: whether attention weights are dropped. Raises: ConfigError where what was asked for cannot run.
     """
     if asked == "xla":
         return "xla"
+    if asked == "blocked" and dropout:
+        raise ConfigError("attention=blocked", "it applies no dropout to the attention weights", "Use attention=auto")
+    if asked == "blocked":
+        return "blocked"
     obstacles = {
         f"it needs an NVIDIA GPU and this mesh is of {platform} devices": platform not in ("gpu", "abstract"),
         f"it computes in 16 bits and dtype is {dtype}": dtype not in ("bfloat16", "float16"),
@@ -175,9 +189,11 @@ def choose_attention(asked: str, platform: str, dtype: str, *, head_dim: int, dr
     in_the_way = [reason for reason, applies in obstacles.items() if applies]
     if asked == "cudnn" and in_the_way:
         raise ConfigError("attention=cudnn", in_the_way[0], "Use attention=auto")
+    if asked == "cudnn" or (platform == "gpu" and not in_the_way):
+        return "cudnn"
     if platform == "gpu" and in_the_way == [width]:
-        warnings.warn(f"attention=auto writes the scores out: cuDNN's does not fit, {width}", stacklevel=2)
-    return "cudnn" if asked == "cudnn" or (platform == "gpu" and not in_the_way) else "xla"
+        warnings.warn(f"attention=auto is not cuDNN's here: that does not fit, {width}", stacklevel=2)
+    return "blocked" if seq_len >= LONG and not dropout else "xla"
 
 
 def warn_where_cudnn_does_not_compile(device: jax.Device, seq_len: int, head_dim: int, dtype: str) -> bool:
@@ -186,7 +202,7 @@ def warn_where_cudnn_does_not_compile(device: jax.Device, seq_len: int, head_dim
     if refusal is None:
         return False
     warnings.warn(
-        f"attention=auto writes the scores out: cuDNN's attention does not compile on {device.device_kind} "
+        f"attention=auto is not cuDNN's here: cuDNN's attention does not compile on {device.device_kind} "
         f"({refusal}). Other versions of cuDNN may have it: {install_text('cuda12')} instead of cuda",
         stacklevel=2,
     )

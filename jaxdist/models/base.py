@@ -174,12 +174,12 @@ class Model(ABC):
     def attention_for(
         self, asked: str, platform: str, dtype: str, *, training: bool, device: jax.Device | None = None
     ) -> str:
-        """The attention that runs: "xla" or "cudnn"; `device`, if given, may be asked to compile it.
+        """The attention that runs: "xla", "blocked" or "cudnn"; `device`, if given, may be asked to compile it.
 
         Raises: ConfigError where `asked` cannot run.
         """
-        if asked == "cudnn":
-            raise ConfigError("attention=cudnn", f"{type(self).__name__} does not use it", "Use attention=auto")
+        if asked not in ("auto", "xla"):
+            raise ConfigError(f"attention={asked}", f"{type(self).__name__} does not use it", "Use attention=auto")
         return "xla"
 
     @property

@@ -34,8 +34,8 @@ class Context:
 
     sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
     split: of the sequence over cp; starts_BT is of the whole sequence all the same.
-    attention: "xla" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks: parts
-    in which the logits are made. key: of the step's dropout, None for none. rows_B, starts_BT: as in `Batch`.
+    attention: "xla", "blocked" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks:
+    parts in which the logits are made. key: of the step's dropout, None for none. rows_B, starts_BT: as in `Batch`.
     weight: the factor of the summed loss whose gradient is taken; None outside of training. cache: of keys and values,
     where text is generated (`jaxdist.models.cache`). What is traced are these five. probe: where the model is, in a run
     that is watched (`jaxdist.probes.Probe`); None in every other.

@@ -19,6 +19,7 @@ import numpy as np
 from jaxdist.config import CP_KINDS, ParallelConfig, RunConfig, context_kinds, cp_split
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AVAILABLE_AXES, AXES, MeshShape
+from jaxdist.models.attention import LONG
 from jaxdist.models.base import Model
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
 from jaxdist.parallel.pipeline.schedules import divide_layers
@@ -34,7 +35,6 @@ BLOCK = 1 << 15  # layouts made and scored at a time: their columns stay in the 
 INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
 INTEGERS += ("every", "selective", "overlap", "kind")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
-LONG = 8192  # positions from which on a sequence is split over cp; shorter ones have nothing to gain by it
 OWN_KIND = len(CP_KINDS)  # in the column `kind`: the run's own `cp_kind`
 
 
@@ -326,7 +326,7 @@ def score(
 ) -> Scored:
     """Step time and memory of every layout; model, precision, optimiser and batch are those of `base`.
 
-    attention: what runs on the cluster, "cudnn" or "xla" (`jaxdist.train.program.choose_attention`).
+    attention: what runs on the cluster, "cudnn", "blocked" or "xla" (`jaxdist.train.program.choose_attention`).
     Raises: ConfigError for a dtype that the accelerator has no peak for.
     """
     return Scored.join(
