@@ -20,7 +20,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import blocked_attention as blocked
 from jaxdist.parallel import context_parallel
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
-from jaxdist.parallel.context_parallel import Split, context_attention, hops
+from jaxdist.parallel.context_parallel import Split, by_turns, context_attention, hops
 from jaxdist.plan.proof.compile import emitted_collectives
 from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
 
@@ -238,6 +238,20 @@ def test_jax_s_own_log_sum_exp_has_no_gradient():
     assert errors[0] > 0.1 and errors[1] > 0.1 and errors[2] < 1e-5
 
 
+@pytest.mark.parametrize("name", ["ring-4", "ulysses-2", "usp-2-of-8"])
+def test_keys_of_generated_text_stand_on_the_ranks_by_turns(name):
+    split = Split(*SPLITS[name])
+    length = 2 * split.ranks * split.unit
+    mesh = make_mesh(MeshShape(cp=split.ranks), DEVICES)
+
+    def share(x_BSKH):
+        return by_turns(split, split.cut(x_BSKH))
+
+    run = jax.jit(jax.shard_map(share, mesh=mesh, in_specs=P(), out_specs=P(None, "cp")))
+    positions = run(jnp.arange(length).reshape(1, length, 1, 1)).reshape(split.ranks, -1)
+    np.testing.assert_array_equal(positions, np.arange(length).reshape(-1, split.ranks).T)
+
+
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
@@ -279,14 +293,14 @@ def test_what_cannot_be_split_is_refused_with_what_can(mesh, settings, model, sa
         (lambda: Run(RunConfig(PRESETS["proof"], ParallelConfig(MeshShape(cp=2))), DEVICES), "without cp"),
         (
             lambda: build_generator(
-                PRESETS["proof"],
+                Whole(),
                 make_abstract_mesh(MeshShape(cp=2)),
                 MeshShape(cp=2),
                 dtype="float32",
                 num_texts=1,
                 capacity=8,
             ),
-            "without cp",
+            "splits_sequence",
         ),
     ],
     ids=["a model of whole sequences", "a run in step", "generation"],
