@@ -133,6 +133,11 @@ class ParallelConfig:
         return cp_split(self.cp_kind, self.mesh.cp)
 
     @property
+    def split(self) -> Split:
+        """How sequences are split over cp."""
+        return Split(self.mesh.cp, *self.cp_split)
+
+    @property
     def sharded(self) -> bool:
         """Whether ZeRO shards anything at all."""
         return self.zero > 0 and self.mesh.dp > 1
@@ -256,7 +261,7 @@ def check_context(model: Model, parallel: ParallelConfig) -> None:
     if cp == 1:
         return
     require_splits_sequence(model, cp)
-    unit = Split(cp, *parallel.cp_split).unit
+    unit = parallel.split.unit
     if model.seq_len % unit:
         below = model.seq_len // unit * unit
         raise ConfigError(

@@ -178,8 +178,7 @@ def build_generator(
             f"{capacity} tokens with seq_len={model.seq_len}", "the model has no more positions", "Shorten the text"
         )
     specs, rows = parameter_specs(model, shape), _rows_spec(shape)
-    split = Split(shape.cp, *parallel.cp_split)
-    bound = _OnStages(model, shape, sampling, Context(split=split, attention=attention))
+    bound = _OnStages(model, shape, sampling, Context(split=parallel.split, attention=attention))
     on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
     caches = _cache_specs(bound, on_mesh, specs, dtype, num_texts, capacity)
     outputs = Next(rows, rows, caches)

@@ -11,7 +11,6 @@ from conftest import DEVICES
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig, context_kinds
-from jaxdist.divergence import Run
 from jaxdist.errors import ConfigError
 from jaxdist.generation import build_generator
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
@@ -290,7 +289,6 @@ def test_what_cannot_be_split_is_refused_with_what_can(mesh, settings, model, sa
     "make, said",
     [
         (lambda: RunConfig(Whole(), ParallelConfig(MeshShape(cp=2)), batch_size=8), "splits_sequence"),
-        (lambda: Run(RunConfig(PRESETS["proof"], ParallelConfig(MeshShape(cp=2))), DEVICES), "without cp"),
         (
             lambda: build_generator(
                 Whole(),
@@ -303,7 +301,7 @@ def test_what_cannot_be_split_is_refused_with_what_can(mesh, settings, model, sa
             "splits_sequence",
         ),
     ],
-    ids=["a model of whole sequences", "a run in step", "generation"],
+    ids=["a model of whole sequences", "generation"],
 )
 def test_what_needs_whole_sequences_says_so(make, said):
     with pytest.raises(ConfigError, match=said):
