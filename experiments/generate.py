@@ -64,7 +64,10 @@ class GenerateFlags(ProcessFlags):
     seed: int = 0
     """Of the tokens that are drawn; the same on every mesh."""
     mesh: str = "1"
-    """As in tp=2: weights and cache are split over tp (heads) and pp (layers), texts over dp."""
+    """As in tp=2: weights and cache are split over tp (heads) and pp (layers), the cache over cp too (positions), texts
+    over dp."""
+    cp_kind: str = "ring"
+    """How prompts attend over cp: ring, all-gather, ulysses, or usp-U, as in training."""
     dtype: Dtype | None = None
     """Of weights, cache and arithmetic. Default: that of the checkpoint's parameters."""
     device: DeviceChoice = "auto"
@@ -135,6 +138,7 @@ def main(flags: GenerateFlags, console: Console) -> int:
         num_texts=-(-len(prompts) // shape.batch_ranks) * shape.batch_ranks,
         capacity=longest + num_new,
         sampling=sampling,
+        cp_kind=flags.cp_kind,
         attention=weights.model.attention_for(
             "auto", devices.devices[0].platform, flags.dtype or weights.dtype, training=False, device=devices.devices[0]
         ),

@@ -15,6 +15,7 @@ from jaxdist.mesh import AVAILABLE_AXES, DATA_AXES, MeshShape
 from jaxdist.models.base import Model
 from jaxdist.models.registry import model_of
 from jaxdist.models.registry import to_dict as model_to_dict
+from jaxdist.parallel.context_parallel import Split
 from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
 from jaxdist.parallel.pipeline.schedules import Schedule, divide_layers
 from jaxdist.parallel.pipeline.simulate import validate
@@ -131,6 +132,11 @@ class ParallelConfig:
     def cp_split(self) -> tuple[int, bool]:
         """(neighbours along cp that exchange heads, whether the others' keys are gathered)."""
         return cp_split(self.cp_kind, self.mesh.cp)
+
+    @property
+    def split(self) -> Split:
+        """How sequences are split over cp."""
+        return Split(self.mesh.cp, *self.cp_split)
 
     @property
     def sharded(self) -> bool:
@@ -252,22 +258,27 @@ _make_schedule = cache(make_schedule)
 
 def check_context(model: Model, parallel: ParallelConfig) -> None:
     """Refuse a sequence that cannot be split over cp. Raises: ConfigError."""
-    cp, (exchanging, _) = parallel.mesh.cp, parallel.cp_split
+    cp = parallel.mesh.cp
     if cp == 1:
         return
-    if not model.splits_sequence:
-        raise ConfigError(
-            f"the model {type(model).__name__} with cp={cp}",
-            "it does not say that its layers compute with a part of the sequence",
-            "Set splits_sequence = True in it where all that mixes positions is `attend`, or use cp=1",
-        )
-    unit = cp if cp == exchanging else math.lcm(cp, 2 * cp // exchanging)
+    require_splits_sequence(model, cp)
+    unit = parallel.split.unit
     if model.seq_len % unit:
         below = model.seq_len // unit * unit
         raise ConfigError(
             f"seq_len={model.seq_len} with cp={cp}",
             f"cp_kind={parallel.cp_kind} places the sequence in equal parts, so {unit} divides its length",
             f"Use a seq_len of {f'{below} or ' if below else ''}{below + unit}",
+        )
+
+
+def require_splits_sequence(model: Model, cp: int) -> None:
+    """Refuse a model whose layers do not compute with a part of the sequence. Raises: ConfigError."""
+    if cp > 1 and not model.splits_sequence:
+        raise ConfigError(
+            f"the model {type(model).__name__} with cp={cp}",
+            "it does not say that its layers compute with a part of the sequence",
+            "Set splits_sequence = True in it where all that mixes positions is `attend`, or use cp=1",
         )
 
 

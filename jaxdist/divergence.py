@@ -10,16 +10,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 
 import jax
 import numpy as np
 
 from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, logical_parameters, named, to_logical
 from jaxdist.config import RunConfig
-from jaxdist.errors import ConfigError
 from jaxdist.layout import Leaf, drop_unit_axes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.models.base import STACKED, Model
+from jaxdist.parallel.context_parallel import Split
 from jaxdist.parallel.relayout import to_compute, to_storage
 from jaxdist.parity import (
     GRADIENT_TOLERANCE,
@@ -52,13 +53,12 @@ PROVEN_DEPTH = 8
 
 @dataclass(frozen=True)
 class Copy:
-    """A rank's part of one row of a tensor. at: the slice of the whole row; None of a partial sum, `value` is the sum
-    over tp then."""
+    """A rank's part of one row of a tensor. at: its place in the whole row; of a partial sum, `value` is the sum."""
 
     row: int
     ranks: tuple[int, ...]
     value: np.ndarray
-    at: tuple[slice, ...] = ()
+    at: tuple[slice | np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,7 @@ class Run:
     def __init__(
         self, config: RunConfig, devices: list[jax.Device], parameters: Mapping[str, np.ndarray] | None = None
     ):
-        """parameters: to start from, at logical shape by name; `random_parameters` if none are given.
-
-        Raises: ConfigError for a mesh with cp."""
-        if config.parallel.mesh.cp > 1:
-            raise ConfigError(
-                f"a run in step on cp={config.parallel.mesh.cp}",
-                "probes cannot put tensors together that are split along the sequence in a zig-zag",
-                "Compare a mesh without cp; experiments.verify compares gradients on any",
-            )
+        """parameters: to start from, at logical shape by name; `random_parameters` if none are given."""
         self.config, self.recorder = config, Recorder()
         with self._precision():
             self._compile(devices, parameters)
@@ -210,39 +202,54 @@ class Run:
         if not pieces[0].site.shape:
             return self._scalar(key, pieces, order, unequal)
         local, whole = pieces[0].site.shape[1:], self.whole_shapes.get((key.direction, key.part, key.name))
-        split = split_dim(local, whole, self.mesh.tp)
-        partial = split is None and key.direction == BACKWARD and "tp" in pieces[0].site.varying
-        if split is None and local != whole:
+        split = split_dims(local, whole, self.mesh, self.config.model.seq_len)
+        varying = pieces[0].site.varying
+        if split is None or ("cp" in varying and "cp" not in split):
             return None
-        by_row: dict[int, dict[int, tuple[list[int], np.ndarray]]] = {}
+        partial = key.direction == BACKWARD and "tp" in varying and "tp" not in split
+        by_row: dict[int, dict[tuple[int, int], tuple[list[int], np.ndarray]]] = {}
         for piece in pieces:
+            who = self.coordinate(piece.rank, "cp"), self.coordinate(piece.rank, "tp")
             for row, value in zip(piece.rows, piece.value, strict=True):
-                held = by_row.setdefault(row, {}).setdefault(self.coordinate(piece.rank, "tp"), ([], value))
-                held[0].append(piece.rank)
+                by_row.setdefault(row, {}).setdefault(who, ([], value))[0].append(piece.rank)
+        places = {who: self._place_of(split, local, *who) for parts in by_row.values() for who in parts}
         rows, copies = {}, []
         for row, parts in by_row.items():
-            values = [parts[c][1] for c in sorted(parts)]
-            if split is not None:
-                rows[row] = np.concatenate(values, axis=split)
-            else:
-                rows[row] = np.sum(values, axis=0) if partial else values[0]
-            for c, (ranks, value) in parts.items():
-                if split is None:
-                    copies.append(Copy(row, tuple(ranks), rows[row] if partial else value))
-                    continue
-                size = value.shape[split]
-                at = tuple(slice(c * size, (c + 1) * size) if d == split else slice(None) for d in range(value.ndim))
-                copies.append(Copy(row, tuple(ranks), value, at))
-        return Tensor(rows, copies, order, unequal, split is not None)
+            rows[row] = np.zeros(whole)
+            for who in sorted(parts, reverse=True):  # of copies the first rank's stays
+                value = parts[who][1]
+                rows[row][places[who]] = rows[row][places[who]] + value if partial else value
+            for who, (ranks, value) in parts.items():
+                at = places[who]
+                copies.append(Copy(row, tuple(ranks), rows[row][at] if partial else value, at))
+        return Tensor(rows, copies, order, unequal, bool(split))
+
+    def _place_of(self, split: dict[str, int], local: tuple[int, ...], cp: int, tp: int) -> tuple:
+        """Where a row's part of ranks with these coordinates is in the whole row."""
+        at: list = [slice(None)] * len(local)
+        if "tp" in split:
+            dim, size = split["tp"], local[split["tp"]]
+            at[dim] = slice(tp * size, (tp + 1) * size)
+        if "cp" in split:
+            dim = split["cp"]
+            is_shared = split.get("tp") == dim
+            first, num_local = (tp * local[dim], self.mesh.tp * local[dim]) if is_shared else (0, local[dim])
+            at[dim] = _positions(self.config.parallel.split, first, local[dim], num_local, cp)
+        return tuple(at)
 
     def _scalar(self, key: Key, pieces: list[Piece], order: int, unequal: tuple[int, ...]) -> Tensor:
-        """Forward a sum over rows: of all micro-batches. Backward a factor: each micro-batch's."""
+        """Forward a sum over rows, and over cp where its ranks differ: of all micro-batches. Backward a factor: each
+        micro-batch's."""
         if key.direction == BACKWARD:
             copies = [Copy(WHOLE, (piece.rank,), piece.value) for piece in pieces]
             return Tensor({WHOLE: copies[0].value}, copies, order, unequal)
         copies = []
         for c in range(self.mesh.tp):
-            mine = {p.rows: p for p in pieces if self.coordinate(p.rank, "tp") == c}
+            mine = {
+                (p.rows, self.coordinate(p.rank, "cp") if "cp" in p.site.varying else 0): p
+                for p in pieces
+                if self.coordinate(p.rank, "tp") == c
+            }
             ranks = tuple(sorted({p.rank for p in mine.values()}))
             copies.append(Copy(WHOLE, ranks, np.sum([p.value for p in mine.values()])))
         return Tensor({WHOLE: copies[0].value}, copies, order, unequal)
@@ -335,12 +342,27 @@ def whole_shapes(config: RunConfig) -> dict[tuple[str, str, str], tuple[int, ...
     return {(s.direction, s.part, s.name): s.shape[1:] for s in Provenance.of(traced.jaxpr, MeshShape()).last}
 
 
-def split_dim(local: tuple[int, ...], whole: tuple[int, ...] | None, tp: int) -> int | None:
-    """The dim of which each tp rank holds a part, None where each holds all (or it cannot be told)."""
-    if whole is None or local == whole or len(local) != len(whole):
+def split_dims(
+    local: tuple[int, ...], whole: tuple[int, ...] | None, mesh: MeshShape, seq_len: int
+) -> dict[str, int] | None:
+    """The dim of which each rank of an axis holds a part, by axis: of cp that of the positions, of tp any, that of the
+    positions too with sequence parallelism. None where it cannot be told."""
+    if whole is None or len(local) != len(whole):
         return None
-    differing = [d for d, (a, b) in enumerate(zip(local, whole, strict=True)) if a != b]
-    return differing[0] if len(differing) == 1 and local[differing[0]] * tp == whole[differing[0]] else None
+    found, left = {}, list(whole)
+    for axis, ranks in (("cp", mesh.cp), ("tp", mesh.tp)):
+        dims = [d for d, (a, b) in enumerate(zip(local, left, strict=True)) if a != b and b % (a * ranks) == 0]
+        dims = [d for d in dims if axis == "tp" or whole[d] == seq_len]
+        if ranks > 1 and dims:
+            found[axis] = dims[0]
+            left[dims[0]] //= ranks
+    return found if tuple(left) == local else None
+
+
+@cache
+def _positions(split: Split, first: int, num: int, num_local: int, rank: int) -> np.ndarray:
+    """Positions in the sequence of `num` of the `num_local` that a rank of cp holds, from `first` on."""
+    return np.asarray(split.place(first + np.arange(num), num_local, rank))
 
 
 def leaf_key(model: Model, phase: str, name: str) -> Key:

@@ -1,6 +1,7 @@
 """Text out of a model on any mesh: prompts in one program, then a token of every text at a time in another.
 
-Weights, and the cache of keys and values, are split over tp by heads and over pp by layers; texts over the data axes.
+Weights, and the cache of keys and values, are split over tp by heads and over pp by layers, the cache over cp by
+positions; texts over the data axes.
 Which token comes next is drawn from a random stream of the seed, the text and the position alone, so every mesh draws
 the same. The model is the one that trains: nothing of it is described again.
 
@@ -18,7 +19,7 @@ import numpy as np
 from jax import lax, random
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.config import ParallelConfig, PrecisionConfig
+from jaxdist.config import ParallelConfig, PrecisionConfig, require_splits_sequence
 from jaxdist.errors import ConfigError, divisors, require_positive, require_within
 from jaxdist.layout import drop_unit_axes, shardings, split_outer
 from jaxdist.mesh import DATA_AXES, MeshShape, make_abstract_mesh
@@ -26,6 +27,7 @@ from jaxdist.models.base import Model, abstract_values, declare, is_param, split
 from jaxdist.models.cache import KeyValues, NextTokens, Prompts
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.context_parallel import SEQUENCE_DIM, Split, merge_bytes
 from jaxdist.placement import axis_of
 from jaxdist.plan.parts import OneRank, traffic_of
 from jaxdist.plan.proof.trace import ring_bytes
@@ -147,18 +149,18 @@ def build_generator(
     capacity: int,
     sampling: Sampling = Sampling(),
     attention: str = "xla",
+    cp_kind: str = "ring",
 ) -> Generator:
     """Programs for `num_texts` texts of at most `capacity` tokens, prompts included.
 
-    Raises: ConfigError where the mesh splits sequences, or does not divide the model's heads or layers, or the texts.
+    cp_kind: how prompts attend over cp, as `ParallelConfig.cp_kind`. Raises: ConfigError where the mesh does not divide
+    the model's heads or layers, or the texts, or where cp splits what cannot be.
     """
-    if shape.cp > 1:
-        raise ConfigError(
-            f"text generated on cp={shape.cp}",
-            "the cache of a text holds its whole sequence",
-            "Use a mesh without cp: weights are read onto any mesh",
-        )
-    model.check(ParallelConfig(shape))
+    parallel = ParallelConfig(shape, cp_kind=cp_kind)
+    require_splits_sequence(model, shape.cp)
+    if model.dropout:
+        model = replace(model, dropout=0.0)  # type: ignore[type-var]  # its subclasses are dataclasses
+    model.check(parallel)
     if model.num_blocks % shape.pp:
         raise ConfigError(
             f"{model.size_text} over pp={shape.pp}",
@@ -176,7 +178,7 @@ def build_generator(
             f"{capacity} tokens with seq_len={model.seq_len}", "the model has no more positions", "Shorten the text"
         )
     specs, rows = parameter_specs(model, shape), _rows_spec(shape)
-    bound = _OnStages(model, shape, sampling, Context(attention=attention))
+    bound = _OnStages(model, shape, sampling, Context(split=parallel.split, attention=attention))
     on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
     caches = _cache_specs(bound, on_mesh, specs, dtype, num_texts, capacity)
     outputs = Next(rows, rows, caches)
@@ -197,7 +199,7 @@ def _rows_spec(shape: MeshShape) -> PartitionSpec:
 
 
 def _cache_specs(bound: "_OnStages", on_mesh: Callable, specs: dict, dtype: str, num_texts: int, capacity: int):
-    """How the caches are split, in their structure: [L, B, C, K, H] over pp, the data axes, and tp by heads.
+    """How the caches are split, in their structure: [L, B, C, K, H] over pp, the data axes, cp, and tp by heads.
 
     Heads that several ranks hold are counted on each of them. Raises: ConfigError for a model without attention.
     """
@@ -219,13 +221,14 @@ def _cache_specs(bound: "_OnStages", on_mesh: Callable, specs: dict, dtype: str,
             "its layers do not call `jaxdist.models.attention.attend`, and text is generated from what that keeps",
             "Use a model with attention",
         )
-    spec = drop_unit_axes(("pp", DATA_AXES, None, "tp", None), bound.shape)
+    spec = drop_unit_axes(("pp", DATA_AXES, "cp", "tp", None), bound.shape)
     return jax.tree.map(lambda _: spec, found[-1])
 
 
 @dataclass(frozen=True)
 class _OnStages:
-    """A model's forward on local shards, stage after stage."""
+    """A model's forward on local shards, stage after stage. ctx: of prompts, which cp splits; a token that follows them
+    is on all its ranks."""
 
     model: Model
     shape: MeshShape
@@ -233,30 +236,33 @@ class _OnStages:
     ctx: Context
 
     def prefill(self, capacity: int, params: dict, tokens_BT: jax.Array, lengths_B: jax.Array) -> Next:
+        cache = partial(Prompts, lengths_B, capacity, self.ctx.split)
+
         def layers(params, x_BTD, _):
             def body(x, layer):
                 caches = []
                 for kind, weights in zip(self.model.kinds, split_kinds(self.model, layer[0]), strict=True):
-                    ctx = replace(self.ctx, cache=Prompts(lengths_B, capacity))
+                    ctx = replace(self.ctx, cache=cache())
                     x = self.model.layer(ctx, kind, weights, x, layer[1])
                     caches.append(ctx.cache.kept)
                 return x, caches
 
             return lax.scan(body, x_BTD, (params, self.layer_numbers(params)))
 
-        ctx = replace(self.ctx, cache=Prompts(lengths_B, capacity))
-        x_BTD, caches = self.through(layers, ctx, params, tokens_BT, None)
-        last_B1D = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
-        return self.next(ctx, params, last_B1D, lengths_B, caches)
+        ctx = replace(self.ctx, cache=cache())
+        x_BTD, caches = self.through(layers, ctx, params, _cut_prompts(self.ctx.split, tokens_BT), None)
+        return self.next(ctx, params, _last_of(self.ctx.split, x_BTD, lengths_B), lengths_B, caches)
 
     def decode(self, params: dict, caches: list, tokens_B: jax.Array, positions_B: jax.Array) -> Next:
+        whole = replace(self.ctx, split=Split())
+
         def layers(params, x_B1D, caches):
             def body(carry, layer):
                 x, caches = carry
                 weights, place, number = layer
                 caches = list(caches)
                 for i, (kind, part) in enumerate(zip(self.model.kinds, split_kinds(self.model, weights), strict=True)):
-                    ctx = replace(self.ctx, cache=NextTokens(caches[i], place, positions_B))
+                    ctx = replace(whole, cache=NextTokens(caches[i], place, positions_B))
                     x = self.model.layer(ctx, kind, part, x, number)
                     caches[i] = ctx.cache.kept
                 return (x, caches), None
@@ -264,7 +270,7 @@ class _OnStages:
             numbers = self.layer_numbers(params)
             return lax.scan(body, (x_B1D, caches), (params, jnp.arange(len(numbers)), numbers))[0]
 
-        ctx = replace(self.ctx, cache=NextTokens([], jnp.int32(0), positions_B))
+        ctx = replace(whole, cache=NextTokens([], jnp.int32(0), positions_B))
         x_B1D, caches = self.through(layers, ctx, params, tokens_B[:, None], caches)
         return self.next(ctx, params, x_B1D, positions_B + 1, caches)
 
@@ -301,19 +307,67 @@ class _OnStages:
         return Next(self.sampling.choose(logits_BV, rows_B, positions_B), logits_BV, caches)
 
 
+def _cut_prompts(split: Split, tokens_BT: jax.Array) -> jax.Array:
+    """This rank's positions of prompts that are padded to what `split` and `by_turns` divide."""
+    padding = -tokens_BT.shape[SEQUENCE_DIM] % (split.ranks * split.unit)
+    return split.cut(jnp.pad(tokens_BT, [(0, 0), (0, padding)]))
+
+
+def _last_of(split: Split, x_BTD: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    """x of the last position of each prompt, which one rank of cp has: [B, 1, D], equal along cp.
+
+    Sends: an all-reduce of it over cp.
+    """
+    num_local = x_BTD.shape[SEQUENCE_DIM]
+    is_last_BT = split.positions(jnp.arange(num_local), num_local) == (lengths_B - 1)[:, None]
+    place_B, is_here_B = jnp.argmax(is_last_BT, axis=1), is_last_BT.any(axis=1)
+    x_B1D = jnp.take_along_axis(x_BTD, place_B[:, None, None], axis=SEQUENCE_DIM)
+    return comm.all_reduce(jnp.where(is_here_B[:, None, None], x_B1D, 0), "cp")
+
+
 def bytes_per_token(model: Model, shape: MeshShape, dtype: str, num_texts: int) -> int:
     """Bytes that one device sends for the next token of each of `num_texts` texts, by formula, on the stage that sends
-    most: what embedding and layers send of one position, x from stage to stage and back to all, the logits over tp.
+    most: what embedding and layers send of one position, what attention merges over cp, x from stage to stage and back
+    to all, the logits over tp.
     """
     one_position = replace(model, seq_len=1)  # type: ignore[type-var]  # its subclasses are dataclasses
     texts = num_texts // shape.batch_ranks
-    parts = traffic_of(OneRank(one_position, shape.tp, texts, PrecisionConfig(dtype), attention="xla"))
+    rank = OneRank(one_position, shape.tp, texts, PrecisionConfig(dtype), attention="xla")
+    parts, blocks = traffic_of(rank), model.num_blocks // shape.pp
     sent = sum(each.sent_bytes(shape) for each in parts.embed.forward)
-    sent += sum(each.sent_bytes(shape) for each in parts.layer.forward) * (model.num_blocks // shape.pp)
+    sent += sum(each.sent_bytes(shape) for each in parts.layer.forward) * blocks
+    sent += ring_bytes("all_reduce", ("cp",), _merged_bytes(rank) * blocks, shape)
     if shape.pp > 1:
         sent += parts.x_bytes + ring_bytes("all_reduce", ("pp",), parts.x_bytes, shape)
     logits = texts * _head_rows(model) * jnp.dtype(jnp.promote_types(dtype, jnp.float32)).itemsize
     return sent + ring_bytes("all_gather", ("tp",), logits, shape)
+
+
+def _merged_bytes(rank: OneRank) -> int:
+    """Of what the attentions of a block merge over cp for one position of each text."""
+    noted = _Queries()
+
+    def note(parts) -> None:
+        bound = replace(parts.bound, ctx=replace(parts.bound.ctx, cache=noted))
+        bound.whole_block(parts.weights, parts.x, jnp.int32(0), parts.batch, None)
+
+    rank.trace(note)
+    itemsize = jnp.promote_types(rank.precision.dtype, jnp.float32).itemsize
+    return sum(merge_bytes(q.size, q.size // q.shape[-1], itemsize) for q in noted.queries)
+
+
+class _Queries:
+    """In place of a cache: notes the queries [B, T, N, H] of every attention."""
+
+    def __init__(self):
+        self.queries: list[jax.Array] = []
+
+    def positions(self, length: int) -> jax.Array:
+        return jnp.arange(length)
+
+    def attend(self, core: Callable, q_BTNH, k_BTKH, v_BTKH, window: int | None) -> jax.Array:
+        self.queries.append(q_BTNH)
+        return core(q_BTNH, k_BTKH, v_BTKH)
 
 
 def _head_rows(model: Model) -> int:

@@ -13,7 +13,6 @@ from conftest import DEVICES
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig, context_kinds
-from jaxdist.divergence import Run
 from jaxdist.errors import ConfigError
 from jaxdist.generation import build_generator
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
@@ -22,7 +21,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import blocked_attention as blocked
 from jaxdist.parallel import context_parallel
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
-from jaxdist.parallel.context_parallel import Split, context_attention, hops
+from jaxdist.parallel.context_parallel import Split, by_turns, context_attention, hops
 from jaxdist.plan.proof.compile import emitted_collectives
 from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
 
@@ -228,6 +227,20 @@ def test_the_report_to_jax_prints_what_it_says(capsys):
     assert found.keys() == said.keys() and all(float(found[name]) < 1e-6 for name in ("o", "dv"))
 
 
+@pytest.mark.parametrize("name", ["ring-4", "ulysses-2", "usp-2-of-8"])
+def test_keys_of_generated_text_stand_on_the_ranks_by_turns(name):
+    split = Split(*SPLITS[name])
+    length = 2 * split.ranks * split.unit
+    mesh = make_mesh(MeshShape(cp=split.ranks), DEVICES)
+
+    def share(x_BSKH):
+        return by_turns(split, split.cut(x_BSKH))
+
+    run = jax.jit(jax.shard_map(share, mesh=mesh, in_specs=P(), out_specs=P(None, "cp")))
+    positions = run(jnp.arange(length).reshape(1, length, 1, 1)).reshape(split.ranks, -1)
+    np.testing.assert_array_equal(positions, np.arange(length).reshape(-1, split.ranks).T)
+
+
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
@@ -266,20 +279,19 @@ def test_what_cannot_be_split_is_refused_with_what_can(mesh, settings, model, sa
     "make, said",
     [
         (lambda: RunConfig(Whole(), ParallelConfig(MeshShape(cp=2)), batch_size=8), "splits_sequence"),
-        (lambda: Run(RunConfig(PRESETS["proof"], ParallelConfig(MeshShape(cp=2))), DEVICES), "without cp"),
         (
             lambda: build_generator(
-                PRESETS["proof"],
+                Whole(),
                 make_abstract_mesh(MeshShape(cp=2)),
                 MeshShape(cp=2),
                 dtype="float32",
                 num_texts=1,
                 capacity=8,
             ),
-            "without cp",
+            "splits_sequence",
         ),
     ],
-    ids=["a model of whole sequences", "a run in step", "generation"],
+    ids=["a model of whole sequences", "generation"],
 )
 def test_what_needs_whole_sequences_says_so(make, said):
     with pytest.raises(ConfigError, match=said):

@@ -16,14 +16,16 @@ from experiments import diverge
 from experiments.cli import run_program
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.digests import digested, read_record, record_text
-from jaxdist.divergence import PHASES, Run, Step, compare_steps, first_divergence, split_dim
+from jaxdist.divergence import PHASES, Run, Step, compare_steps, first_divergence, split_dims
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import AXES, make_mesh, parse_mesh
+from jaxdist.mesh import AXES, MeshShape, make_mesh, parse_mesh
 from jaxdist.models import gpt2
 from jaxdist.models.context import Context
+from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.layers import Transformer
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel import tensor, zero
+from jaxdist.parallel import context_parallel, tensor, zero
 from jaxdist.parallel.pipeline import executor
 from jaxdist.parity import PROOF_EPS, PROOF_LR, one_device, random_batches
 from jaxdist.probes import BACKWARD, FORWARD, Key, Probe, Recorder
@@ -31,10 +33,12 @@ from jaxdist.train import step as train_step
 from jaxdist.train.gradients import base
 from jaxdist.train.program import build_program
 
-MODEL = GPT2(num_layers=2, width=16, num_heads=4, ffn_width=32, seq_len=8, vocab_size=50)
+SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "ffn_width": 32, "vocab_size": 50}
+MODEL = GPT2(**SIZES, seq_len=8)
+WINDOWS = Decoder(**SIZES, seq_len=16, num_kv_heads=2, head_dim=4, window=3, kinds=("sliding",))
 
 
-def config_of(mesh: str, dtype: str = "float32", model: GPT2 = MODEL, **parallel) -> RunConfig:
+def config_of(mesh: str, dtype: str = "float32", model: Transformer = MODEL, **parallel) -> RunConfig:
     return RunConfig(
         model,
         ParallelConfig(mesh=parse_mesh(mesh), **parallel),
@@ -220,6 +224,32 @@ def shards_swapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(zero, "all_gather_groups", wrong)
 
 
+def keys_of_another_rank(patch: pytest.MonkeyPatch) -> None:
+    """A ring takes the keys that it holds for those of the rank before."""
+    owner = context_parallel._owner
+    patch.setattr(context_parallel, "_owner", lambda split, step: (owner(split, step) - 1) % split.groups)
+
+
+def halo_one_off(patch: pytest.MonkeyPatch) -> None:
+    """In a window, keys that came from other ranks stand one position too late."""
+    attend = context_parallel.blocked_attention
+
+    def wrong(q, k, v, places, window):
+        return attend(q, k, v, places._replace(key=places.key + 1), window)
+
+    patch.setattr(context_parallel, "blocked_attention", wrong)
+
+
+def positions_of_another_rank(patch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of cp rotates its queries and keys to positions one too far."""
+    positions = Context.whole_positions
+
+    def wrong(ctx, length):
+        return positions(ctx, length) + jnp.where(comm.rank("cp") == 1, 1, 0)
+
+    patch.setattr(Context, "whole_positions", wrong)
+
+
 def own_targets_alone(patch: pytest.MonkeyPatch) -> None:
     """Each rank divides by the number of its own targets."""
     count = train_step.count_targets
@@ -268,6 +298,9 @@ LAYOUTS = {
     "zero3-overlap": ("dp=2", {"zero": 3, "overlap": True}),
     "pp2": ("pp=2", {}),
     "pp2-zb-h1": ("pp=2", {"schedule": "zb-h1"}),
+    "cp4": ("cp=4", {}),
+    "cp4-window": ("cp=4", {"model": WINDOWS}),
+    "cp2-tp2-sp": ("cp=2,tp=2", {"sp": True}),
 }
 
 
@@ -305,6 +338,7 @@ def unsummed(after, before):
 
 
 QKV, OUT, PRODUCTS = "Attention.column_parallel.in", "Attention.row_parallel.out", "Attention.column_parallel.out"
+ATTENDED = "Attention.row_parallel.in"
 MLP_OUT, TP_SUM, GATHER = "MLP.row_parallel.out", "all_reduce over tp", "all_gather over dp"
 BUGS = [
     # dp=2, tp=2: one layer on one rank, then collectives that are missing or wrong.
@@ -488,9 +522,21 @@ BUGS = [
         (0,),
         "permute over pp",
     ),
+    # Split sequences.
+    Bug("keys", "cp4", keys_of_another_rank, FORWARD, ATTENDED, 0, None, "permute over cp"),
+    Bug("the-halo", "cp4-window", halo_one_off, FORWARD, f"Grouped{ATTENDED}", 0, None, "permute over cp"),
+    Bug("positions", "cp4-window", positions_of_another_rank, FORWARD, f"Grouped{ATTENDED}", 0, (0, 1, 2)),
+    Bug("a-split-sum", "cp2-tp2-sp", scaled(tensor, "row_parallel", layer=1, rank=3), FORWARD, OUT, 1, (3,)),
 ]
 SAMPLE = {"a-sum", "no-sum", "no-sum-in-backward", "a-gradient-of-one-leaf", "a-stale-weight", "shards-swapped"} | {
-    *("a-scattered-gradient", "a-message-of-a-gradient", "other-tokens", "targets-not-counted")
+    *(
+        "a-scattered-gradient",
+        "a-message-of-a-gradient",
+        "other-tokens",
+        "targets-not-counted",
+        "the-halo",
+        "a-split-sum",
+    )
 }
 
 
@@ -530,9 +576,13 @@ EQUAL = {
     "replica2-dp2-zero3": ("replica=2,dp=2", {"zero": 3}),
     "tp4-loss-chunks": ("tp=4", {"loss_chunks": 4}),
     "pp2-dp2-overlap": ("pp=2,dp=2", {"schedule": "1f1b", "overlap": True, "zero": 1}),
+    "cp2-tp2-sp": ("cp=2,tp=2", {"sp": True}),
+    "dp2-cp2-windows-zero3": ("dp=2,cp=2", {"model": WINDOWS, "zero": 3}),
+    "pp2-cp2-all-gather": ("pp=2,cp=2", {"cp_kind": "all-gather"}),
+    "cp4-usp-2-bf16": ("cp=4", {"cp_kind": "usp-2", "dtype": "bfloat16"}),
     "pp2-remat-bf16": ("pp=2", {"remat": "every-1", "dtype": "bfloat16"}),
 }
-QUICK = {"dp2-tp2-sp-accumulate-remat", "zero3-overlap-bf16", "pp2-tp2-zb-h1", "tp4-loss-chunks"}
+QUICK = {"cp2-tp2-sp", "dp2-tp2-sp-accumulate-remat", "zero3-overlap-bf16", "pp2-tp2-zb-h1", "tp4-loss-chunks"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in QUICK)) for n in EQUAL])
@@ -580,18 +630,22 @@ def test_an_observed_array_has_the_rows_of_the_micro_batch():
 
 
 @pytest.mark.parametrize(
-    ("local", "whole", "tp", "found"),
+    ("local", "whole", "mesh", "found"),
     [
-        ((8, 16), (8, 16), 2, None),
-        ((4, 16), (8, 16), 2, 0),
-        ((8, 3, 2, 4), (8, 3, 4, 4), 2, 2),
-        ((8, 1), (8, 2), 4, None),  # a key head that is whole on every rank
-        ((4, 8), (8, 16), 2, None),
-        ((8,), None, 2, None),
+        ((8, 16), (8, 16), {"tp": 2}, {}),
+        ((4, 16), (8, 16), {"tp": 2}, {"tp": 0}),
+        ((8, 3, 2, 4), (8, 3, 4, 4), {"tp": 2}, {"tp": 2}),
+        ((8, 1), (8, 2), {"tp": 4}, None),  # a key head that is whole on every rank
+        ((4, 8), (8, 16), {"tp": 2}, None),
+        ((8,), None, {"tp": 2}, None),
+        ((4, 16), (8, 16), {"cp": 2}, {"cp": 0}),
+        ((4, 8), (8, 16), {"cp": 2, "tp": 2}, {"cp": 0, "tp": 1}),
+        ((2, 16), (8, 16), {"cp": 2, "tp": 2}, {"cp": 0, "tp": 0}),
+        ((2, 16), (4, 16), {"cp": 2}, None),  # no positions
     ],
 )
-def test_the_dim_that_ranks_share_is_found_by_its_size(local, whole, tp, found):
-    assert split_dim(local, whole, tp) == found
+def test_the_dims_that_ranks_share_are_found_by_their_sizes(local, whole, mesh, found):
+    assert split_dims(local, whole, MeshShape(**mesh), seq_len=8) == found
 
 
 def test_a_callback_s_operands_may_be_larger_than_what_is_copied_at_once():

@@ -41,7 +41,7 @@ def generated(words, capfd):
 
 def test_one_prompt_is_streamed_and_nothing_else_is_printed(trained, capfd):
     texts = []
-    for mesh in ("1", "tp=2", "pp=2"):
+    for mesh in ("1", "tp=2", "pp=2", "cp=2"):
         code, out, err = generated([trained / "bytes", "--prompt", "some ", "--mesh", mesh], capfd)
         assert code == 0 and out.startswith("some ") and out.endswith("\n"), err
         assert "1 prompt of 5 tokens, 19 added" in err and "at most 19 tokens are added" in err
@@ -71,6 +71,7 @@ def test_several_prompts_of_a_file_are_continued_together(trained, capfd, tmp_pa
         (["bytes", "--prompt", "x" * 24], "Shorten it to 23 tokens"),
         (["bytes", "--prompt", "a", "--top-p", "0.5"], "nothing is drawn"),
         (["bytes", "--prompt", "a", "--mesh", "tp=3"], "num_heads=4"),
+        (["bytes", "--prompt", "a", "--mesh", "cp=8", "--cp-kind", "ulysses"], "Use --cp-kind ring"),
         (["bytes:7", "--prompt", "a"], "it holds those of steps 2"),
         (["nowhere", "--prompt", "a"], "no such checkpoint"),
         (["bare", "--prompt", "a"], "what its tokens mean"),

@@ -1,6 +1,8 @@
 """Text out of a model: the same logits as in training at every position, the same tokens on every mesh."""
 
 import dataclasses
+import functools
+import math
 from types import SimpleNamespace
 
 import jax
@@ -29,6 +31,16 @@ MODELS = {
     "windows": Decoder(**SIZES, **TEXT, qk_norm=True, tied=True, window=6, kinds=("sliding", "full")),
 }
 MESHES = ["1", "tp=2", "tp=4", "pp=2", "dp=2,tp=2"]
+SPLIT_SEQUENCES = [  # model, mesh, kind of context parallelism, whether tokens are drawn
+    ("gpt2", "cp=2", "ring", True),
+    ("gpt2", "pp=2,cp=2", "ulysses", False),
+    ("grouped", "cp=2,tp=2", "ring", True),
+    ("grouped", "pp=2,cp=2", "all-gather", True),
+    ("windows", "cp=2", "ring", False),
+    ("windows", "cp=4", "usp-2", True),
+    ("windows", "dp=2,cp=2", "ulysses", True),
+    ("windows", "cp=8", "ring", False),  # a window that reaches one chunk back
+]
 GREEDY = Sampling()
 DRAWN = Sampling(temperature=1.5, top_k=40, top_p=0.9, seed=3)
 NUM_NEW = 16
@@ -51,7 +63,7 @@ def prompts_of(lengths=(5, 12, 9, 1)) -> list[np.ndarray]:
     return [rng.integers(0, TEXT["vocab_size"], length) for length in lengths]
 
 
-def generate(model, mesh: str, sampling=GREEDY, prompts=None, num_new=NUM_NEW):
+def generate(model, mesh: str, sampling=GREEDY, prompts=None, num_new=NUM_NEW, cp_kind="ring"):
     """(tokens [B, new], logits [B, new, V]) in float64, and the generator with its last arguments."""
     shape, prompts = parse_mesh(mesh), prompts or prompts_of()
     lengths = np.array([len(prompt) for prompt in prompts])
@@ -66,6 +78,7 @@ def generate(model, mesh: str, sampling=GREEDY, prompts=None, num_new=NUM_NEW):
         num_texts=len(prompts),
         capacity=lengths.max() + num_new,
         sampling=sampling,
+        cp_kind=cp_kind,
     )
     like = made.abstract_params()
     params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), random_values(model), like)
@@ -78,11 +91,21 @@ def generate(model, mesh: str, sampling=GREEDY, prompts=None, num_new=NUM_NEW):
     return SimpleNamespace(tokens=np.stack(all_tokens, 1), logits=np.stack(logits, 1), made=made)
 
 
+@functools.cache
+def on_one_device(name: str, sampling: Sampling):
+    return generate(MODELS[name], "1", sampling)
+
+
+def require_same_text(found, one, mesh: str) -> None:
+    np.testing.assert_array_equal(found.tokens, one.tokens, err_msg=mesh)
+    np.testing.assert_allclose(found.logits, one.logits, rtol=0, atol=1e-10 * np.abs(one.logits).max())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_position_has_the_logits_of_training_and_every_mesh_the_same_tokens(name):
     with jax.enable_x64(True):
         model, params = MODELS[name], random_values(MODELS[name])
-        first = {sampling: generate(model, "1", sampling) for sampling in (GREEDY, DRAWN)}
+        first = {sampling: on_one_device(name, sampling) for sampling in (GREEDY, DRAWN)}
         for found in first.values():
             for row, prompt in enumerate(prompts_of()):
                 text = np.concatenate([prompt, found.tokens[row]])
@@ -93,29 +116,61 @@ def test_every_position_has_the_logits_of_training_and_every_mesh_the_same_token
         assert (first[GREEDY].tokens != first[DRAWN].tokens).any()
         for mesh in MESHES[1:]:
             for sampling, one in first.items():
-                found = generate(model, mesh, sampling)
-                np.testing.assert_array_equal(found.tokens, one.tokens, err_msg=mesh)
-                np.testing.assert_allclose(found.logits, one.logits, rtol=0, atol=1e-10 * np.abs(one.logits).max())
+                require_same_text(generate(model, mesh, sampling), one, mesh)
+
+
+@pytest.mark.parametrize(("name", "mesh", "kind", "drawn"), SPLIT_SEQUENCES)
+def test_a_split_sequence_changes_no_token(name, mesh, kind, drawn):
+    sampling = DRAWN if drawn else GREEDY
+    with jax.enable_x64(True):
+        found = generate(MODELS[name], mesh, sampling, cp_kind=kind)
+        require_same_text(found, on_one_device(name, sampling), mesh)
+
+
+def test_the_padding_of_a_split_prompt_may_exceed_the_model_s_positions():
+    prompts = prompts_of((TEXT["seq_len"] - 3, 2))
+    with jax.enable_x64(True):
+        one, found = (generate(MODELS["gpt2"], mesh, prompts=prompts, num_new=3) for mesh in ("1", "cp=4"))
+    require_same_text(found, one, "cp=4")
+
+
+def build(model, mesh: str, **how):
+    """A generator of 4 texts on an abstract mesh, of the kind that every mesh may have."""
+    shape = parse_mesh(mesh)
+    kind = "all-gather" if shape.cp > 1 else "ring"
+    how = {"dtype": "bfloat16", "num_texts": 4, "capacity": 20, "cp_kind": kind} | how
+    return build_generator(model, make_abstract_mesh(shape), shape, **how)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "dp=2,tp=2", "pp=2"])
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "dp=2,tp=2", "pp=2", "cp=2", "dp=2,cp=2,tp=2", "pp=2,cp=4"])
 def test_bytes_of_a_token_are_those_of_the_program(name, mesh):
     model, shape = MODELS[name], parse_mesh(mesh)
-    made = build_generator(model, make_abstract_mesh(shape), shape, dtype="bfloat16", num_texts=4, capacity=20)
+    made = build(model, mesh)
     number = made.abstract_tokens()
     traced = jax.make_jaxpr(made.decode)(made.abstract_params(), made.caches, number, number)
-    assert total_sent(collectives_of(traced, shape), shape) == bytes_per_token(model, shape, "bfloat16", 4) > 0
+    found = collectives_of(traced, shape)
+    in_layers, others = (total_sent([c for c in found if bool(c.depth) == inside], shape) for inside in (True, False))
+    # The program's text has the layers once for each turn, of which every stage takes one.
+    assert others + in_layers // shape.pp == bytes_per_token(model, shape, "bfloat16", 4) > 0
 
 
 def test_the_cache_is_split_by_heads_and_a_window_bounds_it():
-    shape = parse_mesh("tp=2")
-    made = build_generator(
-        MODELS["windows"], make_abstract_mesh(shape), shape, dtype="bfloat16", num_texts=4, capacity=20
-    )
-    [sliding], [full] = made.caches
+    [sliding], [full] = build(MODELS["windows"], "tp=2").caches
     assert sliding.k.shape == (2, 4, 6, 2, 8) and full.v.shape == (2, 4, 20, 2, 8)
     assert full.k.sharding.shard_shape(full.k.shape) == (2, 4, 20, 1, 8)
+
+
+@pytest.mark.parametrize(("mesh", "capacity"), [("cp=2", 20), ("cp=4", 20), ("cp=4,tp=2", 18)])
+def test_every_rank_of_a_split_sequence_holds_its_part_of_the_cache(mesh, capacity):
+    def local_bytes(mesh):
+        caches = jax.tree.leaves(build(MODELS["windows"], mesh, capacity=capacity).caches)
+        return [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in caches]
+
+    shape, per_place = parse_mesh(mesh), 2 * 4 * 2 * 8 * 2  # layers, texts, heads, width, bytes
+    sliding, full = (-(-places // shape.cp) * per_place // shape.tp for places in (6, capacity))
+    assert local_bytes(mesh) == [sliding] * 2 + [full] * 2
+    assert local_bytes("1") == [6 * per_place] * 2 + [capacity * per_place] * 2
 
 
 def test_drawn_tokens_have_their_probabilities():
@@ -153,6 +208,9 @@ def test_settings_of_sampling_are_checked(asked, match):
         ({"num_texts": 3, "mesh": "dp=2"}, "as many"),
         ({"mesh": "pp=3"}, "pp in"),
         ({"mesh": "tp=3"}, "num_heads"),
+        ({"mesh": "pp=2,cp=2"}, "all-gather"),
+        ({"mesh": "cp=4", "cp_kind": "usp-3"}, "groups of 3"),
+        ({"mesh": "dp=2", "cp_kind": "ulysses"}, "cp=1"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(change, match):
@@ -160,6 +218,11 @@ def test_what_cannot_be_generated_is_refused(change, match):
     shape = parse_mesh(asked.pop("mesh"))
     with pytest.raises(ConfigError, match=match):
         build_generator(MODELS["gpt2"], make_abstract_mesh(shape), shape, dtype="float32", **asked)
+
+
+def test_a_model_trained_with_dropout_generates_on_a_ring():
+    model = dataclasses.replace(MODELS["gpt2"], dropout=0.1)
+    assert build(model, "cp=2", cp_kind="ring").caches
 
 
 def test_a_model_that_keeps_nothing_is_refused():

@@ -5,6 +5,7 @@ Dims: B batch, T queries, S keys, N heads of this rank, H head dim.
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,7 @@ def attend(
     """
     core = attention_core(ctx.attention, ctx, rate, window)
     if ctx.split.ranks > 1:
-        how = {"window": window, "starts_BS": ctx.starts_BT}
-        return context_attention(ctx.split, core, q_BTNH, k_BTKH, v_BTKH, **how)
+        core = partial(context_attention, ctx.split, core, window=window, starts_BS=ctx.starts_BT)
     if ctx.cache is not None:
         return ctx.cache.attend(core, q_BTNH, k_BTKH, v_BTKH, window)
     return core(q_BTNH, k_BTKH, v_BTKH)

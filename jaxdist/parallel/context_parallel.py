@@ -8,6 +8,7 @@ Sources: Ring Attention (arXiv 2310.01889); Striped Attention (2311.09431), of t
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,11 @@ class Split:
     @property
     def groups(self) -> int:
         return self.ranks // self.exchanging
+
+    @property
+    def unit(self) -> int:
+        """What a sequence's length is a multiple of: positions are split evenly over ranks, and in 2 chunks a group."""
+        return self.ranks if self.groups == 1 else math.lcm(self.ranks, 2 * self.groups)
 
     @property
     def group(self) -> jax.Array | int:
@@ -122,6 +128,45 @@ def context_attention(
             attention = ring_attention if hops(window, chunk, split.groups) is None else halo_attention
         o_BTNH = attention(split, q_BTNH, k_BTKH, v_BTKH, window=window, starts_BS=starts_BS)
     return exchange_heads(split, o_BTNH, back=True) if split.exchanging > 1 else o_BTNH
+
+
+# --------------------------------------------------------------------------------------------- keys of generated text
+
+
+def by_turns(split: Split, x_BTKH: jax.Array) -> jax.Array:
+    """Position p of the sequence to rank p mod n, in order: what a text gets later keeps its ranks as even.
+
+    Layout: x[B, T_cp, K, H], placed by `split`, its length a multiple of n * `split.unit` -> x[B, T_cp, K, H].
+    Sends: (n-1)/n of the local bytes, in one all-to-all.
+    """
+    n = split.ranks
+    if n == 1:
+        return x_BTKH
+    batch, num_local, *of_one = x_BTKH.shape
+    # Places count from a multiple of n in every chunk, so those of equal rest are of one rank.
+    taken = comm.all_to_all(x_BTKH.reshape(batch, num_local // n, n, *of_one), AXIS, 2, SEQUENCE_DIM)
+    first_T = jnp.arange(0, num_local, n)
+    places_T = jnp.concatenate([split.place(first_T, num_local, rank) for rank in range(n)]) // n
+    return jnp.zeros_like(x_BTKH).at[:, places_T].set(taken[:, :, 0])
+
+
+def merge_over_ranks(o_BTNH: jax.Array, lse_BTN: jax.Array) -> jax.Array:
+    """Attention over the keys of all ranks, where every rank has the same queries: o[B, T, N, H], equal along cp.
+
+    o_BTNH: over this rank's keys, divided by the sum of their weights alone; lse_BTN: the logarithm of that sum.
+    Sends: all-reduces of 1 and then of H + 1 numbers, in the dtype of `lse_BTN`, for each query and head.
+    Source: Flash-Decoding for long-context inference (Dao et al. 2023); arXiv 2411.01783, of many devices.
+    """
+    if not comm.live(AXIS):
+        return o_BTNH
+    weights = jnp.exp(lse_BTN - comm.all_reduce_max(lse_BTN, AXIS))[..., None]
+    o, total = comm.all_reduce((o_BTNH * weights, weights), AXIS)
+    return (o / total).astype(o_BTNH.dtype)
+
+
+def merge_bytes(num_values: int, num_heads: int, itemsize: int) -> int:
+    """Of the buffers that `merge_over_ranks` sums, for queries of so many values and heads in all."""
+    return (num_values + 2 * num_heads) * itemsize
 
 
 # ---------------------------------------------------------------------------------------------------------------- heads

@@ -14,7 +14,6 @@ from jaxdist.mesh import WORK_AXES
 from jaxdist.models.base import STACKED, split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.context_parallel import Split
 from jaxdist.parallel.grouping import all_gather_groups
 from jaxdist.parallel.overlap import order_after
 from jaxdist.parallel.reduce import reduce_gradients
@@ -62,7 +61,7 @@ class ShardedModel:
         ctx = Context(
             sp=parallel.sp,
             ring=parallel.ring,
-            split=Split(parallel.mesh.cp, *parallel.cp_split),
+            split=parallel.split,
             attention=attention,
             selective=parallel.remat == "selective",
             loss_chunks=parallel.loss_chunks,
