@@ -912,6 +912,7 @@ def print_rows(console: Console, rows: list[dict], usable: float) -> None:
         "nodes": [str(row["nodes"]) for row in rows],
         "ZeRO": [f"{row['zero']}{'k' * row['keep']}" for row in rows],
         "sp": ["yes" if row["sp"] else "" for row in rows],
+        "cp kind": [row["cp_kind"] or "" for row in rows],
         "overlap": ["yes" if row["overlap"] else "" for row in rows],
         "remat": [row["remat"] if row["remat"] != "none" else "" for row in rows],
         "pipeline": [pipeline_words(row) for row in rows],
@@ -927,8 +928,8 @@ def print_rows(console: Console, rows: list[dict], usable: float) -> None:
     }
     if len(set(columns["nodes"])) == 1:
         del columns["nodes"]
-    left = ("mesh", "remat", "pipeline", "or replica×dp")
-    settings = ("ZeRO", "sp", "overlap", "remat", "pipeline", "micro-batch", "time")
+    left = ("mesh", "cp kind", "remat", "pipeline", "or replica×dp")
+    settings = ("ZeRO", "sp", "cp kind", "overlap", "remat", "pipeline", "micro-batch", "time")
     print_columns(console, columns, left=left, drop=("full", "±", "or replica×dp"), under=settings)
 
 
@@ -943,7 +944,7 @@ def also_words(row: dict) -> str:
 
 def layout_words(row: dict) -> str:
     """A layout in a few words."""
-    words = [row["mesh"]]
+    words = [row["mesh"], *([row["cp_kind"]] if row["cp_kind"] else [])]
     words += [f"ZeRO-{row['zero']}"] * (row["zero"] > 0) + ["sp"] * row["sp"] + ["overlap"] * row["overlap"]
     words += [f"remat {row['remat']}"] * (row["remat"] != "none")
     words += [pipeline_words(row)] * (row["schedule"] is not None)

@@ -103,7 +103,7 @@ def command_part(record: dict) -> list[str]:
 
 def label(row: dict) -> str:
     """A layout in a few words."""
-    words = [row["mesh"], f"Z{row['zero']}"]
+    words = [row["mesh"], *([row["cp_kind"]] if row["cp_kind"] else []), f"Z{row['zero']}"]
     words += ["sp"] * row["sp"] + ["overlap"] * row["overlap"] + [row["remat"]] * (row["remat"] != "none")
     words += [row["schedule"]] * (row["schedule"] is not None)
     return " ".join(words)
@@ -118,7 +118,7 @@ def table(rows: list[dict]) -> str:
         pipeline = f"{row['schedule']}, {row['chunks']} chunks, {row['microbatches']}" if row["schedule"] else ""
         others = ", ".join(other["mesh"] for other in row["also"])
         cells = [
-            row["mesh"] + (f" (or {others})" if others else ""),
+            row["mesh"] + (f" {row['cp_kind']}" if row["cp_kind"] else "") + (f" (or {others})" if others else ""),
             f"{row['zero']}{' kept' * row['keep']}{' overlap' * row['overlap']}",
             "yes" if row["sp"] else "",
             row["remat"],

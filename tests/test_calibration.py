@@ -33,6 +33,9 @@ def test_every_published_case_is_there(rows):
     assert len(errors(rows, group="nanotron")) == 12
     assert len(errors(rows, unit="GiB")) == 18
     assert len(errors(rows, group="tp_scaling")) == 5
+    assert len(errors(rows, group="mpt")) == 8
+    assert len(errors(rows, group="torchtitan")) == 6
+    assert len(errors(rows, group="torchtitan_405b")) == 4
 
 
 def test_memory_targets(rows):
@@ -65,6 +68,11 @@ def test_leave_one_out(rows):
     assert nanotron[0] <= 0.075 and nanotron[1] <= 0.175
     assert never[0] <= 0.06 and never[1] <= 0.08
     assert peaks[0] <= 0.09 and peaks[1] <= 0.17
+    long = [row for row in step if row.group in ("mpt", "torchtitan") and row.seq_len >= calibration.LONG]
+    left_out = mean_and_max([row.left_out_error for row in long])
+    held_out = mean_and_max([row.error for row in step if row.group == "torchtitan_405b"])
+    assert len(long) == 6 and left_out[0] <= 0.145 and left_out[1] <= 0.275
+    assert held_out[0] <= 0.13 and held_out[1] <= 0.29
 
 
 @pytest.mark.parametrize("stack", FITTED)
@@ -75,14 +83,14 @@ def test_constants_are_what_the_fit_gives(stack):
 
 
 def test_constants_are_few_and_the_convention_is_the_best_one():
-    assert sum(len(names) for names in FITTED.values()) == 5
+    assert sum(len(names) for names in FITTED.values()) == 9
     assert calibration.best_convention() == NANOTRON
 
 
 def test_error_bars_hold_the_published_times():
     for stack in FITTED:
         for case in calibration.time_cases(stack):
-            found = step_time(PaperWork(case.shape), case.layout, case.cluster, EFFICIENCIES[stack])
+            found = step_time(PaperWork(case.shape), case.layout, case.cluster, EFFICIENCIES[stack], case.dtype)
             best = int(found.total.argmin())
             assert abs(found.total[best] - case.seconds) <= found.error[best] * found.total[best], case.name
 
@@ -90,7 +98,7 @@ def test_error_bars_hold_the_published_times():
 def test_tables_print(rows):
     text = calibration.summary(rows) + calibration.table(rows)
     assert (
-        "| step time, all that were fitted | 23 |" in text and "| nanotron 8.86B, 128 GPUs | peak | 66.88 GiB |" in text
+        "| step time, all that were fitted | 37 |" in text and "| nanotron 8.86B, 128 GPUs | peak | 66.88 GiB |" in text
     )
     assert calibration.table(rows).count("\n") == len(rows) + 1
 

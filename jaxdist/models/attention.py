@@ -92,9 +92,9 @@ def attention_core(
         ]
         return jnp.concatenate(blocks, axis=1)
 
-    return {"cudnn": cudnn, "blocked": blocked, "cudnn-traced": _traced_cudnn, "xla": ctx.recomputed(xla)}[
-        implementation
-    ]
+    traced = partial(_traced_cudnn, window)
+    known = {"cudnn": cudnn, "cudnn-traced": traced, "blocked": blocked, "xla": ctx.recomputed(xla)}
+    return known[implementation]
 
 
 def scores_of(q_BTNH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
@@ -124,7 +124,7 @@ _forward_p.multiple_results = _backward_p.multiple_results = True
 
 
 @_forward_p.def_abstract_eval
-def _forward_types(q, k, v):
+def _forward_types(q, k, v, *, window):
     """(o[B, T, N, H], one number of each row of scores in fp32)."""
     batch, length, heads, _ = q.shape
     return q, q.update(shape=(batch, heads, length), dtype=jnp.dtype(jnp.float32))
@@ -135,17 +135,26 @@ def _backward_types(q, k, v, o, row_BNT, do):
     return q, k, v
 
 
-@jax.custom_vjp
-def _traced_cudnn(q_BTNH, k_BTNH, v_BTNH):
-    return _forward_p.bind(q_BTNH, k_BTNH, v_BTNH)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _traced_cudnn(window, q_BTNH, k_BTKH, v_BTKH):
+    return _forward_p.bind(q_BTNH, k_BTKH, v_BTKH, window=window)[0]
 
 
-def _traced_cudnn_forward(q_BTNH, k_BTNH, v_BTNH):
-    o_BTNH, row_BNT = _forward_p.bind(q_BTNH, k_BTNH, v_BTNH)
-    return o_BTNH, (q_BTNH, k_BTNH, v_BTNH, o_BTNH, row_BNT)
+def _traced_cudnn_forward(window, q_BTNH, k_BTKH, v_BTKH):
+    o_BTNH, row_BNT = _forward_p.bind(q_BTNH, k_BTKH, v_BTKH, window=window)
+    return o_BTNH, (q_BTNH, k_BTKH, v_BTKH, o_BTNH, row_BNT)
 
 
-_traced_cudnn.defvjp(_traced_cudnn_forward, lambda kept, do_BTNH: tuple(_backward_p.bind(*kept, do_BTNH)))
+_traced_cudnn.defvjp(_traced_cudnn_forward, lambda _, kept, do_BTNH: tuple(_backward_p.bind(*kept, do_BTNH)))
+
+
+def traced_attention(eqn) -> tuple[int, int, int, int | None] | None:
+    """(query heads, heads of keys, width of a head, window) of an equation that attends, in a program that was traced
+    with "cudnn-traced"; None of any other."""
+    if eqn.primitive is not _forward_p:
+        return None
+    q_BTNH, k_BTKH, _ = (v.aval.shape for v in eqn.invars)
+    return q_BTNH[2], k_BTKH[2], k_BTKH[3], eqn.params["window"]
 
 
 def attention_on_device(

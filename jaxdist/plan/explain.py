@@ -54,6 +54,7 @@ def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Effici
         plain_data_parallel(found, best, attention, efficiency),
         *zero_and_recompute(found, best, attention, efficiency),
         *tensor_parallel(found, best, order, attention, efficiency),
+        *context_parallel(found, best, order),
         *pipeline(found, best),
         f"Memory is fullest in {PHASES[found.memory.phase[best]]}: {memory_terms(found, best)}.",
         found.time.relief(best),
@@ -166,6 +167,47 @@ def tensor_parallel(found: Scored, best: int, order: np.ndarray, attention: str,
         f"tp={tp}: its collectives take {seconds(found.time.tp[best])} a step inside the node; between nodes "
         f"they would take {seconds(other.time.tp[0])}."
     ]
+
+
+PARTS_IN_WORDS = {
+    "compute": "computation",
+    "memory": "memory traffic",
+    "tp": "what tp sends",
+    "cp": "what cp sends",
+    "dp": "gradients and weights",
+    "pp": "messages between stages",
+    "bubble": "the bubble",
+}
+
+
+def context_parallel(found: Scored, best: int, order: np.ndarray) -> list[str]:
+    """What splitting the sequence buys against tp, sp and recomputation, where both were searched."""
+    c, cp = found.layouts, int(found.layouts.cp[best])
+    others = order[(c.cp[order] > 1) != (cp > 1)]
+    if not len(others):
+        return []
+    fitting = others[found.fits[others]]
+    if not len(fitting):
+        least = others[np.argmin(found.memory.total[others])]
+        fits = f"no layout with{'out' if cp > 1 else ''} cp fits: the smallest, {_named(found, least)}, needs"
+        return [f"cp={cp}: {fits} {gib(found.memory.total[least])}."]
+    other = int(fitting[0])
+    spent = [{name: float(getattr(found.time, name)[i]) for name in PARTS_IN_WORDS} for i in (best, other)]
+    most = max(PARTS_IN_WORDS, key=lambda name: spent[1][name] - spent[0][name])
+    return [
+        f"cp={cp}: the fastest layout with{'out' if cp > 1 else ''} cp that fits, {_named(found, other)}, takes "
+        f"{seconds(found.time.total[other])} a step; most of the difference is {PARTS_IN_WORDS[most]}, "
+        f"{seconds(spent[1][most])} for {seconds(spent[0][most])}."
+    ]
+
+
+def _named(found: Scored, index: int) -> str:
+    """Mesh, kind of cp, sp and recomputation, as one would ask for them."""
+    parallel = found.layouts.parallel(int(index), found.base.parallel)
+    kind = f", {parallel.cp_kind}" if parallel.mesh.cp > 1 else ""
+    return f"{parallel.mesh}{kind}{', sp' if parallel.sp else ''}" + (
+        f", remat {parallel.remat}" if parallel.remat != "none" else ""
+    )
 
 
 def pipeline(found: Scored, best: int) -> list[str]:

@@ -24,15 +24,16 @@ from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.mesh import MeshShape, make_abstract_mesh
+from jaxdist.models.attention import traced_attention
 from jaxdist.models.base import Model
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.pipeline.split_backward import SplitLayer, flat, needed_for, split_layer, variables
+from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, flat, needed_for, split_layer, variables
 from jaxdist.parallel.zero import ShardedParams
 from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import Collective, collectives_of
 from jaxdist.plan.proof.trace_memory import Buffer, compiler_of_dtype, lifetimes
-from jaxdist.plan.time_model import Number
+from jaxdist.plan.time_model import AttentionShape, Number
 from jaxdist.train.gradients.base import ShardedModel
 
 T = TypeVar("T")
@@ -413,7 +414,7 @@ class TracedWork:
     head_backward: float
     layer: tuple[Product, ...]
     loss: tuple[Product, ...]
-    kv_width = 0  # of context parallelism, which is not here yet
+    attention: tuple[AttentionShape, ...]
 
     @property
     def flops_per_token(self) -> float:
@@ -423,7 +424,7 @@ class TracedWork:
     def matrices(self, matmul: Callable, tp: Number) -> Number:
         return sum(p.seconds(matmul, tp) for p in self.layer if not p.batched)
 
-    def core(self, matmul: Callable, tp: Number, flash: Number) -> Number:
+    def core(self, matmul: Callable, tp: Number) -> Number:
         return sum(p.seconds(matmul, tp) for p in self.layer if p.batched)
 
     def head(self, matmul: Callable, tp: Number) -> Number:
@@ -480,7 +481,17 @@ def work_of(model: Model) -> TracedWork:
         head_backward=backward[1] / sum(p.flops for p in of_loss),
         layer=products,
         loss=of_loss,
+        attention=one.trace(_attention),
     )
+
+
+def _attention(parts: _Functions) -> tuple[AttentionShape, ...]:
+    """Every call of `jaxdist.models.attention.attend` in a layer."""
+    bound = replace(parts.bound, ctx=replace(parts.bound.ctx, attention="cudnn-traced"))
+    types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
+    program = flat(jax.make_jaxpr(replace(parts, bound=bound).layer)(*types))
+    found = map(traced_attention, all_equations(program.jaxpr))
+    return tuple(AttentionShape(*sizes) for sizes in found if sizes)
 
 
 def _products(parts: _Functions) -> tuple[list, list, int]:

@@ -395,6 +395,7 @@ def _step_time(base, layouts: Candidates, table: Pipelines, cluster, attention, 
     model, precision = base.model, base.precision
     deepest = layouts.chunks * table.depth
     exchanging, gathers_keys = context_columns(base, layouts)
+    by_blocks = (layouts.cp > exchanging) | (attention == "blocked")  # a ring's, and of keys that are gathered
     layout = Layout(
         **{axis: _number_if_constant(getattr(layouts, axis)) for axis in AXES if axis != "ep"},
         microbatches=layouts.accumulate * layouts.microbatches,
@@ -416,7 +417,8 @@ def _step_time(base, layouts: Candidates, table: Pipelines, cluster, attention, 
         overlap_dp=(layouts.overlap == 1) & (layouts.pp == 1),
         overlap_pp=layouts.overlap == 1,
         hidden_part=hidden_part(model),
-        flash=attention == "cudnn",
+        flash=(attention == "cudnn") & ~by_blocks,
+        blocks=by_blocks,
         dropout=model.dropout > 0,
         sends=table.sends,
         spread_table=layouts.pp > 1,

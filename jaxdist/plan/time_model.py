@@ -14,9 +14,9 @@ How good it is: `jaxdist.plan.papers.calibration` compares it with published run
 measured on the machine you plan for, unless you calibrate an `Efficiency` for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,6 +27,11 @@ from jaxdist.plan.papers.formulas import bubble_over_ideal, remat_columns
 Number = Any  # a Python number, or a numpy array of them
 
 BACKWARD_TRAFFIC = 1.5  # elementwise bytes of backward over forward: the incoming gradient is read as well
+# A score that attention by blocks writes to HBM and reads: times in fp32, and in the dtype of products. Forward it is
+# written, read for the largest and for the weights, which are written and read. Backward two products are written and
+# read; weights and the score's gradient are written, and read once and twice.
+BLOCK_FORWARD, BLOCK_BACKWARD = (3, 2), (4, 5)
+FUSED_BACKWARD = 2.5  # FLOPs over forward's, of attention that makes its scores again: five products for two
 LOGIT_TRAFFIC = 18  # bytes a logit: written in 16 bit, cast to fp32, read and written by softmax, loss and gradient
 OPTIMIZER_TRAFFIC = 40  # bytes a parameter: gradient read twice (norm, update), master and two moments read and written
 
@@ -36,13 +41,16 @@ class Efficiency:
     """What a software stack reaches on an accelerator: the constants of the time model.
 
     matmul: part of the peak that a large matmul reaches. half_size: a matmul whose smallest dim is this reaches half of
-    that. hbm, inside, between: parts of the bandwidths. layer_seconds: launches of one layer's forward (twice that
-    backward). step_seconds: host, once a step. hide: part of what may overlap that does. relative_error: ± of the
-    total, from the calibration; 0.3 where there was none.
+    that. attention: part of the peak that a fused attention reaches on scores that count, forward and backward together
+    (0.18 to 0.21 in the published runs; newer kernels are said to be faster, hence the guess). hbm, inside, between:
+    parts of the bandwidths. layer_seconds: launches of one layer's forward (twice that backward). step_seconds: host,
+    once a step. hide: part of what may overlap that does. relative_error: ± of the total, from the calibration; 0.3
+    where there was none.
     """
 
     matmul: float = 0.7
     half_size: float = 60.0
+    attention: float = 0.3
     hbm: float = 0.7
     inside: float = 0.75
     between: float = 0.7
@@ -54,7 +62,7 @@ class Efficiency:
     stack: str = "uncalibrated"
 
     def __post_init__(self):
-        for name in ("matmul", "hbm", "inside", "between"):
+        for name in ("matmul", "attention", "hbm", "inside", "between"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(
                     f"efficiency {name}={getattr(self, name)}",
@@ -67,7 +75,11 @@ class Efficiency:
 # Errors are in docs/plan.md; `relative_error` is the largest one of a run that was left out of the fit.
 EFFICIENCIES = {
     "a100-megatron": Efficiency(matmul=0.855, half_size=66.6, hbm=0.563, relative_error=0.07, stack="a100-megatron"),
-    "h100-nanotron": Efficiency(matmul=0.605, step_seconds=0.0470, relative_error=0.17, stack="h100-nanotron"),
+    "h100-nanotron": Efficiency(matmul=0.638, step_seconds=0.0478, relative_error=0.17, stack="h100-nanotron"),
+    "h100-mpt": Efficiency(matmul=0.553, attention=0.182, relative_error=0.14, stack="h100-mpt"),
+    "h100-torchtitan-float8": Efficiency(
+        matmul=0.392, attention=0.206, relative_error=0.27, stack="h100-torchtitan-float8"
+    ),
 }
 
 
@@ -84,8 +96,9 @@ class Layout:
     overlap_dp: gradients (and ZeRO-3 weights) are sent during backward. overlap_tp: gathers before column-parallel
         matmuls overlap with them, half of all tp traffic. overlap_pp: messages between stages are sent while stages
         compute.
-    flash: attention that never writes its scores. scatter_gather: without sp, tp ranks send different parts of a
-        message between stages.
+    flash: attention that never writes its scores. blocks: attention that writes them a block at a time, and makes them
+        again in backward (`jaxdist.parallel.blocked_attention`).
+    scatter_gather: without sp, tp ranks send different parts of a message between stages.
     sends: messages of a micro-batch that a stage waits for, both ways together (default 2v).
     spread_table: every stage holds a part of the token table; its two ends get it, and give its gradient, once a step.
     hidden_part: with overlap_dp, of what is sent during backward, the part that has another layer beside it.
@@ -116,6 +129,7 @@ class Layout:
     overlap_tp: Number = False
     overlap_pp: Number = False
     flash: Number = False
+    blocks: Number = False
     dropout: Number = False
     scatter_gather: Number = False
     sends: Number | None = None
@@ -146,7 +160,7 @@ RELIEF = {
         "fused norms and activations, flash attention, sp, or larger micro-batches",
     ),
     "tp": ("Tensor-parallel communication binds", "a smaller tp inside one node, sp, or overlap (tp_ring)"),
-    "cp": ("Context-parallel communication binds", "a smaller cp, or fewer key/value heads"),
+    "cp": ("Context-parallel communication binds", "a smaller cp, another cp_kind, or fewer key/value heads"),
     "dp": (
         "Data-parallel communication binds",
         "more tokens a device (accumulate), overlap, 16-bit gradients, or a lower ZeRO stage",
@@ -199,6 +213,24 @@ class StepTime:
         return f"{cause}: {relief} would shorten the step. It is {share:.0%} of the predicted step."
 
 
+class AttentionShape(NamedTuple):
+    """A causal attention: query heads, heads of keys and values, width of a head, and the window, if it has one."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def seen(self, seq_len: int) -> float:
+        """Keys that a query sees, in the mean."""
+        most = min(self.window or seq_len, seq_len)
+        return most - most * (most - 1) / (2 * seq_len)
+
+    def reached(self, chunk: Number) -> Number:
+        """Chunks of so many positions before a query's own that hold keys it sees; infinitely many without a window."""
+        return np.inf if self.window is None else np.ceil((self.window - 1) / chunk)
+
+
 class Work(Protocol):
     """What a model's layers and loss compute: `jaxdist.plan.parts.work_of` reads it from a trace,
     `jaxdist.plan.papers.work` from the closed forms of published models.
@@ -206,15 +238,14 @@ class Work(Protocol):
     layer_sums: all-reduces over tp of one layer's forward. table_parameters: of the largest parameter that the loss
     uses, vocab_size its rows. trained_layer, trained_table: what part of these parameters is trained. layer_backward,
     head_backward: FLOPs of the backward of products with weights over those of their forward: 2, or 1 where weights are
-    frozen. kv_width: what context parallelism passes on, for keys and for values. matmul(n, k, m):
-    seconds of a product [positions, k] x [k, n]; m where another dim is the smallest.
+    frozen. attention: every causal attention of a layer; none where the model has another. matmul(n, k, m): seconds of
+    a product [positions, k] x [k, n]; m where another dim is the smallest.
     """
 
     num_layers: int
     seq_len: int
     width: int
     vocab_size: int
-    kv_width: int
     layer_parameters: int
     table_parameters: int
     embedding_parameters: int
@@ -223,6 +254,7 @@ class Work(Protocol):
     trained_table: float
     layer_backward: float
     head_backward: float
+    attention: Sequence[AttentionShape]
 
     @property
     def flops_per_token(self) -> float:
@@ -231,8 +263,8 @@ class Work(Protocol):
     def matrices(self, matmul: Callable, tp: Number) -> Number:
         """Seconds of a layer's products with its weights."""
 
-    def core(self, matmul: Callable, tp: Number, flash: Number) -> Number:
-        """Seconds of a layer's products of activations."""
+    def core(self, matmul: Callable, tp: Number) -> Number:
+        """Seconds of a layer's products of activations where attention writes its scores."""
 
     def head(self, matmul: Callable, tp: Number) -> Number:
         """Seconds of the loss's products."""
@@ -252,11 +284,12 @@ def step_time(
     """Predicted time of one update for every layout in the columns. Matmuls run in `dtype`, 16 bits unless float32.
 
     A layout must already be legal (heads, layers and batch divide); nothing is checked here, and memory not at all: see
-    `jaxdist.plan.papers.formulas`. What cp sends shows in full.
+    `jaxdist.plan.papers.formulas`. A ring of cp hides behind attention; what cp sends otherwise shows in full.
     Raises: ConfigError for a dtype the accelerator has no peak for, and an unknown remat.
     """
     itemsize = {"float32": 4, "tfloat32": 4, "float64": 8}.get(dtype, 2)
     peak, e, h = cluster.hardware.peak(dtype), efficiency, work.width
+    wide = "bfloat16" if dtype == "float8" else dtype  # products of activations stay in 16 bit
     pp, dp, cp, tp = (np.asarray(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp"))
     replica, m, sp = np.asarray(layout.replica), np.asarray(layout.microbatches), np.asarray(layout.sp)
     zero, grad = np.asarray(layout.zero), np.asarray(layout.gradient_bytes)
@@ -274,29 +307,24 @@ def step_time(
 
     # ---- one layer, one micro-batch
     matrices = work.matrices(matmul, tp)
-    core = work.core(matmul, tp, layout.flash)
-    whole, split, scores = work.elementwise_bytes(layout.dropout, layout.flash, itemsize)
+    core = _attention_core(work, layout, matmul, positions, cluster.hardware.peak(wide) * e.attention, hbm, itemsize)
+    whole, split, scores = work.elementwise_bytes(layout.dropout, core.fused, itemsize)
     elementwise = positions * (whole / np.where(sp, tp, 1) + split / tp) / hbm
     softmax = positions * scores / tp / hbm
     activation = positions * h * itemsize
     all_reduce = ring("ring_all_reduce", "tp", tp, activation)
-    keys = 2 * positions * work.kv_width / tp * itemsize
-    exchanging = np.asarray(layout.exchanging)
-    groups = cp // exchanging
-    ring_attention = (groups - 1) * cluster.permute_seconds(cp, apart["cp"], keys, e.inside, e.between)
-    gather_keys = ring("ring_all_gather", "cp", cp, cp * keys)
-    # q and the result, keys and values: a part of each to every other rank of the group.
-    exchange = (exchanging - 1) * cluster.permute_seconds(
-        exchanging, apart["cp"], (keys + 2 * activation / tp) / exchanging, e.inside, e.between
-    )
     again = every > 0  # recomputed forwards
+    core_again = again | (selective & ~core.fused)
+    sent = _over_cp(work, layout, cluster, e, positions, itemsize, core)
     layer = {
-        "compute": (1 + work.layer_backward + again) * matrices + (3 + (again | selective)) * core,
-        "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise + (1 + BACKWARD_TRAFFIC + (again | selective)) * softmax,
+        "compute": (1 + work.layer_backward + again) * matrices + core.backward + (1 + core_again) * core.forward,
+        "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise
+        + (1 + BACKWARD_TRAFFIC + core_again) * softmax
+        + (1 + core_again) * core.forward_traffic
+        + core.backward_traffic,
         "overhead": (3 + again) * e.layer_seconds,
         "tp": (2 + again) * work.layer_sums * all_reduce * np.where(layout.overlap_tp, 0.5, 1.0),
-        "cp": np.where(layout.gathers_keys, (2 + again) * gather_keys, (3 + again) * ring_attention)
-        + (2 + again) * exchange,
+        "cp": (1 + again) * sent.forward + sent.backward,
     }
     head = {
         "compute": (1 + work.head_backward) * work.head(matmul, tp),
@@ -366,3 +394,66 @@ def step_time(
     }
     length = np.broadcast_shapes((1,), *(np.shape(column) for column in columns.values()))
     return StepTime(**{field.name: np.broadcast_to(columns[field.name], length) for field in fields(StepTime)})
+
+
+class _Core(NamedTuple):
+    """Attention's core in one layer, one micro-batch: seconds of products and of HBM traffic; fused: whether its scores
+    are never all there."""
+
+    fused: np.ndarray
+    forward: Number
+    backward: Number
+    forward_traffic: Number
+    backward_traffic: Number
+
+
+def _attention_core(work: Work, layout: Layout, matmul, positions, attention_peak, hbm, itemsize: int) -> _Core:
+    """Fused attention computes the scores that count; one that writes them, `work.core`."""
+    tp, known = np.asarray(layout.tp), len(work.attention) > 0
+    flash, blocks = (np.asarray(column, bool) & known for column in (layout.flash, layout.blocks))
+    seen = sum(each.heads * each.seen(work.seq_len) for each in work.attention) / tp  # scores of a position
+    flops = sum(4 * each.heads * each.head_dim * each.seen(work.seq_len) for each in work.attention) / tp
+    by_blocks = sum(
+        matmul(2 * each.heads * each.seen(work.seq_len) / tp, each.head_dim, m=each.head_dim) for each in work.attention
+    )
+    forward = np.where(flash, positions * flops / attention_peak, np.where(blocks, by_blocks, work.core(matmul, tp)))
+    traffic = (
+        np.where(blocks, positions * seen * (4 * wide + itemsize * narrow) / hbm, 0)
+        for wide, narrow in (BLOCK_FORWARD, BLOCK_BACKWARD)
+    )
+    fused = flash | blocks
+    return _Core(fused, forward, np.where(fused, FUSED_BACKWARD, 2) * forward, *traffic)
+
+
+class _Sent(NamedTuple):
+    forward: Number
+    backward: Number
+
+
+def _over_cp(
+    work: Work, layout: Layout, cluster: Cluster, e: Efficiency, positions, itemsize: int, core: _Core
+) -> _Sent:
+    """Seconds that show of what one layer sends over cp for a micro-batch (`jaxdist.parallel.context_parallel`)."""
+    cp, tp, exchanging = (np.asarray(each) for each in (layout.cp, layout.tp, layout.exchanging))
+    groups, links = cp // exchanging, (e.inside, e.between)
+
+    def message(num_bytes, ranks=cp):
+        return cluster.permute_seconds(ranks, tp, num_bytes, *links)
+
+    ring, ring_back, in_full = 0.0, 0.0, 0.0
+    for each in work.attention:
+        keys = 2 * positions * np.maximum(each.kv_heads / tp, 1) * each.head_dim * itemsize
+        near = np.minimum(each.reached(work.seq_len / (2 * groups)), groups - 1)
+        gather = cluster.collective_seconds("ring_all_gather", cp, tp, cp * keys, *links)
+        # Queries and the result, keys and values: a part of each to every other rank of the group.
+        swapped = keys + 2 * positions * each.heads / tp * each.head_dim * itemsize
+        exchange = (exchanging - 1) * message(swapped / exchanging, exchanging)
+        round_, is_ring = near * message(keys), near == groups - 1
+        ring = ring + np.where(layout.gathers_keys, 0, round_)
+        # A ring's backward sends the keys again, and their gradients in fp32; the near chunks' are their transposes.
+        gradients = np.where(is_ring, near * message(keys * max(4, itemsize) / itemsize), 0)
+        ring_back = ring_back + np.where(layout.gathers_keys, 0, round_ + gradients)
+        in_full = in_full + np.where(layout.gathers_keys, gather, 0) + exchange
+    beside = core.forward + core.forward_traffic, core.backward + core.backward_traffic
+    shown = (sent - e.hide * np.minimum(sent, time) for sent, time in zip((ring, ring_back), beside, strict=True))
+    return _Sent(*(each + in_full for each in shown))

@@ -37,6 +37,7 @@ class Row:
     published: float
     predicted: float
     left_out: float | None = None
+    seq_len: int | None = None
 
     @property
     def error(self) -> float:
@@ -66,18 +67,14 @@ def _cluster(group: str, num_devices: int) -> Cluster:
 
 
 def _shape(group: str, run: dict) -> ModelShape:
-    facts = published()["groups"][group]
-    if facts["stack"] == "a100-megatron":
-        return ModelShape.gpt(run["layers"], run["width"], run["heads"], facts["seq_len"], facts["vocab_size"])
+    facts = published()["groups"][group] | run
+    if "ffn_width" not in run:
+        return ModelShape.gpt(*(facts[name] for name in ("layers", "width", "heads", "seq_len", "vocab_size")))
     return ModelShape(
-        run["layers"],
-        run["width"],
-        run["heads"],
-        run["ffn_width"],
-        facts["seq_len"],
-        facts["vocab_size"],
+        *(facts[name] for name in ("layers", "width", "heads", "ffn_width", "seq_len", "vocab_size")),
+        num_kv_heads=facts.get("kv_heads"),
         gated_mlp=True,
-        tied_embedding=run["tied"],
+        tied_embedding=facts.get("tied", False),
         learned_positions=False,
         biases=False,
     )
@@ -97,22 +94,24 @@ class TimeCase:
     layout: Layout
     cluster: Cluster
     seconds: float
+    dtype: str = "bfloat16"
 
     def predict(self, efficiency: Efficiency) -> float:
-        return float(step_time(PaperWork(self.shape), self.layout, self.cluster, efficiency).total.min())
+        work = PaperWork(self.shape)
+        return float(step_time(work, self.layout, self.cluster, efficiency, self.dtype).total.min())
 
 
 @cache
 def time_cases(stack: str) -> tuple[TimeCase, ...]:
     """Every published time of a software stack, in seconds a step; MFU and TFLOP/s turned into seconds as published."""
     groups = [name for name, facts in published()["groups"].items() if facts["stack"] == stack]
-    makers = {"recompute": _recompute_times, "weak_scaling": _weak_scaling_times}
-    return tuple(
-        case
-        for group in groups
-        for run in published()[group]
-        for case in (makers[group](run) if group in makers else [_nanotron_time(group, run)])
-    )
+    return tuple(case for group in groups for run in published()[group] for case in _times(group, run))
+
+
+def _times(group: str, run: dict) -> "list[TimeCase]":
+    if group in ("recompute", "weak_scaling"):
+        return {"recompute": _recompute_times, "weak_scaling": _weak_scaling_times}[group](run)
+    return [_fsdp_time(group, run) if "tokens_per_s" in run else _nanotron_time(group, run)]
 
 
 MEGATRON = {"gradient_bytes": 2, "overlap_dp": False, "dropout": True}
@@ -172,6 +171,25 @@ def _nanotron_time(group: str, run: dict) -> TimeCase:
     return TimeCase(group, run["name"], shape, layout, cluster, float(flops / (speed * run["gpus"])))
 
 
+def _fsdp_time(group: str, run: dict) -> TimeCase:
+    """Of a run whose state is sharded as with ZeRO-3 and whose speed is printed in tokens a second and GPU. The keys of
+    context parallelism are gathered, and nothing of that hides."""
+    axes = {"pp": 1, "dp": 8, "cp": 1, "tp": 1, "microbatches": 1}
+    layout = Layout(
+        **{name: run.get(name, default) for name, default in axes.items()},
+        rows=run["rows"],
+        remat=run["remat"],
+        zero=3,
+        sp="tp" in run,
+        gathers_keys=True,
+        flash=True,
+    )
+    shape, num_devices = _shape(group, run), int(layout.num_devices)
+    seconds = float(layout.sequences * shape.seq_len / (run["tokens_per_s"] * num_devices))
+    dtype = "float8" if "float8" in published()["groups"][group]["stack"] else "bfloat16"
+    return TimeCase(group, run["name"], shape, layout, _cluster(group, num_devices), seconds, dtype)
+
+
 def nanotron_layers(shape: ModelShape, pp: int) -> tuple[int, ...]:
     """nanotron spreads layers over stages by matmul cost, the head counted as so many layers."""
     return divide_layers(shape.num_layers, pp, last=shape.vocab_size * shape.width / shape.layer_matrices)
@@ -179,6 +197,7 @@ def nanotron_layers(shape: ModelShape, pp: int) -> tuple[int, ...]:
 
 # --------------------------------------------------------------------------------------------------------------- fit
 
+LONG = 32768  # positions of a sequence
 RUN_SPREAD = 0.05  # relative error that a published time is expected to have under the model
 
 # What is fitted, with the guess it starts from and how far off that may be; other constants of the stack stay guesses.
@@ -186,11 +205,13 @@ RUN_SPREAD = 0.05  # relative error that a published time is expected to have un
 FITTED = {
     "a100-megatron": {"matmul": (0.8, 0.2), "half_size": (60.0, 60.0), "hbm": (0.7, 0.2)},
     "h100-nanotron": {"matmul": (0.7, 0.2), "step_seconds": (0.02, 0.02)},
+    "h100-mpt": {"matmul": (0.7, 0.2), "attention": (0.4, 0.2)},
+    "h100-torchtitan-float8": {"matmul": (0.5, 0.2), "attention": (0.4, 0.2)},
 }
 
 
 # No constant is fitted to these; that tp traffic shows in full was chosen after seeing them.
-NEVER_FITTED = ("tp_scaling",)
+NEVER_FITTED = ("tp_scaling", "torchtitan_405b")
 
 
 def fit(stack: str, leave_out: int | None = None) -> Efficiency:
@@ -235,7 +256,7 @@ def time_rows(stack: str, leave_out: bool = True) -> list[Row]:
         predicted = case.predict(EFFICIENCIES[stack])
         fitted = leave_out and case.group not in NEVER_FITTED
         left_out = case.predict(fit(stack, leave_out=index)) if fitted else None
-        rows.append(Row(case.group, case.name, "step time", "s", case.seconds, predicted, left_out))
+        rows.append(Row(case.group, case.name, "step time", "s", case.seconds, predicted, left_out, case.shape.seq_len))
     return rows
 
 
@@ -322,8 +343,13 @@ def summary(rows: Sequence[Row]) -> str:
         "memory, all": [row for row in rows if row.unit == "GiB"],
         "step time, A100, Megatron": [row for row in time if row.group in ("recompute", "weak_scaling")],
         "step time, H100, nanotron": [row for row in time if row.group == "nanotron"],
+        "step time, H100, MPT and torchtitan": [row for row in time if row.group in ("mpt", "torchtitan")],
+        f"step time, of these {LONG:,} tokens and more": [
+            row for row in time if row.group in ("mpt", "torchtitan") and row.seq_len >= LONG
+        ],
         "step time, all that were fitted": [row for row in time if row.group not in NEVER_FITTED],
-        "step time, not fitted to (tp 2 to 32)": [row for row in time if row.group in NEVER_FITTED],
+        "step time, not fitted to (tp 2 to 32)": [row for row in time if row.group == "tp_scaling"],
+        "step time, not fitted to (405B, long)": [row for row in time if row.group == "torchtitan_405b"],
     }
     for what, of in kinds.items():
         mean, worst = mean_and_max([row.error for row in of])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxdist.plan.papers.formulas import ModelShape, forward_flops_per_token
-from jaxdist.plan.time_model import Number
+from jaxdist.plan.time_model import AttentionShape, Number
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,14 @@ class PaperWork:
             + matmul(h, shape.ffn_width / tp)
         )
 
-    def core(self, matmul: Callable, tp: Number, flash: Number) -> Number:
-        """Scores and their sum over values, whose smallest dim is the head's; flash skips what is masked."""
+    @property
+    def attention(self) -> tuple[AttentionShape, ...]:
         shape = self.shape
-        return np.where(flash, 0.5, 1.0) * 2 * matmul(shape.seq_len, shape.width / tp, m=shape.head_dim)
+        return (AttentionShape(shape.num_heads, shape.num_kv_heads or shape.num_heads, shape.head_dim),)
+
+    def core(self, matmul: Callable, tp: Number) -> Number:
+        """Scores, masked ones too, and their sum over values, whose smallest dim is the head's."""
+        return 2 * matmul(self.shape.seq_len, self.shape.width / tp, m=self.shape.head_dim)
 
     def head(self, matmul: Callable, tp: Number) -> Number:
         return matmul(self.shape.vocab_size / tp, self.shape.width)
