@@ -420,7 +420,7 @@ def test_unwise_combinations_are_said():
     def notes(**parallel):
         return RunConfig(GPT2(2, 32, 4, 128, 32, 256), ParallelConfig(**parallel)).warnings()
 
-    assert "dp=1" in notes(zero=2)[0]
+    assert "dp and cp, and both are 1" in notes(zero=2)[0]
     assert "tp=1" in notes(sp=True)[0]
     for ignored in (
         {"reshard_after_forward": False},

@@ -268,7 +268,7 @@ def run(broken: str | None) -> Result:
                 "Which MFU does the design have, by the plan, in %?",
                 100 * float(best.time.mfu[0]),
                 "%",
-                "the 42.3 h at the peak, times 1.10 for attention, over 119.7 h",
+                "the 42.3 h at the peak, times 1.10 for attention, over 119.6 h",
                 within=0.1,
             ),
         ],
