@@ -16,6 +16,7 @@ from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig, context_k
 from jaxdist.errors import ConfigError
 from jaxdist.generation import build_generator
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
+from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import blocked_attention as blocked
@@ -24,6 +25,7 @@ from jaxdist.parallel.blocked_attention import Places, blocked_attention
 from jaxdist.parallel.context_parallel import Split, by_turns, context_attention, hops
 from jaxdist.plan.proof.compile import emitted_collectives
 from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
+from jaxdist.verification import verify_model
 
 B, S, N, H = 2, 64, 8, 4
 # ranks, exchanging, gathers
@@ -309,3 +311,50 @@ def test_the_kinds_of_a_mesh_are_those_that_a_run_may_have():
                 continue
             legal.append(kind)
         assert context_kinds(model, shape) == legal
+
+
+# --------------------------------------------------------------------------------------------------------- whole steps
+
+STEP_MASKS = {
+    "causal": {},
+    "grouped": {"num_kv_heads": 4},
+    "window": {"window": 11, "kinds": ("full", "sliding")},
+    "packed": {"num_kv_heads": 4},
+}
+# name -> the mesh beside cp, and the other settings
+BESIDE = {
+    "dp": ("dp=2,", {}),
+    "tp-sp": ("tp=2,", {"sp": True}),
+    "zero3": ("dp=2,", {"zero": 3}),
+    "pp": ("pp=2,", {"schedule": "zb-h1", "microbatches": 2}),
+    "alone": ("", {"zero": 3, "remat": "block"}),
+}
+STEPS = [
+    (kind, mask, cp, beside)
+    for kind, mask, cp, beside in itertools.product(
+        ("ring", "all-gather", "ulysses", "usp-2"), STEP_MASKS, (2, 4, 8), BESIDE
+    )
+    if (cp < 8 or beside == "alone") and not (kind == "usp-2" and cp == 2)
+    if not (beside == "pp" and kind in ("ring", "usp-2"))  # refused: see the settings above
+]
+STEP_SAMPLE = {
+    ("ring", "window", 4, "zero3"),
+    ("all-gather", "packed", 4, "pp"),
+    ("ulysses", "grouped", 4, "tp-sp"),
+    ("usp-2", "window", 8, "alone"),
+    ("ring", "packed", 2, "dp"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, mask, cp, beside",
+    [pytest.param(*step, marks=() if step in STEP_SAMPLE else pytest.mark.exhaustive) for step in STEPS],
+)
+def test_steps_equal_one_device(kind, mask, cp, beside):
+    """Losses, gradients, parameters and moments of two steps of a decoder, in float64 to 1e-10."""
+    sizes = {"num_kv_heads": 8} | STEP_MASKS[mask]
+    model = Decoder(2, 32, 8, head_dim=4, ffn_width=48, seq_len=64, vocab_size=120, **sizes)
+    mesh, settings = BESIDE[beside]
+    how = {"batch_size": 4, "dtype": "float64", "mask_documents": mask == "packed", "cp_kind": kind}
+    report = verify_model(model, f"{mesh}cp={cp}", **how, **settings).require()
+    assert max(difference.error for difference in report.differences) < 1e-10

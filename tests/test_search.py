@@ -19,6 +19,7 @@ from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, make_schedule
 from jaxdist.parallel.pipeline.lowering import lower, senders_of
 from jaxdist.parallel.pipeline.simulate import Costs, simulate
 from jaxdist.plan import search as searching
+from jaxdist.plan.explain import context_parallel
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import ROWS, OneRank, layer_memory, work_of
 from jaxdist.plan.program_memory import (
@@ -516,3 +517,44 @@ def test_zero_3_gathers_its_weights_as_often_as_the_program(mesh, more):
     layers = 2 * 12 * model.width**2 * model.num_layers // shape.pp * (shape.dp - 1) // shape.dp * micro
     times = int(weight_gathers(Candidates.of(config))[0])
     assert times <= sent / layers < times + 0.9  # the token table besides
+
+
+def test_why_a_sequence_is_split_is_said():
+    """Against the fastest layout that leaves it whole; and nothing where none was searched."""
+    model = GPT2(num_layers=2, width=1024, num_heads=8, ffn_width=4096, seq_len=searching.LONG, vocab_size=256)
+    asked = RunConfig(model, precision=PrecisionConfig("bfloat16"), batch_size=1)
+    found = search(asked, Cluster(find_hardware("h100"), 1, 2), "cudnn")
+    order = rank(found)
+    best = int(order[0])
+    assert found.layouts.cp[best] == 2
+    [said] = context_parallel(found, best, order)
+    assert said.startswith("cp=2: the fastest layout without cp that fits, tp=2, sp, takes ")
+    assert "most of the difference is what tp sends, " in said and said.endswith(" for 0 ms.")
+    assert context_parallel(found, best, order[found.layouts.cp[order] > 1]) == []
+    time = found.time
+    ulysses = found.layouts.kind == searching.CP_KINDS.index("ulysses")
+    split = found.layouts.cp > 1
+    assert (time.cp[split & ~ulysses] > 0).all() and (time.cp[~split] == 0).all()
+
+
+def test_what_cp_sends_takes_time_by_its_kind():
+    """A gather and an exchange show in full; a ring less than it sends, behind an attention that is long."""
+    model = GPT2(num_layers=2, width=1024, num_heads=8, ffn_width=4096, seq_len=131072, vocab_size=256)
+    cluster, found = Cluster(find_hardware("h100"), 1, 8), {}
+    for kind in searching.CP_KINDS:
+        parallel = ParallelConfig(MeshShape(cp=8), cp_kind=kind)
+        config = RunConfig(model, parallel, precision=PrecisionConfig("bfloat16"), batch_size=1)
+        found[kind] = score(config, Candidates.of(config), cluster, "cudnn").time
+    keys = 2 * 131072 // 8 * 1024 * 2  # bytes of a rank's keys and values
+    hop = cluster.permute_seconds(8, 1, keys, 0.75, 0.7)
+    gathered = cluster.collective_seconds("ring_all_gather", 8, 1, 8 * keys, 0.75, 0.7)
+    swapped = 7 * cluster.permute_seconds(8, 1, 2 * keys / 8, 0.75, 0.7)
+    layers = model.num_layers
+    assert found["all-gather"].cp[0] == pytest.approx(layers * 2 * gathered)
+    assert found["ulysses"].cp[0] == pytest.approx(layers * 2 * swapped)
+    # Forward the keys; backward the keys and, in fp32, their gradients. 0.7 of it hides.
+    assert found["ring"].cp[0] == pytest.approx(
+        layers * 7 * (hop + hop + cluster.permute_seconds(8, 1, 2 * keys, 0.75, 0.7)) * 0.3
+    )
+    # Blocks move their scores through memory; a fused kernel keeps them.
+    assert found["ring"].memory[0] > 3 * found["ulysses"].memory[0]
