@@ -869,7 +869,9 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
 
 def with_attention(config: RunConfig, attention: str) -> tuple[RunConfig, str | None]:
     """The config with the attention that would run; where that cannot be traced here, another one, and why."""
-    note = None
+    note, parallel = None, config.parallel
+    if parallel.mesh.cp > parallel.cp_split[0]:
+        return config, None  # attention over cp by blocks: no other is run
     if attention == "cudnn" and not has_cuda_compiler():
         attention = config.model.attention_for("auto", "cpu", config.precision.dtype, training=True)
         written = (
@@ -879,8 +881,7 @@ def with_attention(config: RunConfig, attention: str) -> tuple[RunConfig, str | 
             f"Flash attention cannot be traced without the CUDA plugin: {written} "
             f"({install_text('prove-cuda')} needs no card)."
         )
-    parallel = replace(config.parallel, attention=attention)
-    return replace(config, parallel=parallel), note
+    return replace(config, parallel=replace(parallel, attention=attention)), note
 
 
 def disagreements(name: str, formula: float, level: Levels) -> list[str]:

@@ -18,6 +18,7 @@ from experiments.cli import flags_of, run_program
 from experiments.train import TrainFlags
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MeshShape
+from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every, learning_rate, warmup_steps
 
@@ -549,3 +550,13 @@ def test_a_compiler_that_is_not_installed_is_said_before_anything_is_searched(mo
     monkeypatch.setattr(experiments.plan, "search", None)
     code, _, err = plan(monkeypatch, capsys, "--model", "7b", "--nodes", "8", "--compile", target)
     assert code == 2 and f"pip install -e '.[{packages}]'" in err
+
+
+def test_blocks_over_cp_are_compiled_as_they_run_even_where_cudnn_could_be(monkeypatch):
+    monkeypatch.setattr(experiments.plan, "has_cuda_compiler", lambda: True)
+    for kind, attention in (("ring", "auto"), ("all-gather", "auto"), ("ulysses", "cudnn")):
+        parallel = ParallelConfig(mesh=MeshShape(cp=2), cp_kind=kind)
+        model = Decoder(2, 32, 4, num_kv_heads=4, head_dim=8, ffn_width=64, seq_len=64, vocab_size=64)
+        config = RunConfig(model, parallel)
+        found, note = experiments.plan.with_attention(config, "cudnn")
+        assert found.parallel.attention == attention and note is None
