@@ -192,10 +192,10 @@ def base_of(name: str) -> RunConfig:
     return RunConfig(model, ParallelConfig(), precision=PrecisionConfig("bfloat16"), batch_size=batch)
 
 
-KINDS = {  # of layouts: which columns of a search belong
-    "fastest": lambda found: found.pp > 0,
-    "dp alone": lambda found: (found.pp == 1) & (found.tp == 1),
-    "tp=8 and a pipeline": lambda found: (found.pp > 1) & (found.tp == 8),
+KINDS = {  # of layouts over these three axes: which columns of a search belong
+    "fastest": lambda found: found.cp == 1,
+    "dp alone": lambda found: (found.cp == 1) & (found.pp == 1) & (found.tp == 1),
+    "tp=8 and a pipeline": lambda found: (found.cp == 1) & (found.pp > 1) & (found.tp == 8),
 }
 
 
