@@ -134,7 +134,7 @@ def least(config: RunConfig) -> dict[str, float]:
             size /= mesh.pp
             at_an_end = (len(leaf.consumer_stages) - 1) * item + (mesh.pp - 1) * reduced
             total += size * max(at_an_end, min(mesh.pp - 1, len(leaf.consumer_stages)) * item)
-        rest = math.prod(getattr(mesh, axis) for axis in leaf.shard_reduce_axes)
+        rest = math.prod(mesh.size(axis) for axis in leaf.shard_reduce_axes)
         shards = leaf.num_shards if layout.sharded else 1
         total += 2 * part(rest) * size / shards * reduced
         uses = 1 if block else len(leaf.used_in)

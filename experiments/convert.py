@@ -29,9 +29,9 @@ from jaxdist.checkpoint.trained import GENERATION, SOURCE, find_weights
 from jaxdist.checkpoint.weights import (
     Source,
     copy_companions,
+    in_our_names,
     open_weights,
     read_weights,
-    seen_as_ours,
     source_of,
     stored_dtypes,
     write_weights,
@@ -212,11 +212,10 @@ def prove(flags: Hf, model: Model, parallel: ParallelConfig, devices: Devices) -
     loss, gradients = theirs.gradients(batch)
     ours = observe(config, devices.devices, [batch], whole)
     found["loss"] = abs(ours.losses[0] - loss) / loss
-    for tensor in tensors_of(small):
-        name = tensor.path if tensor.layer is None else f"{tensor.path}[{tensor.layer}]"
-        gradient = seen_as_ours(tensor, gradients[tensor.name])
+    theirs_by_name = in_our_names(small, gradients)
+    for name, gradient in theirs_by_name.items():
         # A key's bias shifts all scores of a query alike: its gradient is noise, and is measured by the query's.
-        query = gradients[tensor.name.replace("k_proj.bias", "q_proj.bias")]
+        query = theirs_by_name[name.replace(".b_k[", ".b_q[")]
         found[name] = gap(ours.gradients[0][name][: len(gradient)], gradient, np.abs(query).max())
     worst = max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name])
     text = (

@@ -484,7 +484,7 @@ def difference(predicted: Stages, counted: Stages) -> str:
 
 def mesh_part(found: Predictions) -> list[str]:
     mesh = found.config.parallel.mesh
-    live = [axis for axis in AXES if getattr(mesh, axis) > 1]
+    live = [axis for axis in AXES if mesh.size(axis) > 1]
     if not live:
         return ["<p>One device.</p>"]
     rows = [[(f"<b>{axis.name}</b>", "short"), str(axis.size), (place(axis.name, live), "short"),
@@ -522,9 +522,9 @@ def drawn_mesh(mesh: MeshShape, live: Sequence[str]) -> str:
         if not axes:
             return f'<span class="rank">{first}</span>'
         axis, inner = axes[0], list(axes[1:])
-        size, stride = getattr(mesh, axis), 1
+        size, stride = mesh.size(axis), 1
         for name in inner:
-            stride *= getattr(mesh, name)
+            stride *= mesh.size(name)
         shown = [boxes(inner, first + at * stride) for at in range(min(size, MOST_RANKS))]
         if inner:
             shown = [f'<span class="mesh"><b>{axis} {at}</b>{box}</span>' for at, box in enumerate(shown)]

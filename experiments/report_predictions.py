@@ -125,7 +125,7 @@ def predictions(config: RunConfig, attention: str) -> Predictions:
             predicted_memory(config, attention),
             compared(messages, counted(config), config),
             table(messages, mesh),
-            [_axis(name, messages, config) for name in AXES if getattr(mesh, name) > 1],
+            [_axis(name, messages, config) for name in AXES if mesh.size(name) > 1],
             table([each for each in messages if len(each.axes) > 1], mesh),
         )
 
@@ -170,7 +170,7 @@ def _by_kind(transfers: Sequence[Transfer], mesh: MeshShape) -> dict[tuple[str, 
 def _axis(name: str, messages: Sequence[Message], config: RunConfig) -> Axis:
     mesh = config.parallel.mesh
     alone = [message for message in messages if message.axes == (name,)]
-    return Axis(name, getattr(mesh, name), total_sent(alone, mesh), table(alone, mesh))
+    return Axis(name, mesh.size(name), total_sent(alone, mesh), table(alone, mesh))
 
 
 def why_not(error: Exception) -> str:

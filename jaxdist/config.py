@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from jaxdist.errors import MOST, ConfigError, divisors, require_positive, require_within
-from jaxdist.mesh import AVAILABLE_AXES, DATA_AXES, MeshShape
+from jaxdist.mesh import MeshShape
 from jaxdist.models.base import Model
 from jaxdist.models.registry import model_of
 from jaxdist.models.registry import to_dict as model_to_dict
@@ -528,15 +528,14 @@ class RunConfig:
 
     def _check_batch(self):
         mesh, accumulate, micro = self.parallel.mesh, self.parallel.accumulate, self.parallel.num_microbatches
-        ranks = {axis: getattr(mesh, axis) for axis in DATA_AXES if axis in AVAILABLE_AXES}
-        unit = math.prod(ranks.values()) * accumulate * micro
+        unit = mesh.batch_ranks * accumulate * micro
         pipeline = f" x microbatches={micro}" if mesh.pp > 1 else ""
         if self.batch_size % unit:
             below = self.batch_size // unit * unit
             raise ConfigError(
                 f"batch_size={self.batch_size}",
-                f"it is split over {' x '.join(f'{axis}={n}' for axis, n in ranks.items())} x accumulate={accumulate}"
-                f"{pipeline}, so it must be a multiple of {unit}",
+                f"it is split over replica={mesh.replica} x dp={mesh.dp} x accumulate={accumulate}{pipeline}, so it must "
+                f"be a multiple of {unit}",
                 f"Use {f'{below} or ' if below else ''}{below + unit}",
             )
 

@@ -23,15 +23,22 @@ from jaxdist.config import ParallelConfig, PrecisionConfig
 from jaxdist.mesh import AXES, DATA_AXES, MeshShape
 from jaxdist.models.base import STACKED
 
+Spec = tuple[str | tuple[str, ...] | None, ...]
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one dim is split over, outermost first."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
 
 @dataclass(frozen=True)
 class Leaf:
     """One parameter. Dims index the array with its leading layer dim where it has one.
 
-    shape: global, unpadded. spec: the mesh axis of each dim in the compute layout, live axes only.
+    shape: global, unpadded. spec: the mesh axis, or axes, of each dim in the compute layout, live axes only.
     decay: whether weight decay applies.
-    zero_dim: the dim ZeRO shards, None where nothing is sharded; `zero_local` its padded size per tp rank.
-    zero_axes, num_shards: over which axes, and the ranks of these.
+    zero_dim: the dim ZeRO shards, None where nothing is sharded; `zero_local` its padded size on one rank of `spec`.
+    zero_axes: over which axes.
     reduce_axes: axes over which the gradient is still a partial sum when backward ends (the rule of DESIGN R5).
     rows: for a stacked leaf under pp, the layer in each row, stage by stage and chunk by chunk; -1 pads the parts that
         have fewer layers than the largest. The compute and storage layouts hold these rows, split over pp.
@@ -45,14 +52,12 @@ class Leaf:
 
     name: str
     shape: tuple[int, ...]
-    spec: tuple[str | None, ...]
+    spec: Spec
     decay: bool
-    tp: int
+    mesh: MeshShape
     zero_dim: int | None
     zero_axes: tuple[str, ...]
-    num_shards: int
     reduce_axes: tuple[str, ...]
-    pp: int
     rows: tuple[int, ...] | None
     consumer_stages: tuple[int, ...]
     small: bool
@@ -68,7 +73,9 @@ class Leaf:
             return (len(self.rows), *self.shape[1:])
         if not self.consumer_stages:
             return self.shape
-        return replace_entry(self.shape, self.spread_dim, -(-self.shape[self.spread_dim] // self.pp) * self.pp)
+        return replace_entry(
+            self.shape, self.spread_dim, -(-self.shape[self.spread_dim] // self.mesh.pp) * self.mesh.pp
+        )
 
     @property
     def spread_dim(self) -> int:
@@ -76,8 +83,8 @@ class Leaf:
         return self.spec.index("pp")
 
     @property
-    def used_spec(self) -> tuple[str | None, ...]:
-        """The mesh axis of each dim where the leaf is computed with."""
+    def used_spec(self) -> Spec:
+        """`spec` where the leaf is computed with."""
         return replace_entry(self.spec, self.spread_dim, None) if self.consumer_stages else self.spec
 
     @property
@@ -94,7 +101,12 @@ class Leaf:
 
     def num_parts(self, dim: int) -> int:
         """Ranks that share `dim` in the compute layout."""
-        return {None: 1, "tp": self.tp, "pp": self.pp}[self.spec[dim]]
+        return math.prod(map(self.mesh.size, axes_of(self.spec[dim])))
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that ZeRO shards the leaf over."""
+        return math.prod(map(self.mesh.size, self.zero_axes))
 
     @property
     def zero_local(self) -> int:
@@ -130,7 +142,7 @@ class Leaf:
     @property
     def logical_rows(self) -> np.ndarray:
         """Of a stacked leaf under pp: the layers of the logical array on each stage, or one row of all of them."""
-        return np.arange(self.shape[0]).reshape(1 if self.logical_spec[0] is None else self.pp, -1)
+        return np.arange(self.shape[0]).reshape(1 if self.logical_spec[0] is None else self.mesh.pp, -1)
 
     @property
     def storage_spec(self) -> PartitionSpec:
@@ -140,7 +152,7 @@ class Leaf:
         """A spec with what ZeRO splits."""
         if self.zero_dim is None:
             return spec
-        axes = (*filter(None, [spec[self.zero_dim]]), *self.zero_axes)
+        axes = (*axes_of(spec[self.zero_dim]), *self.zero_axes)
         return PartitionSpec(*replace_entry(tuple(spec), self.zero_dim, axes if len(axes) > 1 else axes[0]))
 
     @property
@@ -160,7 +172,8 @@ class Leaf:
     @property
     def spec_axes(self) -> tuple[str, ...]:
         """Mesh axes the leaf is sharded on in the compute layout, outermost first."""
-        return tuple(axis for axis in AXES if axis in self.spec)
+        used = {axis for entry in self.spec for axis in axes_of(entry)}
+        return tuple(axis for axis in AXES if axis in used)
 
     @property
     def group(self) -> str:
@@ -169,9 +182,10 @@ class Leaf:
         return ".".join(parts[:3]) or self.name
 
     @property
-    def group_key(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What leaves that share a collective of ZeRO have in common: the axes they differ along, and are owed sums."""
-        return self.spec_axes, self.shard_reduce_axes
+    def group_key(self) -> tuple[tuple[str, ...], ...]:
+        """What leaves that share a collective of ZeRO have in common: the axes they differ along, are sharded over, and
+        are owed sums."""
+        return self.spec_axes, self.zero_axes, self.shard_reduce_axes
 
     @property
     def storage_axes(self) -> tuple[str, ...]:
@@ -290,7 +304,7 @@ def drop_unit_axes(dims: Iterable, mesh: MeshShape) -> PartitionSpec:
     """A PartitionSpec without the axes of size 1."""
 
     def keep(entry):
-        axes = tuple(a for a in ((entry,) if isinstance(entry, str) else entry or ()) if getattr(mesh, a) > 1)
+        axes = tuple(a for a in axes_of(entry) if mesh.size(a) > 1)
         return axes if len(axes) > 1 else axes[0] if axes else None
 
     return PartitionSpec(*map(keep, dims))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, divisors
 
 if TYPE_CHECKING:
     import jax
@@ -20,8 +20,7 @@ class MeshAxis:
     shards: the logical dims of parameters that are split over it. may_stay_whole: those of them that every rank holds
     whole where the axis does not divide them; each rank then uses a part. splits: what it splits of the work: "batch"
     (rows), "sequence" (positions), "layers", or nothing. A parameter that is not sharded over an axis that splits the
-    work needs a sum of its gradient over it. shards_state: ZeRO shards over it. available: whether it may have more
-    than one rank.
+    work needs a sum of its gradient over it. shards_state: ZeRO shards over it.
     """
 
     name: str
@@ -29,7 +28,6 @@ class MeshAxis:
     may_stay_whole: tuple[str, ...] = ()
     splits: str = ""
     shards_state: bool = False
-    available: bool = True
 
 
 # Outermost (slowest link) first.
@@ -37,7 +35,7 @@ MESH_AXES = (
     MeshAxis("pp", shards=("layers",), splits="layers"),
     MeshAxis("replica", splits="batch"),
     MeshAxis("dp", splits="batch", shards_state=True),
-    MeshAxis("ep", shards=("experts",), splits="batch", available=False),
+    MeshAxis("ep", shards=("experts",), splits="batch", shards_state=True),
     MeshAxis("cp", splits="sequence", shards_state=True),
     MeshAxis("tp", shards=("vocab", "heads", "kv_heads", "ffn"), may_stay_whole=("kv_heads",)),
 )
@@ -49,7 +47,7 @@ def axes_that(split: str) -> tuple[str, ...]:
 
 
 AXES = tuple(axis.name for axis in MESH_AXES)
-AVAILABLE_AXES = tuple(axis.name for axis in MESH_AXES if axis.available)
+FACTORS = tuple(axis for axis in AXES if axis != "ep")  # whose ranks multiply to the number of devices
 DATA_AXES = axes_that("batch")
 SEQUENCE_AXES = axes_that("sequence")
 TOKEN_AXES = (*DATA_AXES, *SEQUENCE_AXES)
@@ -62,9 +60,14 @@ MOST_DEVICES = 2**22
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The size of every mesh axis, outermost (slowest link) first; an axis that is not used has size 1.
+    """How many ranks each parallelism has, outermost (slowest link) first; 1 where it is not used.
 
     `replica` and `dp` both split the batch; ZeRO shards over `dp` and `cp`, so `replica > 1` is hybrid sharding.
+
+    `ep` adds no devices. It is another factorisation of dp x cp, for experts alone: neighbours among these ranks hold
+    different experts, and ZeRO shards each expert over what is left. All of cp is taken first where it divides ep, and
+    the rest from dp; otherwise ep is taken from dp. The devices' mesh therefore has two axes for the ranks of dp, "dp"
+    and, inside it, "ep": `size` gives those of an axis. Source: MoE parallel folding, arXiv 2504.14960.
     """
 
     pp: int = 1
@@ -75,10 +78,19 @@ class MeshShape:
     tp: int = 1
 
     def __post_init__(self):
-        for axis, size in zip(AXES, self.sizes, strict=True):
-            if size < 1 or (size > 1 and axis not in AVAILABLE_AXES):
-                why = "not available yet" if size > 1 else "a whole number of ranks, at least 1"
-                raise ConfigError(f"mesh axis {axis}={size}", f"it is {why}", f"Use {axis}=1")
+        for axis in AXES:
+            if (size := getattr(self, axis)) < 1:
+                raise ConfigError(
+                    f"mesh axis {axis}={size}", "it is a whole number of ranks, at least 1", f"Use {axis}=1"
+                )
+        if self.dp % self.size("ep"):
+            over = f"dp={self.dp}" + f" and cp={self.cp}" * (self.cp > 1)
+            fitting = [n for n in divisors(self.dp * self.cp) if n % self.cp == 0 or self.dp % n == 0]
+            raise ConfigError(
+                f"ep={self.ep} over {over}",
+                "experts are split over the ranks of dp, all of cp first where that divides ep",
+                f"Use ep in {fitting}",
+            )
         if self.num_devices > MOST_DEVICES:
             raise ConfigError(
                 f"a mesh of {self.num_devices:,} devices", f"at most {MOST_DEVICES:,} can be described", "Use fewer"
@@ -91,20 +103,32 @@ class MeshShape:
     @property
     def batch_ranks(self) -> int:
         """Ranks that have rows of the batch of their own."""
-        return math.prod(getattr(self, axis) for axis in DATA_AXES)
+        return math.prod(self.size(axis) for axis in DATA_AXES)
 
     @property
     def state_ranks(self) -> int:
         """Ranks that ZeRO shards over."""
-        return math.prod(getattr(self, axis) for axis in STATE_AXES)
+        return math.prod(self.size(axis) for axis in STATE_AXES)
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes of the devices' mesh that experts are split over."""
+        return ("ep", "cp") if self.ep % self.cp == 0 else ("ep",)
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis of the devices' mesh."""
+        if axis not in ("dp", "ep"):
+            return getattr(self, axis)
+        of_dp = self.ep // self.cp if self.ep % self.cp == 0 else self.ep
+        return of_dp if axis == "ep" else self.dp // of_dp
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(getattr(self, axis) for axis in AXES)
+        """Of the devices' mesh."""
+        return tuple(self.size(axis) for axis in AXES)
 
     def __str__(self) -> str:
-        used = [f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
-        return ",".join(used) or "1 device"
+        return ",".join(f"{axis}={size}" for axis in AXES if (size := getattr(self, axis)) > 1) or "1 device"
 
 
 def parse_mesh(text: str) -> MeshShape:
@@ -117,10 +141,9 @@ def parse_mesh(text: str) -> MeshShape:
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if not part.strip():
             raise ConfigError(f"mesh={text!r}", "a comma stands between two axes", "Write mesh='dp=2,tp=2'")
-        if axis not in AVAILABLE_AXES:
-            known = "not available yet" if axis in AXES else "not a mesh axis"
+        if axis not in AXES:
             raise ConfigError(
-                f"mesh={text!r}", f"{axis!r} is {known}", f"Use {', '.join(AVAILABLE_AXES)}, as in mesh='dp=2,tp=2'"
+                f"mesh={text!r}", f"{axis!r} is not a mesh axis", f"Use {', '.join(AXES)}, as in mesh='dp=2,tp=2'"
             )
         if axis in sizes:
             raise ConfigError(f"mesh={text!r}", f"axis {axis!r} is named twice", "Name each axis once")

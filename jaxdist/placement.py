@@ -9,7 +9,7 @@ import jax
 
 from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import Layout, Leaf, drop_unit_axes, replace_entry
+from jaxdist.layout import Layout, Leaf, axes_of, drop_unit_axes, replace_entry
 from jaxdist.mesh import AXES, AXIS_OF_DIM, MAY_STAY_WHOLE, STATE_AXES, WORK_AXES, MeshShape
 from jaxdist.models.base import STACKED, Model, Param, declare, is_param, named_params, parts_using
 from jaxdist.parallel.pipeline.schedules import Schedule
@@ -37,18 +37,16 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
         )
         if shared:
             spec = replace_entry(spec, choose_spread_dim(param.shape, spec, mesh.pp), "pp")
-        zero_axes = tuple(axis for axis in STATE_AXES if getattr(mesh, axis) > 1 and axis not in spec)
+        split_over = {axis for entry in spec for axis in axes_of(entry)}
         leaf = Leaf(
             name=name,
             shape=tuple(param.shape),
             spec=spec,
             decay=param.weight_decay,
-            tp=mesh.tp,
+            mesh=mesh,
             zero_dim=None,
-            zero_axes=zero_axes,
-            num_shards=math.prod(getattr(mesh, axis) for axis in zero_axes),
-            reduce_axes=tuple(axis for axis in partial_sum_axes(parallel, param) if axis not in spec),
-            pp=mesh.pp,
+            zero_axes=tuple(axis for axis in STATE_AXES if mesh.size(axis) > 1 and axis not in split_over),
+            reduce_axes=tuple(axis for axis in partial_sum_axes(parallel, param) if axis not in split_over),
             rows=rows if in_layers else None,
             consumer_stages=shared,
             small=in_layers and math.prod(param.shape[1:]) <= most_of_a_vector,
@@ -57,7 +55,7 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
             real=param.real,
             frozen=param.frozen,
         )
-        if not parallel.sharded:
+        if not parallel.sharded or not leaf.zero_axes:
             return leaf
         return dataclasses.replace(leaf, zero_dim=choose_zero_dim(leaf, first=int(in_layers)))
 
@@ -75,10 +73,12 @@ def pipeline_rows(schedule: Schedule, part_layers: Sequence[int]) -> tuple[int, 
     return tuple(rows)
 
 
-def axis_of(dim: str | None, size: int, mesh: MeshShape) -> str | None:
-    """The mesh axis that splits a dim, None where every rank holds it whole."""
+def axis_of(dim: str | None, size: int, mesh: MeshShape) -> str | tuple[str, ...] | None:
+    """The mesh axis, or axes, that split a dim; None where every rank holds it whole."""
     axis = AXIS_OF_DIM.get(dim)
-    return None if dim in MAY_STAY_WHOLE and size % getattr(mesh, axis) else axis
+    if axis == "ep":
+        return mesh.expert_axes
+    return None if dim in MAY_STAY_WHOLE and size % mesh.size(axis) else axis
 
 
 def partial_sum_axes(parallel: ParallelConfig, param: Param) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def partial_sum_axes(parallel: ParallelConfig, param: Param) -> tuple[str, ...]:
     those whose ranks use parts of it, or all of it for parts of their own."""
     axes = {*WORK_AXES, *(("tp",) if parallel.sp else ())}
     axes |= {AXIS_OF_DIM[dim] for dim in (*param.partial, *(MAY_STAY_WHOLE & set(param.dims)))}
-    return tuple(axis for axis in AXES if axis in axes and getattr(parallel.mesh, axis) > 1)
+    return tuple(axis for axis in AXES if axis in axes and parallel.mesh.size(axis) > 1)
 
 
 def choose_spread_dim(shape: tuple[int, ...], spec: tuple[str | None, ...], pp: int) -> int:

@@ -103,13 +103,13 @@ def test_what_each_leaf_owes():
 
 def leaf(shape, spec, tp, dp, zero_dim, cp=1):
     axes = tuple(axis for axis, size in (("dp", dp), ("cp", cp)) if size > 1)
-    return Leaf("x", shape, spec, True, tp, zero_dim, axes, dp * cp, (), 1, None, (), False, frozenset(), 0.0, None)
+    mesh = MeshShape(dp=dp, cp=cp, tp=tp)
+    return Leaf("x", shape, spec, True, mesh, zero_dim, axes, (), None, (), False, frozenset(), 0.0, None)
 
 
 def moved(placed, move, x, there, here):
     """`move` of one leaf on its own mesh."""
-    cp = 2 if "cp" in placed.zero_axes else 1
-    mesh = make_mesh(MeshShape(pp=placed.pp, dp=placed.num_shards // cp, cp=cp, tp=placed.tp), DEVICES)
+    mesh = make_mesh(placed.mesh, DEVICES)
     on_mesh = jax.shard_map(partial(move, placed), mesh=mesh, in_specs=there, out_specs=here, check_vma=True)
     return np.asarray(jax.jit(on_mesh)(jax.device_put(x, NamedSharding(mesh, there))))
 
@@ -161,12 +161,10 @@ def test_layers_change_stages_and_come_back(data):
         (num_layers, 5),
         ("pp", None),
         True,
-        1,
+        MeshShape(pp=pp, dp=dp),
         1 if dp > 1 else None,
         ("dp",),
-        dp,
         (),
-        pp,
         tuple(rows),
         (),
         False,
@@ -184,9 +182,8 @@ def test_layers_change_stages_and_come_back(data):
 @pytest.mark.parametrize("zero_dim", [None, 0, 1])
 def test_a_table_that_the_stages_share_is_undone_exactly(size, zero_dim):
     dp = 1 if zero_dim is None else 2
-    placed = Leaf(
-        "x", (size, 3), ("pp", None), True, 1, zero_dim, ("dp",), dp, (), 2, None, (0, 1), False, frozenset(), 0.0, None
-    )
+    mesh, spec = MeshShape(pp=2, dp=dp), ("pp", None)
+    placed = Leaf("x", (size, 3), spec, True, mesh, zero_dim, ("dp",), (), None, (0, 1), False, frozenset(), 0.0, None)
     x = np.arange(1, size * 3 + 1, dtype=np.int32).reshape(size, 3)
     _, computed = there_and_back(placed, x)
     np.testing.assert_array_equal(computed[:size], x)

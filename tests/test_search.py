@@ -12,7 +12,7 @@ from jaxdist.compat import scan_counts
 from jaxdist.config import CP_KINDS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.layout import local_bytes
-from jaxdist.mesh import AVAILABLE_AXES, MeshShape, make_abstract_mesh
+from jaxdist.mesh import FACTORS, MeshShape, make_abstract_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, make_schedule
@@ -169,8 +169,8 @@ def test_no_legal_layout_is_missing(monkeypatch, model, devices, batch):
 def every_setting(model, devices, batch):
     """Settings of every kind on every mesh, legal or not."""
     sizes = divisors(devices)
-    for shape in itertools.product(sizes, repeat=len(AVAILABLE_AXES)):
-        mesh = MeshShape(**dict(zip(AVAILABLE_AXES, shape, strict=True)))
+    for shape in itertools.product(sizes, repeat=len(FACTORS)):
+        mesh = MeshShape(**dict(zip(FACTORS, shape, strict=True)))
         if mesh.num_devices != devices or (mesh.cp > 1 and model.seq_len < searching.LONG):
             continue
         pipelines_of = [(None, None, None)]
@@ -259,7 +259,7 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
         table = {"bubble": bubble, "sends": (2 * schedule.num_ticks if schedule.send_latency == 2 else sends) / micro}
     by_hand = dataclasses.replace(
         layout,
-        **{axis: getattr(shape, axis) for axis in AVAILABLE_AXES},
+        **{axis: getattr(shape, axis) for axis in FACTORS},
         **table,
         microbatches=micro * config.parallel.accumulate,
         pipeline_microbatches=micro,
@@ -300,7 +300,7 @@ def test_the_best_of_each_mesh_is_its_first_in_the_order():
     order = rank(found)
     first = {}
     for index in order.tolist():
-        first.setdefault(tuple(int(getattr(found.layouts, axis)[index]) for axis in AVAILABLE_AXES), index)
+        first.setdefault(tuple(int(getattr(found.layouts, axis)[index]) for axis in FACTORS), index)
     assert best_of_each_mesh(found, order).tolist() == list(first.values())
 
 

@@ -147,6 +147,9 @@ class Gpt2:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # fused ones take no float64
+
+
 @contextmanager
 def _computed_in(dtype: torch.dtype) -> Iterator[None]:
     """transformers makes norms, softmax and rotary angles in float32 by that name: here it is the dtype given."""
@@ -167,7 +170,7 @@ class CausalLM:
         self.dtype = getattr(torch, dtype)
         with _computed_in(self.dtype):
             made = CONFIG_MAPPING[config["model_type"]](**values, initializer_range=0.1)
-            self.model = AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+            self.model = AutoModelForCausalLM.from_config(made, **EAGER)
         with torch.no_grad():
             for weight in self.model.parameters():
                 if weight.ndim == 1:
@@ -180,7 +183,7 @@ class CausalLM:
         found = cls.__new__(cls)
         found.dtype = getattr(torch, dtype)
         with _computed_in(found.dtype):
-            found.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=found.dtype)
+            found.model = AutoModelForCausalLM.from_pretrained(folder, dtype=found.dtype, **EAGER)
         found.model = found.model.to(found.dtype).eval()
         return found
 
@@ -205,7 +208,35 @@ class CausalLM:
         with _computed_in(self.dtype):
             loss = _mean_loss(self.model(tokens).logits, targets)
             loss.backward()
-        return loss.item(), {name: x.grad.numpy().copy() for name, x in self.model.named_parameters()}
+        grads = {name: x.grad.numpy().copy() for name, x in self.model.named_parameters()}
+        return loss.item(), _expert_by_expert(self.model.config.model_type, grads)
+
+
+# The module in which files have a layer's experts, and an expert's gate, up and down, which the model has as two arrays
+# of all experts.
+EXPERTS = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def _expert_by_expert(model_type: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Under the names that files have, which name every expert."""
+    if model_type not in EXPERTS:
+        return arrays
+    module, parts = EXPERTS[model_type]
+    found = {}
+    for name, x in arrays.items():
+        layer, _, rest = name.partition(".mlp.")
+        if rest == "gate.weight":
+            found[f"{layer}.{module}.gate.weight"] = x
+        elif rest in ("experts.gate_up_proj", "experts.down_proj"):
+            pieces = np.split(x, 2, axis=1) if rest == "experts.gate_up_proj" else [x]
+            for part, piece in zip(parts[:2] if len(pieces) == 2 else parts[2:], pieces, strict=True):
+                found |= {f"{layer}.{module}.experts.{e}.{part}.weight": one for e, one in enumerate(piece)}
+        else:
+            found[name] = x
+    return found
 
 
 def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

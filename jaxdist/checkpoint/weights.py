@@ -200,19 +200,36 @@ def _read_part(
 ) -> np.ndarray:
     shape = [len(range(*part.indices(size))) for part, size in zip(index, like.shape, strict=True)]
     found = np.zeros(shape, like.dtype)
-    if tensors[0].layer is not None:
-        for row, tensor in zip(found, tensors[index[0]], strict=True):
-            row[...] = seen_as_ours(tensor, places[tensor.name].map())[index[1:]]
-    else:  # which has no padded rows
-        [tensor] = tensors
-        values = seen_as_ours(tensor, places[tensor.name].map())[index]
-        found[: len(values)] = values
+    for tensor in tensors:
+        place = _place_in(index, tensor)
+        if place is not None:
+            values = seen_as_ours(tensor, places[tensor.name].map())[index[len(place) :]]
+            found[place][: len(values)] = values  # padded rows stay 0
     return found
+
+
+def _place_in(index: tuple[slice, ...], tensor: Tensor) -> tuple[int, ...] | None:
+    """Where a tensor's layer (and expert) is in the part of our parameter that `index` takes; None where it is not."""
+    starts = [part.start or 0 for part in index[: len(tensor.index)]]
+    stops = [part.stop for part in index[: len(tensor.index)]]
+    there = zip(tensor.index, starts, stops, strict=True)
+    if any(at < start or (stop is not None and at >= stop) for at, start, stop in there):
+        return None
+    return tuple(at - start for at, start in zip(tensor.index, starts, strict=True))
 
 
 def seen_as_ours(tensor: Tensor, stored: np.ndarray) -> np.ndarray:
     """A view of a tensor's memory as the part of our parameter that it holds."""
     return stored[: tensor.shape[0]].reshape(tensor.view).transpose(tensor.order)
+
+
+def in_our_names(model: Model, theirs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays by transformers' names -> by ours, a layer at a time, as `jaxdist.parity.observe` has them."""
+    found: dict[str, list[np.ndarray]] = {}
+    for tensor in tensors_of(model):
+        name = f"{tensor.path}[{tensor.index[0]}]" if tensor.index else tensor.path
+        found.setdefault(name, []).append(seen_as_ours(tensor, theirs[tensor.name]))
+    return {name: np.stack(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}
 
 
 def stored_dtypes(places: Mapping[str, Stored], model: Model) -> dict[str, np.dtype]:
@@ -325,10 +342,10 @@ def _write_tensor(tensor: Tensor, place: Stored, shards: list[tuple[tuple[slice,
     """Write what the shards have of it into the tensor's bytes."""
     ours = seen_as_ours(tensor, place.map("r+"))
     for index, values in shards:
-        if tensor.layer is None:
-            ours[index] = values[: len(ours[index])]
-        elif (row := tensor.layer - (index[0].start or 0)) in range(len(values)):
-            ours[index[1:]] = values[row]
+        place = _place_in(index, tensor)
+        if place is not None:
+            rest = index[len(place) :]
+            ours[rest] = values[place][: len(ours[rest])]
 
 
 def _shards(x: jax.Array | np.ndarray) -> list[tuple[tuple[slice, ...], np.ndarray]]:

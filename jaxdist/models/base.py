@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import random
 from jax.sharding import PartitionSpec
 
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AXIS_OF_DIM, MAY_STAY_WHOLE, MeshShape, make_abstract_mesh
 from jaxdist.models.context import Batch, Context
 
@@ -148,10 +148,11 @@ class Model(ABC):
 
     def check(self, parallel: "ParallelConfig") -> None:
         """Refuse what cannot be split. Raises: ConfigError where a mesh axis does not divide a dim that it shards."""
+        check_experts(self, parallel.mesh)
         for path, param in named_params(declare(self)):
             for size, dim in zip(param.shape, param.dims, strict=True):
                 axis = AXIS_OF_DIM.get(dim)
-                if dim == "layers" or dim in MAY_STAY_WHOLE or axis is None:
+                if dim in ("layers", "experts") or dim in MAY_STAY_WHOLE or axis is None:
                     continue
                 if size % (ranks := getattr(parallel.mesh, axis)) == 0:
                     continue
@@ -194,6 +195,27 @@ class Model(ABC):
         """One line for a person."""
         sizes = ", ".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
         return f"{type(self).__name__}({sizes})"
+
+
+def check_experts(model: Model, mesh: MeshShape) -> None:
+    """Refuse ep for a model that has no experts, or none to split so."""
+    if mesh.ep == 1:
+        return
+    numbers = [
+        size
+        for _, param in named_params(declare(model))
+        for size, dim in zip(param.shape, param.dims, strict=True)
+        if dim == "experts"
+    ]
+    if not numbers:
+        raise ConfigError(f"ep={mesh.ep} with {model.describe()}", "ep splits experts, and it has none", "Use ep=1")
+    for number in numbers:
+        if number % mesh.ep:
+            raise ConfigError(
+                f"ep={mesh.ep} with {number} experts",
+                "each rank of ep holds equally many",
+                f"Use ep in {divisors(number)}",
+            )
 
 
 def is_param(x) -> bool:

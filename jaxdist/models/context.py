@@ -12,6 +12,13 @@ from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import tensor
 from jaxdist.parallel.context_parallel import Split
 from jaxdist.parallel.dropout import dropout
+from jaxdist.parallel.expert_parallel import (
+    NOWHERE,
+    Experts,
+    apply_experts,
+    apply_experts_with_capacity,
+    kept_places,
+)
 from jaxdist.parallel.remat import mark_saveable, save_matmuls_policy
 from jaxdist.parallel.rings import Ring
 
@@ -33,7 +40,8 @@ class Context:
     """What a model's functions are told beside arrays: how the run is split, its dropout.
 
     sp, ring: sequence parallelism, and how matmuls and their collectives over tp overlap (`jaxdist.parallel.rings`).
-    split: of the sequence over cp; starts_BT is of the whole sequence all the same.
+    split: of the sequence over cp; starts_BT is of the whole sequence all the same. expert_axes: that experts are split
+    over.
     attention: "xla", "blocked" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks:
     parts in which the logits are made. key: of the step's dropout, None for none. rows_B, starts_BT: as in `Batch`.
     weight: the factor of the summed loss whose gradient is taken; None outside of training. cache: of keys and values,
@@ -44,6 +52,7 @@ class Context:
     sp: bool = False
     ring: Ring | None = None
     split: Split = Split()
+    expert_axes: tuple[str, ...] = ("ep",)
     attention: str = "xla"
     selective: bool = False
     loss_chunks: int = 1
@@ -130,6 +139,49 @@ class Context:
     def embedding(self, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
         """tokens[B, T] -> rows of a table that is split over tp, in the layout between layers."""
         return self._observe("embedding.out", tensor.vocab_parallel_embedding(tokens_BT, table_VD, self.sp))
+
+    def mixture(
+        self,
+        experts: Experts,
+        x_BTD: jax.Array,
+        expert_BTK: jax.Array,
+        weight_BTK: jax.Array,
+        num_experts: int,
+        capacity: int | None = None,
+    ) -> jax.Array:
+        """The weighted sum of what the experts that a token chose make of it, in the layout between layers.
+
+        experts: as in `jaxdist.parallel.expert_parallel.apply_experts`, with their width split over tp. capacity: of an
+        expert, in tokens of one whole sequence; what is beyond it is dropped.
+        """
+        x_BTD, weight_BTK = self.enter(x_BTD), tensor.enter(weight_BTK, self.sp)
+        expert_BTK = tensor.enter(expert_BTK, self.sp)
+        batch, length, width = x_BTD.shape
+        slots_each = None
+        if capacity is not None:
+            place_BTK = kept_places(self.split.gather(expert_BTK), num_experts, capacity)
+            expert_BTK = jnp.where(self.split.cut(place_BTK) >= 0, expert_BTK, NOWHERE)
+            slots_each = batch * min(capacity, length)
+        flat = x_BTD.reshape(-1, width), *(x.reshape(batch * length, -1) for x in (expert_BTK, weight_BTK))
+        if slots_each is None:
+            y_RD = apply_experts(experts, *flat, num_experts, self.expert_axes)
+        else:
+            y_RD = apply_experts_with_capacity(experts, *flat, num_experts, slots_each, self.expert_axes)
+        return self._observe("mixture.out", tensor.leave(y_RD.reshape(x_BTD.shape), self.sp))
+
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """The axes that split a sequence between the tensor-parallel regions."""
+        return ("cp", *((tensor.AXIS,) if self.sp else ()))
+
+    @property
+    def sequence_ranks(self) -> int:
+        """How many ranks share a sequence there."""
+        return comm.size(self.sequence_axes)
+
+    def sum_over_sequence(self, x_BE: jax.Array) -> jax.Array:
+        """The sum of what the ranks that share a sequence have of it, between the tensor-parallel regions."""
+        return comm.all_reduce(x_BE, self.sequence_axes)
 
     def positions(self, num_local: int) -> jax.Array:
         """Positions of the local tokens, each in its document: i32[T], of this rank's part with sp; i32[B, T] where

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxdist.errors import ConfigError, divisors, require_positive
 from jaxdist.models.base import BOUNDS, Tree, mask_rows
 from jaxdist.models.context import Batch, Context
+from jaxdist.models.experts import Mixture, MixtureOfExperts
 from jaxdist.models.flax import parameter
 from jaxdist.models.layers import INIT_STD, GatedMLP, GroupedAttention, RMSNorm, Rotary, Transformer, normal
 
@@ -24,6 +25,7 @@ class Decoder(Transformer):
 
     num_kv_heads: heads of keys and values; it divides `num_heads`. rope_scaling: as `Rotary.scaling`. qk_norm: whether
     queries and keys are normed. tied: whether the token table is the head too. window: of layers of kind "sliding".
+    mixture: of experts, in place of every layer's feed-forward, whose width `ffn_width` then is no longer.
     """
 
     num_layers: int
@@ -44,6 +46,7 @@ class Decoder(Transformer):
     tied: bool = False
     window: int | None = None
     kinds: tuple[str, ...] = (FULL,)
+    mixture: Mixture | None = None
 
     def __post_init__(self):
         for name, most in BOUNDS.items():
@@ -66,6 +69,15 @@ class Decoder(Transformer):
             )
         if self.window is not None:
             require_positive("window", self.window)
+        if self.mixture is not None:
+            self.mixture.slots(self.seq_len)
+
+    @property
+    def split_widths(self) -> dict[str, int]:
+        if self.mixture is None:
+            return super().split_widths
+        shared = self.mixture.shared_width
+        return {"an expert's width": self.mixture.width} | ({"shared_width": shared} if shared else {})
 
     # ---- parameters ----
 
@@ -115,7 +127,12 @@ class Layer(nnx.Module):
             window=model.window if kind == SLIDING else None,
         )
         self.mlp_norm = RMSNorm(model.width, model.norm_eps)
-        self.mlp = GatedMLP(rngs, width=model.width, ffn_width=model.ffn_width, out_std=out_std, bias=model.mlp_bias)
+        if model.mixture is not None:
+            self.mlp = MixtureOfExperts(rngs, model.width, model.mixture, out_std)
+        else:
+            self.mlp = GatedMLP(
+                rngs, width=model.width, ffn_width=model.ffn_width, out_std=out_std, bias=model.mlp_bias
+            )
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), ctx)

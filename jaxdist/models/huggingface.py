@@ -17,6 +17,7 @@ from jaxdist.errors import MOST, ConfigError, reason_of, require_positive
 from jaxdist.files import read_text_file
 from jaxdist.models.base import BOUNDS, STACKED, Model, declare, named_params
 from jaxdist.models.decoder import FULL, SLIDING, Decoder
+from jaxdist.models.experts import Mixture
 from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS
 
 CONFIG = "config.json"
@@ -26,7 +27,10 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+MIXTURES = ("mixtral", "qwen3_moe")
 KINDS = {FULL: "full_attention", SLIDING: "sliding_attention"}
 # Parameters of a scaling of rotary frequencies, in the order of `Rotary.scaling`.
 ROPE_SCALING = {
@@ -35,6 +39,7 @@ ROPE_SCALING = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 ROPE_THETA = 10_000.0  # where a file does not name one
+MIXTRAL_THETA = 1_000_000.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,13 +149,14 @@ def _decoder(fields: _Fields, model_type: str) -> Decoder:
         raise fields.refuse("attention_dropout", "these layers have no dropout", "Use 0")
     width, heads, num_layers = map(fields.size, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     require_positive("num_layers", num_layers, BOUNDS["num_layers"])
-    bias = fields.flag("attention_bias", False) if model_type in ("llama", "qwen3") else model_type == "qwen2"
+    has_flag = model_type in ("llama", "qwen3", "qwen3_moe")
+    bias = fields.flag("attention_bias", False) if has_flag else model_type == "qwen2"
     kinds = _kinds(fields, model_type, num_layers)
-    theta, scaling = _rope(fields)
+    theta, scaling = _rope(fields, MIXTRAL_THETA if model_type == "mixtral" else ROPE_THETA)
     head_dim = 128 if model_type == "qwen3" else width // heads
     if fields.config.get("head_dim") is None and model_type != "qwen3" and width % heads:
         raise fields.refuse("head_dim", f"hidden_size {width} is not divided by {heads} heads", "Mend the file")
-    kv_heads = {"llama": heads, "mistral": 8, "qwen2": 32, "qwen3": 32}[model_type]
+    kv_heads = {"llama": heads, "mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen3_moe": 4}[model_type]
     if "num_key_value_heads" in fields.config:  # where null has another meaning than absence
         kv_heads = heads
     return Decoder(
@@ -164,18 +170,34 @@ def _decoder(fields: _Fields, model_type: str) -> Decoder:
         vocab_size=fields.size("vocab_size"),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        qk_norm=model_type == "qwen3",
+        norm_eps=fields.number("rms_norm_eps", 1e-5 if model_type == "mixtral" else 1e-6),
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
         attention_bias=bias,
         out_bias=bias and model_type != "qwen2",
         mlp_bias=model_type == "llama" and fields.flag("mlp_bias", False),
         tied=fields.flag("tie_word_embeddings", False),
         window=fields.size("sliding_window") if SLIDING in kinds else None,
         kinds=kinds,
+        mixture=_mixture(fields, model_type) if model_type in MIXTURES else None,
     )
 
 
-def _rope(fields: _Fields) -> tuple[float, tuple]:
+def _mixture(fields: _Fields, model_type: str) -> Mixture:
+    """Every layer's experts. Their balance loss is another than ours, and is a setting of a run: it is not read."""
+    count = next((name for name in ("num_experts", "num_local_experts") if name in fields.config), None)
+    experts = fields.size(count) if count else {"mixtral": 8, "qwen3_moe": 128}[model_type]
+    chosen = fields.size("num_experts_per_tok", {"mixtral": 2, "qwen3_moe": 8}[model_type])
+    if model_type == "mixtral":
+        fields.one_of("router_jitter_noise", (0, 0.0), 0)
+        return Mixture(experts, chosen, fields.size("intermediate_size"))
+    fields.one_of("decoder_sparse_step", (1,), 1)
+    fields.one_of("mlp_only_layers", ([], None), None)
+    return Mixture(
+        experts, chosen, fields.size("moe_intermediate_size", 768), normalised=fields.flag("norm_topk_prob", False)
+    )
+
+
+def _rope(fields: _Fields, default: float) -> tuple[float, tuple]:
     """(theta, scaling), of `rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling`."""
     names = [name for name in ("rope_parameters", "rope_scaling") if fields.config.get(name)]
     if len(names) == 2 and fields.config[names[0]] != fields.config[names[1]]:
@@ -196,7 +218,7 @@ def _rope(fields: _Fields) -> tuple[float, tuple]:
     scaling = tuple(fields.number(part, of=rope) for part in ROPE_SCALING[kind])
     if kind == "llama3" and not scaling[1] < scaling[2]:
         raise fields.refuse(name, "low_freq_factor is below high_freq_factor", "Mend the file")
-    theta = float(fields.number("rope_theta", fields.config.get("rope_theta", ROPE_THETA), of=rope))
+    theta = float(fields.number("rope_theta", fields.config.get("rope_theta", default), of=rope))
     return theta, (kind, *scaling) if scaling else ()
 
 
@@ -206,6 +228,11 @@ def _kinds(fields: _Fields, model_type: str, num_layers: int) -> tuple[str, ...]
         if "sliding_window" not in fields.config:
             raise fields.refuse("sliding_window", "the file must say which, null for none", "Add the field")
         kinds = [FULL if fields.config["sliding_window"] is None else SLIDING] * num_layers
+    elif model_type == "mixtral":
+        kinds = [FULL if fields.config.get("sliding_window") is None else SLIDING] * num_layers
+    elif model_type == "qwen3_moe":
+        fields.one_of("use_sliding_window", (False,), False)
+        kinds = [FULL] * num_layers
     elif model_type in ("qwen2", "qwen3") and fields.flag("use_sliding_window", False):
         first = fields.config.get("max_window_layers", 28)
         if type(first) is not int or first < 0:
@@ -277,6 +304,8 @@ def config_of(model: Model) -> dict:
         "qwen2": windows,
         "qwen3": windows | {"attention_bias": model.attention_bias},
     }
+    if model.mixture is not None:
+        candidates, model = _mixture_candidates(model, model.mixture), _as_published(model)
     for model_type, more in candidates.items():
         config = _named(model_type, found | more)
         try:
@@ -286,9 +315,33 @@ def config_of(model: Model) -> dict:
             continue
     raise ConfigError(
         f"model {model.describe()}",
-        f"none of {', '.join(candidates)} has its biases, norms and windows together",
+        f"none of {', '.join(candidates)} has its biases, norms, windows and experts together",
         "Export a model of one of these families",
     )
+
+
+def _mixture_candidates(model: Decoder, mixture: Mixture) -> dict[str, dict]:
+    """The fields of a mixture of experts in each family that has one."""
+    chosen = {"num_experts_per_tok": mixture.top_k, "output_router_logits": False}
+    return {
+        "mixtral": chosen
+        | {"num_local_experts": mixture.num_experts, "router_jitter_noise": 0.0, "sliding_window": model.window},
+        "qwen3_moe": chosen
+        | {
+            "num_experts": mixture.num_experts,
+            "moe_intermediate_size": mixture.width,
+            "norm_topk_prob": mixture.normalised,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+            "attention_bias": model.attention_bias,
+        },
+    }
+
+
+def _as_published(model: Decoder) -> Decoder:
+    """Without what is a run's choice, and in no file: what is dropped, and auxiliary losses."""
+    return replace(model, mixture=replace(model.mixture, capacity=None, balance_loss=0.0, z_loss=0.0))
 
 
 def _named(model_type: str, fields: dict) -> dict:
@@ -329,6 +382,19 @@ DECODER_LAYER = {
     "mlp.w_down": ("mlp.down_proj.weight", "F D -> D F"),
     "mlp.b_down": ("mlp.down_proj.bias", "D -> D"),
 }
+# Of each expert there is one tensor; `{}` is its number.
+MIXTRAL_LAYER = {
+    "mlp.router.w": ("block_sparse_moe.gate.weight", "D E -> E D"),
+    "mlp.w_gate": ("block_sparse_moe.experts.{}.w1.weight", "D F -> F D"),
+    "mlp.w_up": ("block_sparse_moe.experts.{}.w3.weight", "D F -> F D"),
+    "mlp.w_down": ("block_sparse_moe.experts.{}.w2.weight", "F D -> D F"),
+}
+QWEN3_MOE_LAYER = {
+    "mlp.router.w": ("mlp.gate.weight", "D E -> E D"),
+    "mlp.w_gate": ("mlp.experts.{}.gate_proj.weight", "D F -> F D"),
+    "mlp.w_up": ("mlp.experts.{}.up_proj.weight", "D F -> F D"),
+    "mlp.w_down": ("mlp.experts.{}.down_proj.weight", "F D -> D F"),
+}
 GPT2_OUTER = {
     "tokens": ("transformer.wte.weight", "V D -> V D"),
     "positions": ("transformer.wpe.weight", "P D -> P D"),
@@ -360,12 +426,13 @@ class Tensor:
     """A tensor of theirs, and the part of a parameter of ours that it holds.
 
     shape: as it is stored. view: the stored shape with its dims taken apart; `reshape(view).transpose(order)` is ours.
-    path, layer: of ours; the layer counts within a stacked parameter, None outside of the layers.
+    path, index: of ours; () for all of it, outside of the layers; (layer,) within a stacked parameter, or (layer,
+    expert).
     """
 
     name: str
     path: str
-    layer: int | None
+    index: tuple[int, ...]
     shape: tuple[int, ...]
     view: tuple[int, ...]
     order: tuple[int, ...]
@@ -374,40 +441,60 @@ class Tensor:
 @cache
 def tensors_of(model: Model) -> tuple[Tensor, ...]:
     """Every tensor of a model as transformers names it, once: a head that is the token table is the table."""
-    is_gpt2 = isinstance(model, GPT2)
-    if not isinstance(model, GPT2 | Decoder):
-        raise ConfigError(f"model {type(model).__name__}", "transformers has no such model", "Use a Decoder or GPT2")
-    outer, prefix, layers = (
-        (GPT2_OUTER, GPT2_LAYERS, GPT2_LAYER) if is_gpt2 else (DECODER, DECODER_LAYERS, DECODER_LAYER)
-    )
+    outer, prefix, layers = _names_of(model)
     found = []
     for path, param in named_params(declare(model)):
         head, _, rest = path.partition(".")
         if head != STACKED:
             name, layout = outer[path]
             shape = param.shape if param.real is None else (param.real, *param.shape[1:])
-            found.append(_tensor(name, path, None, shape, layout))
+            found.append(_tensor(name, path, (), shape, layout))
             continue
         place = 0
         if len(model.kinds) > 1:  # blocks.0_full.mlp.w_up
             number, _, rest = rest.partition(".")
             place = int(number.partition("_")[0])
         name, layout = layers[rest]
+        experts = [(expert,) for expert in range(param.shape[1])] if "{}" in name else [()]
         found += [
-            _tensor(prefix.format(block * len(model.kinds) + place) + name, path, block, param.shape[1:], layout)
+            _tensor(
+                prefix.format(block * len(model.kinds) + place) + name.format(*expert),
+                path,
+                (block, *expert),
+                param.shape[1 + len(expert) :],
+                layout,
+            )
             for block in range(model.num_blocks)
+            for expert in experts
         ]
     return tuple(found)
 
 
-def _tensor(name: str, path: str, layer: int | None, shape: tuple[int, ...], layout: str) -> Tensor:
+def _names_of(model: Model) -> tuple[dict, str, dict]:
+    """(names outside the layers, the prefix of a layer, names in it)."""
+    if isinstance(model, GPT2):
+        return GPT2_OUTER, GPT2_LAYERS, GPT2_LAYER
+    if not isinstance(model, Decoder):
+        raise ConfigError(f"model {type(model).__name__}", "transformers has no such model", "Use a Decoder or GPT2")
+    if model.mixture is None:
+        return DECODER, DECODER_LAYERS, DECODER_LAYER
+    if model.mixture.shared_width or model.mixture.score != "softmax":
+        raise ConfigError(
+            f"model {model.describe()}",
+            "of mixtures of experts, transformers' Mixtral and Qwen3-MoE are known here, and this is neither",
+            "Leave out shared experts and score='sigmoid'",
+        )
+    return DECODER, DECODER_LAYERS, DECODER_LAYER | (QWEN3_MOE_LAYER if model.qk_norm else MIXTRAL_LAYER)
+
+
+def _tensor(name: str, path: str, index: tuple[int, ...], shape: tuple[int, ...], layout: str) -> Tensor:
     ours, theirs = layout.split(" -> ")
     sizes = dict(zip(ours.split(), shape, strict=True))
     groups = [group.strip("()").split() for group in re.findall(r"\(.*?\)|\w", theirs)]
     dims = list(itertools.chain(*groups))
     stored = tuple(math.prod(sizes[dim] for dim in group) for group in groups)
     return Tensor(
-        name, path, layer, stored, tuple(sizes[dim] for dim in dims), tuple(dims.index(dim) for dim in ours.split())
+        name, path, index, stored, tuple(sizes[dim] for dim in dims), tuple(dims.index(dim) for dim in ours.split())
     )
 
 

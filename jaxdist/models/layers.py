@@ -15,6 +15,7 @@ from jax import lax, random
 
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.models.attention import attend, attention_on_device
+from jaxdist.models.base import check_experts
 from jaxdist.models.context import Context
 from jaxdist.models.flax import FlaxModel, parameter
 from jaxdist.parallel.tensor import heads_of_queries
@@ -49,18 +50,25 @@ class Transformer(FlaxModel):
         multiple = math.lcm(128, self.num_heads)
         return -(-self.vocab_size // multiple) * multiple
 
+    @property
+    def split_widths(self) -> dict[str, int]:
+        """The feed-forward's widths, which tp splits, by name."""
+        return {"ffn_width": self.ffn_width}
+
     def describe(self) -> str:
         return f"{self.num_layers} layers, width {self.width}, context {self.seq_len}"
 
     def check(self, parallel: "ParallelConfig") -> None:
         tp = parallel.mesh.tp
-        for name, sized in (("num_heads", self.num_heads), ("ffn_width", self.ffn_width)):
+        split = {"num_heads": self.num_heads, **self.split_widths}
+        for name, sized in split.items():
             if sized % tp:
                 raise ConfigError(
                     f"{name}={sized} cannot be split over tp={tp}",
                     f"each tp rank holds {name}/tp",
-                    f"Use tp in {divisors(math.gcd(self.num_heads, self.ffn_width))}",
+                    f"Use tp in {divisors(math.gcd(*split.values()))}",
                 )
+        check_experts(self, parallel.mesh)
         self._check_context(parallel)
 
     def _check_context(self, parallel: "ParallelConfig") -> None:

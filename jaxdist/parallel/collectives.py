@@ -126,21 +126,24 @@ def all_gather(x: jax.Array, axis: Axes, dim: int, *, replicated: bool = False) 
     return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying" if replicated else "varying")
 
 
-def all_to_all(x: jax.Array, axis: str, split_dim: int, concat_dim: int) -> jax.Array:
+def all_to_all(x: jax.Array, axis: Axes, split_dim: int, concat_dim: int) -> jax.Array:
     """Exchange: slice r of `split_dim` goes to rank r, which concatenates what it receives on `concat_dim`.
 
     Layout: x[..., A, B_axis, ...] -> x[..., A_axis, B, ...] for split_dim A and concat_dim B.
     Backward: all_to_all with the two dims swapped.
     Sends: (n-1)/n of the local bytes.
     """
-    if not live(axis):
+    axes = live(axis)
+    if not axes:
         return x
     if x.shape[split_dim] % size(axis):
         raise ValueError(
             f"all_to_all over {axis}={size(axis)}: dim {split_dim} of shape {x.shape} does not divide. "
             f"Pad it to {-(-x.shape[split_dim] // size(axis)) * size(axis)}."
         )
-    return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
+    return lax.all_to_all(
+        x, axes if len(axes) > 1 else axes[0], split_axis=split_dim, concat_axis=concat_dim, tiled=True
+    )
 
 
 def permute(x: jax.Array, axis: str, shift: int = 1, senders: Sequence[int] | None = None) -> jax.Array:

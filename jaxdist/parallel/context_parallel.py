@@ -95,6 +95,14 @@ class Split:
         places_T = self.positions(jnp.arange(num_local), num_local)
         return jnp.take(comm.varying(x_BS, AXIS), places_T, axis=SEQUENCE_DIM)
 
+    def gather(self, x_BT: jax.Array) -> jax.Array:
+        """Undo `cut`: the whole sequence, in order, on every rank. Sends (n-1)/n of its bytes."""
+        if self.ranks == 1:
+            return x_BT
+        num_local = x_BT.shape[SEQUENCE_DIM]
+        places_S = [self.place(jnp.arange(num_local), num_local, rank) for rank in range(self.ranks)]
+        return jnp.take(comm.all_gather(x_BT, AXIS, SEQUENCE_DIM), jnp.argsort(jnp.concatenate(places_S)), SEQUENCE_DIM)
+
 
 def context_attention(
     split: Split,

@@ -34,6 +34,18 @@ def group(
     return groups
 
 
+def sharded(leaves: Sequence[Leaf]) -> list[int]:
+    """Indices of the leaves that ZeRO shards: an expert that no other rank holds is not."""
+    return [i for i, leaf in enumerate(leaves) if leaf.zero_dim is not None]
+
+
+def zero_groups(leaves: Sequence[Leaf], sizes: Sequence[int], parallel: ParallelConfig) -> list[list[int]]:
+    """`group` of the leaves that ZeRO shards, whose collectives it makes; sizes: of these alone."""
+    there = sharded(leaves)
+    groups = group([leaves[i] for i in there], sizes, parallel, lambda leaf: leaf.group_key)
+    return [[there[i] for i in members] for members in groups]
+
+
 def all_reduce_groups(
     arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axes_of: Callable[[Leaf], tuple[str, ...]], parallel
 ) -> list[jax.Array]:
@@ -66,13 +78,13 @@ def reduce_scatter_groups(
 ) -> list[jax.Array]:
     """Compute-local gradients -> this rank's summed shards, one reduce-scatter a group.
 
-    Layout: each g in the compute layout {U_zero_axes} -> g in the storage layout.
+    Layout: each g in the compute layout {U_zero_axes} -> g in the storage layout; one that ZeRO does not shard, as it is.
     Sends: (n-1)/n of the padded bytes. A group of several leaves is laid side by side first: one copy of that group.
     Source: ZeRO, arXiv 1910.02054, section 5.
     """
     out = list(arrays)
-    padded = [leaf.pad(x) for x, leaf in zip(arrays, leaves, strict=True)]
-    for members in group(leaves, [x.nbytes for x in padded], parallel, lambda leaf: leaf.group_key):
+    padded = {i: leaves[i].pad(arrays[i]) for i in sharded(leaves)}
+    for members in zero_groups(leaves, [x.nbytes for x in padded.values()], parallel):
         first = leaves[members[0]]
         if len(members) == 1:
             out[members[0]] = comm.reduce_scatter(padded[members[0]], first.zero_axes, first.zero_dim)
@@ -97,8 +109,8 @@ def all_gather_groups(
     Sends: (n-1)/n of the padded bytes.
     """
     out = list(shards)
-    sizes = [x.nbytes * leaf.num_shards for x, leaf in zip(shards, leaves, strict=True)]
-    for members in group(leaves, sizes, parallel, lambda leaf: leaf.group_key):
+    sizes = [shards[i].nbytes * leaves[i].num_shards for i in sharded(leaves)]
+    for members in zero_groups(leaves, sizes, parallel):
         first = leaves[members[0]]
         gather = partial(comm.all_gather, axis=first.zero_axes, replicated=replicated)
         if len(members) == 1:

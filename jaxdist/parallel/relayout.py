@@ -21,7 +21,7 @@ def to_storage(leaf: Leaf, x: jax.Array) -> jax.Array:
     Sends: (pp-1)/pp of the local bytes or less where layers change stages; else nothing.
     """
     if leaf.rows is not None and not leaf.is_logical:
-        x = _reorder(x, leaf.logical_rows, np.reshape(leaf.rows, (leaf.pp, -1)))
+        x = _reorder(x, leaf.logical_rows, np.reshape(leaf.rows, (leaf.mesh.pp, -1)))
     elif leaf.consumer_stages and not leaf.is_logical:
         dim = leaf.spread_dim
         extra = leaf.compute_shape[dim] - leaf.shape[dim]
@@ -58,7 +58,7 @@ def from_compute(leaf: Leaf, x: jax.Array) -> jax.Array:
     if leaf.logical_spec[0] is None:
         whole = comm.all_gather(x, "pp", 0, replicated=True)
         return whole[np.array([leaf.rows.index(layer) for layer in range(leaf.shape[0])])]
-    return _reorder(x, np.reshape(leaf.rows, (leaf.pp, -1)), leaf.logical_rows)
+    return _reorder(x, np.reshape(leaf.rows, (leaf.mesh.pp, -1)), leaf.logical_rows)
 
 
 def gather_whole(x: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:

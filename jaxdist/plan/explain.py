@@ -62,7 +62,7 @@ def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Effici
     ]
     links = {axis: link for axis, link in found.cluster.links_of(**_sizes(layouts, best)).items() if link != "none"}
     if links:
-        where = "; ".join(f"{axis}={getattr(mesh, axis)} {LINKS[link]}" for axis, link in links.items())
+        where = "; ".join(f"{axis}={mesh.size(axis)} {LINKS[link]}" for axis, link in links.items())
         sentences.insert(1, f"Communication runs: {where}.")
     return [sentence for sentence in sentences if sentence]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxdist.config import CP_KINDS, ParallelConfig, RunConfig, context_kinds, cp_split
 from jaxdist.errors import ConfigError, divisors
-from jaxdist.mesh import AVAILABLE_AXES, AXES, MeshShape
+from jaxdist.mesh import AXES, FACTORS, MeshShape
 from jaxdist.models.attention import LONG
 from jaxdist.models.base import Model
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
@@ -169,8 +169,7 @@ def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str
                 yield {}
             return
         for size in divisors(left):
-            if size == 1 or axes[0] in AVAILABLE_AXES:
-                yield from ({axes[0]: size} | rest for rest in split(axes[1:], left // size))
+            yield from ({axes[0]: size} | rest for rest in split(axes[1:], left // size))
 
     def divides(mesh: dict[str, int]) -> bool:
         whole = optimizer == "adafactor"  # needs whole parameters on every rank
@@ -179,11 +178,11 @@ def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str
         divided = divided and (mesh["cp"] == 1 or model.seq_len >= LONG)
         return divided and allows(model, mesh["tp"]) and bool(context_kinds(model, MeshShape(**mesh)))
 
-    found = [mesh for mesh in split(AXES, num_devices) if divides(mesh)]
+    found = [mesh | {"ep": 1} for mesh in split(FACTORS, num_devices) if divides(mesh)]
     if not found:
         raise ConfigError(
             f"{num_devices} devices for a batch of {batch_size} sequences",
-            f"no mesh of {', '.join(AVAILABLE_AXES)} divides the batch and {model.describe()} over them",
+            f"no mesh of {', '.join(FACTORS)} divides the batch and {model.describe()} over them",
             f"Use a batch that is a multiple of {num_devices}, or fewer devices",
         )
     return found

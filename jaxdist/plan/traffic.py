@@ -21,7 +21,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf
 from jaxdist.mesh import TOKEN_AXES, WORK_AXES, MeshShape
 from jaxdist.models.base import STACKED
-from jaxdist.parallel.grouping import group
+from jaxdist.parallel.grouping import group, sharded, zero_groups
 from jaxdist.parallel.pipeline.lowering import FROM_AFTER, FROM_BEFORE, Loop, iterations
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.plan.parts import OneRank, traffic_of
@@ -129,7 +129,7 @@ class _Step:
         self.parts = traffic_of(OneRank.of(config))
 
     def live(self, *axes: str) -> tuple[str, ...]:
-        return tuple(axis for axis in axes if getattr(self.mesh, axis) > 1)
+        return tuple(axis for axis in axes if self.mesh.size(axis) > 1)
 
     # ---- one number a message ----
 
@@ -282,10 +282,10 @@ class _Step:
 
     def over_shards(self, purpose, kind, leaves, times, itemsize, only) -> list[Message]:
         """One message for each group with a only leaf in it; its bytes are those of all its leaves, padded."""
-        sizes = [math.prod(leaf.storage_local) * leaf.num_shards * itemsize for leaf in leaves]
+        sizes = {i: math.prod(leaves[i].storage_local) * leaves[i].num_shards * itemsize for i in sharded(leaves)}
         return [
             Message.of(purpose, kind, leaves[members[0]].zero_axes, times, sum(sizes[i] for i in members))
-            for members in group(leaves, sizes, self.parallel, lambda leaf: leaf.group_key)
+            for members in zero_groups(leaves, [*sizes.values()], self.parallel)
             if any(only(leaves[i]) for i in members)
         ]
 

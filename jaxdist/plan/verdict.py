@@ -121,7 +121,7 @@ def predicted_parts(
     parts = {"compute": compute, "small matmuls": small, "memory bandwidth": found["memory"]}
     parts |= {"launches": found["overhead"], "bubble": found["bubble"], "input": found["input"]}
     parts |= {f"{COMMUNICATION}{axis}": found[axis] for axis in ("tp", "cp", "pp")}
-    data = next((axis for axis in ("dp", "replica") if getattr(config.parallel.mesh, axis) > 1), "cp")
+    data = next((axis for axis in ("dp", "replica") if config.parallel.mesh.size(axis) > 1), "cp")
     parts[f"{COMMUNICATION}{data}"] = parts.get(f"{COMMUNICATION}{data}", 0.0) + float(time.dp[0])
     return parts, _links(config, cluster)
 
@@ -138,7 +138,7 @@ def _links(config: RunConfig, cluster: Cluster) -> dict[str, str]:
         if not ours:
             continue
         most = max(ours, key=lambda row: row.sent_bytes)
-        link = str(cluster.link_of(getattr(mesh, axis), apart[axis]))
+        link = str(cluster.link_of(mesh.size(axis), apart[axis]))
         used = cluster.inside if link == "inside" else cluster.between
         where = {"inside": "inside the node", "between": "between nodes"}.get(link, "inside the node and between nodes")
         text = f"most in {most.kind.replace('_', '-')}, {where} at {used.bytes_per_s / 1e9:,.0f} GB/s"

@@ -51,7 +51,7 @@ class Provenance:
 
     def _equation(self, eqn, marks: list) -> list:
         name, inner = eqn.primitive.name, list(inner_programs(eqn))
-        axes = [axis for axis in axes_of(eqn) if getattr(self.mesh, axis) > 1] if name in KINDS else []
+        axes = [axis for axis in axes_of(eqn) if self.mesh.size(axis) > 1] if name in KINDS else []
         if axes:
             self._count += 1
             return [(self._count, self._describe(eqn, axes))] * len(eqn.outvars)

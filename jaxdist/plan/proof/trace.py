@@ -70,7 +70,7 @@ class Collective(Transfer):
 
 def ring_bytes(kind: str, axes: Iterable[str], num_bytes: int, mesh: MeshShape) -> int:
     """Bytes one device sends in a ring where the full buffers are of `num_bytes` together."""
-    n = math.prod(getattr(mesh, axis) for axis in axes)
+    n = math.prod(mesh.size(axis) for axis in axes)
     factor = {"all_reduce": 2 * (n - 1), "permute": n if n > 1 else 0}.get(kind, n - 1)
     return factor * num_bytes // n
 
@@ -87,7 +87,7 @@ def collectives_of(jaxpr, mesh: MeshShape, iterations: Iterations | None = None)
         kind = KINDS.get(eqn.primitive.name)
         if kind is None:
             continue
-        live = tuple(axis for axis in axes_of(eqn) if getattr(mesh, axis) > 1)
+        live = tuple(axis for axis in axes_of(eqn) if mesh.size(axis) > 1)
         if live:
             if count is None:
                 raise ValueError(f"{kind} over {live} inside a while loop: its count is unknown. Use lax.scan.")

@@ -62,6 +62,7 @@ class ShardedModel:
             sp=parallel.sp,
             ring=parallel.ring,
             split=parallel.split,
+            expert_axes=parallel.mesh.expert_axes,
             attention=attention,
             selective=parallel.remat == "selective",
             loss_chunks=parallel.loss_chunks,

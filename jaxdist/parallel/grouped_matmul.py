@@ -1,0 +1,103 @@
+"""Products of groups of rows, each with a matrix of its own: what the experts of one rank compute.
+
+Dims: N rows, in groups one after the other and empty ones at the end; E groups; D, F widths. `lax.ragged_dot` is the
+same, but multiplies all rows by all matrices on CPUs and GPUs (`python -m experiments.bench experts`); here a loop runs
+over blocks of rows that are there, so that the work grows with them and not with the groups or the empty rows.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.blocked_attention import vary_alike
+
+BLOCK = 512  # rows of one product
+FEWEST = 8
+
+
+def block_rows(num_rows: int, num_groups: int) -> int:
+    """Rows of a block: as many as a group has where all are full, in powers of two."""
+    return min(BLOCK, max(FEWEST, 1 << (max(num_rows // num_groups, 1) - 1).bit_length()))
+
+
+def grouped_matmul(x_ND: jax.Array, w_EDF: jax.Array, counts_E: jax.Array) -> jax.Array:
+    """x[n] @ w[e] of each row n of group e; 0 in the rows after the last group.
+
+    Layout: x[N, D], w[E, D, F], counts[E] rows of each group -> y[N, F], all local. x is 0 after the last group.
+    Backward: dx in the same way; dw[e] from the rows of group e alone, summed in at least fp32, 0 where it has none.
+    """
+    return _grouped(*vary_alike(x_ND, w_EDF, counts_E))
+
+
+@jax.custom_vjp
+def _grouped(x_ND, w_EDF, counts_E):
+    return _products(x_ND, w_EDF, counts_E, transposed=False)
+
+
+def _forward(x_ND, w_EDF, counts_E):
+    return _grouped(x_ND, w_EDF, counts_E), (x_ND, w_EDF, counts_E)
+
+
+def _backward(kept, dy_NF):
+    x_ND, w_EDF, counts_E = kept
+    return _products(dy_NF, w_EDF, counts_E, transposed=True), _outer_products(x_ND, dy_NF, w_EDF, counts_E), None
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+class _Blocks:
+    """The blocks that cover the groups' rows: how many there are, and of each its group, first row and rows."""
+
+    def __init__(self, num_rows: int, counts_E: jax.Array):
+        self.size, self.counts_E = block_rows(num_rows, len(counts_E)), counts_E
+        self.of_group_E = -(-counts_E // self.size)
+        self.end_E, self.first_row_E = jnp.cumsum(self.of_group_E), jnp.cumsum(counts_E) - counts_E
+
+    @property
+    def number(self) -> jax.Array:
+        return self.end_E[-1]
+
+    def of(self, block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        group = jnp.sum(self.end_E <= block)
+        rows_before = (block - self.end_E[group] + self.of_group_E[group]) * self.size
+        return group, self.first_row_E[group] + rows_before, jnp.minimum(self.counts_E[group] - rows_before, self.size)
+
+
+@partial(jax.jit, static_argnames="transposed")
+def _products(x_ND, w_EDF, counts_E, *, transposed: bool):
+    blocks = _Blocks(len(x_ND), counts_E)
+    width = w_EDF.shape[1 if transposed else 2]
+    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+    padded = jnp.pad(x_ND, ((0, blocks.size), (0, 0)))
+
+    def body(block, y):
+        group, start, _ = blocks.of(block)
+        rows = lax.dynamic_slice_in_dim(padded, start, blocks.size)
+        product = lax.dot_general(rows, lax.dynamic_index_in_dim(w_EDF, group, keepdims=False), contract)
+        # Rows of the next group are wrong here, and are written again by its own block.
+        return lax.dynamic_update_slice_in_dim(y, product, start, 0)
+
+    empty = comm.varying_like(jnp.zeros((len(padded), width), x_ND.dtype), x_ND)
+    return lax.fori_loop(jnp.zeros_like(blocks.number), blocks.number, body, empty)[: len(x_ND)]
+
+
+@jax.jit
+def _outer_products(x_ND, dy_NF, w_EDF, counts_E):
+    blocks = _Blocks(len(x_ND), counts_E)
+    x_ND, dy_NF = (jnp.pad(rows, ((0, blocks.size), (0, 0))) for rows in (x_ND, dy_NF))
+    wide = jnp.promote_types(w_EDF.dtype, jnp.float32)
+
+    def body(block, dw):
+        group, start, held = blocks.of(block)
+        x, dy = (lax.dynamic_slice_in_dim(rows, start, blocks.size) for rows in (x_ND, dy_NF))
+        x = jnp.where((jnp.arange(blocks.size) < held)[:, None], x, 0)
+        product = lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+        before = lax.dynamic_index_in_dim(dw, group)
+        return lax.dynamic_update_slice_in_dim(dw, before + product[None], group, 0)
+
+    empty = comm.varying_like(jnp.zeros(w_EDF.shape, wide), w_EDF)
+    return lax.fori_loop(jnp.zeros_like(blocks.number), blocks.number, body, empty).astype(w_EDF.dtype)

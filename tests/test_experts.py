@@ -1,0 +1,305 @@
+"""Mixtures of experts, on every mesh, against plain jnp that computes every expert for every token."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import DEVICES
+
+from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.base import declare, named_params
+from jaxdist.models.decoder import Decoder
+from jaxdist.models.experts import Mixture
+from jaxdist.parallel.expert_parallel import kept_places
+from jaxdist.parallel.grouped_matmul import grouped_matmul
+from jaxdist.parity import observe, random_batches
+
+SMALL = Mixture(8, 2, 16)
+MIXTURES = {
+    "mixtral": SMALL,
+    "losses": dataclasses.replace(SMALL, balance_loss=0.1, z_loss=0.01),
+    "capacity": dataclasses.replace(SMALL, capacity=0.75, balance_loss=0.1),
+    "deepseek": Mixture(
+        8, 3, 16, score="sigmoid", scale=2.5, shared_width=24, balance_loss=0.1, z_loss=0.01, capacity=1.25
+    ),
+    "not-normalised": dataclasses.replace(SMALL, top_k=3, normalised=False),
+    "one-choice": dataclasses.replace(SMALL, top_k=1, normalised=False, capacity=1.0),
+    "all-chosen": dataclasses.replace(SMALL, num_experts=8, top_k=8),
+}
+LAYOUTS = {
+    "ep2": ("dp=2,ep=2", {}),
+    "ep4-zero1": ("dp=4,ep=4", {"zero": 1}),
+    "ep8": ("dp=8,ep=8", {"zero": 3}),
+    "dp4-ep2-zero3": ("dp=4,ep=2", {"zero": 3}),
+    "dp4-ep2-zero2-accumulate": ("dp=4,ep=2", {"zero": 2, "accumulate": 2}),
+    "replica2-dp2-ep2-zero3": ("replica=2,dp=2,ep=2", {"zero": 3}),
+    "dp2-ep2-tp2-sp": ("dp=2,ep=2,tp=2", {"sp": True, "zero": 1}),
+    "dp2-ep2-tp2": ("dp=2,ep=2,tp=2", {"zero": 3, "remat": "block"}),
+    "cp2-ep2": ("cp=2,ep=2", {}),
+    "dp2-cp2-ep4-zero3": ("dp=2,cp=2,ep=4", {"zero": 3, "cp_kind": "all-gather"}),
+    "dp2-cp4-ep2": ("dp=2,cp=4,ep=2", {"zero": 1}),
+    "cp2-ep2-tp2-sp": ("cp=2,ep=2,tp=2", {"sp": True, "cp_kind": "ulysses", "remat": "selective"}),
+    "pp2-dp2-ep2-zero1": ("pp=2,dp=2,ep=2", {"zero": 1}),
+    "pp2-dp2-ep2-zb-v-zero3": ("pp=2,dp=2,ep=2", {"zero": 3, "schedule": "zb-v"}),
+    "pp2-ep2-tp2-sp-zb-h1": ("pp=2,dp=2,ep=2,tp=2", {"sp": True, "schedule": "zb-h1", "remat": "block"}),
+    "dp4-ep2-overlap-zero3": ("dp=4,ep=2", {"zero": 3, "overlap": True}),
+    "dp4-ep2-per-parameter": ("dp=4,ep=2", {"zero": 2, "grad_sync": "per-parameter", "loss_chunks": 4}),
+    "tp2-only": ("tp=2", {"sp": True}),
+}
+SAMPLE = {
+    *(("losses", layout) for layout in LAYOUTS),
+    ("mixtral", "dp4-ep2-zero3"),
+    ("capacity", "dp2-cp2-ep4-zero3"),
+    ("capacity", "dp2-ep2-tp2-sp"),
+    ("deepseek", "cp2-ep2-tp2-sp"),
+    ("deepseek", "pp2-dp2-ep2-zb-v-zero3"),
+    ("one-choice", "ep8"),
+    ("all-chosen", "ep2"),
+}
+TOLERANCE = 1e-12
+
+
+def config_of(mixture: Mixture, mesh: str = "", **parallel) -> RunConfig:
+    model = Decoder(
+        4, 16, 4, num_kv_heads=2, head_dim=4, ffn_width=8, seq_len=16, vocab_size=61, qk_norm=True, mixture=mixture
+    )
+    layout = ParallelConfig(parse_mesh(mesh), **parallel)
+    return RunConfig(model, layout, precision=PrecisionConfig("float64"), batch_size=16)
+
+
+# ------------------------------------------------------------------------------------------------------- the oracle
+
+
+def rms_norm(x, scale):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def rotate(x_BTNH):
+    half = x_BTNH.shape[-1] // 2
+    angle = jnp.arange(x_BTNH.shape[1])[:, None] * 10_000.0 ** -(jnp.arange(half) / half)
+    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+    a, b = x_BTNH[..., :half], x_BTNH[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attention(p, x):
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, p[f"attention.w_{name}"]) for name in "qkv")
+    q, k = (rotate(rms_norm(y, p[f"attention.{name}_norm.scale"])) for name, y in (("q", q), ("k", k)))
+    k, v = (jnp.repeat(y, q.shape[2] // k.shape[2], axis=2) for y in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    weights = jax.nn.softmax(jnp.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -jnp.inf))
+    return jnp.einsum("bnts,bsnh,nhd->btd", weights, v, p["attention.w_out"])
+
+
+def gated(x, gate, up, down):
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def chosen(mixture: Mixture, scores: np.ndarray) -> np.ndarray:
+    """Whether each token uses each expert: bool[B, T, E]; what is over capacity is dropped, choice by choice."""
+    batch, length, experts = scores.shape
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., : mixture.top_k]
+    limit = length
+    if mixture.capacity is not None:
+        limit = int(np.ceil(mixture.capacity * length * mixture.top_k / experts))
+    used = np.zeros(scores.shape, bool)
+    for row in range(batch):
+        taken = np.zeros(experts, int)
+        for choice in range(mixture.top_k):
+            for place in range(length):
+                expert = order[row, place, choice]
+                used[row, place, expert] = taken[expert] < limit
+                taken[expert] += 1
+    return used
+
+
+def feed_forward(mixture: Mixture, p, x):
+    """(y, auxiliary loss of the batch as a sum over tokens)."""
+    logits = x @ p["mlp.router.w"]
+    scores = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
+    if mixture.score == "sigmoid":
+        scores = 1 / (1 + jnp.exp(-logits))
+    shape = jax.ShapeDtypeStruct(scores.shape, bool)
+
+    def choose(limited):
+        picked = mixture if limited else dataclasses.replace(mixture, capacity=None)
+        return jax.pure_callback(lambda s: chosen(picked, np.asarray(s)), shape, jax.lax.stop_gradient(scores))
+
+    picked, used = choose(limited=False), choose(limited=True)
+    weights = scores / (scores * picked).sum(-1, keepdims=True) if mixture.normalised else scores
+    y = 0
+    for e in range(mixture.num_experts):
+        out = gated(x, *(p[f"mlp.w_{name}"][e] for name in ("gate", "up", "down")))
+        y = y + jnp.where(used[..., e, None], mixture.scale * weights[..., e, None] * out, 0)
+    if mixture.shared_width:
+        y = y + gated(x, *(p[f"mlp.shared.w_{name}"] for name in ("gate", "up", "down")))
+    share = (scores / scores.sum(-1, keepdims=True)).mean(1)
+    fraction = picked.astype(x.dtype).mean(1) * mixture.num_experts / mixture.top_k
+    auxiliary = mixture.balance_loss * x.shape[1] * (fraction * share).sum()
+    return y, auxiliary + mixture.z_loss * (jnp.log(jnp.exp(logits).sum(-1)) ** 2).sum()
+
+
+def losses(model: Decoder, params: dict, batch) -> tuple:
+    """(what is minimised, the cross-entropy), means over the targets."""
+    x, extra = params["tokens"][batch["inputs"]], 0
+    for i in range(model.num_layers):
+        p = {name.removeprefix("blocks."): w[i] for name, w in params.items() if name.startswith("blocks.")}
+        x = x + attention(p, rms_norm(x, p["attention_norm.scale"]))
+        y, auxiliary = feed_forward(model.mixture, p, rms_norm(x, p["mlp_norm.scale"]))
+        x, extra = x + y, extra + auxiliary
+    logits = rms_norm(x, params["norm.scale"]) @ params["head"].T
+    logits = jnp.where(np.arange(logits.shape[-1]) < model.vocab_size, logits, -jnp.inf)
+    counted = batch["targets"] >= 0
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.where(counted, batch["targets"], 0)[..., None], -1)
+    loss = -jnp.where(counted, picked[..., 0], 0).sum()
+    return (loss + extra) / counted.sum(), loss / counted.sum()
+
+
+@cache
+def drawn(mixture: Mixture):
+    """(parameters by path, every leaf random, a batch)."""
+    config, rng, values = config_of(mixture), np.random.default_rng(0), {}
+    for path, param in named_params(declare(config.model)):
+        values[path] = param.mean + 0.2 * rng.normal(size=param.shape)
+        if param.real is not None:
+            values[path][param.real :] = 0
+    return values, random_batches(config, 1)
+
+
+@cache
+def expected(mixture: Mixture) -> tuple[float, dict]:
+    """(loss, gradients by path) of the oracle."""
+    values, [batch] = drawn(mixture)
+    with jax.enable_x64(True):
+        grads, loss = jax.jit(jax.grad(lambda p: losses(config_of(mixture).model, p, batch), has_aux=True))(values)
+    return float(loss), {name: np.asarray(g) for name, g in grads.items()}
+
+
+def assert_equals_oracle(mixture: Mixture, config: RunConfig) -> None:
+    values, batches = drawn(mixture)
+    loss, grads = expected(mixture)
+    with jax.enable_x64(True):
+        seen = observe(config, DEVICES, batches, values)
+    assert seen.losses[0] == pytest.approx(loss, rel=TOLERANCE)
+    for name, found in seen.gradients[0].items():
+        path, _, layer = name.partition("[")
+        wanted = grads[path][int(layer[:-1])] if layer else grads[path]
+        error = np.abs(found - wanted).max() / np.abs(wanted).max()
+        assert error < TOLERANCE, (name, error)
+
+
+@pytest.mark.parametrize(
+    ("mixture", "layout"),
+    [
+        pytest.param(mixture, layout, marks=() if (mixture, layout) in SAMPLE else pytest.mark.exhaustive)
+        for mixture in MIXTURES
+        for layout in LAYOUTS
+    ],
+)
+def test_a_mesh_equals_every_expert_on_every_token(mixture, layout):
+    mesh, parallel = LAYOUTS[layout]
+    assert_equals_oracle(MIXTURES[mixture], config_of(MIXTURES[mixture], mesh, **parallel))
+
+
+# ------------------------------------------------------------------------------------------------------- the routing
+
+
+def routed(mixture: Mixture, router_DE: np.ndarray, mesh: str = "", **parallel):
+    """(observed step, config) where every layer's router is this matrix."""
+    config, (values, batches) = config_of(mixture, mesh, **parallel), drawn(mixture)
+    routers = np.broadcast_to(router_DE, (config.model.num_layers, *router_DE.shape))
+    with jax.enable_x64(True):
+        return observe(config, DEVICES, batches, values | {"blocks.mlp.router.w": routers})
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=4,ep=4", "dp=2,cp=2,ep=4", "dp=2,ep=2,tp=2"])
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_ties_go_to_the_first_experts_on_every_mesh_and_others_have_no_gradient(mesh, capacity):
+    """A router of zeros: all experts tie, the first two take every token, and the others none."""
+    mixture = dataclasses.replace(SMALL, capacity=capacity)
+    seen, alone = (routed(mixture, np.zeros((16, 8)), where) for where in (mesh, ""))
+    for name, found in seen.gradients[0].items():
+        assert np.isfinite(found).all(), name
+        np.testing.assert_allclose(found, alone.gradients[0][name], atol=1e-14)
+        if "mlp.w_" in name:
+            assert np.abs(found[:2]).min(axis=(1, 2)).all() and not found[2:].any(), name
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0], [2, 2, 2, 2], [1, 700, 0, 3]])
+def test_a_grouped_product_is_each_groups_own(counts):
+    rng, size = np.random.default_rng(0), sum(counts) + 3
+    x, w = rng.normal(size=(size, 5)), rng.normal(size=(4, 5, 7))
+    x[sum(counts) :] = 0
+    groups = np.repeat(np.arange(4), counts)
+
+    def plain(x, w):
+        return jnp.concatenate([jnp.einsum("nd,ndf->nf", x[: len(groups)], w[groups]), jnp.zeros((3, 7))])
+
+    d = rng.normal(size=(size, 7))
+    d[sum(counts) :] = 0
+    with jax.enable_x64(True):
+        found, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.asarray(counts)), x, w)
+        wanted, pull_plain = jax.vjp(plain, x, w)
+        np.testing.assert_allclose(found, wanted, atol=1e-12)
+        for mine, theirs in zip(pull(jnp.asarray(d)), pull_plain(jnp.asarray(d)), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-11)
+
+
+def test_bfloat16_weights_get_sums_that_were_made_in_fp32():
+    x, w = jnp.ones((600, 1), jnp.bfloat16), jnp.ones((1, 1, 1), jnp.bfloat16)
+    dw = jax.grad(lambda w: grouped_matmul(x, w, jnp.asarray([600])).astype(jnp.float32).sum())(w)
+    assert dw[0, 0, 0] == 600  # in bfloat16 256 + 1 is 256
+
+
+def test_first_choices_come_before_second_ones_and_earlier_tokens_before_later():
+    # tokens x choices; expert 0 is everybody's, and has room for three
+    expert = jnp.asarray([[[1, 0], [0, 2], [0, 1], [2, 0]]])
+    assert kept_places(expert, 3, 3).tolist() == [[[0, 2], [0, 1], [1, 1], [0, -1]]]
+
+
+def test_experts_are_a_refactorisation_of_the_data_ranks():
+    for text, devices, sizes in (
+        ("dp=2,ep=2", 2, {"dp": 1, "ep": 2, "cp": 1}),
+        ("dp=8,ep=2", 8, {"dp": 4, "ep": 2, "cp": 1}),
+        ("dp=4,cp=2,ep=4", 8, {"dp": 2, "ep": 2, "cp": 2}),
+        ("dp=4,cp=2,ep=2", 8, {"dp": 4, "ep": 1, "cp": 2}),
+        ("dp=2,cp=4,ep=2", 8, {"dp": 1, "ep": 2, "cp": 4}),
+    ):
+        mesh = parse_mesh(text)
+        assert mesh.num_devices == devices and parse_mesh(str(mesh)) == mesh
+        assert {axis: mesh.size(axis) for axis in sizes} == sizes
+        assert dict(make_mesh(mesh, DEVICES).shape) | sizes == dict(make_mesh(mesh, DEVICES).shape)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: parse_mesh("dp=4,ep=3"), r"ep=3 over dp=4: .* Use ep in \[1, 2, 4\]"),
+        (lambda: parse_mesh("ep=2"), r"ep=2 over dp=1: .* Use ep in \[1\]"),
+        (lambda: parse_mesh("dp=2,cp=2,ep=8"), r"ep=8 over dp=2 and cp=2: .* Use ep in \[1, 2, 4\]"),
+        (lambda: Mixture(4, 5, 8), "top_k=5 with num_experts=4: .* Use top_k up to 4"),
+        (lambda: Mixture(4, 0, 8), "top_k=0"),
+        (lambda: Mixture(4, 1, 8, score="tanh"), "score='tanh': it is softmax or sigmoid"),
+        (lambda: config_of(dataclasses.replace(SMALL, capacity=0.2)), "capacity=0.2: .* 0.8 tokens, .* capacity=0.25"),
+        (lambda: config_of(dataclasses.replace(SMALL, capacity=-1.0)), "capacity=-1"),
+        (lambda: config_of(dataclasses.replace(SMALL, num_experts=6), "dp=4,ep=4"), "6 experts: .* Use ep in .1, 2, 3"),
+        (
+            lambda: config_of(SMALL, "tp=4", sp=True) and config_of(dataclasses.replace(SMALL, width=6), "tp=4"),
+            "width=6",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_three_parts(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_ep_needs_experts():
+    dense = dataclasses.replace(config_of(SMALL).model, mixture=None)
+    with pytest.raises(ConfigError, match="ep splits experts, and it has none"):
+        RunConfig(dense, ParallelConfig(parse_mesh("dp=2,ep=2")), batch_size=8)
