@@ -649,7 +649,7 @@ def report_layout(flags: PlanFlags, question: Question) -> Plan:
 # Report
 # ---------------------------------------------------------------------------------------------------------------------
 
-TIMES = ("compute", "memory", "tp", "cp", "dp", "pp", "bubble", "overhead", "input")
+TIMES = ("compute", "memory", "tp", "cp", "ep", "dp", "pp", "bubble", "overhead", "input")
 
 
 def row_of(question: Question, found: Scored, group: list[int]) -> dict:

@@ -20,7 +20,8 @@ BATCH_SIZE = 48  # divides by every dp x accumulate below, 3 among them
 
 @dataclass(frozen=True)
 class Strategy:
-    """A mesh and what is done on it; `parallel` overrides ParallelConfig, `optimizer` OptimizerConfig."""
+    """A mesh and what is done on it; `parallel` overrides ParallelConfig, `optimizer` OptimizerConfig, `model` the
+    preset's fields."""
 
     name: str
     mesh: str
@@ -32,10 +33,16 @@ class Strategy:
     num_layers: int = PRESETS["proof"].num_layers
     batch_size: int = BATCH_SIZE
     mask_documents: bool = False
+    preset: str = "proof"
+    model: dict = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict:
+        return ({"dropout": self.dropout} if self.dropout else {}) | self.model
 
     def run_config(self, dtype: str | None = None, steps: int = 2, seed: int = 0) -> RunConfig:
         return RunConfig(
-            model=dataclasses.replace(PRESETS["proof"], dropout=self.dropout, num_layers=self.num_layers),
+            model=dataclasses.replace(PRESETS[self.preset], num_layers=self.num_layers, **self.fields),
             parallel=ParallelConfig(mesh=parse_mesh(self.mesh), **self.parallel),
             optimizer=OptimizerConfig(lr=PROOF_LR, warmup_steps=0, eps=PROOF_EPS, **self.optimizer),
             precision=PrecisionConfig(dtype=dtype or self.dtype, reduce_dtype=self.reduce_dtype),
@@ -280,6 +287,30 @@ STRATEGIES = [
     Strategy("replica2-dp2-tp2-sp-zero3-fp64", "replica=2,dp=2,tp=2", {"sp": True, "zero": 3}, dtype="float64"),
     Strategy("dp3-zero2-padded-2-layers-fp64", "dp=3", {"zero": 2}, dtype="float64", num_layers=2),
     Strategy("dp3-tp2-zero1-dropout-fp64", "dp=3,tp=2", {"zero": 1}, dropout=0.2, dtype="float64"),
+]
+
+# Mixtures of experts: the `moe-proof` preset, whose layers have 8 experts, auxiliary losses and counts.
+CAPACITY = {"capacity": 1.0}
+SHARED = {"router_score": "sigmoid", "routed_scale": 2.5, "shared_width": 64, "balance_rate": 0.01}
+EXPERTS = [
+    Strategy("moe-tp2-sp", "tp=2", {"sp": True}, preset="moe-proof"),
+    Strategy("moe-ep2", "dp=2,ep=2", preset="moe-proof"),
+    Strategy("moe-ep8-zero1", "dp=8,ep=8", {"zero": 1}, preset="moe-proof", model=CAPACITY),
+    Strategy("moe-dp4-ep2-zero2-accumulate", "dp=4,ep=2", {"zero": 2, "accumulate": 2}, preset="moe-proof"),
+    Strategy("moe-dp4-ep2-zero3", "dp=4,ep=2", {"zero": 3}, preset="moe-proof", model=SHARED),
+    Strategy("moe-replica2-dp4-ep2-zero3", "replica=2,dp=4,ep=2", {"zero": 3}, preset="moe-proof", model=CAPACITY),
+    Strategy("moe-dp4-ep4-tp2-sp", "dp=4,ep=4,tp=2", {"sp": True}, preset="moe-proof", model=CAPACITY | SHARED),
+    Strategy("moe-dp2-cp2-ep4-zero3", "dp=2,cp=2,ep=4", {"zero": 3}, preset="moe-proof", model=CAPACITY),
+    Strategy("moe-cp4-ep2-ulysses", "dp=2,cp=4,ep=2", {"cp_kind": "usp-2"}, preset="moe-proof"),
+    Strategy("moe-dp4-ep2-zero3-overlap", "dp=4,ep=2", {"zero": 3, "overlap": True}, preset="moe-proof"),
+    Strategy("moe-pp2-dp2-ep2-zb-v", "pp=2,dp=2,ep=2", {"zero": 1, "schedule": "zb-v"}, preset="moe-proof"),
+    Strategy(
+        "moe-pp2-dp2-ep2-tp2-every-other",
+        "pp=2,dp=2,ep=2,tp=2",
+        {"zero": 3, "sp": True, "remat": "block", "schedule": "zb-h1"},
+        preset="moe-proof",
+        model={"kinds": ("dense", "full")},
+    ),
 ]
 
 

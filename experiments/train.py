@@ -38,7 +38,7 @@ from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.utilisation import utilisation_of
 from jaxdist.plan.verdict import verdict_of
-from jaxdist.runtime import exporters, gpus, processes, profile
+from jaxdist.runtime import expert_load, exporters, gpus, processes, profile
 from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log, is_asked_for
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
 from jaxdist.runtime.fault_injection import Fault, parse_fault
@@ -708,6 +708,7 @@ class Loop:
         self._check_replicas = make_replica_check(run.program)
         self._spikes = SpikeWatch(recent=start.progress.recent)
         self._skips_in_a_row, self._digests = 0, {}
+        self._counts_experts, self._counts = bool(expert_load.counters(run.program.layout.trained)), {}
         self._watch, self.laps = Stopwatch(), MeanLap()
         self._window, self._tracing = run.window, False
         self.memory: list[DeviceMemory] = []
@@ -753,6 +754,9 @@ class Loop:
             self._profile_to(step)
         record = step_record(step, metrics, time.perf_counter() - begun, self.inputs.waited)
         record["batch"] = self.progress.batch
+        if self._counts_experts:
+            self._counts = expert_load.counted(run.program.layout, self.state.params, record["tokens"])
+            record |= expert_load.summary(self._counts)
         if self._utilisation is not None:
             record |= self._utilisation.of(record["step_seconds"])
         if flags.record_digests:
@@ -762,6 +766,8 @@ class Loop:
             run.watchdog.alive("evaluating")
             with self._watch.part("evaluation"):
                 record["held_out_loss"] = self.held_out_loss = evaluate(run.program, self.state, run.held_out)
+        if self._counts_experts and (evaluates or self._is_said(step)):
+            record["experts"] = expert_load.rounded(self._counts)
         record["grad_norms"] = dict(
             zip(run.program.layout.trained.groups, metrics["group_norms"].tolist(), strict=True)
         )
@@ -828,10 +834,13 @@ class Loop:
         if self.run.lines and not self.run.lines.write({**own, "memory": memory} if memory else own):
             self.run.warn(f"the metrics of this process are not written: {self.run.lines.failure}")
 
+    def _is_said(self, step: int) -> bool:
+        return step % max(1, self.run.config.steps // 20) == 0
+
     def say(self, record: dict) -> None:
         """A line for every twentieth part of the run and every evaluation."""
         step, console = record["step"], self.run.console
-        if step % max(1, self.run.config.steps // 20) == 0:
+        if self._is_said(step):
             console.print(f"step {step:>5}  {describe(record)}")
         if "held_out_loss" in record:
             console.print(f"step {step:>5}  held-out loss {self.held_out_loss:.4f}")
@@ -842,6 +851,9 @@ class Loop:
         if is_fault(record):
             culprits = name_culprits(run.program, gather_ranks("not finite", self._not_finite))
             where = "; ".join(map(str, culprits)) or "in no single rank's part, only in their sum"
+            if experts := expert_load.broken(run.program.layout, self._counts, len(run.config.model.kinds)):
+                more = f" and {len(experts) - 3} more" if len(experts) > 3 else ""
+                where = f"it began in {', '.join(experts[:3])}{more}; {where}"
             fault = f"step {step} is not finite (batch {record['batch']}): {where}"
             self._skips_in_a_row += 1
             if flags.on_nonfinite == "roll-back":
@@ -943,17 +955,22 @@ def step_record(step: int, metrics: dict, seconds: float, input_seconds: float) 
 
 
 def describe(record: dict) -> str:
-    return (
+    text = (
         f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "
         f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}"
     )
+    if "expert_load_max" in record:
+        text += f"  busiest expert {record['expert_load_max']:.2f} x the mean"
+    if record.get("expert_dropped"):
+        text += f", {record['expert_dropped']:.1%} dropped"
+    return text
 
 
 def print_resolved(console: Console, program: Program, devices: Devices, corpus: Corpus, entropy: float) -> None:
     """The mesh, the layout of every parameter, the bytes of a device and whether it is simulated."""
     config, parallel = program.config, program.config.parallel
     model, state = config.model, program.abstract_state()
-    leaves = jax.tree.leaves(program.layout.leaves)
+    leaves = [leaf for leaf in jax.tree.leaves(program.layout.leaves) if leaf.update != "count"]
     total = sum(math.prod(leaf.shape) for leaf in leaves)
     frozen = sum(math.prod(leaf.shape) for leaf in leaves if leaf.frozen)
     counts = f"{total:,} parameters" + (f", {total - frozen:,} of them trained" if frozen else "")

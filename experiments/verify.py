@@ -33,7 +33,7 @@ from .cli import CommonFlags, ModelName, ProcessFlags, refuse_ignored, require_w
 from .config_file import FileFlags
 from .oracles import OracleName, ask, require_known, starting_parameters
 from .progress import Progress
-from .strategies import PIPELINES, STRATEGIES
+from .strategies import EXPERTS, PIPELINES, STRATEGIES
 from .tables import print_columns
 
 
@@ -81,7 +81,8 @@ class Verdict:
 def main(flags: VerifyFlags, console: Console) -> int:
     # ---- check, before anything is traced ----
     flags.join(console)
-    strategies = (*(STRATEGIES if flags.all else ()), *(PIPELINES if flags.pipelines else ()))
+    experts = EXPERTS if flags.oracle == "none" else []  # the oracles are of GPT-2
+    strategies = (*((*STRATEGIES, *experts) if flags.all else ()), *(PIPELINES if flags.pipelines else ()))
     if strategies:
         used = {"all", "pipelines", "oracle", "only", "steps", "seed", "device", "json", "config"} | (
             {"dtype"} if flags.pipelines else set()

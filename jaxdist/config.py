@@ -534,8 +534,8 @@ class RunConfig:
             below = self.batch_size // unit * unit
             raise ConfigError(
                 f"batch_size={self.batch_size}",
-                f"it is split over replica={mesh.replica} x dp={mesh.dp} x accumulate={accumulate}{pipeline}, so it must "
-                f"be a multiple of {unit}",
+                f"it is split over replica={mesh.replica} x dp={mesh.dp} x accumulate={accumulate}{pipeline}, so it "
+                f"must be a multiple of {unit}",
                 f"Use {f'{below} or ' if below else ''}{below + unit}",
             )
 

@@ -46,7 +46,7 @@ class Leaf:
     divide it;
         empty for every other leaf. Only these get it whole (`used_local`).
     small: a layer's vector, which backward keeps where it gathers matrices again.
-    used_in: of a leaf outside the layers, which of "embed" and "loss" use it. mean, real, frozen: as in
+    used_in: of a leaf outside the layers, which of "embed" and "loss" use it. mean, real, frozen, update, rate: as in
         `models.base.Param`.
     """
 
@@ -65,6 +65,8 @@ class Leaf:
     mean: float
     real: int | None
     frozen: bool = False
+    update: str = "gradient"
+    rate: float = 0.0
 
     @property
     def compute_shape(self) -> tuple[int, ...]:
@@ -237,8 +239,8 @@ class Layout:
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
-        """Of the leaves, each once, in their order."""
-        return tuple(dict.fromkeys(leaf.group for leaf in jax.tree.leaves(self.leaves)))
+        """Of the leaves that have a gradient, each once, in their order."""
+        return tuple(dict.fromkeys(leaf.group for leaf in jax.tree.leaves(self.leaves) if leaf.update == "gradient"))
 
     @property
     def params_sharded(self) -> bool:

@@ -58,6 +58,11 @@ MAY_STAY_WHOLE = frozenset(dim for axis in MESH_AXES for dim in axis.may_stay_wh
 MOST_DEVICES = 2**22
 
 
+def data_ranks_of(ep: int, cp: int) -> int:
+    """Of the ranks that experts are split over, those of dp: all of cp is taken first where it divides ep."""
+    return ep // cp if ep % cp == 0 else ep
+
+
 @dataclass(frozen=True)
 class MeshShape:
     """How many ranks each parallelism has, outermost (slowest link) first; 1 where it is not used.
@@ -119,7 +124,7 @@ class MeshShape:
         """Ranks along an axis of the devices' mesh."""
         if axis not in ("dp", "ep"):
             return getattr(self, axis)
-        of_dp = self.ep // self.cp if self.ep % self.cp == 0 else self.ep
+        of_dp = data_ranks_of(self.ep, self.cp)
         return of_dp if axis == "ep" else self.dp // of_dp
 
     @property

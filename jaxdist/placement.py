@@ -54,8 +54,10 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
             mean=param.mean,
             real=param.real,
             frozen=param.frozen,
+            update=param.update,
+            rate=param.rate,
         )
-        if not parallel.sharded or not leaf.zero_axes:
+        if not parallel.sharded or not leaf.zero_axes or leaf.update == "count":
             return leaf
         return dataclasses.replace(leaf, zero_dim=choose_zero_dim(leaf, first=int(in_layers)))
 

@@ -35,7 +35,17 @@ OWN = {
     "checkpoint": {"save_every"},
     "scaling": {"draw"},
 }
-SILENT = {"step", "peers", "profile", "collectives", "search", "parity", "executor", "standin"}  # say no status
+SILENT = {
+    "step",
+    "peers",
+    "profile",
+    "collectives",
+    "search",
+    "parity",
+    "executor",
+    "standin",
+    "experts",
+}  # say no status
 ALL_ROWS = {"only"}  # where no row can be left out
 PLAIN = {"dtype", "reduce_dtype", "dropout", "optimizer"}  # the plain step is AdamW in fp32 without dropout
 
@@ -58,6 +68,7 @@ BENCHES = {
     "pipeline": ("pipelines", "bench_pipeline", {"num_layers", "batch_size"}),
     "branches": ("branches", "bench_branches", ALL_ROWS | {"device"}),
     "search": ("planning", "bench_search", SHAPE | ALL_ROWS | {"batch_size", "dtype", "device"}),
+    "experts": ("experts", "bench_experts", PLAIN - {"dtype"} | {"num_layers", "vocab_size"}),
     "checkpoint": ("checkpoints", "bench_checkpoint", ALL_ROWS),
     "input": ("inputs", "bench_input", ALL_ROWS),
 }

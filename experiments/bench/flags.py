@@ -30,6 +30,7 @@ ABOUT = {
     "parity": "one device in bf16 against fp32: loss and every gradient leaf; no collectives",
     "executor": "the pipeline's executor on one stage against jax.grad: values and time",
     "standin": "one GPU, which it needs, runs one rank's program of --mesh; beside the plan's step time",
+    "experts": "ways to multiply rows by the matrices of the experts that they chose",
     "input": "token files of 0.1, 1 and 10 GB: opening, memory, tokens/s, share of a step",
 }
 ONE_STEP = {"step", "peers", "kernels", "flags", "parity", "standin", "profile"}
@@ -47,7 +48,8 @@ class BenchFlags(CommonFlags):
         tyro.conf.arg(help="\n".join(f"{name}: {text}." for name, text in ABOUT.items())),
     ] = "strategies"
     model: Annotated[str | None, tyro.conf.arg(aliases=["--preset"])] = None
-    """A preset. Default: gpt-11m for what measures one step or proves one, tiny for scaling, gpt-7m otherwise."""
+    """A preset. Default: gpt-11m for what measures one step or proves one, tiny for scaling, moe-10m for experts,
+    gpt-7m otherwise."""
     batch_size: int = 8
     repeats: int = 5
     """Times each figure is measured; tables show the median."""
@@ -73,5 +75,7 @@ class BenchFlags(CommonFlags):
     def run_config(self) -> RunConfig:
         if self.model is not None:
             return super().run_config()
-        model = "gpt-11m" if self.which in ONE_STEP else {"scaling": "tiny"}.get(self.which, "gpt-7m")
+        model = (
+            "gpt-11m" if self.which in ONE_STEP else {"scaling": "tiny", "experts": "moe-10m"}.get(self.which, "gpt-7m")
+        )
         return dataclasses.replace(self, model=model).run_config()

@@ -179,7 +179,7 @@ def read_weights(path: Path | str, model: Model, wanted: Mapping[str, jax.ShapeD
         def shard(index: tuple[slice, ...]) -> np.ndarray:
             key = tuple((part.start, part.stop) for part in index)
             if key not in read:
-                read[key] = _read_part(parts[name], places, like, index)
+                read[key] = _read_part(parts.get(name, []), places, like, index)
             return read[key]
 
         return jax.make_array_from_callback(like.shape, like.sharding, shard)

@@ -50,6 +50,9 @@ class Param:
     decay: whether weight decay applies; None: to leaves of two or more dims. real: where fewer than all rows of dim 0
     are real (a padded vocabulary), how many; the others are 0, and nothing may depend on them.
     frozen: training leaves it as it is: it has no gradient, no master copy, no moments, and nothing of these is sent.
+    update: how a step changes it: "gradient", by the optimiser; "count", to what the model counted in the step with
+    `Context.count`; "balance", by `rate` against the sign of what it counted. A count is a sum over all ranks, as a
+    gradient is, but no part of the gradient's norm.
     """
 
     shape: tuple[int, ...]
@@ -60,6 +63,8 @@ class Param:
     real: int | None = None
     partial: tuple[str, ...] = ()
     frozen: bool = False
+    update: str = "gradient"
+    rate: float = 0.0
 
     def __post_init__(self):
         if not self.dims:
@@ -275,8 +280,8 @@ def abstract_values(model: Model, dtype: str) -> dict:
 
 @cache
 def num_parameters(model: Model) -> int:
-    """All of them, padding of the vocabulary counted."""
-    return sum(math.prod(param.shape) for _, param in named_params(declare(model)))
+    """All of them, padding of the vocabulary counted; what only counts is no parameter."""
+    return sum(math.prod(param.shape) for _, param in named_params(declare(model)) if param.update != "count")
 
 
 @cache

@@ -117,6 +117,11 @@ class Context:
         """
         return x if self.weight is None else _add_gradient(x, value, self.weight)
 
+    def count(self, x: jax.Array, counter: jax.Array, values: jax.Array) -> jax.Array:
+        """`x`; a step adds `values` to a parameter that counts (`Param.update`), summed over micro-batches and ranks
+        as a gradient is, and divided by the number of targets. Values that differ between ranks count on each."""
+        return x if self.weight is None else _count(x, counter, values, self.weight)
+
     # `jaxdist.parallel.tensor` and `dropout` as this run applies them.
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
@@ -151,23 +156,30 @@ class Context:
     ) -> jax.Array:
         """The weighted sum of what the experts that a token chose make of it, in the layout between layers.
 
-        experts: as in `jaxdist.parallel.expert_parallel.apply_experts`, with their width split over tp. capacity: of an
-        expert, in tokens of one whole sequence; what is beyond it is dropped.
+        experts: as in `jaxdist.parallel.expert_parallel.apply_experts`, with their width split over tp. capacity: the
+        most tokens that an expert gets of one whole sequence, which `within_capacity` has seen to.
         """
         x_BTD, weight_BTK = self.enter(x_BTD), tensor.enter(weight_BTK, self.sp)
         expert_BTK = tensor.enter(expert_BTK, self.sp)
         batch, length, width = x_BTD.shape
-        slots_each = None
-        if capacity is not None:
-            place_BTK = kept_places(self.split.gather(expert_BTK), num_experts, capacity)
-            expert_BTK = jnp.where(self.split.cut(place_BTK) >= 0, expert_BTK, NOWHERE)
-            slots_each = batch * min(capacity, length)
         flat = x_BTD.reshape(-1, width), *(x.reshape(batch * length, -1) for x in (expert_BTK, weight_BTK))
-        if slots_each is None:
+        if capacity is None:
             y_RD = apply_experts(experts, *flat, num_experts, self.expert_axes)
         else:
+            slots_each = batch * min(capacity, length)
             y_RD = apply_experts_with_capacity(experts, *flat, num_experts, slots_each, self.expert_axes)
         return self._observe("mixture.out", tensor.leave(y_RD.reshape(x_BTD.shape), self.sp))
+
+    def within_capacity(self, expert_BTK: jax.Array, num_experts: int, capacity: int) -> jax.Array:
+        """The choices, NOWHERE from where an expert has `capacity` tokens of a whole sequence
+        (`jaxdist.parallel.expert_parallel.kept_places`). Sends: choices, over cp and with sp over tp."""
+        whole_BSK = self.split.gather(tensor.enter(expert_BTK, self.sp) if self.sp else expert_BTK)
+        place_BTK = self.split.cut(kept_places(whole_BSK, num_experts, capacity))
+        if self.sp:
+            num_local = expert_BTK.shape[1]
+            first = comm.rank(tensor.AXIS) * num_local
+            place_BTK = lax.dynamic_slice_in_dim(place_BTK, first, num_local, axis=1)
+        return jnp.where(place_BTK >= 0, expert_BTK, NOWHERE)
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
@@ -251,4 +263,15 @@ def _add_gradient(x, value, weight):
 _add_gradient.defvjp(
     lambda x, value, weight: (x, (value, weight)),
     lambda kept, dx: (dx, comm.varying_like(kept[1].astype(kept[0].dtype), kept[0]), None),
+)
+
+
+@jax.custom_vjp
+def _count(x, counter, values, weight):
+    return x
+
+
+_count.defvjp(
+    lambda x, counter, values, weight: (x, (counter, values * weight)),
+    lambda kept, dx: (dx, comm.varying_like(kept[1].astype(kept[0].dtype), kept[0]), None, None),
 )

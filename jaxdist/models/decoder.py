@@ -16,16 +16,16 @@ from jaxdist.models.experts import Mixture, MixtureOfExperts
 from jaxdist.models.flax import parameter
 from jaxdist.models.layers import INIT_STD, GatedMLP, GroupedAttention, RMSNorm, Rotary, Transformer, normal
 
-FULL, SLIDING = "full", "sliding"  # kinds of layers: what a query sees of the positions before it
+FULL, SLIDING, DENSE = "full", "sliding", "dense"  # kinds of layers: what a query sees of the positions before it
 
 
 @dataclass(frozen=True)
-class Decoder(Transformer):
+class Decoder(Transformer, Mixture):
     """Sizes in elements. Source: Llama 3 (arXiv 2407.21783), Mistral 7B (2310.06825), Qwen3 (2505.09388).
 
     num_kv_heads: heads of keys and values; it divides `num_heads`. rope_scaling: as `Rotary.scaling`. qk_norm: whether
     queries and keys are normed. tied: whether the token table is the head too. window: of layers of kind "sliding".
-    mixture: of experts, in place of every layer's feed-forward, whose width `ffn_width` then is no longer.
+    With experts (`Mixture`) these are every layer's feed-forward but that of kind "dense", which has all positions.
     """
 
     num_layers: int
@@ -46,7 +46,6 @@ class Decoder(Transformer):
     tied: bool = False
     window: int | None = None
     kinds: tuple[str, ...] = (FULL,)
-    mixture: Mixture | None = None
 
     def __post_init__(self):
         for name, most in BOUNDS.items():
@@ -61,23 +60,26 @@ class Decoder(Transformer):
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim}", "the halves of a head are rotated", "Use an even number")
-        if (SLIDING in self.kinds) != (self.window is not None) or not {*self.kinds} <= {FULL, SLIDING}:
+        if (SLIDING in self.kinds) != (self.window is not None) or not {*self.kinds} <= {FULL, SLIDING, DENSE}:
             raise ConfigError(
                 f"kinds={self.kinds} with window={self.window}",
-                f"a layer is {FULL} or {SLIDING}, and the latter has a window",
+                f"a layer is {FULL}, {SLIDING}, which has a window, or {DENSE}",
                 "Give a window and sliding layers, or neither",
+            )
+        if DENSE in self.kinds and not self.num_experts:
+            raise ConfigError(
+                f"kinds={self.kinds}", f"without experts all layers are {DENSE}", f"Use {FULL}, or add num_experts=8"
             )
         if self.window is not None:
             require_positive("window", self.window)
-        if self.mixture is not None:
-            self.mixture.slots(self.seq_len)
+        self.check_mixture()
+        self.slots(self.seq_len)
 
     @property
     def split_widths(self) -> dict[str, int]:
-        if self.mixture is None:
-            return super().split_widths
-        shared = self.mixture.shared_width
-        return {"an expert's width": self.mixture.width} | ({"shared_width": shared} if shared else {})
+        dense = {} if self.num_experts and DENSE not in self.kinds else super().split_widths
+        experts = {"expert_width": self.width_of_expert} if self.num_experts else {}
+        return dense | experts | ({"shared_width": self.shared_width} if self.shared_width else {})
 
     # ---- parameters ----
 
@@ -127,8 +129,8 @@ class Layer(nnx.Module):
             window=model.window if kind == SLIDING else None,
         )
         self.mlp_norm = RMSNorm(model.width, model.norm_eps)
-        if model.mixture is not None:
-            self.mlp = MixtureOfExperts(rngs, model.width, model.mixture, out_std)
+        if model.num_experts and kind != DENSE:
+            self.mlp = MixtureOfExperts(rngs, model.width, model, out_std)
         else:
             self.mlp = GatedMLP(
                 rngs, width=model.width, ffn_width=model.ffn_width, out_std=out_std, bias=model.mlp_bias

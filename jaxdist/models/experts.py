@@ -4,7 +4,8 @@ Dims: B batch, T sequence, D model, E experts, K chosen for a token, F an expert
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,45 +16,73 @@ from jaxdist.errors import ConfigError, require_positive
 from jaxdist.models.context import Context
 from jaxdist.models.flax import parameter
 from jaxdist.models.layers import INIT_STD, GatedMLP, normal
+from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.parallel.remat import mark_saveable
 
+MOST_EXPERTS = 2**14
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """What a mixture of experts is. Sources: Mixtral (arXiv 2401.04088), DeepSeek-V3 (2412.19437, section 2.1.2).
+    """The fields of a model whose feed-forwards are mixtures of experts. Sources: Mixtral (arXiv 2401.04088),
+    DeepSeek-V3 (2412.19437, section 2.1.2).
 
-    num_experts: of which a token chooses `top_k`, each of `width`. score: of an expert, the softmax over all of them or
-    a sigmoid each. normalised: whether a token's weights, the scores of what it chose, are divided by their sum. scale:
-    a factor of them. shared_width: of a feed-forward that all tokens use; 0 for none.
+    num_experts: of which a token chooses `top_k`; 0 for none. expert_width: of each; None for the model's `ffn_width`.
+    router_score: of an expert, the "softmax" over all of them or a "sigmoid" each. normalised: whether a token's
+    weights, the scores of what it chose, are divided by their sum. routed_scale: a factor of them. shared_width: of a
+    feed-forward that all tokens use; 0 for none.
+
+    balance_rate: of a bias of each expert's score, by which experts are chosen, but not weighted: every step adds it to
+    those of fewer tokens than the mean, and takes it from those of more (2408.15664); 0 for no bias.
 
     capacity: None drops nothing. Otherwise an expert takes at most `capacity` times its even share of each sequence,
     T * K / E, rounded up: first choices first, in the order of positions (`jaxdist.parallel.expert_parallel`).
     balance_loss, z_loss: factors of the two auxiliary losses of `Router`.
     """
 
-    num_experts: int
-    top_k: int
-    width: int
-    score: str = "softmax"
+    num_experts: int = 0
+    top_k: int = 2
+    expert_width: int | None = None
+    router_score: str = "softmax"
     normalised: bool = True
-    scale: float = 1.0
+    routed_scale: float = 1.0
     shared_width: int = 0
+    balance_rate: float = 0.0
     capacity: float | None = None
     balance_loss: float = 0.0
     z_loss: float = 0.0
 
-    def __post_init__(self):
-        for name in ("num_experts", "top_k", "width"):
-            require_positive(name, getattr(self, name))
+    def check_mixture(self) -> None:
+        """Raises: ConfigError for what no mixture can be, and for what belongs to one where there are no experts."""
+        if self.num_experts == 0:
+            for field in fields(Mixture):
+                if field.name != "num_experts" and getattr(self, field.name) != field.default:
+                    raise ConfigError(
+                        f"{field.name}={getattr(self, field.name)}",
+                        "it is of a mixture of experts, and there are none",
+                        "Add num_experts=8",
+                    )
+            return
+        for name in ("num_experts", "top_k", "width_of_expert"):
+            require_positive(name, getattr(self, name), MOST_EXPERTS if name != "width_of_expert" else 2**22)
         if self.top_k > self.num_experts:
             raise ConfigError(
                 f"top_k={self.top_k} with num_experts={self.num_experts}",
                 "a token chooses among the experts there are",
                 f"Use top_k up to {self.num_experts}",
             )
-        if self.score not in ("softmax", "sigmoid"):
-            raise ConfigError(f"score={self.score!r}", "it is softmax or sigmoid", "Use score='softmax'")
+        if self.router_score not in ("softmax", "sigmoid"):
+            raise ConfigError(
+                f"router_score={self.router_score!r}", "it is softmax or sigmoid", "Use router_score='softmax'"
+            )
+        for name in ("shared_width", "balance_rate", "balance_loss", "z_loss", "routed_scale"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)}", "it is a number, not below 0", f"Use {name}=0")
+
+    @property
+    def width_of_expert(self) -> int:
+        return self.ffn_width if self.expert_width is None else self.expert_width
 
     def slots(self, seq_len: int) -> int | None:
         """Tokens of one sequence that an expert takes at most; None for all.
@@ -71,11 +100,6 @@ class Mixture:
             )
         return min(math.ceil(share), seq_len)
 
-    @property
-    def active_share(self) -> float:
-        """The part of the experts' parameters that a token uses."""
-        return self.top_k / self.num_experts
-
 
 class Router(nnx.Module):
     """Scores of the experts for each token, in at least fp32, of which the highest count; ties go to the first expert.
@@ -86,19 +110,28 @@ class Router(nnx.Module):
       P_e the mean over the sequence of its score's share of the token's scores (DeepSeek-V3, equations 17 to 20). It is
       T where all experts get the same. Means over a batch would be a product of means, which depends on how the batch
       is cut.
+
+    It counts what every expert was chosen for, and what it dropped of that, in the layout between layers.
     """
 
     def __init__(self, rngs: nnx.Rngs, width: int, mixture: Mixture):
         self.mixture = mixture
         self.w = parameter(normal(rngs, (width, mixture.num_experts)), ("embed", None))
+        nothing_E = jnp.zeros(mixture.num_experts)
+        self.load = parameter(nothing_E, update="count")
+        if mixture.capacity is not None:
+            self.dropped = parameter(nothing_E, update="count")
+        if mixture.balance_rate:
+            self.bias = parameter(nothing_E, update="balance", rate=mixture.balance_rate)
 
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x -> (x with the auxiliary losses, expert[B, T, K], weight[B, T, K])."""
+    def __call__(self, x_BTD: jax.Array, ctx: Context, capacity: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x -> (x with the auxiliary losses and counts, expert[B, T, K], NOWHERE where dropped, weight[B, T, K])."""
         mixture = self.mixture
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         logits_BTE = ctx.observe("router", x_BTD.astype(wide) @ self.w[...].astype(wide))
-        scores_BTE = jax.nn.softmax(logits_BTE) if mixture.score == "softmax" else jax.nn.sigmoid(logits_BTE)
-        _, expert_BTK = lax.top_k(lax.stop_gradient(scores_BTE), mixture.top_k)
+        scores_BTE = jax.nn.softmax(logits_BTE) if mixture.router_score == "softmax" else jax.nn.sigmoid(logits_BTE)
+        by_BTE = scores_BTE + self.bias[...].astype(wide) if mixture.balance_rate else scores_BTE
+        _, expert_BTK = lax.top_k(lax.stop_gradient(by_BTE), mixture.top_k)
         weight_BTK = jnp.take_along_axis(scores_BTE, expert_BTK, axis=-1)
         if mixture.normalised:
             weight_BTK = weight_BTK / weight_BTK.sum(-1, keepdims=True)
@@ -107,13 +140,24 @@ class Router(nnx.Module):
             x_BTD = ctx.add_loss(x_BTD, mixture.z_loss * z)
         if mixture.balance_loss:
             x_BTD = ctx.add_loss(x_BTD, mixture.balance_loss * self.balance(scores_BTE, expert_BTK, ctx))
-        return x_BTD, expert_BTK, weight_BTK * mixture.scale
+        load_E = self.choices(expert_BTK, wide).sum(0)
+        x_BTD = ctx.count(x_BTD, self.load[...], load_E)
+        if mixture.balance_rate:
+            x_BTD = ctx.count(x_BTD, self.bias[...], load_E - expert_BTK.size / mixture.num_experts)
+        if capacity is not None:
+            expert_BTK = ctx.within_capacity(expert_BTK, mixture.num_experts, capacity)
+            x_BTD = ctx.count(x_BTD, self.dropped[...], load_E - self.choices(expert_BTK, wide).sum(0))
+        return x_BTD, expert_BTK, weight_BTK * mixture.routed_scale
+
+    def choices(self, expert_BTK: jax.Array, dtype) -> jax.Array:
+        """How often each sequence's tokens here chose each expert: [B, E]. NOWHERE is none."""
+        return jax.nn.one_hot(expert_BTK, self.mixture.num_experts, dtype=dtype).sum((1, 2))
 
     def balance(self, scores_BTE: jax.Array, expert_BTK: jax.Array, ctx: Context) -> jax.Array:
         """The balance loss, summed over sequences; equal on the ranks that share them."""
         num_experts, top_k = self.mixture.num_experts, self.mixture.top_k
         share_BTE = scores_BTE / scores_BTE.sum(-1, keepdims=True)
-        chosen_BE = jax.nn.one_hot(expert_BTK, num_experts, dtype=scores_BTE.dtype).sum((1, 2))
+        chosen_BE = self.choices(expert_BTK, scores_BTE.dtype)
         chosen_BE, share_BE = ctx.sum_over_sequence(chosen_BE), ctx.sum_over_sequence(share_BTE.sum(1))
         length = ctx.sequence_ranks * scores_BTE.shape[1]
         return num_experts / top_k / length * jnp.sum(chosen_BE * share_BE)
@@ -121,31 +165,42 @@ class Router(nnx.Module):
 
 class MixtureOfExperts(nnx.Module):
     """x[B, T, D] -> router -> enter -> experts, split over ep and their width over tp -> {U_tp} -> leave -> y[B, T, D],
-    and the shared feed-forward beside them."""
+    and the shared feed-forward beside them. `faults` counts finite rows that an expert made non-finite ones of."""
 
     def __init__(self, rngs: nnx.Rngs, width: int, mixture: Mixture, out_std: float):
         self.mixture = mixture
-        num, inner = mixture.num_experts, mixture.width
+        num, inner = mixture.num_experts, mixture.width_of_expert
         self.router = Router(rngs, width, mixture)
         for name in ("gate", "up"):
             w_EDF = normal(rngs, (num, width, inner), INIT_STD)
             setattr(self, f"w_{name}", parameter(w_EDF, ("experts", "embed", "ffn")))
         self.w_down = parameter(normal(rngs, (num, inner, width), out_std), ("experts", "ffn", "embed"))
+        self.faults = parameter(jnp.zeros(num), ("experts",), partial=("ffn",), update="count")
         if mixture.shared_width:
             self.shared = GatedMLP(rngs, width=width, ffn_width=mixture.shared_width, out_std=out_std)
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        x_BTD, expert_BTK, weight_BTK = self.router(x_BTD, ctx)
         # Where text is generated a step has a token or two, and nothing is dropped.
         slots = None if ctx.cache is not None else self.mixture.slots(ctx.sequence_ranks * x_BTD.shape[1])
-        y_BTD = ctx.mixture(self.experts, x_BTD, expert_BTK, weight_BTK, self.mixture.num_experts, slots)
+        x_BTD, expert_BTK, weight_BTK = self.router(x_BTD, ctx, slots)
+        experts = partial(self.experts, ctx)
+        y_BTD = ctx.mixture(experts, x_BTD, expert_BTK, weight_BTK, self.mixture.num_experts, slots)
         return y_BTD + self.shared(x_BTD, ctx) if self.mixture.shared_width else y_BTD
 
-    def experts(self, rows_ND: jax.Array, counts_E: jax.Array | None) -> jax.Array:
+    def experts(self, ctx: Context, rows_ND: jax.Array, counts_E: jax.Array | None) -> jax.Array:
         gate, up, down = (w[...] for w in (self.w_gate, self.w_up, self.w_down))
         if counts_E is None:
             rows_END = rows_ND.reshape(len(gate), -1, rows_ND.shape[-1])
             gate_ENF, up_ENF = (mark_saveable(jnp.einsum("end,edf->enf", rows_END, w)) for w in (gate, up))
-            return jnp.einsum("enf,efd->end", jax.nn.silu(gate_ENF) * up_ENF, down).reshape(rows_ND.shape)
-        gate_NF, up_NF = (mark_saveable(grouped_matmul(rows_ND, w, counts_E)) for w in (gate, up))
-        return grouped_matmul(jax.nn.silu(gate_NF) * up_NF, down, counts_E)
+            made_ND = jnp.einsum("enf,efd->end", jax.nn.silu(gate_ENF) * up_ENF, down).reshape(rows_ND.shape)
+            expert_N = jnp.repeat(jnp.arange(len(gate)), len(rows_ND) // len(gate))
+        else:
+            gate_NF, up_NF = (mark_saveable(grouped_matmul(rows_ND, w, counts_E)) for w in (gate, up))
+            made_ND = grouped_matmul(jax.nn.silu(gate_NF) * up_NF, down, counts_E)
+            expert_N = jnp.searchsorted(jnp.cumsum(counts_E), jnp.arange(len(rows_ND)), side="right")
+        if ctx.weight is None:
+            return made_ND
+        bad_N = jnp.isfinite(rows_ND).all(-1) & ~jnp.isfinite(made_ND).all(-1)
+        faults_E = jnp.zeros(len(gate), ctx.weight.dtype)
+        faults_E = comm.varying_like(faults_E, bad_N).at[expert_N].add(bad_N.astype(faults_E.dtype), mode="drop")
+        return ctx.count(made_ND, self.faults[...], faults_E)

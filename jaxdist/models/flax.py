@@ -20,9 +20,12 @@ def parameter(
     real: int | None = None,
     partial: tuple[str, ...] = (),
     frozen: bool = False,
+    update: str = "gradient",
+    rate: float = 0.0,
 ) -> nnx.Param:
     """Declare a parameter by its initial value (fp32, global shape); the rest as in `Param`."""
-    return nnx.Param(value, dims=dims, decay=decay, mean=mean, real=real, partial=partial, frozen=frozen)
+    rest = {"partial": partial, "frozen": frozen, "update": update, "rate": rate}
+    return nnx.Param(value, dims=dims, decay=decay, mean=mean, real=real, **rest)
 
 
 class FlaxModel(Model):
@@ -82,6 +85,8 @@ def _declared(make: Callable, *args) -> dict:
             real=meta.get("real"),
             partial=meta.get("partial", ()),
             frozen=meta.get("frozen", False),
+            update=meta.get("update", "gradient"),
+            rate=meta.get("rate", 0.0),
         )
     return tree
 

@@ -16,8 +16,7 @@ from typing import Any
 from jaxdist.errors import MOST, ConfigError, reason_of, require_positive
 from jaxdist.files import read_text_file
 from jaxdist.models.base import BOUNDS, STACKED, Model, declare, named_params
-from jaxdist.models.decoder import FULL, SLIDING, Decoder
-from jaxdist.models.experts import Mixture
+from jaxdist.models.decoder import DENSE, FULL, SLIDING, Decoder
 from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS
 
 CONFIG = "config.json"
@@ -31,7 +30,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 MIXTURES = ("mixtral", "qwen3_moe")
-KINDS = {FULL: "full_attention", SLIDING: "sliding_attention"}
+KINDS = {FULL: "full_attention", SLIDING: "sliding_attention", DENSE: "full_attention"}
 # Parameters of a scaling of rotary frequencies, in the order of `Rotary.scaling`.
 ROPE_SCALING = {
     "default": (),
@@ -178,23 +177,21 @@ def _decoder(fields: _Fields, model_type: str) -> Decoder:
         tied=fields.flag("tie_word_embeddings", False),
         window=fields.size("sliding_window") if SLIDING in kinds else None,
         kinds=kinds,
-        mixture=_mixture(fields, model_type) if model_type in MIXTURES else None,
+        **(_mixture(fields, model_type) if model_type in MIXTURES else {}),
     )
 
 
-def _mixture(fields: _Fields, model_type: str) -> Mixture:
+def _mixture(fields: _Fields, model_type: str) -> dict:
     """Every layer's experts. Their balance loss is another than ours, and is a setting of a run: it is not read."""
     count = next((name for name in ("num_experts", "num_local_experts") if name in fields.config), None)
     experts = fields.size(count) if count else {"mixtral": 8, "qwen3_moe": 128}[model_type]
     chosen = fields.size("num_experts_per_tok", {"mixtral": 2, "qwen3_moe": 8}[model_type])
+    found = {"num_experts": experts, "top_k": chosen}
     if model_type == "mixtral":
         fields.one_of("router_jitter_noise", (0, 0.0), 0)
-        return Mixture(experts, chosen, fields.size("intermediate_size"))
-    fields.one_of("decoder_sparse_step", (1,), 1)
-    fields.one_of("mlp_only_layers", ([], None), None)
-    return Mixture(
-        experts, chosen, fields.size("moe_intermediate_size", 768), normalised=fields.flag("norm_topk_prob", False)
-    )
+        return found
+    width = fields.size("moe_intermediate_size", 768)
+    return found | {"expert_width": width, "normalised": fields.flag("norm_topk_prob", False)}
 
 
 def _rope(fields: _Fields, default: float) -> tuple[float, tuple]:
@@ -232,7 +229,8 @@ def _kinds(fields: _Fields, model_type: str, num_layers: int) -> tuple[str, ...]
         kinds = [FULL if fields.config.get("sliding_window") is None else SLIDING] * num_layers
     elif model_type == "qwen3_moe":
         fields.one_of("use_sliding_window", (False,), False)
-        kinds = [FULL] * num_layers
+        step, dense = fields.size("decoder_sparse_step", 1), fields.config.get("mlp_only_layers") or []
+        kinds = [DENSE if i in dense or (i + 1) % step else FULL for i in range(num_layers)]
     elif model_type in ("qwen2", "qwen3") and fields.flag("use_sliding_window", False):
         first = fields.config.get("max_window_layers", 28)
         if type(first) is not int or first < 0:
@@ -244,10 +242,10 @@ def _kinds(fields: _Fields, model_type: str, num_layers: int) -> tuple[str, ...]
         kinds = [FULL] * num_layers
     types = fields.config.get("layer_types")
     if types is not None:
-        names = {theirs: ours for ours, theirs in KINDS.items()}
+        names = {KINDS[ours]: ours for ours in (FULL, SLIDING)}
         if not isinstance(types, list) or len(types) != num_layers or not {*map(str, types)} <= names.keys():
             raise fields.refuse("layer_types", f"it is a list of {num_layers}, each {' or '.join(names)}")
-        given = [names[each] for each in types]
+        given = [DENSE if ours == DENSE else names[each] for each, ours in zip(types, kinds, strict=True)]
         may_differ = model_type in ("qwen2", "qwen3") and fields.flag("use_sliding_window", False)
         if given != kinds and not may_differ:
             raise fields.refuse("layer_types", f"the other fields of this {model_type} say {KINDS[kinds[0]]} for all")
@@ -304,8 +302,8 @@ def config_of(model: Model) -> dict:
         "qwen2": windows,
         "qwen3": windows | {"attention_bias": model.attention_bias},
     }
-    if model.mixture is not None:
-        candidates, model = _mixture_candidates(model, model.mixture), _as_published(model)
+    if model.num_experts:
+        candidates, model = _mixture_candidates(model), _as_published(model)
     for model_type, more in candidates.items():
         config = _named(model_type, found | more)
         try:
@@ -320,19 +318,25 @@ def config_of(model: Model) -> dict:
     )
 
 
-def _mixture_candidates(model: Decoder, mixture: Mixture) -> dict[str, dict]:
+def _mixture_candidates(model: Decoder) -> dict[str, dict]:
     """The fields of a mixture of experts in each family that has one."""
-    chosen = {"num_experts_per_tok": mixture.top_k, "output_router_logits": False}
+    chosen = {"num_experts_per_tok": model.top_k, "output_router_logits": False}
+    dense = [i for i, kind in enumerate(model.kinds * model.num_blocks) if kind == DENSE]
     return {
         "mixtral": chosen
-        | {"num_local_experts": mixture.num_experts, "router_jitter_noise": 0.0, "sliding_window": model.window},
+        | {
+            "intermediate_size": model.width_of_expert,
+            "num_local_experts": model.num_experts,
+            "router_jitter_noise": 0.0,
+            "sliding_window": model.window,
+        },
         "qwen3_moe": chosen
         | {
-            "num_experts": mixture.num_experts,
-            "moe_intermediate_size": mixture.width,
-            "norm_topk_prob": mixture.normalised,
+            "num_experts": model.num_experts,
+            "moe_intermediate_size": model.width_of_expert,
+            "norm_topk_prob": model.normalised,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
+            "mlp_only_layers": dense,
             "use_sliding_window": False,
             "attention_bias": model.attention_bias,
         },
@@ -341,7 +345,9 @@ def _mixture_candidates(model: Decoder, mixture: Mixture) -> dict[str, dict]:
 
 def _as_published(model: Decoder) -> Decoder:
     """Without what is a run's choice, and in no file: what is dropped, and auxiliary losses."""
-    return replace(model, mixture=replace(model.mixture, capacity=None, balance_loss=0.0, z_loss=0.0))
+    width = model.width_of_expert
+    widths = {"expert_width": width} if model.qk_norm else {"ffn_width": width, "expert_width": None}
+    return replace(model, capacity=None, balance_loss=0.0, z_loss=0.0, **widths)
 
 
 def _named(model_type: str, fields: dict) -> dict:
@@ -445,6 +451,8 @@ def tensors_of(model: Model) -> tuple[Tensor, ...]:
     found = []
     for path, param in named_params(declare(model)):
         head, _, rest = path.partition(".")
+        if param.update == "count":  # of a run, and not of the model
+            continue
         if head != STACKED:
             name, layout = outer[path]
             shape = param.shape if param.real is None else (param.real, *param.shape[1:])
@@ -454,7 +462,10 @@ def tensors_of(model: Model) -> tuple[Tensor, ...]:
         if len(model.kinds) > 1:  # blocks.0_full.mlp.w_up
             number, _, rest = rest.partition(".")
             place = int(number.partition("_")[0])
-        name, layout = layers[rest]
+        names = layers
+        if getattr(model, "num_experts", 0) and model.kinds[place] != DENSE:
+            names = layers | (QWEN3_MOE_LAYER if model.qk_norm else MIXTRAL_LAYER)
+        name, layout = names[rest]
         experts = [(expert,) for expert in range(param.shape[1])] if "{}" in name else [()]
         found += [
             _tensor(
@@ -476,15 +487,15 @@ def _names_of(model: Model) -> tuple[dict, str, dict]:
         return GPT2_OUTER, GPT2_LAYERS, GPT2_LAYER
     if not isinstance(model, Decoder):
         raise ConfigError(f"model {type(model).__name__}", "transformers has no such model", "Use a Decoder or GPT2")
-    if model.mixture is None:
+    if not model.num_experts:
         return DECODER, DECODER_LAYERS, DECODER_LAYER
-    if model.mixture.shared_width or model.mixture.score != "softmax":
+    if model.shared_width or model.router_score != "softmax" or model.balance_rate or model.routed_scale != 1:
         raise ConfigError(
             f"model {model.describe()}",
             "of mixtures of experts, transformers' Mixtral and Qwen3-MoE are known here, and this is neither",
-            "Leave out shared experts and score='sigmoid'",
+            "Leave out shared_width, balance_rate, routed_scale and router_score='sigmoid'",
         )
-    return DECODER, DECODER_LAYERS, DECODER_LAYER | (QWEN3_MOE_LAYER if model.qk_norm else MIXTRAL_LAYER)
+    return DECODER, DECODER_LAYERS, DECODER_LAYER
 
 
 def _tensor(name: str, path: str, index: tuple[int, ...], shape: tuple[int, ...], layout: str) -> Tensor:

@@ -14,12 +14,12 @@ def _llama3(num_layers, width, num_heads, ffn_width, seq_len=8192, **more) -> De
     return Decoder(num_layers, width, num_heads, ffn_width=ffn_width, seq_len=seq_len, **sizes)
 
 
-def _qwen3(num_layers, width, num_heads, ffn_width, **more) -> Decoder:
+def _qwen3(num_layers, width, num_heads, ffn_width, num_kv_heads=8, **more) -> Decoder:
     return Decoder(
         num_layers,
         width,
         num_heads,
-        num_kv_heads=8,
+        num_kv_heads=num_kv_heads,
         head_dim=128,
         ffn_width=ffn_width,
         seq_len=40_960,
@@ -35,8 +35,15 @@ def _mistral_7b(**more) -> Decoder:
     return Decoder(32, 4096, 32, num_kv_heads=8, head_dim=128, ffn_width=14_336, seq_len=32_768, **more)
 
 
-# Source: config.json of meta-llama/Meta-Llama-3-8B, -70B and Llama-3.2-1B, Qwen/Qwen3-0.6B, -8B and -32B,
-# mistralai/Mistral-7B-v0.1 and -v0.3. Those without a source are ours, for proofs and laptops.
+def _moe(num_layers, width, num_heads, ffn_width, seq_len, vocab_size) -> Decoder:
+    sizes = {"num_kv_heads": 2, "head_dim": width // num_heads, "ffn_width": ffn_width}
+    experts = {"num_experts": 8, "top_k": 2, "balance_loss": 0.01, "z_loss": 0.001}
+    return Decoder(num_layers, width, num_heads, seq_len=seq_len, vocab_size=vocab_size, **sizes, **experts)
+
+
+# Source: config.json of meta-llama/Meta-Llama-3-8B, -70B and Llama-3.2-1B, Qwen/Qwen3-0.6B, -8B, -32B, -30B-A3B and
+# -235B-A22B, mistralai/Mistral-7B-v0.1, -v0.3 and Mixtral-8x7B-v0.1. Those without a source are ours, for proofs and
+# laptops.
 PRESETS: dict[str, Model] = {
     "proof": _gpt2(4, 64, 8, seq_len=32, vocab_size=250),
     "tiny": _gpt2(4, 128, 4, seq_len=128, vocab_size=256),
@@ -62,4 +69,9 @@ PRESETS: dict[str, Model] = {
     "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
     "mistral-7b-v0.1": _mistral_7b(vocab_size=32_000, window=4096, kinds=(SLIDING,)),
     "mistral-7b-v0.3": _mistral_7b(vocab_size=32_768, rope_theta=1_000_000.0),
+    "moe-proof": _moe(4, 64, 8, 64, seq_len=32, vocab_size=250),
+    "moe-10m": _moe(4, 256, 4, 256, seq_len=256, vocab_size=256),
+    "mixtral-8x7b": _mistral_7b(vocab_size=32_000, rope_theta=1_000_000.0, num_experts=8, top_k=2),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 6144, num_kv_heads=4, num_experts=128, top_k=8, expert_width=768),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12_288, num_kv_heads=4, num_experts=128, top_k=8, expert_width=1536),
 }

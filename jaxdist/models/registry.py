@@ -45,6 +45,22 @@ class ModelFlags:
     """Tokens per sequence."""
     vocab_size: int | None = None
     dropout: float | None = None
+    num_experts: int | None = None
+    """Experts in the place of each layer's feed-forward, of a decoder (docs/experts.md)."""
+    top_k: int | None = None
+    """Experts that a token chooses."""
+    expert_width: int | None = None
+    """Of each expert; default: ffn_width."""
+    shared_width: int | None = None
+    """Of a feed-forward beside the experts, which all tokens use."""
+    capacity: float | None = None
+    """Tokens an expert takes of a sequence, over its even share; what is beyond is dropped. Default: all."""
+    balance_loss: float | None = None
+    """Factor of the loss that is least where all experts are chosen equally often."""
+    z_loss: float | None = None
+    """Factor of the loss that keeps the router's logits small."""
+    balance_rate: float | None = None
+    """Step of a bias of each expert's score, up where it was chosen less than the mean, down where more."""
     lora: int = 0
     """Rank of the adapters that are trained in the place of the model's own parameters; 0: none."""
     lora_alpha: float | None = None

@@ -16,6 +16,8 @@ from jaxdist.parallel.blocked_attention import vary_alike
 
 BLOCK = 512  # rows of one product
 FEWEST = 8
+# The functions' names in a traced program, whose loops do not say how often they run: rows and matrices come first.
+GROUPED, GROUPED_OUTER = GROUPED_PRODUCTS = "grouped_products", "grouped_outer_products"
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:
@@ -34,7 +36,7 @@ def grouped_matmul(x_ND: jax.Array, w_EDF: jax.Array, counts_E: jax.Array) -> ja
 
 @jax.custom_vjp
 def _grouped(x_ND, w_EDF, counts_E):
-    return _products(x_ND, w_EDF, counts_E, transposed=False)
+    return grouped_products(x_ND, w_EDF, counts_E, transposed=False)
 
 
 def _forward(x_ND, w_EDF, counts_E):
@@ -43,17 +45,22 @@ def _forward(x_ND, w_EDF, counts_E):
 
 def _backward(kept, dy_NF):
     x_ND, w_EDF, counts_E = kept
-    return _products(dy_NF, w_EDF, counts_E, transposed=True), _outer_products(x_ND, dy_NF, w_EDF, counts_E), None
+    return (
+        grouped_products(dy_NF, w_EDF, counts_E, transposed=True),
+        grouped_outer_products(x_ND, dy_NF, w_EDF, counts_E),
+        None,
+    )
 
 
 _grouped.defvjp(_forward, _backward)
 
 
 class _Blocks:
-    """The blocks that cover the groups' rows: how many there are, and of each its group, first row and rows."""
+    """The blocks that cover the groups' rows: how many there are, and of each its group and rows."""
 
     def __init__(self, num_rows: int, counts_E: jax.Array):
-        self.size, self.counts_E = block_rows(num_rows, len(counts_E)), counts_E
+        self.size, self.counts_E = min(block_rows(num_rows, len(counts_E)), num_rows), counts_E
+        self.last_start = num_rows - self.size
         self.of_group_E = -(-counts_E // self.size)
         self.end_E, self.first_row_E = jnp.cumsum(self.of_group_E), jnp.cumsum(counts_E) - counts_E
 
@@ -61,40 +68,43 @@ class _Blocks:
     def number(self) -> jax.Array:
         return self.end_E[-1]
 
-    def of(self, block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def of(self, block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(its group, the first of `size` rows, which of these are not before it, which are its own)."""
         group = jnp.sum(self.end_E <= block)
-        rows_before = (block - self.end_E[group] + self.of_group_E[group]) * self.size
-        return group, self.first_row_E[group] + rows_before, jnp.minimum(self.counts_E[group] - rows_before, self.size)
+        done = (block - self.end_E[group] + self.of_group_E[group]) * self.size
+        first = self.first_row_E[group] + done
+        start = jnp.minimum(first, self.last_start)  # none reaches beyond the last row
+        row = start + jnp.arange(self.size)
+        return group, start, row >= first, (row >= first) & (row < first + self.counts_E[group] - done)
 
 
 @partial(jax.jit, static_argnames="transposed")
-def _products(x_ND, w_EDF, counts_E, *, transposed: bool):
+def grouped_products(x_ND, w_EDF, counts_E, *, transposed: bool):
     blocks = _Blocks(len(x_ND), counts_E)
     width = w_EDF.shape[1 if transposed else 2]
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
-    padded = jnp.pad(x_ND, ((0, blocks.size), (0, 0)))
 
     def body(block, y):
-        group, start, _ = blocks.of(block)
-        rows = lax.dynamic_slice_in_dim(padded, start, blocks.size)
+        group, start, from_here, _ = blocks.of(block)
+        rows = lax.dynamic_slice_in_dim(x_ND, start, blocks.size)
         product = lax.dot_general(rows, lax.dynamic_index_in_dim(w_EDF, group, keepdims=False), contract)
         # Rows of the next group are wrong here, and are written again by its own block.
-        return lax.dynamic_update_slice_in_dim(y, product, start, 0)
+        before = lax.dynamic_slice_in_dim(y, start, blocks.size)
+        return lax.dynamic_update_slice_in_dim(y, jnp.where(from_here[:, None], product, before), start, 0)
 
-    empty = comm.varying_like(jnp.zeros((len(padded), width), x_ND.dtype), x_ND)
-    return lax.fori_loop(jnp.zeros_like(blocks.number), blocks.number, body, empty)[: len(x_ND)]
+    empty = comm.varying_like(jnp.zeros((len(x_ND), width), x_ND.dtype), x_ND)
+    return lax.fori_loop(jnp.zeros_like(blocks.number), blocks.number, body, empty)
 
 
 @jax.jit
-def _outer_products(x_ND, dy_NF, w_EDF, counts_E):
+def grouped_outer_products(x_ND, dy_NF, w_EDF, counts_E):
     blocks = _Blocks(len(x_ND), counts_E)
-    x_ND, dy_NF = (jnp.pad(rows, ((0, blocks.size), (0, 0))) for rows in (x_ND, dy_NF))
     wide = jnp.promote_types(w_EDF.dtype, jnp.float32)
 
     def body(block, dw):
-        group, start, held = blocks.of(block)
+        group, start, _, own = blocks.of(block)
         x, dy = (lax.dynamic_slice_in_dim(rows, start, blocks.size) for rows in (x_ND, dy_NF))
-        x = jnp.where((jnp.arange(blocks.size) < held)[:, None], x, 0)
+        x = jnp.where(own[:, None], x, 0)
         product = lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=wide)
         before = lax.dynamic_index_in_dim(dw, group)
         return lax.dynamic_update_slice_in_dim(dw, before + product[None], group, 0)

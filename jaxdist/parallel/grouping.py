@@ -78,7 +78,7 @@ def reduce_scatter_groups(
 ) -> list[jax.Array]:
     """Compute-local gradients -> this rank's summed shards, one reduce-scatter a group.
 
-    Layout: each g in the compute layout {U_zero_axes} -> g in the storage layout; one that ZeRO does not shard, as it is.
+    Layout: each g in the compute layout {U_zero_axes} -> g in the storage layout; what ZeRO does not shard, as it is.
     Sends: (n-1)/n of the padded bytes. A group of several leaves is laid side by side first: one copy of that group.
     Source: ZeRO, arXiv 1910.02054, section 5.
     """

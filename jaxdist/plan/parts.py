@@ -1,7 +1,7 @@
 """The parts of a model traced alone: what its embedding, one layer and its loss send, keep and read again.
 
 A step runs each part as often as its schedule says, so what a part is need be known once. Nothing here knows a model:
-the parts are traced on an abstract mesh that has tp and cp alone, with the shapes of one rank.
+the parts are traced on an abstract mesh that has tp, cp and ep alone, with the shapes of one rank.
 """
 
 import math
@@ -23,11 +23,12 @@ from jaxdist.compat import inner_programs, type_of
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import drop_frozen, fill, keep_frozen, split_outer
-from jaxdist.mesh import MeshShape, make_abstract_mesh
+from jaxdist.mesh import MeshShape, data_ranks_of, make_abstract_mesh
 from jaxdist.models.attention import traced_attention
-from jaxdist.models.base import Model
+from jaxdist.models.base import Model, declare, named_params
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.grouped_matmul import GROUPED, GROUPED_OUTER, GROUPED_PRODUCTS
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, flat, needed_for, split_layer, variables
 from jaxdist.parallel.zero import ShardedParams
 from jaxdist.placement import make_layout
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OneRank:
-    """One rank of `tp` and `cp`, with micro-batches of `rows` sequences, and what a run tells the model."""
+    """One rank of `tp`, `cp` and `ep`, with micro-batches of `rows` sequences, and what a run tells the model."""
 
     model: Model
     tp: int
@@ -50,6 +51,7 @@ class OneRank:
     sp: bool = False
     cp: int = 1
     cp_kind: str = "ring"
+    ep: int = 1
     tp_ring: str = "none"
     loss_chunks: int = 1
     selective: bool = False
@@ -66,6 +68,7 @@ class OneRank:
             sp=parallel.sp and mesh.tp > 1,
             cp=mesh.cp,
             cp_kind=parallel.cp_kind,
+            ep=mesh.ep,
             tp_ring=parallel.tp_ring,
             loss_chunks=parallel.loss_chunks,
             selective=parallel.remat == "selective",
@@ -75,16 +78,17 @@ class OneRank:
     def trace(self, function: Callable[["_Functions"], T]) -> T:
         """What `function` finds out about the parts, called where collectives over tp can be traced."""
         remat, attention = "selective" if self.selective else "none", self.attention
-        mesh, model, dtype = MeshShape(cp=self.cp, tp=self.tp), self.model, self.precision.dtype
+        dp = data_ranks_of(self.ep, self.cp)
+        mesh, model, dtype = MeshShape(dp=dp, ep=self.ep, cp=self.cp, tp=self.tp), self.model, self.precision.dtype
         settings = {name: getattr(self, name) for name in ("sp", "cp_kind", "tp_ring", "loss_chunks")}
         parallel = ParallelConfig(mesh, remat=remat, **settings)
-        config = RunConfig(model, parallel, precision=self.precision, batch_size=self.rows, steps=1)
+        config = RunConfig(model, parallel, precision=self.precision, batch_size=dp * self.rows, steps=1)
         layout = make_layout(model, parallel)
         attention = model.attention_for(attention, "abstract", dtype, training=True)
         bound = ShardedModel.of(config, layout, "cudnn-traced" if attention == "cudnn" else attention)
         specs = Batch(*[layout.rows_spec()] * 3)
-        tokens = jax.ShapeDtypeStruct((self.rows, model.seq_len), jnp.int32)
-        numbers = jax.ShapeDtypeStruct((self.rows,), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((dp * self.rows, model.seq_len), jnp.int32)
+        numbers = jax.ShapeDtypeStruct((dp * self.rows,), jnp.int32)
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout.leaves)
         found: list[T] = []
 
@@ -162,7 +166,7 @@ class _Functions:
 
 @dataclass(frozen=True)
 class PartTraffic:
-    """What one part sends over tp for one micro-batch.
+    """What one part sends over tp, cp and ep for one micro-batch.
 
     forward, backward: with what forward keeps at hand. recomputed: what backward sends besides where forward runs
     again. read_again: the parameters that such a backward needs, forward included, by their path in the part.
@@ -377,6 +381,7 @@ class Product(NamedTuple):
     """A matrix product of one part: FLOPs a position, its two dims beside the positions, and which of them tp splits.
 
     batched: a product of activations (attention's), whose `n` and `k` are its smallest dim and whatever is left.
+    rows, groups: of experts' products, the rows for one position, in so many groups, each with a matrix of its own.
     """
 
     flops: float
@@ -385,11 +390,17 @@ class Product(NamedTuple):
     splits_n: bool
     splits_k: bool
     batched: bool
+    rows: float = 1.0
+    groups: int = 1
 
-    def seconds(self, matmul: Callable, tp: Number) -> Number:
+    def seconds(self, matmul: Callable, tp: Number, ep: Number) -> Number:
         if self.batched:
             return matmul(self.n / (tp if self.splits_n else 1), self.k, m=self.k)
-        return matmul(self.n / (tp if self.splits_n else 1), self.k / (tp if self.splits_k else 1))
+        n, k = self.n / (tp if self.splits_n else 1), self.k / (tp if self.splits_k else 1)
+        if self.groups == 1:
+            return matmul(n, k)
+        # Of its experts a rank gets the rows of all ranks of ep.
+        return self.rows * matmul(n, k, part=self.rows * ep / self.groups)
 
 
 @dataclass(frozen=True)
@@ -405,6 +416,7 @@ class TracedWork:
     width: int
     vocab_size: int
     layer_parameters: int
+    expert_parameters: int
     table_parameters: int
     embedding_parameters: int
     layer_sums: float
@@ -421,14 +433,19 @@ class TracedWork:
         layer = sum(p.flops * (3 if p.batched else 1 + self.layer_backward) for p in self.layer)
         return self.num_layers * layer + sum(p.flops for p in self.loss) * (1 + self.head_backward)
 
-    def matrices(self, matmul: Callable, tp: Number) -> Number:
-        return sum(p.seconds(matmul, tp) for p in self.layer if not p.batched)
+    @property
+    def experts(self) -> int:
+        """How many a layer has; 1 where it has none."""
+        return max((p.groups for p in self.layer), default=1)
+
+    def matrices(self, matmul: Callable, tp: Number, ep: Number) -> Number:
+        return sum(p.seconds(matmul, tp, ep) for p in self.layer if not p.batched)
 
     def core(self, matmul: Callable, tp: Number) -> Number:
-        return sum(p.seconds(matmul, tp) for p in self.layer if p.batched)
+        return sum(p.seconds(matmul, tp, 1) for p in self.layer if p.batched)
 
     def head(self, matmul: Callable, tp: Number) -> Number:
-        return sum(p.seconds(matmul, tp) for p in self.loss)
+        return sum(p.seconds(matmul, tp, 1) for p in self.loss)
 
     def elementwise_bytes(self, dropout: Number, flash: Number, itemsize: int) -> tuple:
         whole = split = scores = 0.0
@@ -436,7 +453,7 @@ class TracedWork:
             if p.batched:
                 scores += np.where(flash, 0, 2 * p.n * itemsize)
                 continue
-            for size, is_split in ((p.n, p.splits_n), (p.k, p.splits_k)):
+            for size, is_split in ((p.rows * p.n, p.splits_n), (p.rows * p.k, p.splits_k)):
                 split, whole = split + size * is_split, whole + size * (not is_split)
         return whole * itemsize, split * itemsize, scores
 
@@ -466,12 +483,16 @@ def work_of(model: Model) -> TracedWork:
     weights, core = (sum(p.flops for p in products if p.batched == batched) for batched in (False, True))
     table = max((leaf for leaf in outer if "loss" in leaf.used_in), key=lambda leaf: math.prod(leaf.shape))
     sent = traffic_of(few).layer.forward if few else ()
+    in_experts = {
+        path for path, param in named_params(declare(model)) if "experts" in param.dims and param.update != "count"
+    }
     return TracedWork(
         num_layers=model.num_blocks,
         seq_len=model.seq_len,
         width=width,
         vocab_size=max(table.shape),
         layer_parameters=layer_parameters,
+        expert_parameters=sum(math.prod(leaf.shape[1:]) for leaf in layers if leaf.name in in_experts),
         table_parameters=math.prod(table.shape),
         embedding_parameters=sum(math.prod(leaf.shape) for leaf in outer),
         layer_sums=sum(c.count * (1 if c.kind == "all_reduce" else 0.5) for c in sent),
@@ -483,6 +504,17 @@ def work_of(model: Model) -> TracedWork:
         loss=of_loss,
         attention=one.trace(_attention),
     )
+
+
+@cache
+def exchanged(model: Model, ep: int) -> float:
+    """Elements of the all-to-alls that a layer's forward sends over `ep`, for one position; what a rank keeps of its
+    own is counted."""
+    if ep == 1:
+        return 0.0
+    rank = OneRank(model, 1, 1, PrecisionConfig(), ep=ep)
+    sent = (c.count * c.full_bytes for c in traffic_of(rank).layer.forward if c.kind == "all_to_all")
+    return sum(sent) / jnp.dtype(rank.precision.dtype).itemsize / model.seq_len
 
 
 def _attention(parts: _Functions) -> tuple[AttentionShape, ...]:
@@ -508,15 +540,23 @@ def _dots(jaxpr) -> list[tuple[int, int, int, int]]:
     """(batch, m, n, k) of every product that a program's results depend on."""
 
     def dims(eqn) -> tuple[int, int, int, int]:
+        a, b = (v.aval.shape for v in eqn.invars[:2])
+        if eqn.params.get("name") == GROUPED:  # of as many rows each
+            (rows, k), (groups, *widths) = a, b
+            return groups, rows // groups, math.prod(widths) // k, k
+        if eqn.params.get("name") == GROUPED_OUTER:
+            (rows, m), (_, n), groups = a, b, len(eqn.invars[2].aval.shape) and eqn.invars[2].aval.shape[0]
+            return groups, m, n, rows // groups
         (left, _), (batch, _) = eqn.params["dimension_numbers"]
-        a, b = (v.aval.shape for v in eqn.invars)
         k, both = math.prod(a[d] for d in left), math.prod(a[d] for d in batch)
         return both, math.prod(a) // (k * both), math.prod(b) // (k * both), k
 
     found, jaxpr = [], getattr(jaxpr, "jaxpr", jaxpr)
     for eqn in needed_for(jaxpr.outvars, jaxpr.eqns):
-        found += [dims(eqn)] if eqn.primitive.name == "dot_general" else []
-        found += [each for inner in inner_programs(eqn) for each in _dots(inner)]
+        if eqn.primitive.name == "dot_general" or eqn.params.get("name") in GROUPED_PRODUCTS:
+            found.append(dims(eqn))
+        else:
+            found += [each for inner in inner_programs(eqn) for each in _dots(inner)]
     return found
 
 
@@ -538,6 +578,10 @@ def _compared(one: list, two: list, seq_len: int) -> tuple[Product, ...]:
     """Products on one rank, told by those on two which of their dims tp splits."""
     positions, found = ROWS * seq_len, []
     for (batch, m, n, k), (_, _, n2, k2) in zip(one, two, strict=True):
+        if batch > 1 and batch % ROWS:  # groups of rows, each with a matrix of its own
+            rows = batch * m / positions
+            found.append(Product(2 * rows * n * k, n, k, n2 < n, k2 < k, False, rows, batch))
+            continue
         if batch % ROWS == 0:  # of activations: heads are split, if anything is
             smallest, flops = min(m, n, k), 2 * batch * m * n * k / positions
             halves = two is not one and any(b < a for a, b in zip(one, two, strict=True))

@@ -69,10 +69,13 @@ class Elements(NamedTuple):
 
 
 @cache
-def device_elements(model: Model, tp: int, shards: int, pp: int, trained: bool = False) -> Elements:
+def device_elements(
+    model: Model, tp: int, shards: int, pp: int, ep: int = 1, cp: int = 1, trained: bool = False
+) -> Elements:
     """Counted from the model's own declaration, the padding of ZeRO over so many `shards` included; with `trained` of
-    what has a gradient."""
-    parallel = ParallelConfig(mesh=MeshShape(pp=pp, dp=shards, tp=tp), zero=1)
+    what has a gradient. shards: the ranks of dp and cp together."""
+    mesh = MeshShape(pp=pp, dp=shards // cp, ep=ep, cp=cp, tp=tp)
+    parallel = ParallelConfig(mesh, zero=1, **({"cp_kind": "all-gather"} if cp > 1 else {}))
     layout = make_layout(model, parallel, (1,) * pp)
     leaves = layout.trained.leaves if trained else layout.leaves
     outer = _flat({name: part for name, part in leaves.items() if name != STACKED})
@@ -107,12 +110,12 @@ class LayerColumns(NamedTuple):
 
 
 def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
-    """Of every layout; traced once for each way to run a layer (tp, cp and its kind, sp, selective)."""
-    kinds, index = distinct(layouts.tp, layouts.cp, layouts.kind, layouts.sp == 1, layouts.selective == 1)
+    """Of every layout; traced once for each way to run a layer (tp, cp and its kind, ep, sp, selective)."""
+    kinds, index = distinct(layouts.tp, layouts.cp, layouts.kind, layouts.ep, layouts.sp == 1, layouts.selective == 1)
     columns = np.empty((len(LayerColumns._fields), len(index)))
-    for number, (tp, cp, _, sp, selective) in enumerate(kinds):
+    for number, (tp, cp, _, ep, sp, selective) in enumerate(kinds):
         here = np.flatnonzero(index == number)
-        settings = {"sp": bool(sp), "selective": bool(selective), "attention": attention, "cp": cp}
+        settings = {"sp": bool(sp), "selective": bool(selective), "attention": attention, "cp": cp, "ep": ep}
         settings["cp_kind"] = layouts.cp_kind(here[0], config.parallel)
         columns[:, here] = _of_rank(config, tp, layouts.rows[here], **settings)
     return LayerColumns(*columns)
@@ -152,7 +155,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     model, precision = config.model, config.precision
     itemsize, wide = ITEMSIZE[precision.dtype], ITEMSIZE[precision.master_dtype]
     c = layouts
-    meshes, index = distinct(c.tp, c.dp * c.cp, c.pp)
+    meshes, index = distinct(c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1))
     e, t = (
         Elements(*np.array([device_elements(model, *mesh, trained) for mesh in meshes], float)[index].T)
         for trained in (False, True)

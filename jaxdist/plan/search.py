@@ -18,13 +18,13 @@ import numpy as np
 
 from jaxdist.config import CP_KINDS, ParallelConfig, RunConfig, context_kinds, cp_split
 from jaxdist.errors import ConfigError, divisors
-from jaxdist.mesh import AXES, FACTORS, MeshShape
+from jaxdist.mesh import AXES, FACTORS, MeshShape, data_ranks_of
 from jaxdist.models.attention import LONG
 from jaxdist.models.base import Model
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
 from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan.hardware import Cluster
-from jaxdist.plan.parts import allows, work_of
+from jaxdist.plan.parts import allows, exchanged, work_of
 from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes
 from jaxdist.plan.schedule_facts import schedule_facts, table_facts
 from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
@@ -178,7 +178,14 @@ def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str
         divided = divided and (mesh["cp"] == 1 or model.seq_len >= LONG)
         return divided and allows(model, mesh["tp"]) and bool(context_kinds(model, MeshShape(**mesh)))
 
-    found = [mesh | {"ep": 1} for mesh in split(FACTORS, num_devices) if divides(mesh)]
+    experts = work_of(model).experts
+    found = [
+        mesh | {"ep": ep}
+        for mesh in split(FACTORS, num_devices)
+        if divides(mesh)
+        for ep in divisors(math.gcd(experts, mesh["dp"] * mesh["cp"]))
+        if mesh["dp"] % data_ranks_of(ep, mesh["cp"]) == 0
+    ]
     if not found:
         raise ConfigError(
             f"{num_devices} devices for a batch of {batch_size} sequences",
@@ -396,13 +403,14 @@ def _step_time(base, layouts: Candidates, table: Pipelines, cluster, attention, 
     exchanging, gathers_keys = context_columns(base, layouts)
     by_blocks = (layouts.cp > exchanging) | (attention == "blocked")  # a ring's, and of keys that are gathered
     layout = Layout(
-        **{axis: _number_if_constant(getattr(layouts, axis)) for axis in AXES if axis != "ep"},
+        **{axis: _number_if_constant(getattr(layouts, axis)) for axis in AXES},
         microbatches=layouts.accumulate * layouts.microbatches,
         pipeline_microbatches=layouts.microbatches,
         rows=layouts.rows,
         zero=layouts.zero,
         sp=layouts.sp == 1,
         exchanging=exchanging,
+        exchanged=exchanged_columns(model, layouts),
         gathers_keys=gathers_keys,
         remat=remat_names(layouts),
         chunks=layouts.chunks,
@@ -448,6 +456,12 @@ def context_columns(base: RunConfig, layouts: Candidates) -> tuple[np.ndarray, n
     kinds, index = distinct(layouts.kind, layouts.cp)
     rows = [cp_split(kind_name(kind, base.parallel), cp) for kind, cp in kinds]
     return tuple(np.array(rows)[index].T)
+
+
+def exchanged_columns(model: Model, layouts: Candidates) -> np.ndarray:
+    """`parts.exchanged`, as a column."""
+    sizes, index = distinct(layouts.ep)
+    return np.array([exchanged(model, ep) for (ep,) in sizes])[index]
 
 
 def weight_gathers(layouts: Candidates) -> np.ndarray:

@@ -106,6 +106,7 @@ class Layout:
     hidden_part: with overlap_dp, of what is sent during backward, the part that has another layer beside it.
     exchanging, gathers_keys: as `ParallelConfig.cp_split`.
     overlap_across: with overlap_dp, the sum over replica overlaps with backward as well.
+    exchanged: elements of a layer's all-to-alls over ep in forward, for one position.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     """
 
@@ -114,6 +115,7 @@ class Layout:
     dp: Number = 1
     cp: Number = 1
     tp: Number = 1
+    ep: Number = 1
     microbatches: Number = 1
     rows: Number = 1
     zero: Number = 0
@@ -141,6 +143,7 @@ class Layout:
     gathers_keys: Number = False
     overlap_across: Number = True
     hidden_part: Number = 1.0
+    exchanged: Number = 0.0
 
     @property
     def num_devices(self) -> Number:
@@ -152,7 +155,7 @@ class Layout:
         return np.asarray(self.replica) * self.dp * self.microbatches * self.rows
 
 
-PARTS = ("compute", "memory", "overhead", "tp", "cp", "dp", "pp", "bubble", "input")
+PARTS = ("compute", "memory", "overhead", "tp", "cp", "ep", "dp", "pp", "bubble", "input")
 BINDS = ("compute", "memory", "communication", "bubble", "host")
 # What binds a step: (as the subject of a sentence, what would shorten the step).
 RELIEF = {
@@ -163,6 +166,7 @@ RELIEF = {
     ),
     "tp": ("Tensor-parallel communication binds", "a smaller tp inside one node, sp, or overlap (tp_ring)"),
     "cp": ("Context-parallel communication binds", "a smaller cp, another cp_kind, or fewer key/value heads"),
+    "ep": ("The exchange of tokens between experts binds", "a smaller ep inside one node, or a capacity"),
     "dp": (
         "Data-parallel communication binds",
         "more tokens a device (accumulate), overlap, 16-bit gradients, or a lower ZeRO stage",
@@ -185,6 +189,7 @@ class StepTime:
     overhead: np.ndarray
     tp: np.ndarray
     cp: np.ndarray
+    ep: np.ndarray
     dp: np.ndarray
     dp_hidden: np.ndarray
     pp: np.ndarray
@@ -196,7 +201,7 @@ class StepTime:
 
     @property
     def communication(self) -> np.ndarray:
-        return self.tp + self.cp + self.dp + self.pp
+        return self.tp + self.cp + self.ep + self.dp + self.pp
 
     @property
     def binds(self) -> np.ndarray:
@@ -208,7 +213,7 @@ class StepTime:
         """What would shorten this step, and what part of it that is now."""
         binds = str(self.binds[index])
         if binds == "communication":
-            binds = max(("tp", "cp", "dp", "pp"), key=lambda name: getattr(self, name)[index])
+            binds = max(("tp", "cp", "ep", "dp", "pp"), key=lambda name: getattr(self, name)[index])
         seconds = self.overhead + self.input if binds == "host" else getattr(self, binds)
         cause, relief = RELIEF[binds]
         share = seconds[index] / self.total[index]
@@ -237,11 +242,13 @@ class Work(Protocol):
     """What a model's layers and loss compute: `jaxdist.plan.parts.work_of` reads it from a trace,
     `jaxdist.plan.papers.work` from the closed forms of published models.
 
-    layer_sums: all-reduces over tp of one layer's forward. table_parameters: of the largest parameter that the loss
+    expert_parameters: of layer_parameters, those of experts, all of them. layer_sums: all-reduces over tp of one
+    layer's forward. table_parameters: of the largest parameter that the loss
     uses, vocab_size its rows. trained_layer, trained_table: what part of these parameters is trained. layer_backward,
     head_backward: FLOPs of the backward of products with weights over those of their forward: 2, or 1 where weights are
     frozen. attention: every causal attention of a layer; none where the model has another. matmul(n, k, m): seconds of
-    a product [positions, k] x [k, n]; m where another dim is the smallest.
+    a product [positions, k] x [k, n]; m where another dim is the smallest, part where its rows come in groups of that
+    part of the positions.
     """
 
     num_layers: int
@@ -249,6 +256,7 @@ class Work(Protocol):
     width: int
     vocab_size: int
     layer_parameters: int
+    expert_parameters: int
     table_parameters: int
     embedding_parameters: int
     layer_sums: float
@@ -262,8 +270,8 @@ class Work(Protocol):
     def flops_per_token(self) -> float:
         """Of forward and backward."""
 
-    def matrices(self, matmul: Callable, tp: Number) -> Number:
-        """Seconds of a layer's products with its weights."""
+    def matrices(self, matmul: Callable, tp: Number, ep: Number) -> Number:
+        """Seconds of a layer's products with its weights; experts get as much each."""
 
     def core(self, matmul: Callable, tp: Number) -> Number:
         """Seconds of a layer's products of activations where attention writes its scores."""
@@ -292,7 +300,7 @@ def step_time(
     itemsize = {"float32": 4, "tfloat32": 4, "float64": 8}.get(dtype, 2)
     peak, e, h = cluster.hardware.peak(dtype), efficiency, work.width
     wide = "bfloat16" if dtype == "float8" else dtype  # products of activations stay in 16 bit
-    pp, dp, cp, tp = (np.asarray(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp"))
+    pp, dp, cp, tp, ep = (np.asarray(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp", "ep"))
     replica, m, sp = np.asarray(layout.replica), np.asarray(layout.microbatches), np.asarray(layout.sp)
     zero, grad = np.asarray(layout.zero), np.asarray(layout.gradient_bytes)
     selective, every = remat_columns(layout.remat)
@@ -300,15 +308,23 @@ def step_time(
     hbm = cluster.hardware.memory_bytes_per_s * e.hbm
     positions = layout.rows * work.seq_len / cp  # of one micro-batch on one device
 
-    def matmul(n, k, m=positions):
-        smallest = np.minimum(np.minimum(m, n), k)
+    def matmul(n, k, m=positions, part=1):
+        smallest = np.minimum(np.minimum(m * part, n), k)
         return 2 * positions * n * k / (peak * e.matmul * smallest / (smallest + e.half_size))
 
     def ring(algorithm, axis, size, num_bytes):
         return cluster.collective_seconds(algorithm, size, apart[axis], num_bytes, e.inside, e.between)
 
+    def both(algorithm, num_bytes, of_experts):
+        """Over the ranks that hold the same; `num_bytes` are those of experts and of the rest."""
+        rest = ring(algorithm, "cp", dp * cp, num_bytes - of_experts)
+        # The ranks of dp outside of ep; of cp, where ep takes it whole.
+        return rest + cluster.collective_seconds(
+            algorithm, dp * cp // ep, apart["cp"] * ep, of_experts, e.inside, e.between
+        )
+
     # ---- one layer, one micro-batch
-    matrices = work.matrices(matmul, tp)
+    matrices = work.matrices(matmul, tp, ep)
     core = _attention_core(work, layout, matmul, positions, cluster.hardware.peak(wide) * e.attention, hbm, itemsize)
     whole, split, scores = work.elementwise_bytes(layout.dropout, core.fused, itemsize)
     elementwise = positions * (whole / np.where(sp, tp, 1) + split / tp) / hbm
@@ -318,6 +334,8 @@ def step_time(
     again = every > 0  # recomputed forwards
     core_again = again | (selective & ~core.fused)
     sent = _over_cp(work, layout, cluster, e, positions, itemsize, core)
+    # Neighbours among the ranks of dp x cp hold different experts.
+    swapped = ring("all_to_all", "cp", ep, positions * layout.exchanged * itemsize)
     layer = {
         "compute": (1 + work.layer_backward + again) * matrices + core.backward + (1 + core_again) * core.forward,
         "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise
@@ -327,6 +345,7 @@ def step_time(
         "overhead": (3 + again) * e.layer_seconds,
         "tp": (2 + again) * work.layer_sums * all_reduce * np.where(layout.overlap_tp, 0.5, 1.0),
         "cp": (1 + again) * sent.forward + sent.backward,
+        "ep": (2 + again) * swapped,
     }
     head = {
         "compute": (1 + work.head_backward) * work.head(matmul, tp),
@@ -334,6 +353,7 @@ def step_time(
         "overhead": 0.0,
         "tp": 2 * all_reduce,
         "cp": 0.0,
+        "ep": 0.0,
     }
 
     # ---- one micro-batch on the slowest stage
@@ -341,7 +361,11 @@ def step_time(
     last = work.num_layers / pp if layout.last_layers is None else np.asarray(layout.last_layers)
     with_head = last * sum(layer.values()) + sum(head.values()) >= most * sum(layer.values())
     # Parameters of a device: of a stage that computes with the token table, and (held) as they are stored.
-    layers, table = work.num_layers * work.layer_parameters / pp / tp, work.table_parameters / tp
+    dense, experts = (
+        work.num_layers * part / pp / tp
+        for part in (work.layer_parameters - work.expert_parameters, work.expert_parameters / ep)
+    )
+    layers, table = dense + experts, work.table_parameters / tp
     spread = np.where(layout.spread_table, pp, 1)
     held, trained_table = layers + table / spread, table * work.trained_table
     trained = layers * work.trained_layer + trained_table  # of these, what has a gradient
@@ -364,15 +388,20 @@ def step_time(
     time["overhead"] = time["overhead"] + e.step_seconds
     time["input"] = m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
 
-    scatter = ring("ring_reduce_scatter", "cp", shards, updated * grad)
+    of_experts = experts * work.trained_layer
+    scatter = both("ring_reduce_scatter", updated * grad, of_experts * grad)
     across = ring("ring_all_reduce", "replica", replica, updated * grad / shards)
     # An end gives, and gets, as many parts as in a ring.
     ends = ring("ring_reduce_scatter", "pp", pp, trained_table * grad) + ring(
         "ring_all_gather", "pp", pp, table * itemsize
     )
     across = across + np.where(layout.spread_table, ends, 0)
-    gathered = np.where(zero == 3, held * itemsize, updated * np.where(zero >= 1, itemsize, grad))
-    gather = ring("ring_all_gather", "cp", shards, gathered)
+    each_byte = np.where(zero >= 1, itemsize, grad)
+    gathered, gathered_experts = (
+        np.where(zero == 3, whole * itemsize, changed * each_byte)
+        for whole, changed in ((held, updated), (experts, of_experts))
+    )
+    gather = both("ring_all_gather", gathered, gathered_experts)
     rounds = np.where(zero >= 2, m, 1)
     each = np.where(layout.keep_after_forward, 1, 2) if layout.gathers is None else np.asarray(layout.gathers)
     gathers = np.where(zero == 3, each * m, 1)
@@ -385,7 +414,7 @@ def step_time(
 
     total = sum(time.values())
     flops = layout.sequences * work.seq_len * work.flops_per_token
-    exposed = (time["tp"] + time["cp"] + time["dp"] + time["pp"]) / total
+    exposed = (time["tp"] + time["cp"] + time["ep"] + time["dp"] + time["pp"]) / total
     columns = {
         **time,
         "dp_hidden": hidden,

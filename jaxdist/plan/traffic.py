@@ -138,6 +138,8 @@ class _Step:
         counter = 8 if self.config.precision.dtype == "float64" else 4  # JAX's default integer, with and without x64
         norms: dict[tuple[str, ...], set[str]] = {}
         for leaf in jax.tree.leaves(self.layout.trained.leaves):
+            if leaf.update != "gradient":
+                continue
             norms.setdefault(leaf.storage_axes, set()).add(leaf.group)
         return [
             Message.of("token count", "all_reduce", self.live(*TOKEN_AXES), 1, counter),

@@ -27,7 +27,7 @@ REMEDIES = {
     "compute": RELIEF["compute"][1],
     "memory bandwidth": RELIEF["memory"][1],
     "bubble": RELIEF["bubble"][1],
-    **{f"{COMMUNICATION}{axis}": RELIEF[axis][1] for axis in ("tp", "cp", "dp", "pp")},
+    **{f"{COMMUNICATION}{axis}": RELIEF[axis][1] for axis in ("tp", "cp", "ep", "dp", "pp")},
     f"{COMMUNICATION}replica": "more tokens a device (accumulate), or a larger dp in its place",
     "small matmuls": "a smaller tp, larger micro-batches, or a wider model",
     "launches": "larger micro-batches, or fewer of them",
@@ -115,13 +115,14 @@ def predicted_parts(
     # What matmuls of any size would take at the efficiency of large ones.
     large = score(config, layouts, cluster, attention, replace(efficiency, half_size=1e-9)).time
     found = {
-        name: float(getattr(time, name)[0]) for name in ("memory", "overhead", "bubble", "input", "tp", "cp", "pp")
+        name: float(getattr(time, name)[0])
+        for name in ("memory", "overhead", "bubble", "input", "tp", "cp", "ep", "pp")
     }
     compute, small = float(large.compute[0]), float(time.compute[0] - large.compute[0])
     parts = {"compute": compute, "small matmuls": small, "memory bandwidth": found["memory"]}
     parts |= {"launches": found["overhead"], "bubble": found["bubble"], "input": found["input"]}
-    parts |= {f"{COMMUNICATION}{axis}": found[axis] for axis in ("tp", "cp", "pp")}
-    data = next((axis for axis in ("dp", "replica") if config.parallel.mesh.size(axis) > 1), "cp")
+    parts |= {f"{COMMUNICATION}{axis}": found[axis] for axis in ("tp", "cp", "ep", "pp")}
+    data = next((axis for axis in ("dp", "replica") if getattr(config.parallel.mesh, axis) > 1), "cp")
     parts[f"{COMMUNICATION}{data}"] = parts.get(f"{COMMUNICATION}{data}", 0.0) + float(time.dp[0])
     return parts, _links(config, cluster)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError
-from jaxdist.runtime import processes
+from jaxdist.runtime import expert_load, processes
 from jaxdist.runtime.gpus import GPU
 from jaxdist.runtime.telemetry import PARTS, DeviceMemory
 
@@ -77,6 +77,11 @@ class Prometheus:
         self._rate = metric("Gauge", "learning_rate_ratio", "Learning rate.") if first else None
         self._used = metric("Gauge", "flops_utilization_ratio", "MFU and HFU.", "flops") if first else None
         self._scale = metric("Gauge", "loss_scale_ratio", "Loss scale of fp16.") if first else None
+        texts = ("Load of the busiest expert over the mean.", "Of the idlest.", "Choices dropped, of all.")
+        self._experts = {
+            name: metric("Gauge", f"{name}_ratio", text) if first else None
+            for name, text in zip(expert_load.NAMES, texts, strict=True)
+        }
         try:
             self._server, self._thread = client.start_http_server(
                 port + processes.index(), addr=host, registry=self._registry
@@ -113,6 +118,9 @@ class Prometheus:
                 self._used.labels(flops).set(record[name])
         if "loss_scale" in record:
             self._scale.set(record["loss_scale"])
+        for name, gauge in self._experts.items():
+            if name in record:
+                gauge.set(record[name])
 
     def close(self) -> None:
         self._server.shutdown()
@@ -155,6 +163,7 @@ def scalars(record: Mapping, memory: Sequence[DeviceMemory], gpus: Sequence[GPU]
     found |= {"loss/held_out": record["held_out_loss"]} if "held_out_loss" in record else {}
     found |= {f"pace/{name}": record[name] for name in ("mfu", "hfu") if name in record}
     found |= {"schedule/loss_scale": record["loss_scale"]} if "loss_scale" in record else {}
+    found |= {name.replace("_", "/", 1): record[name] for name in expert_load.NAMES if name in record}
     found |= {f"gradient_norm/{group}": norm for group, norm in record["grad_norms"].items()}
     found |= {f"seconds/{part}": record["seconds"][part] for part in PARTS}
     found |= {f"memory_peak_bytes/rank_{device.rank}": device.peak for device in memory}

@@ -22,8 +22,9 @@ State = Literal["complete", "stopped", "not finished"]
 Column = np.ndarray  # float64, one number a step; NaN where the file has none
 
 NUMBERS = ("loss", "grad_norm", "lr", "tokens", "step_seconds", "input_seconds", "tokens_per_second")
-OPTIONAL = ("held_out_loss", "loss_scale", "mfu", "hfu")  # where it was evaluated; of float16; where a peak is known
-OTHERS = {"step", "batch", "digest", "grad_norms", "seconds", "processes"}
+# Where it was evaluated; of float16; where a peak is known; of a model with experts.
+OPTIONAL = ("held_out_loss", "loss_scale", "mfu", "hfu", "expert_load_max", "expert_load_min", "expert_dropped")
+OTHERS = {"step", "batch", "digest", "grad_norms", "seconds", "processes", "experts"}
 SETTINGS = ("model", "parallel", "optimizer", "precision", "batch_size", "steps", "seed")
 MOST_NAMES = 1000  # of columns, so that a damaged file cannot make more
 

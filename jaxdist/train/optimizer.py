@@ -8,7 +8,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxdist.config import OptimizerConfig, PrecisionConfig, RunConfig
-from jaxdist.layout import Layout
+from jaxdist.layout import Layout, Leaf
 from jaxdist.parallel import collectives as comm
 
 
@@ -45,22 +45,39 @@ def adafactor_decay(step: jax.Array, power: float) -> jax.Array:
 
 @jax.named_scope("update")
 def update(
-    config: OptimizerConfig, layout: Layout, finite: jax.Array, grads: dict, moments, params: dict, lr: jax.Array
+    config: OptimizerConfig,
+    layout: Layout,
+    finite: jax.Array,
+    grads: dict,
+    moments,
+    params: dict,
+    lr: jax.Array,
+    num_tokens: jax.Array | int = 1,
 ) -> tuple[dict, Any]:
-    """(parameters, moments) after one update, both unchanged to the bit where `finite` is false.
+    """(parameters, moments) after one update, both unchanged to the bit where `finite` is false, but for counts.
 
     (A mean of squares of -0.0 would become 0.0; none is ever made.)
 
     Layout: all in the storage layout; sends nothing.
     """
-    grads = jax.tree.map(lambda g: jnp.where(finite, g, -0.0), grads)
+    counted, grads = grads, jax.tree.map(lambda g: jnp.where(finite, g, -0.0), grads)
     updates, changed = make_optimizer(config, layout, finite).update(grads, moments, params)
     changed = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old) if config.name == "adafactor" or new.ndim == 0 else new,
         changed,
         moments,
     )
-    return jax.tree.map(lambda p, u: jnp.where(finite, p - lr * u, p).astype(p.dtype), params, updates), changed
+
+    def updated(leaf: Leaf, p: jax.Array, u: jax.Array, counts: jax.Array) -> jax.Array:
+        if leaf.update == "count":
+            return jnp.where(jnp.isfinite(counts), counts, p).astype(p.dtype)
+        if leaf.update == "balance":
+            # Counts of whole tokens less a mean over n: 1/n and more, or 0, but for rounding.
+            above = jnp.sign(jnp.round(counts * num_tokens * leaf.shape[-1]))
+            return jnp.where(finite, p - leaf.rate * above, p).astype(p.dtype)
+        return jnp.where(finite, p - lr * u, p).astype(p.dtype)
+
+    return jax.tree.map(updated, layout.leaves, params, updates, counted), changed
 
 
 def optimizer_specs(optimizer: optax.GradientTransformation, layout: Layout):
@@ -99,6 +116,8 @@ def gradient_norms(grads: dict, layout: Layout) -> tuple[jax.Array, jax.Array]:
     """
     sums: dict[tuple[str, ...], dict[str, jax.Array]] = {}
     for leaf, g in zip(jax.tree.leaves(layout.leaves), jax.tree.leaves(grads), strict=True):
+        if leaf.update != "gradient":
+            continue
         part = sums.setdefault(leaf.storage_axes, {})
         part[leaf.group] = part.get(leaf.group, 0) + jnp.sum(jnp.square(g))
     squares = dict.fromkeys(layout.groups, 0)

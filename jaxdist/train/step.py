@@ -41,13 +41,13 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
     norm, group_norms = gradient_norms(grads, layout)
     finite = jnp.isfinite(norm)
     shrink = config.optimizer.clip_norm / jnp.maximum(norm, config.optimizer.clip_norm)
-    clipped = jax.tree.map(lambda g: g * shrink, grads)
+    clipped = jax.tree.map(lambda leaf, g: g * shrink if leaf.update == "gradient" else g, layout.leaves, grads)
 
     # Update the shards this rank owns, then make the parameters of the next step from them.
     lr = learning_rate(config, state.step.astype(norm.dtype))
     trained = drop_frozen(model.layout.leaves, state.params)
     owned = state.master if state.master is not None else owned_shards(trained, layout)
-    updated, moments = update(config.optimizer, layout, finite, clipped, state.moments, owned, lr)
+    updated, moments = update(config.optimizer, layout, finite, clipped, state.moments, owned, lr, num_tokens)
     params = jax.tree.map(lambda p: p.astype(config.precision.dtype), updated)
     params = gather_parameters(params, layout) if layout.sharded and not layout.params_sharded else params
     new_state = State(

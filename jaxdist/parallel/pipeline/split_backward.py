@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxdist.compat import inner_programs, type_of
 from jaxdist.errors import ConfigError
+from jaxdist.parallel.grouped_matmul import GROUPED_PRODUCTS
 from jaxdist.parallel.remat import CHEAP, GATHERS, MOVES
 
 
@@ -165,7 +166,8 @@ def _trace(layer: Callable, types: Sequence) -> tuple[ClosedJaxpr, ClosedJaxpr, 
 
 
 def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with its calls of jitted functions (jnp's own among them) written out."""
+    """The same program with its calls of jitted functions (jnp's own among them) written out, but for products of
+    groups, whose work only their name tells."""
 
     def write_out(closed: ClosedJaxpr, args: Sequence) -> list:
         values = constants(closed) | dict(zip(closed.jaxpr.invars, args, strict=True))
@@ -312,7 +314,7 @@ def evaluate(eqns: Sequence, known: dict, outputs: Sequence, call: Callable | No
 
     for eqn in eqns:
         args = [read(atom) for atom in eqn.invars]
-        if call is not None and eqn.primitive.name in ("jit", "pjit"):
+        if call is not None and eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] not in GROUPED_PRODUCTS:
             values |= zip(eqn.outvars, call(eqn.params["jaxpr"], args), strict=True)
             continue
         with eqn.ctx.manager:

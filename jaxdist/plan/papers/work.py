@@ -20,6 +20,7 @@ class PaperWork:
     layer_sums = 2  # over tp, of one layer's forward
     trained_layer = trained_table = 1.0
     layer_backward = head_backward = 2.0
+    expert_parameters = 0
 
     def __getattr__(self, name: str):
         return getattr(self.shape, name)
@@ -32,7 +33,7 @@ class PaperWork:
     def flops_per_token(self) -> float:
         return 3 * sum(forward_flops_per_token(self.shape).values())
 
-    def matrices(self, matmul: Callable, tp: Number) -> Number:
+    def matrices(self, matmul: Callable, tp: Number, ep: Number) -> Number:
         """Products with a layer's weights."""
         shape, h = self.shape, self.shape.width
         up = (2 if shape.gated_mlp else 1) * shape.ffn_width
