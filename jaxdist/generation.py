@@ -178,7 +178,9 @@ def build_generator(
             f"{capacity} tokens with seq_len={model.seq_len}", "the model has no more positions", "Shorten the text"
         )
     specs, rows = parameter_specs(model, shape), _rows_spec(shape)
-    bound = _OnStages(model, shape, sampling, Context(split=parallel.split, attention=attention))
+    bound = _OnStages(
+        model, shape, sampling, Context(split=parallel.split, expert_axes=shape.expert_axes, attention=attention)
+    )
     on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
     caches = _cache_specs(bound, on_mesh, specs, dtype, num_texts, capacity)
     outputs = Next(rows, rows, caches)

@@ -1,6 +1,7 @@
 """Mixtures of experts, on every mesh, against plain jnp that computes every expert for every token."""
 
 import dataclasses
+import math
 from functools import cache
 
 import jax
@@ -10,15 +11,22 @@ import pytest
 from conftest import DEVICES
 from test_communication import assert_equals_trace
 
+from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, to_logical
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.layout import local_bytes
+from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare, named_params
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.experts import Mixture
 from jaxdist.parallel.expert_parallel import kept_places
 from jaxdist.parallel.grouped_matmul import grouped_matmul
-from jaxdist.parity import observe, random_batches
+from jaxdist.parity import QUICK_ON_CPU, observe, random_batches
+from jaxdist.plan.parts import exchanged, work_of
+from jaxdist.plan.program_memory import program_bytes
+from jaxdist.plan.search import Candidates, legal_meshes, pipelines
+from jaxdist.runtime.expert_load import broken, counted, summary
+from jaxdist.train.program import build_program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,6 +268,48 @@ def test_what_is_sent_is_what_is_predicted(mixture, layout):
     assert_equals_trace(config_of(MIXTURES[mixture], mesh, **parallel))
 
 
+@pytest.mark.parametrize("layout", ["ep8", "dp4-ep2-zero3", "dp2-cp2-ep4-zero3", "pp2-dp2-ep2-zb-v-zero3", "tp2-only"])
+def test_the_plan_counts_the_state_to_the_byte(layout):
+    mesh, parallel = LAYOUTS[layout]
+    config = config_of(SMALL, mesh, **parallel)
+    columns = Candidates.of(config)
+    found = program_bytes(config, columns, pipelines(config, columns), "xla")
+    with jax.enable_x64(True):
+        state = build_program(config, make_abstract_mesh(config.parallel.mesh)).abstract_state()
+    moments = local_bytes(state.moments) - 4 if config.parallel.mesh.num_devices > 1 else local_bytes(state.moments)
+    assert found.parameters[0] == local_bytes(state.params)
+    assert found.optimizer[0] in (local_bytes(state.moments), moments)  # with or without its counter of steps
+
+
+def test_work_is_that_of_the_experts_that_a_token_chooses():
+    model = config_of(SMALL).model
+    work, dense = work_of(model), work_of(config_of(Fields()).model)
+    expert = 3 * model.width * model.expert_width
+    assert work.expert_parameters == 8 * expert and dense.expert_parameters == 0
+    router = model.width * model.num_experts
+    mlp = 3 * model.width * model.ffn_width
+    products = 6 * model.num_layers * (2 * expert + router - mlp)
+    # The router's product is in fp32, and none of its own: a dot like the others.
+    assert work.flops_per_token - dense.flops_per_token == pytest.approx(products)
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_an_exchange_is_of_as_many_slots_as_could_be_chosen_or_as_capacity_allows(ep):
+    model = config_of(SMALL).model
+    limited = dataclasses.replace(model, capacity=1.25)
+    slots, each = ep * min(model.top_k, model.num_experts // ep), math.ceil(1.25 * 16 * 2 / 8)
+    counts = model.num_experts / model.seq_len  # of each expert's rows, beside the rows there
+    assert exchanged(model, ep) == 2 * slots * model.width + counts
+    assert exchanged(limited, ep) == 2 * each * model.num_experts / model.seq_len * model.width
+
+
+def test_the_search_tries_every_ep_that_divides_experts_and_ranks():
+    model = config_of(SMALL).model
+    found = {(mesh["dp"], mesh["ep"]) for mesh in legal_meshes(model, 8, 64) if mesh["dp"] == 8}
+    assert found == {(8, 1), (8, 2), (8, 4), (8, 8)}
+    assert {mesh["ep"] for mesh in legal_meshes(config_of(Fields()).model, 8, 64)} == {1}
+
+
 # ------------------------------------------------------------------------------------------------------- the routing
 
 
@@ -364,3 +414,53 @@ def test_ep_needs_experts():
     dense = config_of(Fields()).model
     with pytest.raises(ConfigError, match="ep splits experts, and it has none"):
         RunConfig(dense, ParallelConfig(parse_mesh("dp=2,ep=2")), batch_size=8)
+
+
+# ---------------------------------------------------------------------------------------------- what a step counts
+
+
+def one_step(config: RunConfig, values: dict, batch) -> tuple:
+    """(program, state, metrics) after a step from these parameters."""
+    mesh = make_mesh(config.parallel.mesh, DEVICES[: config.parallel.mesh.num_devices])
+    program = build_program(config, mesh, compiler_options=QUICK_ON_CPU)
+    state = from_logical(program, {f"{PARAMS}.{name}": x for name, x in values.items()})
+    return program, *program.step(state, program.put(batch))
+
+
+@pytest.mark.parametrize("mesh", ["dp=4,ep=4", "dp=2,ep=2,tp=2", "pp=2,dp=2,ep=2"])
+def test_an_expert_that_makes_a_nan_is_named_with_its_layer_and_rank(mesh):
+    config = config_of(SMALL, mesh)
+    values, [batch] = drawn(SMALL)
+    w_up = values["blocks.mlp.w_up"].copy()
+    w_up[2, 5, 0, 0] = np.nan
+    with jax.enable_x64(True):
+        program, state, metrics = one_step(config, values | {"blocks.mlp.w_up": w_up}, batch)
+        assert not np.isfinite(metrics["loss"])
+        counts = counted(program.layout, state.params, float(metrics["tokens"]))
+        unchanged = fetch(to_logical(program, state))["params.blocks.mlp.w_down"]
+    np.testing.assert_array_equal(unchanged, values["blocks.mlp.w_down"])
+    held = {"dp=4,ep=4": "ep=2", "dp=2,ep=2,tp=2": "ep=1", "pp=2,dp=2,ep=2": "ep=1"}[mesh]
+    assert broken(program.layout, counts, num_kinds=1) == [f"expert 5 of layer 2 (held by {held})"]
+
+
+def test_a_bias_goes_up_where_an_expert_has_less_than_the_mean_and_down_where_more():
+    mixture = dataclasses.replace(SMALL, balance_rate=0.125)
+    found = []
+    for mesh in ("", "dp=4,ep=2"):
+        config = config_of(mixture, mesh, **({"zero": 3} if mesh else {}))
+        values, [batch] = drawn(mixture)
+        with jax.enable_x64(True):
+            program, state, metrics = one_step(config, values, batch)
+            load = counted(program.layout, state.params, float(metrics["tokens"]))["blocks.mlp.router.load"]
+            bias = fetch(state.params["blocks"]["mlp"]["router"]["bias"])
+        above = np.sign(np.round(load - load.mean(-1, keepdims=True), 9))
+        np.testing.assert_allclose(bias, values["blocks.mlp.router.bias"] - 0.125 * above, atol=1e-15)
+        found.append(load)
+    np.testing.assert_allclose(*found, atol=1e-9)
+    assert found[0].sum(-1) == pytest.approx(2 * batch["inputs"].size)
+
+
+def test_what_is_counted_is_summed_up_over_layers():
+    counts = {"a.load": np.array([[1.0, 3.0], [2.0, 2.0]]), "a.dropped": np.array([[0.0, 1.0], [0.0, 0.0]])}
+    assert summary(counts) == {"expert_load_max": 1.5, "expert_load_min": 0.5, "expert_dropped": 0.125}
+    assert summary({}) == {}

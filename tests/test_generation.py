@@ -29,9 +29,10 @@ MODELS = {
     "gpt2": GPT2(num_layers=4, width=32, num_heads=8, ffn_width=64, **TEXT),
     "grouped": Decoder(**SIZES, **TEXT),
     "windows": Decoder(**SIZES, **TEXT, qk_norm=True, tied=True, window=6, kinds=("sliding", "full")),
+    "experts": Decoder(**SIZES, **TEXT, num_experts=4, top_k=2, shared_width=16),
 }
 MESHES = ["1", "tp=2", "tp=4", "pp=2", "dp=2,tp=2"]
-SPLIT_SEQUENCES = [  # model, mesh, kind of context parallelism, whether tokens are drawn
+OTHER_MESHES = [  # model, mesh, kind of context parallelism, whether tokens are drawn
     ("gpt2", "cp=2", "ring", True),
     ("gpt2", "pp=2,cp=2", "ulysses", False),
     ("grouped", "cp=2,tp=2", "ring", True),
@@ -40,6 +41,9 @@ SPLIT_SEQUENCES = [  # model, mesh, kind of context parallelism, whether tokens 
     ("windows", "cp=4", "usp-2", True),
     ("windows", "dp=2,cp=2", "ulysses", True),
     ("windows", "cp=8", "ring", False),  # a window that reaches one chunk back
+    ("experts", "cp=2", "ring", True),
+    ("experts", "dp=2,ep=2,tp=2", "ring", True),
+    ("experts", "dp=4,ep=4", "ring", False),
 ]
 GREEDY = Sampling()
 DRAWN = Sampling(temperature=1.5, top_k=40, top_p=0.9, seed=3)
@@ -119,8 +123,8 @@ def test_every_position_has_the_logits_of_training_and_every_mesh_the_same_token
                 require_same_text(generate(model, mesh, sampling), one, mesh)
 
 
-@pytest.mark.parametrize(("name", "mesh", "kind", "drawn"), SPLIT_SEQUENCES)
-def test_a_split_sequence_changes_no_token(name, mesh, kind, drawn):
+@pytest.mark.parametrize(("name", "mesh", "kind", "drawn"), OTHER_MESHES)
+def test_a_split_of_sequences_or_experts_changes_no_token(name, mesh, kind, drawn):
     sampling = DRAWN if drawn else GREEDY
     with jax.enable_x64(True):
         found = generate(MODELS[name], mesh, sampling, cp_kind=kind)

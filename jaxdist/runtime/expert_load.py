@@ -25,7 +25,8 @@ def counted(layout: Layout, params: dict, num_tokens: float) -> dict[str, np.nda
 
     params: of the state after it. num_tokens: the targets of its batch, by which counts are divided.
     """
-    values = [x for leaf, x in zip(_leaves(layout), jax.tree.leaves(params), strict=True) if leaf.update == "count"]
+    every = zip(jax.tree.leaves(layout.leaves), jax.tree.leaves(params), strict=True)
+    values = [x for leaf, x in every if leaf.update == "count"]
     found = {}
     for leaf, x in zip(counters(layout), fetch(values), strict=True):
         if leaf.rows is not None:
@@ -53,14 +54,14 @@ def rounded(counts: dict[str, np.ndarray]) -> dict[str, list]:
     return {name: np.round(x, 2).tolist() for name, x in counts.items()}
 
 
-def broken(layout: Layout, counts: dict[str, np.ndarray], kinds: int) -> list[str]:
-    """The experts that made non-finite rows of finite ones, in words, in the order of layers. kinds: of layers."""
+def broken(layout: Layout, counts: dict[str, np.ndarray], num_kinds: int) -> list[str]:
+    """The experts that made non-finite rows of finite ones, in words, in the order of layers. num_kinds: of layers."""
     leaves, found = {leaf.name: leaf for leaf in counters(layout)}, []
     for name, x in counts.items():
         if name.endswith(FAULTS):
-            place = int(name.removeprefix(f"{STACKED}.").split("_")[0]) if kinds > 1 else 0
+            place = int(name.removeprefix(f"{STACKED}.").split("_")[0]) if num_kinds > 1 else 0
             for block, expert in zip(*np.nonzero(np.round(x)), strict=True):
-                layer = int(block) * kinds + place
+                layer = int(block) * num_kinds + place
                 found.append((layer, int(expert), f"expert {expert} of layer {layer}{_held_by(leaves[name], expert)}"))
     return [text for *_, text in sorted(found)]
 
@@ -73,7 +74,3 @@ def _held_by(leaf: Leaf, expert: int) -> str:
         return ""
     places = np.unravel_index(expert // leaf.compute_local[dim], [leaf.mesh.size(axis) for axis in axes])
     return f" (held by {','.join(f'{axis}={place}' for axis, place in zip(axes, places, strict=True))})"
-
-
-def _leaves(layout: Layout) -> list[Leaf]:
-    return jax.tree.leaves(layout.leaves)
