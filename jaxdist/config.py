@@ -283,7 +283,7 @@ def require_splits_sequence(model: Model, cp: int) -> None:
 
 
 def _fits_pipeline(mesh: MeshShape, kind: str) -> bool:
-    """Whether a stage of a pipeline may run this kind: neighbours in a ring swap in pairs there (`collectives.swap`)."""
+    """Whether the mesh may have this kind: in a pipeline neighbours in a ring swap in pairs (`collectives.swap`)."""
     exchanging, gathers = cp_split(kind, mesh.cp)
     groups = mesh.cp // exchanging
     return mesh.pp == 1 or gathers or groups == 1 or groups % 2 == 0

@@ -288,9 +288,9 @@ def ring_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, starts_
     whole ring is one function with a backward of its own, since a merge that JAX differentiates must not lose the
     gradient of a log-sum-exp. In every hop each rank computes the scores of two chunks by two: its late queries see the
     early keys that came, and its early or its late queries see those like them.
-    With `split.swaps` a hop is a swap with one neighbour, and the next hop with the other. So keys that began on an even
-    rank go on to the next one and others to the one before, one rank a hop; all have been everywhere after as many hops
-    as in a ring, and one more takes them home. A stage of a pipeline runs this alone (`collectives.swap`).
+    With `split.swaps` a hop is a swap with one neighbour, and the next hop with the other. Keys from an even rank then
+    move to the next rank at each hop, those from an odd rank to the one before. All have been everywhere after n-1
+    hops, and one more takes them home. Stages of a pipeline need this (`collectives.swap`).
     Backward: keys and values go round once more, and after them their gradients, summed on the way in at least fp32.
     Keeps q, k, v, o and one number of each query and head.
     Sends: (n-1) * (k and v of a rank) forward; as much again, and (n-1) * (dk and dv), backward.
