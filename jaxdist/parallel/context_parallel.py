@@ -192,7 +192,7 @@ def exchange_heads(split: Split, x_BTNH: jax.Array, back: bool = False) -> jax.A
     Sends: (u-1)/u of the local bytes.
     """
     ranks = range(split.ranks)
-    groups = [[*ranks[first:][: split.exchanging]] for first in ranks[:: split.exchanging]]
+    groups = [[*ranks[first : first + split.exchanging]] for first in ranks[:: split.exchanging]]
     cut, joined = (SEQUENCE_DIM, HEADS_DIM) if back else (HEADS_DIM, SEQUENCE_DIM)
     return comm.all_to_all(x_BTNH, AXIS, cut, joined, groups if split.groups > 1 else None)
 
