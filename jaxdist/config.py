@@ -212,7 +212,7 @@ class ParallelConfig:
                 f"cp_kind={self.cp_kind} with pp={self.mesh.pp} and cp={self.mesh.cp}",
                 "in a stage of a pipeline the ranks of a ring swap keys with their neighbours, in pairs, and here "
                 f"{self.mesh.cp // exchanging} form it",
-                "Use cp_kind='all-gather' or 'ulysses', an even cp, or a mesh with pp=1",
+                "Use cp_kind='all-gather', an even cp, or a mesh with pp=1",
             )
 
     def _check_ring(self):
