@@ -193,6 +193,7 @@ STRATEGIES = [
         "dp=2,cp=4",
         {"zero": 2, "cp_kind": "usp-2", "accumulate": 2, "remat": "every-2"},
     ),
+    Strategy("pp2-cp4-zb-h1-zero1-remat", "pp=2,cp=4", {"schedule": "zb-h1", "zero": 1, "remat": "block"}),
     Strategy("pp2-cp4-all-gather-zb-v", "pp=2,cp=4", {"cp_kind": "all-gather", "schedule": "zb-v"}),
     Strategy(
         "pp2-dp2-cp2-ulysses-zero3-loss-chunks",

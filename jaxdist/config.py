@@ -28,7 +28,6 @@ OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
 AttentionName = Literal["auto", "cudnn", "blocked", "xla"]
 TpRing = Literal["none", "one-way", "two-way"]
 CP_KINDS = ("ring", "all-gather", "ulysses")
-PIPELINED_CP_KINDS = ("all-gather", "ulysses")  # whose messages the stages of a pipeline need not exchange in step
 
 
 def require_choices(config) -> None:
@@ -136,7 +135,7 @@ class ParallelConfig:
     @property
     def split(self) -> Split:
         """How sequences are split over cp."""
-        return Split(self.mesh.cp, *self.cp_split)
+        return Split(self.mesh.cp, *self.cp_split, swaps=self.mesh.pp > 1)
 
     @property
     def sharded(self) -> bool:
@@ -208,11 +207,12 @@ class ParallelConfig:
                 "its kernel attends to whole sequences, and here blocks of them are written out",
                 "Use attention=auto, or cp_kind='ulysses'",
             )
-        if self.mesh.pp > 1 and self.mesh.cp > 1 and self.cp_kind not in PIPELINED_CP_KINDS:
+        if not _fits_pipeline(self.mesh, self.cp_kind):
             raise ConfigError(
-                f"cp_kind={self.cp_kind} with pp={self.mesh.pp}",
-                "pipeline stages run different layers at a tick, and a ring's permutes would be mismatched",
-                "Use cp_kind='all-gather' or 'ulysses', or a mesh with pp=1",
+                f"cp_kind={self.cp_kind} with pp={self.mesh.pp} and cp={self.mesh.cp}",
+                "in a stage of a pipeline the ranks of a ring swap keys with their neighbours, in pairs, and here "
+                f"{self.mesh.cp // exchanging} form it",
+                "Use cp_kind='all-gather', an even cp, or a mesh with pp=1",
             )
 
     def _check_ring(self):
@@ -282,12 +282,21 @@ def require_splits_sequence(model: Model, cp: int) -> None:
         )
 
 
+def _fits_pipeline(mesh: MeshShape, kind: str) -> bool:
+    """Whether the mesh may have this kind: in a pipeline neighbours in a ring swap in pairs (`collectives.swap`)."""
+    exchanging, gathers = cp_split(kind, mesh.cp)
+    groups = mesh.cp // exchanging
+    return mesh.pp == 1 or gathers or groups == 1 or groups % 2 == 0
+
+
 def context_kinds(model: Model, mesh: MeshShape) -> list[str]:
     """The kinds of context parallelism that a model can have on a mesh, by its own rules; the first, where cp=1."""
     if mesh.cp == 1:
         return [*CP_KINDS[:1]]
     found = []
-    for kind in CP_KINDS if mesh.pp == 1 else PIPELINED_CP_KINDS:
+    for kind in CP_KINDS:
+        if not _fits_pipeline(mesh, kind):
+            continue
         parallel = ParallelConfig(MeshShape(cp=mesh.cp, tp=mesh.tp), cp_kind=kind)
         try:
             model.check(parallel)

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from functools import cache, reduce
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig, context_kinds
@@ -20,6 +21,7 @@ from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import blocked_attention as blocked
+from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import context_parallel
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
 from jaxdist.parallel.context_parallel import Split, by_turns, context_attention, hops
@@ -28,7 +30,7 @@ from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
 from jaxdist.verification import verify_model
 
 B, S, N, H = 2, 64, 8, 4
-# ranks, exchanging, gathers
+# ranks, exchanging, gathers, swaps
 SPLITS = {
     "ring-2": (2,),
     "ring-4": (4,),
@@ -41,6 +43,10 @@ SPLITS = {
     "usp-2-of-4": (4, 2),
     "usp-2-of-8": (8, 2),
     "usp-4-of-8": (8, 4),
+    "swaps-2": (2, 1, False, True),
+    "swaps-4": (4, 1, False, True),
+    "swaps-8": (8, 1, False, True),
+    "swaps-usp-2-of-8": (8, 2, False, True),
 }
 # kv heads, window, documents
 MASKS = {
@@ -66,6 +72,10 @@ SAMPLE = {
     ("ulysses-2", "packed", 512),
     ("usp-2-of-8", "one-key-head", 4),
     ("usp-4-of-8", "window-5", 512),
+    ("swaps-2", "causal", 512),
+    ("swaps-8", "packed", 512),
+    ("swaps-8", "window-5", 512),
+    ("swaps-usp-2-of-8", "grouped", 4),
 }
 CASES = [
     pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.exhaustive)
@@ -155,10 +165,17 @@ def test_a_zig_zag_gives_every_rank_as_many_scores(ranks):
     assert len({int((positions + 1).sum()) for positions in order}) == 1
 
 
-@pytest.mark.parametrize("split", [Split(4), Split(8), Split(8, 2)])
+def in_turn(split, hop, carry, steps):
+    """The hops of a ring written out."""
+    for step in steps:
+        carry = hop(carry, step, step % 2)
+    return carry
+
+
+@pytest.mark.parametrize("split", [Split(4), Split(8), Split(8, 2), Split(8, swaps=True)])
 def test_a_ring_computes_an_equal_part_of_the_causal_blocks_on_every_rank(monkeypatch, split):
     """One program runs on all ranks, and which blocks it visits is known before it runs."""
-    monkeypatch.setattr(context_parallel, "_repeat", lambda hop, carry, steps: reduce(hop, steps, carry))
+    monkeypatch.setattr(context_parallel, "_repeat", in_turn)
     visited, original = [], context_parallel.attend_partly
 
     def counted(q, k, v, places, window):
@@ -186,13 +203,38 @@ def test_layers_in_a_loop_keep_nothing_as_large_as_scores(monkeypatch):
         assert not [shape for shape in shapes if shape[-2:] == (8, 8) and len(shape) > 5]
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+def test_ranks_swap_inside_loops_of_which_stages_run_unequally_many(odd):
+    """What a permute cannot do on XLA:CPU, where all devices of the mesh join it: another stage's would be missing."""
+    stages, pairs = 2, Split(4, swaps=True).neighbours(odd)
+    mesh = make_mesh(MeshShape(pp=stages, cp=4), DEVICES)
+
+    def local(x):
+        times = comm.varying(2 * comm.rank("pp") + 1, ("pp", "cp"))
+        start = comm.varying(jnp.int32(0), ("pp", "cp"))
+        return lax.while_loop(
+            lambda state: state[0] < times,
+            lambda state: (state[0] + 1, 2 * comm.swap(state[1], "cp", pairs)),
+            (start, x),
+        )[1]
+
+    both = P(("pp", "cp"))
+    x = np.arange(8.0, dtype=np.float32)
+    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=both, out_specs=both, check_vma=True))(x)
+    partner = dict(pairs) | {b: a for a, b in pairs}
+    expected = [2 ** (2 * stage + 1) * (4.0 * stage + partner[rank]) for stage in range(stages) for rank in range(4)]
+    np.testing.assert_array_equal(found, expected)
+
+
 def sent(function, *args, ranks: int) -> int:
     mesh = MeshShape(cp=ranks)
     return total_sent(collectives_of(jax.jit(function).trace(*args).jaxpr, mesh), mesh)
 
 
 @pytest.mark.parametrize("window", [None, 5, 17])
-@pytest.mark.parametrize("name", ["ring-4", "ring-8", "all-gather-8", "ulysses-8", "usp-2-of-8"])
+@pytest.mark.parametrize(
+    "name", ["ring-4", "ring-8", "all-gather-8", "ulysses-8", "usp-2-of-8", "swaps-8", "swaps-usp-2-of-8"]
+)
 def test_bytes_are_those_of_the_docstrings_as_traced_and_as_compiled(name, window):
     split, (q, k, v, _) = Split(*SPLITS[name]), (x.astype(np.float32) for x in arrays(8))
     n, u, groups = split.ranks, split.exchanging, split.groups
@@ -265,7 +307,8 @@ class Whole(GPT2):
         ("cp=4", {}, {"seq_len": 36}, "Use a seq_len of 32 or 40"),
         ("cp=8", {"cp_kind": "ulysses"}, {"num_heads": 4}, "4 query heads"),
         ("cp=4,tp=4", {"cp_kind": "ulysses"}, {}, "2 query heads"),
-        ("pp=2,cp=2", {}, {}, "all-gather"),
+        ("pp=2,cp=3", {}, {"seq_len": 36}, "all-gather"),
+        ("pp=2,cp=6", {"cp_kind": "usp-2"}, {"seq_len": 36}, "3 form it"),
         ("cp=2", {}, {"dropout": 0.1}, "ulysses"),
         ("cp=2,tp=4", {"sp": True}, {"seq_len": 12}, "multiple of 8"),
         ("cp=4", {"loss_chunks": 16}, {"seq_len": 32}, "loss_chunks"),
@@ -302,7 +345,7 @@ def test_what_needs_whole_sequences_says_so(make, said):
 
 def test_the_kinds_of_a_mesh_are_those_that_a_run_may_have():
     model = PRESETS["proof"]
-    for mesh in ("cp=2", "cp=4,tp=4", "pp=2,cp=2", "cp=3"):
+    for mesh in ("cp=2", "cp=4,tp=4", "pp=2,cp=2", "cp=3", "pp=2,cp=3"):
         shape, legal = parse_mesh(mesh), []
         for kind in ("ring", "all-gather", "ulysses"):
             try:
@@ -335,11 +378,11 @@ STEPS = [
         ("ring", "all-gather", "ulysses", "usp-2"), STEP_MASKS, (2, 4, 8), BESIDE
     )
     if (cp < 8 or beside == "alone") and not (kind == "usp-2" and cp == 2)
-    if not (beside == "pp" and kind in ("ring", "usp-2"))  # refused: see the settings above
 ]
 STEP_SAMPLE = {
     ("ring", "window", 4, "zero3"),
     ("all-gather", "packed", 4, "pp"),
+    ("ring", "window", 4, "pp"),
     ("ulysses", "grouped", 4, "tp-sp"),
     ("usp-2", "window", 8, "alone"),
     ("ring", "packed", 2, "dp"),
@@ -353,7 +396,8 @@ STEP_SAMPLE = {
 def test_steps_equal_one_device(kind, mask, cp, beside):
     """Losses, gradients, parameters and moments of two steps of a decoder, in float64 to 1e-10."""
     sizes = {"num_kv_heads": 8} | STEP_MASKS[mask]
-    model = Decoder(2, 32, 8, head_dim=4, ffn_width=48, seq_len=64, vocab_size=120, **sizes)
+    num_layers = 4 if beside == "pp" else 2  # a stage holds whole blocks, and a block with windows has two layers
+    model = Decoder(num_layers, 32, 8, head_dim=4, ffn_width=48, seq_len=64, vocab_size=120, **sizes)
     mesh, settings = BESIDE[beside]
     how = {"batch_size": 4, "dtype": "float64", "mask_documents": mask == "packed", "cp_kind": kind}
     report = verify_model(model, f"{mesh}cp={cp}", **how, **settings).require()

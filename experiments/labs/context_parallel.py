@@ -506,8 +506,8 @@ def keys_sent(cp: int) -> int:
 def scaling() -> tuple[list[Check], Table]:
     rows, checks, length = [], [], LLAMA.seq_len
     for cp in SPLITS:
-        # The ring never keeps scores; on one device it is recomputation that drops them.
-        one = OneRank(LLAMA, 1, ROWS, PrecisionConfig("bfloat16"), cp=cp, selective=cp == 1)
+        # Neither the ring nor one device, which attends in blocks at this length, keeps scores.
+        one = OneRank(LLAMA, 1, ROWS, PrecisionConfig("bfloat16"), cp=cp)
         kept = layer_memory(one).scan
         places = np.arange(length // cp)
         placed = [np.asarray(library.Split(cp).place(places, len(places), r), np.int64) for r in range(cp)]
@@ -515,19 +515,19 @@ def scaling() -> tuple[list[Check], Table]:
         cells = f"{kept / 2**30:.2f}", f"{max(scores) / 1e9:.2f}", f"{keys_sent(cp) / 2**20:,.0f}"
         rows.append([str(cp), *cells])
         checks += [
-            equal(f"cp={cp}: bytes kept for each of a rank's tokens", kept * cp / length, token_bytes(cp), within=1e-6),
+            equal(f"cp={cp}: bytes kept for each of a rank's tokens", kept * cp / length, token_bytes(), within=1e-6),
             equal(f"cp={cp}: scores of a head on the busiest rank", max(scores), length * (length + 1) // 2 // cp),
         ]
     titles = ["cp", "kept by a layer, GiB", "scores of a head, billions", "sent forward, MiB"]
     return checks, Table("scaling", titles, rows)
 
 
-def token_bytes(cp: int) -> int:
+def token_bytes() -> int:
     """What a layer of `LLAMA` keeps of a token in bf16: the inputs of two norms; q and o, k and v; the MLP's two hidden
-    arrays. In fp32 two statistics of norms, and of each head the log-sum-exp (on one device, a largest and a sum)."""
+    arrays. In fp32 two statistics of norms, and of each head the log-sum-exp."""
     heads, key_heads = LLAMA.num_heads, LLAMA.num_kv_heads
     rows = 2 * (LLAMA.width + (heads + key_heads) * LLAMA.head_dim + LLAMA.ffn_width)
-    return 2 * rows + 4 * (2 + heads * (2 if cp == 1 else 1))
+    return 2 * rows + 4 * (2 + heads)
 
 
 def draw_blocks():

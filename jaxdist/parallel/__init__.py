@@ -25,6 +25,7 @@ EXPORTS = {
         "reduce_scatter",
         "scatter_from",
         "size",
+        "swap",
         "varying",
     ),
     "context_parallel": ("context_attention",),

@@ -126,24 +126,43 @@ def all_gather(x: jax.Array, axis: Axes, dim: int, *, replicated: bool = False) 
     return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying" if replicated else "varying")
 
 
-def all_to_all(x: jax.Array, axis: Axes, split_dim: int, concat_dim: int) -> jax.Array:
+def all_to_all(
+    x: jax.Array, axis: Axes, split_dim: int, concat_dim: int, groups: Sequence[Sequence[int]] | None = None
+) -> jax.Array:
     """Exchange: slice r of `split_dim` goes to rank r, which concatenates what it receives on `concat_dim`.
 
     Layout: x[..., A, B_axis, ...] -> x[..., A_axis, B, ...] for split_dim A and concat_dim B.
     Backward: all_to_all with the two dims swapped.
     Sends: (n-1)/n of the local bytes.
+    groups: of equally many ranks, each rank in one; the exchange is inside each, and n its number of ranks.
     """
     axes = live(axis)
     if not axes:
         return x
-    if x.shape[split_dim] % size(axis):
+    n = size(axis) if groups is None else len(groups[0])
+    if x.shape[split_dim] % n:
         raise ValueError(
-            f"all_to_all over {axis}={size(axis)}: dim {split_dim} of shape {x.shape} does not divide. "
-            f"Pad it to {-(-x.shape[split_dim] // size(axis)) * size(axis)}."
+            f"all_to_all among {n} ranks of {axis}: dim {split_dim} of shape {x.shape} does not divide. "
+            f"Pad it to {-(-x.shape[split_dim] // n) * n}."
         )
-    return lax.all_to_all(
-        x, axes if len(axes) > 1 else axes[0], split_axis=split_dim, concat_axis=concat_dim, tiled=True
-    )
+    name = axes if len(axes) > 1 else axes[0]
+    return lax.all_to_all(x, name, split_axis=split_dim, concat_axis=concat_dim, axis_index_groups=groups, tiled=True)
+
+
+def swap(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """The partner's value, for pairs in which every rank of `axis` is once.
+
+    What a permute does in which ranks send to each other, as a collective of two ranks that meet in no other: a stage
+    of a pipeline may run it alone, where XLA:CPU has all devices of the mesh join a permute.
+    Layout: x on rank a -> x on rank b, and back, for each pair (a, b).
+    Backward: the same swap.
+    Sends: the local bytes, once.
+    """
+    if not live(axis):
+        return x
+    both = all_to_all(jnp.stack([x, x]), axis, 0, 0, pairs)
+    second = jnp.zeros(size(axis), bool).at[jnp.array([b for _, b in pairs])].set(True)[rank(axis)]
+    return jnp.where(second, both[0], both[1])
 
 
 def permute(x: jax.Array, axis: str, shift: int = 1, senders: Sequence[int] | None = None) -> jax.Array:

@@ -7,9 +7,8 @@ Sources: Ring Attention (arXiv 2310.01889); Striped Attention (2311.09431), of t
 3.3.2), of the gather and of 2n chunks; DeepSpeed Ulysses (2309.14509); USP (2405.07719), of the two combined.
 """
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -39,11 +38,15 @@ SEQUENCE_DIM, HEADS_DIM = 1, 2
 @dataclass(frozen=True)
 class Split:
     """How a sequence is split over the axis: groups of `exchanging` neighbours exchange heads, and the groups are a
-    ring, or gather keys. With one group heads alone are exchanged; with groups of one rank, none."""
+    ring, or gather keys. With one group heads alone are exchanged; with groups of one rank, none.
+
+    swaps: what a ring sends, neighbours swap in pairs, an even number of groups: see `ring_attention`.
+    """
 
     ranks: int = 1
     exchanging: int = 1
     gathers: bool = False
+    swaps: bool = False
 
     @property
     def groups(self) -> int:
@@ -63,6 +66,15 @@ class Split:
     def member(self) -> jax.Array | int:
         """The number of this rank in its group."""
         return comm.rank(AXIS) % self.exchanging
+
+    def neighbours(self, odd: int) -> list[tuple[int, int]]:
+        """Ranks of equal place in neighbouring groups: in groups 0 and 1, 2 and 3, ...; or (odd) 1 and 2, 3 and 4, ...
+        and the last and first."""
+        return [
+            tuple(group % self.groups * self.exchanging + member for group in (first, first + 1))
+            for first in range(odd, self.groups + odd, 2)
+            for member in range(self.exchanging)
+        ]
 
     def chunk_of(self, half, group: jax.Array | int) -> jax.Array:
         """The number of a group's first (half 0) or second chunk among the sequence's 2 * groups."""
@@ -185,21 +197,12 @@ def exchange_heads(split: Split, x_BTNH: jax.Array, back: bool = False) -> jax.A
 
     Layout: x[B, T, N, H] -> x[B, T * u, N / u, H] for groups of u ranks; back the other way.
     Backward: the other way.
-    Sends: (u-1)/u of the local bytes; in one all-to-all, or in u-1 permutes where there are several groups.
+    Sends: (u-1)/u of the local bytes.
     """
-    u, n = split.exchanging, split.ranks
+    ranks = range(split.ranks)
+    groups = [[*ranks[first : first + split.exchanging]] for first in ranks[:: split.exchanging]]
     cut, joined = (SEQUENCE_DIM, HEADS_DIM) if back else (HEADS_DIM, SEQUENCE_DIM)
-    if split.groups == 1:
-        return comm.all_to_all(x_BTNH, AXIS, cut, joined)
-    parts = jnp.stack(jnp.split(x_BTNH, u, axis=cut))
-    me = split.member
-    whole = jnp.zeros_like(parts)
-    for step in range(u):
-        part = lax.dynamic_index_in_dim(parts, (me + step) % u, keepdims=False)
-        if step:
-            part = lax.ppermute(part, AXIS, [(rank, rank // u * u + (rank + step) % u) for rank in range(n)])
-        whole = lax.dynamic_update_index_in_dim(whole, part, (me - step) % u, 0)
-    return jnp.concatenate(list(whole), axis=joined)
+    return comm.all_to_all(x_BTNH, AXIS, cut, joined, groups if split.groups > 1 else None)
 
 
 def repeat_heads(parts: int, *arrays: jax.Array) -> list[jax.Array]:
@@ -239,8 +242,20 @@ def halo_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window: int, starts_
     def before(pair):
         """The chunks just before two chunks: the rank before has one, the rank after the other; the last has both."""
         early, late = pair
-        turned = jnp.where(split.group == last, early, comm.permute(late, AXIS, -hop, ranks[hop:]))
-        return comm.permute(early, AXIS, hop, ranks[:-hop]), turned
+        if split.swaps:
+            early_before, late_after = swapped(early, late)
+        else:
+            early_before = comm.permute(early, AXIS, hop, ranks[:-hop])
+            late_after = comm.permute(late, AXIS, -hop, ranks[hop:])
+        return early_before, jnp.where(split.group == last, early, late_after)
+
+    def swapped(early, late):
+        """Early chunks from the group before and late ones from that after. The first group gets keys that would be
+        before the sequence, which nothing sees."""
+        even = split.group % 2 == 0
+        one = comm.swap(jnp.where(even, early, late), AXIS, split.neighbours(0))
+        other = comm.swap(jnp.where(even, late, early), AXIS, split.neighbours(1))
+        return jnp.where(even, other, one), jnp.where(even, one, other)
 
     found = [jnp.split(jnp.stack([k_BTKH, v_BTKH]), 2, axis=1 + SEQUENCE_DIM)]
     for _ in range(hops(window, chunk, split.groups)):
@@ -281,6 +296,9 @@ def ring_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, starts_
     whole ring is one function with a backward of its own, since a merge that JAX differentiates must not lose the
     gradient of a log-sum-exp. In every hop each rank computes the scores of two chunks by two: its late queries see the
     early keys that came, and its early or its late queries see those like them.
+    With `split.swaps` a hop is a swap with one neighbour, and the next hop with the other. Keys from an even rank then
+    move to the next rank at each hop, those from an odd rank to the one before. All have been everywhere after n-1
+    hops, and one more takes them home. Stages of a pipeline need this (`collectives.swap`).
     Backward: keys and values go round once more, and after them their gradients, summed on the way in at least fp32.
     Keeps q, k, v, o and one number of each query and head.
     Sends: (n-1) * (k and v of a rank) forward; as much again, and (n-1) * (dk and dv), backward.
@@ -302,18 +320,18 @@ def _ring(split, window, q, k, v, starts):
 def _ring_forward(split, window, q, k, v, starts):
     queries, places = _halves(q), _Places(split, k.shape[1] // 2, starts)
 
-    def hop(carry, step, last=False):
+    def hop(carry, step, odd, last=False):
         held, found = carry
-        coming = None if last else _onwards(split, held)
+        coming = None if last else _onwards(split, held, odd)
         for query, key in _pairs(split, step):
             part = attend_partly(queries[query], *held[:, key], places.of(query, key, step), window)
             both = merged(Partial(found.o[query], found.lse[query]), part)
             found = Partial(found.o.at[query].set(both.o), found.lse.at[query].set(both.lse))
         return lax.optimization_barrier((coming, found))
 
-    carry = hop((_keys_and_values(k, v), _nothing_seen(queries, k)), 0)
-    carry = _repeat(hop, carry, range(1, split.groups - 1))
-    _, found = hop(carry, split.groups - 1, last=True)
+    carry = hop((_keys_and_values(k, v), _nothing_seen(queries, k)), 0, odd=0)
+    carry = _repeat(split, hop, carry, range(1, split.groups - 1))
+    _, found = hop(carry, split.groups - 1, (split.groups - 1) % 2, last=True)
     o, lse = mark_saveable((_joined(found.o).astype(q.dtype), found.lse))
     return o, (q, k, v, starts, o, lse)
 
@@ -325,11 +343,11 @@ def _ring_backward(split, window, kept, do):
     queries, cotangents, held = _halves(q), _halves(do), _keys_and_values(k, v)
     sums = jax.vmap(row_sums)(cotangents, _halves(o), lse)
 
-    def hop(carry, step, last=False):
+    def hop(carry, step, odd, last=False):
         """carry: keys and values, dq so far, and the gradients of those that were here a hop ago."""
         held, dq, left = carry
-        coming = None if last else _onwards(split, held)
-        arriving = None if left is None else _onwards(split, left)
+        coming = None if last else _onwards(split, held, odd)
+        arriving = None if left is None else _onwards(split, left, 1 - odd)
         here = jnp.zeros_like(held, lse.dtype)
         for query, key in _pairs(split, step):
             of_query = (cotangents[query], lse[query], sums[query])
@@ -337,24 +355,40 @@ def _ring_backward(split, window, kept, do):
             dq, here = dq.at[query].add(grads[0]), here.at[:, key].add(jnp.stack(grads[1:]))
         return lax.optimization_barrier((coming, dq, here if arriving is None else arriving + here))
 
-    held, dq, home = hop((held, jnp.zeros_like(queries, lse.dtype), None), 0)
-    carry = hop((held, dq, None), 1, last=split.groups == 2)
-    if split.groups > 2:
-        carry = _repeat(hop, carry, range(2, split.groups - 1))
-        carry = hop(carry, split.groups - 1, last=True)
+    final = split.groups - 1
+    held, dq, home = hop((held, jnp.zeros_like(queries, lse.dtype), None), 0, odd=0)
+    carry = hop((held, dq, None), 1, odd=1, last=final == 1)
+    if final > 1:
+        carry = _repeat(split, hop, carry, range(2, final))
+        carry = hop(carry, final, final % 2, last=True)
     _, dq, left = carry
-    home = home + _onwards(split, left)
+    home = home + _onwards(split, left, final % 2)
     return *(_joined(g).astype(x.dtype) for g, x in zip((dq, *home), (q, k, v), strict=True)), None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _repeat(hop: Callable, carry, steps: range):
-    """The hops of these steps, as a loop: a program is as long for many ranks as for few."""
-    if len(steps) < 2:
-        return functools.reduce(hop, steps, carry)
-    return lax.scan(lambda carry, step: (hop(carry, step), None), carry, jnp.array(steps))[0]
+def _repeat(split: Split, hop: Callable, carry, steps: range):
+    """The hops of these steps, as a loop: a program is as long for many ranks as for few. Of swaps, two hops at a time,
+    since with which neighbour is written in the program."""
+    together = 2 if split.swaps else 1
+    odd = steps.start % 2
+    in_loop = len(steps) // together * together if len(steps) > together else 0
+
+    def some(carry, first):
+        return _in_turn(hop, carry, [first + i for i in range(together)], odd), None
+
+    if in_loop:
+        carry, _ = lax.scan(some, carry, jnp.array(steps[:in_loop:together]))
+    return _in_turn(hop, carry, steps[in_loop:], (odd + in_loop) % 2)
+
+
+def _in_turn(hop: Callable, carry, steps: Sequence, odd: int):
+    """The hops of these steps, of which the first is even or odd."""
+    for i, step in enumerate(steps):
+        carry = hop(carry, step, (odd + i) % 2)
+    return carry
 
 
 def _pairs(split: Split, step: jax.Array | int) -> list[tuple]:
@@ -371,7 +405,10 @@ def _is_first(step: jax.Array | int) -> bool:
 
 def _owner(split: Split, step: jax.Array | int) -> jax.Array:
     """The group whose keys this rank holds after so many hops."""
-    return (split.group - step) % split.groups
+    forwards = split.group - step
+    if split.swaps:
+        forwards = jnp.where(forwards % 2 == 0, forwards, split.group + step)
+    return forwards % split.groups
 
 
 class _Places(NamedTuple):
@@ -389,8 +426,11 @@ class _Places(NamedTuple):
         return Places(first_query * self.chunk, first_key * self.chunk, starts, order)
 
 
-def _onwards(split: Split, x):
-    """To the rank with the same place in the next group."""
+def _onwards(split: Split, x, odd: int):
+    """To the rank with the same place in the next group; or, with swaps, from a neighbour, whose number among hops is
+    even or odd."""
+    if split.swaps:
+        return comm.swap(x, AXIS, split.neighbours(odd))
     return comm.permute(x, AXIS, split.exchanging)
 
 

@@ -23,7 +23,7 @@ from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
-from jaxdist.plan.proof.trace import Count, Iterations, Transfer, on_stages, times_each, total_sent
+from jaxdist.plan.proof.trace import Count, Iterations, Transfer, as_permutes, on_stages, times_each, total_sent
 from jaxdist.runtime.devices import MAX_SIMULATED, acquire_devices, prepare_cpu
 from jaxdist.train.program import Program, build_program, compiled_bytes, step_options
 
@@ -344,12 +344,14 @@ def _emitted(instruction: tuple[str, ...], asynchronous: bool, count: Count | No
     if kind == "permute" and axes == ("pp",) and count is not None:
         count = count * _senders(rest, mesh)
     most, by_stage = (None, None) if count is None else on_stages(count)
+    full = sum(results) * (len(groups[0]) if kind == "reduce_scatter" else 1)
+    kind, full = as_permutes(kind, axes, full, len(groups[0]), mesh)
     return Emitted(
         name=name,
         kind=kind,
         axes=axes,
         count=most,
-        full_bytes=sum(results) * (len(groups[0]) if kind == "reduce_scatter" else 1),
+        full_bytes=full,
         num_operands=len(results),
         asynchronous=asynchronous,
         by_stage=by_stage,

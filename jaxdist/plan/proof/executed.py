@@ -50,12 +50,12 @@ def executed_step(config: RunConfig, compiled: CompiledStep) -> Counter:
 def miscounted(compiled: CompiledStep, executed: Counter, mesh: MeshShape) -> list[Miscounted]:
     """The collectives that some device did not run as often as `compiled` counts them for its stage.
 
-    A permute runs on every device of the axis, on those as well that send nothing in it.
+    A permute between stages runs on every device of the axis, on those as well that send nothing in it.
     """
     stages, found = stages_of(range(mesh.num_devices), mesh).tolist(), []
     for each in compiled.collectives:
         for device, stage in enumerate(stages):
-            on_all = each.by_stage is None or each.kind == "permute"
+            on_all = each.by_stage is None or (each.kind == "permute" and "pp" in each.axes)
             counted = each.count if on_all else each.by_stage[stage]
             if executed[each.name, device] != counted:
                 found.append(Miscounted(each, stage, counted, executed[each.name, device]))

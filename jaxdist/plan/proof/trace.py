@@ -4,7 +4,8 @@ Works on any mesh, abstract ones too, so no device is needed. Bytes are those on
 convention of `jaxdist.parallel.collectives`); a size-1 axis sends nothing. Every branch of a `cond` is counted as if it
 ran. Stages of a pipeline do different things: the loops and messages of the executor, which runs as its table says, are
 counted on each stage as `jaxdist.parallel.pipeline.lowering.iterations` says, and a permute over pp outside loops on
-the stages that send in it. Any other permute is counted as if every rank sent.
+the stages that send in it. Any other permute is counted as if every rank sent, and a collective among some of an
+axis' ranks as the permutes that it consists of.
 """
 
 import math
@@ -70,9 +71,20 @@ class Collective(Transfer):
 
 def ring_bytes(kind: str, axes: Iterable[str], num_bytes: int, mesh: MeshShape) -> int:
     """Bytes one device sends in a ring where the full buffers are of `num_bytes` together."""
-    n = math.prod(mesh.size(axis) for axis in axes)
+    return sent_among(math.prod(mesh.size(axis) for axis in axes), kind, num_bytes)
+
+
+def sent_among(n: int, kind: str, num_bytes: int) -> int:
+    """`ring_bytes` of so many ranks."""
     factor = {"all_reduce": 2 * (n - 1), "permute": n if n > 1 else 0}.get(kind, n - 1)
     return factor * num_bytes // n
+
+
+def as_permutes(kind: str, axes: Iterable[str], num_bytes: int, ranks: int, mesh: MeshShape) -> tuple[str, int]:
+    """(kind, bytes of the full buffer) of a collective among `ranks` ranks: of permutes, where the axes have more."""
+    if kind == "permute" or ranks == math.prod(mesh.size(axis) for axis in axes):
+        return kind, num_bytes
+    return "permute", sent_among(ranks, kind, num_bytes)
 
 
 def collectives_of(jaxpr, mesh: MeshShape, iterations: Iterations | None = None) -> list[Collective]:
@@ -96,6 +108,8 @@ def collectives_of(jaxpr, mesh: MeshShape, iterations: Iterations | None = None)
             if live == ("pp",) and kind == "permute" and not depth:
                 senders = [source for source, _ in eqn.params["perm"]]
                 count = count * np.isin(np.arange(mesh.pp), senders).astype(int)
+            if groups := eqn.params.get("axis_index_groups"):
+                kind, full = as_permutes(kind, live, full, len(groups[0]), mesh)
             most, by_stage = on_stages(count)
             found.append(Collective(kind, live, most, depth, len(eqn.invars), full, by_stage))
     return found
