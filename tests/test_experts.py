@@ -460,6 +460,15 @@ def test_a_bias_goes_up_where_an_expert_has_less_than_the_mean_and_down_where_mo
     assert found[0].sum(-1) == pytest.approx(2 * batch["inputs"].size)
 
 
+def test_counts_are_no_part_of_the_gradient_s_norm():
+    config, (values, batches) = config_of(SMALL, "dp=4,ep=2"), drawn(SMALL)
+    with jax.enable_x64(True):
+        seen = observe(config, DEVICES, batches, values)
+    counts = {name for name, param in named_params(declare(config.model)) if param.update == "count"}
+    squares = [np.square(g).sum() for name, g in seen.gradients[0].items() if name.partition("[")[0] not in counts]
+    assert seen.norms[0] == pytest.approx(math.sqrt(sum(squares)), rel=TOLERANCE)
+
+
 def test_what_is_counted_is_summed_up_over_layers():
     counts = {"a.load": np.array([[1.0, 3.0], [2.0, 2.0]]), "a.dropped": np.array([[0.0, 1.0], [0.0, 0.0]])}
     assert summary(counts) == {"expert_load_max": 1.5, "expert_load_min": 0.5, "expert_dropped": 0.125}

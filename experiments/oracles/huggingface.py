@@ -152,8 +152,9 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # f
 
 @contextmanager
 def _computed_in(dtype: torch.dtype) -> Iterator[None]:
-    """transformers makes norms, softmax and rotary angles in float32 by that name: here it is the dtype given."""
-    with mock.patch.object(torch, "float32", dtype), mock.patch.object(torch, "float", dtype):
+    """transformers makes norms, softmax, rotary angles and routers in float32: here it is the dtype given."""
+    names = [mock.patch.object(torch, name, dtype) for name in ("float32", "float")]
+    with names[0], names[1], mock.patch.object(torch.Tensor, "float", lambda x: x.to(dtype)):
         yield
 
 
