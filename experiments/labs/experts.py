@@ -31,7 +31,7 @@ TOKENS = ("dp", "ep", "cp")  # the axes that split tokens; ep is a factor of dp 
 LAYOUTS = ("dp=4", "dp=4,ep=4", "dp=2,cp=2,ep=4", "dp=2,tp=2,ep=2")
 LIMITED = "dp=2,cp=2,ep=4"  # the layout of the checks with capacity
 E, K, D, F = 8, 2, 8, 12
-SEQUENCES, LENGTH = 8, 16
+SEQUENCES, LENGTH, SEED = 8, 16, 36
 CAPACITY, CAPACITIES = 1.0, (1.0, 1.25, 2.0)
 BALANCE, STEPS, RATE = 1.0, 60, 0.03
 EMPTY = E - 1  # the expert that no token of the example chooses
@@ -243,7 +243,7 @@ def slots_of_sequence(capacity: float | None, length: int = LENGTH, num_experts:
 def example():
     """(weights, x, targets). Tokens have something in common, for which the router avoids EMPTY; and those of a
     sequence something more, its subject."""
-    rng = np.random.default_rng(8)
+    rng = np.random.default_rng(SEED)
     shapes = {
         "before": (D, D),
         "router": (D, E),
@@ -253,11 +253,11 @@ def example():
         "shared_down": (F, D),
     }
     weights = {name: 0.3 * rng.standard_normal(shape) for name, shape in shapes.items()}
-    x, target = rng.standard_normal((2, SEQUENCES, LENGTH, D))
     weights["router"] += np.linspace(1.6, 0, E) / D
     weights["router"][:, EMPTY] = -1
-    subject = 0.8 * rng.standard_normal((SEQUENCES, 1, D))
-    return weights, x + 1.2 + subject - subject.mean(-1, keepdims=True), target
+    drawn = rng.standard_normal((SEQUENCES, 2 * LENGTH + 1, D))
+    x, target, subject = np.split(drawn, (LENGTH, 2 * LENGTH), axis=1)
+    return weights, x + 1.2 + 0.8 * (subject - subject.mean(-1, keepdims=True)), target
 
 
 def choose(scores_BTE, capacity: float | None):
@@ -419,15 +419,16 @@ DEFINITIONS = {"means over a rank's own tokens": balance_of_rank, "sums over eac
 def balances(layout: str) -> list[float]:
     """The balance loss of the example, by a token, in each definition."""
 
-    def body(router_DE, x_BTD):
-        scores_BTE, expert_BTK, _ = route(router_DE, x_BTD)
+    def body(weights, x_BTD):
+        h_BTD = x_BTD + jnp.tanh(x_BTD @ weights["before"])
+        scores_BTE, expert_BTK, _ = route(weights["router"], h_BTD)
         ranks, tokens = size(TOKENS), math.prod(x_BTD.shape[:2])
         by_rank, by_sequence = (each(scores_BTE, expert_BTK) / ranks / tokens for each in DEFINITIONS.values())
         return all_reduce(varying((by_rank, by_sequence / size("cp")), TOKENS), TOKENS)
 
     weights, x, _ = example()
     data = P(("dp", "ep"), "cp")
-    return [float(each) for each in on_ranks(parse_mesh(layout), body, (P(), data), P())(weights["router"], x)]
+    return [float(each) for each in on_ranks(parse_mesh(layout), body, (P(), data), P())(weights, x)]
 
 
 def balance_table() -> tuple[list[Check], Table]:
