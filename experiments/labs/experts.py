@@ -673,10 +673,13 @@ def draw_slots(found: dict[str, tuple[np.ndarray, int]]):
     step = slots + 1.5
     for number, (name, (filled, dropped)) in enumerate(found.items()):
         axes = figure.add_subplot(2, 1, number + 1)
-        for r, expert, slot in np.ndindex(DEVICES, E, slots):
-            colour = drawing.COLOURS[(0, 1, 2, 5)[expert // (E // DEVICES)]]
-            colour = colour if slot < filled[r, expert] else "#dcdce2"
-            axes.add_patch(Rectangle((expert * step + slot, r + 0.12), 0.84, 0.76, facecolor=colour))
+        for r, expert in np.ndindex(DEVICES, E):
+            colour, full = drawing.COLOURS[(0, 1, 2, 5)[expert // (E // DEVICES)]], filled[r, expert]
+            for start, end, shade in ((0, full, colour), (full, slots, "#dcdce2")):
+                at = expert * step + start, r + 0.12
+                axes.add_patch(Rectangle(at, end - start, 0.76, facecolor=shade, linewidth=0))
+        between = [expert * step + slot for expert in range(E) for slot in range(1, slots)]
+        axes.vlines(between, 0, DEVICES, color="white", linewidth=0.8)
         axes.set(xlim=(-0.5, E * step - 1), ylim=(DEVICES, 0))
         axes.set_title(f"{name}: {dropped} of {SEQUENCES * LENGTH * K} choices dropped", size=9, loc="left")
         axes.grid(visible=False)
