@@ -19,6 +19,7 @@ COURSE = (
     "tensor-parallel",
     "sequence-parallel",
     "context-parallel",
+    "experts",
     "pipelines",
     "layouts",
     "precision",

@@ -1,0 +1,852 @@
+"""Mixtures of experts: a router, the all-to-all to the ranks that hold the experts, and a balance loss, by hand.
+
+Dims: B sequences and T positions of this rank, R = B * T its tokens, D width, E experts, K chosen by a token, F an
+expert's width, N rows of one expert, S slots of a message. Sources: GShard (arXiv 2006.16668), of capacity and the
+all-to-all; the balance loss is that of DeepSeek-V3 (2412.19437, section 2.1.2).
+"""
+
+import math
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.layout import drop_unit_axes
+from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
+from jaxdist.parallel import all_gather, all_reduce, all_to_all, rank, size, varying
+from jaxdist.parallel import expert_parallel as library
+from jaxdist.parallel.grouped_matmul import grouped_matmul
+from jaxdist.plan.proof.trace import collectives_of, total_sent
+from jaxdist.runtime.devices import acquire_devices
+
+from . import drawing
+from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_least, at_most, equal, holds
+
+DEVICES = 4
+TOKENS = ("dp", "ep", "cp")  # the axes that split tokens; ep is a factor of dp x cp
+LAYOUTS = ("dp=4", "dp=4,ep=4", "dp=2,cp=2,ep=4", "dp=2,tp=2,ep=2")
+LIMITED = "dp=2,cp=2,ep=4"  # the layout of the checks with capacity
+E, K, D, F = 8, 2, 8, 12
+SEQUENCES, LENGTH, SEED = 8, 16, 36
+CAPACITY, CAPACITIES = 1.0, (1.0, 1.25, 2.0)
+BALANCE, STEPS, RATE = 1.0, 60, 0.03
+EMPTY = E - 1  # the expert that no token of the example chooses
+EXPERTS, SHARED = ("up", "down"), ("shared_up", "shared_down")
+ROUNDING = 1e-10
+
+
+def on_ranks(mesh: MeshShape, body, in_specs, out_specs):
+    """`body`, run by every rank of the mesh, as a function of global arrays."""
+    devices = make_mesh(mesh, acquire_devices(DEVICES, "cpu").devices[: mesh.num_devices])
+    specs = jax.tree.map(lambda spec: drop_unit_axes(spec, mesh), (in_specs, out_specs), is_leaf=is_spec)
+    run = jax.shard_map(body, mesh=devices, in_specs=specs[0], out_specs=specs[1])
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})  # compiled once, run a few times
+
+
+def is_spec(x) -> bool:
+    return isinstance(x, P)
+
+
+# ------------------------------------------------------------------------------------------- a mixture, by hand
+
+
+def route(router_DE, x_BTD):
+    """(scores[B, T, E], expert[B, T, K], weight[B, T, K]): a token's K highest scores, divided by their sum."""
+    scores_BTE = jax.nn.softmax(x_BTD @ router_DE)
+    chosen_BTK, expert_BTK = lax.top_k(scores_BTE, K)
+    return scores_BTE, expert_BTK, chosen_BTK / chosen_BTK.sum(-1, keepdims=True)
+
+
+def balance(scores_BTE, expert_BTK):
+    """The balance loss, summed over sequences: E / (K T) times sum_e (choices of e) (sum of e's scores), of each whole
+    sequence. Both sums are over all its positions before they are multiplied. It is T where all experts get the same.
+
+    Layout: scores[B, T_cp, E], expert[B, T_cp, K] -> a number, equal on the ranks of cp.
+    """
+    chosen_BE = all_reduce(jax.nn.one_hot(expert_BTK, E, dtype=scores_BTE.dtype).sum((1, 2)), "cp")
+    share_BE = all_reduce(scores_BTE.sum(1), "cp")
+    length = scores_BTE.shape[1] * size("cp")
+    return E / K / length * jnp.sum(chosen_BE * share_BE)
+
+
+def balance_of_rank(scores_BTE, expert_BTK):
+    """What is often written instead: the product of means over the tokens that this rank has."""
+    chosen_E = jax.nn.one_hot(expert_BTK, E, dtype=scores_BTE.dtype).sum((0, 1, 2))
+    return E / K / math.prod(scores_BTE.shape[:2]) * jnp.sum(chosen_E * scores_BTE.sum((0, 1)))
+
+
+def places(expert_NA, num_experts: int = E):
+    """How many choices of the same expert come before each, in each row. `num_experts` is no expert."""
+    chosen_NAE = jax.nn.one_hot(expert_NA, num_experts, dtype=expert_NA.dtype)
+    before_NAE = jnp.cumsum(chosen_NAE, 1) - chosen_NAE
+    return jnp.sum(before_NAE * chosen_NAE, -1)
+
+
+def within_capacity(expert_BTK, capacity: int, by_token: bool = False):
+    """The experts, and E for what is dropped: each takes `capacity` choices of a whole sequence, all first choices by
+    position, then all second ones. by_token: a break, in which both choices of a token come before the next token's.
+
+    Layout: expert[B, T_cp, K] -> the same.
+    """
+    whole_BKT = all_gather(expert_BTK, "cp", 1).swapaxes(1, 2)
+    in_order = whole_BKT.swapaxes(1, 2) if by_token else whole_BKT
+    place = places(in_order.reshape(len(in_order), -1)).reshape(in_order.shape)
+    place_BTK = place if by_token else place.swapaxes(1, 2)
+    length = expert_BTK.shape[1]
+    own_BTK = lax.dynamic_slice_in_dim(place_BTK, rank("cp") * length, length, axis=1)
+    return jnp.where(own_BTK < capacity, expert_BTK, E)
+
+
+def exchange(experts, x_RD, expert_RK, weight_RK, num_experts: int, slots: int, axes):
+    """Rows to the ranks that hold the experts they chose, and the weighted sum of what comes back.
+
+    slots: of each expert in this rank's message; expert `num_experts` is none.
+    Layout: x[R, D] -> [E * slots, D] -> all-to-all -> rows[E_axes, n * slots, D] -> experts -> all-to-all -> y[R, D].
+    Sends: E * slots rows each way, of which (n-1)/n leave the rank, and E counts.
+    """
+    n, width, outside = size(axes), x_RD.shape[-1], num_experts * slots
+    held, send = num_experts // n, partial(all_to_all, axis=axes, split_dim=0, concat_dim=0)
+    place_RK = places(expert_RK.reshape(1, -1), num_experts).reshape(expert_RK.shape)
+    slot_RK = jnp.where(expert_RK < num_experts, expert_RK * slots + place_RK, outside)  # dropped
+    sent_SD = jnp.zeros((outside, width), x_RD.dtype).at[slot_RK].set(x_RD[:, None], mode="drop")
+    rows_END = send(sent_SD).reshape(n, held, slots, width).swapaxes(0, 1).reshape(held, n * slots, width)
+    counts_E = send(jnp.bincount(expert_RK.reshape(-1), length=num_experts)).reshape(n, held).sum(0)
+    made_END = experts(rows_END, counts_E)
+    back_SD = send(made_END.reshape(held, n, slots, width).swapaxes(0, 1).reshape(outside, width))
+    return jnp.einsum("rk,rkd->rd", weight_RK, back_SD.at[slot_RK].get(mode="fill", fill_value=0))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def products(unzeroed: bool, x_END, w_EDF, counts_E):
+    """x[e] @ w[e] of each expert. Backward visits the experts that have rows, as a grouped kernel does."""
+    return jnp.einsum("end,edf->enf", x_END, w_EDF)
+
+
+def products_backward(unzeroed: bool, kept, dy_ENF):
+    x_END, w_EDF, counts_E = kept
+    buffer_EDF = w_EDF if unzeroed else jnp.zeros_like(w_EDF)  # unzeroed: it holds what was there before
+    dw_EDF = jnp.einsum("end,enf->edf", x_END, dy_ENF)
+    dw_EDF = jnp.where((counts_E > 0)[:, None, None], dw_EDF, buffer_EDF)
+    return jnp.einsum("enf,edf->end", dy_ENF, w_EDF), dw_EDF, None
+
+
+products.defvjp(lambda unzeroed, x, w, counts: (products(unzeroed, x, w, counts), (x, w, counts)), products_backward)
+
+
+def mixture(weights, x_BTD, capacity: int | None, axes, broken: str | None, by_library: bool = False):
+    """(y[B, T, D], this rank's balance loss, choices of each expert, choices that it dropped).
+
+    Layout: x[B, T_cp, D]; up[E_axes, D, F_tp], down[E_axes, F_tp, D], and shared_up, shared_down alike without E
+    -> y {U_tp} -> psum tp -> y[B, T_cp, D].
+    """
+    scores_BTE, expert_BTK, weight_BTK = route(weights["router"], x_BTD)
+    if broken == "stopped":
+        weight_BTK = lax.stop_gradient(weight_BTK)
+    own = balance_of_rank if broken == "means" else balance
+    taken_BTK = expert_BTK
+    if capacity is not None:
+        taken_BTK = within_capacity(expert_BTK, capacity, by_token=broken == "order")
+
+    def experts(rows_END, counts_E):
+        product = partial(products, broken == "empty")
+        return product(jax.nn.silu(product(rows_END, weights["up"], counts_E)), weights["down"], counts_E)
+
+    batch, length, _ = x_BTD.shape
+    slots = batch * (length if capacity is None else min(capacity, length))
+    x_RD, weight_RK = varying((x_BTD.reshape(-1, D), weight_BTK.reshape(-1, K)), ("tp",))
+    if by_library:
+        y_RD = library.apply_experts(
+            partial(experts_of_library, weights), x_RD, expert_BTK.reshape(-1, K), weight_RK, E, axes
+        )
+    else:
+        y_RD = exchange(experts, x_RD, taken_BTK.reshape(-1, K), weight_RK, E, slots, axes)
+    shared_RD = jax.nn.silu(x_RD @ weights["shared_up"]) @ weights["shared_down"]
+    if broken == "shared":
+        shared_RD = all_reduce(shared_RD, "tp")
+    y_RD = all_reduce(y_RD + shared_RD, "tp")
+    load_E, kept_E = (jnp.bincount(each.reshape(-1), length=E) for each in (expert_BTK, taken_BTK))
+    return y_RD.reshape(x_BTD.shape), own(scores_BTE, expert_BTK), load_E, load_E - kept_E
+
+
+def experts_of_library(weights, rows_ND, counts_E):
+    hidden_NF = jax.nn.silu(grouped_matmul(rows_ND, weights["up"], counts_E))
+    return grouped_matmul(hidden_NF, weights["down"], counts_E)
+
+
+def average(grads, axes, broken: str | None):
+    """Gradients of the mean of all ranks' losses. All-to-alls have summed an expert's over `axes` already."""
+    every = size(TOKENS)
+    found = {}
+    for name, grad in grads.items():
+        over = tuple(axis for axis in TOKENS if name not in EXPERTS or axis not in axes)
+        ranks = size(over) if broken == "average" else every
+        found[name] = all_reduce(grad, over) / ranks
+    return found
+
+
+class Found(NamedTuple):
+    """Of one step: the mean loss of a token, the balance loss in it, gradients, choices of each expert and drops."""
+
+    loss: jax.Array
+    balance: jax.Array
+    grads: dict
+    load: jax.Array
+    dropped: jax.Array
+
+
+@cache
+def program(layout: str, capacity: float | None = None, broken: str | None = None, by_library: bool = False):
+    """(weights, x, targets, factor of the balance loss) -> `Found`, on a mesh."""
+    mesh = parse_mesh(layout)
+    axes, limit = mesh.expert_axes, slots_of_sequence(capacity)
+
+    def body(weights, x_BTD, target_BTD, factor):
+        def loss_of(weights):
+            h_BTD = x_BTD + jnp.tanh(x_BTD @ weights["before"])
+            y_BTD, own, *counts = mixture(weights, h_BTD, limit, axes, broken, by_library)
+            # Ranks of cp share the balance loss of a sequence, and each takes its part.
+            own = own if broken == "means" else own / size("cp")
+            tokens = math.prod(x_BTD.shape[:2])
+            loss = (jnp.sum(jnp.square(h_BTD + y_BTD - target_BTD)) / D + factor * own) / tokens
+            return loss, (own / tokens, *counts)
+
+        (loss, (own, *counts)), grads = jax.value_and_grad(loss_of, has_aux=True)(varying(weights, TOKENS))
+        means = [each / size(TOKENS) for each in (loss, own)]
+        means, counts = all_reduce(varying((means, counts), TOKENS), TOKENS)
+        return Found(*means, average(grads, axes, broken), *counts)
+
+    specs = {
+        "before": P(),
+        "router": P(),
+        "up": P(axes, None, "tp"),
+        "down": P(axes, "tp"),
+        "shared_up": P(None, "tp"),
+        "shared_down": P("tp"),
+    }
+    data = P(("dp", "ep"), "cp")
+    return on_ranks(mesh, body, (specs, data, data, P()), Found(P(), P(), specs, P(), P()))
+
+
+def slots_of_sequence(capacity: float | None, length: int = LENGTH, num_experts: int = E, top_k: int = K):
+    """Choices of one sequence that an expert takes."""
+    return None if capacity is None else math.ceil(capacity * length * top_k / num_experts)
+
+
+# ------------------------------------------------------------------------------------------- the dense oracle
+
+
+@cache
+def example():
+    """(weights, x, targets). Tokens have something in common, for which the router avoids EMPTY; and those of a
+    sequence something more, its subject."""
+    rng = np.random.default_rng(SEED)
+    shapes = {
+        "before": (D, D),
+        "router": (D, E),
+        "up": (E, D, F),
+        "down": (E, F, D),
+        "shared_up": (D, F),
+        "shared_down": (F, D),
+    }
+    weights = {name: 0.3 * rng.standard_normal(shape) for name, shape in shapes.items()}
+    weights["router"] += np.linspace(1.6, 0, E) / D
+    weights["router"][:, EMPTY] = -1
+    drawn = rng.standard_normal((SEQUENCES, 2 * LENGTH + 1, D))
+    x, target, subject = np.split(drawn, (LENGTH, 2 * LENGTH), axis=1)
+    return weights, x + 1.2 + 0.8 * (subject - subject.mean(-1, keepdims=True)), target
+
+
+def choose(scores_BTE, capacity: float | None):
+    """(what each token chose, what of that is within capacity), both bool[B, T, E]: one choice after the other."""
+    picked, used = np.zeros((2, *scores_BTE.shape), bool)
+    limit = slots_of_sequence(capacity) or LENGTH
+    for sequence, scores_TE in enumerate(scores_BTE):
+        order_TK, taken_E = np.argsort(-scores_TE, axis=-1, kind="stable")[:, :K], np.zeros(E, int)
+        for choice in range(K):
+            for position in range(LENGTH):
+                expert = order_TK[position, choice]
+                picked[sequence, position, expert] = True
+                used[sequence, position, expert] = taken_E[expert] < limit
+                taken_E[expert] += 1
+    return picked, used
+
+
+def dense_loss(weights, x_BTD, target_BTD, factor, choices=None):
+    """(mean loss, (balance loss in it, scores)) with every expert computed for every token; one device, no slots."""
+    h_BTD = x_BTD + jnp.tanh(x_BTD @ weights["before"])
+    logits_BTE = h_BTD @ weights["router"]
+    scores_BTE = jnp.exp(logits_BTE) / jnp.exp(logits_BTE).sum(-1, keepdims=True)
+    if choices is None:
+        return scores_BTE
+    picked_BTE, used_BTE = choices
+    weight_BTE = scores_BTE * used_BTE / (scores_BTE * picked_BTE).sum(-1, keepdims=True)
+    y_BTD = jax.nn.silu(h_BTD @ weights["shared_up"]) @ weights["shared_down"]
+    for e in range(E):
+        y_BTD += weight_BTE[..., e, None] * (jax.nn.silu(h_BTD @ weights["up"][e]) @ weights["down"][e])
+    own = sum(
+        LENGTH * jnp.sum(E / (K * LENGTH) * picked_TE.sum(0) * scores_TE.mean(0))
+        for picked_TE, scores_TE in zip(picked_BTE, scores_BTE, strict=True)
+    )
+    tokens = SEQUENCES * LENGTH
+    return (jnp.sum(jnp.square(h_BTD + y_BTD - target_BTD)) / D + factor * own) / tokens, own / tokens
+
+
+@cache
+def oracle(capacity: float | None = None) -> Found:
+    batch = *example(), BALANCE
+    picked, used = choose(np.asarray(dense_loss(*batch)), capacity)
+    run = jax.jit(jax.value_and_grad(partial(dense_loss, choices=(picked, used)), has_aux=True))
+    (loss, own), grads = run(*batch)
+    return Found(loss, own, grads, picked.sum((0, 1)), (picked & ~used).sum((0, 1)))
+
+
+# ------------------------------------------------------------------------------------------- checks
+
+
+def error(found, wanted) -> float:
+    """Relative, by norms."""
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def worst(found: Found, wanted: Found, names) -> float:
+    return max(error(found.grads[name], wanted.grads[name]) for name in names)
+
+
+OTHERS = ("before", "router", *SHARED)
+
+
+@cache
+def found_by(layout: str, capacity: float | None = None, broken: str | None = None, by_library: bool = False) -> Found:
+    run = program(layout, capacity, concerned(broken, layout, capacity), by_library)
+    return jax.device_get(run(*example(), BALANCE))
+
+
+def concerned(broken: str | None, layout: str, capacity: float | None) -> str | None:
+    """The break, where it changes this program at all."""
+    mesh = parse_mesh(layout)
+    none = {"order": capacity is None, "shared": mesh.tp == 1, "average": mesh.ep == 1}
+    return None if none.get(broken) else broken
+
+
+LOSS, OF_EXPERTS, OF_OTHERS = "loss", "error of experts' gradients", "error of other gradients"
+UNCHOSEN = "largest gradient of the expert that no token chose"
+DROPPED, LIMITED_LOSS, LIMITED_GRADIENTS = (
+    f"{LIMITED}, capacity {CAPACITY:g}: {what}" for what in ("choices dropped", LOSS, "largest error of a gradient")
+)
+LEARNS = f"training: loss of step {STEPS} over that of step 1"
+SPREADS = f"training: busiest expert over the mean, step {STEPS}"
+
+
+def of_mesh(layout: str, what: str) -> str:
+    return f"{layout}: {what}"
+
+
+def mesh_checks(broken: str | None) -> list[Check]:
+    checks, wanted, unchosen = [], oracle(), []
+    for layout in LAYOUTS:
+        found = found_by(layout, None, broken)
+        unchosen += [float(np.abs(found.grads[name][EMPTY]).max()) for name in EXPERTS]
+        checks += [
+            equal(of_mesh(layout, LOSS), float(found.loss), float(wanted.loss), within=ROUNDING),
+            at_most(of_mesh(layout, OF_EXPERTS), worst(found, wanted, EXPERTS), ROUNDING),
+            at_most(of_mesh(layout, OF_OTHERS), worst(found, wanted, OTHERS), ROUNDING),
+        ]
+    checks.append(equal(UNCHOSEN, max(unchosen), 0))
+    wanted, found = oracle(CAPACITY), found_by(LIMITED, CAPACITY, broken)
+    return [
+        *checks,
+        equal(DROPPED, int(found.dropped.sum()), int(wanted.dropped.sum())),
+        equal(LIMITED_LOSS, float(found.loss), float(wanted.loss), within=ROUNDING),
+        at_most(LIMITED_GRADIENTS, worst(found, wanted, wanted.grads), ROUNDING),
+    ]
+
+
+class Curves(NamedTuple):
+    """Of a training run, step by step: losses without the balance loss, and choices of each expert[steps, E]; and the
+    weights at the end."""
+
+    losses: list[float]
+    loads: np.ndarray
+    weights: dict
+
+
+TRAINED = "dp=4,ep=4"
+
+
+@cache
+def train(broken: str | None = None, factor: float = BALANCE) -> Curves:
+    """Adam on one batch, dropless."""
+    step, (weights, *batch) = program(TRAINED, None, broken), example()
+    first = second = {name: np.zeros_like(w) for name, w in weights.items()}
+    losses, loads = [], []
+    for number in range(1, STEPS + 1):
+        found = jax.device_get(step(weights, *batch, factor))
+        losses.append(float(found.loss - factor * found.balance))
+        loads.append(found.load)
+        first = {name: 0.9 * m + 0.1 * found.grads[name] for name, m in first.items()}
+        second = {name: 0.99 * v + 0.01 * found.grads[name] ** 2 for name, v in second.items()}
+        weights = {
+            name: w - RATE * (first[name] / (1 - 0.9**number)) / (np.sqrt(second[name] / (1 - 0.99**number)) + 1e-8)
+            for name, w in weights.items()
+        }
+    return Curves(losses, np.array(loads), weights)
+
+
+def busiest(load_E) -> float:
+    """The load of the busiest expert over the mean."""
+    return float(load_E.max() / load_E.mean())
+
+
+def training_checks(broken: str | None) -> list[Check]:
+    curves = train(concerned(broken, TRAINED, None))
+    return [
+        at_most(LEARNS, curves.losses[-1] / curves.losses[0], 0.5),
+        at_most(SPREADS, busiest(curves.loads[-1]), 1.5),
+    ]
+
+
+# ------------------------------------------------------------------------------------------- what the page shows
+
+ROUTED = ("", "dp=4", "dp=2,cp=2")
+DEFINITIONS = {"means over a rank's own tokens": balance_of_rank, "sums over each whole sequence": balance}
+
+
+def balances(layout: str) -> list[float]:
+    """The balance loss of the example, by a token, in each definition."""
+
+    def body(weights, x_BTD):
+        h_BTD = x_BTD + jnp.tanh(x_BTD @ weights["before"])
+        scores_BTE, expert_BTK, _ = route(weights["router"], h_BTD)
+        ranks, tokens = size(TOKENS), math.prod(x_BTD.shape[:2])
+        by_rank, by_sequence = (each(scores_BTE, expert_BTK) / ranks / tokens for each in DEFINITIONS.values())
+        return all_reduce(varying((by_rank, by_sequence / size("cp")), TOKENS), TOKENS)
+
+    weights, x, _ = example()
+    data = P(("dp", "ep"), "cp")
+    return [float(each) for each in on_ranks(parse_mesh(layout), body, (P(), data), P())(weights, x)]
+
+
+def balance_table() -> tuple[list[Check], Table]:
+    found = [balances(layout) for layout in ROUTED]
+    means, sums = zip(*found, strict=True)
+    rows = [[name, *[f"{each:.6f}" for each in of]] for name, of in zip(DEFINITIONS, (means, sums), strict=True)]
+    checks = [
+        at_least("balance loss by means: one rank over four", abs(means[0] / means[1] - 1), 1e-3),
+        at_most(
+            "balance loss by sequence: largest difference of a mesh", max(abs(s / sums[0] - 1) for s in sums), 1e-14
+        ),
+    ]
+    return checks, Table("balance", ["balance loss", *[str(parse_mesh(layout)) for layout in ROUTED]], rows)
+
+
+def oracle_table() -> tuple[list[Check], Table]:
+    rows, checks = [], []
+    cases = {layout: (found_by(layout), oracle()) for layout in LAYOUTS}
+    for layout in ("dp=4", LIMITED):
+        cases[f"{layout}, capacity {CAPACITY:g}"] = found_by(layout, CAPACITY), oracle(CAPACITY)
+    for layout in LAYOUTS[-2:]:
+        cases[f"{layout}, the library"] = found_by(layout, by_library=True), oracle()
+    for name, (found, wanted) in cases.items():
+        errors = [worst(found, wanted, names) for names in (EXPERTS, ("router",), ("before", *SHARED))]
+        errors.insert(0, abs(float(found.loss) / float(wanted.loss) - 1))
+        rows.append([name, *[f"{each:.1e}" for each in errors]])
+        checks.append(at_most(f"{name}: largest error of loss and gradients", max(errors), ROUNDING))
+    return checks, Table("oracle", ["relative error", "loss", "experts", "router", "other parameters"], rows)
+
+
+def router_scores(weights) -> np.ndarray:
+    """scores[B, T, E] of all tokens, by the dense oracle."""
+    return np.asarray(dense_loss(weights, *example()[1:], 0))
+
+
+@cache
+def dropping(capacity: float):
+    """A program (expert[B, T, K] of all tokens) -> (by hand, by the library): choices that each expert drops."""
+    limit = slots_of_sequence(capacity)
+
+    def body(expert_BTK):
+        whole_BTK = all_gather(expert_BTK, "cp", 1)
+        taken_BTK = within_capacity(expert_BTK, limit)
+        load_E = jnp.bincount(expert_BTK.reshape(-1), length=E)
+        by_hand_E = load_E - jnp.bincount(taken_BTK.reshape(-1), length=E)
+        beyond_BTK = jnp.where(library.kept_places(whole_BTK, E, limit) < 0, whole_BTK, E)
+        of_library_E = jnp.bincount(beyond_BTK.reshape(-1), length=E)  # on every rank of cp the same
+        found = all_reduce(varying((by_hand_E, of_library_E), TOKENS), TOKENS)
+        return found[0], found[1] // size("cp")
+
+    return on_ranks(parse_mesh("dp=2,cp=2"), body, P(("dp", "ep"), "cp"), P())
+
+
+def drops_of(weights, capacity: float) -> tuple[np.ndarray, bool]:
+    """(choices that each expert drops, whether by hand, the library and the oracle agree)."""
+    scores = router_scores(weights)
+    picked, used = choose(scores, capacity)
+    expert = np.argsort(-scores, axis=-1, kind="stable")[..., :K].astype(np.int32)
+    wanted = (picked & ~used).sum((0, 1))
+    return wanted, all(np.array_equal(each, wanted) for each in dropping(capacity)(expert))
+
+
+def load_table() -> tuple[list[Check], Table]:
+    rows, checks, whole = [], [], SEQUENCES * LENGTH * K
+    for name, weights in (("at first", example()[0]), ("trained", train().weights)):
+        load = choose(router_scores(weights), None)[0].sum((0, 1))
+        rows.append([f"{name}: choices", *map(str, load), str(whole)])
+        for capacity in CAPACITIES:
+            drops, agree = drops_of(weights, capacity)
+            rows.append([f"{name}: dropped at capacity {capacity:g}", *map(str, drops), str(drops.sum())])
+            checks.append(
+                holds(f"{name}, capacity {capacity:g}: by hand, the library, the oracle drop the same", agree)
+            )
+    return checks, Table("load", ["expert", *map(str, range(E)), "all"], rows)
+
+
+FACTORS, SHOWN = (0.0, 0.1, BALANCE), (1, 10, 20, 40, STEPS)
+
+
+def training_table() -> Table:
+    rows = []
+    for step in SHOWN:
+        cells = [(busiest(train(None, f).loads[step - 1]), train(None, f).losses[step - 1]) for f in FACTORS]
+        rows.append([str(step), *[f"{load:.2f}" for load, _ in cells], *[f"{loss:.2f}" for _, loss in cells]])
+    return Table("training", ["step", *[f"load, {f:g}" for f in FACTORS], *[f"loss, {f:g}" for f in FACTORS]], rows)
+
+
+class Model(NamedTuple):
+    """The experts of a published model, from its config.json."""
+
+    width: int
+    experts: int
+    top_k: int
+    expert_width: int
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of a layer's experts in bf16: three matrices each."""
+        return 2 * 3 * self.experts * self.width * self.expert_width
+
+    @property
+    def crossing(self) -> float:
+        """Tokens of a rank for which 4 all-to-alls of the rows chosen send as much as 3 passes over all experts."""
+        return 3 * self.expert_bytes / (4 * 2 * self.top_k * self.width)
+
+
+MODELS = {
+    "Mixtral 8x7B": Model(4096, 8, 2, 14_336),
+    "Qwen3-30B-A3B": Model(2048, 128, 8, 768),
+    "DeepSeek-V3": Model(7168, 256, 8, 2048),
+    "OLMoE-1B-7B": Model(2048, 64, 8, 1024),
+}
+LONG, ROWS = 4096, 2  # of the table of bytes: positions and sequences of a rank
+SPLIT, EIGHT = 4, 8
+WAYS = {
+    **{f"capacity {c:g}": c for c in CAPACITIES},
+    "dropless by hand": None,
+    "dropless, the library": None,
+}
+
+
+def rows_sent(way: str, model: Model) -> int:
+    """Rows of a rank's message by formula, those to itself included."""
+    tokens = ROWS * LONG
+    if way == "dropless, the library":
+        return SPLIT * tokens * min(model.top_k, model.experts // SPLIT)
+    if WAYS[way] is None:
+        return model.experts * tokens
+    return model.experts * ROWS * slots_of_sequence(WAYS[way], LONG, model.experts, model.top_k)
+
+
+def sent_by_formula(way: str, model: Model) -> int:
+    """Bytes of a layer and step that leave a rank: rows in bf16 there and back, forward and backward, and counts."""
+    return (4 * 2 * rows_sent(way, model) * model.width + 4 * model.experts) * (SPLIT - 1) // SPLIT
+
+
+def sent_by_trace(way: str, model: Model) -> int:
+    """Bytes that a rank sends forward and backward, as traced."""
+    mesh, tokens = parse_mesh(f"dp={SPLIT},ep={SPLIT}"), ROWS * LONG
+    slots = rows_sent(way, model) // model.experts
+    axes = mesh.expert_axes
+
+    def body(x_RD, expert_RK, weight_RK):
+        def total(x_RD):
+            if way == "dropless, the library":
+                rows = library.apply_experts(same_rows, x_RD, expert_RK, weight_RK, model.experts, axes)
+            else:
+                rows = exchange(same_rows, x_RD, expert_RK, weight_RK, model.experts, slots, axes)
+            return jnp.sum(rows.astype(jnp.float32))
+
+        return jax.grad(total)(x_RD)
+
+    def array(*shape, dtype):
+        return jax.ShapeDtypeStruct((SPLIT * tokens, *shape), dtype)
+
+    data = P(("dp", "ep"))
+    arrays = (
+        array(model.width, dtype=jnp.bfloat16),
+        array(model.top_k, dtype=jnp.int32),
+        array(model.top_k, dtype=jnp.float32),
+    )
+    found = collectives_of(on_ranks(mesh, body, data, data).trace(*arrays).jaxpr, mesh)
+    return total_sent(found, mesh)
+
+
+def same_rows(rows, counts):
+    """Experts that do nothing: what is sent does not depend on them."""
+    return rows
+
+
+def traffic() -> tuple[list[Check], Table]:
+    rows, checks = [], []
+    for name in ("Mixtral 8x7B", "Qwen3-30B-A3B"):
+        model = MODELS[name]
+        chosen = ROWS * LONG * model.top_k
+        for way in WAYS:
+            sent, formula, found = rows_sent(way, model), sent_by_formula(way, model), sent_by_trace(way, model)
+            cells = f"{sent:,}", f"{sent / chosen:.2f}", f"{formula / 2**20:,.0f}", f"{found / 2**20:,.0f}"
+            rows.append([f"{name}, {way}", *cells])
+            checks.append(equal(f"{name}, {way}: bytes sent, traced", found, formula))
+    titles = ["message", "rows", "rows over choices", "formula, MiB a layer", "traced, MiB a layer"]
+    return checks, Table("bytes", titles, rows)
+
+
+def gathered_by_trace(model: Model) -> int:
+    """Bytes that a rank sends where a layer's experts are sharded as by ZeRO-3: gathered in forward and again in
+    backward, their gradients reduced and scattered."""
+    mesh = parse_mesh(f"dp={SPLIT}")
+
+    @jax.checkpoint
+    def use(shard):
+        return jnp.sum(jnp.sin(lax.all_gather(shard, "dp", tiled=True)).astype(jnp.float32))
+
+    weights = jax.ShapeDtypeStruct((model.expert_bytes // 2,), jnp.bfloat16)
+    return total_sent(collectives_of(on_ranks(mesh, jax.grad(use), P("dp"), P("dp")).trace(weights).jaxpr, mesh), mesh)
+
+
+def crossing_table() -> tuple[list[Check], Table]:
+    rows, checks = [], []
+    for name, model in MODELS.items():
+        padding = EIGHT * min(model.top_k, model.experts // EIGHT) / model.top_k
+        tokens = [f"{model.crossing / factor:,.0f}" for factor in (1, CAPACITIES[1], padding)]
+        size = f"{model.expert_bytes / 2**30:.2f}"
+        rows.append([name, f"{model.experts} of {model.expert_width:,}", str(model.top_k), size, *tokens])
+        of_token = sent_by_trace("capacity 1", model) / (ROWS * LONG)
+        found = gathered_by_trace(model) / of_token
+        checks.append(equal(f"{name}: tokens where both send as much, traced", found, model.crossing, within=1e-5))
+    titles = ["model", "experts of width", "chosen", "experts of a layer, GiB", "tokens, no padding"]
+    titles += [f"tokens, capacity {CAPACITIES[1]:g}", f"tokens, dropless here, ep={EIGHT}"]
+    return checks, Table("crossing", titles, rows)
+
+
+def draw_loads(loads: dict[float, list[float]]):
+    figure = drawing.lines(
+        "The busiest expert's load over the mean",
+        "step",
+        "times the mean",
+        {f"balance loss × {factor:g}": (range(1, STEPS + 1), each) for factor, each in loads.items()},
+        marks=False,
+    )
+    figure.axes[0].set_ylim(0.8, 4.6)
+    figure.axes[0].axhline(1, color="#787882", linewidth=0.8)
+    return figure
+
+
+def slots_filled() -> dict[str, tuple[np.ndarray, int]]:
+    """At first and trained, at `CAPACITY` on dp=4: (filled slots of each rank's message[4, E], choices dropped)."""
+    found = {}
+    for name, weights in (("at first", example()[0]), ("trained", train().weights)):
+        picked, used = choose(router_scores(weights), CAPACITY)
+        found[name] = used.reshape(DEVICES, -1, E).sum(1), int((picked & ~used).sum())
+    return found
+
+
+def draw_slots(found: dict[str, tuple[np.ndarray, int]]):
+    """Each rank's message: a cell is a slot, its colour the rank that it goes to."""
+    from matplotlib.patches import Rectangle
+
+    figure, unused = drawing.blank(f"Slots of each rank's message, capacity {CAPACITY:g}", "", "", height=3.4)
+    unused.remove()
+    slots = SEQUENCES // DEVICES * slots_of_sequence(CAPACITY)
+    step = slots + 1.5
+    for number, (name, (filled, dropped)) in enumerate(found.items()):
+        axes = figure.add_subplot(2, 1, number + 1)
+        for r, expert in np.ndindex(DEVICES, E):
+            colour, full = drawing.COLOURS[(0, 1, 2, 5)[expert // (E // DEVICES)]], filled[r, expert]
+            for start, end, shade in ((0, full, colour), (full, slots, "#dcdce2")):
+                at = expert * step + start, r + 0.12
+                axes.add_patch(Rectangle(at, end - start, 0.76, facecolor=shade, linewidth=0))
+        between = [expert * step + slot for expert in range(E) for slot in range(1, slots)]
+        axes.vlines(between, 0, DEVICES, color="white", linewidth=0.8)
+        axes.set(xlim=(-0.5, E * step - 1), ylim=(DEVICES, 0))
+        axes.set_title(f"{name}: {dropped} of {SEQUENCES * LENGTH * K} choices dropped", size=9, loc="left")
+        axes.grid(visible=False)
+        axes.tick_params(length=0)
+        axes.set_yticks([r + 0.5 for r in range(DEVICES)], [f"rank {r}" for r in range(DEVICES)])
+        axes.set_xticks([e * step + slots / 2 for e in range(E)], [str(e) for e in range(E)])
+        axes.spines[["left", "bottom"]].set_visible(False)
+    axes.set_xlabel("expert; colour: the rank that holds it; grey: an empty slot")
+    return figure
+
+
+def draw_crossing():
+    tokens = [2**power for power in range(10, 19)]
+    figure = drawing.lines(
+        "All-to-alls over gathered experts",
+        "tokens of a rank",
+        "bytes sent by EP over FSDP",
+        {name: (tokens, [each / model.crossing for each in tokens]) for name, model in MODELS.items()},
+        log_x=True,
+        log_y=True,
+    )
+    figure.axes[0].axhline(1, color="#787882", linewidth=0.8)
+    return figure
+
+
+# ------------------------------------------------------------------------------------------- the lab
+
+
+def run(broken: str | None) -> Result:
+    with jax.enable_x64(True):
+        checks = [*mesh_checks(broken), *training_checks(broken)]
+        if broken:
+            return Result(checks)
+        alone = busiest(train(None, 0.0).loads[-1])
+        checks.append(at_least("training without a balance loss: busiest expert over the mean", alone, 2))
+        parts = [balance_table(), oracle_table(), load_table(), ([], training_table())]
+        slots, loads = slots_filled(), {f: [busiest(each) for each in train(None, f).loads] for f in FACTORS}
+    parts += [traffic(), crossing_table()]
+    pictures = [
+        Picture(
+            "slots",
+            lambda: draw_slots(slots),
+            "Four ranks' messages, eight slots for each expert: at first two experts' are full and most others empty; "
+            "trained, nearly all are filled",
+        ),
+        Picture(
+            "loads",
+            lambda: draw_loads(loads),
+            f"The busiest expert's load over {STEPS} steps: it falls to nearly the mean with the balance loss, and "
+            "stays above three times the mean without",
+        ),
+        Picture(
+            "crossing",
+            draw_crossing,
+            "Bytes of all-to-alls over bytes of gathered experts, rising with tokens; four models cross 1 between "
+            "18,000 and 150,000 tokens",
+        ),
+    ]
+    checks += [check for each, _ in parts for check in each]
+    return Result(checks, [table for _, table in parts], pictures, guesses())
+
+
+def guesses() -> list[Guess]:
+    mixtral = MODELS["Mixtral 8x7B"]
+    small = Model(1024, 32, 8, 512)
+    taken = slots_of_sequence(1.25, LONG, mixtral.experts, mixtral.top_k)
+    return [
+        Guess(
+            "padding",
+            "8 experts on 4 ranks, a token chooses 2, nothing is dropped, and a message has the same size whatever is "
+            "chosen: how many times the rows that are chosen does it have?",
+            SPLIT * min(K, E // SPLIT) / K,
+            "times",
+            "each of 4 ranks could be sent 2 rows of every token, and 2 are",
+        ),
+        Guess(
+            "collapse",
+            "A router is certain, and chooses one and the same of 8 experts for all tokens: how many times the "
+            "balance loss of equal load?",
+            E,
+            "times",
+            "f = 8 and P = 1 for that expert, 0 for the others; equal load has f = 1 and P = 1/8 for each",
+        ),
+        Guess(
+            "factor",
+            "dp=4,ep=4, each rank's loss is the mean of its own tokens, and a gradient is averaged over the ranks that "
+            "hold the same parameter: how many times too large is an expert's?",
+            4,
+            "times",
+            "the all-to-all has summed the gradients of 4 ranks, and nothing divides by 4",
+        ),
+        Guess(
+            "taken",
+            "Mixtral 8x7B, a sequence of 4,096, capacity 1.25: choices that an expert takes?",
+            taken,
+            "choices",
+            "1.25 · 4,096 · 2 / 8",
+        ),
+        Guess(
+            "lost",
+            "All its tokens have the same first choice, and second choices are spread evenly over the other 7 experts: "
+            "percent of all choices that are dropped?",
+            100 * (LONG - taken) / (2 * LONG),
+            "%",
+            "2,816 of 4,096 first choices; second choices, 585 for each expert, have room",
+        ),
+        Guess(
+            "fine",
+            "32 experts of width 512, of which a token chooses 8: from how many tokens of a rank on do all-to-alls "
+            "(without padding) send more than gathering the experts?",
+            small.crossing,
+            "tokens",
+            "9 · 32 · 512 / (4 · 8); the model's width cancels",
+        ),
+    ]
+
+
+OF = {what: {layout: of_mesh(layout, what) for layout in LAYOUTS} for what in (LOSS, OF_EXPERTS, OF_OTHERS)}
+LAB = Lab(
+    name="experts",
+    title="Mixtures of experts and expert parallelism",
+    question="How does a token reach the experts that it chose, what keeps their load even, and which faults are "
+    "silent?",
+    run=run,
+    devices=DEVICES,
+    breaks=[
+        Break(
+            "average",
+            removes="the division by all ranks: an expert's gradient is averaged over the ranks that hold that expert, "
+            "as every other gradient is",
+            caught_by=frozenset({*list(OF[OF_EXPERTS].values())[1:], LIMITED_GRADIENTS}),
+            how_silent="nothing under Adam, which divides by the gradient's size; clipping would cut too early, and "
+            "SGD would train experts ep times as fast",
+        ),
+        Break(
+            "shared",
+            removes="one sum: the shared expert's result, summed over tp already, is added to the routed experts' "
+            "partial sums, and summed again",
+            caught_by=frozenset(each["dp=2,tp=2,ep=2"] for each in OF.values()),
+            how_silent="nothing without tp; with it another model, whose shared expert counts tp times",
+        ),
+        Break(
+            "order",
+            removes="the order of places: a token's second choice takes a place before the next token's first",
+            caught_by=frozenset({LIMITED_LOSS, LIMITED_GRADIENTS}),
+            how_silent="nothing: as many choices are dropped, and not the same ones",
+        ),
+        Break(
+            "means",
+            removes="the sums over each sequence: a rank multiplies means over its own tokens",
+            caught_by=frozenset(
+                {*OF[LOSS].values(), *OF[OF_OTHERS].values(), LIMITED_LOSS, LIMITED_GRADIENTS},
+            ),
+            how_silent="nothing: the load becomes even; loss and gradients depend on how the batch is split",
+        ),
+        Break(
+            "stopped",
+            removes="the gradient through the weights of what was chosen: they are constants in backward",
+            caught_by=frozenset({*OF[OF_OTHERS].values(), LIMITED_GRADIENTS}),
+            how_silent="a loss that is right and falls, less far; the router learns from the balance loss alone, to "
+            "spread tokens whatever they are",
+        ),
+        Break(
+            "empty",
+            removes="the zeros in the buffer for an expert's gradient: where no row came, what was in it before stays",
+            caught_by=frozenset({*OF[OF_EXPERTS].values(), UNCHOSEN, LIMITED_GRADIENTS}),
+            how_silent="a loss that falls; nothing at all where every expert has rows on every rank",
+        ),
+    ],
+)
