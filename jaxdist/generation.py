@@ -167,6 +167,12 @@ def build_generator(
             "each stage holds as many layers",
             f"Use pp in {divisors(model.num_blocks)}",
         )
+    if shape.cp > 1 and shape.ep > 1 and "cp" in shape.expert_axes:
+        raise ConfigError(
+            f"ep={shape.ep} over cp={shape.cp}",
+            "a new token is on every rank of cp, and would be exchanged by all of them",
+            "Use ep=1, or cp=1",
+        )
     if num_texts % shape.batch_ranks:
         raise ConfigError(
             f"{num_texts} texts over {shape.batch_ranks} data ranks",

@@ -10,7 +10,7 @@ from conftest import RARE
 
 from experiments import levels
 from experiments.levels import LAYOUTS
-from experiments.strategies import PIPELINES, STRATEGIES
+from experiments.strategies import EXPERTS, PIPELINES, STRATEGIES
 from jaxdist import parity
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
@@ -117,7 +117,8 @@ def numbers(page: str, pattern: str) -> list[int]:
         ("README.md", r"\| {} strategies, first gradients", len(STRATEGIES)),
         ("README.md", "counted while {} layouts ran", len(LAYOUTS)),
         ("docs/proof.md", "one step of each of {} layouts", len(LAYOUTS)),
-        ("docs/proof.md", "`--all` runs {} named strategies", len(STRATEGIES)),
+        ("docs/proof.md", "`--all` runs {} named strategies", len(STRATEGIES) + len(EXPERTS)),
+        ("docs/experts.md", "every leaf against one device, {} layouts", len(EXPERTS)),
         ("docs/proof.md", r"from one micro-batch to many \({} rows\)", len(PIPELINES)),
         ("README.md", r"\(a sample of {};", len([s for s in STRATEGIES if s.name not in RARE])),
         ("docs/commands.md", "predicted against compiled, {} layouts", len(LAYOUTS)),

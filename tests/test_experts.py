@@ -342,7 +342,7 @@ def test_a_grouped_product_is_each_groups_own(counts):
     groups = np.repeat(np.arange(4), counts)
 
     def plain(x, w):
-        return jnp.concatenate([jnp.einsum("nd,ndf->nf", x[: len(groups)], w[groups]), jnp.zeros((3, 7))])
+        return jnp.concatenate([jnp.einsum("ni,nif->nf", x[: len(groups)], w[groups]), jnp.zeros((3, 7))])
 
     d = rng.normal(size=(size, 7))
     d[sum(counts) :] = 0

@@ -116,7 +116,7 @@ class Router(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, width: int, mixture: Mixture):
         self.mixture = mixture
-        self.w = parameter(normal(rngs, (width, mixture.num_experts)), ("embed", None))
+        self.w = parameter(normal(rngs, (width, mixture.num_experts)), ("embed", "choices"))
         nothing_E = jnp.zeros(mixture.num_experts)
         self.load = parameter(nothing_E, update="count")
         if mixture.capacity is not None:

@@ -147,7 +147,12 @@ def adapted_paths(tree: Tree, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _matrices(block: Tree) -> list[tuple[str, Param]]:
-    return [(path, param) for path, param in named_params(block) if len(param.shape) > 1 and param.weight_decay]
+    """Those that may have adapters: neither experts' nor their router's."""
+    return [
+        (path, param)
+        for path, param in named_params(block)
+        if len(param.shape) > 1 and param.weight_decay and not {"experts", "choices"} & set(param.dims)
+    ]
 
 
 def _is_named(path: str, target: str) -> bool:

@@ -68,14 +68,15 @@ class _Blocks:
     def number(self) -> jax.Array:
         return self.end_E[-1]
 
-    def of(self, block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(its group, the first of `size` rows, which of these are not before it, which are its own)."""
+    def of(self, block: jax.Array) -> tuple[jax.Array, ...]:
+        """(its group, whether it begins it, the first of `size` rows, which of these are not before it, which are its
+        own)."""
         group = jnp.sum(self.end_E <= block)
         done = (block - self.end_E[group] + self.of_group_E[group]) * self.size
         first = self.first_row_E[group] + done
         start = jnp.minimum(first, self.last_start)  # none reaches beyond the last row
         row = start + jnp.arange(self.size)
-        return group, start, row >= first, (row >= first) & (row < first + self.counts_E[group] - done)
+        return group, done == 0, start, row >= first, (row >= first) & (row < first + self.counts_E[group] - done)
 
 
 @partial(jax.jit, static_argnames="transposed")
@@ -85,7 +86,7 @@ def grouped_products(x_ND, w_EDF, counts_E, *, transposed: bool):
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def body(block, y):
-        group, start, from_here, _ = blocks.of(block)
+        group, _, start, from_here, _ = blocks.of(block)
         rows = lax.dynamic_slice_in_dim(x_ND, start, blocks.size)
         product = lax.dot_general(rows, lax.dynamic_index_in_dim(w_EDF, group, keepdims=False), contract)
         # Rows of the next group are wrong here, and are written again by its own block.
@@ -101,13 +102,14 @@ def grouped_outer_products(x_ND, dy_NF, w_EDF, counts_E):
     blocks = _Blocks(len(x_ND), counts_E)
     wide = jnp.promote_types(w_EDF.dtype, jnp.float32)
 
-    def body(block, dw):
-        group, start, _, own = blocks.of(block)
+    def body(block, sums):
+        dw, of_group = sums
+        group, begins, start, _, own = blocks.of(block)
         x, dy = (lax.dynamic_slice_in_dim(rows, start, blocks.size) for rows in (x_ND, dy_NF))
         x = jnp.where(own[:, None], x, 0)
         product = lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=wide)
-        before = lax.dynamic_index_in_dim(dw, group)
-        return lax.dynamic_update_slice_in_dim(dw, before + product[None], group, 0)
+        of_group = product + jnp.where(begins, 0, of_group)
+        return lax.dynamic_update_slice_in_dim(dw, of_group[None].astype(dw.dtype), group, 0), of_group
 
-    empty = comm.varying_like(jnp.zeros(w_EDF.shape, wide), w_EDF)
-    return lax.fori_loop(jnp.zeros_like(blocks.number), blocks.number, body, empty).astype(w_EDF.dtype)
+    empty = [comm.varying_like(jnp.zeros(*of), w_EDF) for of in ((w_EDF.shape, w_EDF.dtype), (w_EDF.shape[1:], wide))]
+    return lax.fori_loop(jnp.zeros_like(blocks.number), blocks.number, body, (empty[0], empty[1]))[0]
