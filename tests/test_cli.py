@@ -253,8 +253,8 @@ def test_planted_bugs_still_fit_the_source(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 WRONG_FLAGS = [
-    (["--mesh", "xx=2"], "not a mesh axis", "pp, replica, dp, cp, tp"),
-    (["--mesh", "ep=2"], "not available yet", "pp, replica, dp, cp, tp"),
+    (["--mesh", "xx=2"], "not a mesh axis", "pp, replica, dp, ep, cp, tp"),
+    (["--mesh", "ep=2"], "ep=2 over dp=1", "Use ep in [1]"),
     (["--mesh", "pp=8"], "--num-layers 4 over 8 stages", "--num-layers 8"),
     (["--mesh", "pp=2", "--schedule", "interleaved", "--chunks", "3"], "2 stages x 3 chunks", "--num-layers 6"),
     (["--mesh", "pp=2", "--schedule", "zb-v", "--chunks", "3"], "3 chunks", "Use 2"),

@@ -19,12 +19,16 @@ from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare, named_params
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.experts import Mixture
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.expert_parallel import kept_places
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.parity import QUICK_ON_CPU, observe, random_batches
+from jaxdist.plan.explain import experts
+from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import exchanged, work_of
 from jaxdist.plan.program_memory import program_bytes
-from jaxdist.plan.search import Candidates, legal_meshes, pipelines
+from jaxdist.plan.search import Candidates, legal_meshes, pipelines, score
+from jaxdist.plan.time_model import Efficiency
 from jaxdist.runtime.expert_load import broken, counted, summary
 from jaxdist.train.program import build_program
 
@@ -301,6 +305,17 @@ def test_an_exchange_is_of_as_many_slots_as_could_be_chosen_or_as_capacity_allow
     counts = model.num_experts / model.seq_len  # of each expert's rows, beside the rows there
     assert exchanged(model, ep) == 2 * slots * model.width + counts
     assert exchanged(limited, ep) == 2 * each * model.num_experts / model.seq_len * model.width
+
+
+def test_a_plan_says_what_a_token_uses_and_what_is_padding():
+    model, cluster = PRESETS["mixtral-8x7b"], Cluster(find_hardware("h200"), 8)
+    parallel = ParallelConfig(parse_mesh("dp=64,ep=8"), zero=3, remat="block")
+    config = RunConfig(model, parallel, precision=PrecisionConfig("bfloat16"), batch_size=64)
+    found = score(config, Candidates.of(config), cluster, "cudnn")
+    used, sent = experts(found, 0, np.array([0]), "cudnn", Efficiency())
+    assert used == "A token uses 12.88 billion of 46.7 billion parameters; 45.1 billion are of experts."
+    # 8 ranks, each with a slot for every token; 2 of 8 experts are chosen
+    assert sent.startswith("ep=8 sends tokens to experts: ") and "even 25% of that" in sent and "share 50%" in sent
 
 
 def test_the_search_tries_every_ep_that_divides_experts_and_ranks():

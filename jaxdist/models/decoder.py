@@ -81,6 +81,10 @@ class Decoder(Transformer, Mixture):
         experts = {"expert_width": self.width_of_expert} if self.num_experts else {}
         return dense | experts | ({"shared_width": self.shared_width} if self.shared_width else {})
 
+    def describe(self) -> str:
+        experts = f", {self.num_experts} experts, {self.top_k} a token" if self.num_experts else ""
+        return super().describe() + experts
+
     # ---- parameters ----
 
     def outer_module(self, rngs: nnx.Rngs) -> nnx.Module:

@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from jaxdist.mesh import AXES, STATE_AXES
+from jaxdist.models.base import num_parameters
 from jaxdist.plan.hardware import GIB, Cluster
-from jaxdist.plan.program_memory import PHASES
+from jaxdist.plan.parts import exchanged, work_of
+from jaxdist.plan.program_memory import ITEMSIZE, PHASES
 from jaxdist.plan.search import Candidates, Scored, layouts_of_mesh, rank, score, search, usable_bytes
 from jaxdist.plan.time_model import Efficiency
 
@@ -55,6 +57,7 @@ def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Effici
         *zero_and_recompute(found, best, attention, efficiency),
         *tensor_parallel(found, best, order, attention, efficiency),
         *context_parallel(found, best, order),
+        *experts(found, best, order, attention, efficiency),
         *pipeline(found, best),
         f"Memory is fullest in {PHASES[found.memory.phase[best]]}: {memory_terms(found, best)}.",
         found.time.relief(best),
@@ -68,7 +71,8 @@ def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Effici
 
 
 def _sizes(layouts, index: int) -> dict[str, int]:
-    return {axis: int(getattr(layouts, axis)[index]) for axis in AXES}
+    """Of the devices' mesh."""
+    return dict(zip(AXES, layouts.mesh(index).sizes, strict=True))
 
 
 def plain_data_parallel(found: Scored, best: int, attention: str, efficiency: Efficiency) -> str:
@@ -208,6 +212,41 @@ def _named(found: Scored, index: int) -> str:
     return f"{parallel.mesh}{kind}{', sp' if parallel.sp else ''}" + (
         f", remat {parallel.remat}" if parallel.remat != "none" else ""
     )
+
+
+def experts(found: Scored, best: int, order: np.ndarray, attention: str, efficiency: Efficiency) -> list[str]:
+    """What a token uses of a mixture's parameters, what its exchange sends, and what gathering experts would take."""
+    model, c = found.base.model, found.layouts
+    work, ep, here = work_of(model), int(c.ep[best]), seconds(float(found.time.total[best]))
+    if work.experts == 1:
+        return []
+    chosen = max(p.rows for p in work.layer)  # slots of a token where capacity leaves some empty
+    total, each = num_parameters(model), work.num_layers * work.expert_parameters
+    active = total - each * max(1 - getattr(model, "top_k", chosen) / work.experts, 0)
+    sentences = [f"A token uses {billions(active)} of {billions(total)} parameters; {billions(each)} are of experts."]
+    if ep == 1:
+        others = order[(c.ep[order] > 1) & found.fits[order]]
+        if len(others):
+            there = seconds(float(found.time.total[others[0]]))
+            sentences.append(
+                "ep=1: experts are held, or gathered by ZeRO, as other parameters are. The fastest layout that sends "
+                f"tokens to them, ep={c.ep[others[0]]}, takes {there} a step for {here}."
+            )
+        return sentences
+    without = _variant(found, best, attention, efficiency, ep=1)
+    fits = "fits too" if without.fits[0] else f"needs {gib(without.memory.total[0])}, which does not fit"
+    slots = exchanged(model, ep)
+    even = 2 * chosen * work.width / slots
+    positions = c.rows[best] * model.seq_len / c.cp[best] * c.accumulate[best] * c.microbatches[best]
+    passes = (2 + (c.every[best] > 0)) * np.ceil(work.num_layers / c.pp[best])
+    sent = slots * positions * passes * (ep - 1) / ep * ITEMSIZE[found.base.precision.dtype]
+    return [
+        *sentences,
+        f"ep={ep} sends tokens to experts: {gib(sent)} a step and device, {seconds(float(found.time.ep[best]))}. Where "
+        f"loads are even {even:.0%} of that is of chosen tokens, where one rank has twice its share {2 * even:.0%}; "
+        f"the rest is padding. With ep=1 the step takes {seconds(float(without.time.total[0]))} for {here}, "
+        f"and {fits}.",
+    ]
 
 
 def pipeline(found: Scored, best: int) -> list[str]:

@@ -370,6 +370,7 @@ def step_time(
     held, trained_table = layers + table / spread, table * work.trained_table
     trained = layers * work.trained_layer + trained_table  # of these, what has a gradient
     updated = layers * work.trained_layer + trained_table / spread
+    of_experts = experts * work.trained_layer  # among what is updated
     micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
     micro["memory"] = micro["memory"] + trained * (itemsize + 2 * grad) / hbm  # add a gradient to the sum so far
     message = activation / np.where(sp | np.asarray(layout.scatter_gather), tp, 1)
@@ -383,14 +384,14 @@ def step_time(
     time = {name: m * seconds for name, seconds in micro.items()}
     time["bubble"] = idle * sum(time.values())
     shards = dp * cp
-    sharded = np.where(zero >= 1, shards, 1)
-    time["memory"] = time["memory"] + updated * OPTIMIZER_TRAFFIC / sharded / hbm
+    # ZeRO shards an expert over fewer ranks, since fewer hold it.
+    own = (updated + (ep - 1) * of_experts) / shards
+    time["memory"] = time["memory"] + np.where(zero >= 1, own, updated) * OPTIMIZER_TRAFFIC / hbm
     time["overhead"] = time["overhead"] + e.step_seconds
     time["input"] = m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
 
-    of_experts = experts * work.trained_layer
     scatter = both("ring_reduce_scatter", updated * grad, of_experts * grad)
-    across = ring("ring_all_reduce", "replica", replica, updated * grad / shards)
+    across = ring("ring_all_reduce", "replica", replica, own * grad)
     # An end gives, and gets, as many parts as in a ring.
     ends = ring("ring_reduce_scatter", "pp", pp, trained_table * grad) + ring(
         "ring_all_gather", "pp", pp, table * itemsize
