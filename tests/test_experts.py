@@ -23,12 +23,16 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.expert_parallel import kept_places
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.parity import QUICK_ON_CPU, observe, random_batches
+from jaxdist.placement import make_layout
 from jaxdist.plan.explain import experts
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import exchanged, work_of
 from jaxdist.plan.program_memory import program_bytes
+from jaxdist.plan.proof.levels import levels
+from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.search import Candidates, legal_meshes, pipelines, score
 from jaxdist.plan.time_model import Efficiency
+from jaxdist.plan.traffic import predicted
 from jaxdist.runtime.expert_load import broken, counted, summary
 from jaxdist.train.program import build_program
 
@@ -283,6 +287,20 @@ def test_the_plan_counts_the_state_to_the_byte(layout):
     moments = local_bytes(state.moments) - 4 if config.parallel.mesh.num_devices > 1 else local_bytes(state.moments)
     assert found.parameters[0] == local_bytes(state.params)
     assert found.optimizer[0] in (local_bytes(state.moments), moments)  # with or without its counter of steps
+
+
+@pytest.mark.parametrize("capacity", [None, 1.25])
+def test_a_compiler_sends_what_is_predicted_and_needs_about_as_much_memory(capacity):
+    model = dataclasses.replace(PRESETS["moe-proof"], capacity=capacity)
+    config = RunConfig(model, ParallelConfig(parse_mesh("dp=4,ep=2"), zero=3), batch_size=64)
+    found = levels(config, "cpu")
+    messages = predicted(config, make_layout(model, config.parallel))
+    assert total_sent(messages, config.parallel.mesh) == found.sent_bytes == found.compiled_sent_bytes
+    assert all(row.why.startswith("equal") for row in found.sent), found.sent
+    columns = Candidates.of(config)
+    formula = program_bytes(config, columns, pipelines(config, columns), "xla").total[0]
+    assert formula == pytest.approx(found.predicted.peak, rel=0.1)
+    assert found.predicted.peak == pytest.approx(found.compiled.peak, rel=0.2)
 
 
 def test_work_is_that_of_the_experts_that_a_token_chooses():
