@@ -213,4 +213,4 @@ def _mesh_of(closed) -> SimpleNamespace:
                 walk(inner)
 
     walk(closed)
-    return SimpleNamespace(**sizes)
+    return SimpleNamespace(**sizes, size=sizes.__getitem__)

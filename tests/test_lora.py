@@ -275,19 +275,24 @@ def test_adapters_begin_at_their_base():
 
 
 def test_a_low_rank_weight_is_its_sum_wherever_an_array_is_asked_for():
+    with jax.enable_x64(True):
+        require_low_rank_weight()
+
+
+def require_low_rank_weight() -> None:
     rng = np.random.default_rng(0)
-    w, a, b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((6, 4, 2), (6, 3), (3, 4, 2)))
+    w, a, b = (jnp.asarray(rng.normal(size=shape), jnp.float64) for shape in ((6, 4, 2), (6, 3), (3, 4, 2)))
     weight = LowRank(w, a, b, 0.5)
     total = w + 0.5 * jnp.einsum("ir,rjk->ijk", a, b)
-    x = jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
-    np.testing.assert_allclose(jnp.einsum("bi,ijk->bjk", x, weight), jnp.einsum("bi,ijk->bjk", x, total), rtol=1e-5)
+    x = jnp.asarray(rng.normal(size=(5, 6)), jnp.float64)
+    np.testing.assert_allclose(jnp.einsum("bi,ijk->bjk", x, weight), jnp.einsum("bi,ijk->bjk", x, total), rtol=1e-12)
     flat = weight.reshape(6, -1)
     assert isinstance(flat, LowRank) and flat.shape == (6, 8)
-    np.testing.assert_allclose(flat.product(x), x @ total.reshape(6, 8), rtol=1e-5)
-    np.testing.assert_allclose(x @ flat, x @ total.reshape(6, 8), rtol=1e-5)
-    np.testing.assert_allclose(weight.reshape(12, 4), total.reshape(12, 4), rtol=1e-6)
-    np.testing.assert_allclose(weight.slice_in_dim(1, 2, 1).total(), total[:, 1:3], rtol=1e-6)
-    np.testing.assert_allclose(weight.slice_in_dim(1, 2, 0).total(), total[1:3], rtol=1e-6)
+    np.testing.assert_allclose(flat.product(x), x @ total.reshape(6, 8), rtol=1e-12)
+    np.testing.assert_allclose(x @ flat, x @ total.reshape(6, 8), rtol=1e-12)
+    np.testing.assert_allclose(weight.reshape(12, 4), total.reshape(12, 4), rtol=1e-12)
+    np.testing.assert_allclose(weight.slice_in_dim(1, 2, 1).total(), total[:, 1:3], rtol=1e-12)
+    np.testing.assert_allclose(weight.slice_in_dim(1, 2, 0).total(), total[1:3], rtol=1e-12)
     with pytest.raises(ValueError, match="do not make"):
         LowRank(w, a, b[:2], 0.5)
 
