@@ -269,7 +269,12 @@ def test_a_mesh_equals_every_expert_on_every_token(mixture, layout):
 
 
 @pytest.mark.parametrize(
-    ("mixture", "layout"), [case for case in CASES if case[0] in ("losses", "deepseek", "every-other")]
+    ("mixture", "layout"),
+    [
+        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.exhaustive, id="-".join(case))
+        for case in CASES
+        if case[0] in ("losses", "capacity", "deepseek", "every-other")
+    ],
 )
 def test_what_is_sent_is_what_is_predicted(mixture, layout):
     mesh, parallel = LAYOUTS[layout]
