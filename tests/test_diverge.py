@@ -185,8 +185,8 @@ def stale_leaf(leaf: str, rank: int | None = None) -> Callable:
     def plant(patch: pytest.MonkeyPatch) -> None:
         update = train_step.update
 
-        def wrong(optimizer, layout, finite, grads, moments, owned, lr):
-            updated, moments = update(optimizer, layout, finite, grads, moments, owned, lr)
+        def wrong(optimizer, layout, finite, grads, moments, owned, lr, num_tokens):
+            updated, moments = update(optimizer, layout, finite, grads, moments, owned, lr, num_tokens)
 
             def each(path, after, before):
                 path = jax.tree_util.keystr(path, simple=True, separator=".")
