@@ -342,10 +342,10 @@ def _write_tensor(tensor: Tensor, place: Stored, shards: list[tuple[tuple[slice,
     """Write what the shards have of it into the tensor's bytes."""
     ours = seen_as_ours(tensor, place.map("r+"))
     for index, values in shards:
-        place = _place_in(index, tensor)
-        if place is not None:
-            rest = index[len(place) :]
-            ours[rest] = values[place][: len(ours[rest])]
+        at = _place_in(index, tensor)
+        if at is not None:
+            rest = index[len(at) :]
+            ours[rest] = values[at][: len(ours[rest])]
 
 
 def _shards(x: jax.Array | np.ndarray) -> list[tuple[tuple[slice, ...], np.ndarray]]:

@@ -230,6 +230,8 @@ def _kinds(fields: _Fields, model_type: str, num_layers: int) -> tuple[str, ...]
     elif model_type == "qwen3_moe":
         fields.one_of("use_sliding_window", (False,), False)
         step, dense = fields.size("decoder_sparse_step", 1), fields.config.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < num_layers for i in dense):
+            raise fields.refuse("mlp_only_layers", f"it is a list of layers below {num_layers}", "Mend the file")
         kinds = [DENSE if i in dense or (i + 1) % step else FULL for i in range(num_layers)]
     elif model_type in ("qwen2", "qwen3") and fields.flag("use_sliding_window", False):
         first = fields.config.get("max_window_layers", 28)

@@ -1,8 +1,9 @@
 """Products of groups of rows, each with a matrix of its own: what the experts of one rank compute.
 
 Dims: N rows, in groups one after the other and empty ones at the end; E groups; D, F widths. `lax.ragged_dot` is the
-same, but multiplies all rows by all matrices on CPUs and GPUs (`python -m experiments.bench experts`); here a loop runs
-over blocks of rows that are there, so that the work grows with them and not with the groups or the empty rows.
+same, but multiplies all rows by all matrices on CPUs (`python -m experiments.bench experts`) and, as others report, on
+NVIDIA GPUs (not measured here). A loop over the blocks of rows that are there does work that grows with them, and not
+with the groups or the empty rows.
 """
 
 from functools import partial
@@ -112,4 +113,4 @@ def grouped_outer_products(x_ND, dy_NF, w_EDF, counts_E):
         return lax.dynamic_update_slice_in_dim(dw, of_group[None].astype(dw.dtype), group, 0), of_group
 
     empty = [comm.varying_like(jnp.zeros(*of), w_EDF) for of in ((w_EDF.shape, w_EDF.dtype), (w_EDF.shape[1:], wide))]
-    return lax.fori_loop(jnp.zeros_like(blocks.number), blocks.number, body, (empty[0], empty[1]))[0]
+    return lax.fori_loop(jnp.zeros_like(blocks.number), blocks.number, body, tuple(empty))[0]

@@ -545,7 +545,7 @@ def _dots(jaxpr) -> list[tuple[int, int, int, int]]:
             (rows, k), (groups, *widths) = a, b
             return groups, rows // groups, math.prod(widths) // k, k
         if eqn.params.get("name") == GROUPED_OUTER:
-            (rows, m), (_, n), groups = a, b, len(eqn.invars[2].aval.shape) and eqn.invars[2].aval.shape[0]
+            (rows, m), (_, n), groups = a, b, eqn.invars[2].aval.shape[0]
             return groups, m, n, rows // groups
         (left, _), (batch, _) = eqn.params["dimension_numbers"]
         k, both = math.prod(a[d] for d in left), math.prod(a[d] for d in batch)
