@@ -149,6 +149,14 @@ def forward_logits(model: Model, params: dict, tokens_BT: np.ndarray, device: ja
     return np.asarray(jax.jit(run)(params, tokens_BT))
 
 
+def quick_options(mesh: jax.sharding.Mesh) -> dict | None:
+    """For the program that trains: of the CPU's code generators the quick one, told not to polish, as this jaxlib has
+    them; None elsewhere."""
+    if mesh.devices.flat[0].platform != "cpu":
+        return None
+    return {name: value for name, value in QUICK_ON_CPU.items() if refused_option(name, value) is None}
+
+
 def observe(
     config: RunConfig,
     devices: list[jax.Device],
@@ -160,10 +168,7 @@ def observe(
     parameters: to start from, at logical shape, by name; `random_parameters` if none are given.
     """
     mesh = make_mesh(config.parallel.mesh, devices)
-    # The program is the one that trains; of the CPU's code generators it is the quick one, and told not to polish.
-    quick = {name: value for name, value in QUICK_ON_CPU.items() if refused_option(name, value) is None}
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    program = build_program(config, mesh, with_gradients=True, compiler_options=quick if on_cpu else None)
+    program = build_program(config, mesh, with_gradients=True, compiler_options=quick_options(mesh))
     abstract = (program.abstract_state(), program.abstract_batch())
     traced = program.step.trace(*abstract)
     step = traced.lower().compile()

@@ -22,7 +22,7 @@ from jaxdist.models.experts import Mixture
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.expert_parallel import kept_places
 from jaxdist.parallel.grouped_matmul import grouped_matmul
-from jaxdist.parity import QUICK_ON_CPU, observe, random_batches
+from jaxdist.parity import observe, quick_options, random_batches
 from jaxdist.placement import make_layout
 from jaxdist.plan.explain import experts
 from jaxdist.plan.hardware import Cluster, find_hardware
@@ -459,7 +459,7 @@ def test_ep_needs_experts():
 def one_step(config: RunConfig, values: dict, batch) -> tuple:
     """(program, state, metrics) after a step from these parameters."""
     mesh = make_mesh(config.parallel.mesh, DEVICES[: config.parallel.mesh.num_devices])
-    program = build_program(config, mesh, compiler_options=QUICK_ON_CPU)
+    program = build_program(config, mesh, compiler_options=quick_options(mesh))
     state = from_logical(program, {f"{PARAMS}.{name}": x for name, x in values.items()})
     return program, *program.step(state, program.put(batch))
 
