@@ -26,7 +26,7 @@ LENGTHS = (7, 1, 20, 12)  # of the documents of a sequence, 40 together
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_packed_sequence_equals_its_documents_alone(name):
-    """In float64: the loss and every gradient."""
+    """In float64: the loss and every gradient. A router's load alone differs: the padding is routed and counted too."""
     model = MODELS[name]
     rng = np.random.default_rng(0)
     text = rng.integers(0, model.vocab_size, model.seq_len + 1).astype(np.int32)
@@ -47,7 +47,8 @@ def test_a_packed_sequence_equals_its_documents_alone(name):
         expected = observe(config, DEVICES[:1], [alone])
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
     for leaf, theirs in expected.gradients[0].items():
-        np.testing.assert_allclose(found.gradients[0][leaf], theirs, rtol=1e-9, atol=1e-12, err_msg=leaf)
+        if not leaf.partition("[")[0].endswith(".load"):
+            np.testing.assert_allclose(found.gradients[0][leaf], theirs, rtol=1e-9, atol=1e-12, err_msg=leaf)
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,11 @@ LAYOUT = "names a part of one"  # of a layout, in a search for a whole one
 ONE_LAYOUT = "--mesh names the one layout"
 OWN_CARD = "[accelerators.h100]\nmemory_gb = 40"
 OWN_PRICE = "[aws]\nh100 = 1.5\ndate = 2100-01-01"
+OF_EXPERTS = {"num_experts": "4", "top_k": "1", "expert_width": "64", "shared_width": "64", "capacity": "1.5"} | {
+    "balance_loss": "0.02",
+    "balance_rate": "0.01",
+    "z_loss": "0.01",
+}
 # Flag -> its words, what is given beside it, what happens in a search and what with --mesh: None, the answer is another
 # one or the command has the flag; else a part of the refusal.
 FLAGS = {
@@ -323,6 +328,7 @@ FLAGS = {
     "num_heads": ("4", [], None, None),
     "num_kv_heads": ("2", [], "has no field num_kv_heads", "has no field num_kv_heads"),
     "ffn_width": ("128", [], None, None),
+    **{name: (value, [], f"has no field {name}", f"has no field {name}") for name, value in OF_EXPERTS.items()},
     "seq_len": ("64", [], None, None),
     "vocab_size": ("500", [], None, None),
     "dropout": ("0.1", [], None, None),
