@@ -257,7 +257,17 @@ def main(flags: PlanFlags, console: Console) -> int:
 # The question
 # ---------------------------------------------------------------------------------------------------------------------
 
-LAYOUT_FLAGS = {"zero", "sp", "cp_kind", "tp_ring", "accumulate", "remat", "reshard_after_forward", "overlap"}
+LAYOUT_FLAGS = {
+    "zero",
+    "sp",
+    "cp_kind",
+    "experts_over_tp",
+    "tp_ring",
+    "accumulate",
+    "remat",
+    "reshard_after_forward",
+    "overlap",
+}
 PIPELINE = ("schedule", "microbatches", "chunks", "stages")
 LAYOUT_FLAGS |= set(PIPELINE)
 KEEPS = ("none", "selective")  # of --remat: backward does not run whole blocks again
@@ -425,6 +435,7 @@ def refuse_idle(flags: PlanFlags) -> None:
         ("bucket_mb", flags.grad_sync != "bucketed", "only buckets have a size", "Use --grad-sync bucketed"),
         ("zero", mesh.state_ranks == 1, "ZeRO shards over dp and cp, and both are 1", "Use a mesh with dp=2 or more"),
         ("sp", mesh.tp == 1, "it splits the sequence over tp, and tp=1", "Use a mesh with tp=2 or more"),
+        ("experts_over_tp", mesh.tp == 1, "it splits experts over tp, and tp=1", "Use a mesh with tp=2 or more"),
         ("reshard_after_forward", flags.zero != 3, "it is about the weights of ZeRO-3", "Add --zero 3"),
         ("reshard_after_forward", flags.remat not in KEEPS, "blocks gather their weights again", "Use --remat none"),
         ("overlap", mesh.num_devices == mesh.tp, "no message could hide", "Use a mesh with dp=2 or more"),

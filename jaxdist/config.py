@@ -67,6 +67,8 @@ class ParallelConfig:
     cp_kind: str = "ring"
     """How attention reaches the whole sequence over cp: ring (keys and values go round), all-gather (of them), ulysses
     (heads are exchanged for positions), or usp-U (groups of U ranks exchange heads, and the groups are a ring)."""
+    experts_over_tp: bool = False
+    """With sp: ranks of tp hold different experts, each in its whole width, where they would hold parts of the same."""
     tp_ring: TpRing = "none"
     """With sp: gather and scatter over tp in a ring whose chunks travel while others are multiplied."""
     grad_sync: GradSync = "bucketed"
@@ -133,6 +135,16 @@ class ParallelConfig:
         return cp_split(self.cp_kind, self.mesh.cp)
 
     @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes of the devices' mesh that experts are split over."""
+        return self.mesh.expert_axes + ("tp",) * self.experts_over_tp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold different experts."""
+        return self.mesh.ep * (self.mesh.tp if self.experts_over_tp else 1)
+
+    @property
     def split(self) -> Split:
         """How sequences are split over cp."""
         return Split(self.mesh.cp, *self.cp_split, swaps=self.mesh.pp > 1)
@@ -167,6 +179,7 @@ class ParallelConfig:
             )
         self._check_used()
         self._check_context()
+        self._check_experts()
         self._check_ring()
         self._check_overlap()
         _ = self.pipeline  # refuses a schedule that cannot be made
@@ -213,6 +226,14 @@ class ParallelConfig:
                 "in a stage of a pipeline the ranks of a ring swap keys with their neighbours, in pairs, and here "
                 f"{self.mesh.cp // exchanging} form it",
                 "Use cp_kind='all-gather', an even cp, or a mesh with pp=1",
+            )
+
+    def _check_experts(self):
+        if self.experts_over_tp and not self.sp:
+            raise ConfigError(
+                "experts_over_tp=True",
+                "each rank of tp sends tokens of its own to experts, and without sp all ranks have the same ones",
+                "Add sp=True, or use experts_over_tp=False",
             )
 
     def _check_ring(self):
@@ -566,6 +587,8 @@ class RunConfig:
             notes.append(f"zero={parallel.zero} shards over dp and cp, and both are 1: nothing is sharded.")
         if parallel.sp and parallel.mesh.tp == 1:
             notes.append("sp=True splits the sequence over tp, and tp=1: it changes nothing.")
+        if parallel.experts_over_tp and parallel.mesh.tp == 1:
+            notes.append("experts_over_tp=True splits experts over tp, and tp=1: it changes nothing.")
         if parallel.remat == "selective" and parallel.mesh.cp > parallel.cp_split[0]:
             notes.append(f"remat=selective: attention over cp by {parallel.cp_kind} keeps no scores to recompute.")
         elif parallel.remat == "selective" and parallel.attention in ("cudnn", "blocked"):

@@ -10,7 +10,7 @@ import jax
 from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf, axes_of, drop_unit_axes, replace_entry
-from jaxdist.mesh import AXES, AXIS_OF_DIM, MAY_STAY_WHOLE, STATE_AXES, WORK_AXES, MeshShape
+from jaxdist.mesh import AXES, AXIS_OF_DIM, MAY_STAY_WHOLE, STATE_AXES, WORK_AXES
 from jaxdist.models.base import STACKED, Model, Param, declare, is_param, named_params, parts_using
 from jaxdist.parallel.pipeline.schedules import Schedule
 
@@ -32,9 +32,7 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
         name = ".".join(entry.key for entry in path)
         in_layers, uses = name in stacked, used_in.get(name, frozenset())
         shared = ends if len(uses) > 1 else ()
-        spec = tuple(
-            drop_unit_axes((axis_of(*sized, mesh) for sized in zip(param.dims, param.shape, strict=True)), mesh)
-        )
+        spec = spec_of(param, parallel)
         if shared:
             spec = replace_entry(spec, choose_spread_dim(param.shape, spec, mesh.pp), "pp")
         split_over = {axis for entry in spec for axis in axes_of(entry)}
@@ -75,12 +73,15 @@ def pipeline_rows(schedule: Schedule, part_layers: Sequence[int]) -> tuple[int, 
     return tuple(rows)
 
 
-def axis_of(dim: str | None, size: int, mesh: MeshShape) -> str | tuple[str, ...] | None:
-    """The mesh axis, or axes, that split a dim; None where every rank holds it whole."""
-    axis = AXIS_OF_DIM.get(dim)
-    if axis == "ep":
-        return mesh.expert_axes
-    return None if dim in MAY_STAY_WHOLE and size % mesh.size(axis) else axis
+def spec_of(param: Param, parallel: ParallelConfig) -> tuple[str | tuple[str, ...] | None, ...]:
+    """The mesh axis, or axes, that split each dim; None where every rank holds it whole. An expert's width is whole
+    where experts are split over tp."""
+    mesh, taken, spec = parallel.mesh, parallel.expert_axes if "experts" in param.dims else (), []
+    for dim, size in zip(param.dims, param.shape, strict=True):
+        axis = AXIS_OF_DIM.get(dim)
+        whole = axis in taken or (dim in MAY_STAY_WHOLE and size % mesh.size(axis))
+        spec.append(taken if dim == "experts" else None if whole else axis)
+    return tuple(drop_unit_axes(spec, mesh))
 
 
 def partial_sum_axes(parallel: ParallelConfig, param: Param) -> tuple[str, ...]:

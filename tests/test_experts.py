@@ -66,6 +66,7 @@ MIXTURES = {
     "all-chosen": dataclasses.replace(SMALL, num_experts=8, top_k=8),
     "every-other": dataclasses.replace(SMALL, balance_loss=0.1, kinds=("dense", "full")),
 }
+APART = {"sp": True, "experts_over_tp": True}  # ranks of tp hold different experts
 LAYOUTS = {
     "ep2": ("dp=2,ep=2", {}),
     "ep4-zero1": ("dp=4,ep=4", {"zero": 1}),
@@ -85,6 +86,11 @@ LAYOUTS = {
     "dp4-ep2-overlap-zero3": ("dp=4,ep=2", {"zero": 3, "overlap": True}),
     "dp4-ep2-per-parameter": ("dp=4,ep=2", {"zero": 2, "grad_sync": "per-parameter", "loss_chunks": 4}),
     "tp2-only": ("tp=2", {"sp": True}),
+    "tp4-apart": ("tp=4", {**APART, "remat": "selective"}),
+    "dp2-ep2-tp2-apart": ("dp=2,ep=2,tp=2", {**APART, "zero": 1}),
+    "dp4-tp2-apart-overlap-zero3": ("dp=4,tp=2", {**APART, "zero": 3, "overlap": True}),
+    "cp2-ep2-tp2-apart-zero3": ("cp=2,ep=2,tp=2", {**APART, "zero": 3, "cp_kind": "all-gather", "remat": "block"}),
+    "pp2-ep2-tp2-apart-zb-h1": ("pp=2,dp=2,ep=2,tp=2", {**APART, "schedule": "zb-h1", "zero": 2}),
 }
 SAMPLE = {
     *(("losses", layout) for layout in LAYOUTS),
@@ -95,6 +101,9 @@ SAMPLE = {
     ("deepseek", "pp2-dp2-ep2-zb-v-zero3"),
     ("one-choice", "ep8"),
     ("all-chosen", "ep2"),
+    ("deepseek", "dp2-ep2-tp2-apart"),
+    ("capacity", "cp2-ep2-tp2-apart-zero3"),
+    ("every-other", "pp2-ep2-tp2-apart-zb-h1"),
     ("every-other", "pp2-ep2-tp2-sp-zb-h1"),
     ("every-other", "dp2-ep2-tp2-sp"),
 }
@@ -281,7 +290,10 @@ def test_what_is_sent_is_what_is_predicted(mixture, layout):
     assert_equals_trace(config_of(MIXTURES[mixture], mesh, **parallel))
 
 
-@pytest.mark.parametrize("layout", ["ep8", "dp4-ep2-zero3", "dp2-cp2-ep4-zero3", "pp2-dp2-ep2-zb-v-zero3", "tp2-only"])
+@pytest.mark.parametrize(
+    "layout",
+    ["ep8", "dp4-ep2-zero3", "dp2-cp2-ep4-zero3", "pp2-dp2-ep2-zb-v-zero3", "tp2-only", "dp4-tp2-apart-overlap-zero3"],
+)
 def test_the_plan_counts_the_state_to_the_byte(layout):
     mesh, parallel = LAYOUTS[layout]
     config = config_of(SMALL, mesh, **parallel)
@@ -291,6 +303,34 @@ def test_the_plan_counts_the_state_to_the_byte(layout):
         state = build_program(config, make_abstract_mesh(config.parallel.mesh)).abstract_state()
     assert found.parameters[0] == local_bytes(state.params)
     assert found.optimizer[0] == local_bytes(state.moments) - 4  # its counter of steps
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "apart"),
+    [
+        # Megatron Core's MoE README, Mixtral 8x7B on 64 H100: TP1 PP4 EP8
+        ("mixtral-8x7b", "pp=4,dp=16,ep=8", False),
+        # The same of 8x22B on 256: TP4 PP4 EP8, whose experts' width tp splits; and folded, EP8 over TP2 (2504.14960)
+        ("mixtral-8x22b", "pp=4,dp=16,ep=8,tp=4", False),
+        ("mixtral-8x22b", "pp=8,dp=8,ep=4,tp=2", True),
+    ],
+)
+def test_the_state_of_published_layouts_is_that_of_their_optimizer(name, mesh, apart):
+    """Megatron's distributed optimizer: 2 bytes a parameter on every rank that computes with it, and 12 over dp; of an
+    expert over dp / ep. Here every stage holds both tables of tokens, where Megatron's ends hold one each."""
+    model, shape = PRESETS[name], parse_mesh(mesh)
+    parallel = ParallelConfig(shape, zero=1, sp=shape.tp > 1, experts_over_tp=apart)
+    config = RunConfig(model, parallel, precision=PrecisionConfig("bfloat16"), batch_size=256)
+    columns = Candidates.of(config)
+    found = program_bytes(config, columns, pipelines(config, columns), "cudnn")
+    work = work_of(model)
+    expert = work.expert_parameters / shape.ep / shape.tp
+    dense = (work.layer_parameters - work.expert_parameters - model.num_experts) / shape.tp
+    table = model.vocab_size * model.width / shape.tp
+    layers = model.num_layers / shape.pp
+    assert found.parameters[0] == pytest.approx(2 * (layers * (expert + dense) + 2 * table), rel=0.001)
+    held = layers * (expert / (shape.dp / shape.ep) + dense / shape.dp) + 2 * table / shape.dp
+    assert found.optimizer[0] == pytest.approx(12 * held, rel=0.003)
 
 
 @pytest.mark.parametrize("capacity", [None, 1.25])
@@ -435,6 +475,12 @@ def small(mesh: str = "", **fields) -> RunConfig:
         (lambda: small(z_loss=-1.0), "z_loss=-1"),
         (lambda: small("dp=4,ep=4", num_experts=6), "6 experts: .* Use ep in .1, 2, 3"),
         (lambda: small("tp=4", expert_width=6), "expert_width=6 cannot be split over tp=4"),
+        (lambda: ParallelConfig(parse_mesh("tp=4"), experts_over_tp=True), "experts_over_tp=True: .* Add sp=True"),
+        (
+            lambda: config_of(SMALL, "dp=4,ep=4,tp=4", **APART),
+            "ep=4 and experts_over_tp=True with 8 experts: each of 16 .* Use ep x tp in .1, 2, 4, 8",
+        ),
+        (lambda: config_of(Fields(), "tp=4", **APART), "ep x tp splits experts, and it has none"),
         (lambda: config_of(Fields(capacity=1.0)), "capacity=1.0: it is of a mixture of experts"),
         (
             lambda: dataclasses.replace(config_of(Fields()).model, kinds=("dense",)),

@@ -17,6 +17,7 @@ from jaxdist.runtime.run_folder import LOCK, held
 
 ROOT = Path(__file__).resolve().parent.parent
 
+BOUND = 1.75  # times the mean, of the busiest expert in the end (docs/experts.md)
 SMALL = (
     "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --dropout 0.1 --eval-every 4 --eval-batches 1"
 )
@@ -27,12 +28,12 @@ def train(monkeypatch, capfd, tmp_path):
     """(exit code, stdout, stderr) of `python -m experiments.train` in this process; the text to train on is made."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
 
-    def run(flags: str) -> tuple[int, str, str]:
+    def run(flags: str, small: str = SMALL) -> tuple[int, str, str]:
         words = [
             "train",
             "--data",
             str(tmp_path / "text.txt"),
-            *SMALL.split(),
+            *small.split(),
             *flags.replace("OUT", str(tmp_path)).split(),
         ]
         monkeypatch.setattr(sys, "argv", words)
@@ -237,3 +238,16 @@ def test_flags_about_a_folder_need_one(train):
     for flag in ("--keep-last 2", "--keep-every 5", "--fresh", "--fall-back", "--record-digests", "--heartbeat 5"):
         code, _, err = train(f"--steps 1 {flag}")
         assert code == 2 and flag.split()[0] in err
+
+
+def test_the_load_of_experts_evens_out_and_a_run_goes_on_with_another_ep(train, tmp_path):
+    small = SMALL.replace("--dropout 0.1", "--model moe-proof --num-kv-heads 1 --ffn-width 32 --balance-loss 0.1")
+    flags = "--lr 1e-2 --warmup-steps 0 --steps 60 --checkpoint-every 30 --seed 3"
+    assert train(f"{flags} --mesh dp=2,ep=2 --out OUT/whole", small)[0] == 0
+    assert train(f"{flags} --mesh dp=2,ep=2 --out OUT/cut --drill term:step=30", small)[0] == 128 + 15
+    code, _, err = train(f"{flags} --mesh dp=4,ep=4 --zero 3 --out OUT/cut", small)
+    assert code == 0, err
+    np.testing.assert_allclose(losses(tmp_path / "cut"), losses(tmp_path / "whole"), rtol=1e-4)
+    for folder in ("whole", "cut"):
+        busiest = [record["expert_load_max"] for record in metrics(tmp_path / folder)]
+        assert max(busiest[:5]) > 2 and max(busiest[-10:]) < BOUND, busiest

@@ -153,11 +153,13 @@ class Model(ABC):
 
     def check(self, parallel: "ParallelConfig") -> None:
         """Refuse what cannot be split. Raises: ConfigError where a mesh axis does not divide a dim that it shards."""
-        check_experts(self, parallel.mesh)
+        check_experts(self, parallel)
         for path, param in named_params(declare(self)):
             for size, dim in zip(param.shape, param.dims, strict=True):
                 axis = AXIS_OF_DIM.get(dim)
                 if dim in ("layers", "experts") or dim in MAY_STAY_WHOLE or axis is None:
+                    continue
+                if "experts" in param.dims and axis in parallel.expert_axes:
                     continue
                 if size % (ranks := getattr(parallel.mesh, axis)) == 0:
                     continue
@@ -202,10 +204,13 @@ class Model(ABC):
         return f"{type(self).__name__}({sizes})"
 
 
-def check_experts(model: Model, mesh: MeshShape) -> None:
-    """Refuse ep for a model that has no experts, or none to split so."""
-    if mesh.ep == 1:
+def check_experts(model: Model, parallel: "ParallelConfig") -> None:
+    """Refuse to split experts, over ep or tp, for a model that has none, or none to split so."""
+    ranks = parallel.expert_ranks
+    if ranks == 1:
         return
+    tp = " and experts_over_tp=True" * parallel.experts_over_tp
+    asked, over = f"ep={parallel.mesh.ep}{tp}", "ep x tp" if tp else "ep"
     numbers = [
         size
         for _, param in named_params(declare(model))
@@ -213,13 +218,14 @@ def check_experts(model: Model, mesh: MeshShape) -> None:
         if dim == "experts"
     ]
     if not numbers:
-        raise ConfigError(f"ep={mesh.ep} with {model.describe()}", "ep splits experts, and it has none", "Use ep=1")
+        instead = "Use ep=1" + ", experts_over_tp=False" * bool(tp)
+        raise ConfigError(f"{asked} with {model.describe()}", f"{over} splits experts, and it has none", instead)
     for number in numbers:
-        if number % mesh.ep:
+        if number % ranks:
             raise ConfigError(
-                f"ep={mesh.ep} with {number} experts",
-                "each rank of ep holds equally many",
-                f"Use ep in {divisors(number)}",
+                f"{asked} with {number} experts",
+                f"each of {ranks} ranks of {over} holds equally many",
+                f"Use {over} in {divisors(number)}",
             )
 
 

@@ -109,18 +109,23 @@ class Context:
         """`norm`, the step before the logits, as it is best kept for backward."""
         return self.checkpointed(norm) if self.loss_chunks > 1 else norm
 
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient is taken: without, auxiliary losses and counts are of no use."""
+        return self.weight is not None
+
     def add_loss(self, x: jax.Array, value: jax.Array) -> jax.Array:
         """`x`; what is minimised is the summed loss plus `value`, a scalar: an auxiliary loss, in any part of a model.
 
         A value that differs between ranks (its type says so) counts on each. The loss that is reported, and that of an
         evaluation, stay those of `Model.loss`. Source: the scaler of Megatron-LM's load-balancing loss.
         """
-        return x if self.weight is None else _add_gradient(x, value, self.weight)
+        return _add_gradient(x, value, self.weight) if self.trains else x
 
     def count(self, x: jax.Array, counter: jax.Array, values: jax.Array) -> jax.Array:
         """`x`; a step adds `values` to a parameter that counts (`Param.update`), summed over micro-batches and ranks
         as a gradient is, and divided by the number of targets. Values that differ between ranks count on each."""
-        return x if self.weight is None else _count(x, counter, values, self.weight)
+        return _count(x, counter, values, self.weight) if self.trains else x
 
     # `jaxdist.parallel.tensor` and `dropout` as this run applies them.
 
@@ -156,11 +161,14 @@ class Context:
     ) -> jax.Array:
         """The weighted sum of what the experts that a token chose make of it, in the layout between layers.
 
-        experts: as in `jaxdist.parallel.expert_parallel.apply_experts`, with their width split over tp. capacity: the
-        most tokens that an expert gets of one whole sequence, which `within_capacity` has seen to.
+        experts: as in `jaxdist.parallel.expert_parallel.apply_experts`, with their width split over tp unless
+        `expert_axes` has it: then each rank sends its own part of the sequence. capacity: the most tokens that an
+        expert gets of one whole sequence, which `within_capacity` has seen to.
         """
-        x_BTD, weight_BTK = self.enter(x_BTD), tensor.enter(weight_BTK, self.sp)
-        expert_BTK = tensor.enter(expert_BTK, self.sp)
+        over_tp = tensor.AXIS in self.expert_axes
+        if not over_tp:
+            x_BTD, weight_BTK = self.enter(x_BTD), tensor.enter(weight_BTK, self.sp)
+            expert_BTK = tensor.enter(expert_BTK, self.sp)
         batch, length, width = x_BTD.shape
         flat = x_BTD.reshape(-1, width), *(x.reshape(batch * length, -1) for x in (expert_BTK, weight_BTK))
         if capacity is None:
@@ -168,7 +176,8 @@ class Context:
         else:
             slots_each = batch * min(capacity, length)
             y_RD = apply_experts_with_capacity(experts, *flat, num_experts, slots_each, self.expert_axes)
-        return self._observe("mixture.out", tensor.leave(y_RD.reshape(x_BTD.shape), self.sp))
+        y_BTD = y_RD.reshape(x_BTD.shape)
+        return self._observe("mixture.out", y_BTD if over_tp else tensor.leave(y_BTD, self.sp))
 
     def within_capacity(self, expert_BTK: jax.Array, num_experts: int, capacity: int) -> jax.Array:
         """The choices, NOWHERE from where an expert has `capacity` tokens of a whole sequence
@@ -261,8 +270,9 @@ def _add_gradient(x, value, weight):
 
 
 _add_gradient.defvjp(
-    lambda x, value, weight: (x, (value, weight)),
-    lambda kept, dx: (dx, comm.varying_like(kept[1].astype(kept[0].dtype), kept[0]), None),
+    # Of the value only its type is kept: what it costs to know it, sums over ranks among that, is not spent.
+    lambda x, value, weight: (x, comm.varying_like(weight.astype(value.dtype), value)),
+    lambda kept, dx: (dx, kept, None),
 )
 
 

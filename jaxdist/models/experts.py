@@ -135,10 +135,10 @@ class Router(nnx.Module):
         weight_BTK = jnp.take_along_axis(scores_BTE, expert_BTK, axis=-1)
         if mixture.normalised:
             weight_BTK = weight_BTK / weight_BTK.sum(-1, keepdims=True)
-        if mixture.z_loss:
+        if mixture.z_loss and ctx.trains:
             z = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)).sum()
             x_BTD = ctx.add_loss(x_BTD, mixture.z_loss * z)
-        if mixture.balance_loss:
+        if mixture.balance_loss and ctx.trains:
             x_BTD = ctx.add_loss(x_BTD, mixture.balance_loss * self.balance(scores_BTE, expert_BTK, ctx))
         load_E = self.choices(expert_BTK, wide).sum(0)
         x_BTD = ctx.count(x_BTD, self.load[...], load_E)
@@ -165,7 +165,8 @@ class Router(nnx.Module):
 
 class MixtureOfExperts(nnx.Module):
     """x[B, T, D] -> router -> enter -> experts, split over ep and their width over tp -> {U_tp} -> leave -> y[B, T, D],
-    and the shared feed-forward beside them. `faults` counts finite rows that an expert made non-finite ones of."""
+    or, where tp splits experts, x[B, T_tp, D] -> router -> experts -> y[B, T_tp, D]; the shared feed-forward beside it.
+    `faults` counts finite rows that an expert made non-finite ones of."""
 
     def __init__(self, rngs: nnx.Rngs, width: int, mixture: Mixture, out_std: float):
         self.mixture = mixture
@@ -198,7 +199,7 @@ class MixtureOfExperts(nnx.Module):
             gate_NF, up_NF = (mark_saveable(grouped_matmul(rows_ND, w, counts_E)) for w in (gate, up))
             made_ND = grouped_matmul(jax.nn.silu(gate_NF) * up_NF, down, counts_E)
             expert_N = jnp.searchsorted(jnp.cumsum(counts_E), jnp.arange(len(rows_ND)), side="right")
-        if ctx.weight is None:
+        if not ctx.trains:
             return made_ND
         bad_N = jnp.isfinite(rows_ND).all(-1) & ~jnp.isfinite(made_ND).all(-1)
         faults_E = jnp.zeros(len(gate), ctx.weight.dtype)

@@ -61,6 +61,8 @@ class Transformer(FlaxModel):
     def check(self, parallel: "ParallelConfig") -> None:
         tp = parallel.mesh.tp
         split = {"num_heads": self.num_heads, **self.split_widths}
+        if parallel.experts_over_tp:
+            split.pop("expert_width", None)
         for name, sized in split.items():
             if sized % tp:
                 raise ConfigError(
@@ -68,7 +70,7 @@ class Transformer(FlaxModel):
                     f"each tp rank holds {name}/tp",
                     f"Use tp in {divisors(math.gcd(*split.values()))}",
                 )
-        check_experts(self, parallel.mesh)
+        check_experts(self, parallel)
         self._check_context(parallel)
 
     def _check_context(self, parallel: "ParallelConfig") -> None:

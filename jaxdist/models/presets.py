@@ -42,8 +42,8 @@ def _moe(num_layers, width, num_heads, ffn_width, seq_len, vocab_size) -> Decode
 
 
 # Source: config.json of meta-llama/Meta-Llama-3-8B, -70B and Llama-3.2-1B, Qwen/Qwen3-0.6B, -8B, -32B, -30B-A3B and
-# -235B-A22B, mistralai/Mistral-7B-v0.1, -v0.3 and Mixtral-8x7B-v0.1. Those without a source are ours, for proofs and
-# laptops.
+# -235B-A22B, mistralai/Mistral-7B-v0.1, -v0.3, Mixtral-8x7B-v0.1 and -8x22B-v0.1. Those without a source are ours, for
+# proofs and laptops.
 PRESETS: dict[str, Model] = {
     "proof": _gpt2(4, 64, 8, seq_len=32, vocab_size=250),
     "tiny": _gpt2(4, 128, 4, seq_len=128, vocab_size=256),
@@ -72,6 +72,19 @@ PRESETS: dict[str, Model] = {
     "moe-proof": _moe(4, 64, 8, 64, seq_len=32, vocab_size=250),
     "moe-10m": _moe(4, 256, 4, 256, seq_len=256, vocab_size=256),
     "mixtral-8x7b": _mistral_7b(vocab_size=32_000, rope_theta=1_000_000.0, num_experts=8, top_k=2),
+    "mixtral-8x22b": Decoder(
+        56,
+        6144,
+        48,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_width=16_384,
+        seq_len=65_536,
+        vocab_size=32_000,
+        rope_theta=1_000_000.0,
+        num_experts=8,
+        top_k=2,
+    ),
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 6144, num_kv_heads=4, num_experts=128, top_k=8, expert_width=768),
     "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12_288, num_kv_heads=4, num_experts=128, top_k=8, expert_width=1536),
 }

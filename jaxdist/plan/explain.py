@@ -217,14 +217,16 @@ def _named(found: Scored, index: int) -> str:
 def experts(found: Scored, best: int, order: np.ndarray, attention: str, efficiency: Efficiency) -> list[str]:
     """What a token uses of a mixture's parameters, what its exchange sends, and what gathering experts would take."""
     model, c = found.base.model, found.layouts
-    work, ep, here = work_of(model), int(c.ep[best]), seconds(float(found.time.total[best]))
+    work, here = work_of(model), seconds(float(found.time.total[best]))
+    ranks = c.parallel(best, found.base.parallel).expert_ranks
+    ep, of_tp = int(c.ep[best]), ranks // int(c.ep[best])
     if work.experts == 1:
         return []
     chosen = max(p.rows for p in work.layer)  # slots of a token where capacity leaves some empty
     total, each = num_parameters(model), work.num_layers * work.expert_parameters
     active = total - each * max(1 - getattr(model, "top_k", chosen) / work.experts, 0)
     sentences = [f"A token uses {billions(active)} of {billions(total)} parameters; {billions(each)} are of experts."]
-    if ep == 1:
+    if ranks == 1:
         others = order[(c.ep[order] > 1) & found.fits[order]]
         if len(others):
             there = seconds(float(found.time.total[others[0]]))
@@ -233,20 +235,23 @@ def experts(found: Scored, best: int, order: np.ndarray, attention: str, efficie
                 f"tokens to them, ep={c.ep[others[0]]}, takes {there} a step for {here}."
             )
         return sentences
-    without = _variant(found, best, attention, efficiency, ep=1)
-    fits = "fits too" if without.fits[0] else f"needs {gib(without.memory.total[0])}, which does not fit"
-    slots = exchanged(model, ep)
+    slots = exchanged(model, ranks)
     even = 2 * chosen * work.width / slots
-    positions = c.rows[best] * model.seq_len / c.cp[best] * c.accumulate[best] * c.microbatches[best]
+    positions = c.rows[best] * model.seq_len / c.cp[best] / of_tp * c.accumulate[best] * c.microbatches[best]
     passes = (2 + (c.every[best] > 0)) * np.ceil(work.num_layers / c.pp[best])
-    sent = slots * positions * passes * (ep - 1) / ep * ITEMSIZE[found.base.precision.dtype]
-    return [
-        *sentences,
-        f"ep={ep} sends tokens to experts: {gib(sent)} a step and device, {seconds(float(found.time.ep[best]))}. Where "
+    sent = slots * positions * passes * (ranks - 1) / ranks * ITEMSIZE[found.base.precision.dtype]
+    over = f"ep={ep}" + f" x tp={of_tp}" * (of_tp > 1)
+    said = (
+        f"{over} sends tokens to experts: {gib(sent)} a step and device, {seconds(float(found.time.ep[best]))}. Where "
         f"loads are even {even:.0%} of that is of chosen tokens, where one rank has twice its share {2 * even:.0%}; "
-        f"the rest is padding. With ep=1 the step takes {seconds(float(without.time.total[0]))} for {here}, "
-        f"and {fits}.",
-    ]
+        "the rest is padding."
+    )
+    if ep > 1:
+        without = _variant(found, best, attention, efficiency, ep=1)
+        fits = "fits too" if without.fits[0] else f"needs {gib(without.memory.total[0])}, which does not fit"
+        taken = seconds(float(without.time.total[0]))
+        said += f" With ep=1 the step takes {taken} for {here}, and {fits}."
+    return [*sentences, said]
 
 
 def pipeline(found: Scored, best: int) -> list[str]:

@@ -52,6 +52,7 @@ class OneRank:
     cp: int = 1
     cp_kind: str = "ring"
     ep: int = 1
+    experts_over_tp: bool = False
     tp_ring: str = "none"
     loss_chunks: int = 1
     selective: bool = False
@@ -69,6 +70,7 @@ class OneRank:
             cp=mesh.cp,
             cp_kind=parallel.cp_kind,
             ep=mesh.ep,
+            experts_over_tp=parallel.experts_over_tp and mesh.tp > 1,
             tp_ring=parallel.tp_ring,
             loss_chunks=parallel.loss_chunks,
             selective=parallel.remat == "selective",
@@ -80,7 +82,9 @@ class OneRank:
         remat, attention = "selective" if self.selective else "none", self.attention
         dp = data_ranks_of(self.ep, self.cp)
         mesh, model, dtype = MeshShape(dp=dp, ep=self.ep, cp=self.cp, tp=self.tp), self.model, self.precision.dtype
-        settings = {name: getattr(self, name) for name in ("sp", "cp_kind", "tp_ring", "loss_chunks")}
+        settings = {
+            name: getattr(self, name) for name in ("sp", "cp_kind", "experts_over_tp", "tp_ring", "loss_chunks")
+        }
         parallel = ParallelConfig(mesh, remat=remat, **settings)
         config = RunConfig(model, parallel, precision=self.precision, batch_size=dp * self.rows, steps=1)
         layout = make_layout(model, parallel)
@@ -168,11 +172,13 @@ class _Functions:
 class PartTraffic:
     """What one part sends over tp, cp and ep for one micro-batch.
 
-    forward, backward: with what forward keeps at hand. recomputed: what backward sends besides where forward runs
-    again. read_again: the parameters that such a backward needs, forward included, by their path in the part.
+    forward, backward: with what forward keeps at hand. alone: a forward of which nothing is kept. recomputed: what
+    backward sends besides where forward runs again. read_again: the parameters that such a backward needs, forward
+    included, by their path in the part.
     """
 
     forward: tuple[Collective, ...]
+    alone: tuple[Collective, ...]
     backward: tuple[Collective, ...]
     recomputed: tuple[Collective, ...]
     read_again: frozenset[str]
@@ -215,7 +221,8 @@ def _traffic(saved: Callable, plain: Callable, mesh: MeshShape, leaves: dict, pa
     needed = needed_for(pull.jaxpr.outvars, pull.jaxpr.eqns)
     in_backward = _collectives(needed_for(backward.jaxpr.outvars, backward.jaxpr.eqns), mesh)
     return PartTraffic(
-        forward=_collectives(forward.jaxpr.eqns, mesh),
+        forward=_collectives(needed_for(forward.jaxpr.outvars, forward.jaxpr.eqns), mesh),
+        alone=_collectives(needed_for(forward.jaxpr.outvars[:1], forward.jaxpr.eqns), mesh),
         backward=in_backward,
         recomputed=_without(_collectives(needed, mesh), in_backward),
         read_again=_read(needed, pull.jaxpr.invars[1:], params),
@@ -393,14 +400,17 @@ class Product(NamedTuple):
     rows: float = 1.0
     groups: int = 1
 
-    def seconds(self, matmul: Callable, tp: Number, ep: Number) -> Number:
+    def seconds(self, matmul: Callable, tp: Number, ep: Number = 1, experts_over_tp: Number = False) -> Number:
         if self.batched:
             return matmul(self.n / (tp if self.splits_n else 1), self.k, m=self.k)
+        rows = self.rows
+        if self.groups > 1:  # where tp splits experts, a rank has fewer rows, of whole width
+            rows, tp = rows / np.where(experts_over_tp, tp, 1), np.where(experts_over_tp, 1, tp)
         n, k = self.n / (tp if self.splits_n else 1), self.k / (tp if self.splits_k else 1)
         if self.groups == 1:
             return matmul(n, k)
-        # Of its experts a rank gets the rows of all ranks of ep.
-        return self.rows * matmul(n, k, part=self.rows * ep / self.groups)
+        # Of its experts a rank gets the rows of all ranks that hold others.
+        return rows * matmul(n, k, part=self.rows * ep / self.groups)
 
 
 @dataclass(frozen=True)
@@ -420,6 +430,7 @@ class TracedWork:
     table_parameters: int
     embedding_parameters: int
     layer_sums: float
+    mixture_sums: float
     trained_layer: float
     trained_table: float
     layer_backward: float
@@ -438,14 +449,14 @@ class TracedWork:
         """How many a layer has; 1 where it has none."""
         return max((p.groups for p in self.layer), default=1)
 
-    def matrices(self, matmul: Callable, tp: Number, ep: Number) -> Number:
-        return sum(p.seconds(matmul, tp, ep) for p in self.layer if not p.batched)
+    def matrices(self, matmul: Callable, tp: Number, ep: Number, experts_over_tp: Number) -> Number:
+        return sum(p.seconds(matmul, tp, ep, experts_over_tp) for p in self.layer if not p.batched)
 
     def core(self, matmul: Callable, tp: Number) -> Number:
-        return sum(p.seconds(matmul, tp, 1) for p in self.layer if p.batched)
+        return sum(p.seconds(matmul, tp) for p in self.layer if p.batched)
 
     def head(self, matmul: Callable, tp: Number) -> Number:
-        return sum(p.seconds(matmul, tp, 1) for p in self.loss)
+        return sum(p.seconds(matmul, tp) for p in self.loss)
 
     def elementwise_bytes(self, dropout: Number, flash: Number, itemsize: int) -> tuple:
         whole = split = scores = 0.0
@@ -482,7 +493,6 @@ def work_of(model: Model) -> TracedWork:
     products, of_loss = _compared(layer, parted_layer, model.seq_len), _compared(loss, parted_loss, model.seq_len)
     weights, core = (sum(p.flops for p in products if p.batched == batched) for batched in (False, True))
     table = max((leaf for leaf in outer if "loss" in leaf.used_in), key=lambda leaf: math.prod(leaf.shape))
-    sent = traffic_of(few).layer.forward if few else ()
     in_experts = {
         path for path, param in named_params(declare(model)) if "experts" in param.dims and param.update != "count"
     }
@@ -495,7 +505,8 @@ def work_of(model: Model) -> TracedWork:
         expert_parameters=sum(math.prod(leaf.shape[1:]) for leaf in layers if leaf.name in in_experts),
         table_parameters=math.prod(table.shape),
         embedding_parameters=sum(math.prod(leaf.shape) for leaf in outer),
-        layer_sums=sum(c.count * (1 if c.kind == "all_reduce" else 0.5) for c in sent),
+        layer_sums=_sums(few),
+        mixture_sums=_sums(few) - _sums(replace(few, sp=True, experts_over_tp=True)) if few and in_experts else 0.0,
         trained_layer=sum(math.prod(leaf.shape[1:]) for leaf in layers if not leaf.frozen) / layer_parameters,
         trained_table=float(not table.frozen),
         layer_backward=(backward[0] - 2 * core) / weights,
@@ -506,13 +517,23 @@ def work_of(model: Model) -> TracedWork:
     )
 
 
-@cache
-def exchanged(model: Model, ep: int) -> float:
-    """Elements of the all-to-alls that a layer's forward sends over `ep`, for one position; what a rank keeps of its
-    own is counted."""
-    if ep == 1:
+def _sums(rank: OneRank | None) -> float:
+    """Sums over tp of what a layer passes on, in its forward; a gather or scatter of it is half of one."""
+    if rank is None:
         return 0.0
-    rank = OneRank(model, 1, 1, PrecisionConfig(), ep=ep)
+    found = traffic_of(rank)
+    whole = found.x_bytes * (rank.tp if rank.sp else 1)
+    over_tp = [c for c in found.layer.forward if c.kind != "all_to_all" and c.full_bytes >= whole]
+    return sum(c.count * (1 if c.kind == "all_reduce" else 0.5) for c in over_tp)
+
+
+@cache
+def exchanged(model: Model, ranks: int) -> float:
+    """Elements of the all-to-alls that a layer's forward sends over the `ranks` that hold different experts, for one
+    position; what a rank keeps of its own is counted."""
+    if ranks == 1:
+        return 0.0
+    rank = OneRank(model, 1, 1, PrecisionConfig(), ep=ranks)
     sent = (c.count * c.full_bytes for c in traffic_of(rank).layer.forward if c.kind == "all_to_all")
     return sum(sent) / jnp.dtype(rank.precision.dtype).itemsize / model.seq_len
 

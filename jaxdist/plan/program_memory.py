@@ -70,12 +70,20 @@ class Elements(NamedTuple):
 
 @cache
 def device_elements(
-    model: Model, tp: int, shards: int, pp: int, ep: int = 1, cp: int = 1, trained: bool = False
+    model: Model,
+    tp: int,
+    shards: int,
+    pp: int,
+    ep: int = 1,
+    cp: int = 1,
+    experts_over_tp: bool = False,
+    trained: bool = False,
 ) -> Elements:
     """Counted from the model's own declaration, the padding of ZeRO over so many `shards` included; with `trained` of
     what has a gradient. shards: the ranks of dp and cp together."""
     mesh = MeshShape(pp=pp, dp=shards // cp, ep=ep, cp=cp, tp=tp)
-    parallel = ParallelConfig(mesh, zero=1, **({"cp_kind": "all-gather"} if cp > 1 else {}))
+    kind = {"cp_kind": "all-gather"} if cp > 1 else {}
+    parallel = ParallelConfig(mesh, zero=1, sp=tp > 1, experts_over_tp=bool(experts_over_tp), **kind)
     layout = make_layout(model, parallel, (1,) * pp)
     leaves = layout.trained.leaves if trained else layout.leaves
     outer = _flat({name: part for name, part in leaves.items() if name != STACKED})
@@ -111,21 +119,25 @@ class LayerColumns(NamedTuple):
 
 def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
     """Of every layout; traced once for each way to run a layer (tp, cp and its kind, ep, sp, selective)."""
-    kinds, index = distinct(layouts.tp, layouts.cp, layouts.kind, layouts.ep, layouts.sp == 1, layouts.selective == 1)
+    over_tp = layouts.experts_over_tp(config.parallel)
+    kinds, index = distinct(
+        layouts.tp, layouts.cp, layouts.kind, layouts.ep, layouts.sp == 1, layouts.selective == 1, over_tp
+    )
     columns = np.empty((len(LayerColumns._fields), len(index)))
-    for number, (tp, cp, _, ep, sp, selective) in enumerate(kinds):
+    for number, (tp, cp, _, ep, sp, selective, over) in enumerate(kinds):
         here = np.flatnonzero(index == number)
         settings = {"sp": bool(sp), "selective": bool(selective), "attention": attention, "cp": cp, "ep": ep}
-        settings["cp_kind"] = layouts.cp_kind(here[0], config.parallel)
+        settings |= {"cp_kind": layouts.cp_kind(here[0], config.parallel), "experts_over_tp": bool(over)}
         columns[:, here] = _of_rank(config, tp, layouts.rows[here], **settings)
     return LayerColumns(*columns)
 
 
 def _of_rank(config: RunConfig, tp: int, rows: np.ndarray, **settings) -> np.ndarray:
     """Traced for few ranks, and found from those for more: what a rank holds is whole, or 1/tp of it. Not so where
-    more ranks hold something whole than fewer do, as key heads."""
+    more ranks hold something whole than fewer do, as key heads, nor with experts over tp, whose messages grow."""
     few, twice = (2, 4) if settings["sp"] else (1, 2)
-    if tp > twice and tp % twice == 0 and not any(dim % tp for dim in dims_that_may_stay_whole(config.model)):
+    whole = settings["experts_over_tp"] or any(dim % tp for dim in dims_that_may_stay_whole(config.model))
+    if tp > twice and tp % twice == 0 and not whole:
         a, b = (_of_rank(config, ranks, rows, **settings) for ranks in (few, twice))
         return 2 * b - a + twice * (a - b) / tp
     precision = PrecisionConfig(config.precision.dtype)
@@ -155,7 +167,8 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     model, precision = config.model, config.precision
     itemsize, wide = ITEMSIZE[precision.dtype], ITEMSIZE[precision.master_dtype]
     c = layouts
-    meshes, index = distinct(c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1))
+    over_tp = c.experts_over_tp(config.parallel)
+    meshes, index = distinct(c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1), over_tp)
     e, t = (
         Elements(*np.array([device_elements(model, *mesh, trained) for mesh in meshes], float)[index].T)
         for trained in (False, True)

@@ -107,11 +107,16 @@ class Candidates:
             reshard_after_forward=not row["keep"],
             overlap=bool(row["overlap"]),
             cp_kind=self.cp_kind(index, base or plain),
+            experts_over_tp=bool(self.experts_over_tp(base or plain)[index]),
             **{"schedule": plain.schedule, "microbatches": None, "chunks": None, "stages": plain.stages, **pipeline},
         )
 
     def cp_kind(self, index: int, base: ParallelConfig) -> str:
         return kind_name(int(self.kind[index]), base)
+
+    def experts_over_tp(self, base: ParallelConfig) -> np.ndarray:
+        """The column of that setting: wherever `base` asks for it and it changes anything."""
+        return base.experts_over_tp & (self.sp == 1) & (self.tp > 1)
 
     @classmethod
     def of(cls, config: RunConfig) -> "Candidates":
@@ -410,7 +415,8 @@ def _step_time(base, layouts: Candidates, table: Pipelines, cluster, attention, 
         zero=layouts.zero,
         sp=layouts.sp == 1,
         exchanging=exchanging,
-        exchanged=exchanged_columns(model, layouts),
+        exchanged=exchanged_columns(base, layouts),
+        experts_over_tp=layouts.experts_over_tp(base.parallel),
         gathers_keys=gathers_keys,
         remat=remat_names(layouts),
         chunks=layouts.chunks,
@@ -458,10 +464,11 @@ def context_columns(base: RunConfig, layouts: Candidates) -> tuple[np.ndarray, n
     return tuple(np.array(rows)[index].T)
 
 
-def exchanged_columns(model: Model, layouts: Candidates) -> np.ndarray:
-    """`parts.exchanged`, as a column."""
-    sizes, index = distinct(layouts.ep)
-    return np.array([exchanged(model, ep) for (ep,) in sizes])[index]
+def exchanged_columns(base: RunConfig, layouts: Candidates) -> np.ndarray:
+    """`parts.exchanged` for one position of a device, as a column."""
+    of_tp = np.where(layouts.experts_over_tp(base.parallel), layouts.tp, 1)  # each sends its part of the sequence
+    sizes, index = distinct(layouts.ep * of_tp)
+    return np.array([exchanged(base.model, ranks) for (ranks,) in sizes])[index] / of_tp
 
 
 def weight_gathers(layouts: Candidates) -> np.ndarray:

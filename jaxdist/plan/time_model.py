@@ -106,7 +106,8 @@ class Layout:
     hidden_part: with overlap_dp, of what is sent during backward, the part that has another layer beside it.
     exchanging, gathers_keys: as `ParallelConfig.cp_split`.
     overlap_across: with overlap_dp, the sum over replica overlaps with backward as well.
-    exchanged: elements of a layer's all-to-alls over ep in forward, for one position.
+    experts_over_tp: as in `ParallelConfig`. exchanged: elements of a layer's all-to-alls between experts in forward,
+        for one position of a device.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     """
 
@@ -143,6 +144,7 @@ class Layout:
     gathers_keys: Number = False
     overlap_across: Number = True
     hidden_part: Number = 1.0
+    experts_over_tp: Number = False
     exchanged: Number = 0.0
 
     @property
@@ -270,7 +272,7 @@ class Work(Protocol):
     def flops_per_token(self) -> float:
         """Of forward and backward."""
 
-    def matrices(self, matmul: Callable, tp: Number, ep: Number) -> Number:
+    def matrices(self, matmul: Callable, tp: Number, ep: Number, experts_over_tp: Number) -> Number:
         """Seconds of a layer's products with its weights; experts get as much each."""
 
     def core(self, matmul: Callable, tp: Number) -> Number:
@@ -324,7 +326,8 @@ def step_time(
         )
 
     # ---- one layer, one micro-batch
-    matrices = work.matrices(matmul, tp, ep)
+    over_tp = np.asarray(layout.experts_over_tp)
+    matrices = work.matrices(matmul, tp, ep, over_tp)
     core = _attention_core(work, layout, matmul, positions, cluster.hardware.peak(wide) * e.attention, hbm, itemsize)
     whole, split, scores = work.elementwise_bytes(layout.dropout, core.fused, itemsize)
     elementwise = positions * (whole / np.where(sp, tp, 1) + split / tp) / hbm
@@ -334,8 +337,16 @@ def step_time(
     again = every > 0  # recomputed forwards
     core_again = again | (selective & ~core.fused)
     sent = _over_cp(work, layout, cluster, e, positions, itemsize, core)
-    # Neighbours among the ranks of dp x cp hold different experts.
-    swapped = ring("all_to_all", "cp", ep, positions * layout.exchanged * itemsize)
+    # Neighbours among the ranks of dp x cp, or of tp before them, hold different experts.
+    swapped = cluster.collective_seconds(
+        "all_to_all",
+        ep * np.where(over_tp, tp, 1),
+        np.where(over_tp, apart["tp"], apart["cp"]),
+        positions * layout.exchanged * itemsize,
+        e.inside,
+        e.between,
+    )
+    sums = work.layer_sums - over_tp * work.mixture_sums
     layer = {
         "compute": (1 + work.layer_backward + again) * matrices + core.backward + (1 + core_again) * core.forward,
         "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise
@@ -343,7 +354,7 @@ def step_time(
         + (1 + core_again) * core.forward_traffic
         + core.backward_traffic,
         "overhead": (3 + again) * e.layer_seconds,
-        "tp": (2 + again) * work.layer_sums * all_reduce * np.where(layout.overlap_tp, 0.5, 1.0),
+        "tp": (2 + again) * sums * all_reduce * np.where(layout.overlap_tp, 0.5, 1.0),
         "cp": (1 + again) * sent.forward + sent.backward,
         "ep": (2 + again) * swapped,
     }

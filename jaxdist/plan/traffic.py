@@ -159,7 +159,7 @@ class _Step:
         again = parts.layer.forward if every > 1 else parts.layer.recomputed if every else ()
         found = (
             ("embedding, forward", self.runs[Loop.EMBED], parts.embed.forward),
-            ("layers, forward", layers, parts.layer.forward),
+            ("layers, forward", layers, parts.layer.alone if every else parts.layer.forward),
             ("loss, forward", self.runs[Loop.HEAD], parts.loss.forward),
             ("loss, backward", self.runs[Loop.HEAD], parts.loss.backward),
             ("layers, recomputed", layers, again),

@@ -48,12 +48,14 @@ class Stages(NamedTuple):
     """A model as a pipeline sees it; each function works on local shards of one micro-batch.
 
     first(shared, micro) -> x, on the first part of the model. layer(weights, fixed, micro, x) -> x of the same shape
-    and dtype. last(shared, x, micro) -> the micro-batch's summed loss, a scalar, on the last part.
+    and dtype. last(shared, x, micro) -> the micro-batch's summed loss, a scalar, on the last part. passing: `layer` for
+    an F that saves nothing, since B runs it again: without what only a gradient needs; None for `layer` itself.
     """
 
     first: Callable
     layer: Callable
     last: Callable
+    passing: Callable | None = None
 
 
 def pipeline_gradients(
@@ -174,6 +176,7 @@ class _Runner:
             first=lambda shared, micro: comm.varying(given.first(shared, micro), wide),
             layer=lambda *args: comm.varying(given.layer(*args), wide),
             last=given.last,
+            passing=lambda *args: comm.varying((given.passing or given.layer)(*args), wide),
         )
         x = output_type("first", stages.first, shared_type, micro)
         loss = output_type("last", stages.last, shared_type, x, micro)
@@ -333,7 +336,7 @@ class _Runner:
             first, size = self.members(row, group)
 
             def layer_of_group(x, index):
-                return self.stages.layer(*self.weights(row, first + index), micro, x)
+                return self.stages.passing(*self.weights(row, first + index), micro, x)
 
             return self.loop(Loop.LAYERS_FORWARD, size, layer_of_group, x), b_residuals
 

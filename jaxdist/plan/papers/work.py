@@ -18,6 +18,7 @@ class PaperWork:
 
     shape: ModelShape
     layer_sums = 2  # over tp, of one layer's forward
+    mixture_sums = 0  # of these, around experts
     trained_layer = trained_table = 1.0
     layer_backward = head_backward = 2.0
     expert_parameters = 0
@@ -33,7 +34,7 @@ class PaperWork:
     def flops_per_token(self) -> float:
         return 3 * sum(forward_flops_per_token(self.shape).values())
 
-    def matrices(self, matmul: Callable, tp: Number, ep: Number) -> Number:
+    def matrices(self, matmul: Callable, tp: Number, ep: Number, experts_over_tp: Number) -> Number:
         """Products with a layer's weights."""
         shape, h = self.shape, self.shape.width
         up = (2 if shape.gated_mlp else 1) * shape.ffn_width

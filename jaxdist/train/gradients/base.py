@@ -62,7 +62,7 @@ class ShardedModel:
             sp=parallel.sp,
             ring=parallel.ring,
             split=parallel.split,
-            expert_axes=parallel.mesh.expert_axes,
+            expert_axes=parallel.expert_axes,
             attention=attention,
             selective=parallel.remat == "selective",
             loss_chunks=parallel.loss_chunks,
@@ -153,8 +153,9 @@ class ShardedModel:
         """The batch with the inputs and targets at this rank's positions alone. Sends nothing."""
         return batch._replace(inputs=self.ctx.split.cut(batch.inputs), targets=self.ctx.split.cut(batch.targets))
 
-    def weighted(self, weight: jax.Array) -> "ShardedModel":
-        """The same for the gradient of `weight` times the summed loss: auxiliary losses are weighted as much."""
+    def weighted(self, weight: jax.Array | None) -> "ShardedModel":
+        """The same for the gradient of `weight` times the summed loss: auxiliary losses are weighted as much. None: for
+        none."""
         return replace(self, ctx=replace(self.ctx, weight=weight))
 
     def context(self, key: jax.Array | None, batch: Batch) -> Context:

@@ -4,6 +4,7 @@ Stages compute with what is outside the layers whole: it is gathered once a step
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def through_stages(
     def first(trainable, micro):
         return model.embed(ShardedParams(trainable, outer.stored), micro, key)
 
-    def layer(trainable, fixed, micro, x):
+    def layer(trainable, fixed, micro, x, model=model):
         stored, index = fixed
         return model.block(ShardedParams(trainable, stored), x, index, micro, key)
 
@@ -76,7 +77,7 @@ def through_stages(
         return model.loss(ShardedParams(trainable, outer.stored), x, micro, key)
 
     return execute(
-        Stages(first, layer, last),
+        Stages(first, layer, last, passing=partial(layer, model=model.weighted(None))),
         config.parallel.pipeline,
         outer.trainable,
         layers.trainable,
