@@ -35,6 +35,23 @@ def devices() -> list[jax.Device]:
 # Strategies whose parts are each in another row too: in the whole matrix, not in the sample of every run.
 RARE = set(
     [
+        "pp2-tp4-sp-dropout",
+        "replica2-dp2-tp2-zero2-overlap-loss-chunks",
+        "dp2-tp2-sp-documents",
+        "pp2-dp2-tp2-zero2-zb-v",
+        "tp8-sp-ring",
+        "dp2-tp4-sp-ring-zero1-remat-dropout",
+        "dp2-tp2-zero1-sgd",
+        "tp2",
+        "dp2-tp2-dropout",
+        "replica2-dp2-tp2-sp-zero3-fp64",
+        "pp2-dp2-tp2-sp-zero1",
+        "pp2-tp2-sp-remat-block",
+        "dp4-overlap-accumulate",
+        "dp2-zero1-loss-chunks-accumulate-bf16",
+        "cp8",
+        "pp2-cp4-all-gather-zb-v",
+        "dp4-zero3-overlap-accumulate-documents",
         "dp8-per-parameter",
         "dp8-buckets",
         "dp8-zero1-flat",
