@@ -28,7 +28,7 @@ from jaxdist.models.cache import KeyValues, NextTokens, Prompts
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.context_parallel import SEQUENCE_DIM, Split, merge_bytes
-from jaxdist.placement import axis_of
+from jaxdist.placement import spec_of
 from jaxdist.plan.parts import OneRank, traffic_of
 from jaxdist.plan.proof.trace import ring_bytes
 
@@ -130,13 +130,9 @@ class Generator:
         return jax.make_array_from_callback(tokens.shape, like.sharding, lambda at: tokens[at].astype(np.int32))
 
 
-def parameter_specs(model: Model, shape: MeshShape) -> dict:
+def parameter_specs(model: Model, parallel: ParallelConfig) -> dict:
     """How parameters are split where text is generated: layers over pp, heads and widths over tp."""
-
-    def spec(param) -> PartitionSpec:
-        return drop_unit_axes([axis_of(dim, n, shape) for dim, n in zip(param.dims, param.shape, strict=True)], shape)
-
-    return jax.tree.map(spec, declare(model), is_leaf=is_param)
+    return jax.tree.map(lambda param: spec_of(param, parallel), declare(model), is_leaf=is_param)
 
 
 def build_generator(
@@ -183,9 +179,9 @@ def build_generator(
         raise ConfigError(
             f"{capacity} tokens with seq_len={model.seq_len}", "the model has no more positions", "Shorten the text"
         )
-    specs, rows = parameter_specs(model, shape), _rows_spec(shape)
+    specs, rows = parameter_specs(model, parallel), _rows_spec(shape)
     bound = _OnStages(
-        model, shape, sampling, Context(split=parallel.split, expert_axes=shape.expert_axes, attention=attention)
+        model, shape, sampling, Context(split=parallel.split, expert_axes=parallel.expert_axes, attention=attention)
     )
     on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
     caches = _cache_specs(bound, on_mesh, specs, dtype, num_texts, capacity)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError
@@ -32,7 +33,7 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
         name = ".".join(entry.key for entry in path)
         in_layers, uses = name in stacked, used_in.get(name, frozenset())
         shared = ends if len(uses) > 1 else ()
-        spec = spec_of(param, parallel)
+        spec = tuple(spec_of(param, parallel))
         if shared:
             spec = replace_entry(spec, choose_spread_dim(param.shape, spec, mesh.pp), "pp")
         split_over = {axis for entry in spec for axis in axes_of(entry)}
@@ -73,7 +74,7 @@ def pipeline_rows(schedule: Schedule, part_layers: Sequence[int]) -> tuple[int, 
     return tuple(rows)
 
 
-def spec_of(param: Param, parallel: ParallelConfig) -> tuple[str | tuple[str, ...] | None, ...]:
+def spec_of(param: Param, parallel: ParallelConfig) -> PartitionSpec:
     """The mesh axis, or axes, that split each dim; None where every rank holds it whole. An expert's width is whole
     where experts are split over tp."""
     mesh, taken, spec = parallel.mesh, parallel.expert_axes if "experts" in param.dims else (), []
@@ -81,7 +82,7 @@ def spec_of(param: Param, parallel: ParallelConfig) -> tuple[str | tuple[str, ..
         axis = AXIS_OF_DIM.get(dim)
         whole = axis in taken or (dim in MAY_STAY_WHOLE and size % mesh.size(axis))
         spec.append(taken if dim == "experts" else None if whole else axis)
-    return tuple(drop_unit_axes(spec, mesh))
+    return drop_unit_axes(spec, mesh)
 
 
 def partial_sum_axes(parallel: ParallelConfig, param: Param) -> tuple[str, ...]:
