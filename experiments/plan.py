@@ -57,7 +57,7 @@ from jaxdist.plan.search import (
     search,
     usable_bytes,
 )
-from jaxdist.plan.time_model import Efficiency
+from jaxdist.plan.time_model import Efficiency, efficiency_of, read_efficiency
 from jaxdist.plan.traffic import predicted
 from jaxdist.runtime.budget import short_money
 
@@ -119,6 +119,8 @@ class PlanFlags(CommonFlags, FileFlags):
     """TOML merged over the hardware table."""
     price_file: str | None = None
     """TOML merged over the price table."""
+    efficiencies: str | None = None
+    """TOML of the time model's constants, of your own card. Default: fitted to what was published of this one."""
     top: int = 10
     """Rows of the table: the best layouts of so many meshes, meshes that differ in replica × dp alone in one row."""
     json: str | None = None
@@ -305,7 +307,7 @@ def ask(flags: PlanFlags) -> Question:
         notes=tuple(notes),
         recipe_notes=tuple(recipe_notes),
         rate_known=rate_known,
-        efficiency=Efficiency(),
+        efficiency=read_efficiency(flags.efficiencies) if flags.efficiencies else efficiency_of(hardware.name),
     )
 
 

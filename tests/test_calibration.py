@@ -8,7 +8,7 @@ import pytest
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.papers import calibration, formulas
+from jaxdist.plan.papers import calibration, formulas, sources
 from jaxdist.plan.papers.calibration import FITTED, all_rows, fit, mean_and_max
 from jaxdist.plan.papers.formulas import ModelShape
 from jaxdist.plan.papers.memory import NANOTRON, device_bytes
@@ -206,7 +206,7 @@ def test_tensor_parallelism_is_cheaper_inside_a_node():
     # 8 inside and 2 across: half of S/8 more, twice, over a link of a ninth of the bandwidth.
     assert outside > 1.4 * inside
     assert one(tp=8, dp=8, pp=1).tp < one(tp=64).tp
-    assert one(tp=8, dp=8, overlap_tp=True).tp < inside
+    assert one(tp=8, dp=8, overlap_tp=0.5).tp < inside
 
 
 def test_sequence_parallelism_saves_memory_traffic_and_sends_the_same():
@@ -296,3 +296,47 @@ def test_bad_inputs():
         step_time(PaperWork(SHAPE), Layout(), Cluster(find_hardware("v5e")), dtype="float16")
     with pytest.raises(ValueError, match=r"remat='all'"):
         one(remat="all")
+
+
+# ------------------------------------------------------------------------------------ every source, and one left out
+
+
+@pytest.mark.parametrize(("accelerator", "number"), [("h100", 77), ("a100", 27)])
+def test_constants_of_all_programs_together(accelerator, number):
+    """Those that a plan uses: how far off every published row is, and the bar that nine tenths of them are within."""
+    efficiency = EFFICIENCIES[f"{accelerator}-published"]
+    found = sources.predicted(sources.sourced(accelerator), efficiency)
+    assert len(found) == number
+    mean, _ = mean_and_max([row.error for row in found])
+    assert mean < {"h100": 0.12, "a100": 0.08}[accelerator]
+    assert abs(np.mean([row.error for row in found])) < 0.03
+    guessed = sources.predicted(sources.sourced(accelerator), Efficiency())
+    assert sum(row.error < 0 for row in guessed) == {"h100": 71, "a100": 8}[accelerator]
+    covered = np.mean([row.needed <= efficiency.relative_error for row in found])
+    assert covered >= 0.9
+
+
+def test_rows_count_once_and_turn_into_seconds():
+    rows = sources.sourced("h100")
+    assert len({(row.source, row.case.name, row.case.dtype, row.case.seconds) for row in rows}) == len(rows)
+    # llm-foundry prints both: 46.44 % and 10,643 tokens a second and GPU of 6.7B on 8 H100
+    (seven,) = [row.case for row in rows if row.case.name.startswith("mpt-7b, dp 128")]
+    tokens = 128 * 6 * 2048
+    assert tokens / seven.seconds / 128 == pytest.approx(10_643 * 45.71 / 46.44, rel=0.005)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("accelerator", sources.ACCELERATORS)
+def test_constants_and_bar_are_what_the_fit_gives(accelerator):
+    fitted, shipped = sources.calibrated(accelerator), EFFICIENCIES[f"{accelerator}-published"]
+    for name in (*sources.GUESSES, "relative_error"):
+        assert getattr(shipped, name) == pytest.approx(getattr(fitted, name), rel=0.02), name
+
+
+@pytest.mark.exhaustive
+def test_errors_of_sources_left_out():
+    """The targets were 7 % in the mean and 15 % for nine tenths: missed, docs/plan.md says where. Signed 3 %: met."""
+    h100, a100 = (sources.leave_one_source_out(name) for name in ("h100", "a100"))
+    for rows, mean, signed in ((h100, 0.16, 0.03), (a100, 0.12, 0.05)):
+        errors = [row.error for row in rows]
+        assert mean_and_max(errors)[0] < mean and abs(np.mean(errors)) < signed

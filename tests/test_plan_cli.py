@@ -157,7 +157,7 @@ def test_one_layout_that_does_not_fit_is_told_what_would(monkeypatch, capsys, tm
 
 def test_the_smallest_cluster_that_meets_a_deadline_and_a_budget(monkeypatch, capsys, tmp_path):
     path = tmp_path / "plan.json"
-    args = ["--model", "gpt2-124m", "--hardware", "h100", "--global-batch", "64", "--tokens", "5e9", "--top", "2"]
+    args = ["--model", "gpt2-1.5b", "--hardware", "h100", "--global-batch", "512", "--tokens", "5e9", "--top", "2"]
     _, out, _ = plan(monkeypatch, capsys, *args, "--nodes", "1", "--json", path)
     alone = json.loads(path.read_text())["rows"][0]
     deadline = alone["hours"] * (1 + alone["error"]) * 0.7
@@ -379,6 +379,7 @@ FLAGS = {
     "vendor": ("aws", ["--tokens", "1e9"], None, None),
     "price_per_hour": ("2.5", ["--tokens", "1e9"], None, None),
     "hardware_file": (OWN_CARD, [], None, None),
+    "efficiencies": ("matmul = 0.5", [], None, None),
     "price_file": (OWN_PRICE, ["--tokens", "1e9", "--vendor", "aws"], None, None),
     "top": ("3", [], None, ONE_LAYOUT),
     "prove": ("2", ["--trace"], None, ONE_LAYOUT),
@@ -412,7 +413,7 @@ def test_no_flag_is_ignored(monkeypatch, capsys, tmp_path, name, mode):
     flag, file = f"--{name.replace('_', '-')}", tmp_path / "file"
     if name == "reshard_after_forward":
         flag = "--no-reshard-after-forward"
-    written = name == "config" or name.endswith("_file")
+    written = name in ("config", "efficiencies") or name.endswith("_file")
     if written:
         file.write_text(value)
     words = [flag] + ([] if value is None else [str(file)] if name in ("json", "html") or written else [value])
@@ -429,6 +430,26 @@ def test_no_flag_is_ignored(monkeypatch, capsys, tmp_path, name, mode):
     else:
         assert code == 0, err
         assert answer(out) != answer(before)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("matmull = 0.5", "matmull = 0.5 in .*: it is not one of the time model's constants. Use matmul, half_size"),
+        ("matmul = 0", "efficiency matmul=0: it is a part of a peak"),
+        ("matmul = true", "matmul = True in .*: it is a number"),
+        ("step_seconds = -1", "step_seconds = -1 in .*: it is a number, not below 0"),
+        ("stack = 3", "stack = 3 in .*: it is the constants' name"),
+        ("matmul = ", "it cannot be read as TOML"),
+        (None, "efficiencies.toml"),
+    ],
+)
+def test_constants_in_a_file_that_are_none_are_refused(monkeypatch, capsys, tmp_path, text, said):
+    path = tmp_path / "efficiencies.toml"
+    if text is not None:
+        path.write_text(text)
+    code, _, err = plan(monkeypatch, capsys, *NAMED, "--efficiencies", str(path))
+    assert code == 2 and re.search(said, err.replace("\n", " ")), err
 
 
 USELESS = [
@@ -533,7 +554,7 @@ def test_the_page_is_whole_and_loads_nothing(monkeypatch, capsys, tmp_path):
     assert not {"src", "href", "srcset"} & {name for name, _ in tags.attributes}
     assert "http" not in text and "@import" not in text and "url(" not in text
     assert text.count("<svg") == 3 and "prefers-color-scheme: dark" in text
-    for said in ("activations", "capacity 80 GiB", "matmuls", "±", "python -m experiments.train", "uncalibrated"):
+    for said in ("activations", "capacity 80 GiB", "matmuls", "±", "python -m experiments.train", "h100-published"):
         assert said in text
     assert not re.search(r"\bnan\b", text)
 

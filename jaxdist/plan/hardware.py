@@ -118,7 +118,7 @@ def nearest(name: str, known: dict, what: str, otherwise: str):
     )
 
 
-def _read(path: Path) -> dict:
+def read_toml(path: Path) -> dict:
     text = read_text_file("file", path)
     try:
         return tomllib.loads(text)
@@ -128,10 +128,10 @@ def _read(path: Path) -> dict:
 
 
 def _merged(shipped: str, path: str | Path | None) -> dict:
-    table = _read(HERE / shipped)
+    table = read_toml(HERE / shipped)
     if path is None:
         return table
-    own = _read(Path(path))
+    own = read_toml(Path(path))
     _require_printable(path, own)
     return _merge(table, own)
 

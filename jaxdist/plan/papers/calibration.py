@@ -67,8 +67,12 @@ def _cluster(group: str, num_devices: int) -> Cluster:
 
 
 def _shape(group: str, run: dict) -> ModelShape:
-    facts = published()["groups"][group] | run
-    if "ffn_width" not in run:
+    return shape_of(published()["groups"][group] | run)
+
+
+def shape_of(facts: dict) -> ModelShape:
+    """A GPT's, or with ffn_width a Llama's."""
+    if "ffn_width" not in facts:
         return ModelShape.gpt(*(facts[name] for name in ("layers", "width", "heads", "seq_len", "vocab_size")))
     return ModelShape(
         *(facts[name] for name in ("layers", "width", "heads", "ffn_width", "seq_len", "vocab_size")),
@@ -105,10 +109,11 @@ class TimeCase:
 def time_cases(stack: str) -> tuple[TimeCase, ...]:
     """Every published time of a software stack, in seconds a step; MFU and TFLOP/s turned into seconds as published."""
     groups = [name for name, facts in published()["groups"].items() if facts["stack"] == stack]
-    return tuple(case for group in groups for run in published()[group] for case in _times(group, run))
+    return tuple(case for group in groups for run in published()[group] for case in times(group, run))
 
 
-def _times(group: str, run: dict) -> "list[TimeCase]":
+def times(group: str, run: dict) -> "list[TimeCase]":
+    """What published.toml prints of one run."""
     if group in ("recompute", "weak_scaling"):
         return {"recompute": _recompute_times, "weak_scaling": _weak_scaling_times}[group](run)
     return [_fsdp_time(group, run) if "tokens_per_s" in run else _nanotron_time(group, run)]

@@ -1,0 +1,272 @@
+"""Every published step time, by who measured it: how far off a prediction is for a source that it was not fitted to.
+
+`python -m jaxdist.plan.papers.sources` leaves each source out in turn, fits the constants of an accelerator to the
+others, predicts the one left out, and prints every row, worst first. `--write h100 FILE` fits them to all and writes
+them for `experiments.plan --efficiencies FILE`, with the bar that 90 % of the rows left out are within.
+"""
+
+import argparse
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.papers import calibration, formulas
+from jaxdist.plan.papers.calibration import MEGATRON, TimeCase, mean_and_max
+from jaxdist.plan.papers.work import PaperWork
+from jaxdist.plan.time_model import Efficiency, Layout, step_time
+
+# Of the groups of published.toml.
+SOURCES = {
+    "recompute": "Megatron-LM, 2022",
+    "weak_scaling": "Megatron-LM, 2021",
+    "nanotron": "nanotron",
+    "tp_scaling": "nanotron",
+    "mpt": "llm-foundry",
+    "torchtitan": "torchtitan",
+    "torchtitan_405b": "torchtitan",
+}
+ACCELERATORS = {"h100": ("h100", "h200"), "a100": ("a100-80",)}  # fitted together
+COVERED = 0.9  # of the rows left out, by the bar
+
+# The guess of each constant and how far off it may be. Where no source tells, the guess stays.
+GUESSES = {
+    "matmul": (0.7, 0.1),
+    "half_size": (60.0, 40.0),
+    "attention": (0.35, 0.15),
+    "float8": (0.65, 0.15),
+    "hbm": (0.7, 0.15),
+    "inside": (0.7, 0.15),
+    "between": (0.6, 0.12),
+    "hide": (0.5, 0.3),
+    "layer_seconds": (2e-4, 2e-4),
+    "step_seconds": (0.02, 0.02),
+}
+PARTS_OF_A_PEAK = ("matmul", "attention", "float8", "hbm", "inside", "between", "hide")
+SPREAD = 0.12  # relative error from which a row counts less and less
+
+
+@dataclass(frozen=True, eq=False)
+class Sourced:
+    """A run and whose it is."""
+
+    source: str
+    accelerator: str
+    case: TimeCase
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A row that was predicted with constants of the other sources. exposed: the part of the step that communicates."""
+
+    source: str
+    name: str
+    published: float
+    predicted: float
+    exposed: float
+
+    @property
+    def error(self) -> float:
+        """Relative, signed: below 0 where the prediction is too fast."""
+        return self.predicted / self.published - 1
+
+    @property
+    def needed(self) -> float:
+        """The `Efficiency.relative_error` whose bar just holds the published time."""
+        return abs(self.published / self.predicted - 1) / (1 + self.exposed)
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+
+@cache
+def sourced(accelerator: str) -> tuple[Sourced, ...]:
+    """Every published time on one of `ACCELERATORS`, in seconds a step."""
+    groups = calibration.published()["groups"]
+    found = [
+        Sourced(SOURCES[name], facts["accelerator"], case)
+        for name, facts in groups.items()
+        for run in calibration.published()[name]
+        for case in calibration.times(name, run)
+    ]
+    table = tomllib.loads(Path(__file__).with_name("second_set.toml").read_text(encoding="utf-8"))
+    shapes = table.pop("shapes")
+    for name, group in table.items():
+        for run in group["runs"]:
+            facts = group["defaults"] | dict(zip(group["columns"], run, strict=True))
+            facts |= shapes[facts["shape"]] | {"program": group["program"]}
+            found.append(Sourced(group["source"], group["accelerator"], _case(name, group, facts)))
+    return tuple(each for each in found if each.accelerator in ACCELERATORS[accelerator])
+
+
+def _case(name: str, group: dict, facts: dict) -> TimeCase:
+    """A row of second_set.toml. Megatron's micro-batch is not printed: the fastest is taken."""
+    shape = calibration.shape_of(facts)
+    if facts["program"] == "nanotron":
+        layers = calibration.nanotron_layers(shape, facts["pp"])
+        layout = Layout(
+            **{key: facts[key] for key in ("dp", "tp", "pp", "microbatches", "rows", "zero")},
+            sp=facts["tp"] > 1,
+            first_layers=layers[0],
+            most_layers=max(layers),
+            last_layers=layers[-1],
+            flash=True,
+        )
+    elif facts["program"] == "fsdp":
+        layout = Layout(
+            dp=facts["dp"],
+            tp=facts.get("tp", 1),
+            rows=facts["rows"],
+            microbatches=facts["microbatches"],
+            remat=facts["remat"],
+            zero=3,
+            sp="tp" in facts,
+            flash=True,
+            overlap_tp=0.5 * facts.get("overlap_tp", False),
+        )
+    else:
+        layout = _megatron(facts)
+    num_devices = int(np.max(layout.num_devices))
+    hardware = find_hardware(group["accelerator"])
+    hardware = replace(hardware, memory_bytes_per_s=group.get("memory_bytes_per_s", hardware.memory_bytes_per_s))
+    per_node = hardware.devices_per_node
+    cluster = Cluster(hardware, -(-num_devices // per_node), min(num_devices, per_node))
+    tokens = float(np.max(layout.sequences)) * shape.seq_len
+    if "seconds" in facts:
+        seconds = facts["seconds"]
+    elif "tokens_per_s" in facts:
+        seconds = tokens / (facts["tokens_per_s"] * num_devices)
+    else:
+        a_token = 3 * sum(formulas.forward_flops_per_token(shape).values())
+        if facts["program"] == "fsdp":  # llm-foundry's definition
+            a_token = 6 * shape.parameters + 12 * shape.num_layers * shape.width * shape.seq_len
+        speed = facts["tflops"] * 1e12 if "tflops" in facts else facts["mfu"] / 100 * hardware.peak("bfloat16")
+        seconds = tokens * a_token / (speed * num_devices)
+    sizes = ", ".join(f"{key} {facts[key]}" for key in ("dp", "tp", "pp", "gpus", "rows", "seq_len") if key in facts)
+    return TimeCase(name, f"{facts['shape']}, {sizes}", shape, layout, cluster, seconds, facts.get("dtype", "bfloat16"))
+
+
+def _megatron(facts: dict) -> Layout:
+    """Megatron-LM of 2021, without flash attention and overlap; Megatron Core, which overlaps what tp and dp send."""
+    tp, pp = facts["tp"], facts["pp"]
+    dp = facts["gpus"] // (tp * pp)
+    rows = np.array([rows for rows in (1, 2, 4, 8) if facts["batch"] % (dp * rows) == 0])
+    common = {"tp": tp, "pp": pp, "dp": dp, "rows": rows, "microbatches": facts["batch"] // (dp * rows)}
+    if facts["program"] == "megatron-lm":
+        return Layout(remat="block", scatter_gather=True, **common, **MEGATRON)
+    # Of a gather, or a scatter, in tp chunks all but one has a matmul beside it.
+    overlap = {"overlap_tp": (tp - 1) / tp, "overlap_pp": True, "overlap_gather": True}
+    return Layout(zero=1, sp=tp > 1, flash=True, **overlap, **common)
+
+
+# ---------------------------------------------------------------------------------------------------------------- fit
+
+
+def fit_pooled(rows: Sequence[Sourced], steps: int = 8) -> Efficiency:
+    """One set of constants for all rows: least squares of log errors, every source with the same weight and far rows
+    with less (Cauchy), and of what `GUESSES` allows. Gauss-Newton with damping."""
+    guess, spread = np.array(list(GUESSES.values())).T
+    number = Counter(row.source for row in rows)
+    weight = np.sqrt([len(rows) / len(number) / number[row.source] for row in rows])
+
+    def efficiency(x) -> Efficiency:
+        values = dict(zip(GUESSES, (guess + x * spread).clip(1e-5).tolist(), strict=True))
+        return Efficiency(**values | {name: min(values[name], 1.0) for name in PARTS_OF_A_PEAK})
+
+    def errors(x):
+        logs = np.log([row.case.predict(efficiency(x)) / row.case.seconds for row in rows])
+        far = np.sign(logs) * np.sqrt(2 * np.log1p(np.square(logs / SPREAD) / 2))
+        return np.concatenate([2 * weight * far, x])
+
+    x, damping = np.zeros(len(guess)), 1e-2
+    now = errors(x)
+    for _ in range(steps):
+        slopes = np.stack([(errors(x + step) - now) / 1e-3 for step in 1e-3 * np.eye(len(x))], axis=1)
+        then = errors(x + (change := np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(x)), -slopes.T @ now)))
+        if then @ then < now @ now:
+            x, now, damping = x + change, then, damping / 5
+        else:
+            damping *= 10
+    return efficiency(x)
+
+
+def predicted(rows: Sequence[Sourced], efficiency: Efficiency) -> list[LeftOut]:
+    found = []
+    for row in rows:
+        case = row.case
+        time = step_time(PaperWork(case.shape), case.layout, case.cluster, efficiency, case.dtype)
+        best = int(time.total.argmin())
+        total = float(time.total[best])
+        exposed = float(time.communication[best]) / total
+        found.append(LeftOut(row.source, f"{case.name}, {case.dtype}", case.seconds, total, exposed))
+    return found
+
+
+def leave_one_source_out(accelerator: str) -> list[LeftOut]:
+    """Every row, predicted by the other sources' constants."""
+    rows, found = sourced(accelerator), []
+    for source in dict.fromkeys(row.source for row in rows):
+        efficiency = fit_pooled([row for row in rows if row.source != source])
+        found += predicted([row for row in rows if row.source == source], efficiency)
+    return found
+
+
+def bar(rows: Sequence[LeftOut]) -> float:
+    """The `relative_error` whose bar holds `COVERED` of the rows."""
+    return float(np.quantile([row.needed for row in rows], COVERED))
+
+
+def calibrated(accelerator: str) -> Efficiency:
+    """Fitted to every source, with the bar of those that were left out."""
+    stack = f"{accelerator}-published"
+    error = round(bar(leave_one_source_out(accelerator)), 3)
+    return replace(fit_pooled(sourced(accelerator)), relative_error=error, stack=stack)
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def summary(accelerator: str, rows: Sequence[LeftOut]) -> str:
+    """Markdown: a line a source and one of all."""
+    lines = ["| left out | rows | mean | 90 % within | signed |", "|---|--:|--:|--:|--:|"]
+    for source in (*dict.fromkeys(row.source for row in rows), ""):
+        errors = [row.error for row in rows if source in (row.source, "")]
+        within = np.quantile(np.abs(errors), 0.9)
+        name = f"{accelerator}, {source}" if source else f"**{accelerator}, all**"
+        mean, _ = mean_and_max(errors)
+        lines.append(f"| {name} | {len(errors)} | {mean:.1%} | {within:.1%} | {np.mean(errors):+.1%} |")
+    return "\n".join(lines)
+
+
+def table(rows: Sequence[LeftOut]) -> str:
+    """Markdown: every row, worst first."""
+    lines = ["| source | run | published, s | predicted, s | error |", "|---|---|--:|--:|--:|"]
+    for row in sorted(rows, key=lambda row: -abs(row.error)):
+        lines.append(f"| {row.source} | {row.name} | {row.published:.3f} | {row.predicted:.3f} | {row.error:+.1%} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", nargs=2, metavar=("ACCELERATOR", "FILE"), help="fit h100 or a100, and write it")
+    chosen = parser.parse_args().write
+    if chosen:
+        if chosen[0] not in ACCELERATORS:
+            parser.error(f"--write {chosen[0]}: there are {' and '.join(ACCELERATORS)}")
+        found = asdict(calibrated(chosen[0]))
+        lines = [f"{field.name} = {found[field.name]!r}".replace("'", '"') for field in fields(Efficiency)]
+        Path(chosen[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return
+    for accelerator in ACCELERATORS:
+        rows = leave_one_source_out(accelerator)
+        print(summary(accelerator, rows), f"bar: ±{bar(rows):.0%}, more where communication shows", sep="\n\n")
+        print(table(rows), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
