@@ -252,4 +252,9 @@ def test_tables_are_in_the_package():
     root = h.HERE.parent.parent
     shipped = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert shipped["jaxdist.plan"] == shipped["jaxdist.plan.papers"] == ["*.toml"]
-    assert {path.name for path in h.HERE.rglob("*.toml")} == {"hardware.toml", "prices.toml", "published.toml"}
+    assert {path.name for path in h.HERE.rglob("*.toml")} == {
+        "hardware.toml",
+        "prices.toml",
+        "published.toml",
+        "second_set.toml",
+    }
