@@ -360,6 +360,13 @@ def test_work_is_that_of_the_experts_that_a_token_chooses():
     assert work.flops_per_token - dense.flops_per_token == pytest.approx(products)
 
 
+def test_tp_sums_nothing_around_experts_that_it_splits():
+    work = work_of(config_of(SMALL).model)
+    assert (work.layer_sums, work.mixture_sums) == (2, 1)
+    odd = dataclasses.replace(config_of(SMALL).model, num_experts=7, seq_len=15)  # which no tp splits
+    assert (work_of(odd).layer_sums, work_of(odd).mixture_sums) == (2, 0)
+
+
 @pytest.mark.parametrize("ep", [2, 4, 8])
 def test_an_exchange_is_of_as_many_slots_as_could_be_chosen_or_as_capacity_allows(ep):
     model = config_of(SMALL).model

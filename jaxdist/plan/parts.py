@@ -470,10 +470,10 @@ class TracedWork:
 
 
 @cache
-def allows(model: Model, tp: int) -> bool:
+def allows(model: Model, tp: int, experts_over_tp: bool = False) -> bool:
     """Whether a model's own rules let it be split over tp."""
     try:
-        model.check(ParallelConfig(MeshShape(tp=tp)))
+        model.check(ParallelConfig(MeshShape(tp=tp), sp=experts_over_tp, experts_over_tp=experts_over_tp))
     except ConfigError:
         return False
     return True
@@ -496,6 +496,9 @@ def work_of(model: Model) -> TracedWork:
     in_experts = {
         path for path, param in named_params(declare(model)) if "experts" in param.dims and param.update != "count"
     }
+    with_experts = (tp for tp in range(2, MOST_SPLIT) if in_experts and model.seq_len % tp == 0)
+    apart = next((tp for tp in with_experts if allows(model, tp, experts_over_tp=True)), None)
+    apart = apart and replace(one, tp=apart, sp=True, experts_over_tp=True)
     return TracedWork(
         num_layers=model.num_blocks,
         seq_len=model.seq_len,
@@ -506,7 +509,7 @@ def work_of(model: Model) -> TracedWork:
         table_parameters=math.prod(table.shape),
         embedding_parameters=sum(math.prod(leaf.shape) for leaf in outer),
         layer_sums=_sums(few),
-        mixture_sums=_sums(few) - _sums(replace(few, sp=True, experts_over_tp=True)) if few and in_experts else 0.0,
+        mixture_sums=_sums(few) - _sums(apart) if apart else 0.0,
         trained_layer=sum(math.prod(leaf.shape[1:]) for leaf in layers if not leaf.frozen) / layer_parameters,
         trained_table=float(not table.frozen),
         layer_backward=(backward[0] - 2 * core) / weights,
