@@ -653,7 +653,7 @@ def report_layout(flags: PlanFlags, question: Question) -> Plan:
     if not found.fits[0]:
         needs = f"It does not fit: {gib(found.memory.total[0])} of {gib(usable_bytes(cluster))} usable."
         with Progress("searching a layout that fits"):
-            sentences.insert(0, f"{needs} {explain.what_would_fit(found, question.attention)}")
+            sentences.insert(0, f"{needs} {explain.what_would_fit(found, question.attention, question.efficiency)}")
     took = time.perf_counter() - start
     return Plan(question, found, 1, int(found.fits[0]), [0], [[]], [row_of(question, found, [0])], sentences, took)
 

@@ -16,7 +16,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.hardware import Accelerator, Cluster
 from jaxdist.plan.search import Candidates, score
-from jaxdist.plan.time_model import StepTime
+from jaxdist.plan.time_model import StepTime, efficiency_of
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.program import attention_on
 
@@ -93,7 +93,8 @@ def plan_step(config: RunConfig, hardware: Accelerator, attention: str) -> StepT
     """The plan's columns, of this one layout, on as few nodes as hold the mesh."""
     count = config.parallel.mesh.num_devices
     per_node = min(hardware.devices_per_node, count)
-    return score(config, Candidates.of(config), Cluster(hardware, -(-count // per_node), per_node), attention).time
+    cluster = Cluster(hardware, -(-count // per_node), per_node)
+    return score(config, Candidates.of(config), cluster, attention, efficiency_of(hardware.name)).time
 
 
 def compare(seconds: list[float], planned: StepTime) -> list[Row]:

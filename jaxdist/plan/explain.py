@@ -289,9 +289,9 @@ def nothing_fits(found: Scored, nearest: Callable[[], str]) -> tuple[str, str, s
     )
 
 
-def what_would_fit(found: Scored, attention: str) -> str:
+def what_would_fit(found: Scored, attention: str, efficiency: Efficiency) -> str:
     """The nearest layout of the same devices and batch that fits, for one that does not."""
-    others = search(found.base, found.cluster, attention)
+    others = search(found.base, found.cluster, attention, efficiency)
     fits = others.fits
     same = fits & np.logical_and.reduce([getattr(others.layouts, a) == getattr(found.layouts, a)[0] for a in AXES])
     choice = np.flatnonzero(same if same.any() else fits)

@@ -13,7 +13,7 @@ from jaxdist.mesh import AXES
 from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import Accelerator, Cluster, load_hardware, strides
 from jaxdist.plan.search import UNCALIBRATED, Candidates, score
-from jaxdist.plan.time_model import RELIEF, Efficiency
+from jaxdist.plan.time_model import RELIEF, Efficiency, efficiency_of
 from jaxdist.plan.traffic import predicted, table
 from jaxdist.runtime.devices import Devices
 from jaxdist.runtime.telemetry import PARTS
@@ -169,7 +169,8 @@ def verdict_of(config: RunConfig, laps: Sequence[Mapping[str, float]], devices: 
         return judge(parts, details, f"the hardware table has no {asked} to divide it by")
     count = len(devices.devices)
     per_node = min(count, hardware.devices_per_node)
-    inside, links = predicted_parts(config, Cluster(hardware, -(-count // per_node), per_node), attention=attention)
+    cluster = Cluster(hardware, -(-count // per_node), per_node)
+    inside, links = predicted_parts(config, cluster, efficiency_of(hardware.name), attention)
     found = judge(divided(parts, inside), details | links)
     compared = (
         f"its {parts[STEP]:.3g} s as predicted for {hardware.title}, where it was to take {sum(inside.values()):.3g}"
