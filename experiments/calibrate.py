@@ -46,7 +46,8 @@ class CalibrateFlags:
     """TOML merged over the hardware table."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     size: int = 8192
-    """The largest dim of a matmul, the positions of attention, and in KiB a quarter of what is read from memory."""
+    """The largest dim of a matmul, and the positions of attention; arrays that are read or sent have 1,024 times as many
+    numbers."""
     repeats: int = 20
     """Runs of each measurement; the median of five such groups counts."""
     device: DeviceChoice = "auto"
@@ -110,11 +111,12 @@ def matmul_curve(measure: Callable, size: int, dtype: str, peak: float) -> dict[
 
 def fitted(curve: dict[int, float]) -> dict[str, float]:
     """`matmul` and `half_size` of efficiency = matmul * d / (d + half_size), as the line d / efficiency, by least
-    squares of relative errors."""
-    dim = np.array(list(curve), float)
-    ratio = dim / np.array(list(curve.values()))
-    slope, start = np.linalg.lstsq(np.stack([dim, np.ones_like(dim)], 1) / ratio[:, None], np.ones_like(dim))[0]
-    return {"matmul": float(1 / slope), "half_size": float(max(start / slope, 0.0))}
+    squares of relative errors; a large matmul reaches what the best one here did, or more, and at most the peak."""
+    dim, reached = np.array(list(curve), float), np.array(list(curve.values()))
+    ratio = dim / reached
+    slope, _ = np.linalg.lstsq(np.stack([dim, np.ones_like(dim)], 1) / ratio[:, None], np.ones_like(dim))[0]
+    matmul = max(reached.max(), min(1 / slope, 1.0) if slope > 0 else 1.0)
+    return {"matmul": float(matmul), "half_size": float(np.median(dim * (matmul / reached - 1)))}
 
 
 def attention_flops(measure: Callable, size: int, dtype: str, platform: str) -> float:

@@ -38,6 +38,8 @@ def test_what_is_measured_is_what_a_plan_reads(monkeypatch, capfd, tmp_path):
 def test_the_curve_of_matmuls_is_fitted():
     curve = {dim: 0.8 * dim / (dim + 100) for dim in (64, 128, 1024, 8192)}
     assert fitted(curve) == pytest.approx({"matmul": 0.8, "half_size": 100})
+    noisy = fitted({64: 0.01, 128: 0.04, 256: 0.3})  # faster than in proportion: no line has such a curve
+    assert 0.3 <= noisy["matmul"] <= 1 and noisy["half_size"] > 0
     assert fitted(dict.fromkeys((64, 128, 1024), 0.5)) == pytest.approx({"matmul": 0.5, "half_size": 0}, abs=1e-9)
 
 

@@ -209,7 +209,8 @@ def _named(found: Scored, index: int) -> str:
     """Mesh, kind of cp, sp and recomputation, as one would ask for them."""
     parallel = found.layouts.parallel(int(index), found.base.parallel)
     kind = f", {parallel.cp_kind}" if parallel.mesh.cp > 1 else ""
-    return f"{parallel.mesh}{kind}{', sp' if parallel.sp else ''}" + (
+    over_tp = ", experts over tp" * parallel.experts_over_tp
+    return f"{parallel.mesh}{kind}{', sp' if parallel.sp else ''}{over_tp}" + (
         f", remat {parallel.remat}" if parallel.remat != "none" else ""
     )
 

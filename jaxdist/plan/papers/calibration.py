@@ -157,10 +157,9 @@ def _weak_scaling_times(run: dict) -> list[TimeCase]:
     return [TimeCase("weak_scaling", run["name"], shape, layout, cluster, seconds)]
 
 
-def _nanotron_time(group: str, run: dict) -> TimeCase:
-    shape, cluster = _shape(group, run), _cluster(group, run["gpus"])
+def nanotron_layout(shape: ModelShape, run: dict) -> Layout:
     layers = nanotron_layers(shape, run["pp"])
-    layout = Layout(
+    return Layout(
         **{key: run[key] for key in ("dp", "tp", "pp", "microbatches", "rows", "zero")},
         sp=run["tp"] > 1,
         first_layers=layers[0],
@@ -170,6 +169,11 @@ def _nanotron_time(group: str, run: dict) -> TimeCase:
         flash=True,
         overlap_dp=True,
     )
+
+
+def _nanotron_time(group: str, run: dict) -> TimeCase:
+    shape, cluster = _shape(group, run), _cluster(group, run["gpus"])
+    layout = nanotron_layout(shape, run)
     tokens = layout.sequences * shape.seq_len
     flops = 3 * sum(formulas.forward_flops_per_token(shape).values()) * tokens
     speed = run["tflops"] * 1e12 if "tflops" in run else run["mfu"] / 100 * cluster.hardware.peak("bfloat16")

@@ -108,15 +108,7 @@ def _case(name: str, group: dict, facts: dict) -> TimeCase:
     """A row of second_set.toml. Megatron's micro-batch is not printed: the fastest is taken."""
     shape = calibration.shape_of(facts)
     if facts["program"] == "nanotron":
-        layers = calibration.nanotron_layers(shape, facts["pp"])
-        layout = Layout(
-            **{key: facts[key] for key in ("dp", "tp", "pp", "microbatches", "rows", "zero")},
-            sp=facts["tp"] > 1,
-            first_layers=layers[0],
-            most_layers=max(layers),
-            last_layers=layers[-1],
-            flash=True,
-        )
+        layout = calibration.nanotron_layout(shape, facts)
     elif facts["program"] == "fsdp":
         layout = Layout(
             dp=facts["dp"],
