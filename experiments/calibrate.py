@@ -46,8 +46,8 @@ class CalibrateFlags:
     """TOML merged over the hardware table."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     size: int = 8192
-    """The largest dim of a matmul, and the positions of attention; arrays that are read or sent have 1,024 times as many
-    numbers."""
+    """The largest dim of a matmul, and the positions of attention; arrays that are read or sent have 1,024 times as
+    many numbers."""
     repeats: int = 20
     """Runs of each measurement; the median of five such groups counts."""
     device: DeviceChoice = "auto"
