@@ -7,6 +7,7 @@ import pytest
 
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
+from jaxdist.plan.explain import CLOSE, CLOSE_IN_ORDER, FAR, FAR_IN_ORDER
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.papers import calibration, formulas, sources
 from jaxdist.plan.papers.calibration import FITTED, all_rows, fit, mean_and_max
@@ -325,6 +326,26 @@ def test_rows_count_once_and_turn_into_seconds():
     assert tokens / seven.seconds / 128 == pytest.approx(10_643 * 45.71 / 46.44, rel=0.005)
 
 
+def test_order_of_runs_of_one_model():
+    """Pairs are of one source and model, by device-seconds a token; ties of order and regret by hand."""
+
+    def run(source, published, predicted, model=("h100", "7b"), a_token=1.0):
+        return sources.LeftOut(source, "", published, predicted, 0.0, model, a_token)
+
+    rows = [
+        run("a", 1.0, 1.0),
+        run("a", 2.0, 1.04),
+        run("a", 4.0, 0.5),
+        run("b", 1.0, 9.0),
+        run("b", 8.0, 8.0, a_token=0.5),
+    ]
+    assert [pair.in_order for pair in sources.pairs(rows)] == [True, False, False, False]
+    assert sources.kendall_tau(rows) == -0.5
+    assert sources.right_within(rows, 0, 0.05) == (1, 1)
+    assert sources.right_within(rows, 0.05, np.inf) == (0, 3)
+    assert sources.regrets(rows) == pytest.approx([3, 3])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("accelerator", sources.ACCELERATORS)
 def test_constants_and_bar_are_what_the_fit_gives(accelerator):
@@ -340,3 +361,7 @@ def test_errors_of_sources_left_out():
     for rows, mean, signed in ((h100, 0.16, 0.03), (a100, 0.12, 0.05)):
         errors = [row.error for row in rows]
         assert mean_and_max(errors)[0] < mean and abs(np.mean(errors)) < signed
+    assert sources.kendall_tau(h100) > 0.8 and sources.kendall_tau(a100) == 1
+    for least, most, said in ((0, CLOSE, CLOSE_IN_ORDER), (FAR, np.inf, FAR_IN_ORDER)):
+        right, number = sources.right_within(h100, least, most)
+        assert right / number == pytest.approx(said, abs=0.005)

@@ -10,7 +10,16 @@ from jaxdist.models.base import num_parameters
 from jaxdist.plan.hardware import GIB, Cluster
 from jaxdist.plan.parts import exchanged, work_of
 from jaxdist.plan.program_memory import ITEMSIZE, PHASES
-from jaxdist.plan.search import Candidates, Scored, layouts_of_mesh, rank, score, search, usable_bytes
+from jaxdist.plan.search import (
+    Candidates,
+    Scored,
+    best_of_each_mesh,
+    layouts_of_mesh,
+    rank,
+    score,
+    search,
+    usable_bytes,
+)
 from jaxdist.plan.time_model import Efficiency
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -61,6 +70,7 @@ def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Effici
         *pipeline(found, best),
         f"Memory is fullest in {PHASES[found.memory.phase[best]]}: {memory_terms(found, best)}.",
         found.time.relief(best),
+        close_by(found, order),
         error_bar(found, best),
     ]
     links = {axis: link for axis, link in found.cluster.links_of(**_sizes(layouts, best)).items() if link != "none"}
@@ -272,6 +282,30 @@ def error_bar(found: Scored, index: int) -> str:
     return (
         f"Predicted, not measured: {seconds(total)} ± {error:.0%}, so {seconds(total * (1 - error))} to "
         f"{seconds(total * (1 + error))} a step; no run of this program on this hardware has been calibrated."
+    )
+
+
+# Of pairs of published runs of one model, both left out of the fit, that are predicted less than this apart, this part
+# is in the published order; and from the other difference on (`python -m jaxdist.plan.papers.sources`, h100).
+CLOSE, CLOSE_IN_ORDER = 0.05, 0.74
+FAR, FAR_IN_ORDER = 0.20, 0.96
+
+
+def close_by(found: Scored, order: np.ndarray) -> str:
+    """How far ahead the best is of the next mesh, and how many meshes a prediction cannot tell from it."""
+    order = best_of_each_mesh(found, order[found.fits[order]])
+    if len(order) < 2:
+        return ""
+    behind = found.time.total[order[1:]] / found.time.total[order[0]] - 1
+    close, far = int((behind < CLOSE).sum()), int((behind >= FAR).sum())
+    ahead = f"The next mesh, {found.layouts.mesh(int(order[1]))}, is predicted {behind[0]:.1%} slower"
+    if not close:
+        return f"{ahead}: of published runs so far apart {CLOSE_IN_ORDER:.0%} to {FAR_IN_ORDER:.0%} are in that order."
+    count = f"{close} other meshes are" if close > 1 else "It is"
+    return (
+        f"{ahead}. {count} within {CLOSE:.0%} of the best and cannot be told from it: of published runs predicted that "
+        f"close {CLOSE_IN_ORDER:.0%} are in the predicted order, from {FAR:.0%} apart on {FAR_IN_ORDER:.0%}, as {far} "
+        "here are. Take the simplest of them, or time them."
     )
 
 

@@ -1,11 +1,13 @@
 """Every published step time, by who measured it: how far off a prediction is for a source that it was not fitted to.
 
 `python -m jaxdist.plan.papers.sources` leaves each source out in turn, fits the constants of an accelerator to the
-others, predicts the one left out, and prints every row, worst first. `--write h100 FILE` fits them to all and writes
+others, predicts the one left out, and prints every row, worst first; and how often two runs of one model, both left
+out, are in the published order. `--write h100 FILE` fits them to all and writes
 them for `experiments.plan --efficiencies FILE`, with the bar that 90 % of the rows left out are within.
 """
 
 import argparse
+import itertools
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
@@ -69,6 +71,8 @@ class LeftOut:
     published: float
     predicted: float
     exposed: float
+    model: tuple  # accelerator, shape and dtype
+    a_token: float  # devices over tokens: of seconds, device-seconds a token
 
     @property
     def error(self) -> float:
@@ -195,7 +199,18 @@ def predicted(rows: Sequence[Sourced], efficiency: Efficiency) -> list[LeftOut]:
         best = int(time.total.argmin())
         total = float(time.total[best])
         exposed = float(time.communication[best]) / total
-        found.append(LeftOut(row.source, f"{case.name}, {case.dtype}", case.seconds, total, exposed))
+        a_token = case.layout.num_devices / (case.layout.sequences * case.shape.seq_len)
+        found.append(
+            LeftOut(
+                row.source,
+                f"{case.name}, {case.dtype}",
+                case.seconds,
+                total,
+                exposed,
+                model=(row.accelerator, case.shape, case.dtype),
+                a_token=float(np.broadcast_to(a_token, time.total.shape)[best]),
+            )
+        )
     return found
 
 
@@ -211,6 +226,59 @@ def leave_one_source_out(accelerator: str) -> list[LeftOut]:
 def bar(rows: Sequence[LeftOut]) -> float:
     """The `relative_error` whose bar holds `COVERED` of the rows."""
     return float(np.quantile([row.needed for row in rows], COVERED))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs of one model by one source: which took fewer device-seconds a token, published and predicted.
+
+    Both are log ratios of the first's to the second's."""
+
+    published: float
+    predicted: float
+
+    @property
+    def in_order(self) -> bool:
+        return self.published * self.predicted > 0
+
+
+def pairs(rows: Sequence[LeftOut]) -> list[Pair]:
+    """Every two rows of one source and model: layouts, sizes of cluster, recomputation."""
+    return [
+        Pair(
+            published=float(np.log(a.published * a.a_token / (b.published * b.a_token))),
+            predicted=float(np.log(a.predicted * a.a_token / (b.predicted * b.a_token))),
+        )
+        for same in _same_model(rows)
+        for a, b in itertools.combinations(same, 2)
+    ]
+
+
+def _same_model(rows: Sequence[LeftOut]) -> list[list[LeftOut]]:
+    found: dict[tuple, list[LeftOut]] = {}
+    for row in rows:
+        found.setdefault((row.source, *row.model), []).append(row)
+    return [same for same in found.values() if len(same) > 1]
+
+
+def kendall_tau(rows: Sequence[LeftOut]) -> float:
+    """Pairs in the published order less those that are not, over all."""
+    return float(np.mean([1 if pair.in_order else -1 for pair in pairs(rows)]))
+
+
+def regrets(rows: Sequence[LeftOut]) -> list[float]:
+    """For each model of a source: how much more its run that is predicted best costs than its best."""
+    found = []
+    for same in _same_model(rows):
+        chosen = min(same, key=lambda row: row.predicted * row.a_token)
+        found.append(chosen.published * chosen.a_token / min(row.published * row.a_token for row in same) - 1)
+    return found
+
+
+def right_within(rows: Sequence[LeftOut], least: float, most: float) -> tuple[int, int]:
+    """(in the published order, all) of the pairs predicted so far apart: least <= slower / faster - 1 < most."""
+    inside = [pair for pair in pairs(rows) if least <= np.expm1(abs(pair.predicted)) < most]
+    return sum(pair.in_order for pair in inside), len(inside)
 
 
 def calibrated(accelerator: str) -> Efficiency:
@@ -243,6 +311,26 @@ def table(rows: Sequence[LeftOut]) -> str:
     return "\n".join(lines)
 
 
+GAPS = (0, 0.05, 0.2, np.inf)  # between two predictions
+
+
+def order_table(rows: Sequence[LeftOut]) -> str:
+    """Markdown: how often two runs of one model are in the published order, by how far apart they are predicted."""
+    lines = ["| predicted apart by | pairs | in the published order |", "|---|--:|--:|"]
+    for least, most in (*itertools.pairwise(GAPS), (0, np.inf)):
+        right, number = right_within(rows, least, most)
+        name = f"{least:.0%} to {most:.0%}" if most < np.inf else f"{least:.0%} and more" if least else "**anything**"
+        lines.append(f"| {name} | {number} | {right / max(number, 1):.0%} |")
+    lost = regrets(rows)
+    lines += [
+        "",
+        f"Kendall's tau {kendall_tau(rows):.2f}; the run predicted best of each of {len(lost)} models costs "
+        f"{np.mean(lost):.1%} more than its best in the mean, {np.median(lost):.1%} in the median, {max(lost):.0%} at "
+        "most.",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", nargs=2, metavar=("ACCELERATOR", "FILE"), help="fit h100 or a100, and write it")
@@ -257,6 +345,7 @@ def main() -> None:
     for accelerator in ACCELERATORS:
         rows = leave_one_source_out(accelerator)
         print(summary(accelerator, rows), f"bar: ±{bar(rows):.0%}, more where communication shows", sep="\n\n")
+        print(order_table(rows), end="\n\n")
         print(table(rows), end="\n\n")
 
 
