@@ -34,8 +34,10 @@ OWN = {
     "input": {"gigabytes"},
     "checkpoint": {"save_every"},
     "scaling": {"draw"},
+    "roofline": {"draw", "hardware"},
 }
-SILENT = {"step", "peers", "profile", "collectives", "search", "parity", "executor", "standin"}  # say no status
+# Say no status themselves.
+SILENT = {"step", "peers", "profile", "collectives", "search", "parity", "executor", "standin", "roofline"}
 ALL_ROWS = {"only"}  # where no row can be left out
 PLAIN = {"dtype", "reduce_dtype", "dropout", "optimizer"}  # the plain step is AdamW in fp32 without dropout
 
@@ -45,6 +47,7 @@ BENCHES = {
     "peers": ("peers", "bench_peers", PLAIN - {"dtype"}),
     "kernels": ("kernels", "bench_kernels", PLAIN - {"dtype"}),
     "profile": ("profile", "bench_profile", ALL_ROWS),
+    "roofline": ("roofline", "bench_roofline", ALL_ROWS | {"device", "repeats"}),
     "strategies": ("strategies", "bench_strategies", set()),
     "overhead": ("overhead", "bench_overhead", PLAIN),
     "telemetry": ("telemetry", "bench_telemetry", PLAIN),
@@ -70,11 +73,11 @@ def main(flags: BenchFlags, console: Console) -> int:
     module, function, unused = BENCHES[flags.which]
     strategy = (
         set()
-        if flags.which in ("step", "profile", "standin")
+        if flags.which in ("step", "profile", "standin", "roofline")
         else STRATEGY - ({"mesh"} if flags.which == "collectives" else set())
     )
     everything = {field.name for field in dataclasses.fields(flags)}
-    others = set().union(*(names for bench, names in OWN.items() if bench != flags.which))
+    others = set().union(*OWN.values()) - OWN.get(flags.which, set())
     refuse_ignored(flags, everything - others, f"`{flags.which}` has no use for it")
     refuse_ignored(flags, everything - (ALL_ROWS & unused), f"`{flags.which}` has no rows that could be left out")
     used = everything - strategy - unused
@@ -89,7 +92,7 @@ def main(flags: BenchFlags, console: Console) -> int:
     if not flags.gigabytes:
         raise ConfigError("--gigabytes", "at least one size of 0.01 or more is needed", "Use --gigabytes 0.1 1 10")
     config = flags.run_config()
-    if flags.which != "experts":
+    if flags.which not in ("experts", "roofline"):
         require_formulas("bench", config.model)
     set_precision(config)
     bench = getattr(importlib.import_module(f".{module}", __package__), function)

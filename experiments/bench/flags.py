@@ -16,6 +16,7 @@ ABOUT = {
     "step": "one step on --mesh, phase by phase; tokens/s, MFU; memory planned and measured",
     "peers": "one device and meshes beside plain JAX, automatic sharding, PyTorch, DDP, FSDP2",
     "kernels": "the operations of a step one by one, each beside PyTorch's",
+    "roofline": "the step compiled for a GPU that need not be there: bytes, FLOPs and least time of its kernels",
     "profile": "the operations of a step on --mesh by what they came from, as XLA reports them",
     "overhead": "what the mesh machinery costs: one device against plain jit, 8 against one",
     "telemetry": "what measuring a run costs, against one step on one device",
@@ -33,7 +34,7 @@ ABOUT = {
     "experts": "ways to multiply rows by the matrices of the experts that they chose",
     "input": "token files of 0.1, 1 and 10 GB: opening, memory, tokens/s, share of a step",
 }
-ONE_STEP = {"step", "peers", "kernels", "flags", "parity", "standin", "profile"}
+ONE_STEP = {"step", "roofline", "peers", "kernels", "flags", "parity", "standin", "profile"}
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,10 @@ class BenchFlags(CommonFlags):
     """For `input`: files written to the temporary folder and removed again."""
     save_every: int = 50
     """For `checkpoint`: steps between two saves."""
+    hardware: str = "h100"
+    """For `roofline`: the card that the step is compiled for."""
     draw: str | None = None
-    """For `scaling`: also draw scaling.svg and scaling.png in this folder."""
+    """For `scaling` and `roofline`: also draw the picture in this folder, as SVG and PNG."""
     json: str | None = None
     """Also write the figures to this file."""
 

@@ -15,6 +15,7 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.proof.executed import lines
+from jaxdist.plan.proof.roofline import phase_of
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
@@ -98,14 +99,5 @@ def origins_of(text: str) -> dict[str, tuple[str, str]]:
     """Instruction -> (phase, JAX operation), from the metadata of a compiled program."""
     found = {}
     for name, origin in re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="([^"]*)"', text, re.MULTILINE):
-        phase = (
-            "recomputed"
-            if "rematted_computation" in origin
-            else "backward"
-            if "transpose(" in origin
-            else "forward"
-            if "jvp(" in origin
-            else "update"
-        )
-        found[name] = (phase, origin.rpartition("/")[2])
+        found[name] = (phase_of(origin), origin.rpartition("/")[2])
     return found

@@ -23,6 +23,7 @@ from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh
+from jaxdist.plan.proof import hlo
 from jaxdist.plan.proof.trace import Count, Iterations, Transfer, as_permutes, on_stages, times_each, total_sent
 from jaxdist.runtime.devices import MAX_SIMULATED, acquire_devices, prepare_cpu
 from jaxdist.train.program import Program, build_program, compiled_bytes, step_options
@@ -236,14 +237,7 @@ KINDS = {
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "permute",
 }
-_ITEMSIZES = {"pred": 1, "c64": 8, "c128": 16}
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
-_CALLED = re.compile(
-    r"(body|to_apply|calls|called_computations|branch_computations|true_computation|false_computation)=(?:\{([^}]*)\}|(%[\w.\-]+))"
-)
 _MATMUL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|fmha|conv)', re.IGNORECASE)
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _LOOP_OF = re.compile(r'op_name="[^"]*jit\((\w+)\)/while"')
 _MADE_BY = re.compile(r'op_name="[^"]*jit\((\w+)\)/')  # the innermost
 
@@ -255,7 +249,7 @@ def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | Non
     a conditional: an instruction's metadata names the jitted functions that it came from. What the compiler has lifted
     out of such a loop is counted where it stands.
     """
-    bodies, entry = _computations(text)
+    bodies, entry = hlo.computations(text)
 
     def named_runs(function: re.Pattern, rest: str, scanned: Count | None) -> Count | None:
         """How often the function that an instruction's origin names runs, of those that `iterations` knows."""
@@ -266,26 +260,25 @@ def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | Non
     def matmuls(computation: str) -> int:
         return sum(map(matmuls_of, bodies.get(computation, ())))
 
-    def matmuls_of(instruction: tuple[str, str, str, str]) -> int:
-        _, _, opcode, rest = instruction
-        if opcode == "dot" or (opcode == "custom-call" and _MATMUL.search(rest)):
+    def matmuls_of(instruction: hlo.Instruction) -> int:
+        if instruction.opcode == "dot" or (instruction.opcode == "custom-call" and _MATMUL.search(instruction.rest)):
             return 1
-        inside = sum(matmuls(called) for _, called in _called(rest))
-        return min(inside, 1) if opcode == "fusion" else inside
+        inside = sum(matmuls(called) for _, called in hlo.called(instruction.rest))
+        return min(inside, 1) if instruction.opcode == "fusion" else inside
 
     def while_under_way(computation: str, at: int) -> int:
         """Matrix products from the start at this place to its done."""
-        name, *_ = bodies[computation][at]
+        name = bodies[computation][at].name
         found = 0
         for instruction in bodies[computation][at + 1 :]:
-            if instruction[2].endswith("-done") and instruction[3].split(")")[0].lstrip("%") == name:
+            if instruction.opcode.endswith("-done") and hlo.operands(instruction.rest) == [name]:
                 return found
             found += matmuls_of(instruction)
         return 0
 
     def walk(name: str, count: Count | None, scanned: Count | None, branch: bool = False) -> Iterable[Emitted]:
         """`scanned`: how often the innermost loop of a known length runs. `branch`: of a conditional."""
-        for at, (_, _, opcode, rest) in enumerate(bodies.get(name, ())):
+        for at, (_, _, opcode, rest, _) in enumerate(bodies.get(name, ())):
             kind = KINDS.get(opcode.removesuffix("-start"))
             started = while_under_way(name, at) if opcode.endswith("-start") else 0
             if kind and not opcode.endswith("-done"):
@@ -295,13 +288,13 @@ def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | Non
                     yield dataclasses.replace(emitted, matmuls=started)
                 continue
             inner = (count, scanned, branch)
-            if opcode == "while" and (trips := _TRIPS.search(rest)):
+            if opcode == "while" and (trips := hlo.TRIPS.search(rest)):
                 inner = (times_each(count, int(trips[1])), times_each(count, int(trips[1])), branch)
             elif opcode == "while":
                 inner = (named_runs(_LOOP_OF, rest, scanned), scanned)
             elif opcode == "conditional":
                 inner = (None, scanned, True)
-            for role, called in _called(rest):
+            for role, called in hlo.called(rest):
                 if role != "to_apply" or opcode == "call":
                     for emitted in walk(called, *inner):
                         wrapped = {"asynchronous": True, "matmuls": started} if opcode == "async-start" else {}
@@ -310,35 +303,14 @@ def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | Non
     return list(walk(entry, 1, 1))
 
 
-def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], str | None]:
-    """The instructions (name, shape, opcode, rest of the line) of every computation, and the name of the entry."""
-    bodies: dict[str, list[tuple[str, str, str, str]]] = {}
-    entry = current = None
-    for line in text.splitlines():
-        if found := _COMPUTATION.match(line):
-            current = found[2]
-            bodies[current] = []
-            entry = current if found[1] else entry
-        elif current is not None and (found := _INSTRUCTION.match(line)):
-            bodies[current].append(found.groups())
-    return bodies, entry
-
-
-def _called(rest: str) -> Iterable[tuple[str, str]]:
-    """(role, name) of each computation that an instruction calls."""
-    for role, several, one in _CALLED.findall(rest):
-        for called in (several or one).split(", "):
-            yield role, called.lstrip("%")
-
-
-def _emitted(instruction: tuple[str, ...], asynchronous: bool, count: Count | None, mesh: MeshShape) -> Emitted | None:
-    name, shape, opcode, rest = instruction
+def _emitted(instruction: hlo.Instruction, asynchronous: bool, count: Count | None, mesh: MeshShape) -> Emitted | None:
+    name, shape, opcode, rest, _ = instruction
     kind, groups = KINDS[opcode.removesuffix("-start")], _groups(rest, mesh.num_devices)
     axes = _axes_of(groups[0], mesh)
     if not axes:
         return None
     # A start's shape holds the operands first, then the results; of an all-reduce only since JAX 0.12.
-    results = _arrays(shape)
+    results = hlo.arrays(shape)
     if asynchronous and len(results) > 1 and (kind != "all_reduce" or shape.startswith("((")):
         results = results[len(results) // 2 :] if kind != "permute" else results[1:2]
     if kind == "permute" and axes == ("pp",) and count is not None:
@@ -374,16 +346,6 @@ def _senders(rest: str, mesh: MeshShape) -> np.ndarray:
     pairs = re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest)
     sources = [int(source) for source in re.findall(r"\{(\d+),", pairs[1])]
     return np.isin(np.arange(mesh.pp), stages_of(sources, mesh)).astype(int)
-
-
-def _arrays(shape: str) -> list[int]:
-    """Bytes of every array in an HLO shape, tuples opened."""
-    found = []
-    for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape):
-        bits = re.search(r"\d+", dtype)
-        itemsize = _ITEMSIZES.get(dtype) or int(bits[0]) / 8
-        found.append(int(itemsize * math.prod(int(d) for d in dims.split(",") if d)))
-    return found
 
 
 def _groups(rest: str, num_devices: int) -> list[list[int]]:

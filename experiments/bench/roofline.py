@@ -1,0 +1,185 @@
+"""The compiled step of a card that is not there, kernel by kernel, against the card's roofline."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxdist.config import RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import make_mesh
+from jaxdist.plan.explain import gib
+from jaxdist.plan.hardware import Accelerator, find_hardware
+from jaxdist.plan.parts import work_of
+from jaxdist.plan.proof.compile import CUDA_CARDS, compile_step, target_devices, without_devices
+from jaxdist.plan.proof.roofline import PHASES, Kernel, Roof, Total, kernels_of
+from jaxdist.train.program import build_program
+
+from ..tables import Rows
+from ..timeline import write_both
+from .flags import BenchFlags
+from .rows import Measured, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN = 20
+MATMUL, HBM = 0.7, 0.85  # parts of the peak and of the bandwidth that a good kernel reaches
+COLOURS = {"forward": "#3470c4", "recomputed": "#8d6cc0", "backward": "#d66828", "update": "#3c9a5f"}
+
+
+def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
+    """Compiles for --hardware, walks the program, and adds up what its kernels launch and move. Nothing is run."""
+    if flags.hardware not in CUDA_CARDS:
+        raise ConfigError(
+            f"--hardware {flags.hardware}",
+            "the compiler needs a description of the card, and there is none of that name",
+            f"Use {', '.join(CUDA_CARDS)}",
+        )
+    hardware = find_hardware(flags.hardware)
+    mesh = config.parallel.mesh
+    nodes = -(-mesh.num_devices // hardware.devices_per_node)
+    without_devices(mesh.num_devices)
+    devices = target_devices(flags.hardware, mesh.num_devices, nodes)
+    attention = config.parallel.attention
+    if attention == "auto":
+        attention = config.model.attention_for("auto", "gpu", config.precision.dtype, training=True)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, attention=attention))
+    step = compile_step(config, flags.hardware, num_nodes=nodes)
+    kernels = kernels_of(step.text)
+    roof = Roof.of(hardware, config.precision.dtype, MATMUL, HBM)
+    whole = Total.of(kernels, roof)
+    least = whole.least_bytes + update_bytes(config, devices)
+
+    phases = table_of_phases(kernels, roof)
+    phases.print(console, left=("part",))
+    table_of_kernels(kernels, roof).print(console, left=("part", "operation"))
+    tokens = config.batch_size * config.model.seq_len / mesh.num_devices
+    flops = tokens * work_of(config.model).flops_per_token
+    speed, of_peak = tokens / whole.seconds, flops / (whole.seconds * hardware.peak(config.precision.dtype))
+    console.print(
+        f"{config.model.describe()}, {config.precision.dtype}, attention {attention}, compiled for {hardware.title} in "
+        f"{step.seconds:.0f} s: {whole.kernels:,} kernels move {whole.moved / 1e9:.1f} GB and multiply "
+        f"{whole.flops / 1e12:.2f} TFLOP a step and device; peak {gib(step.peak)}. At {MATMUL:.0%} of the peak and "
+        f"{HBM:.0%} of the bandwidth that is at least {whole.seconds * 1e3:.1f} ms, {speed:,.0f} tokens/s a device, "
+        f"{of_peak:.0%} MFU; the products alone {whole.flops / roof.flops_per_s * 1e3:.1f} ms. The same products, each "
+        f"reading its operands and writing its result once, and one pass over the state would move "
+        f"{least / 1e9:.1f} GB: the program moves {whole.moved / least:.2f} times that. Nothing was run; links between "
+        "devices and launches take time that is not in it."
+    )
+    if flags.draw:
+        write_both(draw(kernels, roof, hardware), Path(flags.draw) / "roofline", console)
+    rows = [
+        Row("kernels a step", whole.kernels, "kernels"),
+        Row("bytes moved", whole.moved, "bytes", against="least bytes", ratio=whole.moved / least),
+        Row("least bytes", least, "bytes"),
+        Row("FLOPs of products", whole.flops, "FLOP"),
+        Row("time by the roofline", whole.seconds, "s"),
+        Row("peak", step.peak, "bytes"),
+        Row("compile time", step.seconds, "s"),
+    ]
+    for (phase, part), found in grouped(kernels).items():
+        total = Total.of(found, roof)
+        rows.append(Row(f"{phase} {part}: bytes", total.moved, "bytes", against="bytes moved"))
+        rows.append(Row(f"{phase} {part}: time by the roofline", total.seconds, "s"))
+    return rows, None, True
+
+
+def update_bytes(config: RunConfig, devices: Sequence) -> int:
+    """One pass over a device's state: master and moments read and written, parameters written, gradients read.
+
+    Products read the parameters.
+    """
+    state = build_program(config, make_mesh(config.parallel.mesh, devices)).abstract_state()
+
+    def local(tree) -> int:
+        leaves = jax.tree.leaves(tree)
+        return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
+
+    params, everything = local(state.params), local(state)
+    return 2 * (everything - params) + 2 * params
+
+
+def grouped(kernels: Sequence[Kernel]) -> dict[tuple[str, str], list[Kernel]]:
+    """By phase and part, in the order of `PHASES`."""
+    found: dict[tuple[str, str], list[Kernel]] = {}
+    for kernel in sorted(kernels, key=lambda kernel: PHASES.index(kernel.phase)):
+        found.setdefault((kernel.phase, kernel.part), []).append(kernel)
+    return found
+
+
+def table_of_phases(kernels: Sequence[Kernel], roof: Roof) -> Rows:
+    table = Rows("phase", "part", "kernels", "GB", "of products", "TFLOP", "FLOP/byte", "ms")
+    groups = {**grouped(kernels), ("step", ""): list(kernels)}
+    for (phase, part), found in groups.items():
+        total = Total.of(found, roof)
+        table.add_row(
+            phase,
+            part,
+            f"{total.kernels:,}",
+            f"{total.moved / 1e9:.2f}",
+            f"{total.least_bytes / 1e9:.2f}",
+            f"{total.flops / 1e12:.2f}",
+            f"{total.flops / max(total.moved, 1):.0f}",
+            f"{total.seconds * 1e3:.2f}",
+        )
+    return table
+
+
+def table_of_kernels(kernels: Sequence[Kernel], roof: Roof) -> Rows:
+    """Those that take longest."""
+    table = Rows("phase", "part", "operation", "times", "GB read", "GB written", "TFLOP", "ms")
+    for kernel in sorted(kernels, key=lambda kernel: -kernel.count * roof.seconds(kernel))[:SHOWN]:
+        table.add_row(
+            kernel.phase,
+            kernel.part,
+            kernel.operation,
+            str(kernel.count),
+            f"{kernel.count * kernel.read / 1e9:.2f}",
+            f"{kernel.count * kernel.written / 1e9:.2f}",
+            f"{kernel.count * kernel.flops / 1e12:.2f}",
+            f"{kernel.count * roof.seconds(kernel) * 1e3:.2f}",
+        )
+    return table
+
+
+def draw(kernels: Sequence[Kernel], roof: Roof, hardware: Accelerator) -> "Figure":
+    """Every kernel with products under the roof, the larger the longer it takes; and the time of each phase."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((11, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    products = [kernel for kernel in kernels if kernel.flops]
+    ridge = roof.flops_per_s / roof.bytes_per_s
+    reach = [kernel.flops / kernel.moved for kernel in products] or [ridge]
+    ends = np.array([min(ridge / 8, min(reach) / 2), ridge, max(ridge * 8, max(reach) * 2)])
+    left.plot(ends, np.minimum(ends * roof.bytes_per_s, roof.flops_per_s) / 1e12, color="0.35")
+    for phase in PHASES:
+        some = [kernel for kernel in products if kernel.phase == phase]
+        sizes = [20 + 400 * kernel.count * roof.seconds(kernel) / 5e-3 for kernel in some]
+        reached = [kernel.flops / roof.seconds(kernel) / 1e12 for kernel in some]
+        if some:
+            x = [kernel.flops / kernel.moved for kernel in some]
+            left.scatter(x, reached, sizes, color=COLOURS[phase], alpha=0.55, label=phase)
+    left.set(xscale="log", yscale="log", xlabel="FLOP a byte moved", ylabel="TFLOP/s at most")
+    left.set_title(f"kernels with products, {hardware.name}", fontsize=11)
+    low, high = left.get_ylim()
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if low <= tick <= high]
+    left.set_yticks(ticks, [str(tick) for tick in ticks])
+    left.minorticks_off()
+    left.grid(alpha=0.3)
+    left.legend(loc="lower right", frameon=False)
+    groups = [(f"{phase}, {part}", phase, Total.of(found, roof)) for (phase, part), found in grouped(kernels).items()]
+    whole = sum(total.seconds for _, _, total in groups)
+    groups = [group for group in groups if group[2].seconds > 0.002 * whole]
+    for place, (name, phase, total) in enumerate(reversed(groups)):
+        right.barh(name, total.seconds * 1e3, color=COLOURS[phase])
+        right.text(total.seconds * 1e3, place, f" {total.seconds * 1e3:.1f}", va="center", fontsize=9)
+    right.set(xlabel="ms by the roofline")
+    right.margins(x=0.15)
+    right.spines[["top", "right"]].set_visible(False)
+    return figure
