@@ -267,6 +267,7 @@ LAYOUT_FLAGS = {
     "tp_ring",
     "accumulate",
     "remat",
+    "unroll_layers",
     "reshard_after_forward",
     "overlap",
 }

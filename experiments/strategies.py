@@ -204,6 +204,12 @@ STRATEGIES = [
     Strategy("dp2-cp4-zero1-fp64", "dp=2,cp=4", {"zero": 1, "remat": "block"}, dtype="float64"),
     # The loss in chunks: gradients made while a chunk's logits are there, and its sums over tp in a loop.
     Strategy("loss-chunks-4", "", {"loss_chunks": 4}),
+    Strategy("unrolled", "", {"unroll_layers": True}),
+    Strategy(
+        "dp2-tp2-sp-zero3-every2-unrolled",
+        "dp=2,tp=2",
+        {"zero": 3, "sp": True, "remat": "every-2", "unroll_layers": True},
+    ),
     Strategy("dp4-tp2-sp-zero3-loss-chunks", "dp=4,tp=2", {"sp": True, "zero": 3, "loss_chunks": 2}),
     Strategy(
         "replica2-dp2-tp2-zero2-overlap-loss-chunks",

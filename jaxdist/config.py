@@ -81,6 +81,8 @@ class ParallelConfig:
     """What backward recomputes: none, selective (the attention core), block, or every-K blocks."""
     loss_chunks: int = 1
     """Logits exist for one of so many parts of a micro-batch at a time."""
+    unroll_layers: bool = False
+    """Write the loop over layers out: a GPU copies less into and out of stacks, and compiling takes longer."""
     reshard_after_forward: bool = True
     """ZeRO-3: drop gathered weights after forward and gather them again in backward."""
     overlap: bool = False
@@ -191,6 +193,11 @@ class ParallelConfig:
             (("schedule", "microbatches", "chunks", "stages"), self.mesh.pp > 1, "it describes a pipeline, and pp=1"),
             (("cp_kind",), self.mesh.cp > 1, "it describes context parallelism, and cp=1"),
             (("bucket_mb",), self.grad_sync == "bucketed", f"gradients are reduced {self.grad_sync}, in no buckets"),
+            (
+                ("unroll_layers",),
+                self.mesh.pp == 1 and not self.overlap,
+                "a pipeline and overlap have loops of their own",
+            ),
             (("reshard_after_forward",), self.zero == 3, f"only ZeRO-3 gathers weights, and this is zero={self.zero}"),
         ):
             for name in names:

@@ -22,7 +22,7 @@ from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.attention import attention_core
 from jaxdist.models.context import Batch, Context
-from jaxdist.models.gpt2 import GPT2, LayerNorm
+from jaxdist.models.gpt2 import GPT2, LayerNorm, gelu_tanh
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.gradients.base import all_finite
 from jaxdist.train.optimizer import gradient_norms, learning_rate, update
@@ -78,7 +78,7 @@ def operations(config: RunConfig, attention: str) -> dict[str, Callable]:
         "head product": lambda _, x, table: x @ table.T,
         "attention": lambda _, q, k, v: attention_core(attention, ctx)(q, k, v),
         "LayerNorm": lambda _, x, scale, bias: nnx.merge(norm, {"scale": scale, "bias": bias})(x),
-        "GELU": lambda _, x: jax.nn.gelu(x, approximate=True),
+        "GELU": lambda _, x: gelu_tanh(x),
         "embedding": lambda tokens_BT, tokens, positions: shape.embed(
             ctx, {"tokens": tokens, "positions": positions}, Batch(tokens_BT, tokens_BT, None)
         ),

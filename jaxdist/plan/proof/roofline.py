@@ -28,7 +28,9 @@ NOT_LAUNCHED = {
 }
 CONTROL = {"while", "conditional", "call", "async-start"}
 SLICES = {"dynamic-slice", "slice", "gather"}
-RENAMES = {"bitcast", "reshape", "copy", "convert"}  # between a parameter of a fusion and its slice
+RENAMES = {"bitcast", "reshape", "copy", "convert"}
+# In a fusion, element by element: a slice of the result takes as much of the operands.
+ELEMENTWISE = RENAMES | {"select", "compare", "add", "subtract", "multiply", "divide", "maximum", "minimum", "negate"}
 PHASES = ("forward", "recomputed", "backward", "update")
 _ORIGIN = re.compile(r'op_name="([^"]*)"')
 _PARTS = re.compile(r"\b(embed|layer|loss|gradient_norms|update)\b")
@@ -190,7 +192,7 @@ class _Program:
                     asked += sum(hlo.arrays(user.shape))
                 elif user.opcode == "dynamic-update-slice" and given[0] == name:
                     continue  # in place
-                elif user.opcode in RENAMES and not user.root:
+                elif user.opcode in ELEMENTWISE and not user.root:
                     asked += read_of(user.name, size)
                 else:
                     return size

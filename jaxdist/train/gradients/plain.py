@@ -51,20 +51,23 @@ def summed_loss(model: ShardedModel, outer: ShardedParams, layers: ShardedParams
 
 
 def scan_blocks(model: ShardedModel, layers: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:
-    """Through all layers: x -> x in the same layout."""
-    every = model.config.parallel.remat_every
+    """Through all layers: x -> x in the same layout.
+
+    Where they are written out, a barrier keeps XLA from holding for backward what the policy does not keep.
+    """
+    every, unroll = model.config.parallel.remat_every, model.config.parallel.unroll_layers
 
     def body(x, row):
         params, index = row
         return model.block(params, x, index, batch, key), None
 
-    body = jax.checkpoint(body, policy=None if every == 1 else model.policy, prevent_cse=False)
+    body = jax.checkpoint(body, policy=None if every == 1 else model.policy, prevent_cse=unroll)
     rows = (layers, jnp.arange(model.config.model.num_blocks))
     if every <= 1:
-        return lax.scan(body, x, rows)[0]
+        return lax.scan(body, x, rows, unroll=unroll)[0]
     groups = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), rows)
-    recomputed = jax.checkpoint(lambda x, group: lax.scan(body, x, group), prevent_cse=False)
-    return lax.scan(recomputed, x, groups)[0]
+    recomputed = jax.checkpoint(lambda x, group: lax.scan(body, x, group, unroll=unroll), prevent_cse=unroll)
+    return lax.scan(recomputed, x, groups, unroll=unroll)[0]
 
 
 def evaluate(model: ShardedModel, params: dict, batch: Batch) -> jax.Array:
