@@ -114,17 +114,22 @@ def test_adafactor_factors_in_its_test():
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_gelu_and_its_gradient_are_those_of_the_formula(dtype):
-    """Against the formula in long doubles: no further off than roundings of the result, in 16 bits one."""
+    """Against the formula in long doubles; its gradient is nearer to it than what JAX derives from tanh."""
     with jax.enable_x64(True):
         wide = jnp.concatenate([jnp.linspace(-30, 30, 4001), jnp.zeros(1)])
         x, d = wide.astype(dtype), jnp.cos(wide).astype(dtype)
         value, pull = jax.vjp(gelu_tanh, x)
         (slope,) = pull(d)
+        (derived,) = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), x)[1](d)
     assert value.dtype == slope.dtype == jnp.dtype(dtype)
-    x, d, value, slope = (np.asarray(each, np.float64).astype(np.longdouble) for each in (x, d, value, slope))
+    x, d, value, slope, derived = (
+        np.asarray(each, np.float64).astype(np.longdouble) for each in (x, d, value, slope, derived)
+    )
     scale, cube = np.sqrt(2 / np.longdouble(np.pi)), np.longdouble("0.044715")
     tanh = np.tanh(scale * (x + cube * x**3))
     exact = (1 + tanh) / 2 + x * (1 - tanh**2) / 2 * scale * (1 + 3 * cube * x**2)
-    roundings = 1 if dtype == "bfloat16" else 8
+    rounding = float(jnp.finfo(dtype).eps)
+    most = {"float64": 40, "float32": 8, "bfloat16": 1}[dtype]  # XLA's own tanh and exponential are off by as much
     for found, formula in ((value, x * (1 + tanh) / 2), (slope, d * exact)):
-        assert np.abs(found - formula).max() <= roundings * float(jnp.finfo(dtype).eps) * np.abs(formula).max()
+        assert np.abs(found - formula).max() <= most * rounding * max(1, np.abs(formula).max())
+    assert np.abs(slope - d * exact).max() < np.abs(derived - d * exact).max()
