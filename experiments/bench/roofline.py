@@ -40,8 +40,13 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
             "the compiler needs a description of the card, and there is none of that name",
             f"Use {', '.join(CUDA_CARDS)}",
         )
-    hardware = find_hardware(flags.hardware)
-    mesh = config.parallel.mesh
+    hardware, mesh = find_hardware(flags.hardware), config.parallel.mesh
+    if mesh.pp > 1:
+        raise ConfigError(
+            f"--mesh {mesh}",
+            "how often a pipeline's loops run is in its table, not in the program, so its kernels cannot be counted",
+            "Use a mesh with pp=1",
+        )
     nodes = -(-mesh.num_devices // hardware.devices_per_node)
     without_devices(mesh.num_devices)
     devices = target_devices(flags.hardware, mesh.num_devices, nodes)
@@ -63,12 +68,12 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
     speed, of_peak = tokens / whole.seconds, flops / (whole.seconds * hardware.peak(config.precision.dtype))
     console.print(
         f"{config.model.describe()}, {config.precision.dtype}, attention {attention}, compiled for {hardware.title} in "
-        f"{step.seconds:.0f} s: {whole.kernels:,} kernels move {whole.moved / 1e9:.1f} GB and multiply "
-        f"{whole.flops / 1e12:.2f} TFLOP a step and device; peak {gib(step.peak)}. At {MATMUL:.0%} of the peak and "
-        f"{HBM:.0%} of the bandwidth that is at least {whole.seconds * 1e3:.1f} ms, {speed:,.0f} tokens/s a device, "
-        f"{of_peak:.0%} MFU; the products alone {whole.flops / roof.flops_per_s * 1e3:.1f} ms. The same products, each "
+        f"{step.seconds:.0f} s: {whole.kernels:,} kernels move {whole.moved / 1e9:.3g} GB and multiply "
+        f"{whole.flops / 1e12:.3g} TFLOP a step and device; peak {gib(step.peak)}. At {MATMUL:.0%} of the peak and "
+        f"{HBM:.0%} of the bandwidth that is at least {whole.seconds * 1e3:.3g} ms, {speed:,.0f} tokens/s a device, "
+        f"{of_peak:.0%} MFU; the products alone {whole.flops / roof.flops_per_s * 1e3:.3g} ms. The same products, each "
         f"reading its operands and writing its result once, and one pass over the state would move "
-        f"{least / 1e9:.1f} GB: the program moves {whole.moved / least:.2f} times that. Nothing was run; links between "
+        f"{least / 1e9:.3g} GB: the program moves {whole.moved / least:.2f} times that. Nothing was run; links between "
         "devices and launches take time that is not in it."
     )
     if flags.draw:
