@@ -35,6 +35,7 @@ BLOCK = 1 << 15  # layouts made and scored at a time: their columns stay in the 
 INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
 INTEGERS += ("every", "selective", "overlap", "kind")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
+EXCHANGE = "ulysses"  # the kind of cp that exchanges heads
 OWN_KIND = len(CP_KINDS)  # in the column `kind`: the run's own `cp_kind`
 
 
@@ -550,13 +551,27 @@ def search(
 ) -> Found:
     """Every layout of the cluster's devices scored, at most `block` of them at a time; the best are kept.
 
+    Where cuDNN's attention runs, keys that travel over cp are left out if heads can be exchanged instead, which is
+    faster with the same other settings and holds at most some 5 % more; where nothing fits so, they are tried too.
     progress: told how many meshes of how many are done. Raises: ConfigError as `legal_meshes` and `score`.
     """
+    found = _search(base, cluster, attention, efficiency, block, progress, fused_only=attention == "cudnn")
+    if attention == "cudnn" and not found.num_fitting:
+        found = _search(base, cluster, attention, efficiency, block, progress, fused_only=False)
+    return found
+
+
+def _search(base, cluster, attention, efficiency, block, progress, fused_only: bool) -> Found:
     meshes = legal_meshes(base.model, cluster.num_devices, base.batch_size, base.optimizer.name)
     kept, num_layouts, num_fitting = [], 0, 0
     for done, mesh in enumerate(meshes):
         progress(done, len(meshes))
+        exchanges = fused_only and EXCHANGE in context_kinds(base.model, MeshShape(**mesh))
         for some in layouts_of_mesh(base.model, mesh, base.batch_size, base.optimizer.name, block):
+            if exchanges:
+                some = some.take(some.kind == CP_KINDS.index(EXCHANGE))
+            if not len(some):
+                continue
             scored = _score_what_fits(base, some, cluster, attention, efficiency)
             num_layouts += len(some)
             num_fitting += int(scored.fits.sum())
