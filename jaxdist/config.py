@@ -606,6 +606,11 @@ class RunConfig:
             notes.append(
                 "reshard_after_forward=False: a pipeline gathers the weights of blocks again in B all the same."
             )
+        if parallel.unroll_layers and parallel.zero == 3 and parallel.sharded:
+            notes.append(
+                "unroll_layers=True with zero=3: the compiler may hold weights of several layers, and more memory than "
+                "is planned."
+            )
         if parallel.overlap_layers and parallel.mesh.batch_ranks * parallel.mesh.cp == 1:
             notes.append("overlap=True has no effect: it overlaps what data ranks send, and there is one.")
         if parallel.mesh.pp > 1 and parallel.num_microbatches < parallel.mesh.pp:

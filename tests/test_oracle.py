@@ -129,7 +129,8 @@ def test_gelu_and_its_gradient_are_those_of_the_formula(dtype):
     tanh = np.tanh(scale * (x + cube * x**3))
     exact = (1 + tanh) / 2 + x * (1 - tanh**2) / 2 * scale * (1 + 3 * cube * x**2)
     rounding = float(jnp.finfo(dtype).eps)
-    most = {"float64": 40, "float32": 8, "bfloat16": 2}[dtype]  # XLA's own tanh and exponential are off by as much
-    for found, formula in ((value, x * (1 + tanh) / 2), (slope, d * exact)):
+    # XLA's own tanh and exponential are off by as much; in bf16 forward is JAX's, the gradient is rounded once.
+    most_of_value, most_of_slope = {"float64": (16, 40), "float32": (8, 8), "bfloat16": (2, 1)}[dtype]
+    for found, formula, most in ((value, x * (1 + tanh) / 2, most_of_value), (slope, d * exact, most_of_slope)):
         assert np.abs(found - formula).max() <= most * rounding * max(1, np.abs(formula).max())
     assert np.abs(slope - d * exact).max() < np.abs(derived - d * exact).max()

@@ -19,7 +19,7 @@ from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, make_schedule
 from jaxdist.parallel.pipeline.lowering import lower, senders_of
 from jaxdist.parallel.pipeline.simulate import Costs, simulate
 from jaxdist.plan import search as searching
-from jaxdist.plan.explain import context_parallel
+from jaxdist.plan.explain import close_by, context_parallel
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import ROWS, OneRank, layer_memory, work_of
 from jaxdist.plan.program_memory import (
@@ -534,6 +534,37 @@ def test_why_a_sequence_is_split_is_said():
     assert (found.time.cp[found.layouts.cp == 1] == 0).all()
 
 
+def test_more_memory_than_is_planned_is_said_of_layers_written_out():
+    def notes(**settings):
+        parallel = ParallelConfig(MeshShape(dp=2), unroll_layers=True, **settings)
+        return [note for note in RunConfig(SMALL, parallel, batch_size=16).warnings() if "more memory" in note]
+
+    assert len(notes(zero=3)) == 1 and notes(zero=2) == []
+
+
+def test_a_plan_says_what_it_cannot_tell_apart():
+    """How far behind the next mesh is, and how many are within 5 % of the best."""
+    model = GPT2(num_layers=2, width=256, num_heads=4, ffn_width=1024, seq_len=256, vocab_size=256)
+    asked = RunConfig(model, precision=PrecisionConfig("bfloat16"), batch_size=8)
+    found = search(asked, Cluster(find_hardware("h100"), 1, 4))
+    meshes = best_of_each_mesh(found, rank(found))
+    assert len(meshes) > 4
+
+    def said(*behind):
+        """Where the meshes after the best take so much more, and the last of these all others."""
+        seconds = np.full(len(found), 1 + behind[-1])
+        seconds[meshes[: len(behind) + 1]] = 1 + np.array([0, *behind])
+        slowed = dataclasses.replace(found, time=dataclasses.replace(found.time, total=seconds))
+        return close_by(slowed, rank(slowed))
+
+    second = found.layouts.mesh(int(meshes[1]))
+    assert said(0.013, 0.04, 0.3).startswith(f"The next mesh, {second}, is predicted 1.3% slower. 2 other meshes are ")
+    assert "That one is within 5% of the best and cannot be told from it" in said(0.02, 0.06)
+    assert "cannot be told" not in said(0.06) and "predicted 6.0% slower; " in said(0.06)
+    alone = found.take(meshes[:1])
+    assert close_by(alone, rank(alone)) == ""
+
+
 def test_keys_travel_in_a_search_where_heads_cannot_be_exchanged_or_nothing_fits(monkeypatch):
     """An exchange of heads, where a fused kernel attends, is faster than its twins that move keys, and holds hardly
     more: the search leaves those out, unless nothing fits without them."""
@@ -550,6 +581,8 @@ def test_keys_travel_in_a_search_where_heads_cannot_be_exchanged_or_nothing_fits
 
     mesh = {axis: 2 if axis == "cp" else 1 for axis in searching.AXES}
     every = score(asked, Candidates.join(layouts_of_mesh(model, mesh, 2)), cluster, "cudnn")
+    assert set(every.layouts.kind.tolist()) == set(range(len(searching.CP_KINDS)))
+    assert (every.time.cp[every.layouts.kind != exchange] > 0).all()
     columns = [getattr(every.layouts, name) for name in searching.INTEGERS if name != "kind"]
     twins: dict[tuple, dict[int, int]] = {}
     for index, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):

@@ -1,6 +1,5 @@
 """The compiled step of a card that is not there, kernel by kernel, against the card's roofline."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from jaxdist.plan.proof.compile import CUDA_CARDS, compile_step, target_devices,
 from jaxdist.plan.proof.roofline import PHASES, Kernel, Roof, Total, kernels_of
 from jaxdist.train.program import build_program
 
+from ..plan import with_attention
 from ..tables import Rows
 from ..timeline import write_both
 from .flags import BenchFlags
@@ -50,26 +50,24 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
     nodes = -(-mesh.num_devices // hardware.devices_per_node)
     without_devices(mesh.num_devices)
     devices = target_devices(flags.hardware, mesh.num_devices, nodes)
-    attention = config.parallel.attention
-    if attention == "auto":
-        attention = config.model.attention_for("auto", "gpu", config.precision.dtype, training=True)
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, attention=attention))
+    roof = Roof.of(hardware, config.precision.dtype, MATMUL, HBM)
+    config, _ = with_attention(
+        config, config.model.attention_for(config.attention, "gpu", config.precision.dtype, training=True)
+    )
     step = compile_step(config, flags.hardware, num_nodes=nodes)
     kernels = kernels_of(step.text)
-    roof = Roof.of(hardware, config.precision.dtype, MATMUL, HBM)
     whole = Total.of(kernels, roof)
     least = whole.least_bytes + update_bytes(config, devices)
 
-    phases = table_of_phases(kernels, roof)
-    phases.print(console, left=("part",))
+    table_of_phases(kernels, roof).print(console, left=("part",))
     table_of_kernels(kernels, roof).print(console, left=("part", "operation"))
     tokens = config.batch_size * config.model.seq_len / mesh.num_devices
     flops = tokens * work_of(config.model).flops_per_token
     speed, of_peak = tokens / whole.seconds, flops / (whole.seconds * hardware.peak(config.precision.dtype))
     console.print(
-        f"{config.model.describe()}, {config.precision.dtype}, attention {attention}, compiled for {hardware.title} in "
-        f"{step.seconds:.0f} s: {whole.kernels:,} kernels move {whole.moved / 1e9:.3g} GB and multiply "
-        f"{whole.flops / 1e12:.3g} TFLOP a step and device; peak {gib(step.peak)}. At {MATMUL:.0%} of the peak and "
+        f"{config.model.describe()}, {config.precision.dtype}, attention {config.attention}, compiled for "
+        f"{hardware.title} in {step.seconds:.0f} s: {whole.kernels:,} kernels move {whole.moved / 1e9:.3g} GB and "
+        f"multiply {whole.flops / 1e12:.3g} TFLOP a step and device; peak {gib(step.peak)}. At {MATMUL:.0%} of the peak and "
         f"{HBM:.0%} of the bandwidth that is at least {whole.seconds * 1e3:.3g} ms, {speed:,.0f} tokens/s a device, "
         f"{of_peak:.0%} MFU; the products alone {whole.flops / roof.flops_per_s * 1e3:.3g} ms. The same products, each "
         f"reading its operands and writing its result once, and one pass over the state would move "
