@@ -317,10 +317,11 @@ def _fits_pipeline(mesh: MeshShape, kind: str) -> bool:
     return mesh.pp == 1 or gathers or groups == 1 or groups % 2 == 0
 
 
-def context_kinds(model: Model, mesh: MeshShape) -> list[str]:
+@cache
+def context_kinds(model: Model, mesh: MeshShape) -> tuple[str, ...]:
     """The kinds of context parallelism that a model can have on a mesh, by its own rules; the first, where cp=1."""
     if mesh.cp == 1:
-        return [*CP_KINDS[:1]]
+        return CP_KINDS[:1]
     found = []
     for kind in CP_KINDS:
         if not _fits_pipeline(mesh, kind):
@@ -332,7 +333,7 @@ def context_kinds(model: Model, mesh: MeshShape) -> list[str]:
         except ConfigError:
             continue
         found.append(kind)
-    return found
+    return tuple(found)
 
 
 def find_schedule(

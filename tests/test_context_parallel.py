@@ -353,7 +353,7 @@ def test_the_kinds_of_a_mesh_are_those_that_a_run_may_have():
             except ConfigError:
                 continue
             legal.append(kind)
-        assert context_kinds(model, shape) == legal
+        assert list(context_kinds(model, shape)) == legal
 
 
 # --------------------------------------------------------------------------------------------------------- whole steps

@@ -21,10 +21,11 @@ from jaxdist.parallel.pipeline.simulate import Costs, simulate
 from jaxdist.plan import search as searching
 from jaxdist.plan.explain import close_by, context_parallel
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.parts import ROWS, OneRank, layer_memory, work_of
+from jaxdist.plan.parts import ROWS, OneRank, at_rows, fullest, layer_memory, loss_memory, work_of
 from jaxdist.plan.program_memory import (
     device_elements,
     program_bytes,
+    rank_memory,
 )
 from jaxdist.plan.proof.trace import equations
 from jaxdist.plan.schedule_facts import ScheduleFacts, facts_of, schedule_facts, table_facts, ticks_of
@@ -44,7 +45,7 @@ from jaxdist.plan.search import (
     usable_bytes,
     weight_gathers,
 )
-from jaxdist.plan.time_model import PARTS, Layout, step_time
+from jaxdist.plan.time_model import PARTS, UNCALIBRATED, Layout, step_time
 from jaxdist.train.program import build_program
 
 SMALL = GPT2(num_layers=4, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=250)
@@ -155,13 +156,15 @@ def test_no_legal_layout_is_missing(monkeypatch, model, devices, batch):
     # What is left out is never better than something that is there.
     everything = score(base(model, batch), found, H100)
     for config in missing:
-        assert config.parallel.mesh.pp > 1 and (config.parallel.remat_every > 1 or config.parallel.chunks > 2)
+        parallel = config.parallel
+        pipelined = parallel.mesh.pp > 1 and ((parallel.chunks or 1) > 2 or parallel.accumulate > 1)
+        assert parallel.remat_every > 1 or pipelined
         left_out = score(config, Candidates.of(config), H100)
         as_good = (everything.memory.total <= left_out.memory.total[0] * (1 + 1e-9)) & (
             everything.time.total <= left_out.time.total[0] * (1 + 1e-9)
         )
         same = np.ones(len(found), bool)
-        for name in set(INTEGERS) - {"keep", "chunks", "rows", "every", "selective"}:
+        for name in set(INTEGERS) - {"keep", "chunks", "microbatches", "accumulate", "every", "selective"}:
             same &= getattr(found, name) == getattr(Candidates.of(config), name)[0]
         assert (as_good & same).any(), config.parallel
 
@@ -269,7 +272,7 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
         hidden_part=hidden_part(model),
         spread_table=shape.pp > 1,
     )
-    found = score(config, Candidates.of(config), H100).time
+    found = score(config, Candidates.of(config), H100, efficiency=UNCALIBRATED).time
     expected = step_time(work_of(model), by_hand, H100)
     for part in (*PARTS, "dp_hidden", "total"):
         assert getattr(found, part)[0] == pytest.approx(getattr(expected, part)[0], rel=1e-9), part
@@ -339,13 +342,45 @@ def test_the_search_finds_what_brute_force_finds(name):
             best[str(parallel.mesh)] = key, parallel
         if memory <= usable and not any(m <= memory and s <= seconds for m, s in front):
             front = [(m, s) for m, s in front if not (memory <= m and seconds <= s)] + [(memory, seconds)]
-    found = search(config, cluster)
+    found = search(config, cluster, thorough=True)
     order = best_of_each_mesh(found, rank(found))
     winners = [found.config(int(index)).parallel for index in order]
     assert winners == [parallel for _, parallel in sorted(best.values(), key=lambda entry: entry[0])]
     assert (found.num_layouts, found.num_fitting) == (len(layouts), num_fitting) and num_fitting > 0
     kept = memory_time_front(found)
     assert list(zip(found.memory.total[kept], found.time.total[kept], strict=True)) == sorted(front)
+
+
+BOTH = [
+    ("gpt2-124m", 8, 64, "h100", "cudnn"),
+    *(
+        pytest.param(*case, marks=pytest.mark.exhaustive)
+        for case in [
+            ("gpt2-350m", 16, 64, "a100-40", "xla"),
+            ("gpt2-1.5b", 16, 32, "a100-80", "cudnn"),
+            ("gpt2-1.5b", 32, 512, "h100", "xla"),
+            ("7b", 8, 64, "h100", "cudnn"),
+            ("7b", 64, 512, "h100", "cudnn"),
+            ("7b", 128, 128, "a100-40", "cudnn"),
+            ("llama3-8b", 16, 16, "h100", "cudnn"),
+            ("llama3-8b", 64, 256, "h200", "cudnn"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("preset, devices, batch, card, attention", BOTH)
+def test_what_a_search_leaves_out_is_not_the_best(preset, devices, batch, card, attention):
+    """Against the search that leaves nothing out."""
+    card = find_hardware(card)
+    cluster = Cluster(card, -(-devices // card.devices_per_node), min(devices, card.devices_per_node))
+    config = RunConfig(PRESETS[preset], precision=PrecisionConfig("bfloat16"), batch_size=batch)
+    quick, whole = (search(config, cluster, attention, thorough=thorough) for thorough in (False, True))
+    assert quick.num_fitting and quick.num_layouts < whole.num_layouts / 1.5
+    (first, *_), (best, *_) = rank(quick), rank(whole)
+    assert quick.config(first) == whole.config(best) or quick.time.total[first] == whole.time.total[best]
+    # Nor does it leave out what needs much less memory.
+    assert quick.memory.total.min() < 1.15 * whole.memory.total[whole.fits].min()
 
 
 def test_blocks_of_any_size_give_the_same_search():
@@ -495,6 +530,31 @@ def test_what_a_layer_keeps_is_what_the_trace_keeps(dtype, tp, sp):
                 assert abs(predicted(name, remat == "selective") - kept) < 0.05 * unit, (remat, name)
 
 
+RANKS = [
+    ("gpt2-124m", 1024, {"tp": 6}),
+    ("gpt2-124m", 8192, {"tp": 4, "sp": True, "cp": 8, "cp_kind": "all-gather"}),
+    ("llama3-8b", 8192, {"tp": 8, "sp": True}),
+    ("llama3-8b", 8192, {"cp": 8, "cp_kind": "ulysses"}),
+    ("llama3-8b", 8192, {"tp": 4, "sp": True, "cp": 2, "cp_kind": "ulysses", "selective": True}),
+    pytest.param("llama3-8b", 131_072, {"cp": 32}, marks=pytest.mark.exhaustive),
+    pytest.param("llama3-8b", 131_072, {"tp": 8, "sp": True, "cp": 64}, marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize("preset, seq_len, ranks", RANKS)
+def test_memory_of_many_ranks_follows_from_that_of_few(preset, seq_len, ranks):
+    """What two traces of few ranks say of more, against a trace of those."""
+    model = dataclasses.replace(PRESETS[preset], seq_len=seq_len)
+    settings = {"tp": 1, "rows": ROWS, "precision": PrecisionConfig("bfloat16"), "attention": "cudnn"} | ranks
+    rank_ = OneRank(model, **settings)
+    kept, *moments = rank_memory(rank_)
+    *traced_kept, backward, again = layer_memory(rank_)
+    assert kept == pytest.approx(np.array(traced_kept), rel=1e-9)
+    loss, rows = loss_memory(dataclasses.replace(rank_, selective=False)), np.array([1, 4, 64])
+    for mine, its in zip(moments, (backward, again, loss), strict=True):
+        assert at_rows(fullest(mine), rows) == pytest.approx(at_rows(fullest(its), rows), rel=1e-6)
+
+
 def size_of(variables) -> int:
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
 
@@ -608,7 +668,7 @@ def test_what_cp_sends_takes_time_by_its_kind():
     for kind in searching.CP_KINDS:
         parallel = ParallelConfig(MeshShape(cp=8), cp_kind=kind)
         config = RunConfig(model, parallel, precision=PrecisionConfig("bfloat16"), batch_size=1)
-        found[kind] = score(config, Candidates.of(config), cluster, "cudnn").time
+        found[kind] = score(config, Candidates.of(config), cluster, "cudnn", UNCALIBRATED).time
     keys = 2 * 131072 // 8 * 1024 * 2  # bytes of a rank's keys and values
     hop = cluster.permute_seconds(8, 1, keys, 0.75, 0.7)
     gathered = cluster.collective_seconds("ring_all_gather", 8, 1, 8 * keys, 0.75, 0.7)

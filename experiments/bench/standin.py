@@ -16,7 +16,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.hardware import Accelerator, Cluster
 from jaxdist.plan.search import Candidates, score
-from jaxdist.plan.time_model import StepTime, efficiency_of
+from jaxdist.plan.time_model import StepTime
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.program import attention_on
 
@@ -94,7 +94,7 @@ def plan_step(config: RunConfig, hardware: Accelerator, attention: str) -> StepT
     count = config.parallel.mesh.num_devices
     per_node = min(hardware.devices_per_node, count)
     cluster = Cluster(hardware, -(-count // per_node), per_node)
-    return score(config, Candidates.of(config), cluster, attention, efficiency_of(hardware.name)).time
+    return score(config, Candidates.of(config), cluster, attention).time
 
 
 def compare(seconds: list[float], planned: StepTime) -> list[Row]:

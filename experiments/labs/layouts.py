@@ -19,7 +19,8 @@ from jaxdist.parity import compare, observe, one_device, random_batches
 from jaxdist.placement import make_layout
 from jaxdist.plan.collective_cost import collective_cost
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.search import UNCALIBRATED, Candidates, Found, Scored, rank, score, search
+from jaxdist.plan.search import Candidates, Found, Scored, rank, score, search
+from jaxdist.plan.time_model import UNCALIBRATED
 from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
@@ -202,7 +203,7 @@ KINDS = {  # of layouts over these three axes: which columns of a search belong
 @cache
 def searched(name: str) -> tuple[Found, dict[str, int]]:
     """Every layout, and the fastest that fits of each kind; where none fits, the smallest."""
-    found = search(base_of(name), Cluster(H100, CASES[name][1]), "cudnn")
+    found = search(base_of(name), Cluster(H100, CASES[name][1]), "cudnn", UNCALIBRATED)
     best = {}
     for kind, belongs in KINDS.items():
         inside = belongs(found.layouts)
@@ -265,7 +266,9 @@ def both_ways() -> dict[str, Scored]:
         "tp inside a node": Cluster(H100, 8),
         "tp across nodes": Cluster(H100, 8, inside=H100.between),
     }
-    return {name: score(base, Candidates.of(base), cluster, "cudnn") for name, cluster in clusters.items()}
+    return {
+        name: score(base, Candidates.of(base), cluster, "cudnn", UNCALIBRATED) for name, cluster in clusters.items()
+    }
 
 
 def ring_seconds(link) -> float:

@@ -17,7 +17,8 @@ from jaxdist.placement import make_layout
 from jaxdist.plan.collective_cost import bus_bandwidth_factor, collective_cost, two_level
 from jaxdist.plan.hardware import HERE, Cluster, Link, find_hardware
 from jaxdist.plan.proof.trace import collectives_of, total_sent
-from jaxdist.plan.search import UNCALIBRATED, Candidates, Scored, score
+from jaxdist.plan.search import Candidates, Scored, score
+from jaxdist.plan.time_model import UNCALIBRATED
 from jaxdist.plan.traffic import predicted
 
 from . import drawing
@@ -231,7 +232,7 @@ def at_speed(bytes_per_s: float) -> Scored:
     parallel = ParallelConfig(mesh=parse_mesh("dp=64"), zero=3, remat="block", overlap=True)
     config = RunConfig(PRESETS["llama3-8b"], parallel, precision=PrecisionConfig("bfloat16"), batch_size=64)
     link = dataclasses.replace(H100.between, bytes_per_s=bytes_per_s)
-    return score(config, Candidates.of(config), Cluster(H100, 8, between=link), "cudnn")
+    return score(config, Candidates.of(config), Cluster(H100, 8, between=link), "cudnn", UNCALIBRATED)
 
 
 def sent_seconds(bytes_per_s: float) -> float:

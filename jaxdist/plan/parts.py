@@ -294,7 +294,7 @@ ROWS = 499
 
 MOST_SPLIT = 64  # the largest tp that is tried to see what it splits
 
-Envelope = tuple[tuple[float, float], ...]  # (bytes, bytes a row) of each moment that is the fullest for some rows
+Moments = np.ndarray  # [n, 2]: (bytes, bytes a row) alive at each moment of a program, in the order of time
 
 
 class LayerMemory(NamedTuple):
@@ -307,8 +307,8 @@ class LayerMemory(NamedTuple):
     b_residuals: float
     w_residuals: float
     b_to_w: float
-    backward: Envelope
-    again: Envelope
+    backward: Moments
+    again: Moments
 
 
 @cache
@@ -335,50 +335,50 @@ def layer_memory(rank: OneRank) -> LayerMemory:
 
 
 @cache
-def loss_memory(rank: OneRank) -> Envelope:
+def loss_memory(rank: OneRank) -> Moments:
     """What the loss and its gradient need, gradients included."""
 
-    def read(parts: _Functions) -> Envelope:
+    def read(parts: _Functions) -> Moments:
         def both(outer, x):
             loss, pull = _vjp(parts.loss, parts.outer_leaves, outer, x)
             return loss, pull(comm.varying_like(jnp.ones((), loss.dtype), loss))
 
         program = jax.make_jaxpr(both)(*(jax.tree.map(type_of, each) for each in (parts.outer, parts.x)))
         kept = range(len(program.jaxpr.outvars))
-        return _envelope(lifetimes(program, compiler_of_dtype(rank.precision.dtype), {}, kept=kept))
+        return _moments(lifetimes(program, compiler_of_dtype(rank.precision.dtype), {}, kept=kept))
 
     return rank.trace(read)
 
 
-def at_rows(envelope: Envelope, rows):
-    """Bytes for micro-batches of so many rows; columns allowed."""
-    return np.max([fixed + each * rows for fixed, each in envelope], axis=0)
+def fullest(moments: Moments) -> Moments:
+    """Those that are the fullest for some number of rows."""
+    best: list[tuple[float, float]] = []
+    for fixed, each in sorted(set(map(tuple, moments.tolist())), reverse=True):
+        if not best or each > best[-1][1]:
+            best.append((fixed, each))
+    return np.array(best)
 
 
-def _of_a_loop(backward: ClosedJaxpr, compiler: str) -> Envelope:
+def at_rows(moments: Moments, rows: np.ndarray) -> np.ndarray:
+    """Bytes at the fullest moment, for micro-batches of so many rows."""
+    return np.max([fixed + each * rows for fixed, each in moments], axis=0)
+
+
+def _of_a_loop(backward: ClosedJaxpr, compiler: str) -> Moments:
     """Of the body of a loop over layers: (what forward kept, dy) -> (gradients, dx), dx in the place of dy."""
     num_inputs, num_outputs = len(backward.jaxpr.invars), len(backward.jaxpr.outvars)
     carried, sliced = {num_outputs - 1: num_inputs - 1}, range(num_inputs - 1)
-    return _envelope(lifetimes(backward, compiler, carried, sliced=sliced))
+    return _moments(lifetimes(backward, compiler, carried, sliced=sliced))
 
 
-def _envelope(buffers: list[Buffer]) -> Envelope:
-    """The moments at which, for some number of rows, most is alive."""
+def _moments(buffers: list[Buffer]) -> Moments:
     changes: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for buffer in buffers:
         grows = buffer.num_bytes % ROWS == 0
         size = buffer.num_bytes / (ROWS if grows else 1)
         changes[buffer.start][grows] += size
         changes[buffer.end + 1][grows] -= size
-    moments, now = [(0.0, 0.0)], (0.0, 0.0)
-    for clock in sorted(changes):
-        now = now[0] + changes[clock][0], now[1] + changes[clock][1]
-        moments.append(now)
-    best: list[tuple[float, float]] = []
-    for fixed, each in sorted(set(moments), reverse=True):
-        if not best or each > best[-1][1]:
-            best.append((fixed, each))
-    return tuple(best)
+    return np.cumsum([(0.0, 0.0), *(changes[clock] for clock in sorted(changes))], axis=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- time

@@ -18,8 +18,9 @@ import numpy as np
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MAY_STAY_WHOLE, MeshShape
 from jaxdist.models.base import STACKED, Model, declare, named_params
+from jaxdist.parallel.blocked_attention import MOST_POSITIONS
 from jaxdist.placement import make_layout
-from jaxdist.plan.parts import ROWS, OneRank, at_rows, layer_memory, loss_memory
+from jaxdist.plan.parts import ROWS, Moments, OneRank, at_rows, fullest, layer_memory, loss_memory
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}  # arrays of the masters' size; adafactor factors its own
@@ -133,19 +134,51 @@ def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
 
 
 def _of_rank(config: RunConfig, tp: int, rows: np.ndarray, **settings) -> np.ndarray:
-    """Traced for few ranks, and found from those for more: what a rank holds is whole, or 1/tp of it. Not so where
-    more ranks hold something whole than fewer do, as key heads, nor with experts over tp, whose messages grow."""
-    few, twice = (2, 4) if settings["sp"] else (1, 2)
-    whole = settings["experts_over_tp"] or any(dim % tp for dim in dims_that_may_stay_whole(config.model))
-    if tp > twice and tp % twice == 0 and not whole:
-        a, b = (_of_rank(config, ranks, rows, **settings) for ranks in (few, twice))
-        return 2 * b - a + twice * (a - b) / tp
-    precision = PrecisionConfig(config.precision.dtype)
-    rank = OneRank(config.model, tp, ROWS, precision, **settings)
-    *kept, backward, again = layer_memory(rank)
-    loss = loss_memory(replace(rank, selective=False, loss_chunks=config.parallel.loss_chunks))
-    sizes = [each * rows for each in kept] + [at_rows(envelope, rows) for envelope in (backward, again, loss)]
-    return np.array(sizes)
+    loss_chunks = config.parallel.loss_chunks
+    rank = OneRank(config.model, tp, ROWS, PrecisionConfig(config.precision.dtype), loss_chunks=loss_chunks, **settings)
+    kept, *moments = _fullest(rank)
+    return np.array([each * rows for each in kept] + [at_rows(each, rows) for each in moments])
+
+
+class RankMemory(NamedTuple):
+    """`parts.LayerMemory` and `parts.loss_memory` of one rank. kept: x, scan, b_residuals, w_residuals and b_to_w."""
+
+    kept: np.ndarray
+    backward: Moments
+    again: Moments
+    loss: Moments
+
+
+@cache
+def _fullest(rank: OneRank) -> RankMemory:
+    kept, *moments = rank_memory(rank)
+    return RankMemory(kept, *map(fullest, moments))
+
+
+@cache
+def rank_memory(rank: OneRank) -> RankMemory:
+    """Traced for few ranks of tp and cp, and found from two of those for more: what a rank holds at a moment of the
+    same program is whole, or a part of it."""
+    for axis, few in _few_ranks(rank):
+        ranks = getattr(rank, axis)
+        if ranks > 2 * few and ranks % (2 * few) == 0:
+            one, two = (rank_memory(replace(rank, **{axis: number})) for number in (few, 2 * few))
+            if all(a.shape == b.shape for a, b in zip(one, two, strict=True)):
+                return RankMemory(*(2 * b - a + 2 * few * (a - b) / ranks for a, b in zip(one, two, strict=True)))
+    *kept, backward, again = layer_memory(replace(rank, loss_chunks=1))
+    return RankMemory(np.array(kept), backward, again, loss_memory(replace(rank, selective=False)))
+
+
+def _few_ranks(rank: OneRank) -> list[tuple[str, int]]:
+    """Axes, and from how many ranks on more of them hold parts of the same. Not where more ranks hold something whole
+    than fewer do, as key heads; nor with experts over tp, whose messages grow; nor where a rank's two chunks of a
+    sequence are less than blocks of attention."""
+    heads = rank.tp * (rank.cp if rank.cp_kind == "ulysses" else 1)
+    small = rank.cp > 1 and rank.model.seq_len < 2 * MOST_POSITIONS * rank.cp
+    if rank.experts_over_tp or small or any(dim % heads for dim in dims_that_may_stay_whole(rank.model)):
+        return []
+    # A ring's first round and its last are programs of their own.
+    return [("cp", 8 if rank.cp_kind == "ring" else 2), ("tp", 2 if rank.sp else 1)]
 
 
 @cache

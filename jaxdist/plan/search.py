@@ -21,13 +21,14 @@ from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AXES, FACTORS, MeshShape, data_ranks_of
 from jaxdist.models.attention import LONG
 from jaxdist.models.base import Model
+from jaxdist.parallel.blocked_attention import MOST_POSITIONS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
 from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.parts import allows, exchanged, work_of
 from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes
 from jaxdist.plan.schedule_facts import schedule_facts, table_facts
-from jaxdist.plan.time_model import Efficiency, Layout, StepTime, step_time
+from jaxdist.plan.time_model import Efficiency, Layout, StepTime, efficiency_of, step_time
 
 # ------------------------------------------------------------------------------------------------------- enumeration
 
@@ -37,6 +38,8 @@ INTEGERS += ("every", "selective", "overlap", "kind")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
 EXCHANGE = "ulysses"  # the kind of cp that exchanges heads
 OWN_KIND = len(CP_KINDS)  # in the column `kind`: the run's own `cp_kind`
+STEADY = [NAMES.index(name) for name in ("1f1b", "zb-h1", "v-half", "v-min")]  # whose buffers fill up and stay
+LEAST_POSITIONS = 2 * MOST_POSITIONS  # of a sequence on a rank of cp, in a search that is not thorough: two blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,13 +205,20 @@ def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str
 
 
 def layouts_of_mesh(
-    model: Model, mesh: dict[str, int], batch_size: int, optimizer: str = "adamw", block: int = BLOCK
+    model: Model,
+    mesh: dict[str, int],
+    batch_size: int,
+    optimizer: str = "adamw",
+    block: int = BLOCK,
+    attention: str | None = None,
 ) -> Iterator[Candidates]:
     """Every distinct layout of one mesh that `RunConfig` accepts with `stages="even"`, at most `block` at a time.
 
-    That is: what concerns layers, times what concerns ZeRO and sp, times how the batch is cut. Left out, because
-    another layout here is the same program or never worse: settings that change nothing; under pp, every-K where a
-    smaller K makes as many groups of the layers of a part, and chunks where fewer of them are as short.
+    That is: what concerns layers, times what concerns ZeRO, times how a sequence is split, times how the batch is cut.
+    attention: what will run, where only `_likely` choices are asked for. Left out, because another layout here is the
+    same program or never worse: settings that change nothing; every-K where K makes fewer groups than a group has
+    layers; under pp, every-K where a smaller K makes as many groups of the layers of a part, chunks where fewer of them
+    are as short, and more passes where one fills as many buffers.
     """
     per_rank = batch_size // (mesh["replica"] * mesh["dp"])
     pp = mesh["pp"]
@@ -222,7 +232,9 @@ def layouts_of_mesh(
     splits = [(sp, CP_KINDS.index(kind)) for sp in sps for kind in context_kinds(model, MeshShape(**mesh))]
     # (schedule, chunks, every, selective)
     if pp == 1:
-        layers = [(NAMES.index("1f1b"), 1, *again) for again in _remats(divisors(model.num_blocks))]
+        # As many groups as a larger K has layers keep no more, and gather ZeRO-3's weights no more often.
+        few = [size for size in divisors(model.num_blocks) if size**2 <= model.num_blocks]
+        layers = [(NAMES.index("1f1b"), 1, *again) for again in _remats(few)]
     else:
         layers = [
             (index, chunks, *again)
@@ -237,6 +249,8 @@ def layouts_of_mesh(
         for micro in (divisors(per_rank) if pp > 1 else [1])
         for accumulate in divisors(per_rank // micro)
     ]
+    if attention is not None:
+        layers, splits, cuts = _likely(attention, layers, splits, cuts, pp)
     shape = (len(layers), len(states), len(splits), len(cuts))
     layers, states, splits, cuts = map(np.array, (layers, states, splits, cuts))
     for start in range(0, math.prod(shape), block):
@@ -263,7 +277,9 @@ def layouts_of_mesh(
         legal = (overlap == 0) | (pp > 1) | ((every <= 1) & (keep == 0))
         legal &= (keep == 0) | (every == 0)  # recomputed blocks are gathered again all the same
         # A ring, and attention to keys that are gathered, keep no scores to recompute.
-        legal &= (selective == 0) | (mesh["cp"] == 1) | (kind == CP_KINDS.index("ulysses"))
+        legal &= (selective == 0) | (mesh["cp"] == 1) | (kind == CP_KINDS.index(EXCHANGE))
+        # From two rounds of its stages on, one pass of these holds as much as two, and fills and drains once.
+        legal &= ~(np.isin(schedule, STEADY) & (accumulate > 1) & (micro >= 2 * pp) & (pp > 1))
         if legal.any():
             yield found.take(legal)
 
@@ -287,8 +303,6 @@ def _group_sizes(num_layers: int) -> list[int]:
 
 
 # ----------------------------------------------------------------------------------------------------------- scoring
-
-UNCALIBRATED = Efficiency()
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,13 +348,15 @@ def score(
     layouts: Candidates,
     cluster: Cluster,
     attention: str = "xla",
-    efficiency: Efficiency = UNCALIBRATED,
+    efficiency: Efficiency | None = None,
 ) -> Scored:
     """Step time and memory of every layout; model, precision, optimiser and batch are those of `base`.
 
     attention: what runs on the cluster, "cudnn", "blocked" or "xla" (`jaxdist.train.program.choose_attention`).
+    efficiency: default what published programs reach on the cluster's accelerator, as in `experiments.plan`.
     Raises: ConfigError for a dtype that the accelerator has no peak for.
     """
+    efficiency = efficiency or efficiency_of(cluster.hardware.name)
     return Scored.join(
         [
             _score_block(base, layouts.take(slice(start, start + BLOCK)), cluster, attention, efficiency)
@@ -394,11 +410,16 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
 
 
 def _score_what_fits(base, layouts: Candidates, cluster, attention, efficiency) -> Scored:
-    """Of a block the layouts that fit; where there are none, the smallest. Others need no time."""
+    """Of a block the layouts that fit; of a mesh that has none, the smallest. Others need no time."""
     table = pipelines(base, layouts)
     memory = program_bytes(base, layouts, table, attention)
-    index = np.flatnonzero(memory.total <= usable_bytes(cluster))
-    index = index if len(index) else np.array([memory.total.argmin()])
+    fits = memory.total <= usable_bytes(cluster)
+    if not fits.all():
+        _, mesh = distinct(*(getattr(layouts, axis) for axis in AXES))
+        order = np.lexsort((memory.total, mesh))
+        smallest = order[np.unique(mesh[order], return_index=True)[1]]
+        fits[smallest[np.bincount(mesh, fits)[mesh[smallest]] == 0]] = True
+    index = np.flatnonzero(fits)
     layouts, table, memory = layouts.take(index), take_rows(table, index), take_rows(memory, index)
     return Scored(base, cluster, layouts, _step_time(base, layouts, table, cluster, attention, efficiency), memory)
 
@@ -545,40 +566,84 @@ def search(
     base: RunConfig,
     cluster: Cluster,
     attention: str = "xla",
-    efficiency: Efficiency = UNCALIBRATED,
+    efficiency: Efficiency | None = None,
     block: int = BLOCK,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    thorough: bool = False,
 ) -> Found:
-    """Every layout of the cluster's devices scored, at most `block` of them at a time; the best are kept.
+    """The cluster's layouts scored as by `score`, at most `block` of them at a time; the best are kept.
 
-    Where cuDNN's attention runs, keys that travel over cp are left out if heads can be exchanged instead, which is
-    faster with the same other settings and holds at most some 5 % more; where nothing fits so, they are tried too.
+    thorough: every layout that `layouts_of_mesh` has. Otherwise what has never been the best is left out (a test
+    compares both searches), and tried only where nothing else fits: tp over more than a node, fewer than
+    LEAST_POSITIONS of a sequence on a rank, tp without sp, fewer micro-batches than stages, attention recomputed that
+    keeps no scores, and, where cuDNN's attention runs, keys that travel over cp though heads could be exchanged.
     progress: told how many meshes of how many are done. Raises: ConfigError as `legal_meshes` and `score`.
     """
-    found = _search(base, cluster, attention, efficiency, block, progress, fused_only=attention == "cudnn")
-    if attention == "cudnn" and not found.num_fitting:
-        found = _search(base, cluster, attention, efficiency, block, progress, fused_only=False)
+    efficiency = efficiency or efficiency_of(cluster.hardware.name)
+    found = _search(base, cluster, attention, efficiency, block, progress, thorough)
+    if not thorough and not found.num_fitting:
+        found = _search(base, cluster, attention, efficiency, block, progress, thorough=True)
     return found
 
 
-def _search(base, cluster, attention, efficiency, block, progress, fused_only: bool) -> Found:
-    meshes = legal_meshes(base.model, cluster.num_devices, base.batch_size, base.optimizer.name)
+def _search(base, cluster, attention, efficiency, block, progress, thorough: bool) -> Found:
+    model, optimizer = base.model, base.optimizer.name
+    meshes = legal_meshes(model, cluster.num_devices, base.batch_size, optimizer)
+    if not thorough:
+        meshes = _likely_meshes(model, meshes, cluster, attention)
+
+    def blocks() -> Iterator[Candidates]:
+        """Of one mesh after the other, at least `block` layouts at a time while there are so many."""
+        waiting: list[Candidates] = []
+        for done, mesh in enumerate(meshes):
+            progress(done, len(meshes))
+            likely = None if thorough else attention
+            for some in layouts_of_mesh(model, mesh, base.batch_size, optimizer, block, likely):
+                waiting.append(some)
+                if sum(map(len, waiting)) >= block:
+                    yield Candidates.join(waiting)
+                    waiting = []
+        if waiting:
+            yield Candidates.join(waiting)
+
     kept, num_layouts, num_fitting = [], 0, 0
-    for done, mesh in enumerate(meshes):
-        progress(done, len(meshes))
-        exchanges = fused_only and EXCHANGE in context_kinds(base.model, MeshShape(**mesh))
-        for some in layouts_of_mesh(base.model, mesh, base.batch_size, base.optimizer.name, block):
-            if exchanges:
-                some = some.take(some.kind == CP_KINDS.index(EXCHANGE))
-            if not len(some):
-                continue
-            scored = _score_what_fits(base, some, cluster, attention, efficiency)
-            num_layouts += len(some)
-            num_fitting += int(scored.fits.sum())
-            kept.append(scored.take(_worth_keeping(scored)))
+    for some in blocks():
+        scored = _score_what_fits(base, some, cluster, attention, efficiency)
+        num_layouts += len(some)
+        num_fitting += int(scored.fits.sum())
+        kept.append(scored.take(_worth_keeping(scored)))
     found = Scored.join(kept)
     found = found.take(_worth_keeping(found))
     return Found(base, cluster, found.layouts, found.time, found.memory, num_layouts, num_fitting)
+
+
+def _likely_meshes(
+    model: Model, meshes: list[dict[str, int]], cluster: Cluster, attention: str
+) -> list[dict[str, int]]:
+    """Those with tp in a node and enough of a sequence on a rank, all where there are none; where a fused kernel
+    attends, with a cp that heads are exchanged over, if they can be on any mesh with that cp."""
+    exchanges = {id(mesh): EXCHANGE in context_kinds(model, MeshShape(**mesh)) for mesh in meshes}
+    sizes = {mesh["cp"] for mesh in meshes if attention == "cudnn" and exchanges[id(mesh)]}
+    return [
+        mesh
+        for mesh in meshes
+        if mesh["tp"] <= cluster.devices_per_node
+        and model.seq_len >= mesh["cp"] * LEAST_POSITIONS
+        and (mesh["cp"] not in sizes or exchanges[id(mesh)])
+    ] or meshes
+
+
+def _likely(attention: str, layers: list[tuple], splits: list[tuple], cuts: list[tuple], pp: int) -> tuple:
+    """Of `layouts_of_mesh`'s: with sp where it is possible, by exchanging heads where that is and a fused kernel
+    attends, recomputing attention alone where it writes its scores, and a micro-batch for every stage, if there are
+    sequences enough."""
+    sp, exchange = max(sp for sp, _ in splits), CP_KINDS.index(EXCHANGE)
+    kinds = {kind for _, kind in splits}
+    if attention == "cudnn" and exchange in kinds:
+        kinds = {exchange}
+    most = max(micro for micro, _, _ in cuts)
+    layers = [row for row in layers if attention == "xla" or not row[-1]]
+    return layers, [(sp, kind) for kind in sorted(kinds)], [cut for cut in cuts if cut[0] >= min(pp, most)]
 
 
 def _worth_keeping(scored: Scored) -> np.ndarray:

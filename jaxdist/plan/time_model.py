@@ -75,11 +75,14 @@ class Efficiency:
                 )
 
 
+UNCALIBRATED = Efficiency()
+
+
 def efficiency_of(accelerator: str) -> Efficiency:
     """What published programs reach on an accelerator of that name; the guesses where none was measured."""
     families = {"h100": "h100-published", "h200": "h100-published", "a100-40": "a100-published"}
     name = (families | {"a100-80": "a100-published"}).get(accelerator)
-    return Efficiency() if name is None else EFFICIENCIES[name]
+    return UNCALIBRATED if name is None else EFFICIENCIES[name]
 
 
 def read_efficiency(path: str | Path) -> Efficiency:

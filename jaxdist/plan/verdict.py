@@ -12,7 +12,7 @@ from jaxdist.config import RunConfig
 from jaxdist.mesh import AXES
 from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import Accelerator, Cluster, load_hardware, strides
-from jaxdist.plan.search import UNCALIBRATED, Candidates, score
+from jaxdist.plan.search import Candidates, score
 from jaxdist.plan.time_model import RELIEF, Efficiency, efficiency_of
 from jaxdist.plan.traffic import predicted, table
 from jaxdist.runtime.devices import Devices
@@ -107,10 +107,10 @@ def measured_parts(laps: Sequence[Mapping[str, float]]) -> tuple[dict[str, float
 
 
 def predicted_parts(
-    config: RunConfig, cluster: Cluster, efficiency: Efficiency = UNCALIBRATED, attention: str = "xla"
+    config: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None, attention: str = "xla"
 ) -> tuple[dict[str, float], dict[str, str]]:
     """(parts, details) of a step by the time model. Raises: ConfigError where it knows no peak for the dtype."""
-    layouts = Candidates.of(config)
+    efficiency, layouts = efficiency or efficiency_of(cluster.hardware.name), Candidates.of(config)
     time = score(config, layouts, cluster, attention, efficiency).time
     # What matmuls of any size would take at the efficiency of large ones.
     large = score(config, layouts, cluster, attention, replace(efficiency, half_size=1e-9)).time
@@ -170,7 +170,7 @@ def verdict_of(config: RunConfig, laps: Sequence[Mapping[str, float]], devices: 
     count = len(devices.devices)
     per_node = min(count, hardware.devices_per_node)
     cluster = Cluster(hardware, -(-count // per_node), per_node)
-    inside, links = predicted_parts(config, cluster, efficiency_of(hardware.name), attention)
+    inside, links = predicted_parts(config, cluster, attention=attention)
     found = judge(divided(parts, inside), details | links)
     compared = (
         f"its {parts[STEP]:.3g} s as predicted for {hardware.title}, where it was to take {sum(inside.values()):.3g}"
