@@ -666,15 +666,11 @@ def report_layout(flags: PlanFlags, question: Question) -> Plan:
 TIMES = ("compute", "memory", "tp", "cp", "ep", "dp", "pp", "bubble", "overhead", "input")
 
 
-def row_of(question: Question, found: Scored, group: list[int]) -> dict:
-    """One layout with its figures, ready for JSON, and those that differ from it in replica × dp alone."""
-    layouts, (index, *others) = found.layouts, group
-    run, base = estimate(question, found, index), found.base.parallel
-    mesh, pipelined = layouts.mesh(index), layouts.pp[index] > 1
+def row_layout(found: Scored, index: int) -> dict:
+    """One layout, ready for JSON and for `layout_words`."""
+    layouts, base, pipelined = found.layouts, found.base.parallel, found.layouts.pp[index] > 1
     return {
-        "nodes": found.cluster.num_nodes,
-        "devices": found.cluster.num_devices,
-        "mesh": str(mesh),
+        "mesh": str(layouts.mesh(index)),
         "zero": int(layouts.zero[index]),
         "keep": bool(layouts.keep[index]),
         "sp": bool(layouts.sp[index]),
@@ -687,6 +683,17 @@ def row_of(question: Question, found: Scored, group: list[int]) -> dict:
         "stages": (base.stages if layouts.schedule[index] == OWN else "even") if pipelined else None,
         "accumulate": int(layouts.accumulate[index]),
         "rows": int(layouts.rows[index]),
+    }
+
+
+def row_of(question: Question, found: Scored, group: list[int]) -> dict:
+    """One layout with its figures, ready for JSON, and those that differ from it in replica × dp alone."""
+    layouts, (index, *others) = found.layouts, group
+    run = estimate(question, found, index)
+    return {
+        "nodes": found.cluster.num_nodes,
+        "devices": found.cluster.num_devices,
+        **row_layout(found, index),
         "step_seconds": run.step_seconds,
         "error": run.error,
         "mfu": float(found.time.mfu[index]),

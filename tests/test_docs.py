@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from conftest import RARE
+from rich.console import Console
 
-from experiments import levels
+from experiments import levels, recommended
 from experiments.levels import LAYOUTS
+from experiments.plan import layout_words, row_layout
 from experiments.strategies import EXPERTS, PIPELINES, STRATEGIES
 from jaxdist import parity
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import collectives
@@ -86,6 +89,31 @@ def test_the_best_of_7b_and_70b_are_as_near_as_the_prose_says():
     formula = [abs(float(row[3]) / float(row[4]) - 1) for row in rows]
     low, high = re.search(r"([\d.]+) to ([\d.]+) % for the 7B and 70B", text.replace("\n", " ")).groups()
     assert (round(100 * min(formula), 1), round(100 * max(formula), 1)) == (float(low), float(high))
+
+
+@pytest.mark.exhaustive
+def test_the_published_layouts_in_prose_are_beside_what_is_recommended():
+    rows = rows_under("### Published layouts beside what is recommended")
+    assert len(rows) == len(recommended.ROWS)
+    for said, published in zip(rows, recommended.ROWS, strict=True):
+        found = recommended.compare(published)
+        theirs, ours = (layout_words(row_layout(one, 0)) for one in (found.theirs, found.ours))
+        figures = [
+            (f"{float(one.time.total[0]):.2f}", f"{float(one.memory.total[0]) / 2**30:.1f}")
+            for one in (found.theirs, found.ours)
+        ]
+        assert said[:2] == [published.name, f"{published.num_devices:,}"] and said[3] == f"{published.seconds:.2f}"
+        assert (said[4], *said[5:7]) == (theirs, *figures[0])
+        assert (said[7], *said[8:]) == ("the same" if ours == theirs else ours, *figures[1])
+
+
+def test_a_published_layout_is_compared(capsys):
+    console = Console(width=200)
+    assert recommended.main(recommended.RecommendedFlags(only="7b"), console) == 0
+    said = capsys.readouterr().out
+    assert "7B on 128: the published layout is recommended." in said and said.count("published ") >= 2
+    with pytest.raises(ConfigError, match="Llama 3 405B"):
+        recommended.main(recommended.RecommendedFlags(only="9b"), console)
 
 
 def test_the_plan_in_prose_is_what_is_planned():

@@ -41,9 +41,9 @@ def _moe(num_layers, width, num_heads, ffn_width, seq_len, vocab_size) -> Decode
     return Decoder(num_layers, width, num_heads, seq_len=seq_len, vocab_size=vocab_size, **sizes, **experts)
 
 
-# Source: config.json of meta-llama/Meta-Llama-3-8B, -70B and Llama-3.2-1B, Qwen/Qwen3-0.6B, -8B, -32B, -30B-A3B and
-# -235B-A22B, mistralai/Mistral-7B-v0.1, -v0.3, Mixtral-8x7B-v0.1 and -8x22B-v0.1. Those without a source are ours, for
-# proofs and laptops.
+# Source: config.json of meta-llama/Meta-Llama-3-8B, -70B, Llama-3.1-405B and Llama-3.2-1B, Qwen/Qwen3-0.6B, -8B, -32B,
+# -30B-A3B and -235B-A22B, mistralai/Mistral-7B-v0.1, -v0.3, Mixtral-8x7B-v0.1 and -8x22B-v0.1. Those without a source
+# are ours, for proofs and laptops.
 PRESETS: dict[str, Model] = {
     "proof": _gpt2(4, 64, 8, seq_len=32, vocab_size=250),
     "tiny": _gpt2(4, 128, 4, seq_len=128, vocab_size=256),
@@ -61,6 +61,7 @@ PRESETS: dict[str, Model] = {
     "llama-10m": Decoder(6, 384, 6, num_kv_heads=2, head_dim=64, ffn_width=1024, seq_len=256, vocab_size=256),
     "llama3-8b": _llama3(32, 4096, 32, 14_336),
     "llama3-70b": _llama3(80, 8192, 64, 28_672),
+    "llama3-405b": _llama3(126, 16_384, 128, 53_248),
     "llama3.2-1b": _llama3(
         16, 2048, 32, 8192, seq_len=131_072, head_dim=64, tied=True, rope_scaling=("llama3", 32.0, 1.0, 4.0, 8192)
     ),

@@ -2,13 +2,11 @@
 
 `python -m jaxdist.plan.papers.calibration` prints the tables of docs/plan.md; `--fit` the fitted constants.
 
-What is fitted is little and stated: `FITTED` constants of an `Efficiency` for each software stack, and for nanotron's
-memory the `MemoryConvention` that is best of `CHOICES`. Leave-one-out: the constants are fitted again without a run,
-and predict that run.
+What is fitted is little and stated: `FITTED` constants of an `Efficiency` for each software stack. Leave-one-out: the
+constants are fitted again without a run, and predict that run.
 """
 
 import argparse
-import itertools
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +19,6 @@ from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan.hardware import GIB, Cluster, find_hardware
 from jaxdist.plan.papers import formulas
 from jaxdist.plan.papers.formulas import ModelShape
-from jaxdist.plan.papers.memory import NANOTRON, MemoryConvention, device_bytes
 from jaxdist.plan.papers.work import PaperWork
 from jaxdist.plan.time_model import EFFICIENCIES, Efficiency, Layout, step_time
 
@@ -272,32 +269,8 @@ def time_rows(stack: str, leave_out: bool = True) -> list[Row]:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-# Every convention that is chosen from: bytes of a micro-batch's gradient, of the update, of a layer, and of a logit.
-CHOICES = [MemoryConvention(*c) for c in itertools.product((0, 2, 4), (0, 4, 8), (0, 2, 4), (False, True), (6, 10, 14))]
-
-
-def nanotron_peak_gib(run: dict, convention: MemoryConvention = NANOTRON) -> float:
-    """GiB of the fullest stage: 2+4+12 a parameter (the 12 over dp with ZeRO-1), 1F1B's activations, the logits."""
-    case = _nanotron_time("nanotron", run)
-    return float(device_bytes(case.shape, case.layout, "mixed-adam-fp32-gradients", convention).total[0]) / GIB
-
-
-@cache
-def _errors_of_choices() -> np.ndarray:
-    """[choice, run]: sizes of relative errors."""
-    runs = published()["nanotron"]
-    return np.abs([[nanotron_peak_gib(run, choice) / run["peak_gib"] - 1 for run in runs] for choice in CHOICES])
-
-
-def best_convention(leave_out: int | None = None) -> MemoryConvention:
-    """The one of `CHOICES` with the least mean error over nanotron's published peaks."""
-    errors = _errors_of_choices()
-    kept = [run for run in range(errors.shape[1]) if run != leave_out]
-    return CHOICES[int(errors[:, kept].mean(axis=1).argmin())]
-
-
-def memory_rows(leave_out: bool = True) -> list[Row]:
-    """GiB, published and predicted. Megatron's are what the paper's formulas give; only nanotron's were measured."""
+def memory_rows() -> list[Row]:
+    """GiB, published and predicted. Megatron's are what the paper's formulas give; `peaks` has measured ones."""
     rows = []
     for run in published()["recompute"]:
         shape, tp, pp, chunks = _shape("recompute", run), run["tp"], run["pp"], run["chunks"]
@@ -312,10 +285,6 @@ def memory_rows(leave_out: bool = True) -> list[Row]:
             rows.append(
                 Row("recompute", run["name"], quantity, "GiB", run[f"activations_{kind}_gib"], float(kept) / GIB)
             )
-    for index, run in enumerate(published()["nanotron"]):
-        left_out = nanotron_peak_gib(run, best_convention(index)) if leave_out else None
-        predicted = nanotron_peak_gib(run)
-        rows.append(Row("nanotron", run["name"], "peak", "GiB", run["peak_gib"], predicted, left_out))
     return rows
 
 
@@ -324,7 +293,7 @@ def memory_rows(leave_out: bool = True) -> list[Row]:
 
 def all_rows(leave_out: bool = True) -> list[Row]:
     """Every published number beside ours."""
-    return memory_rows(leave_out) + [row for stack in FITTED for row in time_rows(stack, leave_out)]
+    return memory_rows() + [row for stack in FITTED for row in time_rows(stack, leave_out)]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -348,8 +317,6 @@ def summary(rows: Sequence[Row]) -> str:
     time = [row for row in rows if row.quantity == "step time"]
     kinds = {
         "memory, formulas (Megatron)": [row for row in rows if row.group == "recompute" and row.unit == "GiB"],
-        "memory, measured peaks (nanotron)": [row for row in rows if row.quantity == "peak"],
-        "memory, all": [row for row in rows if row.unit == "GiB"],
         "step time, A100, Megatron": [row for row in time if row.group in ("recompute", "weak_scaling")],
         "step time, H100, nanotron": [row for row in time if row.group == "nanotron"],
         "step time, H100, MPT and torchtitan": [row for row in time if row.group in ("mpt", "torchtitan")],
@@ -375,7 +342,6 @@ def main() -> None:
         for stack in FITTED:
             fitted = fit(stack)
             print(stack, {name: round(getattr(fitted, name), 4) for name in FITTED[stack]})
-        print("nanotron memory", best_convention())
         return
     rows = all_rows()
     print(summary(rows), table(rows), sep="\n\n")

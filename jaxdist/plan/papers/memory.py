@@ -5,7 +5,7 @@ as a named convention. For one layout, tracing and compiling the real program kn
 thousand.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,10 @@ class MemoryConvention:
     micro_gradient: bytes a parameter of a micro-batch's own gradient, beside the accumulated one. update: bytes a
     parameter, sharded as the optimiser is, of its temporaries. extra_hidden: bytes a position and h that a layer keeps
     beyond its matmuls' and norms' inputs. gathered: with sp, the whole gathered inputs of QKV and of the MLP are kept
-    (4h bytes a position instead of 4h/t). bytes_per_logit: 4 for fp32 logits; 10 for 16-bit and fp32 ones and softmax.
+    (4h bytes a position instead of 4h/t). bytes_per_logit: 4 for fp32 logits; 10 for 16-bit and fp32 ones and softmax;
+    14 with their gradient besides. gathered_layers: layers whose weights ZeRO-3 holds whole, in 16 bit, and what is
+    outside the layers with them; its shards are over cp as well. alternate: "selective" keeps a layer's input, the
+    attention's output and every other product, not all but the scores. recipe: of `formulas.RECIPES`.
     """
 
     micro_gradient: float = 0
@@ -32,10 +35,17 @@ class MemoryConvention:
     extra_hidden: float = 0
     gathered: bool = False
     bytes_per_logit: float = 4
+    gathered_layers: int = 0
+    alternate: bool = False
+    recipe: str = "mixed-adam-fp32-gradients"
 
 
-# Chosen by `jaxdist.plan.papers.calibration` as the best of 162 for nanotron's six published peaks.
-NANOTRON = MemoryConvention(micro_gradient=2, update=4, extra_hidden=2, gathered=True, bytes_per_logit=10)
+# Chosen by `jaxdist.plan.papers.peaks`, as the best of 270 for nanotron's 26 published peaks.
+NANOTRON = MemoryConvention(micro_gradient=2, extra_hidden=8, gathered=True, bytes_per_logit=6)
+# torchtitan's masters are in fp32 and sharded, and it keeps every other product (arXiv 2410.06511, section 2). The rest
+# by its peaks: two layers' weights whole, and of the logits four arrays, fewer in its release of a year later.
+TORCHTITAN = MemoryConvention(recipe="fp32-adam", gathered_layers=2, alternate=True, bytes_per_logit=14, gathered=True)
+TORCHTITAN_2025 = replace(TORCHTITAN, bytes_per_logit=6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,20 +65,21 @@ class DeviceBytes:
 def device_bytes(
     shape: ModelShape,
     layout: Layout,
-    recipe: str | StateRecipe = "mixed-adam-fp32-gradients",
+    recipe: str | StateRecipe | None = None,
     convention: MemoryConvention = MemoryConvention(),
     held: Number | None = None,
     itemsize: int = 2,
 ) -> DeviceBytes:
     """Bytes of model state, activations and logits on the fullest stage, for every layout in the columns.
 
-    held: micro-batches whose activations the first stage holds at most; default min(m, p) of 1F1B times
-    `interleave_factor`. Of another schedule pass max(`in_flight(...)`) / chunks. The second stage holds one
-    less and the last one; the second may have more layers than the first. Weights that ZeRO-3 gathers for a layer, and
-    what an allocator loses, are not counted.
+    recipe: default the convention's. held: micro-batches whose activations the first stage holds at most; default
+    min(m, p) of 1F1B times `interleave_factor`. Of another schedule pass max(`in_flight(...)`) / chunks. The second
+    stage holds one less and the last one; the second may have more layers than the first. What an allocator loses is
+    not counted.
     `itemsize` is of an activation: 2, or 4 in fp32 (with recipe "fp32-adam").
     Raises: ConfigError for an unknown recipe or remat.
     """
+    recipe = recipe or convention.recipe
     if isinstance(recipe, str):
         formulas.require_recipe(recipe)
         recipe = RECIPES[recipe]
@@ -76,13 +87,18 @@ def device_bytes(
         recipe.parameter, recipe.gradient + convention.micro_gradient, recipe.optimizer + convention.update
     )
     pp, tp, dp, sp = (np.asarray(getattr(layout, name)) for name in ("pp", "tp", "dp", "sp"))
+    shards = dp * layout.cp if convention.gathered_layers else dp  # FSDP's are over both
     split = {"tp": tp, "sp": sp, "cp": layout.cp, "itemsize": itemsize}
     kept = {**split, "dropout": layout.dropout, "flash": layout.flash}
-    _, every = formulas.remat_columns(layout.remat)
+    selective, every = formulas.remat_columns(layout.remat)
 
     extra = layout.rows * shape.seq_len / layout.cp * shape.width
     extra = extra * (convention.extra_hidden / tp + convention.gathered * 4 * (1 - 1 / tp) * sp)
     layer = formulas.layer_activation_bytes(shape, layout.rows, remat=layout.remat, **kept) + np.where(every, 0, extra)
+    if convention.alternate:
+        h, kv = shape.width, shape.kv_width
+        products = 2 * h / np.where(sp, tp, 1) + (2 * h + kv + shape.ffn_width) / tp
+        layer = np.where(selective, itemsize * layout.rows * shape.seq_len / layout.cp * products, layer)
     recompute = formulas.recompute_bytes(shape, layout.rows, layout.remat, **kept) + every * extra
     logits = formulas.head_activation_bytes(shape, layout.rows, bytes_per_logit=convention.bytes_per_logit, **split)
 
@@ -105,8 +121,17 @@ def device_bytes(
     }
     columns = []
     for layers, tables, in_flight, head in stages.values():
-        state = formulas.state_bytes(layers * shape.layer_parameters + tables, recipe, layout.zero, dp, tp)
-        parts = [state.parameters, state.gradients, state.optimizer, layers * in_flight * layer, recompute, head]
+        state = formulas.state_bytes(layers * shape.layer_parameters + tables, recipe, layout.zero, shards, tp)
+        whole = 2 * (convention.gathered_layers * shape.layer_parameters + tables) / tp
+        whole = np.where(np.asarray(layout.zero) == 3, whole, 0) * (convention.gathered_layers > 0)
+        parts = [
+            state.parameters + whole,
+            state.gradients,
+            state.optimizer,
+            layers * in_flight * layer,
+            recompute,
+            head,
+        ]
         columns.append([*parts, sum(parts)])
     length = np.broadcast_shapes((1,), *(np.shape(part) for parts in columns for part in parts))
     table_of = np.array([[np.broadcast_to(part, length) for part in parts] for parts in columns])  # stage, part, layout

@@ -98,14 +98,21 @@ def sourced(accelerator: str) -> tuple[Sourced, ...]:
         for run in calibration.published()[name]
         for case in calibration.times(name, run)
     ]
-    table = tomllib.loads(Path(__file__).with_name("second_set.toml").read_text(encoding="utf-8"))
+    found += [row for row, _ in second_set()]
+    return tuple(each for each in found if each.accelerator in ACCELERATORS[accelerator])
+
+
+@cache
+def second_set() -> tuple[tuple[Sourced, dict], ...]:
+    """The runs of second_set.toml, each with what it prints."""
+    table, found = tomllib.loads(Path(__file__).with_name("second_set.toml").read_text(encoding="utf-8")), []
     shapes = table.pop("shapes")
     for name, group in table.items():
         for run in group["runs"]:
             facts = group["defaults"] | dict(zip(group["columns"], run, strict=True))
             facts |= shapes[facts["shape"]] | {"program": group["program"]}
-            found.append(Sourced(group["source"], group["accelerator"], _case(name, group, facts)))
-    return tuple(each for each in found if each.accelerator in ACCELERATORS[accelerator])
+            found.append((Sourced(group["source"], group["accelerator"], _case(name, group, facts)), facts))
+    return tuple(found)
 
 
 def _case(name: str, group: dict, facts: dict) -> TimeCase:
