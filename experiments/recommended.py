@@ -3,8 +3,8 @@
 python -m experiments.recommended           # every row: minutes
 python -m experiments.recommended --only 405b
 
-Both layouts are predicted as runs of this program, so that they differ in nothing but the layout. The published time is
-that of the program that ran: its kernels and its overlap are other ones.
+Both layouts are predicted as runs of this program ("here"), so that they differ in nothing but the layout. The
+published time is that of the program that ran: its kernels and its overlap are other ones.
 """
 
 import dataclasses
@@ -26,7 +26,6 @@ from jaxdist.plan.time_model import PARTS
 from .cli import require_writable, run_program, write_output
 from .plan import layout_words, row_layout
 from .progress import Progress
-from .tables import Rows
 
 TOLD = 0.02  # of the published layout's step: a part that differs by more is named
 
@@ -163,18 +162,6 @@ class Compared:
         """Of the published layout's step: what the recommended one saves; below 0 where it takes longer."""
         return 1 - float(self.ours.time.total[0] / self.theirs.time.total[0])
 
-    def sentence(self) -> str:
-        """How they compare, and in what."""
-        row, limit = self.row, usable_bytes(self.theirs.cluster) / 2**30
-        if self.theirs.layouts.parallel(0) == self.ours.layouts.parallel(0):
-            said = "the published layout is recommended"
-        else:
-            said = f"the recommended layout takes {abs(self.gain):.0%} {'less' if self.gain > 0 else 'more'}"
-            said += f" ({', '.join(self.differences())})" if self.differences() else ""
-        if not self.theirs.fits[0]:
-            said += f"; the published one needs more than {limit:.0f} GiB in this program"
-        return f"{row.name} on {row.num_devices:,}: {said}. Published: {row.source}."
-
     def differences(self) -> list[str]:
         """What of the step differs, largest first."""
         found = {}
@@ -183,6 +170,18 @@ class Compared:
             if abs(theirs - ours) > TOLD * float(self.theirs.time.total[0]):
                 found[f"{part} {theirs:.2f} to {ours:.2f} s"] = abs(theirs - ours)
         return sorted(found, key=lambda words: -found[words])
+
+    def sentence(self) -> str:
+        """How they compare, and in what."""
+        limit = usable_bytes(self.theirs.cluster) / 2**30
+        if self.theirs.layouts.parallel(0) == self.ours.layouts.parallel(0):
+            said = "The published layout is recommended"
+        else:
+            said = f"The recommended layout takes {abs(self.gain):.0%} {'less' if self.gain > 0 else 'more'}"
+            said += f": {', '.join(self.differences())}" if self.differences() else ""
+        if not self.theirs.fits[0]:
+            said += f"; the published one needs more than {limit:.0f} GiB in this program"
+        return f"{said}."
 
 
 def compare(row: Published) -> Compared:
@@ -200,22 +199,21 @@ def main(flags: RecommendedFlags, console: Console) -> int:
     if not rows:
         names = ", ".join(dict.fromkeys(row.name for row in ROWS))
         raise ConfigError(f"--only {flags.only}", "no row has such a name", f"Use a part of {names}")
-    table, found = Rows("model", "GPUs", "tokens", "", "layout", "step", "MFU", "GiB"), []
+    found = []
     with Progress("searching, published runs") as progress:
         for done, row in enumerate(rows):
             progress.update(done, len(rows))
             found.append(compare(row))
     for each in found:
         row = each.row
-        sizes = (row.name, f"{row.num_devices:,}", f"{row.sequences:,} × {row.seq_len:,}")
-        table.add_row(*sizes, "published", "", f"{row.seconds:.2f} s", "", "")
-        for name, one in (("predicted", each.theirs), ("recommended", each.ours)):
+        sizes = f"{row.num_devices:,} H100s, {row.sequences:,} sequences of {row.seq_len:,} tokens"
+        console.print(f"\n[bold]{row.name}[/], {sizes} ({row.source})")
+        console.print(f"published    {row.seconds:6.2f} s")
+        for name, one in (("here", each.theirs), ("recommended", each.ours)):
             seconds, mfu, memory = float(one.time.total[0]), float(one.time.mfu[0]), float(one.memory.total[0]) / 2**30
-            words = layout_words(row_layout(one, 0))
-            table.add_row("", "", "", name, words, f"{seconds:.2f} s", f"{mfu:.0%}", f"{memory:.1f}")
-    table.print(console)
-    for each in found:
-        console.print(each.sentence())
+            figures = f"{seconds:6.2f} s  {mfu:3.0%} MFU  {memory:5.1f} GiB"
+            console.print(f"{name:<12} {figures}  {layout_words(row_layout(one, 0))}", highlight=False)
+        console.print(each.sentence(), highlight=False)
     if flags.json:
         write_output("--json", flags.json, json.dumps([to_json(each) for each in found], indent=1) + "\n")
     return 0
