@@ -63,7 +63,7 @@ def against_papers(config: RunConfig) -> list[tuple[str, float, float]]:
         return total_sent(found, mesh) / itemsize
 
     dp = formulas.dp_traffic(shape.parameters / (mesh.pp * mesh.tp), mesh.dp, parallel.zero, microbatches=micro)
-    block = formulas.tp_traffic(shape, rows, mesh.tp, parallel.sp, full_recompute=parallel.remat_every > 0)
+    block = formulas.tp_traffic(shape, rows, mesh.tp, parallel.sp, full_recompute=parallel.recomputes)
     boundary = formulas.pp_traffic(shape, rows, mesh.tp, scatter_gather=parallel.sp)
     moved = sent("dp", "weights", "parameters") + sent("dp", "gradients", itemsize=4)
     found = [
@@ -106,7 +106,8 @@ def least(config: RunConfig) -> dict[str, float]:
     leaving = max(hops.count(stage) for stage in range(mesh.pp))
     rows = config.batch_size // (mesh.batch_ranks * micros)
     tokens = rows * config.model.seq_len // mesh.cp
-    activation, every, sp = tokens * config.model.width * item, parallel.remat_every, parallel.sp
+    activation, sp = tokens * config.model.width * item, parallel.sp
+    every = max(parts) if parallel.remat == "chunk" else parallel.remat_every
 
     def part(n: int) -> float:
         return (n - 1) / n

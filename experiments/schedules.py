@@ -39,6 +39,8 @@ class SchedulesFlags:
     """Show only this one."""
     overlap: bool = False
     """Messages travel during a tick, while stages compute, and not between two."""
+    recompute: bool = False
+    """Forward runs again before backward, in an action R of its own."""
     file: str | None = None
     """Show the table in this file instead; docs/schedules.md has the format."""
     forward: float = 1.0
@@ -84,7 +86,7 @@ def main(flags: SchedulesFlags, console: Console) -> int:
 
 def shown_schedules(flags: SchedulesFlags) -> list[Schedule]:
     if flags.file is not None:
-        for name in ("schedule", "stages", "microbatches", "chunks", "overlap"):
+        for name in ("schedule", "stages", "microbatches", "chunks", "overlap", "recompute"):
             if getattr(flags, name) not in (None, False):
                 raise ConfigError(
                     f"--{name} with --file", "the table in the file says it", f"Leave --{name} or --file out"
@@ -103,7 +105,12 @@ def shown_schedules(flags: SchedulesFlags) -> list[Schedule]:
     send_latency = 2 if flags.overlap else 1
     return [
         make_schedule(
-            name, stages, microbatches, flags.chunks if len(names) == 1 or name == "interleaved" else None, send_latency
+            name,
+            stages,
+            microbatches,
+            flags.chunks if len(names) == 1 or name == "interleaved" else None,
+            send_latency,
+            flags.recompute,
         )
         for name in names
     ]
@@ -156,7 +163,8 @@ def print_comparison(rows: list[Figures], baseline: Figures, console: Console) -
     table.print(console, under=more)
     console.print(
         "A tick is one action of one chunk. Bubbles and memory are of the table, every action one tick. In flight: the"
-        " worst stage, in activations of a stage's layers for one micro-batch, from the start of F to the end of W."
+        " worst stage, in activations of a stage's layers for one micro-batch, from the start of F (of R, where it is"
+        " recomputed) to the end of W."
         " Lock-step waits for both ring neighbours after every tick (the executor at most); textbook only for inputs.",
         style="dim",
     )

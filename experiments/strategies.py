@@ -239,6 +239,21 @@ STRATEGIES = [
     Strategy("pp2-remat-block", "pp=2", {"remat": "block"}, num_layers=6),
     Strategy("pp2-tp2-sp-remat-block", "pp=2,tp=2", {"sp": True, "remat": "block"}),
     Strategy("pp2-remat-every-2-of-3", "pp=2", {"remat": "every-2", "schedule": "zb-h1"}, num_layers=6),
+    Strategy("pp2-remat-chunk", "pp=2", {"remat": "chunk"}, num_layers=6),
+    Strategy("pp2-cp2-remat-chunk-accumulate", "pp=2,cp=2", {"remat": "chunk", "accumulate": 2, "zero": 1}),
+    Strategy(
+        "pp2-dp2-tp2-sp-zero3-zb-v-remat-chunk",
+        "pp=2,dp=2,tp=2",
+        {"sp": True, "zero": 3, "schedule": "zb-v", "remat": "chunk"},
+        dropout=0.2,
+    ),
+    Strategy(
+        "pp4-zb-h1-overlap-remat-chunk-fp64",
+        "pp=4,dp=2",
+        {"schedule": "zb-h1", "stages": "1,2,1,1", "overlap": True, "remat": "chunk"},
+        dtype="float64",
+        num_layers=5,
+    ),
     Strategy("pp2-remat-selective-accumulate", "pp=2", {"remat": "selective", "accumulate": 3}),
     Strategy("pp2-dp2-tp2-sp-zero1", "pp=2,dp=2,tp=2", {"sp": True, "zero": 1}),
     Strategy("pp2-dp2-tp2-zero2-zb-v", "pp=2,dp=2,tp=2", {"zero": 2, "schedule": "zb-v"}),
@@ -318,6 +333,7 @@ EXPERTS = [
     Strategy("moe-dp2-cp2-ep4-zero3", "dp=2,cp=2,ep=4", {"zero": 3}, preset="moe-proof", model=CAPACITY),
     Strategy("moe-cp4-ep2-ulysses", "dp=2,cp=4,ep=2", {"cp_kind": "usp-2"}, preset="moe-proof"),
     Strategy("moe-dp4-ep2-zero3-overlap", "dp=4,ep=2", {"zero": 3, "overlap": True}, preset="moe-proof"),
+    Strategy("moe-pp2-dp2-ep2-remat-chunk", "pp=2,dp=2,ep=2", {"zero": 2, "remat": "chunk"}, preset="moe-proof"),
     Strategy("moe-pp2-dp2-ep2-zb-v", "pp=2,dp=2,ep=2", {"zero": 1, "schedule": "zb-v"}, preset="moe-proof"),
     Strategy(
         "moe-pp2-dp2-ep2-tp2-every-other",
@@ -348,7 +364,7 @@ def pipeline_matrix() -> Iterator[Strategy]:
         4: [("dp=2", {"zero": 3}), ("tp=2", {"sp": True}), ("dp=2", {"zero": 1}), ("tp=2", {}), ("dp=2", {"zero": 2})],
         8: [("", {})],
     }
-    remats, dropouts = ("none", "block", "selective", "every-2"), (0.0, 0.0, 0.2)
+    remats, dropouts = ("none", "block", "selective", "every-2", "chunk"), (0.0, 0.0, 0.2)
     turn = count()
     for stages, schedule in product((2, 4, 8), NAMES):
         for micro in sorted({1, 2, stages - 1, stages, 2 * stages, {2: 7, 4: 5, 8: 11}[stages]}):
@@ -356,7 +372,12 @@ def pipeline_matrix() -> Iterator[Strategy]:
             mesh, parallel = others[stages][index % len(others[stages])]
             mesh = ",".join(filter(None, [f"pp={stages}", mesh]))
             parts = stages * SCHEDULES[schedule].chunks
-            parallel = {**parallel, "remat": remats[index % 4], "schedule": schedule, "microbatches": micro}
+            parallel = {
+                **parallel,
+                "remat": remats[(index + index // 5) % 5],
+                "schedule": schedule,
+                "microbatches": micro,
+            }
             parallel["overlap"] = index % 5 == 3
             shape = parse_mesh(mesh)
             yield Strategy(

@@ -21,6 +21,7 @@ PHASES = {
     Phase.F: ("#3470c4", "forward"),
     Phase.B: ("#d66828", "input gradient"),
     Phase.W: ("#3e8e5c", "weight gradient"),
+    Phase.R: ("#7a57a5", "forward again"),
 }
 IDLE, FAINT, MEMORY = "#e8e8ec", "#787882", "#9282c4"
 TICK_WIDTH, ROW_HEIGHT = 0.22, 0.3  # inches
@@ -75,8 +76,8 @@ def timeline(schedule: Schedule, costs: Costs, subtitle: str) -> "Figure":
     memory.set_title("activations in flight (of a stage's layers for one micro-batch)", loc="left", size=9, color=FAINT)
     memory.set_xlabel("time, in the unit of the costs", color=FAINT)
     patches = [Patch(color=IDLE, label="idle")]
-    for (phase, (_, name)), chunk in product(PHASES.items(), range(schedule.num_chunks)):
-        label = f"{phase.name} {name}" + f", chunk {chunk}" * (schedule.num_chunks > 1)
+    for phase, chunk in product(schedule.phases, range(schedule.num_chunks)):
+        label = f"{phase.name} {PHASES[phase][1]}" + f", chunk {chunk}" * (schedule.num_chunks > 1)
         patches.append(Patch(color=shade(phase, chunk), label=label))
     figure.legend(handles=patches, loc="outside lower left", ncols=7, frameon=False, fontsize=8, handlelength=1.4)
     return figure

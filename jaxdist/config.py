@@ -43,7 +43,7 @@ def require_choices(config) -> None:
 MOST_TOKENS = 2**30  # of one update: its targets are counted in 32 bits
 
 
-REMAT = {"none": 0, "selective": 0, "block": 1}  # name -> blocks recomputed together
+REMAT = {"none": 0, "selective": 0, "block": 1, "chunk": 0}  # name -> blocks recomputed together in B
 
 
 def cp_split(kind: str, cp: int) -> tuple[int, bool]:
@@ -78,7 +78,8 @@ class ParallelConfig:
     accumulate: int = 1
     """Micro-batches per update on each data rank; in a pipeline, passes per update."""
     remat: str = "none"
-    """What backward recomputes: none, selective (the attention core), block, or every-K blocks."""
+    """What backward recomputes: none, selective (the attention core), block, every-K blocks, or, in a pipeline, a chunk
+    in an action R of its own (its table with R is another one)."""
     loss_chunks: int = 1
     """Logits exist for one of so many parts of a micro-batch at a time."""
     unroll_layers: bool = False
@@ -112,9 +113,8 @@ class ParallelConfig:
         """The schedule that runs; None where pp=1."""
         if self.mesh.pp == 1:
             return None
-        return find_schedule(
-            self.schedule, self.mesh.pp, self.num_microbatches, self.chunks, send_latency=2 if self.overlap else 1
-        )
+        sizes = (self.mesh.pp, self.num_microbatches, self.chunks)
+        return find_schedule(self.schedule, *sizes, 2 if self.overlap else 1, self.remat == "chunk")
 
     @property
     def overlap_layers(self) -> bool:
@@ -123,8 +123,13 @@ class ParallelConfig:
 
     @property
     def remat_every(self) -> int:
-        """Blocks recomputed together in backward; 0 where whole blocks are not recomputed."""
+        """Blocks recomputed together in backward; 0 where whole blocks are not recomputed, or in an R of their own."""
         return REMAT[self.remat] if self.remat in REMAT else int(self.remat.removeprefix("every-"))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers run forward again in backward, alone or together."""
+        return self.remat_every > 0 or self.remat == "chunk"
 
     @property
     def ring(self) -> str | None:
@@ -167,8 +172,12 @@ class ParallelConfig:
         if self.remat not in REMAT and not (every != self.remat and _is_positive(every)):
             raise ConfigError(
                 f"remat={self.remat!r}",
-                "it must be none, selective, block or every-K, with K a whole number",
+                "it must be none, selective, block, chunk or every-K, with K a whole number",
                 "Use every-2",
+            )
+        if self.remat == "chunk" and self.mesh.pp == 1:
+            raise ConfigError(
+                "remat=chunk", "chunks are a pipeline's, which recomputes them where it would idle", "Use remat=block"
             )
         for name in ("microbatches", "chunks"):
             if getattr(self, name) is not None:
@@ -337,14 +346,20 @@ def context_kinds(model: Model, mesh: MeshShape) -> tuple[str, ...]:
 
 
 def find_schedule(
-    name: str, num_stages: int, num_microbatches: int, num_chunks: int | None, send_latency: int = 1
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int | None,
+    send_latency: int = 1,
+    recompute: bool = False,
 ) -> Schedule:
     """The named schedule for these sizes, or the one in a file. Raises: ConfigError where there is none.
 
-    send_latency: ticks from stage to stage, which a table in a file must allow for too.
+    send_latency: ticks from stage to stage, which a table in a file must allow for too. recompute: whether the table
+    has an R for every B, as one in a file must then have.
     """
     if name in NAMES:
-        return _make_schedule(name, num_stages, num_microbatches, num_chunks, send_latency)
+        return _make_schedule(name, num_stages, num_microbatches, num_chunks, send_latency, recompute)
     if not Path(name).is_file():
         raise ConfigError(
             f"schedule={name!r}",
@@ -360,6 +375,12 @@ def find_schedule(
             f"the schedule in {name} is for {sizes.format(*found)}",
             f"the run has {sizes.format(*wanted)}",
             f"Use a mesh with pp={found[0]}, microbatches={found[1]} and chunks={found[2]}, or write another table",
+        )
+    if schedule.recompute != recompute:
+        raise ConfigError(
+            f"the schedule in {name} with{'' if recompute else 'out'} remat=chunk",
+            f"its table has {'an' if schedule.recompute else 'no'} R, which runs a chunk's forward again",
+            "Use another remat than chunk, or a table with R" if recompute else "Use remat=chunk",
         )
     schedule = dataclasses.replace(schedule, send_latency=send_latency)
     validate(schedule)
@@ -601,7 +622,7 @@ class RunConfig:
             notes.append(f"remat=selective: attention over cp by {parallel.cp_kind} keeps no scores to recompute.")
         elif parallel.remat == "selective" and parallel.attention in ("cudnn", "blocked"):
             notes.append(f"remat=selective: attention={parallel.attention} keeps no scores to recompute.")
-        if not parallel.reshard_after_forward and parallel.remat_every:
+        if not parallel.reshard_after_forward and parallel.recomputes:
             notes.append(f"remat={parallel.remat} recomputes blocks, and so gathers their weights again all the same.")
         if not parallel.reshard_after_forward and parallel.zero == 3 and parallel.mesh.pp > 1:
             notes.append(

@@ -480,7 +480,7 @@ def test_an_uneven_stage_sets_the_pace():
 def test_costs_and_links_that_cannot_be():
     schedule = make_schedule("1f1b", 2, 2)
     for costs in ((-1, 1, 1), (0, 0, 0), (1, math.inf, 1)):
-        with pytest.raises(ConfigError, match="F, B and W take"):
+        with pytest.raises(ConfigError, match="F, B, W and R take"):
             Costs(*costs)
     with pytest.raises(ConfigError, match="costs of 3 stages"):
         simulate(schedule, [Costs()] * 3)

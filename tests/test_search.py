@@ -72,13 +72,14 @@ def chunks_of(name: str) -> tuple[int, ...]:
     return (2, 3) if name == "interleaved" else (SCHEDULES[name].chunks,)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_schedule_facts_are_those_of_the_table(name):
+def test_schedule_facts_are_those_of_the_table(name, recompute):
     for send_latency, stages, chunks in itertools.product((1, 2), (2, 3, 4, 6), chunks_of(name)):
         if send_latency == 2 and (stages in (2, 6) or chunks == 3):
             continue
         for microbatches in (1, 2, stages, 2 * stages + 1):
-            schedule = make_schedule(name, stages, microbatches, chunks, send_latency)
+            schedule = make_schedule(name, stages, microbatches, chunks, send_latency, recompute)
             facts, lowered = table_facts(schedule), lower(schedule)
             senders = senders_of(lowered.instructions).values()
             assert facts == ScheduleFacts(
@@ -87,24 +88,28 @@ def test_schedule_facts_are_those_of_the_table(name):
                 recompute_span=simulate(schedule, Costs(1, 2, 1)).makespan,
                 sends=sum((which > 0).sum() if send_latency == 1 else schedule.num_ticks for _, which in senders),
                 num_messages=lowered.num_messages,
+                num_inputs=lowered.num_inputs,
                 num_b_residuals=lowered.num_b_residuals,
                 num_w_residuals=lowered.num_w_residuals,
                 num_b_to_w=lowered.num_b_to_w,
                 work=microbatches * chunks,
+                phases=4 if recompute else 3,
             )
             assert math.isclose(facts.bubble, simulate(schedule).idle_over_ideal, abs_tol=1e-12)
-            ticks, placement = ticks_of(name, stages, microbatches, chunks, send_latency)
+            ticks, placement = ticks_of(name, stages, microbatches, chunks, send_latency, recompute)
             assert facts_of(ticks, stages, placement, send_latency) == facts
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_many_micro_batches_extend_linearly(name):
+def test_many_micro_batches_extend_linearly(name, recompute):
     for send_latency, stages, chunks in itertools.product((1, 2), (2, 3, 4, 5), chunks_of(name)):
         if send_latency == 2 and (stages in (2, 5) or chunks == 3):
             continue
         for microbatches in (4 * stages + 1, 5 * stages, 7 * stages - 1):
-            direct = dataclasses.asdict(table_facts(make_schedule(name, stages, microbatches, chunks, send_latency)))
-            extended = dataclasses.asdict(schedule_facts(name, stages, microbatches, chunks, send_latency))
+            sizes = (stages, microbatches, chunks, send_latency, recompute)
+            direct = dataclasses.asdict(table_facts(make_schedule(name, *sizes)))
+            extended = dataclasses.asdict(schedule_facts(name, *sizes))
             loose = {"recompute_span": 0.03 if send_latency == 1 else 0.04}
             if send_latency == 2 and name in ("v-half", "v-min"):
                 loose |= dict.fromkeys(("num_ticks", "span", "sends"), 0.07)

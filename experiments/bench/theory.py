@@ -113,7 +113,7 @@ def over_cp(config: RunConfig, stage: Stage) -> float:
     exchanging, gathers = parallel.cp_split
     groups, shape = parallel.mesh.cp // exchanging, ModelShape.of(config.model)
     layer = cp_traffic(shape, rows, groups, exchanging, gathers, parallel.mesh.tp, item, wide)
-    return microbatches * stage.layers * (layer.forward * (2 if parallel.remat_every else 1) + layer.backward)
+    return microbatches * stage.layers * (layer.forward * (2 if parallel.recomputes else 1) + layer.backward)
 
 
 def over_tp(config: RunConfig, stage: Stage) -> float:
@@ -121,7 +121,7 @@ def over_tp(config: RunConfig, stage: Stage) -> float:
     parallel, model = config.parallel, config.model
     item, _, wide = itemsizes(config)
     rows, microbatches = rows_of_a_microbatch(config)
-    shape, recompute, cp = ModelShape.of(model), parallel.remat_every > 0, parallel.mesh.cp
+    shape, recompute, cp = ModelShape.of(model), parallel.recomputes, parallel.mesh.cp
     layer = tp_traffic(shape, rows, parallel.mesh.tp, parallel.sp, recompute, cp, recomputed="needed").elements
     tokens, around = rows * model.seq_len / cp, 2 * share(parallel.mesh.tp)
     ends = (stage.embeds + stage.heads) * tokens * model.width * around  # embedding forward, head backward

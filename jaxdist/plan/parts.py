@@ -42,7 +42,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OneRank:
-    """One rank of `tp`, `cp` and `ep`, with micro-batches of `rows` sequences, and what a run tells the model."""
+    """One rank of `tp`, `cp` and `ep`, with micro-batches of `rows` sequences, and what a run tells the model.
+
+    swaps: what a ring sends is swapped in pairs, as in a pipeline."""
 
     model: Model
     tp: int
@@ -51,6 +53,7 @@ class OneRank:
     sp: bool = False
     cp: int = 1
     cp_kind: str = "ring"
+    swaps: bool = False
     ep: int = 1
     experts_over_tp: bool = False
     tp_ring: str = "none"
@@ -69,6 +72,7 @@ class OneRank:
             sp=parallel.sp and mesh.tp > 1,
             cp=mesh.cp,
             cp_kind=parallel.cp_kind,
+            swaps=parallel.split.swaps and mesh.cp > 1,
             ep=mesh.ep,
             experts_over_tp=parallel.experts_over_tp and mesh.tp > 1,
             tp_ring=parallel.tp_ring,
@@ -90,6 +94,7 @@ class OneRank:
         layout = make_layout(model, parallel)
         attention = model.attention_for(attention, "abstract", dtype, training=True)
         bound = ShardedModel.of(config, layout, "cudnn-traced" if attention == "cudnn" else attention)
+        bound = replace(bound, ctx=replace(bound.ctx, split=replace(bound.ctx.split, swaps=self.swaps)))
         specs = Batch(*[layout.rows_spec()] * 3)
         tokens = jax.ShapeDtypeStruct((dp * self.rows, model.seq_len), jnp.int32)
         numbers = jax.ShapeDtypeStruct((dp * self.rows,), jnp.int32)

@@ -235,7 +235,8 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
         c.every > 0,
         table.num_b_residuals * -(-table.depth // every) * x + table.num_b_to_w * table.depth * (b_to_w + w_residuals),
         table.depth
-        * (table.num_b_residuals * b_residuals + table.num_w_residuals * w_residuals + table.num_b_to_w * b_to_w),
+        * (table.num_b_residuals * b_residuals + table.num_w_residuals * w_residuals + table.num_b_to_w * b_to_w)
+        + table.num_inputs * x,
     )
     # With overlap the last micro-batch is a program of its own, and compilers keep its buffers beside the others'.
     scanned = scanned * np.where(overlapped & (c.accumulate > 1), 2, 1)

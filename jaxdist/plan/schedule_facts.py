@@ -8,6 +8,7 @@ of many micro-batches are extended from small ones. Tests hold the numbers again
 Ticks as in docs/schedules.md: one F, B or W of one chunk each, every stage waiting for its neighbours.
 """
 
+import math
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -17,7 +18,7 @@ from jaxdist.parallel.pipeline.builders import recipe
 from jaxdist.parallel.pipeline.schedules import Schedule
 
 NEVER = 1 << 30
-SPAN_COSTS = np.array([1, 2, 1])  # ticks' time of F, B and W where B runs the forward again
+SPAN_COSTS = np.array([1, 2, 1, 1])  # ticks' time of F, B, W and R where B runs the forward again
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ScheduleFacts:
 
     span: lock-step time, in ticks' time; recompute_span: where B runs the forward of its chunk again. sends: ticks at
     which any stage sends to the next, plus those at which any sends to the one before. work: micro-batches × chunks.
+    phases: 3, or 4 with R, before which an input alone is held.
     """
 
     num_ticks: int
@@ -33,15 +35,17 @@ class ScheduleFacts:
     recompute_span: int
     sends: int
     num_messages: int
+    num_inputs: int
     num_b_residuals: int
     num_w_residuals: int
     num_b_to_w: int
     work: int
+    phases: int = 3
 
     @property
     def bubble(self) -> float:
         """Idle over ideal time."""
-        return self.span / (3 * self.work) - 1
+        return self.span / (self.phases * self.work) - 1
 
     @property
     def recompute_bubble(self) -> float:
@@ -51,7 +55,7 @@ class ScheduleFacts:
 
 @cache
 def schedule_facts(
-    name: str, num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int = 1
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int = 1, recompute: bool = False
 ) -> ScheduleFacts:
     """Of a named schedule. From four rounds of the stages on, extended linearly from two smaller tables.
 
@@ -59,11 +63,12 @@ def schedule_facts(
     with send_latency 2), and the times of v-half and v-min with send_latency 2, off by up to 7 %.
     """
     if num_microbatches <= 4 * num_stages:
-        ticks, placement = ticks_of(name, num_stages, num_microbatches, num_chunks, send_latency)
+        ticks, placement = ticks_of(name, num_stages, num_microbatches, num_chunks, send_latency, recompute)
         return facts_of(ticks, num_stages, placement, send_latency)
     base = 3 * num_stages + num_microbatches % num_stages
     rounds = (num_microbatches - base) // num_stages
-    low, high = (schedule_facts(name, num_stages, base - n * num_stages, num_chunks, send_latency) for n in (1, 0))
+    sizes = (num_chunks, send_latency, recompute)
+    low, high = (schedule_facts(name, num_stages, base - n * num_stages, *sizes) for n in (1, 0))
     return ScheduleFacts(
         **{
             field.name: getattr(high, field.name) + rounds * (getattr(high, field.name) - getattr(low, field.name))
@@ -74,7 +79,7 @@ def schedule_facts(
 
 def table_facts(schedule: Schedule) -> ScheduleFacts:
     """Read from a table."""
-    ticks = np.full((3, schedule.num_microbatches, schedule.num_parts), NEVER)
+    ticks = np.full((len(schedule.phases), schedule.num_microbatches, schedule.num_parts), NEVER)
     for tick, row in enumerate(schedule.table):
         for stage, action in enumerate(row):
             if action is not None:
@@ -89,9 +94,10 @@ def stage_of(num_stages: int, num_parts: int, placement: str) -> np.ndarray:
 
 
 def facts_of(ticks: np.ndarray, num_stages: int, placement: str, send_latency: int = 1) -> ScheduleFacts:
-    """ticks[kind, micro-batch, part]: when each action runs."""
-    _, num_microbatches, num_parts = ticks.shape
-    f, b, w = ticks
+    """ticks[kind, micro-batch, part]: when each action runs; four kinds where the schedule recomputes."""
+    phases, num_microbatches, num_parts = ticks.shape
+    f, b, w = ticks[:3]
+    saved = ticks[3] if phases == 4 else f  # when residuals are
     num_ticks = int(w.max()) + 1
     stages = np.broadcast_to(stage_of(num_stages, num_parts, placement), f.shape)
 
@@ -114,7 +120,7 @@ def facts_of(ticks: np.ndarray, num_stages: int, placement: str, send_latency: i
     def span(costs) -> int:
         """As `simulate` in lock-step, with links that take no time."""
         table = np.zeros((num_ticks, num_stages), int)
-        for kind, cost in enumerate(costs):
+        for kind, cost in enumerate(costs[:phases]):
             table[ticks[kind], stages] = cost
         start = end = np.zeros(num_stages, int)
         for row in table:
@@ -130,14 +136,16 @@ def facts_of(ticks: np.ndarray, num_stages: int, placement: str, send_latency: i
         sends = num_ticks * (int(onward.any()) + int(back.any()))
     return ScheduleFacts(
         num_ticks=num_ticks,
-        span=num_ticks if send_latency == 1 else span((1, 1, 1)),
+        span=num_ticks if send_latency == 1 else span((1, 1, 1, 1)),
         recompute_span=span(SPAN_COSTS),
         sends=sends,
         num_messages=most(sent + np.where(sender == receiver, 1, send_latency), used, receiver),
-        num_b_residuals=most(f, b, stages),
-        num_w_residuals=most(f, w, stages),
+        num_inputs=most(f, ticks[3], stages) if phases == 4 else 0,
+        num_b_residuals=most(saved, b, stages),
+        num_w_residuals=most(saved, w, stages),
         num_b_to_w=most(b, w, stages),
         work=num_microbatches * (num_parts // num_stages),
+        phases=phases,
     )
 
 
@@ -145,23 +153,25 @@ def facts_of(ticks: np.ndarray, num_stages: int, placement: str, send_latency: i
 
 
 def ticks_of(
-    name: str, num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int = 1
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int = 1, recompute: bool = False
 ) -> tuple[np.ndarray, str]:
     """(ticks[kind, micro-batch, part], placement) of a named schedule: those of `make_schedule`."""
-    empty, (orders, limit, run_ahead) = recipe(name, num_stages, num_microbatches, num_chunks, send_latency)
-    run = _Run(num_stages, num_microbatches, num_chunks, empty.placement, orders, send_latency)
+    sizes = (num_stages, num_microbatches, num_chunks, send_latency, recompute)
+    empty, (orders, limit, run_ahead) = recipe(name, *sizes)
+    run = _Run(num_stages, num_microbatches, num_chunks, empty.placement, orders, send_latency, recompute)
     return (run.fused() if limit is None else run.filled(limit, run_ahead)), empty.placement
 
 
 class _Run:
     """Stages that go through their orders, a tick at a time; `ticks` is flat, with one entry that is always there."""
 
-    def __init__(self, num_stages, num_microbatches, num_chunks, placement, orders, send_latency):
+    def __init__(self, num_stages, num_microbatches, num_chunks, placement, orders, send_latency, recompute):
         self.num_stages, self.num_microbatches, self.send_latency = num_stages, num_microbatches, send_latency
         self.num_parts = num_stages * num_chunks
         self.placement = placement
-        self.shape = (3, num_microbatches, self.num_parts)
-        self.ticks = np.full(3 * num_microbatches * self.num_parts + 1, NEVER)
+        self.shape = (3 + recompute, num_microbatches, self.num_parts)
+        self.before_b = 3 if recompute else 0  # the kind that B needs of its own
+        self.ticks = np.full(math.prod(self.shape) + 1, NEVER)
         self.ticks[-1] = -send_latency
         self.length = np.array([len(order) for order in orders])
         depth = int(self.length.max())
@@ -194,7 +204,7 @@ class _Run:
             return np.where(self.stages[other.clip(0, self.num_parts - 1)] == stage, 1, send_latency)
 
         before = np.where(part > 0, self.at(0, micro, part - 1), nothing)
-        own = np.where(kind == 1, self.at(0, micro, part), self.at(1, micro, part))
+        own = self.at(np.array([0, self.before_b, 1, 0])[kind], micro, part)
         after = np.where(part < self.num_parts - 1, self.at(2 if fused else 1, micro, part + 1), nothing)
         first = np.where(kind == 0, before, own), np.where(kind == 0, wait(part - 1, self.send_latency), 1)
         return first, (np.where(kind == 1, after, nothing), wait(part + 1, max(1, self.send_latency - fused)))
@@ -223,7 +233,7 @@ class _Run:
         position, forwards, held, paid, owes = (np.zeros(self.num_stages, int) for _ in range(5))
         owed = np.zeros((self.num_stages, self.num_microbatches * self.num_parts + 1), int)  # entries of W, in order
         chunk_0 = self.part_of(self.every, np.zeros(self.num_stages, int))
-        left, tick = 3 * self.num_microbatches * self.num_parts, 0
+        left, tick = math.prod(self.shape), 0
         while left:
             while (skip := (position < self.length) & (self.ticks[own[self.every, position]] < NEVER)).any():
                 position += skip
@@ -239,13 +249,13 @@ class _Run:
             self.ticks[own[here][ordered]] = tick
             self.ticks[owed[self.every, paid][weights]] = tick
             self.ticks[self.at(0, forwards, chunk_0)[early]] = tick
-            ran_f, ran_b = (ordered & is_f) | early, ordered & ~is_f
+            ran_f, ran_b = (ordered & is_f) | early, ordered & (self.kind[here] == 1)
             owed[self.every[ran_b], owes[ran_b]] = self.at(2, self.micro[here], self.part[here])[ran_b]
             held += ran_f
             held -= weights
             forwards += (ordered & is_f & (self.chunk[here] == 0)) | early
             owes += ran_b
             paid += weights
-            left -= int(ran_f.sum() + ran_b.sum() + weights.sum())
+            left -= int((ordered | early | weights).sum())
             tick += 1
         return self.ticks[:-1].reshape(self.shape)

@@ -34,7 +34,7 @@ from jaxdist.plan.time_model import Efficiency, Layout, StepTime, efficiency_of,
 
 BLOCK = 1 << 15  # layouts made and scored at a time: their columns stay in the cache
 INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
-INTEGERS += ("every", "selective", "overlap", "kind")
+INTEGERS += ("every", "selective", "recompute", "overlap", "kind")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
 EXCHANGE = "ulysses"  # the kind of cp that exchanges heads
 OWN_KIND = len(CP_KINDS)  # in the column `kind`: the run's own `cp_kind`
@@ -48,7 +48,8 @@ class Candidates:
 
     keep: ZeRO-3 without dropping weights after forward. schedule: index in `builders.NAMES`, or OWN; where pp is 1
     it is that of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
-    micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed.
+    micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed;
+    recompute: a chunk is, in an R of the schedule's.
     overlap: a layer's gradients, and ZeRO-3's weights, are sent while another layer computes; in a
     pipeline, messages between stages do. kind: index in `config.CP_KINDS`, or OWN_KIND; 0 where cp is 1.
     """
@@ -69,6 +70,7 @@ class Candidates:
     rows: np.ndarray
     every: np.ndarray
     selective: np.ndarray
+    recompute: np.ndarray
     overlap: np.ndarray
     kind: np.ndarray
 
@@ -86,7 +88,7 @@ class Candidates:
         return MeshShape(**{axis: int(getattr(self, axis)[index]) for axis in AXES})
 
     def remat(self, index: int) -> str:
-        return remat_name(int(self.every[index]), int(self.selective[index]))
+        return remat_name(int(self.every[index]), int(self.selective[index]), int(self.recompute[index]))
 
     def schedule_name(self, index: int, base: ParallelConfig) -> str:
         return base.schedule if self.schedule[index] == OWN else NAMES[self.schedule[index]]
@@ -140,6 +142,7 @@ class Candidates:
             "rows": config.batch_size // (mesh.replica * mesh.dp * parallel.accumulate * micro),
             "every": parallel.remat_every,
             "selective": parallel.remat == "selective",
+            "recompute": parallel.remat == "chunk",
             "overlap": parallel.overlap,
             "kind": CP_KINDS.index(parallel.cp_kind) if parallel.cp_kind in CP_KINDS else OWN_KIND,
         }
@@ -162,9 +165,10 @@ def kind_name(kind: int, base: ParallelConfig) -> str:
     return base.cp_kind if kind == OWN_KIND else CP_KINDS[kind]
 
 
-def remat_name(every: int, selective: int) -> str:
+def remat_name(every: int, selective: int, recompute: int) -> str:
     """The word of `ParallelConfig.remat`."""
-    return {0: "selective" if selective else "none", 1: "block"}.get(every, f"every-{every}")
+    alone = "chunk" if recompute else "selective" if selective else "none"
+    return {0: alone, 1: "block"}.get(every, f"every-{every}")
 
 
 def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str = "adamw") -> list[dict[str, int]]:
@@ -230,7 +234,7 @@ def layouts_of_mesh(
     # (sp, kind of context parallelism)
     sps = [0, 1] if mesh["tp"] > 1 and model.seq_len // mesh["cp"] % mesh["tp"] == 0 else [0]
     splits = [(sp, CP_KINDS.index(kind)) for sp in sps for kind in context_kinds(model, MeshShape(**mesh))]
-    # (schedule, chunks, every, selective)
+    # (schedule, chunks, every, selective, recompute)
     if pp == 1:
         # As many groups as a larger K has layers keep no more, and gather ZeRO-3's weights no more often.
         few = [size for size in divisors(model.num_blocks) if size**2 <= model.num_blocks]
@@ -241,7 +245,7 @@ def layouts_of_mesh(
             for index, kind in enumerate(SCHEDULES.values())
             for chunks in (_chunk_counts(model.num_blocks, pp) if kind.any_chunks else [kind.chunks])
             if pp * chunks <= model.num_blocks
-            for again in _remats(_group_sizes(-(-model.num_blocks // (pp * chunks))))
+            for again in (*_remats(_group_sizes(-(-model.num_blocks // (pp * chunks)))), (0, 0, 1))
         ]
     # (microbatches, accumulate, rows)
     cuts = [
@@ -255,7 +259,7 @@ def layouts_of_mesh(
     layers, states, splits, cuts = map(np.array, (layers, states, splits, cuts))
     for start in range(0, math.prod(shape), block):
         layer, state, split, cut = np.unravel_index(np.arange(start, min(start + block, math.prod(shape))), shape)
-        schedule, chunks, every, selective = layers[layer].T
+        schedule, chunks, every, selective, recompute = layers[layer].T
         zero, keep, overlap = states[state].T
         micro, accumulate, rows = cuts[cut].T
         sp, kind = splits[split].T
@@ -271,11 +275,12 @@ def layouts_of_mesh(
             rows=rows,
             every=every,
             selective=selective,
+            recompute=recompute,
             overlap=overlap,
             kind=kind,
         )
         legal = (overlap == 0) | (pp > 1) | ((every <= 1) & (keep == 0))
-        legal &= (keep == 0) | (every == 0)  # recomputed blocks are gathered again all the same
+        legal &= (keep == 0) | ((every == 0) & (recompute == 0))  # recomputed blocks are gathered again all the same
         # A ring, and attention to keys that are gathered, keep no scores to recompute.
         legal &= (selective == 0) | (mesh["cp"] == 1) | (kind == CP_KINDS.index(EXCHANGE))
         # From two rounds of its stages on, one pass of these holds as much as two, and fills and drains once.
@@ -290,9 +295,9 @@ def _chunk_counts(num_layers: int, pp: int) -> list[int]:
     return sorted(fewest.values())
 
 
-def _remats(group_sizes: list[int]) -> list[tuple[int, int]]:
-    """(every, selective): none, selective, and every group size."""
-    return [(0, 0), (0, 1), *((size, 0) for size in group_sizes)]
+def _remats(group_sizes: list[int]) -> list[tuple[int, int, int]]:
+    """(every, selective, recompute): none, selective, and every group size."""
+    return [(0, 0, 0), (0, 1, 0), *((size, 0, 0) for size in group_sizes)]
 
 
 @cache
@@ -372,6 +377,7 @@ class Pipelines:
     bubble: np.ndarray
     sends: np.ndarray
     num_messages: np.ndarray
+    num_inputs: np.ndarray
     num_b_residuals: np.ndarray
     num_w_residuals: np.ndarray
     num_b_to_w: np.ndarray
@@ -383,20 +389,26 @@ def pipelines(config: RunConfig, layouts: Candidates) -> Pipelines:
     """The facts of every layout's schedule, and the layers of its largest and of its last part."""
     model = config.model
     again = (layouts.every > 0).astype(int)
-    kinds, index = distinct(
-        layouts.pp, layouts.schedule, layouts.microbatches, layouts.chunks, again, layouts.overlap * (layouts.pp > 1)
-    )
+    overlap = layouts.overlap * (layouts.pp > 1)
+    sizes = (layouts.pp, layouts.schedule, layouts.microbatches, layouts.chunks)
+    kinds, index = distinct(*sizes, again, overlap, layouts.recompute)
     rows = []
-    for pp, schedule, micro, chunks, again, overlap in kinds:
+    for pp, schedule, micro, chunks, again, overlap, recompute in kinds:
         parts = config.part_layers if schedule == OWN else divide_layers(model.num_blocks, pp * chunks)
-        row = (0.0, 0.0, 0, 0, 0, 0)
+        row = (0.0, 0.0, 0, 0, 0, 0, 0)
         if pp > 1:
             if schedule == OWN:
                 facts = table_facts(config.parallel.pipeline)
             else:
-                facts = schedule_facts(NAMES[schedule], pp, micro, chunks, 1 + overlap)
+                facts = schedule_facts(NAMES[schedule], pp, micro, chunks, 1 + overlap, bool(recompute))
             bubble = facts.recompute_bubble if again else facts.bubble
-            slots = (facts.num_messages, facts.num_b_residuals, facts.num_w_residuals, facts.num_b_to_w)
+            slots = (
+                facts.num_messages,
+                facts.num_inputs,
+                facts.num_b_residuals,
+                facts.num_w_residuals,
+                facts.num_b_to_w,
+            )
             row = (bubble, facts.sends / micro, *slots)
         rows.append((*row, max(parts), parts[-1]))
     columns = np.array(rows)[index].T
@@ -496,13 +508,13 @@ def exchanged_columns(base: RunConfig, layouts: Candidates) -> np.ndarray:
 def weight_gathers(layouts: Candidates) -> np.ndarray:
     """How often a micro-batch gathers a layer's ZeRO-3 weights. A test compares it with the trace."""
     alone = layouts.pp == 1
-    thrice = layouts.every > 1  # forward, forward again, backward
+    thrice = (layouts.every > 1) | (layouts.recompute == 1)  # forward, forward again, backward
     return np.where(thrice, 3, np.where(alone & (layouts.keep == 1), 1, 2))
 
 
 def remat_names(layouts: Candidates) -> np.ndarray:
     """The words of `ParallelConfig.remat`, as a column."""
-    kinds, index = distinct(layouts.every, layouts.selective)
+    kinds, index = distinct(layouts.every, layouts.selective, layouts.recompute)
     return np.array([remat_name(*kind) for kind in kinds])[index]
 
 
@@ -642,7 +654,7 @@ def _likely(attention: str, layers: list[tuple], splits: list[tuple], cuts: list
     if attention == "cudnn" and exchange in kinds:
         kinds = {exchange}
     most = max(micro for micro, _, _ in cuts)
-    layers = [row for row in layers if attention == "xla" or not row[-1]]
+    layers = [row for row in layers if attention == "xla" or not row[3]]
     return layers, [(sp, kind) for kind in sorted(kinds)], [cut for cut in cuts if cut[0] >= min(pp, most)]
 
 

@@ -9,6 +9,7 @@ prints.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from typing import NamedTuple
 
@@ -108,6 +109,14 @@ def runs_of(schedule: Schedule, num_layers: tuple[int, ...]) -> dict[str, np.nda
     }
 
 
+class Again(IntEnum):
+    """How a layer's forward runs again in backward: not at all, alone, or in a loop over several."""
+
+    NONE = 0
+    ALONE = 1
+    TOGETHER = 2
+
+
 class _Step:
     """The messages of one step. `runs`: how often a step does each thing, by the names of the executor's loops."""
 
@@ -127,6 +136,12 @@ class _Step:
         self.outer = {name: part for name, part in layout.leaves.items() if name != STACKED}
         self.layer_leaves = [leaf.layer() for leaf in jax.tree.leaves(layout.leaves[STACKED])]
         self.parts = traffic_of(OneRank.of(config))
+
+    @property
+    def layers_again(self) -> Again:
+        if not self.parallel.recomputes:
+            return Again.NONE
+        return Again.ALONE if self.parallel.remat_every == 1 else Again.TOGETHER
 
     def live(self, *axes: str) -> tuple[str, ...]:
         return tuple(axis for axis in axes if self.mesh.size(axis) > 1)
@@ -154,15 +169,15 @@ class _Step:
 
     def activations(self) -> list[Message]:
         """What the parts of the model send over tp, as often as each runs."""
-        every, layers, parts = self.parallel.remat_every, self.runs[Loop.LAYERS_FORWARD], self.parts
+        again, layers, parts = self.layers_again, self.runs[Loop.LAYERS_FORWARD], self.parts
         # A loop over several layers that run again computes the last one's result too.
-        again = parts.layer.forward if every > 1 else parts.layer.recomputed if every else ()
+        sent_again = {Again.NONE: (), Again.ALONE: parts.layer.recomputed, Again.TOGETHER: parts.layer.forward}[again]
         found = (
             ("embedding, forward", self.runs[Loop.EMBED], parts.embed.forward),
-            ("layers, forward", layers, parts.layer.alone if every else parts.layer.forward),
+            ("layers, forward", layers, parts.layer.alone if again else parts.layer.forward),
             ("loss, forward", self.runs[Loop.HEAD], parts.loss.forward),
             ("loss, backward", self.runs[Loop.HEAD], parts.loss.backward),
-            ("layers, recomputed", layers, again),
+            ("layers, recomputed", layers, sent_again),
             ("layers, backward", layers, parts.layer.backward),
             ("embedding, backward", self.runs[Loop.EMBED], parts.embed.backward),
         )
@@ -230,7 +245,7 @@ class _Step:
         where it is no larger than the activation. With overlap each layer is gathered whole both times, but the last,
         whose backward comes next.
         """
-        every = self.parallel.remat_every
+        together = self.layers_again == Again.TOGETHER
         weights = [("forward", every_leaf)]
         if self.parallel.overlap_layers:
             return [*weights, ("backward", every_leaf)]
@@ -239,13 +254,13 @@ class _Step:
             again = sum(math.prod(leaf.compute_local) * self.item for leaf in read) > self.parts.x_bytes
             return [
                 *weights,
-                *[("recomputed", every_leaf)] * (every > 1),
+                *[("recomputed", every_leaf)] * together,
                 ("B", every_leaf),
                 *[("W", every_leaf)] * again,
             ]
-        if every:
-            weights.append(("recomputed", every_leaf if every > 1 else self.is_read_again))
-        if self.parallel.reshard_after_forward and every != 1:
+        if self.layers_again:
+            weights.append(("recomputed", every_leaf if together else self.is_read_again))
+        if self.parallel.reshard_after_forward and self.layers_again != Again.ALONE:
             weights.append(("backward", is_matrix))
         return weights
 

@@ -48,9 +48,9 @@ def flops_per_token(config: RunConfig) -> tuple[float, float]:
     A layer that runs again by itself stops before its last product, whose result no gradient needs; selective
     recomputation repeats the scores, and not their product with the values, for the same reason.
     """
-    work, every = work_of(config.model), config.parallel.remat_every
+    work, parallel = work_of(config.model), config.parallel
     layer, scores = sum(p.flops for p in work.layer), sum(p.flops for p in work.layer if p.batched) / 2
-    again = layer - work.layer[-1].flops if every == 1 else layer
-    if not every:
-        again = scores if config.parallel.remat == "selective" else 0.0
+    again = layer - work.layer[-1].flops if parallel.remat_every == 1 else layer
+    if not parallel.recomputes:
+        again = scores if parallel.remat == "selective" else 0.0
     return work.flops_per_token, work.num_layers * again

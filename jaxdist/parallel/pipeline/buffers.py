@@ -15,6 +15,7 @@ class Buffer(StrEnum):
     """Names of the functions that make the buffers; they stay in the program, where their sizes are read."""
 
     MESSAGES = "messages"
+    INPUTS = "inputs"
     B_RESIDUALS = "b_residuals"
     W_RESIDUALS = "w_residuals"
     B_TO_W = "b_to_w"

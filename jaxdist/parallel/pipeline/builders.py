@@ -99,7 +99,7 @@ def _fill(empty: Schedule, orders: list[list[Action]], limit: int, run_ahead: bo
         return None
 
     table: list[tuple[Action | None, ...]] = []
-    while len(done) < 3 * empty.num_microbatches * empty.num_parts:
+    while len(done) < len(empty.phases) * empty.num_microbatches * empty.num_parts:
         tick = len(table)
         table.append(tuple(choose(stage) for stage in range(num_stages)))
         for stage, action in enumerate(table[tick]):
@@ -111,7 +111,7 @@ def _fill(empty: Schedule, orders: list[list[Action]], limit: int, run_ahead: bo
                 forwards[stage] += action.chunk == 0
             elif action.phase == Phase.B:
                 deferred[stage].append(action._replace(phase=Phase.W))
-            else:
+            elif action.phase == Phase.W:
                 deferred[stage].popleft()
                 held[stage] -= 1
     schedule = dataclasses.replace(empty, table=tuple(table))
@@ -125,7 +125,7 @@ def _fill(empty: Schedule, orders: list[list[Action]], limit: int, run_ahead: bo
 class Recipe(NamedTuple):
     """The order of actions of every stage, from which a named schedule is made.
 
-    limit None: `from_orders`. Otherwise `_fill`, from orders of F and B, with at most `limit` chunks in flight.
+    limit None: `from_orders`. Otherwise `_fill`, from orders of F and B (and R), with at most `limit` chunks in flight.
     """
 
     orders: list[list[Action]]
@@ -278,19 +278,32 @@ NAMES = tuple(SCHEDULES)
 
 
 def make_schedule(
-    name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None, send_latency: int = 1
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int | None = None,
+    send_latency: int = 1,
+    recompute: bool = False,
 ) -> Schedule:
     """One of `NAMES` for S stages and M micro-batches, checked. num_chunks None: the schedule's own default.
 
+    recompute: with an R before every B, as soon as the stage has nothing else to do before that B: it needs no message,
+    so it fills the time in which the stage waits for one.
     Raises: ConfigError for an unknown name, sizes below 1, a number of chunks that the schedule cannot have, and a
         send_latency other than 1 and 2.
     """
-    empty, (orders, limit, run_ahead) = recipe(name, num_stages, num_microbatches, num_chunks, send_latency)
+    sizes = (num_stages, num_microbatches, num_chunks, send_latency, recompute)
+    empty, (orders, limit, run_ahead) = recipe(name, *sizes)
     return from_orders(empty, orders) if limit is None else _fill(empty, orders, limit, run_ahead)
 
 
 def recipe(
-    name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None, send_latency: int = 1
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int | None = None,
+    send_latency: int = 1,
+    recompute: bool = False,
 ) -> tuple[Schedule, Recipe]:
     """The schedule without its table, and what `make_schedule` makes the table from; raises as it does."""
     if name not in SCHEDULES:
@@ -304,7 +317,7 @@ def recipe(
             f"Use {kind.chunks}, or schedule interleaved",
         )
     sizes = (num_stages, num_microbatches, num_chunks)
-    empty = Schedule(name, *sizes, kind.placement, (), kind.fused_backward, send_latency)
+    empty = Schedule(name, *sizes, kind.placement, (), kind.fused_backward, send_latency, recompute)
     check_sizes(empty)
     if (size := math.prod(sizes)) > MOST_CELLS:
         raise ConfigError(
@@ -312,4 +325,12 @@ def recipe(
             f"a table is made one action at a time, for at most {MOST_CELLS:,} together, and this is {size:,}",
             "Use fewer micro-batches, and accumulate more of them",
         )
-    return empty, kind.make(empty)
+    made = kind.make(empty)
+    if recompute:
+        made = made._replace(orders=[[each for a in order for each in _with_r(a)] for order in made.orders])
+    return empty, made
+
+
+def _with_r(action: Action) -> list[Action]:
+    """The action, and before a B its R."""
+    return [action._replace(phase=Phase.R), action] if action.phase == Phase.B else [action]

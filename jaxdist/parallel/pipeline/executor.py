@@ -1,9 +1,9 @@
 """Run any pipeline schedule: one `lax.scan` over its table, in which each stage runs its own action at each tick.
 
-An action is F (forward of one micro-batch through one chunk of layers), B (its input gradient) or W (its weight
-gradient), so a tick costs about one unit on every stage that has work, and nothing on a stage that is idle. The
-residuals that F saves for B and W, and the values that B saves for W, are in buffers with as many slots as the schedule
-ever has in flight.
+An action is F (forward of one micro-batch through one chunk of layers), B (its input gradient), W (its weight
+gradient) or R (forward again, where the schedule recomputes), so a tick costs about one unit on every stage that has
+work, and nothing on a stage that is idle. The residuals that F (or R) saves for B and W, and the values that B saves
+for W, are in buffers with as many slots as the schedule ever has in flight.
 
 Each phase is a loop that runs as many times as the table says on this stage: once for each layer of the chunk, or not
 at all. (A `lax.switch` over the phases would be simpler, but XLA copies the buffers that its branches change, where a
@@ -84,13 +84,16 @@ def pipeline_gradients(
         num_layers: layers of each part of the model, in model order, where some have fewer than L; the rows beyond
             them are padding: never read, and their gradient is 0.
         seed: the gradient is that of seed times the summed loss.
-        recompute_every: 0 saves what backward needs; K saves the input of every K layers and runs them again in B.
+        recompute_every: 0 saves what backward needs; K saves the input of every K layers and runs them again in B. A
+            schedule with R saves the input of every chunk, and R runs it again.
         dtype: in which gradients are summed over micro-batches; None: that of the weights.
     Returns: (loss, in the dtype of `last`, d_shared, d_layers).
     Raises: ConfigError for a schedule that is invalid or for another number of stages, chunks or micro-batches.
     """
     if not isinstance(recompute_every, int) or recompute_every < 0:
         raise ConfigError(f"recompute_every={recompute_every}", "it is a number of layers, or 0", "Use 0, 1, 2, ...")
+    if recompute_every and schedule.recompute:
+        raise ConfigError(f"recompute_every={recompute_every}", "the schedule recomputes in its R", "Use 0")
     run = _Runner.make(stages, schedule, (shared, layers, fixed, micros), num_layers, recompute_every, axis)
     lowered = lower(schedule)
     state = run.scan(lowered.instructions, partial(run.run_action, jnp.asarray(seed)), run.initial(lowered, dtype))
@@ -131,10 +134,11 @@ def pipeline(stage_fn: Callable, loss_fn: Callable, schedule: Schedule, axis: st
 
 class _State(NamedTuple):
     """The scan's carry: messages[slots, ...], lists of pools, the sums so far; with send_latency 2 also the last tick's
-    message, which is sent during the next."""
+    message, which is sent during the next; where the schedule recomputes inputs[slots, ...] of chunks."""
 
     messages: jax.Array
     outgoing: jax.Array | None
+    inputs: jax.Array | None
     b_residuals: list
     w_residuals: list
     b_to_w: list
@@ -158,6 +162,7 @@ class _Runner:
     depth: int
     counts: jax.Array
     recompute_every: int | None
+    recomputes: bool
     send_latency: int
     axis: str
 
@@ -196,6 +201,7 @@ class _Runner:
             depth=depth,
             counts=layers_per_chunk(schedule, num_layers, axis),
             recompute_every=recompute_every,
+            recomputes=schedule.recompute,
             send_latency=schedule.send_latency,
             axis=axis,
         )
@@ -216,7 +222,12 @@ class _Runner:
             d_shared, d_layers = jax.tree.map(lambda w: self.zeros(type_of(w), dtype=dtype), (self.shared, self.layers))
         messages = named(Buffer.MESSAGES, self.zeros, self.x, (max(lowered.num_messages, 1),))
         outgoing = self.zeros(self.x) if self.send_latency == 2 else None
-        return _State(messages, outgoing, b_residuals, w_residuals, b_to_w, d_shared, d_layers, self.zeros(self.loss))
+        inputs = None
+        if self.split is not None and self.recomputes:
+            inputs = named(Buffer.INPUTS, self.zeros, self.x, (lowered.num_inputs,))
+        return _State(
+            messages, outgoing, inputs, b_residuals, w_residuals, b_to_w, d_shared, d_layers, self.zeros(self.loss)
+        )
 
     def pool(self, num_slots: int, types: Sequence, length: int | None = None) -> list[Pool]:
         """An empty pool for each type."""
@@ -281,8 +292,13 @@ class _Runner:
     def run_action(self, seed: jax.Array, state: _State, row: Instructions):
         micro, value = pick(self.micros, row.microbatch), pick(state.messages, jnp.maximum(row.slot_in, 0))
         value = self.embed(row, value)
-        value, state = (self.forward_inputs if self.recompute_every else self.forward)(row, micro, value, state)
+        if self.recomputes:
+            value, state = self.forward_input(row, micro, value, state)
+        else:
+            value, state = (self.forward_inputs if self.recompute_every else self.forward)(row, micro, value, state)
         value, state = self.head(seed, row, micro, value, state)
+        if self.recomputes:
+            state = self.again(row, micro, state)
         value, state = (self.backward_again if self.recompute_every else self.backward)(row, micro, value, state)
         value, state = self.embed_gradient(row, micro, value, state)
         return self.weight_gradient(row, state), value
@@ -315,8 +331,25 @@ class _Runner:
         active = (row.phase == Phase.F) & (row.first == 1)
         return self.loop(Loop.EMBED, active.astype(jnp.int32), body, value)
 
-    def forward(self, row, micro, value, state: _State):
-        """F of every layer, saving what backward needs."""
+    def forward_input(self, row, micro, value, state: _State):
+        """F of every layer, saving the input of the first."""
+        inputs = put(state.inputs, jnp.where(row.phase == Phase.F, row.slot_x, NOWHERE), value)
+        value = self.for_layers(
+            Loop.LAYERS_FORWARD,
+            row,
+            Phase.F,
+            lambda x, layer: self.stages.passing(*self.weights(row, layer), micro, x),
+            value,
+        )
+        return value, state._replace(inputs=inputs)
+
+    def again(self, row, micro, state: _State) -> _State:
+        """R of every layer, saving what backward needs; its result is nobody's."""
+        x = pick(state.inputs, jnp.maximum(row.slot_x, 0))
+        return self.forward(row, micro, x, state, Loop.LAYERS_AGAIN, Phase.R)[1]
+
+    def forward(self, row, micro, value, state: _State, name=Loop.LAYERS_FORWARD, phase=Phase.F):
+        """F (or R) of every layer, saving what backward needs."""
 
         def body(carry, layer):
             x, b_residuals, w_residuals = carry
@@ -324,7 +357,7 @@ class _Runner:
             return x, store(b_residuals, row.slot_b, layer, new_b), store(w_residuals, row.slot_w, layer, new_w)
 
         carry = (value, state.b_residuals, state.w_residuals)
-        value, b_residuals, w_residuals = self.for_layers(Loop.LAYERS_FORWARD, row, Phase.F, body, carry)
+        value, b_residuals, w_residuals = self.for_layers(name, row, phase, body, carry)
         return value, state._replace(b_residuals=b_residuals, w_residuals=w_residuals)
 
     def forward_inputs(self, row, micro, value, state: _State):

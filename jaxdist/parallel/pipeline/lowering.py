@@ -39,10 +39,10 @@ class Instructions(NamedTuple):
     """A schedule as the executor reads it: int32[ticks, S] each; a slot of -1 stands for none.
 
     phase: that of the action, 0 where the stage idles. first, last: whether the chunk is the first or last part of the
-    model. slot_in: the slot of the action's input among the messages. slot_b, slot_w, slot_bw: the slots of the
-    residuals that F saves for B, of those that F saves for W, and of the values that B saves for W. from_before,
-    from_after, from_self: the slot for the message that arrives by the end of the tick from the stage before, the stage
-    after, and this stage.
+    model. slot_in: the slot of the action's input among the messages. slot_x: of the input that F saves for R. slot_b,
+    slot_w, slot_bw: the slots of the residuals that F (or R) saves for B, of those for W, and of the values that B
+    saves for W. from_before, from_after, from_self: the slot for the message that arrives by the end of the tick from
+    the stage before, the stage after, and this stage.
     """
 
     phase: Any
@@ -51,6 +51,7 @@ class Instructions(NamedTuple):
     first: Any
     last: Any
     slot_in: Any
+    slot_x: Any
     slot_b: Any
     slot_w: Any
     slot_bw: Any
@@ -65,6 +66,7 @@ class Lowered:
 
     instructions: Instructions
     num_messages: int
+    num_inputs: int
     num_b_residuals: int
     num_w_residuals: int
     num_b_to_w: int
@@ -84,7 +86,9 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
     )
     when = {(a.phase, a.microbatch, schedule.part(stage, a.chunk)): (tick, stage)
             for tick, row in enumerate(table) for stage, a in enumerate(row) if a is not None}  # fmt: skip
-    messages, b_residuals, w_residuals, b_to_w = ([Slots() for _ in range(schedule.num_stages)] for _ in range(4))
+    pools = [[Slots() for _ in range(schedule.num_stages)] for _ in range(5)]
+    messages, inputs, b_residuals, w_residuals, b_to_w = pools
+    saves = Phase.R if schedule.recompute else Phase.F
     final, sent = schedule.num_parts - 1, []
 
     for (phase, micro, part), (tick, stage) in sorted(when.items(), key=lambda item: item[1]):
@@ -92,7 +96,10 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
         for name, value in (("phase", phase), ("microbatch", micro), ("chunk", chunk),
                             ("first", part == 0), ("last", part == final)):  # fmt: skip
             getattr(out, name)[tick, stage] = value
-        if phase == Phase.F and not forward_only:
+        if phase == Phase.F and schedule.recompute and not forward_only:
+            r_tick = when[Phase.R, micro, part][0]
+            out.slot_x[tick, stage] = out.slot_x[r_tick, stage] = inputs[stage].reserve(tick, r_tick)
+        if phase == saves and not forward_only:
             b_tick, w_tick = when[Phase.B, micro, part][0], when[Phase.W, micro, part][0]
             out.slot_b[tick, stage] = out.slot_b[b_tick, stage] = b_residuals[stage].reserve(tick, b_tick)
             slot = w_residuals[stage].reserve(tick, w_tick)
@@ -115,7 +122,7 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
         out.slot_in[use_tick, receiver] = slot
         getattr(out, way)[arrives, receiver] = slot
 
-    return Lowered(out, *(max(slots.count for slots in pool) for pool in (messages, b_residuals, w_residuals, b_to_w)))
+    return Lowered(out, *(max(slots.count for slots in pool) for pool in pools))
 
 
 def forwards(schedule: Schedule) -> list[list[Action | None]]:

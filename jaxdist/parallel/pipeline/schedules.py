@@ -10,6 +10,10 @@ use its result from the next tick on, another stage `send_latency` ticks later:
     F of part p needs F of part p-1 of the same micro-batch
     B of part p needs its own F, and B of part p+1 (with `fused_backward`: W of part p+1)
     W of part p needs its own B (with `fused_backward`: at the very next tick)
+
+With `recompute` F keeps its input alone, and an action R (recompute) runs it again:
+
+    R of part p needs its own F, and B of part p needs its own R
 """
 
 import math
@@ -22,7 +26,7 @@ from jaxdist.errors import ConfigError
 
 
 class Phase(IntEnum):
-    """The three actions of a schedule."""
+    """The actions of a schedule; R where it recomputes."""
 
     F = 1
     """Forward."""
@@ -30,6 +34,8 @@ class Phase(IntEnum):
     """Backward: the input gradient."""
     W = 3
     """Backward: the weight gradient."""
+    R = 4
+    """Forward again, for what F did not keep."""
 
 
 class Action(NamedTuple):
@@ -54,6 +60,7 @@ class Schedule:
         upstream waits for both.
     send_latency: ticks after which another stage can use a result: 1 if messages are sent between two ticks, 2 if they
         are sent during a tick, while stages compute.
+    recompute: each chunk's forward runs again, in an R of its own.
     """
 
     name: str
@@ -64,6 +71,12 @@ class Schedule:
     table: tuple[tuple[Action | None, ...], ...] = ()
     fused_backward: bool = False
     send_latency: int = 1
+    recompute: bool = False
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Those that every micro-batch and part has one action of."""
+        return tuple(phase for phase in Phase if phase != Phase.R or self.recompute)
 
     @property
     def num_ticks(self) -> int:
@@ -93,12 +106,14 @@ class Schedule:
             source, source_chunk = self.place(part - 1)
             inputs.append((source, Action(Phase.F, microbatch, source_chunk)))
         if phase == Phase.B:
-            inputs.append((stage, Action(Phase.F, microbatch, chunk)))
+            inputs.append((stage, Action(Phase.R if self.recompute else Phase.F, microbatch, chunk)))
             if part < self.num_parts - 1:
                 source, source_chunk = self.place(part + 1)
                 inputs.append((source, Action(Phase.W if self.fused_backward else Phase.B, microbatch, source_chunk)))
         if phase == Phase.W:
             inputs.append((stage, Action(Phase.B, microbatch, chunk)))
+        if phase == Phase.R:
+            inputs.append((stage, Action(Phase.F, microbatch, chunk)))
         return inputs
 
     def earliest(self, stage: int, source: int, needed: Action, tick: float) -> float:

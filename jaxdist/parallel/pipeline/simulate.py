@@ -43,6 +43,8 @@ def check_sizes(schedule: Schedule) -> None:
 def check_action(schedule: Schedule, where: str, action: Action) -> None:
     if not isinstance(action.phase, Phase):
         raise ConfigError(f"{where}: {action.phase!r}", "an action has a phase", "Use Phase.F, Phase.B or Phase.W")
+    if action.phase not in schedule.phases:
+        raise ConfigError(f"{where}: {action}", "the schedule recomputes nothing", "Take it out, or set recompute")
     for what, index, size in (
         ("micro-batch", action.microbatch, schedule.num_microbatches),
         ("chunk", action.chunk, schedule.num_chunks),
@@ -56,7 +58,7 @@ def check_action(schedule: Schedule, where: str, action: Action) -> None:
 
 
 def validate(schedule: Schedule) -> None:
-    """Check that every F, B and W of every micro-batch and part runs once, after all its inputs have arrived.
+    """Check that every action of every micro-batch and part runs once, after all its inputs have arrived.
 
     Raises: ConfigError naming the first violation by tick, stage, micro-batch and chunk. Shape, ranges and duplicate
         actions are checked first, then missing actions, then the order.
@@ -83,7 +85,7 @@ def validate(schedule: Schedule) -> None:
                 )
             done[stage, action] = tick
     for microbatch in range(schedule.num_microbatches):
-        for phase in Phase:
+        for phase in schedule.phases:
             for part in range(schedule.num_parts):
                 stage, chunk = schedule.place(part)
                 if (stage, action := Action(phase, microbatch, chunk)) not in done:
@@ -113,16 +115,17 @@ def validate(schedule: Schedule) -> None:
 
 
 def held_chunks(schedule: Schedule, until: Phase = Phase.W) -> list[list[int]]:
-    """[tick][stage]: (micro-batch, chunk) pairs whose F has begun and whose `until` (B or W) has not yet ended.
+    """[tick][stage]: (micro-batch, chunk) pairs whose F has begun and whose `until` (B or W) has not yet ended; with
+    recompute whose R has begun, before which the input of the chunk alone is held.
 
     One chunk stands for the activations of 1/num_chunks of a stage's layers for one micro-batch.
     """
     if until not in (Phase.B, Phase.W):
         raise ConfigError(f"in flight until {until!r}", "activations are held until B or W", "Use Phase.B or Phase.W")
-    held, now = [], [0] * schedule.num_stages
+    held, now, begins = [], [0] * schedule.num_stages, Phase.R if schedule.recompute else Phase.F
     for row in schedule.table:
         for stage, action in enumerate(row):
-            now[stage] += action is not None and action.phase == Phase.F
+            now[stage] += action is not None and action.phase == begins
         held.append(list(now))
         for stage, action in enumerate(row):
             now[stage] -= action is not None and action.phase == until
@@ -136,25 +139,31 @@ def in_flight(schedule: Schedule, until: Phase = Phase.W) -> list[int]:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any other unit of time) that F, B and W of one chunk take on a stage."""
+    """Seconds (or any other unit of time) that F, B, W and R of one chunk take on a stage; an R as long as an F, unless
+    told otherwise."""
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weights: float = 1.0
+    recompute: float | None = None
 
     def __post_init__(self):
-        times = (self.forward, self.backward_input, self.backward_weights)
+        times = (self.forward, self.backward_input, self.backward_weights, self.again)
         if not (all(0 <= time <= LONGEST for time in times) and sum(times) > 0):
             raise ConfigError(
-                f"a chunk whose F, B and W take {', '.join(map(str, times))}",
+                f"a chunk whose F, B, W and R take {', '.join(map(str, times))}",
                 f"times are from 0 to {LONGEST:g}, and not all 0",
                 "Use the seconds of one chunk for one micro-batch",
             )
 
+    @property
+    def again(self) -> float:
+        return self.forward if self.recompute is None else self.recompute
+
     def of(self, action: Action | None) -> float:
         if action is None:
             return 0.0
-        return {Phase.F: self.forward, Phase.B: self.backward_input, Phase.W: self.backward_weights}[action.phase]
+        return (self.forward, self.backward_input, self.backward_weights, self.again)[action.phase - 1]
 
 
 @dataclass(frozen=True, eq=False)

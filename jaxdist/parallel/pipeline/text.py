@@ -49,9 +49,9 @@ def parse(text: str, source: str = "table") -> Schedule:
     """The schedule written in `text`, checked. `source` is its name in error messages, and if `text` gives none.
 
     One line per stage, with cells as `draw` writes them, separated by blanks (F3:0 and F3:1 are read too); a stage with
-    a shorter line idles at the end. A line may begin with its stage's number and a colon; # starts a comment. Words
-    such as placement=v on lines of their own set what the cells do not show; by default placement=loop, fused=no, hop=1
-    (`send_latency`), and as many chunks and micro-batches as the cells name.
+    a shorter line idles at the end; one R makes a table that recomputes. A line may begin with its stage's number and a
+    colon; # starts a comment. Words such as placement=v on lines of their own set what the cells do not show; by
+    default placement=loop, fused=no, hop=1 (`send_latency`), and as many chunks and micro-batches as the cells name.
 
     Raises: ConfigError naming the line and cell that cannot be read, and as `validate`.
     """
@@ -86,6 +86,7 @@ def parse(text: str, source: str = "table") -> Schedule:
         table=tuple(zip(*(line + [None] * (num_ticks - len(line)) for line in lines), strict=True)),
         fused_backward=header.get("fused", "no") == "yes",
         send_latency=_header_size(header, "hop", 1, source),
+        recompute=any(action.phase == Phase.R for action in actions),
     )
     validate(schedule)
     return schedule
@@ -121,11 +122,11 @@ def _header_size(header: dict[str, str], key: str, seen: int, source: str) -> in
 def parse_cell(word: str, where: str) -> Action | None:
     if word == ".":
         return None
-    match = re.fullmatch(r"([FBW])(\d{1,9})(?::(\d{1,9}))?|([fbw])(\d{1,9})", word, re.ASCII)
+    match = re.fullmatch(r"([FBWR])(\d{1,9})(?::(\d{1,9}))?|([fbwr])(\d{1,9})", word, re.ASCII)
     if match is None:
         raise ConfigError(
             f"{where}: {word!r}",
-            "a cell is F, B or W with a micro-batch, small letters for chunk 1, or a point where the stage idles",
+            "a cell is F, B, W or R with a micro-batch, small letters for chunk 1, or a point where the stage idles",
             "Write F3, f3, F3:2 or .",
         )
     phase, microbatch, chunk, small, small_microbatch = match.groups()

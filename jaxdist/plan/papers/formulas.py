@@ -341,13 +341,13 @@ def state_bytes(
 def remat_columns(remat: str | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(selective, every): whether the attention core alone is recomputed, and blocks recomputed together (0: none).
 
-    remat: "none", "selective", "block" (every-1) or "every-K", or an array of such words.
+    remat: "none", "selective", "block" (every-1), "chunk" (counted as block) or "every-K", or an array of such words.
     Raises: ConfigError for another word.
     """
     words, index = np.unique(np.asarray(remat, dtype=str), return_inverse=True)
     every = []
     for word in words:
-        number = {"none": "0", "selective": "0", "block": "1"}.get(word, word.removeprefix("every-"))
+        number = {"none": "0", "selective": "0", "block": "1", "chunk": "1"}.get(word, word.removeprefix("every-"))
         if not (number.isascii() and number.isdigit()) or (word.startswith("every-") and int(number) < 1):
             raise ConfigError(
                 f"remat={str(word)!r}",
