@@ -66,6 +66,8 @@ class Figures:
     """Activations in flight on the worst stage, in those of a stage's layers for one micro-batch."""
     lock_step: float
     """Seconds, where every stage waits for both neighbours at every tick."""
+    pairs: float
+    """Seconds, where a message holds up its sender and its receiver alone."""
     textbook: float
     """Seconds, waiting only for what is needed."""
 
@@ -131,6 +133,7 @@ def measure(flags: SchedulesFlags, schedule: Schedule) -> Figures:
         table.idle_share,
         max(in_flight(schedule)) / schedule.num_chunks,
         simulate(schedule, costs, flags.link, "ticks").makespan,
+        simulate(schedule, costs, flags.link, "pairs").makespan,
         simulate(schedule, costs, flags.link, "dependencies").makespan,
     )
 
@@ -142,7 +145,7 @@ def ratio(value: float, baseline: float) -> str:
 def print_comparison(rows: list[Figures], baseline: Figures, console: Console) -> None:
     schedule = baseline.schedule
     figures = ("chunks", "ticks", "idle / ideal", "idle share", "bubble / 1F1B's")
-    more = ("peak in flight", "/ 1F1B's", "lock-step s", "textbook s")
+    more = ("peak in flight", "/ 1F1B's", "lock-step s", "in pairs s", "textbook s")
     table = Rows("schedule", *figures, *more)
     for row in rows:
         table.add_row(
@@ -155,6 +158,7 @@ def print_comparison(rows: list[Figures], baseline: Figures, console: Console) -
             f"{row.peak:g}",
             ratio(row.peak, baseline.peak),
             f"{row.lock_step:g}",
+            f"{row.pairs:g}",
             f"{row.textbook:g}",
         )
     console.print(
@@ -165,7 +169,8 @@ def print_comparison(rows: list[Figures], baseline: Figures, console: Console) -
         "A tick is one action of one chunk. Bubbles and memory are of the table, every action one tick. In flight: the"
         " worst stage, in activations of a stage's layers for one micro-batch, from the start of F (of R, where it is"
         " recomputed) to the end of W."
-        " Lock-step waits for both ring neighbours after every tick (the executor at most); textbook only for inputs.",
+        " Lock-step waits for both ring neighbours after every tick (the executor at most); in pairs for those that a"
+        " message connects, as on GPUs; textbook only for inputs.",
         style="dim",
     )
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint.logical import from_logical, to_logical
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.layout import Leaf
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.gpt2 import GPT2
@@ -276,3 +277,17 @@ def test_every_layer_has_one_row_where_its_part_lies(name, parts):
         part = schedule.part(*divmod(number, schedule.num_chunks))
         layers = list(range(sum(parts[:part]), sum(parts[: part + 1])))
         assert list(rows[at : at + depth]) == layers + [-1] * (depth - len(layers))
+
+
+def test_recomputing_chunks_is_a_pipelines(tmp_path):
+    with pytest.raises(ConfigError, match="Use remat=block"):
+        ParallelConfig(MeshShape(dp=2), remat="chunk")
+    path = tmp_path / "table.txt"
+    path.write_text("0: F0 R0 .  .  B0 W0\n1: .  F0 R0 B0 W0\n")
+    two = {"mesh": MeshShape(pp=2), "schedule": str(path), "microbatches": 1}
+    assert ParallelConfig(**two, remat="chunk").pipeline.recompute
+    with pytest.raises(ConfigError, match="Use remat=chunk"):
+        ParallelConfig(**two)
+    path.write_text("0: F0 .  .  B0 W0\n1: .  F0 B0 W0\n")
+    with pytest.raises(ConfigError, match="Use another remat than chunk"):
+        ParallelConfig(**two, remat="chunk")

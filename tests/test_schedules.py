@@ -477,6 +477,65 @@ def test_an_uneven_stage_sets_the_pace():
     assert simulate(schedule, slow, waiting="dependencies").makespan <= 6 * 32 + 3 * 3
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_r_runs_between_its_f_and_its_b(name):
+    """Of every micro-batch and chunk, and holds its residuals from there on: never more than without, and where a V is
+    not in between less."""
+    for stages, microbatches, send_latency in ((2, 5, 1), (4, 8, 1), (4, 8, 2), (3, 2, 1)):
+        schedule = make_schedule(name, stages, microbatches, send_latency=send_latency, recompute=True)
+        when = {
+            (stage, action): tick
+            for tick, row in enumerate(schedule.table)
+            for stage, action in enumerate(row)
+            if action is not None
+        }
+        again = [(stage, action) for stage, action in when if action.phase == Phase.R]
+        assert len(again) == microbatches * schedule.num_parts and len(when) == 4 * len(again)
+        for stage, action in again:
+            f, r, b = (when[stage, action._replace(phase=phase)] for phase in (Phase.F, Phase.R, Phase.B))
+            assert f < r < b
+        assert parse(draw(schedule)) == schedule
+        plain = make_schedule(name, stages, microbatches, send_latency=send_latency)
+        assert max(in_flight(schedule)) <= max(in_flight(plain))
+        # A tick is a unit again, where a B that runs the forward lasts two and lock-step makes the others wait.
+        if send_latency == 1 and microbatches >= stages:
+            assert simulate(schedule).makespan < simulate(plain, Costs(1, 2, 1)).makespan
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_that_wait_in_pairs_are_between_lock_step_and_what_is_needed(name):
+    """The three ways to wait, with actions of different times; and of a message that takes long both ends wait for it."""
+    for recompute, costs, link in itertools.product((False, True), (Costs(), Costs(1, 2, 1), Costs(2, 1, 3)), (0, 0.5)):
+        schedule = make_schedule(name, 4, 8, recompute=recompute)
+        ticks, pairs, needed = (
+            simulate(schedule, costs, link, waiting).makespan for waiting in ("ticks", "pairs", "dependencies")
+        )
+        assert pairs <= ticks
+        # A textbook's fused backward sends after its W, the executor after B.
+        assert schedule.fused_backward or needed <= pairs
+        late = make_schedule(name, 4, 8, send_latency=2, recompute=recompute)
+        assert simulate(late, costs, link, "pairs").makespan == simulate(late, costs, link).makespan
+
+
+def test_a_message_holds_up_its_two_ends_alone():
+    """Stage 0 is slow once; stage 1 waits for its message, stage 2 does not."""
+    schedule = parse("stages=3 microbatches=1\n0: F0 . . . . B0 W0\n1: . F0 . . B0 . W0\n2: . . F0 B0 W0 . .")
+    pairs = simulate(schedule, [Costs(5, 1, 1), Costs(), Costs()], waiting="pairs")
+    assert pairs.start[1].tolist() == [5, 5, 0] and pairs.end[2].tolist() == [5, 6, 7]
+    assert simulate(schedule, [Costs(5, 1, 1), Costs(), Costs()]).start[1].tolist() == [5, 5, 5]
+
+
+def test_an_r_in_a_table_is_for_every_b():
+    table = "0: F0 R0 B0 W0 F1 {} B1 W1"
+    assert parse(table.format("R1")).recompute
+    with pytest.raises(ConfigError, match="R of micro-batch 1, chunk 0 is missing"):
+        parse(table.format("."))
+    with pytest.raises(ConfigError, match="the schedule recomputes nothing"):
+        validate(dataclasses.replace(parse(table.format("R1")), recompute=False))
+    with pytest.raises(ConfigError, match="it needs R of micro-batch 0"):
+        parse("0: F0 B0 R0 W0")
+
+
 def test_costs_and_links_that_cannot_be():
     schedule = make_schedule("1f1b", 2, 2)
     for costs in ((-1, 1, 1), (0, 0, 0), (1, math.inf, 1)):

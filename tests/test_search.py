@@ -197,7 +197,8 @@ def every_setting(model, devices, batch):
                 continue
             if overlap and mesh.pp * mesh.dp * mesh.replica * mesh.cp == 1:
                 continue
-            for remat, accumulate in itertools.product(("none", "selective", "block", "every-2", "every-3"), (1, 2, 3)):
+            remats = ("none", "selective", "block", "every-2", "every-3", "chunk")
+            for remat, accumulate in itertools.product(remats, (1, 2, 3)):
                 if remat == "selective" and mesh.cp > 1 and kind != "ulysses":
                     continue
                 if overlap and mesh.pp > 1 and accumulate > 1:  # whatever a pass is, its messages are its own
@@ -486,6 +487,15 @@ def test_each_phase_holds_what_it_is_said_to_hold():
     kept = layer_memory(OneRank(config.model, 1, ROWS, PrecisionConfig("bfloat16"), attention="xla"))
     layer = 32 * (kept.b_to_w + kept.w_residuals)
     assert found.activations == (2 * slots.num_b_residuals + slots.num_messages) * x + 3 * slots.num_b_to_w * layer
+    # With an R of its own: the inputs of chunks, and from R on what a layer keeps.
+    found, number, config = memory_of("pp=2", 64, remat="chunk", microbatches=2)
+    slots = lower(config.parallel.pipeline)
+    assert slots.num_inputs == 2 and slots.num_b_residuals == 1
+    kept = [
+        slots.num_b_residuals * kept.b_residuals + slots.num_w_residuals * kept.w_residuals,
+        slots.num_b_to_w * kept.b_to_w,
+    ]
+    assert found.activations == (slots.num_inputs + slots.num_messages) * x + 3 * 32 * sum(kept)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -541,6 +551,7 @@ RANKS = [
     ("llama3-8b", 8192, {"tp": 8, "sp": True}),
     ("llama3-8b", 8192, {"cp": 8, "cp_kind": "ulysses"}),
     ("llama3-8b", 8192, {"tp": 4, "sp": True, "cp": 2, "cp_kind": "ulysses", "selective": True}),
+    ("llama3-8b", 8192, {"tp": 4, "sp": True, "cp": 8, "cp_kind": "ulysses"}),
     pytest.param("llama3-8b", 131_072, {"cp": 32}, marks=pytest.mark.exhaustive),
     pytest.param("llama3-8b", 131_072, {"tp": 8, "sp": True, "cp": 64}, marks=pytest.mark.exhaustive),
 ]

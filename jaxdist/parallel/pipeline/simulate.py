@@ -208,6 +208,9 @@ def simulate(
         and starts the next tick when its own action and both messages are done. The executor does the same, but skips
         the messages of ticks at which no stage receives any, so it is never slower. With send_latency 2 a stage
         exchanges the results of the previous tick while it computes: a tick ends when both are done.
+    waiting "pairs" is lock-step of those alone that a message connects: a permute holds up its sender and its receiver
+        until both are there, and nobody else, as on GPUs. With send_latency 2 there is one on every link at every tick,
+        so this is "ticks".
     waiting "dependencies" is the textbook: an action starts when its stage is free and its inputs have arrived; a
         message to another stage takes `link` and occupies no stage.
 
@@ -222,19 +225,22 @@ def simulate(
         )
     if not 0 <= link <= LONGEST:
         raise ConfigError(f"a link of {link} seconds", f"a message takes from 0 to {LONGEST:g}", "Use 0 or more")
-    if waiting not in ("ticks", "dependencies"):
-        raise ConfigError(f"waiting {waiting!r}", "there is no such way", "Use ticks or dependencies")
+    if waiting not in ("ticks", "pairs", "dependencies"):
+        raise ConfigError(f"waiting {waiting!r}", "there is no such way", "Use ticks, pairs or dependencies")
 
     start = np.zeros((schedule.num_ticks, num_stages))
     end = np.zeros_like(start)
+    partners = _partners(schedule) if waiting == "pairs" and schedule.send_latency == 1 else None
     finished: dict[tuple[int, Action], float] = {}
     for tick, row in enumerate(schedule.table):
         for stage, action in enumerate(row):
             arrivals = [0.0]
             if tick > 0:
                 arrivals.append(end[tick - 1, stage])
-            if tick > 0 and waiting == "ticks":
+            if tick > 0 and waiting != "dependencies":
                 neighbours = {(stage - 1) % num_stages, (stage + 1) % num_stages} - {stage}
+                if partners is not None:
+                    neighbours = partners[tick - 1][stage]
                 if schedule.send_latency == 1:
                     arrivals += [end[tick - 1, neighbour] + link for neighbour in neighbours]
                 elif neighbours:
@@ -250,3 +256,17 @@ def simulate(
             if action is not None:
                 finished[stage, action] = end[tick, stage]
     return Simulation(start, end)
+
+
+def _partners(schedule: Schedule) -> list[list[set[int]]]:
+    """[tick][stage]: the stages that it sends to or receives from after the tick."""
+    found = [[set() for _ in range(schedule.num_stages)] for _ in schedule.table]
+    for tick, row in enumerate(schedule.table):
+        for stage, action in enumerate(row):
+            if action is None or action.phase not in (Phase.F, Phase.B):
+                continue
+            part = schedule.part(stage, action.chunk) + (1 if action.phase == Phase.F else -1)
+            if 0 <= part < schedule.num_parts and (other := schedule.place(part)[0]) != stage:
+                found[tick][stage].add(other)
+                found[tick][other].add(stage)
+    return found
