@@ -504,7 +504,7 @@ def test_r_runs_between_its_f_and_its_b(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_that_wait_in_pairs_are_between_lock_step_and_what_is_needed(name):
-    """The three ways to wait, with actions of different times; and of a message that takes long both ends wait for it."""
+    """The three ways to wait, with actions of different times; both ends of a message that takes long wait for it."""
     for recompute, costs, link in itertools.product((False, True), (Costs(), Costs(1, 2, 1), Costs(2, 1, 3)), (0, 0.5)):
         schedule = make_schedule(name, 4, 8, recompute=recompute)
         ticks, pairs, needed = (
