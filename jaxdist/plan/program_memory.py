@@ -178,7 +178,7 @@ def _few_ranks(rank: OneRank) -> list[tuple[str, int]]:
     if rank.experts_over_tp or small or any(dim % heads for dim in dims_that_may_stay_whole(rank.model)):
         return []
     # A ring's first round and its last are programs of their own.
-    return [("cp", 8 if rank.cp_kind == "ring" else 2), ("tp", 2 if rank.sp else 1)]
+    return [("cp", 8 if rank.cp_kind == "ring" else 2), ("tp", 2)]
 
 
 @cache
