@@ -177,7 +177,8 @@ class Compared:
         if self.theirs.layouts.parallel(0) == self.ours.layouts.parallel(0):
             said = "The published layout is recommended"
         else:
-            said = f"The recommended layout takes {abs(self.gain):.0%} {'less' if self.gain > 0 else 'more'}"
+            more = "less" if self.gain > 0 else "more"
+            said = f"The recommended layout takes {abs(self.gain):.0%} {more}" if abs(self.gain) >= 0.005 else "As fast"
             said += f": {', '.join(self.differences())}" if self.differences() else ""
         if not self.theirs.fits[0]:
             said += f"; the published one needs more than {limit:.0f} GiB in this program"
