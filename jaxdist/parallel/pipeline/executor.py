@@ -305,14 +305,7 @@ class _Runner:
 
     def run_forward_action(self, state: _State, row: Instructions):
         micro, value = pick(self.micros, row.microbatch), pick(state.messages, jnp.maximum(row.slot_in, 0))
-        value = self.embed(row, value)
-        value = self.for_layers(
-            Loop.LAYERS_FORWARD,
-            row,
-            Phase.F,
-            lambda x, layer: self.stages.layer(*self.weights(row, layer), micro, x),
-            value,
-        )
+        value = self.pass_on(self.stages.layer, row, micro, self.embed(row, value))
         loss = self.run_if(
             Loop.HEAD,
             (row.phase == Phase.F) & (row.last == 1),
@@ -334,17 +327,16 @@ class _Runner:
     def forward_input(self, row, micro, value, state: _State):
         """F of every layer, saving the input of the first."""
         inputs = put(state.inputs, jnp.where(row.phase == Phase.F, row.slot_x, NOWHERE), value)
-        value = self.for_layers(
-            Loop.LAYERS_FORWARD,
-            row,
-            Phase.F,
-            lambda x, layer: self.stages.passing(*self.weights(row, layer), micro, x),
-            value,
+        return self.pass_on(self.stages.passing, row, micro, value), state._replace(inputs=inputs)
+
+    def pass_on(self, function: Callable, row, micro, value):
+        """F of every layer, saving nothing."""
+        return self.for_layers(
+            Loop.LAYERS_FORWARD, row, Phase.F, lambda x, layer: function(*self.weights(row, layer), micro, x), value
         )
-        return value, state._replace(inputs=inputs)
 
     def again(self, row, micro, state: _State) -> _State:
-        """R of every layer, saving what backward needs; its result is nobody's."""
+        """R of every layer, saving what backward needs; its result is dropped."""
         x = pick(state.inputs, jnp.maximum(row.slot_x, 0))
         return self.forward(row, micro, x, state, Loop.LAYERS_AGAIN, Phase.R)[1]
 
