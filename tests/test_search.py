@@ -385,8 +385,8 @@ def test_what_a_search_leaves_out_is_not_the_best(preset, devices, batch, card, 
     assert quick.num_fitting and quick.num_layouts < whole.num_layouts / 1.5
     (first, *_), (best, *_) = rank(quick), rank(whole)
     assert quick.config(first) == whole.config(best) or quick.time.total[first] == whole.time.total[best]
-    # Nor does it leave out what needs much less memory.
-    assert quick.memory.total.min() < 1.15 * whole.memory.total[whole.fits].min()
+    # Nor does it leave out what would free a hundredth of a card.
+    assert quick.memory.total.min() - whole.memory.total.min() < 0.01 * usable_bytes(cluster)
 
 
 def test_blocks_of_any_size_give_the_same_search():
