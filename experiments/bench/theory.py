@@ -87,7 +87,8 @@ def sent_in_theory(config: RunConfig) -> float:
 def over_data(config: RunConfig, stage: Stage) -> float:
     """Gradients and weights: ZeRO, arXiv 1910.02054, section 7; across replicas: arXiv 2304.11277, section 3.2.2.
 
-    With sp, gradients of what tp ranks hold alike are summed over tp in the same message: arXiv 2205.05198.
+    With sp, gradients of what tp ranks hold alike are summed over tp in the same message: arXiv 2205.05198. A chunk
+    that is recomputed apart from its backward gathers its weights a third time.
     """
     parallel = config.parallel
     mesh, zero = parallel.mesh, parallel.zero
@@ -101,7 +102,8 @@ def over_data(config: RunConfig, stage: Stage) -> float:
     if not zero:
         return summed
     of_gradients = {1: 1, 2: m, 3: m}[zero]
-    of_weights = {1: 1, 2: 1, 3: 2 * m if parallel.reshard_after_forward else m}[zero]
+    uses = 3 if parallel.remat == "chunk" else 2
+    of_weights = {1: 1, 2: 1, 3: uses * m if parallel.reshard_after_forward else m}[zero]
     return summed + (of_gradients * reduced + of_weights * item) * stage.parameters * share(shards)
 
 
