@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import errno
 import io
+import math
 import os
 import re
 import shlex
@@ -33,7 +34,7 @@ from jaxdist.models.base import Model
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import SIZES, ModelFlags, class_name, fault_in, name_of, source_digest
 from jaxdist.runtime import processes
-from jaxdist.runtime.devices import DeviceChoice
+from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 from jaxdist.runtime.signals import EXIT_SIGNAL
 
 from .config_file import read_flags
@@ -76,8 +77,31 @@ class CommonFlags(SettingFlags, ModelFlags):
     """auto simulates the mesh on the CPU where there are too few accelerators."""
 
     def run_config(self) -> RunConfig:
-        """The validated configuration. Raises: ConfigError."""
-        return make_config(self.model_config(), {setting.flag: getattr(self, setting.flag) for setting in SETTINGS})
+        """The validated configuration; --remat auto is what it chose. Raises: ConfigError."""
+        values = {setting.flag: getattr(self, setting.flag) for setting in SETTINGS}
+        words = self.remat.split("-")
+        if words[0] != "auto":
+            return make_config(self.model_config(), values)
+        return self.with_remat(make_config(self.model_config(), values | {"remat": "none"}), _gib(words[1:]))
+
+    def with_remat(self, config: RunConfig, gib: float | None) -> RunConfig:
+        """The configuration with what backward repeats chosen, within so many GiB of a device; None: what it has."""
+        from jaxdist.plan.fit_remat import fit_on_devices
+
+        return fit_on_devices(config, acquire_devices(config.parallel.mesh.num_devices, self.device), gib)
+
+
+def _gib(words: list[str]) -> float | None:
+    """The number of --remat auto-24, None of --remat auto."""
+    if not words:
+        return None
+    try:
+        found = float("-".join(words))
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise ConfigError(f"--remat auto-{'-'.join(words)}", "it says GiB of a device", "Use --remat auto-24")
+    return found
 
 
 @dataclass(frozen=True)

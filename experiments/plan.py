@@ -31,6 +31,7 @@ from jaxdist.placement import make_layout
 from jaxdist.plan import explain
 from jaxdist.plan.cost import CENTURY_HOURS, Cost, duration
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
+from jaxdist.plan.fit_remat import fit_remat
 from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, price
 from jaxdist.plan.proof.compile import has_cuda_compiler, require_compiler, without_devices
 from jaxdist.plan.proof.levels import Levels, levels
@@ -135,6 +136,13 @@ class PlanFlags(CommonFlags, FileFlags):
     """How many rows of the table to trace or compile."""
     dump_hlo: str | None = None
     """Folder for the text of compiled programs."""
+
+    def with_remat(self, config: RunConfig, gib: float | None) -> RunConfig:
+        """For --hardware, and its memory."""
+        hardware = hardware_for(self)
+        cluster = cluster_of_mesh(self, hardware, config.parallel.mesh.num_devices)
+        limit = usable_bytes(cluster) if gib is None else gib * GIB
+        return fit_remat(config, cluster, limit, attention_on(hardware, config), efficiency_for(self, hardware)).config
 
 
 @dataclass(frozen=True)
@@ -290,8 +298,7 @@ def ask(flags: PlanFlags) -> Question:
     rate_known = flags.lr is not None or flags.optimizer == "adamw"
     flags, tokens, recipe_notes = with_recipe(flags, rate_known)
     config = flags.run_config()
-    platform, dtype = "tpu" if "TPU" in hardware.title else "gpu", config.precision.dtype
-    attention = config.model.attention_for(config.attention, platform, dtype, training=True)
+    attention = attention_on(hardware, config)
     if attention == "xla":
         notes.append("Attention writes its scores out (flash attention cannot run here): they count as memory.")
     elif attention == "blocked":
@@ -308,8 +315,24 @@ def ask(flags: PlanFlags) -> Question:
         notes=tuple(notes),
         recipe_notes=tuple(recipe_notes),
         rate_known=rate_known,
-        efficiency=read_efficiency(flags.efficiencies) if flags.efficiencies else efficiency_of(hardware.name),
+        efficiency=efficiency_for(flags, hardware),
     )
+
+
+def cluster_of_mesh(flags: PlanFlags, hardware: Accelerator, devices: int) -> Cluster:
+    """The cluster that --mesh fills, and --nodes may name."""
+    per_node = flags.devices_per_node or hardware.devices_per_node
+    nodes = flags.nodes or -(-devices // per_node)
+    return Cluster(hardware, nodes, min(per_node, devices) if flags.nodes is None else per_node)
+
+
+def efficiency_for(flags: PlanFlags, hardware: Accelerator) -> Efficiency:
+    return read_efficiency(flags.efficiencies) if flags.efficiencies else efficiency_of(hardware.name)
+
+
+def attention_on(hardware: Accelerator, config: RunConfig) -> str:
+    platform = "tpu" if "TPU" in hardware.title else "gpu"
+    return config.model.attention_for(config.attention, platform, config.precision.dtype, training=True)
 
 
 def refuse_unused(flags: PlanFlags) -> None:
@@ -639,9 +662,7 @@ def report_layout(flags: PlanFlags, question: Question) -> Plan:
     """The same report for the one layout that --mesh and the other flags name."""
     config = question.base
     devices = config.parallel.mesh.num_devices
-    per_node = flags.devices_per_node or question.hardware.devices_per_node
-    nodes = flags.nodes or -(-devices // per_node)
-    cluster = Cluster(question.hardware, nodes, min(per_node, devices) if flags.nodes is None else per_node)
+    cluster = cluster_of_mesh(flags, question.hardware, devices)
     if devices != cluster.num_devices:
         raise ConfigError(
             f"--mesh {config.parallel.mesh} on {cluster.num_nodes} nodes of {cluster.devices_per_node}",
@@ -676,7 +697,7 @@ def row_layout(found: Scored, index: int) -> dict:
         "sp": bool(layouts.sp[index]),
         "cp_kind": layouts.cp_kind(index, base) if layouts.cp[index] > 1 else None,
         "overlap": bool(layouts.overlap[index]),
-        "remat": layouts.remat(index),
+        "remat": layouts.remat(index, found.base.parallel),
         "schedule": layouts.schedule_name(index, base) if pipelined else None,
         "chunks": int(layouts.chunks[index]),
         "microbatches": int(layouts.microbatches[index]),

@@ -71,6 +71,7 @@ STRATEGIES = [
     Strategy("remat-selective", "", {"remat": "selective"}),
     Strategy("remat-block", "", {"remat": "block"}),
     Strategy("remat-every-2", "", {"remat": "every-2"}),
+    Strategy("remat-arrays", "", {"remat": "repeat:dot_general:32rx64-64x256+dot_general:rx32x8x8-rx32x8x8"}),
     Strategy("accumulate", "", {"accumulate": 6}),
     # ZeRO in its variants: sizes that do not divide, hybrid sharding, grouping, accumulation, keeping weights.
     Strategy("dp3-zero1-padded", "dp=3", {"zero": 1}),
@@ -202,6 +203,23 @@ STRATEGIES = [
     ),
     Strategy("cp4-tp2-sp-bf16", "cp=4,tp=2", {"sp": True, "remat": "block"}, dtype="bfloat16"),
     Strategy("dp2-cp4-zero1-fp64", "dp=2,cp=4", {"zero": 1, "remat": "block"}, dtype="float64"),
+    # Arrays of a layer, repeated by name: gathers and scatters of sp, gathered keys, what experts are sent and give.
+    Strategy(
+        "dp2-tp2-sp-zero3-remat-arrays",
+        "dp=2,tp=2",
+        {"sp": True, "zero": 3, "remat": "repeat:all_gather:rx16x64+dot_general:32rx64-64x128+reduce_scatter:rx32x64"},
+    ),
+    Strategy(
+        "cp2-tp2-sp-accumulate-remat-arrays",
+        "cp=2,tp=2",
+        {"sp": True, "accumulate": 2, "remat": "repeat:all_gather:rx8x64+name:rx16x4x8+dot_general:16rx64-64x96"},
+    ),
+    Strategy(
+        "dp2-cp2-unrolled-remat-arrays-fp64",
+        "dp=2,cp=2",
+        {"unroll_layers": True, "cp_kind": "ulysses", "remat": "repeat:dot_general:16rx64-64x256"},
+        dtype="float64",
+    ),
     # The loss in chunks: gradients made while a chunk's logits are there, and its sums over tp in a loop.
     Strategy("loss-chunks-4", "", {"loss_chunks": 4}),
     Strategy("unrolled", "", {"unroll_layers": True}),
@@ -329,6 +347,12 @@ EXPERTS = [
         {"sp": True, "zero": 3, "experts_over_tp": True},
         preset="moe-proof",
         model=CAPACITY | SHARED,
+    ),
+    Strategy(
+        "moe-dp4-ep2-zero2-remat-arrays",
+        "dp=4,ep=2",
+        {"zero": 2, "remat": "repeat:custom_vjp_call:128rx64-4x64x64-4+name:128rx64+dot_general:32rx64-64x16"},
+        preset="moe-proof",
     ),
     Strategy("moe-dp2-cp2-ep4-zero3", "dp=2,cp=2,ep=4", {"zero": 3}, preset="moe-proof", model=CAPACITY),
     Strategy("moe-cp4-ep2-ulysses", "dp=2,cp=4,ep=2", {"cp_kind": "usp-2"}, preset="moe-proof"),

@@ -20,6 +20,7 @@ from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
 from jaxdist.parallel.pipeline.schedules import Schedule, divide_layers
 from jaxdist.parallel.pipeline.simulate import validate
 from jaxdist.parallel.pipeline.text import load
+from jaxdist.parallel.remat import REPEAT, is_array
 from jaxdist.values import fields_of
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -79,7 +80,8 @@ class ParallelConfig:
     """Micro-batches per update on each data rank; in a pipeline, passes per update."""
     remat: str = "none"
     """What backward recomputes: none, selective (the attention core), block, every-K blocks, or, in a pipeline, a chunk
-    in an action R of its own (its table with R is another one)."""
+    in an action R of its own (its table with R is another one). auto, or auto-24: arrays of a layer, chosen so that a
+    step fits the device, or so many GiB, with the least to repeat; the run then names them, as in repeat:A+B."""
     loss_chunks: int = 1
     """Logits exist for one of so many parts of a micro-batch at a time."""
     unroll_layers: bool = False
@@ -124,7 +126,14 @@ class ParallelConfig:
     @property
     def remat_every(self) -> int:
         """Blocks recomputed together in backward; 0 where whole blocks are not recomputed, or in an R of their own."""
+        if self.repeats_arrays:
+            return 0
         return REMAT[self.remat] if self.remat in REMAT else int(self.remat.removeprefix("every-"))
+
+    @property
+    def repeats_arrays(self) -> bool:
+        """Whether `remat` names arrays (`jaxdist.parallel.remat.name_array`)."""
+        return self.remat.startswith(REPEAT)
 
     @property
     def recomputes(self) -> bool:
@@ -168,17 +177,7 @@ class ParallelConfig:
         require_within("bucket_mb", self.bucket_mb, 1e-6, 2**20, "Use 25")
         require_positive("accumulate", self.accumulate)
         require_positive("loss_chunks", self.loss_chunks)
-        every = self.remat.removeprefix("every-")
-        if self.remat not in REMAT and not (every != self.remat and _is_positive(every)):
-            raise ConfigError(
-                f"remat={self.remat!r}",
-                "it must be none, selective, block, chunk or every-K, with K a whole number",
-                "Use every-2",
-            )
-        if self.remat == "chunk" and self.mesh.pp == 1:
-            raise ConfigError(
-                "remat=chunk", "chunks are a pipeline's, which recomputes them where it would idle", "Use remat=block"
-            )
+        self._check_remat()
         for name in ("microbatches", "chunks"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
@@ -269,6 +268,26 @@ class ParallelConfig:
                 f"{asked} with pp={self.mesh.pp}",
                 "pipeline stages run different layers at a tick, and their permutes would be mismatched",
                 "Use a mesh with pp=1, or tp_ring='none'",
+            )
+
+    def _check_remat(self):
+        every, arrays = self.remat.removeprefix("every-"), self.remat.removeprefix(REPEAT).split("+")
+        is_every = every != self.remat and _is_positive(every)
+        if not (self.remat in REMAT or is_every or (self.repeats_arrays and all(map(is_array, arrays)))):
+            raise ConfigError(
+                f"remat={self.remat!r}",
+                "it must be none, selective, block, chunk, every-K with K a whole number, or what auto chose",
+                "Use every-2",
+            )
+        if self.remat == "chunk" and self.mesh.pp == 1:
+            raise ConfigError(
+                "remat=chunk", "chunks are a pipeline's, which recomputes them where it would idle", "Use remat=block"
+            )
+        if self.repeats_arrays and (self.mesh.pp > 1 or self.overlap):
+            raise ConfigError(
+                f"remat={self.remat!r} with {f'pp={self.mesh.pp}' if self.mesh.pp > 1 else 'overlap=True'}",
+                "there a layer's backward is a program of its own, which chooses what it keeps",
+                "Use remat='block'" + " or 'chunk'" * (self.mesh.pp > 1),
             )
 
     def _check_overlap(self):
@@ -608,6 +627,12 @@ class RunConfig:
                 "split them",
                 "Use a mesh of dp alone with zero=0, or optimizer=adamw, lion or sgd",
             )
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a micro-batch on one device."""
+        parallel = self.parallel
+        return self.batch_size // (parallel.mesh.batch_ranks * parallel.accumulate * parallel.num_microbatches)
 
     def warnings(self) -> list[str]:
         """Legal but unwise combinations, one sentence each."""

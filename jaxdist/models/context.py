@@ -19,7 +19,7 @@ from jaxdist.parallel.expert_parallel import (
     apply_experts_with_capacity,
     kept_places,
 )
-from jaxdist.parallel.remat import mark_saveable, save_matmuls_policy
+from jaxdist.parallel.remat import SavePolicy, mark_saveable
 from jaxdist.parallel.rings import Ring
 
 
@@ -103,7 +103,7 @@ class Context:
 
         Layers, and the loss in one piece, are under this policy already; see `final_norm`.
         """
-        return jax.checkpoint(function, policy=save_matmuls_policy(), prevent_cse=False)
+        return jax.checkpoint(function, policy=SavePolicy(), prevent_cse=False)
 
     def final_norm(self, norm):
         """`norm`, the step before the logits, as it is best kept for backward."""

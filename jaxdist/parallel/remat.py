@@ -1,9 +1,12 @@
 """What backward keeps of forward and what it computes again."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import STATE_AXES
 
 # Operations that only move or retype one array.
@@ -38,6 +41,9 @@ GATHERS = {"all_gather", "all_gather_invariant"}
 # What follows from constants alone, and what a kept mask was drawn from.
 DRAWS = {"iota", "random_bits", "random_fold_in", "random_wrap", "random_unwrap", "threefry2x32"}
 KEPT = "kept"
+REPEAT = "repeat:"  # how a word of `ParallelConfig.remat` begins that names arrays
+_ARRAY = re.compile(r"[\w-]+(:\d*r?(x\d*r?)*(-\d*r?(x\d*r?)*)*)?")
+Made = tuple[str, tuple[tuple[int, ...], ...]]  # an operation, and the shapes it reads
 
 
 def mark_saveable(x):
@@ -45,23 +51,79 @@ def mark_saveable(x):
     return checkpoint_name(x, KEPT)
 
 
-def save_matmuls_policy(regathers: bool = False, selective: bool = False) -> Callable[..., bool]:
+def name_array(made: Made, rows: int) -> str:
+    """A result by what makes it, as in dot_general:1024rx768-768x2304, where r is the rows of a micro-batch.
+
+    rows: a prime that divides no other dim, as in `jaxdist.plan.parts.ROWS`.
+    """
+
+    def dim(size: int) -> str:
+        return str(size) if size % rows else f"{size // rows if size > rows else ''}r"
+
+    operation, shapes = made
+    return f"{operation}:" + "-".join("x".join(map(dim, shape)) for shape in shapes)
+
+
+def is_array(name: str) -> bool:
+    """Whether a name is one of `name_array`'s."""
+    return _ARRAY.fullmatch(name) is not None
+
+
+def read_arrays(word: str, rows: int) -> frozenset[Made]:
+    """What makes the arrays that a word of `ParallelConfig.remat` names, in micro-batches of so many rows."""
+
+    def size(dim: str) -> int:
+        return int(dim[:-1] or 1) * rows if dim.endswith("r") else int(dim)
+
+    found = set()
+    for name in word.removeprefix(REPEAT).split("+") if word.startswith(REPEAT) else ():
+        operation, _, shapes = name.partition(":")
+        found.add(
+            (operation, tuple(tuple(map(size, shape.split("x") if shape else ())) for shape in shapes.split("-")))
+        )
+    return frozenset(found)
+
+
+def made_by(name: str, avals: Sequence) -> Made:
+    """An operation on arrays of these types."""
+    return name, tuple(tuple(aval.shape) for aval in avals)
+
+
+@dataclass(frozen=True, eq=False)
+class SavePolicy:
     """A policy for `jax.checkpoint`: products of matrices, sums and collectives are kept, elementwise work is repeated.
 
     A layer then keeps its GELU's input instead of every step of the GELU, as fused kernels do elsewhere.
     regathers: weights that ZeRO-3 gathered are gathered again, not kept. selective: products
     with batch dims are repeated as well: attention's (arXiv 2205.05198, section 5), and a model's own, if it has any.
+    repeated: what these operations make is repeated too; seen: those of them that were asked about.
     """
 
-    def policy(primitive, *_, **params) -> bool:
+    regathers: bool = False
+    selective: bool = False
+    repeated: frozenset[Made] = frozenset()
+    seen: set[Made] = field(default_factory=set)
+
+    def __call__(self, primitive, *avals, **params) -> bool:
         name = primitive.name
+        if self.repeated and (made := made_by(name, avals)) in self.repeated:
+            self.seen.add(made)
+            return False
         if only_moves_weights(name, params):
-            return not regathers and gathers_weights(name, params)
-        if selective and name == "dot_general" and params["dimension_numbers"][1][0]:
+            return not self.regathers and gathers_weights(name, params)
+        if self.selective and name == "dot_general" and params["dimension_numbers"][1][0]:
             return False
         return params["name"] == KEPT if name == "name" else name not in CHEAP | DRAWS
 
-    return policy
+    def require_seen(self, word: str) -> None:
+        """Raises: ConfigError where no operation makes one of the arrays that `remat`, this word, names."""
+        unseen = self.repeated - self.seen
+        if unseen:
+            raise ConfigError(
+                f"remat={word!r}",
+                f"no {min(unseen)[0]} of a layer reads what it names: it was chosen for another layout or attention",
+                "Use remat=auto, which chooses for this one",
+            )
 
 
 def only_moves_weights(name: str, params: dict) -> bool:

@@ -133,6 +133,9 @@ def _variant(
     return score(found.base, one, cluster or found.cluster, attention, efficiency)
 
 
+RECOMPUTED = ("every", "selective", "recompute", "repeats")  # the columns that say what is
+
+
 def zero_and_recompute(found: Scored, best: int, attention: str, efficiency: Efficiency) -> list[str]:
     """What ZeRO and recomputation each buy in the best layout."""
     c, limit, sentences = found.layouts, usable_bytes(found.cluster), []
@@ -146,10 +149,17 @@ def zero_and_recompute(found: Scored, best: int, attention: str, efficiency: Eff
             f"{gib(here)} (without it {needed}), and the step from {seconds(other.time.total[0])} to "
             f"{seconds(found.time.total[best])}."
         )
-    if c.every[best] or c.selective[best]:
-        other = _variant(found, best, attention, efficiency, every=0, selective=0)
+    recomputed = {
+        "the attention core": c.selective[best],
+        "blocks": c.every[best],
+        "chunks": c.recompute[best],
+        "the arrays that --remat names": c.repeats[best],
+    }
+    what = next((name for name, asked in recomputed.items() if asked), None)
+    if what:
+        other = _variant(found, best, attention, efficiency, **dict.fromkeys(RECOMPUTED, 0))
         sentences.append(
-            f"Recomputing ({'the attention core' if c.selective[best] else 'blocks'}) brings a device from "
+            f"Recomputing {what} brings a device from "
             f"{gib(other.memory.total[0])} to {gib(here)} and costs "
             f"{seconds(float(found.time.total[best] - other.time.total[0]))} a step."
         )

@@ -44,7 +44,8 @@ T = TypeVar("T")
 class OneRank:
     """One rank of `tp`, `cp` and `ep`, with micro-batches of `rows` sequences, and what a run tells the model.
 
-    swaps: what a ring sends is swapped in pairs, as in a pipeline."""
+    swaps: what a ring sends is swapped in pairs, as in a pipeline. repeats: a word of `ParallelConfig.remat` that names
+    arrays; "" where it is another."""
 
     model: Model
     tp: int
@@ -59,6 +60,7 @@ class OneRank:
     tp_ring: str = "none"
     loss_chunks: int = 1
     selective: bool = False
+    repeats: str = ""
     attention: str = "auto"
 
     @classmethod
@@ -67,7 +69,7 @@ class OneRank:
         return cls(
             config.model,
             mesh.tp,
-            config.batch_size // (mesh.batch_ranks * parallel.accumulate * parallel.num_microbatches),
+            config.rows,
             config.precision,
             sp=parallel.sp and mesh.tp > 1,
             cp=mesh.cp,
@@ -78,12 +80,13 @@ class OneRank:
             tp_ring=parallel.tp_ring,
             loss_chunks=parallel.loss_chunks,
             selective=parallel.remat == "selective",
+            repeats=parallel.remat if parallel.repeats_arrays else "",
             attention=config.attention,
         )
 
     def trace(self, function: Callable[["_Functions"], T]) -> T:
         """What `function` finds out about the parts, called where collectives over tp can be traced."""
-        remat, attention = "selective" if self.selective else "none", self.attention
+        remat, attention = self.repeats or ("selective" if self.selective else "none"), self.attention
         dp = data_ranks_of(self.ep, self.cp)
         mesh, model, dtype = MeshShape(dp=dp, ep=self.ep, cp=self.cp, tp=self.tp), self.model, self.precision.dtype
         settings = {
@@ -160,14 +163,19 @@ class _Functions:
         return self.bound.loss(ShardedParams(outer), x, self.batch, self.key)
 
     def split(self) -> SplitLayer:
-        def layer(trained, fixed, batch, x):
-            frozen, index = fixed
-            return self.bound.whole_block(fill(trained, frozen), x, index, batch, self.key)
+        return split_layer(self.divided_layer, *self.divided_types())
 
+    def divided_layer(self, trained, fixed, batch, x) -> jax.Array:
+        """The layer as `split_layer` takes it."""
+        frozen, index = fixed
+        return self.bound.whole_block(fill(trained, frozen), x, index, batch, self.key)
+
+    def divided_types(self) -> list:
+        """Types of the arguments of `divided_layer`."""
         leaves = self.bound.layer_leaves
         trained, frozen = drop_frozen(leaves, self.weights), keep_frozen(leaves, self.weights)
         args = trained, (frozen, jnp.int32(0)), self.batch, self.x
-        return split_layer(layer, *(jax.tree.map(type_of, each) for each in args))
+        return [jax.tree.map(type_of, each) for each in args]
 
 
 # ------------------------------------------------------------------------------------------------------------ traffic
@@ -568,25 +576,28 @@ def _products(parts: _Functions) -> tuple[list, list, int]:
 def _dots(jaxpr) -> list[tuple[int, int, int, int]]:
     """(batch, m, n, k) of every product that a program's results depend on."""
 
-    def dims(eqn) -> tuple[int, int, int, int]:
-        a, b = (v.aval.shape for v in eqn.invars[:2])
-        if eqn.params.get("name") == GROUPED:  # of as many rows each
-            (rows, k), (groups, *widths) = a, b
-            return groups, rows // groups, math.prod(widths) // k, k
-        if eqn.params.get("name") == GROUPED_OUTER:
-            (rows, m), (_, n), groups = a, b, eqn.invars[2].aval.shape[0]
-            return groups, m, n, rows // groups
-        (left, _), (batch, _) = eqn.params["dimension_numbers"]
-        k, both = math.prod(a[d] for d in left), math.prod(a[d] for d in batch)
-        return both, math.prod(a) // (k * both), math.prod(b) // (k * both), k
-
     found, jaxpr = [], getattr(jaxpr, "jaxpr", jaxpr)
     for eqn in needed_for(jaxpr.outvars, jaxpr.eqns):
-        if eqn.primitive.name == "dot_general" or eqn.params.get("name") in GROUPED_PRODUCTS:
-            found.append(dims(eqn))
-        else:
-            found += [each for inner in inner_programs(eqn) for each in _dots(inner)]
+        dims = product_dims(eqn)
+        found += [each for inner in inner_programs(eqn) for each in _dots(inner)] if dims is None else [dims]
     return found
+
+
+def product_dims(eqn) -> tuple[int, int, int, int] | None:
+    """(batch, m, n, k) of an equation that is a product; None of any other."""
+    name = eqn.params.get("name")
+    if eqn.primitive.name != "dot_general" and name not in GROUPED_PRODUCTS:
+        return None
+    a, b = (v.aval.shape for v in eqn.invars[:2])
+    if name == GROUPED:  # of as many rows each
+        (rows, k), (groups, *widths) = a, b
+        return groups, rows // groups, math.prod(widths) // k, k
+    if name == GROUPED_OUTER:
+        (rows, m), (_, n), groups = a, b, eqn.invars[2].aval.shape[0]
+        return groups, m, n, rows // groups
+    (left, _), (batch, _) = eqn.params["dimension_numbers"]
+    k, both = math.prod(a[d] for d in left), math.prod(a[d] for d in batch)
+    return both, math.prod(a) // (k * both), math.prod(b) // (k * both), k
 
 
 def _backward_flops(parts: _Functions) -> tuple[float, float]:

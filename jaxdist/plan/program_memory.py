@@ -119,15 +119,15 @@ class LayerColumns(NamedTuple):
 
 
 def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
-    """Of every layout; traced once for each way to run a layer (tp, cp and its kind, ep, sp, selective)."""
+    """Of every layout; traced once for each way to run a layer (tp, cp and its kind, ep, sp, what is repeated)."""
     over_tp = layouts.experts_over_tp(config.parallel)
-    kinds, index = distinct(
-        layouts.tp, layouts.cp, layouts.kind, layouts.ep, layouts.sp == 1, layouts.selective == 1, over_tp
-    )
+    ways = layouts.tp, layouts.cp, layouts.kind, layouts.ep, layouts.sp == 1, layouts.selective == 1, over_tp
+    kinds, index = distinct(*ways, layouts.repeats)
     columns = np.empty((len(LayerColumns._fields), len(index)))
-    for number, (tp, cp, _, ep, sp, selective, over) in enumerate(kinds):
+    for number, (tp, cp, _, ep, sp, selective, over, repeats) in enumerate(kinds):
         here = np.flatnonzero(index == number)
         settings = {"sp": bool(sp), "selective": bool(selective), "attention": attention, "cp": cp, "ep": ep}
+        settings["repeats"] = config.parallel.remat if repeats else ""
         settings |= {"cp_kind": layouts.cp_kind(here[0], config.parallel), "experts_over_tp": bool(over)}
         columns[:, here] = _of_rank(config, tp, layouts.rows[here], **settings)
     return LayerColumns(*columns)
@@ -138,6 +138,12 @@ def _of_rank(config: RunConfig, tp: int, rows: np.ndarray, **settings) -> np.nda
     rank = OneRank(config.model, tp, ROWS, PrecisionConfig(config.precision.dtype), loss_chunks=loss_chunks, **settings)
     kept, *moments = _fullest(rank)
     return np.array([each * rows for each in kept] + [at_rows(each, rows) for each in moments])
+
+
+def rank_of(config: RunConfig, attention: str) -> OneRank:
+    """A rank of a run, with micro-batches as they are traced for memory, and the attention that runs."""
+    precision = PrecisionConfig(config.precision.dtype)
+    return replace(OneRank.of(config), rows=ROWS, precision=precision, swaps=False, attention=attention)
 
 
 class RankMemory(NamedTuple):
@@ -175,7 +181,12 @@ def _few_ranks(rank: OneRank) -> list[tuple[str, int]]:
     sequence are less than blocks of attention."""
     heads = rank.tp * (rank.cp if rank.cp_kind == "ulysses" else 1)
     small = rank.cp > 1 and rank.model.seq_len < 2 * MOST_POSITIONS * rank.cp
-    if rank.experts_over_tp or small or any(dim % heads for dim in dims_that_may_stay_whole(rank.model)):
+    if (
+        rank.repeats
+        or rank.experts_over_tp
+        or small
+        or any(dim % heads for dim in dims_that_may_stay_whole(rank.model))
+    ):
         return []
     # A ring's first round and its last are programs of their own.
     return [("cp", 8 if rank.cp_kind == "ring" else 2), ("tp", 2)]

@@ -25,16 +25,17 @@ from jaxdist.parallel.blocked_attention import MOST_POSITIONS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
 from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan.hardware import Cluster
+from jaxdist.plan.kept_arrays import repeated_of
 from jaxdist.plan.parts import allows, exchanged, work_of
-from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes
+from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes, rank_of
 from jaxdist.plan.schedule_facts import schedule_facts, table_facts
-from jaxdist.plan.time_model import Efficiency, Layout, StepTime, efficiency_of, step_time
+from jaxdist.plan.time_model import NOTHING, Efficiency, Layout, Repeated, StepTime, efficiency_of, step_time
 
 # ------------------------------------------------------------------------------------------------------- enumeration
 
 BLOCK = 1 << 15  # layouts made and scored at a time: their columns stay in the cache
 INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
-INTEGERS += ("every", "selective", "recompute", "overlap", "kind")
+INTEGERS += ("every", "selective", "recompute", "repeats", "overlap", "kind")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
 EXCHANGE = "ulysses"  # the kind of cp that exchanges heads
 OWN_KIND = len(CP_KINDS)  # in the column `kind`: the run's own `cp_kind`
@@ -49,7 +50,7 @@ class Candidates:
     keep: ZeRO-3 without dropping weights after forward. schedule: index in `builders.NAMES`, or OWN; where pp is 1
     it is that of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
     micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed;
-    recompute: a chunk is, in an R of the schedule's.
+    recompute: a chunk is, in an R of the schedule's; repeats: the arrays are that the run's own `remat` names.
     overlap: a layer's gradients, and ZeRO-3's weights, are sent while another layer computes; in a
     pipeline, messages between stages do. kind: index in `config.CP_KINDS`, or OWN_KIND; 0 where cp is 1.
     """
@@ -71,6 +72,7 @@ class Candidates:
     every: np.ndarray
     selective: np.ndarray
     recompute: np.ndarray
+    repeats: np.ndarray
     overlap: np.ndarray
     kind: np.ndarray
 
@@ -87,7 +89,10 @@ class Candidates:
     def mesh(self, index: int) -> MeshShape:
         return MeshShape(**{axis: int(getattr(self, axis)[index]) for axis in AXES})
 
-    def remat(self, index: int) -> str:
+    def remat(self, index: int, base: ParallelConfig | None = None) -> str:
+        """The word of `ParallelConfig`; of a layout that repeats arrays, that of `base`."""
+        if self.repeats[index] and base is not None:
+            return base.remat
         return remat_name(int(self.every[index]), int(self.selective[index]), int(self.recompute[index]))
 
     def schedule_name(self, index: int, base: ParallelConfig) -> str:
@@ -109,7 +114,7 @@ class Candidates:
             zero=row["zero"],
             sp=bool(row["sp"]),
             accumulate=row["accumulate"],
-            remat=self.remat(index),
+            remat=self.remat(index, base),
             reshard_after_forward=not row["keep"],
             overlap=bool(row["overlap"]),
             cp_kind=self.cp_kind(index, base or plain),
@@ -143,6 +148,7 @@ class Candidates:
             "every": parallel.remat_every,
             "selective": parallel.remat == "selective",
             "recompute": parallel.remat == "chunk",
+            "repeats": parallel.repeats_arrays,
             "overlap": parallel.overlap,
             "kind": CP_KINDS.index(parallel.cp_kind) if parallel.cp_kind in CP_KINDS else OWN_KIND,
         }
@@ -276,6 +282,7 @@ def layouts_of_mesh(
             every=every,
             selective=selective,
             recompute=recompute,
+            repeats=np.zeros_like(every),
             overlap=overlap,
             kind=kind,
         )
@@ -436,7 +443,10 @@ def _score_what_fits(base, layouts: Candidates, cluster, attention, efficiency) 
     return Scored(base, cluster, layouts, _step_time(base, layouts, table, cluster, attention, efficiency), memory)
 
 
-def _step_time(base, layouts: Candidates, table: Pipelines, cluster, attention, efficiency) -> StepTime:
+def _step_time(
+    base, layouts: Candidates, table: Pipelines, cluster, attention, efficiency, repeated: Repeated | None = None
+) -> StepTime:
+    """repeated: what `base` repeats of a layer; default by its word."""
     model, precision = base.model, base.precision
     deepest = layouts.chunks * table.depth
     exchanging, gathers_keys = context_columns(base, layouts)
@@ -469,11 +479,25 @@ def _step_time(base, layouts: Candidates, table: Pipelines, cluster, attention, 
         dropout=model.dropout > 0,
         sends=table.sends,
         spread_table=layouts.pp > 1,
+        repeated=repeated or _repeated(base, layouts, attention),
     )
     time = step_time(work_of(model), layout, cluster, efficiency, precision.dtype)
     return StepTime(
         **{field.name: np.broadcast_to(getattr(time, field.name), len(layouts)) for field in fields(StepTime)}
     )
+
+
+def seconds_of_repeats(
+    base: RunConfig, repeated: Sequence[Repeated], cluster: Cluster, attention: str, efficiency: Efficiency
+) -> np.ndarray:
+    """Of a step of `base`, where it repeats each of these of a layer."""
+    layouts = Candidates.of(base).take(np.zeros(len(repeated), int))
+    columns = Repeated(*np.array(repeated).T)
+    return _step_time(base, layouts, pipelines(base, layouts), cluster, attention, efficiency, columns).total
+
+
+def _repeated(base: RunConfig, layouts: Candidates, attention: str) -> Repeated:
+    return repeated_of(rank_of(base, attention)) if layouts.repeats.any() else NOTHING
 
 
 def _number_if_constant(column: np.ndarray):

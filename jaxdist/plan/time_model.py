@@ -147,6 +147,20 @@ EFFICIENCIES = {
 }
 
 
+class Repeated(NamedTuple):
+    """What backward computes again of one layer to keep less of it, for one position of a device: FLOPs of products and
+    of attention's scores that count, bytes that these read and write, and bytes that all-reduces over tp sum (a gather
+    or a scatter is half of one)."""
+
+    flops: float = 0.0
+    attention: float = 0.0
+    num_bytes: float = 0.0
+    summed: float = 0.0
+
+
+NOTHING = Repeated()
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Layouts as columns; every field is a number or an array, all of one length.
@@ -172,6 +186,7 @@ class Layout:
     experts_over_tp: as in `ParallelConfig`. exchanged: elements of a layer's all-to-alls between experts in forward,
         for one position of a device.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
+    repeated: beside what `remat` says; of every layout the same.
     """
 
     pp: Number = 1
@@ -210,6 +225,7 @@ class Layout:
     hidden_part: Number = 1.0
     experts_over_tp: Number = False
     exchanged: Number = 0.0
+    repeated: Repeated = NOTHING
 
     @property
     def num_devices(self) -> Number:
@@ -392,8 +408,9 @@ def step_time(
 
     # ---- one layer, one micro-batch
     over_tp = np.asarray(layout.experts_over_tp)
+    attention_peak = cluster.hardware.peak(wide) * e.attention
+    core = _attention_core(work, layout, matmul, positions, attention_peak, hbm, itemsize)
     matrices = work.matrices(matmul, tp, ep, over_tp)
-    core = _attention_core(work, layout, matmul, positions, cluster.hardware.peak(wide) * e.attention, hbm, itemsize)
     whole, split, scores = work.elementwise_bytes(layout.dropout, core.fused, itemsize)
     elementwise = positions * (whole / np.where(sp, tp, 1) + split / tp) / hbm
     softmax = positions * scores / tp / hbm
@@ -412,14 +429,20 @@ def step_time(
         e.between,
     )
     sums = work.layer_sums - over_tp * work.mixture_sums
+    repeated = layout.repeated
+    summed = (2 + again) * sums * all_reduce + ring("ring_all_reduce", "tp", tp, positions * repeated.summed)
     layer = {
-        "compute": (1 + work.layer_backward + again) * matrices + core.backward + (1 + core_again) * core.forward,
+        "compute": (1 + work.layer_backward + again) * matrices
+        + core.backward
+        + (1 + core_again) * core.forward
+        + positions * (repeated.flops / reached + repeated.attention / attention_peak),
         "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise
         + (1 + BACKWARD_TRAFFIC + core_again) * softmax
         + (1 + core_again) * core.forward_traffic
-        + core.backward_traffic,
+        + core.backward_traffic
+        + positions * repeated.num_bytes / hbm,
         "overhead": (3 + again) * e.layer_seconds,
-        "tp": (2 + again) * sums * all_reduce * (1 - np.asarray(layout.overlap_tp)),
+        "tp": summed * (1 - np.asarray(layout.overlap_tp)),
         "cp": (1 + again) * sent.forward + sent.backward,
         "ep": (2 + again) * swapped,
     }

@@ -109,7 +109,7 @@ def split_layer(layer: Callable, weights, fixed, micro, x) -> SplitLayer:
     follow.
     """
     types = [jax.tree.map(type_of, part) for part in (weights, fixed, micro, x)]
-    program, pullback, residuals = _trace(layer, types)
+    program, pullback, residuals = trace_layer(layer, types)
     equations, pulled = program.jaxpr.eqns, pullback.jaxpr.eqns
     *inputs, dy = pullback.jaxpr.invars
     *dw, dx = pullback.jaxpr.outvars
@@ -136,7 +136,7 @@ def split_layer(layer: Callable, weights, fixed, micro, x) -> SplitLayer:
     return SplitLayer(program, pullback, tree, b_inputs, w_inputs, b_saved, w_saved, from_b, gathered)
 
 
-def _trace(layer: Callable, types: Sequence) -> tuple[ClosedJaxpr, ClosedJaxpr, list]:
+def trace_layer(layer: Callable, types: Sequence) -> tuple[ClosedJaxpr, ClosedJaxpr, list]:
     """`program` and `pullback` of a `SplitLayer`, and the variables of `program` that the pullback takes."""
     tree = None
 

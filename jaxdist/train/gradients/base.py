@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouping import all_gather_groups
 from jaxdist.parallel.overlap import order_after
 from jaxdist.parallel.reduce import reduce_gradients
-from jaxdist.parallel.remat import mark_saveable, save_matmuls_policy
+from jaxdist.parallel.remat import SavePolicy, mark_saveable, read_arrays
 from jaxdist.parallel.zero import ShardedParams, make_unshard, scatter_gradients, shard_proxies, whole_proxies
 from jaxdist.probes import Probe, Recorder
 
@@ -195,11 +196,12 @@ class ShardedModel:
 
         return (loss if self.ctx.loss_chunks > 1 else self.ctx.checkpointed(loss))(outer, x)
 
-    @property
-    def policy(self) -> Callable[..., bool]:
+    @cached_property
+    def policy(self) -> SavePolicy:
         """What backward saves of a layer that is not recomputed as a whole."""
         regathers = self.layout.grads_sharded and (self.gathers_outer_twice or not self.layout.params_sharded)
-        return save_matmuls_policy(regathers, self.ctx.selective)
+        repeated = read_arrays(self.config.parallel.remat, self.config.rows)
+        return SavePolicy(regathers, self.ctx.selective, repeated)
 
 
 def dropout_key(config: RunConfig, step: jax.Array) -> jax.Array | None:

@@ -34,6 +34,7 @@ def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight
             return total * weight, total
 
         (d_outer, d_layers), total = jax.grad(weighted, argnums=(0, 1), has_aux=True)(outer.trainable, layers.trainable)
+        model.policy.require_seen(model.config.parallel.remat)
         return join(model.scatter(outer_leaves, d_outer), d_layers), total
 
     if model.layout.grads_sharded:

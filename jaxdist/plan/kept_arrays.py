@@ -1,0 +1,167 @@
+"""What a layer keeps for backward, array by array, and what making each of them again would take.
+
+A layer is traced once. What backward needs is reached from what is kept, and the equations in between are what it
+repeats: a walk through them tells, of any choice, its bytes and its work. That arrays may be chosen one by one, by
+bytes and time, is from arXiv 1910.02653; layers are alike and keep few, so here every choice is tried.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+
+from jaxdist.compat import inner_programs
+from jaxdist.models.attention import traced_attention
+from jaxdist.parallel.pipeline.split_backward import (
+    dependents,
+    needed_for,
+    num_bytes,
+    reached,
+    trace_layer,
+    variables,
+)
+from jaxdist.parallel.remat import CHEAP, DRAWS, MOVES, REPEAT, Made, made_by, name_array, read_arrays
+from jaxdist.plan.parts import ROWS, OneRank, product_dims
+from jaxdist.plan.proof.trace import collectives_of
+from jaxdist.plan.time_model import NOTHING, AttentionShape, Repeated
+
+MOST_ARRAYS = 10  # that are chosen among, the largest
+LEAST_PART = 1 / 16  # of what a layer passes on; smaller arrays are kept
+
+
+class Choice(NamedTuple):
+    """remat: the word of `ParallelConfig` for it. num_bytes: what a layer keeps of one sequence."""
+
+    remat: str
+    num_bytes: float
+    repeated: Repeated
+
+
+@cache
+def choices(rank: OneRank) -> tuple[Choice, ...]:
+    """Every choice of what to keep of the largest arrays, that of all of them first.
+
+    Left out are those where backward would send again over another axis than tp, or draw random numbers again.
+    """
+    layer = _layer(replace(rank, rows=ROWS, repeats=""))
+    groups = layer.groups()
+    chosen = itertools.product((False, True), repeat=len(groups))
+    repeated = (frozenset().union(*itertools.compress(groups, some)) for some in chosen)
+    return tuple(choice for each in repeated if (choice := layer.choice(each)) is not None)
+
+
+@cache
+def repeated_of(rank: OneRank) -> Repeated:
+    """What a layer repeats besides cheap operations, where `rank.repeats` names the arrays."""
+    found = _layer(replace(rank, rows=ROWS, repeats="")).choice(read_arrays(rank.repeats, ROWS))
+    return NOTHING if found is None else found.repeated
+
+
+@cache
+def _layer(rank: OneRank) -> "_Layer":
+    def read(parts) -> _Layer:
+        types = parts.divided_types()
+        program, _, residuals = trace_layer(parts.divided_layer, types)
+        eqns, given = program.jaxpr.eqns, program.jaxpr.invars[len(jax.tree.leaves(types[:2])) :]
+        of_micro, policy = dependents(eqns, given), parts.bound.policy
+        saveable = {
+            v: eqn
+            for eqn in eqns
+            if policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
+            for v in eqn.outvars
+            if v in of_micro
+        }
+        return _Layer(
+            rank,
+            parts.mesh,
+            eqns,
+            given,
+            of_micro,
+            saveable,
+            [v for v in residuals if v in of_micro],
+            num_bytes(types[3]),
+        )
+
+    return rank.trace(read)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A layer's equations, with the variables that come in, all that follow from these, those that may be kept (and
+    what makes them), those that backward reads, and the bytes of what it passes on."""
+
+    rank: OneRank
+    mesh: object
+    eqns: list
+    given: list
+    of_micro: set
+    saveable: dict
+    read: list
+    x_bytes: int
+
+    def groups(self) -> list[frozenset[Made]]:
+        """The largest arrays, those that are made alike together."""
+        makers = {v: eqn for eqn in self.eqns for v in eqn.outvars}
+        sizes: dict[frozenset[Made], int] = {}
+        for v in reached(self.read, self.eqns, self.saveable):
+            made, size = set(), num_bytes(v.aval)
+            while v in makers and v in self.of_micro:
+                made |= {_made(makers[v])} if v in self.saveable else set()
+                if makers[v].primitive.name not in MOVES | {"name"}:
+                    break
+                [v] = makers[v].invars  # what is only marked, or moved, would be kept in its place
+            sizes[key] = sizes.get(key := frozenset(made), 0) + size
+        large = [made for made, size in sizes.items() if size >= LEAST_PART * self.x_bytes]
+        return sorted(large, key=lambda made: -sizes[made])[:MOST_ARRAYS]
+
+    def choice(self, repeated: frozenset[Made]) -> Choice | None:
+        kept = {*self.given, *(v for v, eqn in self.saveable.items() if _made(eqn) not in repeated)}
+        usual = {id(eqn) for eqn in self._needed({*self.given, *self.saveable})}
+        again = [eqn for eqn in self._needed(kept) if id(eqn) not in usual and eqn.primitive.name not in CHEAP]
+        if any(eqn.primitive.name in DRAWS for eqn in again):
+            return None
+        sent = list(collectives_of(SimpleNamespace(eqns=again), self.mesh))
+        if any(each.axes != ("tp",) for each in sent):
+            return None
+        positions = ROWS * self.rank.model.seq_len / self.rank.cp
+        touched = (v for eqn in again for v in (*variables(eqn.invars), *eqn.outvars) if v in self.of_micro)
+        work = Repeated(
+            flops=sum(_product_flops(eqn) for eqn in again) / positions,
+            attention=sum(_attention_flops(eqn) for eqn in again) / positions,
+            num_bytes=sum(num_bytes(v.aval) for v in touched) / positions,
+            summed=sum(c.count * c.full_bytes * (1 if c.kind == "all_reduce" else 0.5) for c in sent) / positions,
+        )
+        names = sorted(name_array(made, ROWS) for made in repeated)
+        kept_bytes = sum(num_bytes(v.aval) for v in reached(self.read, self.eqns, kept)) / ROWS
+        return Choice(REPEAT + "+".join(names) if names else "none", kept_bytes, work)
+
+    def _needed(self, kept: set) -> list:
+        return needed_for(self.read, self.eqns, kept)
+
+
+def _made(eqn) -> Made:
+    return made_by(eqn.primitive.name, [atom.aval for atom in eqn.invars])
+
+
+def _product_flops(eqn) -> float:
+    """Infinitely many in a `while` loop, whose count the program does not state."""
+    dims, name = product_dims(eqn), eqn.primitive.name
+    if dims is not None:
+        return 2.0 * math.prod(dims)
+    inner = (each for program in inner_programs(eqn) for each in getattr(program, "jaxpr", program).eqns)
+    flops = sum(map(_product_flops, inner))
+    return flops * (eqn.params["length"] if name == "scan" else math.inf if name == "while" and flops else 1)
+
+
+def _attention_flops(eqn) -> float:
+    """Of the scores that count."""
+    sizes = traced_attention(eqn)
+    if sizes is None:
+        return 0.0
+    rows, positions, *_ = eqn.invars[0].aval.shape
+    shape = AttentionShape(*sizes)
+    return 4.0 * rows * positions * shape.heads * shape.head_dim * shape.seen(positions)

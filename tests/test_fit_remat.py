@@ -1,0 +1,155 @@
+"""What backward repeats, array by array: each choice's bytes and work against a trace under its policy, and the one
+that is chosen for a budget."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from experiments.strategies import Strategy
+from jaxdist.compat import type_of
+from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import make_abstract_mesh, parse_mesh
+from jaxdist.models.presets import PRESETS
+from jaxdist.parallel.remat import is_array, name_array, read_arrays
+from jaxdist.plan.fit_remat import fit_remat
+from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.kept_arrays import choices, repeated_of
+from jaxdist.plan.parts import ROWS, _dots, _forward_and_backward, layer_memory, traffic_of
+from jaxdist.plan.program_memory import rank_of
+from jaxdist.plan.proof.trace_memory import step_memory
+from jaxdist.plan.search import Candidates, score
+from jaxdist.train.program import build_program
+
+RUNS = {
+    "one device": Strategy("", ""),
+    "tp, sp": Strategy("", "dp=2,tp=2", {"sp": True, "zero": 3}),
+    "tp": Strategy("", "tp=4"),
+    "ulysses": Strategy("", "cp=4", {"cp_kind": "ulysses"}),
+    "ring": Strategy("", "cp=2,tp=2", {"sp": True}),
+    "blocked": Strategy("", "", {"attention": "blocked"}),
+    "experts": Strategy("", "dp=4,ep=2", {"zero": 2}, preset="moe-proof"),
+    "cudnn": Strategy("", "tp=2", {"sp": True, "attention": "cudnn"}, dtype="bfloat16"),
+}
+
+
+def _attention(run: Strategy) -> str:
+    return {"blocked": "blocked", "cudnn": "cudnn"}.get(run.parallel.get("attention"), "xla")
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_choice_keeps_and_repeats_what_a_trace_of_it_does(run):
+    config = run.run_config()
+    rank = rank_of(config, _attention(run))
+    everything, *others = choices(rank)
+    assert everything.remat == "none" and len(others) >= 7
+    for choice in others[:: len(others) // 7]:
+        repeats = dataclasses.replace(rank, repeats=choice.remat)
+        less = layer_memory(rank).scan - layer_memory(repeats).scan
+        assert less == pytest.approx(everything.num_bytes - choice.num_bytes, rel=1e-3)
+        positions = ROWS * config.model.seq_len / config.parallel.mesh.cp
+        if _attention(run) != "cudnn":  # whose products are no products of the program
+            assert (_flops(repeats) - _flops(rank)) / positions == pytest.approx(choice.repeated.flops)
+        assert (_summed(repeats) - _summed(rank)) / positions == pytest.approx(choice.repeated.summed)
+        assert repeated_of(repeats) == choice.repeated
+
+
+def _flops(rank) -> float:
+    def read(parts) -> float:
+        types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
+        _, backward = _forward_and_backward(parts.saved_layer, parts.bound.layer_leaves, types)
+        return sum(2 * math.prod(dims) for dims in _dots(backward))
+
+    return rank.trace(read)
+
+
+def _summed(rank) -> float:
+    sent = (each for each in traffic_of(rank).layer.backward if each.axes == ("tp",))
+    return sum(each.count * each.full_bytes * (1 if each.kind == "all_reduce" else 0.5) for each in sent)
+
+
+def test_attention_that_is_repeated_is_counted_by_its_scores():
+    rank = rank_of(RUNS["cudnn"].run_config(), "cudnn")
+    alone = [each for each in choices(rank) if each.remat.count(":") == 2 and "cudnn" in each.remat]
+    model = rank.model
+    width, seen = model.width / rank.tp, (model.seq_len + 1) / 2
+    assert [each.repeated.attention for each in alone] == [4 * width * seen]
+
+
+CLUSTER = Cluster(find_hardware("h100"), 1, 4)
+
+
+@pytest.mark.parametrize("name", ["one device", "tp, sp", "experts"])
+def test_the_choice_fits_takes_least_and_is_what_the_step_keeps(name):
+    """Of every choice that fits, none is predicted faster; the traced step falls by what was predicted."""
+    config, cluster = RUNS[name].run_config(), CLUSTER
+    whole = _scored(config)
+    least = _scored(_with(config, "block"))
+    assert fit_remat(config, cluster, float(whole[1])).config == config
+    limit = (whole[1] + least[1]) / 2
+    fitted = fit_remat(config, cluster, limit)
+    seconds, num_bytes = _scored(fitted.config)
+    assert num_bytes == fitted.num_bytes <= limit
+    rank = rank_of(config, "xla")
+    every = [_scored(_with(config, choice.remat)) for choice in choices(rank)[:: len(choices(rank)) // 8]]
+    words = [_scored(_with(config, word)) for word in ("none", "selective", "block", "every-2")]
+    assert seconds <= min(s for s, b in (*every, *words) if b <= limit) * (1 + 1e-9)
+
+    assert traced(config) - traced(fitted.config) == pytest.approx(whole[1] - num_bytes, rel=0.25)
+
+
+def traced(config: RunConfig) -> int:
+    """Bytes of a step at its peak, from its trace."""
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    step = program.step.trace(program.abstract_state(), program.abstract_batch())
+    return step_memory(program, step, "cpu").peak
+
+
+def _with(config: RunConfig, word: str) -> RunConfig:
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, remat=word))
+
+
+def _scored(config: RunConfig) -> tuple[float, float]:
+    found = score(config, Candidates.of(config), CLUSTER)
+    return float(found.time.total[0]), float(found.memory.total[0])
+
+
+def test_a_pipeline_and_overlap_choose_among_words():
+    for mesh, settings in (("pp=2,dp=2", {}), ("dp=4", {"overlap": True})):
+        config = Strategy("", mesh, settings).run_config()
+        whole = _scored(config)[1]
+        fitted = fit_remat(config, CLUSTER, whole * 0.9)
+        assert not fitted.config.parallel.repeats_arrays and fitted.config.parallel.remat != "none"
+        assert fitted.num_bytes <= whole * 0.9
+
+
+def test_what_cannot_be_had_is_refused():
+    config = RUNS["one device"].run_config()
+    with pytest.raises(ConfigError, match="the least that a step needs"):
+        fit_remat(config, CLUSTER, 1e5)
+    for word in ("repeat:", "repeat:a b", "repeat:dot_general:1024r*768", "auto"):
+        with pytest.raises(ConfigError, match="it must be none"):
+            ParallelConfig(remat=word)
+    for mesh, more in (("pp=2", {}), ("dp=2", {"overlap": True})):
+        with pytest.raises(ConfigError, match="a program of its own"):
+            ParallelConfig(parse_mesh(mesh), remat="repeat:dot_general:rx4-4x4", **more)
+
+
+def test_arrays_that_no_operation_makes_are_refused_when_the_step_is_traced():
+    """A word that was chosen for another layout changes nothing, and must not look as if it did."""
+    config = _with(RUNS["one device"].run_config(), "repeat:dot_general:32rx64-64x255")
+    with pytest.raises(ConfigError, match="chosen for another layout or attention"):
+        traced(config)
+
+
+def test_names_of_arrays_are_read_as_written():
+    made = ("dot_general", ((ROWS * 1024, 768), (768, 2304), (ROWS,), ()))
+    name = name_array(made, ROWS)
+    assert name == "dot_general:1024rx768-768x2304-r-" and is_array(name)
+    assert read_arrays(f"repeat:{name}+scatter-add:4x16r", 16) == {
+        ("dot_general", ((16 * 1024, 768), (768, 2304), (16,), ())),
+        ("scatter-add", ((4, 256),)),
+    }
+    assert PRESETS and read_arrays("block", 4) == frozenset()
