@@ -177,16 +177,12 @@ def rank_memory(rank: OneRank) -> RankMemory:
 
 def _few_ranks(rank: OneRank) -> list[tuple[str, int]]:
     """Axes, and from how many ranks on more of them hold parts of the same. Not where more ranks hold something whole
-    than fewer do, as key heads; nor with experts over tp, whose messages grow; nor where a rank's two chunks of a
-    sequence are less than blocks of attention."""
+    than fewer do, as key heads; nor with experts over tp, whose messages grow, or arrays named for one tp; nor where
+    a rank's two chunks of a sequence are less than blocks of attention."""
     heads = rank.tp * (rank.cp if rank.cp_kind == "ulysses" else 1)
     small = rank.cp > 1 and rank.model.seq_len < 2 * MOST_POSITIONS * rank.cp
-    if (
-        rank.repeats
-        or rank.experts_over_tp
-        or small
-        or any(dim % heads for dim in dims_that_may_stay_whole(rank.model))
-    ):
+    other = rank.experts_over_tp or bool(rank.repeats)
+    if other or small or any(dim % heads for dim in dims_that_may_stay_whole(rank.model)):
         return []
     # A ring's first round and its last are programs of their own.
     return [("cp", 8 if rank.cp_kind == "ring" else 2), ("tp", 2)]
