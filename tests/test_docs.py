@@ -1,5 +1,6 @@
 """Every Python example in the documentation runs as it stands."""
 
+import dataclasses
 import inspect
 import re
 import statistics
@@ -19,6 +20,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import collectives
+from jaxdist.plan.fit_remat import fit_remat
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Candidates, score, search
 
@@ -201,3 +203,20 @@ def test_the_tolerances_in_prose_are_those_of_the_comparison():
     assert said("gradient norm and every") == first
     assert said("the same, later") == [*later[:2], *first[2:]]
     assert said("moments") == said("parameters") == later
+
+
+@pytest.mark.exhaustive
+def test_what_auto_repeats_is_predicted_as_the_page_says():
+    rows = rows_under("### What backward repeats, array by array")
+    parallel = ParallelConfig(parse_mesh("dp=8,tp=8"), zero=3, sp=True)
+    config = RunConfig(PRESETS["llama3-8b"], parallel, precision=PrecisionConfig("bfloat16"), batch_size=64)
+    cluster = Cluster(find_hardware("h100"), 8, 8)
+    assert [row[0] for row in rows] == ["none", "auto-30", "auto-20", "auto-10", "block"]
+    for word, seconds, formula, *_ in rows:
+        if word.startswith("auto-"):
+            limit = float(word.removeprefix("auto-")) * 2**30
+            chosen = fit_remat(config, cluster, limit, "cudnn").config
+        else:
+            chosen = dataclasses.replace(config, parallel=dataclasses.replace(parallel, remat=word))
+        found = score(chosen, Candidates.of(chosen), cluster, "cudnn")
+        assert f"{found.time.total[0]:.2f}" == seconds and f"{found.memory.total[0] / 2**30:.2f}" == formula

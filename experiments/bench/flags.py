@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from jaxdist.config import RunConfig
+from jaxdist.plan.hardware import find_hardware
 
 from ..cli import CommonFlags
 
@@ -82,3 +83,10 @@ class BenchFlags(CommonFlags):
             "gpt-11m" if self.which in ONE_STEP else {"scaling": "tiny", "experts": "moe-10m"}.get(self.which, "gpt-7m")
         )
         return dataclasses.replace(self, model=model).run_config()
+
+    def with_remat(self, config: RunConfig, gib: float | None) -> RunConfig:
+        if self.which != "roofline":
+            return super().with_remat(config, gib)
+        from jaxdist.plan.fit_remat import fit_on_hardware
+
+        return fit_on_hardware(config, find_hardware(self.hardware), gib)

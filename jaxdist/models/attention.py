@@ -16,6 +16,7 @@ from jaxdist.errors import ConfigError, reason_of
 from jaxdist.models.context import Context
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
 from jaxdist.parallel.context_parallel import context_attention
+from jaxdist.parallel.remat import CUDNN_FORWARD
 
 LONG = 8192  # positions, from which on their scores are not written out unless asked for
 MIN_QUERIES = 64  # in a block; smaller products of matrices are slower than what leaving out the masked ones saves
@@ -119,7 +120,7 @@ def weighted_values(probs_BNTS: jax.Array, v_BSKH: jax.Array) -> jax.Array:
 
 
 # cuDNN's kernels as a plan sees them where there is no cuDNN: what they take, give and keep. Traced, never compiled.
-_forward_p, _backward_p = Primitive("cudnn_attention_forward"), Primitive("cudnn_attention_backward")
+_forward_p, _backward_p = Primitive(CUDNN_FORWARD), Primitive("cudnn_attention_backward")
 _forward_p.multiple_results = _backward_p.multiple_results = True
 
 

@@ -41,6 +41,7 @@ GATHERS = {"all_gather", "all_gather_invariant"}
 # What follows from constants alone, and what a kept mask was drawn from.
 DRAWS = {"iota", "random_bits", "random_fold_in", "random_wrap", "random_unwrap", "threefry2x32"}
 KEPT = "kept"
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"  # JAX's name of cuDNN's attention; a plan's stand-in has it too
 REPEAT = "repeat:"  # how a word of `ParallelConfig.remat` begins that names arrays
 _ARRAY = re.compile(r"[\w-]+(:\d*r?(x\d*r?)*(-\d*r?(x\d*r?)*)*)?")
 Made = tuple[str, tuple[tuple[int, ...], ...]]  # an operation, and the shapes it reads
@@ -85,8 +86,8 @@ def read_arrays(word: str, rows: int) -> frozenset[Made]:
 
 
 def made_by(name: str, avals: Sequence) -> Made:
-    """An operation on arrays of these types."""
-    return name, tuple(tuple(aval.shape) for aval in avals)
+    """An operation on arrays of these types. Of cuDNN's attention queries, keys and values alone."""
+    return name, tuple(tuple(aval.shape) for aval in (avals[:3] if name == CUDNN_FORWARD else avals))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, divisors
-from jaxdist.plan.hardware import GIB, Cluster, find_hardware
+from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware
 from jaxdist.plan.kept_arrays import Choice, choices
 from jaxdist.plan.program_memory import rank_of
 from jaxdist.plan.search import Candidates, Scored, score, seconds_of_repeats, usable_bytes
@@ -74,11 +74,17 @@ def fit_on_devices(config: RunConfig, devices: Devices, gib: float | None = None
             f"the hardware table does not know how much {devices.description} hold",
             "Use remat='auto-24', with the GiB of a device that a step may take",
         )
-    hardware = hardware or find_hardware(SIMULATED)
-    count = len(devices.devices)
+    return fit_on_hardware(config, hardware or find_hardware(SIMULATED), gib, devices.platform)
+
+
+def fit_on_hardware(
+    config: RunConfig, hardware: Accelerator, gib: float | None = None, platform: str = "gpu"
+) -> RunConfig:
+    """The same for accelerators that are not there. platform: whose attention runs."""
+    count = config.parallel.mesh.num_devices
     per_node = min(count, hardware.devices_per_node)
     cluster = Cluster(hardware, -(-count // per_node), per_node)
-    attention = config.model.attention_for(config.attention, devices.platform, config.precision.dtype, training=True)
+    attention = config.model.attention_for(config.attention, platform, config.precision.dtype, training=True)
     return fit_remat(config, cluster, usable_bytes(cluster) if gib is None else gib * GIB, attention).config
 
 
