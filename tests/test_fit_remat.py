@@ -21,6 +21,7 @@ from jaxdist.plan.parts import ROWS, _dots, _forward_and_backward, layer_memory,
 from jaxdist.plan.program_memory import rank_of
 from jaxdist.plan.proof.trace_memory import step_memory
 from jaxdist.plan.search import Candidates, score
+from jaxdist.plan.utilisation import flops_per_token
 from jaxdist.train.program import build_program
 
 RUNS = {
@@ -154,3 +155,11 @@ def test_names_of_arrays_are_read_as_written():
         ("scatter-add", ((4, 256),)),
     }
     assert PRESETS and read_arrays("block", 4) == frozenset()
+
+
+def test_what_is_repeated_counts_among_the_flops_of_the_hardware():
+    """GPT-2's projection to the MLP on two ranks: 2 x width x ffn a token and layer, whatever tp."""
+    config = Strategy("", "tp=2", {"remat": "repeat:dot_general:32rx64-64x128"}).run_config()
+    model = config.model
+    assert flops_per_token(config)[1] == model.num_layers * 2 * model.width * model.ffn_width
+    assert flops_per_token(_with(config, "none"))[1] == 0

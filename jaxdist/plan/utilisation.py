@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
+from jaxdist.plan.kept_arrays import repeated_of
 from jaxdist.plan.parts import work_of
+from jaxdist.plan.program_memory import rank_of
 from jaxdist.plan.verdict import known_hardware
 from jaxdist.runtime.devices import Devices
 
@@ -52,5 +54,14 @@ def flops_per_token(config: RunConfig) -> tuple[float, float]:
     layer, scores = sum(p.flops for p in work.layer), sum(p.flops for p in work.layer if p.batched) / 2
     again = layer - work.layer[-1].flops if parallel.remat_every == 1 else layer
     if not parallel.recomputes:
-        again = scores if parallel.remat == "selective" else 0.0
+        again = scores if parallel.remat == "selective" else _repeated(config)
     return work.flops_per_token, work.num_layers * again
+
+
+def _repeated(config: RunConfig) -> float:
+    """FLOPs a token of the arrays of a layer that `remat` names, on all ranks of tp; 0 where it names none."""
+    if not config.parallel.repeats_arrays:
+        return 0.0
+    attention = config.model.attention_for(config.attention, "gpu", config.precision.dtype, training=True)
+    found = repeated_of(rank_of(config, attention))
+    return (found.flops + found.attention) * config.parallel.mesh.tp
