@@ -4,6 +4,7 @@
 its result is kept (no pipeline, no overlap), every choice of a layer's arrays, in the plan's seconds and bytes.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,16 +37,22 @@ def fit_remat(
     Raises: ConfigError where none fits.
     """
     efficiency = efficiency or efficiency_of(cluster.hardware.name)
-    asked = lambda word: _scored(config, word, cluster, attention, efficiency)  # noqa: E731
-    found = [(word, scored) for word in _words(config) if (scored := asked(word)) is not None]
+    found: list[tuple[str, Scored]] = []
+
+    def bytes_with(word: str) -> float:
+        """Of a step. All that was asked is kept."""
+        chosen = _with(config, word)
+        found.append((word, score(chosen, Candidates.of(chosen), cluster, attention, efficiency)))
+        return float(found[-1][1].memory.total[0])
+
+    for word in _words(config):
+        bytes_with(word)
     if config.parallel.mesh.pp == 1 and not config.parallel.overlap:
         ladder = _ladder(config, cluster, attention, efficiency)
         low, high = 0, len(ladder)  # all before low are too large, all from high on fit
         while low < high:
             middle = (low + high) // 2
-            scored = asked(ladder[middle])
-            found.append((ladder[middle], scored))
-            low, high = (low, middle) if scored.memory.total[0] <= limit else (middle + 1, high)
+            low, high = (low, middle) if bytes_with(ladder[middle]) <= limit else (middle + 1, high)
     fits = [(float(scored.time.total[0]), float(scored.memory.total[0]), word) for word, scored in found]
     least = min(num_bytes for _, num_bytes, _ in fits)
     fits = [row for row in fits if row[1] <= limit]
@@ -93,23 +100,14 @@ def _with(config: RunConfig, word: str) -> RunConfig:
 
 
 def _words(config: RunConfig) -> list[str]:
-    blocks = config.model.num_blocks
-    return [
-        "none",
-        "selective",
-        "chunk",
-        "block",
-        *(f"every-{size}" for size in divisors(blocks)[1:] if size**2 <= blocks),
-    ]
-
-
-def _scored(config: RunConfig, word: str, cluster: Cluster, attention: str, efficiency: Efficiency) -> Scored | None:
-    """None where the run refuses the word."""
-    try:
-        config = _with(config, word)
-    except ConfigError:
-        return None
-    return score(config, Candidates.of(config), cluster, attention, efficiency)
+    """Those that the run does not refuse."""
+    blocks, found = config.model.num_blocks, []
+    several = [f"every-{size}" for size in divisors(blocks)[1:] if size**2 <= blocks]
+    for word in ("none", "selective", "chunk", "block", *several):
+        with suppress(ConfigError):
+            _with(config, word)
+            found.append(word)
+    return found
 
 
 def _ladder(config: RunConfig, cluster: Cluster, attention: str, efficiency: Efficiency) -> list[str]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 
 from jaxdist.compat import inner_programs
+from jaxdist.mesh import MeshShape
 from jaxdist.models.attention import traced_attention
 from jaxdist.parallel.pipeline.split_backward import (
     dependents,
@@ -95,7 +96,7 @@ class _Layer:
     what makes them), those that backward reads, and the bytes of what it passes on."""
 
     rank: OneRank
-    mesh: object
+    mesh: MeshShape
     eqns: list
     given: list
     of_micro: set
@@ -114,7 +115,7 @@ class _Layer:
                 if makers[v].primitive.name not in MOVES | {"name"}:
                     break
                 [v] = makers[v].invars  # what is only marked, or moved, would be kept in its place
-            sizes[key] = sizes.get(key := frozenset(made), 0) + size
+            sizes[frozenset(made)] = sizes.get(frozenset(made), 0) + size
         large = [made for made, size in sizes.items() if size >= LEAST_PART * self.x_bytes]
         return sorted(large, key=lambda made: -sizes[made])[:MOST_ARRAYS]
 
