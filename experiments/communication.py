@@ -21,6 +21,7 @@ from jaxdist.plan.papers import formulas
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.traffic import predicted, table
 
+from .bench.theory import halves_again
 from .cli import run_program
 from .progress import Progress
 from .strategies import STRATEGIES
@@ -114,8 +115,7 @@ def least(config: RunConfig) -> dict[str, float]:
 
     # In halves of an all-reduce: gathers or scatters. Recomputed: every sum but a group's last, and gathers with sp.
     again = ((2 if sp else 0) + (1 if sp else 2) * (2 - 1 / every)) if every else 0
-    if parallel.repeats_arrays:  # both gathers of a layer are made alike; of its scatters the last is passed on
-        again = 2 * ("all_gather:" in parallel.remat) + ("reduce_scatter:" in parallel.remat)
+    again += halves_again(parallel)
     softmax, needs, most = 2 * 3 * tokens * master, [], 0
     for stage in range(mesh.pp):
         layers = sum(n for n, home in zip(parts, homes, strict=True) if home == stage)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import jax.numpy as jnp
 
-from jaxdist.config import RunConfig
+from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import AXIS_OF_DIM
 from jaxdist.models.base import Param, declare, parts_using
 from jaxdist.plan.papers.formulas import ModelShape, StateRecipe, cp_traffic, pp_traffic, state_bytes, tp_traffic
@@ -126,9 +126,16 @@ def over_tp(config: RunConfig, stage: Stage) -> float:
     shape, recompute, cp = ModelShape.of(model), parallel.recomputes, parallel.mesh.cp
     layer = tp_traffic(shape, rows, parallel.mesh.tp, parallel.sp, recompute, cp, recomputed="needed").elements
     tokens, around = rows * model.seq_len / cp, 2 * share(parallel.mesh.tp)
+    layer += halves_again(parallel) * tokens * model.width * share(parallel.mesh.tp)
     ends = (stage.embeds + stage.heads) * tokens * model.width * around  # embedding forward, head backward
     softmax = stage.heads * 3 * tokens * around
     return microbatches * ((stage.layers * layer + ends) * item + softmax * wide)
+
+
+def halves_again(parallel: ParallelConfig) -> int:
+    """Gathers and scatters over tp, half an all-reduce each, that a layer repeats where `remat` names them. Both of its
+    gathers are made alike; of its scatters the last is passed on, and backward does not read it."""
+    return parallel.repeats_arrays * (2 * ("all_gather:" in parallel.remat) + ("reduce_scatter:" in parallel.remat))
 
 
 def over_pp(config: RunConfig, stage: Stage) -> float:
