@@ -82,7 +82,9 @@ class CommonFlags(SettingFlags, ModelFlags):
         words = self.remat.split("-")
         if words[0] != "auto":
             return make_config(self.model_config(), values)
-        return self.with_remat(make_config(self.model_config(), values | {"remat": "none"}), _gib(words[1:]))
+        config = make_config(self.model_config(), values | {"remat": "none"})
+        with Progress("choosing what backward repeats", quiet=not processes.is_first()):
+            return self.with_remat(config, _gib(words[1:]))
 
     def with_remat(self, config: RunConfig, gib: float | None) -> RunConfig:
         """The configuration with what backward repeats chosen, within so many GiB of a device; None: what it has."""

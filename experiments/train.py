@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from jaxdist.checkpoint import resume
 from jaxdist.checkpoint.checkpoints import Checkpoints, Manifest, SaveFailed
@@ -975,7 +975,7 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
     frozen = sum(math.prod(leaf.shape) for leaf in leaves if leaf.frozen)
     counts = f"{total:,} parameters" + (f", {total - frozen:,} of them trained" if frozen else "")
 
-    summary = Table.grid(padding=(0, 2))
+    summary = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     summary.add_row("[bold]mesh[/]", f"{parallel.mesh}")
     summary.add_row("[bold]devices[/]", devices.description)
     summary.add_row("[bold]model[/]", f"{counts}: {escape(model.describe())}")

@@ -152,10 +152,10 @@ class Repeated(NamedTuple):
     of attention's scores that count, bytes that these read and write, and bytes that all-reduces over tp sum (a gather
     or a scatter is half of one)."""
 
-    flops: float = 0.0
-    attention: float = 0.0
-    num_bytes: float = 0.0
-    summed: float = 0.0
+    flops: Number = 0.0
+    attention: Number = 0.0
+    num_bytes: Number = 0.0
+    summed: Number = 0.0
 
 
 NOTHING = Repeated()
@@ -186,7 +186,7 @@ class Layout:
     experts_over_tp: as in `ParallelConfig`. exchanged: elements of a layer's all-to-alls between experts in forward,
         for one position of a device.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
-    repeated: beside what `remat` says; of every layout the same.
+    repeated: beside what `remat` says.
     """
 
     pp: Number = 1
