@@ -27,11 +27,12 @@ from jaxdist.config import Dtype, RunConfig
 from jaxdist.errors import MOST, ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import num_parameters
+from jaxdist.parallel.remat import shorten
 from jaxdist.placement import make_layout
 from jaxdist.plan import explain
 from jaxdist.plan.cost import CENTURY_HOURS, Cost, duration
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
-from jaxdist.plan.fit_remat import fit_remat
+from jaxdist.plan.fit_remat import fit_remat, with_arrays
 from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, price
 from jaxdist.plan.proof.compile import has_cuda_compiler, require_compiler, without_devices
 from jaxdist.plan.proof.levels import Levels, levels
@@ -506,7 +507,9 @@ def parse_hours(text: str) -> float:
 def find(question: Question, num_nodes: int) -> Found:
     cluster = question.cluster(num_nodes)
     with Progress(f"searching layouts of {cluster.num_devices:,} devices, meshes") as progress:
-        return search(question.base, cluster, question.attention, question.efficiency, progress=progress.update)
+        found = search(question.base, cluster, question.attention, question.efficiency, progress=progress.update)
+    with Progress("choosing what backward repeats"):
+        return with_arrays(found, question.attention, question.efficiency)
 
 
 def plan_for(question: Question, num_nodes: int, top: int) -> Plan:
@@ -697,7 +700,7 @@ def row_layout(found: Scored, index: int) -> dict:
         "sp": bool(layouts.sp[index]),
         "cp_kind": layouts.cp_kind(index, base) if layouts.cp[index] > 1 else None,
         "overlap": bool(layouts.overlap[index]),
-        "remat": layouts.remat(index, found.base.parallel),
+        "remat": layouts.remat(index),
         "schedule": layouts.schedule_name(index, base) if pipelined else None,
         "chunks": int(layouts.chunks[index]),
         "microbatches": int(layouts.microbatches[index]),
@@ -957,7 +960,7 @@ def print_rows(console: Console, rows: list[dict], usable: float) -> None:
         "sp": ["yes" if row["sp"] else "" for row in rows],
         "cp kind": [row["cp_kind"] or "" for row in rows],
         "overlap": ["yes" if row["overlap"] else "" for row in rows],
-        "remat": [row["remat"] if row["remat"] != "none" else "" for row in rows],
+        "remat": [shorten(row["remat"]) if row["remat"] != "none" else "" for row in rows],
         "pipeline": [pipeline_words(row) for row in rows],
         "micro-batch": [f"{row['rows']} × {row['accumulate'] * row['microbatches']}" for row in rows],
         "step": [seconds(row["step_seconds"]) for row in rows],
@@ -989,7 +992,7 @@ def layout_words(row: dict) -> str:
     """A layout in a few words."""
     words = [row["mesh"], *([row["cp_kind"]] if row["cp_kind"] else [])]
     words += [f"ZeRO-{row['zero']}"] * (row["zero"] > 0) + ["sp"] * row["sp"] + ["overlap"] * row["overlap"]
-    words += [f"remat {row['remat']}"] * (row["remat"] != "none")
+    words += [f"remat {shorten(row['remat'])}"] * (row["remat"] != "none")
     words += [pipeline_words(row)] * (row["schedule"] is not None)
     return ", ".join(words)
 

@@ -3,6 +3,7 @@
 from html import escape
 from math import log
 
+from jaxdist.parallel.remat import shorten
 from jaxdist.plan.explain import NAMES_OF_TERMS, gib
 from jaxdist.plan.hardware import GIB
 from jaxdist.runtime.budget import short_money
@@ -104,7 +105,7 @@ def command_part(record: dict) -> list[str]:
 def label(row: dict) -> str:
     """A layout in a few words."""
     words = [row["mesh"], *([row["cp_kind"]] if row["cp_kind"] else []), f"Z{row['zero']}"]
-    words += ["sp"] * row["sp"] + ["overlap"] * row["overlap"] + [row["remat"]] * (row["remat"] != "none")
+    words += ["sp"] * row["sp"] + ["overlap"] * row["overlap"] + [shorten(row["remat"])] * (row["remat"] != "none")
     words += [row["schedule"]] * (row["schedule"] is not None)
     return " ".join(words)
 
@@ -121,7 +122,7 @@ def table(rows: list[dict]) -> str:
             row["mesh"] + (f" {row['cp_kind']}" if row["cp_kind"] else "") + (f" (or {others})" if others else ""),
             f"{row['zero']}{' kept' * row['keep']}{' overlap' * row['overlap']}",
             "yes" if row["sp"] else "",
-            row["remat"],
+            shorten(row["remat"]),
             pipeline,
             f"{row['rows']} × {row['accumulate'] * row['microbatches']}",
             f"{row['step_seconds']:.3g} s",

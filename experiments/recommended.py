@@ -18,10 +18,11 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import Model
 from jaxdist.models.presets import PRESETS
+from jaxdist.plan.fit_remat import with_arrays
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.search import Candidates, Scored, rank, score, search, usable_bytes
-from jaxdist.plan.time_model import PARTS
+from jaxdist.plan.time_model import PARTS, efficiency_of
 
 from .cli import require_writable, run_program, write_output
 from .plan import layout_words, row_layout
@@ -189,6 +190,7 @@ def compare(row: Published) -> Compared:
     cluster = Cluster(find_hardware("h100"), row.num_devices // 8)
     theirs = score(row.config, Candidates.of(row.config), cluster, "cudnn")
     found = search(dataclasses.replace(row.config, parallel=ParallelConfig()), cluster, "cudnn")
+    found = with_arrays(found, "cudnn", efficiency_of("h100"))
     if not found.num_fitting:
         raise ConfigError(row.name, "no layout fits", "Use more devices")
     return Compared(row, theirs, found.take(rank(found)[:1]))

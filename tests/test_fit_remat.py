@@ -5,6 +5,7 @@ import dataclasses
 import math
 
 import jax
+import numpy as np
 import pytest
 
 from experiments.strategies import Strategy
@@ -14,13 +15,16 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_abstract_mesh, parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.remat import is_array, name_array, read_arrays
-from jaxdist.plan.fit_remat import fit_remat
-from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.fit_remat import _nothing_repeated, fit_remat, with_arrays
+from jaxdist.plan.hardware import GIB, Cluster, find_hardware
 from jaxdist.plan.kept_arrays import choices, repeated_of
-from jaxdist.plan.parts import ROWS, _dots, _forward_and_backward, layer_memory, traffic_of
+from jaxdist.plan.papers.formulas import ModelShape
+from jaxdist.plan.papers.work import PaperWork
+from jaxdist.plan.parts import _dots, _forward_and_backward, layer_memory, traffic_of
 from jaxdist.plan.program_memory import rank_of
 from jaxdist.plan.proof.trace_memory import step_memory
-from jaxdist.plan.search import Candidates, score
+from jaxdist.plan.search import Candidates, place_of, score, search
+from jaxdist.plan.time_model import Layout, efficiency_of, step_time
 from jaxdist.plan.utilisation import flops_per_token
 from jaxdist.train.program import build_program
 
@@ -51,7 +55,7 @@ def test_a_choice_keeps_and_repeats_what_a_trace_of_it_does(run):
         repeats = dataclasses.replace(rank, repeats=choice.remat)
         less = layer_memory(rank).scan - layer_memory(repeats).scan
         assert less == pytest.approx(everything.num_bytes - choice.num_bytes, rel=1e-3)
-        positions = ROWS * config.model.seq_len / config.parallel.mesh.cp
+        positions = rank.rows * config.model.seq_len / config.parallel.mesh.cp
         if _attention(run) != "cudnn":  # whose products are no products of the program
             assert (_flops(repeats) - _flops(rank)) / positions == pytest.approx(choice.repeated.flops)
         assert (_summed(repeats) - _summed(rank)) / positions == pytest.approx(choice.repeated.summed)
@@ -81,6 +85,16 @@ def test_attention_that_is_repeated_is_counted_by_its_scores():
 
 
 CLUSTER = Cluster(find_hardware("h100"), 1, 4)
+
+
+def test_what_sends_nothing_again_has_no_latency():
+    config = RUNS["tp"].run_config()
+    word = next(each.remat for each in choices(rank_of(config, "xla"))[1:] if not each.repeated.summed)
+    once, again = (score(each, Candidates.of(each), CLUSTER).time for each in (config, _with(config, word)))
+    assert again.tp == once.tp and again.total > once.total
+    time = step_time(PaperWork(ModelShape.gpt(1, 64, 4)), Layout(tp=4), CLUSTER)
+    sent = CLUSTER.collective_seconds("ring_all_reduce", 4, 1, 2 * 64 * 2048, 0.75, 0.7)
+    assert time.tp == pytest.approx((4 + 2) * sent)
 
 
 @pytest.mark.parametrize("name", ["one device", "tp, sp", "experts"])
@@ -118,6 +132,37 @@ def _scored(config: RunConfig) -> tuple[float, float]:
     return float(found.time.total[0]), float(found.memory.total[0])
 
 
+def test_a_search_has_the_fastest_choice_of_arrays_of_each_mesh():
+    """Where memory is short: against time and memory of every third choice, of all that keep everything on dp=4."""
+    config = Strategy("", "", preset="proof").run_config()
+    words = search(config, CLUSTER)
+    least = words.memory.total[words.layouts.pp == 1].min()
+    hardware = dataclasses.replace(CLUSTER.hardware, memory_gb=1.5 * least / 0.9 / GIB)
+    cluster = dataclasses.replace(CLUSTER, hardware=hardware)
+    found = search(config, cluster)
+    both = with_arrays(found, "xla", efficiency_of("h100"))
+    assert both.num_fitting - found.num_fitting == len(both) - len(found) > 0
+    mesh = parse_mesh("dp=4")
+    rows = _nothing_repeated(found, "xla")
+    rows = rows.take([rows.mesh(index) == mesh for index in range(len(rows))])
+    seconds = _fastest(found, mesh)
+    assert _fastest(both, mesh) < seconds
+    for choice in choices(rank_of(config, "xla"))[::3]:
+        tried = dataclasses.replace(rows, repeats=np.full(len(rows), place_of(choice.remat)))
+        scored = score(config, tried, cluster)
+        seconds = min(seconds, scored.time.total[scored.fits].min(initial=np.inf))
+    assert _fastest(both, mesh) <= seconds * (1 + 1e-9)
+    for index in range(len(found), len(both)):
+        alone = both.config(index)
+        assert alone.parallel.repeats_arrays
+        assert _scored(alone) == pytest.approx((both.time.total[index], both.memory.total[index]))
+
+
+def _fastest(found, mesh) -> float:
+    here = [found.layouts.mesh(index) == mesh for index in range(len(found))]
+    return found.time.total[found.fits & here].min(initial=np.inf)
+
+
 def test_a_pipeline_and_overlap_choose_among_words():
     for mesh, settings in (("pp=2,dp=2", {}), ("dp=4", {"overlap": True})):
         config = Strategy("", mesh, settings).run_config()
@@ -147,8 +192,8 @@ def test_arrays_that_no_operation_makes_are_refused_when_the_step_is_traced():
 
 
 def test_names_of_arrays_are_read_as_written():
-    made = ("dot_general", ((ROWS * 1024, 768), (768, 2304), (ROWS,), ()))
-    name = name_array(made, ROWS)
+    made = ("dot_general", ((499 * 1024, 768), (768, 2304), (499,), ()))
+    name = name_array(made, 499)
     assert name == "dot_general:1024rx768-768x2304-r-" and is_array(name)
     assert read_arrays(f"repeat:{name}+scatter-add:4x16r", 16) == {
         ("dot_general", ((16 * 1024, 768), (768, 2304), (16,), ())),

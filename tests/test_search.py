@@ -21,11 +21,12 @@ from jaxdist.parallel.pipeline.simulate import Costs, simulate
 from jaxdist.plan import search as searching
 from jaxdist.plan.explain import close_by, context_parallel
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.parts import ROWS, OneRank, at_rows, fullest, layer_memory, loss_memory, work_of
+from jaxdist.plan.parts import OneRank, at_rows, fullest, layer_memory, loss_memory, rows_to_trace, work_of
 from jaxdist.plan.program_memory import (
     device_elements,
     program_bytes,
     rank_memory,
+    rank_of,
 )
 from jaxdist.plan.proof.trace import equations
 from jaxdist.plan.schedule_facts import ScheduleFacts, facts_of, schedule_facts, table_facts, ticks_of
@@ -484,7 +485,7 @@ def test_each_phase_holds_what_it_is_said_to_hold():
     # and messages, by the slots of the table.
     found, number, config = memory_of("pp=2", 64, remat="every-2", microbatches=2, schedule="zb-h1")
     slots, x = lower(config.parallel.pipeline), 32 * 64 * 256 * 2
-    kept = layer_memory(OneRank(config.model, 1, ROWS, PrecisionConfig("bfloat16"), attention="xla"))
+    kept = layer_memory(rank_of(config, "xla"))
     layer = 32 * (kept.b_to_w + kept.w_residuals)
     assert found.activations == (2 * slots.num_b_residuals + slots.num_messages) * x + 3 * slots.num_b_to_w * layer
     # With an R of its own: the inputs of chunks, and from R on what a layer keeps.
@@ -506,7 +507,8 @@ def test_what_a_layer_keeps_is_what_the_trace_keeps(dtype, tp, sp):
     unit = 2 * model.seq_len * model.width / tp  # bytes of a 16-bit activation
 
     def predicted(context, selective):
-        rank = OneRank(model, tp, ROWS, PrecisionConfig(dtype), sp=sp, selective=selective, attention="xla")
+        precision, rows = PrecisionConfig(dtype), rows_to_trace(model)
+        rank = OneRank(model, tp, rows, precision, sp=sp, selective=selective, attention="xla")
         return getattr(layer_memory(rank), context)
 
     for remat, zero, keep in (
@@ -561,14 +563,32 @@ RANKS = [
 def test_memory_of_many_ranks_follows_from_that_of_few(preset, seq_len, ranks):
     """What two traces of few ranks say of more, against a trace of those."""
     model = dataclasses.replace(PRESETS[preset], seq_len=seq_len)
-    settings = {"tp": 1, "rows": ROWS, "precision": PrecisionConfig("bfloat16"), "attention": "cudnn"} | ranks
-    rank_ = OneRank(model, **settings)
+    settings = {"tp": 1, "precision": PrecisionConfig("bfloat16"), "attention": "cudnn"} | ranks
+    rank_ = OneRank(model, rows=rows_to_trace(model), **settings)
     kept, *moments = rank_memory(rank_)
     *traced_kept, backward, again = layer_memory(rank_)
     assert kept == pytest.approx(np.array(traced_kept), rel=1e-9)
     loss, rows = loss_memory(dataclasses.replace(rank_, selective=False)), np.array([1, 4, 64])
     for mine, its in zip(moments, (backward, again, loss), strict=True):
         assert at_rows(fullest(mine), rows) == pytest.approx(at_rows(fullest(its), rows), rel=1e-6)
+
+
+def test_rows_are_traced_with_a_number_that_divides_no_dim():
+    """499 where it can be; with dims that it divides, or places of experts beyond 32 bits, a smaller prime, and what a
+    row needs is the same."""
+    assert rows_to_trace(SMALL) == 499
+    assert rows_to_trace(dataclasses.replace(SMALL, ffn_width=499 * 2)) == 491
+    assert rows_to_trace(dataclasses.replace(SMALL, ffn_width=499 * 491)) == 487
+    model = PRESETS["qwen3-30b-a3b"]
+    rank_ = OneRank.of(RunConfig(model, ParallelConfig(mesh_of("dp=16,ep=16")), batch_size=16))
+    with pytest.raises(ConfigError, match="counted in 32 bits"):
+        rank_memory(dataclasses.replace(rank_, rows=499))
+    rows = np.array([1, 2])
+    few, fewer = (dataclasses.replace(rank_, ep=2, rows=rows) for rows in (rows_to_trace(model, 8 * 16), 61))
+    for one, two in zip(rank_memory(few), rank_memory(fewer), strict=True):
+        assert one == pytest.approx(two) if one.ndim == 1 else at_rows(one, rows) == pytest.approx(at_rows(two, rows))
+    config = RunConfig(model, batch_size=16)
+    assert rank_of(dataclasses.replace(config, parallel=ParallelConfig(mesh_of("dp=16,ep=16"))), "xla").rows == 199
 
 
 def size_of(variables) -> int:

@@ -21,7 +21,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import context_parallel as library
 from jaxdist.parallel import rank, varying
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
-from jaxdist.plan.parts import ROWS, OneRank, layer_memory
+from jaxdist.plan.parts import OneRank, layer_memory, rows_to_trace
 from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
 from jaxdist.runtime.devices import acquire_devices
 
@@ -507,7 +507,7 @@ def scaling() -> tuple[list[Check], Table]:
     rows, checks, length = [], [], LLAMA.seq_len
     for cp in SPLITS:
         # Neither the ring nor one device, which attends in blocks at this length, keeps scores.
-        one = OneRank(LLAMA, 1, ROWS, PrecisionConfig("bfloat16"), cp=cp)
+        one = OneRank(LLAMA, 1, rows_to_trace(LLAMA), PrecisionConfig("bfloat16"), cp=cp)
         kept = layer_memory(one).scan
         places = np.arange(length // cp)
         placed = [np.asarray(library.Split(cp).place(places, len(places), r), np.int64) for r in range(cp)]

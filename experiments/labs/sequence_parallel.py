@@ -17,7 +17,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_reduce, enter, gather_matmul, leave, rank, varying
 from jaxdist.parallel.dropout import dropout
 from jaxdist.plan.papers.formulas import ModelShape, layer_activation_bytes
-from jaxdist.plan.parts import ROWS, OneRank, layer_memory
+from jaxdist.plan.parts import OneRank, layer_memory, rows_to_trace
 from jaxdist.plan.proof.trace import collectives_of
 from jaxdist.runtime.devices import acquire_devices
 
@@ -200,8 +200,8 @@ SMALL_GPT = GPT2(num_layers=2, width=1024, num_heads=16, ffn_width=4096, seq_len
 @cache
 def ours(t: int, sp: bool, whole_layer: bool = False) -> float:
     """Bytes that our layer keeps for a token, traced: bf16, no dropout. Recomputed: scores, or all but its input."""
-    rank_of = OneRank(SMALL_GPT, t, ROWS, PrecisionConfig("bfloat16"), sp=sp and t > 1, selective=True)
-    found = layer_memory(rank_of)
+    rows, precision = rows_to_trace(SMALL_GPT), PrecisionConfig("bfloat16")
+    found = layer_memory(OneRank(SMALL_GPT, t, rows, precision, sp=sp and t > 1, selective=True))
     return (found.x if whole_layer else found.scan) / SMALL_GPT.seq_len
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.compat import varying_axes
+from jaxdist.errors import ConfigError
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.blocked_attention import vary_alike
 from jaxdist.parallel.remat import mark_saveable
@@ -158,12 +159,19 @@ def apply_experts(
     give partial sums, so is y.
     Sends: as many slots to every other rank of `axes` as could be chosen there, R * min(K, E / n), so that nothing is
     ever dropped; of these bytes (n-1)/n each way.
+    Raises: ConfigError for more slots than 32 bits count.
     """
     num_tokens, choices = expert_RK.shape
     n = comm.size(axes)
     held = num_experts // n
     num_slots = num_tokens * min(choices, held) if n > 1 else num_tokens * choices
     there_A = jnp.where(expert_RK == NOWHERE, num_experts, expert_RK).reshape(-1)
+    if n * num_slots >= 2**31:
+        raise ConfigError(
+            f"{num_tokens:,} tokens of a rank, with {choices} experts each and ep={n}",
+            "their places in a message are counted in 32 bits",
+            "Use smaller micro-batches, a smaller ep, more cp, or a capacity",
+        )
     order_A = jnp.argsort(there_A, stable=True)
     counts_E = jnp.bincount(there_A, length=num_experts + 1)[:num_experts]
     before_E = jnp.cumsum(counts_E) - counts_E

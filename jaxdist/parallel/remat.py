@@ -55,7 +55,7 @@ def mark_saveable(x):
 def name_array(made: Made, rows: int) -> str:
     """A result by what makes it, as in dot_general:1024rx768-768x2304, where r is the rows of a micro-batch.
 
-    rows: a prime that divides no other dim, as in `jaxdist.plan.parts.ROWS`.
+    rows: a prime that divides no other dim, as `jaxdist.plan.parts.rows_to_trace` finds.
     """
 
     def dim(size: int) -> str:
@@ -83,6 +83,12 @@ def read_arrays(word: str, rows: int) -> frozenset[Made]:
             (operation, tuple(tuple(map(size, shape.split("x") if shape else ())) for shape in shapes.split("-")))
         )
     return frozenset(found)
+
+
+def shorten(word: str) -> str:
+    """A word of `ParallelConfig.remat` for people: "3 arrays" where it names them."""
+    count = word.count("+") + 1
+    return f"{count} array{'s' * (count > 1)}" if word.startswith(REPEAT) else word
 
 
 def made_by(name: str, avals: Sequence) -> Made:

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxdist.mesh import AXES, STATE_AXES
 from jaxdist.models.base import num_parameters
+from jaxdist.parallel.remat import shorten
 from jaxdist.plan.hardware import GIB, Cluster
 from jaxdist.plan.parts import exchanged, work_of
 from jaxdist.plan.program_memory import ITEMSIZE, PHASES
@@ -231,7 +232,7 @@ def _named(found: Scored, index: int) -> str:
     kind = f", {parallel.cp_kind}" if parallel.mesh.cp > 1 else ""
     over_tp = ", experts over tp" * parallel.experts_over_tp
     return f"{parallel.mesh}{kind}{', sp' if parallel.sp else ''}{over_tp}" + (
-        f", remat {parallel.remat}" if parallel.remat != "none" else ""
+        f", remat {shorten(parallel.remat)}" if parallel.remat != "none" else ""
     )
 
 

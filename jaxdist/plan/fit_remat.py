@@ -2,8 +2,10 @@
 
 `fit_remat` compares the words of `ParallelConfig.remat` and, where `jax.checkpoint` asks for every operation whether
 its result is kept (no pipeline, no overlap), every choice of a layer's arrays, in the plan's seconds and bytes.
+`with_arrays` adds such choices to a search.
 """
 
+import heapq
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,10 +14,21 @@ import numpy as np
 
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, divisors
+from jaxdist.mesh import AXES, MeshShape
 from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware
 from jaxdist.plan.kept_arrays import Choice, choices
-from jaxdist.plan.program_memory import rank_of
-from jaxdist.plan.search import Candidates, Scored, score, seconds_of_repeats, usable_bytes
+from jaxdist.plan.parts import OneRank
+from jaxdist.plan.program_memory import rank_of, ranks_of
+from jaxdist.plan.search import (
+    Candidates,
+    Found,
+    Scored,
+    layouts_of_mesh,
+    place_of,
+    score,
+    seconds_of_repeats,
+    usable_bytes,
+)
 from jaxdist.plan.time_model import Efficiency, efficiency_of
 from jaxdist.plan.verdict import known_hardware
 from jaxdist.runtime.devices import Devices
@@ -48,7 +61,7 @@ def fit_remat(
     for word in _words(config):
         bytes_with(word)
     if config.parallel.mesh.pp == 1 and not config.parallel.overlap:
-        ladder = _ladder(config, cluster, attention, efficiency)
+        ladder = [rung.remat for rung in _ladder(config, cluster, attention, efficiency)]
         low, high = 0, len(ladder)  # all before low are too large, all from high on fit
         while low < high:
             middle = (low + high) // 2
@@ -110,13 +123,93 @@ def _words(config: RunConfig) -> list[str]:
     return found
 
 
-def _ladder(config: RunConfig, cluster: Cluster, attention: str, efficiency: Efficiency) -> list[str]:
-    """Words of the choices for which none keeps as little in as little time; that which keeps most first."""
+class _Rung(NamedTuple):
+    remat: str
+    seconds: float
+    num_bytes: float  # kept by a layer, of one sequence
+
+
+def _ladder(config: RunConfig, cluster: Cluster, attention: str, efficiency: Efficiency) -> list[_Rung]:
+    """The choices for which none keeps as little in as little time; that which keeps most first."""
     found: tuple[Choice, ...] = choices(rank_of(_with(config, "none"), attention))
     seconds = seconds_of_repeats(config, [each.repeated for each in found], cluster, attention, efficiency)
     ladder, best = [], np.inf
     for index in sorted(range(len(found)), key=lambda index: (found[index].num_bytes, seconds[index])):
         if seconds[index] < best:
-            ladder.append(found[index].remat)
+            ladder.append(_Rung(found[index].remat, float(seconds[index]), found[index].num_bytes))
             best = seconds[index]
     return ladder[::-1]
+
+
+# ------------------------------------------------------------------------------------------------------------ search
+
+WITHIN = 1.05  # times the best layout's time: what is slower is not worth a trace
+
+
+def with_arrays(found: Found, attention: str, efficiency: Efficiency) -> Found:
+    """What a search found, and of each mesh the fastest layout that fits because backward repeats some arrays, where it
+    is faster than what was found of that mesh, and takes at most `WITHIN` times as long as the best of all.
+
+    The time of a choice is known without a trace of it, and so is a bound of its bytes: the fastest is traced first.
+    """
+    fits, limit = found.fits, usable_bytes(found.cluster)
+    rows = _nothing_repeated(found, attention)
+    if not fits.any() or not len(rows):  # what whole blocks do not bring down, arrays do not
+        return found
+    whole = score(found.base, rows, found.cluster, attention, efficiency)
+    ranks, way = ranks_of(found.base, rows, attention)
+    kept = found.base.model.num_blocks * rows.rows  # layers' inputs on a device
+    too_much = (whole.memory.total - limit) / kept  # of each
+    fastest: dict[MeshShape, float] = {}
+    for index in np.flatnonzero(fits):
+        mesh, seconds = found.layouts.mesh(index), float(found.time.total[index])
+        fastest[mesh] = min(seconds, fastest.get(mesh, np.inf))
+    best, tried = min(fastest.values()), []
+    # (seconds, row, rung of its ladder). With all kept, a row takes least.
+    queue = [(float(whole.time.total[row]), int(row), 0) for row in np.flatnonzero(~whole.fits)]
+    heapq.heapify(queue)
+    while queue and queue[0][0] <= WITHIN * best:
+        seconds, row, rung = heapq.heappop(queue)
+        mesh = rows.mesh(row)
+        if seconds >= fastest.get(mesh, np.inf) or too_much[row] > _most_saved(ranks[way[row]]):
+            continue
+        ladder = _ladder(whole.config(row), found.cluster, attention, efficiency)
+        if rung:
+            here = replace(rows.take([row]), repeats=np.array([place_of(ladder[rung].remat)]))
+            tried.append(score(found.base, here, found.cluster, attention, efficiency))
+            if tried[-1].fits[0]:
+                fastest[mesh], best = seconds, min(seconds, best)
+                continue
+        most = ladder[0].num_bytes - too_much[row]
+        small = (n for n, each in enumerate(ladder) if n > rung and each.num_bytes <= most)
+        if (following := next(small, None)) is not None:
+            heapq.heappush(queue, (ladder[following].seconds, row, following))
+    together = Scored.join([found, *(each for each in tried if each.fits[0])])
+    num_fitting = found.num_fitting + len(together) - len(found)
+    return Found(
+        found.base,
+        found.cluster,
+        together.layouts,
+        together.time,
+        together.memory,
+        found.num_layouts + len(tried),
+        num_fitting,
+    )
+
+
+def _most_saved(rank: OneRank) -> float:
+    """Bytes of one sequence that a layer keeps if all is kept, over those of the least choice."""
+    everything, *others = choices(rank)
+    return everything.num_bytes - min((each.num_bytes for each in others), default=everything.num_bytes)
+
+
+def _nothing_repeated(found: Found, attention: str) -> Candidates:
+    """Of a search's meshes, the layouts whose arrays may be chosen one by one, and that keep all of them."""
+    base, meshes = found.base, dict.fromkeys(map(found.layouts.mesh, np.flatnonzero(found.layouts.pp == 1)))
+    blocks = [found.layouts.take(slice(0))]
+    for mesh in meshes:
+        sizes = {axis: getattr(mesh, axis) for axis in AXES}
+        blocks += layouts_of_mesh(base.model, sizes, base.batch_size, base.optimizer.name, attention=attention)
+    rows = Candidates.join(blocks)
+    plain = [rows.every, rows.selective, rows.recompute, rows.overlap, rows.keep]
+    return rows.take(~np.logical_or.reduce(plain))

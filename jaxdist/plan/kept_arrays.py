@@ -26,7 +26,7 @@ from jaxdist.parallel.pipeline.split_backward import (
     variables,
 )
 from jaxdist.parallel.remat import CHEAP, DRAWS, MOVES, REPEAT, Made, made_by, name_array, read_arrays
-from jaxdist.plan.parts import ROWS, OneRank, product_dims
+from jaxdist.plan.parts import OneRank, product_dims
 from jaxdist.plan.proof.trace import collectives_of
 from jaxdist.plan.time_model import NOTHING, AttentionShape, Repeated
 
@@ -44,11 +44,11 @@ class Choice(NamedTuple):
 
 @cache
 def choices(rank: OneRank) -> tuple[Choice, ...]:
-    """Every choice of what to keep of the largest arrays, that of all of them first.
+    """Every choice of what to keep of the largest arrays, that of all of them first. rank: as `rank_of` has it.
 
     Left out are those where backward would send again over another axis than tp, or draw random numbers again.
     """
-    layer = _layer(replace(rank, rows=ROWS, repeats=""))
+    layer = _layer(replace(rank, repeats=""))
     groups = layer.groups()
     chosen = itertools.product((False, True), repeat=len(groups))
     repeated = (frozenset().union(*itertools.compress(groups, some)) for some in chosen)
@@ -58,7 +58,7 @@ def choices(rank: OneRank) -> tuple[Choice, ...]:
 @cache
 def repeated_of(rank: OneRank) -> Repeated:
     """What a layer repeats besides cheap operations, where `rank.repeats` names the arrays."""
-    found = _layer(replace(rank, rows=ROWS, repeats="")).choice(read_arrays(rank.repeats, ROWS))
+    found = _layer(replace(rank, repeats="")).choice(read_arrays(rank.repeats, rank.rows))
     return NOTHING if found is None else found.repeated
 
 
@@ -128,7 +128,7 @@ class _Layer:
         sent = list(collectives_of(SimpleNamespace(eqns=again), self.mesh))
         if any(each.axes != ("tp",) for each in sent):
             return None
-        positions = ROWS * self.rank.model.seq_len / self.rank.cp
+        positions = self.rank.rows * self.rank.model.seq_len / self.rank.cp
         touched = (v for eqn in again for v in (*variables(eqn.invars), *eqn.outvars) if v in self.of_micro)
         work = Repeated(
             flops=sum(_product_flops(eqn) for eqn in again) / positions,
@@ -136,8 +136,8 @@ class _Layer:
             num_bytes=sum(num_bytes(v.aval) for v in touched) / positions,
             summed=sum(c.count * c.full_bytes * (1 if c.kind == "all_reduce" else 0.5) for c in sent) / positions,
         )
-        names = sorted(name_array(made, ROWS) for made in repeated)
-        kept_bytes = sum(num_bytes(v.aval) for v in reached(self.read, self.eqns, kept)) / ROWS
+        names = sorted(name_array(made, self.rank.rows) for made in repeated)
+        kept_bytes = sum(num_bytes(v.aval) for v in reached(self.read, self.eqns, kept)) / self.rank.rows
         return Choice(REPEAT + "+".join(names) if names else "none", kept_bytes, work)
 
     def _needed(self, kept: set) -> list:

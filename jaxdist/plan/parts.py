@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from jaxdist.compat import inner_programs, type_of
-from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import MOST_TOKENS, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.mesh import MeshShape, data_ranks_of, make_abstract_mesh
@@ -301,9 +301,21 @@ def _num_bytes(avals) -> int:
 
 # -------------------------------------------------------------------------------------------------------------- memory
 
-# Rows of a micro-batch when memory is traced: a prime that divides no array of parameters, so that an array whose size
-# it divides grows with the rows, and another does not.
-ROWS = 499
+MOST_ROWS = 499  # of a micro-batch when memory is traced
+MOST_CHOICES = 16  # experts of a token, where they are not known yet
+
+
+@cache
+def rows_to_trace(model: Model, choices: int = MOST_CHOICES) -> int:
+    """Rows of a micro-batch with which what grows with them is told from what does not: a prime that divides no dim of
+    a parameter, and not the sequence either, so that it divides an array's size if and only if that grows.
+
+    choices: rows of experts for one position, of all ranks together; their places are 32-bit numbers."""
+    most = min(MOST_ROWS, MOST_TOKENS // (model.seq_len * choices))
+    dims = {model.seq_len, *(size for _, param in named_params(declare(model)) for size in param.shape)}
+    primes = (n for n in range(max(most, 2), 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+    return next((n for n in primes if all(size % n for size in dims)), MOST_ROWS)
+
 
 MOST_SPLIT = 64  # the largest tp that is tried to see what it splits
 
@@ -326,7 +338,7 @@ class LayerMemory(NamedTuple):
 
 @cache
 def layer_memory(rank: OneRank) -> LayerMemory:
-    """Traced; `rank.rows` is ROWS."""
+    """Traced; `rank.rows` is that of `rows_to_trace`."""
     compiler = compiler_of_dtype(rank.precision.dtype)
 
     def read(parts: _Functions) -> LayerMemory:
@@ -338,9 +350,11 @@ def layer_memory(rank: OneRank) -> LayerMemory:
         residuals = [v for v in dict.fromkeys(variables(forward.jaxpr.outvars[1:])) if v not in given]
         split = parts.split()
         buffers = [type_of(parts.x)], [v.aval for v in residuals], split.b_residuals, split.w_residuals, split.b_to_w
-        sizes = (_num_bytes(avals) / ROWS for avals in buffers)
-        runs_again = None if rank.selective else _of_a_loop(_forward_and_backward(again, leaves, types)[1], compiler)
-        return LayerMemory(*sizes, _of_a_loop(backward, compiler), runs_again)
+        sizes = (_num_bytes(avals) / rank.rows for avals in buffers)
+        runs_again = None
+        if not rank.selective:
+            runs_again = _of_a_loop(_forward_and_backward(again, leaves, types)[1], compiler, rank.rows)
+        return LayerMemory(*sizes, _of_a_loop(backward, compiler, rank.rows), runs_again)
 
     found = rank.trace(read)
     # What runs again as a whole is not selective.
@@ -358,7 +372,7 @@ def loss_memory(rank: OneRank) -> Moments:
 
         program = jax.make_jaxpr(both)(*(jax.tree.map(type_of, each) for each in (parts.outer, parts.x)))
         kept = range(len(program.jaxpr.outvars))
-        return _moments(lifetimes(program, compiler_of_dtype(rank.precision.dtype), {}, kept=kept))
+        return _moments(lifetimes(program, compiler_of_dtype(rank.precision.dtype), {}, kept=kept), rank.rows)
 
     return rank.trace(read)
 
@@ -377,18 +391,18 @@ def at_rows(moments: Moments, rows: np.ndarray) -> np.ndarray:
     return np.max([fixed + each * rows for fixed, each in moments], axis=0)
 
 
-def _of_a_loop(backward: ClosedJaxpr, compiler: str) -> Moments:
+def _of_a_loop(backward: ClosedJaxpr, compiler: str, rows: int) -> Moments:
     """Of the body of a loop over layers: (what forward kept, dy) -> (gradients, dx), dx in the place of dy."""
     num_inputs, num_outputs = len(backward.jaxpr.invars), len(backward.jaxpr.outvars)
     carried, sliced = {num_outputs - 1: num_inputs - 1}, range(num_inputs - 1)
-    return _moments(lifetimes(backward, compiler, carried, sliced=sliced))
+    return _moments(lifetimes(backward, compiler, carried, sliced=sliced), rows)
 
 
-def _moments(buffers: list[Buffer]) -> Moments:
+def _moments(buffers: list[Buffer], rows: int) -> Moments:
     changes: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for buffer in buffers:
-        grows = buffer.num_bytes % ROWS == 0
-        size = buffer.num_bytes / (ROWS if grows else 1)
+        grows = buffer.num_bytes % rows == 0
+        size = buffer.num_bytes / (rows if grows else 1)
         changes[buffer.start][grows] += size
         changes[buffer.end + 1][grows] -= size
     return np.cumsum([(0.0, 0.0), *(changes[clock] for clock in sorted(changes))], axis=0)
@@ -495,7 +509,8 @@ def allows(model: Model, tp: int, experts_over_tp: bool = False) -> bool:
 @cache
 def work_of(model: Model) -> TracedWork:
     """The products of one layer and of the loss, from a trace on one rank and on the fewest that the model allows."""
-    one = OneRank(model, 1, ROWS, PrecisionConfig(), attention="xla")
+    rows = rows_to_trace(model)
+    one = OneRank(model, 1, rows, PrecisionConfig(), attention="xla")
     layer, loss, width = one.trace(_products)
     backward = one.trace(_backward_flops)
     few = next((replace(one, tp=tp) for tp in range(2, MOST_SPLIT) if allows(model, tp)), None)
@@ -503,7 +518,8 @@ def work_of(model: Model) -> TracedWork:
     leaves = make_layout(model, ParallelConfig()).leaves
     outer, layers = (jax.tree.leaves(tree) for tree in split_outer(leaves))
     layer_parameters = sum(math.prod(leaf.shape[1:]) for leaf in layers)
-    products, of_loss = _compared(layer, parted_layer, model.seq_len), _compared(loss, parted_loss, model.seq_len)
+    products = _compared(layer, parted_layer, rows, model.seq_len)
+    of_loss = _compared(loss, parted_loss, rows, model.seq_len)
     weights, core = (sum(p.flops for p in products if p.batched == batched) for batched in (False, True))
     table = max((leaf for leaf in outer if "loss" in leaf.used_in), key=lambda leaf: math.prod(leaf.shape))
     in_experts = {
@@ -610,23 +626,23 @@ def _backward_flops(parts: _Functions) -> tuple[float, float]:
         _, backward = _forward_and_backward(
             function, leaves, [jax.tree.map(type_of, each) for each in (params, parts.x)]
         )
-        found.append(sum(2 * math.prod(dims) for dims in _dots(backward)) / (ROWS * parts.batch.inputs.shape[1]))
+        found.append(sum(2 * math.prod(dims) for dims in _dots(backward)) / math.prod(parts.batch.inputs.shape))
     return found[0], found[1]
 
 
-def _compared(one: list, two: list, seq_len: int) -> tuple[Product, ...]:
+def _compared(one: list, two: list, rows_traced: int, seq_len: int) -> tuple[Product, ...]:
     """Products on one rank, told by those on two which of their dims tp splits."""
-    positions, found = ROWS * seq_len, []
+    positions, found = rows_traced * seq_len, []
     for (batch, m, n, k), (_, _, n2, k2) in zip(one, two, strict=True):
-        if batch > 1 and batch % ROWS:  # groups of rows, each with a matrix of its own
+        if batch > 1 and batch % rows_traced:  # groups of rows, each with a matrix of its own
             rows = batch * m / positions
             found.append(Product(2 * rows * n * k, n, k, n2 < n, k2 < k, False, rows, batch))
             continue
-        if batch % ROWS == 0:  # of activations: heads are split, if anything is
+        if batch % rows_traced == 0:  # of activations: heads are split, if anything is
             smallest, flops = min(m, n, k), 2 * batch * m * n * k / positions
             halves = two is not one and any(b < a for a, b in zip(one, two, strict=True))
             found.append(Product(flops, flops / 2 / smallest, smallest, halves, False, True))
             continue
-        n, n2 = (m, n2) if m % ROWS else (n, n2)
+        n, n2 = (m, n2) if m % rows_traced else (n, n2)
         found.append(Product(2 * n * k, n, k, n2 < n, k2 < k, False))
     return tuple(found)

@@ -8,6 +8,7 @@ through whole traced steps: docs/plan.md has the errors.
 Every stage of a pipeline is the same program over buffers of the same size, so every device holds the same.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,7 +21,16 @@ from jaxdist.mesh import MAY_STAY_WHOLE, MeshShape
 from jaxdist.models.base import STACKED, Model, declare, named_params
 from jaxdist.parallel.blocked_attention import MOST_POSITIONS
 from jaxdist.placement import make_layout
-from jaxdist.plan.parts import ROWS, Moments, OneRank, at_rows, fullest, layer_memory, loss_memory
+from jaxdist.plan.parts import (
+    Moments,
+    OneRank,
+    at_rows,
+    fullest,
+    layer_memory,
+    loss_memory,
+    rows_to_trace,
+    work_of,
+)
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}  # arrays of the masters' size; adafactor factors its own
@@ -119,23 +129,43 @@ class LayerColumns(NamedTuple):
 
 
 def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
-    """Of every layout; traced once for each way to run a layer (tp, cp and its kind, ep, sp, what is repeated)."""
-    over_tp = layouts.experts_over_tp(config.parallel)
-    ways = layouts.tp, layouts.cp, layouts.kind, layouts.ep, layouts.sp == 1, layouts.selective == 1, over_tp
-    kinds, index = distinct(*ways, layouts.repeats)
+    """Of every layout; traced once for each of `ranks_of`."""
+    ranks, index = ranks_of(config, layouts, attention)
     columns = np.empty((len(LayerColumns._fields), len(index)))
-    for number, (tp, cp, _, ep, sp, selective, over, repeats) in enumerate(kinds):
+    for number, rank in enumerate(ranks):
         here = np.flatnonzero(index == number)
-        settings = {"sp": bool(sp), "selective": bool(selective), "attention": attention, "cp": cp, "ep": ep}
-        settings["repeats"] = config.parallel.remat if repeats else ""
-        settings |= {"cp_kind": layouts.cp_kind(here[0], config.parallel), "experts_over_tp": bool(over)}
-        columns[:, here] = _of_rank(config, tp, layouts.rows[here], **settings)
+        columns[:, here] = _of_rank(rank, layouts.rows[here])
     return LayerColumns(*columns)
 
 
-def _of_rank(config: RunConfig, tp: int, rows: np.ndarray, **settings) -> np.ndarray:
-    loss_chunks = config.parallel.loss_chunks
-    rank = OneRank(config.model, tp, ROWS, PrecisionConfig(config.precision.dtype), loss_chunks=loss_chunks, **settings)
+def ranks_of(config: RunConfig, layouts, attention: str) -> tuple[list[OneRank], np.ndarray]:
+    """The ways to run a layer (tp, cp and its kind, ep, sp, what is repeated), and for every layout which it has."""
+    over_tp = layouts.experts_over_tp(config.parallel)
+    ways = layouts.tp, layouts.cp, layouts.kind, layouts.ep, layouts.sp == 1, layouts.selective == 1, over_tp
+    kinds, index = distinct(*ways, layouts.repeats)
+    ranks = []
+    for number, (tp, cp, _, ep, sp, selective, over, _) in enumerate(kinds):
+        first = int(np.argmax(index == number))
+        rank = OneRank(
+            config.model,
+            tp,
+            _rows_of(config.model, ep),
+            PrecisionConfig(config.precision.dtype),
+            sp=bool(sp),
+            cp=cp,
+            cp_kind=layouts.cp_kind(first, config.parallel),
+            ep=ep,
+            experts_over_tp=bool(over),
+            loss_chunks=config.parallel.loss_chunks,
+            selective=bool(selective),
+            repeats=layouts.repeated(first),
+            attention=attention,
+        )
+        ranks.append(rank)
+    return ranks, index
+
+
+def _of_rank(rank: OneRank, rows: np.ndarray) -> np.ndarray:
     kept, *moments = _fullest(rank)
     return np.array([each * rows for each in kept] + [at_rows(each, rows) for each in moments])
 
@@ -143,7 +173,15 @@ def _of_rank(config: RunConfig, tp: int, rows: np.ndarray, **settings) -> np.nda
 def rank_of(config: RunConfig, attention: str) -> OneRank:
     """A rank of a run, with micro-batches as they are traced for memory, and the attention that runs."""
     precision = PrecisionConfig(config.precision.dtype)
-    return replace(OneRank.of(config), rows=ROWS, precision=precision, swaps=False, attention=attention)
+    rank = OneRank.of(config)
+    rows = _rows_of(rank.model, rank.ep)
+    return replace(rank, rows=rows, precision=precision, swaps=False, attention=attention)
+
+
+def _rows_of(model: Model, ep: int) -> int:
+    """Of micro-batches as they are traced."""
+    chosen = max(product.rows for product in work_of(model).layer)  # experts of a token
+    return rows_to_trace(model, math.ceil(chosen) * ep)
 
 
 class RankMemory(NamedTuple):

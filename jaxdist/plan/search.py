@@ -27,7 +27,7 @@ from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.kept_arrays import repeated_of
 from jaxdist.plan.parts import allows, exchanged, work_of
-from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes, rank_of
+from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes, ranks_of
 from jaxdist.plan.schedule_facts import schedule_facts, table_facts
 from jaxdist.plan.time_model import NOTHING, Efficiency, Layout, Repeated, StepTime, efficiency_of, step_time
 
@@ -38,6 +38,7 @@ INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "
 INTEGERS += ("every", "selective", "recompute", "repeats", "overlap", "kind")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
 EXCHANGE = "ulysses"  # the kind of cp that exchanges heads
+WORDS = [""]  # of `remat`, those that name arrays: in the column `repeats`, their places here, 0 for none
 OWN_KIND = len(CP_KINDS)  # in the column `kind`: the run's own `cp_kind`
 STEADY = [NAMES.index(name) for name in ("1f1b", "zb-h1", "v-half", "v-min")]  # whose buffers fill up and stay
 LEAST_POSITIONS = 2 * MOST_POSITIONS  # of a sequence on a rank of cp, in a search that is not thorough: two blocks
@@ -50,7 +51,8 @@ class Candidates:
     keep: ZeRO-3 without dropping weights after forward. schedule: index in `builders.NAMES`, or OWN; where pp is 1
     it is that of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
     micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed;
-    recompute: a chunk is, in an R of the schedule's; repeats: the arrays are that the run's own `remat` names.
+    recompute: a chunk is, in an R of the schedule's; repeats: the arrays are that a word of `remat` names,
+    its place in WORDS.
     overlap: a layer's gradients, and ZeRO-3's weights, are sent while another layer computes; in a
     pipeline, messages between stages do. kind: index in `config.CP_KINDS`, or OWN_KIND; 0 where cp is 1.
     """
@@ -89,11 +91,14 @@ class Candidates:
     def mesh(self, index: int) -> MeshShape:
         return MeshShape(**{axis: int(getattr(self, axis)[index]) for axis in AXES})
 
-    def remat(self, index: int, base: ParallelConfig | None = None) -> str:
-        """The word of `ParallelConfig`; of a layout that repeats arrays, that of `base`."""
-        if self.repeats[index] and base is not None:
-            return base.remat
-        return remat_name(int(self.every[index]), int(self.selective[index]), int(self.recompute[index]))
+    def remat(self, index: int) -> str:
+        """The word of `ParallelConfig`."""
+        word = remat_name(int(self.every[index]), int(self.selective[index]), int(self.recompute[index]))
+        return self.repeated(index) or word
+
+    def repeated(self, index: int) -> str:
+        """The word that names arrays, "" where none does."""
+        return WORDS[int(self.repeats[index])]
 
     def schedule_name(self, index: int, base: ParallelConfig) -> str:
         return base.schedule if self.schedule[index] == OWN else NAMES[self.schedule[index]]
@@ -114,7 +119,7 @@ class Candidates:
             zero=row["zero"],
             sp=bool(row["sp"]),
             accumulate=row["accumulate"],
-            remat=self.remat(index, base),
+            remat=self.remat(index),
             reshard_after_forward=not row["keep"],
             overlap=bool(row["overlap"]),
             cp_kind=self.cp_kind(index, base or plain),
@@ -148,11 +153,18 @@ class Candidates:
             "every": parallel.remat_every,
             "selective": parallel.remat == "selective",
             "recompute": parallel.remat == "chunk",
-            "repeats": parallel.repeats_arrays,
+            "repeats": place_of(parallel.remat) if parallel.repeats_arrays else 0,
             "overlap": parallel.overlap,
             "kind": CP_KINDS.index(parallel.cp_kind) if parallel.cp_kind in CP_KINDS else OWN_KIND,
         }
         return cls(*(np.array([int(row[name])]) for name in INTEGERS))
+
+
+def place_of(word: str) -> int:
+    """In WORDS."""
+    if word not in WORDS:
+        WORDS.append(word)
+    return WORDS.index(word)
 
 
 def take_rows(columns, index):
@@ -497,7 +509,10 @@ def seconds_of_repeats(
 
 
 def _repeated(base: RunConfig, layouts: Candidates, attention: str) -> Repeated:
-    return repeated_of(rank_of(base, attention)) if layouts.repeats.any() else NOTHING
+    if not layouts.repeats.any():
+        return NOTHING
+    ranks, index = ranks_of(base, layouts, attention)
+    return Repeated(*np.array([repeated_of(rank) for rank in ranks])[index].T)
 
 
 def _number_if_constant(column: np.ndarray):

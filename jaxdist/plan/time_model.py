@@ -430,7 +430,8 @@ def step_time(
     )
     sums = work.layer_sums - over_tp * work.mixture_sums
     repeated = layout.repeated
-    summed = (2 + again) * sums * all_reduce + ring("ring_all_reduce", "tp", tp, positions * repeated.summed)
+    sent_again = ring("ring_all_reduce", "tp", tp, positions * repeated.summed)
+    summed = (2 + again) * sums * all_reduce + np.where(repeated.summed, sent_again, 0)
     layer = {
         "compute": (1 + work.layer_backward + again) * matrices
         + core.backward
