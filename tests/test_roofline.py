@@ -20,7 +20,8 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof import hlo
-from jaxdist.plan.proof.roofline import Roof, Total, kernels_of, phase_of
+from jaxdist.plan.proof.launches import Launches, launches_of
+from jaxdist.plan.proof.roofline import Roof, Total, kernels_of, phase_of, trips_of
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
@@ -51,6 +52,51 @@ def test_a_loop_counts_as_often_as_it_runs_and_reads_its_slice():
     assert sum(k.count * k.flops for k in kernels) == 6 * 2 * 32 * 40 * 40
     assert {k.count for k in kernels if k.flops} == {6}
     assert all(k.moved < 4 * 6 * 40 * 40 for k in kernels if k.loop)  # of one turn, never of the stack
+
+
+def test_loops_run_as_often_as_the_program_says_in_its_order():
+    def nested(x, stack):
+        inner = lambda x, w: jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, None, length=5)  # noqa: E731
+        x, _ = jax.lax.scan(lambda x, w: (inner(x, w)[0], None), x, stack)
+        return jax.lax.fori_loop(0, 7, lambda _, x: jnp.sin(x @ stack[0]), x)
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (3, 8, 8))]
+    assert trips_of(jax.jit(nested).lower(*arrays).compile().as_text()) == [3, 5, 7]
+
+
+# As XLA writes it: a graph of two, a loop whose body has a graph, a copy into a stack and a loop of its own, attention.
+THUNKS = """000: kCommandBuffer [source       | next=013 (1)]
+    001: kCustomKernel [source       | next=002 (1)] input_fusion grid: [1, 1, 1]
+    002: kCopy [prev=001 (1) | next=003 (1)] kCopy
+013: kWhile         [prev=000 (1) | next=000 (1)]
+condition:
+    014: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1]
+  body:
+    000: kCommandBuffer      [source       | next=022 (2)]
+        015: kCustomKernel [source       | next=016 (1)] input_reduce_fusion_2
+        016: kCustomKernel [prev=015 (1) | next=017 (1)] loop_multiply_fusion_1
+        017: kCustomKernel [prev=016 (1) | next=018 (1)] input_reduce_fusion_1
+    020: kDynamicSliceFusion [source       | next=022 (1)] params=1, results=1
+        021: kCopy [source | sink] kCopy
+    022: kWhile         [prev=000 (1) | next=000 (1)]
+    condition:
+        023: kCustomKernel [source | sink] loop_compare_fusion
+      body:
+        024: kGemm [source | sink] kGemm
+    025: kCuDnn              [prev=023 (1) | next=000 (2)] kCuDnn
+026: kPartitionId   [source        | next=002 (1) ] kPartitionId
+028: kAsyncStart    [prev=002 (1)  | next=009 (4) ] stream=communication_stream[0], async_id=4
+    027: kAllReduce [source | sink] kAllReduce
+029: kAsyncDone     [source        | sink         ] async_id=4
+"""
+
+
+def test_launches_are_graphs_and_what_is_outside_of_them():
+    """Outside: in each of 12 turns a copy, 5 products and attention; and one collective. In graphs: 2, and 3 a turn."""
+    found = launches_of(THUNKS, [12, 5])
+    assert found == Launches(alone=12 * (1 + 5 + 1) + 1, graphs=1 + 12, in_graphs=2 + 12 * 3)
+    assert found.total == 98
+    assert launches_of("", []) == Launches(0, 0, 0)
 
 
 STACKS = """HloModule step

@@ -15,7 +15,8 @@ from jaxdist.plan.explain import gib
 from jaxdist.plan.hardware import Accelerator, find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof.compile import CUDA_CARDS, compile_step, target_devices, without_devices
-from jaxdist.plan.proof.roofline import PHASES, Kernel, Roof, Total, kernels_of
+from jaxdist.plan.proof.launches import launches_of
+from jaxdist.plan.proof.roofline import PHASES, Kernel, Roof, Total, kernels_of, trips_of
 from jaxdist.train.program import build_program
 
 from ..plan import with_attention
@@ -54,10 +55,11 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
     config, _ = with_attention(
         config, config.model.attention_for(config.attention, "gpu", config.precision.dtype, training=True)
     )
-    step = compile_step(config, flags.hardware, num_nodes=nodes)
+    step = compile_step(config, flags.hardware, num_nodes=nodes, thunks=True)
     kernels = kernels_of(step.text)
     whole = Total.of(kernels, roof)
     least = whole.least_bytes + update_bytes(config, devices)
+    launches = launches_of(step.thunks, trips_of(step.text)) if step.thunks else None
 
     table_of_phases(kernels, roof).print(console, left=("part",))
     table_of_kernels(kernels, roof).print(console, left=("part", "operation"))
@@ -74,6 +76,11 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
         f"{least / 1e9:.3g} GB: the program moves {whole.moved / least:.2f} times that. Nothing was run; links between "
         "devices and launches take time that is not in it."
     )
+    if launches:
+        console.print(
+            f"The host makes {launches.total:,} launches a step: {launches.graphs:,} of CUDA graphs, which hold "
+            f"{launches.in_graphs:,} kernels and copies, and {launches.alone:,} of single ones."
+        )
     if flags.draw:
         write_both(draw(kernels, roof, hardware), Path(flags.draw) / "roofline", console)
     rows = [
@@ -82,6 +89,7 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
         Row("least bytes", least, "bytes"),
         Row("FLOPs of products", whole.flops, "FLOP"),
         Row("time by the roofline", whole.seconds, "s"),
+        *([Row("launches a step", launches.total, "launches")] if launches else []),
         Row("peak", step.peak, "bytes"),
         Row("compile time", step.seconds, "s"),
     ]

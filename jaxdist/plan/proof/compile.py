@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import numpy as np
@@ -58,6 +59,7 @@ class CompiledStep:
     collectives: tuple["Emitted", ...]
     text: str
     executable: jax.stages.Compiled
+    thunks: str = ""
 
     @property
     def peak(self) -> int:
@@ -92,19 +94,27 @@ class Emitted(Transfer):
         return None if self.count is None else super().sent_bytes(mesh)
 
 
-def compile_step(config: RunConfig, target: str, *, num_nodes: int = 1, dump: str | None = None) -> CompiledStep:
+def compile_step(
+    config: RunConfig, target: str, *, num_nodes: int = 1, dump: str | None = None, thunks: bool = False
+) -> CompiledStep:
     """Compile the step of `config` for one of `TARGETS`; no device of that kind is needed.
 
     num_nodes: over which the mesh's devices are spread (GPUs alone). dump: folder for the optimised program's text.
+    thunks: also get the list of what the runtime starts, which XLA writes for GPUs; "" where it writes none.
     Raises: ConfigError for an unknown target, or one whose compiler is not installed, with the line that installs it.
     """
     num_devices = config.parallel.mesh.num_devices
     without_devices(num_devices)
     devices = target_devices(target, num_devices, num_nodes)
     program = build_program(config, make_mesh(config.parallel.mesh, devices))
-    start = time.perf_counter()
-    compiled = lower(program).compile(compiler_options=step_options(config, devices[0].platform))
-    seconds = time.perf_counter() - start
+    options = step_options(config, devices[0].platform)
+    with TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        compiled = lower(program).compile(compiler_options=options | ({"xla_dump_to": folder} if thunks else {}))
+        seconds = time.perf_counter() - start
+        found = [
+            path.read_text(encoding="utf-8") for path in Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt")
+        ]
     memory = compiled_bytes(compiled)
     if memory is None:
         raise RuntimeError(f"the compiler for {target} gives no memory analysis")
@@ -121,6 +131,7 @@ def compile_step(config: RunConfig, target: str, *, num_nodes: int = 1, dump: st
         collectives=tuple(emitted_collectives(text, config.parallel.mesh, program.iterations())),
         text=text,
         executable=compiled,
+        thunks=max(found, key=len, default=""),
     )
 
 

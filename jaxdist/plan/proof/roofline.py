@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from jaxdist.plan.hardware import Accelerator
 from jaxdist.plan.proof import hlo
@@ -134,21 +133,29 @@ def kernels_of(text: str) -> list[Kernel]:
     return _Program(text).kernels
 
 
+def trips_of(text: str) -> list[int]:
+    """How often each loop of an optimised program runs whenever it is reached, in program order; 1 where the text does
+    not say."""
+    return _Program(text).trips
+
+
 class _Program:
     def __init__(self, text: str):
         self.bodies, self.entry = hlo.computations(text)
         self.shapes = {name: {each.name: each.shape for each in body} for name, body in self.bodies.items()}
 
-    @cached_property
-    def kernels(self) -> list[Kernel]:
-        return list(self._walk(self.entry, 1, ""))
+        self.trips: list[int] = []
+        self.kernels = list(self._walk(self.entry, 1, ""))
 
     def _walk(self, computation: str | None, count: int, loop: str) -> Iterable[Kernel]:
         for instruction in self.bodies.get(computation, ()):
             opcode = instruction.opcode
             if opcode in CONTROL:
-                trips = hlo.TRIPS.search(instruction.rest) if opcode == "while" else None
-                times = count * (int(trips[1]) if trips else 1)
+                times = count
+                if opcode == "while":
+                    known = hlo.TRIPS.search(instruction.rest)
+                    self.trips.append(int(known[1]) if known else 1)
+                    times *= self.trips[-1]
                 for _, inner in hlo.called(instruction.rest):
                     yield from self._walk(inner, times, _origin(instruction) if opcode == "while" else loop)
             elif opcode not in NOT_LAUNCHED and not opcode.endswith("-done"):
