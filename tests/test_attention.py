@@ -30,7 +30,8 @@ def core_on_one_device(ctx: Context = NO_DROPOUT, rate: float = 0.0, window: int
     """The attention as it runs: inside of a mesh, here of one device."""
     mesh = make_mesh(MeshShape(), DEVICES)
     spec = PartitionSpec()
-    return jax.shard_map(attention_core(name, ctx, rate, window), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    core = attention_core(name, ctx, rate, window)
+    return jax.jit(jax.shard_map(core, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))
 
 
 def plain(q, k, v, keep=None):

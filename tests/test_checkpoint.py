@@ -27,7 +27,7 @@ from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, Run
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
-from jaxdist.parity import random_batches
+from jaxdist.parity import quick_options, random_batches
 from jaxdist.train.program import build_program
 
 MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100, dropout=0.1)
@@ -48,7 +48,7 @@ def make_program(mesh="", *, model=MODEL, precision="float32", optimizer="adamw"
 
 
 def run_steps(program, state, batches, step=None):
-    losses, step = [], step or program.compile_step()
+    losses, step = [], step or program.compile_step(quick_options(program.mesh))
     for batch in batches:
         state, metrics = step(state, program.put(batch))
         losses.append(float(metrics["loss"]))
@@ -108,7 +108,7 @@ def test_continued_run_equals_the_uninterrupted_one_bit_for_bit(name, tmp_path):
     """Saved while the next steps run and donate the state; restored into a fresh state: losses and every bit after."""
     settings = EXACT[name]
     program = make_program(**settings)
-    batches, step = random_batches(program.config, 5), program.compile_step()
+    batches, step = random_batches(program.config, 5), program.compile_step(quick_options(program.mesh))
     middle, _ = run_steps(program, program.init(0), batches[:2], step)
     checkpoints = Checkpoints(tmp_path)
     resume.save(checkpoints, program, middle, DATA, resume.Progress(batch=2))

@@ -93,6 +93,7 @@ LAYOUTS = {
     "pp2-ep2-tp2-apart-zb-h1": ("pp=2,dp=2,ep=2,tp=2", {**APART, "schedule": "zb-h1", "zero": 2}),
 }
 RARE = ("ep2", "cp2-ep2", "dp2-ep2-tp2-sp", "dp4-ep2-per-parameter", "dp2-cp2-ep4-zero3", "tp4-apart", "tp2-only")
+RARE += ("cp2-ep2-tp2-sp", "pp2-dp2-ep2-zb-v-zero3", "pp2-ep2-tp2-sp-zb-h1", "pp2-ep2-tp2-apart-zb-h1")
 SAMPLE = {
     *(("losses", layout) for layout in LAYOUTS if layout not in RARE),
     ("mixtral", "dp4-ep2-zero3"),
