@@ -3,6 +3,7 @@ that is chosen for a budget."""
 
 import dataclasses
 import math
+import types
 
 import jax
 import numpy as np
@@ -10,14 +11,14 @@ import pytest
 
 from experiments.strategies import Strategy
 from jaxdist.compat import type_of
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_abstract_mesh, parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.remat import is_array, name_array, read_arrays
 from jaxdist.plan.fit_remat import _nothing_repeated, fit_remat, with_arrays
 from jaxdist.plan.hardware import GIB, Cluster, find_hardware
-from jaxdist.plan.kept_arrays import choices, repeated_of
+from jaxdist.plan.kept_arrays import _layer, choice_of, choices
 from jaxdist.plan.papers.formulas import ModelShape
 from jaxdist.plan.papers.work import PaperWork
 from jaxdist.plan.parts import _dots, _forward_and_backward, layer_memory, traffic_of
@@ -26,6 +27,9 @@ from jaxdist.plan.proof.trace_memory import step_memory
 from jaxdist.plan.search import Candidates, place_of, score, search
 from jaxdist.plan.time_model import Layout, efficiency_of, step_time
 from jaxdist.plan.utilisation import flops_per_token
+from jaxdist.plan.verdict import STEP, verdict_of
+from jaxdist.runtime.devices import Devices
+from jaxdist.runtime.telemetry import PARTS
 from jaxdist.train.program import build_program
 
 RUNS = {
@@ -59,7 +63,7 @@ def test_a_choice_keeps_and_repeats_what_a_trace_of_it_does(run):
         if _attention(run) != "cudnn":  # whose products are no products of the program
             assert (_flops(repeats) - _flops(rank)) / positions == pytest.approx(choice.repeated.flops)
         assert (_summed(repeats) - _summed(rank)) / positions == pytest.approx(choice.repeated.summed)
-        assert repeated_of(repeats) == choice.repeated
+        assert choice_of(repeats) == choice
 
 
 def _flops(rank) -> float:
@@ -182,6 +186,23 @@ def test_what_cannot_be_had_is_refused():
     for mesh, more in (("pp=2", {}), ("dp=2", {"overlap": True})):
         with pytest.raises(ConfigError, match="a program of its own"):
             ParallelConfig(parse_mesh(mesh), remat="repeat:dot_general:rx4-4x4", **more)
+
+
+def test_what_a_plan_would_not_count_is_refused_and_counted_among_flops():
+    """A word written by hand, whose backward exchanges heads over cp again."""
+    config = RUNS["ulysses"].run_config()
+    layer = _layer(rank_of(config, "xla"))
+    single = [layer.choice(made) for made in layer.groups()]
+    word = next(each.remat for each in single if each.uncounted)
+    assert word not in {each.remat for each in choices(layer.rank)}
+    with pytest.raises(ConfigError, match="repeat messages over cp, whose time a plan does not predict"):
+        _scored(_with(config, word))
+    card = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    in_bf16 = dataclasses.replace(_with(config, word), precision=PrecisionConfig("bfloat16"))
+    found = verdict_of(in_bf16, [dict.fromkeys(PARTS, 0.0) | {STEP: 1.0}], Devices([card] * 4, False, ""), "xla")
+    assert "the time model does not divide it: remat=" in found.text
+    everything = "+".join(each.remat.removeprefix("repeat:") for each in single)
+    assert flops_per_token(_with(config, f"repeat:{everything}"))[1] > 0
 
 
 def test_arrays_that_no_operation_makes_are_refused_when_the_step_is_traced():

@@ -28,18 +28,20 @@ from jaxdist.parallel.pipeline.split_backward import (
 from jaxdist.parallel.remat import CHEAP, DRAWS, MOVES, REPEAT, Made, made_by, name_array, read_arrays
 from jaxdist.plan.parts import OneRank, product_dims
 from jaxdist.plan.proof.trace import collectives_of
-from jaxdist.plan.time_model import NOTHING, AttentionShape, Repeated
+from jaxdist.plan.time_model import AttentionShape, Repeated
 
 MOST_ARRAYS = 10  # that are chosen among, the largest
 LEAST_PART = 1 / 16  # of what a layer passes on; smaller arrays are kept
 
 
 class Choice(NamedTuple):
-    """remat: the word of `ParallelConfig` for it. num_bytes: what a layer keeps of one sequence."""
+    """remat: the word of `ParallelConfig` for it. num_bytes: what a layer keeps of one sequence. uncounted: what else
+    backward would do again, that `repeated` has no place for; "" for nothing."""
 
     remat: str
     num_bytes: float
     repeated: Repeated
+    uncounted: str = ""
 
 
 @cache
@@ -52,14 +54,13 @@ def choices(rank: OneRank) -> tuple[Choice, ...]:
     groups = layer.groups()
     chosen = itertools.product((False, True), repeat=len(groups))
     repeated = (frozenset().union(*itertools.compress(groups, some)) for some in chosen)
-    return tuple(choice for each in repeated if (choice := layer.choice(each)) is not None)
+    return tuple(choice for each in repeated if not (choice := layer.choice(each)).uncounted)
 
 
 @cache
-def repeated_of(rank: OneRank) -> Repeated:
-    """What a layer repeats besides cheap operations, where `rank.repeats` names the arrays."""
-    found = _layer(replace(rank, repeats="")).choice(read_arrays(rank.repeats, rank.rows))
-    return NOTHING if found is None else found.repeated
+def choice_of(rank: OneRank) -> Choice:
+    """That of `rank.repeats`."""
+    return _layer(replace(rank, repeats="")).choice(read_arrays(rank.repeats, rank.rows))
 
 
 @cache
@@ -119,26 +120,28 @@ class _Layer:
         large = [made for made, size in sizes.items() if size >= LEAST_PART * self.x_bytes]
         return sorted(large, key=lambda made: -sizes[made])[:MOST_ARRAYS]
 
-    def choice(self, repeated: frozenset[Made]) -> Choice | None:
+    def choice(self, repeated: frozenset[Made]) -> Choice:
         kept = {*self.given, *(v for v, eqn in self.saveable.items() if _made(eqn) not in repeated)}
         usual = {id(eqn) for eqn in self._needed({*self.given, *self.saveable})}
         again = [eqn for eqn in self._needed(kept) if id(eqn) not in usual and eqn.primitive.name not in CHEAP]
-        if any(eqn.primitive.name in DRAWS for eqn in again):
-            return None
         sent = list(collectives_of(SimpleNamespace(eqns=again), self.mesh))
-        if any(each.axes != ("tp",) for each in sent):
-            return None
+        uncounted = {f"messages over {'+'.join(each.axes)}" for each in sent if each.axes != ("tp",)}
+        uncounted |= {"random numbers" for eqn in again if eqn.primitive.name in DRAWS}
         positions = self.rank.rows * self.rank.model.seq_len / self.rank.cp
         touched = (v for eqn in again for v in (*variables(eqn.invars), *eqn.outvars) if v in self.of_micro)
         work = Repeated(
             flops=sum(_product_flops(eqn) for eqn in again) / positions,
             attention=sum(_attention_flops(eqn) for eqn in again) / positions,
             num_bytes=sum(num_bytes(v.aval) for v in touched) / positions,
-            summed=sum(c.count * c.full_bytes * (1 if c.kind == "all_reduce" else 0.5) for c in sent) / positions,
+            summed=sum(
+                c.count * c.full_bytes * (1 if c.kind == "all_reduce" else 0.5) for c in sent if c.axes == ("tp",)
+            )
+            / positions,
         )
         names = sorted(name_array(made, self.rank.rows) for made in repeated)
         kept_bytes = sum(num_bytes(v.aval) for v in reached(self.read, self.eqns, kept)) / self.rank.rows
-        return Choice(REPEAT + "+".join(names) if names else "none", kept_bytes, work)
+        word = REPEAT + "+".join(names) if names else "none"
+        return Choice(word, kept_bytes, work, " and ".join(sorted(uncounted)))
 
     def _needed(self, kept: set) -> list:
         return needed_for(self.read, self.eqns, kept)

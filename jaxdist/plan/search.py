@@ -25,7 +25,7 @@ from jaxdist.parallel.blocked_attention import MOST_POSITIONS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
 from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan.hardware import Cluster
-from jaxdist.plan.kept_arrays import repeated_of
+from jaxdist.plan.kept_arrays import choice_of
 from jaxdist.plan.parts import allows, exchanged, work_of
 from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes, ranks_of
 from jaxdist.plan.schedule_facts import schedule_facts, table_facts
@@ -512,7 +512,14 @@ def _repeated(base: RunConfig, layouts: Candidates, attention: str) -> Repeated:
     if not layouts.repeats.any():
         return NOTHING
     ranks, index = ranks_of(base, layouts, attention)
-    return Repeated(*np.array([repeated_of(rank) for rank in ranks])[index].T)
+    found = [choice_of(rank) for rank in ranks]
+    if uncounted := next((each.uncounted for each in found if each.uncounted), ""):
+        raise ConfigError(
+            f"remat={base.parallel.remat!r}",
+            f"backward would repeat {uncounted}, whose time a plan does not predict",
+            "Use remat=auto, which leaves such arrays alone",
+        )
+    return Repeated(*np.array([each.repeated for each in found])[index].T)
 
 
 def _number_if_constant(column: np.ndarray):

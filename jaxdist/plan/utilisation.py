@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.plan.kept_arrays import repeated_of
+from jaxdist.plan.kept_arrays import choice_of
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.program_memory import rank_of
 from jaxdist.plan.verdict import known_hardware
@@ -63,5 +63,5 @@ def _repeated(config: RunConfig) -> float:
     if not config.parallel.repeats_arrays:
         return 0.0
     attention = config.model.attention_for(config.attention, "gpu", config.precision.dtype, training=True)
-    found = repeated_of(rank_of(config, attention))
+    found = choice_of(rank_of(config, attention)).repeated
     return (found.flops + found.attention) * config.parallel.mesh.tp

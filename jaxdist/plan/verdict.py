@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxdist.config import RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES
 from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import Accelerator, Cluster, load_hardware, strides
@@ -170,7 +171,10 @@ def verdict_of(config: RunConfig, laps: Sequence[Mapping[str, float]], devices: 
     count = len(devices.devices)
     per_node = min(count, hardware.devices_per_node)
     cluster = Cluster(hardware, -(-count // per_node), per_node)
-    inside, links = predicted_parts(config, cluster, attention=attention)
+    try:
+        inside, links = predicted_parts(config, cluster, attention=attention)
+    except ConfigError as error:
+        return judge(parts, details, f"the time model does not divide it: {error}")
     found = judge(divided(parts, inside), details | links)
     compared = (
         f"its {parts[STEP]:.3g} s as predicted for {hardware.title}, where it was to take {sum(inside.values()):.3g}"
