@@ -158,7 +158,7 @@ def with_arrays(found: Found, attention: str, efficiency: Efficiency) -> Found:
         return found
     whole = score(found.base, rows, found.cluster, attention, efficiency)
     ranks, way = ranks_of(found.base, rows, attention)
-    kept = found.base.model.num_blocks * rows.rows  # layers' inputs on a device
+    kept = found.base.model.num_blocks * rows.rows  # sequences of which a layer keeps arrays
     too_much = (whole.memory.total - limit) / kept  # of each
     fastest: dict[MeshShape, float] = {}
     for index in np.flatnonzero(fits):
