@@ -15,6 +15,7 @@ import numpy as np
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AXES, MeshShape
+from jaxdist.plan.explain import CLOSE
 from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware
 from jaxdist.plan.kept_arrays import Choice, choices
 from jaxdist.plan.parts import OneRank
@@ -143,12 +144,10 @@ def _ladder(config: RunConfig, cluster: Cluster, attention: str, efficiency: Eff
 
 # ------------------------------------------------------------------------------------------------------------ search
 
-WITHIN = 1.05  # times the best layout's time: what is slower is not worth a trace
-
 
 def with_arrays(found: Found, attention: str, efficiency: Efficiency) -> Found:
     """What a search found, and of each mesh the fastest layout that fits because backward repeats some arrays, where it
-    is faster than what was found of that mesh, and takes at most `WITHIN` times as long as the best of all.
+    is faster than what was found of that mesh, and at most `CLOSE` slower than the best of all.
 
     The time of a choice is known without a trace of it, and so is a bound of its bytes: the fastest is traced first.
     """
@@ -168,7 +167,7 @@ def with_arrays(found: Found, attention: str, efficiency: Efficiency) -> Found:
     # (seconds, row, rung of its ladder). With all kept, a row takes least.
     queue = [(float(whole.time.total[row]), int(row), 0) for row in np.flatnonzero(~whole.fits)]
     heapq.heapify(queue)
-    while queue and queue[0][0] <= WITHIN * best:
+    while queue and queue[0][0] <= (1 + CLOSE) * best:
         seconds, row, rung = heapq.heappop(queue)
         mesh = rows.mesh(row)
         if seconds >= fastest.get(mesh, np.inf) or too_much[row] > _most_saved(ranks[way[row]]):

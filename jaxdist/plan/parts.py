@@ -310,7 +310,8 @@ def rows_to_trace(model: Model, choices: int = MOST_CHOICES) -> int:
     """Rows of a micro-batch with which what grows with them is told from what does not: a prime that divides no dim of
     a parameter, and not the sequence either, so that it divides an array's size if and only if that grows.
 
-    choices: rows of experts for one position, of all ranks together; their places are 32-bit numbers."""
+    choices: rows of experts for one position, of all ranks together; their places are 32-bit numbers. Where no prime
+    is left, MOST_ROWS, which is refused when it is traced."""
     most = min(MOST_ROWS, MOST_TOKENS // (model.seq_len * choices))
     dims = {model.seq_len, *(size for _, param in named_params(declare(model)) for size in param.shape)}
     primes = (n for n in range(max(most, 2), 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))

@@ -378,7 +378,8 @@ def score(
 
     attention: what runs on the cluster, "cudnn", "blocked" or "xla" (`jaxdist.train.program.choose_attention`).
     efficiency: default what published programs reach on the cluster's accelerator, as in `experiments.plan`.
-    Raises: ConfigError for a dtype that the accelerator has no peak for.
+    Raises: ConfigError for a dtype that the accelerator has no peak for, and arrays to repeat whose time it does not
+    know (`kept_arrays.Choice.uncounted`).
     """
     efficiency = efficiency or efficiency_of(cluster.hardware.name)
     return Scored.join(
@@ -458,7 +459,7 @@ def _score_what_fits(base, layouts: Candidates, cluster, attention, efficiency) 
 def _step_time(
     base, layouts: Candidates, table: Pipelines, cluster, attention, efficiency, repeated: Repeated | None = None
 ) -> StepTime:
-    """repeated: what `base` repeats of a layer; default by its word."""
+    """repeated: what is repeated of a layer; default by the layouts' own words."""
     model, precision = base.model, base.precision
     deepest = layouts.chunks * table.depth
     exchanging, gathers_keys = context_columns(base, layouts)
@@ -513,12 +514,13 @@ def _repeated(base: RunConfig, layouts: Candidates, attention: str) -> Repeated:
         return NOTHING
     ranks, index = ranks_of(base, layouts, attention)
     found = [choice_of(rank) for rank in ranks]
-    if uncounted := next((each.uncounted for each in found if each.uncounted), ""):
-        raise ConfigError(
-            f"remat={base.parallel.remat!r}",
-            f"backward would repeat {uncounted}, whose time a plan does not predict",
-            "Use remat=auto, which leaves such arrays alone",
-        )
+    for each in found:
+        if each.uncounted:
+            raise ConfigError(
+                f"remat={each.remat!r}",
+                f"backward would repeat {each.uncounted}, whose time a plan does not predict",
+                "Use remat=auto, which leaves such arrays alone",
+            )
     return Repeated(*np.array([each.repeated for each in found])[index].T)
 
 

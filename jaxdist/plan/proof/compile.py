@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -108,13 +109,13 @@ def compile_step(
     devices = target_devices(target, num_devices, num_nodes)
     program = build_program(config, make_mesh(config.parallel.mesh, devices))
     options = step_options(config, devices[0].platform)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() if thunks else nullcontext() as written:
+        options |= {"xla_dump_to": written} if written else {}
         start = time.perf_counter()
-        compiled = lower(program).compile(compiler_options=options | ({"xla_dump_to": folder} if thunks else {}))
+        compiled = lower(program).compile(compiler_options=options)
         seconds = time.perf_counter() - start
-        found = [
-            path.read_text(encoding="utf-8") for path in Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt")
-        ]
+        files = Path(written).glob("*.thunk_sequence_after_thunk_passes.txt") if written else ()
+        found = [path.read_text(encoding="utf-8") for path in files]
     memory = compiled_bytes(compiled)
     if memory is None:
         raise RuntimeError(f"the compiler for {target} gives no memory analysis")
