@@ -14,7 +14,7 @@ from jaxdist.plan.papers.calibration import FITTED, all_rows, fit, mean_and_max
 from jaxdist.plan.papers.formulas import ModelShape
 from jaxdist.plan.papers.memory import NANOTRON, TORCHTITAN, device_bytes
 from jaxdist.plan.papers.work import PaperWork
-from jaxdist.plan.time_model import BINDS, EFFICIENCIES, PARTS, Efficiency, Layout, step_time
+from jaxdist.plan.time_model import BINDS, EFFICIENCIES, LAUNCH_SECONDS, PARTS, Efficiency, Layout, step_time
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_leave_one_out(rows):
     left_out = mean_and_max([row.left_out_error for row in long])
     held_out = mean_and_max([row.error for row in step if row.group == "torchtitan_405b"])
     assert len(long) == 6 and left_out[0] <= 0.145 and left_out[1] <= 0.275
-    assert held_out[0] <= 0.13 and held_out[1] <= 0.29
+    assert held_out[0] <= 0.11 and held_out[1] <= 0.25
 
 
 @pytest.mark.parametrize("stack", FITTED)
@@ -238,6 +238,38 @@ def test_data_parallel_communication_hides_behind_enough_tokens():
     assert one(dp=64, gradient_bytes=2).dp < few.dp
 
 
+def test_every_message_over_dp_has_its_latency():
+    """One for each layer, and one more, with ZeRO-2 and 3; 7 steps in each of two nodes and one between them."""
+    hops = 7 * H100.inside.latency_s + H100.between.latency_s
+    given = {"dp": 16, "overlap_dp": False}
+
+    def added(messages, **more):
+        return (one(**given, **more, messages=messages).dp - one(**given, **more, messages=1).dp).item()
+
+    assert added(5) == pytest.approx(4 * 2 * hops)  # a scatter and a gather
+    assert added(5, zero=3, microbatches=4) == pytest.approx(4 * 4 * 3 * hops)  # with two gathers, every micro-batch
+    for zero, messages in ((0, 1), (1, 1), (2, 33), (3, 33)):
+        assert one(**given, zero=zero).dp == one(**given, zero=zero, messages=messages).dp
+    slower = step_time(PaperWork(SHAPE), Layout(**given), H100, Efficiency(latency=3.0)).dp
+    assert (slower - one(**given).dp).item() == pytest.approx(2 * 2 * hops)
+
+
+def test_launches_run_ahead_of_the_layer():
+    """They cost what they take longer than the layer; copies that nothing runs beside cost all they take."""
+
+    def seconds(layer_seconds, **layout):
+        return step_time(PaperWork(SHAPE), Layout(**layout), H100, Efficiency(layer_seconds=layer_seconds))
+
+    free = seconds(0.0, microbatches=2)
+    layers = 2 * 32
+    head = one(microbatches=2).total - one(microbatches=2).overhead
+    assert seconds(1e-5, microbatches=2).total == free.total
+    for remat, forwards in (("none", 3), ("selective", 3.2), ("block", 4)):
+        bound = seconds(1.0, microbatches=2, remat=remat)
+        assert layers * forwards < bound.total < layers * forwards + head
+    assert seconds(0.0, microbatches=2, copies=1000).total == pytest.approx(free.total + 1000 * LAUNCH_SECONDS)
+
+
 def test_no_more_hides_than_backward_takes():
     few = one(dp=64, rows=1)
     assert few.dp_hidden <= 0.7 * 2 / 3 * (few.compute + few.memory)
@@ -317,7 +349,7 @@ def test_bad_inputs():
 # ------------------------------------------------------------------------------------ every source, and one left out
 
 
-@pytest.mark.parametrize(("accelerator", "number"), [("h100", 77), ("a100", 27)])
+@pytest.mark.parametrize(("accelerator", "number"), [("h100", 75), ("a100", 27)])
 def test_constants_of_all_programs_together(accelerator, number):
     """Those that a plan uses: how far off every published row is, and the bar that nine tenths of them are within."""
     efficiency = EFFICIENCIES[f"{accelerator}-published"]
@@ -327,9 +359,34 @@ def test_constants_of_all_programs_together(accelerator, number):
     assert mean < {"h100": 0.12, "a100": 0.08}[accelerator]
     assert abs(np.mean([row.error for row in found])) < 0.03
     guessed = sources.predicted(sources.sourced(accelerator), Efficiency())
-    assert sum(row.error < 0 for row in guessed) == {"h100": 71, "a100": 8}[accelerator]
+    assert sum(row.error < 0 for row in guessed) == {"h100": 74, "a100": 9}[accelerator]
     covered = np.mean([row.needed <= efficiency.relative_error for row in found])
     assert covered >= 0.9
+
+
+def test_chunks_that_are_not_printed_divide_the_layers_of_a_stage():
+    """Interleaving needs micro-batches in groups of pp; one stage has none."""
+    shape = ModelShape.gpt(96, 12288, 96)
+    found = calibration.not_printed(shape, 6, 48, 1152)
+    assert sorted(set(found["chunks"].tolist())) == [1, 2, 4, 8, 16]
+    rows_of_more = found["rows"][found["chunks"] > 1]
+    assert set((1152 // 48 // rows_of_more % 6).tolist()) == {0} and set(rows_of_more.tolist()) == {1, 2, 4}
+    assert set(calibration.not_printed(shape, 1, 48, 1152)["chunks"].tolist()) == {1}
+    published = {row.source: row.case.layout.chunks for row in sources.sourced("a100")}
+    assert published["MT-NLG"] == 1 and published["Megatron-LM, 2021"].max() > 1
+
+
+def test_what_is_slow_about_one_source_bends_the_constants_less():
+    """All its runs took a tenth longer: its own factor takes half of that; without, others' change by 5 %."""
+    rows = sources.sourced("a100")
+    slow = [
+        replace(row, case=replace(row.case, seconds=row.case.seconds * (1.1 if "2021" in row.source else 1)))
+        for row in rows
+    ]
+    usual, found = (sources.fit_pooled(each) for each in (rows, slow))
+    others = [row for row in rows if "2021" not in row.source]
+    changes = [row.case.predict(found) / row.case.predict(usual) - 1 for row in others]
+    assert np.abs(changes).max() < 0.04
 
 
 def test_rows_count_once_and_turn_into_seconds():
@@ -373,7 +430,7 @@ def test_constants_and_bar_are_what_the_fit_gives(accelerator):
 def test_errors_of_sources_left_out():
     """The targets were 7 % in the mean and 15 % for nine tenths: missed, docs/plan.md says where. Signed 3 %: met."""
     h100, a100 = (sources.leave_one_source_out(name) for name in ("h100", "a100"))
-    for rows, mean, signed in ((h100, 0.16, 0.03), (a100, 0.12, 0.05)):
+    for rows, mean, signed in ((h100, 0.12, 0.03), (a100, 0.095, 0.04)):
         errors = [row.error for row in rows]
         assert mean_and_max(errors)[0] < mean and abs(np.mean(errors)) < signed
     assert sources.kendall_tau(h100) > 0.8 and sources.kendall_tau(a100) == 1

@@ -228,10 +228,35 @@ def test_seconds_of_a_collective_on_its_links():
     assert slower == pytest.approx(14 * nvlink.latency_s + ring.bytes_sent / (nvlink.bytes_per_s / 2))
 
 
+def test_a_sum_over_many_nodes_takes_a_tree_where_that_is_faster():
+    """Of 64 nodes: 12 steps up and down instead of 126 around, and 2S instead of 2S * 63/64 on the links between."""
+    slow, nodes, shared = EIGHT.between, 64, 1 / 8
+    for num_bytes in (1e3, 1e6, 1e12):
+        inside = collective_cost("ring_all_reduce", 8, num_bytes).seconds(
+            EIGHT.inside.latency_s, EIGHT.inside.bytes_per_s
+        )
+        tree = 12 * slow.latency_s + 2 * num_bytes * shared / slow.bytes_per_s
+        ring = 126 * slow.latency_s + 2 * 63 / nodes * num_bytes * shared / slow.bytes_per_s
+        assert EIGHT.collective_seconds("all_reduce", 8 * nodes, 1, num_bytes) == pytest.approx(
+            inside + (tree if num_bytes < 1e9 else ring)
+        )
+    columns = EIGHT.collective_seconds("all_reduce", np.array([1, 8, 64]), 1, 1e6)
+    assert columns.tolist() == [EIGHT.collective_seconds("all_reduce", size, 1, 1e6) for size in (1, 8, 64)]
+
+
+def test_latencies_are_so_many_times_as_large():
+    twice = EIGHT.with_latency(2)
+    assert twice.inside.latency_s == 2 * EIGHT.inside.latency_s and twice.inside.bytes_per_s == EIGHT.inside.bytes_per_s
+    added = twice.collective_seconds("ring_all_gather", 64, 1, 1e9) - EIGHT.collective_seconds(
+        "ring_all_gather", 64, 1, 1e9
+    )
+    assert added == pytest.approx(7 * EIGHT.inside.latency_s + 7 * EIGHT.between.latency_s)
+
+
 def test_seconds_of_a_message():
     assert EIGHT.permute_seconds(1, 8, 1e9) == 0
-    assert EIGHT.permute_seconds(2, 4, 1e9) == pytest.approx(3e-6 + 1 / 450)
-    assert EIGHT.permute_seconds(2, 32, 1e9) == pytest.approx(5e-6 + 1 / 50)
+    assert EIGHT.permute_seconds(2, 4, 1e9) == pytest.approx(3.4e-6 + 1 / 450)
+    assert EIGHT.permute_seconds(2, 32, 1e9) == pytest.approx(14e-6 + 1 / 50)
 
 
 def test_other_links_and_sizes_of_nodes():

@@ -108,10 +108,11 @@ def two_level(algorithm: str, inside: int, across: int, size_bytes: float) -> tu
     """A collective over `across` nodes of `inside` ranks each: (what the link in a node carries, what leaves it).
 
     Reduce-scatter inside, the collective over the nodes on the 1/inside that each rank then holds, all-gather inside;
-    a reduce-scatter or all-gather alone leaves the other half out. An all-to-all sends each rank its part directly.
+    a reduce-scatter or all-gather alone leaves the other half out; a tree is one of nodes. An all-to-all sends each
+    rank its part directly.
     Ranks of one node send at the same time, each over its own network port; where they share one, divide its bandwidth.
 
-    Raises: ConfigError as `collective_cost`, and for an algorithm that is neither a ring nor an all-to-all.
+    Raises: ConfigError as `collective_cost`, and for an algorithm that is no ring, pipelined tree or all-to-all.
     Source: Thakur et al. 2005 for the parts; the same decomposition as NCCL's rings over several network ports.
     """
     parts = ("ring_reduce_scatter", "ring_all_gather")
@@ -119,8 +120,9 @@ def two_level(algorithm: str, inside: int, across: int, size_bytes: float) -> tu
         ranks, away = inside * across, inside * (across - 1)
         within = CollectiveCost(inside - 1, np.true_divide((inside - 1) * size_bytes, ranks))
         return within, CollectiveCost(away, np.true_divide(away * size_bytes, ranks))
-    _require_name(lambda: f"{algorithm!r} in two levels", "such algorithm", algorithm, ("ring_all_reduce", *parts))
-    within = collective_cost(algorithm, inside, size_bytes)
+    sums = ("ring_all_reduce", "pipelined_tree_all_reduce")
+    _require_name(lambda: f"{algorithm!r} in two levels", "such algorithm", algorithm, (*sums, *parts))
+    within = collective_cost("ring_all_reduce" if algorithm in sums else algorithm, inside, size_bytes)
     return within, collective_cost(algorithm, across, np.true_divide(size_bytes, inside))
 
 

@@ -8,7 +8,7 @@ import datetime
 import difflib
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +297,11 @@ class Cluster:
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
 
+    def with_latency(self, factor: float) -> "Cluster":
+        """The same, with links whose latencies are so many times as large."""
+        inside, between = (replace(link, latency_s=link.latency_s * factor) for link in (self.inside, self.between))
+        return replace(self, inside=inside, between=between)
+
     def split_axis(self, size: Number, stride: Number) -> tuple[Number, Number]:
         """(inside, across): ranks of one axis that share a node, and how many nodes its group touches.
 
@@ -334,12 +339,17 @@ class Cluster:
         inside_efficiency: float = 1.0,
         between_efficiency: float = 1.0,
     ) -> Number:
-        """Predicted seconds of a ring collective on an axis, on the link or two links it lands on. Columns allowed."""
+        """Predicted seconds of a collective on an axis, on the link or two links it lands on. Columns allowed.
+
+        algorithm: of `two_level`; "all_reduce" is the faster one of a ring and a tree between nodes, as NCCL chooses.
+        """
         inside, across = self.split_axis(size, stride)
-        within, beyond = two_level(algorithm, inside, across, num_bytes)
-        return within.seconds(self.inside.latency_s, self.inside.bytes_per_s * inside_efficiency) + beyond.seconds(
-            self.between.latency_s, self.between.bytes_per_s * between_efficiency
-        )
+        found = []
+        for between in ("ring", "pipelined_tree") if algorithm == "all_reduce" else ("",):
+            within, beyond = two_level(f"{between}_{algorithm}" if between else algorithm, inside, across, num_bytes)
+            found.append(beyond.seconds(self.between.latency_s, self.between.bytes_per_s * between_efficiency))
+        shared = within.seconds(self.inside.latency_s, self.inside.bytes_per_s * inside_efficiency)
+        return shared + (np.minimum(*found) if len(found) == 2 else found[0])
 
     def permute_seconds(
         self,

@@ -8,7 +8,7 @@ bytes and time, is from arXiv 1910.02653; layers are alike and keep few, so here
 import itertools
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -122,8 +122,7 @@ class _Layer:
 
     def choice(self, repeated: frozenset[Made]) -> Choice:
         kept = {*self.given, *(v for v, eqn in self.saveable.items() if _made(eqn) not in repeated)}
-        usual = {id(eqn) for eqn in self._needed({*self.given, *self.saveable})}
-        again = [eqn for eqn in self._needed(kept) if id(eqn) not in usual and eqn.primitive.name not in CHEAP]
+        again = self._again(kept)
         sent = list(collectives_of(SimpleNamespace(eqns=again), self.mesh))
         uncounted = {f"messages over {'+'.join(each.axes)}" for each in sent if each.axes != ("tp",)}
         uncounted |= {"random numbers" for eqn in again if eqn.primitive.name in DRAWS}
@@ -137,11 +136,25 @@ class _Layer:
                 c.count * c.full_bytes * (1 if c.kind == "all_reduce" else 0.5) for c in sent if c.axes == ("tp",)
             )
             / positions,
+            launches=len(again) / self.most_again,
         )
         names = sorted(name_array(made, self.rank.rows) for made in repeated)
         kept_bytes = sum(num_bytes(v.aval) for v in reached(self.read, self.eqns, kept)) / self.rank.rows
         word = REPEAT + "+".join(names) if names else "none"
         return Choice(word, kept_bytes, work, " and ".join(sorted(uncounted)))
+
+    def _again(self, kept: set) -> list:
+        """Equations that cost something and are repeated only where nothing but `kept` is."""
+        return [eqn for eqn in self._needed(kept) if id(eqn) not in self.usual and eqn.primitive.name not in CHEAP]
+
+    @cached_property
+    def usual(self) -> set[int]:
+        """Of the equations that are repeated where all that may be kept is."""
+        return {id(eqn) for eqn in self._needed({*self.given, *self.saveable})}
+
+    @cached_property
+    def most_again(self) -> int:
+        return max(1, len(self._again({*self.given})))
 
     def _needed(self, kept: set) -> list:
         return needed_for(self.read, self.eqns, kept)

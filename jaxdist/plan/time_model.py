@@ -8,7 +8,7 @@ number, plus the bubble, plus what the update sends and does, plus the host:
     tp, cp, pp   collectives and messages of every micro-batch, on the link their axis lands on (α–β, ring)
     dp           gradients and ZeRO's weights (over dp and cp), of which a part hides behind backward
     bubble       idle over ideal × micro-batches × one micro-batch's time
-    overhead     launches of a layer, and the host once a step
+    overhead     launches of a layer, as far as they take longer than the layer itself; the host once a step
 
 How good it is: `jaxdist.plan.papers.calibration` compares it with published runs. It is a prediction; it has not been
 measured on the machine you plan for, unless you calibrate an `Efficiency` for it.
@@ -35,6 +35,8 @@ BACKWARD_TRAFFIC = 1.5  # elementwise bytes of backward over forward: the incomi
 BLOCK_FORWARD, BLOCK_BACKWARD = (3, 2), (4, 5)
 FUSED_BACKWARD = 2.5  # FLOPs over forward's, of attention that makes its scores again: five products for two
 LOGIT_TRAFFIC = 18  # bytes a logit: written in 16 bit, cast to fp32, read and written by softmax, loss and gradient
+CORE_LAUNCHES = 0.2  # of a layer's forward, those of attention that writes its scores
+LAUNCH_SECONDS = 8e-6  # of a copy from Python, one after the other
 OPTIMIZER_TRAFFIC = 40  # bytes a parameter: gradient read twice (norm, update), master and two moments read and written
 
 
@@ -46,9 +48,9 @@ class Efficiency:
     that. attention: part of the peak that a fused attention reaches on scores that count, forward and backward together
     (0.18 to 0.21 fitted to published runs of 2024; the guess is what newer kernels are said to reach alone). float8:
     part of `matmul` that products in float8 reach of their own peak, casts and scales included. hbm, inside, between:
-    parts of the bandwidths. layer_seconds: launches of one layer's forward (twice that backward). step_seconds: host,
-    once a step. hide: part of what may overlap that does. relative_error: ± of the total, from the calibration; 0.3
-    where there was none.
+    parts of the bandwidths. latency: of the links' latencies. layer_seconds: launches of one layer's forward (twice
+    that backward). step_seconds: host, once a step. hide: part of what may overlap that does. relative_error: ± of the
+    total, from the calibration; 0.3 where there was none.
     """
 
     matmul: float = 0.7
@@ -58,6 +60,7 @@ class Efficiency:
     hbm: float = 0.7
     inside: float = 0.75
     between: float = 0.7
+    latency: float = 1.0
     layer_seconds: float = 0.0
     step_seconds: float = 0.0
     hide: float = 0.7
@@ -106,42 +109,44 @@ def read_efficiency(path: str | Path) -> Efficiency:
 # Fitted by `python -m jaxdist.plan.papers.calibration --fit` to published runs: what is written here and nothing else.
 # Errors are in docs/plan.md; `relative_error` is the largest one of a run that was left out of the fit.
 EFFICIENCIES = {
-    "a100-megatron": Efficiency(matmul=0.855, half_size=66.6, hbm=0.563, relative_error=0.07, stack="a100-megatron"),
+    "a100-megatron": Efficiency(matmul=0.813, half_size=35.8, hbm=0.573, relative_error=0.1, stack="a100-megatron"),
     "h100-nanotron": Efficiency(
-        matmul=0.638, attention=0.3, step_seconds=0.0478, relative_error=0.17, stack="h100-nanotron"
+        matmul=0.643, attention=0.3, step_seconds=0.0461, relative_error=0.17, stack="h100-nanotron"
     ),
-    "h100-mpt": Efficiency(matmul=0.553, attention=0.182, relative_error=0.14, stack="h100-mpt"),
+    "h100-mpt": Efficiency(matmul=0.554, attention=0.182, relative_error=0.14, stack="h100-mpt"),
     "h100-torchtitan-float8": Efficiency(
-        matmul=0.392, attention=0.206, relative_error=0.27, stack="h100-torchtitan-float8"
+        matmul=0.43, attention=0.206, relative_error=0.27, stack="h100-torchtitan-float8"
     ),
     # `python -m jaxdist.plan.papers.sources --write`: of all programs together; `relative_error` is the bar that holds
     # nine tenths of the rows of sources that were left out.
     "h100-published": Efficiency(
-        matmul=0.772,
-        half_size=59.0,
-        attention=0.185,
-        float8=0.768,
-        hbm=0.46,
-        inside=0.604,
-        between=0.922,
-        layer_seconds=9.8e-5,
-        step_seconds=0.0341,
-        hide=0.546,
-        relative_error=0.232,
+        matmul=0.642,
+        half_size=65.5,
+        attention=0.2,
+        float8=0.888,
+        hbm=0.561,
+        inside=0.665,
+        between=0.555,
+        latency=1.39,
+        layer_seconds=0.0002,
+        step_seconds=0.0397,
+        hide=0.869,
+        relative_error=0.191,
         stack="h100-published",
     ),
     "a100-published": Efficiency(
-        matmul=0.734,
-        half_size=63.1,
-        attention=0.266,
+        matmul=0.751,
+        half_size=64.8,
+        attention=0.292,
         float8=0.65,
-        hbm=0.749,
-        inside=0.794,
-        between=0.61,
-        layer_seconds=6.7e-5,
-        step_seconds=0.0257,
-        hide=0.587,
-        relative_error=0.215,
+        hbm=0.632,
+        inside=0.682,
+        between=0.598,
+        latency=1.06,
+        layer_seconds=0.0002,
+        step_seconds=0.0291,
+        hide=0.708,
+        relative_error=0.162,
         stack="a100-published",
     ),
 }
@@ -150,12 +155,13 @@ EFFICIENCIES = {
 class Repeated(NamedTuple):
     """What backward computes again of one layer to keep less of it, for one position of a device: FLOPs of products and
     of attention's scores that count, bytes that these read and write, and bytes that all-reduces over tp sum (a gather
-    or a scatter is half of one)."""
+    or a scatter is half of one). launches: as a part of those of a forward."""
 
     flops: Number = 0.0
     attention: Number = 0.0
     num_bytes: Number = 0.0
     summed: Number = 0.0
+    launches: Number = 0.0
 
 
 NOTHING = Repeated()
@@ -183,6 +189,9 @@ class Layout:
     exchanging, gathers_keys: as `ParallelConfig.cp_split`.
     overlap_gather: with overlap_dp, ZeRO-1's new weights are gathered during the next forward.
     overlap_across: with overlap_dp, the sum over replica overlaps with backward as well.
+    messages: in which gradients are reduced over dp, or weights gathered, each with a latency of its own (default one
+        for each layer and one more with ZeRO-2 and 3, otherwise one).
+    copies: that the host launches one by one once a step, and nothing runs beside.
     experts_over_tp: as in `ParallelConfig`. exchanged: elements of a layer's all-to-alls between experts in forward,
         for one position of a device.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
@@ -225,6 +234,8 @@ class Layout:
     hidden_part: Number = 1.0
     experts_over_tp: Number = False
     exchanged: Number = 0.0
+    messages: Number | None = None
+    copies: Number = 0
     repeated: Repeated = NOTHING
 
     @property
@@ -388,6 +399,7 @@ def step_time(
     zero, grad = np.asarray(layout.zero), np.asarray(layout.gradient_bytes)
     selective, every = remat_columns(layout.remat)
     apart = strides({"pp": pp, "replica": replica, "dp": dp, "cp": cp, "tp": tp})
+    cluster = cluster.with_latency(e.latency)
     hbm = cluster.hardware.memory_bytes_per_s * e.hbm
     positions = layout.rows * work.seq_len / cp  # of one micro-batch on one device
 
@@ -400,11 +412,12 @@ def step_time(
 
     def both(algorithm, num_bytes, of_experts):
         """Over the ranks that hold the same; `num_bytes` are those of experts and of the rest."""
-        rest = ring(algorithm, "cp", dp * cp, num_bytes - of_experts)
+        each, each_of_experts = (num_bytes - of_experts) / messages, of_experts / messages
         # The ranks of dp outside of ep; of cp, where ep takes it whole.
-        return rest + cluster.collective_seconds(
-            algorithm, dp * cp // ep, apart["cp"] * ep, of_experts, e.inside, e.between
+        experts_apart = cluster.collective_seconds(
+            algorithm, dp * cp // ep, apart["cp"] * ep, each_of_experts, e.inside, e.between
         )
+        return messages * (ring(algorithm, "cp", dp * cp, each) + np.where(of_experts, experts_apart, 0))
 
     # ---- one layer, one micro-batch
     over_tp = np.asarray(layout.experts_over_tp)
@@ -415,7 +428,7 @@ def step_time(
     elementwise = positions * (whole / np.where(sp, tp, 1) + split / tp) / hbm
     softmax = positions * scores / tp / hbm
     activation = positions * h * itemsize
-    all_reduce = ring("ring_all_reduce", "tp", tp, activation)
+    all_reduce = ring("all_reduce", "tp", tp, activation)
     again = every > 0  # recomputed forwards
     core_again = again | (selective & ~core.fused)
     sent = _over_cp(work, layout, cluster, e, positions, itemsize, core)
@@ -430,7 +443,7 @@ def step_time(
     )
     sums = work.layer_sums - over_tp * work.mixture_sums
     repeated = layout.repeated
-    sent_again = ring("ring_all_reduce", "tp", tp, positions * repeated.summed)
+    sent_again = ring("all_reduce", "tp", tp, positions * repeated.summed)
     summed = (2 + again) * sums * all_reduce + np.where(repeated.summed, sent_again, 0)
     layer = {
         "compute": (1 + work.layer_backward + again) * matrices
@@ -442,11 +455,12 @@ def step_time(
         + (1 + core_again) * core.forward_traffic
         + core.backward_traffic
         + positions * repeated.num_bytes / hbm,
-        "overhead": (3 + again) * e.layer_seconds,
         "tp": summed * (1 - np.asarray(layout.overlap_tp)),
         "cp": (1 + again) * sent.forward + sent.backward,
         "ep": (2 + again) * swapped,
     }
+    launches = 3 + again + CORE_LAUNCHES * (core_again & ~again) + repeated.launches
+    layer["overhead"] = np.maximum(launches * e.layer_seconds - sum(layer.values()), 0)
     head = {
         "compute": (1 + work.head_backward) * work.head(matmul, tp),
         "memory": positions * LOGIT_TRAFFIC * work.vocab_size / tp / hbm,
@@ -487,29 +501,31 @@ def step_time(
     # ZeRO shards an expert over fewer ranks, since fewer hold it.
     own = (updated + (ep - 1) * of_experts) / shards
     time["memory"] = time["memory"] + np.where(zero >= 1, own, updated) * OPTIMIZER_TRAFFIC / hbm
-    time["overhead"] = time["overhead"] + e.step_seconds
+    time["overhead"] = time["overhead"] + e.step_seconds + LAUNCH_SECONDS * np.asarray(layout.copies)
     time["input"] = m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
 
+    by_layer = np.where(zero >= 2, most + 1, 1)
+    messages = by_layer if layout.messages is None else np.asarray(layout.messages)
     scatter = both("ring_reduce_scatter", updated * grad, of_experts * grad)
-    across = ring("ring_all_reduce", "replica", replica, own * grad)
+    summed = both("all_reduce", updated * grad, of_experts * grad)
+    across = ring("all_reduce", "replica", replica, own * grad)
     # An end gives, and gets, as many parts as in a ring.
     ends = ring("ring_reduce_scatter", "pp", pp, trained_table * grad) + ring(
         "ring_all_gather", "pp", pp, table * itemsize
     )
     across = across + np.where(layout.spread_table, ends, 0)
-    each_byte = np.where(zero >= 1, itemsize, grad)
     gathered, gathered_experts = (
-        np.where(zero == 3, whole * itemsize, changed * each_byte)
-        for whole, changed in ((held, updated), (experts, of_experts))
+        np.where(zero == 3, whole, changed) * itemsize for whole, changed in ((held, updated), (experts, of_experts))
     )
-    gather = both("ring_all_gather", gathered, gathered_experts)
+    gather = np.where(zero == 0, 0, both("ring_all_gather", gathered, gathered_experts))
+    scatter = np.where(zero == 0, summed, scatter)
     rounds = np.where(zero >= 2, m, 1)
     each = np.where(layout.keep_after_forward, 1, 2) if layout.gathers is None else np.asarray(layout.gathers)
     gathers = np.where(zero == 3, each * m, 1)
     working = sum(micro[name] for name in ("compute", "memory"))
     may_hide = rounds * scatter + np.where(layout.overlap_across, across, 0)
     in_forward = np.asarray(layout.overlap_gather) & (zero == 1)
-    gathers_hide = (zero == 0) | (zero == 3) | in_forward
+    gathers_hide = (zero == 3) | in_forward
     may_hide = layout.hidden_part * (may_hide + np.where(gathers_hide, gathers * gather, 0))
     backward = 2 / 3 + in_forward / 3  # of a micro-batch
     window = np.where(zero == 3, m, np.where(zero == 2, rounds, 1) * backward) * working

@@ -59,7 +59,9 @@ def published() -> dict:
 
 @cache
 def _cluster(group: str, num_devices: int) -> Cluster:
-    hardware = find_hardware(published()["groups"][group]["accelerator"])
+    facts = published()["groups"][group]
+    hardware = find_hardware(facts["accelerator"])
+    hardware = replace(hardware, memory_bytes_per_s=facts.get("memory_bytes_per_s", hardware.memory_bytes_per_s))
     return Cluster(hardware, -(-num_devices // hardware.devices_per_node), min(num_devices, hardware.devices_per_node))
 
 
@@ -137,13 +139,11 @@ def _weak_scaling_times(run: dict) -> list[TimeCase]:
     shape, tp = _shape("weak_scaling", run), min(run["model_parallel"], 8)
     pp = run["model_parallel"] // tp
     dp = run["gpus"] // run["model_parallel"]
-    rows = np.array([rows for rows in (1, 2, 4, 8) if run["batch"] % (dp * rows) == 0])
     layout = Layout(
         tp=tp,
         pp=pp,
         dp=dp,
-        rows=rows,
-        microbatches=run["batch"] // (dp * rows),
+        **not_printed(shape, pp, dp, run["batch"]),
         remat="block",
         scatter_gather=True,
         **MEGATRON,
@@ -154,9 +154,29 @@ def _weak_scaling_times(run: dict) -> list[TimeCase]:
     return [TimeCase("weak_scaling", run["name"], shape, layout, cluster, seconds)]
 
 
+def not_printed(shape: ModelShape, pp: int, dp: int, batch: int) -> dict[str, np.ndarray]:
+    """Columns of every micro-batch, and number of chunks that an interleaved schedule may have: both were tuned."""
+    found = [
+        (rows, passes, chunks)
+        for rows in (1, 2, 4, 8)
+        if batch % (dp * rows) == 0
+        for passes in [batch // (dp * rows)]
+        for chunks in range(1, shape.num_layers // pp + 1)
+        if chunks == 1 or (pp > 1 and shape.num_layers % (pp * chunks) == 0 and passes % pp == 0)
+    ]
+    return dict(zip(("rows", "microbatches", "chunks"), np.array(found).T, strict=True))
+
+
+BUCKET = 25 * 2**20 / 2  # parameters of a bucket: DistributedDataParallel reduces 25 MiB of 16-bit gradients at a time
+NANOTRON_TENSORS = 6  # of a layer
+
+
 def nanotron_layout(shape: ModelShape, run: dict) -> Layout:
+    """With ZeRO-1 every rank's part of every tensor is copied out of what was gathered, one by one."""
     layers = nanotron_layers(shape, run["pp"])
     return Layout(
+        messages=np.ceil(shape.parameters / (run["tp"] * run["pp"] * BUCKET)),
+        copies=run["dp"] * NANOTRON_TENSORS * max(layers) if run["zero"] else 0,
         **{key: run[key] for key in ("dp", "tp", "pp", "microbatches", "rows", "zero")},
         sp=run["tp"] > 1,
         first_layers=layers[0],
