@@ -698,6 +698,8 @@ def row_layout(found: Scored, index: int) -> dict:
         "zero": int(layouts.zero[index]),
         "keep": bool(layouts.keep[index]),
         "sp": bool(layouts.sp[index]),
+        "tp_ring": base.tp_ring,
+        "loss_chunks": base.loss_chunks,
         "cp_kind": layouts.cp_kind(index, base) if layouts.cp[index] > 1 else None,
         "overlap": bool(layouts.overlap[index]),
         "remat": layouts.remat(index),
@@ -991,9 +993,11 @@ def also_words(row: dict) -> str:
 def layout_words(row: dict) -> str:
     """A layout in a few words."""
     words = [row["mesh"], *([row["cp_kind"]] if row["cp_kind"] else [])]
-    words += [f"ZeRO-{row['zero']}"] * (row["zero"] > 0) + ["sp"] * row["sp"] + ["overlap"] * row["overlap"]
+    words += [f"ZeRO-{row['zero']}"] * (row["zero"] > 0) + ["sp"] * row["sp"]
+    words += [f"{row['tp_ring']} rings"] * (row["tp_ring"] != "none") + ["overlap"] * row["overlap"]
     words += [f"remat {shorten(row['remat'])}"] * (row["remat"] != "none")
     words += [pipeline_words(row)] * (row["schedule"] is not None)
+    words += [f"loss in {row['loss_chunks']} chunks"] * (row["loss_chunks"] > 1)
     return ", ".join(words)
 
 

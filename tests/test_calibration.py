@@ -254,6 +254,32 @@ def test_every_message_over_dp_has_its_latency():
     assert (slower - one(**given).dp).item() == pytest.approx(2 * 2 * hops)
 
 
+def test_rings_of_tp_hide_behind_matmuls():
+    """All but one of tp chunks; as far as the matmuls take, and as much of it as what may overlap does."""
+    plain, rings = one(tp=2, sp=True), one(tp=2, sp=True, tp_ring=True)
+    head = 2 * H100.collective_seconds("all_reduce", 2, 1, 2048 * 4096 * 2, 0.75, 0.7)
+    layers = plain.tp - head
+    assert plain.tp - rings.tp == pytest.approx(0.7 * layers) and rings.compute == plain.compute
+    slow = Efficiency(inside=0.01)
+    plain, rings = (step_time(PaperWork(SHAPE), Layout(tp=8, sp=True, tp_ring=on), H100, slow) for on in (False, True))
+    core = 32 * _core_seconds(8)
+    head = 3 * 2 * 2048 * 4096 * 51200 / 8 / (0.7 * 989e12 * 2048 / 2108)
+    assert plain.tp - rings.tp == pytest.approx(0.7 * 7 / 8 * (plain.compute - core - head), rel=1e-3)
+
+
+def _core_seconds(tp: int) -> float:
+    """Of scores and their sum over values, forward and backward, whose smallest dim is the head's."""
+    return 3 * 2 * 2 * 2048 * 2048 * 4096 / tp / (0.7 * 989e12 * 128 / 188)
+
+
+def test_chunks_of_the_loss_add_to_a_gradient_in_32_bits():
+    whole, chunks = one(tp=8, microbatches=4), one(tp=8, microbatches=4, loss_chunks=16)
+    added = 4 * 16 * 8 * 51200 * 4096 / 8 / (0.7 * 3.35e12)
+    assert chunks.memory - whole.memory == pytest.approx(added)
+    steps = 4 * 15 * 2 * 14 * H100.inside.latency_s
+    assert chunks.tp - whole.tp == pytest.approx(steps) and chunks.compute == whole.compute
+
+
 def test_launches_run_ahead_of_the_layer():
     """They cost what they take longer than the layer; copies that nothing runs beside cost all they take."""
 

@@ -249,6 +249,11 @@ BY_HAND = {
     "uneven": ("pp=4", {"schedule": "gpipe", "microbatches": 4}, Layout(most_layers=2, last_layers=2 - 1 / 3)),
     "zero-3": ("dp=4", {"zero": 3}, Layout(zero=3)),
     "pipelined overlap": ("pp=4", {"schedule": "zb-h1", "microbatches": 8, "overlap": True}, Layout()),
+    "rings": (
+        "dp=2,tp=4",
+        {"sp": True, "tp_ring": "one-way", "loss_chunks": 4},
+        Layout(sp=True, tp_ring=True, loss_chunks=4),
+    ),
     "overlap": ("dp=2,replica=2", {"zero": 1, "overlap": True}, Layout(zero=1, messages=8 + 1)),
 }
 

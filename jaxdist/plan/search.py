@@ -491,6 +491,8 @@ def _step_time(
         flash=(attention == "cudnn") & ~by_blocks,
         blocks=by_blocks,
         dropout=model.dropout > 0,
+        tp_ring=base.parallel.ring is not None,
+        loss_chunks=base.parallel.loss_chunks,
         sends=table.sends,
         spread_table=layouts.pp > 1,
         repeated=repeated or _repeated(base, layouts, attention),

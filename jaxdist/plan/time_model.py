@@ -192,6 +192,8 @@ class Layout:
     messages: in which gradients are reduced over dp, or weights gathered, each with a latency of its own (default one
         for each layer and one more with ZeRO-2 and 3, otherwise one).
     copies: that the host launches one by one once a step, and nothing runs beside.
+    tp_ring: what is gathered and scattered over tp moves in chunks, of which all but one have a matmul beside them.
+    loss_chunks: as in `ParallelConfig`.
     experts_over_tp: as in `ParallelConfig`. exchanged: elements of a layer's all-to-alls between experts in forward,
         for one position of a device.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
@@ -236,6 +238,8 @@ class Layout:
     exchanged: Number = 0.0
     messages: Number | None = None
     copies: Number = 0
+    tp_ring: Number = False
+    loss_chunks: Number = 1
     repeated: Repeated = NOTHING
 
     @property
@@ -445,8 +449,11 @@ def step_time(
     repeated = layout.repeated
     sent_again = ring("all_reduce", "tp", tp, positions * repeated.summed)
     summed = (2 + again) * sums * all_reduce + np.where(repeated.summed, sent_again, 0)
+    products = (1 + work.layer_backward + again) * matrices
+    beside = np.asarray(layout.tp_ring) * (tp - 1) / tp * products
+    summed = summed - e.hide * np.minimum(summed, beside)
     layer = {
-        "compute": (1 + work.layer_backward + again) * matrices
+        "compute": products
         + core.backward
         + (1 + core_again) * core.forward
         + positions * (repeated.flops / reached + repeated.attention / attention_peak),
@@ -461,11 +468,15 @@ def step_time(
     }
     launches = 3 + again + CORE_LAUNCHES * (core_again & ~again) + repeated.launches
     layer["overhead"] = np.maximum(launches * e.layer_seconds - sum(layer.values()), 0)
+    # Chunks of the loss add to the table's gradient in 32 bits, and each has its largest logit and its sum over tp.
+    loss_chunks = np.asarray(layout.loss_chunks)
+    chunked = np.where(loss_chunks > 1, loss_chunks, 0)
     head = {
         "compute": (1 + work.head_backward) * work.head(matmul, tp),
-        "memory": positions * LOGIT_TRAFFIC * work.vocab_size / tp / hbm,
+        "memory": positions * LOGIT_TRAFFIC * work.vocab_size / tp / hbm
+        + 8 * chunked * work.table_parameters * work.trained_table / tp / hbm,
         "overhead": 0.0,
-        "tp": 2 * all_reduce,
+        "tp": 2 * all_reduce + 2 * (loss_chunks - 1) * ring("all_reduce", "tp", tp, 0.0),
         "cp": 0.0,
         "ep": 0.0,
     }
