@@ -112,7 +112,8 @@ def two_level(algorithm: str, inside: int, across: int, size_bytes: float) -> tu
     rank its part directly.
     Ranks of one node send at the same time, each over its own network port; where they share one, divide its bandwidth.
 
-    Raises: ConfigError as `collective_cost`, and for an algorithm that is no ring, pipelined tree or all-to-all.
+    Raises: ConfigError as `collective_cost`, and for an algorithm that is neither a ring, a pipelined tree nor an
+        all-to-all.
     Source: Thakur et al. 2005 for the parts; the same decomposition as NCCL's rings over several network ports.
     """
     parts = ("ring_reduce_scatter", "ring_all_gather")

@@ -432,7 +432,8 @@ def step_time(
     elementwise = positions * (whole / np.where(sp, tp, 1) + split / tp) / hbm
     softmax = positions * scores / tp / hbm
     activation = positions * h * itemsize
-    all_reduce = ring("all_reduce", "tp", tp, activation)
+    # With sp it is a gather and a scatter, of which there are no trees.
+    all_reduce = np.where(sp, *(ring(name, "tp", tp, activation) for name in ("ring_all_reduce", "all_reduce")))
     again = every > 0  # recomputed forwards
     core_again = again | (selective & ~core.fused)
     sent = _over_cp(work, layout, cluster, e, positions, itemsize, core)
