@@ -1,6 +1,8 @@
 """The time and memory models beside published runs, and laws that a step's predicted time must follow."""
 
+import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -463,3 +465,10 @@ def test_errors_of_sources_left_out():
     for least, most, said in ((0, CLOSE, CLOSE_IN_ORDER), (FAR, np.inf, FAR_IN_ORDER)):
         right, number = sources.right_within(h100, least, most)
         assert right / number == pytest.approx(said, abs=0.005)
+    page = (Path(__file__).parents[1] / "docs/plan.md").read_text(encoding="utf-8")
+    tables = sources.summary("h100", h100), sources.summary("a100", a100), sources.order_table(h100).split("\n\n")[0]
+    for line in itertools.chain(*(table.splitlines() for table in tables)):
+        assert line in page, line
+    for accelerator, rows in (("H100", h100), ("A100", a100)):
+        assert f"±{sources.bar(rows):.0%} for {accelerator}".replace("%", " %") in page
+    assert f"Of {len(sources.pairs(h100))} pairs" in page and f"tau is {sources.kendall_tau(h100):.2f}" in page
