@@ -243,17 +243,19 @@ def test_data_parallel_communication_hides_behind_enough_tokens():
 def test_every_message_over_dp_has_its_latency():
     """One for each layer, and one more, with ZeRO-2 and 3; 7 steps in each of two nodes and one between them."""
     hops = 7 * H100.inside.latency_s + H100.between.latency_s
-    given = {"dp": 16, "overlap_dp": False}
+    slow = Efficiency(latency=3.0)
 
-    def added(messages, **more):
-        return (one(**given, **more, messages=messages).dp - one(**given, **more, messages=1).dp).item()
+    def latency(**more):
+        layout = Layout(dp=16, overlap_dp=False, **more)
+        slower, usual = (step_time(PaperWork(SHAPE), layout, H100, each).dp for each in (slow, Efficiency()))
+        return (slower - usual).item() / 2
 
-    assert added(5) == pytest.approx(4 * 2 * hops)  # a scatter and a gather
-    assert added(5, zero=3, microbatches=4) == pytest.approx(4 * 4 * 3 * hops)  # with two gathers, every micro-batch
-    for zero, messages in ((0, 1), (1, 1), (2, 33), (3, 33)):
-        assert one(**given, zero=zero).dp == one(**given, zero=zero, messages=messages).dp
-    slower = step_time(PaperWork(SHAPE), Layout(**given), H100, Efficiency(latency=3.0)).dp
-    assert (slower - one(**given).dp).item() == pytest.approx(2 * 2 * hops)
+    for zero in (0, 1):  # a scatter and a gather, or both halves of a sum
+        assert latency(zero=zero) == pytest.approx(2 * hops)
+        assert latency(zero=zero, messages=5) == pytest.approx(5 * 2 * hops)
+        assert latency(zero=zero, by_layer=True) == pytest.approx(33 * 2 * hops)
+    assert latency(zero=2, microbatches=4) == pytest.approx(33 * (4 + 1) * hops)
+    assert latency(zero=3, microbatches=4) == pytest.approx(33 * 4 * 3 * hops)  # with two gathers
 
 
 def test_rings_of_tp_hide_behind_matmuls():

@@ -254,7 +254,7 @@ BY_HAND = {
         {"sp": True, "tp_ring": "one-way", "loss_chunks": 4},
         Layout(sp=True, tp_ring=True, loss_chunks=4),
     ),
-    "overlap": ("dp=2,replica=2", {"zero": 1, "overlap": True}, Layout(zero=1, messages=8 + 1)),
+    "overlap": ("dp=2,replica=2", {"zero": 1, "overlap": True}, Layout(zero=1, by_layer=True)),
 }
 
 

@@ -344,12 +344,16 @@ class Cluster:
         algorithm: of `two_level`; "all_reduce" is the faster one of a ring and a tree between nodes, as NCCL chooses.
         """
         inside, across = self.split_axis(size, stride)
-        found = []
-        for between in ("ring", "pipelined_tree") if algorithm == "all_reduce" else ("",):
-            within, beyond = two_level(f"{between}_{algorithm}" if between else algorithm, inside, across, num_bytes)
-            found.append(beyond.seconds(self.between.latency_s, self.between.bytes_per_s * between_efficiency))
-        shared = within.seconds(self.inside.latency_s, self.inside.bytes_per_s * inside_efficiency)
-        return shared + (np.minimum(*found) if len(found) == 2 else found[0])
+
+        def seconds(name: str) -> Number:
+            within, beyond = two_level(name, inside, across, num_bytes)
+            return within.seconds(self.inside.latency_s, self.inside.bytes_per_s * inside_efficiency) + beyond.seconds(
+                self.between.latency_s, self.between.bytes_per_s * between_efficiency
+            )
+
+        if algorithm == "all_reduce":
+            return np.minimum(seconds("ring_all_reduce"), seconds("pipelined_tree_all_reduce"))[()]
+        return seconds(algorithm)
 
     def permute_seconds(
         self,

@@ -486,7 +486,7 @@ def _step_time(
         # Without, a compiler finds nothing to compute beside what is sent (docs/benchmarks.md).
         overlap_dp=(layouts.overlap == 1) & (layouts.pp == 1),
         overlap_pp=layouts.overlap == 1,
-        messages=np.where((layouts.zero >= 2) | ((layouts.overlap == 1) & (layouts.pp == 1)), deepest + 1, 1),
+        by_layer=(layouts.overlap == 1) & (layouts.pp == 1),
         hidden_part=hidden_part(model),
         flash=(attention == "cudnn") & ~by_blocks,
         blocks=by_blocks,

@@ -189,8 +189,8 @@ class Layout:
     exchanging, gathers_keys: as `ParallelConfig.cp_split`.
     overlap_gather: with overlap_dp, ZeRO-1's new weights are gathered during the next forward.
     overlap_across: with overlap_dp, the sum over replica overlaps with backward as well.
-    messages: in which gradients are reduced over dp, or weights gathered, each with a latency of its own (default one
-        for each layer and one more with ZeRO-2 and 3, otherwise one).
+    messages: in which gradients are reduced over dp, or weights gathered, each with a latency of its own. by_layer: one
+        for each layer and one more instead, as always with ZeRO-2 and 3.
     copies: that the host launches one by one once a step, and nothing runs beside.
     tp_ring: what is gathered and scattered over tp moves in chunks, of which all but one have a matmul beside them.
     loss_chunks: as in `ParallelConfig`.
@@ -236,7 +236,8 @@ class Layout:
     hidden_part: Number = 1.0
     experts_over_tp: Number = False
     exchanged: Number = 0.0
-    messages: Number | None = None
+    messages: Number = 1
+    by_layer: Number = False
     copies: Number = 0
     tp_ring: Number = False
     loss_chunks: Number = 1
@@ -516,10 +517,11 @@ def step_time(
     time["overhead"] = time["overhead"] + e.step_seconds + LAUNCH_SECONDS * np.asarray(layout.copies)
     time["input"] = m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
 
-    by_layer = np.where(zero >= 2, most + 1, 1)
-    messages = by_layer if layout.messages is None else np.asarray(layout.messages)
-    scatter = both("ring_reduce_scatter", updated * grad, of_experts * grad)
-    summed = both("all_reduce", updated * grad, of_experts * grad)
+    by_layer = (zero >= 2) | np.asarray(layout.by_layer)
+    messages = np.where(by_layer, most + 1, layout.messages)
+    scatter, summed_over_dp = (
+        both(algorithm, updated * grad, of_experts * grad) for algorithm in ("ring_reduce_scatter", "all_reduce")
+    )
     across = ring("all_reduce", "replica", replica, own * grad)
     # An end gives, and gets, as many parts as in a ring.
     ends = ring("ring_reduce_scatter", "pp", pp, trained_table * grad) + ring(
@@ -530,7 +532,7 @@ def step_time(
         np.where(zero == 3, whole, changed) * itemsize for whole, changed in ((held, updated), (experts, of_experts))
     )
     gather = np.where(zero == 0, 0, both("ring_all_gather", gathered, gathered_experts))
-    scatter = np.where(zero == 0, summed, scatter)
+    scatter = np.where(zero == 0, summed_over_dp, scatter)
     rounds = np.where(zero >= 2, m, 1)
     each = np.where(layout.keep_after_forward, 1, 2) if layout.gathers is None else np.asarray(layout.gathers)
     gathers = np.where(zero == 3, each * m, 1)
