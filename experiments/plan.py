@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdist.commands import install_text
-from jaxdist.config import Dtype, RunConfig
+from jaxdist.config import TP_RINGS, Dtype, RunConfig
 from jaxdist.errors import MOST, ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import num_parameters
@@ -76,7 +76,7 @@ from .cli import (
 )
 from .config_file import FileFlags
 from .plan_command import UNKNOWN_RATE, Command, make_command, rate_note
-from .plan_page import page
+from .plan_page import page, sp_word
 from .progress import Progress
 from .tables import print_bullet, print_columns
 
@@ -698,8 +698,8 @@ def row_layout(found: Scored, index: int) -> dict:
         "zero": int(layouts.zero[index]),
         "keep": bool(layouts.keep[index]),
         "sp": bool(layouts.sp[index]),
-        "tp_ring": base.tp_ring,
-        "loss_chunks": base.loss_chunks,
+        "tp_ring": TP_RINGS[layouts.ring[index]],
+        "loss_chunks": int(layouts.loss_chunks[index]),
         "cp_kind": layouts.cp_kind(index, base) if layouts.cp[index] > 1 else None,
         "overlap": bool(layouts.overlap[index]),
         "remat": layouts.remat(index),
@@ -798,7 +798,8 @@ def assumptions(question: Question) -> list[str]:
         "B takes two ticks' time. The F of the last part includes the head.",
         "Memory: closed form of this program, the same on every device; docs/plan.md has its errors. A tenth of a "
         "device is left for the driver, communication buffers and fragmentation; full is of the rest. k: ZeRO-3 keeps "
-        "its weights after forward. Micro-batch: sequences × number in an update on one data rank.",
+        "its weights after forward; rings: sp with --tp-ring. Micro-batch: sequences × number in an update on one data "
+        "rank.",
     ]
 
 
@@ -959,12 +960,13 @@ def print_rows(console: Console, rows: list[dict], usable: float) -> None:
         "mesh": [row["mesh"] for row in rows],
         "nodes": [str(row["nodes"]) for row in rows],
         "ZeRO": [f"{row['zero']}{'k' * row['keep']}" for row in rows],
-        "sp": ["yes" if row["sp"] else "" for row in rows],
+        "sp": [sp_word(row) for row in rows],
         "cp kind": [row["cp_kind"] or "" for row in rows],
         "overlap": ["yes" if row["overlap"] else "" for row in rows],
         "remat": [shorten(row["remat"]) if row["remat"] != "none" else "" for row in rows],
         "pipeline": [pipeline_words(row) for row in rows],
         "micro-batch": [f"{row['rows']} × {row['accumulate'] * row['microbatches']}" for row in rows],
+        "loss chunks": [str(row["loss_chunks"]) if row["loss_chunks"] > 1 else "" for row in rows],
         "step": [seconds(row["step_seconds"]) for row in rows],
         "±": [f"{row['error']:.0%}" for row in rows],
         "MFU": [f"{row['mfu']:.0%}" for row in rows],
@@ -977,7 +979,7 @@ def print_rows(console: Console, rows: list[dict], usable: float) -> None:
     if len(set(columns["nodes"])) == 1:
         del columns["nodes"]
     left = ("mesh", "cp kind", "remat", "pipeline", "or replica×dp")
-    settings = ("ZeRO", "sp", "cp kind", "overlap", "remat", "pipeline", "micro-batch", "time")
+    settings = ("ZeRO", "sp", "cp kind", "overlap", "remat", "pipeline", "micro-batch", "loss chunks", "time")
     print_columns(console, columns, left=left, drop=("full", "±", "or replica×dp"), under=settings)
 
 

@@ -102,10 +102,16 @@ def command_part(record: dict) -> list[str]:
     return [f"<pre>{escape(record['command'])}</pre>", f"<ul>{notes}</ul>"]
 
 
+def sp_word(row: dict) -> str:
+    """ "rings" where sp's messages over tp go in rings."""
+    return "" if not row["sp"] else "yes" if row["tp_ring"] == "none" else "rings"
+
+
 def label(row: dict) -> str:
     """A layout in a few words."""
     words = [row["mesh"], *([row["cp_kind"]] if row["cp_kind"] else []), f"Z{row['zero']}"]
-    words += ["sp"] * row["sp"] + ["overlap"] * row["overlap"] + [shorten(row["remat"])] * (row["remat"] != "none")
+    words += ["sp"] * row["sp"] + ["rings"] * (row["tp_ring"] != "none") + ["overlap"] * row["overlap"]
+    words += [shorten(row["remat"])] * (row["remat"] != "none")
     words += [row["schedule"]] * (row["schedule"] is not None)
     return " ".join(words)
 
@@ -121,7 +127,7 @@ def table(rows: list[dict]) -> str:
         cells = [
             row["mesh"] + (f" {row['cp_kind']}" if row["cp_kind"] else "") + (f" (or {others})" if others else ""),
             f"{row['zero']}{' kept' * row['keep']}{' overlap' * row['overlap']}",
-            "yes" if row["sp"] else "",
+            sp_word(row),
             shorten(row["remat"]),
             pipeline,
             f"{row['rows']} × {row['accumulate'] * row['microbatches']}",

@@ -28,6 +28,7 @@ GradSync = Literal["per-parameter", "flat", "bucketed"]
 OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
 AttentionName = Literal["auto", "cudnn", "blocked", "xla"]
 TpRing = Literal["none", "one-way", "two-way"]
+TP_RINGS = get_args(TpRing)
 CP_KINDS = ("ring", "all-gather", "ulysses")
 
 

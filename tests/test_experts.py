@@ -363,7 +363,7 @@ def test_work_is_that_of_the_experts_that_a_token_chooses():
 
 def test_tp_sums_nothing_around_experts_that_it_splits():
     work = work_of(config_of(SMALL).model)
-    assert (work.layer_sums, work.mixture_sums) == (2, 1)
+    assert (work.layer_sums, work.mixture_sums, work.ring_sums) == (2, 1, 1)
     odd = dataclasses.replace(config_of(SMALL).model, num_experts=7, seq_len=15)  # which no tp splits
     assert (work_of(odd).layer_sums, work_of(odd).mixture_sums) == (2, 0)
 

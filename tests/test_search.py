@@ -23,10 +23,12 @@ from jaxdist.plan.explain import close_by, context_parallel
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import OneRank, at_rows, fullest, layer_memory, loss_memory, rows_to_trace, work_of
 from jaxdist.plan.program_memory import (
+    PHASES,
     device_elements,
     program_bytes,
     rank_memory,
     rank_of,
+    ranks_of,
 )
 from jaxdist.plan.proof.trace import equations
 from jaxdist.plan.schedule_facts import ScheduleFacts, facts_of, schedule_facts, table_facts, ticks_of
@@ -199,7 +201,8 @@ def every_setting(model, devices, batch):
             if overlap and mesh.pp * mesh.dp * mesh.replica * mesh.cp == 1:
                 continue
             remats = ("none", "selective", "block", "every-2", "every-3", "chunk")
-            for remat, accumulate in itertools.product(remats, (1, 2, 3)):
+            rings = ("none", "one-way") if sp and mesh.pp == 1 else ("none",)
+            for remat, accumulate, ring in itertools.product(remats, (1, 2, 3), rings):
                 if remat == "selective" and mesh.cp > 1 and kind != "ulysses":
                     continue
                 if overlap and mesh.pp > 1 and accumulate > 1:  # whatever a pass is, its messages are its own
@@ -210,6 +213,7 @@ def every_setting(model, devices, batch):
                         mesh=mesh,
                         zero=zero,
                         sp=sp,
+                        tp_ring=ring,
                         cp_kind=kind,
                         reshard_after_forward=keep,
                         overlap=overlap,
@@ -342,11 +346,16 @@ def test_the_search_finds_what_brute_force_finds(name):
     cluster = Cluster(dataclasses.replace(card, memory_gb=part * card.memory_gb), *shape)
     config = RunConfig(model, precision=PrecisionConfig("bfloat16"), batch_size=batch)
     layouts = every_layout(model, cluster.num_devices, batch)
-    scored = score(config, layouts, cluster)
     usable = 0.9 * part * 80 * 2**30
+    chunks = 1 if model.seq_len % searching.LOSS_CHUNKS else searching.LOSS_CHUNKS
+    in_chunks = dataclasses.replace(layouts, loss_chunks=np.full(len(layouts), chunks))
+    whole, chunked = score(config, layouts, cluster), score(config, in_chunks, cluster)
+    head = PHASES.index("the head")
     best, front, num_fitting = {}, [], 0
     for index in range(len(layouts)):
-        parallel = layouts.parallel(index)
+        large = whole.memory.total[index] > usable and whole.memory.phase[index] == head
+        scored = chunked if large else whole
+        parallel = scored.layouts.parallel(index)
         seconds, memory = float(scored.time.total[index]), float(scored.memory.total[index])
         num_fitting += memory <= usable
         key = (memory > usable, seconds if memory <= usable else memory, memory)
@@ -393,6 +402,44 @@ def test_what_a_search_leaves_out_is_not_the_best(preset, devices, batch, card, 
     assert quick.config(first) == whole.config(best) or quick.time.total[first] == whole.time.total[best]
     # Nor does it leave out what would free a hundredth of a card.
     assert quick.memory.total.min() - whole.memory.total.min() < 0.01 * usable_bytes(cluster)
+
+
+def test_a_loss_whose_logits_are_too_large_is_computed_in_chunks():
+    """In the search, where the logits are why a layout does not fit; not where the run says how many chunks."""
+    model = dataclasses.replace(PRESETS["gpt2-124m"], vocab_size=2**18, seq_len=2**15)
+    config = base(model, 2, precision=PrecisionConfig("bfloat16"))
+    small = dataclasses.replace(find_hardware("h100"), memory_gb=20)
+    cluster = Cluster(small, num_nodes=1, devices_per_node=2)
+    found, alone = (search(one, cluster, "cudnn") for one in (config, with_loss_chunks(config, 2)))
+    assert set(found.layouts.loss_chunks) == {1, searching.LOSS_CHUNKS} and set(alone.layouts.loss_chunks) == {2}
+    assert found.fits.all()
+    for index in np.flatnonzero(found.layouts.loss_chunks > 1):
+        chosen = found.config(index)
+        again, whole = (
+            score(one, Candidates.of(one), cluster, "cudnn") for one in (chosen, with_loss_chunks(chosen, 1))
+        )
+        assert chosen.parallel.loss_chunks == searching.LOSS_CHUNKS and not whole.fits[0]
+        assert PHASES[whole.memory.phase[0]] == "the head"
+        assert (again.memory.total[0], again.time.total[0]) == (found.memory.total[index], found.time.total[index])
+    odd = dataclasses.replace(config, model=dataclasses.replace(model, seq_len=4 * 8191))  # which eight does not divide
+    assert set(search(odd, cluster, "cudnn").layouts.loss_chunks) == {1}
+
+
+def with_loss_chunks(config, chunks):
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, loss_chunks=chunks))
+
+
+@pytest.mark.parametrize("name, rings", [("llama3-8b", {1}), ("mixtral-8x7b", {0, 1})])
+def test_rings_over_tp_are_searched(name, rings):
+    """Where all of a layer's products are in rings, these are faster on every mesh that can have them; where experts
+    are, they hide less and may cost more than that."""
+    model = dataclasses.replace(PRESETS[name], num_layers=2, seq_len=4096)
+    config = base(model, 8, precision=PrecisionConfig("bfloat16"))
+    found = search(config, Cluster(find_hardware("h100"), num_nodes=1), "cudnn")
+    best = found.layouts.take(best_of_each_mesh(found, rank(found)))
+    possible = (best.sp == 1) & (best.pp == 1)
+    assert possible.any() and set(best.ring[possible]) <= rings
+    assert not best.ring[~possible].any()
 
 
 def test_blocks_of_any_size_give_the_same_search():
@@ -559,6 +606,8 @@ RANKS = [
     ("llama3-8b", 8192, {"cp": 8, "cp_kind": "ulysses"}),
     ("llama3-8b", 8192, {"tp": 4, "sp": True, "cp": 2, "cp_kind": "ulysses", "selective": True}),
     ("llama3-8b", 32_768, {"cp": 16, "cp_kind": "ulysses"}),
+    ("llama3-8b", 8192, {"tp": 8, "sp": True, "tp_ring": "one-way"}),
+    ("llama3-8b", 8192, {"tp": 2, "sp": True, "tp_ring": "one-way", "cp": 8, "cp_kind": "all-gather"}),
     pytest.param("llama3-8b", 131_072, {"cp": 32}, marks=pytest.mark.exhaustive),
     pytest.param("llama3-8b", 131_072, {"tp": 8, "sp": True, "cp": 64}, marks=pytest.mark.exhaustive),
 ]
@@ -576,6 +625,17 @@ def test_memory_of_many_ranks_follows_from_that_of_few(preset, seq_len, ranks):
     loss, rows = loss_memory(dataclasses.replace(rank_, selective=False)), np.array([1, 4, 64])
     for mine, its in zip(moments, (backward, again, loss), strict=True):
         assert at_rows(fullest(mine), rows) == pytest.approx(at_rows(fullest(its), rows), rel=1e-6)
+
+
+def test_memory_of_rings_is_that_of_their_trace():
+    model = PRESETS["llama3-8b"]
+    settings = {"sp": True, "tp_ring": "one-way", "loss_chunks": 8}
+    config = RunConfig(model, ParallelConfig(mesh_of("tp=4"), **settings), precision=PrecisionConfig("bfloat16"))
+    assert ranks_of(config, Candidates.of(config), "cudnn")[0] == [rank_of(config, "cudnn")]
+    rings = rank_of(config, "cudnn")
+    kept, gathers = (rank_memory(rank_).kept for rank_ in (rings, dataclasses.replace(rings, tp_ring="none")))
+    assert kept.tolist() == list(layer_memory(dataclasses.replace(rings, loss_chunks=1)))[:5]
+    assert kept[1] > gathers[1]
 
 
 def test_rows_are_traced_with_a_number_that_divides_no_dim():
@@ -629,7 +689,7 @@ def test_why_a_sequence_is_split_is_said():
     best = int(order[0])
     assert found.layouts.cp[best] == 2
     [said] = context_parallel(found, best, order)
-    assert said.startswith("cp=2: the fastest layout without cp that fits, tp=2, sp, takes ")
+    assert said.startswith("cp=2: the fastest layout without cp that fits, tp=2, sp, rings, takes ")
     assert "most of the difference is what tp sends, " in said and said.endswith(" for 0 ms.")
     assert context_parallel(found, best, order[found.layouts.cp[order] > 1]) == []
     assert (found.time.cp[found.layouts.cp == 1] == 0).all()

@@ -101,8 +101,8 @@ def _gather_ring(x_BTD, w_DF, ring, axis) -> tuple[jax.Array, jax.Array]:
         comm.varying(jnp.zeros((x_BTD.shape[0], n * chunk, width), x_BTD.dtype), axes) for width in w_DF.shape[::-1]
     )
 
-    def place(whole, part, owner):
-        return lax.dynamic_update_slice_in_dim(whole, part, owner % n * chunk, 1)
+    def place(whole, part, distance):
+        return lax.dynamic_update_slice_in_dim(whole, part, _owner(me, distance, n) * chunk, 1)
 
     here, step = {0: x_BTD}, 0  # chunks by the distance of the rank they came from
     while here:
@@ -114,8 +114,8 @@ def _gather_ring(x_BTD, w_DF, ring, axis) -> tuple[jax.Array, jax.Array]:
         products = {distance: _matmul(part, w_DF) for distance, part in here.items()}
         coming, products = lax.optimization_barrier((coming, products))
         for distance, part in here.items():
-            y_BTF = place(y_BTF, products[distance], me + distance)
-            gathered_BTD = place(gathered_BTD, part, me + distance)
+            y_BTF = place(y_BTF, products[distance], distance)
+            gathered_BTD = place(gathered_BTD, part, distance)
         here, step = coming, step + 1
     return y_BTF, gathered_BTD
 
@@ -127,7 +127,7 @@ def _scatter_ring(y_BTF, w_FD, ring, axis) -> jax.Array:
 
     def share(distance, w_FD):
         """What this rank adds to the sum of the chunk whose owner is so far away."""
-        return _matmul(lax.dynamic_slice_in_dim(y_BTF, (me + distance) % n * chunk, chunk, 1), w_FD)
+        return _matmul(lax.dynamic_slice_in_dim(y_BTF, _owner(me, distance, n) * chunk, chunk, 1), w_FD)
 
     # In each direction this rank begins the sum whose owner is farthest, and is the last to add to its neighbour's.
     sums: dict[int, jax.Array] = {}
@@ -138,6 +138,11 @@ def _scatter_ring(y_BTF, w_FD, ring, axis) -> jax.Array:
         sums = {shift: coming[shift] + own if shift in coming else own for shift, own in shares.items()}
     coming = [comm.permute(total, axis, shift) for shift, total in sums.items()]
     return sum(coming, share(0, w_FD))
+
+
+def _owner(me, distance: int, n: int):
+    """The rank so far away, in a ring of n."""
+    return lax.rem(me + distance % n, n)
 
 
 def _arms(axis: str, ring: Ring) -> dict[int, int]:

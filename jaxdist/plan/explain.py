@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxdist.config import TP_RINGS
 from jaxdist.mesh import AXES, STATE_AXES
 from jaxdist.models.base import num_parameters
 from jaxdist.parallel.remat import shorten
@@ -91,7 +92,9 @@ def plain_data_parallel(found: Scored, best: int, attention: str, efficiency: Ef
     mesh = dict.fromkeys(AXES, 1) | {"dp": found.cluster.num_devices}
     if found.base.batch_size % found.cluster.num_devices:
         return "Plain data parallel: the batch cannot be divided over all devices."
-    layouts = Candidates.join(layouts_of_mesh(found.base.model, mesh, found.base.batch_size))
+    base = found.base
+    blocks = layouts_of_mesh(base.model, mesh, base.batch_size, loss_chunks=base.parallel.loss_chunks)
+    layouts = Candidates.join(blocks)
     plain = score(found.base, layouts.take(layouts.zero == 0), found.cluster, attention, efficiency)
     total, limit = plain.memory.total, usable_bytes(found.cluster)
     fits = np.flatnonzero(total <= limit)
@@ -227,11 +230,11 @@ def context_parallel(found: Scored, best: int, order: np.ndarray) -> list[str]:
 
 
 def _named(found: Scored, index: int) -> str:
-    """Mesh, kind of cp, sp and recomputation, as one would ask for them."""
+    """Mesh, kind of cp, sp, rings and recomputation, as one would ask for them."""
     parallel = found.layouts.parallel(int(index), found.base.parallel)
     kind = f", {parallel.cp_kind}" if parallel.mesh.cp > 1 else ""
     over_tp = ", experts over tp" * parallel.experts_over_tp
-    return f"{parallel.mesh}{kind}{', sp' if parallel.sp else ''}{over_tp}" + (
+    return f"{parallel.mesh}{kind}{', sp' if parallel.sp else ''}{', rings' if parallel.ring else ''}{over_tp}" + (
         f", remat {shorten(parallel.remat)}" if parallel.remat != "none" else ""
     )
 
@@ -357,7 +360,10 @@ def layout_flags(found: Scored, index: int) -> str:
         f"--mesh {c.mesh(index)} --zero {c.zero[index]} --remat {c.remat(index)} --accumulate {c.accumulate[index]}"
     ]
     words += [f"--cp-kind {c.cp_kind(index, found.base.parallel)}"] * int(c.cp[index] > 1 and c.kind[index] > 0)
-    words += ["--sp"] * int(c.sp[index]) + ["--overlap"] * int(c.overlap[index])
+    words += ["--sp"] * int(c.sp[index]) + [f"--tp-ring {TP_RINGS[c.ring[index]]}"] * int(c.ring[index] > 0)
+    words += [f"--loss-chunks {c.loss_chunks[index]}"] * int(c.loss_chunks[index] > 1) + ["--overlap"] * int(
+        c.overlap[index]
+    )
     words += ["--no-reshard-after-forward"] * int(c.keep[index])
     if c.pp[index] > 1:
         schedule = c.schedule_name(index, found.base.parallel)

@@ -203,12 +203,20 @@ def _most_saved(rank: OneRank) -> float:
 
 
 def _nothing_repeated(found: Found, attention: str) -> Candidates:
-    """Of a search's meshes, the layouts whose arrays may be chosen one by one, and that keep all of them."""
+    """Of a search's meshes, the layouts whose arrays may be chosen one by one, and that keep all of them. What a ring
+    gathers is put together in place, by no operation that a choice could name."""
     base, meshes = found.base, dict.fromkeys(map(found.layouts.mesh, np.flatnonzero(found.layouts.pp == 1)))
     blocks = [found.layouts.take(slice(0))]
     for mesh in meshes:
         sizes = {axis: getattr(mesh, axis) for axis in AXES}
-        blocks += layouts_of_mesh(base.model, sizes, base.batch_size, base.optimizer.name, attention=attention)
+        blocks += layouts_of_mesh(
+            base.model,
+            sizes,
+            base.batch_size,
+            base.optimizer.name,
+            attention=attention,
+            loss_chunks=base.parallel.loss_chunks,
+        )
     rows = Candidates.join(blocks)
-    plain = [rows.every, rows.selective, rows.recompute, rows.overlap, rows.keep]
+    plain = [rows.every, rows.selective, rows.recompute, rows.overlap, rows.keep, rows.ring]
     return rows.take(~np.logical_or.reduce(plain))

@@ -459,6 +459,7 @@ class TracedWork:
     embedding_parameters: int
     layer_sums: float
     mixture_sums: float
+    ring_sums: float
     trained_layer: float
     trained_table: float
     layer_backward: float
@@ -479,6 +480,10 @@ class TracedWork:
 
     def matrices(self, matmul: Callable, tp: Number, ep: Number, experts_over_tp: Number) -> Number:
         return sum(p.seconds(matmul, tp, ep, experts_over_tp) for p in self.layer if not p.batched)
+
+    def in_rings(self, matmul: Callable, tp: Number) -> Number:
+        split = (p for p in self.layer if (p.splits_n or p.splits_k) and not p.batched and p.groups == 1)
+        return sum(p.seconds(matmul, tp) for p in split)
 
     def core(self, matmul: Callable, tp: Number) -> Number:
         return sum(p.seconds(matmul, tp) for p in self.layer if p.batched)
@@ -529,6 +534,7 @@ def work_of(model: Model) -> TracedWork:
     with_experts = (tp for tp in range(2, MOST_SPLIT) if in_experts and model.seq_len % tp == 0)
     apart = next((tp for tp in with_experts if allows(model, tp, experts_over_tp=True)), None)
     apart = apart and replace(one, tp=apart, sp=True, experts_over_tp=True)
+    with_sp = few and model.seq_len % few.tp == 0 and replace(few, sp=True)
     return TracedWork(
         num_layers=model.num_blocks,
         seq_len=model.seq_len,
@@ -540,6 +546,7 @@ def work_of(model: Model) -> TracedWork:
         embedding_parameters=sum(math.prod(leaf.shape) for leaf in outer),
         layer_sums=_sums(few),
         mixture_sums=_sums(few) - _sums(apart) if apart else 0.0,
+        ring_sums=_sums(with_sp) - _sums(replace(with_sp, tp_ring="one-way")) if with_sp else 0.0,
         trained_layer=sum(math.prod(leaf.shape[1:]) for leaf in layers if not leaf.frozen) / layer_parameters,
         trained_table=float(not table.frozen),
         layer_backward=(backward[0] - 2 * core) / weights,
@@ -554,9 +561,9 @@ def _sums(rank: OneRank | None) -> float:
     """Sums over tp of what a layer passes on, in its forward; a gather or scatter of it is half of one."""
     if rank is None:
         return 0.0
-    found = traffic_of(rank)
-    whole = found.x_bytes * (rank.tp if rank.sp else 1)
-    over_tp = [c for c in found.layer.forward if c.kind != "all_to_all" and c.full_bytes >= whole]
+    sent, x_bytes = rank.trace(_sent_forward)
+    whole = x_bytes * (rank.tp if rank.sp else 1)
+    over_tp = [c for c in sent if c.kind != "all_to_all" and c.full_bytes >= whole]
     return sum(c.count * (1 if c.kind == "all_reduce" else 0.5) for c in over_tp)
 
 
@@ -567,8 +574,16 @@ def exchanged(model: Model, ranks: int) -> float:
     if ranks == 1:
         return 0.0
     rank = OneRank(model, 1, 1, PrecisionConfig(), ep=ranks)
-    sent = (c.count * c.full_bytes for c in traffic_of(rank).layer.forward if c.kind == "all_to_all")
-    return sum(sent) / jnp.dtype(rank.precision.dtype).itemsize / model.seq_len
+    sent, _ = rank.trace(_sent_forward)
+    all_to_alls = (c.count * c.full_bytes for c in sent if c.kind == "all_to_all")
+    return sum(all_to_alls) / jnp.dtype(rank.precision.dtype).itemsize / model.seq_len
+
+
+def _sent_forward(parts: _Functions) -> tuple[tuple[Collective, ...], int]:
+    """What a layer's forward sends, and the bytes of what it passes on."""
+    types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
+    program = flat(jax.make_jaxpr(parts.layer)(*types)).jaxpr
+    return _collectives(needed_for(program.outvars, program.eqns), parts.mesh), _num_bytes([type_of(parts.x)])
 
 
 def _attention(parts: _Functions) -> tuple[AttentionShape, ...]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import TP_RINGS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import MAY_STAY_WHOLE, MeshShape
 from jaxdist.models.base import STACKED, Model, declare, named_params
 from jaxdist.parallel.blocked_attention import MOST_POSITIONS
@@ -139,12 +139,13 @@ def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
 
 
 def ranks_of(config: RunConfig, layouts, attention: str) -> tuple[list[OneRank], np.ndarray]:
-    """The ways to run a layer (tp, cp and its kind, ep, sp, what is repeated), and for every layout which it has."""
+    """The ways to run a layer (tp, cp and its kind, ep, sp, rings, chunks of the loss, what is repeated), and
+    for every layout which it has."""
     over_tp = layouts.experts_over_tp(config.parallel)
     ways = layouts.tp, layouts.cp, layouts.kind, layouts.ep, layouts.sp == 1, layouts.selective == 1, over_tp
-    kinds, index = distinct(*ways, layouts.repeats)
+    kinds, index = distinct(*ways, layouts.ring, layouts.loss_chunks, layouts.repeats)
     ranks = []
-    for number, (tp, cp, _, ep, sp, selective, over, _) in enumerate(kinds):
+    for number, (tp, cp, _, ep, sp, selective, over, ring, loss_chunks, _) in enumerate(kinds):
         first = int(np.argmax(index == number))
         rank = OneRank(
             config.model,
@@ -156,7 +157,8 @@ def ranks_of(config: RunConfig, layouts, attention: str) -> tuple[list[OneRank],
             cp_kind=layouts.cp_kind(first, config.parallel),
             ep=ep,
             experts_over_tp=bool(over),
-            loss_chunks=config.parallel.loss_chunks,
+            tp_ring=TP_RINGS[ring],
+            loss_chunks=loss_chunks,
             selective=bool(selective),
             repeats=layouts.repeated(first),
             attention=attention,
@@ -210,20 +212,20 @@ def rank_memory(rank: OneRank) -> RankMemory:
             if all(a.shape == b.shape for a, b in zip(one, two, strict=True)):
                 return RankMemory(*(2 * b - a + 2 * few * (a - b) / ranks for a, b in zip(one, two, strict=True)))
     *kept, backward, again = layer_memory(replace(rank, loss_chunks=1))
-    return RankMemory(np.array(kept), backward, again, loss_memory(replace(rank, selective=False)))
+    return RankMemory(np.array(kept), backward, again, loss_memory(replace(rank, selective=False, tp_ring="none")))
 
 
 def _few_ranks(rank: OneRank) -> list[tuple[str, int]]:
     """Axes, and from how many ranks on more of them hold parts of the same. Not where more ranks hold something whole
-    than fewer do, as key heads; nor with experts over tp, whose messages grow, or arrays named for one tp; nor where
-    a rank's two chunks of a sequence are less than blocks of attention."""
+    than fewer do, as key heads; nor with experts over tp, whose messages grow, or arrays named for one tp; nor where a
+    rank's two chunks of a sequence are less than blocks of attention. With rings every tp is a program of its own."""
     heads = rank.tp * (rank.cp if rank.cp_kind == "ulysses" else 1)
     small = rank.cp > 1 and rank.model.seq_len < 2 * MOST_POSITIONS * rank.cp
     other = rank.experts_over_tp or bool(rank.repeats)
     if other or small or any(dim % heads for dim in dims_that_may_stay_whole(rank.model)):
         return []
     # A ring's first round and its last are programs of their own.
-    return [("cp", 8 if rank.cp_kind == "ring" else 2), ("tp", 2)]
+    return [("cp", 8 if rank.cp_kind == "ring" else 2)] + [("tp", 2)] * (rank.tp_ring == "none")
 
 
 @cache

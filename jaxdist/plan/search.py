@@ -16,7 +16,7 @@ from functools import cache
 
 import numpy as np
 
-from jaxdist.config import CP_KINDS, ParallelConfig, RunConfig, context_kinds, cp_split
+from jaxdist.config import CP_KINDS, TP_RINGS, ParallelConfig, RunConfig, context_kinds, cp_split
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AXES, FACTORS, MeshShape, data_ranks_of
 from jaxdist.models.attention import LONG
@@ -27,18 +27,20 @@ from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.kept_arrays import choice_of
 from jaxdist.plan.parts import allows, exchanged, work_of
-from jaxdist.plan.program_memory import ProgramBytes, distinct, program_bytes, ranks_of
+from jaxdist.plan.program_memory import PHASES, ProgramBytes, distinct, program_bytes, ranks_of
 from jaxdist.plan.schedule_facts import schedule_facts, table_facts
 from jaxdist.plan.time_model import NOTHING, Efficiency, Layout, Repeated, StepTime, efficiency_of, step_time
 
 # ------------------------------------------------------------------------------------------------------- enumeration
 
 BLOCK = 1 << 15  # layouts made and scored at a time: their columns stay in the cache
-INTEGERS = (*AXES, "zero", "sp", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
-INTEGERS += ("every", "selective", "recompute", "repeats", "overlap", "kind")
+INTEGERS = (*AXES, "zero", "sp", "ring", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
+INTEGERS += ("every", "selective", "recompute", "repeats", "overlap", "kind", "loss_chunks")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
 EXCHANGE = "ulysses"  # the kind of cp that exchanges heads
 WORDS = [""]  # of `remat`, those that name arrays: in the column `repeats`, their places here, 0 for none
+RINGS = ("none", "one-way")  # that are searched: two-way rings are for links that carry both directions at once
+LOSS_CHUNKS = 8  # searched beside what the run has: their logits are less than what layers need
 OWN_KIND = len(CP_KINDS)  # in the column `kind`: the run's own `cp_kind`
 STEADY = [NAMES.index(name) for name in ("1f1b", "zb-h1", "v-half", "v-min")]  # whose buffers fill up and stay
 LEAST_POSITIONS = 2 * MOST_POSITIONS  # of a sequence on a rank of cp, in a search that is not thorough: two blocks
@@ -48,11 +50,11 @@ LEAST_POSITIONS = 2 * MOST_POSITIONS  # of a sequence on a rank of cp, in a sear
 class Candidates:
     """Layouts as integer columns of one length.
 
-    keep: ZeRO-3 without dropping weights after forward. schedule: index in `builders.NAMES`, or OWN; where pp is 1
-    it is that of 1f1b and chunks is 1. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a
-    micro-batch. every: blocks recomputed together, 0 for none; selective: only the attention core is recomputed;
-    recompute: a chunk is, in an R of the schedule's; repeats: the arrays are that a word of `remat` names,
-    its place in WORDS.
+    ring: index in `config.TP_RINGS`. keep: ZeRO-3 without dropping weights after forward. schedule: index in
+    `builders.NAMES`, or OWN; where pp is 1 it is that of 1f1b and chunks is 1. microbatches: of one pass of the
+    pipeline; 1 where pp is 1. rows: sequences of a micro-batch. every: blocks recomputed together, 0 for none;
+    selective: only the attention core is recomputed; recompute: a chunk is, in an R of the schedule's; repeats: the
+    arrays are that a word of `remat` names, its place in WORDS.
     overlap: a layer's gradients, and ZeRO-3's weights, are sent while another layer computes; in a
     pipeline, messages between stages do. kind: index in `config.CP_KINDS`, or OWN_KIND; 0 where cp is 1.
     """
@@ -65,6 +67,7 @@ class Candidates:
     tp: np.ndarray
     zero: np.ndarray
     sp: np.ndarray
+    ring: np.ndarray
     keep: np.ndarray
     schedule: np.ndarray
     chunks: np.ndarray
@@ -77,6 +80,7 @@ class Candidates:
     repeats: np.ndarray
     overlap: np.ndarray
     kind: np.ndarray
+    loss_chunks: np.ndarray
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -118,6 +122,8 @@ class Candidates:
             mesh=self.mesh(index),
             zero=row["zero"],
             sp=bool(row["sp"]),
+            tp_ring=TP_RINGS[row["ring"]],
+            loss_chunks=row["loss_chunks"],
             accumulate=row["accumulate"],
             remat=self.remat(index),
             reshard_after_forward=not row["keep"],
@@ -144,6 +150,7 @@ class Candidates:
         row = {axis: getattr(mesh, axis) for axis in AXES} | {
             "zero": parallel.zero if parallel.sharded else 0,
             "sp": parallel.sp and mesh.tp > 1,
+            "ring": TP_RINGS.index(parallel.tp_ring),
             "keep": parallel.zero == 3 and parallel.sharded and not parallel.reshard_after_forward,
             "schedule": NAMES.index("1f1b") if schedule is None else NAMES.index(schedule.name) if searched else OWN,
             "chunks": 1 if schedule is None else schedule.num_chunks,
@@ -156,6 +163,7 @@ class Candidates:
             "repeats": place_of(parallel.remat) if parallel.repeats_arrays else 0,
             "overlap": parallel.overlap,
             "kind": CP_KINDS.index(parallel.cp_kind) if parallel.cp_kind in CP_KINDS else OWN_KIND,
+            "loss_chunks": parallel.loss_chunks,
         }
         return cls(*(np.array([int(row[name])]) for name in INTEGERS))
 
@@ -176,6 +184,14 @@ def join_rows(blocks: Sequence):
     """Such dataclasses as one, one after the other."""
     kind = type(blocks[0])
     return kind(**{field.name: np.concatenate([getattr(b, field.name) for b in blocks]) for field in fields(kind)})
+
+
+def put_rows(columns, index, rows):
+    """With other rows in the places of an index."""
+    changed = {field.name: getattr(columns, field.name).copy() for field in fields(columns)}
+    for name, column in changed.items():
+        column[index] = getattr(rows, name)
+    return replace(columns, **changed)
 
 
 def kind_name(kind: int, base: ParallelConfig) -> str:
@@ -233,14 +249,15 @@ def layouts_of_mesh(
     optimizer: str = "adamw",
     block: int = BLOCK,
     attention: str | None = None,
+    loss_chunks: int = 1,
 ) -> Iterator[Candidates]:
     """Every distinct layout of one mesh that `RunConfig` accepts with `stages="even"`, at most `block` at a time.
 
     That is: what concerns layers, times what concerns ZeRO, times how a sequence is split, times how the batch is cut.
-    attention: what will run, where only `_likely` choices are asked for. Left out, because another layout here is the
-    same program or never worse: settings that change nothing; every-K where K makes fewer groups than a group has
-    layers; under pp, every-K where a smaller K makes as many groups of the layers of a part, chunks where fewer of them
-    are as short, and more passes where one fills as many buffers.
+    attention: what will run, where only `_likely` choices are asked for. loss_chunks: of all. Left out, because
+    another layout here is the same program or never worse: settings that change nothing; every-K where K makes fewer
+    groups than a group has layers; under pp, every-K where a smaller K makes as many groups of the layers of a part,
+    chunks where fewer of them are as short, and more passes where one fills as many buffers.
     """
     per_rank = batch_size // (mesh["replica"] * mesh["dp"])
     pp = mesh["pp"]
@@ -249,9 +266,12 @@ def layouts_of_mesh(
     states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if shards and optimizer != "adafactor" else [(0, 0)]
     overlaps = [0, 1] if pp > 1 or (mesh["dp"] * mesh["replica"] * mesh["cp"] > 1 and model.num_blocks > 1) else [0]
     states = [(*state, overlap) for state in states for overlap in overlaps]
-    # (sp, kind of context parallelism)
-    sps = [0, 1] if mesh["tp"] > 1 and model.seq_len // mesh["cp"] % mesh["tp"] == 0 else [0]
-    splits = [(sp, CP_KINDS.index(kind)) for sp in sps for kind in context_kinds(model, MeshShape(**mesh))]
+    # (sp, ring, kind of context parallelism)
+    sps = [(0, 0)]
+    if mesh["tp"] > 1 and model.seq_len // mesh["cp"] % mesh["tp"] == 0:
+        rings = RINGS if pp == 1 and work_of(model).ring_sums else RINGS[:1]
+        sps += [(1, TP_RINGS.index(ring)) for ring in rings]
+    splits = [(*sp, CP_KINDS.index(kind)) for sp in sps for kind in context_kinds(model, MeshShape(**mesh))]
     # (schedule, chunks, every, selective, recompute)
     if pp == 1:
         # As many groups as a larger K has layers keep no more, and gather ZeRO-3's weights no more often.
@@ -280,11 +300,12 @@ def layouts_of_mesh(
         schedule, chunks, every, selective, recompute = layers[layer].T
         zero, keep, overlap = states[state].T
         micro, accumulate, rows = cuts[cut].T
-        sp, kind = splits[split].T
+        sp, ring, kind = splits[split].T
         found = Candidates(
             **{axis: np.full(len(layer), mesh[axis]) for axis in AXES},
             zero=zero,
             sp=sp,
+            ring=ring,
             keep=keep,
             schedule=schedule,
             chunks=chunks,
@@ -297,6 +318,7 @@ def layouts_of_mesh(
             repeats=np.zeros_like(every),
             overlap=overlap,
             kind=kind,
+            loss_chunks=np.full_like(kind, loss_chunks),
         )
         legal = (overlap == 0) | (pp > 1) | ((every <= 1) & (keep == 0))
         legal &= (keep == 0) | ((every == 0) & (recompute == 0))  # recomputed blocks are gathered again all the same
@@ -442,9 +464,11 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
 
 
 def _score_what_fits(base, layouts: Candidates, cluster, attention, efficiency) -> Scored:
-    """Of a block the layouts that fit; of a mesh that has none, the smallest. Others need no time."""
+    """Of a block the layouts that fit, with their loss in chunks where that is why; of a mesh that has none, the
+    smallest. Others need no time."""
     table = pipelines(base, layouts)
     memory = program_bytes(base, layouts, table, attention)
+    layouts, memory = _with_loss_in_chunks(base, layouts, table, memory, cluster, attention)
     fits = memory.total <= usable_bytes(cluster)
     if not fits.all():
         _, mesh = distinct(*(getattr(layouts, axis) for axis in AXES))
@@ -454,6 +478,21 @@ def _score_what_fits(base, layouts: Candidates, cluster, attention, efficiency) 
     index = np.flatnonzero(fits)
     layouts, table, memory = layouts.take(index), take_rows(table, index), take_rows(memory, index)
     return Scored(base, cluster, layouts, _step_time(base, layouts, table, cluster, attention, efficiency), memory)
+
+
+def _with_loss_in_chunks(
+    base, layouts: Candidates, table: Pipelines, memory: ProgramBytes, cluster, attention
+) -> tuple[Candidates, ProgramBytes]:
+    """Those that logits make too large have LOSS_CHUNKS of them, where these divide the sequence."""
+    possible = (layouts.loss_chunks == 1) & (base.model.seq_len // layouts.cp % LOSS_CHUNKS == 0)
+    index = np.flatnonzero(
+        possible & (PHASES.index("the head") == memory.phase) & (memory.total > usable_bytes(cluster))
+    )
+    if not len(index):
+        return layouts, memory
+    chunked = replace(layouts.take(index), loss_chunks=np.full(len(index), LOSS_CHUNKS))
+    smaller = program_bytes(base, chunked, take_rows(table, index), attention)
+    return put_rows(layouts, index, chunked), put_rows(memory, index, smaller)
 
 
 def _step_time(
@@ -491,8 +530,8 @@ def _step_time(
         flash=(attention == "cudnn") & ~by_blocks,
         blocks=by_blocks,
         dropout=model.dropout > 0,
-        tp_ring=base.parallel.ring is not None,
-        loss_chunks=base.parallel.loss_chunks,
+        tp_ring=layouts.ring > 0,
+        loss_chunks=layouts.loss_chunks,
         sends=table.sends,
         spread_table=layouts.pp > 1,
         repeated=repeated or _repeated(base, layouts, attention),
@@ -650,7 +689,7 @@ def search(
 
 
 def _search(base, cluster, attention, efficiency, block, progress, thorough: bool) -> Found:
-    model, optimizer = base.model, base.optimizer.name
+    model, optimizer, chunks = base.model, base.optimizer.name, base.parallel.loss_chunks
     meshes = legal_meshes(model, cluster.num_devices, base.batch_size, optimizer)
     if not thorough:
         meshes = _likely_meshes(model, meshes, cluster, attention)
@@ -661,7 +700,7 @@ def _search(base, cluster, attention, efficiency, block, progress, thorough: boo
         for done, mesh in enumerate(meshes):
             progress(done, len(meshes))
             likely = None if thorough else attention
-            for some in layouts_of_mesh(model, mesh, base.batch_size, optimizer, block, likely):
+            for some in layouts_of_mesh(model, mesh, base.batch_size, optimizer, block, likely, chunks):
                 waiting.append(some)
                 if sum(map(len, waiting)) >= block:
                     yield Candidates.join(waiting)
@@ -700,13 +739,14 @@ def _likely(attention: str, layers: list[tuple], splits: list[tuple], cuts: list
     """Of `layouts_of_mesh`'s: with sp where it is possible, by exchanging heads where that is and a fused kernel
     attends, recomputing attention alone where it writes its scores, and a micro-batch for every stage, if there are
     sequences enough."""
-    sp, exchange = max(sp for sp, _ in splits), CP_KINDS.index(EXCHANGE)
-    kinds = {kind for _, kind in splits}
+    most_sp, exchange = max(sp for sp, _, _ in splits), CP_KINDS.index(EXCHANGE)
+    kinds = {kind for _, _, kind in splits}
     if attention == "cudnn" and exchange in kinds:
         kinds = {exchange}
     most = max(micro for micro, _, _ in cuts)
     layers = [row for row in layers if attention == "xla" or not row[3]]
-    return layers, [(sp, kind) for kind in sorted(kinds)], [cut for cut in cuts if cut[0] >= min(pp, most)]
+    splits = [split for split in splits if split[0] == most_sp and split[2] in kinds]
+    return layers, splits, [cut for cut in cuts if cut[0] >= min(pp, most)]
 
 
 def _worth_keeping(scored: Scored) -> np.ndarray:

@@ -17,6 +17,7 @@ measured on the machine you plan for, unless you calibrate an `Efficiency` for i
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +37,9 @@ BLOCK_FORWARD, BLOCK_BACKWARD = (3, 2), (4, 5)
 FUSED_BACKWARD = 2.5  # FLOPs over forward's, of attention that makes its scores again: five products for two
 LOGIT_TRAFFIC = 18  # bytes a logit: written in 16 bit, cast to fp32, read and written by softmax, loss and gradient
 CORE_LAUNCHES = 0.2  # of a layer's forward, those of attention that writes its scores
+# What `tp_ring` adds to a layer, counted in programs compiled for H100 (docs/plan.md): for each sum, activations that
+# are copied into and out of their places; for each hop of a ring, launches, as a part of those of a forward.
+RING_TRAFFIC, RING_LAUNCHES = 3, 0.06
 LAUNCH_SECONDS = 8e-6  # of a copy from Python, one after the other
 OPTIMIZER_TRAFFIC = 40  # bytes a parameter: gradient read twice (norm, update), master and two moments read and written
 
@@ -120,18 +124,18 @@ EFFICIENCIES = {
     # `python -m jaxdist.plan.papers.sources --write`: of all programs together; `relative_error` is the bar that holds
     # nine tenths of the rows of sources that were left out.
     "h100-published": Efficiency(
-        matmul=0.642,
-        half_size=65.5,
-        attention=0.2,
-        float8=0.888,
-        hbm=0.561,
-        inside=0.665,
-        between=0.555,
-        latency=1.39,
+        matmul=0.654,
+        half_size=60.6,
+        attention=0.199,
+        float8=0.925,
+        hbm=0.519,
+        inside=0.651,
+        between=0.558,
+        latency=1.41,
         layer_seconds=0.0002,
-        step_seconds=0.0397,
-        hide=0.869,
-        relative_error=0.191,
+        step_seconds=0.0375,
+        hide=0.861,
+        relative_error=0.192,
         stack="h100-published",
     ),
     "a100-published": Efficiency(
@@ -178,8 +182,7 @@ class Layout:
         (default L/p); first_layers is for memory alone (default most_layers).
     remat: words of `jaxdist.config.ParallelConfig`. gradient_bytes: of one accumulated and reduced element.
     overlap_dp: gradients (and ZeRO-3 weights) are sent during backward. overlap_tp: part of tp's traffic that overlaps
-        with matmuls: half where gathers do. overlap_pp: messages between stages are sent while stages
-        compute.
+        with matmuls. overlap_pp: messages between stages are sent while stages compute.
     flash: attention that never writes its scores. blocks: attention that writes them a block at a time, and makes them
         again in backward (`jaxdist.parallel.blocked_attention`).
     scatter_gather: without sp, tp ranks send different parts of a message between stages.
@@ -192,7 +195,7 @@ class Layout:
     messages: in which gradients are reduced over dp, or weights gathered, each with a latency of its own. by_layer: one
         for each layer and one more instead, as always with ZeRO-2 and 3.
     copies: that the host launches one by one once a step, and nothing runs beside.
-    tp_ring: what is gathered and scattered over tp moves in chunks, of which all but one have a matmul beside them.
+    tp_ring: what products gather and scatter over tp moves in chunks, of which all but one have a product beside them.
     loss_chunks: as in `ParallelConfig`.
     experts_over_tp: as in `ParallelConfig`. exchanged: elements of a layer's all-to-alls between experts in forward,
         for one position of a device.
@@ -341,7 +344,8 @@ class Work(Protocol):
     `jaxdist.plan.papers.work` from the closed forms of published models.
 
     expert_parameters: of layer_parameters, those of experts, all of them. layer_sums: all-reduces over tp of one
-    layer's forward. table_parameters: of the largest parameter that the loss
+    layer's forward; mixture_sums, of these, around experts; ring_sums, those that `tp_ring` takes. table_parameters: of
+    the largest parameter that the loss
     uses, vocab_size its rows. trained_layer, trained_table: what part of these parameters is trained. layer_backward,
     head_backward: FLOPs of the backward of products with weights over those of their forward: 2, or 1 where weights are
     frozen. attention: every causal attention of a layer; none where the model has another. matmul(n, k, m): seconds of
@@ -358,6 +362,8 @@ class Work(Protocol):
     table_parameters: int
     embedding_parameters: int
     layer_sums: float
+    mixture_sums: float
+    ring_sums: float
     trained_layer: float
     trained_table: float
     layer_backward: float
@@ -370,6 +376,9 @@ class Work(Protocol):
 
     def matrices(self, matmul: Callable, tp: Number, ep: Number, experts_over_tp: Number) -> Number:
         """Seconds of a layer's products with its weights; experts get as much each."""
+
+    def in_rings(self, matmul: Callable, tp: Number) -> Number:
+        """Of `matrices`, those of the products that `tp_ring` takes in chunks."""
 
     def core(self, matmul: Callable, tp: Number) -> Number:
         """Seconds of a layer's products of activations where attention writes its scores."""
@@ -450,10 +459,14 @@ def step_time(
     sums = work.layer_sums - over_tp * work.mixture_sums
     repeated = layout.repeated
     sent_again = ring("all_reduce", "tp", tp, positions * repeated.summed)
+    in_rings = np.asarray(layout.tp_ring) * work.ring_sums
     summed = (2 + again) * sums * all_reduce + np.where(repeated.summed, sent_again, 0)
-    products = (1 + work.layer_backward + again) * matrices
-    beside = np.asarray(layout.tp_ring) * (tp - 1) / tp * products
-    summed = summed - e.hide * np.minimum(summed, beside)
+    # Products of forward, and of backward those with weights, go chunk by chunk.
+    by_chunk = np.where(in_rings, work.in_rings(partial(matmul, part=1 / tp), tp), 0)
+    slower = by_chunk - np.where(in_rings, work.in_rings(matmul, tp), 0)
+    hidden = np.minimum(in_rings * all_reduce, (tp - 1) / tp * by_chunk)
+    summed = summed - e.hide * (2 + again) * hidden
+    products = (1 + work.layer_backward + again) * matrices + (2 + again) * slower
     layer = {
         "compute": products
         + core.backward
@@ -463,12 +476,13 @@ def step_time(
         + (1 + BACKWARD_TRAFFIC + core_again) * softmax
         + (1 + core_again) * core.forward_traffic
         + core.backward_traffic
-        + positions * repeated.num_bytes / hbm,
+        + (positions * repeated.num_bytes + (2 + again) * in_rings * RING_TRAFFIC * activation) / hbm,
         "tp": summed * (1 - np.asarray(layout.overlap_tp)),
         "cp": (1 + again) * sent.forward + sent.backward,
         "ep": (2 + again) * swapped,
     }
     launches = 3 + again + CORE_LAUNCHES * (core_again & ~again) + repeated.launches
+    launches = launches + (2 + again) * in_rings * 2 * (tp - 1) * RING_LAUNCHES  # of a gather, and of a scatter
     layer["overhead"] = np.maximum(launches * e.layer_seconds - sum(layer.values()), 0)
     # Chunks of the loss add to the table's gradient in 32 bits, and each has its largest logit and its sum over tp.
     loss_chunks = np.asarray(layout.loss_chunks)

@@ -132,7 +132,7 @@ def _case(name: str, group: dict, facts: dict) -> TimeCase:
             zero=3,
             sp="tp" in facts,
             flash=True,
-            overlap_tp=0.5 * facts.get("overlap_tp", False),
+            tp_ring=facts.get("tp_ring", False),
         )
     else:
         layout = _megatron(facts)

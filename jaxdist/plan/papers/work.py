@@ -19,6 +19,7 @@ class PaperWork:
     shape: ModelShape
     layer_sums = 2  # over tp, of one layer's forward
     mixture_sums = 0  # of these, around experts
+    ring_sums = 2  # and with products
     trained_layer = trained_table = 1.0
     layer_backward = head_backward = 2.0
     expert_parameters = 0
@@ -44,6 +45,9 @@ class PaperWork:
             + matmul(up / tp, h)
             + matmul(h, shape.ffn_width / tp)
         )
+
+    def in_rings(self, matmul: Callable, tp: Number) -> Number:
+        return self.matrices(matmul, tp, 1, False)
 
     @property
     def attention(self) -> tuple[AttentionShape, ...]:
