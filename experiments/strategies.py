@@ -207,7 +207,11 @@ STRATEGIES = [
     Strategy(
         "dp2-tp2-sp-zero3-remat-arrays",
         "dp=2,tp=2",
-        {"sp": True, "zero": 3, "remat": "repeat:all_gather:rx16x64+dot_general:32rx64-64x128+reduce_scatter:rx32x64"},
+        {
+            "sp": True,
+            "zero": 3,
+            "remat": "repeat:all_gather:rx16x64+dot_general:32rx64-64x128+reduce_scatter:2xrx16x64",
+        },
     ),
     Strategy(
         "cp2-tp2-sp-accumulate-remat-arrays",

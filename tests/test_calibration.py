@@ -21,8 +21,9 @@ from jaxdist.plan.time_model import (
     EFFICIENCIES,
     LAUNCH_SECONDS,
     PARTS,
+    RING_COPIES,
+    RING_HIDE,
     RING_LAUNCHES,
-    RING_TRAFFIC,
     Efficiency,
     Layout,
     step_time,
@@ -273,16 +274,16 @@ def test_rings_of_tp_hide_behind_matmuls():
     plain, rings = one(tp=2, sp=True), one(tp=2, sp=True, tp_ring=True)
     head = 2 * H100.collective_seconds("all_reduce", 2, 1, 2048 * 4096 * 2, 0.75, 0.7)
     layers = plain.tp - head
-    assert plain.tp - rings.tp == pytest.approx(0.7 * layers)
+    assert plain.tp - rings.tp == pytest.approx(RING_HIDE * 0.7 * layers)
     slow = Efficiency(inside=0.01)
     plain, rings = (step_time(PaperWork(SHAPE), Layout(tp=8, sp=True, tp_ring=on), H100, slow) for on in (False, True))
     # Forward, and backward with weights, of 2048 / 8 positions at a time.
     by_chunk = 2 * 32 * 2 * 2048 * 12 * 4096**2 / 8 / (0.7 * 989e12 * 256 / 316)
-    assert plain.tp - rings.tp == pytest.approx(0.7 * 7 / 8 * by_chunk)
+    assert plain.tp - rings.tp == pytest.approx(RING_HIDE * 0.7 * 7 / 8 * by_chunk)
     of_products = {1536: 3, 512: 1, 2048: 8}  # smallest dims, and how many of h x h / 8
     whole = sum(n * (smallest + 60) / smallest for smallest, n in of_products.items()) / 12 * by_chunk * 256 / 316
     assert rings.compute - plain.compute == pytest.approx(by_chunk - whole)
-    copied = 2 * 2 * 32 * RING_TRAFFIC * 2048 * 4096 * 2 / (0.7 * 3.35e12)
+    copied = 2 * 2 * 32 * RING_COPIES * 2048 * 4096 * 2 / (0.7 * 3.35e12)
     assert rings.memory - plain.memory == pytest.approx(copied)
 
 
@@ -495,3 +496,18 @@ def test_errors_of_sources_left_out():
     for accelerator, rows in (("H100", h100), ("A100", a100)):
         assert f"±{sources.bar(rows):.0%} for {accelerator}".replace("%", " %") in page
     assert f"Of {len(sources.pairs(h100))} pairs" in page and f"tau is {sources.kendall_tau(h100):.2f}" in page
+
+
+def test_rings_gain_about_what_published_ones_did():
+    """Three pairs of runs with and without; the page has both."""
+    runs = [row.case for row, _ in sources.second_set() if row.source == "torchtitan" and row.case.layout.tp == 8]
+    pairs = list(zip(runs[::2], runs[1::2], strict=True))
+    assert len(pairs) == 3 and all(on.layout.tp_ring > off.layout.tp_ring for off, on in pairs)
+    published = [off.seconds / on.seconds - 1 for off, on in pairs]
+    constants = EFFICIENCIES["h100-published"]
+    predicted = [off.predict(constants) / on.predict(constants) - 1 for off, on in pairs]
+    assert max(abs(a - b) for a, b in zip(published, predicted, strict=True)) < 0.05
+    page = Path("docs/plan.md").read_text()
+    for gains in (published, predicted):
+        one, two, three = (f"{100 * gain:.1f}" for gain in gains)
+        assert f"{one}, {two} and {three} %" in page

@@ -121,7 +121,7 @@ def test_a_published_layout_is_compared(capsys):
 def test_the_plan_in_prose_is_what_is_planned():
     config = RunConfig(
         PRESETS["7b"],
-        ParallelConfig(parse_mesh("replica=2,dp=16"), 3, overlap=True, accumulate=4),
+        ParallelConfig(parse_mesh("pp=2,dp=16"), 1, overlap=True, schedule="interleaved", microbatches=8, chunks=16),
         precision=PrecisionConfig("bfloat16"),
         batch_size=512,
     )

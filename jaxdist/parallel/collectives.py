@@ -92,18 +92,20 @@ def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pmax(x, axes) if axes else x
 
 
-def reduce_scatter(x: jax.Array, axis: Axes, dim: int) -> jax.Array:
-    """Sum over `axis` and keep this rank's slice of `dim`.
+def reduce_scatter(x: jax.Array, axis: Axes, dim: int | None) -> jax.Array:
+    """Sum over `axis` and keep this rank's slice of `dim`; with None, its one of the first dim.
 
-    Layout: x[..., D, ...] {U_axis} -> x[..., D_axis, ...].
+    Layout: x[..., D, ...] {U_axis} -> x[..., D_axis, ...]; with None, x[n, ...] {U_axis} -> x[...].
     Backward: all_gather over `axis` on `dim`.
     Sends: (n-1)/n * S.
     Raises: ValueError where `dim` does not divide by the axis, or the operand is already equal along it.
     """
     axes = live(axis)
     if not axes:
-        return x
+        return x[0] if dim is None else x
     _require_owed("reduce_scatter", x, axes)
+    if dim is None:
+        return lax.psum_scatter(x, axes)
     if x.shape[dim] % size(axis):
         raise ValueError(
             f"reduce_scatter over {axis}={size(axis)}: dim {dim} of shape {x.shape} does not divide. "
@@ -112,18 +114,19 @@ def reduce_scatter(x: jax.Array, axis: Axes, dim: int) -> jax.Array:
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
-def all_gather(x: jax.Array, axis: Axes, dim: int, *, replicated: bool = False) -> jax.Array:
-    """Concatenate every rank's slice of `dim`.
+def all_gather(x: jax.Array, axis: Axes, dim: int | None, *, replicated: bool = False) -> jax.Array:
+    """Concatenate every rank's slice of `dim`; with None, stack all ranks' arrays in front.
 
-    Layout: x[..., D_axis, ...] -> x[..., D, ...]; still typed varying, unless `replicated` asks for a value that may
-    leave `shard_map` through a spec without the axis.
+    Layout: x[..., D_axis, ...] -> x[..., D, ...]; with None, x[...] -> x[n, ...]; still typed varying, unless
+    `replicated` asks for a value that may leave `shard_map` through a spec without the axis.
     Backward: reduce_scatter over `axis` on `dim`; with `replicated`, this rank's slice (free).
     Sends: (n-1)/n * S.
     """
     axes = live(axis)
     if not axes:
-        return x
-    return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying" if replicated else "varying")
+        return x[None] if dim is None else x
+    to = "invarying" if replicated else "varying"
+    return lax.all_gather(x, axes, axis=dim or 0, tiled=dim is not None, to=to)
 
 
 def all_to_all(

@@ -49,11 +49,12 @@ def whole(w: jax.Array | LowRank) -> jax.Array:
 
 
 def linear(x_BTD: jax.Array, w: jax.Array | LowRank) -> jax.Array:
-    """x[B, T, D] @ w[D, ...] -> [B, T, ...], as one flat matmul (a batched one is a third slower on CPU)."""
-    batch, length, width = x_BTD.shape
+    """x[B, T, D] @ w[D, ...] -> [B, T, ...], as one flat matmul (a batched one is a third slower on CPU). Dims before D
+    may be others."""
+    *rows, width = x_BTD.shape
     x_RD, w_DF = x_BTD.reshape(-1, width), w.reshape(width, -1)
     y_RF = w_DF.product(x_RD) if isinstance(w_DF, LowRank) else x_RD @ w_DF
-    return y_RF.reshape(batch, length, *w.shape[1:])
+    return y_RF.reshape(*rows, *w.shape[1:])
 
 
 def column_parallel(
@@ -64,6 +65,11 @@ def column_parallel(
     Layout: x[B, T, D] (x[B, T_tp, D] with sp), w[D, F_tp] -> y[B, T, F_tp]; F may be several dims.
     Sends: as `enter`, once for all weights; in a ring, the same bytes in n-1 permutes.
     """
+    if ring is None and sp:
+        # Rows stay as they arrive. Products, which tp makes narrow, are put in order instead; compilers hold what is
+        # kept for backward twice where its layout is another than a gather's.
+        x_nBtD = comm.all_gather(x_BTD, AXIS, None)
+        return [_in_order(linear(x_nBtD, w)) for w in weights]
     if ring is None:
         x_BTD = enter(x_BTD, sp)
         return [linear(x_BTD, w) for w in weights]
@@ -79,7 +85,24 @@ def row_parallel(y_BTF: jax.Array, w_FD: jax.Array | LowRank, sp: bool, ring: Ri
     Layout: y[B, T, F_tp], w[F_tp, D] -> x[B, T, D], or x[B, T_tp, D] with sp.
     Sends: as `leave`; in a ring, the same bytes in n-1 permutes.
     """
-    return leave(linear(y_BTF, w_FD), sp) if ring is None else matmul_scatter(y_BTF, whole(w_FD), ring)
+    if ring is not None:
+        return matmul_scatter(y_BTF, whole(w_FD), ring)
+    if sp:
+        return comm.reduce_scatter(linear(_by_rank(y_BTF), w_FD), AXIS, None)
+    return leave(linear(y_BTF, w_FD), sp)
+
+
+def _in_order(y_nBtF: jax.Array) -> jax.Array:
+    """Layout: y[n, B, T/n, ...], of n ranks' parts of the sequence -> y[B, T, ...]."""
+    n, batch, length, *rest = y_nBtF.shape
+    return jnp.moveaxis(y_nBtF, 0, 1).reshape(batch, n * length, *rest)
+
+
+def _by_rank(y_BTF: jax.Array) -> jax.Array:
+    """Layout: y[B, T, ...] -> y[n, B, T/n, ...]."""
+    batch, length, *rest = y_BTF.shape
+    n = comm.size(AXIS)
+    return jnp.moveaxis(y_BTF.reshape(batch, n, length // n, *rest), 1, 0)
 
 
 def positions(num_local: int, sp: bool) -> jax.Array:

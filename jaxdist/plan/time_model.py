@@ -39,7 +39,8 @@ LOGIT_TRAFFIC = 18  # bytes a logit: written in 16 bit, cast to fp32, read and w
 CORE_LAUNCHES = 0.2  # of a layer's forward, those of attention that writes its scores
 # What `tp_ring` adds to a layer, counted in programs compiled for H100 (docs/plan.md): for each sum, activations that
 # are copied into and out of their places; for each hop of a ring, launches, as a part of those of a forward.
-RING_TRAFFIC, RING_LAUNCHES = 3, 0.06
+RING_COPIES, RING_LAUNCHES = 5, 0.06
+RING_HIDE = 0.4  # of what `hide` says, in rings: of three published runs with and without them (docs/plan.md)
 LAUNCH_SECONDS = 8e-6  # of a copy from Python, one after the other
 OPTIMIZER_TRAFFIC = 40  # bytes a parameter: gradient read twice (norm, update), master and two moments read and written
 
@@ -124,18 +125,18 @@ EFFICIENCIES = {
     # `python -m jaxdist.plan.papers.sources --write`: of all programs together; `relative_error` is the bar that holds
     # nine tenths of the rows of sources that were left out.
     "h100-published": Efficiency(
-        matmul=0.654,
-        half_size=60.6,
-        attention=0.199,
-        float8=0.925,
-        hbm=0.519,
-        inside=0.651,
-        between=0.558,
-        latency=1.41,
+        matmul=0.648,
+        half_size=62.8,
+        attention=0.198,
+        float8=0.909,
+        hbm=0.551,
+        inside=0.662,
+        between=0.557,
+        latency=1.39,
         layer_seconds=0.0002,
-        step_seconds=0.0375,
-        hide=0.861,
-        relative_error=0.192,
+        step_seconds=0.0395,
+        hide=0.866,
+        relative_error=0.189,
         stack="h100-published",
     ),
     "a100-published": Efficiency(
@@ -196,6 +197,7 @@ class Layout:
         for each layer and one more instead, as always with ZeRO-2 and 3.
     copies: that the host launches one by one once a step, and nothing runs beside.
     tp_ring: what products gather and scatter over tp moves in chunks, of which all but one have a product beside them.
+    ring_copies: of an activation, that a ring makes for each sum (default: our program's).
     loss_chunks: as in `ParallelConfig`.
     experts_over_tp: as in `ParallelConfig`. exchanged: elements of a layer's all-to-alls between experts in forward,
         for one position of a device.
@@ -243,6 +245,7 @@ class Layout:
     by_layer: Number = False
     copies: Number = 0
     tp_ring: Number = False
+    ring_copies: Number = RING_COPIES
     loss_chunks: Number = 1
     repeated: Repeated = NOTHING
 
@@ -465,7 +468,7 @@ def step_time(
     by_chunk = np.where(in_rings, work.in_rings(partial(matmul, part=1 / tp), tp), 0)
     slower = by_chunk - np.where(in_rings, work.in_rings(matmul, tp), 0)
     hidden = np.minimum(in_rings * all_reduce, (tp - 1) / tp * by_chunk)
-    summed = summed - e.hide * (2 + again) * hidden
+    summed = summed - RING_HIDE * e.hide * (2 + again) * hidden
     products = (1 + work.layer_backward + again) * matrices + (2 + again) * slower
     layer = {
         "compute": products
@@ -476,7 +479,7 @@ def step_time(
         + (1 + BACKWARD_TRAFFIC + core_again) * softmax
         + (1 + core_again) * core.forward_traffic
         + core.backward_traffic
-        + (positions * repeated.num_bytes + (2 + again) * in_rings * RING_TRAFFIC * activation) / hbm,
+        + (positions * repeated.num_bytes + (2 + again) * in_rings * layout.ring_copies * activation) / hbm,
         "tp": summed * (1 - np.asarray(layout.overlap_tp)),
         "cp": (1 + again) * sent.forward + sent.backward,
         "ep": (2 + again) * swapped,

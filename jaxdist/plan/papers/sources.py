@@ -133,6 +133,7 @@ def _case(name: str, group: dict, facts: dict) -> TimeCase:
             sp="tp" in facts,
             flash=True,
             tp_ring=facts.get("tp_ring", False),
+            ring_copies=0,  # PyTorch's asynchronous tensor parallelism writes chunks where they belong
         )
     else:
         layout = _megatron(facts)
