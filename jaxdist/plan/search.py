@@ -677,8 +677,9 @@ def search(
 
     thorough: every layout that `layouts_of_mesh` has. Otherwise what has never been the best is left out (a test
     compares both searches), and tried only where nothing else fits: tp over more than a node, fewer than
-    LEAST_POSITIONS of a sequence on a rank, tp without sp, fewer micro-batches than stages, attention recomputed that
-    keeps no scores, and, where cuDNN's attention runs, keys that travel over cp though heads could be exchanged.
+    LEAST_POSITIONS of a sequence on a rank, tp without sp, rings that are no faster, fewer micro-batches than stages,
+    attention recomputed that keeps no scores, and, where cuDNN's attention runs, keys that travel over cp though heads
+    could be exchanged.
     progress: told how many meshes of how many are done. Raises: ConfigError as `legal_meshes` and `score`.
     """
     efficiency = efficiency or efficiency_of(cluster.hardware.name)
@@ -701,7 +702,7 @@ def _search(base, cluster, attention, efficiency, block, progress, thorough: boo
             progress(done, len(meshes))
             likely = None if thorough else attention
             for some in layouts_of_mesh(model, mesh, base.batch_size, optimizer, block, likely, chunks):
-                waiting.append(some)
+                waiting.append(some if thorough else _rings_that_pay(base, some, cluster, attention, efficiency))
                 if sum(map(len, waiting)) >= block:
                     yield Candidates.join(waiting)
                     waiting = []
@@ -747,6 +748,20 @@ def _likely(attention: str, layers: list[tuple], splits: list[tuple], cuts: list
     layers = [row for row in layers if attention == "xla" or not row[3]]
     splits = [split for split in splits if split[0] == most_sp and split[2] in kinds]
     return layers, splits, [cut for cut in cuts if cut[0] >= min(pp, most)]
+
+
+def _rings_that_pay(base, layouts: Candidates, cluster, attention, efficiency) -> Candidates:
+    """Without those with rings that take no less time than without: no memory is traced for them."""
+
+    def seconds(some: Candidates) -> np.ndarray:
+        return _step_time(base, some, pipelines(base, some), cluster, attention, efficiency).total
+
+    index = np.flatnonzero(layouts.ring)
+    rings = layouts.take(index)
+    keep = np.ones(len(layouts), bool)
+    if len(index):
+        keep[index] = seconds(rings) < seconds(replace(rings, ring=np.zeros_like(rings.ring)))
+    return layouts.take(keep)
 
 
 def _worth_keeping(scored: Scored) -> np.ndarray:
