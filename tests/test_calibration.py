@@ -507,7 +507,7 @@ def test_rings_gain_about_what_published_ones_did():
     constants = EFFICIENCIES["h100-published"]
     predicted = [off.predict(constants) / on.predict(constants) - 1 for off, on in pairs]
     assert max(abs(a - b) for a, b in zip(published, predicted, strict=True)) < 0.05
-    page = Path("docs/plan.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/plan.md").read_text(encoding="utf-8")
     for gains in (published, predicted):
         one, two, three = (f"{100 * gain:.1f}" for gain in gains)
         assert f"{one}, {two} and {three} %" in page

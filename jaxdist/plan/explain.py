@@ -361,9 +361,8 @@ def layout_flags(found: Scored, index: int) -> str:
     ]
     words += [f"--cp-kind {c.cp_kind(index, found.base.parallel)}"] * int(c.cp[index] > 1 and c.kind[index] > 0)
     words += ["--sp"] * int(c.sp[index]) + [f"--tp-ring {TP_RINGS[c.ring[index]]}"] * int(c.ring[index] > 0)
-    words += [f"--loss-chunks {c.loss_chunks[index]}"] * int(c.loss_chunks[index] > 1) + ["--overlap"] * int(
-        c.overlap[index]
-    )
+    words += ["--overlap"] * int(c.overlap[index])
+    words += [f"--loss-chunks {c.loss_chunks[index]}"] * int(c.loss_chunks[index] > 1)
     words += ["--no-reshard-after-forward"] * int(c.keep[index])
     if c.pp[index] > 1:
         schedule = c.schedule_name(index, found.base.parallel)
