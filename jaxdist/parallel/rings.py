@@ -142,7 +142,8 @@ def _scatter_ring(y_BTF, w_FD, ring, axis) -> jax.Array:
 
 def _owner(me, distance: int, n: int):
     """The rank so far away, in a ring of n."""
-    return lax.rem(me + distance % n, jnp.asarray(n, me.dtype))
+    owner = jnp.asarray(me + distance % n)
+    return lax.rem(owner, jnp.asarray(n, owner.dtype))
 
 
 def _arms(axis: str, ring: Ring) -> dict[int, int]:
