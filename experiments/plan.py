@@ -47,7 +47,6 @@ from jaxdist.plan.recipe import (
 )
 from jaxdist.plan.search import (
     INTEGERS,
-    OWN,
     Candidates,
     Found,
     Scored,
@@ -99,6 +98,9 @@ class PlanFlags(CommonFlags, FileFlags):
     """Default: that of the accelerator."""
     batch_size: Annotated[int | None, tyro.conf.arg(aliases=["--global-batch"])] = None
     """Sequences per update, over the whole mesh. Default: about a million tokens, divisible by the devices."""
+    batch_sizes: str | None = None
+    """Several --batch-size, as in 256,512,1024: each is searched, and the smallest planned that takes at most 2 % more
+    time a token than the fastest."""
     steps: int | None = None
     """Updates, instead of --tokens. With neither the command has steps for 20 tokens a parameter."""
     lr: float | None = None
@@ -202,7 +204,8 @@ def estimate(question: Question, found: Scored, index: int) -> Estimate:
 class Plan:
     """The answer: layouts with their scores, what of them is shown, best first, and what is said about it.
 
-    shown: indices. also: for each of them others that differ in replica × dp alone.
+    shown: indices. also: for each of them others that differ in replica × dp alone. batches: the best layout of every
+    batch that was asked for, the planned one included.
     """
 
     question: Question
@@ -214,6 +217,7 @@ class Plan:
     front: list[dict]
     sentences: list[str]
     search_seconds: float
+    batches: tuple[dict, ...] = ()
 
     @property
     def best(self) -> int:
@@ -232,7 +236,9 @@ class Plan:
 
 def main(flags: PlanFlags, console: Console) -> int:
     # ---- check everything ----
-    question = ask(flags)
+    batches = parse_batches(flags)
+    questions = [ask(replace(flags, batch_size=size, batch_sizes=None)) for size in batches]
+    question = questions[0] if batches else ask(flags)
     for name in ("json", "html"):
         require_writable(f"--{name}", getattr(flags, name))
     proving = flags.trace or flags.compile is not None
@@ -243,7 +249,10 @@ def main(flags: PlanFlags, console: Console) -> int:
         without_devices(question.base.parallel.mesh.num_devices * question.cluster(flags.nodes or 1).num_devices)
 
     # ---- answer ----
-    if flags.mesh:
+    if batches:
+        plan = of_batches(questions, flags.nodes or 1, flags.top)
+        check_limits(plan.question, plan, "--nodes")
+    elif flags.mesh:
         plan = report_layout(flags, question)
         check_limits(question, plan, "--mesh and --nodes")
     elif flags.nodes is None and (flags.deadline or flags.budget is not None):
@@ -491,6 +500,28 @@ def default_batch(flags: PlanFlags, devices_per_node: int) -> tuple[int, str]:
     return batch, f"--batch-size not given: {batch:,} sequences ({tokens}), which divide over the {of}."
 
 
+def parse_batches(flags: PlanFlags) -> list[int]:
+    """--batch-sizes, in order; none where it is not given. Raises: ConfigError."""
+    if flags.batch_sizes is None:
+        return []
+    given, texts = f"--batch-sizes {flags.batch_sizes}", flags.batch_sizes.split(",")
+    if not all(text.isascii() and text.isdigit() for text in texts):
+        raise ConfigError(given, "it is numbers of sequences with commas between", "Use --batch-sizes 256,512")
+    for idle, why, instead in (
+        (flags.batch_size is not None, "--batch-size is one already", "Give one of the two"),
+        (bool(flags.mesh), "--mesh names a layout, which is of one batch", "Use --batch-size, once for each"),
+        (flags.steps is not None, "as many steps of another batch are other tokens", "Use --tokens 300e9"),
+        (
+            flags.nodes is None and (flags.deadline is not None or flags.budget is not None),
+            "the smallest cluster is looked for, for one batch",
+            "Add --nodes 8, or use --batch-size",
+        ),
+    ):
+        if idle:
+            raise ConfigError(given, why, instead)
+    return sorted(set(map(int, texts)))
+
+
 def parse_hours(text: str) -> float:
     """ "72h", "3d" or "90m" -> hours. Raises: ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text.strip(), re.ASCII)
@@ -536,6 +567,34 @@ def plan_for(question: Question, num_nodes: int, top: int) -> Plan:
         sentences,
         took,
     )
+
+
+BATCH_MARGIN = 0.02  # of the time a token: what a smaller batch may take more
+
+
+def of_batches(questions: list[Question], num_nodes: int, top: int) -> Plan:
+    """The plan of the smallest batch that takes at most BATCH_MARGIN more time a token than the fastest, with the best
+    layout of each.
+
+    Raises: ConfigError where nothing fits with any of them, as for the first.
+    """
+    rows, refused = [], []
+    for question in questions:
+        try:
+            found = find(question, num_nodes)
+        except ConfigError as error:
+            refused.append(error)
+            continue
+        if found.num_fitting:
+            row = row_of(question, found, [int(rank(found)[0])])
+            rows.append((row["step_seconds"] / question.base.batch_size, question, row))
+    if not rows:
+        if refused:
+            raise refused[0]
+        return plan_for(questions[0], num_nodes, top)
+    most = min(time for time, _, _ in rows) * (1 + BATCH_MARGIN)
+    chosen = next(question for time, question, _ in rows if time <= most)
+    return replace(plan_for(chosen, num_nodes, top), batches=tuple(row for _, _, row in rows))
 
 
 def folded(found: Scored, indices: np.ndarray) -> list[list[int]]:
@@ -706,7 +765,7 @@ def row_layout(found: Scored, index: int) -> dict:
         "schedule": layouts.schedule_name(index, base) if pipelined else None,
         "chunks": int(layouts.chunks[index]),
         "microbatches": int(layouts.microbatches[index]),
-        "stages": (base.stages if layouts.schedule[index] == OWN else "even") if pipelined else None,
+        "stages": layouts.stages(index, base) if pipelined else None,
         "accumulate": int(layouts.accumulate[index]),
         "rows": int(layouts.rows[index]),
     }
@@ -719,6 +778,8 @@ def row_of(question: Question, found: Scored, group: list[int]) -> dict:
     return {
         "nodes": found.cluster.num_nodes,
         "devices": found.cluster.num_devices,
+        "batch_size": question.base.batch_size,
+        "tokens_per_second": question.base.batch_size * question.base.model.seq_len / run.step_seconds,
         **row_layout(found, index),
         "step_seconds": run.step_seconds,
         "error": run.error,
@@ -763,6 +824,7 @@ def to_json(plan: Plan) -> dict:
         "tokens": question.tokens,
         "rows": rows_of(plan),
         "front": plan.front,
+        "batches": list(plan.batches),
         "sentences": plan.sentences,
         "run": run_words(question, run),
         "command": str(plan.command) if plan.fits else None,
@@ -837,6 +899,13 @@ def print_plan(console: Console, plan: Plan) -> None:
             f"predicted in {plan.search_seconds:.1f} s"
         )
         print_rows(console, rows_of(plan), usable_bytes(cluster))
+    if plan.batches:
+        console.print(
+            "\n[bold]Best of each batch[/]; planned is the smallest that takes at most "
+            f"{BATCH_MARGIN:.0%} more time a token than the fastest. How many tokens a larger batch needs for the same "
+            "loss, a plan does not know (arXiv 1812.06162)."
+        )
+        print_rows(console, list(plan.batches), usable_bytes(cluster), batches=True)
     if len(plan.front) > 1:
         console.print(
             f"\n[bold]Pareto front[/] of memory, time and device-hours, on {cluster.num_nodes} nodes and fewer"
@@ -954,9 +1023,13 @@ def gib_number(num_bytes: float | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / GIB:.2f}"
 
 
-def print_rows(console: Console, rows: list[dict], usable: float) -> None:
-    """A table of layouts."""
-    columns = {
+def print_rows(console: Console, rows: list[dict], usable: float, batches: bool = False) -> None:
+    """A table of layouts. batches: they are of different ones."""
+    of_each = {
+        "sequences": [f"{row['batch_size']:,}" for row in rows],
+        "tokens/s": [f"{row['tokens_per_second']:,.0f}" for row in rows],
+    }
+    columns = (of_each if batches else {}) | {
         "mesh": [row["mesh"] for row in rows],
         "nodes": [str(row["nodes"]) for row in rows],
         "ZeRO": [f"{row['zero']}{'k' * row['keep']}" for row in rows],

@@ -17,7 +17,7 @@ from jaxdist.models.registry import model_of
 from jaxdist.models.registry import to_dict as model_to_dict
 from jaxdist.parallel.context_parallel import Split
 from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
-from jaxdist.parallel.pipeline.schedules import Schedule, divide_layers
+from jaxdist.parallel.pipeline.schedules import Schedule, divide_layers, with_last
 from jaxdist.parallel.pipeline.simulate import validate
 from jaxdist.parallel.pipeline.text import load
 from jaxdist.parallel.remat import REPEAT, is_array
@@ -102,7 +102,8 @@ class ParallelConfig:
     chunks: int | None = None
     """Of layers on each stage. Default: what the schedule needs."""
     stages: str = "even"
-    """Layers of each part of the pipeline: even, balanced (by FLOPs, the head counted), or as in 3,5,5,3."""
+    """Layers of each part of the pipeline: even, balanced (by FLOPs, the head counted), last-N (N in the last part, the
+    others even), or as in 3,5,5,3."""
 
     @property
     def num_microbatches(self) -> int:
@@ -123,6 +124,12 @@ class ParallelConfig:
     def overlap_layers(self) -> bool:
         """Whether a layer's communication over dp overlaps with another layer's compute: not in a pipeline."""
         return self.overlap and self.mesh.pp == 1
+
+    @property
+    def last_layers(self) -> int:
+        """N of `stages="last-N"`; 0 for another division."""
+        number = self.stages.removeprefix("last-")
+        return int(number) if number != self.stages else 0
 
     @property
     def remat_every(self) -> int:
@@ -182,11 +189,13 @@ class ParallelConfig:
         for name in ("microbatches", "chunks"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
-        if self.stages not in ("even", "balanced") and not all(_is_positive(part) for part in self.stages.split(",")):
+        numbers = self.stages.removeprefix("last-")
+        parts = numbers.split(",") if numbers == self.stages else [numbers]
+        if self.stages not in ("even", "balanced") and not all(map(_is_positive, parts)):
             raise ConfigError(
                 f"stages={self.stages!r}",
-                "it is even, balanced, or the layers of each part",
-                "Use 3,5,5,3 for 16 layers",
+                "it is even, balanced, last-N, or the layers of each part",
+                "Use last-3, or 3,5,5,3 for 16 layers",
             )
         self._check_used()
         self._check_context()
@@ -580,6 +589,15 @@ class RunConfig:
         if stages in ("even", "balanced"):
             head = model.head_in_layers if stages == "balanced" else 0.0
             return divide_layers(model.num_blocks, schedule.num_parts, last=head)
+        if last := self.parallel.last_layers:
+            others = schedule.num_parts - 1
+            if model.num_blocks - last < others:
+                raise ConfigError(
+                    f"stages={stages!r} with {model.size_text}",
+                    f"each part before the last holds at least one layer, and there are {others}",
+                    f"Use last-{model.num_blocks - others} or less",
+                )
+            return with_last(model.num_blocks, schedule.num_parts, last)
         return tuple(int(part) for part in stages.split(","))
 
     def _check_pipeline(self):

@@ -322,6 +322,48 @@ def test_launches_run_ahead_of_the_layer():
     assert seconds(0.0, microbatches=2, copies=1000).total == pytest.approx(free.total + 1000 * LAUNCH_SECONDS)
 
 
+def test_gradients_of_several_micro_batches_are_added_those_of_one_written():
+    """5 arrays of parameters in 16 and 32 bits are read and written for each that is added, one written without."""
+    parameters = 32 * SHAPE.layer_parameters + SHAPE.vocab_size * SHAPE.width
+    hbm = 0.7 * 3.35e12
+    once = one(microbatches=1).memory - one(microbatches=1, gradient_bytes=2).memory
+    assert once == pytest.approx(parameters * 2 / hbm)
+    zeros = one(microbatches=1, always_sums=True).memory - one(microbatches=1).memory
+    assert zeros == pytest.approx(parameters * (2 + 2 * 4 - 4) / hbm)
+    apart, fused = one(microbatches=3), one(microbatches=3, fused_sums=True)
+    assert apart.memory - fused.memory == pytest.approx(3 * parameters * 2 / hbm)
+    assert one(microbatches=3, always_sums=True).memory == apart.memory
+
+
+def test_stragglers_make_a_step_longer_for_every_doubling_of_the_nodes():
+    def overhead(straggle, dp):
+        return step_time(PaperWork(SHAPE), Layout(dp=dp), H100, Efficiency(straggle=straggle))
+
+    for dp, doublings in ((2, 0), (8, 0), (16, 1), (64, 3)):
+        usual, slow = overhead(0.0, dp), overhead(0.01, dp)
+        assert slow.total == pytest.approx(usual.total * (1 + 0.01 * doublings))
+
+
+def test_an_older_attention_and_a_host_without_python_have_constants_of_their_own():
+    constants = Efficiency(attention=0.5, flash2=0.25, step_seconds=0.1)
+
+    def seconds(**layout):
+        return step_time(PaperWork(SHAPE), Layout(flash=True, **layout), H100, constants)
+
+    core = 32 * 2048 * 4 * 4096 * 2049 / 2 * (1 + 2.5) / (0.5 * 989e12)
+    assert seconds(flash2=True).compute - seconds().compute == pytest.approx(core)
+    assert seconds().total - seconds(python=False).total == pytest.approx(0.1)
+
+
+def test_gradients_of_a_chunk_hide_behind_the_last_micro_batches_of_the_others():
+    """Of an interleaved pipeline of 4 stages: all but one of 8 chunks, in as many micro-batches as stages."""
+    slow = dict(pp=4, dp=64, microbatches=16, rows=1, gradient_bytes=64)  # so much that not all of it hides
+    plain, chunks = one(**slow), one(**slow, chunks=8)
+    assert chunks.dp_hidden / plain.dp_hidden == pytest.approx(4 * 7 / 8)
+    few = one(**slow | {"microbatches": 2}, chunks=8).dp_hidden
+    assert few / plain.dp_hidden == pytest.approx(2 * 7 / 8)
+
+
 def test_no_more_hides_than_backward_takes():
     few = one(dp=64, rows=1)
     assert few.dp_hidden <= 0.7 * 2 / 3 * (few.compute + few.memory)
@@ -401,17 +443,17 @@ def test_bad_inputs():
 # ------------------------------------------------------------------------------------ every source, and one left out
 
 
-@pytest.mark.parametrize(("accelerator", "number"), [("h100", 75), ("a100", 27)])
+@pytest.mark.parametrize(("accelerator", "number"), [("h100", 189), ("a100", 27)])
 def test_constants_of_all_programs_together(accelerator, number):
     """Those that a plan uses: how far off every published row is, and the bar that nine tenths of them are within."""
     efficiency = EFFICIENCIES[f"{accelerator}-published"]
     found = sources.predicted(sources.sourced(accelerator), efficiency)
     assert len(found) == number
     mean, _ = mean_and_max([row.error for row in found])
-    assert mean < {"h100": 0.12, "a100": 0.08}[accelerator]
+    assert mean < {"h100": 0.08, "a100": 0.07}[accelerator]
     assert abs(np.mean([row.error for row in found])) < 0.03
     guessed = sources.predicted(sources.sourced(accelerator), Efficiency())
-    assert sum(row.error < 0 for row in guessed) == {"h100": 74, "a100": 9}[accelerator]
+    assert sum(row.error < 0 for row in guessed) == {"h100": 168, "a100": 7}[accelerator]
     covered = np.mean([row.needed <= efficiency.relative_error for row in found])
     assert covered >= 0.9
 
@@ -480,9 +522,10 @@ def test_constants_and_bar_are_what_the_fit_gives(accelerator):
 
 @pytest.mark.exhaustive
 def test_errors_of_sources_left_out():
-    """The targets were 7 % in the mean and 15 % for nine tenths: missed, docs/plan.md says where. Signed 3 %: met."""
+    """The targets were 7 % in the mean and 15 % for nine tenths: missed by little, docs/plan.md says where; signed 3 %,
+    Kendall's tau 0.8 and regret 10 %: met on H100."""
     h100, a100 = (sources.leave_one_source_out(name) for name in ("h100", "a100"))
-    for rows, mean, signed in ((h100, 0.12, 0.03), (a100, 0.095, 0.04)):
+    for rows, mean, signed in ((h100, 0.085, 0.03), (a100, 0.09, 0.04)):
         errors = [row.error for row in rows]
         assert mean_and_max(errors)[0] < mean and abs(np.mean(errors)) < signed
     assert sources.kendall_tau(h100) > 0.8 and sources.kendall_tau(a100) == 1
@@ -490,12 +533,33 @@ def test_errors_of_sources_left_out():
         right, number = sources.right_within(h100, least, most)
         assert right / number == pytest.approx(said, abs=0.005)
     page = (Path(__file__).parents[1] / "docs/plan.md").read_text(encoding="utf-8")
-    tables = sources.summary("h100", h100), sources.summary("a100", a100), sources.order_table(h100).split("\n\n")[0]
+    order, regret = sources.order_table(h100).split("\n\n")
+    assert np.mean(sources.regrets(h100)) < 0.05 and f"{np.mean(sources.regrets(h100)):.1%} more" in regret
+    tables = sources.summary("h100", h100), sources.summary("a100", a100), order, sources.predictors_table(a100)
     for line in itertools.chain(*(table.splitlines() for table in tables)):
         assert line in page, line
     for accelerator, rows in (("H100", h100), ("A100", a100)):
         assert f"±{sources.bar(rows):.0%} for {accelerator}".replace("%", " %") in page
     assert f"Of {len(sources.pairs(h100))} pairs" in page and f"tau is {sources.kendall_tau(h100):.2f}" in page
+
+
+def test_what_the_programs_of_rows_repeat_and_cast():
+    """By hand: MaxText's and Pax's policies, and the casts of Transformer Engine."""
+    shape = calibration.shape_of({"layers": 2, "width": 8, "heads": 2, "ffn_width": 24, "seq_len": 4, "vocab_size": 9})
+    core = 4 * 2 * 4 * 2.5
+    for word, products in (("save_dot_only", 0), ("save_qkv_out_proj", 8 * 24), ("save_qkv_proj", 8 * (8 + 48))):
+        found = sources._remat(shape, word, casts=7.0)["repeated"]
+        whole, split, _ = PaperWork(shape).elementwise_bytes(False, True, 2)
+        assert (found.flops, found.attention, found.num_bytes) == (2 * products, core, whole + split + 7)
+    assert sources._remat(shape, "block", casts=0.0)["remat"] == "block"
+    # Read in 16 bits and written twice in 8: inputs of four products, and gradients of their results.
+    assert sources._casts(shape, 2) == 4 * ((8 + 4 + 8 + 12) + (12 + 8 + 24 + 8))
+    casts = {row.source: set() for row in sources.sourced("h100")}
+    for row in sources.sourced("h100"):
+        if row.case.dtype == "float8":
+            own = sources._remat(row.case.shape, "save_qkv_proj", casts=0.0)["repeated"].num_bytes
+            casts[row.source].add(row.case.layout.repeated.num_bytes > own * (row.source != "Megatron Core"))
+    assert casts["Megatron Core"] == casts["Pax"] == {True} and casts["MaxText"] == casts["torchtitan"] == {False}
 
 
 def test_rings_gain_about_what_published_ones_did():

@@ -263,6 +263,12 @@ WRONG_FLAGS = [
     (["--mesh", "pp=2", "--microbatches", "3"], "--microbatches 3", "15 or 18"),
     (["--mesh", "pp=2", "--stages", "1,2"], "together hold every layer once", "2,2"),
     (["--mesh", "pp=2", "--stages", "4,0"], "--stages 4,0", "3,5,5,3"),
+    (["--mesh", "pp=2", "--stages", "last-0"], "--stages last-0", "last-3"),
+    (
+        ["--mesh", "pp=2", "--stages", "last-4"],
+        "part before the last holds at least one layer, and there are 1",
+        "last-3",
+    ),
     (["--optimizer", "adafactor", "--mesh", "pp=2"], "adafactor", "--optimizer adamw"),
     (["--mesh", "dp=2,dp=2"], "named twice", "once"),
     (["--mesh", "dp=0"], "at least 1", "dp=2"),

@@ -141,7 +141,7 @@ def test_a_search_has_the_fastest_choice_of_arrays_of_each_mesh():
     config = Strategy("", "", preset="proof").run_config()
     words = search(config, CLUSTER)
     least = words.memory.total[words.layouts.pp == 1].min()
-    hardware = dataclasses.replace(CLUSTER.hardware, memory_gb=2 * least / 0.9 / GIB)
+    hardware = dataclasses.replace(CLUSTER.hardware, memory_gb=2.6 * least / 0.9 / GIB)
     cluster = dataclasses.replace(CLUSTER, hardware=hardware)
     found = search(config, cluster)
     both = with_arrays(found, "xla", efficiency_of("h100"))

@@ -199,6 +199,39 @@ def test_the_trace_of_a_llama_sends_what_the_compiler_emits(mesh, parallel):
     assert abs(found.peak_error) < 0.1
 
 
+REPEATED = {  # of a layer's products and of its sums over tp, without sp and with it: all but the last product
+    "gpt2-124m": (8 / 12, 0.5, 0.75),
+    "llama3-8b": (1 - 14336 / (4096 + 4096 + 2 * 1024 + 3 * 14336), 0.5, 0.75),
+    "mixtral-8x7b": (1.0, 0.5, 0.75),  # whose router's gradient needs what experts give
+}
+
+
+@pytest.mark.parametrize("preset", REPEATED)
+def test_a_layer_that_runs_again_repeats_no_product_that_nobody_needs(preset):
+    work = work_of(PRESETS[preset])
+    found = work.matrices_again, work.sums_again, work.sp_sums_again
+    assert found == pytest.approx(REPEATED[preset])
+    cluster = Cluster(find_hardware("h100"))
+
+    def seconds(**layout):
+        return step_time(work, Layout(flash=True, **layout), cluster)
+
+    block, many, none = seconds(remat="block"), seconds(remat="every-2"), seconds()
+    last = 1 - found[0]
+    products = work.num_layers * work.matrices(
+        lambda n, k, m=work.seq_len, part=1: _matmul(work, n, k, m, part), 1, 1, False
+    )
+    assert many.compute - block.compute == pytest.approx(last * products)
+    for sp, part in ((False, found[1]), (True, found[2])):
+        block, many, none = (seconds(tp=8, sp=sp, remat=remat).tp for remat in ("block", "every-2", "none"))
+        assert (block - none) / (many - none) == pytest.approx(part)
+
+
+def _matmul(work, n, k, m, part):
+    smallest = min(m * part, n, k)
+    return 2 * work.seq_len * n * k / (0.7 * 989e12 * smallest / (smallest + 60))
+
+
 @pytest.mark.parametrize("preset", ["gpt2-124m", "7b"])
 def test_the_work_that_a_trace_finds_is_what_the_papers_count(preset):
     """Less the scores that blocks of queries leave out; elementwise traffic is a rule either way."""

@@ -336,6 +336,7 @@ FLAGS = {
     "lora_alpha": ("3", ["--lora", "2"], None, None),
     "lora_targets": ("w_up", ["--lora", "2"], None, None),
     "batch_size": ("32", [], None, None),
+    "batch_sizes": ("8,16", [], "--batch-size is one already", "--batch-size is one already"),
     "steps": ("77", [], None, None),
     "seed": ("5", [], None, None),
     "mask_documents": (None, [], None, None),
@@ -483,6 +484,48 @@ def test_a_flag_that_would_change_nothing_is_refused(monkeypatch, capsys, more):
         monkeypatch, capsys, "--model", "proof", "--devices-per-node", "4", "--global-batch", "8", *more
     )
     assert code == 2 and re.search("would change nothing|nothing is (traced|compiled)|concerns the pipeline", err), err
+
+
+# ------------------------------------------------------------------------------------------------------ several batches
+
+
+def test_the_smallest_batch_that_is_as_fast_is_planned(monkeypatch, capsys, tmp_path):
+    """Each is what a search of it alone finds, and one that no mesh divides has no row."""
+    common = ["--model", "gpt2-124m", "--devices-per-node", "4", "--nodes", "1", "--tokens", "1e9"]
+
+    def found(*more):
+        file = tmp_path / "plan.json"
+        code, out, err = plan(monkeypatch, capsys, *common, *more, "--json", str(file))
+        assert code == 0, err
+        return json.loads(file.read_text()), out
+
+    whole, out = found("--batch-sizes", "512,16,1024,3,512")
+    sizes = [row["batch_size"] for row in whole["batches"]]
+    assert sizes == [3, 16, 512, 1024] and "Best of each batch" in out
+    alone = {size: found("--batch-size", str(size))[0] for size in sizes}
+    for row in whole["batches"]:
+        assert row == alone[row["batch_size"]]["rows"][0] | {"also": []}
+    speeds = {row["batch_size"]: row["tokens_per_second"] for row in whole["batches"]}
+    fast = [size for size in sizes if speeds[size] * 1.02 >= max(speeds.values())]
+    assert whole["batch_size"] == fast[0] == 512 and speeds[512] < speeds[1024]
+    assert f"--batch-size {fast[0]} " in whole["command"] and alone[16]["batches"] == []
+
+
+@pytest.mark.parametrize(
+    ("more", "says", "use"),
+    [
+        (["--batch-sizes", "64,"], "numbers of sequences", "256,512"),
+        (["--batch-sizes", "64,-8"], "numbers of sequences", "256,512"),
+        (["--batch-sizes", "0"], "it must be above 0", "--batch-size 1"),
+        (["--batch-sizes", "8", "--steps", "9"], "other tokens", "--tokens"),
+        (["--batch-sizes", "8", "--mesh", "dp=4"], "is of one batch", "--batch-size"),
+        (["--batch-sizes", "8", "--tokens", "1e9", "--deadline", "3d"], "smallest cluster", "--nodes"),
+        (["--batch-sizes", "3,5", "--nodes", "4096"], "no mesh", "multiple of"),
+    ],
+)
+def test_batches_that_cannot_be_compared_are_refused(monkeypatch, capsys, more, says, use):
+    code, _, err = plan(monkeypatch, capsys, "--model", "proof", *more)
+    assert code == 2 and says in err and use in err, err
 
 
 # ------------------------------------------------------------------------------------------------------- own schedules

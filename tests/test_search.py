@@ -166,13 +166,14 @@ def test_no_legal_layout_is_missing(monkeypatch, model, devices, batch):
     for config in missing:
         parallel = config.parallel
         pipelined = parallel.mesh.pp > 1 and ((parallel.chunks or 1) > 2 or parallel.accumulate > 1)
+        pipelined = pipelined or parallel.last_layers > 0
         assert parallel.remat_every > 1 or pipelined
         left_out = score(config, Candidates.of(config), H100)
         as_good = (everything.memory.total <= left_out.memory.total[0] * (1 + 1e-9)) & (
             everything.time.total <= left_out.time.total[0] * (1 + 1e-9)
         )
         same = np.ones(len(found), bool)
-        for name in set(INTEGERS) - {"keep", "chunks", "microbatches", "accumulate", "every", "selective"}:
+        for name in set(INTEGERS) - {"keep", "chunks", "last", "microbatches", "accumulate", "every", "selective"}:
             same &= getattr(found, name) == getattr(Candidates.of(config), name)[0]
         assert (as_good & same).any(), config.parallel
 
@@ -184,21 +185,24 @@ def every_setting(model, devices, batch):
         mesh = MeshShape(**dict(zip(FACTORS, shape, strict=True)))
         if mesh.num_devices != devices or (mesh.cp > 1 and model.seq_len < searching.LONG):
             continue
-        pipelines_of = [(None, None, None)]
+        pipelines_of = [(None, None, None, None)]
         if mesh.pp > 1:
             pipelines_of = [
-                (name, chunks, micro)
+                (name, chunks, micro, last)
                 for name in NAMES
                 for chunks in (range(2, 6) if name == "interleaved" else [None])
                 for micro in divisors(batch)
+                for last in ("even", "last-1", "last-2", "last-3")
             ]
         kinds = CP_KINDS if mesh.cp > 1 else CP_KINDS[:1]
-        for (name, chunks, micro), zero, keep, sp, overlap, kind in itertools.product(
+        for (name, chunks, micro, last), zero, keep, sp, overlap, kind in itertools.product(
             pipelines_of, range(4), (True, False), (False, True), (False, True), kinds
         ):
             if (not keep and zero != 3) or (sp and mesh.tp == 1) or (zero and mesh.state_ranks == 1):
                 continue
             if overlap and mesh.pp * mesh.dp * mesh.replica * mesh.cp == 1:
+                continue
+            if last not in (None, "even") and (zero or sp or overlap):  # no rule of these is about the parts
                 continue
             remats = ("none", "selective", "block", "every-2", "every-3", "chunk")
             rings = ("none", "one-way") if sp and mesh.pp == 1 else ("none",)
@@ -207,7 +211,9 @@ def every_setting(model, devices, batch):
                     continue
                 if overlap and mesh.pp > 1 and accumulate > 1:  # whatever a pass is, its messages are its own
                     continue
-                schedule = {} if name is None else {"schedule": name, "chunks": chunks, "microbatches": micro}
+                schedule = {}
+                if name is not None:
+                    schedule = {"schedule": name, "chunks": chunks, "microbatches": micro, "stages": last}
                 try:
                     yield ParallelConfig(
                         mesh=mesh,
@@ -292,6 +298,13 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
     expected = step_time(work_of(model), by_hand, H100)
     for part in (*PARTS, "dp_hidden", "total"):
         assert getattr(found, part)[0] == pytest.approx(getattr(expected, part)[0], rel=1e-9), part
+
+
+def test_a_compiled_step_has_no_python_between_launches():
+    config = base(precision=PrecisionConfig("bfloat16"))
+    quick, slow = (dataclasses.replace(UNCALIBRATED, step_seconds=seconds) for seconds in (0.0, 1.0))
+    times = [score(config, Candidates.of(config), H100, efficiency=each).time.total[0] for each in (quick, slow)]
+    assert times[0] == times[1]
 
 
 @pytest.mark.parametrize("name", ["mine", "zb-h1"])
@@ -402,6 +415,31 @@ def test_what_a_search_leaves_out_is_not_the_best(preset, devices, batch, card, 
     assert quick.config(first) == whole.config(best) or quick.time.total[first] == whole.time.total[best]
     # Nor does it leave out what would free a hundredth of a card.
     assert quick.memory.total.min() - whole.memory.total.min() < 0.01 * usable_bytes(cluster)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_no_division_over_stages_is_faster_than_those_searched(pp):
+    """Of all divisions of 16 layers, beside a head of about two layers."""
+    model = GPT2(num_layers=16, width=2048, num_heads=16, ffn_width=8192, seq_len=512, vocab_size=50176)
+    assert 1.5 < model.head_in_layers < 2.5
+
+    def run(stages):
+        parallel = ParallelConfig(MeshShape(pp=pp), microbatches=8, stages=stages)
+        return base(model, 8, parallel=parallel, precision=PrecisionConfig("bfloat16"))
+
+    def seconds(stages):
+        return score(run(stages), Candidates.of(run(stages)), H100, "cudnn").time.total[0]
+
+    splits = itertools.combinations(range(1, 16), pp - 1)
+    every = [",".join(map(str, np.diff([0, *cuts, 16]).tolist())) for cuts in splits]
+    searched = [f"last-{last}" if last else "even" for _, last in searching._depths(model, pp)]
+    best = min(seconds(stages) for stages in every)
+    assert min(seconds(stages) for stages in searched) == pytest.approx(best, rel=1e-9)
+    assert (best < seconds("even") * 0.98) == (pp == 4)
+    for stages in searched[1:]:
+        config = run(stages)
+        assert config.part_layers[-1] == config.parallel.last_layers and sum(config.part_layers) == 16
+        assert Candidates.of(config).parallel(0) == config.parallel
 
 
 def test_a_loss_whose_logits_are_too_large_is_computed_in_chunks():

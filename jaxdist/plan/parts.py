@@ -230,16 +230,22 @@ def _traffic(saved: Callable, plain: Callable, mesh: MeshShape, leaves: dict, pa
     """saved: the part as it runs; plain: without a policy of what is saved, to run it again from its inputs."""
     types = [jax.tree.map(type_of, each) for each in (params, *inputs)]
     forward, backward = _forward_and_backward(saved, leaves, types)
-    pull = flat(jax.make_jaxpr(lambda dy, *args: _vjp(plain, leaves, *args)[1](dy))(forward.out_avals[0], *types))
-    needed = needed_for(pull.jaxpr.outvars, pull.jaxpr.eqns)
+    needed, given = _from_inputs(plain, leaves, types, forward.out_avals[0])
     in_backward = _collectives(needed_for(backward.jaxpr.outvars, backward.jaxpr.eqns), mesh)
     return PartTraffic(
         forward=_collectives(needed_for(forward.jaxpr.outvars, forward.jaxpr.eqns), mesh),
         alone=_collectives(needed_for(forward.jaxpr.outvars[:1], forward.jaxpr.eqns), mesh),
         backward=in_backward,
         recomputed=_without(_collectives(needed, mesh), in_backward),
-        read_again=_read(needed, pull.jaxpr.invars[1:], params),
+        read_again=_read(needed, given, params),
     )
+
+
+def _from_inputs(function: Callable, leaves: dict, types: list, y) -> tuple[list, list]:
+    """Equations of a part's gradients for that of its result, of type `y`, where nothing is kept of its forward; and
+    the variables of its arguments."""
+    pull = flat(jax.make_jaxpr(lambda dy, *args: _vjp(function, leaves, *args)[1](dy))(y, *types))
+    return needed_for(pull.jaxpr.outvars, pull.jaxpr.eqns), pull.jaxpr.invars[1:]
 
 
 def _vjp(function: Callable, leaves: dict, params: dict, *inputs) -> tuple:
@@ -460,6 +466,9 @@ class TracedWork:
     layer_sums: float
     mixture_sums: float
     ring_sums: float
+    matrices_again: float
+    sums_again: float
+    sp_sums_again: float
     trained_layer: float
     trained_table: float
     layer_backward: float
@@ -518,7 +527,7 @@ def work_of(model: Model) -> TracedWork:
     rows = rows_to_trace(model)
     one = OneRank(model, 1, rows, PrecisionConfig(), attention="xla")
     layer, loss, width = one.trace(_products)
-    backward = one.trace(_backward_flops)
+    backward, again = one.trace(_backward_flops), one.trace(_layer_again)[1]
     few = next((replace(one, tp=tp) for tp in range(2, MOST_SPLIT) if allows(model, tp)), None)
     parted_layer, parted_loss, _ = few.trace(_products) if few else (layer, loss, width)
     leaves = make_layout(model, ParallelConfig()).leaves
@@ -547,6 +556,9 @@ def work_of(model: Model) -> TracedWork:
         layer_sums=_sums(few),
         mixture_sums=_sums(few) - _sums(apart) if apart else 0.0,
         ring_sums=_sums(with_sp) - _sums(replace(with_sp, tp_ring="one-way")) if with_sp else 0.0,
+        matrices_again=(again - core) / weights,
+        sums_again=_sums(few, again=True) / _sums(few) if few else 0.0,
+        sp_sums_again=_sums(with_sp, again=True) / _sums(with_sp) if with_sp else 0.0,
         trained_layer=sum(math.prod(leaf.shape[1:]) for leaf in layers if not leaf.frozen) / layer_parameters,
         trained_table=float(not table.frozen),
         layer_backward=(backward[0] - 2 * core) / weights,
@@ -557,11 +569,13 @@ def work_of(model: Model) -> TracedWork:
     )
 
 
-def _sums(rank: OneRank | None) -> float:
-    """Sums over tp of what a layer passes on, in its forward; a gather or scatter of it is half of one."""
+def _sums(rank: OneRank | None, again: bool = False) -> float:
+    """Sums over tp of what a layer passes on, in its forward; a gather or scatter of it is half of one.
+
+    again: those that are repeated where a layer runs again alone for its backward."""
     if rank is None:
         return 0.0
-    sent, x_bytes = rank.trace(_sent_forward)
+    sent, x_bytes = rank.trace(_sent_again if again else _sent_forward)
     whole = x_bytes * (rank.tp if rank.sp else 1)
     over_tp = [c for c in sent if c.kind != "all_to_all" and c.full_bytes >= whole]
     return sum(c.count * (1 if c.kind == "all_reduce" else 0.5) for c in over_tp)
@@ -586,6 +600,23 @@ def _sent_forward(parts: _Functions) -> tuple[tuple[Collective, ...], int]:
     return _collectives(needed_for(program.outvars, program.eqns), parts.mesh), _num_bytes([type_of(parts.x)])
 
 
+def _sent_again(parts: _Functions) -> tuple[tuple[Collective, ...], int]:
+    """The same of a layer that runs again alone for its backward, without what backward itself sends."""
+    return _layer_again(parts)[0], _num_bytes([type_of(parts.x)])
+
+
+def _layer_again(parts: _Functions) -> tuple[tuple[Collective, ...], float]:
+    """What a layer sends that runs again alone for its backward, and the FLOPs a position of its products, without
+    backward's own."""
+    types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
+    forward, backward = _forward_and_backward(parts.layer, parts.bound.layer_leaves, types)
+    own = needed_for(backward.jaxpr.outvars, backward.jaxpr.eqns)
+    everything, _ = _from_inputs(parts.layer, parts.bound.layer_leaves, types, forward.out_avals[0])
+    sent = _without(_collectives(everything, parts.mesh), _collectives(own, parts.mesh))
+    products = sum(2 * math.prod(dims) * sign for eqns, sign in ((everything, 1), (own, -1)) for dims in _dots_of(eqns))
+    return sent, products / math.prod(parts.batch.inputs.shape)
+
+
 def _attention(parts: _Functions) -> tuple[AttentionShape, ...]:
     """Every call of `jaxdist.models.attention.attend` in a layer."""
     bound = replace(parts.bound, ctx=replace(parts.bound.ctx, attention="cudnn-traced"))
@@ -608,8 +639,13 @@ def _products(parts: _Functions) -> tuple[list, list, int]:
 def _dots(jaxpr) -> list[tuple[int, int, int, int]]:
     """(batch, m, n, k) of every product that a program's results depend on."""
 
-    found, jaxpr = [], getattr(jaxpr, "jaxpr", jaxpr)
-    for eqn in needed_for(jaxpr.outvars, jaxpr.eqns):
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return _dots_of(needed_for(jaxpr.outvars, jaxpr.eqns))
+
+
+def _dots_of(eqns: list) -> list[tuple[int, int, int, int]]:
+    found = []
+    for eqn in eqns:
         dims = product_dims(eqn)
         found += [each for inner in inner_programs(eqn) for each in _dots(inner)] if dims is None else [dims]
     return found

@@ -23,7 +23,7 @@ from jaxdist.models.attention import LONG
 from jaxdist.models.base import Model
 from jaxdist.parallel.blocked_attention import MOST_POSITIONS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
-from jaxdist.parallel.pipeline.schedules import divide_layers
+from jaxdist.parallel.pipeline.schedules import divide_layers, with_last
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.kept_arrays import choice_of
 from jaxdist.plan.parts import allows, exchanged, work_of
@@ -34,12 +34,13 @@ from jaxdist.plan.time_model import NOTHING, Efficiency, Layout, Repeated, StepT
 # ------------------------------------------------------------------------------------------------------- enumeration
 
 BLOCK = 1 << 15  # layouts made and scored at a time: their columns stay in the cache
-INTEGERS = (*AXES, "zero", "sp", "ring", "keep", "schedule", "chunks", "microbatches", "accumulate", "rows")
+INTEGERS = (*AXES, "zero", "sp", "ring", "keep", "schedule", "chunks", "last", "microbatches", "accumulate", "rows")
 INTEGERS += ("every", "selective", "recompute", "repeats", "overlap", "kind", "loss_chunks")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
 EXCHANGE = "ulysses"  # the kind of cp that exchanges heads
 WORDS = [""]  # of `remat`, those that name arrays: in the column `repeats`, their places here, 0 for none
 RINGS = ("none", "one-way")  # that are searched: two-way rings are for links that carry both directions at once
+HEAD_AT_MOST = 1.5  # of the loss's time in layers, over that of its FLOPs: the last part has fewer layers for it
 LOSS_CHUNKS = 8  # searched beside what the run has: their logits are less than what layers need
 OWN_KIND = len(CP_KINDS)  # in the column `kind`: the run's own `cp_kind`
 STEADY = [NAMES.index(name) for name in ("1f1b", "zb-h1", "v-half", "v-min")]  # whose buffers fill up and stay
@@ -51,12 +52,12 @@ class Candidates:
     """Layouts as integer columns of one length.
 
     ring: index in `config.TP_RINGS`. keep: ZeRO-3 without dropping weights after forward. schedule: index in
-    `builders.NAMES`, or OWN; where pp is 1 it is that of 1f1b and chunks is 1. microbatches: of one pass of the
-    pipeline; 1 where pp is 1. rows: sequences of a micro-batch. every: blocks recomputed together, 0 for none;
-    selective: only the attention core is recomputed; recompute: a chunk is, in an R of the schedule's; repeats: the
-    arrays are that a word of `remat` names, its place in WORDS.
-    overlap: a layer's gradients, and ZeRO-3's weights, are sent while another layer computes; in a
-    pipeline, messages between stages do. kind: index in `config.CP_KINDS`, or OWN_KIND; 0 where cp is 1.
+    `builders.NAMES`, or OWN; where pp is 1 it is that of 1f1b and chunks is 1. last: layers of the last part, 0 where
+    all are even. microbatches: of one pass of the pipeline; 1 where pp is 1. rows: sequences of a micro-batch. every:
+    blocks recomputed together, 0 for none; selective: only the attention core is recomputed; recompute: a chunk is, in
+    an R of the schedule's; repeats: the arrays are that a word of `remat` names, its place in WORDS. overlap: a layer's
+    gradients, and ZeRO-3's weights, are sent while another layer computes; in a pipeline, messages between stages do.
+    kind: index in `config.CP_KINDS`, or OWN_KIND; 0 where cp is 1.
     """
 
     pp: np.ndarray
@@ -71,6 +72,7 @@ class Candidates:
     keep: np.ndarray
     schedule: np.ndarray
     chunks: np.ndarray
+    last: np.ndarray
     microbatches: np.ndarray
     accumulate: np.ndarray
     rows: np.ndarray
@@ -107,6 +109,12 @@ class Candidates:
     def schedule_name(self, index: int, base: ParallelConfig) -> str:
         return base.schedule if self.schedule[index] == OWN else NAMES[self.schedule[index]]
 
+    def stages(self, index: int, base: ParallelConfig) -> str:
+        """The word of `ParallelConfig`."""
+        if self.schedule[index] == OWN:
+            return base.stages
+        return f"last-{self.last[index]}" if self.last[index] else "even"
+
     def parallel(self, index: int, base: ParallelConfig | None = None) -> ParallelConfig:
         """The settings of one layout; what is not searched is as in `base`. Makes the schedule, whatever its size."""
         row = {name: int(getattr(self, name)[index]) for name in INTEGERS}
@@ -115,6 +123,7 @@ class Candidates:
             pipeline = {name: getattr(base, name) for name in ("schedule", "microbatches", "chunks", "stages")}
         elif row["pp"] > 1:
             pipeline = {"schedule": NAMES[row["schedule"]], "microbatches": row["microbatches"]}
+            pipeline["stages"] = self.stages(index, plain)
             if pipeline["schedule"] == "interleaved":
                 pipeline["chunks"] = row["chunks"]
         return replace(
@@ -144,7 +153,7 @@ class Candidates:
     def of(cls, config: RunConfig) -> "Candidates":
         """One layout that somebody chose, as columns of length one."""
         parallel, schedule = config.parallel, config.parallel.pipeline
-        searched = parallel.schedule in NAMES and parallel.stages == "even"
+        searched = parallel.schedule in NAMES and (parallel.stages == "even" or parallel.last_layers > 0)
         mesh = parallel.mesh
         micro = parallel.num_microbatches
         row = {axis: getattr(mesh, axis) for axis in AXES} | {
@@ -154,6 +163,7 @@ class Candidates:
             "keep": parallel.zero == 3 and parallel.sharded and not parallel.reshard_after_forward,
             "schedule": NAMES.index("1f1b") if schedule is None else NAMES.index(schedule.name) if searched else OWN,
             "chunks": 1 if schedule is None else schedule.num_chunks,
+            "last": parallel.last_layers if searched else 0,
             "microbatches": micro,
             "accumulate": parallel.accumulate,
             "rows": config.batch_size // (mesh.replica * mesh.dp * parallel.accumulate * micro),
@@ -251,7 +261,8 @@ def layouts_of_mesh(
     attention: str | None = None,
     loss_chunks: int = 1,
 ) -> Iterator[Candidates]:
-    """Every distinct layout of one mesh that `RunConfig` accepts with `stages="even"`, at most `block` at a time.
+    """Every distinct layout of one mesh that `RunConfig` accepts, at most `block` at a time; of stages those that are
+    even, or have fewer layers in the last part.
 
     That is: what concerns layers, times what concerns ZeRO, times how a sequence is split, times how the batch is cut.
     attention: what will run, where only `_likely` choices are asked for. loss_chunks: of all. Left out, because
@@ -272,18 +283,19 @@ def layouts_of_mesh(
         rings = RINGS if pp == 1 and work_of(model).ring_sums else RINGS[:1]
         sps += [(1, TP_RINGS.index(ring)) for ring in rings]
     splits = [(*sp, CP_KINDS.index(kind)) for sp in sps for kind in context_kinds(model, MeshShape(**mesh))]
-    # (schedule, chunks, every, selective, recompute)
+    # (schedule, chunks, layers of the last part, every, selective, recompute)
     if pp == 1:
         # As many groups as a larger K has layers keep no more, and gather ZeRO-3's weights no more often.
         few = [size for size in divisors(model.num_blocks) if size**2 <= model.num_blocks]
-        layers = [(NAMES.index("1f1b"), 1, *again) for again in _remats(few)]
+        layers = [(NAMES.index("1f1b"), 1, 0, *again) for again in _remats(few)]
     else:
         layers = [
-            (index, chunks, *again)
+            (index, chunks, last, *again)
             for index, kind in enumerate(SCHEDULES.values())
             for chunks in (_chunk_counts(model.num_blocks, pp) if kind.any_chunks else [kind.chunks])
             if pp * chunks <= model.num_blocks
-            for again in (*_remats(_group_sizes(-(-model.num_blocks // (pp * chunks)))), (0, 0, 1))
+            for depth, last in _depths(model, pp * chunks)
+            for again in (*_remats(_group_sizes(depth)), (0, 0, 1))
         ]
     # (microbatches, accumulate, rows)
     cuts = [
@@ -297,7 +309,7 @@ def layouts_of_mesh(
     layers, states, splits, cuts = map(np.array, (layers, states, splits, cuts))
     for start in range(0, math.prod(shape), block):
         layer, state, split, cut = np.unravel_index(np.arange(start, min(start + block, math.prod(shape))), shape)
-        schedule, chunks, every, selective, recompute = layers[layer].T
+        schedule, chunks, last, every, selective, recompute = layers[layer].T
         zero, keep, overlap = states[state].T
         micro, accumulate, rows = cuts[cut].T
         sp, ring, kind = splits[split].T
@@ -309,6 +321,7 @@ def layouts_of_mesh(
             keep=keep,
             schedule=schedule,
             chunks=chunks,
+            last=last,
             microbatches=micro,
             accumulate=accumulate,
             rows=rows,
@@ -328,6 +341,30 @@ def layouts_of_mesh(
         legal &= ~(np.isin(schedule, STEADY) & (accumulate > 1) & (micro >= 2 * pp) & (pp > 1))
         if legal.any():
             yield found.take(legal)
+
+
+def _depths(model: Model, num_parts: int) -> list[tuple[int, int]]:
+    """(layers of the largest part, of the last one, 0 where all are even): every division with which a micro-batch may
+    be shorter in lock-step than with a smaller largest part.
+
+    The head is in the F of the last part (a third of a layer's time is F), and the other parts wait for it: of parts
+    that are no larger, the fewest layers in the last are the fastest, until its F takes no longer than the others'.
+    """
+    even = divide_layers(model.num_blocks, num_parts)
+    head = HEAD_AT_MOST * model.head_in_layers
+
+    def length(depth: int, last: int) -> float:
+        return depth + max(0.0, head - (depth - last) / 3)
+
+    found, shortest = [(max(even), 0)], length(max(even), even[-1])
+    for depth in range(max(even), model.num_blocks):
+        last = max(model.num_blocks - depth * (num_parts - 1), 1)
+        if length(depth, last) < shortest:
+            found.append((depth, last))
+            shortest = length(depth, last)
+        if last == 1 or length(depth, last) == depth:
+            break
+    return found
 
 
 def _chunk_counts(num_layers: int, pp: int) -> list[int]:
@@ -432,11 +469,16 @@ def pipelines(config: RunConfig, layouts: Candidates) -> Pipelines:
     model = config.model
     again = (layouts.every > 0).astype(int)
     overlap = layouts.overlap * (layouts.pp > 1)
-    sizes = (layouts.pp, layouts.schedule, layouts.microbatches, layouts.chunks)
+    sizes = (layouts.pp, layouts.schedule, layouts.microbatches, layouts.chunks, layouts.last)
     kinds, index = distinct(*sizes, again, overlap, layouts.recompute)
     rows = []
-    for pp, schedule, micro, chunks, again, overlap, recompute in kinds:
-        parts = config.part_layers if schedule == OWN else divide_layers(model.num_blocks, pp * chunks)
+    for pp, schedule, micro, chunks, last, again, overlap, recompute in kinds:
+        if schedule == OWN:
+            parts = config.part_layers
+        elif last:
+            parts = with_last(model.num_blocks, pp * chunks, last)
+        else:
+            parts = divide_layers(model.num_blocks, pp * chunks)
         row = (0.0, 0.0, 0, 0, 0, 0, 0)
         if pp > 1:
             if schedule == OWN:
@@ -530,6 +572,7 @@ def _step_time(
         flash=(attention == "cudnn") & ~by_blocks,
         blocks=by_blocks,
         dropout=model.dropout > 0,
+        python=False,
         tp_ring=layouts.ring > 0,
         loss_chunks=layouts.loss_chunks,
         sends=table.sends,
@@ -745,7 +788,7 @@ def _likely(attention: str, layers: list[tuple], splits: list[tuple], cuts: list
     if attention == "cudnn" and exchange in kinds:
         kinds = {exchange}
     most = max(micro for micro, _, _ in cuts)
-    layers = [row for row in layers if attention == "xla" or not row[3]]
+    layers = [row for row in layers if attention == "xla" or not row[4]]
     splits = [split for split in splits if split[0] == most_sp and split[2] in kinds]
     return layers, splits, [cut for cut in cuts if cut[0] >= min(pp, most)]
 

@@ -8,7 +8,7 @@ number, plus the bubble, plus what the update sends and does, plus the host:
     tp, cp, pp   collectives and messages of every micro-batch, on the link their axis lands on (α–β, ring)
     dp           gradients and ZeRO's weights (over dp and cp), of which a part hides behind backward
     bubble       idle over ideal × micro-batches × one micro-batch's time
-    overhead     launches of a layer, as far as they take longer than the layer itself; the host once a step
+    overhead     launches of a layer, as far as they take longer than the layer itself; the host once a step; stragglers
 
 How good it is: `jaxdist.plan.papers.calibration` compares it with published runs. It is a prediction; it has not been
 measured on the machine you plan for, unless you calibrate an `Efficiency` for it.
@@ -40,7 +40,7 @@ CORE_LAUNCHES = 0.2  # of a layer's forward, those of attention that writes its 
 # What `tp_ring` adds to a layer, counted in programs compiled for H100 (docs/plan.md): for each sum, activations that
 # are copied into and out of their places; for each hop of a ring, launches, as a part of those of a forward.
 RING_COPIES, RING_LAUNCHES = 5, 0.06
-RING_HIDE = 0.4  # of what `hide` says, in rings: of three published runs with and without them (docs/plan.md)
+RING_HIDE = 0.45  # of what `hide` says, in rings: of three published runs with and without them (docs/plan.md)
 LAUNCH_SECONDS = 8e-6  # of a copy from Python, one after the other
 OPTIMIZER_TRAFFIC = 40  # bytes a parameter: gradient read twice (norm, update), master and two moments read and written
 
@@ -50,17 +50,19 @@ class Efficiency:
     """What a software stack reaches on an accelerator: the constants of the time model.
 
     matmul: part of the peak that a large matmul reaches. half_size: a matmul whose smallest dim is this reaches half of
-    that. attention: part of the peak that a fused attention reaches on scores that count, forward and backward together
-    (0.18 to 0.21 fitted to published runs of 2024; the guess is what newer kernels are said to reach alone). float8:
+    that. attention: part of the peak that cuDNN's fused attention, which is ours on GPUs, reaches on scores that count,
+    forward and backward together; flash2: the same of FlashAttention-2 and older ones, of published runs alone. float8:
     part of `matmul` that products in float8 reach of their own peak, casts and scales included. hbm, inside, between:
     parts of the bandwidths. latency: of the links' latencies. layer_seconds: launches of one layer's forward (twice
-    that backward). step_seconds: host, once a step. hide: part of what may overlap that does. relative_error: ± of the
-    total, from the calibration; 0.3 where there was none.
+    that backward). step_seconds: of a Python program's host, once a step. straggle: by what part a step is longer for
+    each time that the nodes double, since all wait for the slowest. hide: part of what may overlap that does.
+    relative_error: ± of the total, from the calibration; 0.3 where there was none.
     """
 
     matmul: float = 0.7
     half_size: float = 60.0
     attention: float = 0.45
+    flash2: float = 0.3
     float8: float = 1.0
     hbm: float = 0.7
     inside: float = 0.75
@@ -68,13 +70,14 @@ class Efficiency:
     latency: float = 1.0
     layer_seconds: float = 0.0
     step_seconds: float = 0.0
+    straggle: float = 0.0
     hide: float = 0.7
     input_bytes_per_s: float = 1e9
     relative_error: float = 0.3
     stack: str = "uncalibrated"
 
     def __post_init__(self):
-        for name in ("matmul", "attention", "float8", "hbm", "inside", "between"):
+        for name in ("matmul", "attention", "flash2", "float8", "hbm", "inside", "between"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(
                     f"efficiency {name}={getattr(self, name)}",
@@ -116,42 +119,46 @@ def read_efficiency(path: str | Path) -> Efficiency:
 EFFICIENCIES = {
     "a100-megatron": Efficiency(matmul=0.813, half_size=35.8, hbm=0.573, relative_error=0.1, stack="a100-megatron"),
     "h100-nanotron": Efficiency(
-        matmul=0.643, attention=0.3, step_seconds=0.0461, relative_error=0.17, stack="h100-nanotron"
+        matmul=0.643, flash2=0.3, step_seconds=0.0461, relative_error=0.17, stack="h100-nanotron"
     ),
-    "h100-mpt": Efficiency(matmul=0.554, attention=0.182, relative_error=0.14, stack="h100-mpt"),
+    "h100-mpt": Efficiency(matmul=0.545, flash2=0.183, relative_error=0.14, stack="h100-mpt"),
     "h100-torchtitan-float8": Efficiency(
-        matmul=0.43, attention=0.206, relative_error=0.27, stack="h100-torchtitan-float8"
+        matmul=0.417, flash2=0.206, relative_error=0.27, stack="h100-torchtitan-float8"
     ),
     # `python -m jaxdist.plan.papers.sources --write`: of all programs together; `relative_error` is the bar that holds
     # nine tenths of the rows of sources that were left out.
     "h100-published": Efficiency(
-        matmul=0.648,
-        half_size=62.8,
-        attention=0.198,
-        float8=0.909,
-        hbm=0.551,
-        inside=0.662,
-        between=0.557,
+        matmul=0.683,
+        half_size=64.8,
+        attention=0.548,
+        flash2=0.202,
+        float8=0.942,
+        hbm=0.462,
+        inside=0.742,
+        between=0.752,
         latency=1.39,
         layer_seconds=0.0002,
-        step_seconds=0.0395,
-        hide=0.866,
-        relative_error=0.189,
+        step_seconds=0.0539,
+        straggle=0.00507,
+        hide=0.81,
+        relative_error=0.144,
         stack="h100-published",
     ),
     "a100-published": Efficiency(
-        matmul=0.751,
-        half_size=64.8,
-        attention=0.292,
+        matmul=0.776,
+        half_size=62.5,
+        attention=0.45,
+        flash2=0.276,
         float8=0.65,
-        hbm=0.632,
-        inside=0.682,
-        between=0.598,
-        latency=1.06,
+        hbm=0.622,
+        inside=0.686,
+        between=0.603,
+        latency=1.05,
         layer_seconds=0.0002,
-        step_seconds=0.0291,
-        hide=0.708,
-        relative_error=0.162,
+        step_seconds=0.0293,
+        straggle=0.00476,
+        hide=0.702,
+        relative_error=0.153,
         stack="a100-published",
     ),
 }
@@ -184,8 +191,8 @@ class Layout:
     remat: words of `jaxdist.config.ParallelConfig`. gradient_bytes: of one accumulated and reduced element.
     overlap_dp: gradients (and ZeRO-3 weights) are sent during backward. overlap_tp: part of tp's traffic that overlaps
         with matmuls. overlap_pp: messages between stages are sent while stages compute.
-    flash: attention that never writes its scores. blocks: attention that writes them a block at a time, and makes them
-        again in backward (`jaxdist.parallel.blocked_attention`).
+    flash: attention that never writes its scores; flash2: by an older kernel than cuDNN's. blocks: attention that
+        writes them a block at a time, and makes them again in backward (`jaxdist.parallel.blocked_attention`).
     scatter_gather: without sp, tp ranks send different parts of a message between stages.
     sends: messages of a micro-batch that a stage waits for, both ways together (default 2v).
     spread_table: every stage holds a part of the token table; its two ends get it, and give its gradient, once a step.
@@ -195,6 +202,9 @@ class Layout:
     overlap_across: with overlap_dp, the sum over replica overlaps with backward as well.
     messages: in which gradients are reduced over dp, or weights gathered, each with a latency of its own. by_layer: one
         for each layer and one more instead, as always with ZeRO-2 and 3.
+    always_sums: the gradient of a micro-batch that is alone is added to zeros as well.
+    fused_sums: products add to the gradients so far themselves, and write none of their own.
+    python: the host runs Python between launches; ours launches one compiled program.
     copies: that the host launches one by one once a step, and nothing runs beside.
     tp_ring: what products gather and scatter over tp moves in chunks, of which all but one have a product beside them.
     ring_copies: of an activation, that a ring makes for each sum (default: our program's).
@@ -228,6 +238,7 @@ class Layout:
     overlap_tp: Number = 0.0
     overlap_pp: Number = False
     flash: Number = False
+    flash2: Number = False
     blocks: Number = False
     dropout: Number = False
     scatter_gather: Number = False
@@ -243,6 +254,9 @@ class Layout:
     exchanged: Number = 0.0
     messages: Number = 1
     by_layer: Number = False
+    always_sums: Number = False
+    fused_sums: Number = False
+    python: Number = True
     copies: Number = 0
     tp_ring: Number = False
     ring_copies: Number = RING_COPIES
@@ -347,13 +361,14 @@ class Work(Protocol):
     `jaxdist.plan.papers.work` from the closed forms of published models.
 
     expert_parameters: of layer_parameters, those of experts, all of them. layer_sums: all-reduces over tp of one
-    layer's forward; mixture_sums, of these, around experts; ring_sums, those that `tp_ring` takes. table_parameters: of
-    the largest parameter that the loss
-    uses, vocab_size its rows. trained_layer, trained_table: what part of these parameters is trained. layer_backward,
-    head_backward: FLOPs of the backward of products with weights over those of their forward: 2, or 1 where weights are
-    frozen. attention: every causal attention of a layer; none where the model has another. matmul(n, k, m): seconds of
-    a product [positions, k] x [k, n]; m where another dim is the smallest, part where its rows come in groups of that
-    part of the positions.
+    layer's forward; mixture_sums, of these, around experts; ring_sums, those that `tp_ring` takes. matrices_again,
+    sums_again, sp_sums_again: of the seconds of products with weights, and of these sums without sp and with it, the
+    part that a layer repeats which runs again alone for its backward: nobody needs its result. table_parameters: of the
+    largest parameter that the loss uses, vocab_size its rows. trained_layer, trained_table: what part of these
+    parameters is trained. layer_backward, head_backward: FLOPs of the backward of products with weights over those of
+    their forward: 2, or 1 where weights are frozen. attention: every causal attention of a layer; none where the model
+    has another. matmul(n, k, m): seconds of a product [positions, k] x [k, n]; m where another dim is the smallest,
+    part where its rows come in groups of that part of the positions.
     """
 
     num_layers: int
@@ -367,6 +382,9 @@ class Work(Protocol):
     layer_sums: float
     mixture_sums: float
     ring_sums: float
+    matrices_again: float
+    sums_again: float
+    sp_sums_again: float
     trained_layer: float
     trained_table: float
     layer_backward: float
@@ -438,7 +456,7 @@ def step_time(
 
     # ---- one layer, one micro-batch
     over_tp = np.asarray(layout.experts_over_tp)
-    attention_peak = cluster.hardware.peak(wide) * e.attention
+    attention_peak = cluster.hardware.peak(wide) * np.where(layout.flash2, e.flash2, e.attention)
     core = _attention_core(work, layout, matmul, positions, attention_peak, hbm, itemsize)
     matrices = work.matrices(matmul, tp, ep, over_tp)
     whole, split, scores = work.elementwise_bytes(layout.dropout, core.fused, itemsize)
@@ -448,6 +466,9 @@ def step_time(
     # With sp it is a gather and a scatter, of which there are no trees.
     all_reduce = np.where(sp, *(ring(name, "tp", tp, activation) for name in ("ring_all_reduce", "all_reduce")))
     again = every > 0  # recomputed forwards
+    alone = np.asarray(layout.remat) == "block"
+    products_again = again * np.where(alone, work.matrices_again, 1)
+    sums_again = again * np.where(alone, np.where(sp, work.sp_sums_again, work.sums_again), 1)
     core_again = again | (selective & ~core.fused)
     sent = _over_cp(work, layout, cluster, e, positions, itemsize, core)
     # Neighbours among the ranks of dp x cp, or of tp before them, hold different experts.
@@ -463,13 +484,13 @@ def step_time(
     repeated = layout.repeated
     sent_again = ring("all_reduce", "tp", tp, positions * repeated.summed)
     in_rings = np.asarray(layout.tp_ring) * work.ring_sums
-    summed = (2 + again) * sums * all_reduce + np.where(repeated.summed, sent_again, 0)
+    summed = (2 + sums_again) * sums * all_reduce + np.where(repeated.summed, sent_again, 0)
     # Products of forward, and of backward those with weights, go chunk by chunk.
     by_chunk = np.where(in_rings, work.in_rings(partial(matmul, part=1 / tp), tp), 0)
     slower = by_chunk - np.where(in_rings, work.in_rings(matmul, tp), 0)
     hidden = np.minimum(in_rings * all_reduce, (tp - 1) / tp * by_chunk)
     summed = summed - RING_HIDE * e.hide * (2 + again) * hidden
-    products = (1 + work.layer_backward + again) * matrices + (2 + again) * slower
+    products = (1 + work.layer_backward + products_again) * matrices + (2 + again) * slower
     layer = {
         "compute": products
         + core.backward
@@ -516,7 +537,10 @@ def step_time(
     updated = layers * work.trained_layer + trained_table / spread
     of_experts = experts * work.trained_layer  # among what is updated
     micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
-    micro["memory"] = micro["memory"] + trained * (itemsize + 2 * grad) / hbm  # add a gradient to the sum so far
+    # Of several micro-batches each gradient is added to the sum so far, one alone is only written.
+    added = np.where(layout.fused_sums, 0, itemsize) + 2 * grad
+    sums = np.where((m > 1) | layout.always_sums, added, grad)
+    micro["memory"] = micro["memory"] + trained * sums / hbm
     message = activation / np.where(sp | np.asarray(layout.scatter_gather), tp, 1)
     sends = 2 * np.asarray(layout.chunks) if layout.sends is None else np.asarray(layout.sends)
     between = sends * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
@@ -531,7 +555,9 @@ def step_time(
     # ZeRO shards an expert over fewer ranks, since fewer hold it.
     own = (updated + (ep - 1) * of_experts) / shards
     time["memory"] = time["memory"] + np.where(zero >= 1, own, updated) * OPTIMIZER_TRAFFIC / hbm
-    time["overhead"] = time["overhead"] + e.step_seconds + LAUNCH_SECONDS * np.asarray(layout.copies)
+    time["overhead"] = (
+        time["overhead"] + e.step_seconds * np.asarray(layout.python) + LAUNCH_SECONDS * np.asarray(layout.copies)
+    )
     time["input"] = m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
 
     by_layer = (zero >= 2) | np.asarray(layout.by_layer)
@@ -559,10 +585,15 @@ def step_time(
     gathers_hide = (zero == 3) | in_forward
     may_hide = layout.hidden_part * (may_hide + np.where(gathers_hide, gathers * gather, 0))
     backward = 2 / 3 + in_forward / 3  # of a micro-batch
-    window = np.where(zero == 3, m, np.where(zero == 2, rounds, 1) * backward) * working
+    # Chunk by chunk pass the last micro-batches, as many as stages: gradients of all but one have another beside them.
+    chunks = np.asarray(layout.chunks)
+    last = np.where(chunks > 1, np.minimum(m, pp) * (1 - 1 / chunks), 1)
+    window = np.where(zero == 3, m, np.where(zero == 2, rounds, last) * backward) * working
     hidden = np.where(layout.overlap_dp, e.hide * np.minimum(may_hide, window), 0)
     time["dp"] = rounds * scatter + across + gathers * gather - hidden
 
+    nodes = np.maximum(layout.num_devices / cluster.devices_per_node, 1)
+    time["overhead"] = time["overhead"] + e.straggle * np.log2(nodes) * sum(time.values())
     total = sum(time.values())
     flops = layout.sequences * work.seq_len * work.flops_per_token
     exposed = (time["tp"] + time["cp"] + time["ep"] + time["dp"] + time["pp"]) / total

@@ -155,3 +155,11 @@ def divide_layers(num_layers: int, num_parts: int, first: float = 0.0, last: flo
         layers[part] += 1
         cost[part] += 1
     return tuple(layers)
+
+
+def with_last(num_layers: int, num_parts: int, last: int) -> tuple[int, ...]:
+    """Layers of every part in model order: so many in the last, the others evenly.
+
+    Raises: ConfigError as `divide_layers`, of the others.
+    """
+    return (*divide_layers(num_layers - last, num_parts - 1), last)

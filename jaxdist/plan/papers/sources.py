@@ -20,8 +20,8 @@ import numpy as np
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.papers import calibration, formulas
 from jaxdist.plan.papers.calibration import MEGATRON, TimeCase, mean_and_max, not_printed
-from jaxdist.plan.papers.work import PaperWork
-from jaxdist.plan.time_model import Efficiency, Layout, step_time
+from jaxdist.plan.papers.work import PaperWork, elementwise_bytes
+from jaxdist.plan.time_model import Efficiency, Layout, Repeated, step_time
 
 # Of the groups of published.toml.
 SOURCES = {
@@ -34,13 +34,17 @@ SOURCES = {
     "torchtitan_405b": "torchtitan",
 }
 ACCELERATORS = {"h100": ("h100", "h200"), "a100": ("a100-80",)}  # fitted together
+FLASH2 = ("llm-foundry", "torchtitan")  # whose attention is FlashAttention-2's, or Triton's; nanotron's is as well
+TRANSFORMER_ENGINE = ("Megatron Core", "Pax")  # whose casts to float8 are kernels of their own
+COMPILED = ("MaxText", "Pax")  # by XLA, a step at a time
 COVERED = 0.9  # of the rows left out, by the bar
 
 # The guess of each constant and how far off it may be. Where no source tells, the guess stays.
 GUESSES = {
     "matmul": (0.7, 0.1),
     "half_size": (60.0, 40.0),
-    "attention": (0.35, 0.15),
+    "attention": (0.45, 0.15),
+    "flash2": (0.3, 0.15),
     "float8": (0.65, 0.15),
     "hbm": (0.7, 0.15),
     "inside": (0.7, 0.15),
@@ -49,9 +53,12 @@ GUESSES = {
     "hide": (0.7, 0.1),
     "layer_seconds": (2e-4, 2e-4),
     "step_seconds": (0.02, 0.02),
+    "straggle": (0.005, 0.005),
 }
-PARTS_OF_A_PEAK = ("matmul", "attention", "float8", "hbm", "inside", "between", "hide")
+PARTS_OF_A_PEAK = ("matmul", "attention", "flash2", "float8", "hbm", "inside", "between", "hide")
 SPREAD = 0.12  # relative error from which a row counts less and less
+SAME = 0.02  # by which two releases of one program differ on one run: no order of runs that are closer is asked for
+ENOUGH = 1e-3  # of what `GUESSES` allows: a fit that changes no constant by more has ended
 OF_A_SOURCE = 0.08  # by how much all of a source's runs may be slower, or faster, than the model knows a reason for
 
 
@@ -108,7 +115,7 @@ def sourced(accelerator: str) -> tuple[Sourced, ...]:
 def second_set() -> tuple[tuple[Sourced, dict], ...]:
     """The runs of second_set.toml, each with what it prints."""
     table, found = tomllib.loads(Path(__file__).with_name("second_set.toml").read_text(encoding="utf-8")), []
-    shapes = table.pop("shapes")
+    shapes, _ = table.pop("shapes"), table.pop("predictors")
     for name, group in table.items():
         for run in group["runs"]:
             facts = group["defaults"] | dict(zip(group["columns"], run, strict=True))
@@ -124,19 +131,26 @@ def _case(name: str, group: dict, facts: dict) -> TimeCase:
         layout = calibration.nanotron_layout(shape, facts)
     elif facts["program"] == "fsdp":
         layout = Layout(
+            replica=facts.get("replica", 1),
             dp=facts["dp"],
             tp=facts.get("tp", 1),
             rows=facts["rows"],
             microbatches=facts["microbatches"],
-            remat=facts["remat"],
+            **_remat(shape, facts["remat"], casts=_casts(shape, 1) if _has_casts(group, facts) else 0),
             zero=3,
             sp="tp" in facts,
             flash=True,
+            flash2=group["source"] in FLASH2,
+            python=group["source"] not in COMPILED,
+            overlap_across=group["source"] not in COMPILED,
+            gradient_bytes=4 if group["source"] == "torchtitan" else 2,
             tp_ring=facts.get("tp_ring", False),
             ring_copies=0,  # PyTorch's asynchronous tensor parallelism writes chunks where they belong
         )
     else:
         layout = _megatron(facts)
+        if _has_casts(group, facts):
+            layout = replace(layout, repeated=Repeated(num_bytes=_casts(shape, layout.tp)))
     num_devices = int(np.max(layout.num_devices))
     hardware = find_hardware(group["accelerator"])
     hardware = replace(hardware, memory_bytes_per_s=group.get("memory_bytes_per_s", hardware.memory_bytes_per_s))
@@ -153,25 +167,108 @@ def _case(name: str, group: dict, facts: dict) -> TimeCase:
             a_token = 6 * shape.parameters + 12 * shape.num_layers * shape.width * shape.seq_len
         speed = facts["tflops"] * 1e12 if "tflops" in facts else facts["mfu"] / 100 * hardware.peak("bfloat16")
         seconds = tokens * a_token / (speed * num_devices)
-    sizes = ", ".join(f"{key} {facts[key]}" for key in ("dp", "tp", "pp", "gpus", "rows", "seq_len") if key in facts)
+    sizes = ", ".join(
+        f"{key} {facts[key]}" for key in ("replica", "dp", "tp", "pp", "cp", "gpus", "rows", "seq_len") if key in facts
+    )
     return TimeCase(name, f"{facts['shape']}, {sizes}", shape, layout, cluster, seconds, facts.get("dtype", "bfloat16"))
+
+
+def _has_casts(group: dict, facts: dict) -> bool:
+    return facts.get("dtype") == "float8" and group["source"] in TRANSFORMER_ENGINE
+
+
+def _casts(shape: formulas.ModelShape, tp: int) -> float:
+    """HBM bytes of one position in a layer that kernels of their own read in 16 bits and write in 8, twice, the second
+    time transposed: inputs of products, and the gradients of their results."""
+    h, f = shape.width, shape.ffn_width
+    inputs = 2 * h + (h + f) / tp
+    results = 2 * h + (h + 2 * shape.kv_width + (2 if shape.gated_mlp else 1) * f) / tp
+    return (2 + 1 + 1) * (inputs + results)
+
+
+def _remat(shape: formulas.ModelShape, word: str, casts: float) -> dict:
+    """Fields of a layout. casts: bytes of a position in a layer, besides. JAX's policies that keep some products say
+    what else is made again: attention, which is none, and of a layer's products those that are needed and not kept; a
+    last one is not."""
+    flops = {
+        "save_dot_only": 0,
+        "save_qkv_out_proj": shape.width * shape.ffn_width,
+        "save_qkv_proj": shape.width * (shape.width + (2 if shape.gated_mlp else 1) * shape.ffn_width),
+    }
+    if word not in flops:
+        return {"remat": word, "repeated": Repeated(num_bytes=casts)}
+    work = PaperWork(shape)
+    whole, split, _ = elementwise_bytes(shape, False, True)
+    cores = (4 * each.heads * each.head_dim * each.seen(shape.seq_len) for each in work.attention)
+    return {"repeated": Repeated(2 * flops[word], sum(cores), float(whole + split) + casts, launches=1)}
 
 
 def _megatron(facts: dict) -> Layout:
     """Megatron-LM of 2021, here in a pipeline of DeepSpeed's, which does not interleave, without flash attention and
     overlap; Megatron Core, which overlaps what tp, dp and pp send, the last in interleaved schedules alone."""
-    tp, pp = facts["tp"], facts["pp"]
-    dp = facts["gpus"] // (tp * pp)
-    common = {"tp": tp, "pp": pp, "dp": dp} | not_printed(calibration.shape_of(facts), pp, dp, facts["batch"])
+    tp, pp, cp = facts["tp"], facts["pp"], facts.get("cp", 1)
+    dp = facts["gpus"] // (tp * pp * cp)
+    common = {"tp": tp, "pp": pp, "cp": cp, "dp": dp}
+    if "rows" in facts:
+        passes = facts["batch"] // (dp * facts["rows"])
+        common |= {"rows": facts["rows"], "microbatches": passes, "chunks": facts["chunks"]}
+    else:
+        common |= not_printed(calibration.shape_of(facts), pp, dp, facts["batch"])
     if facts["program"] == "megatron-lm":
         common |= MEGATRON | {"chunks": 1, "gradient_bytes": facts["gradient_bytes"]}
         return Layout(remat="block", scatter_gather=True, **common)
     # Of a gather, or a scatter, in tp chunks all but one has a matmul beside it.
     overlap = {"overlap_tp": (tp - 1) / tp, "overlap_pp": True, "overlap_gather": True}
-    return Layout(zero=1, sp=tp > 1, flash=True, **overlap, **common)
+    common["gradient_bytes"] = facts.get("gradient_bytes", 4)
+    return Layout(zero=1, sp=tp > 1, flash=True, always_sums=True, fused_sums=True, **overlap, **common)
 
 
 # ---------------------------------------------------------------------------------------------------------------- fit
+
+
+class _Together:
+    """Rows whose model, card and dtype are the same, as columns of one layout: a fit predicts all of them many times.
+
+    A step does not depend on how many nodes there are besides those of the layout."""
+
+    def __init__(self, rows: Sequence[Sourced]):
+        self.rows, groups = rows, {}
+        for place, row in enumerate(rows):
+            case = row.case
+            missing = tuple(name for name, value in vars(case.layout).items() if value is None)
+            bandwidth = case.cluster.hardware.memory_bytes_per_s  # which some sources state of their cards
+            same = (case.shape, row.accelerator, bandwidth, case.cluster.devices_per_node, case.dtype, missing)
+            groups.setdefault(same, []).append(place)
+        self.groups = [(places, *self._columns(places)) for places in groups.values()]
+
+    def _columns(self, places: list[int]) -> tuple[Layout, list[int]]:
+        """(the layouts of these rows as one, where each begins)."""
+        layouts = [self.rows[place].case.layout for place in places]
+        lengths = [np.broadcast_shapes((1,), *(np.shape(column) for column in _flat(each)))[0] for each in layouts]
+        columns = [
+            None
+            if values[0] is None
+            else np.concatenate([np.broadcast_to(*pair) for pair in zip(values, lengths, strict=True)])
+            for values in zip(*map(_flat, layouts), strict=True)
+        ]
+        names = [field.name for field in fields(Layout) if field.name != "repeated"]
+        repeated = Repeated(*columns[len(names) :])
+        layout = Layout(**dict(zip(names, columns, strict=False)), repeated=repeated)
+        return layout, [0, *itertools.accumulate(lengths[:-1])]
+
+    def seconds(self, efficiency: Efficiency) -> np.ndarray:
+        """Of every row, by the fastest of its columns."""
+        found = np.empty(len(self.rows))
+        for places, layout, starts in self.groups:
+            case = self.rows[places[0]].case
+            time = step_time(PaperWork(case.shape), layout, case.cluster, efficiency, case.dtype)
+            found[places] = np.minimum.reduceat(time.total, starts)
+        return found
+
+
+def _flat(layout: Layout) -> list:
+    """The columns of a layout, those of `repeated` last."""
+    return [value for name, value in vars(layout).items() if name != "repeated"] + list(layout.repeated)
 
 
 def fit_pooled(rows: Sequence[Sourced], steps: int = 14) -> Efficiency:
@@ -188,12 +285,17 @@ def fit_pooled(rows: Sequence[Sourced], steps: int = 14) -> Efficiency:
     own = (np.array([[row.source == source for source in number] for row in rows]) - 1 / len(number)) * OF_A_SOURCE
 
     def efficiency(x) -> Efficiency:
-        values = dict(zip(GUESSES, (guess + x[: len(guess)] * spread).clip(1e-5).tolist(), strict=True))
+        values = dict(zip(GUESSES, (guess + x[: len(guess)] * spread).clip(1e-6).tolist(), strict=True))
         return Efficiency(**values | {name: min(values[name], 1.0) for name in PARTS_OF_A_PEAK})
 
+    together, published = _Together(rows), np.array([row.case.seconds for row in rows])
+
+    @cache
+    def by_constants(*x):
+        return np.log(together.seconds(efficiency(np.array(x))) / published)
+
     def errors(x):
-        found = efficiency(x)
-        logs = np.log([row.case.predict(found) / row.case.seconds for row in rows]) + own @ x[len(guess) :]
+        logs = by_constants(*x[: len(guess)].tolist()) + own @ x[len(guess) :]
         far = np.sign(logs) * np.sqrt(2 * np.log1p(np.square(logs / SPREAD) / 2))
         return np.concatenate([2 * weight * far, x])
 
@@ -204,6 +306,8 @@ def fit_pooled(rows: Sequence[Sourced], steps: int = 14) -> Efficiency:
         then = errors(x + (change := np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(x)), -slopes.T @ now)))
         if then @ then < now @ now:
             x, now, damping = x + change, then, damping / 5
+            if np.abs(change).max() < ENOUGH:
+                break
         else:
             damping *= 10
     return efficiency(x)
@@ -260,9 +364,9 @@ class Pair:
         return self.published * self.predicted > 0
 
 
-def pairs(rows: Sequence[LeftOut]) -> list[Pair]:
-    """Every two rows of one source and model: layouts, sizes of cluster, recomputation."""
-    return [
+def pairs(rows: Sequence[LeftOut], apart: float = SAME) -> list[Pair]:
+    """Every two rows of one source and model, published so far apart: layouts, sizes of cluster, recomputation."""
+    found = [
         Pair(
             published=float(np.log(a.published * a.a_token / (b.published * b.a_token))),
             predicted=float(np.log(a.predicted * a.a_token / (b.predicted * b.a_token))),
@@ -270,6 +374,7 @@ def pairs(rows: Sequence[LeftOut]) -> list[Pair]:
         for same in _same_model(rows)
         for a, b in itertools.combinations(same, 2)
     ]
+    return [pair for pair in found if np.expm1(abs(pair.published)) >= apart]
 
 
 def _same_model(rows: Sequence[LeftOut]) -> list[list[LeftOut]]:
@@ -279,9 +384,9 @@ def _same_model(rows: Sequence[LeftOut]) -> list[list[LeftOut]]:
     return [same for same in found.values() if len(same) > 1]
 
 
-def kendall_tau(rows: Sequence[LeftOut]) -> float:
+def kendall_tau(rows: Sequence[LeftOut], apart: float = SAME) -> float:
     """Pairs in the published order less those that are not, over all."""
-    return float(np.mean([1 if pair.in_order else -1 for pair in pairs(rows)]))
+    return float(np.mean([1 if pair.in_order else -1 for pair in pairs(rows, apart)]))
 
 
 def regrets(rows: Sequence[LeftOut]) -> list[float]:
@@ -329,6 +434,22 @@ def table(rows: Sequence[LeftOut]) -> str:
     return "\n".join(lines)
 
 
+def predictors_table(rows: Sequence[LeftOut]) -> str:
+    """Markdown: the rows that other public predictors have predicted as well, each one's error, and the means."""
+    table = tomllib.loads(Path(__file__).with_name("second_set.toml").read_text(encoding="utf-8"))["predictors"]
+    published = {(row.source, row.name.split(", ")[0]): row for row in rows}
+    errors, lines = [], []
+    for source, run, *others in table["runs"]:
+        row = published[source, run]
+        errors.append([row.error, *(seconds / row.published - 1 for seconds in others)])
+        cells = " | ".join(f"{error:+.1%}" for error in errors[-1])
+        lines.append(f"| {source} | {run} | {row.published:.1f} | {cells} |")
+    means = " | ".join(f"{mean:.1%}" for mean in np.abs(errors).mean(axis=0))
+    names = ["source", "run", "published, s", "here, left out", *table["columns"][2:]]
+    ruled = "|---|---" + "|--:" * (len(names) - 2) + "|"
+    return "\n".join([f"| {' | '.join(names)} |", ruled, *lines, f"| **mean of sizes** | | | {means} |"])
+
+
 GAPS = (0, 0.05, 0.2, np.inf)  # between two predictions
 
 
@@ -342,7 +463,8 @@ def order_table(rows: Sequence[LeftOut]) -> str:
     lost = regrets(rows)
     lines += [
         "",
-        f"Kendall's tau {kendall_tau(rows):.2f}; the run predicted best of each of {len(lost)} models costs "
+        f"Of pairs that were published {SAME:.0%} or more apart: Kendall's tau {kendall_tau(rows):.2f} (of all "
+        f"{kendall_tau(rows, 0):.2f}). The run predicted best of each of {len(lost)} models costs "
         f"{np.mean(lost):.1%} more than its best in the mean, {np.median(lost):.1%} in the median, {max(lost):.0%} at "
         "most.",
     ]
@@ -364,6 +486,8 @@ def main() -> None:
         rows = leave_one_source_out(accelerator)
         print(summary(accelerator, rows), f"bar: ±{bar(rows):.0%}, more where communication shows", sep="\n\n")
         print(order_table(rows), end="\n\n")
+        if accelerator == "a100":
+            print(predictors_table(rows), end="\n\n")
         print(table(rows), end="\n\n")
 
 

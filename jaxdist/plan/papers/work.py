@@ -20,6 +20,7 @@ class PaperWork:
     layer_sums = 2  # over tp, of one layer's forward
     mixture_sums = 0  # of these, around experts
     ring_sums = 2  # and with products
+    matrices_again = sums_again = sp_sums_again = 1.0  # PyTorch runs the whole layer again
     trained_layer = trained_table = 1.0
     layer_backward = head_backward = 2.0
     expert_parameters = 0
