@@ -68,6 +68,7 @@ def page(record: dict) -> str:
         "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in record["sentences"]) + "</ul>",
         "<h2>Layouts</h2>",
         table(record["rows"]),
+        *(["<h2>Batches</h2>", table(record["batches"], batches=True)] if record["batches"] else []),
         "<h2>Memory of a device</h2>",
         memory_bars(record),
         "<h2>Time of a step</h2>",
@@ -116,15 +117,22 @@ def label(row: dict) -> str:
     return " ".join(words)
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict], batches: bool = False) -> str:
+    """batches: the rows are of different ones."""
     money = rows[0]["dollars"] is not None
-    heads = ["mesh", "ZeRO", "sp", "remat", "pipeline", "micro-batch", "step", "±", "MFU", "GiB"] + ["cost"] * money
+    heads = (
+        ["sequences", "tokens/s"] * batches
+        + ["mesh", "ZeRO", "sp", "remat", "pipeline", "micro-batch", "step", "±", "MFU", "GiB"]
+        + ["cost"] * money
+    )
     left = {"mesh", "remat", "pipeline"}
     lines = ["".join(f"<th{' class=l' * (head in left)}>{head}</th>" for head in heads)]
     for row in rows:
         pipeline = f"{row['schedule']}, {row['chunks']} chunks, {row['microbatches']}" if row["schedule"] else ""
+        pipeline += f", {row['stages']}" if row["stages"] not in (None, "even") else ""
         others = ", ".join(other["mesh"] for other in row["also"])
         cells = [
+            *([f"{row['batch_size']:,}", f"{row['tokens_per_second']:,.0f}"] if batches else []),
             row["mesh"] + (f" {row['cp_kind']}" if row["cp_kind"] else "") + (f" (or {others})" if others else ""),
             f"{row['zero']}{' kept' * row['keep']}{' overlap' * row['overlap']}",
             sp_word(row),

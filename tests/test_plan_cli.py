@@ -499,7 +499,9 @@ def test_the_smallest_batch_that_is_as_fast_is_planned(monkeypatch, capsys, tmp_
         assert code == 0, err
         return json.loads(file.read_text()), out
 
-    whole, out = found("--batch-sizes", "512,16,1024,3,512")
+    html = tmp_path / "plan.html"
+    whole, out = found("--batch-sizes", "512,16,1024,3,512", "--html", str(html))
+    assert "<h2>Batches</h2>" in html.read_text() and "<td>1,024</td>" in html.read_text()
     sizes = [row["batch_size"] for row in whole["batches"]]
     assert sizes == [3, 16, 512, 1024] and "Best of each batch" in out
     alone = {size: found("--batch-size", str(size))[0] for size in sizes}
