@@ -539,8 +539,8 @@ def step_time(
     micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
     # Of several micro-batches each gradient is added to the sum so far, one alone is only written.
     added = np.where(layout.fused_sums, 0, itemsize) + 2 * grad
-    sums = np.where((m > 1) | layout.always_sums, added, grad)
-    micro["memory"] = micro["memory"] + trained * sums / hbm
+    written = np.where((m > 1) | layout.always_sums, added, grad)
+    micro["memory"] = micro["memory"] + trained * written / hbm
     message = activation / np.where(sp | np.asarray(layout.scatter_gather), tp, 1)
     sends = 2 * np.asarray(layout.chunks) if layout.sends is None else np.asarray(layout.sends)
     between = sends * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
