@@ -578,14 +578,16 @@ def of_batches(questions: list[Question], num_nodes: int, top: int) -> Plan:
 
     Raises: ConfigError where nothing fits with any of them, as for the first.
     """
-    rows, refused = [], []
+    rows, refused, without = [], [], []
     for question in questions:
         try:
             found = find(question, num_nodes)
         except ConfigError as error:
             refused.append(error)
-            continue
-        if found.num_fitting:
+            found = None
+        if found is None or not found.num_fitting:
+            without.append(f"{question.base.batch_size:,}")
+        else:
             row = row_of(question, found, [int(rank(found)[0])])
             rows.append((row["step_seconds"] / question.base.batch_size, question, row))
     if not rows:
@@ -594,7 +596,9 @@ def of_batches(questions: list[Question], num_nodes: int, top: int) -> Plan:
         return plan_for(questions[0], num_nodes, top)
     most = min(time for time, _, _ in rows) * (1 + BATCH_MARGIN)
     chosen = next(question for time, question, _ in rows if time <= most)
-    return replace(plan_for(chosen, num_nodes, top), batches=tuple(row for _, _, row in rows))
+    plan = plan_for(chosen, num_nodes, top)
+    said = [f"No layout fits that divides a batch of {' or '.join(without)} sequences."] if without else []
+    return replace(plan, batches=tuple(row for _, _, row in rows), sentences=[*said, *plan.sentences])
 
 
 def folded(found: Scored, indices: np.ndarray) -> list[list[int]]:

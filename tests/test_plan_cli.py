@@ -513,6 +513,13 @@ def test_the_smallest_batch_that_is_as_fast_is_planned(monkeypatch, capsys, tmp_
     assert f"--batch-size {fast[0]} " in whole["command"] and alone[16]["batches"] == []
 
 
+def test_a_batch_without_a_layout_is_named(monkeypatch, capsys):
+    code, out, err = plan(monkeypatch, capsys, "--model", "proof", "--nodes", "16", "--batch-sizes", "3,5,128")
+    assert code == 0, err
+    assert "No layout fits that divides a batch of 3 or 5 sequences." in " ".join(out.split())
+    assert "--batch-size 128 " in out
+
+
 @pytest.mark.parametrize(
     ("more", "says", "use"),
     [

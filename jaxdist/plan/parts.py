@@ -557,8 +557,8 @@ def work_of(model: Model) -> TracedWork:
         mixture_sums=_sums(few) - _sums(apart) if apart else 0.0,
         ring_sums=_sums(with_sp) - _sums(replace(with_sp, tp_ring="one-way")) if with_sp else 0.0,
         matrices_again=(again - core) / weights,
-        sums_again=_sums(few, again=True) / _sums(few) if few else 0.0,
-        sp_sums_again=_sums(with_sp, again=True) / _sums(with_sp) if with_sp else 0.0,
+        sums_again=_part_again(few),
+        sp_sums_again=_part_again(with_sp or None),
         trained_layer=sum(math.prod(leaf.shape[1:]) for leaf in layers if not leaf.frozen) / layer_parameters,
         trained_table=float(not table.frozen),
         layer_backward=(backward[0] - 2 * core) / weights,
@@ -579,6 +579,12 @@ def _sums(rank: OneRank | None, again: bool = False) -> float:
     whole = x_bytes * (rank.tp if rank.sp else 1)
     over_tp = [c for c in sent if c.kind != "all_to_all" and c.full_bytes >= whole]
     return sum(c.count * (1 if c.kind == "all_reduce" else 0.5) for c in over_tp)
+
+
+def _part_again(rank: OneRank | None) -> float:
+    """Of the sums of a layer's forward, those that are repeated where it runs again alone; 0 where there are none."""
+    total = _sums(rank)
+    return _sums(rank, again=True) / total if total else 0.0
 
 
 @cache

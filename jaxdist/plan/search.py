@@ -473,12 +473,7 @@ def pipelines(config: RunConfig, layouts: Candidates) -> Pipelines:
     kinds, index = distinct(*sizes, again, overlap, layouts.recompute)
     rows = []
     for pp, schedule, micro, chunks, last, again, overlap, recompute in kinds:
-        if schedule == OWN:
-            parts = config.part_layers
-        elif last:
-            parts = with_last(model.num_blocks, pp * chunks, last)
-        else:
-            parts = divide_layers(model.num_blocks, pp * chunks)
+        parts = config.part_layers if schedule == OWN else with_last(model.num_blocks, pp * chunks, last)
         row = (0.0, 0.0, 0, 0, 0, 0, 0)
         if pp > 1:
             if schedule == OWN:

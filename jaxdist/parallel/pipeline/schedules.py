@@ -158,8 +158,10 @@ def divide_layers(num_layers: int, num_parts: int, first: float = 0.0, last: flo
 
 
 def with_last(num_layers: int, num_parts: int, last: int) -> tuple[int, ...]:
-    """Layers of every part in model order: so many in the last, the others evenly.
+    """Layers of every part in model order: so many in the last, the others evenly; 0 for all evenly.
 
     Raises: ConfigError as `divide_layers`, of the others.
     """
+    if not last:
+        return divide_layers(num_layers, num_parts)
     return (*divide_layers(num_layers - last, num_parts - 1), last)
