@@ -221,16 +221,16 @@ STRATEGIES = [
     Strategy(
         "dp2-cp2-unrolled-remat-arrays-fp64",
         "dp=2,cp=2",
-        {"unroll_layers": True, "cp_kind": "ulysses", "remat": "repeat:dot_general:16rx64-64x256"},
+        {"unroll_layers": "yes", "cp_kind": "ulysses", "remat": "repeat:dot_general:16rx64-64x256"},
         dtype="float64",
     ),
     # The loss in chunks: gradients made while a chunk's logits are there, and its sums over tp in a loop.
     Strategy("loss-chunks-4", "", {"loss_chunks": 4}),
-    Strategy("unrolled", "", {"unroll_layers": True}),
+    Strategy("unrolled", "", {"unroll_layers": "yes"}),
     Strategy(
         "dp2-tp2-sp-zero3-every2-unrolled",
         "dp=2,tp=2",
-        {"zero": 3, "sp": True, "remat": "every-2", "unroll_layers": True},
+        {"zero": 3, "sp": True, "remat": "every-2", "unroll_layers": "yes"},
     ),
     Strategy("dp4-tp2-sp-zero3-loss-chunks", "dp=4,tp=2", {"sp": True, "zero": 3, "loss_chunks": 2}),
     Strategy(

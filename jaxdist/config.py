@@ -28,6 +28,8 @@ GradSync = Literal["per-parameter", "flat", "bucketed"]
 OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
 AttentionName = Literal["auto", "cudnn", "blocked", "xla"]
 TpRing = Literal["none", "one-way", "two-way"]
+UnrollLayers = Literal["auto", "yes", "no"]
+UNROLLED_AT_MOST = 48  # layers, where nobody has said: each takes a second or two to compile, in a scan none
 TP_RINGS = get_args(TpRing)
 CP_KINDS = ("ring", "all-gather", "ulysses")
 
@@ -85,8 +87,9 @@ class ParallelConfig:
     step fits the device, or so many GiB, with the least to repeat; the run then names them, as in repeat:A+B."""
     loss_chunks: int = 1
     """Logits exist for one of so many parts of a micro-batch at a time."""
-    unroll_layers: bool = False
-    """Write the loop over layers out: a GPU copies less into and out of stacks, and compiling takes longer."""
+    unroll_layers: UnrollLayers = "auto"
+    """Write the loop over layers out: a GPU copies less into and out of stacks, and compiling takes longer. auto: on
+    GPUs, up to 48 layers that neither send parts of a state or a sequence nor repeat what they computed."""
     reshard_after_forward: bool = True
     """ZeRO-3: drop gathered weights after forward and gather them again in backward."""
     overlap: bool = False
@@ -124,6 +127,17 @@ class ParallelConfig:
     def overlap_layers(self) -> bool:
         """Whether a layer's communication over dp overlaps with another layer's compute: not in a pipeline."""
         return self.overlap and self.mesh.pp == 1
+
+    def unrolls(self, platform: str, num_layers: int) -> bool:
+        """Whether the step's loop over so many layers is written out."""
+        if self.unroll_layers != "auto":
+            return self.unroll_layers == "yes"
+        # A compiler moves these over a layer's end, and the peak rises (docs/benchmarks.md): messages in layers over
+        # the axes that hold parts of a state or a sequence, and blocks that run again.
+        sends = (self.zero > 1 and self.sharded) or (self.sp and self.mesh.tp > 1) or self.mesh.cp > 1
+        repeats = self.recomputes or self.repeats_arrays
+        own_loop = self.mesh.pp > 1 or self.overlap
+        return platform == "gpu" and not (sends or repeats or own_loop) and num_layers <= UNROLLED_AT_MOST
 
     @property
     def last_layers(self) -> int:
@@ -672,9 +686,9 @@ class RunConfig:
             notes.append(
                 "reshard_after_forward=False: a pipeline gathers the weights of blocks again in B all the same."
             )
-        if parallel.unroll_layers and parallel.zero == 3 and parallel.sharded:
+        if parallel.unroll_layers == "yes" and parallel.zero == 3 and parallel.sharded:
             notes.append(
-                "unroll_layers=True with zero=3: the compiler may hold weights of several layers, and more memory than "
+                "unroll_layers=yes with zero=3: the compiler may hold weights of several layers, and more memory than "
                 "is planned."
             )
         if parallel.overlap_layers and parallel.mesh.batch_ranks * parallel.mesh.cp == 1:
@@ -710,6 +724,9 @@ def from_dict(found: dict) -> RunConfig:
     )
     for name, cls in parts.items():
         if name in values:
+            if name == "parallel" and isinstance(values[name], dict):  # once it was true or false
+                word = {True: "yes", False: "auto"}.get(values[name].get("unroll_layers"))
+                values[name] |= {"unroll_layers": word} if word else {}
             nested = fields_of(cls, values[name], name, ("mesh",) if cls is ParallelConfig else ())
             if "mesh" in nested:
                 nested["mesh"] = MeshShape(**fields_of(MeshShape, nested["mesh"], "mesh"))

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint.logical import from_logical, to_logical
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, from_dict, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Leaf
-from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
@@ -291,3 +292,14 @@ def test_recomputing_chunks_is_a_pipelines(tmp_path):
     path.write_text("0: F0 .  .  B0 W0\n1: .  F0 B0 W0\n")
     with pytest.raises(ConfigError, match="Use another remat than chunk"):
         ParallelConfig(**two, remat="chunk")
+
+
+@pytest.mark.parametrize(
+    "recorded, mesh, read", [(True, "dp=2", "yes"), (False, "dp=2", "auto"), (False, "pp=2", "auto")]
+)
+def test_a_record_from_when_layers_were_written_out_or_not_is_read(recorded, mesh, read):
+    config = RunConfig(PRESETS["tiny"], ParallelConfig(parse_mesh(mesh)), batch_size=8)
+    found = to_dict(config)
+    found["parallel"]["unroll_layers"] = recorded
+    assert from_dict(found).parallel.unroll_layers == read
+    assert from_dict(to_dict(config)) == config

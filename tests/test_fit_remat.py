@@ -223,6 +223,17 @@ def test_names_of_arrays_are_read_as_written():
     assert PRESETS and read_arrays("block", 4) == frozenset()
 
 
+def test_queries_keys_and_values_are_repeated_with_their_product():
+    """They are kept in its place: to repeat them alone would keep it, and save nothing."""
+    layer = _layer(rank_of(RUNS["one device"].run_config(), "xla"))
+    [found] = [made for made in layer.groups() if {name for name, _ in made} == {"name", "dot_general"}]
+    model = layer.rank.model
+    shapes = {name: shapes for name, shapes in found}
+    assert shapes["name"][0][2:] == (model.num_heads, model.head_dim)
+    assert shapes["dot_general"][1] == (model.width, 3 * model.width)
+    assert layer.choice(found).num_bytes < layer.choice(frozenset({("name", shapes["name"])})).num_bytes
+
+
 def test_what_is_repeated_counts_among_the_flops_of_the_hardware():
     """GPT-2's projection to the MLP on two ranks: 2 x width x ffn a token and layer, whatever tp."""
     config = Strategy("", "tp=2", {"remat": "repeat:dot_general:32rx64-64x128"}).run_config()

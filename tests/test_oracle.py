@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -10,16 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES
+from jax.sharding import PartitionSpec
 
 from experiments import oracles
 from experiments.oracles import plain
 from experiments.verify import Verifier
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import parse_mesh
+from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2, gelu_tanh
+from jaxdist.parallel.tensor import vocab_parallel_cross_entropy
 from jaxdist.parity import NOISE, PROOF_EPS, random_batches
 from jaxdist.runtime.devices import Devices
+from jaxdist.train import program
 
 ODD = GPT2(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)
 WIDE = GPT2(num_layers=1, width=128, num_heads=2, ffn_width=256, seq_len=8, vocab_size=131)
@@ -134,3 +138,87 @@ def test_gelu_and_its_gradient_are_those_of_the_formula(dtype):
     for found, formula, most in ((value, x * (1 + tanh) / 2, most_of_value), (slope, d * exact, most_of_slope)):
         assert np.abs(found - formula).max() <= most * rounding * max(1, np.abs(formula).max())
     assert np.abs(slope - d * exact).max() < np.abs(derived - d * exact).max()
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_the_loss_of_a_gpu_and_of_a_cpu_are_the_formula(one_pass, tp):
+    """Loss and gradients of rows whose logits are far apart, one of them with all its weight on another rank, and one
+    with a vocabulary that is padding from 13 on, against float64 without any of our code."""
+    key_x, key_t = jax.random.split(jax.random.key(3))
+    targets = np.array([[0, 12, 5, 7], [3, 3, 11, 1]])
+    with jax.enable_x64(True):
+        x = 4 * jax.random.normal(key_x, (2, 4, 6), jnp.float64)
+        table = 3 * jax.random.normal(key_t, (16, 6), jnp.float64).at[2].set(40.0)
+        mesh = make_mesh(MeshShape(tp=tp), jax.devices()[:tp])
+        specs = PartitionSpec(), PartitionSpec("tp" if tp > 1 else None), PartitionSpec()
+
+        def loss(x, table, targets):
+            ours = partial(vocab_parallel_cross_entropy, vocab_size=13, sp=False, one_pass=one_pass)
+            return jax.shard_map(ours, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(x, table, targets)
+
+        found = jax.jit(loss)(x, table, targets)
+        slopes = jax.jit(jax.grad(lambda x, table: (loss(x, table, targets) ** 2).sum(), argnums=(0, 1)))(x, table)
+
+    x, table = np.asarray(x, np.longdouble), np.asarray(table, np.longdouble)
+    logits = (x @ table.T)[..., :13]
+    odds = np.exp(logits - logits.max(-1, keepdims=True))
+    expected = np.log(odds.sum(-1)) + logits.max(-1) - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    d_logits = (odds / odds.sum(-1, keepdims=True) - np.eye(13)[targets]) * 2 * expected[..., None]
+    by_table = np.zeros_like(table)
+    by_table[:13] = np.einsum("btv,btd->vd", d_logits, x)
+    for ours, formula in ((found, expected), (slopes[0], d_logits @ table[:13]), (slopes[1], by_table)):
+        assert np.abs(np.asarray(ours) - formula).max() < 1e-13 * max(1, np.abs(formula).max())
+
+
+@pytest.mark.parametrize(
+    "mesh, settings",
+    [("", {}), ("dp=2,tp=2", {"zero": 1}), ("tp=4", {"sp": True}), ("dp=4", {"zero": 3}), ("", {"loss_chunks": 2})],
+)
+def test_a_step_as_a_gpu_gets_it_computes_what_a_cpus_does(mesh, settings, monkeypatch):
+    """Loss, gradients and parameters; its layers are written out where nothing is gathered."""
+    model = dataclasses.replace(ODD, num_heads=4, ffn_width=88, seq_len=16)
+    config = config_of(model, mesh, settings | {"attention": "xla"}, rows=8)
+    batches = random_batches(config, 2)
+    with jax.enable_x64(True):
+        found = []
+        for platform in ("cpu", "gpu"):
+            monkeypatch.setattr(program, "platform_of", lambda mesh, platform=platform: platform)
+            built = program.build_program(config, make_mesh(config.parallel.mesh, DEVICES), with_gradients=True)
+            state, losses, grads = built.init(0), [], None
+            for batch in batches:
+                state, metrics, grads = built.step(state, built.put(batch))
+                losses.append(float(metrics["loss"]))
+            found.append((losses, grads, state.params))
+            text = built.step.lower(built.abstract_state(), built.abstract_batch()).as_text()
+            written_out = platform == "gpu" and not settings.get("sp") and settings.get("zero") != 3
+            assert ("stablehlo.while" not in text) == (written_out and "loss_chunks" not in settings)
+    for one, two in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-11, atol=1e-13)
+
+
+def test_layers_are_written_out_where_it_costs_little():
+    """On GPUs, up to a depth, where nothing is gathered; and where it is asked for."""
+
+    def unrolls(mesh="", platform="gpu", depth=48, **settings):
+        return ParallelConfig(parse_mesh(mesh), **settings).unrolls(platform, depth)
+
+    assert unrolls() and unrolls("dp=8", zero=1) and unrolls("tp=2") and unrolls(zero=3) and unrolls(sp=True)
+    assert unrolls("dp=8", remat="selective") and not unrolls("dp=8", remat="block") and not unrolls(remat="every-2")
+    assert not unrolls(remat="repeat:dot_general:rx4-4x4")
+    assert not unrolls(depth=49) and not unrolls(platform="cpu") and not unrolls(platform="abstract")
+    for mesh, settings in (("dp=8", {"zero": 3}), ("dp=8", {"zero": 2}), ("tp=2", {"sp": True}), ("cp=2", {})):
+        assert not unrolls(mesh, **settings)
+    assert not unrolls("dp=8", overlap=True) and not unrolls("pp=2")
+    assert unrolls("dp=8", "cpu", 96, zero=3, unroll_layers="yes") and not unrolls(unroll_layers="no")
+
+
+@pytest.mark.parametrize("zero, guarded", [(0, False), (2, False), (3, True)])
+def test_a_barrier_is_around_gathered_parameters_alone(zero, guarded):
+    """A barrier around a layer's part of a stack is a copy of it."""
+    config = config_of(LONG, "dp=2", {"zero": zero, "unroll_layers": "yes"}, dtype="float32", rows=4)
+    built = program.build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+    text = built.step.lower(built.abstract_state(), built.abstract_batch()).as_text()
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    w_up = [line for line in barriers if "tensor<8x16xf32>" in line or "tensor<8x8xf32>" in line]  # whole, or a shard
+    assert barriers and bool(w_up) == guarded

@@ -43,10 +43,10 @@ class Context:
     split: of the sequence over cp; starts_BT is of the whole sequence all the same. expert_axes: that experts are split
     over.
     attention: "xla", "blocked" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks:
-    parts in which the logits are made. key: of the step's dropout, None for none. rows_B, starts_BT: as in `Batch`.
-    weight: the factor of the summed loss whose gradient is taken; None outside of training. cache: of keys and values,
-    where text is generated (`jaxdist.models.cache`). What is traced are these five. probe: where the model is, in a run
-    that is watched (`jaxdist.probes.Probe`); None in every other.
+    parts in which the logits are made. on_gpu: whether a GPU's compiler gets the program. key: of the step's dropout,
+    None for none. rows_B, starts_BT: as in `Batch`. weight: the factor of the summed loss whose gradient is taken; None
+    outside of training. cache: of keys and values, where text is generated (`jaxdist.models.cache`). What is traced are
+    these five. probe: where the model is, in a run that is watched (`jaxdist.probes.Probe`); None in every other.
     """
 
     sp: bool = False
@@ -56,6 +56,7 @@ class Context:
     attention: str = "xla"
     selective: bool = False
     loss_chunks: int = 1
+    on_gpu: bool = False
     key: jax.Array | None = None
     rows_B: jax.Array | None = None
     starts_BT: jax.Array | None = None
@@ -246,8 +247,10 @@ class Context:
         """The summed cross-entropy of targets that are not negative, in nats, equal along tp."""
         x_BTD = self._observe("cross_entropy.in", x_BTD)
         if self.loss_chunks > 1:
-            return tensor.cross_entropy_in_chunks(x_BTD, table_VD, targets_BT, vocab_size, self.sp, self.loss_chunks)
-        losses_BT = tensor.vocab_parallel_cross_entropy(x_BTD, table_VD, targets_BT, vocab_size, self.sp)
+            return tensor.cross_entropy_in_chunks(
+                x_BTD, table_VD, targets_BT, vocab_size, self.sp, self.loss_chunks, self.on_gpu
+            )
+        losses_BT = tensor.vocab_parallel_cross_entropy(x_BTD, table_VD, targets_BT, vocab_size, self.sp, self.on_gpu)
         losses_BT = self._observe("cross_entropy.out", losses_BT)
         return jnp.where(targets_BT >= 0, losses_BT, 0).sum()
 

@@ -19,6 +19,7 @@ from jaxdist.models.base import BOUNDS, Tree, mask_rows
 from jaxdist.models.context import Batch, Context
 from jaxdist.models.flax import parameter
 from jaxdist.models.layers import INIT_STD, Transformer, add_bias, normal
+from jaxdist.parallel.remat import mark_saveable
 
 LAYER_NORM_EPS = 1e-5
 
@@ -116,8 +117,9 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         x = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
-        centred = x - x.mean(-1, keepdims=True)
-        normed = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + LAYER_NORM_EPS)
+        centred = x - mark_saveable(x.mean(-1, keepdims=True))
+        variance = jnp.square(centred).mean(-1, keepdims=True)
+        normed = centred * mark_saveable(lax.rsqrt(variance + LAYER_NORM_EPS))
         return (normed * self.scale[...] + self.bias[...]).astype(x_BTD.dtype)
 
 
@@ -138,7 +140,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         qkv = add_bias(ctx.column_parallel(x_BTD, self.w_qkv[...]), self.b_qkv[...])
-        o_BTNH = attend(ctx, qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], rate=self.dropout)
+        # Kept as they are read, and not as one product, of which backward would copy the parts again.
+        q, k, v = (mark_saveable(qkv[:, :, part]) for part in range(3))
+        o_BTNH = attend(ctx, q, k, v, rate=self.dropout)
         batch, length, heads, head_dim = o_BTNH.shape
         w_ND = self.w_out[...].reshape(heads * head_dim, -1)
         return add_bias(ctx.row_parallel(o_BTNH.reshape(batch, length, -1), w_ND), self.b_out[...])

@@ -222,11 +222,12 @@ barrier_grads.defvjp(_barrier_forward, _barrier_backward, symbolic_zeros=True)
 
 
 def vocab_parallel_cross_entropy(
-    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool
+    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool, one_pass: bool = False
 ) -> jax.Array:
     """Cross-entropy of a tied head, in nats per token; no rank ever holds the logits of another's vocabulary.
 
     Columns from `vocab_size` on are padding and never count. Targets below 0 give a loss that means nothing: mask it.
+    one_pass: as in `peak_and_total`.
 
     Layout: x[B, T, D] (x[B, T_tp, D] with sp), table[V_tp, D], targets[B, T] -> loss[B, T], equal along tp.
     Backward: softmax minus one-hot on the local columns; dx as `enter`.
@@ -235,24 +236,60 @@ def vocab_parallel_cross_entropy(
     """
     x_BTD = enter(x_BTD, sp)
     x_BTD, table_VD = barrier_grads(x_BTD, comm.varying(table_VD, AXIS))
-    losses_R = row_losses(x_BTD.reshape(-1, x_BTD.shape[-1]), table_VD, targets_BT.reshape(-1), vocab_size)
+    x_RD, targets_R = x_BTD.reshape(-1, x_BTD.shape[-1]), targets_BT.reshape(-1)
+    losses_R = row_losses(x_RD, table_VD, targets_R, vocab_size, one_pass)
     return losses_R.reshape(targets_BT.shape)
 
 
-def row_losses(x_RD: jax.Array, table_VD: jax.Array, targets_R: jax.Array, vocab_size: int) -> jax.Array:
+def row_losses(
+    x_RD: jax.Array, table_VD: jax.Array, targets_R: jax.Array, vocab_size: int, one_pass: bool
+) -> jax.Array:
     """`vocab_parallel_cross_entropy` of R rows that every tp rank holds whole."""
     logits_RV = x_RD @ table_VD.T
     logits_RV = logits_RV.astype(jnp.promote_types(x_RD.dtype, jnp.float32))
     columns_V = global_indices(table_VD.shape[0])
     logits_RV = jnp.where(columns_V < vocab_size, logits_RV, jnp.finfo(logits_RV.dtype).min)
 
-    peak_R = comm.all_reduce_max(lax.stop_gradient(logits_RV.max(-1)), AXIS)
+    own_peak_R, total_R = peak_and_total(one_pass, logits_RV)
+    peak_R = comm.all_reduce_max(lax.stop_gradient(own_peak_R), AXIS)
     local_R = targets_R - comm.rank(AXIS) * table_VD.shape[0]
     owned_R = (local_R >= 0) & (local_R < table_VD.shape[0])
     target_R = jnp.where(owned_R, pick_column(table_VD.shape[0], logits_RV, jnp.where(owned_R, local_R, 0)), 0)
-    total_R = jnp.exp(logits_RV - peak_R[:, None]).sum(-1)
+    total_R *= jnp.exp(lax.stop_gradient(own_peak_R) - peak_R)
     total_R, target_R = comm.all_reduce(jnp.stack([total_R, target_R]), AXIS)
     return jnp.log(total_R) + peak_R - target_R
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def peak_and_total(one_pass: bool, x_RV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(largest x[r, v], sum of exp(x[r, v] - largest)) of every row. Of the second alone there is a gradient.
+
+    one_pass: one reduction makes both, for which a GPU reads x once; XLA:CPU takes longer for it than for two.
+    Source: arXiv 1805.02867, section 3 (online softmax).
+    """
+    if not one_pass:
+        peak_R = x_RV.max(-1)
+        return peak_R, jnp.exp(x_RV - peak_R[:, None]).sum(-1)
+
+    def joined(some, others):
+        peak = jnp.maximum(some[0], others[0])
+        return peak, some[1] * jnp.exp(some[0] - peak) + others[1] * jnp.exp(others[0] - peak)
+
+    nothing = jnp.array(jnp.finfo(x_RV.dtype).min, x_RV.dtype), jnp.array(0, x_RV.dtype)
+    return lax.reduce((x_RV, jnp.ones_like(x_RV)), nothing, joined, (1,))
+
+
+def _peak_and_total_forward(one_pass: bool, x_RV: jax.Array) -> tuple:
+    peak_R, total_R = peak_and_total(one_pass, x_RV)
+    return (peak_R, total_R), (x_RV, peak_R)
+
+
+def _peak_and_total_backward(one_pass: bool, kept: tuple, grads: tuple) -> tuple[jax.Array]:
+    (x_RV, peak_R), (_, d_R) = kept, grads
+    return (jnp.exp(x_RV - peak_R[:, None]) * d_R[:, None],)
+
+
+peak_and_total.defvjp(_peak_and_total_forward, _peak_and_total_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -268,7 +305,13 @@ pick_column.defvjp(
 
 
 def cross_entropy_in_chunks(
-    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool, num_chunks: int
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    vocab_size: int,
+    sp: bool,
+    num_chunks: int,
+    one_pass: bool = False,
 ) -> jax.Array:
     """The sum of `vocab_parallel_cross_entropy` over targets that are not negative, a chunk of rows at a time.
 
@@ -290,7 +333,7 @@ def cross_entropy_in_chunks(
     seed = 2.0**12 / x_CRD.shape[1] if dtype == jnp.float16 else 1.0
 
     def chunk_loss(x_RD, table_VD, targets_R):
-        losses_R = row_losses(x_RD, table_VD, targets_R, vocab_size)
+        losses_R = row_losses(x_RD, table_VD, targets_R, vocab_size, one_pass)
         return jnp.where(targets_R >= 0, losses_R, 0).sum()
 
     def total(x_CRD, table_VD, targets_CR):

@@ -25,7 +25,7 @@ from jaxdist.parallel.pipeline.split_backward import (
     trace_layer,
     variables,
 )
-from jaxdist.parallel.remat import CHEAP, DRAWS, MOVES, REPEAT, Made, made_by, name_array, read_arrays
+from jaxdist.parallel.remat import CHEAP, DRAWS, REPEAT, Made, made_by, name_array, read_arrays
 from jaxdist.plan.parts import OneRank, product_dims
 from jaxdist.plan.proof.trace import collectives_of
 from jaxdist.plan.time_model import AttentionShape, Repeated
@@ -111,11 +111,12 @@ class _Layer:
         sizes: dict[frozenset[Made], int] = {}
         for v in reached(self.read, self.eqns, self.saveable):
             made, size = set(), num_bytes(v.aval)
-            while v in makers and v in self.of_micro:
+            while v in makers:
                 made |= {_made(makers[v])} if v in self.saveable else set()
-                if makers[v].primitive.name not in MOVES | {"name"}:
+                read = [each for each in variables(makers[v].invars) if each in self.of_micro]
+                if makers[v].primitive.name not in CHEAP | {"name"} or len(read) != 1:
                     break
-                [v] = makers[v].invars  # what is only marked, or moved, would be kept in its place
+                [v] = read  # what it is marked, cut or made of element by element would be kept in its place
             sizes[frozenset(made)] = sizes.get(frozenset(made), 0) + size
         large = [made for made, size in sizes.items() if size >= LEAST_PART * self.x_bytes]
         return sorted(large, key=lambda made: -sizes[made])[:MOST_ARRAYS]

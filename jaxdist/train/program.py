@@ -162,8 +162,9 @@ def build_program(
             "Leave overlap out of this run",
         )
     layout = make_layout(config.model, config.parallel, config.part_layers)
-    trains = ShardedModel.of(config, layout, attention_on(mesh, config, training=True), recorder)
-    evaluates = ShardedModel.of(config, layout, attention_on(mesh, config, training=False))
+    platform = platform_of(mesh)
+    trains = ShardedModel.of(config, layout, attention_on(mesh, config, training=True), platform, recorder)
+    evaluates = ShardedModel.of(config, layout, attention_on(mesh, config, training=False), platform)
     optimizer = make_optimizer(config.optimizer, layout.trained)
     specs = State(
         step=REPLICATED,

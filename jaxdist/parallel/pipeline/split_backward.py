@@ -20,6 +20,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.parallel.grouped_matmul import GROUPED_PRODUCTS
 from jaxdist.parallel.remat import CHEAP, GATHERS, MOVES
 
+FREE = CHEAP | {"name"}  # a mark is of what F and B do not save themselves
+
 
 @dataclass(frozen=True, eq=False)
 class SplitLayer:
@@ -239,7 +241,7 @@ def choose_saved(eqns: Sequence, of_micro: set, residuals: Sequence) -> list:
     saved = set(wanted)
     for eqn in reversed(eqns):
         made = [v for v in eqn.outvars if v in saved]
-        if made and eqn.primitive.name in CHEAP:
+        if made and eqn.primitive.name in FREE:
             inputs = {v for v in variables(eqn.invars) if v in of_micro and v not in saved}
             if sum(num_bytes(v.aval) for v in inputs) <= sum(num_bytes(v.aval) for v in made):
                 saved = (saved - set(made)) | inputs
@@ -248,7 +250,7 @@ def choose_saved(eqns: Sequence, of_micro: set, residuals: Sequence) -> list:
         inputs = {v for v in variables(eqn.invars) if v in saved}
         elsewhere = {v for other in again if other is not eqn for v in variables(other.invars)} | wanted
         smaller = sum(num_bytes(v.aval) for v in eqn.outvars) <= sum(num_bytes(v.aval) for v in inputs)
-        if inputs and smaller and eqn.primitive.name in CHEAP and not inputs & elsewhere:
+        if inputs and smaller and eqn.primitive.name in FREE and not inputs & elsewhere:
             saved = (saved - inputs) | set(eqn.outvars)
     return reached(residuals, eqns, saved)
 

@@ -49,15 +49,23 @@ class Engine(NamedTuple):
 class ShardedModel:
     """A model on its layout: `embed`, `layer` and `loss` take parameters as they are held, and unshard them first.
 
-    ctx: what a run tells the model, without dropout.
+    ctx: what a run tells the model, without dropout. unrolls: whether a loop over all layers is written out.
     """
 
     config: RunConfig
     layout: Layout
     ctx: Context
+    unrolls: bool
 
     @classmethod
-    def of(cls, config: RunConfig, layout: Layout, attention: str, recorder: Recorder | None = None) -> "ShardedModel":
+    def of(
+        cls,
+        config: RunConfig,
+        layout: Layout,
+        attention: str,
+        platform: str = "abstract",
+        recorder: Recorder | None = None,
+    ) -> "ShardedModel":
         parallel = config.parallel
         ctx = Context(
             sp=parallel.sp,
@@ -67,9 +75,10 @@ class ShardedModel:
             attention=attention,
             selective=parallel.remat == "selective",
             loss_chunks=parallel.loss_chunks,
+            on_gpu=platform == "gpu",
             probe=None if recorder is None else Probe(recorder),
         )
-        return cls(config, layout, ctx)
+        return cls(config, layout, ctx, parallel.unrolls(platform, config.model.num_layers))
 
     # ---- parameters ----
 

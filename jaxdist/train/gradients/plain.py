@@ -54,20 +54,22 @@ def summed_loss(model: ShardedModel, outer: ShardedParams, layers: ShardedParams
 def scan_blocks(model: ShardedModel, layers: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:
     """Through all layers: x -> x in the same layout.
 
-    Where they are written out, a barrier keeps XLA from holding for backward what the policy does not keep.
+    Where they are written out, a barrier keeps XLA from holding for backward what the policy does not keep: around a
+    layer's input, and around its parameters only where they are gathered, since it copies each out of its stack.
     """
-    every, unroll = model.config.parallel.remat_every, model.config.parallel.unroll_layers
+    every, unroll = model.config.parallel.remat_every, model.unrolls
+    barrier = (True, model.layout.params_sharded) if unroll else False
 
     def body(x, row):
         params, index = row
         return model.block(params, x, index, batch, key), None
 
-    body = jax.checkpoint(body, policy=None if every == 1 else model.policy, prevent_cse=unroll)
+    body = jax.checkpoint(body, policy=None if every == 1 else model.policy, prevent_cse=barrier)
     rows = (layers, jnp.arange(model.config.model.num_blocks))
     if every <= 1:
         return lax.scan(body, x, rows, unroll=unroll)[0]
     groups = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), rows)
-    recomputed = jax.checkpoint(lambda x, group: lax.scan(body, x, group, unroll=unroll), prevent_cse=unroll)
+    recomputed = jax.checkpoint(lambda x, group: lax.scan(body, x, group, unroll=unroll), prevent_cse=barrier)
     return lax.scan(recomputed, x, groups, unroll=unroll)[0]
 
 
