@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments.bench import kernels, parity, scaling, speed, standin
+from experiments.bench import kernels, parity, peers, scaling, speed, standin
 from experiments.bench.__main__ import BENCHES, main
 from experiments.bench.flags import BenchFlags
 from experiments.bench.profile import own_seconds, own_time
@@ -32,7 +32,7 @@ from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.traffic import predicted
-from jaxdist.runtime.devices import Devices
+from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.program import build_program
 
 TINY = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "32", "--vocab-size", "100"]
@@ -431,3 +431,21 @@ def test_a_stand_in_adds_what_the_plan_models():
     assert sent.value == planned.communication[0] > 0 and whole.value == pytest.approx(0.5 + sent.value)
     assert whole.ratio == pytest.approx(whole.value / planned.total[0])
     assert work.ratio == pytest.approx(0.5 / (planned.total[0] - planned.communication[0]))
+
+
+@pytest.mark.parametrize(
+    "code, processes, wrap", [("torch", 1, "none"), ("torch", 2, "ddp"), ("transformers", 1, "none")]
+)
+def test_pytorch_trains_beside_ours(code, processes, wrap):
+    """Its processes start, their first loss is that of a model that knows nothing, and they take steps."""
+    for package in ("torch", code):
+        pytest.importorskip(package, reason="pip install -e '.[oracle]'")
+    config = RunConfig(PRESETS["proof"], batch_size=4)
+    workers = peers.start_workers(config, processes, code, False, wrap, acquire_devices(1, "cpu"))
+    try:
+        for worker in workers:
+            assert worker.answer()["loss"] == pytest.approx(math.log(config.model.vocab_size), abs=0.2)
+        assert peers.ask(workers, 1)["seconds"] > 0
+    finally:
+        for worker in workers:
+            worker.close()

@@ -15,7 +15,7 @@ from jaxdist.models.gpt2 import GPT2
 
 from .. import torch_gpt2
 
-MODELS = {"torch": torch_gpt2.GPT2, "transformers": torch_gpt2.HuggingFaceGPT2}
+MODELS = {"torch": torch_gpt2.TorchGPT2, "transformers": torch_gpt2.HuggingFaceGPT2}
 
 
 def main(asked: dict, batch: dict) -> None:
