@@ -34,6 +34,7 @@ from jaxdist.plan.cost import CENTURY_HOURS, Cost, duration
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
 from jaxdist.plan.fit_remat import fit_remat, with_arrays
 from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, price
+from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof.compile import has_cuda_compiler, require_compiler, without_devices
 from jaxdist.plan.proof.levels import Levels, levels
 from jaxdist.plan.proof.trace import total_sent
@@ -58,7 +59,7 @@ from jaxdist.plan.search import (
     search,
     usable_bytes,
 )
-from jaxdist.plan.time_model import Efficiency, efficiency_of, read_efficiency
+from jaxdist.plan.time_model import Efficiency, bar_of, efficiency_of, read_efficiency
 from jaxdist.plan.traffic import predicted
 from jaxdist.runtime.budget import short_money
 
@@ -855,11 +856,11 @@ def run_words(question: Question, run: Estimate) -> list[str]:
 def assumptions(question: Question) -> list[str]:
     """What the numbers rest on."""
     e = question.efficiency
+    bar = bar_of(work_of(question.base.model), e)
     return [
         "Everything above is predicted by closed forms: nothing was run.",
         f"Step time: {e.stack} efficiencies (matmuls {e.matmul:.0%} of peak, HBM {e.hbm:.0%}, links inside a node "
-        f"{e.inside:.0%}, between nodes {e.between:.0%}); the bar is ±{e.relative_error:.0%}, more where communication "
-        "shows.",
+        f"{e.inside:.0%}, between nodes {e.between:.0%}); the bar is ±{bar:.0%}, more where communication shows.",
         "Pipelines run in lock-step as our executor does: a tick is one F, B or W of one chunk; with recomputed blocks "
         "B takes two ticks' time. The F of the last part includes the head.",
         "Memory: closed form of this program, the same on every device; docs/plan.md has its errors. A tenth of a "

@@ -11,21 +11,24 @@ from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.explain import CLOSE, CLOSE_IN_ORDER, FAR, FAR_IN_ORDER
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.papers import calibration, formulas, peaks, sources
+from jaxdist.plan.papers import calibration, formulas, mixtures, peaks, sources
 from jaxdist.plan.papers.calibration import FITTED, all_rows, fit, mean_and_max
 from jaxdist.plan.papers.formulas import ModelShape
 from jaxdist.plan.papers.memory import NANOTRON, TORCHTITAN, device_bytes
 from jaxdist.plan.papers.work import PaperWork
+from jaxdist.plan.parts import work_of
 from jaxdist.plan.time_model import (
     BINDS,
     EFFICIENCIES,
     LAUNCH_SECONDS,
+    MIXTURE_ERROR,
     PARTS,
     RING_COPIES,
     RING_HIDE,
     RING_LAUNCHES,
     Efficiency,
     Layout,
+    bar_of,
     step_time,
 )
 
@@ -560,6 +563,26 @@ def test_what_the_programs_of_rows_repeat_and_cast():
             own = sources._remat(row.case.shape, "save_qkv_proj", casts=0.0)["repeated"].num_bytes
             casts[row.source].add(row.case.layout.repeated.num_bytes > own * (row.source != "Megatron Core"))
     assert casts["Megatron Core"] == casts["Pax"] == {True} and casts["MaxText"] == casts["torchtitan"] == {False}
+
+
+def test_mixtures_by_constants_that_are_fitted_to_none():
+    """Their bar is wider, and holds nine tenths of them; the page has the table."""
+    rows = mixtures.predicted()
+    assert pytest.approx(sources.bar(rows), abs=0.005) == MIXTURE_ERROR
+    grok = [row.error for row in rows if row.source == "grok" and row.model[2] == "bfloat16"]
+    assert len(rows) == 46 and mean_and_max(grok) < (0.07, 0.1)
+    page = (Path(__file__).parents[1] / "docs/plan.md").read_text(encoding="utf-8")
+    for line in mixtures.summary(rows).splitlines():
+        assert line in page, line
+    assert f"±{MIXTURE_ERROR:.0%} for a mixture".replace("%", " %") in page
+    _, model, facts = mixtures.runs()[0]
+    constants = EFFICIENCIES["h100-published"]
+    assert bar_of(work_of(model), constants) == MIXTURE_ERROR > bar_of(PaperWork(SHAPE), constants)
+    # By hand: 8 GPUs of tp=4 have dp=2, which ep takes whole; every position goes out and back twice, a quarter a rank.
+    layout = mixtures.layout_of(model, facts)
+    assert (layout.dp, layout.ep, layout.exchanged, layout.microbatches) == (2, 2, 2 * 2 * 6144 / 4, 512)
+    etp1 = next(facts for name, _, facts in mixtures.runs() if name == "grok_etp1")
+    assert (lambda found: found.ep * found.tp * found.experts_over_tp)(mixtures.layout_of(model, etp1)) == etp1["ep"]
 
 
 def test_rings_gain_about_what_published_ones_did():

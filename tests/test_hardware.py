@@ -279,6 +279,7 @@ def test_tables_are_in_the_package():
     assert shipped["jaxdist.plan"] == shipped["jaxdist.plan.papers"] == ["*.toml"]
     assert {path.name for path in h.HERE.rglob("*.toml")} == {
         "hardware.toml",
+        "mixtures.toml",
         "prices.toml",
         "published.toml",
         "second_set.toml",

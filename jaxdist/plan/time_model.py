@@ -41,6 +41,9 @@ CORE_LAUNCHES = 0.2  # of a layer's forward, those of attention that writes its 
 # are copied into and out of their places; for each hop of a ring, launches, as a part of those of a forward.
 RING_COPIES, RING_LAUNCHES = 5, 0.06
 RING_HIDE = 0.45  # of what `hide` says, in rings: of three published runs with and without them (docs/plan.md)
+# Of the bar of a mixture of experts, at least: nine tenths of 46 published runs are within it, by constants of dense
+# models (`python -m jaxdist.plan.papers.mixtures`).
+MIXTURE_ERROR = 0.24
 LAUNCH_SECONDS = 8e-6  # of a copy from Python, one after the other
 OPTIMIZER_TRAFFIC = 40  # bytes a parameter: gradient read twice (norm, update), master and two moments read and written
 
@@ -602,11 +605,16 @@ def step_time(
         "dp_hidden": hidden,
         "total": total,
         # Links are known less well than matmuls: a step that mostly communicates is as uncertain again.
-        "error": e.relative_error * (1 + exposed),
+        "error": bar_of(work, e) * (1 + exposed),
         "mfu": flops / (total * peak * layout.num_devices),
     }
     length = np.broadcast_shapes((1,), *(np.shape(column) for column in columns.values()))
     return StepTime(**{field.name: np.broadcast_to(columns[field.name], length) for field in fields(StepTime)})
+
+
+def bar_of(work: Work, efficiency: Efficiency) -> float:
+    """± of a step in which nothing communicates."""
+    return max(efficiency.relative_error, MIXTURE_ERROR if work.expert_parameters else 0.0)
 
 
 class _Core(NamedTuple):
