@@ -14,6 +14,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+# Nor is a layer traced twice for plans.
+if "JAXDIST_CACHE" not in os.environ:
+    os.environ["JAXDIST_CACHE"] = tempfile.mkdtemp(prefix="jaxdist-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAXDIST_CACHE"], ignore_errors=True)
 
 import jax
 import pytest

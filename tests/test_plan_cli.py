@@ -355,7 +355,7 @@ FLAGS = {
     "accumulate": ("2", [], LAYOUT, None),
     "remat": ("block", [], LAYOUT, None),
     "loss_chunks": ("2", [], None, None),
-    "unroll_layers": (None, ["--mesh", "dp=2"], LAYOUT, None),
+    "unroll_layers": ("yes", ["--mesh", "dp=2"], LAYOUT, None),
     "reshard_after_forward": (None, ["--mesh", "dp=2", "--zero", "3"], LAYOUT, None),
     "overlap": (None, [], LAYOUT, None),
     "attention": ("xla", [], None, None),

@@ -8,9 +8,10 @@ through whole traced steps: docs/plan.md has the errors.
 Every stage of a pipeline is the same program over buffers of the same size, so every device holds the same.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from jaxdist.mesh import MAY_STAY_WHOLE, MeshShape
 from jaxdist.models.base import STACKED, Model, declare, named_params
 from jaxdist.parallel.blocked_attention import MOST_POSITIONS
 from jaxdist.placement import make_layout
+from jaxdist.plan.disk_cache import cached_arrays
 from jaxdist.plan.parts import (
     Moments,
     OneRank,
@@ -211,8 +213,29 @@ def rank_memory(rank: OneRank) -> RankMemory:
             one, two = (rank_memory(replace(rank, **{axis: number})) for number in (few, 2 * few))
             if all(a.shape == b.shape for a, b in zip(one, two, strict=True)):
                 return RankMemory(*(2 * b - a + 2 * few * (a - b) / ranks for a, b in zip(one, two, strict=True)))
+    if not _is_ours(rank.model):
+        return _traced(rank)
+    return cached_arrays(hashlib.sha256(repr(rank).encode()).hexdigest(), RankMemory, lambda: _traced(rank))
+
+
+def _is_ours(model: Model) -> bool:
+    """Whether the package's source says all of what a model computes."""
+    inner = (getattr(model, field.name) for field in fields(model))
+    ours = type(model).__module__.partition(".")[0] == "jaxdist"
+    return ours and all(_is_ours(each) for each in inner if isinstance(each, Model))
+
+
+def _traced(rank: OneRank) -> RankMemory:
     *kept, backward, again = layer_memory(replace(rank, loss_chunks=1))
-    return RankMemory(np.array(kept), backward, again, loss_memory(replace(rank, selective=False, tp_ring="none")))
+    return RankMemory(np.array(kept), backward, again, loss_memory(_of_loss(rank)))
+
+
+def _of_loss(rank: OneRank) -> OneRank:
+    """The rank without what concerns layers alone: its loss is the same, and traced once."""
+    rows = rows_to_trace(rank.model, 1)
+    return replace(
+        rank, rows=rows, ep=1, experts_over_tp=False, selective=False, tp_ring="none", repeats="", attention="auto"
+    )
 
 
 def _few_ranks(rank: OneRank) -> list[tuple[str, int]]:

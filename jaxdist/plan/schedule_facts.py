@@ -14,8 +14,9 @@ from functools import cache
 
 import numpy as np
 
-from jaxdist.parallel.pipeline.builders import recipe
+from jaxdist.parallel.pipeline.builders import NAMES, recipe
 from jaxdist.parallel.pipeline.schedules import Schedule
+from jaxdist.plan.disk_cache import read_arrays, write_arrays
 
 NEVER = 1 << 30
 SPAN_COSTS = np.array([1, 2, 1, 1])  # ticks' time of F, B, W and R where B runs the forward again
@@ -63,8 +64,11 @@ def schedule_facts(
     with send_latency 2), and the times of v-half and v-min with send_latency 2, off by up to 7 %.
     """
     if num_microbatches <= 4 * num_stages:
-        ticks, placement = ticks_of(name, num_stages, num_microbatches, num_chunks, send_latency, recompute)
-        return facts_of(ticks, num_stages, placement, send_latency)
+        key = NAMES.index(name), num_stages, num_microbatches, num_chunks, send_latency, int(recompute)
+        if key not in _known():
+            ticks, placement = ticks_of(name, num_stages, num_microbatches, num_chunks, send_latency, recompute)
+            _known()[key] = facts_of(ticks, num_stages, placement, send_latency)
+        return _known()[key]
     base = 3 * num_stages + num_microbatches % num_stages
     rounds = (num_microbatches - base) // num_stages
     sizes = (num_chunks, send_latency, recompute)
@@ -75,6 +79,26 @@ def schedule_facts(
             for field in fields(ScheduleFacts)
         }
     )
+
+
+FILE, KEYS = "schedules", 6
+
+
+@cache
+def _known() -> dict[tuple[int, ...], ScheduleFacts]:
+    """Of every table that was run, in this process or an earlier one."""
+    kept = read_arrays(FILE, ["rows"])
+    rows = () if kept is None else kept["rows"].tolist()
+    return {tuple(row[:KEYS]): ScheduleFacts(*row[KEYS:]) for row in rows}
+
+
+def keep_facts() -> None:
+    """Write down what later processes need not run again."""
+    kept = read_arrays(FILE, ["rows"])
+    if kept is not None and len(kept["rows"]) >= len(_known()):
+        return
+    rows = [[*key, *vars(facts).values()] for key, facts in _known().items()]
+    write_arrays(FILE, {"rows": np.array(rows, np.int64).reshape(len(rows), -1)})
 
 
 def table_facts(schedule: Schedule) -> ScheduleFacts:

@@ -28,7 +28,7 @@ from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.kept_arrays import choice_of
 from jaxdist.plan.parts import allows, exchanged, work_of
 from jaxdist.plan.program_memory import PHASES, ProgramBytes, distinct, program_bytes, ranks_of
-from jaxdist.plan.schedule_facts import schedule_facts, table_facts
+from jaxdist.plan.schedule_facts import keep_facts, schedule_facts, table_facts
 from jaxdist.plan.time_model import NOTHING, Efficiency, Layout, Repeated, StepTime, efficiency_of, step_time
 
 # ------------------------------------------------------------------------------------------------------- enumeration
@@ -304,7 +304,7 @@ def layouts_of_mesh(
         for accumulate in divisors(per_rank // micro)
     ]
     if attention is not None:
-        layers, splits, cuts = _likely(attention, layers, splits, cuts, pp)
+        layers, states, splits, cuts = _likely(attention, layers, states, splits, cuts, pp)
     shape = (len(layers), len(states), len(splits), len(cuts))
     layers, states, splits, cuts = map(np.array, (layers, states, splits, cuts))
     for start in range(0, math.prod(shape), block):
@@ -715,9 +715,9 @@ def search(
 
     thorough: every layout that `layouts_of_mesh` has. Otherwise what has never been the best is left out (a test
     compares both searches), and tried only where nothing else fits: tp over more than a node, fewer than
-    LEAST_POSITIONS of a sequence on a rank, tp without sp, rings that are no faster, fewer micro-batches than stages,
-    attention recomputed that keeps no scores, and, where cuDNN's attention runs, keys that travel over cp though heads
-    could be exchanged.
+    LEAST_POSITIONS of a sequence on a rank, tp without sp, rings that are no faster, GPipe, state that is not sharded
+    where it can be, fewer micro-batches than stages, attention recomputed that keeps no scores, and, where cuDNN's
+    attention runs, keys that travel over cp though heads could be exchanged.
     progress: told how many meshes of how many are done. Raises: ConfigError as `legal_meshes` and `score`.
     """
     efficiency = efficiency or efficiency_of(cluster.hardware.name)
@@ -740,7 +740,7 @@ def _search(base, cluster, attention, efficiency, block, progress, thorough: boo
             progress(done, len(meshes))
             likely = None if thorough else attention
             for some in layouts_of_mesh(model, mesh, base.batch_size, optimizer, block, likely, chunks):
-                waiting.append(some if thorough else _rings_that_pay(base, some, cluster, attention, efficiency))
+                waiting.append(some)
                 if sum(map(len, waiting)) >= block:
                     yield Candidates.join(waiting)
                     waiting = []
@@ -749,10 +749,13 @@ def _search(base, cluster, attention, efficiency, block, progress, thorough: boo
 
     kept, num_layouts, num_fitting = [], 0, 0
     for some in blocks():
+        if not thorough:
+            some = _rings_that_pay(base, some, cluster, attention, efficiency)
         scored = _score_what_fits(base, some, cluster, attention, efficiency)
         num_layouts += len(some)
         num_fitting += int(scored.fits.sum())
         kept.append(scored.take(_worth_keeping(scored)))
+    keep_facts()
     found = Scored.join(kept)
     found = found.take(_worth_keeping(found))
     return Found(base, cluster, found.layouts, found.time, found.memory, num_layouts, num_fitting)
@@ -774,8 +777,11 @@ def _likely_meshes(
     ] or meshes
 
 
-def _likely(attention: str, layers: list[tuple], splits: list[tuple], cuts: list[tuple], pp: int) -> tuple:
-    """Of `layouts_of_mesh`'s: with sp where it is possible, by exchanging heads where that is and a fused kernel
+def _likely(
+    attention: str, layers: list[tuple], states: list[tuple], splits: list[tuple], cuts: list[tuple], pp: int
+) -> tuple:
+    """Of `layouts_of_mesh`'s: any schedule but GPipe, whose buffers are 1F1B's or more; state that is sharded, if it
+    can be; with sp where it is possible, by exchanging heads where that is and a fused kernel
     attends, recomputing attention alone where it writes its scores, and a micro-batch for every stage, if there are
     sequences enough."""
     most_sp, exchange = max(sp for sp, _, _ in splits), CP_KINDS.index(EXCHANGE)
@@ -783,9 +789,10 @@ def _likely(attention: str, layers: list[tuple], splits: list[tuple], cuts: list
     if attention == "cudnn" and exchange in kinds:
         kinds = {exchange}
     most = max(micro for micro, _, _ in cuts)
-    layers = [row for row in layers if attention == "xla" or not row[4]]
+    layers = [row for row in layers if row[0] != NAMES.index("gpipe") and (attention == "xla" or not row[4])]
+    states = [state for state in states if state[0]] or states
     splits = [split for split in splits if split[0] == most_sp and split[2] in kinds]
-    return layers, splits, [cut for cut in cuts if cut[0] >= min(pp, most)]
+    return layers, states, splits, [cut for cut in cuts if cut[0] >= min(pp, most)]
 
 
 def _rings_that_pay(base, layouts: Candidates, cluster, attention, efficiency) -> Candidates:
