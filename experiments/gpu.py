@@ -85,6 +85,7 @@ def plan_sections(flags: GpuFlags, num_gpus: int = 1) -> list[Section]:
         Section("executor", "executor --device gpu --num-layers 8 --width 1024", most=90),
         Section("step gpt2-124m", f"step {step('gpt2-124m')}", 30, 180),
         Section("peers gpt2-124m", f"peers --only 'one device' {step('gpt2-124m')}", 60, 200),
+        Section("scan gpt2-124m", f"step --no-phases --unroll-layers no {step('gpt2-124m')}", 30, 90),
         Section("kernels gpt2-124m", f"kernels {step('gpt2-124m', 32)}", 45, 150),
         Section("step gpt2-774m", f"step --no-phases {step('gpt2-774m')}", 30),
         Section("step gpt2-1.5b", f"step --no-phases {step('gpt2-1.5b')}", 30),

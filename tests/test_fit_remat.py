@@ -226,12 +226,18 @@ def test_names_of_arrays_are_read_as_written():
 def test_queries_keys_and_values_are_repeated_with_their_product():
     """They are kept in its place: to repeat them alone would keep it, and save nothing."""
     layer = _layer(rank_of(RUNS["one device"].run_config(), "xla"))
-    [found] = [made for made in layer.groups() if {name for name, _ in made} == {"name", "dot_general"}]
+    [found] = [made for made in layer.groups() if {name for name, _ in made} == {"heads", "dot_general"}]
     model = layer.rank.model
     shapes = {name: shapes for name, shapes in found}
-    assert shapes["name"][0][2:] == (model.num_heads, model.head_dim)
+    assert shapes["heads"][0][2:] == (model.num_heads, model.head_dim)
     assert shapes["dot_general"][1] == (model.width, 3 * model.width)
-    assert layer.choice(found).num_bytes < layer.choice(frozenset({("name", shapes["name"])})).num_bytes
+    assert layer.choice(found).num_bytes < layer.choice(frozenset({("heads", shapes["heads"])})).num_bytes
+    # Rotated ones follow from their products and from positions.
+    llama = Strategy("", "tp=2", {"sp": True}, preset="llama-10m").run_config()
+    layer = _layer(rank_of(llama, "blocked"))
+    marked = [made for made in layer.groups() if any(name == "heads" for name, _ in made)]
+    assert len(marked) == 2 and all(any(name == "dot_general" for name, _ in made) for made in marked)
+    assert not any(layer.choice(made).uncounted for made in marked)
 
 
 def test_what_is_repeated_counts_among_the_flops_of_the_hardware():

@@ -19,7 +19,7 @@ from jaxdist.models.base import BOUNDS, Tree, mask_rows
 from jaxdist.models.context import Batch, Context
 from jaxdist.models.flax import parameter
 from jaxdist.models.layers import INIT_STD, Transformer, add_bias, normal
-from jaxdist.parallel.remat import mark_saveable
+from jaxdist.parallel.remat import HEADS, mark_saveable
 
 LAYER_NORM_EPS = 1e-5
 
@@ -141,7 +141,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         qkv = add_bias(ctx.column_parallel(x_BTD, self.w_qkv[...]), self.b_qkv[...])
         # Kept as they are read, and not as one product, of which backward would copy the parts again.
-        q, k, v = (mark_saveable(qkv[:, :, part]) for part in range(3))
+        q, k, v = (mark_saveable(qkv[:, :, part], HEADS) for part in range(3))
         o_BTNH = attend(ctx, q, k, v, rate=self.dropout)
         batch, length, heads, head_dim = o_BTNH.shape
         w_ND = self.w_out[...].reshape(heads * head_dim, -1)

@@ -18,7 +18,7 @@ from jaxdist.models.attention import attend, attention_on_device
 from jaxdist.models.base import check_experts
 from jaxdist.models.context import Context
 from jaxdist.models.flax import FlaxModel, parameter
-from jaxdist.parallel.remat import mark_saveable
+from jaxdist.parallel.remat import HEADS, mark_saveable
 from jaxdist.parallel.tensor import heads_of_queries
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class GroupedAttention(nnx.Module):
         positions = ctx.whole_positions(q.shape[1])
         q, k = self.rotary(q, positions), self.rotary(k, positions)
         if not self.qk_norm:  # whose gradient needs the products; otherwise these are kept in their place
-            q, k, v = mark_saveable(q), mark_saveable(k), mark_saveable(v)
+            q, k, v = (mark_saveable(each, HEADS) for each in (q, k, v))
         o_BTNH = attend(ctx, q, heads.of_each_query(k), heads.of_each_query(v), window=self.window)
         y_BTD = ctx.row_parallel(o_BTNH.reshape(*o_BTNH.shape[:2], -1), self.w_out[...].reshape(-1, x_BTD.shape[-1]))
         return y_BTD if self.b_out is None else add_bias(y_BTD, self.b_out[...])

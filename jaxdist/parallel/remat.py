@@ -40,16 +40,19 @@ CHEAP = MOVES | {
 GATHERS = {"all_gather", "all_gather_invariant"}
 # What follows from constants alone, and what a kept mask was drawn from.
 DRAWS = {"iota", "random_bits", "random_fold_in", "random_wrap", "random_unwrap", "threefry2x32"}
-KEPT = "kept"
+KEPT, HEADS = MARKS = "kept", "heads"
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"  # JAX's name of cuDNN's attention; a plan's stand-in has it too
 REPEAT = "repeat:"  # how a word of `ParallelConfig.remat` begins that names arrays
 _ARRAY = re.compile(r"[\w-]+(:\d*r?(x\d*r?)*(-\d*r?(x\d*r?)*)*)?")
 Made = tuple[str, tuple[tuple[int, ...], ...]]  # an operation, and the shapes it reads
 
 
-def mark_saveable(x):
-    """Mark an array that backward must not compute again though operations that are repeated made it."""
-    return checkpoint_name(x, KEPT)
+def mark_saveable(x, mark: str = KEPT):
+    """Mark an array that backward must not compute again though operations that are repeated made it.
+
+    mark: of `MARKS`; HEADS is of queries, keys and values, which `remat` can name apart from others of their shape.
+    """
+    return checkpoint_name(x, mark)
 
 
 def name_array(made: Made, rows: int) -> str:
@@ -91,8 +94,9 @@ def shorten(word: str) -> str:
     return f"{count} array{'s' * (count > 1)}" if word.startswith(REPEAT) else word
 
 
-def made_by(name: str, avals: Sequence) -> Made:
-    """An operation on arrays of these types. Of cuDNN's attention queries, keys and values alone."""
+def made_by(name: str, avals: Sequence, params: dict) -> Made:
+    """An operation, or the mark HEADS, on arrays of these types. Of cuDNN's attention its queries, keys and values."""
+    name = HEADS if params.get("name") == HEADS else name
     return name, tuple(tuple(aval.shape) for aval in (avals[:3] if name == CUDNN_FORWARD else avals))
 
 
@@ -113,14 +117,14 @@ class SavePolicy:
 
     def __call__(self, primitive, *avals, **params) -> bool:
         name = primitive.name
-        if self.repeated and (made := made_by(name, avals)) in self.repeated:
+        if self.repeated and (made := made_by(name, avals, params)) in self.repeated:
             self.seen.add(made)
             return False
         if only_moves_weights(name, params):
             return not self.regathers and gathers_weights(name, params)
         if self.selective and name == "dot_general" and params["dimension_numbers"][1][0]:
             return False
-        return params["name"] == KEPT if name == "name" else name not in CHEAP | DRAWS
+        return params["name"] in MARKS if name == "name" else name not in CHEAP | DRAWS
 
     def require_seen(self, word: str) -> None:
         """Raises: ConfigError where no operation makes one of the arrays that `remat`, this word, names."""

@@ -30,6 +30,7 @@ from jaxdist.plan.parts import OneRank, product_dims
 from jaxdist.plan.proof.trace import collectives_of
 from jaxdist.plan.time_model import AttentionShape, Repeated
 
+FREE = CHEAP | {"iota", "name"}  # to repeat: positions follow from nothing, and a mark is none of a compiler's
 MOST_ARRAYS = 10  # that are chosen among, the largest
 LEAST_PART = 1 / 16  # of what a layer passes on; smaller arrays are kept
 
@@ -111,15 +112,25 @@ class _Layer:
         sizes: dict[frozenset[Made], int] = {}
         for v in reached(self.read, self.eqns, self.saveable):
             made, size = set(), num_bytes(v.aval)
-            while v in makers:
-                made |= {_made(makers[v])} if v in self.saveable else set()
-                read = [each for each in variables(makers[v].invars) if each in self.of_micro]
-                if makers[v].primitive.name not in CHEAP | {"name"} or len(read) != 1:
-                    break
-                [v] = read  # what it is marked, cut or made of element by element would be kept in its place
+            while v in self.saveable:
+                made.add(_made(makers[v]))
+                v = self._beneath(v, makers)
             sizes[frozenset(made)] = sizes.get(frozenset(made), 0) + size
         large = [made for made, size in sizes.items() if size >= LEAST_PART * self.x_bytes]
         return sorted(large, key=lambda made: -sizes[made])[:MOST_ARRAYS]
+
+    def _beneath(self, v, makers: dict):
+        """The one array that would be kept in the place of `v`, which is marked, or made of it element by element."""
+        found, live, seen = set(), [v], set()
+        while live:
+            made = live.pop()
+            eqn = makers.get(made)
+            if eqn is None or eqn.primitive.name not in FREE:
+                return None
+            for read in self.of_micro.intersection(variables(eqn.invars)) - seen:
+                (found.add if read in self.saveable else live.append)(read)
+                seen.add(read)
+        return found.pop() if len(found) == 1 else None
 
     def choice(self, repeated: frozenset[Made]) -> Choice:
         kept = {*self.given, *(v for v, eqn in self.saveable.items() if _made(eqn) not in repeated)}
@@ -146,7 +157,7 @@ class _Layer:
 
     def _again(self, kept: set) -> list:
         """Equations that cost something and are repeated only where nothing but `kept` is."""
-        return [eqn for eqn in self._needed(kept) if id(eqn) not in self.usual and eqn.primitive.name not in CHEAP]
+        return [eqn for eqn in self._needed(kept) if id(eqn) not in self.usual and eqn.primitive.name not in FREE]
 
     @cached_property
     def usual(self) -> set[int]:
@@ -162,7 +173,7 @@ class _Layer:
 
 
 def _made(eqn) -> Made:
-    return made_by(eqn.primitive.name, [atom.aval for atom in eqn.invars])
+    return made_by(eqn.primitive.name, [atom.aval for atom in eqn.invars], eqn.params)
 
 
 def _product_flops(eqn) -> float:
