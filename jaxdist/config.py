@@ -726,7 +726,7 @@ def from_dict(found: dict) -> RunConfig:
         if name in values:
             if name == "parallel" and isinstance(values[name], dict):  # once it was true or false
                 word = {True: "yes", False: "auto"}.get(values[name].get("unroll_layers"))
-                values[name] |= {"unroll_layers": word} if word else {}
+                values[name] = values[name] | ({"unroll_layers": word} if word else {})
             nested = fields_of(cls, values[name], name, ("mesh",) if cls is ParallelConfig else ())
             if "mesh" in nested:
                 nested["mesh"] = MeshShape(**fields_of(MeshShape, nested["mesh"], "mesh"))

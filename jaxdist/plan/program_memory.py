@@ -220,9 +220,10 @@ def rank_memory(rank: OneRank) -> RankMemory:
 
 def _is_ours(model: Model) -> bool:
     """Whether the package's source says all of what a model computes."""
+    if type(model).__module__.partition(".")[0] != "jaxdist":
+        return False
     inner = (getattr(model, field.name) for field in fields(model))
-    ours = type(model).__module__.partition(".")[0] == "jaxdist"
-    return ours and all(_is_ours(each) for each in inner if isinstance(each, Model))
+    return all(_is_ours(each) for each in inner if isinstance(each, Model))
 
 
 def _traced(rank: OneRank) -> RankMemory:
