@@ -132,12 +132,16 @@ class ParallelConfig:
         """Whether the step's loop over so many layers is written out."""
         if self.unroll_layers != "auto":
             return self.unroll_layers == "yes"
-        # A compiler moves these over a layer's end, and the peak rises (docs/benchmarks.md): messages in layers over
-        # the axes that hold parts of a state or a sequence, and blocks that run again.
-        sends = (self.zero > 1 and self.sharded) or (self.sp and self.mesh.tp > 1) or self.mesh.cp > 1
-        repeats = self.recomputes or self.repeats_arrays
         own_loop = self.mesh.pp > 1 or self.overlap
-        return platform == "gpu" and not (sends or repeats or own_loop) and num_layers <= UNROLLED_AT_MOST
+        return platform == "gpu" and not (self.grows_unrolled or own_loop) and num_layers <= UNROLLED_AT_MOST
+
+    @property
+    def grows_unrolled(self) -> bool:
+        """Whether a layer has what a GPU's compiler moves over its end where layers are written out, so that the peak
+        rises (docs/benchmarks.md): messages over the axes that hold parts of a state or a sequence, and blocks that run
+        again."""
+        sends = (self.zero > 1 and self.sharded) or (self.sp and self.mesh.tp > 1) or self.mesh.cp > 1
+        return sends or self.recomputes or self.repeats_arrays
 
     @property
     def last_layers(self) -> int:
@@ -686,10 +690,10 @@ class RunConfig:
             notes.append(
                 "reshard_after_forward=False: a pipeline gathers the weights of blocks again in B all the same."
             )
-        if parallel.unroll_layers == "yes" and parallel.zero == 3 and parallel.sharded:
+        if parallel.unroll_layers == "yes" and parallel.grows_unrolled:
             notes.append(
-                "unroll_layers=yes with zero=3: the compiler may hold weights of several layers, and more memory than "
-                "is planned."
+                "unroll_layers=yes with zero above 1, sp, cp or recomputed blocks: a GPU's compiler may hold several "
+                "layers' arrays at once, and more memory than is planned."
             )
         if parallel.overlap_layers and parallel.mesh.batch_ranks * parallel.mesh.cp == 1:
             notes.append("overlap=True has no effect: it overlaps what data ranks send, and there is one.")

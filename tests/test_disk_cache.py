@@ -80,6 +80,7 @@ def test_few_versions_are_kept(folder, monkeypatch):
         monkeypatch.setattr(disk_cache, "source_digest", lambda number=number: str(number))
         disk_cache._folder.cache_clear()
         cached_arrays("a", Arrays, Made())
+        assert disk_cache._folder().is_dir()
     assert len(list(folder.iterdir())) == len(files_of(folder)) == disk_cache.VERSIONS_KEPT
 
 
@@ -152,14 +153,13 @@ def test_schedules_are_run_once(folder, monkeypatch):
     asked = [("1f1b", 4, 9, 1), ("interleaved", 2, 4, 3, 2), ("zb-h1", 3, 40, 1, 1, True)]
     before = [schedule_facts.schedule_facts(*sizes) for sizes in asked]
     schedule_facts.keep_facts()
-    [path] = files_of(folder)
-    written = path.stat().st_mtime_ns
+    assert len(files_of(folder)) == 1
     new_process()
     run = []
     monkeypatch.setattr(schedule_facts, "ticks_of", lambda *sizes: run.append(sizes))
     assert [schedule_facts.schedule_facts(*sizes) for sizes in asked] == before and not run
+    monkeypatch.setattr(schedule_facts, "write_arrays", None)  # nothing is new
     schedule_facts.keep_facts()
-    assert path.stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize(

@@ -743,7 +743,8 @@ def test_more_memory_than_is_planned_is_said_of_layers_written_out():
         parallel = ParallelConfig(MeshShape(dp=2), unroll_layers="yes", **settings)
         return [note for note in RunConfig(SMALL, parallel, batch_size=16).warnings() if "more memory" in note]
 
-    assert len(notes(zero=3)) == 1 and notes(zero=2) == []
+    assert len(notes(zero=3)) == len(notes(zero=2)) == len(notes(remat="block")) == 1
+    assert notes(zero=1) == notes(remat="selective") == []
 
 
 def test_a_plan_says_what_it_cannot_tell_apart():

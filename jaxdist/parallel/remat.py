@@ -37,6 +37,7 @@ CHEAP = MOVES | {
     *("le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or"),
     *("pow", "rev", "rsqrt", "select_n", "sign", "sin", "slice", "sqrt", "square", "sub", "tanh", "unstack", "xor"),
 }
+FREE = CHEAP | {"iota", "name"}  # positions follow from nothing, and a mark computes nothing
 GATHERS = {"all_gather", "all_gather_invariant"}
 # What follows from constants alone, and what a kept mask was drawn from.
 DRAWS = {"iota", "random_bits", "random_fold_in", "random_wrap", "random_unwrap", "threefry2x32"}

@@ -72,10 +72,8 @@ def _folder() -> Path | None:
         folder = above / "plans" / hashlib.sha256(follows_from.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
-        by_use = sorted(
-            (path for path in folder.parent.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime
-        )
-        for path in by_use[:-VERSIONS_KEPT]:
+        others = [path for path in folder.parent.iterdir() if path.is_dir() and path != folder]
+        for path in sorted(others, key=lambda path: path.stat().st_mtime)[: -(VERSIONS_KEPT - 1)]:
             shutil.rmtree(path, ignore_errors=True)
         return folder
     except (OSError, RuntimeError):  # RuntimeError: nobody's home

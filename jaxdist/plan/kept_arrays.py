@@ -25,12 +25,11 @@ from jaxdist.parallel.pipeline.split_backward import (
     trace_layer,
     variables,
 )
-from jaxdist.parallel.remat import CHEAP, DRAWS, REPEAT, Made, made_by, name_array, read_arrays
+from jaxdist.parallel.remat import DRAWS, FREE, REPEAT, Made, made_by, name_array, read_arrays
 from jaxdist.plan.parts import OneRank, product_dims
 from jaxdist.plan.proof.trace import collectives_of
 from jaxdist.plan.time_model import AttentionShape, Repeated
 
-FREE = CHEAP | {"iota", "name"}  # to repeat: positions follow from nothing, and a mark is none of a compiler's
 MOST_ARRAYS = 10  # that are chosen among, the largest
 LEAST_PART = 1 / 16  # of what a layer passes on; smaller arrays are kept
 

@@ -18,9 +18,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jaxdist.compat import inner_programs, type_of
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.grouped_matmul import GROUPED_PRODUCTS
-from jaxdist.parallel.remat import CHEAP, GATHERS, MOVES
-
-FREE = CHEAP | {"name"}  # a mark is of what F and B do not save themselves
+from jaxdist.parallel.remat import FREE, GATHERS, MOVES
 
 
 @dataclass(frozen=True, eq=False)

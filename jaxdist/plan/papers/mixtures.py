@@ -12,7 +12,7 @@ import numpy as np
 from jaxdist.models.decoder import Decoder
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.papers.calibration import mean_and_max
-from jaxdist.plan.papers.sources import LeftOut, table
+from jaxdist.plan.papers.sources import MEGATRON_CORE, LeftOut, table
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.time_model import Layout, Repeated, efficiency_of, step_time
 
@@ -49,14 +49,9 @@ def layout_of(model: Decoder, facts: dict) -> Layout:
         experts_over_tp=whole and tp > 1,
         exchanged=2 * top_k * model.width / tp,
         microbatches=facts["batch"] // (dp * facts["rows"]),
-        zero=1,
         sp=tp > 1,
-        flash=True,
-        always_sums=True,
-        fused_sums=True,
+        **MEGATRON_CORE,
         overlap_tp=1 - sent / (work.layer_sums - work.mixture_sums + mixtures),
-        overlap_pp=True,
-        overlap_gather=True,
         gradient_bytes=2,
         repeated=Repeated(num_bytes=_casts(model, tp, facts["etp"]) if facts["dtype"] == "float8" else 0.0),
     )

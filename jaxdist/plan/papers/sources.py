@@ -203,6 +203,10 @@ def _remat(shape: formulas.ModelShape, word: str, casts: float) -> dict:
     return {"repeated": Repeated(2 * flops[word], sum(cores), float(whole + split) + casts, launches=1)}
 
 
+MEGATRON_CORE = {"zero": 1, "flash": True, "always_sums": True, "fused_sums": True}
+MEGATRON_CORE |= {"overlap_pp": True, "overlap_gather": True}
+
+
 def _megatron(facts: dict) -> Layout:
     """Megatron-LM of 2021, here in a pipeline of DeepSpeed's, which does not interleave, without flash attention and
     overlap; Megatron Core, which overlaps what tp, dp and pp send, the last in interleaved schedules alone."""
@@ -218,9 +222,8 @@ def _megatron(facts: dict) -> Layout:
         common |= MEGATRON | {"chunks": 1, "gradient_bytes": facts["gradient_bytes"]}
         return Layout(remat="block", scatter_gather=True, **common)
     # Of a gather, or a scatter, in tp chunks all but one has a matmul beside it.
-    overlap = {"overlap_tp": (tp - 1) / tp, "overlap_pp": True, "overlap_gather": True}
-    common["gradient_bytes"] = facts.get("gradient_bytes", 4)
-    return Layout(zero=1, sp=tp > 1, flash=True, always_sums=True, fused_sums=True, **overlap, **common)
+    common |= {"overlap_tp": (tp - 1) / tp, "gradient_bytes": facts.get("gradient_bytes", 4)}
+    return Layout(sp=tp > 1, **MEGATRON_CORE, **common)
 
 
 # ---------------------------------------------------------------------------------------------------------------- fit
