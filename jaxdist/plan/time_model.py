@@ -3,7 +3,7 @@
 No JAX here. Ten thousand layouts are a few numpy operations. A step is the slowest stage's micro-batch, times their
 number, plus the bubble, plus what the update sends and does, plus the host:
 
-    matmuls      FLOPs / (peak × efficiency of the smallest dim)
+    matmuls      the longer of FLOPs / (peak × efficiency of the smallest dim) and bytes / HBM's whole bandwidth
     memory       bytes that elementwise operations, norms, gradient accumulation and the optimiser move / HBM bandwidth
     tp, cp, pp   collectives and messages of every micro-batch, on the link their axis lands on (α–β, ring)
     dp           gradients and ZeRO's weights (over dp and cp), of which a part hides behind backward
@@ -148,20 +148,20 @@ EFFICIENCIES = {
         stack="h100-published",
     ),
     "a100-published": Efficiency(
-        matmul=0.776,
-        half_size=62.5,
+        matmul=0.786,
+        half_size=63.4,
         attention=0.45,
-        flash2=0.276,
+        flash2=0.282,
         float8=0.65,
-        hbm=0.622,
-        inside=0.686,
-        between=0.603,
-        latency=1.05,
+        hbm=0.595,
+        inside=0.679,
+        between=0.595,
+        latency=1.04,
         layer_seconds=0.0002,
-        step_seconds=0.0293,
-        straggle=0.00476,
+        step_seconds=0.0296,
+        straggle=0.00419,
         hide=0.702,
-        relative_error=0.153,
+        relative_error=0.149,
         stack="a100-published",
     ),
 }
@@ -370,8 +370,8 @@ class Work(Protocol):
     largest parameter that the loss uses, vocab_size its rows. trained_layer, trained_table: what part of these
     parameters is trained. layer_backward, head_backward: FLOPs of the backward of products with weights over those of
     their forward: 2, or 1 where weights are frozen. attention: every causal attention of a layer; none where the model
-    has another. matmul(n, k, m): seconds of a product [positions, k] x [k, n]; m where another dim is the smallest,
-    part where its rows come in groups of that part of the positions.
+    has another. matmul(n, k, m): seconds of a product [positions, k] x [k, n]; m, another dim that may be the smallest,
+    where both are activations; part where its rows come in groups of that part of the positions, each with a matrix.
     """
 
     num_layers: int
@@ -431,7 +431,7 @@ def step_time(
     itemsize = {"float32": 4, "tfloat32": 4, "float64": 8}.get(dtype, 2)
     peak, e, h = cluster.hardware.peak(dtype), efficiency, work.width
     reached = peak * e.matmul * (e.float8 if dtype == "float8" else 1)
-    wide = "bfloat16" if dtype == "float8" else dtype  # products of activations stay in 16 bit
+    wide, operand = ("bfloat16", 1) if dtype == "float8" else (dtype, itemsize)  # activations' products in 16 bit
     pp, dp, cp, tp, ep = (np.asarray(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp", "ep"))
     replica, m, sp = np.asarray(layout.replica), np.asarray(layout.microbatches), np.asarray(layout.sp)
     zero, grad = np.asarray(layout.zero), np.asarray(layout.gradient_bytes)
@@ -441,9 +441,13 @@ def step_time(
     hbm = cluster.hardware.memory_bytes_per_s * e.hbm
     positions = layout.rows * work.seq_len / cp  # of one micro-batch on one device
 
-    def matmul(n, k, m=positions, part=1):
-        smallest = np.minimum(np.minimum(m * part, n), k)
-        return 2 * positions * n * k / (reached * smallest / (smallest + e.half_size))
+    def matmul(n, k, m=None, part=1):
+        rows = positions * part if m is None else m
+        smallest = np.minimum(np.minimum(rows, n), k)
+        by_flops = 2 * positions * n * k / (reached * smallest / (smallest + e.half_size))
+        matrices = n * k / part if m is None else 0  # read once for the rows of each
+        num_bytes = positions * (n * itemsize + k * operand) + matrices * operand
+        return np.maximum(by_flops, num_bytes / cluster.hardware.memory_bytes_per_s)
 
     def ring(algorithm, axis, size, num_bytes):
         return cluster.collective_seconds(algorithm, size, apart[axis], num_bytes, e.inside, e.between)
@@ -564,7 +568,7 @@ def step_time(
     time["input"] = m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
 
     by_layer = (zero >= 2) | np.asarray(layout.by_layer)
-    messages = np.where(by_layer, most + 1, layout.messages)
+    messages = np.maximum(layout.messages, by_layer * (most + 1))
     scatter, summed_over_dp = (
         both(algorithm, updated * grad, of_experts * grad) for algorithm in ("ring_reduce_scatter", "all_reduce")
     )

@@ -21,7 +21,7 @@ from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.papers import calibration, formulas
 from jaxdist.plan.papers.calibration import MEGATRON, TimeCase, mean_and_max, not_printed
 from jaxdist.plan.papers.work import PaperWork, elementwise_bytes
-from jaxdist.plan.time_model import Efficiency, Layout, Repeated, step_time
+from jaxdist.plan.time_model import Efficiency, Layout, Repeated, efficiency_of, step_time
 
 # Of the groups of published.toml.
 SOURCES = {
@@ -107,7 +107,7 @@ def sourced(accelerator: str) -> tuple[Sourced, ...]:
         for run in calibration.published()[name]
         for case in calibration.times(name, run)
     ]
-    found += [row for row, _ in second_set()]
+    found += [row for row, facts in second_set() if not facts["aside"]]
     return tuple(each for each in found if each.accelerator in ACCELERATORS[accelerator])
 
 
@@ -119,7 +119,7 @@ def second_set() -> tuple[tuple[Sourced, dict], ...]:
     for name, group in table.items():
         for run in group["runs"]:
             facts = group["defaults"] | dict(zip(group["columns"], run, strict=True))
-            facts |= shapes[facts["shape"]] | {"program": group["program"]}
+            facts |= shapes[facts["shape"]] | {"program": group["program"], "aside": group.get("aside", False)}
             found.append((Sourced(group["source"], group["accelerator"], _case(name, group, facts)), facts))
     return tuple(found)
 
@@ -129,6 +129,14 @@ def _case(name: str, group: dict, facts: dict) -> TimeCase:
     shape = calibration.shape_of(facts)
     if facts["program"] == "nanotron":
         layout = calibration.nanotron_layout(shape, facts)
+    elif facts["program"] == "deepspeed":
+        layout = Layout(
+            **{name: facts[name] for name in ("dp", "rows", "microbatches")},
+            zero=3,
+            **calibration.MEGATRON,
+            remat="block",
+            messages=GPT_TENSORS * shape.num_layers,
+        )
     elif facts["program"] == "fsdp":
         layout = Layout(
             replica=facts.get("replica", 1),
@@ -161,6 +169,9 @@ def _case(name: str, group: dict, facts: dict) -> TimeCase:
         seconds = facts["seconds"]
     elif "tokens_per_s" in facts:
         seconds = tokens / (facts["tokens_per_s"] * num_devices)
+    elif "hardware_tflops" in facts:
+        flops = formulas.iteration_flops(shape, tokens / shape.seq_len, "block").value
+        seconds = flops / (facts["hardware_tflops"] * 1e12 * num_devices)
     else:
         a_token = 3 * sum(formulas.forward_flops_per_token(shape).values())
         if facts["program"] == "fsdp":  # llm-foundry's definition
@@ -203,6 +214,7 @@ def _remat(shape: formulas.ModelShape, word: str, casts: float) -> dict:
     return {"repeated": Repeated(2 * flops[word], sum(cores), float(whole + split) + casts, launches=1)}
 
 
+GPT_TENSORS = 12  # of a layer: four products with their biases, two norms
 MEGATRON_CORE = {"zero": 1, "flash": True, "always_sums": True, "fused_sums": True}
 MEGATRON_CORE |= {"overlap_pp": True, "overlap_gather": True}
 
@@ -337,6 +349,12 @@ def predicted(rows: Sequence[Sourced], efficiency: Efficiency) -> list[LeftOut]:
             )
         )
     return found
+
+
+def aside() -> list[LeftOut]:
+    """The rows that are neither fitted to nor in the bar, by the constants of all others."""
+    rows = [row for row, facts in second_set() if facts["aside"]]
+    return [each for row in rows for each in predicted([row], efficiency_of(row.accelerator))]
 
 
 def leave_one_source_out(accelerator: str) -> list[LeftOut]:
@@ -491,6 +509,7 @@ def main() -> None:
         print(order_table(rows), end="\n\n")
         if accelerator == "a100":
             print(predictors_table(rows), end="\n\n")
+            print(table(aside()), end="\n\n")
         print(table(rows), end="\n\n")
 
 

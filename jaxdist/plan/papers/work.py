@@ -57,7 +57,8 @@ class PaperWork:
 
     def core(self, matmul: Callable, tp: Number) -> Number:
         """Scores, masked ones too, and their sum over values, whose smallest dim is the head's."""
-        return 2 * matmul(self.shape.seq_len, self.shape.width / tp, m=self.shape.head_dim)
+        shape = self.shape
+        return 2 * matmul(shape.num_heads * shape.seq_len / tp, shape.head_dim, m=shape.head_dim)
 
     def head(self, matmul: Callable, tp: Number) -> Number:
         return matmul(self.shape.vocab_size / tp, self.shape.width)
