@@ -36,12 +36,22 @@ CP_KINDS = ("ring", "all-gather", "ulysses")
 
 def require_choices(config) -> None:
     """Refuse a value that its field's Literal type does not list."""
-    for name, hint in get_type_hints(type(config)).items():
-        literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+    for name, choices in _choices_of(type(config)).items():
         value = getattr(config, name)
-        if literals and value is not None and value not in get_args(literals[0]):
-            choices = ", ".join(map(str, get_args(literals[0])))
-            raise ConfigError(f"{name}={value!r}", f"{name} is one of a few words", f"Use {choices}")
+        if value is not None and value not in choices:
+            words = ", ".join(map(str, choices))
+            raise ConfigError(f"{name}={value!r}", f"{name} is one of a few words", f"Use {words}")
+
+
+@cache
+def _choices_of(kind: type) -> dict[str, tuple]:
+    """What the fields of a dataclass that are Literal types list."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+        if literals:
+            found[name] = get_args(literals[0])
+    return found
 
 
 MOST_TOKENS = 2**30  # of one update: its targets are counted in 32 bits

@@ -136,6 +136,16 @@ RARE = set(
         "pp2-dp2-cp2-ulysses-zero3-loss-chunks",
         "cp4-tp2-sp-bf16",
         "dp2-cp4-zero1-fp64",
+        "pp2-dp2-tp2-fp16",
+        "pp2-dp2-tp2-sp-zero3-fp64",
+        "pp2-cp2-remat-chunk-accumulate",
+        "pp2-tp2-dp2-zero1-loss-chunks",
+        "replica2-dp2-tp2-sp-zero3-accumulate-remat",
+        "replica2-dp4-zero3",
+        "dp4-tp2-sp-overlap",
+        "dp2-tp2-zero3-overlap-1-layer",
+        "dp2-cp2-unrolled-remat-arrays-fp64",
+        "dp3-zero2-padded-2-layers-fp64",
     ]
 )
 

@@ -111,9 +111,9 @@ def test_the_published_layouts_in_prose_are_beside_what_is_recommended():
 
 def test_a_published_layout_is_compared(capsys):
     console = Console(width=200)
-    assert recommended.main(recommended.RecommendedFlags(only="7b"), console) == 0
+    assert recommended.main(recommended.RecommendedFlags(only="3 8b"), console) == 0
     said = capsys.readouterr().out
-    assert "7B, 128 H100s, 768 sequences" in said and "As fast." in said
+    assert "Llama 3 8B, 128 H100s, 256 sequences" in said and "As fast." in said
     with pytest.raises(ConfigError, match="Llama 3 405B"):
         recommended.main(recommended.RecommendedFlags(only="9b"), console)
 

@@ -92,7 +92,18 @@ LAYOUTS = {
     "cp2-ep2-tp2-apart-zero3": ("cp=2,ep=2,tp=2", {**APART, "zero": 3, "cp_kind": "all-gather", "remat": "block"}),
     "pp2-ep2-tp2-apart-zb-h1": ("pp=2,dp=2,ep=2,tp=2", {**APART, "schedule": "zb-h1", "zero": 2}),
 }
-RARE = ("ep2", "cp2-ep2", "dp2-ep2-tp2-sp", "dp4-ep2-per-parameter", "dp2-cp2-ep4-zero3", "tp4-apart", "tp2-only")
+RARE = (
+    "ep2",
+    "cp2-ep2",
+    "dp2-cp4-ep2",
+    "ep4-zero1",
+    "dp2-ep2-tp2",
+    "dp2-ep2-tp2-sp",
+    "dp4-ep2-per-parameter",
+    "dp2-cp2-ep4-zero3",
+    "tp4-apart",
+    "tp2-only",
+)
 RARE += ("cp2-ep2-tp2-sp", "pp2-dp2-ep2-zb-v-zero3", "pp2-ep2-tp2-sp-zb-h1", "pp2-ep2-tp2-apart-zb-h1")
 SAMPLE = {
     *(("losses", layout) for layout in LAYOUTS if layout not in RARE),
@@ -105,7 +116,6 @@ SAMPLE = {
     ("all-chosen", "ep2"),
     ("deepseek", "dp2-ep2-tp2-apart"),
     ("capacity", "cp2-ep2-tp2-apart-zero3"),
-    ("every-other", "pp2-ep2-tp2-apart-zb-h1"),
     ("every-other", "pp2-ep2-tp2-sp-zb-h1"),
     ("every-other", "dp2-ep2-tp2-sp"),
 }

@@ -55,7 +55,7 @@ def test_a_choice_keeps_and_repeats_what_a_trace_of_it_does(run):
     everything, *others = choices(rank)
     assert everything.remat == "none" and len(others) >= 7
     assert min(each.num_bytes for each in others) < everything.num_bytes / 2
-    for choice in others[:: len(others) // 4]:
+    for choice in others[:: len(others) // 3]:
         repeats = dataclasses.replace(rank, repeats=choice.remat)
         less = layer_memory(rank).scan - layer_memory(repeats).scan
         assert less == pytest.approx(everything.num_bytes - choice.num_bytes, rel=1e-3)
@@ -137,7 +137,7 @@ def _scored(config: RunConfig) -> tuple[float, float]:
 
 
 def test_a_search_has_the_fastest_choice_of_arrays_of_each_mesh():
-    """Where memory is short: against time and memory of every third choice, of all that keep everything on dp=4."""
+    """Where memory is short: against time and memory of every sixth choice, of all that keep everything on dp=4."""
     config = Strategy("", "", preset="proof").run_config()
     words = search(config, CLUSTER)
     least = words.memory.total[words.layouts.pp == 1].min()
@@ -151,7 +151,7 @@ def test_a_search_has_the_fastest_choice_of_arrays_of_each_mesh():
     rows = rows.take([rows.mesh(index) == mesh for index in range(len(rows))])
     seconds = _fastest(found, mesh)
     assert _fastest(both, mesh) < seconds
-    for choice in choices(rank_of(config, "xla"))[::3]:
+    for choice in choices(rank_of(config, "xla"))[::6]:
         tried = dataclasses.replace(rows, repeats=np.full(len(rows), place_of(choice.remat)))
         scored = score(config, tried, cluster)
         seconds = min(seconds, scored.time.total[scored.fits].min(initial=np.inf))

@@ -210,7 +210,10 @@ IMPOSSIBLE = ["--model", "gpt2-124m", "--hardware", "a100-80", "--global-batch",
 RUN = [*SMALL, "--tokens", "1e9"]
 REFUSED = [
     (["--hardware", "h2000"], ["h2000", "Did you mean h200"]),
-    (["--model", "175b", "--hardware", "a100-40", "--nodes", "1", "--global-batch", "8"], ["too much", "optimiser"]),
+    (
+        ["--model", "175b", "--hardware", "a100-40", "--nodes", "1", "--devices-per-node", "1"],
+        ["too much", "optimiser"],
+    ),
     ([*IMPOSSIBLE, "--deadline", "1h"], ["no cluster tried meets that", "Use --deadline"]),
     ([*IMPOSSIBLE, "--budget", "3", "--price-per-hour", "2"], ["budget of $3", "Use --budget"]),
     ([*SMALL, "--tokens", "1e13", "--deadline", "1h"], ["leave --nodes out"]),
