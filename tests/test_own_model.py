@@ -242,7 +242,7 @@ def _matmul(work, n, k, m, part):
 
 @pytest.mark.parametrize("preset", ["gpt2-124m", "7b"])
 def test_the_work_that_a_trace_finds_is_what_the_papers_count(preset):
-    """Where scores are written, less those that blocks of queries leave out; elementwise traffic is a rule either way."""
+    """Where scores are written, less those that blocks leave out; elementwise traffic is a rule either way."""
     model = PRESETS[preset]
     traced, papers = work_of(model), PaperWork(ModelShape.of(model))
     assert (traced.layer_parameters, traced.layer_sums) == (papers.layer_parameters, papers.layer_sums)
