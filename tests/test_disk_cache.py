@@ -149,6 +149,11 @@ def test_what_is_read_back_is_what_a_trace_finds(folder):
             np.testing.assert_array_equal(one, two)
 
 
+def test_a_first_search_of_one_device_has_no_schedules_to_keep(folder):
+    schedule_facts.keep_facts()
+    assert not files_of(folder)
+
+
 def test_schedules_are_run_once(folder, monkeypatch):
     asked = [("1f1b", 4, 9, 1), ("interleaved", 2, 4, 3, 2), ("zb-h1", 3, 40, 1, 1, True)]
     before = [schedule_facts.schedule_facts(*sizes) for sizes in asked]

@@ -211,7 +211,7 @@ RUN = [*SMALL, "--tokens", "1e9"]
 REFUSED = [
     (["--hardware", "h2000"], ["h2000", "Did you mean h200"]),
     (
-        ["--model", "175b", "--hardware", "a100-40", "--nodes", "1", "--devices-per-node", "1"],
+        ["--model", "7b", "--hardware", "a100-40", "--nodes", "1", "--devices-per-node", "1"],
         ["too much", "optimiser"],
     ),
     ([*IMPOSSIBLE, "--deadline", "1h"], ["no cluster tried meets that", "Use --deadline"]),

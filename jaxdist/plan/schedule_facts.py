@@ -95,7 +95,7 @@ def _known() -> dict[tuple[int, ...], ScheduleFacts]:
 def keep_facts() -> None:
     """Write down what later processes need not run again."""
     kept = read_arrays(FILE, ["rows"])
-    if kept is not None and len(kept["rows"]) >= len(_known()):
+    if len(_known()) <= (0 if kept is None else len(kept["rows"])):
         return
     rows = [[*key, *vars(facts).values()] for key, facts in _known().items()]
     write_arrays(FILE, {"rows": np.array(rows, np.int64).reshape(len(rows), -1)})
