@@ -19,8 +19,8 @@ from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan.hardware import GIB, Cluster, find_hardware
 from jaxdist.plan.papers import formulas
 from jaxdist.plan.papers.formulas import ModelShape
-from jaxdist.plan.papers.work import PaperWork
-from jaxdist.plan.time_model import EFFICIENCIES, Efficiency, Layout, step_time
+from jaxdist.plan.papers.work import PaperWork, elementwise_bytes
+from jaxdist.plan.time_model import EFFICIENCIES, Efficiency, Layout, Repeated, step_time
 
 
 @dataclass(frozen=True)
@@ -199,14 +199,35 @@ def _nanotron_time(group: str, run: dict) -> TimeCase:
     return TimeCase(group, run["name"], shape, layout, cluster, float(flops / (speed * run["gpus"])))
 
 
+def torchtitan_remat(shape: ModelShape, word: str, dtype: str, tp: int = 1) -> dict:
+    """Fields of a layout. "selective" is torchtitan's policy for each operation: attention, what tp's scatters give and
+    every other product are kept (of q, k, v, out, gate, up, down in this order), no product in float8, whose operation
+    its list lacks; of those made again none is a last one, which nobody needs.
+
+    Source: _apply_ac_to_transformer_block in torchtitan's parallelize_llama.py, December 2024.
+    """
+    if word != "selective":
+        return {"remat": word}
+    h, f, kv, split = shape.width, shape.ffn_width, shape.kv_width, tp if tp > 1 else 1
+    products = h * (h + 2 * kv + h + 2 * f) if dtype == "float8" else h * (kv + h + f)
+    whole, halves, _ = elementwise_bytes(shape, False, True)
+    gathered = 2 * (h * 2) / 2 if tp > 1 else 0.0  # before attention and before the MLP, each half of an all-reduce
+    num_bytes = float(whole + halves) / split
+    again = Repeated(2 * products / split, 0.0, num_bytes, summed=gathered, launches=1)
+    return {"remat": word, "repeated": again}  # the word is for memory: of fused attention it repeats nothing
+
+
 def _fsdp_time(group: str, run: dict) -> TimeCase:
     """Of a run whose state is sharded as with ZeRO-3 and whose speed is printed in tokens a second and GPU. The keys of
     context parallelism are gathered, and nothing of that hides."""
+    shape = _shape(group, run)
+    dtype = "float8" if "float8" in published()["groups"][group]["stack"] else "bfloat16"
+    remat = torchtitan_remat(shape, run["remat"], dtype) if group == "torchtitan" else {"remat": run["remat"]}
     axes = {"pp": 1, "dp": 8, "cp": 1, "tp": 1, "microbatches": 1}
     layout = Layout(
         **{name: run.get(name, default) for name, default in axes.items()},
         rows=run["rows"],
-        remat=run["remat"],
+        **remat,
         zero=3 if run.get("pp", 1) == 1 else 1,  # in a pipeline FSDP keeps what it gathers, and reduces once
         sp="tp" in run,
         gradient_bytes=2 if group == "mpt" else 4,
@@ -214,9 +235,8 @@ def _fsdp_time(group: str, run: dict) -> TimeCase:
         flash=True,
         flash2=True,
     )
-    shape, num_devices = _shape(group, run), int(layout.num_devices)
+    num_devices = int(layout.num_devices)
     seconds = float(layout.sequences * shape.seq_len / (run["tokens_per_s"] * num_devices))
-    dtype = "float8" if "float8" in published()["groups"][group]["stack"] else "bfloat16"
     return TimeCase(group, run["name"], shape, layout, _cluster(group, num_devices), seconds, dtype)
 
 

@@ -138,13 +138,19 @@ def _case(name: str, group: dict, facts: dict) -> TimeCase:
             messages=GPT_TENSORS * shape.num_layers,
         )
     elif facts["program"] == "fsdp":
+        if group["source"] == "torchtitan":
+            remat = calibration.torchtitan_remat(
+                shape, facts["remat"], facts.get("dtype", "bfloat16"), facts.get("tp", 1)
+            )
+        else:
+            remat = _remat(shape, facts["remat"], casts=_casts(shape, 1) if _has_casts(group, facts) else 0)
         layout = Layout(
             replica=facts.get("replica", 1),
             dp=facts["dp"],
             tp=facts.get("tp", 1),
             rows=facts["rows"],
             microbatches=facts["microbatches"],
-            **_remat(shape, facts["remat"], casts=_casts(shape, 1) if _has_casts(group, facts) else 0),
+            **remat,
             zero=3,
             sp="tp" in facts,
             flash=True,
