@@ -208,12 +208,11 @@ def torchtitan_remat(shape: ModelShape, word: str, dtype: str, tp: int = 1) -> d
     """
     if word != "selective":
         return {"remat": word}
-    h, f, kv, split = shape.width, shape.ffn_width, shape.kv_width, tp if tp > 1 else 1
+    h, f, kv = shape.width, shape.ffn_width, shape.kv_width
     products = h * (h + 2 * kv + h + 2 * f) if dtype == "float8" else h * (kv + h + f)
     whole, halves, _ = elementwise_bytes(shape, False, True)
     gathered = 2 * (h * 2) / 2 if tp > 1 else 0.0  # before attention and before the MLP, each half of an all-reduce
-    num_bytes = float(whole + halves) / split
-    again = Repeated(2 * products / split, 0.0, num_bytes, summed=gathered, launches=1)
+    again = Repeated(2 * products / tp, 0.0, float(whole + halves) / tp, summed=gathered, launches=1)
     return {"remat": word, "repeated": again}  # the word is for memory: of fused attention it repeats nothing
 
 
