@@ -798,9 +798,11 @@ def test_keys_travel_in_a_search_where_heads_cannot_be_exchanged_or_nothing_fits
         assert every.time.total[mine] <= every.time.total[other]
         assert every.memory.total[mine] <= 1.06 * every.memory.total[other]
 
-    monkeypatch.setattr(searching, "usable_bytes", lambda cluster: 1)
-    without_room = search(asked, cluster, "cudnn")
-    assert without_room.num_fitting == 0 and without_room.num_layouts > quick.num_layouts
+    least = quick.memory.total.min()
+    for part, more in ((0.95, True), (0.5, False)):  # what is left out would need less than was ever seen
+        monkeypatch.setattr(searching, "usable_bytes", lambda cluster, part=part: part * least)
+        without_room = search(asked, cluster, "cudnn")
+        assert without_room.num_fitting == 0 and (without_room.num_layouts > quick.num_layouts) == more
     monkeypatch.undo()
     three_heads = dataclasses.replace(model, width=192, num_heads=3)
     assert exchange not in kinds(search(dataclasses.replace(asked, model=three_heads), cluster, "cudnn"))

@@ -44,6 +44,7 @@ HEAD_AT_MOST = 1.5  # of the loss's time in layers, over that of its FLOPs: the 
 LOSS_CHUNKS = 8  # searched beside what the run has: their logits are less than what layers need
 OWN_KIND = len(CP_KINDS)  # in the column `kind`: the run's own `cp_kind`
 STEADY = [NAMES.index(name) for name in ("1f1b", "zb-h1", "v-half", "v-min")]  # whose buffers fill up and stay
+SMALLER = 0.3  # at most, than the smallest layout of a search is one that it leaves out; 0.15 was seen (docs/plan.md)
 LEAST_POSITIONS = 2 * MOST_POSITIONS  # of a sequence on a rank of cp, in a search that is not thorough: two blocks
 
 
@@ -714,15 +715,16 @@ def search(
     """The cluster's layouts scored as by `score`, at most `block` of them at a time; the best are kept.
 
     thorough: every layout that `layouts_of_mesh` has. Otherwise what has never been the best is left out (a test
-    compares both searches), and tried only where nothing else fits: tp over more than a node, fewer than
-    LEAST_POSITIONS of a sequence on a rank, tp without sp, rings that are no faster, GPipe, state that is not sharded
-    where it can be, fewer micro-batches than stages, attention recomputed that keeps no scores, and, where cuDNN's
+    compares both searches), and tried only where nothing else fits, though not by far: tp over more than a node, fewer
+    than LEAST_POSITIONS of a sequence on a rank, tp without sp, rings that are no faster, GPipe, state that is not
+    sharded where it can be, fewer micro-batches than stages, attention recomputed that keeps no scores, and, where cuDNN's
     attention runs, keys that travel over cp though heads could be exchanged.
     progress: told how many meshes of how many are done. Raises: ConfigError as `legal_meshes` and `score`.
     """
     efficiency = efficiency or efficiency_of(cluster.hardware.name)
     found = _search(base, cluster, attention, efficiency, block, progress, thorough)
-    if not thorough and not found.num_fitting:
+    nearly = (1 - SMALLER) * found.memory.total.min() <= usable_bytes(cluster)
+    if not thorough and not found.num_fitting and nearly:
         found = _search(base, cluster, attention, efficiency, block, progress, thorough=True)
     return found
 
