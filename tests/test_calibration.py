@@ -378,7 +378,7 @@ def test_products_of_activations_write_or_read_every_score():
     constants = Efficiency(half_size=0.0)
     written, fused = (step_time(PaperWork(shape), Layout(flash=on), H100, constants).compute for on in (False, True))
     core = written - fused + 2048 * 4 * 1024 * 2049 / 2 * (1 + 2.5) / (constants.attention * 989e12)
-    assert core == pytest.approx(6 * 2048 * (256 * 2048 + 4) * 2 / 3.35e12)
+    assert core == pytest.approx(6 * 2048 * 256 * 2048 * 2 / 3.35e12)
 
 
 def test_gradients_of_a_chunk_hide_behind_the_last_micro_batches_of_the_others():
@@ -571,7 +571,7 @@ def test_errors_of_sources_left_out():
         assert right / number == pytest.approx(said, abs=0.005)
     page = (Path(__file__).parents[1] / "docs/plan.md").read_text(encoding="utf-8")
     order, regret = sources.order_table(h100).split("\n\n")
-    assert np.mean(sources.regrets(h100)) < 0.1 and f"{np.mean(sources.regrets(h100)):.1%} more" in regret
+    assert np.mean(sources.regrets(h100)) < 0.051 and f"{np.mean(sources.regrets(h100)):.1%} more" in regret
     tables = sources.summary("h100", h100), sources.summary("a100", a100), order, sources.predictors_table(a100)
     for line in itertools.chain(*(table.splitlines() for table in tables)):
         assert line in page, line
@@ -652,8 +652,9 @@ def test_rings_gain_about_what_published_ones_did():
     constants = EFFICIENCIES["h100-published"]
     predicted = [off.predict(constants) / on.predict(constants) - 1 for off, on in pairs]
     assert np.mean(published) == pytest.approx(np.mean(predicted), abs=0.025)
-    # One layout of 70B gained 5.7 % in 2024 and 16.4 % in 2025.
-    assert max(abs(a - b) for a, b in zip(published, predicted, strict=True)) < 0.07
+    apart = [abs(a - b) for a, b in zip(published, predicted, strict=True)]
+    # Of the layout of 70B that gained 5.7 % in 2024, 16.4 % were published in 2025; 8B in float8 was added with it.
+    assert max(apart[0], *apart[2:4]) < 0.05 and max(apart) < 0.07
     page = (Path(__file__).parents[1] / "docs/plan.md").read_text(encoding="utf-8")
     for gains in (published, predicted):
         *most, last = (f"{100 * gain:.1f}" for gain in gains)

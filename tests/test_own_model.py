@@ -27,7 +27,7 @@ from jaxdist.plan.papers.formulas import ModelShape
 from jaxdist.plan.papers.work import PaperWork
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof.levels import levels
-from jaxdist.plan.time_model import Layout, step_time
+from jaxdist.plan.time_model import Efficiency, Layout, step_time
 from jaxdist.verification import proof_config
 
 PAGE = (Path(__file__).parents[1] / "docs" / "own-model.md").read_text()
@@ -250,12 +250,20 @@ def test_the_work_that_a_trace_finds_is_what_the_papers_count(preset):
     assert 0.94 < traced.flops_per_token / papers.flops_per_token < 1
     cluster = Cluster(find_hardware("h100"), num_nodes=2, devices_per_node=8)
     for layout in ({}, {"tp": 4}, {"tp": 8, "sp": True}, {"pp": 4, "tp": 2}):
+
+        def timed(flash, attention=0.5, columns=layout):
+            columns = Layout(dp=2, microbatches=16, rows=4, flash=flash, **columns)
+            return (step_time(work, columns, cluster, Efficiency(attention=attention)) for work in (traced, papers))
+
         for flash in (False, True):
-            columns = Layout(dp=2, microbatches=16, rows=4, flash=flash, **layout)
-            ours, theirs = (step_time(work, columns, cluster) for work in (traced, papers))
+            ours, theirs = timed(flash)
             assert 0.9 < ours.total[0] / theirs.total[0] < 1.02
-            compute = ours.compute[0] / theirs.compute[0]
-            assert compute == pytest.approx(1) if flash else 0.88 < compute < 1
+        half, whole = ([each.compute[0] for each in timed(True, attention)] for attention in (0.5, 1.0))
+        assert half[0] == pytest.approx(half[1])
+        products = 2 * whole[0] - half[0]  # without attention, of which they say how long it takes
+        written, all_written = (each.compute[0] - products for each in timed(False))
+        kept, every = (work.core(lambda n, k, m: n * k, layout.get("tp", 1)) for work in (traced, papers))
+        assert written / all_written == pytest.approx(kept / every)
 
 
 def test_the_work_of_a_llama():

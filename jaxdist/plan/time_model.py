@@ -443,8 +443,9 @@ def step_time(
         rows = positions * part if m is None else m
         smallest = np.minimum(np.minimum(rows, n), k)
         by_flops = 2 * positions * n * k / (reached * smallest / (smallest + e.half_size))
-        matrices = n * k / part if m is None else 0  # read once for the rows of each
-        num_bytes = positions * (n * itemsize + k * operand) + matrices * operand
+        # What is read: rows, and for those of each group a matrix; of activations the scores are all that counts.
+        read = positions * k + n * k / part if m is None else 0
+        num_bytes = positions * n * itemsize + read * operand
         return np.maximum(by_flops, num_bytes / cluster.hardware.memory_bytes_per_s)
 
     def ring(algorithm, axis, size, num_bytes):
