@@ -19,7 +19,7 @@ from experiments.verify import Verifier
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2, gelu_tanh
+from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS, gelu_tanh, layer_norm
 from jaxdist.parallel.tensor import vocab_parallel_cross_entropy
 from jaxdist.parity import NOISE, PROOF_EPS, random_batches
 from jaxdist.runtime.devices import Devices
@@ -138,6 +138,33 @@ def test_gelu_and_its_gradient_are_those_of_the_formula(dtype):
     for found, formula, most in ((value, x * (1 + tanh) / 2, most_of_value), (slope, d * exact, most_of_slope)):
         assert np.abs(found - formula).max() <= most * rounding * max(1, np.abs(formula).max())
     assert np.abs(slope - d * exact).max() < np.abs(derived - d * exact).max()
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_layer_norm_and_its_gradients_are_those_of_the_formula(dtype, one_pass):
+    """Against the formula in long doubles: rows around 0 and far from it, and one without any variance."""
+    keys = jax.random.split(jax.random.key(5), 4)
+    with jax.enable_x64(True):
+        x, d = (jax.random.normal(key, (2, 7, 100), jnp.float64) for key in keys[:2])
+        x = (3 * x + jnp.array([[0.0], [1], [-4], [30], [0], [2], [20]])).at[0, 4].set(4000.0).astype(dtype)
+        scale, bias = (1 + jax.random.normal(key, (100,), jnp.float64).astype(dtype) for key in keys[2:])
+        d = d.astype(dtype)
+        value, pull = jax.vjp(jax.jit(partial(layer_norm, one_pass)), x, scale, bias)
+        found = value, *pull(d)
+    assert {each.dtype for each in found} == {jnp.dtype(dtype)}
+    x, d, scale, bias, *found = (
+        np.asarray(each, np.float64).astype(np.longdouble) for each in (x, d, scale, bias, *found)
+    )
+    centred = x - x.mean(-1, keepdims=True)
+    root = np.sqrt((centred**2).mean(-1, keepdims=True) + LAYER_NORM_EPS)
+    normed, g = centred / root, d * scale
+    dx = (g - g.mean(-1, keepdims=True) - normed * (g * normed).mean(-1, keepdims=True)) / root
+    formulas = normed * scale + bias, dx, (d * normed).sum((0, 1)), d.sum((0, 1))
+    rounding = float(jnp.finfo(dtype).eps)
+    most = 8 if dtype in ("float64", "float32") else 0.6  # 16 bits are rounded once
+    for one, formula in zip(found, formulas, strict=True):
+        assert np.abs(one - formula).max() <= most * rounding * max(1, np.abs(formula).max())
 
 
 @pytest.mark.parametrize("one_pass", [False, True])
