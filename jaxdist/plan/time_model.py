@@ -426,177 +426,16 @@ def step_time(
     `jaxdist.plan.papers.formulas`. A ring of cp hides behind attention; what cp sends otherwise shows in full.
     Raises: ConfigError for a dtype the accelerator has no peak for, and an unknown remat.
     """
-    itemsize = {"float32": 4, "tfloat32": 4, "float64": 8}.get(dtype, 2)
-    peak, e, h = cluster.hardware.peak(dtype), efficiency, work.width
-    reached = peak * e.matmul * (e.float8 if dtype == "float8" else 1)
-    wide, operand = ("bfloat16", 1) if dtype == "float8" else (dtype, itemsize)  # activations' products in 16 bit
-    pp, dp, cp, tp, ep = (np.asarray(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp", "ep"))
-    replica, m, sp = np.asarray(layout.replica), np.asarray(layout.microbatches), np.asarray(layout.sp)
-    zero, grad = np.asarray(layout.zero), np.asarray(layout.gradient_bytes)
-    selective, every = remat_columns(layout.remat)
-    apart = strides({"pp": pp, "replica": replica, "dp": dp, "cp": cp, "tp": tp})
-    cluster = cluster.with_latency(e.latency)
-    hbm = cluster.hardware.memory_bytes_per_s * e.hbm
-    positions = layout.rows * work.seq_len / cp  # of one micro-batch on one device
-
-    def matmul(n, k, m=None, part=1):
-        rows = positions * part if m is None else m
-        smallest = np.minimum(np.minimum(rows, n), k)
-        by_flops = 2 * positions * n * k / (reached * smallest / (smallest + e.half_size))
-        # What is read: rows, and for those of each group a matrix; of activations the scores are all that counts.
-        read = positions * k + n * k / part if m is None else 0
-        num_bytes = positions * n * itemsize + read * operand
-        return np.maximum(by_flops, num_bytes / cluster.hardware.memory_bytes_per_s)
-
-    def ring(algorithm, axis, size, num_bytes):
-        return cluster.collective_seconds(algorithm, size, apart[axis], num_bytes, e.inside, e.between)
-
-    def both(algorithm, num_bytes, of_experts):
-        """Over the ranks that hold the same; `num_bytes` are those of experts and of the rest."""
-        each, each_of_experts = (num_bytes - of_experts) / messages, of_experts / messages
-        # The ranks of dp outside of ep; of cp, where ep takes it whole.
-        experts_apart = cluster.collective_seconds(
-            algorithm, dp * cp // ep, apart["cp"] * ep, each_of_experts, e.inside, e.between
-        )
-        return messages * (ring(algorithm, "cp", dp * cp, each) + np.where(of_experts, experts_apart, 0))
-
-    # ---- one layer, one micro-batch
-    over_tp = np.asarray(layout.experts_over_tp)
-    attention_peak = cluster.hardware.peak(wide) * np.where(layout.flash2, e.flash2, e.attention)
-    core = _attention_core(work, layout, matmul, positions, attention_peak, hbm, itemsize)
-    matrices = work.matrices(matmul, tp, ep, over_tp)
-    whole, split, scores = work.elementwise_bytes(layout.dropout, core.fused, itemsize)
-    elementwise = positions * (whole / np.where(sp, tp, 1) + split / tp) / hbm
-    softmax = positions * scores / tp / hbm
-    activation = positions * h * itemsize
-    # With sp it is a gather and a scatter, of which there are no trees.
-    all_reduce = np.where(sp, *(ring(name, "tp", tp, activation) for name in ("ring_all_reduce", "all_reduce")))
-    again = every > 0  # recomputed forwards
-    alone = np.asarray(layout.remat) == "block"
-    products_again = again * np.where(alone, work.matrices_again, 1)
-    sums_again = again * np.where(alone, np.where(sp, work.sp_sums_again, work.sums_again), 1)
-    core_again = again | (selective & ~core.fused)
-    sent = _over_cp(work, layout, cluster, e, positions, itemsize, core)
-    # Neighbours among the ranks of dp x cp, or of tp before them, hold different experts.
-    swapped = cluster.collective_seconds(
-        "all_to_all",
-        ep * np.where(over_tp, tp, 1),
-        np.where(over_tp, apart["tp"], apart["cp"]),
-        positions * layout.exchanged * itemsize,
-        e.inside,
-        e.between,
-    )
-    sums = work.layer_sums - over_tp * work.mixture_sums
-    repeated = layout.repeated
-    sent_again = ring("all_reduce", "tp", tp, positions * repeated.summed)
-    in_rings = np.asarray(layout.tp_ring) * work.ring_sums
-    summed = (2 + sums_again) * sums * all_reduce + np.where(repeated.summed, sent_again, 0)
-    # Products of forward, and of backward those with weights, go chunk by chunk.
-    by_chunk = np.where(in_rings, work.in_rings(partial(matmul, part=1 / tp), tp), 0)
-    slower = by_chunk - np.where(in_rings, work.in_rings(matmul, tp), 0)
-    hidden = np.minimum(in_rings * all_reduce, (tp - 1) / tp * by_chunk)
-    summed = summed - RING_HIDE * e.hide * (2 + again) * hidden
-    products = (1 + work.layer_backward + products_again) * matrices + (2 + again) * slower
-    layer = {
-        "compute": products
-        + core.backward
-        + (1 + core_again) * core.forward
-        + positions * (repeated.flops / reached + repeated.attention / attention_peak),
-        "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise
-        + (1 + BACKWARD_TRAFFIC + core_again) * softmax
-        + (1 + core_again) * core.forward_traffic
-        + core.backward_traffic
-        + (positions * repeated.num_bytes + (2 + again) * in_rings * layout.ring_copies * activation) / hbm,
-        "tp": summed * (1 - np.asarray(layout.overlap_tp)),
-        "cp": (1 + again) * sent.forward + sent.backward,
-        "ep": (2 + again) * swapped,
-    }
-    launches = 3 + again + CORE_LAUNCHES * (core_again & ~again) + repeated.launches
-    launches = launches + (2 + again) * in_rings * 2 * (tp - 1) * RING_LAUNCHES  # of a gather, and of a scatter
-    layer["overhead"] = np.maximum(launches * e.layer_seconds - sum(layer.values()), 0)
-    # Chunks of the loss add to the table's gradient in 32 bits, and each has its largest logit and its sum over tp.
-    loss_chunks = np.asarray(layout.loss_chunks)
-    chunked = np.where(loss_chunks > 1, loss_chunks, 0)
-    head = {
-        "compute": (1 + work.head_backward) * work.head(matmul, tp),
-        "memory": positions * LOGIT_TRAFFIC * work.vocab_size / tp / hbm
-        + 8 * chunked * work.table_parameters * work.trained_table / tp / hbm,
-        "overhead": 0.0,
-        "tp": 2 * all_reduce + 2 * (loss_chunks - 1) * ring("all_reduce", "tp", tp, 0.0),
-        "cp": 0.0,
-        "ep": 0.0,
-    }
-
-    # ---- one micro-batch on the slowest stage
-    most = np.ceil(work.num_layers / pp) if layout.most_layers is None else np.asarray(layout.most_layers)
-    last = work.num_layers / pp if layout.last_layers is None else np.asarray(layout.last_layers)
-    with_head = last * sum(layer.values()) + sum(head.values()) >= most * sum(layer.values())
-    # Parameters of a device: of a stage that computes with the token table, and (held) as they are stored.
-    dense, experts = (
-        work.num_layers * part / pp / tp
-        for part in (work.layer_parameters - work.expert_parameters, work.expert_parameters / ep)
-    )
-    layers, table = dense + experts, work.table_parameters / tp
-    spread = np.where(layout.spread_table, pp, 1)
-    held, trained_table = layers + table / spread, table * work.trained_table
-    trained = layers * work.trained_layer + trained_table  # of these, what has a gradient
-    updated = layers * work.trained_layer + trained_table / spread
-    of_experts = experts * work.trained_layer  # among what is updated
-    micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
-    # Of several micro-batches each gradient is added to the sum so far, one alone is only written.
-    added = np.where(layout.fused_sums, 0, itemsize) + 2 * grad
-    written = np.where((m > 1) | layout.always_sums, added, grad)
-    micro["memory"] = micro["memory"] + trained * written / hbm
-    message = activation / np.where(sp | np.asarray(layout.scatter_gather), tp, 1)
-    sends = 2 * np.asarray(layout.chunks) if layout.sends is None else np.asarray(layout.sends)
-    between = sends * cluster.permute_seconds(pp, apart["pp"], message, e.inside, e.between)
-    micro["pp"] = np.where(layout.overlap_pp, np.maximum(between - sum(micro.values()), 0), between)
-
-    # ---- one update
-    passes = m if layout.pipeline_microbatches is None else layout.pipeline_microbatches
-    idle = bubble_over_ideal(pp, passes, layout.chunks) if layout.bubble is None else np.asarray(layout.bubble)
-    time = {name: m * seconds for name, seconds in micro.items()}
-    time["bubble"] = idle * sum(time.values())
-    shards = dp * cp
-    # ZeRO shards an expert over fewer ranks, since fewer hold it.
-    own = (updated + (ep - 1) * of_experts) / shards
-    time["memory"] = time["memory"] + np.where(zero >= 1, own, updated) * OPTIMIZER_TRAFFIC / hbm
+    step = _Step(work, layout, cluster, efficiency, dtype)
+    e, parameters = efficiency, _Parameters.of(work, layout)
+    micro = step.micro_batch(parameters)
+    time = step.passes(micro)
+    time["memory"] = time["memory"] + step.optimiser_seconds(parameters)
     time["overhead"] = (
         time["overhead"] + e.step_seconds * np.asarray(layout.python) + LAUNCH_SECONDS * np.asarray(layout.copies)
     )
-    time["input"] = m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
-
-    by_layer = (zero >= 2) | np.asarray(layout.by_layer)
-    messages = np.maximum(layout.messages, by_layer * (most + 1))
-    scatter, summed_over_dp = (
-        both(algorithm, updated * grad, of_experts * grad) for algorithm in ("ring_reduce_scatter", "all_reduce")
-    )
-    across = ring("all_reduce", "replica", replica, own * grad)
-    # An end gives, and gets, as many parts as in a ring.
-    ends = ring("ring_reduce_scatter", "pp", pp, trained_table * grad) + ring(
-        "ring_all_gather", "pp", pp, table * itemsize
-    )
-    across = across + np.where(layout.spread_table, ends, 0)
-    gathered, gathered_experts = (
-        np.where(zero == 3, whole, changed) * itemsize for whole, changed in ((held, updated), (experts, of_experts))
-    )
-    gather = np.where(zero == 0, 0, both("ring_all_gather", gathered, gathered_experts))
-    scatter = np.where(zero == 0, summed_over_dp, scatter)
-    rounds = np.where(zero >= 2, m, 1)
-    each = np.where(layout.keep_after_forward, 1, 2) if layout.gathers is None else np.asarray(layout.gathers)
-    gathers = np.where(zero == 3, each * m, 1)
-    working = sum(micro[name] for name in ("compute", "memory"))
-    may_hide = rounds * scatter + np.where(layout.overlap_across, across, 0)
-    in_forward = np.asarray(layout.overlap_gather) & (zero == 1)
-    gathers_hide = (zero == 3) | in_forward
-    may_hide = layout.hidden_part * (may_hide + np.where(gathers_hide, gathers * gather, 0))
-    backward = 2 / 3 + in_forward / 3  # of a micro-batch
-    # Chunk by chunk pass the last micro-batches, as many as stages: gradients of all but one have another beside them.
-    chunks = np.asarray(layout.chunks)
-    last = np.where(chunks > 1, np.minimum(m, pp) * (1 - 1 / chunks), 1)
-    window = np.where(zero == 3, m, np.where(zero == 2, rounds, last) * backward) * working
-    hidden = np.where(layout.overlap_dp, e.hide * np.minimum(may_hide, window), 0)
-    time["dp"] = rounds * scatter + across + gathers * gather - hidden
+    time["input"] = step.m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
+    time["dp"], hidden = step.over_data_ranks(parameters, working=micro["compute"] + micro["memory"])
 
     nodes = np.maximum(layout.num_devices / cluster.devices_per_node, 1)
     time["overhead"] = time["overhead"] + e.straggle * np.log2(nodes) * sum(time.values())
@@ -609,7 +448,7 @@ def step_time(
         "total": total,
         # Links are known less well than matmuls: a step that mostly communicates is as uncertain again.
         "error": bar_of(work, e) * (1 + exposed),
-        "mfu": flops / (total * peak * layout.num_devices),
+        "mfu": flops / (total * step.peak * layout.num_devices),
     }
     length = np.broadcast_shapes((1,), *(np.shape(column) for column in columns.values()))
     return StepTime(**{field.name: np.broadcast_to(columns[field.name], length) for field in fields(StepTime)})
@@ -618,6 +457,34 @@ def step_time(
 def bar_of(work: Work, efficiency: Efficiency) -> float:
     """± of a step in which nothing communicates."""
     return max(efficiency.relative_error, MIXTURE_ERROR if work.expert_parameters else 0.0)
+
+
+class _Parameters(NamedTuple):
+    """How many parameters a device of the slowest stage has. held: as they are stored. table: of the token table that
+    it computes with. trained, updated: of all that has a gradient, where it is made and where it is applied.
+    trained_table: of `table`. experts: all of its experts', updated_experts those of `updated`."""
+
+    held: Number
+    table: Number
+    trained: Number
+    updated: Number
+    trained_table: Number
+    experts: Number
+    updated_experts: Number
+
+    @classmethod
+    def of(cls, work: Work, layout: Layout) -> "_Parameters":
+        pp, tp, ep = (np.asarray(getattr(layout, name)) for name in ("pp", "tp", "ep"))
+        dense, experts = (
+            work.num_layers * part / pp / tp
+            for part in (work.layer_parameters - work.expert_parameters, work.expert_parameters / ep)
+        )
+        layers, table = dense + experts, work.table_parameters / tp
+        spread = np.where(layout.spread_table, pp, 1)
+        held, trained_table = layers + table / spread, table * work.trained_table
+        trained = layers * work.trained_layer + trained_table
+        updated = layers * work.trained_layer + trained_table / spread
+        return cls(held, table, trained, updated, trained_table, experts, experts * work.trained_layer)
 
 
 class _Core(NamedTuple):
@@ -631,53 +498,289 @@ class _Core(NamedTuple):
     backward_traffic: Number
 
 
-def _attention_core(work: Work, layout: Layout, matmul, positions, attention_peak, hbm, itemsize: int) -> _Core:
-    """Fused attention computes the scores that count; one that writes them, `work.core`."""
-    tp, known = np.asarray(layout.tp), len(work.attention) > 0
-    flash, blocks = (np.asarray(column, bool) & known for column in (layout.flash, layout.blocks))
-    seen = sum(each.heads * each.seen(work.seq_len) for each in work.attention) / tp  # scores of a position
-    flops = sum(4 * each.heads * each.head_dim * each.seen(work.seq_len) for each in work.attention) / tp
-    by_blocks = sum(
-        matmul(2 * each.heads * each.seen(work.seq_len) / tp, each.head_dim, m=each.head_dim) for each in work.attention
-    )
-    forward = np.where(flash, positions * flops / attention_peak, np.where(blocks, by_blocks, work.core(matmul, tp)))
-    traffic = (
-        np.where(blocks, positions * seen * (4 * wide + itemsize * narrow) / hbm, 0)
-        for wide, narrow in (BLOCK_FORWARD, BLOCK_BACKWARD)
-    )
-    fused = flash | blocks
-    return _Core(fused, forward, np.where(fused, FUSED_BACKWARD, 2) * forward, *traffic)
-
-
 class _Sent(NamedTuple):
     forward: Number
     backward: Number
 
 
-def _over_cp(
-    work: Work, layout: Layout, cluster: Cluster, e: Efficiency, positions, itemsize: int, core: _Core
-) -> _Sent:
-    """Seconds that show of what one layer sends over cp for a micro-batch (`jaxdist.parallel.context_parallel`)."""
-    cp, tp, exchanging = (np.asarray(each) for each in (layout.cp, layout.tp, layout.exchanging))
-    groups, links = cp // exchanging, (e.inside, e.between)
+class _Step:
+    """The parts of a step: columns of seconds by the names of `PARTS`, of what happens on one device.
 
-    def message(num_bytes, ranks=cp):
-        return cluster.permute_seconds(ranks, tp, num_bytes, *links)
+    positions: of one micro-batch on one device. activation: bytes of one array [positions, width]. reached: FLOP/s of a
+    large product; attention_peak: those of the peak that attention's fused kernels reach. hbm: bytes/s that are
+    reached. operand: bytes of an operand's element. apart: strides of the mesh's axes in devices. m: micro-batches.
+    """
 
-    ring, ring_back, in_full = 0.0, 0.0, 0.0
-    for each in work.attention:
-        keys = 2 * positions * np.maximum(each.kv_heads / tp, 1) * each.head_dim * itemsize
-        near = np.minimum(each.reached(work.seq_len / (2 * groups)), groups - 1)
-        gather = cluster.collective_seconds("ring_all_gather", cp, tp, cp * keys, *links)
-        # Queries and the result, keys and values: a part of each to every other rank of the group.
-        swapped = keys + 2 * positions * each.heads / tp * each.head_dim * itemsize
-        exchange = (exchanging - 1) * message(swapped / exchanging, exchanging)
-        round_, is_ring = near * message(keys), near == groups - 1
-        ring = ring + np.where(layout.gathers_keys, 0, round_)
-        # A ring's backward sends the keys again, and their gradients in fp32; the near chunks' are their transposes.
-        gradients = np.where(is_ring, near * message(keys * max(4, itemsize) / itemsize), 0)
-        ring_back = ring_back + np.where(layout.gathers_keys, 0, round_ + gradients)
-        in_full = in_full + np.where(layout.gathers_keys, gather, 0) + exchange
-    beside = core.forward + core.forward_traffic, core.backward + core.backward_traffic
-    shown = (sent - e.hide * np.minimum(sent, time) for sent, time in zip((ring, ring_back), beside, strict=True))
-    return _Sent(*(each + in_full for each in shown))
+    def __init__(self, work: Work, layout: Layout, cluster: Cluster, efficiency: Efficiency, dtype: str):
+        self.work, self.layout, self.e = work, layout, efficiency
+        self.itemsize = {"float32": 4, "tfloat32": 4, "float64": 8}.get(dtype, 2)
+        # In float8 activations' products are in 16 bit.
+        wide, self.operand = ("bfloat16", 1) if dtype == "float8" else (dtype, self.itemsize)
+        self.peak, e = cluster.hardware.peak(dtype), efficiency
+        self.reached = self.peak * e.matmul * (e.float8 if dtype == "float8" else 1)
+        self.attention_peak = cluster.hardware.peak(wide) * np.where(layout.flash2, e.flash2, e.attention)
+        self.hbm = cluster.hardware.memory_bytes_per_s * e.hbm
+        self.cluster = cluster.with_latency(e.latency)
+
+        self.pp, self.dp, self.cp, self.tp, self.ep, self.replica = (
+            np.asarray(getattr(layout, name)) for name in ("pp", "dp", "cp", "tp", "ep", "replica")
+        )
+        self.apart = strides({name: getattr(self, name) for name in ("pp", "replica", "dp", "cp", "tp")})
+        self.m, self.sp, self.zero = np.asarray(layout.microbatches), np.asarray(layout.sp), np.asarray(layout.zero)
+        self.grad = np.asarray(layout.gradient_bytes)
+        self.positions = layout.rows * work.seq_len / self.cp
+        self.activation = self.positions * work.width * self.itemsize
+        most, last = layout.most_layers, layout.last_layers
+        self.most_layers = np.ceil(work.num_layers / self.pp) if most is None else np.asarray(most)
+        self.last_layers = work.num_layers / self.pp if last is None else np.asarray(last)
+
+    # ---- a product, a message
+
+    def matmul(self, n, k, m=None, part=1):
+        """`Work.matmul`."""
+        positions = self.positions
+        rows = positions * part if m is None else m
+        smallest = np.minimum(np.minimum(rows, n), k)
+        by_flops = 2 * positions * n * k / (self.reached * smallest / (smallest + self.e.half_size))
+        # What is read: rows, and for those of each group a matrix; of activations the scores are all that counts.
+        read = positions * k + n * k / part if m is None else 0
+        num_bytes = positions * n * self.itemsize + read * self.operand
+        return np.maximum(by_flops, num_bytes / self.cluster.hardware.memory_bytes_per_s)
+
+    def ring(self, algorithm: str, axis: str, size, num_bytes):
+        return self.cluster.collective_seconds(
+            algorithm, size, self.apart[axis], num_bytes, self.e.inside, self.e.between
+        )
+
+    def sum_over_tp(self):
+        """One all-reduce of an activation. With sp it is a gather and a scatter, of which there are no trees."""
+        names = "ring_all_reduce", "all_reduce"
+        return np.where(self.sp, *(self.ring(name, "tp", self.tp, self.activation) for name in names))
+
+    # ---- one layer and the loss, one micro-batch
+
+    def layer(self) -> dict[str, Number]:
+        work, layout, e, hbm, tp, sp = self.work, self.layout, self.e, self.hbm, self.tp, self.sp
+        positions, activation = self.positions, self.activation
+        over_tp = np.asarray(layout.experts_over_tp)
+        core = self._attention_core()
+        matrices = work.matrices(self.matmul, tp, self.ep, over_tp)
+        whole, split, scores = work.elementwise_bytes(layout.dropout, core.fused, self.itemsize)
+        elementwise = positions * (whole / np.where(sp, tp, 1) + split / tp) / hbm
+        softmax = positions * scores / tp / hbm
+        all_reduce = self.sum_over_tp()
+
+        selective, every = remat_columns(layout.remat)
+        again = every > 0  # recomputed forwards
+        alone = np.asarray(layout.remat) == "block"
+        products_again = again * np.where(alone, work.matrices_again, 1)
+        sums_again = again * np.where(alone, np.where(sp, work.sp_sums_again, work.sums_again), 1)
+        core_again = again | (selective & ~core.fused)
+        repeated = layout.repeated
+
+        sums = work.layer_sums - over_tp * work.mixture_sums
+        sent_again = self.ring("all_reduce", "tp", tp, positions * repeated.summed)
+        in_rings = np.asarray(layout.tp_ring) * work.ring_sums
+        summed = (2 + sums_again) * sums * all_reduce + np.where(repeated.summed, sent_again, 0)
+        # Products of forward, and of backward those with weights, go chunk by chunk.
+        by_chunk = np.where(in_rings, work.in_rings(partial(self.matmul, part=1 / tp), tp), 0)
+        slower = by_chunk - np.where(in_rings, work.in_rings(self.matmul, tp), 0)
+        hidden = np.minimum(in_rings * all_reduce, (tp - 1) / tp * by_chunk)
+        summed = summed - RING_HIDE * e.hide * (2 + again) * hidden
+        products = (1 + work.layer_backward + products_again) * matrices + (2 + again) * slower
+        sent = self._over_cp(core)
+        layer = {
+            "compute": products
+            + core.backward
+            + (1 + core_again) * core.forward
+            + positions * (repeated.flops / self.reached + repeated.attention / self.attention_peak),
+            "memory": (1 + BACKWARD_TRAFFIC + again) * elementwise
+            + (1 + BACKWARD_TRAFFIC + core_again) * softmax
+            + (1 + core_again) * core.forward_traffic
+            + core.backward_traffic
+            + (positions * repeated.num_bytes + (2 + again) * in_rings * layout.ring_copies * activation) / hbm,
+            "tp": summed * (1 - np.asarray(layout.overlap_tp)),
+            "cp": (1 + again) * sent.forward + sent.backward,
+            "ep": (2 + again) * self._between_experts(),
+        }
+        launches = 3 + again + CORE_LAUNCHES * (core_again & ~again) + repeated.launches
+        launches = launches + (2 + again) * in_rings * 2 * (tp - 1) * RING_LAUNCHES  # of a gather, and of a scatter
+        layer["overhead"] = np.maximum(launches * e.layer_seconds - sum(layer.values()), 0)
+        return layer
+
+    def head(self) -> dict[str, Number]:
+        """Chunks of the loss add to the table's gradient in 32 bits, and each has its largest logit and its sum over
+        tp."""
+        work, tp = self.work, self.tp
+        loss_chunks = np.asarray(self.layout.loss_chunks)
+        chunked = np.where(loss_chunks > 1, loss_chunks, 0)
+        return {
+            "compute": (1 + work.head_backward) * work.head(self.matmul, tp),
+            "memory": self.positions * LOGIT_TRAFFIC * work.vocab_size / tp / self.hbm
+            + 8 * chunked * work.table_parameters * work.trained_table / tp / self.hbm,
+            "overhead": 0.0,
+            "tp": 2 * self.sum_over_tp() + 2 * (loss_chunks - 1) * self.ring("all_reduce", "tp", tp, 0.0),
+            "cp": 0.0,
+            "ep": 0.0,
+        }
+
+    # ---- one micro-batch on the slowest stage, and all of them
+
+    def micro_batch(self, parameters: _Parameters) -> dict[str, Number]:
+        layout, layer, head = self.layout, self.layer(), self.head()
+        most, last = self.most_layers, self.last_layers
+        with_head = last * sum(layer.values()) + sum(head.values()) >= most * sum(layer.values())
+        micro = {name: np.where(with_head, last * layer[name] + head[name], most * layer[name]) for name in layer}
+        # Of several micro-batches each gradient is added to the sum so far, one alone is only written.
+        added = np.where(layout.fused_sums, 0, self.itemsize) + 2 * self.grad
+        written = np.where((self.m > 1) | layout.always_sums, added, self.grad)
+        micro["memory"] = micro["memory"] + parameters.trained * written / self.hbm
+        message = self.activation / np.where(self.sp | np.asarray(layout.scatter_gather), self.tp, 1)
+        sends = 2 * np.asarray(layout.chunks) if layout.sends is None else np.asarray(layout.sends)
+        links = self.e.inside, self.e.between
+        between = sends * self.cluster.permute_seconds(self.pp, self.apart["pp"], message, *links)
+        micro["pp"] = np.where(layout.overlap_pp, np.maximum(between - sum(micro.values()), 0), between)
+        return micro
+
+    def passes(self, micro: dict[str, Number]) -> dict[str, Number]:
+        """All micro-batches of an update, and the bubble."""
+        layout = self.layout
+        passes = self.m if layout.pipeline_microbatches is None else layout.pipeline_microbatches
+        idle = bubble_over_ideal(self.pp, passes, layout.chunks) if layout.bubble is None else np.asarray(layout.bubble)
+        time = {name: self.m * seconds for name, seconds in micro.items()}
+        time["bubble"] = idle * sum(time.values())
+        return time
+
+    # ---- once an update
+
+    def own(self, parameters: _Parameters) -> Number:
+        """Updated parameters of one shard. ZeRO shards an expert over fewer ranks, since fewer hold it."""
+        return (parameters.updated + (self.ep - 1) * parameters.updated_experts) / (self.dp * self.cp)
+
+    def optimiser_seconds(self, parameters: _Parameters) -> Number:
+        here = np.where(self.zero >= 1, self.own(parameters), parameters.updated)
+        return here * OPTIMIZER_TRAFFIC / self.hbm
+
+    def over_data_ranks(self, parameters: _Parameters, working: Number) -> tuple[Number, Number]:
+        """Seconds of gradients and of ZeRO's weights: (what shows, what hides). working: seconds of a micro-batch in
+        which they may."""
+        layout, zero, m = self.layout, self.zero, self.m
+        gathers_later = np.asarray(layout.overlap_gather) & (zero == 1)  # in the next forward
+        scatter, gather = self._scatter_and_gather(parameters)
+        across = self.ring("all_reduce", "replica", self.replica, self.own(parameters) * self.grad)
+        across = across + np.where(layout.spread_table, self._ends_of_the_table(parameters), 0)
+        rounds = np.where(zero >= 2, m, 1)
+        each = np.where(layout.keep_after_forward, 1, 2) if layout.gathers is None else np.asarray(layout.gathers)
+        gathers = np.where(zero == 3, each * m, 1)
+
+        may_hide = rounds * scatter + np.where(layout.overlap_across, across, 0)
+        may_hide = layout.hidden_part * (may_hide + np.where((zero == 3) | gathers_later, gathers * gather, 0))
+        backward = 2 / 3 + gathers_later / 3  # of a micro-batch
+        # Chunk by chunk pass the last micro-batches, as many as stages: gradients of all but one have another beside
+        # them.
+        chunks = np.asarray(layout.chunks)
+        last = np.where(chunks > 1, np.minimum(m, self.pp) * (1 - 1 / chunks), 1)
+        window = np.where(zero == 3, m, np.where(zero == 2, rounds, last) * backward) * working
+        hidden = np.where(layout.overlap_dp, self.e.hide * np.minimum(may_hide, window), 0)
+        return rounds * scatter + across + gathers * gather - hidden, hidden
+
+    def _scatter_and_gather(self, parameters: _Parameters) -> tuple[Number, Number]:
+        """Seconds of one reduction of gradients over dp and cp (a scatter with ZeRO), and of one gather of weights."""
+        zero, grad = self.zero, self.grad
+        updated, updated_experts = parameters.updated, parameters.updated_experts
+        by_layer = (zero >= 2) | np.asarray(self.layout.by_layer)
+        messages = np.maximum(self.layout.messages, by_layer * (self.most_layers + 1))
+
+        def both(algorithm, num_bytes, of_experts):
+            """Over the ranks that hold the same; `num_bytes` are those of experts and of the rest."""
+            each, each_of_experts = (num_bytes - of_experts) / messages, of_experts / messages
+            # The ranks of dp outside of ep; of cp, where ep takes it whole.
+            experts_apart = self.cluster.collective_seconds(
+                algorithm,
+                self.dp * self.cp // self.ep,
+                self.apart["cp"] * self.ep,
+                each_of_experts,
+                self.e.inside,
+                self.e.between,
+            )
+            all_apart = self.ring(algorithm, "cp", self.dp * self.cp, each)
+            return messages * (all_apart + np.where(of_experts, experts_apart, 0))
+
+        scattered, summed = (
+            both(algorithm, updated * grad, updated_experts * grad)
+            for algorithm in ("ring_reduce_scatter", "all_reduce")
+        )
+        gathered, gathered_experts = (
+            np.where(zero == 3, whole, changed) * self.itemsize
+            for whole, changed in ((parameters.held, updated), (parameters.experts, updated_experts))
+        )
+        gather = np.where(zero == 0, 0, both("ring_all_gather", gathered, gathered_experts))
+        return np.where(zero == 0, summed, scattered), gather
+
+    def _ends_of_the_table(self, parameters: _Parameters) -> Number:
+        """Seconds of what an end gives and gets of a table that is spread over pp: as many parts as in a ring."""
+        return self.ring("ring_reduce_scatter", "pp", self.pp, parameters.trained_table * self.grad) + self.ring(
+            "ring_all_gather", "pp", self.pp, parameters.table * self.itemsize
+        )
+
+    # ---- parts of a layer
+
+    def _attention_core(self) -> _Core:
+        """Fused attention computes the scores that count; one that writes them, `work.core`."""
+        work, layout, tp, positions = self.work, self.layout, self.tp, self.positions
+        known = len(work.attention) > 0
+        flash, blocks = (np.asarray(column, bool) & known for column in (layout.flash, layout.blocks))
+        seen = sum(each.heads * each.seen(work.seq_len) for each in work.attention) / tp  # scores of a position
+        flops = sum(4 * each.heads * each.head_dim * each.seen(work.seq_len) for each in work.attention) / tp
+        by_blocks = sum(
+            self.matmul(2 * each.heads * each.seen(work.seq_len) / tp, each.head_dim, m=each.head_dim)
+            for each in work.attention
+        )
+        written = np.where(blocks, by_blocks, work.core(self.matmul, tp))
+        forward = np.where(flash, positions * flops / self.attention_peak, written)
+        traffic = (
+            np.where(blocks, positions * seen * (4 * wide + self.itemsize * narrow) / self.hbm, 0)
+            for wide, narrow in (BLOCK_FORWARD, BLOCK_BACKWARD)
+        )
+        fused = flash | blocks
+        return _Core(fused, forward, np.where(fused, FUSED_BACKWARD, 2) * forward, *traffic)
+
+    def _between_experts(self) -> Number:
+        """Seconds of one forward's all-to-alls. Neighbours among the ranks of dp x cp, or of tp before them, hold
+        different experts."""
+        over_tp = np.asarray(self.layout.experts_over_tp)
+        return self.cluster.collective_seconds(
+            "all_to_all",
+            self.ep * np.where(over_tp, self.tp, 1),
+            np.where(over_tp, self.apart["tp"], self.apart["cp"]),
+            self.positions * self.layout.exchanged * self.itemsize,
+            self.e.inside,
+            self.e.between,
+        )
+
+    def _over_cp(self, core: _Core) -> _Sent:
+        """Seconds that show of what one layer sends over cp for a micro-batch (`jaxdist.parallel.context_parallel`)."""
+        layout, cluster, e, cp, tp = self.layout, self.cluster, self.e, self.cp, self.tp
+        exchanging, positions, itemsize = np.asarray(layout.exchanging), self.positions, self.itemsize
+        groups, links = cp // exchanging, (e.inside, e.between)
+
+        def message(num_bytes, ranks=cp):
+            return cluster.permute_seconds(ranks, tp, num_bytes, *links)
+
+        ring, ring_back, in_full = 0.0, 0.0, 0.0
+        for each in self.work.attention:
+            keys = 2 * positions * np.maximum(each.kv_heads / tp, 1) * each.head_dim * itemsize
+            near = np.minimum(each.reached(self.work.seq_len / (2 * groups)), groups - 1)
+            gather = cluster.collective_seconds("ring_all_gather", cp, tp, cp * keys, *links)
+            # Queries and the result, keys and values: a part of each to every other rank of the group.
+            swapped = keys + 2 * positions * each.heads / tp * each.head_dim * itemsize
+            exchange = (exchanging - 1) * message(swapped / exchanging, exchanging)
+            round_, is_ring = near * message(keys), near == groups - 1
+            ring = ring + np.where(layout.gathers_keys, 0, round_)
+            # A ring's backward sends the keys again, and gradients in fp32; the near chunks' are their transposes.
+            gradients = np.where(is_ring, near * message(keys * max(4, itemsize) / itemsize), 0)
+            ring_back = ring_back + np.where(layout.gathers_keys, 0, round_ + gradients)
+            in_full = in_full + np.where(layout.gathers_keys, gather, 0) + exchange
+        beside = core.forward + core.forward_traffic, core.backward + core.backward_traffic
+        shown = (sent - e.hide * np.minimum(sent, time) for sent, time in zip((ring, ring_back), beside, strict=True))
+        return _Sent(*(each + in_full for each in shown))
