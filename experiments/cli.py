@@ -35,7 +35,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import SIZES, ModelFlags, class_name, fault_in, name_of, source_digest
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, acquire_devices
-from jaxdist.runtime.signals import EXIT_SIGNAL
+from jaxdist.runtime.signals import EXIT_SIGNAL, Interrupts
 
 from .config_file import read_flags
 from .help import asks_for_groups, print_help
@@ -237,6 +237,7 @@ def flag_word(name: str, value) -> str:
 
 
 QUOTES = "'\""
+_POSITIONAL = tyro.conf.Positional[str].__metadata__[0]
 _VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,;:()]*[^\s,;:().]"""
 
 
@@ -249,14 +250,18 @@ def in_flags(text: str, flags_type: type) -> str:
     if not commands:
         return text
     names = "|".join(dict.fromkeys(field.name for kind in commands for field in dataclasses.fields(kind)))
-    text = re.sub(rf"(?<![\w.=/-])({names})=({_VALUE})", lambda match: _as_flag(*match.groups()), text)
-    return re.sub(rf"(?<![\w.=/-])({names})(?= in \[)", lambda match: flag_word(match[1], None), text)
+    hints = {name: hint for kind in commands for name, hint in typing.get_type_hints(kind, include_extras=True).items()}
+    bare = {name for name, hint in hints.items() if _POSITIONAL in getattr(hint, "__metadata__", ())}
+    text = re.sub(rf"(?<![\w.=/'\"-])({names})=({_VALUE})", lambda match: _as_flag(*match.groups(), bare), text)
+    return re.sub(rf"(?<![\w.=/'\"-])({names})(?= in \[)", lambda match: flag_word(match[1], None), text)
 
 
-def _as_flag(name: str, value: str) -> str:
+def _as_flag(name: str, value: str, bare: set[str]) -> str:
+    """bare: the arguments that have no flag."""
     if value in ("True", "False"):
         return flag_word(name, value == "True")
-    return f"{flag_word(name, None)} {shlex.quote(printable(ast.literal_eval(value))) if value[0] in QUOTES else value}"
+    value = shlex.quote(printable(ast.literal_eval(value))) if value[0] in QUOTES else value
+    return value if name in bare else f"{flag_word(name, None)} {value}"
 
 
 def refuse_ignored(flags: "CommonFlags", used: set[str], why: str) -> None:
@@ -281,16 +286,25 @@ class SafeConsole(Console):
     """A console on which text from elsewhere (names of files, foreign checkpoints) cannot command the terminal.
 
     Its `status` is seen where there is no terminal too, once the work takes longer than a moment. Text stays as it is:
-    my_module:Llama: is no picture of an animal.
+    my_module:Llama: is no picture of an animal. when_broken is called where whoever read it has gone; without it, that
+    is a BrokenPipeError.
     """
 
     def __init__(self, **how):
         super().__init__(emoji=False, **how)
+        self.when_broken: Callable[[], None] | None = None
 
     def status(self, status, **how) -> AbstractContextManager:
         # A notebook's FORCE_COLOR makes rich see a terminal where every frame of a spinner would be a line.
         animated = self.is_terminal and self.file.isatty()
         return super().status(status, **how) if animated or self.quiet else Progress(str(status))
+
+    def on_broken_pipe(self) -> None:
+        """Rich would end the program, with exit code 1."""
+        if self.when_broken is None:
+            raise
+        self.quiet = True
+        self.when_broken()
 
     def render(self, renderable, options=None):
         for segment in super().render(renderable, options):
@@ -305,14 +319,18 @@ def run_program(
     A ConfigError becomes one message and exit code 2. Whatever else escapes is a defect of ours: one line says so, and
     a file holds the traceback.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: >&-
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115, for as long as the process lives
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal whose encoding lacks a character shows its number
             stream.reconfigure(errors="backslashreplace")
     flags = None
     try:
-        flags = _parse(flags_type, prog, args)
-        code = main(flags, SafeConsole(highlight=False, width=None if sys.stdout.isatty() else 160))
-        sys.stdout.flush()
+        with Interrupts():
+            flags = _parse(flags_type, prog, args)
+            code = main(flags, SafeConsole(highlight=False, width=None if sys.stdout.isatty() else 160))
+            sys.stdout.flush()
     except ConfigError as error:
         code, said = EXIT_BAD_INPUT, in_flags(str(error), flags_type)
         if not isinstance(error, processes.Disagreement) or processes.is_first():
@@ -324,6 +342,10 @@ def run_program(
             processes.fail(code, code, said)
     except KeyboardInterrupt:
         code = EXIT_SIGNAL + signal.SIGINT
+        if processes.count() == 1:  # XLA may be compiling in another thread, which Python's own end would not survive
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+            processes.leave(code)
     except BrokenPipeError:  # whoever read the output has had enough
         code = EXIT_SIGNAL + signal.SIGPIPE
         _abandon_output()

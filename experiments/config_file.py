@@ -64,6 +64,10 @@ def read_flags(flags_type: type[FileFlags], program: str, path: str) -> dict[str
     hints, values, own = get_type_hints(flags_type), {}, {}
     for section, table in _read(path).items():
         keys = _keys_of(section, flags_type, program)
+        if keys is None and not isinstance(table, dict):
+            places = [each for each in (*SHARED, program) if section in (_keys_of(each, flags_type, program) or ())]
+            remedy = f"Write it below [{places[0]}]" if places else f"Write sections: {', '.join(SHARED)}"
+            raise ConfigError(f"--config {path!r}", f"{section} stands outside of every section", remedy)
         if keys is None:
             known = ", ".join([*SHARED, *PROGRAMS])
             raise ConfigError(f"--config {path!r}", f"it has an unknown section {section!r}", f"Use {known}")

@@ -67,6 +67,8 @@ def main(flags: DivergeFlags, console: Console) -> int:
     meshes = [config.parallel.mesh] + ([other.parallel.mesh] if compares and not recorded else [])
     devices = acquire_devices(max(mesh.num_devices for mesh in meshes), flags.device)
     console.print(f"devices: {devices.description}")
+    if second is None and compares and config == other:
+        console.print("[yellow]note:[/] both sides are one device: name a --mesh, or two sides")
     console.print(f"A: {layout_text(config)}", markup=False)
     if compares:
         console.print(f"B: {second if recorded else layout_text(other)}", markup=False)

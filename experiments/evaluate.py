@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-import jax
 import tyro
 from rich.console import Console
 from rich.markup import escape
@@ -23,7 +22,7 @@ from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 from jaxdist.train.program import build_program
 
-from .cli import ProcessFlags, run_program
+from .cli import ProcessFlags, run_program, set_precision
 from .progress import Progress
 
 
@@ -45,6 +44,8 @@ class EvaluateFlags(ProcessFlags):
     """Windows in a batch, over the whole mesh."""
     seq_len: int | None = None
     """Tokens in a window. Default: those of the model."""
+    mask_documents: Literal["auto", "yes", "no"] = "auto"
+    """Whether attention keeps to a token's document. auto: as in the run that trained it; no for others' weights."""
     mesh: str = "1"
     """As in dp=2,tp=2."""
     zero: Literal[0, 3] = 0
@@ -59,8 +60,6 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     require_positive("batches", flags.batches, 10**6)
     flags.join(console)
     shape = parse_mesh(flags.mesh)
-    if flags.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
     devices = acquire_devices(shape.num_devices, flags.device)
     with Progress("checking the weights", quiet=console.quiet):
         weights = find_weights(flags.checkpoint, "checkpoint")
@@ -68,18 +67,27 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     dtype = flags.dtype or weights.dtype
     schedule = {"schedule": "gpipe", "microbatches": 1} if shape.pp > 1 else {}
     parallel = ParallelConfig(shape, zero=flags.zero, **schedule)
-    config = RunConfig(model, parallel, precision=PrecisionConfig(dtype), batch_size=flags.batch_size, steps=1)
+    masks = weights.mask_documents if flags.mask_documents == "auto" else flags.mask_documents == "yes"
+    config = RunConfig(
+        model,
+        parallel,
+        precision=PrecisionConfig(dtype),
+        batch_size=flags.batch_size,
+        steps=1,
+        mask_documents=masks,
+    )
+    set_precision(config)
     corpus = load_corpus(flags.data, model.vocab_size)
     read = processes.Shown(corpus.fingerprint(), corpus.about) if processes.count() > 1 else corpus.about
     processes.require_agreement("data", {"--data": read}, seconds=600)
     if flags.split == "held-out":
-        batches = held_out_batches(corpus, config.batch_size, model.seq_len, flags.batches)
+        batches = held_out_batches(corpus, config.batch_size, model.seq_len, flags.batches, masks)
     else:
-        found = Batches(corpus, config.batch_size, model.seq_len, seed=0)
+        found = Batches(corpus, config.batch_size, model.seq_len, seed=0, documents=masks)
         batches = [found[step] for step in range(flags.batches)]
     program = build_program(config, make_mesh(shape, devices.devices))
     console.print(f"{escape(weights.about)}: {escape(model.describe())}, {dtype}", soft_wrap=True)
-    console.print(f"on {escape(corpus.about)}", soft_wrap=True)
+    console.print(f"on {escape(corpus.about)}" + ", each document by itself" * masks, soft_wrap=True)
     with Progress("reading the weights", quiet=console.quiet):
         wanted = abstract_parameters(program.layout, program.mesh, config.precision)
         params = parameters_from_logical(program, weights.read(wanted))

@@ -74,6 +74,9 @@ class GenerateFlags(ProcessFlags):
     """auto simulates the mesh on the CPU where there are too few accelerators."""
 
     def sampling(self) -> Sampling:
+        if self.seed and self.temperature == 0:
+            reason = "the likeliest token is taken, and nothing is drawn"
+            raise ConfigError(f"--seed {self.seed} with --temperature 0", reason, "Add --temperature 1")
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
     def texts(self) -> list[str]:
@@ -92,13 +95,15 @@ class GenerateFlags(ProcessFlags):
 def read_prompts(path: str) -> list[str]:
     """Raises: ConfigError naming the line that is no prompt."""
     text = (
-        sys.stdin.read(MOST_PROMPT_BYTES) if path == "-" else read_text_file("prompts", Path(path), MOST_PROMPT_BYTES)
+        sys.stdin.read(MOST_PROMPT_BYTES) if path == "-" else read_text_file("--prompts", Path(path), MOST_PROMPT_BYTES)
     )
-    lines = [line for line in text.split("\n") if line.strip()]
+    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    if not lines:
+        raise ConfigError(f"prompts={path!r}", "there is no line in it", "Write a prompt on each line")
     if not path.endswith(".jsonl"):
-        return lines
+        return list(lines.values())
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in lines.items():
         try:
             found.append(json.loads(line)["prompt"] + "")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -112,12 +117,11 @@ def main(flags: GenerateFlags, console: Console) -> int:
     sampling, shape = flags.sampling(), parse_mesh(flags.mesh)
     flags.join(console)
     texts = flags.texts()
-    if flags.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
     devices = acquire_devices(shape.num_devices, flags.device)
     notes = SafeConsole(stderr=True, highlight=False, quiet=console.quiet)
     with Progress("checking the weights", quiet=console.quiet):
         weights = find_weights(flags.checkpoint, "checkpoint")
+    jax.config.update("jax_enable_x64", (flags.dtype or weights.dtype) == "float64")
     tokenizer = find_tokenizer(flags.tokenizer, weights)
     prompts = [encode(tokenizer, text, weights) for text in texts]
     longest, room = max(map(len, prompts)), weights.model.seq_len
@@ -248,7 +252,7 @@ def report(notes, generator: Generator, devices: Devices, prompts: list, streams
     text += f" of {sum(map(len, prompts)):,} tokens, {num_new:,} added; compiled in {times.compiling:.1f} s"
     text += f"; first token after {1e3 * times.first:.1f} ms"
     if times.others:
-        slow = sorted(times.others)[int(0.95 * (len(times.others) - 1))]
+        slow = np.percentile(times.others, 95)
         text += (
             f", then {1e3 * statistics.mean(times.others):.1f} ms between tokens ({1e3 * slow:.1f} ms at the 95th "
             f"percentile), {num_new / (times.first + sum(times.others)):,.0f} tokens/s"

@@ -1,6 +1,5 @@
 """A run as it goes, in a terminal: one panel that is drawn over itself."""
 
-import time
 from collections import deque
 from collections.abc import Mapping
 
@@ -34,11 +33,10 @@ class RunPanel:
         self._memory: list[DeviceMemory] = []
         self._losses: deque[float] = deque(maxlen=MOST_POINTS)
         self._recent: deque[Mapping[str, float]] = deque(maxlen=20)  # laps
-        self._begun, self._first, self._held_out = time.monotonic(), None, None
+        self._held_out: float | None = None
 
     def update(self, record: Mapping, memory: list[DeviceMemory]) -> None:
         """A line of metrics.jsonl, and what the allocators say."""
-        self._first = record["step"] if self._first is None else self._first
         self._record, self._memory = record, memory
         self._losses.append(record["loss"])
         self._recent.append(record["seconds"])
@@ -56,13 +54,13 @@ class RunPanel:
         yield Panel(rows, title=Text(self.title), subtitle=Text(self.left()), padding=(0, 1))
 
     def left(self) -> str:
-        """Steps done, and how long the rest takes at the pace so far."""
+        """Steps done, and how long the rest takes at the pace of the last ones."""
         done = self._record["step"]
-        taken = done - self._first
         text = f"step {done:,} of {self.num_steps:,}"
-        if not taken or done >= self.num_steps:
+        if len(self._recent) < 2 or done >= self.num_steps:
             return text
-        seconds = (time.monotonic() - self._begun) / (taken + 1) * (self.num_steps - done)
+        pace = sum(lap["total"] for lap in self._recent) / len(self._recent)
+        seconds = pace * (self.num_steps - done)
         minutes, rest = divmod(int(seconds), 60)
         return f"{text}, about {f'{minutes:,} min ' if minutes else ''}{rest} s left"
 

@@ -13,6 +13,7 @@ TIMES = {
     "memory": "memory traffic",
     "tp": "tp",
     "cp": "cp",
+    "ep": "exchange of tokens",
     "dp": "dp",
     "pp": "pp messages",
     "bubble": "bubble",

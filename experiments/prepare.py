@@ -10,6 +10,7 @@ A killed run continues when the same command is run again, and gives the same by
 all of it is on the disk, and the manifest, without which a folder is not opened, comes last.
 """
 
+import dataclasses
 import hashlib
 import io
 import itertools
@@ -46,7 +47,7 @@ from jaxdist.errors import ConfigError, require_positive
 from jaxdist.files import read_regular, write_whole
 from jaxdist.runtime.run_folder import LOCK, held
 
-from .cli import run_program
+from .cli import flag_word, run_program
 
 PIECE_BYTES = 1 << 20  # of text encoded as one; a longer document is cut at line ends
 BATCH_BYTES = 8 << 20  # of text given to the tokenizer's threads together
@@ -106,6 +107,7 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
         )
     require_positive("shard_mb", flags.shard_mb)
     root, out = Path(flags.data), Path(flags.out)
+    require_there("--data", flags.data)
     tokenizer = given_tokenizer(flags)
     if root.is_file():
         root, names = root.parent, [root.name]
@@ -119,7 +121,7 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
     sizes = {name: stat.st_size for name, stat in stats.items() if stat.st_size}
     if not sizes:
         raise ConfigError(
-            asked(root), "there is no text in it", "Pass a folder with at least one UTF-8 text file in it"
+            asked(flags.data), "there is no text in it", "Pass UTF-8 text, a file or a folder with at least one"
         )
     if flags.supervised and (other := [name for name in sizes if not name.endswith(".jsonl")]):
         raise ConfigError(
@@ -186,8 +188,19 @@ def prepare_into(
     )
 
 
+def require_there(flag: str, path: str) -> None:
+    if not Path(path).exists():
+        raise ConfigError(f"{flag} {path}", "there is no file or folder of that name", "Name one")
+
+
 def check(flags: PrepareFlags, console: Console) -> int:
     path = Path(flags.check)
+    require_there("--check", flags.check)
+    used = {"check"} if is_prepared(path) else {"check", "vocab_size"}
+    for field in dataclasses.fields(flags):
+        if field.name not in used and (given := getattr(flags, field.name)) != field.default:
+            why = "the folder says itself what is in it" if is_prepared(path) else "it is about text to prepare"
+            raise ConfigError(f"{flag_word(field.name, given)} with --check", why, "Leave it out")
     if is_prepared(path):
         with _progress(console) as progress:
             total = sum(entry.stat().st_size for entry in path.iterdir())

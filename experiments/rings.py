@@ -1,5 +1,6 @@
-"""What a compiler for H200 makes of tensor parallelism's collectives, as they are and as rings, and of context
-parallelism's. No GPU is needed.
+"""What a compiler for H200 makes of the collectives of tp, as they are and as rings, and of those of cp.
+
+No GPU is needed.
 
 python -m experiments.rings      (with the CUDA compiler: pip install -e '.[prove-cuda]')
 

@@ -8,11 +8,14 @@ With --out the run is kept in a folder, and the same command continues it after 
 import json
 import math
 import os
+import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -191,6 +194,8 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
         require_positive("eval_batches", self.eval_batches, 10**6)
         if self.metrics_port is not None:
             require_positive("metrics_port", self.metrics_port, 65_535)
+        elif self.metrics_host != TrainFlags.metrics_host:
+            raise ConfigError("--metrics-host without --metrics-port", "nothing listens", "Add --metrics-port 9100")
         for asked, package, flag in (
             (self.metrics_port is not None, "prometheus_client", "--metrics-port"),
             (self.tensorboard, "tensorboardX", "--tensorboard"),
@@ -277,6 +282,9 @@ class Job:
     def warn(self, text: str) -> None:
         self.console.print(f"[yellow]warning:[/] {escape(in_flags(text, TrainFlags))}", soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        self.console.print(f"[yellow]note:[/] {escape(in_flags(text, TrainFlags))}", soft_wrap=True)
+
     @property
     def own_folder(self) -> Path | None:
         """Where this process writes the run's files: the first alone does."""
@@ -352,6 +360,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     with ExitStack() as stack:
         if take_folder(job, stack):
             console.print(f"the run in {job.out} is complete: nothing is left to do", markup=False)
+            say_unread(job)
             return 0
         run, own = open_run(job, stack, now)
         print_resolved(console, run.program, run.devices, run.corpus, run.entropy)
@@ -393,7 +402,7 @@ def check_job(flags: TrainFlags, console: Console) -> Job:
     sizes = corpus, config.batch_size, config.model.seq_len
     batches = Batches(*sizes, config.seed, config.mask_documents)
     held_out = held_out_batches(*sizes, flags.eval_batches, config.mask_documents)
-    fault = parse_fault(flags.drill, config.parallel.mesh.num_devices)
+    fault = parse_fault(flags.drill, config.parallel.mesh.num_devices, config.steps)
     poison = fault.poison() if fault else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
     attention = {"--attention, as it compiles": program.model.ctx.attention}
@@ -427,6 +436,15 @@ def take_folder(job: Job, stack: ExitStack) -> bool:
     return processes.from_first("done", "yes" if done else "") == "yes"
 
 
+def say_unread(job: Job) -> None:
+    """Where a run goes on from its own checkpoint, what it would otherwise have begun from is not looked at."""
+    for name in ("restore", "weights"):
+        if (given := getattr(job.flags, name)) is not None:
+            job.note(
+                f"--{name} {shlex.quote(given)} is not read: {job.out} holds this run already, which goes its own way"
+            )
+
+
 def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run, Manifest | None]:
     """All that the run holds until `stack` ends, and the run's own newest checkpoint."""
     flags, config, out = job.flags, job.config, job.out
@@ -434,6 +452,8 @@ def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run,
     if out is not None:
         checkpoints = Checkpoints(out / resume.FOLDER, flags.keep_last, flags.keep_every, warn=job.warn)
         own = resume.find(checkpoints, config, job.data, flags.fall_back, job.warn)
+    if own is not None:
+        say_unread(job)
     if own is None and flags.restore is not None:
         other = resume.find_other(flags.restore, config)
     if own is None and flags.weights is not None:
@@ -448,7 +468,12 @@ def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run,
         text = f"the newest checkpoint is of step {steps[-1]}" if steps else "no checkpoint was made"
         print(f"not done within --grace {flags.grace:g} s: {text}", file=sys.stderr, flush=True)
 
-    signals = stack.enter_context(Signals(grace=flags.grace, late=late))
+    def heard(name: str) -> None:
+        text = f"{name}: stopping once what is under way is done" + ("; the run is saved first" if checkpoints else "")
+        print(text, file=sys.stderr, flush=True)
+
+    signals = stack.enter_context(Signals(grace=flags.grace, late=late, heard=heard))
+    job.console.when_broken = partial(signals.ask, signal.SIGPIPE)
     watchdog = stack.enter_context(Watchdog(flags.stuck_after, stacks_file(out)))
     budget = stack.enter_context(job_budget(job, now))
     about = {"data": job.corpus.about, "devices": job.devices.description, "compiler_options": job.options}
@@ -608,10 +633,13 @@ def job_budget(job: Job, now: Callable[[], float]) -> JobBudget | nullcontext:
 
 def train(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
     """All steps from `start` on; returns the final progress and held-out loss. Raises: Stopped, once all is saved."""
-    if start.progress.first_loss is None:
+    stopping = run.signals.number is not None and processes.count() == 1
+    if start.progress.first_loss is None and not stopping:
         run.watchdog.alive("evaluating")
         with SlowWork("compiling and running the evaluation", quiet=run.console.quiet):
             loss = evaluate(run.program, start.state, run.held_out)
+        if not math.isfinite(loss):
+            raise Stopped(start.step, f"the held-out loss before the first step is {loss}", 1, newest(run))
         start = replace(start, progress=replace(start.progress, first_loss=loss))
         run.console.print(f"step {start.step:>5}  held-out loss {loss:.4f}")
     while True:
@@ -664,6 +692,7 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
             loop.compare_and_save(step)
     if start.step == num_steps:  # killed between the last checkpoint and the summary
         loop.held_out_loss = evaluate(run.program, loop.state, run.held_out)
+        loop.require_finite_evaluation(num_steps)
     if run.checkpoints is not None:
         run.watchdog.alive("writing the last checkpoint")
         try:
@@ -864,6 +893,8 @@ class Loop:
             run.console.print(f"[bold red]skipped[/] {escape(fault)}", soft_wrap=True)
             return
         self._skips_in_a_row = 0
+        if "held_out_loss" in record:
+            self.require_finite_evaluation(step)
         if flags.on_spike == "ignore":
             self.progress = replace(self.progress, recent=[])
             return
@@ -873,6 +904,15 @@ class Loop:
                 raise RollBack(fault, self.progress.batch)
             raise Stopped(step, fault, 1, newest(run))
         self.progress = replace(self.progress, recent=self._spikes.recent)
+
+    def require_finite_evaluation(self, step: int) -> None:
+        """A step whose own numbers are finite can leave parameters with which nothing is. Raises: Stopped, RollBack."""
+        if math.isfinite(self.held_out_loss):
+            return
+        fault = f"the held-out loss after step {step} is {self.held_out_loss}"
+        if self.run.flags.on_nonfinite == "roll-back":
+            raise RollBack(fault, self.progress.batch)
+        raise Stopped(step, f"{fault}. Nothing was saved since. Try a lower --lr", 1, newest(self.run))
 
     def compare_and_save(self, step: int) -> None:
         """Compare replicas and save, each where it is due. Raises: Stopped."""

@@ -107,6 +107,8 @@ def main(flags: VerifyFlags, console: Console) -> int:
     report = flags.json if processes.is_first() else None
     require_writable("--json", report)
     console.print(f"devices: {devices.description}")
+    if count == 1 and flags.oracle == "none":
+        console.print("[yellow]note:[/] the mesh is one device, so nothing is sharded: try --mesh dp=2,tp=2")
 
     # ---- run and compare ----
     verify = Verifier(devices, flags.steps, flags.oracle)

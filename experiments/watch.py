@@ -17,11 +17,10 @@ from rich.console import Console
 from rich.live import Live
 
 from jaxdist.errors import ConfigError, require_within
-from jaxdist.files import write_whole
 from jaxdist.runtime.metrics import METRICS, STOPPED, is_complete, read_config, read_metrics
 from jaxdist.runtime.telemetry import PARTS
 
-from .cli import run_program
+from .cli import require_writable, run_program, write_output
 from .panel import RunPanel
 
 SVG_WIDTH = 80  # characters
@@ -45,7 +44,11 @@ class WatchFlags:
 def main(flags: WatchFlags, console: Console) -> int:
     require_within("every", flags.every, 0.1, 3600)
     folder = Path(flags.run)
-    config = read_config(folder)
+    try:
+        config = read_config(folder)
+    except ConfigError as error:
+        raise ConfigError(f"RUN {flags.run!r}", error.required, "Name the folder of a run") from error
+    require_writable("--svg", flags.svg)
     devices = str(config.get("devices", ""))
     steps = config.get("steps")
     compiled = config.get("compiled")
@@ -68,7 +71,7 @@ def main(flags: WatchFlags, console: Console) -> int:
         picture = Console(record=True, width=SVG_WIDTH, file=io.StringIO())
         picture.print(panel)
         text = FONTS.sub("", picture.export_svg(title=f"jaxdist watch {folder.name}"))
-        write_whole(Path(flags.svg), text.encode())
+        write_output("--svg", flags.svg, text)
     return 0
 
 

@@ -73,7 +73,7 @@ class ParallelConfig:
 
     mesh: MeshShape = MeshShape()
     """Axes above 1, as in dp=2,tp=2: pp (stages), replica (data, whole copies), dp (data, ZeRO shards), cp (positions
-    of a sequence, ZeRO shards), tp (tensor)."""
+    of a sequence, ZeRO shards), tp (tensor), and ep (experts, over the ranks of dp and cp)."""
     zero: int = 0
     """ZeRO stage: 1 shards optimiser state over dp and cp, 2 gradients too, 3 parameters too."""
     sp: bool = False
@@ -314,7 +314,7 @@ class ParallelConfig:
         if not (self.remat in REMAT or is_every or (self.repeats_arrays and all(map(is_array, arrays)))):
             raise ConfigError(
                 f"remat={self.remat!r}",
-                "it must be none, selective, block, chunk, every-K with K a whole number, or what auto chose",
+                "it must be none, selective, block, chunk or every-K with K a whole number; in programs also auto",
                 "Use every-2",
             )
         if self.remat == "chunk" and self.mesh.pp == 1:
@@ -711,6 +711,11 @@ class RunConfig:
             notes.append(
                 f"{parallel.num_microbatches} micro-batches cannot fill {parallel.mesh.pp} stages: some idle all the "
                 "time."
+            )
+        warmup = self.optimizer.warmup_steps
+        if warmup > self.steps and warmup != OptimizerConfig.warmup_steps:
+            notes.append(
+                f"warmup_steps={warmup} with steps={self.steps}: the rate rises over the whole run, in fewer steps."
             )
         if self.precision.reduction_dtype == "float16" != self.precision.dtype:
             notes.append("gradients are summed in float16 without a loss scale: small ones become 0.")

@@ -15,7 +15,9 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, asked: str, required: str, remedy: str):
-        super().__init__(f"{asked}: {required}. {remedy.removesuffix('.')}.")
+        end = "" if required.endswith("?") else "."
+        super().__init__(f"{asked}: {required}{end} {remedy.removesuffix('.')}.")
+        self.asked, self.required, self.remedy = asked, required, remedy
 
 
 def reason_of(error: BaseException) -> str:

@@ -22,6 +22,7 @@ import experiments.train
 import experiments.verify
 from experiments import cli
 from experiments.cli import CommonFlags, SafeConsole, run_program
+from experiments.generate import GenerateFlags
 from experiments.progress import Progress
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
@@ -485,11 +486,30 @@ def test_simulated_devices_set_themselves_up():
             "--drill nan:step=5 model.width=3 dp=2 beta=1 a_zero=1",
             "--drill nan:step=5 model.width=3 dp=2 beta=1 a_zero=1",
         ),
+        ("'mesh=dp=2 zerro=3': 'zerro' is no setting", "'mesh=dp=2 zerro=3': 'zerro' is no setting"),
     ],
 )
 def test_a_message_of_the_library_is_said_in_flags(said, in_flags):
     assert cli.in_flags(said, TrainFlags) == in_flags
     assert cli.in_flags(said, int) == said
+
+
+def test_an_argument_without_a_flag_is_named_alone():
+    assert cli.in_flags("checkpoint='runs/a b': none, at seed=3", GenerateFlags) == "'runs/a b': none, at --seed 3"
+
+
+def test_who_has_read_enough_ends_a_program_or_asks_it_to_stop():
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        cli.SafeConsole(file=Gone()).print("a")
+    asked, console = [], cli.SafeConsole(file=Gone())
+    console.when_broken = lambda: asked.append("once")
+    console.print("a")
+    console.print("b")
+    assert asked == ["once"]
 
 
 def test_train_looks_at_every_flag(monkeypatch, capsys, tmp_path, text):
@@ -543,6 +563,7 @@ def test_the_fuzzer_sees_each_kind_of_fault(tmp_path):
 def test_what_escapes_a_program_is_one_line(monkeypatch, capsys, tmp_path, error, code, said):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(cli, "_abandon_output", lambda: None)
+    monkeypatch.setattr(cli.processes, "leave", sys.exit)
 
     def fail(flags, console):
         raise error

@@ -76,13 +76,16 @@ def test_several_prompts_of_a_file_are_continued_together(trained, capfd, tmp_pa
         (["nowhere", "--prompt", "a"], "no such checkpoint"),
         (["bare", "--prompt", "a"], "what its tokens mean"),
         (["bytes", "--prompts", "missing.txt"], "missing.txt"),
-        (["bytes", "--prompts", "bad.jsonl"], "line 1 is not"),
+        (["bytes", "--prompts", "bad.jsonl"], "line 3 is not"),
+        (["bytes", "--prompts", "empty.txt"], "there is no line in it"),
+        (["bytes", "--prompt", "a", "--seed", "3"], "nothing is drawn"),
         (["bytes", "--prompt", "a", "--max-new-tokens", "0"], "max-new-tokens"),
     ],
 )
 def test_what_cannot_be_continued_is_refused(trained, capfd, monkeypatch, words, match):
     monkeypatch.chdir(trained)
-    (trained / "bad.jsonl").write_text('{"text": "a"}\n')
+    (trained / "bad.jsonl").write_text('{"prompt": "a"}\n\n{"text": "a"}\n')
+    (trained / "empty.txt").write_text("\n")
     code, out, err = generated(words, capfd)
     assert code == 2 and match in err and not out
 

@@ -101,6 +101,36 @@ def test_the_same_command_continues_bit_for_bit_then_has_nothing_to_do(train, tm
     assert [record["batch"] for record in metrics(tmp_path / "more")] == [6, 7]
 
 
+def test_parameters_that_evaluate_to_nothing_end_the_run(train, tmp_path):
+    code, out, _ = train("--steps 1 --lr 1e20 --out OUT/run")
+    assert code == 1 and "the held-out loss after step 1 is nan" in out and "no checkpoint was made" in out
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_what_a_run_that_goes_on_does_not_begin_from_is_named(train):
+    assert train("--steps 2 --out OUT/other")[0] == 0
+    flags = "--steps 4 --out OUT/run --restore OUT/other"
+    code, out, _ = train(f"{flags} --drill term:step=3")
+    assert code == 143 and "is not read" not in out
+    for said in ("resumed after step 3", "nothing is left to do"):
+        code, out, _ = train(flags)
+        assert code == 0 and said in out and "/other is not read" in out
+
+
+def test_fresh_removes_the_run_behind_a_link_and_nothing_of_others(train, tmp_path):
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    scratch.mkdir()
+    run.mkdir()
+    (scratch / "mine.txt").write_text("mine")
+    (run / "checkpoints").symlink_to(scratch)
+    assert train("--steps 2 --out OUT/run")[0] == 0
+    (run / "processes" / "0001.jsonl").write_text("of a second process\n")
+    code, out, _ = train("--steps 2 --out OUT/run --fresh --overwrite")
+    assert code == 0 and "resumed" not in out and [record["step"] for record in metrics(run)] == [1, 2]
+    assert sorted(path.name for path in scratch.iterdir()) == ["mine.txt", "step_00000002"]
+    assert [path.name for path in (run / "processes").iterdir()] == ["0000.jsonl"]
+
+
 def test_a_damaged_newest_checkpoint_is_refused_or_passed_over(train, tmp_path):
     flags = "--steps 6 --checkpoint-every 2 --out OUT/run"
     assert train(f"{flags} --drill term:step=5")[0] == 143

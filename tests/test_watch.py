@@ -44,7 +44,7 @@ def test_the_panel_says_what_the_last_steps_said():
         "step 80%",
         "host 20%",
         "at most 4.0 GiB of 8.0 GiB, on rank 1; the compiler planned 3.0 GiB a device",
-        "step 2 of 10, about",
+        "step 2 of 10, about 8 s left",
     ):
         assert part in said(text), part
     assert "simulated" not in text and max(map(len, text.splitlines())) == 80

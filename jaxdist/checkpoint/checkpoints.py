@@ -273,7 +273,22 @@ def locate(path: str, parameter: str) -> tuple[Checkpoints, Manifest]:
     if not steps or (step and int(step) not in steps):
         found = f"it holds those of steps {', '.join(map(str, steps))}" if steps else "it holds no committed one"
         raise ConfigError(f"{parameter}={path!r}", f"there is no such checkpoint: {found}", "Name DIR or DIR:STEP")
-    return checkpoints, agreed(checkpoints, lambda: checkpoints.check(int(step) if step else steps[-1]))
+    wanted = int(step) if step else steps[-1]
+
+    def check() -> Manifest:
+        try:
+            return checkpoints.check(wanted)
+        except BadCheckpoint as error:
+            others = [other for other in steps if other != wanted]
+            remedy = f"Name another, as {folder}:{others[-1]}" if others else "It is the only one there"
+            raise BadCheckpoint(error.asked, error.required, remedy) from error
+
+    return checkpoints, agreed(checkpoints, check)
+
+
+def made_in(folder: Path) -> list[Path]:
+    """What `Checkpoints` has made in a folder: committed steps, half-written ones, and those that were set aside."""
+    return [path for path in folder.glob("step_*") if _STEP.match(path.name)]
 
 
 def agreed(checkpoints: Checkpoints, choose: Callable[[], Manifest | None]) -> Manifest | None:
@@ -399,10 +414,13 @@ def newest_good(checkpoints: Checkpoints, warn: Callable[[str], None], fall_back
         try:
             manifest = checkpoints.check(step)
         except BadCheckpoint as error:
-            if not fall_back or step == steps[0]:
-                raise
-            damaged.append((step, str(error)))
-            continue
+            if fall_back and step != steps[0]:
+                damaged.append((step, str(error)))
+                continue
+            remedy = "Use fall_back=True for the newest good one"
+            if step == steps[0]:
+                remedy = "None older is there: use another folder, or fresh=True with overwrite=True to begin again"
+            raise BadCheckpoint(error.asked, error.required, remedy) from error
         for bad, why in damaged:
             checkpoints.set_aside(bad)
             warn(f"passed over: {why}")
@@ -449,5 +467,5 @@ def _sealed(content: dict) -> dict:
     return rest | {"hash": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
-def _bad(path: Path, reason: str, remedy: str = "Use another checkpoint, or fall_back=True for the newest good one"):
+def _bad(path: Path, reason: str, remedy: str = "Use another checkpoint"):
     return BadCheckpoint(f"checkpoint {path}", reason, remedy)

@@ -1,21 +1,30 @@
 """Where a run starts: at its first step, at its own newest checkpoint, or at another run's."""
 
 import os
-import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import jax
 from flax.traverse_util import flatten_dict
 
-from jaxdist.checkpoint.checkpoints import FOLDER, BadCheckpoint, Checkpoints, Manifest, agreed, locate, newest_good
+from jaxdist.checkpoint.checkpoints import (
+    FOLDER,
+    BadCheckpoint,
+    Checkpoints,
+    Manifest,
+    agreed,
+    locate,
+    made_in,
+    newest_good,
+)
 from jaxdist.checkpoint.logical import abstract_logical, abstract_parameters, from_logical, to_logical
 from jaxdist.checkpoint.trained import SOURCE, Weights
 from jaxdist.config import RunConfig, to_dict
-from jaxdist.errors import ConfigError
-from jaxdist.files import set_aside
-from jaxdist.runtime.metrics import CONFIG, METRICS, STOPPED, SUMMARY, holds_run, read_config
+from jaxdist.errors import ConfigError, reason_of
+from jaxdist.files import remove, set_aside
+from jaxdist.runtime.metrics import CONFIG, METRICS, PROCESSES, STOPPED, SUMMARY, holds_run, read_config
 from jaxdist.train.program import Program
 from jaxdist.train.state import State
 
@@ -139,8 +148,9 @@ def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, s
 
 
 def clear(out: Path, overwrite: bool) -> None:
-    """Remove the run in a folder. Raises: ConfigError where there is one and `overwrite` does not say so."""
-    if not holds_run(out) and not (out / FOLDER).exists():
+    """Remove the run in a folder, and no file of others. Raises: ConfigError where there is one and `overwrite` does
+    not say so."""
+    if not holds_run(out) and not made_in(out / FOLDER):
         return
     if not overwrite:
         raise ConfigError(
@@ -148,9 +158,20 @@ def clear(out: Path, overwrite: bool) -> None:
             "the folder holds a run already",
             "Choose another folder, or add overwrite=True",
         )
-    shutil.rmtree(out / FOLDER, ignore_errors=True)
-    for name in (CONFIG, METRICS, SUMMARY, STOPPED):
-        (out / name).unlink(missing_ok=True)
+    try:
+        for path in (*made_in(out / FOLDER), *(out / PROCESSES).glob("[0-9]*.jsonl")):
+            remove(path)
+        for name in (CONFIG, METRICS, SUMMARY, STOPPED):
+            (out / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"fresh=True with out={str(out)!r}",
+            f"the run that it holds cannot be removed ({error.filename}: {reason_of(error)})",
+            "Choose another folder",
+        ) from error
+    for folder in (out / FOLDER, out / PROCESSES):
+        with suppress(OSError):  # what others put there stays
+            folder.rmdir()
 
 
 def require_own_folder(out: Path, config: RunConfig, warn: Callable[[str], None]) -> None:

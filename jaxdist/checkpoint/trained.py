@@ -41,7 +41,8 @@ class Weights:
 
     dtypes: in which they are kept, `params.*` by name. read: of `params.*` by name, each with its dtype and sharding.
     source: the files they once came from (`jaxdist.checkpoint.weights.Source` as a dict), None where there are none.
-    companions: the folder in which a tokenizer may be. data: what the run said of its tokens.
+    companions: the folder in which a tokenizer may be. data: what the run said of its tokens. mask_documents: as in
+    `RunConfig`, of the run.
     """
 
     model: Model
@@ -51,6 +52,7 @@ class Weights:
     source: dict | None
     companions: Path
     data: dict
+    mask_documents: bool = False
 
     @property
     def dtype(self) -> str:
@@ -130,6 +132,7 @@ def _find(path: str, parameter: str, model: Model | None, keep: LoRA | None = No
         source=manifest.about.get(SOURCE),
         companions=companions_of(checkpoints),
         data=manifest.about.get("data", {}),
+        mask_documents=manifest.about["config"].get("mask_documents", False),
     )
     return without_adapters(found) if isinstance(found.model, LoRA) and keep is None else found
 

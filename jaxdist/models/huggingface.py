@@ -49,6 +49,9 @@ MIXTRAL_THETA = 1_000_000.0
 def read_model(path: Path | str) -> Model:
     """The model that a config.json, or the folder it is in, describes. Raises: ConfigError."""
     path = Path(path)
+    if not path.exists():
+        remedy = "Name a folder of transformers, or its config.json"
+        raise ConfigError(f"the model in {str(path)!r}", "there is no file or folder of that name", remedy)
     path = path / CONFIG if path.is_dir() else path
     text = read_text_file("the model in", path)
     try:

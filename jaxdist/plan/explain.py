@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxdist.config import TP_RINGS
+from jaxdist.config import TP_RINGS, ParallelConfig
 from jaxdist.mesh import AXES, STATE_AXES
 from jaxdist.models.base import num_parameters
 from jaxdist.parallel.remat import shorten
@@ -202,6 +202,7 @@ PARTS_IN_WORDS = {
     "memory": "memory traffic",
     "tp": "what tp sends",
     "cp": "what cp sends",
+    "ep": "what experts exchange",
     "dp": "gradients and weights",
     "pp": "messages between stages",
     "bubble": "the bubble",
@@ -364,8 +365,11 @@ def layout_flags(found: Scored, index: int) -> str:
     words += ["--overlap"] * int(c.overlap[index])
     words += [f"--loss-chunks {c.loss_chunks[index]}"] * int(c.loss_chunks[index] > 1)
     words += ["--no-reshard-after-forward"] * int(c.keep[index])
+    words += ["--experts-over-tp"] * int(c.experts_over_tp(found.base.parallel)[index])
     if c.pp[index] > 1:
         schedule = c.schedule_name(index, found.base.parallel)
         words += [f"--schedule {schedule} --microbatches {c.microbatches[index]}"]
         words += [f"--chunks {c.chunks[index]}"] * (schedule == "interleaved")
+        stages = c.stages(index, found.base.parallel)
+        words += [f"--stages {stages}"] * (stages != ParallelConfig.stages)
     return " ".join(words)

@@ -36,7 +36,7 @@ REMEDIES = {
     "host": "less beside the run on its host, or larger steps",
     "evaluation": "a larger --eval-every, or fewer --eval-batches",
     "checkpoint": "a larger --checkpoint-every, or faster storage",
-    "checks": "a larger --check-replicas-every",
+    "checks": "a larger --checkpoint-every or --check-replicas-every",
     "straggler": "another machine in its place, or less beside the run on it",
 }
 

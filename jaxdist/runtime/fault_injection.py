@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxdist.errors import ConfigError
+from jaxdist.errors import MOST, ConfigError
 from jaxdist.layout import Layout
 from jaxdist.mesh import AXES
 from jaxdist.parallel import collectives as comm
@@ -116,7 +116,7 @@ class Fault:
         return jax.tree.unflatten(jax.tree.structure(tree), [first, *others])
 
 
-def parse_fault(drill: str | None, num_ranks: int) -> Fault | None:
+def parse_fault(drill: str | None, num_ranks: int, num_steps: int = MOST) -> Fault | None:
     """`"nan:step=5,rank=3,leaf=tokens"` -> Fault. Raises: ConfigError."""
     if drill is None:
         return None
@@ -137,6 +137,8 @@ def parse_fault(drill: str | None, num_ranks: int) -> Fault | None:
     fault = Fault(kind, leaf=found.get("leaf", ""), **{key: int(value) for key, value in numbers.items()})
     if fault.rank >= num_ranks:
         raise ConfigError(f"drill={drill!r}", f"the mesh has ranks 0 to {num_ranks - 1}", "Name one of them")
+    if not 1 <= fault.step <= num_steps:
+        raise ConfigError(f"drill={drill!r}", f"the run has steps 1 to {num_steps:,}", "Name one of them")
     return fault
 
 

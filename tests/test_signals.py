@@ -1,0 +1,45 @@
+"""Ctrl-C and other signals reach a program wherever it is."""
+
+import queue
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+
+from jaxdist.runtime.signals import Interrupts, Signals, die_of_interrupts
+
+
+@pytest.fixture
+def as_python_has_it():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_that_is_dropped_comes_again(as_python_has_it, monkeypatch):
+    monkeypatch.setattr(Interrupts, "AGAIN_SECONDS", 0.01)
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        with suppress(KeyboardInterrupt):  # as a callback of the garbage collector does
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(60)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_was_ignored_stays_ignored(as_python_has_it):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_of_interrupts()
+    with Interrupts():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_of_what_is_imported_ends_the_process(as_python_has_it):
+    die_of_interrupts()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
+def test_the_first_signal_is_heard_where_the_job_does_not_look():
+    heard = queue.Queue()
+    with Signals((signal.SIGUSR1,), heard=heard.put) as signals:
+        signal.raise_signal(signal.SIGUSR1)
+        assert heard.get(timeout=60) == "SIGUSR1" and signals.number == signal.SIGUSR1
