@@ -192,6 +192,11 @@ def test_the_newest_and_every_tenth_are_kept(small, tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_a_step_of_nine_digits_is_found(tmp_path):
+    (tmp_path / "step_100000000").mkdir()
+    assert Checkpoints(tmp_path).steps() == [100_000_000]
+
+
 def test_a_save_that_was_killed_is_not_there(damaged, small):
     """Whatever stands in a `.partial` folder is no checkpoint. The next save replaces it or removes it."""
     partial = damaged.path(7, ".partial")
@@ -244,6 +249,21 @@ def test_a_damaged_file_is_named(damaged, how, index):
         path.write_bytes(content)
     with pytest.raises(BadCheckpoint, match=path.name.replace(".", r"\.")):
         damaged.check(3)
+
+
+def test_a_file_that_grew_is_refused_by_its_size_alone(damaged):
+    grown = every_file(damaged)[0]
+    grown.write_bytes(grown.read_bytes() + b"\0")
+    with pytest.raises(BadCheckpoint, match=rf"{grown.name}.* it has .* bytes and .* were written"):
+        damaged.require_files(damaged.manifest(3))
+
+
+def test_another_checkpoint_of_the_same_step_is_not_the_one_that_the_first_process_chose(small):
+    checkpoints = Checkpoints(small[1])
+    manifest = checkpoints.manifest(3)
+    assert checkpoint._same_here(checkpoints, "3", manifest.digest) == manifest
+    with pytest.raises(BadCheckpoint, match="not the one that the first process sees under its name"):
+        checkpoint._same_here(checkpoints, "3", "0" * 64)
 
 
 def test_a_file_that_does_not_belong_is_named(damaged):
@@ -332,6 +352,15 @@ def test_arrays_of_another_shape_name_or_dtype_are_refused_before_anything_is_re
     ):
         with pytest.raises(BadCheckpoint, match=message):
             checkpoints.restore(manifest, {**wanted, **other})
+
+
+def test_another_run_s_roll_backs_and_recent_losses_are_not_taken_over(small):
+    program, folder = small
+    manifest = Checkpoints(folder).manifest(3)
+    progress = {**manifest.about["progress"], "roll_backs": 4, "recent": [2.0]}
+    manifest = replace(manifest, about={**manifest.about, "progress": progress})
+    found = resume.restore(Checkpoints(folder), manifest, program, same_run=False).progress
+    assert found.roll_backs == 0 and found.recent == [] and found.batch == 3
 
 
 def test_other_data_or_random_numbers_are_refused(small):
