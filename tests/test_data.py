@@ -13,7 +13,7 @@ import pytest
 
 from jaxdist.data import batches as data
 from jaxdist.data import tokens as tokens_module
-from jaxdist.data.batches import Batches, Corpus, load_corpus
+from jaxdist.data.batches import Batches, Corpus, Source, load_corpus
 from jaxdist.data.order import make_mixture
 from jaxdist.data.tokens import Part, TokenFile, Tokens, unigram_entropy
 from jaxdist.errors import ConfigError
@@ -458,6 +458,12 @@ def test_unigram_entropy_of_a_mixture_is_of_what_it_draws():
     zeros, ones = held(np.zeros(50, int)), held(np.ones(3, int))
     expected = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
     assert unigram_entropy([(zeros, 0.25), (ones, 0.75)]) == pytest.approx(expected)
+
+
+def test_the_fingerprint_knows_every_held_out_token():
+    zeros = held(np.zeros(9, int))
+    one, other = (Corpus((Source(zeros, held(np.array([0, last])), ""),)) for last in (1, 2))
+    assert one.fingerprint() != other.fingerprint()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from experiments import prepare as program
 from experiments.prepare import PrepareFlags, cut_units, main, read_pieces
+from jaxdist.data import tokens as tokens_module
 from jaxdist.data.batches import Corpus, load_corpus
 from jaxdist.data.prepared import JOURNAL, MANIFEST, check_prepared
 from jaxdist.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer
@@ -278,6 +279,9 @@ def test_only_the_same_preparation_is_continued(text, tmp_path, monkeypatch):
     refused("shard_mb changed since", **flags, vocab_size=VOCAB_SIZE, shard_mb=1)
     (changing / "new.txt").write_text("new")
     refused("files changed since", **flags, vocab_size=VOCAB_SIZE)
+    (changing / "new.txt").unlink()
+    os.utime(changing / "0.txt", (0, 0))  # written again, with as many bytes
+    refused("files changed since", **flags, vocab_size=VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"plan": 1, "shards": {}}'])
@@ -378,6 +382,15 @@ def edit(folder: Path, change) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_a_token_outside_the_vocabulary_is_found_by_check_where_the_sha_256_fits(split, copy):
+    path = copy / f"{split}-00000.npy"
+    path.write_bytes(path.read_bytes()[:-2] + VOCAB_SIZE.to_bytes(2, "little"))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    edit(copy, lambda manifest: manifest[split][0].update(sha256=digest))
+    refused(f"token {VOCAB_SIZE} at position", path.name, check=str(copy))
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -451,6 +464,17 @@ def test_check_says_whole(bpe, tmp_path):
     refused("token 99 at position 99 ", check=str(tmp_path / "a.npy"), vocab_size=99)
     refused("--vocab-size", check=str(tmp_path / "a.npy"))
     refused("missing", "cannot be read", check=str(tmp_path / "missing"), vocab_size=10)
+
+
+@pytest.mark.parametrize("position", [555, 955])  # the last tenth is held out
+def test_check_reads_the_tokens_that_opening_does_not(position, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens_module, "CHUNK", 10)
+    monkeypatch.setattr(tokens_module, "SAMPLED_CHUNKS", 2)  # the first and the last
+    tokens = np.zeros(1000, np.uint16)
+    tokens[position] = 50
+    np.save(tmp_path / "a.npy", tokens)
+    load_corpus(str(tmp_path / "a.npy"), 50)
+    refused(f"token 50 at position {position} ", check=str(tmp_path / "a.npy"), vocab_size=50)
 
 
 def test_wrong_flags_are_refused_before_anything_is_made(text, bpe, tmp_path):
