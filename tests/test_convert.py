@@ -1,10 +1,16 @@
 """`convert` and `train --weights`: there and back to the bit, through any mesh, and what does not fit in one table."""
 
 import dataclasses
+import importlib.util
 import json
+import math
+import sys
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES
@@ -12,15 +18,19 @@ from conftest import DEVICES
 import experiments.convert
 import experiments.train
 from experiments.cli import run_program
-from experiments.convert import Hf, Ours
+from experiments.convert import Hf, Ours, prove
 from experiments.train import TrainFlags
+from jaxdist.checkpoint import weights
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import abstract_parameters, fetch
-from jaxdist.checkpoint.weights import open_weights, read_weights, write_weights
+from jaxdist.checkpoint.safetensors import Stored
+from jaxdist.checkpoint.trained import GENERATION, Weights
+from jaxdist.checkpoint.weights import in_our_names, open_weights, read_weights, stored_dtypes, write_weights
 from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.data.tokenizer import BPETokenizer
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.huggingface import CONFIG
+from jaxdist.models.huggingface import CONFIG, tensors_of
 from jaxdist.models.presets import PRESETS
 from jaxdist.parity import random_parameters
 from jaxdist.placement import make_layout
@@ -91,6 +101,21 @@ def test_an_import_proves_itself(theirs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(experiments.convert, "read_weights", flipped)
     code, said = run(experiments.convert, Hf | Ours, capsys, "hf", theirs, "--out", tmp_path / "c", "--prove")
     assert code == 1 and "not converted" in said and not Checkpoints(tmp_path / "c").steps()
+
+
+def test_a_proof_fails_where_one_gradient_is_not_a_number(theirs, monkeypatch):
+    gradients = {tensor.name: np.zeros(tensor.shape) for tensor in tensors_of(MODEL)}
+    oracle = SimpleNamespace(logits=lambda tokens: None, gradients=lambda batch: (1.0, gradients))
+    causal_lm = SimpleNamespace(load=lambda *_: oracle)
+    seen = SimpleNamespace(losses=[1.0], gradients=[in_our_names(MODEL, gradients)])
+    gaps = chain([0.0, math.nan], repeat(0.0))  # the logits', the first gradient's, those of all others
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "experiments.oracles.huggingface", SimpleNamespace(CausalLM=causal_lm))
+    monkeypatch.setattr(experiments.convert, "forward_logits", lambda *_: None)
+    monkeypatch.setattr(experiments.convert, "observe", lambda *_: seen)
+    monkeypatch.setattr(experiments.convert, "gap", lambda *_: next(gaps))
+    proof = prove(Hf(path=str(theirs), out="out"), MODEL, ParallelConfig(), SimpleNamespace(devices=DEVICES))
+    assert proof.failed and "the largest difference is nan" in proof.text
 
 
 def test_what_is_there_is_not_overwritten(theirs, tmp_path, capsys):
@@ -181,8 +206,6 @@ def test_the_table_ends(theirs):
 
 def test_a_process_reads_the_bytes_of_its_shards_alone(theirs, monkeypatch):
     """Of a matrix over tp=2, each device's callback copies half; of memory nothing else is touched."""
-    from jaxdist.checkpoint import weights
-
     copied = []
     whole = weights._read_part
 
@@ -200,3 +223,37 @@ def test_a_process_reads_the_bytes_of_its_shards_alone(theirs, monkeypatch):
     one = jax.sharding.SingleDeviceSharding(DEVICES[0])
     alone = read_weights(theirs, MODEL, {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=one)})
     assert np.array_equal(fetch(array), alone[name])
+
+
+def test_a_parameter_of_two_dtypes_is_kept_in_the_one_that_holds_both(theirs):
+    _, places = open_weights(theirs, MODEL)
+    first = "model.layers.0.mlp.up_proj.weight"
+    found = stored_dtypes({**places, first: dataclasses.replace(places[first], dtype="F32")}, MODEL)
+    assert found["params.blocks.mlp.w_up"] == np.float32 and found["params.blocks.mlp.w_down"] == jnp.bfloat16
+
+
+def test_a_tied_head_is_compared_with_its_table_to_the_last_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "COMPARED_ROWS", 4)
+    for name, last in (("table", 0), ("head", 1)):
+        np.array([0] * 11 + [last], np.float32).tofile(tmp_path / name)
+    head, table = (Stored(tmp_path / name, "F32", (6, 2), 0) for name in ("head", "table"))
+    weights._require_same(tmp_path, table, table)
+    with pytest.raises(ConfigError, match="differs from it"):
+        weights._require_same(tmp_path, head, table)
+
+
+def weights_with(companions: Path, **data) -> Weights:
+    return Weights(MODEL, "", {}, read=dict, source=None, companions=companions, data=data)
+
+
+def test_only_weights_of_others_put_tokens_before_a_text(tmp_path):
+    tokenizer = BPETokenizer.train(iter(["text"]), 257)
+    tokenizer.begin_of_text = (1,)
+    assert weights_with(tmp_path).begin_of_text(tokenizer) == (1,)
+    assert weights_with(tmp_path, end_of_document=5).begin_of_text(tokenizer) == ()
+
+
+def test_a_text_ends_with_any_token_that_a_run_or_a_file_names(tmp_path):
+    (tmp_path / GENERATION).write_text('{"eos_token_id": [7, 9]}')
+    assert weights_with(tmp_path).end_of_text() == (7, 9)
+    assert weights_with(tmp_path, end_of_document=5).end_of_text() == (5, 7, 9)

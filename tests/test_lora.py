@@ -310,7 +310,8 @@ def test_flags_say_what_is_adapted_and_are_found_again():
     assert ModelFlags(model=name, **flags).model_config() == model
     adapted = {name for name, param in named_params(declare(model)) if not param.frozen}
     assert adapted == {f"blocks.lora.attention.{each}.{part}" for each in ("w_q", "w_v") for part in "ab"}
-    assert ModelFlags(model="tiny", lora=2, lora_alpha=1.0).model_config().scale == 0.5
+    scaled = ModelFlags(model="tiny", lora=2, lora_alpha=1.0).model_config()
+    assert scaled.scale == 0.5 and name_of(scaled) == ("tiny", {"lora": 2, "lora_alpha": 1.0})
 
 
 @pytest.mark.parametrize(
