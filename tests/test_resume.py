@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import experiments.train
 from experiments.cli import run_program
+from experiments.train import MAX_SKIPS_IN_A_ROW, Loop, Stopped, is_fault
+from jaxdist.checkpoint.resume import Progress
+from jaxdist.errors import ConfigError
 from jaxdist.runtime import run_folder
 from jaxdist.runtime.run_folder import LOCK, held
 
@@ -166,6 +170,50 @@ def test_a_gradient_that_is_not_finite(train, tmp_path, policy):
         assert code == 1 and out.count("rolled back to step 3") == 5 and "rolled back 5 times already" in out
 
 
+@pytest.fixture
+def skipping(monkeypatch):
+    """A loop of `--on-nonfinite skip` that judges steps and takes none."""
+    monkeypatch.setattr(experiments.train, "gather_ranks", lambda *_: None)
+    monkeypatch.setattr(experiments.train, "name_culprits", lambda *_: [])
+    monkeypatch.setattr(experiments.train.expert_load, "broken", lambda *_: [])
+    loop = object.__new__(Loop)
+    loop.run = SimpleNamespace(
+        flags=SimpleNamespace(on_nonfinite="skip", on_spike="ignore"),
+        config=SimpleNamespace(model=SimpleNamespace(kinds=())),
+        program=SimpleNamespace(layout=None),
+        console=SimpleNamespace(print=lambda *_, **__: None),
+        checkpoints=None,
+    )
+    loop.progress, loop._not_finite, loop._counts, loop._skips_in_a_row = Progress(), None, {}, 0
+    return loop
+
+
+BAD = {"step": 1, "batch": 0, "loss": np.nan, "grad_norm": 1.0}
+GOOD = {**BAD, "loss": 1.0}
+
+
+def test_a_run_ends_at_one_more_skipped_step_in_a_row_than_may_be(skipping):
+    for _ in range(MAX_SKIPS_IN_A_ROW):
+        skipping.require_sound(BAD)
+    with pytest.raises(Stopped, match="step 1 is not finite"):
+        skipping.require_sound(BAD)
+    assert skipping.progress.num_skipped == MAX_SKIPS_IN_A_ROW
+
+
+def test_a_sound_step_ends_the_row_of_skipped_ones(skipping):
+    for _ in range(MAX_SKIPS_IN_A_ROW + 1):
+        skipping.require_sound(BAD)
+        skipping.require_sound(GOOD)
+    assert skipping.progress.num_skipped == MAX_SKIPS_IN_A_ROW + 1
+
+
+def test_an_overflow_is_a_fault_where_no_lower_loss_scale_is_left():
+    overflow = {"loss": 1.0, "grad_norm": np.inf}
+    assert is_fault(overflow) and is_fault({**overflow, "loss_scale": 1.0})
+    assert not is_fault({**overflow, "loss_scale": 2.0})
+    assert is_fault({**BAD, "loss_scale": 2.0}) and not is_fault(GOOD)
+
+
 def test_a_loss_that_jumps_sends_the_run_back_past_the_batch(train, tmp_path):
     flags = "--steps 40 --lr 0.01 --checkpoint-every 10 --out OUT/run --on-spike roll-back"
     code, out, _ = train(f"{flags} --drill batch:step=34")
@@ -246,6 +294,23 @@ def test_a_killed_holder_leaves_no_lock(tmp_path):
     killed = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert killed.returncode == -9 and (tmp_path / "run" / LOCK).exists()
     with held(tmp_path / "run", "out", pytest.fail):
+        pass
+
+
+def test_a_lock_on_a_file_that_its_holder_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):
+    flock = run_folder.fcntl.flock
+
+    def too_late(*how):
+        (tmp_path / LOCK).unlink()
+        monkeypatch.setattr(run_folder.fcntl, "flock", flock)
+        flock(*how)
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", too_late)
+    with (
+        held(tmp_path, "out", pytest.fail),
+        pytest.raises(ConfigError, match="is using it"),
+        held(tmp_path, "out", pytest.fail),
+    ):
         pass
 
 
