@@ -33,7 +33,7 @@ from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.search import Candidates, legal_meshes, pipelines, score
 from jaxdist.plan.time_model import Efficiency
 from jaxdist.plan.traffic import predicted
-from jaxdist.runtime.expert_load import broken, counted, summary
+from jaxdist.runtime.expert_load import FAULTS, broken, counted, counters, summary
 from jaxdist.train.program import build_program
 
 
@@ -551,6 +551,15 @@ def test_an_expert_that_makes_a_nan_is_named_with_its_layer_and_rank(mesh):
     assert broken(program.layout, counts, num_kinds=1) == [f"expert 5 of layer 2 (held by {held})"]
 
 
+def test_a_broken_expert_is_named_with_its_layer_where_kinds_take_turns():
+    config = config_of(MIXTURES["every-other"])
+    layout = make_layout(config.model, config.parallel)
+    [leaf] = [leaf for leaf in counters(layout) if leaf.name.endswith(FAULTS)]
+    faults = np.zeros(leaf.shape)
+    faults[1, 5] = 3
+    assert broken(layout, {leaf.name: faults}, num_kinds=2) == ["expert 5 of layer 3"]
+
+
 def test_a_bias_goes_up_where_an_expert_has_less_than_the_mean_and_down_where_more():
     mixture = dataclasses.replace(SMALL, balance_rate=0.125)
     found = []
@@ -578,6 +587,6 @@ def test_counts_are_no_part_of_the_gradient_s_norm():
 
 
 def test_what_is_counted_is_summed_up_over_layers():
-    counts = {"a.load": np.array([[1.0, 3.0], [2.0, 2.0]]), "a.dropped": np.array([[0.0, 1.0], [0.0, 0.0]])}
+    counts = {"a.load": np.array([[1.0, 3.0], [6.0, 6.0]]), "a.dropped": np.array([[0.0, 1.0], [0.0, 1.0]])}
     assert summary(counts) == {"expert_load_max": 1.5, "expert_load_min": 0.5, "expert_dropped": 0.125}
     assert summary({}) == {}

@@ -1,5 +1,6 @@
 """Numbers that are none, copies that differ, losses that jump, processes that are slow: found, and named."""
 
+import json
 import subprocess
 import sys
 
@@ -7,16 +8,18 @@ import jax
 import numpy as np
 import pytest
 from conftest import DEVICES
+from rich.console import Console
 
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import random_batches
+from jaxdist.runtime import processes, stragglers, watchdog
 from jaxdist.runtime.fault_injection import parse_fault
 from jaxdist.runtime.health import SpikeWatch, checksum, gather_ranks, make_replica_check, name_culprits
-from jaxdist.runtime.stragglers import slow_processes
-from jaxdist.runtime.watchdog import EXIT_STUCK
+from jaxdist.runtime.stragglers import EVERY, StragglerWatch, slow_processes
+from jaxdist.runtime.watchdog import EXIT_STUCK, Agreement
 from jaxdist.train.program import build_program
 
 MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
@@ -133,6 +136,38 @@ def test_a_spike_is_what_stands_out_of_noise_and_trend():
     again = SpikeWatch(recent=watch.recent)
     assert again.is_spike(losses[-1] * 1.5)
     assert not SpikeWatch().is_spike(100.0), "nothing is judged before half a window was seen"
+
+
+def test_a_steep_fall_that_ends_is_no_spike():
+    losses = np.arange(16, 0, -1) / 4
+    assert not SpikeWatch(recent=losses.tolist()).is_spike(losses[-1])  # their line goes on to 0
+
+
+def test_processes_stop_before_the_step_after_the_one_that_the_first_to_ask_was_at(monkeypatch):
+    class Store(dict):
+        key_value_set = dict.__setitem__
+
+        def key_value_dir_get(self, prefix):
+            return self.items()
+
+    store = Store()
+    monkeypatch.setattr(watchdog, "coordination_client", lambda: store)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    asks, other = Agreement(), Agreement()
+    assert asks.stop_reason(3, ("SIGTERM", 143)) is None and other.stop_reason(3, None) is None
+    assert asks.stop_reason(4, ("SIGTERM", 143)) == other.stop_reason(4, None) == ("process 0: SIGTERM", 143)
+
+
+def test_a_process_whose_input_is_slow_is_named(monkeypatch):
+    even = {"laps": {"input": 0.0, "host": 0.001}, "host": 0.001, "device": 0.01}
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "from_all", lambda name, mine: [json.dumps(even), mine])
+    monkeypatch.setattr(stragglers, "_probe", lambda device: 0.01)
+    console = Console(record=True, width=200)
+    watch = StragglerWatch(console)
+    watch.add({"input": 0.5, "host": 0.001})
+    watch.report(EVERY)
+    assert f"step {EVERY}: process 1 spends 501 ms a step on its input and host" in console.export_text()
 
 
 def test_slow_processes_are_named():
