@@ -2,6 +2,7 @@
 
 import io
 import json
+import types
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from conftest import DEVICES
 
 from experiments import evaluate, generate, train
 from experiments.cli import run_program
+from jaxdist.errors import ConfigError
+from jaxdist.models.presets import PRESETS
 
 MODEL = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "24", "--vocab-size", "256"]
 STEPS = ["--batch-size", "4", "--steps", "2", "--eval-batches", "1"]
@@ -105,6 +108,45 @@ def test_perplexity_is_the_same_on_every_mesh(trained, capfd):
     assert len(DEVICES) >= 4 and np.ptp(found) < 1e-3 * found[0]
     kept = json.loads((trained / "bytes" / "summary.json").read_text())
     assert abs(np.log(found[0]) - kept["held_out_loss"]) < 0.5  # of fewer windows
+
+
+@pytest.fixture
+def evaluated(monkeypatch, tmp_path, capfd):
+    """Evaluates with a stub that answers what it is told; returns the batches it was given, and what is printed."""
+    (tmp_path / "text.txt").write_text("some words to learn from. " * 200)
+    weights = types.SimpleNamespace(model=PRESETS["proof"], dtype="float32", about="", mask_documents=False)
+    weights.read = lambda wanted: None
+    monkeypatch.setattr(evaluate, "find_weights", lambda *_: weights)
+    monkeypatch.setattr(evaluate, "abstract_parameters", lambda *_: None)
+    monkeypatch.setattr(evaluate, "parameters_from_logical", lambda *_: None)
+
+    def call(*words, answers):
+        batches, answers = [], iter(answers)
+        program = types.SimpleNamespace(layout=None, mesh=None, put=batches.append, evaluate=lambda *_: next(answers))
+        monkeypatch.setattr(evaluate, "build_program", lambda *_: program)
+        how = ["--data", tmp_path / "text.txt", "--batch-size", "4", *words]
+        code, out, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", ["", *how], capfd)
+        assert code == 0, err
+        return batches, out
+
+    return call
+
+
+def test_every_token_has_the_same_weight_in_the_mean(evaluated):
+    _, out = evaluated("--batches", "2", answers=[(2.0, 4), (3.0, 1)])
+    assert "1.000000 nats a token over 5 tokens" in out
+
+
+def test_batches_of_the_training_data_differ(evaluated):
+    (first, second), _ = evaluated("--split", "train", "--batches", "2", answers=[(1.0, 1)] * 2)
+    assert not np.array_equal(first["inputs"], second["inputs"])
+
+
+def test_a_rotary_model_is_not_evaluated_beyond_the_positions_it_was_trained_for():
+    model = PRESETS["llama-proof"]
+    assert evaluate.with_seq_len(model, model.seq_len // 2).seq_len == model.seq_len // 2
+    with pytest.raises(ConfigError, match="no parameters for others"):
+        evaluate.with_seq_len(model, model.seq_len + 1)
 
 
 @pytest.mark.parametrize(
