@@ -195,6 +195,7 @@ def test_drawn_tokens_have_their_probabilities():
         (Sampling(1.0, top_p=0.8), [5 / 9, 2.5 / 9, 1.5 / 9, 0]),  # 0.75 is not enough
         (Sampling(1.0, top_p=0.5), [1, 0, 0, 0]),
         (Sampling(0.5), np.array([0.25, 0.0625, 0.0225, 0.01]) / 0.345),
+        (Sampling(0.5, top_p=0.8), [0.8, 0.2, 0, 0]),  # with temperature 1 it would keep three
     ):
         drawn = sampling.choose(jnp.tile(logits, (len(rows), 1)), rows, rows)
         np.testing.assert_allclose(np.bincount(drawn, minlength=4) / len(rows), expected, atol=0.03)
@@ -264,3 +265,8 @@ def test_text_is_shown_when_it_is_certain():
     assert [ended.add(token) for token in b"aS\0b"] == ["a", "", "S", ""] and ended.text == "aS"
     cut = TextStream(ByteTokenizer())
     assert [cut.add(token) for token in "é".encode()[:1]] == [""] and cut.close() == "\ufffd"
+
+
+def test_text_ends_at_the_first_stop_word_of_a_token_that_holds_several():
+    tokenizer = SimpleNamespace(decode=lambda tokens: "abzz")
+    assert TextStream(tokenizer, stop=("zz", "b")).add(0) == "a"
