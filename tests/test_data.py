@@ -454,6 +454,13 @@ def test_unigram_entropy_in_nats(chunk, monkeypatch):
         assert unigram_entropy([(held(tokens), 1)]) == pytest.approx(expected)
 
 
+def test_unigram_entropy_leaves_out_masked_tokens():
+    tokens = np.array([0, 1, 2, 3, 3, 3], np.int32)
+    half = np.concatenate([tokens_module.masked(np.arange(6)), tokens])
+    with_prompt = Tokens([Part(half, "array", 0, len(half), masks=True)], 6)
+    assert unigram_entropy([(with_prompt, 1)]) == pytest.approx(unigram_entropy([(held(tokens), 1)]))
+
+
 def test_unigram_entropy_of_a_mixture_is_of_what_it_draws():
     zeros, ones = held(np.zeros(50, int)), held(np.ones(3, int))
     expected = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
