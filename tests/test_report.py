@@ -12,18 +12,19 @@ import pytest
 
 from experiments import report_charts
 from experiments.cli import run_program
-from experiments.report import VERIFY, ReportFlags, main
+from experiments.report import VERIFY, ReportFlags, main, verdict_of
 from experiments.report_page import binned, thin
 from experiments.report_predictions import Stages, config_of, predictions
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
 from experiments.train import main as train
-from jaxdist.config import RunConfig, from_dict, to_dict
+from jaxdist.config import PrecisionConfig, RunConfig, from_dict, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import is_ours
 from jaxdist.runtime.run_record import labels, read_run
+from jaxdist.runtime.telemetry import DeviceMemory
 
 SIZES = "--num-layers 2 --width 32 --num-heads 2 --seq-len 16 --batch-size 8 --steps 6 --eval-every 2 --eval-batches 1"
 LAYOUT = "--mesh pp=2,dp=2,tp=2 --zero 1 --sp --microbatches 2 --device cpu"
@@ -176,6 +177,44 @@ def test_processes_are_compared_and_the_slowest_named(copy, tmp_path):
     assert spread["input"].process == 1 and spread["input"].most == pytest.approx(3.0, abs=0.5)
     _, page = report(tmp_path, copy)
     assert "slowest process" in page.text and "77.0 MiB" in page.text and "rank 1, the fullest" in page.text
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A run that has written nothing but a config.json, and that one is empty."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "processes").mkdir()
+    return tmp_path
+
+
+def write_process(folder: Path, index: int, *lines: dict) -> None:
+    text = "".join(json.dumps({"step": step} | line) + "\n" for step, line in enumerate(lines, 1))
+    (folder / f"processes/{index:04}.jsonl").write_text(text)
+
+
+def test_the_slowest_process_has_the_number_of_its_file(folder):
+    for index, seconds in ((0, 1.0), (2, 4.0)):
+        write_process(folder, index, {"seconds": {"host": seconds}})
+    assert read_run(folder).spread_over_processes()["host"].process == 2
+
+
+def test_the_peak_of_a_device_is_the_most_of_every_step(folder):
+    peaks = [{"memory": [{"rank": 0, "in_use": 1, "peak": peak, "limit": 10}]} for peak in (9, 5)]
+    write_process(folder, 0, *peaks)
+    assert read_run(folder).memory() == [DeviceMemory(rank=0, in_use=1, peak=9, limit=10)]
+
+
+def test_the_last_of_several_verdicts_counts(folder):
+    config = RunConfig(PRESETS["proof"])
+    (folder / VERIFY).write_text(json.dumps([{"ok": ok, "config": to_dict(config)} for ok in (False, True)]))
+    assert verdict_of(read_run(folder), config, verify=False).ok
+
+
+def test_a_verdict_does_not_count_for_another_precision(folder):
+    config = RunConfig(PRESETS["proof"])
+    (folder / VERIFY).write_text(json.dumps([{"ok": True, "config": to_dict(config)}]))
+    in_bf16 = replace(config, precision=PrecisionConfig("bfloat16"))
+    assert verdict_of(read_run(folder), in_bf16, verify=False).ok is None
 
 
 @pytest.mark.parametrize("ok, said", [(True, "equal to one device"), (False, "DIFFERS")])
