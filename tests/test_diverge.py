@@ -15,7 +15,7 @@ from jax import lax
 from experiments import diverge
 from experiments.cli import run_program
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.digests import digested, read_record, record_text
+from jaxdist.digests import digested, read_record, record_text, require_same_training, shared_settings
 from jaxdist.divergence import PHASES, Run, Step, compare_steps, first_divergence, split_dims
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh, parse_mesh
@@ -734,6 +734,14 @@ def test_digests_of_another_training_are_refused(tmp_path, recorded):
     assert read_record(str(path), config_of("dp=2", zero=1))[0].is_digest
     with pytest.raises(ConfigError, match="seed is 0"):
         read_record(str(path), dataclasses.replace(config_of(""), seed=3))
+
+
+def test_a_setting_that_one_of_two_trainings_does_not_say_is_refused():
+    config = config_of("")
+    theirs = shared_settings(config)
+    del theirs["seed"]
+    with pytest.raises(ConfigError, match="seed is None"):
+        require_same_training("B", config, theirs)
 
 
 @pytest.mark.parametrize(
