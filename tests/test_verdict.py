@@ -68,6 +68,11 @@ def test_a_straggler_is_named_and_what_makes_it_late(late, others):
     assert 0.45 < verdict.share < 0.55 and verdict.seconds == pytest.approx(1.003)
 
 
+def test_a_wait_for_a_straggler_is_no_longer_than_the_step():
+    parts, _ = measured_parts(laps({}, {"host": 5.0}))
+    assert parts["straggler"] == 1.0 and parts[STEP] == 0.0
+
+
 # ---- injected causes, simulated by the time model ----
 
 CAUSES = {
