@@ -67,12 +67,13 @@ def test_what_was_made_once_is_read(folder):
 
 def test_another_source_or_version_finds_nothing(folder, monkeypatch):
     made = Made()
-    for name, said in ((None, None), ("source_digest", "0" * 64), ("versions", {"jax": "0.11.0"})):
+    others = [("source_digest", "0" * 64), ("versions", {"jax": "0.11.0"}), ("versions", {"jax": "0.12.0"})]
+    for name, said in ((None, None), *others):
         if name:
             monkeypatch.setattr(disk_cache, name, lambda said=said: said)
         disk_cache._folder.cache_clear()
         cached_arrays("a", Arrays, made)
-    assert made.number == 3 and len(list(folder.iterdir())) == 3
+    assert made.number == 4 and len(list(folder.iterdir())) == 4
 
 
 def test_few_versions_are_kept(folder, monkeypatch):

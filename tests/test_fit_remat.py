@@ -16,7 +16,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_abstract_mesh, parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.remat import is_array, name_array, read_arrays
-from jaxdist.plan.fit_remat import _nothing_repeated, fit_remat, with_arrays
+from jaxdist.plan.fit_remat import _nothing_repeated, fit_on_hardware, fit_remat, with_arrays
 from jaxdist.plan.hardware import GIB, Cluster, find_hardware
 from jaxdist.plan.kept_arrays import _layer, choice_of, choices
 from jaxdist.plan.papers.formulas import ModelShape
@@ -174,6 +174,17 @@ def test_a_pipeline_and_overlap_choose_among_words():
         fitted = fit_remat(config, CLUSTER, whole * 0.9)
         assert not fitted.config.parallel.repeats_arrays and fitted.config.parallel.remat != "none"
         assert fitted.num_bytes <= whole * 0.9
+
+
+def test_a_number_of_gib_is_the_limit_in_bytes(monkeypatch):
+    config, limits = RUNS["one device"].run_config(), []
+
+    def fitted(config, cluster, limit, attention):
+        limits.append(limit)
+        return types.SimpleNamespace(config=config)
+
+    monkeypatch.setattr("jaxdist.plan.fit_remat.fit_remat", fitted)
+    assert fit_on_hardware(config, CLUSTER.hardware, 24) == config and limits == [24 * 2**30]
 
 
 def test_what_cannot_be_had_is_refused():
