@@ -38,6 +38,7 @@ from jaxdist.runtime.budget import (
     find_log,
     is_asked_for,
     money,
+    money_range,
     sentence,
 )
 
@@ -109,6 +110,10 @@ def test_a_cost_is_rounded_up_and_ignores_the_callers_decimal_context():
         assert cost(dollars("123456.789012"), 7, dollars("1")) == dollars("864197.523084")
         assert money(dollars("864197.523084")) == "$864,197.523084"
         assert exact("budget", "864197.523084") == dollars("864197.523084")
+
+
+def test_a_range_is_rounded_outwards():
+    assert money_range(1.001, 2.001) == "$1.00 to $2.01"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

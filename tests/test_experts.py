@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 from functools import cache
 
 import jax
@@ -397,6 +398,17 @@ def test_a_plan_says_what_a_token_uses_and_what_is_padding():
     assert used == "A token uses 12.88 billion of 46.7 billion parameters; 45.1 billion are of experts."
     # 8 ranks, each with a slot for every token; 2 of 8 experts are chosen
     assert sent.startswith("ep=8 sends tokens to experts: ") and "even 25% of that" in sent and "share 50%" in sent
+
+
+def test_empty_slots_of_a_capacity_are_no_parameters_that_a_token_uses(monkeypatch):
+    layer = [types.SimpleNamespace(rows=2 * 1.25)]
+    work = types.SimpleNamespace(layer=layer, num_layers=32, experts=8, expert_parameters=8 * 3 * 4096 * 14336)
+    monkeypatch.setattr("jaxdist.plan.explain.work_of", lambda model: work)
+    config = RunConfig(PRESETS["mixtral-8x7b"])
+    time, fits = types.SimpleNamespace(total=np.ones(1)), np.array([True])
+    found = types.SimpleNamespace(base=config, layouts=Candidates.of(config), time=time, fits=fits)
+    [used] = experts(found, 0, np.array([0]), "xla", Efficiency())
+    assert used.startswith("A token uses 12.88 billion of 46.7 billion parameters")
 
 
 def test_the_search_tries_every_ep_that_divides_experts_and_ranks():

@@ -20,6 +20,7 @@ from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, Run
 from jaxdist.mesh import MeshShape
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every, learning_rate, warmup_steps
 
 SMALL = ["--model", "tiny", "--hardware", "h100", "--nodes", "1", "--global-batch", "64"]
@@ -47,6 +48,7 @@ def test_it_ranks_explains_and_names_a_command_that_gives_the_same_run(monkeypat
     best = record["rows"][0]
     assert best["memory_bytes"] == pytest.approx(sum(best["memory"].values()))
     assert best["step_seconds"] == pytest.approx(sum(best["time"].values()))
+    assert best["device_seconds"] == 8 * best["step_seconds"]
     assert out.index("Run it") < out.index("Best of each mesh") < out.index("Pareto front") < out.index("Why")
     assert re.sub(r" \\\n +", " ", out).count(record["command"]) == 1
     config = tyro.cli(TrainFlags, args=train_flags(record["command"])).run_config()
@@ -99,6 +101,12 @@ def test_the_recipe_is_the_published_one():
     every, why = checkpoint_every(12e9, 1, 8, 1.0, 10**6)
     assert every == pytest.approx(23_397, rel=1e-3) and "Llama 3" in why
     assert checkpoint_every(12e9, 1, 8, 1.0, 100)[0] == 100
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(None, 2), (1, 8)])
+def test_a_mesh_fills_a_part_of_a_node_unless_nodes_are_named(nodes, per_node):
+    cluster = experiments.plan.cluster_of_mesh(experiments.plan.PlanFlags(nodes=nodes), find_hardware("h100"), 2)
+    assert (cluster.num_nodes, cluster.devices_per_node) == (1, per_node)
 
 
 CONFIGS = [
