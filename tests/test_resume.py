@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 import experiments.train
 from experiments.cli import run_program
 from experiments.train import MAX_SKIPS_IN_A_ROW, Loop, Stopped, is_fault
-from jaxdist.checkpoint.resume import Progress
+from jaxdist.checkpoint.resume import Progress, Start
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import run_folder
 from jaxdist.runtime.run_folder import LOCK, held
@@ -223,6 +224,15 @@ def test_a_loss_that_jumps_sends_the_run_back_past_the_batch(train, tmp_path):
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step_00000040" / "manifest.json").read_text())
     assert manifest["about"]["progress"]["num_skipped"] == 4
     assert np.isfinite(losses(tmp_path / "run")).all()
+
+
+def test_a_run_that_goes_back_takes_its_lines_and_those_of_its_process_back():
+    run = mock.Mock()
+    run.start_from.return_value = Start(4, None, Progress(batch=4), "")
+    again = experiments.train.go_back(run, Start(0, None, Progress(), ""), experiments.train.RollBack("a spike", 7))
+    assert (again.step, again.progress.batch, again.progress.num_skipped) == (4, 7, 3)
+    run.files.go_back.assert_called_once_with(4)
+    run.lines.go_back.assert_called_once_with(4)
 
 
 def test_a_run_that_is_stopped_saves_no_copies_that_differ(train, tmp_path, monkeypatch):

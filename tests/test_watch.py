@@ -89,6 +89,12 @@ def test_a_run_that_goes_on_elsewhere_is_shown_and_drawn(folder, capfd):
     assert drawn.startswith("<svg") and "font-face" not in drawn and "url(http" not in drawn
 
 
+def test_a_run_that_stopped_before_its_last_step_has_ended(tmp_path):
+    assert not watch.has_ended(tmp_path)
+    (tmp_path / "stopped.json").write_text("{}")
+    assert watch.has_ended(tmp_path)
+
+
 def test_what_cannot_be_shown_is_refused(folder, capfd):
     for damage, match in (
         (lambda: (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n'), "of this version"),
