@@ -14,7 +14,7 @@ from conftest import DEVICES
 
 from jaxdist.checkpoint import checkpoints as checkpoint
 from jaxdist.checkpoint import resume
-from jaxdist.checkpoint.checkpoints import MANIFEST, BadCheckpoint, Checkpoints, SaveFailed, newest_good
+from jaxdist.checkpoint.checkpoints import MANIFEST, BadCheckpoint, Checkpoints, SaveFailed, locate, newest_good
 from jaxdist.checkpoint.logical import (
     PARAMS,
     abstract_logical,
@@ -315,12 +315,19 @@ def test_the_newest_good_one_is_used_only_when_told(damaged, small):
     saved(damaged.folder, program, program.init(0), 7)
     victim = every_file(damaged, 7)[-1]
     victim.write_bytes(victim.read_bytes()[:-1])
-    with pytest.raises(BadCheckpoint, match="step_00000007"):
+    with pytest.raises(BadCheckpoint, match=r"step_00000007.*Use fall_back=True"):
         newest_good(damaged, lambda text: None, fall_back=False)
+    with pytest.raises(BadCheckpoint, match=f"Name another, as {damaged.folder}:3"):
+        locate(str(damaged.folder), "restore")
     said = []
     assert newest_good(damaged, said.append, fall_back=True).step == 3
     assert len(said) == 1 and victim.name in said[0]
     assert damaged.steps() == [3] and damaged.path(7, ".damaged").is_dir()
+    every_file(damaged, 3)[-1].write_bytes(b"")
+    with pytest.raises(BadCheckpoint, match="None older is there: use another folder, or fresh=True"):
+        newest_good(damaged, said.append, fall_back=True)
+    with pytest.raises(BadCheckpoint, match="It is the only one there"):
+        locate(str(damaged.folder), "restore")
 
 
 @pytest.mark.parametrize(

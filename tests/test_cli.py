@@ -26,7 +26,7 @@ from experiments.generate import GenerateFlags
 from experiments.progress import Progress
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
@@ -434,6 +434,9 @@ def test_unwise_combinations_are_said():
 
     assert "dp and cp, and both are 1" in notes(zero=2)[0]
     assert "tp=1" in notes(sp=True)[0]
+    slow = RunConfig(GPT2(2, 32, 4, 128, 32, 256), optimizer=OptimizerConfig(warmup_steps=9), steps=8)
+    assert "the rate rises over the whole run" in slow.warnings()[0]
+    assert not dataclasses.replace(slow, optimizer=OptimizerConfig(), steps=8).warnings()
     for ignored in (
         {"reshard_after_forward": False},
         {"bucket_mb": 1.0, "grad_sync": "flat"},

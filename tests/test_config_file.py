@@ -156,8 +156,10 @@ def test_an_empty_file_changes_nothing(monkeypatch, write):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x = 1", "it has an unknown section 'x'. Use model, parallel, run,"),
+        ("x = 1", "x stands outside of every section. Write sections: model, parallel, run,"),
+        ("[x]", "it has an unknown section 'x'. Use model, parallel, run,"),
         ("model = 1", "model is a section, not a value. Write [model]"),
+        ("lr = 0.1", "lr stands outside of every section. Write it below [optimizer]"),
         ("[model]\npreset = 'tiny'", "[model] has no 'preset'. Use name, num_layers,"),
         ("[parallel]\nzeros = 1", "[parallel] has no 'zeros'. Use mesh, zero,"),
         ("[train]\nno = 1", "[train] has no 'no'"),

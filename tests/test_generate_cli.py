@@ -4,11 +4,13 @@ import io
 import json
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES
 
-from experiments import evaluate, generate, train
+from experiments import evaluate, generate, prepare, train
 from experiments.cli import run_program
 from jaxdist.errors import ConfigError
 from jaxdist.models.presets import PRESETS
@@ -140,6 +142,33 @@ def test_every_token_has_the_same_weight_in_the_mean(evaluated):
 def test_batches_of_the_training_data_differ(evaluated):
     (first, second), _ = evaluated("--split", "train", "--batches", "2", answers=[(1.0, 1)] * 2)
     assert not np.array_equal(first["inputs"], second["inputs"])
+
+
+def test_documents_in_float64_are_evaluated_and_continued_as_they_were_trained(tmp_path, capfd, monkeypatch):
+    data, out, dtypes = tmp_path / "data", tmp_path / "run", set()
+    (tmp_path / "docs.jsonl").write_text("\n".join(json.dumps({"text": f"{number:07}"}) for number in range(400)))
+    words = ["--data", tmp_path / "docs.jsonl", "--out", data, "--tokenizer", "bytes"]
+    assert run(prepare.main, prepare.PrepareFlags, "prepare", words, capfd)[0] == 0
+    words = [*MODEL[:-1], "257", "--data", data, "--out", out, "--mask-documents", "--dtype", "float64"]
+    words += ["--batch-size", "4", "--steps", "20", "--eval-batches", "1"]
+    monkeypatch.setattr(
+        generate, "generate", lambda _, found, *__: dtypes.update(x.dtype for x in jax.tree.leaves(found))
+    )
+    monkeypatch.setattr(generate, "report", lambda *_: None)
+    try:
+        assert run(train.main, train.TrainFlags, "train", words, capfd)[0] == 0
+        how, found = [out, "--data", data, "--batch-size", "4", "--batches", "1"], []
+        for masks in ("auto", "no"):
+            words = [*how, "--mask-documents", masks]
+            code, said, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
+            assert code == 0 and ("each document by itself" in said) == (masks == "auto"), err
+            found.append(float(said.split(" nats")[0].split()[-1]))
+        assert generated([out, "--prompt", "00"], capfd)[0] == 0
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    kept = json.loads((out / "summary.json").read_text())["held_out_loss"]
+    assert abs(found[0] - kept) < 1e-6 < 1e-3 < abs(found[1] - kept)
+    assert dtypes == {jnp.dtype("float64")}
 
 
 def test_a_rotary_model_is_not_evaluated_beyond_the_positions_it_was_trained_for():

@@ -14,6 +14,7 @@ import tyro
 
 import experiments.plan
 import experiments.train
+from experiments import plan_page
 from experiments.cli import flags_of, run_program
 from experiments.train import TrainFlags
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
@@ -653,3 +654,7 @@ def test_blocks_over_cp_are_compiled_as_they_run_even_where_cudnn_could_be(monke
         config = RunConfig(model, parallel)
         found, note = experiments.plan.with_attention(config, "cudnn")
         assert found.parallel.attention == attention and note is None
+
+
+def test_the_page_draws_every_part_of_a_step():
+    assert tuple(plan_page.TIMES) == experiments.plan.TIMES

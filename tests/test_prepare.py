@@ -463,7 +463,9 @@ def test_check_says_whole(bpe, tmp_path):
     assert "100 tokens" in run(check=str(tmp_path / "a.npy"), vocab_size=100)
     refused("token 99 at position 99 ", check=str(tmp_path / "a.npy"), vocab_size=99)
     refused("--vocab-size", check=str(tmp_path / "a.npy"))
-    refused("missing", "cannot be read", check=str(tmp_path / "missing"), vocab_size=10)
+    refused("--check", "missing: there is no file or folder", check=str(tmp_path / "missing"), vocab_size=10)
+    refused("--vocab-size with --check", "the folder says itself", check=str(bpe), vocab_size=300)
+    refused("--tokenizer with --check", check=str(tmp_path / "a.npy"), tokenizer="bytes")
 
 
 @pytest.mark.parametrize("position", [555, 955])  # the last tenth is held out
@@ -496,9 +498,11 @@ def test_wrong_flags_are_refused_before_anything_is_made(text, bpe, tmp_path):
     )
     refused("--end-of-document <eos>", **both, vocab_size=300, end_of_document="<eos>")
     refused("inside --data", data=str(text), out=str(text / "out"), tokenizer="bytes")
-    refused("missing", "cannot be read", data=str(tmp_path / "missing"), out=out, tokenizer="bytes")
+    refused("--data", "missing: there is no file or folder", data=str(tmp_path / "missing"), out=out, tokenizer="bytes")
     (tmp_path / "nothing").mkdir()
-    refused("no text", data=str(tmp_path / "nothing"), out=out, tokenizer="bytes")
+    (tmp_path / "empty.txt").touch()
+    for name in ("nothing", "empty.txt"):
+        refused("no text", name, data=str(tmp_path / name), out=out, tokenizer="bytes")
     assert not Path(out).exists()
 
 

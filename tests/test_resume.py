@@ -265,6 +265,8 @@ def test_copies_that_differ_are_never_saved(train, tmp_path):
         ("--stuck-after nan", "--stuck-after nan"),
         ("--restore OUT/nowhere", "it holds no committed one"),
         ("--drill rot:step=1", "--drill rot:step=1"),
+        ("--steps 4 --drill nan:step=5", "the run has steps 1 to 4"),
+        ("--metrics-host 0.0.0.0", "--metrics-host without --metrics-port"),
         ("--coordinator 127.0.0.1:1 --num-processes 2 --process-id 5", "numbered from 0"),
     ],
 )

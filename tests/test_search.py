@@ -4,10 +4,13 @@ import dataclasses
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tyro
 
+from experiments.cli import CommonFlags
 from jaxdist.compat import scan_counts
 from jaxdist.config import CP_KINDS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError, divisors
@@ -19,7 +22,7 @@ from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, make_schedule
 from jaxdist.parallel.pipeline.lowering import lower, senders_of
 from jaxdist.parallel.pipeline.simulate import Costs, simulate
 from jaxdist.plan import search as searching
-from jaxdist.plan.explain import close_by, context_parallel
+from jaxdist.plan.explain import close_by, context_parallel, layout_flags
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import OneRank, at_rows, fullest, layer_memory, loss_memory, rows_to_trace, work_of
 from jaxdist.plan.program_memory import (
@@ -128,6 +131,16 @@ CASES = [
     (dataclasses.replace(SMALL, num_layers=6, num_heads=4), 4, 12),
     (dataclasses.replace(SMALL, num_layers=5, seq_len=30), 6, 24),
 ]
+
+
+def test_the_flags_of_a_layout_are_its_settings():
+    config, found = base(), every_layout(SMALL, 8, 16)
+    for index in random.Random(0).sample(range(len(found)), 150):
+        words = layout_flags(SimpleNamespace(layouts=found, base=config), index).split()
+        flags = tyro.cli(CommonFlags, args=words, default=CommonFlags(batch_size=16))
+        wanted = found.parallel(index, config.parallel)
+        for setting in ("mesh", "stages", "schedule", "microbatches", "chunks", "remat", "cp_kind", "zero", "tp_ring"):
+            assert str(getattr(flags, setting)) == str(getattr(wanted, setting)), (words, setting)
 
 
 @pytest.mark.parametrize("model, devices, batch", [*CASES, (PRESETS["7b"], 64, 128), (PRESETS["gpt2-1.5b"], 50, 100)])
