@@ -80,11 +80,17 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     corpus = load_corpus(flags.data, model.vocab_size)
     read = processes.Shown(corpus.fingerprint(), corpus.about) if processes.count() > 1 else corpus.about
     processes.require_agreement("data", {"--data": read}, seconds=600)
-    if flags.split == "held-out":
-        batches = held_out_batches(corpus, config.batch_size, model.seq_len, flags.batches, masks)
-    else:
-        found = Batches(corpus, config.batch_size, model.seq_len, seed=0, documents=masks)
-        batches = [found[step] for step in range(flags.batches)]
+    try:
+        if flags.split == "held-out":
+            batches = held_out_batches(corpus, config.batch_size, model.seq_len, flags.batches, masks)
+        else:
+            found = Batches(corpus, config.batch_size, model.seq_len, seed=0, documents=masks)
+            batches = [found[step] for step in range(flags.batches)]
+    except ConfigError as error:
+        if not masks or flags.mask_documents == "yes":
+            raise
+        remedy = "The run kept documents apart: name data that says where they end, or --mask-documents no"
+        raise ConfigError(error.asked, error.required, remedy) from error
     program = build_program(config, make_mesh(shape, devices.devices))
     console.print(f"{escape(weights.about)}: {escape(model.describe())}, {dtype}", soft_wrap=True)
     console.print(f"on {escape(corpus.about)}" + ", each document by itself" * masks, soft_wrap=True)

@@ -163,6 +163,10 @@ def test_documents_in_float64_are_evaluated_and_continued_as_they_were_trained(t
             code, said, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
             assert code == 0 and ("each document by itself" in said) == (masks == "auto"), err
             found.append(float(said.split(" nats")[0].split()[-1]))
+        np.save(tmp_path / "bare.npy", np.zeros(3000, np.uint16))
+        words = [out, "--data", tmp_path / "bare.npy"]
+        code, _, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
+        assert code == 2 and "or --mask-documents no" in err
         assert generated([out, "--prompt", "00"], capfd)[0] == 0
     finally:
         jax.config.update("jax_enable_x64", False)
