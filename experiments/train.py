@@ -917,6 +917,11 @@ class Loop:
     def compare_and_save(self, step: int) -> None:
         """Compare replicas and save, each where it is due. Raises: Stopped."""
         run, flags, last = self.run, self.run.flags, step == self.run.config.steps
+        if run.checkpoints is not None and jax.process_count() == 1 and not last:
+            try:
+                run.checkpoints.wait_if_failed()
+            except SaveFailed as error:
+                run.not_saved(error)
         due = run.checkpoints is not None and (last or (flags.checkpoint_every and step % flags.checkpoint_every == 0))
         if due or (flags.check_replicas_every and step % flags.check_replicas_every == 0):
             with self._watch.part("checks"):

@@ -14,6 +14,7 @@ read them.
 import hashlib
 import itertools
 import json
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -40,6 +41,16 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 class BadCheckpoint(ConfigError):
     """A checkpoint that is damaged, incomplete or not one of ours; nothing was restored from it."""
+
+
+class _SaidElsewhere(logging.Filter):
+    """Orbax logs the traceback of every error that it raises too, and that `SaveFailed` says in a line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and "orbax" in record.pathname)
+
+
+logging.getLogger("absl").addFilter(_SaidElsewhere())
 
 
 class SaveFailed(RuntimeError):
@@ -125,6 +136,11 @@ class Checkpoints:
         (step, finishing), self._finishing = self._finishing, None
         if (error := finishing.exception()) is not None:  # of any kind: it was raised in another thread
             raise self._failed(step, error) from error
+
+    def wait_if_failed(self) -> None:
+        """`wait`, where it is known already that the unfinished save could not be committed."""
+        if self._finishing is not None and self._finishing[1].done() and self._finishing[1].exception() is not None:
+            self.wait()
 
     def finish(self) -> None:
         """Until the last save is committed, on all processes. Raises: SaveFailed on all where it could not be."""
