@@ -1,10 +1,12 @@
 """Checkpoints: exact on every mesh, whole or not there, and nothing damaged, foreign or hostile gets through."""
 
 import json
+import logging
 import os
 import pickle
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -222,6 +224,27 @@ def test_a_save_that_fails_says_so_and_loses_nothing(damaged, small, monkeypatch
         damaged.wait()
     damaged.wait()  # said once
     assert damaged.steps() == [3] and not list(damaged.folder.glob("*.partial"))
+
+
+def test_a_failure_that_is_known_is_raised_before_the_next_save(damaged, small, monkeypatch):
+    program, _ = small
+    damaged.wait_if_failed()
+    damaged.save(9, to_logical(program, program.init(0)), {})
+    damaged._finishing[1].result()
+    damaged.wait_if_failed()
+    monkeypatch.setattr(checkpoint, "_hash_files", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    damaged.save(11, to_logical(program, program.init(0)), {})
+    damaged._finishing[1].exception()
+    with pytest.raises(SaveFailed, match="step 11"):
+        damaged.wait_if_failed()
+    damaged.wait_if_failed()
+
+
+def test_what_orbax_logs_and_raises_is_not_logged():
+    logger, where = logging.getLogger("absl"), "site-packages/orbax/checkpoint/future.py"
+    for raised, kept in ((None, True), ((OSError, OSError(), None), False)):
+        record = logging.LogRecord("absl", logging.ERROR, where, 1, "", (), raised)
+        assert bool(logger.filter(record)) == kept
 
 
 # ---------------------------------------------------------------------------------------------------------------------
