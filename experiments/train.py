@@ -912,7 +912,7 @@ class Loop:
         fault = f"the held-out loss after step {step} is {self.held_out_loss}"
         if self.run.flags.on_nonfinite == "roll-back":
             raise RollBack(fault, self.progress.batch)
-        raise Stopped(step, f"{fault}. Nothing was saved since. Try a lower --lr", 1, newest(self.run))
+        raise Stopped(step, f"{fault}, so step {step} is not saved. Try a lower --lr", 1, newest(self.run))
 
     def compare_and_save(self, step: int) -> None:
         """Compare replicas and save, each where it is due. Raises: Stopped."""
