@@ -124,7 +124,7 @@ def test_what_is_there_is_not_overwritten(theirs, tmp_path, capsys):
         (("hf", theirs, "--out", tmp_path / "ours"), "holds a checkpoint already"),
         (("ours", tmp_path / "ours", "--out", theirs), "something of that name already"),
         (("ours", tmp_path / "none", "--out", tmp_path / "x"), "there is no such checkpoint"),
-        (("hf", tmp_path / "none", "--out", tmp_path / "x"), "cannot be read"),
+        (("hf", tmp_path / "none", "--out", tmp_path / "x"), "no file or folder of that name"),
     ):
         code, text = run(experiments.convert, Hf | Ours, capsys, *words)
         assert code == 2 and said in " ".join(text.split())

@@ -70,7 +70,8 @@ def test_a_model_by_the_path_of_its_config(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text, said", [(None, "cannot be read"), ("{", "not JSON"), ("[]", "no JSON object"), ("{}", "with no model_type")]
+    "text, said",
+    [(None, "no file or folder"), ("{", "not JSON"), ("[]", "no JSON object"), ("{}", "with no model_type")],
 )
 def test_a_path_that_is_no_config(tmp_path, text, said):
     path = tmp_path / "config.json"
