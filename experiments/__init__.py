@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdist.runtime.signals import die_of_interrupts
+from jaxdist.runtime.signals import use_default_sigint
 
 if sys.argv[:1] == ["-m"]:  # what Python has there while it looks for the program
-    die_of_interrupts()
+    use_default_sigint()

@@ -440,9 +440,7 @@ def say_unread(job: Job) -> None:
     """Where a run goes on from its own checkpoint, what it would otherwise have begun from is not looked at."""
     for name in ("restore", "weights"):
         if (given := getattr(job.flags, name)) is not None:
-            job.note(
-                f"--{name} {shlex.quote(given)} is not read: {job.out} holds this run already, which goes its own way"
-            )
+            job.note(f"--{name} {shlex.quote(given)} is not read: {job.out} already holds this run")
 
 
 def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run, Manifest | None]:
@@ -906,7 +904,7 @@ class Loop:
         self.progress = replace(self.progress, recent=self._spikes.recent)
 
     def require_finite_evaluation(self, step: int) -> None:
-        """A step whose own numbers are finite can leave parameters with which nothing is. Raises: Stopped, RollBack."""
+        """A step of finite numbers can leave parameters that overflow in the next. Raises: Stopped, RollBack."""
         if math.isfinite(self.held_out_loss):
             return
         fault = f"the held-out loss after step {step} is {self.held_out_loss}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxdist import programs
 from jaxdist.errors import printable
-from jaxdist.runtime.signals import die_of_interrupts
+from jaxdist.runtime.signals import use_default_sigint
 from jaxdist.versions import __version__
 
 USAGE = "usage: jaxdist [--help | --version] PROGRAM ..."
@@ -26,7 +26,7 @@ def main() -> int:
             print(f"jaxdist {__version__}")
         case [name, *_] if name in find_programs():
             del sys.argv[1]
-            die_of_interrupts()
+            use_default_sigint()
             runpy.run_module(f"{programs.__name__}.{name}", run_name="__main__", alter_sys=True)
         case [name, *_]:
             known = ", ".join(find_programs())

@@ -17,7 +17,7 @@ class ConfigError(ValueError):
     def __init__(self, asked: str, required: str, remedy: str):
         end = "" if required.endswith("?") else "."
         super().__init__(f"{asked}: {required}{end} {remedy.removesuffix('.')}.")
-        self.asked, self.required, self.remedy = asked, required, remedy
+        self.asked, self.required = asked, required
 
 
 def reason_of(error: BaseException) -> str:

@@ -106,7 +106,7 @@ def test_the_same_command_continues_bit_for_bit_then_has_nothing_to_do(train, tm
     assert [record["batch"] for record in metrics(tmp_path / "more")] == [6, 7]
 
 
-def test_parameters_that_evaluate_to_nothing_end_the_run(train, tmp_path):
+def test_a_held_out_loss_that_is_nan_ends_the_run(train, tmp_path):
     code, out, _ = train("--steps 1 --lr 1e20 --out OUT/run")
     assert code == 1 and "the held-out loss after step 1 is nan" in out and "no checkpoint was made" in out
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from jaxdist.runtime.signals import Interrupts, Signals, die_of_interrupts
+from jaxdist.runtime.signals import Interrupts, Signals, use_default_sigint
 
 
 @pytest.fixture
@@ -22,19 +22,20 @@ def test_an_interrupt_that_is_dropped_comes_again(as_python_has_it, monkeypatch)
     with pytest.raises(KeyboardInterrupt), Interrupts():
         with suppress(KeyboardInterrupt):  # as a callback of the garbage collector does
             signal.raise_signal(signal.SIGINT)
-        time.sleep(60)
+        time.sleep(20)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_interrupt_that_was_ignored_stays_ignored(as_python_has_it):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_of_interrupts()
+    use_default_sigint()
     with Interrupts():
         signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_an_interrupt_of_what_is_imported_ends_the_process(as_python_has_it):
-    die_of_interrupts()
+    use_default_sigint()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
@@ -42,4 +43,4 @@ def test_the_first_signal_is_heard_where_the_job_does_not_look():
     heard = queue.Queue()
     with Signals((signal.SIGUSR1,), heard=heard.put) as signals:
         signal.raise_signal(signal.SIGUSR1)
-        assert heard.get(timeout=60) == "SIGUSR1" and signals.number == signal.SIGUSR1
+        assert heard.get(timeout=20) == "SIGUSR1" and signals.number == signal.SIGUSR1

@@ -547,10 +547,12 @@ class _Step:
         num_bytes = positions * n * self.itemsize + read * self.operand
         return np.maximum(by_flops, num_bytes / self.cluster.hardware.memory_bytes_per_s)
 
+    def collective(self, algorithm: str, size, apart, num_bytes):
+        """Over so many ranks, so many devices apart."""
+        return self.cluster.collective_seconds(algorithm, size, apart, num_bytes, self.e.inside, self.e.between)
+
     def ring(self, algorithm: str, axis: str, size, num_bytes):
-        return self.cluster.collective_seconds(
-            algorithm, size, self.apart[axis], num_bytes, self.e.inside, self.e.between
-        )
+        return self.collective(algorithm, size, self.apart[axis], num_bytes)
 
     def sum_over_tp(self):
         """One all-reduce of an activation. With sp it is a gather and a scatter, of which there are no trees."""
@@ -695,14 +697,8 @@ class _Step:
             """Over the ranks that hold the same; `num_bytes` are those of experts and of the rest."""
             each, each_of_experts = (num_bytes - of_experts) / messages, of_experts / messages
             # The ranks of dp outside of ep; of cp, where ep takes it whole.
-            experts_apart = self.cluster.collective_seconds(
-                algorithm,
-                self.dp * self.cp // self.ep,
-                self.apart["cp"] * self.ep,
-                each_of_experts,
-                self.e.inside,
-                self.e.between,
-            )
+            ranks, apart = self.dp * self.cp // self.ep, self.apart["cp"] * self.ep
+            experts_apart = self.collective(algorithm, ranks, apart, each_of_experts)
             all_apart = self.ring(algorithm, "cp", self.dp * self.cp, each)
             return messages * (all_apart + np.where(of_experts, experts_apart, 0))
 
@@ -749,13 +745,11 @@ class _Step:
         """Seconds of one forward's all-to-alls. Neighbours among the ranks of dp x cp, or of tp before them, hold
         different experts."""
         over_tp = np.asarray(self.layout.experts_over_tp)
-        return self.cluster.collective_seconds(
+        return self.collective(
             "all_to_all",
             self.ep * np.where(over_tp, self.tp, 1),
             np.where(over_tp, self.apart["tp"], self.apart["cp"]),
             self.positions * self.layout.exchanged * self.itemsize,
-            self.e.inside,
-            self.e.between,
         )
 
     def _over_cp(self, core: _Core) -> _Sent:

@@ -11,7 +11,7 @@ from typing import Self
 EXIT_SIGNAL = 128  # plus the number of the signal that stopped it, as shells have it
 
 
-def die_of_interrupts() -> None:
+def use_default_sigint() -> None:
     """Until `Interrupts` begins, Ctrl-C ends the process at once: imports take seconds, and what an exception in one of
     them says helps nobody."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
