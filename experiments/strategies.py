@@ -227,6 +227,7 @@ STRATEGIES = [
     # The loss in chunks: gradients made while a chunk's logits are there, and its sums over tp in a loop.
     Strategy("loss-chunks-4", "", {"loss_chunks": 4}),
     Strategy("unrolled", "", {"unroll_layers": "yes"}),
+    Strategy("cp4-unrolled", "cp=4", {"unroll_layers": "yes"}),
     Strategy(
         "dp2-tp2-sp-zero3-every2-unrolled",
         "dp=2,tp=2",

@@ -129,6 +129,7 @@ RARE = set(
         "pp4-zb-h1-overlap-uneven-fp64",
         "pp2-tp2-interleaved-overlap-bf16",
         "cp2",
+        "cp4-unrolled",
         "cp8-all-gather-zero3",
         "cp8-ulysses",
         "dp2-cp4-zero3-overlap",

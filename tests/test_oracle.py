@@ -18,8 +18,9 @@ from experiments.oracles import plain
 from experiments.verify import Verifier
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
+from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS, gelu_tanh, layer_norm
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.tensor import vocab_parallel_cross_entropy
 from jaxdist.parity import NOISE, PROOF_EPS, random_batches
 from jaxdist.runtime.devices import Devices
@@ -34,7 +35,7 @@ def config_of(model=ODD, mesh="", parallel=None, optimizer=None, dropout=0.0, dt
     """Warm-up, a cosine and a clipped gradient; in 64 bits with large steps, which show what small ones hide."""
     settings = {"lr": 1e-2 if dtype == "float64" else 1e-4, "warmup_steps": 2, "clip_norm": 0.5, "eps": PROOF_EPS}
     return RunConfig(
-        model=dataclasses.replace(model, dropout=dropout),
+        model=dataclasses.replace(model, dropout=dropout) if dropout else model,
         parallel=ParallelConfig(mesh=parse_mesh(mesh), **(parallel or {})),
         optimizer=OptimizerConfig(**settings | (optimizer or {})),
         precision=PrecisionConfig(dtype=dtype),
@@ -249,3 +250,34 @@ def test_a_barrier_is_around_gathered_parameters_alone(zero, guarded):
     barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
     w_up = [line for line in barriers if "tensor<8x16xf32>" in line or "tensor<8x8xf32>" in line]  # whole, or a shard
     assert barriers and bool(w_up) == guarded
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+# Arrays made outside of any trace: constants of the rules.
+doubled.defvjp(lambda x: (x * jnp.array([2.0]), None), lambda _, dx: (dx * jnp.array([2.0]),))
+
+
+class WithConstants(GPT2):
+    def layer(self, ctx, kind, params, x_BTD, index):
+        return super().layer(ctx, kind, params, doubled(x_BTD), index)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "settings"),
+    [
+        (LONG, "cp=4", {}),
+        (dataclasses.replace(PRESETS["llama-10m"], seq_len=16), "cp=4", {"remat": "every-2"}),
+        (WithConstants(**dataclasses.asdict(ODD)), "", {}),
+        (WithConstants(**dataclasses.asdict(ODD)), "dp=2", {"zero": 3, "remat": "block"}),
+    ],
+    ids=["ring", "ring-of-a-decoder", "own-gradient", "own-gradient-gathered"],
+)
+def test_layers_with_constants_in_their_gradients_can_be_written_out(model, mesh, settings):
+    """A ring's hops are counted in an array; a user's rule may hold any. Traced, where JAX's assertion was."""
+    config = config_of(model, mesh, settings | {"unroll_layers": "yes"}, dtype="float32")
+    built = program.build_program(config, make_abstract_mesh(config.parallel.mesh))
+    built.step.trace(built.abstract_state(), built.abstract_batch())

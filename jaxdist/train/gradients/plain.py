@@ -64,6 +64,10 @@ def scan_blocks(model: ShardedModel, layers: ShardedParams, x: jax.Array, batch:
         params, index = row
         return model.block(params, x, index, batch, key), None
 
+    if barrier:
+        # A call keeps the constants that a custom gradient makes. JAX (0.10 to 0.12) takes those of a checkpointed
+        # function for arguments, for which a tuple of barriers has no entries, and stops at an assertion.
+        body = jax.jit(body)
     body = jax.checkpoint(body, policy=None if every == 1 else model.policy, prevent_cse=barrier)
     rows = (layers, jnp.arange(model.config.model.num_blocks))
     if every <= 1:
