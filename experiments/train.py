@@ -782,7 +782,8 @@ class Loop:
         record = step_record(step, metrics, time.perf_counter() - begun, self.inputs.waited)
         record["batch"] = self.progress.batch
         if self._counts_experts:
-            self._counts = expert_load.counted(run.program.layout, self.state.params, record["tokens"])
+            num_tokens = run.config.batch_size * run.config.model.seq_len
+            self._counts = expert_load.counted(run.program.layout, self.state.params, num_tokens)
             record |= expert_load.summary(self._counts)
         if self._utilisation is not None:
             record |= self._utilisation.of(record["step_seconds"])

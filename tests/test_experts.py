@@ -224,7 +224,8 @@ def layer_prefix(model: Decoder, place: int) -> str:
 
 
 def losses(model: Decoder, params: dict, batch) -> tuple:
-    """(what is minimised, (the cross-entropy, each layer's counts)), for one target."""
+    """(what is minimised, (the cross-entropy of a target, each layer's counts for a token)). Auxiliary losses are means
+    over all tokens, and the cross-entropy over targets alone."""
     x, extra, counted_in = params["tokens"][batch["inputs"]], 0, []
     for i in range(model.num_layers):
         block, place = divmod(i, len(model.kinds))
@@ -243,19 +244,21 @@ def losses(model: Decoder, params: dict, batch) -> tuple:
     counted = batch["targets"] >= 0
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.where(counted, batch["targets"], 0)[..., None], -1)
     loss = -jnp.where(counted, picked[..., 0], 0).sum()
-    num = counted.sum()
-    return (loss + extra) / num, (loss / num, jax.tree.map(lambda *x: jnp.stack(x) / num, *counted_in))
+    loss, num_tokens = loss / counted.sum(), counted.size
+    return loss + extra / num_tokens, (loss, jax.tree.map(lambda *x: jnp.stack(x) / num_tokens, *counted_in))
 
 
 @cache
 def drawn(mixture: Mixture):
-    """(parameters by path, every leaf random, a batch)."""
+    """(parameters by path, every leaf random, a batch of which a quarter are targets, unevenly over its rows)."""
     config, rng, values = config_of(mixture), np.random.default_rng(0), {}
     for path, param in named_params(declare(config.model)):
         values[path] = param.mean + 0.2 * rng.normal(size=param.shape)
         if param.real is not None:
             values[path][param.real :] = 0
-    return values, random_batches(config, 1)
+    [batch] = random_batches(config, 1)
+    masked = rng.random(batch["targets"].shape) < np.linspace(0.5, 1, len(batch["targets"]))[:, None]
+    return values, [batch | {"targets": np.where(masked, -1, batch["targets"])}]
 
 
 @cache
@@ -556,7 +559,7 @@ def test_an_expert_that_makes_a_nan_is_named_with_its_layer_and_rank(mesh):
     with jax.enable_x64(True):
         program, state, metrics = one_step(config, values | {"blocks.mlp.w_up": w_up}, batch)
         assert not np.isfinite(metrics["loss"])
-        counts = counted(program.layout, state.params, float(metrics["tokens"]))
+        counts = counted(program.layout, state.params, batch["inputs"].size)
         unchanged = fetch(to_logical(program, state))["params.blocks.mlp.w_down"]
     np.testing.assert_array_equal(unchanged, values["blocks.mlp.w_down"])
     held = {"dp=4,ep=4": "ep=2", "dp=2,ep=2,tp=2": "ep=1", "pp=2,dp=2,ep=2": "ep=1"}[mesh]
@@ -580,7 +583,7 @@ def test_a_bias_goes_up_where_an_expert_has_less_than_the_mean_and_down_where_mo
         values, [batch] = drawn(mixture)
         with jax.enable_x64(True):
             program, state, metrics = one_step(config, values, batch)
-            load = counted(program.layout, state.params, float(metrics["tokens"]))["blocks.mlp.router.load"]
+            load = counted(program.layout, state.params, batch["inputs"].size)["blocks.mlp.router.load"]
             bias = fetch(state.params["blocks"]["mlp"]["router"]["bias"])
         above = np.sign(np.round(load - load.mean(-1, keepdims=True), 9))
         np.testing.assert_allclose(bias, values["blocks.mlp.router.bias"] - 0.125 * above, atol=1e-15)

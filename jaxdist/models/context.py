@@ -44,8 +44,8 @@ class Context:
     over.
     attention: "xla", "blocked" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks:
     parts in which the logits are made. on_gpu: whether a GPU's compiler gets the program. key: of the step's dropout,
-    None for none. rows_B, starts_BT: as in `Batch`. weight: the factor of the summed loss whose gradient is taken; None
-    outside of training. cache: of keys and values, where text is generated (`jaxdist.models.cache`). What is traced are
+    None for none. rows_B, starts_BT: as in `Batch`. weight: the factor of auxiliary losses and of counts, one over the
+    number of tokens of the global batch (times fp16's loss scale); None outside of training. cache: of keys and values, where text is generated (`jaxdist.models.cache`). What is traced are
     these five. probe: where the model is, in a run that is watched (`jaxdist.probes.Probe`); None in every other.
     """
 
@@ -116,16 +116,18 @@ class Context:
         return self.weight is not None
 
     def add_loss(self, x: jax.Array, value: jax.Array) -> jax.Array:
-        """`x`; what is minimised is the summed loss plus `value`, a scalar: an auxiliary loss, in any part of a model.
+        """`x`; an auxiliary loss, in any part of a model: what is minimised is the mean loss of a target plus the mean
+        of `value` over all tokens of the global batch, targets or not.
 
-        A value that differs between ranks (its type says so) counts on each. The loss that is reported, and that of an
-        evaluation, stay those of `Model.loss`. Source: the scaler of Megatron-LM's load-balancing loss.
+        value: a scalar, summed over this rank's tokens. One that differs between ranks (its type says so) counts on
+        each. The loss that is reported, and that of an evaluation, stay those of `Model.loss`. Source: the scaler of
+        Megatron-LM's load-balancing loss.
         """
         return _add_gradient(x, value, self.weight) if self.trains else x
 
     def count(self, x: jax.Array, counter: jax.Array, values: jax.Array) -> jax.Array:
         """`x`; a step adds `values` to a parameter that counts (`Param.update`), summed over micro-batches and ranks
-        as a gradient is, and divided by the number of targets. Values that differ between ranks count on each."""
+        as a gradient is, and divided by the number of tokens. Values that differ between ranks count on each."""
         return _count(x, counter, values, self.weight) if self.trains else x
 
     # `jaxdist.parallel.tensor` and `dropout` as this run applies them.

@@ -23,7 +23,7 @@ def counters(layout: Layout) -> list[Leaf]:
 def counted(layout: Layout, params: dict, num_tokens: float) -> dict[str, np.ndarray]:
     """Counts[blocks, experts] of the last step, by the parameter's name; the same on every process, all of which call.
 
-    params: of the state after it. num_tokens: the targets of its batch, by which counts are divided.
+    params: of the state after it. num_tokens: of its batch, by which counts are divided.
     """
     every = zip(jax.tree.leaves(layout.leaves), jax.tree.leaves(params), strict=True)
     values = [x for leaf, x in every if leaf.update == "count"]

@@ -52,7 +52,7 @@ def update(
     moments,
     params: dict,
     lr: jax.Array,
-    num_tokens: jax.Array | int = 1,
+    num_tokens: int = 1,
 ) -> tuple[dict, Any]:
     """(parameters, moments) after one update, both unchanged to the bit where `finite` is false, but for counts.
 

@@ -25,17 +25,21 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
     """
     config, layout = model.config, model.layout.trained
 
-    # Gradients of the mean loss: a sum over tokens, divided once by the global token count.
-    num_tokens, batch = count_targets(model.own_tokens(batch))
-    num_tokens = num_tokens.astype(config.precision.master_dtype)
+    # Gradients of the mean loss: a sum over targets, divided once by their global number. Auxiliary losses and counts
+    # are sums over all tokens, whether they are targets or not, and are divided by the number of tokens.
+    num_targets, batch = count_targets(model.own_tokens(batch))
+    num_targets = num_targets.astype(config.precision.master_dtype)
+    at_least_one = jnp.maximum(num_targets, 1)
+    num_tokens = batch.targets.size * comm.size(TOKEN_AXES)
     scale = state.scale.scale if state.scale is not None else 1
     key = dropout_key(config, state.step)
     spoil = None if poison is None else partial(poison, layout, state.step)
     engine = engine_of(config.parallel)
-    grads, loss_sum, finite_leaves = engine.gradients(model, state.params, batch, key, scale / num_tokens, spoil)
+    weighted = model.weighted(jnp.asarray(scale / num_tokens, config.precision.master_dtype))
+    grads, loss_sum, finite_leaves = engine.gradients(weighted, state.params, batch, key, scale / at_least_one, spoil)
     not_finite = flag_not_finite(all_finite(loss_sum), finite_leaves)
     grads = jax.tree.map(lambda g: g / scale, grads)
-    loss = comm.all_reduce(loss_sum, WORK_AXES) / num_tokens
+    loss = comm.all_reduce(loss_sum, WORK_AXES) / at_least_one
 
     # Clip by the norm of the whole gradient. It is equal on every rank, and so is the overflow flag made from it.
     norm, group_norms = gradient_norms(grads, layout)
@@ -57,7 +61,7 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
         moments=moments,
         scale=None if state.scale is None else next_loss_scale(state.scale, finite, config.precision),
     )
-    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": num_tokens, "not_finite": not_finite}
+    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": num_targets, "not_finite": not_finite}
     metrics["group_norms"] = group_norms
     if state.scale is not None:
         metrics["loss_scale"] = state.scale.scale
@@ -66,21 +70,21 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
 
 def evaluate(model: ShardedModel, params: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Summed loss of a batch, without dropout, and the number of targets; equal on every rank."""
-    num_tokens, batch = count_targets(model.own_tokens(batch))
+    num_targets, batch = count_targets(model.own_tokens(batch))
     total = engine_of(model.config.parallel).evaluate(model, params, batch)
-    return comm.all_reduce(total, WORK_AXES), num_tokens
+    return comm.all_reduce(total, WORK_AXES), num_targets
 
 
 def count_targets(batch: Batch) -> tuple[jax.Array, Batch]:
-    """(targets that count, over the whole global batch, at least 1; the batch, which is there once they are counted).
+    """(number of targets of the whole global batch; the batch, which is there once they are counted).
 
     Nothing else orders the count and the forward's first collective, and simulated devices that begin with different
     ones wait for each other for ever: XLA:CPU has a thread for each, and a collective keeps it. A barrier is gone by
     then, so the inputs depend on the count.
     """
     here = jnp.sum(batch.targets >= 0)
-    count = jnp.maximum(comm.all_reduce(here, TOKEN_AXES), 1)
-    return count, batch._replace(inputs=jnp.where(count > 0, batch.inputs, 0))
+    count = comm.all_reduce(here, TOKEN_AXES)
+    return count, batch._replace(inputs=jnp.where(count >= 0, batch.inputs, 0))
 
 
 def owned_shards(params: dict, layout) -> dict:

@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
 class Engine(NamedTuple):
     """gradients(model, params, batch, key, weight, poison) -> Gradients, of `weight` times the summed loss of this
-    rank's rows. evaluate(model, params, batch) -> this rank's summed loss, without dropout.
+    rank's rows and, where the model is `weighted`, of its auxiliary losses. evaluate(model, params, batch) -> this rank's summed loss, without dropout.
 
     params: as the state has them. key: of the step's dropout, or None. poison: local gradients -> local gradients.
     """
@@ -164,8 +164,7 @@ class ShardedModel:
         return batch._replace(inputs=self.ctx.split.cut(batch.inputs), targets=self.ctx.split.cut(batch.targets))
 
     def weighted(self, weight: jax.Array | None) -> "ShardedModel":
-        """The same for the gradient of `weight` times the summed loss: auxiliary losses are weighted as much. None: for
-        none."""
+        """The same where a gradient is taken, of `weight` times each auxiliary loss. None: where none is."""
         return replace(self, ctx=replace(self.ctx, weight=weight))
 
     def context(self, key: jax.Array | None, batch: Batch) -> Context:

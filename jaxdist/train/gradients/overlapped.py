@@ -34,7 +34,7 @@ from jaxdist.train.gradients.base import (
 def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, poison: Poison | None) -> Gradients:
     """As the other engines. Sends what plain gradients and their reduction send, in a layer's messages rather than a
     stack's; less one layer's gather under ZeRO-3. `build_program` refuses a poison here."""
-    model, params = model.weighted(weight), model.cast(params)
+    params = model.cast(params)
     run = _Overlapped(model, params, model.hold_outer(params), key, weight)
     last, deferred = batch, None
     layers = split_outer(params)[1]

@@ -33,7 +33,6 @@ def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, pois
 def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight) -> tuple[dict, jax.Array]:
     """(this rank's sums, its loss) before they are reduced over ranks."""
     config, outer_leaves = model.config, split_outer(model.layout.trained.leaves)[0]
-    model = model.weighted(weight)
     outer, layers = hold(model, params)
 
     def one_pass(batch: Batch) -> tuple[dict, jax.Array]:

@@ -22,7 +22,7 @@ def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, pois
 def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight) -> tuple[dict, jax.Array]:
     """(this rank's sums, its loss) before they are reduced over ranks."""
     outer_leaves, _ = split_outer(model.layout.trained.leaves)
-    model, params = model.weighted(weight), model.cast(params)
+    params = model.cast(params)
     layers = model.hold_layers(params)
 
     def one(micro: Batch) -> tuple[dict, jax.Array]:
