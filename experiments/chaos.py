@@ -38,7 +38,7 @@ from .cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable,
 from .progress import Progress
 from .tables import Rows
 
-SIZES = "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --eval-every 1000 --eval-batches 1"
+SIZES = "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --eval-every 1000 --eval-windows 8"
 BOUND = 240.0  # seconds in which a run of these sizes must end on a slow machine, whatever is done to it
 HEARTBEAT = 10
 

@@ -14,7 +14,7 @@ from rich.markup import escape
 from jaxdist.checkpoint.logical import abstract_parameters, parameters_from_logical
 from jaxdist.checkpoint.trained import find_weights
 from jaxdist.config import Dtype, ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.data.batches import Batches, held_out_batches, load_corpus
+from jaxdist.data.batches import EVAL_WINDOWS, Batches, first_batches, held_out_batches, load_corpus
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import Model, abstract_values
@@ -38,10 +38,11 @@ class EvaluateFlags(ProcessFlags):
     """As of train. Default: the source of Python's standard library."""
     split: Literal["held-out", "train"] = "held-out"
     """Which part of the data: what training with it holds out, or what it trains on."""
-    batches: int = 16
-    """Of windows, spread evenly over the held-out tokens (of train: the first of seed 0); all where there are fewer."""
+    windows: int = EVAL_WINDOWS
+    """Windows to look at, spread evenly over the held-out tokens (of train: the first of seed 0); all where there are
+    fewer. The default is that of train's --eval-windows."""
     batch_size: int = 16
-    """Windows in a batch, over the whole mesh."""
+    """Windows in a batch, over the whole mesh; the result does not depend on it."""
     seq_len: int | None = None
     """Tokens in a window. Default: those of the model."""
     mask_documents: Literal["auto", "yes", "no"] = "auto"
@@ -57,7 +58,7 @@ class EvaluateFlags(ProcessFlags):
 
 
 def main(flags: EvaluateFlags, console: Console) -> int:
-    require_positive("batches", flags.batches, 10**6)
+    require_positive("windows", flags.windows, 10**8)
     flags.join(console)
     shape = parse_mesh(flags.mesh)
     devices = acquire_devices(shape.num_devices, flags.device)
@@ -82,10 +83,11 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     processes.require_agreement("data", {"--data": read}, seconds=600)
     try:
         if flags.split == "held-out":
-            batches = held_out_batches(corpus, config.batch_size, model.seq_len, flags.batches, masks)
+            batches = held_out_batches(corpus, config.batch_size, model.seq_len, flags.windows, masks)
         else:
-            found = Batches(corpus, config.batch_size, model.seq_len, seed=0, documents=masks)
-            batches = [found[step] for step in range(flags.batches)]
+            batches = first_batches(
+                Batches(corpus, config.batch_size, model.seq_len, seed=0, documents=masks), flags.windows
+            )
     except ConfigError as error:
         if not masks or flags.mask_documents == "yes":
             raise
@@ -103,7 +105,12 @@ def main(flags: EvaluateFlags, console: Console) -> int:
             progress.update(done, len(batches))
             total, count = program.evaluate(params, program.put(batch))
             loss, tokens = loss + float(total), tokens + int(count)
+    if not tokens:
+        raise ConfigError(f"--data {flags.data}", "some of its tokens must be targets", "Use more --windows")
     mean = loss / tokens
+    if not math.isfinite(mean):
+        console.print(f"[bold red]the loss is {mean}[/]: the weights or their activations are not finite")
+        return 1
     console.print(
         f"perplexity [bold]{math.exp(mean):,.4f}[/]: {mean:.6f} nats a token over {tokens:,.0f} tokens; mesh {shape}",
         soft_wrap=True,

@@ -32,7 +32,7 @@ from jaxdist.checkpoint.trained import SOURCE, Weights, find_weights
 from jaxdist.checkpoint.weights import copy_companions
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig, to_dict
-from jaxdist.data.batches import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
+from jaxdist.data.batches import EVAL_WINDOWS, Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.data.prefetch import Prefetched
 from jaxdist.errors import ConfigError, is_utf8, printable, reason_of, require_positive
 from jaxdist.files import write_whole
@@ -165,7 +165,8 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     which this jaxlib takes and what each gains. They may change the last bits of results."""
     eval_every: int = 50
     """Steps between held-out evaluations."""
-    eval_batches: int = 4
+    eval_windows: int = EVAL_WINDOWS
+    """Held-out windows that an evaluation looks at, spread evenly over the held-out tokens."""
     budget: str | None = None
     """Dollars that all jobs in the spend log may cost together. Default: JAXDIST_BUDGET, else the log's ceiling."""
     price_per_hour: str | None = None
@@ -191,7 +192,7 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
         for name in ("checkpoint_every", "keep_last", "keep_every", "check_replicas_every"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
-        require_positive("eval_batches", self.eval_batches, 10**6)
+        require_positive("eval_windows", self.eval_windows, 10**8)
         if self.metrics_port is not None:
             require_positive("metrics_port", self.metrics_port, 65_535)
         elif self.metrics_host != TrainFlags.metrics_host:
@@ -401,7 +402,7 @@ def check_job(flags: TrainFlags, console: Console) -> Job:
     corpus = load_corpus(flags.data, config.model.vocab_size)
     sizes = corpus, config.batch_size, config.model.seq_len
     batches = Batches(*sizes, config.seed, config.mask_documents)
-    held_out = held_out_batches(*sizes, flags.eval_batches, config.mask_documents)
+    held_out = held_out_batches(*sizes, flags.eval_windows, config.mask_documents)
     fault = parse_fault(flags.drill, config.parallel.mesh.num_devices, config.steps)
     poison = fault.poison() if fault else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
@@ -808,6 +809,8 @@ class Loop:
         if not run.files.write_step(record):
             reason = escape(str(run.files.failure))
             run.console.print(f"[bold red]not written:[/] the metrics of step {step} ({reason})")
+        if not record["tokens"]:
+            run.warn(f"batch {record['batch']} of step {step} has no target: its loss of 0 says nothing")
         tokens = self.progress.tokens + record["tokens"]
         self.progress = replace(self.progress, tokens=tokens, batch=self.progress.batch + 1)
         return record
@@ -897,7 +900,7 @@ class Loop:
         if flags.on_spike == "ignore":
             self.progress = replace(self.progress, recent=[])
             return
-        if self._spikes.is_spike(record["loss"]):
+        if record["tokens"] and self._spikes.is_spike(record["loss"]):
             fault = f"the loss jumped to {record['loss']:.4f} in step {step} (batch {record['batch']})"
             if flags.on_spike == "roll-back":
                 raise RollBack(fault, self.progress.batch)

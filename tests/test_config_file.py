@@ -39,7 +39,7 @@ steps = 2
 name = "lion"
 lr = 1
 [train]
-eval_batches = 1
+eval_windows = 1
 [verify]
 steps = 1
 [plan]
@@ -120,9 +120,9 @@ def test_a_file_sets_flags_and_flags_override_it(monkeypatch, write):
     path = write(SMALL)
     flags = parsed(monkeypatch, "train", "--config", path)
     assert (flags.model, flags.num_layers, flags.mesh, flags.zero, flags.steps) == ("proof", 2, "dp=2", 1, 2)
-    assert (flags.optimizer, flags.lr, flags.eval_batches) == ("lion", 1.0, 1) and type(flags.lr) is float
-    flags = parsed(monkeypatch, "train", "--zero", 0, f"--config={path}", "--eval-batches", 3)
-    assert (flags.model, flags.num_layers, flags.zero, flags.eval_batches) == ("proof", 2, 0, 3)
+    assert (flags.optimizer, flags.lr, flags.eval_windows) == ("lion", 1.0, 1) and type(flags.lr) is float
+    flags = parsed(monkeypatch, "train", "--zero", 0, f"--config={path}", "--eval-windows", 3)
+    assert (flags.model, flags.num_layers, flags.zero, flags.eval_windows) == ("proof", 2, 0, 3)
 
 
 def test_each_program_reads_its_own_section(monkeypatch, write):
@@ -250,14 +250,14 @@ def test_a_run_leaves_the_file_that_is_the_same_run(monkeypatch, capsys, tmp_pat
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
     args = ["--model", "proof", "--num-layers", "1", "--width", "16", "--num-heads", "2", "--vocab-size", "256"]
     args += ["--data", str(tmp_path / "text.txt"), "--steps", "2", "--batch-size", "8", "--mesh", "dp=2", "--zero", "3"]
-    args += ["--dropout", "0.1", "--eval-batches", "1", "--beta2", "0.9", "--out", str(tmp_path / "run")]
+    args += ["--dropout", "0.1", "--eval-windows", "8", "--beta2", "0.9", "--out", str(tmp_path / "run")]
     with pytest.raises(SystemExit) as stop:
         run_program(*MAIN["train"], "train", args)
     assert not stop.value.code
     path = tmp_path / "run" / config_file.NAME
     again = parsed(monkeypatch, "train", "--config", path)
     given = tyro.cli(TrainFlags, args=args)
-    assert again.run_config() == given.run_config() and again.data == given.data and again.eval_batches == 1
+    assert again.run_config() == given.run_config() and again.data == given.data and again.eval_windows == 8
     assert again.out is None
     with pytest.raises(SystemExit) as stop:
         run_program(*MAIN["train"], "train", ["--config", str(path), "--out", str(tmp_path / "run")])

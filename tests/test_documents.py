@@ -73,7 +73,7 @@ def corpus_of(*ends) -> Corpus:
 @pytest.mark.parametrize("held_out", [False, True])
 def test_batches_say_where_documents_begin(held_out):
     corpus = corpus_of(3)
-    batch = held_out_batches(corpus, 4, 30, 1, True)[0] if held_out else Batches(corpus, 4, 30, 0, True)[2]
+    batch = held_out_batches(corpus, 4, 30, 4, True)[0] if held_out else Batches(corpus, 4, 30, 0, True)[2]
     found = batch.read()
     assert set(batch) == {"inputs", "targets", "rows", "starts"} and len(batch) == 4
     for inputs, targets, starts in zip(found["inputs"], found["targets"], found["starts"], strict=True):
@@ -88,7 +88,7 @@ def test_data_that_does_not_say_is_refused():
         with pytest.raises(ConfigError, match=match):
             Batches(corpus, 4, 30, 0, True)
         with pytest.raises(ConfigError, match=match):
-            held_out_batches(corpus, 4, 30, 1, True)
+            held_out_batches(corpus, 4, 30, 4, True)
 
 
 def test_answers_are_predicted_and_prompts_read(tmp_path, capsys):

@@ -582,7 +582,7 @@ def test_a_bias_goes_up_where_an_expert_has_less_than_the_mean_and_down_where_mo
         config = config_of(mixture, mesh, **({"zero": 3} if mesh else {}))
         values, [batch] = drawn(mixture)
         with jax.enable_x64(True):
-            program, state, metrics = one_step(config, values, batch)
+            program, state, _ = one_step(config, values, batch)
             load = counted(program.layout, state.params, batch["inputs"].size)["blocks.mlp.router.load"]
             bias = fetch(state.params["blocks"]["mlp"]["router"]["bias"])
         above = np.sign(np.round(load - load.mean(-1, keepdims=True), 9))

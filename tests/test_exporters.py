@@ -141,7 +141,7 @@ def test_a_server_scrapes_two_processes_and_answers_every_query_of_the_dashboard
     assert targets[1] in settings and "interval: 1s" in settings
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment |= {"PYTHONPATH": f"{ROOT}:{tmp_path}", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    words = "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --steps 1000000 --eval-batches 1"
+    words = "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --steps 1000000 --eval-windows 8"
     words += f" --mesh dp=2 --eval-every 100 --data {tmp_path / 'text.txt'} --metrics-port {port}"
     server_words = ["--config.file", tmp_path / "prometheus.yml", "--storage.tsdb.path", tmp_path / "data"]
     server_words += ["--web.listen-address", f"127.0.0.1:{web}"]

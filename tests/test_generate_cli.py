@@ -12,11 +12,15 @@ from conftest import DEVICES
 
 from experiments import evaluate, generate, prepare, train
 from experiments.cli import run_program
+from experiments.oracles import plain
+from jaxdist.checkpoint.logical import PARAMS, named
+from jaxdist.checkpoint.trained import find_weights
 from jaxdist.errors import ConfigError
+from jaxdist.models.base import abstract_values
 from jaxdist.models.presets import PRESETS
 
 MODEL = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "24", "--vocab-size", "256"]
-STEPS = ["--batch-size", "4", "--steps", "2", "--eval-batches", "1"]
+STEPS = ["--batch-size", "4", "--steps", "2", "--eval-windows", "8"]
 
 
 def run(program, flags, prog, words, capfd, **how):
@@ -103,13 +107,55 @@ def test_bare_tokens_need_a_named_tokenizer(trained, capfd):
 def test_perplexity_is_the_same_on_every_mesh(trained, capfd):
     found = []
     for words in (["1"], ["dp=2,tp=2"], ["pp=2"], ["dp=2", "--zero", "3"]):
-        how = ["--data", trained / "text.txt", "--batch-size", "4", "--batches", "4", "--mesh", *words]
+        how = ["--data", trained / "text.txt", "--batch-size", "4", "--windows", "16", "--mesh", *words]
         code, out, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", [trained / "bytes", *how], capfd)
         assert code == 0, err
         found.append(float(out.split("perplexity ")[1].split(":")[0].replace(",", "")))
     assert len(DEVICES) >= 4 and np.ptp(found) < 1e-3 * found[0]
     kept = json.loads((trained / "bytes" / "summary.json").read_text())
-    assert abs(np.log(found[0]) - kept["held_out_loss"]) < 0.5  # of fewer windows
+    assert abs(np.log(found[0]) - kept["held_out_loss"]) < 0.5  # over fewer windows
+
+
+def plain_loss(params, shard, length, packed):
+    """(nats, targets) of a shard of signed tokens by the oracle, a window (packed: a document of one) at a time."""
+    nats = targets = 0
+    for start in range(0, len(shard) - 1, length):
+        signed = shard[start : start + length + 1]
+        inputs, wanted = np.where(signed < 0, ~signed, signed)[:-1], np.array(signed[1:])
+        ends = np.flatnonzero(inputs == 0) if packed else np.array([], int)
+        wanted[ends] = -1
+        for part in filter(len, np.split(np.arange(len(inputs)), ends + 1)):
+            logits = np.asarray(plain.logits(params, inputs[part][None], None, plain.Dropout(0.0, np.arange(1))))[0]
+            logits = logits[:, :256] - logits[:, :256].max(-1, keepdims=True)
+            losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(part)), wanted[part]]
+            nats, targets = nats + losses[wanted[part] >= 0].sum(), targets + (wanted[part] >= 0).sum()
+    return nats, targets
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_held_out_loss_is_the_oracle_s_however_it_is_batched(tmp_path, capfd, packed):
+    lines = [json.dumps({"prompt": f"{n}" + "p" * (37 * n % 80), "answer": f"a{n}"}) for n in range(120)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    data, out, how = tmp_path / "data", tmp_path / "run", ["--mask-documents"] * packed
+    words = ["--data", tmp_path / "chats.jsonl", "--out", data, "--tokenizer", "bytes", "--supervised"]
+    assert run(prepare.main, prepare.PrepareFlags, "prepare", words, capfd)[0] == 0
+    words = [*MODEL[:6], "--seq-len", "8", "--vocab-size", "256", "--data", data, "--out", out, *how]
+    assert run(train.main, train.TrainFlags, "train", [*words, "--steps", "1", "--eval-windows", "900"], capfd)[0] == 0
+    shard, weights = np.load(data / "held_out-00000.npy"), find_weights(str(out), "checkpoint")
+    wanted = abstract_values(weights.model, "float32")
+    one = jax.sharding.SingleDeviceSharding(DEVICES[0])
+    like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in named(PARAMS, wanted).items()}
+    with jax.enable_x64(True):
+        params = {n.removeprefix("params."): np.asarray(x, np.float64) for n, x in weights.read(like).items()}
+        nats, targets = plain_loss(params, shard, 8, packed)
+    windows = [shard[start : start + 9] for start in range(0, len(shard) - 1, 8)]
+    assert any((window[1:] < 0).all() for window in windows) and targets < len(shard) / 4
+    assert json.loads((out / "summary.json").read_text())["held_out_loss"] == pytest.approx(nats / targets, rel=1e-6)
+    for batch_size in (1, 7, 64):
+        words = [out, "--data", data, "--batch-size", batch_size, "--windows", "900"]
+        code, said, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
+        assert code == 0 and f"over {targets} tokens" in said, (said, err)
+        assert float(said.split(" nats")[0].split()[-1]) == pytest.approx(nats / targets, rel=1e-6)
 
 
 @pytest.fixture
@@ -135,12 +181,12 @@ def evaluated(monkeypatch, tmp_path, capfd):
 
 
 def test_every_token_has_the_same_weight_in_the_mean(evaluated):
-    _, out = evaluated("--batches", "2", answers=[(2.0, 4), (3.0, 1)])
+    _, out = evaluated("--windows", "8", answers=[(2.0, 4), (3.0, 1)])
     assert "1.000000 nats a token over 5 tokens" in out
 
 
 def test_batches_of_the_training_data_differ(evaluated):
-    (first, second), _ = evaluated("--split", "train", "--batches", "2", answers=[(1.0, 1)] * 2)
+    (first, second), _ = evaluated("--split", "train", "--windows", "8", answers=[(1.0, 1)] * 2)
     assert not np.array_equal(first["inputs"], second["inputs"])
 
 
@@ -150,14 +196,14 @@ def test_documents_in_float64_are_evaluated_and_continued_as_they_were_trained(t
     words = ["--data", tmp_path / "docs.jsonl", "--out", data, "--tokenizer", "bytes"]
     assert run(prepare.main, prepare.PrepareFlags, "prepare", words, capfd)[0] == 0
     words = [*MODEL[:-1], "257", "--data", data, "--out", out, "--mask-documents", "--dtype", "float64"]
-    words += ["--batch-size", "4", "--steps", "20", "--eval-batches", "1"]
+    words += ["--batch-size", "4", "--steps", "20", "--eval-windows", "8"]
     monkeypatch.setattr(
         generate, "generate", lambda _, found, *__: dtypes.update(x.dtype for x in jax.tree.leaves(found))
     )
     monkeypatch.setattr(generate, "report", lambda *_: None)
     try:
         assert run(train.main, train.TrainFlags, "train", words, capfd)[0] == 0
-        how, found = [out, "--data", data, "--batch-size", "4", "--batches", "1"], []
+        how, found = [out, "--data", data, "--batch-size", "4", "--windows", "8"], []
         for masks in ("auto", "no"):
             words = [*how, "--mask-documents", masks]
             code, said, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
@@ -184,7 +230,7 @@ def test_a_rotary_model_is_not_evaluated_beyond_the_positions_it_was_trained_for
 
 @pytest.mark.parametrize(
     ("words", "match"),
-    [(["--seq-len", "12"], "no parameters for others"), (["--batches", "0"], "batches"), (["--mesh", "dp=3"], "batch")],
+    [(["--seq-len", "12"], "no parameters for others"), (["--windows", "0"], "windows"), (["--mesh", "dp=3"], "batch")],
 )
 def test_what_cannot_be_evaluated_is_refused(trained, capfd, words, match):
     how = [trained / "bytes", "--data", trained / "text.txt", "--batch-size", "4", *words]

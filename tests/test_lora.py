@@ -335,7 +335,7 @@ def folder(tmp_path_factory):
     """A base that was trained a little, its config.json beside it, and adapters that were trained on it."""
     folder = tmp_path_factory.mktemp("lora")
     (folder / "text.txt").write_text("some words to learn from. " * 200)
-    common = ["--data", folder / "text.txt", "--batch-size", "4", "--eval-batches", "1", "--model", "llama-proof"]
+    common = ["--data", folder / "text.txt", "--batch-size", "4", "--eval-windows", "8", "--model", "llama-proof"]
     adapters = [
         "--weights",
         folder / "base",
@@ -366,7 +366,7 @@ def summary_of(path) -> dict:
 
 
 def test_adapters_resume_on_another_mesh_and_merge_into_the_weights_that_are_exported(folder, capfd):
-    common = ["--data", folder / "text.txt", "--batch-size", "4", "--eval-batches", "1", "--model", "llama-proof"]
+    common = ["--data", folder / "text.txt", "--batch-size", "4", "--eval-windows", "8", "--model", "llama-proof"]
     words = ["--weights", folder / "base", "--lora", "4", "--lr", "0.01", "--steps", "4", "--mesh", "tp=4", "--sp"]
     code, out, err = run(
         train.main,
@@ -389,8 +389,8 @@ def test_adapters_resume_on_another_mesh_and_merge_into_the_weights_that_are_exp
             folder / "text.txt",
             "--batch-size",
             "4",
-            "--batches",
-            "1",
+            "--windows",
+            "8",
             "--split",
             "held-out",
         ]
@@ -404,7 +404,7 @@ def test_adapters_resume_on_another_mesh_and_merge_into_the_weights_that_are_exp
         convert.main, convert.Ours, "convert", [folder / "whole", "--out", folder / "hf", "--mesh", "tp=2"], capfd
     )
     assert code == 0 and "adapters merged" in out, err
-    words = [folder / "hf", "--data", folder / "text.txt", "--batch-size", "4", "--batches", "1", "--split", "held-out"]
+    words = [folder / "hf", "--data", folder / "text.txt", "--batch-size", "4", "--windows", "8", "--split", "held-out"]
     code, out, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
     assert float(out.partition("perplexity ")[2].partition(":")[0]) == pytest.approx(evaluated[0], rel=1e-6)
 
@@ -431,8 +431,8 @@ def test_a_model_without_adapters_takes_them_merged(folder, capfd):
         folder / "text.txt",
         "--batch-size",
         "4",
-        "--eval-batches",
-        "1",
+        "--eval-windows",
+        "8",
         "--steps",
         "1",
         "--model",

@@ -118,7 +118,7 @@ def test_verify_proves_a_model_in_the_current_folder(program):
 
 def test_train_writes_the_class_down_and_resumes_that_alone(capfd, tmp_path, module):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
-    common = ["--data", tmp_path / "text.txt", "--steps", 3, "--checkpoint-every", 1, "--eval-batches", 1]
+    common = ["--data", tmp_path / "text.txt", "--steps", 3, "--checkpoint-every", 1, "--eval-windows", 8]
     common += ["--out", tmp_path / "run", "--batch-size", 8, "--num-layers", 1]
     code, out, err = run(capfd, "train", "--model", "llama:Llama", *common, "--drill", "term:step=2")
     assert code == 143 and "Llama(num_layers=1, width=64" in out, err
@@ -138,7 +138,7 @@ def test_a_tuple_in_a_model_is_the_same_when_the_run_is_continued(capfd, tmp_pat
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
     name = module()
     args = ["--model", f"{name}:SMALL", "--num-layers", 1, "--data", tmp_path / "text.txt", "--steps", 1]
-    args += ["--eval-batches", 1, "--out", tmp_path / "run"]
+    args += ["--eval-windows", 8, "--out", tmp_path / "run"]
     assert run(capfd, "train", *args)[0] == 0
     code, out, err = run(capfd, "train", *args)
     assert code == 0 and "is complete" in out and "has changed" not in err, err

@@ -1,5 +1,6 @@
 """The order of the data: every window once an epoch, shares kept, and any part of any batch read in any order."""
 
+import math
 from fractions import Fraction
 from itertools import pairwise
 
@@ -285,28 +286,29 @@ def test_tokens_outside_the_sequence_are_an_index_error():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_tokens", "limit"), [(41, 100), (43, 100), (3, 4), (1000, 2)])
-def test_held_out_windows_count_once(num_tokens, limit):
-    seq_len, batch_size = 5, 4
-    batches = held_out_batches(corpus_of(np.arange(num_tokens)), batch_size, seq_len, limit)
-    assert len(batches) <= limit
+@pytest.mark.parametrize("batch_size", [1, 4, 64])
+@pytest.mark.parametrize(("num_tokens", "most"), [(41, 100), (43, 100), (3, 4), (1000, 8)])
+def test_held_out_windows_count_once(num_tokens, most, batch_size):
+    seq_len = 5
+    batches = held_out_batches(corpus_of(np.arange(num_tokens)), batch_size, seq_len, most)
+    assert len(batches) <= math.ceil(most / batch_size)
     targets = np.concatenate([batch["targets"].ravel() for batch in batches])
     inputs = np.concatenate([batch["inputs"].ravel() for batch in batches])
     np.testing.assert_array_equal(targets[targets >= 0], inputs[targets >= 0] + 1)
     counted = sorted(targets[targets >= 0].tolist())
-    if limit == 2:  # spread evenly, the first and the last window among them
+    if most == 8:  # spread evenly, the first and the last window among them
         assert len(counted) == len(set(counted)) and counted[0] == 1 and counted[-1] == num_tokens - 1
     else:
         assert counted == list(range(1, num_tokens))
     for batch in batches:
-        halves = [batch.read(slice(0, 1)), batch.read(slice(1, batch_size))]
+        halves = [batch.read(slice(0, batch_size // 2)), batch.read(slice(batch_size // 2, batch_size))]
         for name, array in batch.items():
             np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), array)
 
 
 def test_held_out_rows_are_shared_out_by_weight():
     corpus = corpus_of(np.arange(1001), 5000 + np.arange(1001), weights=["0.75", "0.25"])
-    [batch] = held_out_batches(corpus, 8, 10, 1)
+    [batch] = held_out_batches(corpus, 8, 10, 8)
     assert (batch["inputs"][:, 0] >= 5000).sum() == 2
 
 

@@ -27,7 +27,7 @@ from jaxdist.runtime.watchdog import EXIT_STUCK
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
     "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --dropout 0.1 --steps 6 --checkpoint-every 2 "
-    "--eval-every 50 --eval-batches 1 --grace 200 --data OUT/text.txt"
+    "--eval-every 50 --eval-windows 8 --grace 200 --data OUT/text.txt"
 )
 LAUNCHER_VARIABLES = {name for pair in processes.LAUNCHERS for name in pair} | {processes.ADDRESS}
 
@@ -138,7 +138,7 @@ def test_generate_and_evaluate_as_two_processes(stopped_at_four, folder):
     (folder / "prompts.txt").write_text("the quick\njumps\n")
     for launcher in ([], as_processes(2, 2)):
         words = ["-m", "experiments.evaluate", "OUT/two", *["--mesh", "dp=2,tp=2", "--data", "OUT/text.txt"]]
-        code, text = run([*launcher, *words, "--batches", "1", "--batch-size", "2"], folder)
+        code, text = run([*launcher, *words, "--windows", "8", "--batch-size", "2"], folder)
         assert code == 0 and text.count("perplexity") == 1, text
         evaluated = float(text.partition("perplexity ")[2].partition(":")[0].replace(",", ""))
         words = ["-m", "experiments.generate", "OUT/two", *["--mesh", "dp=2,tp=2", "--max-new-tokens", "4"]]

@@ -111,7 +111,7 @@ def test_a_step_asks_its_host_for_nothing():
 def test_a_run_is_profiled_and_says_what_was_exposed(tmp_path, capfd):
     (tmp_path / "text.txt").write_text("some words to learn from. " * 200)
     words = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "24", "--batch-size", "4"]
-    words += ["--data", tmp_path / "text.txt", "--eval-batches", "1", "--mesh", "dp=2,tp=2"]
+    words += ["--data", tmp_path / "text.txt", "--eval-windows", "8", "--mesh", "dp=2,tp=2"]
     run_words = [*words, "--steps", "4", "--out", tmp_path / "run", "--profile", "2:3"]
     code, out, err = run(train.main, train.TrainFlags, "train", run_words, capfd)
     assert code == 0 and "of steps 2 to 3" in out and "communication over" in out and "no speed" in out, err

@@ -26,7 +26,7 @@ from jaxdist.models.registry import is_ours
 from jaxdist.runtime.run_record import labels, read_run
 from jaxdist.runtime.telemetry import DeviceMemory
 
-SIZES = "--num-layers 2 --width 32 --num-heads 2 --seq-len 16 --batch-size 8 --steps 6 --eval-every 2 --eval-batches 1"
+SIZES = "--num-layers 2 --width 32 --num-heads 2 --seq-len 16 --batch-size 8 --steps 6 --eval-every 2 --eval-windows 8"
 LAYOUT = "--mesh pp=2,dp=2,tp=2 --zero 1 --sp --microbatches 2 --device cpu"
 
 

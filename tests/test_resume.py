@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BOUND = 1.75  # times the mean, of the busiest expert in the end (docs/experts.md)
 SMALL = (
-    "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --dropout 0.1 --eval-every 4 --eval-batches 1"
+    "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --dropout 0.1 --eval-every 4 --eval-windows 8"
 )
 
 

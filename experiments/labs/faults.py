@@ -38,7 +38,7 @@ MESHES = ("dp=2", "dp=2,tp=2", "one device")
 # What is killed: the command, in a process of its own.
 TRAIN = (
     "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --mesh dp=2 --zero 1 --steps 8 "
-    "--checkpoint-every 4 --eval-every 1000 --eval-batches 1"
+    "--checkpoint-every 4 --eval-every 1000 --eval-windows 8"
 )
 # 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783, section 3.3.4).
 HOURS_OF_A_GPU = 16_384 * 54 * 24 / 419

@@ -12,10 +12,10 @@ import platform
 import re
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -228,11 +228,13 @@ class Batches:
         ):
             if value < least:
                 raise ConfigError(f"{name}={value}", f"it must be at least {least}", f"Use {name}={least} or more.")
-        _ = self._end_of_document  # refuses data that does not say
+        _ = self.end_of_document  # refuses data that does not say
         for source, share, num_windows in zip(self.corpus.sources, self.corpus.shares, self.num_windows, strict=True):
             rows = math.ceil(self.batch_size * share)  # of one batch, at most
             if num_windows < rows:
                 self._refuse_short(source, share, rows, num_windows)
+            if source.train.masks and not any((chunk >= 0).any() for chunk in source.train.chunks(SAMPLED_CHUNKS)):
+                _refuse_masked("training", source)
 
     def _refuse_short(self, source: Source, share: float, rows: int, num_windows: int):
         usable = max(len(source.train) - 1, 0)
@@ -261,11 +263,11 @@ class Batches:
         if step < 0:
             raise IndexError(f"step {step}: the first batch is step 0")
         return GlobalBatch(
-            self.batch_size, lambda rows: self._read(step * self.batch_size + rows), self._end_of_document
+            self.batch_size, lambda rows: self._read(step * self.batch_size + rows), self.end_of_document
         )
 
     @property
-    def _end_of_document(self) -> int | None:
+    def end_of_document(self) -> int | None:
         return self.corpus.end_of_document if self.documents else None
 
     def epochs(self, step: int) -> list[float]:
@@ -274,6 +276,14 @@ class Batches:
         return [count / windows for count, windows in zip(counts, self.num_windows, strict=True)]
 
     def _read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        text = self._windows(samples)
+        return unmasked(text[:, :-1]), targets_of(text[:, 1:])
+
+    def window(self, sample: int) -> np.ndarray:
+        """The tokens of one sample [T + 1], masked ones negative."""
+        return self._windows(np.array([sample]))[0]
+
+    def _windows(self, samples: np.ndarray) -> np.ndarray:
         text = np.empty((len(samples), self.seq_len + 1), np.int32)
         sources, numbers = self.corpus.mixture.locate(samples)
         for index, (source, num_windows) in enumerate(zip(self.corpus.sources, self.num_windows, strict=True)):
@@ -284,23 +294,30 @@ class Batches:
                 keys = epoch_keys(self.seed, index, int(epoch))
                 windows = shuffled(places[epochs == epoch], num_windows, keys)
                 text[rows] = source.train.windows(windows * self.seq_len, self.seq_len + 1)
-        return unmasked(text[:, :-1]), targets_of(text[:, 1:])
+        return text
+
+
+EVAL_WINDOWS = 64  # that an evaluation looks at where nobody has said how many
 
 
 def held_out_batches(
-    corpus: Corpus, batch_size: int, seq_len: int, limit: int, documents: bool = False
+    corpus: Corpus, batch_size: int, seq_len: int, most: int = EVAL_WINDOWS, documents: bool = False
 ) -> list[GlobalBatch]:
-    """At most `limit` batches of held-out windows, the same ones at every call.
+    """At most `most` held-out windows in batches: the same windows at every call, whatever the batch size.
 
-    Each source gives rows by its share, spread evenly over its held-out tokens, or all it has. Every window that is
+    Each source gives windows by its share, spread evenly over its held-out tokens, or all it has. Every window that is
     there counts, and once: rows and positions without a token have target -1, which no loss counts.
 
     Raises: ConfigError when there are fewer than two tokens, since a target needs the token before it.
     """
+
+    def text_at(place: tuple[Tokens, int]) -> np.ndarray:
+        tokens, start = place
+        return tokens.read(start, min(start + seq_len + 1, len(tokens)))
+
     chosen: list[tuple[Tokens, int]] = []
     end_of_document = corpus.end_of_document if documents else None
-    rows = corpus.mixture.counts(limit * batch_size)
-    for source, most in zip(corpus.sources, rows, strict=True):
+    for source, count in zip(corpus.sources, corpus.mixture.counts(most), strict=True):
         tokens = source.held_out
         if len(tokens) < 2:
             raise ConfigError(
@@ -309,24 +326,49 @@ def held_out_batches(
                 "Use more data.",
             )
         num_windows = -(-(len(tokens) - 1) // seq_len)
-        windows = np.unique(np.linspace(0, num_windows - 1, min(num_windows, most)).astype(int))
-        chosen += [(tokens, int(window) * seq_len) for window in windows]
+        windows = np.unique(np.linspace(0, num_windows - 1, min(num_windows, count)).astype(int))
+        found = [(tokens, int(window) * seq_len) for window in windows]
+        if found and tokens.masks and not any((text_at(place)[1:] >= 0).any() for place in found):
+            _refuse_masked("held-out", source)
+        chosen += found
+
+    texts = [partial(text_at, place) for place in chosen]
+    return _batches_of(texts, batch_size, seq_len, end_of_document)
+
+
+def first_batches(batches: Batches, most: int = EVAL_WINDOWS) -> list[GlobalBatch]:
+    """The first `most` windows that training looks at, in batches; no window after them counts."""
+    texts = [partial(batches.window, sample) for sample in range(most)]
+    return _batches_of(texts, batches.batch_size, batches.seq_len, batches.end_of_document)
+
+
+def _batches_of(
+    texts: Sequence[Callable[[], np.ndarray]], batch_size: int, seq_len: int, end_of_document: int | None
+) -> list[GlobalBatch]:
+    """Windows of at most seq_len + 1 tokens, masked ones negative, in batches whose last is filled up with nothing."""
 
     def batch_from(first: int) -> GlobalBatch:
         def read(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             inputs = np.zeros((len(rows), seq_len), np.int32)
             targets = np.full((len(rows), seq_len), -1, np.int32)
             for place, number in enumerate(first + rows):
-                if number < len(chosen):
-                    tokens, start = chosen[number]
-                    text = tokens.read(start, min(start + seq_len + 1, len(tokens)))
+                if number < len(texts):
+                    text = texts[number]()
                     inputs[place, : len(text) - 1] = unmasked(text[:-1])
                     targets[place, : len(text) - 1] = targets_of(text[1:])
             return inputs, targets
 
         return GlobalBatch(batch_size, read, end_of_document)
 
-    return [batch_from(first) for first in range(0, len(chosen), batch_size)]
+    return [batch_from(first) for first in range(0, len(texts), batch_size)]
+
+
+def _refuse_masked(split: str, source: Source):
+    raise ConfigError(
+        f"{split} data of {source.about}",
+        "some of its tokens must be targets, and all that were looked at are masked",
+        "Shorten the prompts or use longer sequences, so that windows reach the answers",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -95,6 +95,11 @@ class Tokens:
     def __len__(self) -> int:
         return int(self._ends[-1]) if self.parts else 0
 
+    @property
+    def masks(self) -> bool:
+        """Whether some may be masked."""
+        return any(part.masks for part in self.parts)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start .. stop-1 as int32."""
         if not 0 <= start <= stop <= len(self):

@@ -45,8 +45,9 @@ class Context:
     attention: "xla", "blocked" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks:
     parts in which the logits are made. on_gpu: whether a GPU's compiler gets the program. key: of the step's dropout,
     None for none. rows_B, starts_BT: as in `Batch`. weight: the factor of auxiliary losses and of counts, one over the
-    number of tokens of the global batch (times fp16's loss scale); None outside of training. cache: of keys and values, where text is generated (`jaxdist.models.cache`). What is traced are
-    these five. probe: where the model is, in a run that is watched (`jaxdist.probes.Probe`); None in every other.
+    number of tokens of the global batch (times fp16's loss scale); None outside of training. cache: of keys and values,
+    where text is generated (`jaxdist.models.cache`). What is traced are these five. probe: where the model is, in a run
+    that is watched (`jaxdist.probes.Probe`); None in every other.
     """
 
     sp: bool = False

@@ -34,7 +34,7 @@ REMEDIES = {
     "launches": "larger micro-batches, or fewer of them",
     "input": "more batches read ahead (--prefetch), prepared tokens, or faster storage",
     "host": "less beside the run on its host, or larger steps",
-    "evaluation": "a larger --eval-every, or fewer --eval-batches",
+    "evaluation": "a larger --eval-every, or fewer --eval-windows",
     "checkpoint": "a larger --checkpoint-every, or faster storage",
     "checks": "a larger --checkpoint-every or --check-replicas-every",
     "straggler": "another machine in its place, or less beside the run on it",

@@ -36,7 +36,8 @@ class Gradients(NamedTuple):
 
 class Engine(NamedTuple):
     """gradients(model, params, batch, key, weight, poison) -> Gradients, of `weight` times the summed loss of this
-    rank's rows and, where the model is `weighted`, of its auxiliary losses. evaluate(model, params, batch) -> this rank's summed loss, without dropout.
+    rank's rows, and of auxiliary losses where the model is `weighted`. evaluate(model, params, batch) -> the
+    summed loss of this rank's rows, without dropout.
 
     params: as the state has them. key: of the step's dropout, or None. poison: local gradients -> local gradients.
     """
