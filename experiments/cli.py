@@ -32,7 +32,7 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, printable, reason_of, require_positive
 from jaxdist.models.base import Model
 from jaxdist.models.presets import PRESETS
-from jaxdist.models.registry import SIZES, ModelFlags, class_name, fault_in, name_of, source_digest
+from jaxdist.models.registry import SIZES, ModelFlags, class_name, fault_in, is_code, name_of, source_digest
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 from jaxdist.runtime.signals import EXIT_SIGNAL, Interrupts
@@ -369,8 +369,13 @@ def _parse(flags_type: type[Flags], prog: str, args: list[str] | None) -> Flags:
     except ConfigError:
         _join_to_end(flags_type)
         raise
+    named = flags.model
     flags = _parse_words(flags_type, prog, words, flags_type(**values))
     if flags.model == values.get("model", flags.model):
+        if flags.model != named and is_code(flags.model):
+            _join_to_end(flags_type)
+            reason = "its model is a class, and whoever runs it must have named it"
+            raise ConfigError(f"--config {flags.config!r}", reason, f"Add --model {shlex.quote(flags.model)}")
         return flags
     values = {name: value for name, value in values.items() if name not in SIZES}  # they are of the file's model
     return _parse_words(flags_type, prog, words, flags_type(**values))

@@ -1,7 +1,7 @@
 """Settings in a file: what --config reads, and the run.toml that a run leaves.
 
     [model]
-    name = "my_module:MyModel"      # or a preset; then the sizes that are other than its own
+    name = "tiny"                   # then the sizes that are other than its own; a class is named by --model as well
     num_layers = 8
     [parallel]                      # the fields of jaxdist.config.ParallelConfig; a mesh is text
     mesh = "dp=2,tp=2"

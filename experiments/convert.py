@@ -81,6 +81,8 @@ class Ours(ConvertFlags):
 
     dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
     """Of the file. source: of the files that the parameters once came from, else as they are."""
+    trust: bool = False
+    """Import the module of the class that a checkpoint names as its model, where it is not jaxdist's own."""
 
 
 def main(flags: Hf | Ours, console: Console) -> int:
@@ -126,7 +128,7 @@ def import_weights(flags: Hf, console: Console) -> int:
 
 def export_weights(flags: Ours, console: Console) -> int:
     parallel, devices = placed_on(flags)
-    weights = find_weights(flags.path, "path")
+    weights = find_weights(flags.path, "path", trust=flags.trust)
     jax.config.update("jax_enable_x64", np.dtype(np.float64) in weights.dtypes.values())
     arrays = weights.read(abstract(weights.model, parallel, devices, weights.dtypes))
     source = None if weights.source is None else Source(**weights.source)

@@ -34,6 +34,8 @@ class EvaluateFlags(ProcessFlags):
 
     checkpoint: tyro.conf.Positional[str]
     """A run's folder, a checkpoint DIR[:STEP], or a folder of transformers."""
+    trust: bool = False
+    """Import the module of the class that a checkpoint names as its model, where it is not jaxdist's own."""
     data: str | None = None
     """As of train. Default: the source of Python's standard library."""
     split: Literal["held-out", "train"] = "held-out"
@@ -63,7 +65,7 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     shape = parse_mesh(flags.mesh)
     devices = acquire_devices(shape.num_devices, flags.device)
     with Progress("checking the weights", quiet=console.quiet):
-        weights = find_weights(flags.checkpoint, "checkpoint")
+        weights = find_weights(flags.checkpoint, "checkpoint", trust=flags.trust)
     model = with_seq_len(weights.model, flags.seq_len)
     dtype = flags.dtype or weights.dtype
     schedule = {"schedule": "gpipe", "microbatches": 1} if shape.pp > 1 else {}

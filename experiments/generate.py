@@ -45,6 +45,8 @@ class GenerateFlags(ProcessFlags):
 
     checkpoint: tyro.conf.Positional[str]
     """A run's folder, a checkpoint DIR[:STEP], or a folder of transformers."""
+    trust: bool = False
+    """Import the module of the class that a checkpoint names as its model, where it is not jaxdist's own."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A text to continue; several are continued together."""
     prompts: str | None = None
@@ -120,7 +122,7 @@ def main(flags: GenerateFlags, console: Console) -> int:
     devices = acquire_devices(shape.num_devices, flags.device)
     notes = SafeConsole(stderr=True, highlight=False, quiet=console.quiet)
     with Progress("checking the weights", quiet=console.quiet):
-        weights = find_weights(flags.checkpoint, "checkpoint")
+        weights = find_weights(flags.checkpoint, "checkpoint", trust=flags.trust)
     jax.config.update("jax_enable_x64", (flags.dtype or weights.dtype) == "float64")
     tokenizer = find_tokenizer(flags.tokenizer, weights)
     prompts = [encode(tokenizer, text, weights) for text in texts]

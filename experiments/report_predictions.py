@@ -15,8 +15,6 @@ from jaxdist.config import RunConfig, from_dict
 from jaxdist.errors import ConfigError, reason_of
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
 from jaxdist.models.base import num_parameters
-from jaxdist.models.registry import is_ours
-from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.placement import make_layout
 from jaxdist.plan.explain import NAMES_OF_TERMS
 from jaxdist.plan.program_memory import PHASES, program_bytes
@@ -91,19 +89,7 @@ def config_of(record: dict, trust: bool) -> RunConfig:
     """The configuration that config.json holds. Raises: ConfigError where it cannot be used, with the reason."""
     if not record:
         raise ConfigError("the configuration", "there is none", "Look at the run's folder")
-    if not trust and not is_ours(record.get("model")):
-        raise ConfigError(
-            f"the model {str(record['model'].get('class', 'in it'))!r:.100}",
-            "its class is not of jaxdist.models, and a report runs no code because a file names it",
-            "Add --trust, in the folder of its module, if the run is yours",
-        )
-    parallel = record.get("parallel")
-    schedule = parallel.get("schedule", "1f1b") if isinstance(parallel, dict) else "1f1b"
-    if not trust and schedule not in NAMES:
-        raise ConfigError(
-            f"the schedule {schedule!r}", "a report opens no file because another one names it", "Add --trust"
-        )
-    return from_dict(record)
+    return from_dict(record, trust)
 
 
 def predictions(config: RunConfig, attention: str) -> Predictions:

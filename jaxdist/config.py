@@ -729,11 +729,10 @@ def to_dict(config: RunConfig) -> dict:
     return _without_tuples(dataclasses.asdict(config) | {"model": model_to_dict(config.model)})
 
 
-def from_dict(found: dict) -> RunConfig:
+def from_dict(found: dict, trust: bool = False) -> RunConfig:
     """What `to_dict` wrote, read from JSON; keys that are not a setting's are left out.
 
-    It imports the module of a user's own model, and reads a schedule from the file that it names: ask
-    `registry.is_ours` and `builders.NAMES` first, where the record is not to be trusted with that.
+    Only with `trust` does it import the module of a user's own model, and read a schedule from the file that it names.
     Raises: ConfigError where a setting is missing, unknown or of another type.
     """
     parts = {"parallel": ParallelConfig, "optimizer": OptimizerConfig, "precision": PrecisionConfig}
@@ -747,10 +746,13 @@ def from_dict(found: dict) -> RunConfig:
                 word = {True: "yes", False: "auto"}.get(values[name].get("unroll_layers"))
                 values[name] = values[name] | ({"unroll_layers": word} if word else {})
             nested = fields_of(cls, values[name], name, ("mesh",) if cls is ParallelConfig else ())
+            if not trust and nested.get("schedule", NAMES[0]) not in NAMES:
+                reason = "a file names it, and no other file is opened because of that"
+                raise ConfigError(f"the schedule {nested['schedule']!r}", reason, "Add --trust")
             if "mesh" in nested:
                 nested["mesh"] = MeshShape(**fields_of(MeshShape, nested["mesh"], "mesh"))
             values[name] = cls(**nested)
-    return RunConfig(**values | {"model": model_of(values["model"])})
+    return RunConfig(**values | {"model": model_of(values["model"], trust=trust)})
 
 
 def _without_tuples(value):

@@ -164,7 +164,7 @@ def evaluated(monkeypatch, tmp_path, capfd):
     (tmp_path / "text.txt").write_text("some words to learn from. " * 200)
     weights = types.SimpleNamespace(model=PRESETS["proof"], dtype="float32", about="", mask_documents=False)
     weights.read = lambda wanted: None
-    monkeypatch.setattr(evaluate, "find_weights", lambda *_: weights)
+    monkeypatch.setattr(evaluate, "find_weights", lambda *_, **__: weights)
     monkeypatch.setattr(evaluate, "abstract_parameters", lambda *_: None)
     monkeypatch.setattr(evaluate, "parameters_from_logical", lambda *_: None)
 

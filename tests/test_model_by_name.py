@@ -8,16 +8,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 import tyro
 from llama import Llama
 
 import experiments.bench.__main__
+import experiments.convert
+import experiments.evaluate
+import experiments.generate
 import experiments.plan
+import experiments.report
 import experiments.train
 import experiments.verify
 from experiments.cli import flags_of, run_program
 from experiments.train import TrainFlags
+from jaxdist import console
+from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.config import ParallelConfig, RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape
@@ -33,6 +40,10 @@ PROGRAMS = {
     "verify": (experiments.verify.VerifyFlags, experiments.verify.main),
     "plan": (experiments.plan.PlanFlags, experiments.plan.main),
     "bench": (experiments.bench.__main__.BenchFlags, experiments.bench.__main__.main),
+    "convert": (experiments.convert.Hf | experiments.convert.Ours, experiments.convert.main),
+    "evaluate": (experiments.evaluate.EvaluateFlags, experiments.evaluate.main),
+    "generate": (experiments.generate.GenerateFlags, experiments.generate.main),
+    "report": (experiments.report.ReportFlags, experiments.report.main),
 }
 MODEL = """
 from dataclasses import dataclass
@@ -132,6 +143,12 @@ def test_train_writes_the_class_down_and_resumes_that_alone(capfd, tmp_path, mod
         assert code == 2 and f"its model is llama:Llama there and {said} here" in err
     code, out, _ = run(capfd, "train", "--model", "llama:Llama", *common)
     assert code == 0 and "resumed after step" in out
+    again = ["--weights", tmp_path / "run", *common[:-5], tmp_path / "three", *common[-4:]]
+    code, out, err = run(capfd, "train", "--model", "llama:Llama", *again)
+    assert code == 0 and "started from the parameters of step 3" in out, err
+    for trust, expected in ((), 2), (["--trust"], 0):
+        given = [tmp_path / "run", "--data", tmp_path / "text.txt", "--batches", 1, *trust]
+        assert run(capfd, "evaluate", *given)[0] == expected
 
 
 def test_a_tuple_in_a_model_is_the_same_when_the_run_is_continued(capfd, tmp_path, module):
@@ -238,6 +255,50 @@ def test_a_plan_of_one_layout_is_traced_and_agrees(capfd):
     memory, traced, sent, traced_sent = map(float, row.split()[-5:-1])
     assert code == 0 and sent == traced_sent and abs(memory / traced - 1) < 0.15, row
     assert "--model llama:Llama --mesh dp=2,tp=2 --zero 3" in out
+
+
+STRANGER = "open('ran', 'w').close()\nfrom llama import Llama as Model\n"
+OPENS = {
+    "generate": ["generate", "RUN", "--prompt", "a"],
+    "evaluate": ["evaluate", "RUN"],
+    "convert": ["convert", "ours", "RUN", "--out", "exported"],
+    "weights": ["train", "--model", "proof", "--weights", "RUN", "--out", "new"],
+    "restore": ["train", "--model", "proof", "--restore", "RUN", "--out", "new"],
+    "resume": ["train", "--model", "proof", "--out", "RUN"],
+    "report": ["report", "RUN"],
+    "config": ["train", "--config", "RUN/run.toml"],
+}
+
+
+@pytest.mark.parametrize("how", ["outside", "inside", "entry"])
+@pytest.mark.parametrize("program", OPENS)
+def test_no_program_runs_the_code_that_a_file_names(capfd, tmp_path, monkeypatch, program, how):
+    """Beside the run, in it by a dotted path, within adapters; from the run's folder; by the command `jaxdist`."""
+    folder, name = tmp_path / "run", f"stranger_{next(NAMES)}"
+    checkpoints = Checkpoints(folder / "checkpoints")
+    for step, (cls, wrap) in enumerate(((f"{name}:Model", 0), (f"run.{name}:Model", 0), (f"{name}:Model", 1))):
+        model = {"class": cls, "num_layers": 1}
+        model = {"class": "jaxdist.models.lora:LoRA", "base": model} if wrap else model
+        progress = {"config": {"model": model}, "progress": {}, "data": {}}
+        checkpoints.save(step, {"params.x": jax.numpy.zeros(1)}, progress)
+        checkpoints.finish()
+        (folder / "config.json").write_text(json.dumps({"model": model}))
+        (folder / "metrics.jsonl").touch()
+        (folder / "run.toml").write_text(f'[model]\nname = "{cls}"\n')
+        for place in (folder, tmp_path):
+            (place / f"{name}.py").write_text(STRANGER)
+        monkeypatch.chdir(tmp_path if how == "outside" else folder)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        words = [word.replace("RUN", "run" if how == "outside" else ".") for word in OPENS[program]]
+        if how == "entry":
+            monkeypatch.setattr(sys, "argv", ["jaxdist", *words])
+            with pytest.raises(SystemExit) as stop:
+                console.main()
+            code, err = stop.value.code or 0, capfd.readouterr().err
+        else:
+            code, _, err = run(capfd, *words)
+        assert code == (0 if program == "report" else 2) and "defect" not in err, err
+        assert not [*tmp_path.rglob("ran")] and not any(name in module for module in sys.modules)
 
 
 # ---- whose fault it is ----

@@ -5,7 +5,8 @@
 
 A save writes into `step_00000200.partial` while training goes on, hashes it, writes the manifest, flushes everything
 to the disk and only then takes the `.partial` away by one rename. So whatever kills a process, and wherever, a folder
-named `step_*` is complete. Nothing in it is pickled and nothing read from it is run.
+named `step_*` is complete. Nothing in it is pickled and nothing read from it is run: the class that it names as
+its model is imported only where it is jaxdist's own or somebody else named it too (`registry.model_of`).
 
 Arrays have logical shapes (`jaxdist.checkpoint.logical`), so any mesh, ZeRO stage, schedule and number of processes can
 read them.

@@ -89,20 +89,21 @@ class Weights:
         return tuple(dict.fromkeys(end for end in found if type(end) is int))
 
 
-def find_weights(path: str, parameter: str, model: Model | None = None, seed: int = 0) -> Weights:
+def find_weights(path: str, parameter: str, model: Model | None = None, seed: int = 0, trust: bool = False) -> Weights:
     """What a path names: a folder of transformers, a run, or a checkpoint DIR[:STEP].
 
     model: the one they are to fit; else their own. Adapters are merged into the matrices that they correct unless the
-    model has such too; those that it has and nobody trained are drawn from the seed. Raises: ConfigError, which calls
-    the path `parameter`, with a table of all that differs from the model.
+    model has such too; those that it has and nobody trained are drawn from the seed. trust: import the class
+    that a checkpoint names, whatever it is (`registry.model_of`). Raises: ConfigError, which calls the path
+    `parameter`, with a table of all that differs from the model.
     """
     if isinstance(model, LoRA):
-        found = _find(path, parameter, model.base, keep=model)
+        found = _find(path, parameter, model.base, model, trust)
         return found if isinstance(found.model, LoRA) else with_adapters(found, model, seed)
-    return _find(path, parameter, model)
+    return _find(path, parameter, model, trust=trust)
 
 
-def _find(path: str, parameter: str, model: Model | None, keep: LoRA | None = None) -> Weights:
+def _find(path: str, parameter: str, model: Model | None, keep: LoRA | None = None, trust: bool = False) -> Weights:
     """The weights of `model`; those of `keep` where adapters are there."""
     if is_folder_of_weights(Path(path)):
         model = model or read_model(path)
@@ -117,7 +118,7 @@ def _find(path: str, parameter: str, model: Model | None, keep: LoRA | None = No
             data={},
         )
     checkpoints, manifest = locate(path, parameter)
-    there = checkpointed_model(checkpoints, manifest)
+    there = checkpointed_model(checkpoints, manifest, keep or model, trust)
     kept = {name: kind for name, kind in manifest.arrays.items() if name.startswith(f"{PARAMS}.")}
     wanted = model
     if isinstance(there, LoRA):
@@ -211,10 +212,10 @@ def _differences(there: Model, model: Model, kept: dict[str, list]) -> list[tupl
     return rows + [("extra", name, str(shape)) for name, (_, shape) in kept.items() if name not in shapes]
 
 
-def checkpointed_model(checkpoints: Checkpoints, manifest: Manifest) -> Model:
-    """The model of a checkpoint. Raises: BadCheckpoint where it does not say."""
+def checkpointed_model(checkpoints: Checkpoints, manifest: Manifest, like: Model | None, trust: bool) -> Model:
+    """The model of a checkpoint, as `model_of` makes it. Raises: BadCheckpoint where it does not say."""
     try:
-        return model_of(manifest.about["config"]["model"])
+        return model_of(manifest.about["config"]["model"], like, trust)
     except (KeyError, TypeError, AttributeError) as error:
         raise BadCheckpoint(
             f"checkpoint {checkpoints.path(manifest.step)}", "it does not say of which model it is", "Use another"

@@ -135,13 +135,32 @@ def is_path(name: str) -> bool:
     return Path(name).suffix == ".json" or os.sep in name or (Path(name) / CONFIG).exists()
 
 
+def is_code(name: str) -> bool:
+    """Whether a model's name makes `find_model` import a module."""
+    return ":" in name and name not in PRESETS and not is_path(name)
+
+
 _read: dict[str, Model] = {}  # those of config.json, by the path that was asked for: `name_of` gives it back
 
 
-def model_of(found: dict) -> Model:
-    """The model that `jaxdist.config.to_dict` wrote, as JSON gives it back. Raises: ConfigError."""
+def model_of(found: dict, like: Model | None = None, trust: bool = False) -> Model:
+    """The model that `jaxdist.config.to_dict` wrote, as JSON gives it back.
+
+    A file cannot choose what code runs: classes are this package's or those of `like`, which somebody else named,
+    unless `trust` is given. Raises: ConfigError.
+    """
+    if not trust and (foreign := [name for name in _classes_in(found) if name not in _classes_of(like)]):
+        raise ConfigError(
+            f"the model's class {foreign[0]!r:.100}",
+            "a file names it; to be run, it must be a class of jaxdist or named on the command line",
+            "If the code is yours, add --trust in the folder of its module" if like is None else "Name it with --model",
+        )
+    return _made_of(found)
+
+
+def _made_of(found: dict) -> Model:
     if not isinstance(found, dict):
-        raise ConfigError(f"model={found!r:.60}", "it is no table of a model's fields", "Use the code that wrote it")
+        raise ConfigError(f"model={found!r:.60}", "it must be a dict of model fields", "Use the code that wrote it")
     asked = f"model={str(found.get('class', 'GPT2'))!r}"
     fields = {name: value for name, value in found.items() if name not in ("class", "source")}
     cls = _import_named(str(found["class"])) if "class" in found else GPT2
@@ -150,7 +169,7 @@ def model_of(found: dict) -> Model:
     nested = tuple(name for name, value in fields.items() if isinstance(value, dict))
     if cls.__module__.startswith(f"{__package__}."):
         fields = fields_of(cls, fields, asked, nested)
-    fields |= {name: model_of(fields[name]) for name in nested}
+    fields |= {name: _made_of(fields[name]) for name in nested}
     try:
         return cls(**{name: _with_tuples(value) for name, value in fields.items()})
     except TypeError as error:
@@ -160,12 +179,20 @@ def model_of(found: dict) -> Model:
 OURS = re.compile(r"jaxdist\.models(\.[A-Za-z_]\w*)+:[A-Za-z_]\w*", re.ASCII)
 
 
-def is_ours(found) -> bool:
-    """Whether what `to_dict` wrote names classes of this package alone, so that `model_of` runs no other code."""
+def _classes_in(found) -> list:
+    """The classes that what `to_dict` wrote names, other than those of this package."""
     if not isinstance(found, dict):
-        return True
-    named = "class" not in found or (isinstance(found["class"], str) and OURS.fullmatch(found["class"]) is not None)
-    return named and all(map(is_ours, found.values()))
+        return []
+    name = found.get("class", "jaxdist.models.gpt2:GPT2")
+    own = [] if isinstance(name, str) and OURS.fullmatch(name) else [name]
+    return own + [each for value in found.values() for each in _classes_in(value)]
+
+
+def _classes_of(model: Model | None) -> set[str | None]:
+    if model is None:
+        return set()
+    inner = (value for value in _fields(model).values() if isinstance(value, Model))
+    return {class_name(model)}.union(*map(_classes_of, inner))
 
 
 def to_dict(model: Model) -> dict:
