@@ -11,6 +11,7 @@ import json
 import math
 import shlex
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ from rich.markup import escape
 from jaxdist.checkpoint import safetensors
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
-from jaxdist.checkpoint.trained import GENERATION, SOURCE, find_weights
+from jaxdist.checkpoint.trained import GENERATION, SOURCE, Weights, find_weights
 from jaxdist.checkpoint.weights import (
     Source,
     copy_companions,
@@ -112,11 +113,11 @@ def import_weights(flags: Hf, console: Console) -> int:
     arrays = read_weights(flags.path, model, abstract(model, parallel, devices, dtypes))
     source = source_of(folder)
     about = {"config": {"model": to_dict(RunConfig(model, batch_size=1))["model"]}, SOURCE: asdict(source)}
-    checkpoints.save(0, arrays, about)
-    checkpoints.finish()
-    copy_companions(folder.path, checkpoints.folder)
+    copy_companions(folder.path, checkpoints.folder)  # the checkpoint comes last: with it, the folder is whole
     if processes.is_first():
         write_whole(checkpoints.folder / CONFIG, source.config.encode())  # so that --model names it
+    checkpoints.save(0, arrays, about)
+    checkpoints.finish()
     console.print(escape(proof.text), soft_wrap=True)
     console.print(
         f"[bold]done[/]: {described(places.values())} in {escape(flags.out)}; train from them with", soft_wrap=True
@@ -133,17 +134,21 @@ def export_weights(flags: Ours, console: Console) -> int:
     arrays = weights.read(abstract(weights.model, parallel, devices, weights.dtypes))
     source = None if weights.source is None else Source(**weights.source)
     dtype = None if flags.dtype == "source" else safetensors.NAMES[jnp.dtype(flags.dtype)]
-    write_weights(flags.out, weights.model, arrays, source, dtype)
-    copy_companions(weights.companions, Path(flags.out))
-    end, settings = weights.data.get("end_of_document"), Path(flags.out) / GENERATION
-    if source is None and end is not None and processes.is_first():
-        write_whole(settings, (json.dumps({"eos_token_id": end}) + "\n").encode())
+    write_weights(flags.out, weights.model, arrays, source, dtype, partial(write_companions, weights))
     written = safetensors.open_folder(flags.out)
     console.print(
         f"[bold]done[/]: {described(written.tensors.values())} of {escape(weights.about)} in {escape(flags.out)}",
         soft_wrap=True,
     )
     return 0
+
+
+def write_companions(weights: Weights, folder: Path) -> None:
+    """What goes with the parameters of an export: its tokenizer and its settings of generation."""
+    copy_companions(weights.companions, folder)
+    end = weights.data.get("end_of_document")
+    if weights.source is None and end is not None and processes.is_first():
+        write_whole(folder / GENERATION, (json.dumps({"eos_token_id": end}) + "\n").encode())
 
 
 def placed_on(flags: ConvertFlags) -> tuple[ParallelConfig, Devices]:

@@ -4,19 +4,28 @@ import errno
 import os
 import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from jaxdist.errors import ConfigError
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is under its name only when all of it is on the disk: a reader sees the old one or the new."""
+    """Write a file that is under its name only when all of it is on the disk: a reader sees the old one or the new.
+
+    Where that fails, the old one is as it was, and nothing else is left.
+    """
     part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
     flush_folder(path.parent)
 
 

@@ -1,9 +1,11 @@
 """`convert` and `train --weights`: there and back to the bit, through any mesh, and what does not fit in one table."""
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import math
+import os
 import sys
 from itertools import chain, repeat
 from pathlib import Path
@@ -20,7 +22,7 @@ import experiments.train
 from experiments.cli import run_program
 from experiments.convert import Hf, Ours, prove
 from experiments.train import TrainFlags
-from jaxdist.checkpoint import weights
+from jaxdist.checkpoint import safetensors, weights
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import abstract_parameters, fetch
 from jaxdist.checkpoint.safetensors import Stored
@@ -128,6 +130,50 @@ def test_what_is_there_is_not_overwritten(theirs, tmp_path, capsys):
     ):
         code, text = run(experiments.convert, Hf | Ours, capsys, *words)
         assert code == 2 and said in " ".join(text.split())
+
+
+def test_a_folder_has_all_that_goes_with_it_before_it_has_its_name(theirs, tmp_path, capsys, monkeypatch):
+    """Killed at any write, `convert` leaves nothing that passes for whole, and run again it completes it."""
+    ours, back = ("hf", theirs, "--out", tmp_path / "ours"), ("ours", tmp_path / "ours", "--out", tmp_path / "back")
+
+    class Killed(BaseException):
+        pass
+
+    def killed(holder, *_):
+        folder = getattr(holder, "folder", holder)
+        assert not folder.is_dir() or {CONFIG, "tokenizer.json"} <= contents(folder).keys()
+        raise Killed
+
+    for words, where, name in (
+        (ours, weights, "write_whole"),
+        (ours, Checkpoints, "save"),
+        (back, weights, "write_whole"),
+        (back, Path, "rename"),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            patched.setattr(where, name, killed)
+            run(experiments.convert, Hf | Ours, capsys, *words)
+        assert not Checkpoints(tmp_path / "ours").steps() if words == ours else not [*tmp_path.glob("back*")]
+        if where is not weights:
+            convert(capsys, *words)
+    assert contents(tmp_path / "back") == contents(theirs)
+
+
+def test_an_export_reserves_its_room_first(theirs, tmp_path, capsys, monkeypatch):
+    """Mapped memory that a full disk cannot hold is a SIGBUS."""
+    [header] = open_weights(theirs, MODEL)[0].headers.values()
+    safetensors.allocate(tmp_path / "file", header)
+    found = (tmp_path / "file").stat()
+    assert found.st_blocks * 512 >= found.st_size == (theirs / "model.safetensors").stat().st_size
+    convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    words = ("ours", tmp_path / "ours", "--out", tmp_path / "back")
+    code, said = run(experiments.convert, Hf | Ours, capsys, *words)
+    assert code == 2 and "No space left" in said and said.count("\n") == 1 and not [*tmp_path.glob("back*")]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

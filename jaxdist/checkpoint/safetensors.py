@@ -226,11 +226,15 @@ def header_text(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Ma
 
 
 def allocate(path: Path, text: str) -> None:
-    """Make a file with this header, and zeros for its tensors."""
+    """Make a file with this header, and zeros for its tensors.
+
+    Its blocks are reserved: on a full disk this raises an OSError, where writing to mapped memory would be a SIGBUS.
+    """
     header = text.encode()
     with open(path, "xb") as file:
         file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
-        file.truncate(LENGTH_BYTES + len(header) + data_bytes(text))
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, LENGTH_BYTES + len(header) + data_bytes(text))
 
 
 def data_bytes(text: str) -> int:

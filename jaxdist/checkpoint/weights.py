@@ -6,8 +6,8 @@ mapped memory, seen in our order of dims; a shard is an index into that. Nothing
 
 import json
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def copy_companions(here: Path, there: Path) -> None:
         there.mkdir(parents=True, exist_ok=True)
         for name in COMPANIONS:
             if (here / name).is_file():
-                shutil.copyfile(here / name, there / name)
+                write_whole(there / name, (here / name).read_bytes())
 
 
 def is_folder_of_weights(path: Path) -> bool:
@@ -252,12 +252,14 @@ def write_weights(
     arrays: Mapping[str, jax.Array | np.ndarray],
     source: Source | None = None,
     dtype: str | None = None,
+    companions: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write `params.*` (logical, on any mesh) as a folder that transformers reads; it must not be there yet.
 
     source: of what was imported: its files, names, dtypes and config are written again, so that what was not trained is
     the same to the byte. dtype: "BF16", say, for all; else the source's, or each array's own. Values are rounded to the
-    nearest. Raises: ConfigError.
+    nearest. companions: writes what else belongs into the folder, before it has its name. Nothing is left of a folder
+    that could not be written whole. Raises: ConfigError, OSError.
     """
     out = Path(out)
     if os.path.lexists(out):
@@ -265,12 +267,34 @@ def write_weights(
     config = config_text(model, source, dtype)
     headers = _headers(model, arrays, source, dtype)
     partial = out.with_name(out.name + ".partial")
+    try:
+        _write_folder(partial, model, arrays, source, headers, config)
+        companions(partial)
+        if processes.is_first():
+            partial.rename(out)
+            flush_folder(out.parent)
+    except BaseException:
+        if processes.is_first():
+            with suppress(OSError):
+                remove(partial)
+        raise
+    processes.barrier(f"committed {out.name}")
+
+
+def _write_folder(
+    partial: Path,
+    model: Model,
+    arrays: Mapping[str, jax.Array | np.ndarray],
+    source: Source | None,
+    headers: dict[str, str],
+    config: str,
+) -> None:
     if processes.is_first():
         remove(partial)
         partial.mkdir(parents=True)
         for file, text in headers.items():
             safetensors.allocate(partial / file, text)
-    processes.barrier(f"allocated {out.name}")
+    processes.barrier(f"allocated {partial.name}")
     places = {}
     for file, text in headers.items():
         size = (partial / file).stat().st_size
@@ -282,7 +306,7 @@ def write_weights(
             for there in [tensor.name, *also]:
                 if there in places:
                     _write_tensor(tensor, places[there], shards)
-    processes.barrier(f"written {out.name}")
+    processes.barrier(f"written {partial.name}")
     if processes.is_first():
         for file in headers:
             with open(partial / file, "rb") as written:
@@ -296,9 +320,6 @@ def write_weights(
         if index is not None:
             write_whole(partial / safetensors.INDEX, index.encode())
         write_whole(partial / CONFIG, config.encode())
-        partial.rename(out)
-        flush_folder(out.parent)
-    processes.barrier(f"committed {out.name}")
 
 
 def _headers(
