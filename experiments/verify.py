@@ -21,6 +21,7 @@ from jaxdist.parity import (
     Difference,
     Observed,
     compare,
+    is_elementwise,
     observe,
     one_device,
     random_batches,
@@ -50,9 +51,9 @@ class VerifyFlags(CommonFlags, FileFlags, ProcessFlags):
     lr: float = PROOF_LR
     eps: float = PROOF_EPS
     all: bool = False
-    """Run the whole table of named strategies instead of the one the flags describe."""
+    """Run the whole table of named strategies instead of the one the flags describe; with --dtype all in that dtype."""
     pipelines: bool = False
-    """Run every pipeline schedule at every size, with the other strategies mixed in, in --dtype float32 or float64."""
+    """Run every pipeline schedule at every size, with the other strategies mixed in."""
     oracle: OracleName = "none"
     """Compare with an independent GPT-2 in float64 instead of one device: plain jnp, or transformers' (AdamW alone)."""
     only: str = ""
@@ -84,13 +85,11 @@ def main(flags: VerifyFlags, console: Console) -> int:
     experts = EXPERTS if flags.oracle == "none" else []  # the oracles are of GPT-2
     strategies = (*((*STRATEGIES, *experts) if flags.all else ()), *(PIPELINES if flags.pipelines else ()))
     if strategies:
-        used = {"all", "pipelines", "oracle", "only", "steps", "seed", "device", "json", "config"} | (
-            {"dtype"} if flags.pipelines else set()
-        )
+        used = {"all", "pipelines", "oracle", "only", "steps", "seed", "device", "json", "config", "dtype"}
         used |= {field.name for field in dataclasses.fields(ProcessFlags)}
         refuse_ignored(flags, used, "with --all or --pipelines the named strategies say what runs")
         require_positive("steps", flags.steps)
-        dtype = flags.dtype if flags.pipelines else None
+        dtype = None if flags.dtype == VerifyFlags.dtype else flags.dtype
         chosen = [(s.name, s.run_config(dtype, steps=flags.steps, seed=flags.seed)) for s in strategies]
         chosen = [(name, config) for name, config in chosen if flags.only in name]
         if flags.oracle != "none":
@@ -109,6 +108,9 @@ def main(flags: VerifyFlags, console: Console) -> int:
     console.print(f"devices: {devices.description}")
     if count == 1 and flags.oracle == "none":
         console.print("[yellow]note:[/] the mesh is one device, so nothing is sharded: try --mesh dp=2,tp=2")
+
+    if any(not is_elementwise(config) and getattr(config.model, "num_experts", 0) for _, config in chosen):
+        console.print("note: in 16 bits a token's experts are drawn, the same on every mesh (docs/proof.md)")
 
     # ---- run and compare ----
     verify = Verifier(devices, flags.steps, flags.oracle)

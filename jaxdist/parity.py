@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -74,13 +75,15 @@ class Difference:
 class Observed:
     """What one run computed, at logical shape: by step, and the state after the last one.
 
-    rates: learning rates. rounded: the 16-bit parameters, empty where parameters are their own masters. moments: those
-    that are arrays; counters: every other number of the state, and the targets of each step. evaluation: mean loss of
-    the last batch, without dropout. unequal: arrays of the state of which two devices hold different copies.
+    rates: learning rates. group_norms: norms of parts of the gradient, by name (`Layout.groups`). rounded: the 16-bit
+    parameters, empty where parameters are their own masters. moments: those that are arrays; counters: every other
+    number of the state, and the targets of each step. evaluation: mean loss of the last batch, without dropout.
+    unequal: arrays of the state of which two devices hold different copies.
     """
 
     losses: list[float]
     norms: list[float]
+    group_norms: list[dict[str, float]]
     rates: list[float]
     gradients: list[dict[str, np.ndarray]]
     parameters: dict[str, np.ndarray]
@@ -168,7 +171,8 @@ def observe(
     parameters: to start from, at logical shape, by name; `random_parameters` if none are given.
     """
     mesh = make_mesh(config.parallel.mesh, devices)
-    program = build_program(config, mesh, with_gradients=True, compiler_options=quick_options(mesh))
+    options = {"with_gradients": True, "compiler_options": quick_options(mesh)}
+    program = build_program(config, mesh, **options, draws_choices=not is_elementwise(config))
     abstract = (program.abstract_state(), program.abstract_batch())
     traced = program.step.trace(*abstract)
     step = traced.lower().compile()
@@ -176,11 +180,13 @@ def observe(
     if parameters is None:
         parameters = random_parameters(config, program.layout)
     state = from_logical(program, {f"{PARAMS}.{name}": x for name, x in parameters.items()})
-    losses, norms, rates, gradients, counters = [], [], [], [], {}
+    losses, norms, group_norms, rates, gradients, counters = [], [], [], [], [], {}
+    groups = program.layout.trained.groups
     for batch in batches:
         state, metrics, grads = step(state, program.put(batch))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
+        group_norms.append(dict(zip(groups, map(float, metrics["group_norms"]), strict=True)))
         rates.append(float(metrics["lr"]))
         counters[f"targets of step {len(losses)}"] = float(metrics["tokens"])
         gradients.append(by_layer(named("", fetch(logical_parameters(program, grads)))))
@@ -192,6 +198,7 @@ def observe(
     return Observed(
         losses=losses,
         norms=norms,
+        group_norms=group_norms,
         rates=rates,
         gradients=gradients,
         parameters=_under(PARAMS, arrays),
@@ -240,7 +247,7 @@ def compare(config: RunConfig, run: Observed, reference: Observed) -> list[Diffe
     dtype = coarsest_dtype(config)
     loss_tolerance, tolerance = LOSS_TOLERANCE[dtype], GRADIENT_TOLERANCE[dtype]
     exact = GRADIENT_TOLERANCE[config.precision.master_dtype]
-    elementwise = dtype in ("float32", "float64")
+    elementwise = is_elementwise(config)
     later = tolerance * (LATER if elementwise else 1)
 
     def by_step(kind: str, ours: list[float], theirs: list[float], first: float, later: float) -> list[Difference]:
@@ -261,6 +268,9 @@ def compare(config: RunConfig, run: Observed, reference: Observed) -> list[Diffe
     for step, (ours, theirs) in enumerate(zip(run.gradients, reference.gradients, strict=True), 1):
         kind, allowed = ("gradient", tolerance) if step == 1 else (f"gradient of step {step}", later)
         differences += arrays(kind, ours, theirs, allowed)
+    for step, (ours, theirs) in enumerate(zip(run.group_norms, reference.group_norms, strict=True), 1):
+        kind, allowed = ("gradient norm", tolerance) if step == 1 else (f"gradient norm of step {step}", later)
+        differences += _each(kind, ours, theirs, partial(_scalar, kind, tolerance=allowed))
     differences += compare_parameters(config, run, reference)
     differences += compare_rounded(config, run)
     differences += arrays("moment", run.moments, reference.moments, LATER * tolerance)
@@ -291,6 +301,11 @@ def coarsest_dtype(config: RunConfig) -> str:
     return max(config.precision.dtype, config.precision.reduction_dtype, key=GRADIENT_TOLERANCE.__getitem__)
 
 
+def is_elementwise(config: RunConfig) -> bool:
+    """Whether single elements are held to a tolerance, and choices to those of the scores: not in 16 bits."""
+    return coarsest_dtype(config) in ("float32", "float64")
+
+
 def compare_parameters(config: RunConfig, run: Observed, reference: Observed) -> list[Difference]:
     """Parameters after the steps, with the error that an update rule may make of an allowed gradient error.
 
@@ -301,39 +316,76 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
     that caused it and held to a gradient's tolerance, times LATER for the steps after the first. (That noise also moves
     the next step's gradients by about lr, so proofs use a small one.)
 
-    In 64 bits the noise is far below AdamW's eps, and no element is weighted; under Lion and Adafactor, which have no
-    such eps, only those are whose gradient is noise.
+    In 64 bits the noise is far below AdamW's eps, and no element is weighted; under Adafactor, which has no such eps,
+    only those are whose gradient is noise.
+
+    Lion's update is a sign, and so is a balancing bias's. What is near 0 in any step may be of either sign, whatever it
+    was in the first. So an element is weighted by the least that its sign was taken of in any of the steps, relative to
+    the largest of the leaf in that step: in 64 bits again only where that is noise.
+
+    A count is no update: it is what the last step counted, held to a gradient's tolerance element by element; in 16
+    bits, where it is rounded once on each rank, to a tenth of it, which is one unit in the last place.
     """
     dtype = coarsest_dtype(config)
     tolerance = GRADIENT_TOLERANCE[dtype]
+    closely = tolerance if is_elementwise(config) else tolerance / 10
     eps = float(np.finfo(config.precision.master_dtype).eps)
     num_steps = len(reference.losses)
-    step_size = config.optimizer.lr * num_steps
+    params = dict(named_params(declare(config.model)))
+    signed = lion_directions(config, reference) if config.optimizer.name == "lion" else None
 
     def judge(name: str, ours: np.ndarray, theirs: np.ndarray) -> Difference:
         norms = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
         if any(name not in each for each in reference.gradients) or ours.shape != theirs.shape:
             return Difference("parameter", name, math.inf, LATER * tolerance, *norms)
-        gradient = np.abs(reference.gradients[0][name])
+        param = params.get(name.partition("[")[0])
+        update = "gradient" if param is None else param.update
+        if update == "count":
+            return array_difference("count", name, ours, theirs, closely, True)
         rounding = 4 * eps * num_steps * np.abs(theirs)
         gap = np.maximum(np.abs(ours - theirs) - rounding, 0)
-        peak = gradient.max() or 1.0
-        error = gap / step_size
+        if update == "balance":
+            error = gap / param.rate * nearness([each[name] for each in reference.gradients], dtype)
+            return Difference("balance", name, float(error.max()), closely, *norms)
+        gradients = [np.abs(each[name]) for each in reference.gradients]
+        peak = gradients[0].max() or 1.0
+        error = gap / (config.optimizer.lr * num_steps)
         if config.optimizer.name == "sgd":
             error = error / peak
+        elif config.optimizer.name == "lion":
+            error = error * nearness([each[name] for each in signed], dtype)
+        elif config.optimizer.name == "adafactor" and dtype == "float64":
+            error = error * nearness(gradients, dtype)
         elif dtype != "float64":
-            error = error * gradient / peak
-        elif config.optimizer.name != "adamw":
-            smallest = np.min([np.abs(each[name]) for each in reference.gradients], axis=0)
-            error = np.where(smallest > NOISE * peak, error, error * smallest / peak)
+            error = error * gradients[0] / peak
         return Difference("parameter", name, float(error.max()), LATER * tolerance, *norms)
 
-    frozen = {name for name, param in named_params(declare(config.model)) if param.frozen}  # `changed` is about these
+    frozen = {name for name, param in params.items() if param.frozen}  # `changed` is about these
     trained = [
         {name: x for name, x in found.parameters.items() if name.partition("[")[0] not in frozen}
         for found in (run, reference)
     ]
     return _each("parameter", *trained, judge)
+
+
+def nearness(values: list[np.ndarray], dtype: str) -> np.ndarray:
+    """Of each element, how far from 0 it was where it was nearest, over steps: 0 to 1, the largest of the leaf. In 64
+    bits 1 for all but noise."""
+    shares = [np.abs(x) / (np.abs(x).max() or 1.0) for x in values]
+    least = np.min(shares, axis=0)
+    return np.where(least > NOISE, 1.0, least) if dtype == "float64" else least
+
+
+def lion_directions(config: RunConfig, run: Observed) -> list[dict[str, np.ndarray]]:
+    """What Lion takes the signs of in each step, from a run's gradients (arXiv 2302.06675, algorithm 2)."""
+    rule, momentum, found = config.optimizer, None, []
+    for grads, norm in zip(run.gradients, run.norms, strict=True):
+        shrink = rule.clip_norm / max(norm, rule.clip_norm)
+        clipped = {name: shrink * g for name, g in grads.items()}
+        momentum = momentum or {name: np.zeros_like(g) for name, g in clipped.items()}
+        found.append({name: rule.beta1 * momentum[name] + (1 - rule.beta1) * g for name, g in clipped.items()})
+        momentum = {name: rule.beta2 * momentum[name] + (1 - rule.beta2) * g for name, g in clipped.items()}
+    return found
 
 
 def worst(differences: list[Difference], kind: str | None = None) -> Difference:

@@ -113,6 +113,7 @@ RARE = set(
         "pp2-v-half-8-layers",
         "dp2-tp2-zero1-bf16",
         "dp2-tp2-fp16",
+        "moe-pp2-dp2-ep2-fp16",
         "dp2-tp2-fp64",
         "dp2-tp4-sp-loss-chunks-fp64",
         "dp4-tp2-zero3-dropout-remat",

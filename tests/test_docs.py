@@ -203,6 +203,7 @@ def test_the_tolerances_in_prose_are_those_of_the_comparison():
     assert said("gradient norm and every") == first
     assert said("the same, later") == [*later[:2], *first[2:]]
     assert said("moments") == said("parameters") == later
+    assert said("counts of experts") == [*first[:2], *(tolerance / 10 for tolerance in first[2:])]
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ from conftest import DEVICES, sampled
 
 from experiments import plain
 from experiments.bench.timing import full_batch
-from experiments.strategies import BY_NAME, PIPELINES, STRATEGIES, Strategy
+from experiments.strategies import BY_NAME, EXPERTS, PIPELINES, STRATEGIES, Strategy
 from experiments.verify import Verifier
 from jaxdist.checkpoint.logical import fetch, to_logical
 from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
@@ -35,6 +35,18 @@ def assert_equal(verdict):
 @pytest.mark.parametrize("strategy", sampled(STRATEGIES))
 def test_every_strategy_equals_one_device(strategy):
     assert_equal(VERIFIER(strategy.name, strategy.run_config()))
+
+
+@pytest.mark.parametrize("strategy", sampled(s for s in EXPERTS if s.dtype != "float32"))
+def test_mixtures_in_16_bits_equal_one_device(strategy):
+    """With experts that are drawn; by their scores they are chosen in 64 bits, in `test_experts`."""
+    assert_equal(VERIFIER(strategy.name, strategy.run_config()))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *EXPERTS], ids=lambda s: s.name)
+def test_every_strategy_equals_one_device_in_bfloat16(strategy):
+    assert_equal(VERIFIER(strategy.name, strategy.run_config("bfloat16")))
 
 
 @pytest.mark.parametrize("strategy", PIPELINES[6::28], ids=lambda s: s.name)

@@ -38,11 +38,12 @@ def wrong(run, reference, config=CONFIG):
 
 
 def with_tree(run, tree, change):
-    """The run with `change` made to a copy of one of its trees; the gradients of each step are trees too."""
-    if tree.startswith("gradients"):
-        step, gradients = int(tree[-1]), list(run.gradients)
-        gradients[step] = change(dict(gradients[step]))
-        return dataclasses.replace(run, gradients=gradients)
+    """The run with `change` made to a copy of one of its trees; those of each step are trees too."""
+    if tree in STEPS:
+        tree, step = tree.split()
+        series = list(getattr(run, tree))
+        series[int(step)] = change(dict(series[int(step)]))
+        return dataclasses.replace(run, **{tree: series})
     return dataclasses.replace(run, **{tree: change(dict(getattr(run, tree)))})
 
 
@@ -57,7 +58,10 @@ def test_a_run_equals_itself(run):
     assert not wrong(run, run)
 
 
-@pytest.mark.parametrize("tree", [*TREES, "gradients 0", "gradients 1"])
+STEPS = [f"{tree} {step}" for tree in ("gradients", "group_norms") for step in (0, 1)]
+
+
+@pytest.mark.parametrize("tree", [*TREES, *STEPS])
 def test_a_missing_leaf_or_an_empty_tree_is_reported(run, tree):
     def without_one(values):
         values.popitem()
@@ -69,9 +73,9 @@ def test_a_missing_leaf_or_an_empty_tree_is_reported(run, tree):
     assert wrong(empty, run) and wrong(empty, empty)
 
 
-@pytest.mark.parametrize("tree", [*TREES, "gradients 0", "gradients 1"])
+@pytest.mark.parametrize("tree", [*TREES, *STEPS])
 def test_a_wrong_value_of_any_leaf_is_reported(run, tree):
-    names = run.gradients[0] if tree.startswith("gradients") else getattr(run, tree)
+    names = getattr(run, tree[:-2])[0] if tree in STEPS else getattr(run, tree)
     for name in names:
         changed = with_tree(run, tree, lambda values, name=name: values | {name: 1.5 * values[name] + 0.1})
         assert {found for _, found in wrong(changed, run)} == {name}
@@ -152,6 +156,7 @@ def made_up(dtype) -> Observed:
     return Observed(
         losses=[1.0, 1.0],
         norms=[1.0, 1.0],
+        group_norms=[{"x": 1.0}, {"x": 1.0}],
         rates=[1.0, 1.0],
         gradients=[{"x": ones}, {"x": ones}],
         parameters={"x": np.zeros(4)},
@@ -178,6 +183,8 @@ def test_every_tolerance_is_the_one_that_is_stated(dtype):
             "evaluation": {"evaluation": grown},
             "first norm": {"norms": [grown, 1.0]},
             "second norm": {"norms": second(start.norms, grown)},
+            "first group": {"group_norms": [{"x": grown}, {"x": 1.0}]},
+            "second group": {"group_norms": [{"x": 1.0}, {"x": grown}]},
             "rates": {"rates": second(start.rates, grown)},
             "first gradient": {"gradients": [{"x": grown * np.ones(4)}, start.gradients[1]]},
             "second gradient": {"gradients": [start.gradients[0], {"x": grown * np.ones(4)}]},
@@ -187,6 +194,7 @@ def test_every_tolerance_is_the_one_that_is_stated(dtype):
     allowed = {
         **{"losses": loss, "evaluation": loss, "first norm": gradient, "second norm": later, "rates": rate},
         **{"first gradient": gradient, "second gradient": later, "moment": 2 * gradient},
+        **{"first group": gradient, "second group": later},
     }
     for kind, tolerance in allowed.items():
         for share, passes in ((0.99, True), (1.01, False)):
@@ -218,6 +226,42 @@ def test_a_parameter_may_be_off_by_its_share_of_an_update(dtype, optimizer):
         off = np.array([share * gap, 0, 0, 0])
         changed = dataclasses.replace(start, parameters={"x": off})
         assert (("parameter", "x") not in wrong(changed, start, config)) == passes, share
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_is_near_0_in_any_step_may_have_either_sign_under_lion(dtype):
+    """Near 0 in the first step, or in the second, where gradients cancel. Clipping is of a whole step."""
+    config = Strategy("", "", dtype=dtype, optimizer={"name": "lion"}).run_config()
+    one, two = config.optimizer.beta1, config.optimizer.beta2
+    cancels = -one * (1 - two) / (1 - one)  # of the first gradient, in the second step
+    gradients = [np.array([1.0, 1e-9, 1.0, 0.5]), np.array([1.0, 1.0, cancels, 0.5])]
+    start = dataclasses.replace(made_up(dtype), gradients=[{"x": g} for g in gradients], rounded={})
+    for element, passes in enumerate((False, True, True, False)):
+        off = np.zeros(4)
+        off[element] = 2 * config.optimizer.lr
+        changed = dataclasses.replace(start, parameters={"x": off})
+        assert (("parameter", "x") not in wrong(changed, start, config)) == passes, element
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [("float32", 1e-5), ("bfloat16", 8e-3), ("float16", 1e-3)])
+def test_counts_and_the_biases_that_follow_them_are_judged_by_themselves(dtype, unit):
+    """A count to its rounding, whatever the learning rate is; a bias by whether its count was at the mean."""
+    mixture = {"balance_rate": 0.01}
+    config = Strategy("", "", dtype=dtype, preset="moe-proof", model=mixture).run_config()
+    load, bias = (f"blocks.mlp.router.{name}[0]" for name in ("load", "bias"))
+    counts, above = np.array([1.0, 0.2, 0.6, 0.2]), np.array([0.5, -0.3, unit / 4, -0.3])
+    gradients = [{load: counts, bias: above}] * 2
+    start = dataclasses.replace(
+        made_up(dtype), gradients=gradients, parameters={load: counts, bias: np.zeros(4)}, rounded={}
+    )
+
+    def found(name, off):
+        parameters = start.parameters | {name: start.parameters[name] + np.array(off)}
+        found = {kind for kind, _ in wrong(dataclasses.replace(start, parameters=parameters), start, config)}
+        return found - {f"{dtype} parameter"}  # which nothing has rounded here
+
+    assert found(load, [0, 0.9 * unit, 0, 0]) == set() and found(load, [0, 1.1 * unit, 0, 0]) == {"count"}
+    assert found(bias, [0, 0, 0.02, 0]) == set() and found(bias, [0.02, 0, 0, 0]) == {"balance"}
 
 
 def test_rounding_of_a_parameter_itself_is_no_difference():

@@ -60,6 +60,7 @@ def ask(oracle: OracleName, config: RunConfig, batches: list[dict], start: dict[
     return Observed(
         losses=found["losses"],
         norms=found["norms"],
+        group_norms=[_group_norms(each) for each in found["gradients"]],
         rates=found["rates"],
         gradients=[by_layer(each) for each in found["gradients"]],
         parameters=by_layer(found["parameters"]),
@@ -98,6 +99,15 @@ def _gpt2(config: RunConfig):
 
     sizes = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(Shape)}
     return Gpt2(Shape(**sizes), config.seed)
+
+
+def _group_norms(gradients: dict) -> dict[str, float]:
+    """Norms of what stands together: "blocks.attention" of all layers, and each table by itself."""
+    squares: dict[str, float] = {}
+    for name, g in gradients.items():
+        group = ".".join(name.split(".")[:-1][:3]) or name
+        squares[group] = squares.get(group, 0.0) + float(np.square(g).sum())
+    return {group: square**0.5 for group, square in squares.items()}
 
 
 def _moments(optimizer: str, found: dict) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from jax import lax, random
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import tensor
 from jaxdist.parallel.context_parallel import Split
-from jaxdist.parallel.dropout import dropout
+from jaxdist.parallel.dropout import draw, dropout
 from jaxdist.parallel.expert_parallel import (
     NOWHERE,
     Experts,
@@ -48,6 +48,7 @@ class Context:
     number of tokens of the global batch (times fp16's loss scale); None outside of training. cache: of keys and values,
     where text is generated (`jaxdist.models.cache`). What is traced are these five. probe: where the model is, in a run
     that is watched (`jaxdist.probes.Probe`); None in every other.
+    draws_choices: whether experts are drawn, not chosen by their scores (`choose`): in proofs in 16 bits.
     """
 
     sp: bool = False
@@ -64,6 +65,7 @@ class Context:
     weight: jax.Array | None = None
     cache: Any = None
     probe: Any = None
+    draws_choices: bool = False
 
     def at(self, site: int | jax.Array) -> "Context":
         """The same at another place of the model, where dropout draws other masks."""
@@ -182,6 +184,18 @@ class Context:
             y_RD = apply_experts_with_capacity(experts, *flat, num_experts, slots_each, self.expert_axes)
         y_BTD = y_RD.reshape(x_BTD.shape)
         return self._observe("mixture.out", y_BTD if over_tp else tensor.leave(y_BTD, self.sp))
+
+    def choose(self, scores_BTE: jax.Array, number: int) -> jax.Array:
+        """Each token's experts, those of the highest scores: expert[B, T, number]. Ties go to the first.
+
+        Layout: scores in the layout between layers. A score that rounding moves past another makes a token another
+        expert's, and no tolerance covers that. So two runs in 16 bits are compared with choices that are drawn for each
+        row and position, as dropout's masks are, and the same on every mesh.
+        """
+        if self.draws_choices:
+            rows_B, places_T = self.rows_B, self._places(scores_BTE.shape[1])
+            scores_BTE = comm.varying_like(draw(random.key(0), scores_BTE.shape[2:], rows_B, places_T), scores_BTE)
+        return lax.top_k(lax.stop_gradient(scores_BTE), number)[1]
 
     def within_capacity(self, expert_BTK: jax.Array, num_experts: int, capacity: int) -> jax.Array:
         """The choices, NOWHERE from where an expert has `capacity` tokens of a whole sequence

@@ -10,7 +10,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.models.context import Context
@@ -131,7 +130,7 @@ class Router(nnx.Module):
         logits_BTE = ctx.observe("router", x_BTD.astype(wide) @ self.w[...].astype(wide))
         scores_BTE = jax.nn.softmax(logits_BTE) if mixture.router_score == "softmax" else jax.nn.sigmoid(logits_BTE)
         by_BTE = scores_BTE + self.bias[...].astype(wide) if mixture.balance_rate else scores_BTE
-        _, expert_BTK = lax.top_k(lax.stop_gradient(by_BTE), mixture.top_k)
+        expert_BTK = ctx.choose(by_BTE, mixture.top_k)
         weight_BTK = jnp.take_along_axis(scores_BTE, expert_BTK, axis=-1)
         if mixture.normalised:
             weight_BTK = weight_BTK / weight_BTK.sum(-1, keepdims=True)

@@ -16,13 +16,13 @@ def dropout(x: jax.Array, rate: float, key: jax.Array, *indices: jax.Array) -> j
     dim d of the local array, for every leading dim that some mesh axis may split; the key is folded with them, one
     dim after the other, and the remaining dims are drawn at once.
     """
-    rest = x.shape[len(indices) :]
-
-    def draw(key: jax.Array, indices: tuple[jax.Array, ...]) -> jax.Array:
-        if not indices:
-            return random.bits(key, rest, jnp.uint32)
-        keys = jax.vmap(partial(random.fold_in, key))(indices[0])
-        return jax.vmap(lambda each: draw(each, indices[1:]))(keys)
-
-    kept = mark_saveable(draw(key, indices) >= jnp.uint32(rate * 2**32))
+    kept = mark_saveable(draw(key, x.shape[len(indices) :], *indices) >= jnp.uint32(rate * 2**32))
     return jnp.where(kept, x * (1 / (1 - rate)), 0).astype(x.dtype)
+
+
+def draw(key: jax.Array, shape: tuple[int, ...], *indices: jax.Array) -> jax.Array:
+    """Random u32[*lengths of indices, *shape]: the key is folded with each index in turn, and `shape` drawn at once."""
+    if not indices:
+        return random.bits(key, shape, jnp.uint32)
+    keys = jax.vmap(partial(random.fold_in, key))(indices[0])
+    return jax.vmap(lambda each: draw(each, shape, *indices[1:]))(keys)

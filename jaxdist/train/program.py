@@ -147,11 +147,12 @@ def build_program(
     compiler_options: dict | None = None,
     poison: Callable | None = None,
     recorder: Recorder | None = None,
+    draws_choices: bool = False,
 ) -> Program:
     """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run.
 
     poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.runtime.fault_injection`).
-    recorder: of what the step's probes see (`jaxdist.divergence`).
+    recorder: of what the step's probes see (`jaxdist.divergence`). draws_choices: as in `Context`.
     """
     if config.precision.dtype == "float64" and not jax.config.jax_enable_x64:
         raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")
@@ -163,8 +164,12 @@ def build_program(
         )
     layout = make_layout(config.model, config.parallel, config.part_layers)
     platform = platform_of(mesh)
-    trains = ShardedModel.of(config, layout, attention_on(mesh, config, training=True), platform, recorder)
-    evaluates = ShardedModel.of(config, layout, attention_on(mesh, config, training=False), platform)
+    trains = ShardedModel.of(
+        config, layout, attention_on(mesh, config, training=True), platform, recorder, draws_choices
+    )
+    evaluates = ShardedModel.of(
+        config, layout, attention_on(mesh, config, training=False), platform, draws_choices=draws_choices
+    )
     optimizer = make_optimizer(config.optimizer, layout.trained)
     specs = State(
         step=REPLICATED,

@@ -66,6 +66,7 @@ class ShardedModel:
         attention: str,
         platform: str = "abstract",
         recorder: Recorder | None = None,
+        draws_choices: bool = False,
     ) -> "ShardedModel":
         parallel = config.parallel
         ctx = Context(
@@ -78,6 +79,7 @@ class ShardedModel:
             loss_chunks=parallel.loss_chunks,
             on_gpu=platform == "gpu",
             probe=None if recorder is None else Probe(recorder),
+            draws_choices=draws_choices,
         )
         return cls(config, layout, ctx, parallel.unrolls(platform, config.model.num_layers))
 
