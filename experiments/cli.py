@@ -29,7 +29,7 @@ from rich.markup import escape
 from jaxdist import compat, versions
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
-from jaxdist.errors import ConfigError, printable, reason_of, require_positive
+from jaxdist.errors import ConfigError, full_disk, printable, reason_of, require_positive
 from jaxdist.models.base import Model
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import SIZES, ModelFlags, class_name, fault_in, is_code, name_of, source_digest
@@ -425,7 +425,7 @@ def _join_to_end(flags_type: type) -> None:
 
 def _unexpected(error: Exception, prog: str, model: str | None) -> tuple[int, str]:
     """Exit code and one line for an exception that no program expected; a user's own `model` may have caused it."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+    if full_disk(error) or (isinstance(error, OSError) and error.errno == errno.EIO):
         _abandon_output()
         return EXIT_SAVE, f"[bold red]error:[/] the output cannot be written: {escape(str(error))}"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdist.checkpoint import safetensors
-from jaxdist.checkpoint.checkpoints import Checkpoints
+from jaxdist.checkpoint.checkpoints import Checkpoints, SaveFailed
 from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
 from jaxdist.checkpoint.trained import GENERATION, SOURCE, Weights, find_weights
 from jaxdist.checkpoint.weights import (
@@ -39,7 +39,7 @@ from jaxdist.checkpoint.weights import (
 )
 from jaxdist.commands import command_text, install_text
 from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig, to_dict
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, reason_of
 from jaxdist.files import write_whole
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import Model
@@ -90,10 +90,10 @@ def main(flags: Hf | Ours, console: Console) -> int:
     flags.join(console)
     try:
         return import_weights(flags, console) if isinstance(flags, Hf) else export_weights(flags, console)
-    except OSError as error:
-        path = error.filename or flags.out
+    except (OSError, SaveFailed) as error:
+        path = getattr(error, "filename", None) or flags.out
         raise ConfigError(
-            f"{path}", f"it cannot be read or written ({error.strerror})", "Give room or access"
+            f"{path}", f"it cannot be read or written ({reason_of(error)})", "Give room or access"
         ) from error
 
 

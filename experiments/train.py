@@ -12,8 +12,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ from jaxdist.runtime.metrics import (
     process_lines,
     require_writable_folder,
 )
-from jaxdist.runtime.run_folder import held, require_shared
+from jaxdist.runtime.run_folder import Hold, held, require_shared
 from jaxdist.runtime.signals import Signals
 from jaxdist.runtime.stragglers import StragglerWatch
 from jaxdist.runtime.telemetry import DeviceMemory, MeanLap, Stopwatch, device_memory
@@ -279,6 +279,7 @@ class Job:
     fault: Fault | None
     program: Program
     data: dict
+    hold: Hold | None  # of the folder, by the first process
 
     def warn(self, text: str) -> None:
         self.console.print(f"[yellow]warning:[/] {escape(in_flags(text, TrainFlags))}", soft_wrap=True)
@@ -347,11 +348,18 @@ class Run(Job):
     def not_saved(self, error: SaveFailed) -> None:
         self.console.print(f"[bold red]not saved:[/] {escape(str(error))}", soft_wrap=True)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the run's folder is no longer the one that it began in."""
+        return self.hold is not None and self.hold.is_lost()
+
     def stop_reason(self) -> tuple[str, int] | None:
         """Why this process wants to stop before the next step, and the exit code for it."""
         used_up = self.budget.stop_reason() if self.budget else None
         if self.signals.number is not None:
             return self.signals.reason, EXIT_SIGNAL + self.signals.number
+        if self.is_lost:
+            return f"{self.out} was removed while the run used it", EXIT_SAVE
         return (used_up, EXIT_BUDGET) if used_up else None
 
 
@@ -414,7 +422,7 @@ def check_job(flags: TrainFlags, console: Console) -> Job:
     data |= {"tokenizer": tokens.tokenizer, "end_of_document": tokens.end_of_document}
     shown = f"{corpus.about} (SHA-256 {data['fingerprint'][:12]}...)"
     processes.require_agreement("data", {"--data": processes.Shown(data["fingerprint"], shown)}, seconds=600)
-    return Job(flags, console, config, devices, options, out, corpus, batches, held_out, fault, program, data)
+    return Job(flags, console, config, devices, options, out, corpus, batches, held_out, fault, program, data, None)
 
 
 def take_folder(job: Job, stack: ExitStack) -> bool:
@@ -426,7 +434,7 @@ def take_folder(job: Job, stack: ExitStack) -> bool:
         return False
     done = False
     if processes.is_first():
-        stack.enter_context(held(job.out, "out", job.warn))
+        job.hold = stack.enter_context(held(job.out, "out", job.warn))
     require_shared(job.out, "out")
     if processes.is_first():
         if job.flags.fresh:
@@ -558,6 +566,9 @@ def report_done(run: Run, progress: resume.Progress, last: float) -> int:
     )
     if run.budget:
         console.print(f"cost {run.budget.report()}")
+    if run.is_lost:
+        console.print(f"[bold red]lost:[/] {escape(str(run.out))} was removed while the run used it", soft_wrap=True)
+        return EXIT_SAVE
     if not complete:
         console.print(f"[bold red]not written:[/] summary.json ({escape(str(run.files.failure))})")
     return 0 if complete else EXIT_SAVE
@@ -736,6 +747,7 @@ class Loop:
         self._check_replicas = make_replica_check(run.program)
         self._spikes = SpikeWatch(recent=start.progress.recent)
         self._skips_in_a_row, self._digests = 0, {}
+        self._writes = self._writes_own = True  # whether the disk took the last lines
         self._counts_experts, self._counts = bool(expert_load.counters(run.program.layout.trained)), {}
         self._watch, self.laps = Stopwatch(), MeanLap()
         self._window, self._tracing = run.window, False
@@ -806,9 +818,13 @@ class Loop:
         if spread := self._stragglers.report(step):
             record["processes"] = {name: each._asdict() for name, each in spread.items()}
         self._write(record)
-        if not run.files.write_step(record):
+        written = run.files.write_step(record)
+        if not written and self._writes:  # once, not in every step
             reason = escape(str(run.files.failure))
-            run.console.print(f"[bold red]not written:[/] the metrics of step {step} ({reason})")
+            run.console.print(f"[bold red]not written:[/] the metrics of step {step} and on ({reason})")
+        elif written and not self._writes:
+            run.console.print(f"the metrics are written again from step {step} on")
+        self._writes = written
         if not record["tokens"]:
             run.warn(f"batch {record['batch']} of step {step} has no target: its loss of 0 says nothing")
         tokens = self.progress.tokens + record["tokens"]
@@ -819,19 +835,22 @@ class Loop:
         """End what goes on beside the steps, however the run ends."""
         self.end_profile()
         for exporter in self._exporters:
-            exporter.close()
+            with self._optional(f"{type(exporter).__name__} may lack the last numbers"):
+                exporter.close()
 
     def _profile_from(self, step: int) -> None:
         if self._window is not None and step == self._window.first:
-            jax.profiler.start_trace(profile.folder_of(self.run.out), create_perfetto_trace=True)
-            self._tracing = True
+            with self._optional("the profile cannot be begun"):
+                jax.profiler.start_trace(profile.folder_of(self.run.out), create_perfetto_trace=True)
+                self._tracing = True
 
     def _profile_to(self, step: int) -> None:
         """End the trace after its last step, and say what it shows."""
         run, window = self.run, self._window
         if not self._tracing or step < min(window.last, run.config.steps):
             return
-        self.end_profile()
+        if not self.end_profile():
+            return
         folder = profile.folder_of(run.out)
         try:
             found = profile.summarise(folder, run.step.as_text(), run.config.parallel.mesh, run.devices.devices)
@@ -844,11 +863,22 @@ class Loop:
             f"[bold]profile[/] of steps {window.first} to {step} in {folder}: {text}{note}", soft_wrap=True
         )
 
-    def end_profile(self) -> None:
-        """Of a run that ends within its window as well."""
+    def end_profile(self) -> bool:
+        """Write the trace down, also of a run that ends within its window. False where it could not be written."""
         if self._tracing:
             self._tracing = False
-            jax.profiler.stop_trace()
+            with self._optional("the profile cannot be written"):
+                jax.profiler.stop_trace()
+                return True
+        return False
+
+    @contextmanager
+    def _optional(self, failure: str) -> Iterator[None]:
+        """For what a run goes on without, as on a full disk: a warning says so."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            self.run.warn(f"{failure}: {reason_of(error)}")
 
     def _write(self, record: dict) -> None:
         """What this process alone knows of a step."""
@@ -862,8 +892,11 @@ class Loop:
         memory = [each._asdict() for each in self.memory]
         own = {"step": record["step"], "time": time.time(), "seconds": record["seconds"]}
         own |= {"gpus": [each._asdict() for each in found]} if found else {}
-        if self.run.lines and not self.run.lines.write({**own, "memory": memory} if memory else own):
-            self.run.warn(f"the metrics of this process are not written: {self.run.lines.failure}")
+        if self.run.lines:
+            written = self.run.lines.write({**own, "memory": memory} if memory else own)
+            if not written and self._writes_own:
+                self.run.warn(f"the metrics of this process are not written: {self.run.lines.failure}")
+            self._writes_own = written
 
     def _is_said(self, step: int) -> bool:
         return step % max(1, self.run.config.steps // 20) == 0
@@ -952,6 +985,14 @@ def last_save(run: Run, state: State, progress: resume.Progress, code: int) -> t
     if run.checkpoints is None:
         return code, "no checkpoint was made: there is no --out"
     run.watchdog.alive("writing the last checkpoint")
+    taken = ""
+    if run.is_lost:
+        try:
+            run.hold.take_again()
+        except ConfigError as error:
+            taken = str(error)
+    if taken := processes.from_first("folder", taken):
+        return EXIT_SAVE, taken
     try:
         run.save(state, progress)
         run.checkpoints.finish()

@@ -1,6 +1,8 @@
 """The one error a user's own input can cause, checks that raise it, and text from elsewhere made safe to show."""
 
+import errno
 import math
+import os
 import unicodedata
 
 # Control characters, surrogates (bytes of a name that are not UTF-8) and what reorders or hides text.
@@ -20,8 +22,18 @@ class ConfigError(ValueError):
         self.asked, self.required = asked, required
 
 
+FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+
+
+def full_disk(error: BaseException) -> str | None:
+    """What the system says of a disk that takes no more, in an error of any library; None for another error."""
+    return next((reason for reason in FULL if reason in str(error)), None)
+
+
 def reason_of(error: BaseException) -> str:
     """One line that says why; the name of the exception's type where it carries no message."""
+    if reason := full_disk(error):
+        return reason
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     lines = str(error).strip().splitlines()

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -238,6 +239,14 @@ def test_a_failure_that_is_known_is_raised_before_the_next_save(damaged, small, 
     with pytest.raises(SaveFailed, match="step 11"):
         damaged.wait_if_failed()
     damaged.wait_if_failed()
+
+
+def test_writes_that_end_after_a_failed_one_print_no_traceback():
+    shown, late = [], RuntimeError("Event loop is closed")
+    hook = checkpoint._without_late_writes(shown.append)
+    for error, owner in ((late, None), (late, hook), (OSError("late"), None)):
+        hook(SimpleNamespace(exc_value=error, object=owner))
+    assert [each.object for each in shown] == [hook, None]
 
 
 def test_what_orbax_logs_and_raises_is_not_logged():

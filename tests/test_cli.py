@@ -558,6 +558,7 @@ def test_the_fuzzer_sees_each_kind_of_fault(tmp_path):
         (ValueError(), 71, "defect: ValueError: ValueError."),
         (MemoryError(), 1, "not enough memory"),
         (RuntimeError("RESOURCE_EXHAUSTED: 5 GiB"), 1, "not enough memory"),
+        (RuntimeError("RESOURCE_EXHAUSTED: a.pb; No space left on device"), 74, "No space left"),
         (OSError(28, "No space left on device"), 74, "the output cannot be written"),
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 141, ""),

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+from unittest import mock
 
+import jax
 import pytest
 from test_generate_cli import run
 
@@ -122,6 +124,14 @@ def test_a_run_is_profiled_and_says_what_was_exposed(tmp_path, capfd):
     assert list(folder.glob("plugins/profile/*/perfetto_trace.json.gz")) and list(
         folder.glob("plugins/profile/*/*.xplane.pb")
     )
+    for name in ("start_trace", "stop_trace"):
+        full = mock.Mock(side_effect=jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: a.pb; No space left on device"))
+        with mock.patch.object(jax.profiler, name, full):
+            run_words[-3] = tmp_path / name
+            code, out, err = run(train.main, train.TrainFlags, "train", run_words, capfd)
+        assert code == 0 and "the profile cannot be" in out and "No space left" in out, err
+        if name == "stop_trace":
+            jax.profiler.stop_trace()
     for more, match in (
         (["--profile", "2:3"], "without --out"),
         (["--out", tmp_path / "a", "--profile", "7:8"], "ends after"),

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -52,6 +53,20 @@ class _SaidElsewhere(logging.Filter):
 
 
 logging.getLogger("absl").addFilter(_SaidElsewhere())
+
+
+def _without_late_writes(show: Callable) -> Callable:
+    """A hook for exceptions that nobody catches, less those of writes that end after one that failed: Orbax has closed
+    the event loop by then, and TensorStore would print a traceback for each."""
+
+    def hook(unraisable) -> None:
+        if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+            show(unraisable)
+
+    return hook
+
+
+sys.unraisablehook = _without_late_writes(sys.unraisablehook)
 
 
 class SaveFailed(RuntimeError):

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 from jaxdist.errors import ConfigError
+from jaxdist.files import write_whole
 from jaxdist.mesh import MeshShape
 from jaxdist.plan.proof.compile import emitted_collectives
 from jaxdist.runtime import processes
@@ -72,7 +73,7 @@ def summarise(folder: Path, text: str, mesh: MeshShape, devices: Sequence[jax.De
     """
     mine = {d.local_hardware_id: rank for rank, d in enumerate(devices) if d.process_index == jax.process_index()}
     found = device_times(read_events(folder), text, mesh, mine)
-    (folder / SUMMARY).write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n")
+    write_whole(folder / SUMMARY, (json.dumps([asdict(each) for each in found], indent=2) + "\n").encode())
     return found
 
 
