@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdist.errors import ConfigError, require_within
+from jaxdist.files import write_whole
 from jaxdist.parallel import collectives as comm
 from jaxdist.plan.hardware import Accelerator, find_hardware
 from jaxdist.plan.time_model import FUSED_BACKWARD, Efficiency, efficiency_of
@@ -82,7 +83,7 @@ def main(flags: CalibrateFlags, console: Console) -> None:
                 "Name it by --hardware, or describe it in --hardware-file",
             )
     measured = replace(before, **found, stack=f"measured on {local[0].device_kind}")
-    out.write_text(as_toml(measured), encoding="utf-8")
+    write_whole(out, as_toml(measured).encode())
     show(console, hardware, before, measured, found, out)
 
 

@@ -30,6 +30,7 @@ from jaxdist import compat, versions
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, full_disk, printable, reason_of, require_positive
+from jaxdist.files import write_whole
 from jaxdist.models.base import Model
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import SIZES, ModelFlags, class_name, fault_in, is_code, name_of, source_digest
@@ -182,11 +183,22 @@ def set_precision(config: RunConfig) -> None:
 
 
 def require_writable(flag: str, path: str | None) -> None:
-    """Refuse a file that cannot be written, before any work is done for it; a pipe without a reader is refused too."""
+    """Refuse a file that cannot be written, before any work is done for it; a pipe without a reader is refused too.
+
+    What is there stays as it is.
+    """
     if path is None:
         return
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        there = Path(path).resolve()
+        if _is_replaced(path):
+            if there.exists() and not os.access(there, os.W_OK):
+                raise PermissionError(errno.EACCES, "permission denied")
+            probe = there.with_name(f"{there.name}.part")
+            probe.touch()
+            probe.unlink()
+            return
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             kind = os.fstat(descriptor).st_mode
             if stat.S_ISCHR(kind):
@@ -202,13 +214,25 @@ def require_writable(flag: str, path: str | None) -> None:
 
 
 def write_output(flag: str, path: str, text: str) -> None:
-    """Write a file that `require_writable` has seen. Raises: ConfigError where the disk does not take it."""
+    """Write a file that `require_writable` has seen, whole: the one before it stays until then.
+
+    Raises: ConfigError where the disk does not take it.
+    """
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        if _is_replaced(path):
+            write_whole(Path(path).resolve(), text.encode())
+        else:
+            Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"{flag} {path!r}", f"it cannot be written ({error.strerror})", "Name a file with room for it"
         ) from error
+
+
+def _is_replaced(path: str) -> bool:
+    """Whether an output is a file of its own; not a device, nor what /dev/stdout leads to."""
+    there = Path(path)
+    return not there.is_relative_to("/dev") and (there.is_file() or not there.exists())
 
 
 def make_folder(flag: str, path: str | None) -> Path | None:

@@ -27,6 +27,7 @@ from rich.markup import escape
 
 from jaxdist.commands import command_text, command_words, install_text
 from jaxdist.errors import ConfigError
+from jaxdist.files import write_whole
 from jaxdist.runtime.devices import Devices, acquire_devices
 
 from .bench.rows import describe_machine
@@ -247,8 +248,8 @@ class Report:
 
     def _write(self) -> None:
         content = {"header": self.header, "rows": self.rows, "sections": self.sections}
-        (self.folder / "gpu.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        (self.folder / "gpu.md").write_text(self.as_markdown(), encoding="utf-8")
+        write_whole(self.folder / "gpu.json", (json.dumps(content, indent=1) + "\n").encode())
+        write_whole(self.folder / "gpu.md", self.as_markdown().encode())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Pictures of pipeline schedules, drawn by matplotlib (the extra `draw`)."""
 
 import importlib.util
+import io
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError
+from jaxdist.files import write_whole
 from jaxdist.parallel.pipeline.schedules import Phase, Schedule
 from jaxdist.parallel.pipeline.simulate import Costs, held_chunks, simulate
 
@@ -101,7 +103,9 @@ def write_both(figure: "Figure", stem: Path, console: Console) -> None:
             with rc_context(
                 {"svg.fonttype": "none", "svg.hashsalt": "jaxdist"}
             ):  # text stays text; the same every time
-                figure.savefig(path, dpi=120, metadata={"Date": None} if kind == "svg" else {})
+                drawn = io.BytesIO()
+                figure.savefig(drawn, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {})
+            write_whole(path, drawn.getvalue())
         except OSError as error:
             raise ConfigError(
                 f"--draw {str(stem.parent)!r}", f"cannot write {path} ({error.strerror})", "Name another"

@@ -12,6 +12,8 @@ import sys
 import tempfile
 import time
 from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -26,6 +28,7 @@ from experiments.generate import GenerateFlags
 from experiments.progress import Progress
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
+from jaxdist import files
 from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
@@ -589,6 +592,31 @@ def test_text_from_elsewhere_cannot_command_a_terminal(monkeypatch, capsys):
     assert code == 2 and r"\x1b]0;title\x07" in err and r"\udcff" in err and not {"\x1b", "\x07", "\u202e"} & set(err)
     code, _, err = run(monkeypatch, capsys, "train", "--attention", "\x1b[31m")
     assert code == 2 and r"\x1b[31m" in err and "\x1b[31m'" not in err
+
+
+def test_an_output_that_fails_leaves_the_one_before_it(monkeypatch, capsys, tmp_path):
+    """Written through a link, to the file it leads to; refused on a full disk without a byte of either lost."""
+    (tmp_path / "old.json").write_text("the old one")
+    (tmp_path / "link").symlink_to(tmp_path / "old.json")
+    cli.require_writable("--json", str(tmp_path / "link"))
+    cli.require_writable("--json", str(tmp_path / "new"))
+    with monkeypatch.context() as patched, pytest.raises(ConfigError):
+        patched.setattr(files.os, "fsync", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        cli.write_output("--json", str(tmp_path / "link"), "the new one")
+    assert {path.name for path in tmp_path.iterdir()} == {"old.json", "link"}
+    assert (tmp_path / "old.json").read_text() == "the old one"
+    cli.write_output("--json", str(tmp_path / "link"), "the new one")
+    assert (tmp_path / "old.json").read_text() == "the new one" and (tmp_path / "link").is_symlink()
+    cli.write_output("--json", "/dev/null", "no file is made there")
+
+
+def test_every_output_is_written_aside():
+    """Beside `write_whole`: a device, a nonce that is removed again, and text that two programs train on."""
+    allowed = {"cli.py": 1, "run_folder.py": 1, "faults.py": 1, "chaos.py": 4}
+    root = Path(cli.__file__).parent
+    paths = [*root.rglob("*.py"), *Path(files.__file__).parent.rglob("*.py")]
+    found = {path.name: len(re.findall(r"write_(?:text|bytes)\(", path.read_text())) for path in paths}
+    assert {name: count for name, count in found.items() if count} == allowed
 
 
 def test_a_pipe_is_not_waited_for(monkeypatch, capsys, tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from jaxdist.commands import command_text
+from jaxdist.files import write_whole
 from jaxdist.runtime.devices import Devices
 
 PACKAGES = (
@@ -122,4 +123,4 @@ def ask_nvidia_smi(fields: str) -> str | None:
 
 def write_rows(path: str | Path, header: dict, rows: Sequence[Row]) -> None:
     record = {"header": header, "rows": [asdict(row) for row in rows]}
-    Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_whole(Path(path), (json.dumps(record, indent=1) + "\n").encode())

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from jaxdist.commands import command_text, command_words, import_root, install_text
 from jaxdist.errors import ConfigError
+from jaxdist.files import write_whole
 from jaxdist.runtime.devices import acquire_devices
 
 from ..cli import make_folder, run_program
@@ -206,7 +207,7 @@ def fill_page(lab: Lab, result: Result, folder: Path, console: Console) -> bool:
         written = pages.draw(lab, result, folder / pages.DRAWN)
         if page.exists():
             text = page.read_text(encoding="utf-8")
-            page.write_text(pages.filled(text, pages.blocks_of(lab, result, broken)), encoding="utf-8")
+            write_whole(page, pages.filled(text, pages.blocks_of(lab, result, broken)).encode())
             written.append(page)
     except OSError as error:
         raise ConfigError(f"--out {str(folder)!r}", f"cannot be written ({error.strerror})", "Name another") from error
@@ -242,7 +243,7 @@ def run_all(flags: LabsFlags, console: Console) -> int:
     if index.exists():
         labs = [find_lab(name) for name in COURSE]
         text = index.read_text(encoding="utf-8")
-        index.write_text(pages.filled(text, {("course", ""): pages.course_text(labs)}), encoding="utf-8")
+        write_whole(index, pages.filled(text, {("course", ""): pages.course_text(labs)}).encode())
     minutes = (time.monotonic() - started) / 60
     console.print(f"{passed} of {len(COURSE)} labs in {minutes:.1f} min", markup=False)
     return 0 if passed == len(COURSE) else 1

@@ -4,6 +4,8 @@ import re
 import shutil
 from pathlib import Path
 
+from jaxdist.files import write_whole
+
 from .pages import BLOCK, DRAWN
 
 REPOSITORY = "https://github.com/jaxdist/jaxdist/blob/main/"
@@ -25,7 +27,7 @@ def write_notebooks(pages: Path, folder: Path, names: list[str]) -> list[Path]:
     written = []
     for name in names:
         path = folder / f"{name}.ipynb"
-        path.write_text(notebook((pages / f"{name}.md").read_text(encoding="utf-8")), encoding="utf-8")
+        write_whole(path, notebook((pages / f"{name}.md").read_text(encoding="utf-8")).encode())
         written.append(path)
     return written
 

@@ -11,10 +11,13 @@
 | `course` | of `index.md`: every lab with its question |
 """
 
+import io
 import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
+
+from jaxdist.files import write_whole
 
 from .drawing import STYLE
 from .lab import Break, Guess, Lab, Picture, Result, Table
@@ -97,6 +100,8 @@ def draw(lab: Lab, result: Result, folder: Path) -> list[Path]:
     for picture in result.pictures:
         path = folder / file_name(lab, picture)
         with rc_context({**STYLE, "svg.hashsalt": path.name}):
-            picture.draw().savefig(path, metadata={"Date": None})
+            drawn = io.BytesIO()
+            picture.draw().savefig(drawn, format=path.suffix.removeprefix("."), metadata={"Date": None})
+        write_whole(path, drawn.getvalue())
         paths.append(path)
     return paths

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxdist.files import write_whole
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.papers import calibration, formulas
 from jaxdist.plan.papers.calibration import MEGATRON, TimeCase, mean_and_max, not_printed
@@ -507,7 +508,7 @@ def main() -> None:
             parser.error(f"--write {chosen[0]}: there are {' and '.join(ACCELERATORS)}")
         found = asdict(calibrated(chosen[0]))
         lines = [f"{field.name} = {found[field.name]!r}".replace("'", '"') for field in fields(Efficiency)]
-        Path(chosen[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_whole(Path(chosen[1]), ("\n".join(lines) + "\n").encode())
         return
     for accelerator in ACCELERATORS:
         rows = leave_one_source_out(accelerator)

@@ -24,6 +24,7 @@ import numpy as np
 from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
+from jaxdist.files import write_whole
 from jaxdist.mesh import AXES, MeshShape, make_mesh
 from jaxdist.plan.proof import hlo
 from jaxdist.plan.proof.trace import Count, Iterations, Transfer, as_permutes, on_stages, times_each, total_sent
@@ -123,7 +124,7 @@ def compile_step(
     if dump is not None:
         folder = Path(dump)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"step-{target}.hlo.txt").write_text(text, encoding="utf-8")
+        write_whole(folder / f"step-{target}.hlo.txt", text.encode())
     return CompiledStep(
         target=target,
         seconds=seconds,
