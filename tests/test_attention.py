@@ -1,6 +1,7 @@
 """The written-out attention, in blocks of queries: values and gradients of one without blocks, in fewer products."""
 
 import dataclasses
+import itertools
 import warnings
 
 import jax
@@ -18,8 +19,10 @@ from jaxdist.models import attention
 from jaxdist.models.attention import LONG, attention_core, causal_blocks, choose_attention, cudnn_refusal
 from jaxdist.models.context import Context
 from jaxdist.parallel import blocked_attention
+from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.pipeline.split_backward import all_equations
+from jaxdist.parallel.tensor import heads_of_queries
 from jaxdist.train import program as programs
 from jaxdist.train.program import attention_on, build_program
 
@@ -195,3 +198,22 @@ def test_training_with_dropout_writes_attention_out_on_a_gpu_too(monkeypatch, ov
     chosen.clear()
     program.evaluate.trace(program.abstract_state().params, program.abstract_batch())
     assert set(chosen) == {"cudnn"}
+
+
+@pytest.mark.parametrize("num_heads", range(1, 13))
+def test_every_query_gets_the_key_of_its_group_however_tp_divides_them(num_heads, monkeypatch):
+    """Every number of key heads and every tp that divides the query heads, key heads unevenly over ranks among them."""
+    monkeypatch.setattr(comm, "varying", lambda x, axes: x)
+    divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+    for num_kv_heads, tp in itertools.product(divisors, divisors):
+        num_local, keys = num_heads // tp, np.arange(num_kv_heads)
+        for rank in range(tp):
+            monkeypatch.setattr(comm, "rank", lambda axis, rank=rank: rank)
+            heads = heads_of_queries(num_local, num_heads, num_kv_heads)
+            held = keys if num_kv_heads % tp else np.split(keys, tp)[rank]
+            computed = np.asarray(heads.pick(held, 0))
+            of_query = np.asarray(heads.of_each_query(computed.reshape(1, 1, -1, 1))).ravel()
+            # Attention divides its queries evenly among the keys that it is given.
+            found = np.repeat(of_query, num_local // len(of_query))
+            queries = rank * num_local + np.arange(num_local)
+            np.testing.assert_array_equal(found, queries // (num_heads // num_kv_heads), err_msg=f"{num_kv_heads} {tp}")
