@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from jaxdist.config import RunConfig
+from jaxdist.config import RunConfig, renewed
 from jaxdist.errors import ConfigError, is_utf8
 from jaxdist.files import read_text_file
 from jaxdist.models.lora import LoRA
@@ -77,6 +77,7 @@ def read_flags(flags_type: type[FileFlags], program: str, path: str) -> dict[str
             if key not in keys:
                 raise ConfigError(f"--config {path!r}", f"[{section}] has no {key!r}", f"Use {', '.join(keys)}")
             found = own if section == program else values
+            value = renewed(key, value) if section == "parallel" else value
             found[keys[key]] = _checked(path, f"{section}.{key}", value, hints[keys[key]])
     return {flag: value for flag, value in values.items() if flag not in flags_type.NOT_SHARED} | own
 

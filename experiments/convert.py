@@ -28,11 +28,12 @@ from jaxdist.checkpoint.checkpoints import Checkpoints, SaveFailed
 from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
 from jaxdist.checkpoint.trained import GENERATION, SOURCE, Weights, find_weights
 from jaxdist.checkpoint.weights import (
-    Source,
     copy_companions,
+    has_metadata,
     in_our_names,
     open_weights,
     read_weights,
+    source_from,
     source_of,
     stored_dtypes,
     write_weights,
@@ -132,7 +133,7 @@ def export_weights(flags: Ours, console: Console) -> int:
     weights = find_weights(flags.path, "path", trust=flags.trust)
     jax.config.update("jax_enable_x64", np.dtype(np.float64) in weights.dtypes.values())
     arrays = weights.read(abstract(weights.model, parallel, devices, weights.dtypes))
-    source = None if weights.source is None else Source(**weights.source)
+    source = None if weights.source is None else source_from(weights.source)
     dtype = None if flags.dtype == "source" else safetensors.NAMES[jnp.dtype(flags.dtype)]
     write_weights(flags.out, weights.model, arrays, source, dtype, partial(write_companions, weights))
     written = safetensors.open_folder(flags.out)
@@ -198,6 +199,8 @@ def prove(flags: Hf, model: Model, parallel: ParallelConfig, devices: Devices) -
     """Compare logits and every gradient with transformers on one batch in fp32, or say why that was not done."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     size = 4 * sum(math.prod(tensor.shape) for tensor in tensors_of(model))
+    if not has_metadata(open_weights(flags.path, model)[0].index):
+        return Proof("not proved: the index of the weights has no metadata, and transformers does not read such")
     if missing:
         return Proof(f"not proved: {' and '.join(missing)} not installed ({install_text('oracle')})")
     if jax.process_count() > 1:

@@ -82,7 +82,7 @@ class RunPanel:
         ]
 
     def _speed(self) -> str:
-        if "mfu" in self._record:
+        if {"mfu", "hfu"} <= self._record.keys():
             return f"   MFU {self._record['mfu']:.1%}, HFU {self._record['hfu']:.1%}"
         return "   (simulated: no speed)" if self.simulated else ""
 

@@ -43,12 +43,13 @@ from jaxdist.data.prepared import (
 )
 from jaxdist.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer
 from jaxdist.data.tokens import asked, decode_text, find_files, masked
-from jaxdist.errors import ConfigError, require_positive
+from jaxdist.errors import ConfigError, is_utf8, require_positive
 from jaxdist.files import read_regular, write_whole
 from jaxdist.runtime.run_folder import LOCK, held
 
 from .cli import flag_word, run_program
 
+BYTE_ORDER_MARK = "\ufeff"  # that some editors put before a file
 PIECE_BYTES = 1 << 20  # of text encoded as one; a longer document is cut at line ends
 BATCH_BYTES = 8 << 20  # of text given to the tokenizer's threads together
 
@@ -349,13 +350,13 @@ def _whole_length(text: bytes) -> int:
 def document_of(path: Path, line: bytes, offset: int, supervised: bool) -> list[Piece]:
     names = ("prompt", "answer") if supervised else ("text",)
     try:
-        found = json.loads(decode_text(path, line, offset))
+        found = json.loads(decode_text(path, line, offset).removeprefix(BYTE_ORDER_MARK))
         texts = [found[name] for name in names]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         texts = [None]
-    if not all(isinstance(text, str) for text in texts):
+    if not all(isinstance(text, str) and is_utf8(text) for text in texts):  # an escape can be half a character
         wanted = " and ".join(f'"{name}"' for name in names)
         raise ConfigError(
             asked(path),

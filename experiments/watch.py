@@ -6,6 +6,7 @@ python -m experiments.watch runs/a --once --svg panel.svg
 
 import io
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -90,19 +91,32 @@ def show(panel: RunPanel, folder: Path, seen: int) -> int:
 def records(path: Path, seen: int) -> Iterator[dict]:
     """The good lines of later steps that say what the panel shows: another version may have written others."""
     for step, line in read_metrics(path)[0]:
-        record = json.loads(line)
-        if step > seen and is_shown(record):
-            numbers = {name: float("nan") if record[name] is None else record[name] for name in NUMBERS}
-            yield {**record, **numbers}
+        if step > seen and (record := shown_of(json.loads(line))) is not None:
+            yield record
 
 
-def is_shown(record: dict) -> bool:
-    parts = record.get("seconds")
-    return record.keys() >= NEEDED and isinstance(parts, dict) and set(PARTS) <= parts.keys()
+def shown_of(record: dict) -> dict | None:
+    """What the panel shows of a line, each number a number (null: it was not finite); None where something is not."""
+    numbers = {name: record[name] for name in (*NUMBERS, *OPTIONAL) if name in record}
+    parts, norms = (record.get(name) for name in ("seconds", "grad_norms"))
+    if not (numbers.keys() >= set(NUMBERS) and isinstance(parts, dict) and isinstance(norms, dict)):
+        return None
+    numbers, norms = ({name: as_number(value) for name, value in found.items()} for found in (numbers, norms))
+    parts = {name: as_number(parts.get(name)) for name in (*PARTS, "total")}
+    if None in (*numbers.values(), *norms.values(), *parts.values()) or not sum(parts.values()) < MOST:
+        return None
+    return {"step": record["step"], "seconds": parts, "grad_norms": norms, **numbers}
 
 
+def as_number(value) -> float | None:
+    if value is None:
+        return math.nan
+    return float(value) if type(value) in (int, float) and abs(value) < 1e300 else None
+
+
+MOST = 1e9  # seconds
 NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_second")
-NEEDED = {"step", "seconds", "grad_norms", *NUMBERS}
+OPTIONAL = ("held_out_loss", "loss_scale", "mfu", "hfu")
 
 
 if __name__ == "__main__":

@@ -729,6 +729,13 @@ def to_dict(config: RunConfig) -> dict:
     return _without_tuples(dataclasses.asdict(config) | {"model": model_to_dict(config.model)})
 
 
+def renewed(name: str, value):
+    """A setting of ParallelConfig as an earlier version wrote it -> as this one does."""
+    if name == "unroll_layers" and isinstance(value, bool):
+        return "yes" if value else "auto"
+    return value
+
+
 def from_dict(found: dict, trust: bool = False) -> RunConfig:
     """What `to_dict` wrote, read from JSON; keys that are not a setting's are left out.
 
@@ -742,9 +749,8 @@ def from_dict(found: dict, trust: bool = False) -> RunConfig:
     )
     for name, cls in parts.items():
         if name in values:
-            if name == "parallel" and isinstance(values[name], dict):  # once it was true or false
-                word = {True: "yes", False: "auto"}.get(values[name].get("unroll_layers"))
-                values[name] = values[name] | ({"unroll_layers": word} if word else {})
+            if isinstance(values[name], dict):
+                values[name] = {key: renewed(key, value) for key, value in values[name].items()}
             nested = fields_of(cls, values[name], name, ("mesh",) if cls is ParallelConfig else ())
             if not trust and nested.get("schedule", NAMES[0]) not in NAMES:
                 reason = "a file names it, and no other file is opened because of that"

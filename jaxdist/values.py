@@ -23,6 +23,14 @@ def _as_kind(value: Any, kind: Any) -> Any:
         return value if isinstance(value, str) and value in get_args(kind) else WRONG
     if get_origin(kind) is tuple:
         return _as_tuple(value, get_args(kind))
+    if get_origin(kind) is list:
+        found = _as_tuple(value, (*get_args(kind), ...))
+        return WRONG if found is WRONG else list(found)
+    if get_origin(kind) is dict:
+        found = (
+            {name: as_type(part, get_args(kind)[1]) for name, part in value.items()} if isinstance(value, dict) else {}
+        )
+        return value if isinstance(value, dict) and WRONG not in found.values() else WRONG
     if kind is tuple:
         return tuple(value) if isinstance(value, list) else WRONG
     if kind is type(None):

@@ -1,5 +1,6 @@
 """Checkpoints: exact on every mesh, whole or not there, and nothing damaged, foreign or hostile gets through."""
 
+import copy
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import tensorstore
 from conftest import DEVICES
 
 from jaxdist.checkpoint import checkpoints as checkpoint
-from jaxdist.checkpoint import resume
+from jaxdist.checkpoint import resume, trained
 from jaxdist.checkpoint.checkpoints import MANIFEST, BadCheckpoint, Checkpoints, SaveFailed, locate, newest_good
 from jaxdist.checkpoint.logical import (
     PARAMS,
@@ -26,6 +27,7 @@ from jaxdist.checkpoint.logical import (
     parameters_from_logical,
     to_logical,
 )
+from jaxdist.checkpoint.trained import find_weights
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
@@ -327,6 +329,10 @@ def reseal(path, **changed):
         (lambda path: reseal(path, files={"arrays": 7}), "not a manifest of format"),
         (lambda path: reseal(path, files={}), "does not list this file"),
         (lambda path: reseal(path, more=1), "not a manifest of format"),
+        (lambda path: reseal(path, arrays={"params.x": ["float99", [1]]}), "not a manifest of format"),
+        (lambda path: reseal(path, arrays={"params.x": ["float32", ["1"]]}), "not a manifest of format"),
+        (lambda path: reseal(path, versions=[]), "not a manifest of format"),
+        (lambda path: reseal(path, step=True), "not a manifest of format"),
         (lambda path: path.unlink(), "cannot be read"),
     ],
 )
@@ -334,6 +340,62 @@ def test_a_foreign_or_hostile_manifest_is_refused(damaged, write, message):
     write(damaged.path(3) / MANIFEST)
     with pytest.raises(BadCheckpoint, match=message):
         damaged.check(3)
+
+
+def paths_in(value, path=()):
+    yield path
+    for name in value if isinstance(value, dict) else ():
+        yield from paths_in(value[name], (*path, name))
+
+
+def test_a_resealed_manifest_of_other_types_is_refused_or_means_the_same(small, monkeypatch):
+    """Every entry of what a run says of itself, as a value of every other type: never an error of ours."""
+    program, folder = small
+    manifest = Checkpoints(folder).check(3)
+    source = {"config": "{}", "index": None, "headers": {"a": "{}"}}
+    about = {**manifest.about, "source": source}
+    monkeypatch.setattr(Checkpoints, "restore", lambda *_, **__: fetch(to_logical(program, program.init(0))))
+    monkeypatch.setattr(resume, "agreed", lambda checkpoints, choose: replace(manifest, about=changed))
+    monkeypatch.setattr(trained, "locate", lambda *_: (Checkpoints(folder), replace(manifest, about=changed)))
+    monkeypatch.setattr(resume, "locate", trained.locate)
+    monkeypatch.setattr(resume, "from_logical", lambda *_: None)
+    refused = set()
+    for path in paths_in(about):
+        for value in (None, "x", 7, -1, 2.5, True, [], ["x"], {}, {"x": 1}):
+            changed = copy.deepcopy(about)
+            holder = changed
+            for name in path[:-1]:
+                holder = holder[name]
+            if path:
+                holder[path[-1]] = value
+            for call in (
+                lambda: resume.find(Checkpoints(folder), program.config, DATA, False, print),
+                lambda: resume.find_other(str(folder), program.config),
+                lambda: resume.restore(Checkpoints(folder), trained.locate()[1], program, same_run=True),
+                lambda: find_weights(str(folder), "path").end_of_text(),
+                lambda: find_weights(str(folder), "path", MODEL).tokenizer(),
+            ):
+                try:
+                    call()
+                except ConfigError:
+                    refused.add(path)
+    must = [
+        ("progress", "batch"),
+        ("config", "parallel", "mesh"),
+        ("data",),
+        ("source", "headers"),
+        ("config", "model"),
+    ]
+    assert refused >= set(must)
+
+
+def test_an_array_that_the_run_does_not_have_is_refused(small):
+    program, folder = small
+    manifest = Checkpoints(folder).manifest(3)
+    for name in ("params.extra", "moments.9.x", "scale.x"):
+        more = replace(manifest, arrays={**manifest.arrays, name: ["float32", [1]]})
+        with pytest.raises(BadCheckpoint, match=name):
+            resume.restore(Checkpoints(folder), more, program, same_run=True)
 
 
 def test_a_huge_manifest_is_not_read(damaged, monkeypatch):

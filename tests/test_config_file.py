@@ -148,6 +148,12 @@ def test_json_is_read_as_well(monkeypatch, write):
     )
 
 
+def test_a_setting_of_an_earlier_version_is_read(monkeypatch, write):
+    for old, new in (("true", "yes"), ("false", "auto"), ('"no"', "no")):
+        path = write(f"[parallel]\nunroll_layers = {old}")
+        assert parsed(monkeypatch, "train", "--config", path).unroll_layers == new
+
+
 def test_an_empty_file_changes_nothing(monkeypatch, write):
     path = write("")
     assert parsed(monkeypatch, "train", "--config", path) == TrainFlags(config=str(path))

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import sys
 from itertools import chain, repeat
 from pathlib import Path
@@ -157,6 +158,42 @@ def test_a_folder_has_all_that_goes_with_it_before_it_has_its_name(theirs, tmp_p
         if where is not weights:
             convert(capsys, *words)
     assert contents(tmp_path / "back") == contents(theirs)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"headers": {"../x.safetensors": "{}"}},
+        {"headers": {"/x.safetensors": "{}"}},
+        {"headers": {"run.py": "{}"}},
+        {"headers": {"x.safetensors": "no JSON"}},
+        {"headers": {"x.safetensors": '{"a": {"data_offsets": [0, 4]}}'}},
+        {"headers": {"x.safetensors": '{"a": 1}'}},
+        {"headers": []},
+        {"config": "[]"},
+        {"config": "no JSON"},
+        {"index": "[" * 9999},
+        {"more": 1},
+    ],
+)
+def test_a_source_that_no_folder_can_be_is_refused(theirs, changed):
+    """A checkpoint could otherwise name a file outside of the export, and have it written."""
+    source = dataclasses.asdict(weights.source_of(open_weights(theirs, MODEL)[0]))
+    assert dataclasses.asdict(weights.source_from(source)) == source
+    with pytest.raises(ConfigError):
+        weights.source_from(source | changed)
+
+
+def test_an_index_without_metadata_is_read_and_not_written_again(theirs, tmp_path, capsys):
+    source = weights.source_of(open_weights(theirs, MODEL)[0])
+    [header] = source.headers.values()
+    index = json.dumps({"weight_map": dict.fromkeys(weights._tensors(header), "model.safetensors")})
+    shutil.copytree(theirs, tmp_path / "bare")
+    (tmp_path / "bare/model.safetensors.index.json").write_text(index)
+    assert "not proved" in convert(capsys, "hf", tmp_path / "bare", "--out", tmp_path / "ours")
+    convert(capsys, "ours", tmp_path / "ours", "--out", tmp_path / "again")
+    written = contents(tmp_path / "again")
+    assert "metadata" in json.loads(written.get("model.safetensors.index.json", b'{"metadata": {}}'))
 
 
 def test_an_export_reserves_its_room_first(theirs, tmp_path, capsys, monkeypatch):

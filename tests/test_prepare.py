@@ -157,13 +157,13 @@ def test_vocabularies_above_16_bits_have_wider_tokens(bpe):
 def test_lines_of_jsonl_are_documents(tmp_path):
     (tmp_path / "text").mkdir()
     lines = [json.dumps({"text": f"document {number}\nof two lines", "other": 1}) for number in range(50)]
-    (tmp_path / "text" / "a.jsonl").write_text("\n\n".join(lines) + "\n")
+    (tmp_path / "text" / "a.jsonl").write_text("\ufeff" + "\n\n".join(lines) + "\n")  # a byte order mark
     run(data=str(tmp_path / "text"), out=str(tmp_path / "out"), tokenizer="bytes")
     train, held_out = whole(load_corpus(str(tmp_path / "out"), 256))
     texts = np.concatenate([train, held_out]).astype(np.uint8).tobytes().split(b"\0")
     assert texts == [*(f"document {number}\nof two lines".encode() for number in range(50)), b""]
     assert held_out[-1] == 0 and train[-1] == 0
-    for bad in ("[1]", '{"text": 1}', "{", '{"other": ""}'):
+    for bad in ("[1]", '{"text": 1}', "{", '{"other": ""}', '{"text": "half \\ud83d"}'):
         (tmp_path / "text" / "a.jsonl").write_text(f'{{"text": "fine"}}\n{bad}\n')
         (tmp_path / "text" / "b.jsonl").write_text('{"text": "fine"}\n')
         refused("a.jsonl", "offset 17 ", data=str(tmp_path / "text"), out=str(tmp_path / "bad"), tokenizer="bytes")

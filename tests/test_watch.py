@@ -70,6 +70,29 @@ def test_sparks():
     )
 
 
+@pytest.mark.parametrize("value", ["x", None, [], {}, True, 1e308, -1, float("nan"), 10**400])
+def test_a_line_of_other_types_is_passed_over_or_shown(tmp_path, value):
+    path = tmp_path / "metrics.jsonl"
+    for name in (
+        *record(1),
+        "held_out_loss",
+        "loss_scale",
+        "mfu",
+        "hfu",
+        "seconds.total",
+        "seconds.step",
+        "grad_norms.x",
+    ):
+        changed, (outer, _, inner) = record(2), name.partition(".")
+        holder = changed[outer] if inner else changed
+        holder[inner or outer] = value
+        path.write_text(f"{json.dumps(record(1))}\n{json.dumps(changed)}\n")
+        panel = RunPanel("", 10, None, simulated=True)
+        for each in watch.records(path, 0):
+            panel.update(each, [])
+        assert "step" in shown(panel)
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"steps": 3, "devices": "2 SIMULATED devices"}))

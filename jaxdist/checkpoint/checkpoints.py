@@ -88,6 +88,14 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=versions)
     format: int = FORMAT
 
+    def table(self, name: str) -> dict:
+        """What the run says under a name of `about`; empty where there is none. Raises: BadCheckpoint for no table."""
+        if isinstance(found := self.about.get(name, {}), dict):
+            return found
+        raise BadCheckpoint(
+            f"the manifest of step {self.step}", f"its {name!r} must be a table", "Use another checkpoint"
+        )
+
     @property
     def digest(self) -> str:
         """SHA-256 of all of it, which the file holds as its `hash`."""
@@ -407,14 +415,16 @@ def read_manifest(folder: Path) -> Manifest:
         names = [PurePosixPath(name) for name in manifest.files]
         sizes_fit = all(isinstance(size, int) and isinstance(digest, str) for size, digest in manifest.files.values())
         shapes_fit = all(
-            isinstance(dtype, str) and isinstance(shape, list) for dtype, shape in manifest.arrays.values()
+            str(jax.numpy.dtype(dtype)) == dtype and isinstance(shape, list) and all(type(n) is int for n in shape)
+            for dtype, shape in manifest.arrays.values()
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise _bad(path, f"it is not a manifest of format {FORMAT} ({error})") from error
     for name in names:
         if name.is_absolute() or ".." in name.parts:
             raise _bad(path, f"it lists {str(name)!r}, which lies outside of the checkpoint")
-    if not (isinstance(manifest.step, int) and isinstance(manifest.about, dict) and sizes_fit and shapes_fit):
+    tables = isinstance(manifest.about, dict) and isinstance(manifest.versions, dict)
+    if not (type(manifest.step) is int and tables and sizes_fit and shapes_fit):
         raise _bad(path, f"it is not a manifest of format {FORMAT}")
     return manifest
 

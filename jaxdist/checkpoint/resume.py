@@ -22,11 +22,13 @@ from jaxdist.checkpoint.checkpoints import (
 from jaxdist.checkpoint.logical import abstract_logical, abstract_parameters, from_logical, to_logical
 from jaxdist.checkpoint.trained import SOURCE, Weights
 from jaxdist.config import RunConfig, to_dict
-from jaxdist.errors import ConfigError, reason_of
+from jaxdist.errors import ConfigError, reason_of, require_within
 from jaxdist.files import remove, set_aside
+from jaxdist.mesh import MeshShape
 from jaxdist.runtime.metrics import CONFIG, METRICS, PROCESSES, STOPPED, SUMMARY, holds_run, read_config
 from jaxdist.train.program import Program
 from jaxdist.train.state import State
+from jaxdist.values import fields_of
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,11 @@ def find(
             f"its random numbers are of {random}, and here of {_random(config)}",
             "Use the same JAX settings",
         )
-    if manifest.about.get("data", {}).get("fingerprint") != data["fingerprint"]:
+    there = manifest.table("data")
+    if there.get("fingerprint") != data["fingerprint"]:
         raise ConfigError(
             f"out={str(checkpoints.folder.parent)!r}",
-            f"its run reads other data ({manifest.about.get('data', {}).get('source')}; here {data['source']})",
+            f"its run reads other data ({there.get('source')}; here {data['source']})",
             "Give the same data, or start another run with restore",
         )
     return manifest
@@ -130,18 +133,19 @@ def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, s
     wanted = abstract_logical(program)
     if not same_run:  # a loss scale belongs to a precision
         wanted = {name: x for name, x in wanted.items() if not name.startswith("scale.") or name in manifest.arrays}
+    asked = f"checkpoint {checkpoints.path(manifest.step)}"
     try:
-        progress = Progress(**manifest.about["progress"])
-        written_on = manifest.about["config"]["parallel"]["mesh"]
-    except (KeyError, TypeError) as error:
-        raise BadCheckpoint(
-            f"checkpoint {checkpoints.path(manifest.step)}",
-            f"it does not say where its run was ({error})",
-            "Use another",
-        ) from error
+        progress = Progress(**fields_of(Progress, manifest.about["progress"], "its progress"))
+        for name in ("tokens", "batch", "num_skipped", "roll_backs"):
+            require_within(name, getattr(progress, name), 0, 2**62)
+        written_on = MeshShape(**fields_of(MeshShape, manifest.about["config"]["parallel"]["mesh"], "its mesh"))
+    except (KeyError, TypeError, ConfigError) as error:
+        raise BadCheckpoint(asked, f"it does not say where its run was ({error})", "Use another") from error
+    foreign = manifest.arrays.keys() - wanted.keys()
+    if foreign := sorted(name for name in foreign if same_run or not name.startswith("scale.")):
+        raise BadCheckpoint(asked, f"it holds an array that this run does not have, {foreign[0]}", "Use another")
     state = from_logical(program, checkpoints.restore(manifest, wanted))
-    axes = ",".join(f"{axis}={size}" for axis, size in written_on.items() if size > 1) or "1 device"
-    text = f"step {manifest.step} of {checkpoints.folder.parent}, written on {axes}"
+    text = f"step {manifest.step} of {checkpoints.folder.parent}, written on {written_on}"
     if not same_run:
         progress = replace(progress, recent=[], roll_backs=0)
     return Start(manifest.step, state, progress, text)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdist.checkpoint.checkpoints import FOLDER, BadCheckpoint, Checkpoints, Manifest, locate
 from jaxdist.checkpoint.logical import PARAMS, named, unnamed
 from jaxdist.checkpoint.weights import (
+    Source,
     is_folder_of_weights,
     model_differences,
     open_weights,
@@ -30,6 +31,7 @@ from jaxdist.models.huggingface import read_model
 from jaxdist.models.lora import ADAPTERS, LoRA, adapted_paths
 from jaxdist.models.registry import model_of
 from jaxdist.parallel.low_rank import merged
+from jaxdist.values import fields_of
 
 SOURCE = "source"  # of what a checkpoint says of itself: the files of weights that its parameters came from
 GENERATION = "generation_config.json"
@@ -123,17 +125,16 @@ def _find(path: str, parameter: str, model: Model | None, keep: LoRA | None = No
     wanted = model
     if isinstance(there, LoRA):
         wanted = keep or (model and replace(there, base=model))
-    if wanted is not None:
-        require_no_difference(f"{parameter}={path!r}", _differences(there, wanted, kept))
+    require_no_difference(f"{parameter}={path!r}", _differences(there, wanted or there, kept))
     found = Weights(
         model=wanted or there,
         about=f"the parameters of step {manifest.step} in {checkpoints.folder}",
         dtypes={name: jax.numpy.dtype(dtype) for name, (dtype, _) in kept.items()},
         read=lambda wanted: checkpoints.restore(manifest, wanted, cast=True),
-        source=manifest.about.get(SOURCE),
+        source=fields_of(Source, manifest.table(SOURCE), "its source") if SOURCE in manifest.about else None,
         companions=companions_of(checkpoints),
-        data=manifest.about.get("data", {}),
-        mask_documents=manifest.about["config"].get("mask_documents", False),
+        data=manifest.table("data"),
+        mask_documents=manifest.table("config").get("mask_documents") is True,
     )
     return without_adapters(found) if isinstance(found.model, LoRA) and keep is None else found
 

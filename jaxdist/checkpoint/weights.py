@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from jaxdist.checkpoint import safetensors
 from jaxdist.checkpoint.logical import PARAMS
 from jaxdist.checkpoint.safetensors import Folder, Stored
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, reason_of
 from jaxdist.files import flush_folder, read_text_file, remove, write_whole
 from jaxdist.models.base import Model
 from jaxdist.models.gpt2 import GPT2
@@ -34,7 +34,9 @@ from jaxdist.models.huggingface import (
     with_positions,
 )
 from jaxdist.runtime import processes
+from jaxdist.values import fields_of
 
+SUFFIX = ".safetensors"
 MAX_FILE_BYTES = 5 * 10**9  # of an export that follows no source
 MAX_ROWS = 20  # of a table of differences
 COMPARED_ROWS = 1024  # of two tables at a time
@@ -74,6 +76,29 @@ def copy_companions(here: Path, there: Path) -> None:
 
 def is_folder_of_weights(path: Path) -> bool:
     return path.is_dir() and any(os.path.lexists(path / name) for name in (safetensors.FILE, safetensors.INDEX))
+
+
+def source_from(found: dict) -> Source:
+    """The source that a checkpoint tells of, which may be anything. Raises: ConfigError where no folder can be it."""
+    source = Source(**fields_of(Source, found, "its source"))
+    try:
+        for file, text in source.headers.items():
+            if PurePosixPath(file).name != file or not file.endswith(SUFFIX):
+                raise ValueError(f"{file!r} is not the name of a file of weights")
+            size = safetensors.LENGTH_BYTES + len(text.encode()) + safetensors.data_bytes(text)
+            safetensors.checked_header(Path(file), text, size)
+        for text in (source.config, source.index or "{}"):
+            if not isinstance(safetensors.parse(text), dict):
+                raise ValueError("a text is no object of JSON")
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        reason = f"the files that it says its weights came from must be such as safetensors writes ({reason_of(error)})"
+        raise ConfigError("the checkpoint", reason, "Use another") from error
+    return source
+
+
+def has_metadata(index: str | None) -> bool:
+    """Whether transformers can read an index: it asks for its `metadata`, which the format leaves out at will."""
+    return index is None or "metadata" in safetensors.parse(index)
 
 
 def source_of(folder: Folder) -> Source:
@@ -311,7 +336,7 @@ def _write_folder(
         for file in headers:
             with open(partial / file, "rb") as written:
                 os.fsync(written.fileno())
-        if source is not None and source.headers == headers:
+        if source is not None and source.headers == headers and has_metadata(source.index):
             index = source.index
         else:
             names = {file: _tensors(text) for file, text in headers.items()}
