@@ -281,6 +281,11 @@ class Job:
     data: dict
     hold: Hold | None  # of the folder, by the first process
 
+    @property
+    def compiled(self) -> dict:
+        """What config.json has of how the step is compiled, beside the configuration."""
+        return {"compiler_options": self.options, "attention": self.program.model.ctx.attention}
+
     def warn(self, text: str) -> None:
         self.console.print(f"[yellow]warning:[/] {escape(in_flags(text, TrainFlags))}", soft_wrap=True)
 
@@ -371,6 +376,8 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
             console.print(f"the run in {job.out} is complete: nothing is left to do", markup=False)
             say_unread(job)
             return 0
+        if flags.metrics_port is not None:
+            exporters.require_free(flags.metrics_port, flags.metrics_host)
         run, own = open_run(job, stack, now)
         print_resolved(console, run.program, run.devices, run.corpus, run.entropy)
         if run.out is None:
@@ -440,7 +447,7 @@ def take_folder(job: Job, stack: ExitStack) -> bool:
         if job.flags.fresh:
             resume.clear(job.out, job.flags.overwrite)
         if holds_run(job.out):
-            resume.require_own_folder(job.out, job.config, job.warn)
+            resume.require_own_folder(job.out, job.config, job.compiled, job.warn)
             done = is_complete(job.out)
     return processes.from_first("done", "yes" if done else "") == "yes"
 
@@ -483,8 +490,8 @@ def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run,
     job.console.when_broken = partial(signals.ask, signal.SIGPIPE)
     watchdog = stack.enter_context(Watchdog(flags.stuck_after, stacks_file(out)))
     budget = stack.enter_context(job_budget(job, now))
-    about = {"data": job.corpus.about, "devices": job.devices.description, "compiler_options": job.options}
-    about |= {"simulated": job.devices.simulated, "attention": job.program.model.ctx.attention, "versions": versions()}
+    about = {"data": job.corpus.about, "devices": job.devices.description, **job.compiled}
+    about |= {"simulated": job.devices.simulated, "versions": versions()}
     about |= {} if flags.weights is None else {"weights": flags.weights}
     files = stack.enter_context(RunFiles(job.own_folder, config, about, own.step if own else 0, job.warn))
     lines = None if out is None else process_lines(out, own.step if own else 0, job.warn)

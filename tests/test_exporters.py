@@ -73,10 +73,14 @@ def test_names_follow_the_conventions(endpoint):
     assert done.returncode == 0 and not done.stdout + done.stderr, done.stdout + done.stderr
 
 
-def test_a_port_that_is_taken_is_refused(endpoint):
+def test_a_port_that_is_taken_is_refused_before_anything_is_made(endpoint, tmp_path, capfd):
     port = int(endpoint.address.rpartition(":")[2].partition("/")[0])
     with pytest.raises(ConfigError, match="cannot listen"):
         exporters.Prometheus(port, exporters.LOOPBACK, {}, None)
+    (tmp_path / "text.txt").write_text("some words to learn from. " * 200)
+    words = ["--metrics-port", port, "--steps", "1", "--data", tmp_path / "text.txt", "--out", tmp_path / "run"]
+    code, out, err = run(train.main, train.TrainFlags, "train", words, capfd)
+    assert code == 2 and "cannot listen" in err and "compil" not in out + err and not (tmp_path / "run").exists()
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch, capfd):

@@ -301,6 +301,17 @@ def test_a_folder_is_of_one_run_at_a_time(train, tmp_path):
         assert (folder / "summary.json").exists()
 
 
+def test_a_run_that_goes_on_with_other_rounding_says_so(train):
+    flags = "--steps 4 --warmup-steps 0 --out OUT/run"
+    assert train(f"{flags} --drill term:step=2")[0] == 143
+    code, out, _ = train(f"{flags} --drill term:step=3")
+    assert code == 143 and "rounded" not in out
+    option = "--compiler-options xla_cpu_enable_fast_min_max=true"
+    code, out, err = train(f"{flags} --accumulate 2 --loss-chunks 2 --remat block {option}")
+    for said in ("accumulate was 1 and is 2", "loss_chunks", "remat was none", "xla_cpu_enable_fast"):
+        assert code == 0 and said in out, (said, out, err)
+
+
 @pytest.mark.parametrize("at", [2, 4], ids=["amid", "at the end"])
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_run_whose_folder_is_removed_is_not_done(train, tmp_path, monkeypatch, at, taken):

@@ -21,11 +21,11 @@ from jaxdist.checkpoint.checkpoints import (
 )
 from jaxdist.checkpoint.logical import abstract_logical, abstract_parameters, from_logical, to_logical
 from jaxdist.checkpoint.trained import SOURCE, Weights
-from jaxdist.config import RunConfig, to_dict
+from jaxdist.config import RunConfig, renewed, to_dict
 from jaxdist.errors import ConfigError, reason_of, require_within
 from jaxdist.files import remove, set_aside
 from jaxdist.mesh import MeshShape
-from jaxdist.runtime.metrics import CONFIG, METRICS, PROCESSES, STOPPED, SUMMARY, holds_run, read_config
+from jaxdist.runtime.metrics import CONFIG, METRICS, PROCESSES, STOPPED, SUMMARY, holds_run, is_complete, read_config
 from jaxdist.train.program import Program
 from jaxdist.train.state import State
 from jaxdist.values import fields_of
@@ -178,10 +178,12 @@ def clear(out: Path, overwrite: bool) -> None:
             folder.rmdir()
 
 
-def require_own_folder(out: Path, config: RunConfig, warn: Callable[[str], None]) -> None:
+def require_own_folder(out: Path, config: RunConfig, compiled: dict, warn: Callable[[str], None]) -> None:
     """That a folder with metrics in it is of this run. Raises: ConfigError.
 
     A damaged configuration is set aside where there is a checkpoint, whose manifest holds the same and will be asked.
+    `warn` is told of settings that the run may go on with and that round its numbers otherwise. compiled: those of
+    config.json that are not in a configuration.
     """
     try:
         there = read_config(out)
@@ -192,8 +194,23 @@ def require_own_folder(out: Path, config: RunConfig, warn: Callable[[str], None]
             warn(f"{error} It is kept as {set_aside(out / CONFIG, 'damaged').name}; the checkpoints say what ran")
         return
     require_same_run(str(out), there, config)
+    if not is_complete(out) and (changed := other_rounding(there, to_dict(config) | compiled)):
+        warn(f"the same run goes on, with sums that are rounded otherwise: {'; '.join(changed)}")
     if there["model"].get("source") not in (None, to_dict(config)["model"].get("source")):
         warn(f"the file that defines {there['model']['class']} has changed since this run began")
+
+
+def other_rounding(there: dict, here: dict) -> list[str]:
+    """What differs of all that says how a step is computed, and not what."""
+    old, new = flatten_dict(there, sep="."), flatten_dict(here, sep=".")
+    old = {name: renewed(name.removeprefix("parallel."), value) for name, value in old.items()}
+    known = {name for name in old.keys() & new.keys() if name.startswith("parallel.") or name == "attention"}
+    options = {name for name in old.keys() | new.keys() if name.startswith("compiler_options.")}
+    return [
+        f"{name.removeprefix('parallel.')} was {old.get(name)} and is {new.get(name)}"
+        for name in sorted(known | options)
+        if old.get(name) != new.get(name)
+    ]
 
 
 def begin(program: Program, weights: Weights | None = None) -> Start:

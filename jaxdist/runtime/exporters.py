@@ -36,6 +36,22 @@ def require_package(name: str, flag: str) -> ModuleType:
         raise ConfigError(flag, f"it needs the package {error.name}", f"Run {install_text('metrics')}") from error
 
 
+def require_free(port: int, host: str) -> None:
+    """Refuse a port that is taken while nothing has been made or compiled. Raises: ConfigError."""
+    server = _listen(port, host, require_package("prometheus_client", "--metrics-port").CollectorRegistry())
+    server.shutdown()
+    server.server_close()
+
+
+def _listen(port: int, host: str, registry):
+    client, port_here = require_package("prometheus_client", "--metrics-port"), port + processes.index()
+    try:
+        return client.start_http_server(port_here, addr=host, registry=registry)[0]
+    except (OSError, OverflowError) as error:
+        reason = f"this process cannot listen on {host}:{port_here} ({error})"
+        raise ConfigError(f"--metrics-port {port}", reason, "Use another port") from error
+
+
 class Prometheus:
     """An endpoint /metrics of this process, at `port` plus the number of the process.
 
@@ -82,13 +98,7 @@ class Prometheus:
             name: metric("Gauge", f"{name}_ratio", text) if first else None
             for name, text in zip(expert_load.NAMES, texts, strict=True)
         }
-        try:
-            self._server, self._thread = client.start_http_server(
-                port + processes.index(), addr=host, registry=self._registry
-            )
-        except (OSError, OverflowError) as error:
-            reason = f"this process cannot listen on {host}:{port + processes.index()} ({error})"
-            raise ConfigError(f"--metrics-port {port}", reason, "Use another port") from error
+        self._server = _listen(port, host, self._registry)
         self.address = f"http://{host}:{port + processes.index()}/metrics"
 
     def write(self, record: Mapping, memory: Sequence[DeviceMemory], gpus: Sequence[GPU]) -> None:
