@@ -55,7 +55,8 @@ class VerifyFlags(CommonFlags, FileFlags, ProcessFlags):
     pipelines: bool = False
     """Run every pipeline schedule at every size, with the other strategies mixed in."""
     oracle: OracleName = "none"
-    """Compare with an independent GPT-2 in float64 instead of one device: plain jnp, or transformers' (AdamW alone)."""
+    """Compare with an independent model in float64 instead of one device: in plain jnp, or transformers' GPT-2 (AdamW
+    alone)."""
     only: str = ""
     """With --all or --pipelines: the strategies whose name contains this text."""
     config: str | None = None
@@ -82,7 +83,7 @@ class Verdict:
 def main(flags: VerifyFlags, console: Console) -> int:
     # ---- check, before anything is traced ----
     flags.join(console)
-    experts = EXPERTS if flags.oracle == "none" else []  # the oracles are of GPT-2
+    experts = [] if flags.oracle == "transformers" else EXPERTS  # whose oracle is of GPT-2
     strategies = (*((*STRATEGIES, *experts) if flags.all else ()), *(PIPELINES if flags.pipelines else ()))
     if strategies:
         used = {"all", "pipelines", "oracle", "only", "steps", "seed", "device", "json", "config", "dtype"}

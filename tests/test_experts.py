@@ -12,6 +12,8 @@ import pytest
 from conftest import DEVICES
 from test_communication import assert_equals_trace
 
+from experiments.oracles import decoder_settings
+from experiments.oracles.decoder import losses
 from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, to_logical
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
@@ -145,109 +147,6 @@ def config_of(mixture: Mixture, mesh: str = "", **parallel) -> RunConfig:
 # ------------------------------------------------------------------------------------------------------- the oracle
 
 
-def rms_norm(x, scale):
-    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
-
-
-def rotate(x_BTNH):
-    half = x_BTNH.shape[-1] // 2
-    angle = jnp.arange(x_BTNH.shape[1])[:, None] * 10_000.0 ** -(jnp.arange(half) / half)
-    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
-    a, b = x_BTNH[..., :half], x_BTNH[..., half:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def attention(p, x):
-    q, k, v = (jnp.einsum("btd,dnh->btnh", x, p[f"attention.w_{name}"]) for name in "qkv")
-    q, k = (rotate(rms_norm(y, p[f"attention.{name}_norm.scale"])) for name, y in (("q", q), ("k", k)))
-    k, v = (jnp.repeat(y, q.shape[2] // k.shape[2], axis=2) for y in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
-    weights = jax.nn.softmax(jnp.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -jnp.inf))
-    return jnp.einsum("bnts,bsnh,nhd->btd", weights, v, p["attention.w_out"])
-
-
-def gated(x, gate, up, down):
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
-
-
-def chosen(mixture: Mixture, scores: np.ndarray) -> np.ndarray:
-    """Whether each token uses each expert: bool[B, T, E]; what is over capacity is dropped, choice by choice."""
-    batch, length, experts = scores.shape
-    order = np.argsort(-scores, axis=-1, kind="stable")[..., : mixture.top_k]
-    limit = length
-    if mixture.capacity is not None:
-        limit = int(np.ceil(mixture.capacity * length * mixture.top_k / experts))
-    used = np.zeros(scores.shape, bool)
-    for row in range(batch):
-        taken = np.zeros(experts, int)
-        for choice in range(mixture.top_k):
-            for place in range(length):
-                expert = order[row, place, choice]
-                used[row, place, expert] = taken[expert] < limit
-                taken[expert] += 1
-    return used
-
-
-def feed_forward(mixture: Mixture, p, x):
-    """(y, auxiliary loss of the batch as a sum over tokens, counts by name)."""
-    logits = x @ p["mlp.router.w"]
-    scores = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
-    if mixture.router_score == "sigmoid":
-        scores = 1 / (1 + jnp.exp(-logits))
-    shape = jax.ShapeDtypeStruct(scores.shape, bool)
-
-    def choose(limited):
-        picked, by = mixture if limited else dataclasses.replace(mixture, capacity=None), jax.lax.stop_gradient(scores)
-        by = by + jax.lax.stop_gradient(p["mlp.router.bias"]) if mixture.balance_rate else by
-        return jax.pure_callback(lambda s: chosen(picked, np.asarray(s)), shape, by)
-
-    picked, used = choose(limited=False), choose(limited=True)
-    weights = scores / (scores * picked).sum(-1, keepdims=True) if mixture.normalised else scores
-    y = 0
-    for e in range(mixture.num_experts):
-        out = gated(x, *(p[f"mlp.w_{name}"][e] for name in ("gate", "up", "down")))
-        y = y + jnp.where(used[..., e, None], mixture.routed_scale * weights[..., e, None] * out, 0)
-    if mixture.shared_width:
-        y = y + gated(x, *(p[f"mlp.shared.w_{name}"] for name in ("gate", "up", "down")))
-    share = (scores / scores.sum(-1, keepdims=True)).mean(1)
-    fraction = picked.astype(x.dtype).mean(1) * mixture.num_experts / mixture.top_k
-    auxiliary = mixture.balance_loss * x.shape[1] * (fraction * share).sum()
-    load, kept = picked.sum((0, 1)), used.sum((0, 1))
-    counts = {"router.load": load, "faults": 0 * load}
-    counts |= {"router.dropped": load - kept} if mixture.capacity is not None else {}
-    counts |= {"router.bias": load - load.mean()} if mixture.balance_rate else {}
-    return y, auxiliary + mixture.z_loss * (jnp.log(jnp.exp(logits).sum(-1)) ** 2).sum(), counts
-
-
-def layer_prefix(model: Decoder, place: int) -> str:
-    return "blocks." if len(model.kinds) == 1 else f"blocks.{place}_{model.kinds[place]}."
-
-
-def losses(model: Decoder, params: dict, batch) -> tuple:
-    """(what is minimised, (the cross-entropy of a target, each layer's counts for a token)). Auxiliary losses are means
-    over all tokens, and the cross-entropy over targets alone."""
-    x, extra, counted_in = params["tokens"][batch["inputs"]], 0, []
-    for i in range(model.num_layers):
-        block, place = divmod(i, len(model.kinds))
-        prefix = layer_prefix(model, place)
-        p = {name.removeprefix(prefix): w[block] for name, w in params.items() if name.startswith(prefix)}
-        x = x + attention(p, rms_norm(x, p["attention_norm.scale"]))
-        normed = rms_norm(x, p["mlp_norm.scale"])
-        if model.kinds[place] == "dense":
-            x = x + gated(normed, *(p[f"mlp.w_{name}"] for name in ("gate", "up", "down")))
-            continue
-        y, auxiliary, counts = feed_forward(model, p, normed)
-        counted_in.append({f"{prefix}mlp.{name}": count for name, count in counts.items()})
-        x, extra = x + y, extra + auxiliary
-    logits = rms_norm(x, params["norm.scale"]) @ params["head"].T
-    logits = jnp.where(np.arange(logits.shape[-1]) < model.vocab_size, logits, -jnp.inf)
-    counted = batch["targets"] >= 0
-    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.where(counted, batch["targets"], 0)[..., None], -1)
-    loss = -jnp.where(counted, picked[..., 0], 0).sum()
-    loss, num_tokens = loss / counted.sum(), counted.size
-    return loss + extra / num_tokens, (loss, jax.tree.map(lambda *x: jnp.stack(x) / num_tokens, *counted_in))
-
-
 @cache
 def drawn(mixture: Mixture):
     """(parameters by path, every leaf random, a batch of which a quarter are targets, unevenly over its rows)."""
@@ -266,8 +165,8 @@ def expected(mixture: Mixture) -> tuple[float, dict]:
     """(loss, gradients by path) of the oracle."""
     values, [batch] = drawn(mixture)
     with jax.enable_x64(True):
-        model = config_of(mixture).model
-        grads, (loss, counts) = jax.jit(jax.grad(lambda p: losses(model, p, batch), has_aux=True))(values)
+        settings = decoder_settings(config_of(mixture))
+        grads, (loss, counts) = jax.jit(jax.grad(lambda p: losses(settings, p, batch), has_aux=True))(values)
     return float(loss), {name: np.asarray(g) for name, g in (grads | counts).items()}
 
 

@@ -125,7 +125,7 @@ def plain_loss(params, shard, length, packed):
         ends = np.flatnonzero(inputs == 0) if packed else np.array([], int)
         wanted[ends] = -1
         for part in filter(len, np.split(np.arange(len(inputs)), ends + 1)):
-            logits = np.asarray(plain.logits(params, inputs[part][None], None, plain.Dropout(0.0, np.arange(1))))[0]
+            logits = np.asarray(plain.logits(params, {"inputs": inputs[part][None]}, None, plain.Dropout(0.0, [0])))[0]
             logits = logits[:, :256] - logits[:, :256].max(-1, keepdims=True)
             losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(part)), wanted[part]]
             nats, targets = nats + losses[wanted[part] >= 0].sum(), targets + (wanted[part] >= 0).sum()

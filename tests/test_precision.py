@@ -10,14 +10,14 @@ import pytest
 from conftest import DEVICES
 from jax.sharding import PartitionSpec
 
-from experiments.strategies import BY_NAME
+from experiments.strategies import BY_NAME, Strategy
 from jaxdist.checkpoint.logical import logical_parameters
 from jaxdist.config import PrecisionConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.context import Context
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.tensor import cross_entropy_in_chunks
-from jaxdist.parity import observe, random_batches
+from jaxdist.parity import compare, observe, one_device, random_batches
 from jaxdist.plan.proof.trace import equations
 from jaxdist.train.optimizer import initial_loss_scale, next_loss_scale
 from jaxdist.train.program import build_program
@@ -69,6 +69,18 @@ def test_loss_scale_rules():
         scales.append(float(state.scale))
     assert scales == [4, 4, 8, 8, 4, 4, 4, 8, 8, 4, 2, 1, 1]
     assert initial_loss_scale(PrecisionConfig(dtype="bfloat16")) is None
+
+
+def test_a_loss_scale_that_grows_changes_no_gradient_on_any_mesh():
+    """With a window of one step: doubled after each, equal to one device's, and divided out again."""
+    config = Strategy("", "dp=2", {"zero": 1}, dtype="float16", num_layers=1, batch_size=4).run_config(steps=3)
+    grows = dataclasses.replace(config, precision=dataclasses.replace(config.precision, loss_scale_window=1))
+    batches = random_batches(config, 3)
+    run, steady = (observe(each, DEVICES, batches) for each in (grows, one_device(config)))
+    start = grows.precision.loss_scale
+    assert (run.counters["scale.scale"], steady.counters["scale.scale"]) == (8 * start, start)
+    wrong = [d for d in compare(config, run, steady) if not d.ok]
+    assert {d.name for d in wrong} == {"scale.scale", "scale.good_steps"}, wrong
 
 
 def test_masters_keep_what_bf16_would_lose():

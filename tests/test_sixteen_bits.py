@@ -337,7 +337,7 @@ PIECES = {
     "layer norm": ("", PartitionSpec(), partial(layer_norm, False), (half(ROWS, 8), half(8), half(8))),
     "rotary": ("", PartitionSpec(), lambda x: Rotary(8)(x, jnp.arange(1024)), (half(ROWS, 1024, 2, 8),)),
     "blocked": of_attention(Split()),
-    "ring": of_attention(Split(4)),
+    "ring": of_attention(Split(8)),  # whose hops are a loop
     "ring-of-groups": of_attention(Split(4, 2)),
     "ring-of-swaps": of_attention(Split(4, swaps=True)),
     "ring-with-a-window": of_attention(Split(4), window=40),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+from functools import partial
 from typing import Literal
 
 import jax
@@ -11,11 +12,13 @@ from jaxdist.checkpoint.logical import MOMENTS, STEP
 from jaxdist.commands import install_text
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.models.registry import class_name
+from jaxdist.models.base import declare, named_params
+from jaxdist.models.decoder import Decoder
+from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import Observed, by_layer, random_parameters
 from jaxdist.placement import make_layout
 
-from . import plain
+from . import decoder, plain
 
 OracleName = Literal["none", "plain", "transformers"]
 
@@ -42,10 +45,12 @@ def ask(oracle: OracleName, config: RunConfig, batches: list[dict], start: dict[
     names = {field.name for field in dataclasses.fields(plain.Recipe)}
     rule = {name: value for name, value in vars(settings).items() if name in names}
     sizes = {"vocab_size": config.model.vocab_size, "dropout": config.model.dropout}
+    sizes["balance_rate"] = getattr(config.model, "balance_rate", 0.0)
     recipe = plain.Recipe(**rule, **sizes, optimizer=settings.name, seed=config.seed, total_steps=config.steps)
     if oracle == "plain":
+        losses = partial(decoder.losses, decoder_settings(config)) if isinstance(config.model, Decoder) else None
         with jax.enable_x64(True):
-            found = dataclasses.asdict(plain.train(recipe, start, batches))
+            found = dataclasses.asdict(plain.train(recipe, start, batches, losses))
     else:
         rates = [plain.learning_rate(recipe, step) for step in range(len(batches))]
         targets = [int((batch["targets"] >= 0).sum()) for batch in batches]
@@ -53,6 +58,7 @@ def ask(oracle: OracleName, config: RunConfig, batches: list[dict], start: dict[
             batches, rates, (settings.beta1, settings.beta2), settings.eps, settings.weight_decay, settings.clip_norm
         )
         found |= {"rates": rates, "targets": targets}
+    counted = {name for name, param in named_params(declare(config.model)) if param.update != "gradient"}
     counters = {f"targets of step {step}": float(n) for step, n in enumerate(found["targets"], 1)}
     counters[STEP] = float(len(batches))
     if settings.name in COUNTS:
@@ -60,7 +66,7 @@ def ask(oracle: OracleName, config: RunConfig, batches: list[dict], start: dict[
     return Observed(
         losses=found["losses"],
         norms=found["norms"],
-        group_norms=[_group_norms(each) for each in found["gradients"]],
+        group_norms=[_group_norms(each, counted) for each in found["gradients"]],
         rates=found["rates"],
         gradients=[by_layer(each) for each in found["gradients"]],
         parameters=by_layer(found["parameters"]),
@@ -70,11 +76,19 @@ def ask(oracle: OracleName, config: RunConfig, batches: list[dict], start: dict[
     )
 
 
+def decoder_settings(config: RunConfig) -> decoder.Settings:
+    names = [field.name for field in dataclasses.fields(decoder.Settings)]
+    return decoder.Settings(**{name: getattr(config.model, name) for name in names})
+
+
 def require_known(oracle: OracleName, config: RunConfig) -> None:
     """Raises: ConfigError for a run that the oracle cannot compute."""
-    if class_name(config.model) is not None:
+    known = (GPT2, Decoder) if oracle == "plain" else (GPT2,)
+    if type(config.model) not in known:
         raise ConfigError(
-            f"--oracle {oracle} with {class_name(config.model)}", "the oracles are of GPT-2 alone", "Leave it out"
+            f"--oracle {oracle} with {config.model.describe()}",
+            f"its models are {' and '.join(model.__name__ for model in known)}",
+            "Leave it out",
         )
     if config.precision.dtype not in ("float32", "float64"):
         raise ConfigError(
@@ -86,10 +100,11 @@ def require_known(oracle: OracleName, config: RunConfig) -> None:
         return
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         raise ConfigError("--oracle transformers", "torch and transformers are not installed", install_text("oracle"))
-    if config.optimizer.name != "adamw" or config.model.dropout:
+    if config.optimizer.name != "adamw" or config.model.dropout or config.mask_documents:
         raise ConfigError(
-            f"--oracle transformers with {config.optimizer.name} and dropout {config.model.dropout}",
-            "it trains with AdamW, and its dropout masks are not ours",
+            f"--oracle transformers with {config.optimizer.name}, dropout {config.model.dropout} and "
+            f"mask_documents={config.mask_documents}",
+            "it trains with AdamW, its dropout masks are not ours, and it sees all of a row",
             "Use --oracle plain",
         )
 
@@ -101,10 +116,12 @@ def _gpt2(config: RunConfig):
     return Gpt2(Shape(**sizes), config.seed)
 
 
-def _group_norms(gradients: dict) -> dict[str, float]:
+def _group_norms(gradients: dict, counted: set[str]) -> dict[str, float]:
     """Norms of what stands together: "blocks.attention" of all layers, and each table by itself."""
     squares: dict[str, float] = {}
     for name, g in gradients.items():
+        if name in counted:
+            continue
         group = ".".join(name.split(".")[:-1][:3]) or name
         squares[group] = squares.get(group, 0.0) + float(np.square(g).sum())
     return {group: square**0.5 for group, square in squares.items()}

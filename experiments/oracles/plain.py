@@ -4,9 +4,11 @@ It imports nothing of the package: no mesh, no module, no update rule. Whole arr
 batch at a time. Parameters and gradients are flat dicts by name; those named `blocks.*` are stacked over layers.
 
 GPT-2: Radford et al. 2019. AdamW: arXiv 1711.05101. Lion: arXiv 2302.06675. Adafactor: arXiv 1804.04235. Momentum: with
-no damping, Sutskever et al. 2013. Clipping by the global norm: arXiv 1211.5063.
+no damping, Sutskever et al. 2013. Clipping by the global norm: arXiv 1211.5063. Other models bring their losses
+(`decoder`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -18,7 +20,8 @@ BLOCKS = "blocks."
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained and how. total_steps: after which the learning rate is at its floor."""
+    """What is trained and how. total_steps: after which the learning rate is at its floor. balance_rate: of a mixture's
+    balancing biases."""
 
     vocab_size: int
     dropout: float
@@ -33,6 +36,7 @@ class Recipe:
     beta2: float
     eps: float
     clip_norm: float
+    balance_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,30 +53,48 @@ class Training:
     evaluation: float
 
 
-def train(recipe: Recipe, parameters: dict, batches: list[dict]) -> Training:
-    """One update for each batch, then the loss of the last batch without dropout. Needs JAX's 64 bits."""
+def train(recipe: Recipe, parameters: dict, batches: list[dict], losses: Callable | None = None) -> Training:
+    """One update for each batch, then the loss of the last batch without dropout. Needs JAX's 64 bits.
+
+    losses: (parameters, batch) -> (what is minimised, (the loss, counts by name)); GPT-2's unless given. A count is no
+    gradient: it is not clipped, and has no part in the norm. It replaces the last one; a bias moves against its sign.
+    """
+    if losses is None:
+
+        def with_counts(params, batch, key):
+            loss = mean_loss(recipe, params, batch, key)
+            return loss, (loss, {})
+    else:
+
+        def with_counts(params, batch, key):
+            return losses(params, batch)
+
     params = {name: jnp.asarray(x, jnp.float64) for name, x in parameters.items()}
     moments = initial_moments(recipe.optimizer, params)
-    gradient_of = jax.jit(jax.value_and_grad(lambda *args: mean_loss(recipe, *args)))
-    losses, norms, rates, gradients = [], [], [], []
+    gradient_of = jax.jit(jax.grad(with_counts, has_aux=True))
+    result, norms, rates, gradients = [], [], [], []
     for step, batch in enumerate(batches):
         key = jax.random.fold_in(jax.random.key(recipe.seed), step)
-        loss, grads = gradient_of(params, batch, key if recipe.dropout else None)
-        norm = float(np.sqrt(sum(float(jnp.sum(g**2)) for g in grads.values())))
+        grads, (loss, counts) = gradient_of(params, batch, key if recipe.dropout else None)
+        norm = float(np.sqrt(sum(float(jnp.sum(g**2)) for name, g in grads.items() if name not in counts)))
         shrink = min(1.0, recipe.clip_norm / norm)
-        clipped = {name: shrink * g for name, g in grads.items()}
         rate = learning_rate(recipe, step)
+        clipped = {name: shrink * g for name, g in grads.items()} | counts
         directions, moments = direction(recipe, step + 1, clipped, moments)
         for name, p in params.items():
             decay = recipe.weight_decay if is_decayed(name) else 0.0
             params[name] = p - rate * (directions[name] + decay * p)
-        losses.append(float(loss))
+            if name in counts and not name.endswith(".bias"):
+                params[name] = counts[name]
+            elif name in counts:
+                params[name] = p - recipe.balance_rate * jnp.sign(jnp.round(counts[name], 9))
+        result.append(float(loss))
         norms.append(norm)
         rates.append(rate)
-        gradients.append(grads)
+        gradients.append(grads | counts)
     targets = [int((batch["targets"] >= 0).sum()) for batch in batches]
-    evaluation = float(mean_loss(recipe, params, batches[-1], None))
-    return Training(losses, norms, rates, targets, gradients, params, moments, evaluation)
+    evaluation = float(with_counts(params, batches[-1], None)[1][0])
+    return Training(result, norms, rates, targets, gradients, params, moments, evaluation)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -83,7 +105,7 @@ def train(recipe: Recipe, parameters: dict, batches: list[dict]) -> Training:
 def mean_loss(recipe: Recipe, params: dict, batch: dict, key) -> jax.Array:
     """Mean cross-entropy over the targets that are not negative. key: of the step; None for no dropout."""
     noise = Dropout(recipe.dropout, jnp.asarray(batch["rows"]))
-    real = logits(params, batch["inputs"], key, noise)[..., : recipe.vocab_size]
+    real = logits(params, batch, key, noise)[..., : recipe.vocab_size]
     log_probs = real - jnp.log(jnp.sum(jnp.exp(real - real.max(-1, keepdims=True)), -1, keepdims=True))
     log_probs = log_probs - real.max(-1, keepdims=True)
     counted = batch["targets"] >= 0
@@ -91,10 +113,12 @@ def mean_loss(recipe: Recipe, params: dict, batch: dict, key) -> jax.Array:
     return -jnp.sum(jnp.where(counted, picked, 0)) / counted.sum()
 
 
-def logits(params: dict, tokens, key, noise: "Dropout") -> jax.Array:
-    """[B, T] -> [B, T, padded V]."""
-    length = tokens.shape[1]
-    x = params["tokens"][tokens] + params["positions"][:length]
+def logits(params: dict, batch: dict, key, noise: "Dropout") -> jax.Array:
+    """[B, T] -> [B, T, padded V]. A document begins at "starts", counts its positions from there and sees itself."""
+    tokens, places = batch["inputs"], np.arange(batch["inputs"].shape[1])
+    starts = batch.get("starts", np.zeros(tokens.shape, int))
+    seen = (places <= places[:, None]) & (places >= starts[..., None])
+    x = params["tokens"][tokens] + params["positions"][places - starts]
     x = noise.hidden(x, site(key, 0))
     for i in range(params["blocks.mlp.w_up"].shape[0]):
         p = {name.removeprefix(BLOCKS): x[i] for name, x in params.items() if name.startswith(BLOCKS)}
@@ -105,7 +129,7 @@ def logits(params: dict, tokens, key, noise: "Dropout") -> jax.Array:
             for part in range(3)
         )
         scores = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(q.shape[-1])
-        probs = softmax(jnp.where(np.tril(np.ones((length, length), bool)), scores, -jnp.inf))
+        probs = softmax(jnp.where(seen[:, None], scores, -jnp.inf))
         probs = noise.attention(probs, site(here, 0))
         mixed = jnp.einsum("bnts,bnsh->btnh", probs, v)
         attended = jnp.einsum("btnh,nhd->btd", mixed, p["attention.w_out"]) + p["attention.b_out"]
@@ -192,7 +216,8 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 def is_decayed(name: str) -> bool:
     """Matrices and embeddings."""
-    return name in ("tokens", "positions") or name.split(".")[-1].startswith("w_")
+    last = name.split(".")[-1]
+    return last in ("tokens", "positions", "head", "w") or last.startswith("w_")
 
 
 def initial_moments(optimizer: str, params: dict) -> dict[str, dict]:
