@@ -280,8 +280,25 @@ def test_join_reads_the_variables_of_launchers(monkeypatch, variables, given, jo
         monkeypatch.setenv(processes.ADDRESS, "10.0.0.1:1234")
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **_: calls.append(args))
+    monkeypatch.setattr(processes, "take_number", lambda *_: None)  # other tests of this machine hold it too
+    monkeypatch.setattr(processes, "_number", [])
     processes.join("10.0.0.1:1234" if named_by == "flag" else None, *given)
     assert calls == [("10.0.0.1:1234", *joined)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="holds numbers by a Linux socket without a file")
+def test_a_late_process_of_a_number_that_is_taken_never_reaches_the_others(monkeypatch):
+    """JAX's service would end the one that runs, and with it all others."""
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: pytest.fail("it registered"))
+    monkeypatch.setattr(processes, "_number", [])
+    port = launch.free_port()
+    with (
+        processes.take_number(f"127.0.0.1:{port}", 1),
+        processes.take_number(f"127.0.0.1:{port}", 0),
+        pytest.raises(ConfigError, match="process 1"),
+    ):
+        processes.join(f"localhost:{port}", 2, 1)
+    processes.take_number(f"127.0.0.1:{port}", 1).close()  # free again
 
 
 # ---- the local starter ----

@@ -4,9 +4,11 @@ JAX's own coordination service does the talking (`jax.distributed`), so nothing 
 With one process every function is trivial.
 """
 
+import hashlib
 import itertools
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -71,6 +73,8 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
             "processes are numbered from 0",
             f"Use process_id=0 to {num_processes - 1}",
         )
+    if None not in (address, process_id) and not _number:
+        _number.append(take_number(address, process_id))
     slow = threading.Timer(JOIN_SECONDS / 4, _say_waiting, (address, num_processes, process_id))
     slow.daemon = True
     slow.start()
@@ -97,6 +101,30 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
         slow.cancel()
     if count() > 1:
         start_guard("other processes", _listen)
+
+
+_number: list[socket.socket] = []  # held for as long as this process lives
+
+
+def take_number(address: str, process_id: int) -> socket.socket | None:
+    """Hold a process's number in the run at an address, on this machine; None where it has no sockets without a file.
+
+    A second process of a number must not register: JAX would take it for the first one, restarted, and end all others.
+    Raises: ConfigError where another process holds it.
+    """
+    if sys.platform != "linux":
+        return None
+    host, _, port = address.rpartition(":")
+    with suppress(OSError):  # a name that is not found, which JAX will say
+        address = str(socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0][4][:2])
+    held = socket.socket(socket.AF_UNIX)
+    try:
+        held.bind(f"\0jaxdist/{hashlib.sha256(address.encode()).hexdigest()[:16]}/{process_id}")
+    except OSError as error:
+        held.close()
+        required = "each must have a number of its own, and a process that runs on this machine has this one"
+        raise ConfigError(f"process {process_id} at {address}", required, "Use another process_id") from error
+    return held
 
 
 def _bind_address(address: str | None) -> str | None:
