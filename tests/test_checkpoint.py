@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorstore
 from conftest import DEVICES
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdist.checkpoint import checkpoints as checkpoint
 from jaxdist.checkpoint import resume, trained
@@ -28,10 +29,11 @@ from jaxdist.checkpoint.logical import (
     to_logical,
 )
 from jaxdist.checkpoint.trained import find_weights
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
 from jaxdist.parity import quick_options, random_batches
 from jaxdist.train.program import build_program
 
@@ -456,12 +458,28 @@ def test_arrays_of_another_shape_name_or_dtype_are_refused_before_anything_is_re
 
 
 def test_another_run_s_roll_backs_and_recent_losses_are_not_taken_over(small):
+    """All else of its progress is, the next batch among it: batches that were left out are not read again."""
     program, folder = small
     manifest = Checkpoints(folder).manifest(3)
-    progress = {**manifest.about["progress"], "roll_backs": 4, "recent": [2.0]}
-    manifest = replace(manifest, about={**manifest.about, "progress": progress})
-    found = resume.restore(Checkpoints(folder), manifest, program, same_run=False).progress
-    assert found.roll_backs == 0 and found.recent == [] and found.batch == 3
+    progress = resume.Progress(tokens=77, batch=9, num_skipped=6, roll_backs=4, first_loss=5.5, recent=[2.0])
+    manifest = replace(manifest, about={**manifest.about, "progress": asdict(progress)})
+    for same_run, expected in ((True, progress), (False, replace(progress, roll_backs=0, recent=[]))):
+        found = resume.restore(Checkpoints(folder), manifest, program, same_run=same_run)
+        assert (found.step, found.progress) == (3, expected)
+
+
+def test_a_run_goes_on_only_as_itself_in_every_setting():
+    """All that a configuration has, but how it is split, where it runs and what a file is called."""
+    config = RunConfig(PRESETS["moe-proof"], seed=3)
+    there = to_dict(config)
+    for name, value in flatten_dict(there, sep=".").items():
+        other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int | float) else "another"
+        changed = unflatten_dict(flatten_dict(there, sep=".") | {name: other}, sep=".")
+        if name.startswith("parallel.") or name == "model.source":
+            resume.require_same_run("out", changed, config)
+        else:
+            with pytest.raises(ConfigError, match=name if name != "model.class" else "its model is"):
+                resume.require_same_run("out", changed, config)
 
 
 def test_other_data_or_random_numbers_are_refused(small):
@@ -470,8 +488,10 @@ def test_other_data_or_random_numbers_are_refused(small):
     assert find(DATA).step == 3
     with pytest.raises(ValueError, match="reads other data"):
         find({"source": "x", "fingerprint": "1"})
-    with jax.default_prng_impl("rbg"), pytest.raises(ValueError, match="random numbers"):
-        find(DATA)
+    others = (jax.default_prng_impl("rbg"), jax.threefry_partitionable(not jax.config.jax_threefry_partitionable))
+    for other in others:
+        with other, pytest.raises(ValueError, match="random numbers"):
+            find(DATA)
 
 
 # ---- nothing is lost in silence ----

@@ -19,7 +19,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import Model, declare, named_params
-from jaxdist.models.huggingface import config_of, model_from_config, read_model, tensors_of
+from jaxdist.models.huggingface import ARCHITECTURES, config_of, model_from_config, read_model, tensors_of
 from jaxdist.parity import forward_logits, observe, random_batches
 from jaxdist.placement import make_layout
 
@@ -386,6 +386,29 @@ def test_an_old_config_is_the_new_one():
 def test_what_is_not_computed_is_refused_by_field_and_value(family, change, said):
     with pytest.raises(ConfigError, match=said):
         model_from_config(FAMILIES[family] | change)
+
+
+WITH_WINDOWS = {"use_sliding_window": True, "num_hidden_layers": 30}  # above the default of max_window_layers
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [*((family, {}) for family in ARCHITECTURES), ("qwen2", WITH_WINDOWS), ("qwen3", WITH_WINDOWS)],
+)
+def test_a_field_that_is_left_out_has_the_default_of_transformers(family, change):
+    """One after the other, of all that its class writes; or it is refused. Kinds of layers are said twice."""
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[oracle]'")
+    written = transformers.AutoConfig.for_model(family, **change).to_dict()
+    whole, refused = model_from_config(written), set()
+    for name in written.keys() - change.keys():
+        left = {field: value for field, value in written.items() if field not in (name, "layer_types")}
+        try:
+            assert model_from_config(left) == whole, name
+        except ConfigError:
+            refused.add(name)
+    sizes = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+    sizes |= {"max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"}
+    assert refused - sizes <= {"model_type", "sliding_window"}
 
 
 def test_mistral_must_say_its_window():

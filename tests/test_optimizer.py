@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.config import OptimizerConfig, ParallelConfig
 from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.placement import make_layout
 from jaxdist.train.optimizer import gradient_norms, make_optimizer, update
@@ -56,6 +57,26 @@ def test_a_finite_gradient_is_used_as_optax_would(name):
     found = jax.jit(lambda *state: update(config, LAYOUT, jnp.bool(True), *state, 1e-2))(grads, moments, params)
     for old, new in zip(jax.tree.leaves((expected, expected_moments)), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(old, new, rtol=2e-5, atol=1e-7)
+
+
+def test_a_balancing_bias_moves_by_whole_tokens_above_the_mean_and_in_no_skipped_step():
+    """Counts of 24 tokens: less rounding they are whole, and what is left of them at the mean is no sign."""
+    model = Decoder(
+        1, 8, 2, num_kv_heads=1, head_dim=4, ffn_width=8, seq_len=4, vocab_size=8, num_experts=4, balance_rate=0.25
+    )
+    layout = make_layout(model, ParallelConfig())
+    params, config = model.initial_values(0), OptimizerConfig()
+    grads = jax.tree.map(jnp.zeros_like, params)
+    router = grads["blocks"]["mlp"]["router"]
+    above = np.array([[3.0, -2.0, 1e-6, -1e-6]], np.float32)
+    router |= {"bias": above / 24, "load": np.full((1, 4), 0.5, np.float32)}
+    moments = make_optimizer(config, layout).init(params)
+    step = jax.jit(lambda finite: update(config, layout, finite, grads, moments, params, 1e-2, 24)[0])
+    for finite, moved in ((True, [[-0.25, 0.25, 0, 0]]), (False, [[0, 0, 0, 0]])):
+        found = step(jnp.bool(finite))["blocks"]["mlp"]
+        np.testing.assert_array_equal(found["router"]["bias"], moved)
+        assert (found["router"]["load"] == 0.5).all()  # which names the expert that a step failed by
+        assert np.array_equal(found["w_up"], params["blocks"]["mlp"]["w_up"]) != finite  # weight decay
 
 
 def test_the_update_holds_no_second_copy_of_the_moments():

@@ -69,6 +69,12 @@ def test_loss_scale_rules():
         scales.append(float(state.scale))
     assert scales == [4, 4, 8, 8, 4, 4, 4, 8, 8, 4, 2, 1, 1]
     assert initial_loss_scale(PrecisionConfig(dtype="bfloat16")) is None
+    # An overflow that hysteresis tolerates begins the window again.
+    state, seen = initial_loss_scale(config), []
+    for finite in (True, True, False, True, True, True):
+        state = next_loss_scale(state, jnp.bool_(finite), config)
+        seen.append((float(state.scale), int(state.good_steps), int(state.hysteresis)))
+    assert seen == [(4, 1, 2), (4, 2, 2), (4, 0, 1), (4, 1, 1), (4, 2, 1), (8, 0, 2)]
 
 
 def test_a_loss_scale_that_grows_changes_no_gradient_on_any_mesh():
