@@ -38,6 +38,7 @@ from jaxdist.errors import ConfigError, is_utf8, printable, reason_of, require_p
 from jaxdist.files import write_whole
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
+from jaxdist.models.base import declare, named_params
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.utilisation import utilisation_of
 from jaxdist.plan.verdict import verdict_of
@@ -1066,8 +1067,8 @@ def print_resolved(console: Console, program: Program, devices: Devices, corpus:
     config, parallel = program.config, program.config.parallel
     model, state = config.model, program.abstract_state()
     leaves = [leaf for leaf in jax.tree.leaves(program.layout.leaves) if leaf.update != "count"]
-    total = sum(math.prod(leaf.shape) for leaf in leaves)
-    frozen = sum(math.prod(leaf.shape) for leaf in leaves if leaf.frozen)
+    params = [param for _, param in named_params(declare(model)) if param.update != "count"]
+    total, frozen = (sum(each.size for each in params if each.frozen or not only) for only in (False, True))
     counts = f"{total:,} parameters" + (f", {total - frozen:,} of them trained" if frozen else "")
 
     summary = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))

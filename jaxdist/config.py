@@ -609,10 +609,13 @@ class RunConfig:
         if schedule is None:
             return (model.num_blocks,)
         if model.num_blocks < schedule.num_parts:
+            once = 1 < len(model.kinds) == model.num_layers  # a first layer of another kind, say
+            more = f"num_layers={schedule.num_parts * len(model.kinds)} or more"
             raise ConfigError(
                 f"{model.size_text} over {schedule.num_stages} stages x {schedule.num_chunks} chunks",
-                f"each of the {schedule.num_parts} parts of schedule {schedule.name} holds at least one layer",
-                f"Use num_layers={schedule.num_parts * len(model.kinds)} or more, or fewer stages or chunks",
+                f"each of the {schedule.num_parts} parts of schedule {schedule.name} must hold at least one "
+                + (f"block, and the {len(model.kinds)} kinds of its layers make a single one" if once else "layer"),
+                f"Use pp=1, or {more} where its kinds may repeat" if once else f"Use {more}, or fewer stages or chunks",
             )
         if stages in ("even", "balanced"):
             head = model.head_in_layers if stages == "balanced" else 0.0

@@ -101,15 +101,16 @@ def choose_spread_dim(shape: tuple[int, ...], spec: tuple[str | None, ...], pp: 
     whole = [dim for dim, axis in enumerate(spec) if axis is None]
     if not whole:
         raise ConfigError(
-            f"a parameter of shape {shape} that tp splits on every dim",
-            "under pp both ends of the model use it, so the stages share it, and need a dim for that",
-            "Leave one dim of it to them",
+            f"a parameter of shape {shape}",
+            "under pp both ends of the model use it, so the stages share it, which takes a dim that tp leaves whole",
+            "Give it such a dim",
         )
     return min(whole, key=lambda dim: (-(-shape[dim] // pp) * pp / shape[dim], -shape[dim]))
 
 
-def choose_zero_dim(leaf: Leaf, first: int) -> int:
-    """The dim that ZeRO shards: least padding, then a dim tp leaves whole, then the largest.
+def choose_zero_dim(leaf: Leaf, first: int) -> int | None:
+    """The dim that ZeRO shards: least padding, then a dim tp leaves whole, then the largest; None of a single number,
+    which every rank holds.
 
     The layer dim (before `first`) is never chosen: a block must be gathered on its own.
     """
@@ -119,4 +120,4 @@ def choose_zero_dim(leaf: Leaf, first: int) -> int:
         padded = -(-local // leaf.num_shards) * leaf.num_shards
         return padded / local, leaf.spec[dim] is not None, -local
 
-    return min(range(first, len(leaf.shape)), key=cost)
+    return min(range(first, len(leaf.shape)), key=cost, default=None)

@@ -30,6 +30,7 @@ from jaxdist.parity import (
     Difference,
     array_difference,
     compare,
+    in_float64,
     observe,
     one_device,
     random_batches,
@@ -43,9 +44,10 @@ from jaxdist.runtime.devices import acquire_devices
 class Report:
     """What was compared, and what the sharded program costs a device.
 
-    differences: every leaf by name. collectives: those of one step, in program order. sent_bytes: what one device sends
-    in it, on the stage that sends most; None where a loop does not say how often it runs, or a conditional which
-    branch. argument_bytes, temporary_bytes: a device's memory by the compiler's plan, None where it has none.
+    differences: every leaf by name. tested: False where every result of a step is 0 or one of its arguments.
+    collectives: those of one step, in program order. sent_bytes: what one device sends in it, on the stage that sends
+    most; None where a loop does not say how often it runs, or a conditional which branch. argument_bytes,
+    temporary_bytes: a device's memory by the compiler's plan, None where it has none.
     """
 
     differences: list[Difference]
@@ -54,6 +56,7 @@ class Report:
     argument_bytes: int | None = None
     temporary_bytes: int | None = None
     notes: list[str] = field(default_factory=list)
+    tested: bool = True
 
     @property
     def ok(self) -> bool:
@@ -73,6 +76,8 @@ class Report:
         ]
         count = len(self.differences)
         verdict = f"{len(failed)} of {count} values differ" if failed else f"all {count} values are equal; the worst:"
+        if not failed and not self.tested:
+            verdict = f"nothing was tested: the {count} values are equal, and each is 0 or an argument of the step"
         cost = [f"{len(self.collectives)} collectives in the program"]
         if self.sent_bytes is not None:
             cost.append(f"{self.sent_bytes:,} bytes sent by a device in a step")
@@ -125,7 +130,8 @@ def verify_model(
         batches = random_batches(config, steps, seed + 1)
         expected = observe(one_device(config), devices.take(1), batches)
         found = observe(config, devices.take(config.parallel.mesh.num_devices), batches)
-    return Report(compare(config, found, expected), list(found.collectives), found.sent_bytes)
+        differences = compare(config, found, expected, lambda: in_float64(config, devices.take(1), batches))
+    return Report(differences, list(found.collectives), found.sent_bytes)
 
 
 def proof_config(
@@ -160,10 +166,11 @@ def verify_step(sharded: Callable, reference: Callable, args: tuple, *, toleranc
     Raises: ConfigError where the structures or shapes differ.
     """
     jitted = sharded if isinstance(sharded, jax.stages.Wrapped) else jax.jit(sharded)
-    expected = named("", jax.tree.map(np.asarray, reference(*args)))
+    expected = named("", jax.tree.map(_on_host, reference(*args)))
+    given = {_on_host(x).tobytes() for x in jax.tree.leaves(args)}
     traced = jitted.trace(*args)
     compiled = traced.lower().compile()
-    found = named("", jax.tree.map(np.asarray, jitted(*args)))
+    found = named("", jax.tree.map(_on_host, jitted(*args)))
     if found.keys() != expected.keys():
         differing = sorted(found.keys() ^ expected.keys())
         raise ConfigError(
@@ -191,7 +198,14 @@ def verify_step(sharded: Callable, reference: Callable, args: tuple, *, toleranc
         memory and memory.argument_size_in_bytes,
         memory and memory.temp_size_in_bytes,
         notes,
+        tested=any(x.any() and x.tobytes() not in given for x in expected.values()),
     )
+
+
+def _on_host(x) -> np.ndarray:
+    """The values; of typed random keys, the numbers that they are made of."""
+    is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
 def _difference(name: str, ours, theirs, tolerance: float | None, dtype: str) -> Difference:

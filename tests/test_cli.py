@@ -472,6 +472,10 @@ def test_simulated_devices_set_themselves_up():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("3 True 3 SIMULATED devices")
+    code = code.replace("(3, 'auto')", "(2, 'cpu'); d = acquire_devices(8, 'cpu')")  # as many as the variable asks for
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.startswith("8 True"), done.stderr
 
 
 # ---- one border for every program ----

@@ -50,6 +50,30 @@ def test_broadcast_keeps_the_nan_of_other_ranks_out():
     assert np.isfinite(out).all()
 
 
+def test_a_truth_value_is_broadcast_as_one():
+    out = on_mesh(lambda x: comm.broadcast(x > 0, "tp", root=1), P(("replica", "dp")))(X)
+    assert out.dtype == bool and np.array_equal(np.asarray(out).reshape(2, 2, 4, 6), by_rank(X)[:, :, 1] > 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, dim: comm.reduce_scatter(x, "dp", dim),
+        lambda x, dim: comm.all_gather(x, "dp", dim),
+        lambda x, dim: comm.all_to_all(x, "dp", dim, -2),
+        lambda x, dim: comm.all_to_all(x, "dp", 1, dim),
+        lambda x, dim: comm.gather_to(x, "dp", dim, [0]),
+        lambda x, dim: comm.scatter_from(x, "dp", dim, [0]),
+    ],
+)
+def test_a_dim_may_count_from_the_end(call):
+    whole, from_end = (on_mesh(lambda x, dim=dim: call(x, dim), PER_RANK)(X) for dim in (2, -1))
+    np.testing.assert_array_equal(whole, from_end)
+    for dim in (3, -4):
+        with pytest.raises(ValueError, match=f"dim {dim}"):
+            on_mesh(lambda x, dim=dim: call(x, dim), PER_RANK)(X)
+
+
 def test_reduce_scatter_and_all_gather():
     out = on_mesh(lambda x: comm.reduce_scatter(x, "dp", 1), P(("replica", "tp"), "dp"))(X)
     expected = by_rank(X).sum(1).reshape(4, 4, 6)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from alternating import Alternating
 from conftest import DEVICES
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from llama import Llama
@@ -19,8 +21,9 @@ from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.base import Model, Param, parts_using
+from jaxdist.models.flax import FlaxModel
 from jaxdist.models.presets import PRESETS
-from jaxdist.parity import observe, random_batches, random_parameters
+from jaxdist.parity import compare, in_float64, observe, random_batches, random_parameters
 from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.papers.formulas import ModelShape
@@ -197,6 +200,9 @@ def test_kinds_repeat_a_whole_number_of_times():
         jaxdist.verify(Alternating(num_layers=3), mesh="dp=2")
     with pytest.raises(ConfigError, match=r"num_layers=4 in 2 blocks over 4 stages .* Use num_layers=8 or more"):
         jaxdist.verify(Alternating(num_layers=4), mesh="pp=4")
+    first_dense = dataclasses.replace(PRESETS["moe-proof"], num_layers=3, kinds=("dense", "full", "full"))
+    with pytest.raises(ConfigError, match="Use pp=1"):
+        jaxdist.verify(first_dense, mesh="pp=3", batch_size=12)
 
 
 @pytest.mark.parametrize(("mesh", "parallel"), LAYOUTS[:3])
@@ -303,6 +309,87 @@ def test_a_parameter_declares_its_dims():
     with pytest.raises(ConfigError, match="a name or None for each dim"):
         Param((2, 3), ("embed",))
     assert Param((2, 3)).weight_decay and not Param((3,)).weight_decay
+
+
+@dataclass(frozen=True)
+class Gained(Llama):
+    """Single numbers as parameters; the gradient of the last layer's cancels, since a norm follows it."""
+
+    def outer(self):
+        return {**super().outer(), "gain": Param((), mean=1.0)}
+
+    def block(self, kind):
+        return {**super().block(kind), "gain": Param((), mean=1.0)}
+
+    def layer(self, ctx, kind, p, x, index):
+        return super().layer(ctx, kind, p, x, index) * p["gain"]
+
+    def loss(self, ctx, outer, x, batch):
+        return super().loss(ctx, outer, x + jnp.tanh(outer["gain"]) * x.mean(-1, keepdims=True), batch)
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), [("dp=2,tp=2", {"zero": 3}), ("pp=2,dp=2", {"zero": 2})])
+def test_a_single_number_is_a_parameter_and_its_cancelled_gradient_equal(mesh, parallel):
+    report = jaxdist.verify(Gained(num_layers=2), mesh=mesh, batch_size=8, steps=2, **parallel).require()
+    assert {"gain", "blocks.gain[1]"} <= {each.name for each in report.differences if each.kind == "gradient"}
+
+
+def test_a_leaf_that_is_wrong_is_not_taken_for_rounding():
+    """By a thousandth, against what one device in float32 is off from float64."""
+    config = proof_config(Llama(num_layers=1), "", batch_size=4, steps=1)
+    batches = random_batches(config, 1, 1)
+    right = observe(config, DEVICES[:1], batches)
+    name = "blocks.w_up[0]"
+    wrong = dataclasses.replace(right, gradients=[right.gradients[0] | {name: 1.001 * right.gradients[0][name]}])
+    found = [
+        each for each in compare(config, wrong, right, lambda: in_float64(config, DEVICES[:1], batches)) if not each.ok
+    ]
+    assert [(each.kind, each.name) for each in found] == [("gradient", name)]
+
+
+@dataclass(frozen=True)
+class Still(Llama):
+    def loss(self, ctx, outer, x, batch):
+        return 0 * super().loss(ctx, outer, x, batch)
+
+
+def test_what_moves_nothing_tests_nothing():
+    assert not jaxdist.verify(Still(num_layers=1), mesh="dp=2", batch_size=8, steps=1).ok
+
+    def step(rate):
+        return lambda params, x: jax.tree.map(lambda w: w - rate * x.sum(), params)
+
+    args = {"w": jnp.ones(3)}, jnp.ones(4)
+    for rate, tested in ((0.0, False), (0.1, True)):
+        report = jaxdist.verify(step(rate), step(rate), args)
+        assert report.tested == tested and ("nothing was tested" in str(report)) != tested
+
+
+def test_a_step_may_carry_a_typed_random_key():
+    def step(state):
+        key, mine = jax.random.split(state["key"])
+        return {"key": key, "x": state["x"] + jax.random.normal(mine, (3,))}
+
+    start = {"key": jax.random.key(0), "x": jnp.ones(3)}
+    assert jaxdist.verify(step, step, (start,)).require().tested
+    assert not jaxdist.verify(lambda state: step({**state, "key": jax.random.key(1)}), step, (start,)).ok
+
+
+class Remembers(FlaxModel):
+    num_layers, seq_len, vocab_size = 1, 8, 16
+    embed = layer = loss = None
+
+    def outer_module(self, rngs):
+        return nnx.BatchNorm(4, rngs=rngs)
+
+    def layer_module(self, rngs, kind):
+        return nnx.Dropout(0.1, rngs=rngs)
+
+
+def test_a_module_that_keeps_more_than_parameters_is_refused_by_name():
+    for declared, said in ((Remembers().outer, "BatchStat mean"), (lambda: Remembers().block("layer"), "rngs")):
+        with pytest.raises(ConfigError, match=said):
+            declared()
 
 
 def test_a_model_is_asked_for_alone():

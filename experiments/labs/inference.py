@@ -105,7 +105,7 @@ def decode_seconds(name: str, tp: int, texts: int = 1) -> tuple[float, float]:
     Of the algorithms for a sum the quicker one is taken.
     """
     model = PRESETS[name]
-    weights = 2 * num_parameters(model) / tp
+    weights = 2 * num_parameters(model, padded=True) / tp
     cached = closed_kv_bytes(model, CONTEXT) * texts / tp
     message = 2 * texts * model.width
     link = H100.inside

@@ -108,7 +108,7 @@ def run(broken: str | None) -> Result:
     padding = (PUBLISHED.padded_vocab_size - PUBLISHED.vocab_size) * h
     total = num_parameters(PUBLISHED)
     flops, _ = flops_per_token(config_of("one device"))
-    model_parameters = num_parameters(MODEL)
+    model_parameters = num_parameters(MODEL, padded=True)
     checks += [
         equal(
             "parameters, by the closed form and in the model", blocks + 2 * h + vocabulary + positions + padding, total

@@ -192,7 +192,7 @@ def volume(name: str, psi: float) -> tuple[float, float]:
 
 
 def in_the_library() -> tuple[list[Check], list[list[str]]]:
-    psi, checks, rows = num_parameters(MODEL), [], []
+    psi, checks, rows = num_parameters(MODEL, padded=True), [], []
     for name, (mesh, settings) in CASES.items():
         stage = settings.get("zero", 0)
         config = small_run(mesh, MODEL, **settings)

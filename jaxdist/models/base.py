@@ -77,6 +77,11 @@ class Param:
             )
 
     @property
+    def size(self) -> int:
+        """Elements, without rows that pad a vocabulary."""
+        return math.prod(self.shape if self.real is None else (self.real, *self.shape[1:]))
+
+    @property
     def weight_decay(self) -> bool:
         return len(self.shape) > 1 if self.decay is None else self.decay
 
@@ -285,9 +290,10 @@ def abstract_values(model: Model, dtype: str) -> dict:
 
 
 @cache
-def num_parameters(model: Model) -> int:
-    """All of them, padding of the vocabulary counted; what only counts is no parameter."""
-    return sum(math.prod(param.shape) for _, param in named_params(declare(model)) if param.update != "count")
+def num_parameters(model: Model, padded: bool = False) -> int:
+    """All of them, with `padded` the rows that pad a vocabulary too; counters excluded."""
+    params = [param for _, param in named_params(declare(model)) if param.update != "count"]
+    return sum(math.prod(param.shape) if padded else param.size for param in params)
 
 
 @cache

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jax import random
 
+from jaxdist.errors import ConfigError
 from jaxdist.models.base import STACKED, Model, Param, Tree, merge_kinds
 
 
@@ -71,8 +72,14 @@ def _abstract(make: Callable, *args) -> nnx.Module:
 
 
 def _declared(make: Callable, *args) -> dict:
-    tree: dict = {}
-    for path, variable in nnx.to_flat_state(nnx.state(_abstract(make, *args), nnx.Param)):
+    tree, module = {}, _abstract(make, *args)
+    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param))):
+        raise ConfigError(
+            f"{type(variable).__name__} {'.'.join(map(str, path))} of {type(module).__name__}",
+            "a module must hold parameters alone: what else it keeps would not be carried from step to step",
+            "Leave it out; Context.dropout draws masks, and Param(update='count') counts",
+        )
+    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         node = tree
         for name in path[:-1]:
             node = node.setdefault(str(name), {})

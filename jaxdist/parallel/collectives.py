@@ -38,6 +38,13 @@ def rank(axes: Axes) -> jax.Array | int:
     return lax.axis_index(live(axes)) if live(axes) else 0
 
 
+def dim_of(x: jax.Array, dim: int) -> int:
+    """A dim's number from 0, of one that may count from the end. Raises: ValueError where there is none."""
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim {dim} of shape {x.shape}: it must be from {-x.ndim} to {x.ndim - 1}.")
+    return dim % x.ndim
+
+
 def varying(tree: Tree, axes: Axes) -> Tree:
     """Cast every leaf to varying over `axes`. Free; the transpose is the psum that a replicated operand needs.
 
@@ -106,6 +113,7 @@ def reduce_scatter(x: jax.Array, axis: Axes, dim: int | None) -> jax.Array:
     _require_owed("reduce_scatter", x, axes)
     if dim is None:
         return lax.psum_scatter(x, axes)
+    dim = dim_of(x, dim)
     if x.shape[dim] % size(axis):
         raise ValueError(
             f"reduce_scatter over {axis}={size(axis)}: dim {dim} of shape {x.shape} does not divide. "
@@ -126,7 +134,7 @@ def all_gather(x: jax.Array, axis: Axes, dim: int | None, *, replicated: bool = 
     if not axes:
         return x[None] if dim is None else x
     to = "invarying" if replicated else "varying"
-    return lax.all_gather(x, axes, axis=dim or 0, tiled=dim is not None, to=to)
+    return lax.all_gather(x, axes, axis=0 if dim is None else dim_of(x, dim), tiled=dim is not None, to=to)
 
 
 def all_to_all(
@@ -142,6 +150,7 @@ def all_to_all(
     axes = live(axis)
     if not axes:
         return x
+    split_dim, concat_dim = dim_of(x, split_dim), dim_of(x, concat_dim)
     n = size(axis) if groups is None else len(groups[0])
     if x.shape[split_dim] % n:
         raise ValueError(
@@ -192,6 +201,7 @@ def gather_to(x: jax.Array, axis: str, dim: int, ranks: Sequence[int]) -> jax.Ar
     """
     if not live(axis):
         return x
+    dim = dim_of(x, dim)
     n, length = size(axis), x.shape[dim]
     whole = jnp.zeros((*x.shape[:dim], n * length, *x.shape[dim + 1 :]), x.dtype)
 
@@ -216,7 +226,7 @@ def scatter_from(x: jax.Array, axis: str, dim: int, ranks: Sequence[int]) -> jax
     """
     if not live(axis):
         return x
-    n = size(axis)
+    n, dim = size(axis), dim_of(x, dim)
     if x.shape[dim] % n:
         raise ValueError(f"scatter_from over {axis}={n}: dim {dim} of shape {x.shape} does not divide.")
     length = x.shape[dim] // n
@@ -243,4 +253,7 @@ def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
         raise ValueError(f"broadcast from rank {root}: {axis} has ranks 0 to {lax.axis_size(axis) - 1}.")
     if not live(axis):
         return x
-    return lax.psum(jnp.where(rank(axis) == root, x, jnp.zeros_like(x)), axis)
+    masked = jnp.where(rank(axis) == root, x, jnp.zeros_like(x))
+    if masked.dtype == bool:  # a sum of which would be whole numbers
+        return lax.psum(masked.astype(jnp.uint8), axis).astype(bool)
+    return lax.psum(masked, axis)

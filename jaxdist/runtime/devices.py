@@ -1,6 +1,7 @@
 """The devices a run uses: real ones where they are, simulated ones where the mesh needs more."""
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,11 +96,12 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
 
 
 def prepare_cpu(count: int) -> None:
-    """Ask for `count` CPU devices in this process or more, if no backend has started yet."""
+    """Ask for `count` CPU devices in this process, or as many as XLA_FLAGS asks for, if no backend has started yet."""
     given = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in PATIENT_FLAGS if flag.split("=")[0] not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
-    _set("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+    asked = map(int, re.findall(r"--xla_force_host_platform_device_count=(\d{1,6})\b", given))
+    _set("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices, *asked))
 
 
 def _set(name: str, value) -> None:
