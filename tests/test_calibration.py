@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxdist.models.decoder import Decoder
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.explain import CLOSE, CLOSE_IN_ORDER, FAR, FAR_IN_ORDER
@@ -20,12 +22,15 @@ from jaxdist.plan.parts import work_of
 from jaxdist.plan.time_model import (
     BINDS,
     EFFICIENCIES,
+    FUSED_BACKWARD,
     LAUNCH_SECONDS,
     MIXTURE_ERROR,
+    OPTIMIZER_TRAFFIC,
     PARTS,
     RING_COPIES,
     RING_HIDE,
     RING_LAUNCHES,
+    AttentionShape,
     Efficiency,
     Layout,
     bar_of,
@@ -208,6 +213,64 @@ def test_ten_thousand_layouts_take_well_under_a_second():
 def test_parts_add_up():
     found = one(pp=2, dp=4, tp=8, microbatches=8, zero=1, remat="block")
     assert found.total == pytest.approx(sum(getattr(found, name) for name in PARTS))
+
+
+def test_a_bar_is_wider_by_the_part_of_the_step_that_shows_of_communication():
+    for layout in ({}, {"tp": 8}, {"pp": 4, "dp": 8, "microbatches": 8}):
+        found = one(**layout)
+        alone = bar_of(PaperWork(SHAPE), Efficiency())
+        assert found.error[0] == pytest.approx(alone * (1 + found.communication[0] / found.total[0]))
+        assert (found.error[0] > 1.01 * alone) == bool(layout)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 16, 20])
+def test_a_query_sees_the_keys_of_its_window(window):
+    """Counted one by one: how many, in the mean; and how many chunks before a query's own hold some of them."""
+    shape, length, chunk = AttentionShape(6, 2, 4, window), 16, 4
+    seen = [[s for s in range(t + 1) if window is None or t - s < window] for t in range(length)]
+    assert shape.seen(length) == pytest.approx(np.mean([len(keys) for keys in seen]))
+    if window is not None:
+        long = range(100 * chunk, 101 * chunk)  # far from the beginning
+        assert shape.reached(chunk) == max(100 - (t - window + 1) // chunk for t in long)
+
+
+def test_what_a_model_with_windows_computes_is_less_by_the_scores_that_it_does_not_see():
+    model = Decoder(
+        4,
+        256,
+        8,
+        num_kv_heads=4,
+        head_dim=32,
+        ffn_width=512,
+        seq_len=1024,
+        vocab_size=512,
+        kinds=("sliding", "full"),
+        window=128,
+    )
+    work, whole = work_of(model), work_of(replace(model, kinds=("full", "full"), window=None))
+    assert [(each.heads, each.kv_heads, each.head_dim, each.window) for each in work.attention] == [
+        (8, 4, 32, 128),
+        (8, 4, 32, None),
+    ]
+    unseen = AttentionShape(8, 4, 32).seen(1024) - AttentionShape(8, 4, 32, 128).seen(1024)
+    # Two products of forward, of 2 FLOPs for each score and element; backward takes FUSED_BACKWARD times as long.
+    flops = 1024 * 4 * 8 * 32 * unseen * (1 + FUSED_BACKWARD) * model.num_blocks
+    cluster = Cluster(find_hardware("h100"), 1)
+    spared = [step_time(each, Layout(flash=True), cluster, Efficiency()).compute[0] for each in (whole, work)]
+    peak = cluster.hardware.peak("bfloat16") * Efficiency().attention
+    assert spared[0] - spared[1] == pytest.approx(flops / peak)
+
+
+def test_an_expert_s_state_is_sharded_over_the_ranks_that_hold_the_same():
+    """Of 8 data ranks with ep=4, two hold an expert: its optimiser is split over these, all else over 8."""
+    work, layout = work_of(PRESETS["moe-10m"]), {"dp": 8, "ep": 4}
+    cluster = Cluster(find_hardware("h100"), 1)
+    experts = work.num_layers * work.expert_parameters / 4
+    rest = work.num_layers * (work.layer_parameters - work.expert_parameters) + work.table_parameters
+    whole, sharded = (step_time(work, Layout(**layout, zero=zero), cluster).memory[0] for zero in (0, 1))
+    spared = experts * (1 - 1 / 2) + rest * (1 - 1 / 8)
+    hbm = cluster.hardware.memory_bytes_per_s * Efficiency().hbm
+    assert whole - sharded == pytest.approx(spared * OPTIMIZER_TRAFFIC / hbm)
 
 
 def test_axes_of_size_one_send_nothing():

@@ -4,12 +4,15 @@ import dataclasses
 import math
 import types
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES
+from flax import nnx
+from jax.sharding import PartitionSpec
 from test_communication import assert_equals_trace
 
 from experiments.oracles import decoder_settings
@@ -18,10 +21,11 @@ from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, to_logical
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
-from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
+from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare, named_params
+from jaxdist.models.context import Context
 from jaxdist.models.decoder import Decoder
-from jaxdist.models.experts import Mixture
+from jaxdist.models.experts import Mixture, Router
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.expert_parallel import kept_places
 from jaxdist.parallel.grouped_matmul import grouped_matmul
@@ -436,6 +440,37 @@ def test_ep_needs_experts():
     dense = config_of(Fields()).model
     with pytest.raises(ConfigError, match="ep splits experts, and it has none"):
         RunConfig(dense, ParallelConfig(parse_mesh("dp=2,ep=2")), batch_size=8)
+
+
+def test_the_balance_loss_is_another_than_transformers_as_the_page_says():
+    """Its table: which experts (of 4) the tokens of [layer][sequence] choose, with logits of 4 and 0."""
+    pytest.importorskip("torch", reason="pip install -e '.[oracle]'")
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral", reason="pip install -e '.[oracle]'")
+    import torch
+
+    even, first, last = [(t % 4, (t + 1) % 4) for t in range(8)], [(0, 1)] * 8, [(2, 3)] * 8
+    cases = {
+        "each two equally often": [[even, even], [even, even]],
+        "the same two for all tokens": [[first, first], [first, first]],
+        "other two in the second layer": [[first, first], [last, last]],
+        "other two in the second sequence": [[first, last], [first, last]],
+    }
+    mixture = Mixture(num_experts=4, top_k=2)
+    router = Router(nnx.Rngs(0), 8, mixture)
+    mesh, spec = make_mesh(MeshShape(), DEVICES[:1]), PartitionSpec()
+    balance = jax.shard_map(
+        lambda scores, chosen: router.balance(scores, chosen, Context()), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    page = (Path(__file__).parents[1] / "docs/experts.md").read_text(encoding="utf-8")
+    for case, layers in cases.items():
+        chosen = np.array(layers)  # [layer, sequence, position, choice]
+        logits = 4 * np.eye(4, dtype=np.float32)[chosen].sum(-2)
+        theirs = mixtral.load_balancing_loss_func(tuple(torch.tensor(each.reshape(-1, 4)) for each in logits), 4, 2)
+        num_layers, num_tokens = len(chosen), chosen[0, ..., 0].size
+        ours = sum(float(balance(jax.nn.softmax(x), c)) for x, c in zip(logits, chosen, strict=True)) / num_tokens
+        assert f"| {case} | {float(theirs):.2f} | {ours * 2 / num_layers:.2f} |" in page, (theirs, ours)
+    model = PRESETS["mixtral-8x7b"]
+    assert f"--balance-loss {0.001 * model.top_k / model.num_layers:.7f}`" in page
 
 
 # ---------------------------------------------------------------------------------------------- what a step counts

@@ -314,6 +314,19 @@ def test_time_is_that_of_the_layout_written_by_hand(name):
         assert getattr(found, part)[0] == pytest.approx(getattr(expected, part)[0], rel=1e-9), part
 
 
+def test_three_messages_are_held_where_stages_send_while_they_compute():
+    """One that leaves, and one that comes meanwhile from either side; beside what the schedule's table keeps."""
+    config = base(parallel=ParallelConfig(mesh=MeshShape(pp=4), microbatches=8))
+    layouts = Candidates.of(config)
+    table = pipelines(config, layouts)
+    plain, sending = (
+        program_bytes(config, dataclasses.replace(layouts, overlap=np.array([overlap])), table, "xla")
+        for overlap in (0, 1)
+    )
+    message = 4 * (16 // 8) * SMALL.seq_len * SMALL.width
+    assert sending.total[0] - plain.total[0] == 3 * message
+
+
 def test_a_compiled_step_has_no_python_between_launches():
     config = base(precision=PrecisionConfig("bfloat16"))
     quick, slow = (dataclasses.replace(UNCALIBRATED, step_seconds=seconds) for seconds in (0.0, 1.0))
