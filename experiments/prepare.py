@@ -41,7 +41,7 @@ from jaxdist.data.prepared import (
     sha256_of,
     shard_name,
 )
-from jaxdist.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer
+from jaxdist.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer, join_indifferently
 from jaxdist.data.tokens import asked, decode_text, find_files, masked
 from jaxdist.errors import ConfigError, is_utf8, require_positive
 from jaxdist.files import read_regular, write_whole
@@ -50,8 +50,10 @@ from jaxdist.runtime.run_folder import LOCK, held
 from .cli import flag_word, run_program
 
 BYTE_ORDER_MARK = "\ufeff"  # that some editors put before a file
-PIECE_BYTES = 1 << 20  # of text encoded as one; a longer document is cut at line ends
+PIECE_BYTES = 1 << 20  # of text encoded as one; a longer document is cut at line ends, where that changes no token
 BATCH_BYTES = 8 << 20  # of text given to the tokenizer's threads together
+CONTEXT_BYTES = 1 << 10  # of text before and after a cut that may change the tokens there
+MOST_CUTS_TRIED = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,10 @@ class PrepareFlags:
     vocab_size: int | None = None
     """Train a byte-level BPE of this size on the training text."""
     tokenizer: str | None = None
-    """A tokenizer.json to encode with, or `bytes`."""
-    end_of_document: str = END_OF_DOCUMENT
-    """The token of --tokenizer that is put after each document."""
+    """A tokenizer.json or its folder to encode with, or `bytes`."""
+    end_of_document: str | None = None
+    """The token of --tokenizer that is put after each document. Default: the one that it puts after a text itself, its
+    eos_token, or <|endoftext|>. Before each document stands what the tokenizer puts there, such as <s>."""
     supervised: bool = False
     """For fine-tuning on answers: each line of a .jsonl has a "prompt", which is read, and an "answer", which is
     predicted."""
@@ -79,9 +82,10 @@ class PrepareFlags:
 
 @dataclass(frozen=True)
 class Range:
-    """Bytes start .. stop-1 of a file. `ends`: a text document is over after them."""
+    """Bytes start .. stop-1 of a file. first: where their document begins. ends: whether it is over after them."""
 
     name: str
+    first: int
     start: int
     stop: int
     ends: bool
@@ -128,14 +132,13 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
         raise ConfigError(
             f"--supervised with {other[0]}", "prompts and answers are lines of .jsonl files", "Name those alone"
         )
-    units = cut_units(root, sizes, flags.shard_mb * 1_000_000)
-
     plan = {
         "files": [[name, stats[name].st_size, stats[name].st_mtime_ns] for name in sizes],
         "shard_mb": flags.shard_mb,
         "vocab_size": flags.vocab_size,
         "tokenizer": tokenizer and hashlib.sha256(tokenizer.to_bytes()).hexdigest(),
-        "end_of_document": flags.end_of_document,
+        "end_of_document": tokenizer.name(tokenizer.end_of_document) if flags.tokenizer else END_OF_DOCUMENT,
+        "begin_of_text": [] if tokenizer is None else list(tokenizer.begin_of_text),
     } | ({"supervised": True} if flags.supervised else {})
 
     def warn(text: str) -> None:
@@ -143,7 +146,7 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
 
     with held(out, "out", warn):
         try:
-            prepare_into(out, root, units, plan, tokenizer, flags.vocab_size, console)
+            prepare_into(out, root, sizes, plan, tokenizer, console)
         finally:
             (out / LOCK).unlink(missing_ok=True)
     return 0
@@ -152,20 +155,26 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
 def prepare_into(
     out: Path,
     root: Path,
-    units: dict[str, list[list[Range]]],
+    sizes: dict[str, int],
     plan: dict,
     tokenizer: Tokenizer | None,
-    vocab_size: int | None,
     console: Console,
 ) -> None:
     """Begin, or go on with, the preparation that `plan` names."""
-    journal = open_journal(out, plan)
-    if journal["shards"]:
-        console.print(f"continuing: {len(journal['shards'])} of {sum(map(len, units.values()))} shards are done")
+    journal, unit_bytes = open_journal(out, plan), plan["shard_mb"] * 1_000_000
     if tokenizer is None:
-        tokenizer = train_tokenizer(root, out, units["train"], vocab_size, plan.get("supervised", False), console)
+        units = cut_units(root, sizes, unit_bytes, None)
+        tokenizer = train_tokenizer(
+            root, out, units["train"], plan["vocab_size"], plan.get("supervised", False), console
+        )
     elif tokenizer.to_bytes():
         write_whole(out / TOKENIZER, tokenizer.to_bytes())
+    units = cut_units(root, sizes, unit_bytes, tokenizer)
+    if journal["shards"]:
+        console.print(f"continuing: {len(journal['shards'])} of {sum(map(len, units.values()))} shards are done")
+    before = " ".join(map(tokenizer.name, tokenizer.begin_of_text)) or "nothing"
+    after = tokenizer.name(tokenizer.end_of_document)
+    console.print(f"each document has {escape(before)} before it and {escape(after)} after it", soft_wrap=True)
     shards = write_shards(root, out, units, tokenizer, journal, console)
 
     # ---- the manifest makes it whole ----
@@ -178,6 +187,7 @@ def prepare_into(
         tokenizer=File(TOKENIZER, len(text), hashlib.sha256(text).hexdigest()) if text else None,
         train=tuple(shards["train"]),
         held_out=tuple(shards["held_out"]),
+        begin_of_text=tokenizer.begin_of_text,
     )
     write_whole(out / MANIFEST, manifest.to_json().encode())
     (out / JOURNAL).unlink()
@@ -235,8 +245,14 @@ def given_tokenizer(flags: PrepareFlags) -> Tokenizer | None:
     if flags.tokenizer == "bytes":
         return ByteTokenizer()
     if flags.tokenizer is not None:
-        return BPETokenizer.load(Path(flags.tokenizer), flags.end_of_document)
-    if flags.end_of_document != END_OF_DOCUMENT:
+        path = Path(flags.tokenizer)
+        found = BPETokenizer.load(path / TOKENIZER if path.is_dir() else path, flags.end_of_document)
+        if found.end_of_document is None:
+            asked_for = f"--tokenizer {flags.tokenizer}"
+            reason = "documents are joined by a token, and it does not say with which of its tokens a text ends"
+            raise ConfigError(asked_for, reason, "Name one with --end-of-document")
+        return found
+    if flags.end_of_document not in (None, END_OF_DOCUMENT):
         raise ConfigError(
             f"--end-of-document {flags.end_of_document}",
             f"a BPE that is trained here ends documents with {END_OF_DOCUMENT}",
@@ -251,11 +267,14 @@ def given_tokenizer(flags: PrepareFlags) -> Tokenizer | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def cut_units(root: Path, sizes: dict[str, int], unit_bytes: int) -> dict[str, list[list[Range]]]:
+def cut_units(
+    root: Path, sizes: dict[str, int], unit_bytes: int, tokenizer: Tokenizer | None
+) -> dict[str, list[list[Range]]]:
     """For each split, the text of each of its shards: ranges of files, about `unit_bytes` together.
 
     Files are split as `load_corpus` does, so that a corpus is split alike whether it is prepared or not. A single file
-    holds out its last tenth, from a line's start on.
+    holds out its last tenth, from a line's start on. tokenizer: a document is cut only where that changes no token;
+    None, while there is none, cuts at lines.
     """
     names = list(sizes)
     if len(names) == 1:
@@ -271,10 +290,11 @@ def cut_units(root: Path, sizes: dict[str, int], unit_bytes: int) -> dict[str, l
     units: dict[str, list[list[Range]]] = {}
     for split, parts in wholes.items():
         unit, filled, units[split] = [], 0, []
-        for name, start, stop in parts:
+        for name, first, stop in parts:
+            start = first
             while start < stop:
-                end = line_start(root / name, min(start + unit_bytes - filled, stop), stop)
-                unit.append(Range(name, start, end, ends=end == stop))
+                end = cut_after(root / name, first, min(start + unit_bytes - filled, stop), stop, tokenizer)
+                unit.append(Range(name, first, start, end, ends=end == stop))
                 filled += end - start
                 start = end
                 if filled >= unit_bytes:
@@ -283,6 +303,31 @@ def cut_units(root: Path, sizes: dict[str, int], unit_bytes: int) -> dict[str, l
         if unit:
             units[split].append(unit)
     return units
+
+
+def cut_after(path: Path, first: int, position: int, stop: int, tokenizer: Tokenizer | None) -> int:
+    """The first start of a line at `position` or after it where the document from `first` to `stop` can be cut so that
+    no token changes; `stop` where there is none among the next lines."""
+    for _ in range(MOST_CUTS_TRIED):
+        position = line_start(path, position, stop)
+        if position == stop or tokenizer is None or path.suffix == ".jsonl":
+            return position
+        before, after = text_around(path, first, position, stop)
+        if join_indifferently(tokenizer, before, after):
+            return position
+        position += 1
+    return stop
+
+
+def text_around(path: Path, first: int, position: int, stop: int) -> tuple[str, str]:
+    """About CONTEXT_BYTES of a document's text before and after a position, in whole characters."""
+    start = max(position - CONTEXT_BYTES, first)
+    with open(path, "rb") as file:
+        file.seek(start)
+        before = file.read(position - start)
+        after = file.read(min(CONTEXT_BYTES, stop - position))
+    before = before[_continuation_bytes(before) :]
+    return before.decode("utf-8", errors="ignore"), after.decode("utf-8", errors="ignore")
 
 
 def line_start(path: Path, position: int, size: int) -> int:
@@ -307,16 +352,21 @@ def _continuation_bytes(text: bytes) -> int:
 
 
 class Piece(NamedTuple):
-    """Text that is encoded as one. `ends`: a document, after it. `is_prompt`: it is read and not predicted; None where
-    prompts are not told from answers."""
+    """Text that is encoded as one. begins, ends: a document is new before it, and over after it. context: the text
+    before it, where its document began earlier. prompt: so many of its characters are read and not predicted; None
+    where prompts are not told from answers."""
 
     text: str
+    begins: bool
     ends: bool
-    is_prompt: bool | None = None
+    context: str = ""
+    prompt: int | None = None
 
 
-def read_pieces(root: Path, part: Range, supervised: bool = False) -> Iterator[Piece]:
-    """The text in order; no piece is much longer than PIECE_BYTES but a JSON line's."""
+def read_pieces(
+    root: Path, part: Range, supervised: bool = False, tokenizer: Tokenizer | None = None
+) -> Iterator[Piece]:
+    """The text in order; no piece is much longer than PIECE_BYTES but a JSON line's, or one that cannot be cut."""
     path = root / part.name
     with open(path, "rb") as file:
         file.seek(part.start)
@@ -325,29 +375,21 @@ def read_pieces(root: Path, part: Range, supervised: bool = False) -> Iterator[P
             while offset < part.stop:
                 line = file.readline()
                 if line.strip():
-                    yield from document_of(path, line, offset, supervised)
+                    yield document_of(path, line, offset, supervised)
                 offset += len(line)
             return
         while offset < part.stop:
-            text = file.read(min(PIECE_BYTES, part.stop - offset))
-            if not text:
+            end = cut_after(path, part.first, min(offset + PIECE_BYTES, part.stop), part.stop, tokenizer)
+            text = file.read(end - offset)
+            if len(text) < end - offset:
                 raise ConfigError(asked(path), "it became shorter while it was read", "Run the same command again")
-            if offset + len(text) < part.stop:
-                text = text[: _whole_length(text)]
-                file.seek(offset + len(text))
-            yield Piece(decode_text(path, text, offset), part.ends and offset + len(text) == part.stop)
-            offset += len(text)
+            begins = offset == part.first
+            context = "" if begins or tokenizer is None else text_around(path, part.first, offset, offset)[0]
+            yield Piece(decode_text(path, text, offset), begins, part.ends and end == part.stop, context)
+            offset = end
 
 
-def _whole_length(text: bytes) -> int:
-    """Length up to the end of the last line, or of the last whole character."""
-    if newline := text.rfind(b"\n") + 1:
-        return newline
-    back = next((count for count in range(1, 5) if text[-count] & 0xC0 != 0x80), 1)
-    return len(text) - back or len(text)
-
-
-def document_of(path: Path, line: bytes, offset: int, supervised: bool) -> list[Piece]:
+def document_of(path: Path, line: bytes, offset: int, supervised: bool) -> Piece:
     names = ("prompt", "answer") if supervised else ("text",)
     try:
         found = json.loads(decode_text(path, line, offset).removeprefix(BYTE_ORDER_MARK))
@@ -363,9 +405,7 @@ def document_of(path: Path, line: bytes, offset: int, supervised: bool) -> list[
             f"each line of a .jsonl is an object with {wanted}, and the line at offset {offset} is not",
             "Mend or remove the line" if supervised else "Mend or remove the line; prompts and answers: --supervised",
         )
-    if not supervised:
-        return [Piece(texts[0], True)]
-    return [Piece(texts[0], False, True), Piece(texts[1], True, False)]
+    return Piece("".join(texts), True, True, prompt=len(texts[0]) if supervised else None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -431,6 +471,7 @@ def write_shards(
 ) -> dict[str, list[Shard]]:
     """Encode each unit into its shard, passing over those that the journal has and the disk confirms."""
     shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+    num_within = 0
     with _progress(console) as progress:
         total = sum(part.stop - part.start for split in SPLITS for unit in units[split] for part in unit)
         task = progress.add_task("encode", total=total)
@@ -439,7 +480,9 @@ def write_shards(
                 name = shard_name(split, number)
                 done = journal["shards"].get(name)
                 if not (done and (out / name).exists() and sha256_of(out / name) == done["sha256"]):
-                    tokens, num_documents = encode_unit(root, unit, tokenizer, journal["plan"].get("supervised", False))
+                    supervised = journal["plan"].get("supervised", False)
+                    tokens, num_documents, within = encode_unit(root, unit, tokenizer, supervised)
+                    num_within += within
                     content = npy_bytes(tokens)
                     write_whole(out / name, content)
                     done = {
@@ -452,28 +495,55 @@ def write_shards(
                     write_whole(out / JOURNAL, json.dumps(journal).encode())
                 shards[split].append(Shard(name, done["num_bytes"], done["sha256"], done["num_tokens"]))
                 progress.advance(task, sum(part.stop - part.start for part in unit))
+    if num_within:
+        console.print(
+            f"[yellow]note:[/] {num_within} answers begin within a token of their prompt, which is predicted whole; "
+            "where text is generated, the prompt's tokens are others. End prompts where a word ends",
+            soft_wrap=True,
+        )
     return shards
 
 
-def encode_unit(root: Path, unit: list[Range], tokenizer: Tokenizer, supervised: bool) -> tuple[np.ndarray, int]:
-    """(tokens of the unit, each document followed by the end-of-document token; number of documents that end in it)."""
+def encode_unit(root: Path, unit: list[Range], tokenizer: Tokenizer, supervised: bool) -> tuple[np.ndarray, int, int]:
+    """(the unit's tokens, each document between what the tokenizer puts there; the number of documents that end in it;
+    how many answers begin within a token of their prompt)."""
     dtype = MASKABLE if supervised else tokenizer.dtype
-    end = np.array([tokenizer.end_of_document], dtype)
+    begin, end = np.array(tokenizer.begin_of_text, dtype), np.array([tokenizer.end_of_document], dtype)
     found: list[np.ndarray] = []
-    num_documents = 0
-    for batch in batched_pieces(root, unit, supervised):
-        for tokens, piece in zip(tokenizer.encode([piece.text for piece in batch]), batch, strict=True):
-            found.append(masked(tokens) if piece.is_prompt else tokens.astype(dtype))
+    num_documents = num_within = 0
+    for batch in batched_pieces(root, unit, supervised, tokenizer):
+        for piece, tokens, prompt in encoded(batch, tokenizer):
+            if piece.begins:
+                found.append(masked(begin) if supervised else begin)
+            if piece.prompt is not None:
+                num_prompt = int(np.searchsorted(prompt, piece.prompt, side="right"))
+                num_within += num_prompt < len(prompt) and max([0, *prompt[:num_prompt]]) < piece.prompt
+                found.append(masked(tokens[:num_prompt]))
+                tokens = tokens[num_prompt:]
+            found.append(tokens.astype(dtype))
             if piece.ends:
                 found.append(end)
             num_documents += piece.ends
-    return np.concatenate(found or [end[:0]]), num_documents
+    return np.concatenate(found or [end[:0]]), num_documents, num_within
 
 
-def batched_pieces(root: Path, unit: list[Range], supervised: bool) -> Iterator[list[Piece]]:
+def encoded(batch: list[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray, np.ndarray]]:
+    """(piece, its tokens, where in its text each ends). What came before a piece is encoded with it and left out."""
+    if batch[0].prompt is not None:
+        yield from ((p, *e) for p, e in zip(batch, tokenizer.encode_with_stops([p.text for p in batch]), strict=True))
+        return
+    wholes = tokenizer.encode([piece.context + piece.text for piece in batch])
+    befores = tokenizer.encode([piece.context for piece in batch])
+    for piece, whole, before in zip(batch, wholes, befores, strict=True):
+        if not np.array_equal(whole[: len(before)], before):
+            raise RuntimeError(f"the text after {piece.context[-80:]!r} was cut within a token")
+        yield piece, whole[len(before) :], np.zeros(0)
+
+
+def batched_pieces(root: Path, unit: list[Range], supervised: bool, tokenizer: Tokenizer) -> Iterator[list[Piece]]:
     batch, size = [], 0
     for part in unit:
-        for piece in read_pieces(root, part, supervised):
+        for piece in read_pieces(root, part, supervised, tokenizer):
             batch.append(piece)
             size += len(piece.text)
             if size >= BATCH_BYTES:

@@ -428,6 +428,7 @@ def check_job(flags: TrainFlags, console: Console) -> Job:
     tokens = corpus.tokens_of
     data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}
     data |= {"tokenizer": tokens.tokenizer, "end_of_document": tokens.end_of_document}
+    data |= {"begin_of_text": None if tokens.begin_of_text is None else list(tokens.begin_of_text)}
     shown = f"{corpus.about} (SHA-256 {data['fingerprint'][:12]}...)"
     processes.require_agreement("data", {"--data": processes.Shown(data["fingerprint"], shown)}, seconds=600)
     return Job(flags, console, config, devices, options, out, corpus, batches, held_out, fault, program, data, None)

@@ -75,7 +75,7 @@ def small(monkeypatch):
     monkeypatch.setattr(program, "PIECE_BYTES", 256)
     monkeypatch.setattr(program, "BATCH_BYTES", 1024)
     cut = program.cut_units
-    monkeypatch.setattr(program, "cut_units", lambda root, sizes, unit_bytes: cut(root, sizes, 5000))
+    monkeypatch.setattr(program, "cut_units", lambda root, sizes, _, tokenizer: cut(root, sizes, 5000, tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_units_and_pieces_cover_the_text(texts, unit, tmp_path_factory):
         sizes[str(number)] = len(text.encode())
     before, program.PIECE_BYTES = program.PIECE_BYTES, 8
     try:
-        units = cut_units(root, sizes, unit)
+        units = cut_units(root, sizes, unit, None)
         found = dict.fromkeys(sizes, "")
         for split in units.values():
             for part in (part for unit in split for part in unit):
@@ -275,7 +275,7 @@ def test_only_the_same_preparation_is_continued(text, tmp_path, monkeypatch):
     with pytest.raises(Killed):
         run(**flags, vocab_size=VOCAB_SIZE)
     refused("vocab_size changed since", **flags, vocab_size=VOCAB_SIZE + 1)
-    refused("tokenizer changed since", **flags, tokenizer="bytes")
+    refused("tokenizer, end_of_document changed since", **flags, tokenizer="bytes")
     refused("shard_mb changed since", **flags, vocab_size=VOCAB_SIZE, shard_mb=1)
     (changing / "new.txt").write_text("new")
     refused("files changed since", **flags, vocab_size=VOCAB_SIZE)

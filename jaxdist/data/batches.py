@@ -43,7 +43,7 @@ from jaxdist.errors import ConfigError
 _NOT_CORPUS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "turtledemo"}
 )
-_BYTES = {"tokenizer": "bytes", "end_of_document": ByteTokenizer.end_of_document}
+_BYTES = {"tokenizer": "bytes", "end_of_document": ByteTokenizer.end_of_document, "begin_of_text": ()}
 # Short: a number like 1e99999999 would be written out in full.
 _WEIGHT = re.compile(r"(\d{1,20}(\.\d{0,20})?|\.\d{1,20})([eE][+-]?\d{1,2})?|\d{1,20}/[1-9]\d{0,19}", re.ASCII)
 
@@ -59,6 +59,7 @@ class Source:
     tokenizer: str | None = None  # what the tokens mean: "bytes", the hash of a tokenizer.json, or unknown
     end_of_document: int | None = None  # the token after each document, where it is known
     tokenizer_file: Path | None = None
+    begin_of_text: tuple[int, ...] | None = None  # the tokens before each document, where they are known
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +76,13 @@ class Corpus:
                 f"data that mixes {first.about} and {second.about}",
                 "their tokens come from different tokenizers, so that one number would mean two things",
                 f"Prepare them with one tokenizer: `{command_text('prepare')} --tokenizer FILE`",
+            )
+        begins = {source.begin_of_text: source.about for source in self.sources if source.begin_of_text is not None}
+        if len(begins) > 1:
+            raise ConfigError(
+                f"data that mixes {' and '.join(begins.values())}",
+                f"their documents must begin with the same tokens, and do with {' and '.join(map(str, begins))}",
+                f"Prepare them again with this version of `{command_text('prepare')}`",
             )
 
     @property

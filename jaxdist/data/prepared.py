@@ -60,6 +60,7 @@ class Manifest:
     tokenizer: File | None
     train: tuple[Shard, ...]
     held_out: tuple[Shard, ...]
+    begin_of_text: tuple[int, ...] = ()  # the tokens before each document
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
@@ -136,7 +137,11 @@ def read_manifest(folder: Path) -> Manifest:
         tokenizer=tokenizer,
         train=take_shards("train"),
         held_out=take_shards("held_out"),
+        begin_of_text=tuple(take(content, "begin_of_text", list) if "begin_of_text" in content else ()),
     )
+    for token in manifest.begin_of_text:
+        if type(token) is not int or not 0 <= token < manifest.vocab_size:
+            refuse(f"begin_of_text must be tokens of the vocabulary of {manifest.vocab_size}, and has {token!r:.80}")
     if manifest.dtype not in DTYPES:
         refuse(f"dtype must be one of {', '.join(DTYPES)}, and it is {manifest.dtype!r:.80}")
     if manifest.end_of_document >= manifest.vocab_size:
@@ -149,7 +154,8 @@ def shard_name(split: str, number: int) -> str:
 
 
 class Prepared(NamedTuple):
-    """An opened corpus. tokenizer: "bytes", or the SHA-256 of `tokenizer_file`. end_of_document: a token."""
+    """An opened corpus. tokenizer: "bytes", or the SHA-256 of `tokenizer_file`. end_of_document: a token.
+    begin_of_text: the tokens before each document."""
 
     train: Tokens
     held_out: Tokens
@@ -157,6 +163,7 @@ class Prepared(NamedTuple):
     tokenizer: str
     end_of_document: int
     tokenizer_file: Path | None
+    begin_of_text: tuple[int, ...]
 
 
 def open_prepared(folder: Path, vocab_size: int) -> Prepared:
@@ -197,7 +204,7 @@ def open_prepared(folder: Path, vocab_size: int) -> Prepared:
     tokenizer, file = "bytes", None
     if manifest.tokenizer is not None:
         tokenizer, file = manifest.tokenizer.sha256, folder / TOKENIZER
-    return Prepared(train, held_out, about, tokenizer, manifest.end_of_document, file)
+    return Prepared(train, held_out, about, tokenizer, manifest.end_of_document, file, manifest.begin_of_text)
 
 
 def _check_size(folder: Path, file: File) -> None:

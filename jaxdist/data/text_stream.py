@@ -7,15 +7,24 @@ import numpy as np
 from jaxdist.data.tokenizer import Tokenizer
 
 CUT = "\ufffd"  # what a character is shown as while bytes of it are missing
+CONTEXT = 16  # tokens of the prompt that the first new ones are decoded with: a word's space may depend on them
 
 
 class TextStream:
-    """The text of one row of tokens; it ends at a token of `end`, or before the first of the words in `stop`."""
+    """The text of one row of tokens; it ends at a token of `end`, or before the first of the words in `stop`.
 
-    def __init__(self, tokenizer: Tokenizer, end: Sequence[int] = (), stop: Sequence[str] = ()):
+    What a token adds is what the text with it is longer than the text without: decoded alone, the first token of many
+    tokenizers would lose its space. prompt: the tokens before the first.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, end: Sequence[int] = (), stop: Sequence[str] = (), prompt: Sequence[int] = ()
+    ):
         self.tokenizer, self.end, self.stop = tokenizer, frozenset(end), tuple(filter(None, stop))
         self.tokens: list[int] = []
         self.text, self.done = "", False
+        self._certain = ""  # decoded, and of whole characters
+        self._context, self._waiting = list(prompt[-CONTEXT:]), []  # tokens before and after the end of that
 
     def add(self, token: int) -> str:
         """The text that is certain now and was not before."""
@@ -24,29 +33,36 @@ class TextStream:
         if token in self.end:
             return self.close()
         self.tokens.append(token)
-        whole = self._decoded()
+        self._waiting.append(token)
+        new = self._decoded()
+        if new and not new.endswith(CUT):
+            self._certain += new
+            self._context, self._waiting = (self._context + self._waiting)[-CONTEXT:], []
+        whole = self._certain
         found = [at for at in map(whole.find, self.stop) if at >= 0]
         if found:
             self.done = True
-            return self._up_to(whole, min(found))
+            return self._up_to(min(found))
         held_back = max((self._begun(whole, word) for word in self.stop), default=0)
-        if whole.endswith(CUT):
-            held_back = max(held_back, len(whole) - len(whole.rstrip(CUT)))
-        return self._up_to(whole, len(whole) - held_back)
+        return self._up_to(len(whole) - held_back)
 
     def close(self) -> str:
         """What was held back, when no more tokens come."""
         if self.done:
             return ""
         self.done = True
-        whole = self._decoded()
-        return self._up_to(whole, len(whole))
+        self._certain += self._decoded()
+        return self._up_to(len(self._certain))
 
     def _decoded(self) -> str:
-        return self.tokenizer.decode(np.asarray(self.tokens)) if self.tokens else ""
+        """What the waiting tokens add."""
+        if not self._waiting:
+            return ""
+        before = self.tokenizer.decode(np.asarray(self._context)) if self._context else ""
+        return self.tokenizer.decode(np.asarray(self._context + self._waiting))[len(before) :]
 
-    def _up_to(self, whole: str, length: int) -> str:
-        new = whole[len(self.text) : max(length, len(self.text))]
+    def _up_to(self, length: int) -> str:
+        new = self._certain[len(self.text) : max(length, len(self.text))]
         self.text += new
         return new
 

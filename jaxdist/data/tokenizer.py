@@ -1,9 +1,15 @@
-"""Text to tokens and back: bytes, or a byte-pair encoding of the Hugging Face `tokenizers` library."""
+"""Text to tokens and back: bytes, or a tokenizer of the Hugging Face `tokenizers` library.
 
+What stands before and after a text is decided here, for all programs: `begin_of_text` and `end_of_document`, from the
+post-processor of tokenizer.json, or from a tokenizer_config.json beside it that overrides it, as transformers reads it.
+"""
+
+import hashlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -12,31 +18,49 @@ from jaxdist.errors import ConfigError
 from jaxdist.files import read_text_file
 
 END_OF_DOCUMENT = "<|endoftext|>"
+CONFIG = "tokenizer_config.json"
 MOST_BYTES = 2**28  # of a tokenizer.json; those of today have about 2**24
+
+
+class Encoded(NamedTuple):
+    """A text's tokens, and the offset in the text after the last character of each."""
+
+    tokens: np.ndarray
+    stops: np.ndarray
 
 
 class Tokenizer(Protocol):
     vocab_size: int
-    end_of_document: int
+    begin_of_text: tuple[int, ...]  # put before every text
+    end_of_document: int | None  # None where the tokenizer has no such token
     dtype: str  # the narrowest that holds every token
+    identity: str  # equal where tokens mean the same
 
     def to_bytes(self) -> bytes:
         """What `tokenizer.json` holds; empty where none is needed."""
         ...
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The tokens of each text, none of them the end of a document."""
+        """The tokens of each text, without what stands before and after it."""
+        ...
+
+    def encode_with_stops(self, texts: list[str]) -> list[Encoded]:
+        """The same, with where in its text each token ends."""
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text: `decode(encode([text])[0]) == text` for bytes and for byte-level BPE."""
         ...
 
+    def name(self, token: int) -> str:
+        """A token for a person."""
+        ...
+
 
 class ByteTokenizer:
-    """The UTF-8 bytes of the text; the NUL byte ends a document."""
+    """The UTF-8 bytes of the text; the NUL byte ends a document. A token above 255 is shown as U+FFFD."""
 
-    vocab_size, end_of_document, dtype = 256, 0, "uint8"
+    vocab_size, begin_of_text, end_of_document, dtype, identity = 256, (), 0, "uint8", "bytes"
 
     def to_bytes(self) -> bytes:
         return b""
@@ -44,46 +68,79 @@ class ByteTokenizer:
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
+    def encode_with_stops(self, texts: list[str]) -> list[Encoded]:
+        return [
+            Encoded(tokens, np.repeat(np.arange(1, len(text) + 1), [len(char.encode("utf-8")) for char in text]))
+            for text, tokens in zip(texts, self.encode(texts), strict=True)
+        ]
+
     def decode(self, tokens: np.ndarray) -> str:
-        return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+        # 0xFF is no byte of any UTF-8 text.
+        return bytes(np.minimum(tokens, 0xFF).astype(np.uint8).tolist()).decode("utf-8", errors="replace")
+
+    def name(self, token: int) -> str:
+        return f"byte {token}"
 
 
 class BPETokenizer:
     """A tokenizer of the `tokenizers` library, from the text of its tokenizer.json.
 
-    Raises: ConfigError where the library is missing, the text is no tokenizer, or it lacks `end_of_document`
-    (None where no documents are to be joined). begin_of_text: what it puts before every text, such as <s>.
+    Truncation and padding, which somebody's last call left in the file, are switched off. Args: end_of_document names
+    the token after each document; None takes the one that the tokenizer itself puts after a text, the eos_token of
+    `config` (a tokenizer_config.json), or <|endoftext|>, the first of these that there is. Raises: ConfigError where
+    the library is missing, the text is no tokenizer, encodes at random, or lacks the named token.
     """
 
-    def __init__(self, text: str, path: str, end_of_document: str | None = END_OF_DOCUMENT):
-        library = _library()
+    def __init__(self, text: str, path: str, end_of_document: str | None = None, config: dict[str, Any] | None = None):
+        library, config = _library(), config or {}
         asked = f"tokenizer={path!r}"
         try:
-            self._inner = library.Tokenizer.from_str(text)
+            inner = library.Tokenizer.from_str(text)
+            described = json.loads(text)
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(
                 asked,
                 f"it is no tokenizer.json ({error})",
                 f"Pass a file that Tokenizer.save or `{command_text('prepare')}` wrote",
             ) from error
-        # A document that has the text of a special token in it must not end there.
-        self._inner.encode_special_tokens = True
-        ids = self._inner.get_vocab(with_added_tokens=True)
+        _require_function_of_text(asked, described)
+        inner.no_truncation()
+        inner.no_padding()
+        ids = inner.get_vocab(with_added_tokens=True)
+        self._names = {number: name for name, number in ids.items()}
+        before, after = _around(inner, config, library)
+        self.begin_of_text = before
         if end_of_document is not None and end_of_document not in ids:
-            special = sorted(str(token) for token in self._inner.get_added_tokens_decoder().values())
+            special = sorted(str(token) for token in inner.get_added_tokens_decoder().values())
             raise ConfigError(
                 f"{asked} with end_of_document={end_of_document!r}",
                 "documents are joined by an end-of-document token, and the tokenizer has none of this name",
                 f"Name one that it has, such as {', '.join(special[:8]) or next(iter(ids), 'none')}",
             )
-        self.end_of_document = ids.get(end_of_document)
-        self.begin_of_text = tuple(self._inner.encode("", add_special_tokens=True).ids)
+        ends = [end_of_document, self._names.get(after[0]) if len(after) == 1 else None]
+        ends += [_content(config.get("eos_token")), END_OF_DOCUMENT]
+        self.end_of_document = next((ids[name] for name in ends if name in ids), None)
         self.vocab_size = 1 + max(ids.values())
         self.dtype = "uint16" if self.vocab_size <= 1 << 16 else "uint32"
+        self._text = inner.to_str(pretty=True)
+        # Offsets are to be of whole tokens, and what stands around a text is put there by us.
+        inner.post_processor = None
+        self.identity = hashlib.sha256(inner.to_str().encode("utf-8")).hexdigest()
+        # A document that has the text of a special token in it must not end there.
+        inner.encode_special_tokens = True
+        self._inner = inner
 
     @classmethod
-    def load(cls, path: Path, end_of_document: str | None = END_OF_DOCUMENT) -> Self:
-        return cls(read_text_file("tokenizer", path, MOST_BYTES), str(path), end_of_document)
+    def load(cls, path: Path, end_of_document: str | None = None) -> Self:
+        """From a tokenizer.json, and the tokenizer_config.json beside it, where there is one."""
+        config, beside = {}, path.with_name(CONFIG)
+        if beside.is_file():
+            try:
+                config = json.loads(read_text_file("tokenizer", beside))
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"tokenizer={str(beside)!r}", "it must be JSON", "Fetch it again") from error
+        text = read_text_file("tokenizer", path, MOST_BYTES)
+        return cls(text, str(path), end_of_document, config if isinstance(config, dict) else {})
 
     @classmethod
     def train(cls, texts: Iterator[str], vocab_size: int) -> Self:
@@ -114,14 +171,79 @@ class BPETokenizer:
             )
 
     def to_bytes(self) -> bytes:
-        return self._inner.to_str(pretty=True).encode("utf-8")
+        return self._text.encode("utf-8")
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
+    def encode_with_stops(self, texts: list[str]) -> list[Encoded]:
+        return [
+            Encoded(np.array(found.ids, self.dtype), np.array([stop for _, stop in found.offsets], np.int64))
+            for found in self._inner.encode_batch(texts, add_special_tokens=False)
+        ]
+
     def decode(self, tokens: np.ndarray) -> str:
         return self._inner.decode(tokens.tolist(), skip_special_tokens=False)
+
+    def name(self, token: int) -> str:
+        return self._names.get(token, f"token {token}")
+
+
+def with_template(text: bytes, begin: tuple[str, ...], end: tuple[str, ...]) -> bytes:
+    """A tokenizer.json whose texts stand between these tokens, for a library that adds them itself."""
+    library = _library()
+    inner = library.Tokenizer.from_str(text.decode("utf-8"))
+    around = {name: inner.token_to_id(name) for name in (*begin, *end)}
+    # A space parts the pieces of a template given as one text, and a token may have one in it.
+    inner.post_processor = library.processors.TemplateProcessing(
+        single=[*begin, "$A", *end],
+        pair=[*begin, "$A", *end, *begin, "$B:1", *end],
+        special_tokens=list(around.items()),
+    )
+    return inner.to_str(pretty=True).encode("utf-8")
+
+
+def join_indifferently(tokenizer: Tokenizer, before: str, after: str) -> bool:
+    """Whether the tokens of `before + after` are those of `before` and then others: a text may be cut there."""
+    first, whole = tokenizer.encode([before, before + after])
+    return np.array_equal(whole[: len(first)], first)
+
+
+def _around(inner, config: dict[str, Any], library) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens before and after every text; where the config overrides the post-processor, the latter is mended."""
+    if "add_bos_token" in config or "add_eos_token" in config:
+        names = [
+            _content(config.get(f"{key}_token")) if config.get(f"add_{key}_token") else None for key in ("bos", "eos")
+        ]
+        ids = {name: inner.token_to_id(name) for name in names if name and inner.token_to_id(name) is not None}
+        begin, end = ([name] if name in ids else [] for name in names)
+        inner.post_processor = library.processors.TemplateProcessing(
+            single=[*begin, "$A", *end], special_tokens=list(ids.items())
+        )
+    for probe in ("a", "0", *inner.get_vocab()):  # some tokenizers know few characters
+        found = inner.encode(probe, add_special_tokens=True)
+        inside = [place for place, sequence in enumerate(found.sequence_ids) if sequence is not None]
+        if inside:
+            return tuple(found.ids[: inside[0]]), tuple(found.ids[inside[-1] + 1 :])
+    return (), ()
+
+
+def _content(token: Any) -> str | None:
+    """A special token of a tokenizer_config.json: a text, or an object with one."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def _require_function_of_text(asked: str, described: dict) -> None:
+    model = described.get("model") if isinstance(described, dict) else None
+    for name in ("dropout", "alpha", "nbest_size"):
+        if isinstance(model, dict) and model.get(name):
+            raise ConfigError(
+                asked,
+                f"the same text must always give the same tokens, and its {name} of {model[name]} draws them at random",
+                f"Set {name} of its model to null",
+            )
 
 
 def _library():
