@@ -7,12 +7,9 @@ Each process reads and writes only its own shards. Where transformers is install
 """
 
 import importlib.util
-import json
 import math
 import shlex
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -26,7 +23,7 @@ from rich.markup import escape
 from jaxdist.checkpoint import safetensors
 from jaxdist.checkpoint.checkpoints import Checkpoints, SaveFailed
 from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
-from jaxdist.checkpoint.trained import GENERATION, SOURCE, Weights, find_weights
+from jaxdist.checkpoint.trained import SOURCE, find_weights
 from jaxdist.checkpoint.weights import (
     copy_companions,
     has_metadata,
@@ -43,7 +40,7 @@ from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig, to_dict
 from jaxdist.errors import ConfigError, reason_of
 from jaxdist.files import write_whole
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.base import Model
+from jaxdist.models.base import Model, declare, named_params
 from jaxdist.models.huggingface import CONFIG, read_model, tensors_of
 from jaxdist.parity import forward_logits, observe, random_batches
 from jaxdist.placement import make_layout
@@ -135,21 +132,13 @@ def export_weights(flags: Ours, console: Console) -> int:
     arrays = weights.read(abstract(weights.model, parallel, devices, weights.dtypes))
     source = None if weights.source is None else source_from(weights.source)
     dtype = None if flags.dtype == "source" else safetensors.NAMES[jnp.dtype(flags.dtype)]
-    write_weights(flags.out, weights.model, arrays, source, dtype, partial(write_companions, weights))
+    write_weights(flags.out, weights.model, arrays, source, dtype, weights.write_companions)
     written = safetensors.open_folder(flags.out)
     console.print(
         f"[bold]done[/]: {described(written.tensors.values())} of {escape(weights.about)} in {escape(flags.out)}",
         soft_wrap=True,
     )
     return 0
-
-
-def write_companions(weights: Weights, folder: Path) -> None:
-    """What goes with the parameters of an export: its tokenizer and its settings of generation."""
-    copy_companions(weights.companions, folder)
-    end = weights.data.get("end_of_document")
-    if weights.source is None and end is not None and processes.is_first():
-        write_whole(folder / GENERATION, (json.dumps({"eos_token_id": end}) + "\n").encode())
 
 
 def placed_on(flags: ConvertFlags) -> tuple[ParallelConfig, Devices]:
@@ -161,10 +150,10 @@ def placed_on(flags: ConvertFlags) -> tuple[ParallelConfig, Devices]:
 def abstract(
     model: Model, parallel: ParallelConfig, devices: Devices, dtypes: dict[str, np.dtype]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape, dtype and sharding of every parameter."""
+    """Shape, dtype and sharding of every parameter that has a dtype: counters have none."""
     mesh, layout = make_mesh(parallel.mesh, devices.devices), make_layout(model, parallel, parts(model, parallel))
     wanted = abstract_parameters(layout, mesh, "float32")
-    return {name: jax.ShapeDtypeStruct(x.shape, dtypes[name], sharding=x.sharding) for name, x in wanted.items()}
+    return {n: jax.ShapeDtypeStruct(x.shape, dtypes[n], sharding=x.sharding) for n, x in wanted.items() if n in dtypes}
 
 
 def parts(model: Model, parallel: ParallelConfig) -> tuple[int, ...]:
@@ -213,7 +202,7 @@ def prove(flags: Hf, model: Model, parallel: ParallelConfig, devices: Devices) -
     small = replace(small, dropout=0.0) if model.dropout else small
     config = RunConfig(small, parallel, OptimizerConfig(clip_norm=1e9), batch_size=2 * rows(parallel))
     [batch] = random_batches(config, 1)
-    dtypes = dict.fromkeys(stored_dtypes(open_weights(flags.path, small)[1], small), np.dtype(np.float32))
+    dtypes = {f"{PARAMS}.{name}": np.dtype(np.float32) for name, _ in named_params(declare(small))}
     arrays = read_weights(flags.path, small, abstract(small, parallel, devices, dtypes))
     whole = {name.removeprefix(f"{PARAMS}."): x for name, x in fetch(arrays).items()}
     theirs = CausalLM.load(flags.path, "float32")

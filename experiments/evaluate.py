@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdist.checkpoint.logical import abstract_parameters, parameters_from_logical
-from jaxdist.checkpoint.trained import find_weights
+from jaxdist.checkpoint.trained import find_weights, require_same_tokens
 from jaxdist.config import Dtype, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.data.batches import EVAL_WINDOWS, Batches, first_batches, held_out_batches, load_corpus
 from jaxdist.errors import ConfigError, require_positive
@@ -83,6 +83,9 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     corpus = load_corpus(flags.data, model.vocab_size)
     read = processes.Shown(corpus.fingerprint(), corpus.about) if processes.count() > 1 else corpus.about
     processes.require_agreement("data", {"--data": read}, seconds=600)
+    asked = "no data given" if flags.data is None else f"data={flags.data!r}"
+    if note := require_same_tokens(asked, weights.companions, weights.data, corpus.tokens_of):
+        console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     try:
         if flags.split == "held-out":
             batches = held_out_batches(corpus, config.batch_size, model.seq_len, flags.windows, masks)

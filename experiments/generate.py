@@ -125,6 +125,10 @@ def main(flags: GenerateFlags, console: Console) -> int:
         weights = find_weights(flags.checkpoint, "checkpoint", trust=flags.trust)
     jax.config.update("jax_enable_x64", (flags.dtype or weights.dtype) == "float64")
     tokenizer = find_tokenizer(flags.tokenizer, weights)
+    if flags.tokenizer is not None and (own := weights.tokenizer()) is not None and own.identity != tokenizer.identity:
+        notes.print(f"[yellow]note:[/] --tokenizer {escape(flags.tokenizer)} is not the model's own", soft_wrap=True)
+    if begin := weights.begin_of_text(tokenizer):
+        notes.print(f"each prompt has {escape(' '.join(map(tokenizer.name, begin)))} before it", soft_wrap=True)
     prompts = [encode(tokenizer, text, weights) for text in texts]
     longest, room = max(map(len, prompts)), weights.model.seq_len
     if longest >= room:
@@ -153,7 +157,7 @@ def main(flags: GenerateFlags, console: Console) -> int:
     notes.print(f"mesh {shape}: {devices.description}", soft_wrap=True)
     with Progress("reading the weights", quiet=console.quiet):
         params = weights.load(generator.abstract_params())
-    streams = [TextStream(tokenizer, weights.end_of_text(), flags.stop) for _ in prompts]
+    streams = [TextStream(tokenizer, weights.end_of_text(), flags.stop, prompt.tolist()) for prompt in prompts]
     times = generate(generator, params, prompts, num_new, streams, texts, console)
     report(notes, generator, devices, prompts, streams, times)
     return 0

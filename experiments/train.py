@@ -28,17 +28,26 @@ from rich.table import Column, Table
 
 from jaxdist.checkpoint import resume
 from jaxdist.checkpoint.checkpoints import Checkpoints, Manifest, SaveFailed
-from jaxdist.checkpoint.trained import SOURCE, Weights, find_weights
+from jaxdist.checkpoint.trained import (
+    SOURCE,
+    Weights,
+    companions_of,
+    compare_tokens,
+    find_weights,
+    require_same_tokens,
+)
 from jaxdist.checkpoint.weights import copy_companions
 from jaxdist.commands import command_text
-from jaxdist.config import RunConfig, to_dict
+from jaxdist.config import OptimizerConfig, RunConfig, to_dict
 from jaxdist.data.batches import EVAL_WINDOWS, Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.data.prefetch import Prefetched
 from jaxdist.errors import ConfigError, is_utf8, printable, reason_of, require_positive
 from jaxdist.files import write_whole
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
-from jaxdist.models.base import declare, named_params
+from jaxdist.models.base import Model, declare, named_params
+from jaxdist.models.lora import LoRA
+from jaxdist.models.registry import is_path
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.utilisation import utilisation_of
 from jaxdist.plan.verdict import verdict_of
@@ -116,6 +125,8 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     """Text file or folder, .npy / .bin tokens, what `prepare` made, or a mixture as in a.bin=0.7,b.npy=0.3.
 
     Default: the source of Python's standard library."""
+    lr: float | None = None
+    """Learning rate at the end of the warm-up, the highest. Default: 0.003 for a new model; --weights need one."""
     prefetch: int = 2
     """Batches that are read and sent to the devices ahead, while a step computes."""
     out: str | None = None
@@ -176,6 +187,19 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     """Longest time for this run, reserved before it starts. Default: as long as the rest of the budget pays for."""
     spend_log: str | None = None
     """Default: JAXDIST_SPEND_LOG, else spend.jsonl. `budget init` makes one."""
+
+    def run_config(self) -> RunConfig:
+        """The default rate is one for small models that begin from nothing, and ruins a trained one."""
+        if self.lr is None and self.weights is not None:
+            raise ConfigError(
+                "--weights without --lr",
+                f"trained weights must be given a rate of their own; the default, {OptimizerConfig.lr}, is for a small "
+                "new model",
+                f"Use --lr {published_rate(self.model_config())}, as published for models of this size",
+            )
+        if self.lr is None:
+            return replace(self, lr=OptimizerConfig.lr).run_config()
+        return super().run_config()
 
     def require_filled_in(self) -> None:
         """Refuse the placeholders of a command that `plan` printed, before this process joins others."""
@@ -292,6 +316,15 @@ class Job:
 
     def note(self, text: str) -> None:
         self.console.print(f"[yellow]note:[/] {escape(in_flags(text, TrainFlags))}", soft_wrap=True)
+
+    def note_if(self, text: str) -> None:
+        if text:
+            self.note(text)
+
+    @property
+    def data_flag(self) -> str:
+        """The data as it was asked for."""
+        return "no data given" if self.flags.data is None else f"data={self.flags.data!r}"
 
     @property
     def own_folder(self) -> Path | None:
@@ -472,8 +505,18 @@ def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run,
         say_unread(job)
     if own is None and flags.restore is not None:
         other = resume.find_other(flags.restore, config)
-    if own is None and flags.weights is not None:
+        note = require_same_tokens(job.data_flag, companions_of(other[0]), other[1].about["data"], job.corpus.tokens_of)
+        job.note_if(note)
+        job.note_if(resume.rate_note(other[1], config))
+    elif own is None and flags.weights is not None:
         weights = find_weights(flags.weights, "weights", config.model, config.seed)
+        job.note_if(require_same_tokens(job.data_flag, weights.companions, weights.data, job.corpus.tokens_of))
+        if weights.dtype != config.precision.dtype:
+            theirs = f"dtype={weights.dtype} trains in theirs"
+            job.note(f"the weights are {weights.dtype}, and the run's are {config.precision.dtype}; {theirs}")
+    elif own is None and is_path(flags.model):
+        found = compare_tokens(Path(flags.model), {}, job.corpus.tokens_of)
+        job.note_if(found.about if found.same is False else "")
     if own or other:
         source = (own or other[1]).about.get(SOURCE)
     elif weights:
@@ -581,6 +624,15 @@ def report_done(run: Run, progress: resume.Progress, last: float) -> int:
     if not complete:
         console.print(f"[bold red]not written:[/] summary.json ({escape(str(run.files.failure))})")
     return 0 if complete else EXIT_SAVE
+
+
+def published_rate(model: Model) -> float:
+    """The rate at which models of this size were fine-tuned: whole, 2e-5 up to 8B (Alpaca, Llama 2) and 1e-5 above
+    (Alpaca 13B); their adapters, 2e-4 up to 13B and 1e-4 above (QLoRA, arXiv 2305.14314, appendix B)."""
+    num = sum(math.prod(param.shape) for _, param in named_params(declare(model)))
+    if isinstance(model, LoRA):
+        return 2e-4 if num < 20e9 else 1e-4
+    return 2e-5 if num < 10e9 else 1e-5
 
 
 def parse_options(options: Sequence[str]) -> dict[str, str | bool]:

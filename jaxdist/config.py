@@ -26,6 +26,7 @@ from jaxdist.values import fields_of
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 GradSync = Literal["per-parameter", "flat", "bucketed"]
 OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
+LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 AttentionName = Literal["auto", "cudnn", "blocked", "xla"]
 TpRing = Literal["none", "one-way", "two-way"]
 UnrollLayers = Literal["auto", "yes", "no"]
@@ -454,7 +455,7 @@ UNUSED_BETAS = {"sgd": ("beta2",), "adafactor": ("beta1", "beta2")}
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Update rule and its schedule: linear warm-up to `lr`, then a cosine down to `lr * min_lr_ratio` at `steps`."""
+    """Update rule and its rates: linear warm-up to `lr`, then `lr_schedule` down to `lr * min_lr_ratio` at `steps`."""
 
     name: OptimizerName = "adamw"
     """Update rule."""
@@ -462,6 +463,9 @@ class OptimizerConfig:
     """Learning rate at the end of the warm-up, the highest."""
     min_lr_ratio: float = 0.1
     """Learning rate after the last step, as a share of the highest."""
+    lr_schedule: LrSchedule = "cosine"
+    """Course of the learning rate after the warm-up: cosine or linear down to the last step, constant, or wsd
+    (constant, and linear down in the last fifth)."""
     warmup_steps: int = 20
     """Steps in which the learning rate rises linearly."""
     weight_decay: float = 0.1
@@ -488,6 +492,12 @@ class OptimizerConfig:
             ("weight_decay", 0, 1e6),
         ):
             require_within(name, getattr(self, name), least, most, "Use the default")
+        if self.lr_schedule == "constant" and self.min_lr_ratio != OptimizerConfig.min_lr_ratio:
+            raise ConfigError(
+                f"min_lr_ratio={self.min_lr_ratio} with lr_schedule=constant",
+                "the rate stays at its highest: it would change nothing",
+                "Leave it out",
+            )
         for name in UNUSED_BETAS.get(self.name, ()):
             if getattr(self, name) != getattr(OptimizerConfig, name):
                 raise ConfigError(

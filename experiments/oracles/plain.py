@@ -36,6 +36,7 @@ class Recipe:
     beta2: float
     eps: float
     clip_norm: float
+    lr_schedule: str = "cosine"
     balance_rate: float = 0.0
 
 
@@ -206,12 +207,16 @@ class Dropout:
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Of the step that follows `step` others: warm-up to `lr`, then a cosine to `lr * min_lr_ratio`."""
+    """The rate of the step that follows `step` others: warm-up to `lr`, then down to `lr * min_lr_ratio`."""
     if step < recipe.warmup_steps:
         return recipe.lr * (step + 1) / min(recipe.warmup_steps, recipe.total_steps)
     progress = (step - recipe.warmup_steps) / (recipe.total_steps - recipe.warmup_steps)
-    cosine = (1 + np.cos(np.pi * progress)) / 2
-    return recipe.lr * (recipe.min_lr_ratio + (1 - recipe.min_lr_ratio) * cosine)
+    if recipe.lr_schedule == "constant":
+        return recipe.lr
+    if recipe.lr_schedule == "wsd":  # down in the last fifth alone
+        progress = max(0.0, 5 * progress - 4)
+    left = (1 + np.cos(np.pi * progress)) / 2 if recipe.lr_schedule == "cosine" else 1 - progress
+    return recipe.lr * (recipe.min_lr_ratio + (1 - recipe.min_lr_ratio) * left)
 
 
 def is_decayed(name: str) -> bool:

@@ -1,5 +1,6 @@
 """Where a run starts: at its first step, at its own newest checkpoint, or at another run's."""
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -7,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import jax
+import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jaxdist.checkpoint.checkpoints import (
@@ -19,13 +21,15 @@ from jaxdist.checkpoint.checkpoints import (
     made_in,
     newest_good,
 )
-from jaxdist.checkpoint.logical import abstract_logical, abstract_parameters, from_logical, to_logical
-from jaxdist.checkpoint.trained import SOURCE, Weights
-from jaxdist.config import RunConfig, renewed, to_dict
+from jaxdist.checkpoint.logical import PARAMS, abstract_logical, abstract_parameters, from_logical, to_logical
+from jaxdist.checkpoint.trained import SOURCE, Weights, checkpointed_model, counters_of, with_zeros
+from jaxdist.checkpoint.weights import TRAINING
+from jaxdist.config import OptimizerConfig, RunConfig, renewed, to_dict
 from jaxdist.errors import ConfigError, reason_of, require_within
 from jaxdist.files import remove, set_aside
 from jaxdist.mesh import MeshShape
 from jaxdist.runtime.metrics import CONFIG, METRICS, PROCESSES, STOPPED, SUMMARY, holds_run, is_complete, read_config
+from jaxdist.train.optimizer import learning_rate
 from jaxdist.train.program import Program
 from jaxdist.train.state import State
 from jaxdist.values import fields_of
@@ -116,7 +120,7 @@ def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
         raise ConfigError(f"restore={text!r}", "it holds parameters alone, and no run", f"Use weights={text!r}")
     there = manifest.about.get("config")
     differing = differences(there, to_dict(config), only=("model", "optimizer.name"))
-    differing = [line for line in differing if "dropout" not in line]
+    differing = [line for line in differing if line.split(" ")[0] not in [f"model.{name}" for name in TRAINING]]
     if differing:
         raise ConfigError(f"restore={text!r}", f"it is of another model: {'; '.join(differing)}", "Use the same")
     if manifest.step >= config.steps:
@@ -126,6 +130,18 @@ def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
             "Use more steps",
         )
     return checkpoints, manifest
+
+
+def rate_note(manifest: Manifest, config: RunConfig) -> str:
+    """What must be said where a run that goes on from another's checkpoint has another learning rate; "" elsewhere."""
+    found = manifest.about["config"]
+    optimizer = OptimizerConfig(**fields_of(OptimizerConfig, found["optimizer"], "optimizer"))
+    there = replace(config, optimizer=optimizer, steps=found["steps"])
+    before, here = (float(learning_rate(each, np.float32(manifest.step))) for each in (there, config))
+    if math.isclose(before, here, rel_tol=0.05):
+        return ""
+    why = "its course follows a run's lr, warmup_steps and steps"
+    return f"the learning rate goes from {before:.2e} to {here:.2e}: {why}"
 
 
 def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, same_run: bool) -> Start:
@@ -141,10 +157,17 @@ def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, s
         written_on = MeshShape(**fields_of(MeshShape, manifest.about["config"]["parallel"]["mesh"], "its mesh"))
     except (KeyError, TypeError, ConfigError) as error:
         raise BadCheckpoint(asked, f"it does not say where its run was ({error})", "Use another") from error
+    free = ("scale.",)  # arrays that a run of other settings may lack, or have beside this one's
+    counters: tuple[str, ...] = ()
+    if not same_run:
+        models = (program.config.model, checkpointed_model(checkpoints, manifest, program.config.model))
+        counters = tuple(name.removeprefix(PARAMS) for model in models for name in counters_of(model))
     foreign = manifest.arrays.keys() - wanted.keys()
-    if foreign := sorted(name for name in foreign if same_run or not name.startswith("scale.")):
-        raise BadCheckpoint(asked, f"it holds an array that this run does not have, {foreign[0]}", "Use another")
-    state = from_logical(program, checkpoints.restore(manifest, wanted))
+    foreign = [name for name in foreign if same_run or not (name.startswith(free) or name.endswith(counters))]
+    if foreign:
+        raise BadCheckpoint(asked, f"it holds an array that this run does not have, {min(foreign)}", "Use another")
+    there = {name: x for name, x in wanted.items() if name in manifest.arrays or not name.endswith(counters)}
+    state = from_logical(program, with_zeros(checkpoints.restore(manifest, there), wanted))
     text = f"step {manifest.step} of {checkpoints.folder.parent}, written on {written_on}"
     if not same_run:
         progress = replace(progress, recent=[], roll_backs=0)
@@ -223,8 +246,11 @@ def begin(program: Program, weights: Weights | None = None) -> Start:
 
 def require_same_run(out: str, there: dict | None, config: RunConfig) -> None:
     """Raises: ConfigError naming every setting that differs. The mesh and all of the strategy may."""
+    if isinstance(there, dict):  # what runs of before did not say
+        there = {"mask_documents": False, **there}
+        there["optimizer"] = {"lr_schedule": "cosine", **there.get("optimizer", {})}
     differing = differences(
-        {"mask_documents": False, **there} if isinstance(there, dict) else there,  # runs of before had no such setting
+        there,
         to_dict(config),
         only=("model", "optimizer", "precision", "batch_size", "steps", "seed", "mask_documents"),
     )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from jaxdist.checkpoint.checkpoints import FOLDER, BadCheckpoint, Checkpoints, M
 from jaxdist.checkpoint.logical import PARAMS, named, unnamed
 from jaxdist.checkpoint.weights import (
     Source,
+    copy_companions,
     is_folder_of_weights,
     model_differences,
     open_weights,
@@ -22,15 +24,19 @@ from jaxdist.checkpoint.weights import (
     source_of,
     stored_dtypes,
 )
+from jaxdist.commands import command_text
+from jaxdist.data.batches import Source as DataSource
 from jaxdist.data.prepared import TOKENIZER
-from jaxdist.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from jaxdist.data.tokenizer import CONFIG as TOKENIZER_CONFIG
+from jaxdist.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, with_template
 from jaxdist.errors import ConfigError
-from jaxdist.files import read_text_file
+from jaxdist.files import read_text_file, write_whole
 from jaxdist.models.base import Model, declare, named_params
-from jaxdist.models.huggingface import read_model
+from jaxdist.models.huggingface import CONFIG, read_model
 from jaxdist.models.lora import ADAPTERS, LoRA, adapted_paths
 from jaxdist.models.registry import model_of
 from jaxdist.parallel.low_rank import merged
+from jaxdist.runtime import processes
 from jaxdist.values import fields_of
 
 SOURCE = "source"  # of what a checkpoint says of itself: the files of weights that its parameters came from
@@ -73,8 +79,11 @@ class Weights:
         return BPETokenizer.load(path, None) if path.exists() else None
 
     def begin_of_text(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The tokens before a text: those that a tokenizer of others puts there; none in a run of ours."""
-        return tokenizer.begin_of_text if isinstance(tokenizer, BPETokenizer) and not self.data else ()
+        """The tokens before a text: those that stood before each document of the run's data, else the tokenizer's."""
+        begin = self.data.get("begin_of_text")
+        if begin is None:  # bare tokens do not say; the data of runs that did not record it had none
+            return tokenizer.begin_of_text if self.data.get("tokenizer") is None else ()
+        return tuple(begin)
 
     def end_of_text(self) -> tuple[int, ...]:
         """The tokens with which a text ends: of a run, of generation_config.json, of the config.json they came with."""
@@ -89,6 +98,88 @@ class Weights:
                 raise ConfigError(f"{GENERATION} in {self.companions}", "it is not JSON", "Fetch it again") from error
             found += ends if isinstance(ends, list) else [ends]
         return tuple(dict.fromkeys(end for end in found if type(end) is int))
+
+    def write_companions(self, folder: Path) -> None:
+        """Put what goes with the parameters into a folder of transformers that has a config.json: the tokenizer, and in
+        all files the tokens before and after a text as `begin_of_text` and `end_of_text` have them."""
+        copy_companions(self.companions, folder)
+        if not processes.is_first():
+            return
+        ends, end = self.end_of_text(), self.data.get("end_of_document")
+        if end is not None:
+            one_or_all = ends[0] if len(ends) == 1 else list(ends)
+            _set_in(folder / CONFIG, {"eos_token_id": one_or_all})
+            _set_in(folder / GENERATION, {"eos_token_id": one_or_all})
+        path = folder / TOKENIZER
+        tokenizer = BPETokenizer.load(path) if path.exists() else None
+        if tokenizer is None or end is None:
+            return
+        begin = self.begin_of_text(tokenizer)
+        names = [tokenizer.name(token) for token in begin]
+        said = {"eos_token": tokenizer.name(end)}
+        if begin != tokenizer.begin_of_text:
+            write_whole(path, with_template(path.read_bytes(), tuple(names), ()))
+            said |= {"add_bos_token": len(names) == 1, "add_eos_token": False} | (
+                {"bos_token": names[0]} if names else {}
+            )
+        if not (folder / TOKENIZER_CONFIG).exists():  # a class of some model would add tokens of its own
+            said |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        _set_in(folder / TOKENIZER_CONFIG, said)
+        if begin:
+            _set_in(folder / CONFIG, {"bos_token_id": begin[0]})
+            _set_in(folder / GENERATION, {"bos_token_id": begin[0]})
+
+
+def _set_in(path: Path, values: dict) -> None:
+    """Set values of a JSON file, which is made where it is missing and left as it is where it says the same."""
+    found = json.loads(read_text_file("settings", path)) if path.exists() else {}
+    if any(found.get(name) != value for name, value in values.items()):
+        write_whole(path, (json.dumps(found | values, indent=2) + "\n").encode())
+
+
+class Meaning(NamedTuple):
+    """Whether the tokens of weights and of data are known to mean the same, known to mean other things, or None where
+    one does not say; and why, for a person."""
+
+    same: bool | None
+    about: str
+
+
+def compare_tokens(companions: Path, data: dict, source: DataSource) -> Meaning:
+    """Compare what the tokens of a model and of data mean.
+
+    companions, data: as in `Weights`. A tokenizer is the same where it gives a text the same tokens; what it puts
+    around a text is the data's business.
+    """
+    path = companions / TOKENIZER
+    theirs = data.get("tokenizer") or (str(path) if path.exists() else None)
+    if theirs is None or source.tokenizer is None:
+        silent = "the model does not say what its tokens mean" if theirs is None else f"{source.about} has bare tokens"
+        return Meaning(None, f"{silent}: nothing shows that data and model have the same tokenizer")
+    same = theirs == source.tokenizer
+    if not same and "bytes" not in (theirs, source.tokenizer) and path.exists():
+        same = BPETokenizer.load(path).identity == BPETokenizer.load(source.tokenizer_file).identity
+    names = [
+        name if name == "bytes" else f"of {file}"
+        for name, file in ((theirs, path), (source.tokenizer, source.tokenizer_file))
+    ]
+    return Meaning(same, f"the model's tokens are {names[0]}, and those of {source.about} are {names[1]}")
+
+
+def require_same_tokens(asked: str, companions: Path, data: dict, source: DataSource) -> str:
+    """What must be said of data that a model is to read; "" where both have the same tokenizer.
+
+    Raises: ConfigError where they have two, of which `asked` is the data's flag.
+    """
+    found = compare_tokens(companions, data, source)
+    if found.same is False:
+        theirs = "bytes" if data.get("tokenizer") == "bytes" else companions / TOKENIZER
+        raise ConfigError(
+            asked,
+            f"its tokens must mean what the model's do: {found.about}",
+            f"Prepare the text with `{command_text('prepare')} --tokenizer {theirs}`, and give what that makes as data",
+        )
+    return "" if found.same else found.about
 
 
 def find_weights(path: str, parameter: str, model: Model | None = None, seed: int = 0, trust: bool = False) -> Weights:
@@ -130,7 +221,9 @@ def _find(path: str, parameter: str, model: Model | None, keep: LoRA | None = No
         model=wanted or there,
         about=f"the parameters of step {manifest.step} in {checkpoints.folder}",
         dtypes={name: jax.numpy.dtype(dtype) for name, (dtype, _) in kept.items()},
-        read=lambda wanted: checkpoints.restore(manifest, wanted, cast=True),
+        read=lambda wanted: with_zeros(
+            checkpoints.restore(manifest, {name: x for name, x in wanted.items() if name in kept}, cast=True), wanted
+        ),
         source=fields_of(Source, manifest.table(SOURCE), "its source") if SOURCE in manifest.about else None,
         companions=companions_of(checkpoints),
         data=manifest.table("data"),
@@ -205,12 +298,28 @@ def _merge_into(arrays: list[jax.Array], scale: float) -> jax.Array:
 def _differences(there: Model, model: Model, kept: dict[str, list]) -> list[tuple[str, str, str]]:
     rows = model_differences(there, model)
     shapes = {f"{PARAMS}.{name}": list(param.shape) for name, param in named_params(declare(model))}
-    for name, shape in shapes.items():
+    counters = counters_of(model) | counters_of(there)
+    for name in sorted(shapes.keys() - counters):
         if name not in kept:
-            rows.append(("missing", name, f"the model has {shape}"))
-        elif kept[name][1] != shape:
-            rows.append(("different", name, f"{kept[name][1]}; the model has {shape}"))
-    return rows + [("extra", name, str(shape)) for name, (_, shape) in kept.items() if name not in shapes]
+            rows.append(("missing", name, f"the model has {shapes[name]}"))
+        elif kept[name][1] != shapes[name]:
+            rows.append(("different", name, f"{kept[name][1]}; the model has {shapes[name]}"))
+    extra = kept.keys() - shapes.keys() - counters
+    return rows + [("extra", name, str(kept[name][1])) for name in sorted(extra)]
+
+
+def counters_of(model: Model) -> set[str]:
+    """`params.*` by name that count what a step did: no weights of a model's, and not in its files."""
+    return {f"{PARAMS}.{name}" for name, param in named_params(declare(model)) if param.update == "count"}
+
+
+def with_zeros(found: dict[str, jax.Array], wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays, and zeros for those that are wanted and not there."""
+
+    def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.jit(lambda: jax.numpy.zeros(like.shape, like.dtype), out_shardings=like.sharding)()
+
+    return {name: found[name] if name in found else zeros(like) for name, like in wanted.items()}
 
 
 def checkpointed_model(checkpoints: Checkpoints, manifest: Manifest, like: Model | None, trust: bool) -> Model:

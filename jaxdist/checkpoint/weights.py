@@ -31,7 +31,6 @@ from jaxdist.models.huggingface import (
     model_from_config,
     read_model,
     tensors_of,
-    with_positions,
 )
 from jaxdist.runtime import processes
 from jaxdist.values import fields_of
@@ -137,8 +136,9 @@ def open_weights(path: Path | str, model: Model) -> tuple[Folder, dict[str, Stor
     return folder, {name: there[name] for name in wanted}
 
 
-# Of a model, what its parameters do not depend on: how long sequences are, and dropout.
-FREE = ("seq_len", "dropout")
+# What shapes training and no parameter that is trained.
+TRAINING = ("dropout", "balance_loss", "z_loss", "capacity")
+FREE = ("seq_len", *TRAINING)
 
 
 def model_differences(there: Model, model: Model) -> list[tuple[str, str, str]]:
@@ -258,7 +258,7 @@ def in_our_names(model: Model, theirs: Mapping[str, np.ndarray]) -> dict[str, np
 
 
 def stored_dtypes(places: Mapping[str, Stored], model: Model) -> dict[str, np.dtype]:
-    """The dtype of each of our parameters that holds every value of the files: `params.*` by name."""
+    """The dtype of each of our parameters that the files have, which holds every value of them: `params.*` by name."""
     found: dict[str, np.dtype] = {}
     for tensor in tensors_of(model):
         name, dtype = f"{PARAMS}.{tensor.path}", safetensors.DTYPES[places[tensor.name].dtype]
@@ -289,7 +289,8 @@ def write_weights(
     out = Path(out)
     if os.path.lexists(out):
         raise ConfigError(f"out={str(out)!r}", "there is something of that name already", "Choose another folder")
-    config = config_text(model, source, dtype)
+    widest = safetensors.NAMES[np.dtype(np.result_type(*(x.dtype for x in arrays.values())))]
+    config = config_text(model, source, dtype, widest)
     headers = _headers(model, arrays, source, dtype)
     partial = out.with_name(out.name + ".partial")
     try:
@@ -401,14 +402,16 @@ def _shards(x: jax.Array | np.ndarray) -> list[tuple[tuple[slice, ...], np.ndarr
     return [(part.index, np.asarray(part.data)) for part in x.addressable_shards if part.replica_id == 0]
 
 
-def config_text(model: Model, source: Source | None, dtype: str | None = None) -> str:
-    """The config.json of an export: the source's own where it describes the model.
+def config_text(model: Model, source: Source | None, dtype: str | None = None, kept: str = "F32") -> str:
+    """The config.json of an export: the source's own where it describes the model. dtype: as in `write_weights`; kept:
+    that of the arrays.
 
     A decoder that was trained on shorter sequences keeps the context of its source, since no parameter knows it; a
     GPT-2 has as many positions as it was trained with.
     """
+    described = {"torch_dtype": safetensors.DTYPES[dtype or kept].name}
     if source is None:
-        return _json(config_of(model))
+        return _json(config_of(model) | described)
     config = safetensors.parse(source.config)
     there = model_from_config(config)
     changed = {}
@@ -417,11 +420,8 @@ def config_text(model: Model, source: Source | None, dtype: str | None = None) -
     if dtype is not None:
         known = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
         changed |= dict.fromkeys(known, safetensors.DTYPES[dtype].name)
-    alike = with_positions(there, model.seq_len)
-    if isinstance(model, GPT2):
-        alike = GPT2(**{**vars(alike), "dropout": model.dropout})
-    if alike != model:
-        return _json(config_of(model))
+    if model_differences(there, model):
+        return _json(config_of(model) | described)
     return _json(config | changed) if changed else source.config
 
 

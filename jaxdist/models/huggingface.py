@@ -518,8 +518,3 @@ def in_full(name: str, model: Model) -> str:
     """A tensor's name with the prefix that files of GPT-2's bare body leave out."""
     bare = isinstance(model, GPT2) and not name.startswith(("transformer.", HEAD))
     return f"transformer.{name}" if bare else name
-
-
-def with_positions(model: Model, num_positions: int) -> Model:
-    """The same model with another context, which for GPT-2 is the number of learned positions."""
-    return replace(model, seq_len=num_positions)  # type: ignore[type-var]  # its subclasses are dataclasses

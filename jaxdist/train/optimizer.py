@@ -92,8 +92,12 @@ def optimizer_specs(optimizer: optax.GradientTransformation, layout: Layout):
     )
 
 
+DECAY_OF_WSD = 0.2  # of the steps after the warm-up
+
+
 def learning_rate(config: RunConfig, step: jax.Array) -> jax.Array:
-    """Linear warm-up, then a cosine from `lr` to `lr * min_lr_ratio` after the last step.
+    """Linear warm-up, then down from `lr` to `lr * min_lr_ratio` after the last step as `lr_schedule` says (wsd:
+    MiniCPM's warm-up, stable, decay, arXiv 2404.06395, with the last fifth as its decay).
 
     `step` counts from 0, as a float of the precision wanted.
     """
@@ -102,8 +106,13 @@ def learning_rate(config: RunConfig, step: jax.Array) -> jax.Array:
     ramp = (step + 1) / max(warmup, 1)
     progress = jnp.clip((step - warmup) / max(config.steps - warmup, 1), 0, 1)
     floor = schedule.min_lr_ratio
-    decayed = floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
-    return schedule.lr * jnp.where(step < warmup, ramp, decayed)
+    left = {
+        "cosine": 0.5 * (1 + jnp.cos(jnp.pi * progress)),
+        "linear": 1 - progress,
+        "constant": 1.0,
+        "wsd": jnp.minimum(1, (1 - progress) / DECAY_OF_WSD),
+    }[schedule.lr_schedule]
+    return schedule.lr * jnp.where(step < warmup, ramp, floor + (1 - floor) * left)
 
 
 @jax.named_scope("gradient_norms")
