@@ -109,6 +109,7 @@ def import_weights(flags: Hf, console: Console) -> int:
         console.print(f"[bold red]not converted:[/] {escape(proof.text)}", soft_wrap=True)
         return 1
     arrays = read_weights(flags.path, model, abstract(model, parallel, devices, dtypes))
+    say_not_finite(arrays, console)
     source = source_of(folder)
     about = {"config": {"model": to_dict(RunConfig(model, batch_size=1))["model"]}, SOURCE: asdict(source)}
     copy_companions(folder.path, checkpoints.folder)  # the checkpoint comes last: with it, the folder is whole
@@ -130,6 +131,7 @@ def export_weights(flags: Ours, console: Console) -> int:
     weights = find_weights(flags.path, "path", trust=flags.trust)
     jax.config.update("jax_enable_x64", np.dtype(np.float64) in weights.dtypes.values())
     arrays = weights.read(abstract(weights.model, parallel, devices, weights.dtypes))
+    say_not_finite(arrays, console)
     source = None if weights.source is None else source_from(weights.source)
     dtype = None if flags.dtype == "source" else safetensors.NAMES[jnp.dtype(flags.dtype)]
     write_weights(flags.out, weights.model, arrays, source, dtype, weights.write_companions)
@@ -139,6 +141,14 @@ def export_weights(flags: Ours, console: Console) -> int:
         soft_wrap=True,
     )
     return 0
+
+
+def say_not_finite(arrays: dict[str, jax.Array], console: Console) -> None:
+    """Warn of parameters that are NaN or infinite: they are converted as they are."""
+    finite = fetch({name: jax.jit(lambda x: jax.numpy.isfinite(x).all())(x) for name, x in arrays.items()})
+    if bad := [name for name, is_finite in finite.items() if not is_finite]:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        console.print(f"[yellow]warning:[/] not finite: {', '.join(bad[:3])}{more}", soft_wrap=True)
 
 
 def placed_on(flags: ConvertFlags) -> tuple[ParallelConfig, Devices]:

@@ -15,6 +15,7 @@ from jaxdist.checkpoint.logical import abstract_parameters, parameters_from_logi
 from jaxdist.checkpoint.trained import find_weights, require_same_tokens
 from jaxdist.config import Dtype, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.data.batches import EVAL_WINDOWS, Batches, first_batches, held_out_batches, load_corpus
+from jaxdist.data.tokens import TokenDtype
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import Model, abstract_values
@@ -38,6 +39,8 @@ class EvaluateFlags(ProcessFlags):
     """Import the module of the class that a checkpoint names as its model, where it is not jaxdist's own."""
     data: str | None = None
     """As of train. Default: the source of Python's standard library."""
+    token_dtype: TokenDtype | None = None
+    """Numbers in a .bin, where they are not plainly uint16."""
     split: Literal["held-out", "train"] = "held-out"
     """Which part of the data: what training with it holds out, or what it trains on."""
     windows: int = EVAL_WINDOWS
@@ -80,7 +83,7 @@ def main(flags: EvaluateFlags, console: Console) -> int:
         mask_documents=masks,
     )
     set_precision(config)
-    corpus = load_corpus(flags.data, model.vocab_size)
+    corpus = load_corpus(flags.data, model.vocab_size, flags.token_dtype)
     read = processes.Shown(corpus.fingerprint(), corpus.about) if processes.count() > 1 else corpus.about
     processes.require_agreement("data", {"--data": read}, seconds=600)
     asked = "no data given" if flags.data is None else f"data={flags.data!r}"

@@ -21,11 +21,12 @@ from rich.markup import escape
 from jaxdist.checkpoint.logical import fetch
 from jaxdist.checkpoint.trained import Weights, find_weights
 from jaxdist.config import Dtype
+from jaxdist.data.prepared import TOKENIZER
 from jaxdist.data.text_stream import TextStream
 from jaxdist.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.files import read_text_file
-from jaxdist.generation import Generator, Sampling, build_generator, bytes_per_token
+from jaxdist.generation import NO_TOKEN, Generator, Sampling, build_generator, bytes_per_token
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, Devices, acquire_devices
@@ -158,7 +159,12 @@ def main(flags: GenerateFlags, console: Console) -> int:
     with Progress("reading the weights", quiet=console.quiet):
         params = weights.load(generator.abstract_params())
     streams = [TextStream(tokenizer, weights.end_of_text(), flags.stop, prompt.tolist()) for prompt in prompts]
-    times = generate(generator, params, prompts, num_new, streams, texts, console)
+    try:
+        times = generate(generator, params, prompts, num_new, streams, texts, console)
+    except NotFinite as error:
+        where = f"of prompt {error.row + 1}, after {error.num_new} new tokens"
+        notes.print(f"[bold red]not continued:[/] the model's logits are not finite {where}", soft_wrap=True)
+        return 1
     report(notes, generator, devices, prompts, streams, times)
     return 0
 
@@ -167,7 +173,8 @@ def find_tokenizer(asked: str | None, weights: Weights) -> Tokenizer:
     if asked == "bytes":
         return ByteTokenizer()
     if asked is not None:
-        return BPETokenizer.load(Path(asked), None)
+        path = Path(asked)
+        return BPETokenizer.load(path / TOKENIZER if path.is_dir() else path)
     if (found := weights.tokenizer()) is None:
         raise ConfigError(
             f"the checkpoint of {weights.about}",
@@ -189,6 +196,14 @@ def encode(tokenizer: Tokenizer, text: str, weights: Weights) -> np.ndarray:
             "Name the tokenizer that it was trained with",
         )
     return tokens
+
+
+@dataclass
+class NotFinite(Exception):
+    """The logits of a prompt are not finite after `num_new` new tokens."""
+
+    row: int
+    num_new: int
 
 
 @dataclass(frozen=True)
@@ -239,6 +254,9 @@ def generate(
             seconds.append(time.perf_counter() - clock)
             clock = time.perf_counter()
             progress.update(step + 1, num_new)
+            if bad := [row for row, stream in enumerate(streams) if new[row] == NO_TOKEN and not stream.done]:
+                write("\n" if one else "")
+                raise NotFinite(bad[0], len(streams[bad[0]].tokens))
             for row, stream in enumerate(streams):
                 shown = stream.add(int(new[row]))
                 write(shown if one else "")

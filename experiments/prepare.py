@@ -42,7 +42,7 @@ from jaxdist.data.prepared import (
     shard_name,
 )
 from jaxdist.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer, join_indifferently
-from jaxdist.data.tokens import asked, decode_text, find_files, masked
+from jaxdist.data.tokens import TokenDtype, asked, decode_text, find_files, masked
 from jaxdist.errors import ConfigError, is_utf8, require_positive
 from jaxdist.files import read_regular, write_whole
 from jaxdist.runtime.run_folder import LOCK, held
@@ -78,6 +78,8 @@ class PrepareFlags:
     """MB of text in a shard: what a killed run does again at most."""
     check: str | None = None
     """A prepared folder, or a .npy or .bin, to read whole and check; nothing is written."""
+    token_dtype: TokenDtype | None = None
+    """With --check: numbers in a .bin, where they are not plainly uint16."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def require_there(flag: str, path: str) -> None:
 def check(flags: PrepareFlags, console: Console) -> int:
     path = Path(flags.check)
     require_there("--check", flags.check)
-    used = {"check"} if is_prepared(path) else {"check", "vocab_size"}
+    used = {"check"} if is_prepared(path) else {"check", "vocab_size", "token_dtype"}
     for field in dataclasses.fields(flags):
         if field.name not in used and (given := getattr(flags, field.name)) != field.default:
             why = "the folder says itself what is in it" if is_prepared(path) else "it is about text to prepare"
@@ -226,7 +228,7 @@ def check(flags: PrepareFlags, console: Console) -> int:
             "it is no prepared folder, so nothing says how large its vocabulary is",
             "Pass --vocab-size too",
         )
-    corpus = load_corpus(flags.check, flags.vocab_size)
+    corpus = load_corpus(flags.check, flags.vocab_size, flags.token_dtype)
     for tokens in (corpus.sources[0].train, corpus.sources[0].held_out):
         for _ in tokens.chunks():
             pass

@@ -41,6 +41,7 @@ from jaxdist.commands import command_text
 from jaxdist.config import OptimizerConfig, RunConfig, to_dict
 from jaxdist.data.batches import EVAL_WINDOWS, Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.data.prefetch import Prefetched
+from jaxdist.data.tokens import TokenDtype
 from jaxdist.errors import ConfigError, is_utf8, printable, reason_of, require_positive
 from jaxdist.files import write_whole
 from jaxdist.layout import local_bytes
@@ -127,6 +128,8 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     Default: the source of Python's standard library."""
     lr: float | None = None
     """Learning rate at the end of the warm-up, the highest. Default: 0.003 for a new model; --weights need one."""
+    token_dtype: TokenDtype | None = None
+    """Numbers in a .bin, where they are not plainly uint16."""
     prefetch: int = 2
     """Batches that are read and sent to the devices ahead, while a step computes."""
     out: str | None = None
@@ -448,7 +451,7 @@ def check_job(flags: TrainFlags, console: Console) -> Job:
     out = None if flags.out is None else Path(flags.out)
     if out is not None:
         require_writable_folder(out)
-    corpus = load_corpus(flags.data, config.model.vocab_size)
+    corpus = load_corpus(flags.data, config.model.vocab_size, flags.token_dtype)
     sizes = corpus, config.batch_size, config.model.seq_len
     batches = Batches(*sizes, config.seed, config.mask_documents)
     held_out = held_out_batches(*sizes, flags.eval_windows, config.mask_documents)

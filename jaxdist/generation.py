@@ -32,6 +32,8 @@ from jaxdist.placement import spec_of
 from jaxdist.plan.parts import OneRank, traffic_of
 from jaxdist.plan.proof.trace import ring_bytes
 
+NO_TOKEN = -1  # where a model's logits are not finite
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -61,7 +63,12 @@ class Sampling:
                 )
 
     def choose(self, logits_BV: jax.Array, rows_B: jax.Array, positions_B: jax.Array) -> jax.Array:
-        """The token at these positions of these texts (by their number among all): i32[B]."""
+        """The token at these positions of these texts (by their number among all): i32[B]; NO_TOKEN where its logits
+        are not finite."""
+        finite_B = jnp.isfinite(logits_BV.max(axis=-1))  # rows that pad a vocabulary are -inf, and NaN is the largest
+        return jnp.where(finite_B, self._choose(logits_BV, rows_B, positions_B), NO_TOKEN)
+
+    def _choose(self, logits_BV: jax.Array, rows_B: jax.Array, positions_B: jax.Array) -> jax.Array:
         if self.temperature == 0:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         logits_BV = logits_BV / self.temperature
@@ -84,7 +91,8 @@ class Sampling:
 
 
 class Next(NamedTuple):
-    """What a call gives: the next token of each text, i32[B]; its logits, [B, V] in at least fp32; the caches."""
+    """What a call gives: the next token of each text, i32[B], NO_TOKEN as `Sampling.choose` says; its logits, [B, V] in
+    at least fp32; the caches."""
 
     tokens: jax.Array
     logits: jax.Array

@@ -102,6 +102,9 @@ def open_folder(path: Path | str) -> Folder:
         said = "it has no weight_map of names" if isinstance(error, TypeError | KeyError | AttributeError) else error
         said = reason_of(said) if isinstance(said, BaseException) else said
         raise _bad(index_path, f"it is not a whole index ({said})") from error
+    if FILE not in files and os.path.lexists(path / FILE):
+        both = f"the folder holds two sets of weights, {FILE} and the files that {INDEX} names"
+        raise ConfigError(f"the weights in {path}", both, "Remove one of them")
     for file, part in zip(files, parts, strict=True):
         if part.is_absolute() or len(part.parts) != 1 or ".." in part.parts or "\\" in file or "\0" in file:
             raise _bad(index_path, f"it names {file!r}, which is not a file beside it")

@@ -76,7 +76,7 @@ class Weights:
         path = self.companions / TOKENIZER
         if self.data.get("tokenizer") == "bytes":
             return ByteTokenizer()
-        return BPETokenizer.load(path, None) if path.exists() else None
+        return BPETokenizer.load(path) if path.exists() else None
 
     def begin_of_text(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """The tokens before a text: those that stood before each document of the run's data, else the tokenizer's."""

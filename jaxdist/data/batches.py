@@ -26,6 +26,7 @@ from jaxdist.data.prepared import is_prepared, open_prepared
 from jaxdist.data.tokenizer import ByteTokenizer
 from jaxdist.data.tokens import (
     SAMPLED_CHUNKS,
+    TokenDtype,
     Tokens,
     asked,
     find_files,
@@ -384,14 +385,16 @@ def _refuse_masked(split: str, source: Source):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def load_corpus(path: str | None, vocab_size: int) -> Corpus:
+def load_corpus(path: str | None, vocab_size: int, token_dtype: TokenDtype | None = None) -> Corpus:
     """Open the training and held-out tokens at `path` and check them against the vocabulary.
 
     Args:
-        path: a `.npy` file (1-D integers) or a `.bin` file (raw little-endian uint16), both read in place; any other
-            file is UTF-8 text whose bytes are the tokens. A folder is what `prepare` made, or else all of
+        path: a `.npy` file (1-D integers) or a `.bin` file (raw and little-endian), both read in place; any other file
+            is UTF-8 text whose bytes are the tokens. A folder is what `prepare` made, or else all of
             its text files, hidden ones left out, joined by NUL bytes. None is the source of the running Python's
             standard library. `a=0.7,b=0.3` mixes several.
+
+        token_dtype: of the tokens of a `.bin`; None where they are uint16 and look like it.
 
     A single file holds out its last tenth. A folder is split by file: a hash of the relative path holds out about one
     in ten, or the last file where the hash leaves one side empty.
@@ -402,10 +405,10 @@ def load_corpus(path: str | None, vocab_size: int) -> Corpus:
     Raises: ConfigError naming the file, and the token or byte where there is one.
     """
     if path is None:
-        return Corpus((_load_source(None, vocab_size),))
+        return Corpus((_load_source(None, vocab_size, token_dtype),))
     sources = []
     for name, weight in parse_sources(path):
-        source = _load_source(name, vocab_size)
+        source = _load_source(name, vocab_size, token_dtype)
         sources.append(replace(source, weight=weight))
     return Corpus(tuple(sources))
 
@@ -431,7 +434,7 @@ def parse_sources(text: str) -> list[tuple[str, Fraction]]:
     return sources
 
 
-def _load_source(path: str | None, vocab_size: int) -> Source:
+def _load_source(path: str | None, vocab_size: int, token_dtype: TokenDtype | None) -> Source:
     root = Path(sysconfig.get_paths()["stdlib"] if path is None else path)
     try:
         if path is None:
@@ -441,7 +444,7 @@ def _load_source(path: str | None, vocab_size: int) -> Source:
         if stat.S_ISDIR(mode):
             return _load_folder(root, vocab_size)
         if stat.S_ISREG(mode):
-            return _load_file(root, vocab_size)
+            return _load_file(root, vocab_size, token_dtype)
     except OSError as error:
         raise ConfigError(
             asked(root if error.filename is None else error.filename),
@@ -483,8 +486,8 @@ def _load_folder(root: Path, vocab_size: int) -> Source:
     return _split_by_file(documents, root, str(root), vocab_size)
 
 
-def _load_file(path: Path, vocab_size: int) -> Source:
-    opened = {".npy": open_npy, ".bin": open_bin}.get(path.suffix)
+def _load_file(path: Path, vocab_size: int, token_dtype: TokenDtype | None) -> Source:
+    opened = {".npy": open_npy, ".bin": partial(open_bin, vocab_size=vocab_size, dtype=token_dtype)}.get(path.suffix)
     array = opened(path) if opened else _bytes(read_text(path))
     if len(array) == 0:
         raise ConfigError(asked(path), "the file is empty", "Pass a file with tokens in it.")

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from jaxdist.errors import ConfigError
 
 CHUNK = 1 << 18  # tokens looked at together
 SAMPLED_CHUNKS = 64  # of a sequence too long to be looked at whole when it is opened
+TokenDtype = Literal["uint16", "uint32", "int32"]  # of a .bin
+LLM_C = {20240520: "<u2", 20240801: "<u4"}  # the first number of its files of tokens -> what follows the header
+_LOOKED_AT = 1 << 16  # bytes
 _MAX_NPY_HEADER = 10_000  # bytes; numpy's own limit, which it checks once it has read them
 
 
@@ -250,16 +253,52 @@ def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-def open_bin(path: Path) -> TokenFile:
-    """The tokens of a raw little-endian uint16 file."""
+def open_bin(path: Path, vocab_size: int, dtype: TokenDtype | None = None) -> TokenFile:
+    """The tokens of a raw little-endian file.
+
+    dtype: None takes uint16, unless that cannot be: the vocabulary is larger, or what is there looks like wider tokens
+    or another program's format. Raises: ConfigError.
+    """
+    kind = np.dtype(dtype or "uint16").newbyteorder("<")
     size = path.stat().st_size
-    if size % 2:
+    if size % kind.itemsize:
         raise ConfigError(
             asked(path),
-            f"a .bin is raw little-endian uint16 tokens, two bytes each, and this one has {size} bytes",
-            "Write it again with tokens.astype('<u2').tofile(path), or save another dtype as a .npy.",
+            f"a .bin must be raw little-endian tokens, of {kind.itemsize} bytes here, and this one has {size} bytes",
+            "Say what they are with token_dtype, or save them as a .npy",
         )
-    return TokenFile(path, np.dtype("<u2"), 0, size // 2)
+    if dtype is None:
+        _require_uint16(path, vocab_size)
+    return TokenFile(path, kind, 0, size // kind.itemsize)
+
+
+def _require_uint16(path: Path, vocab_size: int) -> None:
+    with path.open("rb") as file:
+        start = file.read(_LOOKED_AT)
+    number = int.from_bytes(start[:4], "little")
+    if number in LLM_C:
+        raise ConfigError(
+            asked(path),
+            f"a .bin must be tokens alone, and this one has the header of llm.c ({number})",
+            f"Cut it off: np.fromfile(path, '{LLM_C[number]}', offset=1024), saved with np.save",
+        )
+    if (beside := path.with_suffix(".idx")).exists():
+        raise ConfigError(
+            asked(path),
+            f"a .bin must be tokens alone, and {beside.name} beside it says how those of this one are kept",
+            "Say their dtype with token_dtype, or save them as a .npy",
+        )
+    halves = np.frombuffer(start[: len(start) // 4 * 4], "<u2").reshape(-1, 2)
+    looks_wide = (
+        len(halves) >= 64 and not (halves[:, 1] > (vocab_size - 1) >> 16).any() and len(np.unique(halves[:, 0])) > 1
+    )
+    if vocab_size > 1 << 16 or looks_wide:
+        why = "every second one is 0, as in tokens of 32 bits" if looks_wide else f"the vocabulary has {vocab_size:,}"
+        raise ConfigError(
+            asked(path),
+            f"a .bin must say what it holds where it is not plainly uint16: {why}",
+            "Use token_dtype='uint32' (or 'uint16', 'int32')",
+        )
 
 
 def read_text(path: Path) -> bytes:
