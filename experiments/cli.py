@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,7 @@ from jaxdist.runtime.signals import EXIT_SIGNAL, Interrupts
 from .config_file import read_flags
 from .help import asks_for_groups, print_help
 from .progress import Progress
-from .settings import SETTINGS, SettingFlags, make_config, values_of
+from .settings import SETTINGS, Setting, SettingFlags, make_config
 
 Flags = TypeVar("Flags")
 
@@ -169,12 +169,18 @@ OWN_FLAGS = {"process_id", "coordinator", "distributed", "num_processes", "data"
 def flags_of(config: RunConfig) -> list[str]:
     """The command-line flags that give this configuration to any program with `CommonFlags`."""
     model, sizes = name_of(config.model)
-    values = {"model": model, **sizes, **values_of(config)}
-    words = []
-    for name, value in values.items():
-        if value != getattr(CommonFlags, name):
-            words += [flag_word(name, value)] + ([] if isinstance(value, bool) else [str(value)])
-    return words
+    own = {name: value for name, value in {"model": model, **sizes}.items() if value != getattr(CommonFlags, name)}
+    return [word for name, value in own.items() for word in _words(name, value)] + flag_words(config, SETTINGS)
+
+
+def flag_words(config: RunConfig, settings: Sequence[Setting]) -> list[str]:
+    """Those of these settings that are not at their default, as flags."""
+    values = {setting.flag: setting.of(config) for setting in settings if setting.of(config) != setting.default}
+    return [word for name, value in values.items() for word in _words(name, value)]
+
+
+def _words(name: str, value) -> list[str]:
+    return [flag_word(name, value)] + ([] if isinstance(value, bool) else [str(value)])
 
 
 def set_precision(config: RunConfig) -> None:
@@ -353,7 +359,8 @@ def run_program(
     try:
         with Interrupts():
             flags = _parse(flags_type, prog, args)
-            code = main(flags, SafeConsole(highlight=False, width=None if sys.stdout.isatty() else 160))
+            known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+            code = main(flags, SafeConsole(highlight=False, width=None if known else 160))
             sys.stdout.flush()
     except ConfigError as error:
         code, said = EXIT_BAD_INPUT, in_flags(str(error), flags_type)

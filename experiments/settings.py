@@ -85,8 +85,3 @@ def make_config(model: Model, values: Mapping[str, Any]) -> RunConfig:
         parts[setting.section][setting.name] = parse_mesh(value) if setting.flag == "mesh" else value
     own = parts.pop("")
     return RunConfig(model=model, **{section: SECTIONS[section](**parts[section]) for section in parts}, **own)
-
-
-def values_of(config: RunConfig) -> dict[str, Any]:
-    """The value of every flag that gives this configuration, but for the model's."""
-    return {setting.flag: setting.of(config) for setting in SETTINGS}

@@ -11,13 +11,15 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -92,6 +94,7 @@ from .panel import RunPanel
 from .progress import Progress as SlowWork
 from .tables import Rows
 
+T = TypeVar("T")
 MAX_ROLL_BACKS = 5
 MAX_SKIPS_IN_A_ROW = 10
 
@@ -281,6 +284,7 @@ class Stopped(Exception):
     reason: str
     code: int
     saved: str = ""
+    while_compiling: bool = False
 
 
 @dataclass(eq=False)
@@ -419,11 +423,16 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
         print_resolved(console, run.program, run.devices, run.corpus, run.entropy)
         if run.out is None:
             console.print("[yellow]note:[/] without --out nothing of this run is kept: no checkpoint, no metrics")
-        start = compile_and_start(run, own)
         try:
+            start = compile_and_start(run, own)
             progress, last = train(run, start)
         except Stopped as stopped:
-            return report_stopped(run, stopped)
+            code = report_stopped(run, stopped)
+            if stopped.while_compiling:  # XLA's thread would not survive Python's own end
+                stack.close()
+                sys.stdout.flush()
+                processes.leave(code)
+            return code
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
                 raise
@@ -562,7 +571,7 @@ def compile_and_start(run: Run, own: Manifest | None) -> resume.Start:
     begun = time.perf_counter()
     run.watchdog.alive("compiling the step")
     with SlowWork("compiling the step", quiet=console.quiet):
-        run.step = run.program.compile_step(run.options)
+        run.step = interruptible(run, own.step if own else 0, lambda: run.program.compile_step(run.options))
     compiled = time.perf_counter()
     run.watchdog.alive("making the state")
     with SlowWork("making the state" if own is None else "restoring the state", quiet=console.quiet):
@@ -583,6 +592,31 @@ def compile_and_start(run: Run, own: Manifest | None) -> resume.Start:
         console.print(f"[bold]{verb}[/] {escape(start.about)}; batch {start.progress.batch} is next", soft_wrap=True)
     console.print()
     return start
+
+
+def interruptible(run: Run, step: int, work: Callable[[], T]) -> T:
+    """`work` before the first step, in a thread where this process is alone: a signal ends the run without waiting for
+    a compiler. Raises: Stopped, where nothing since `step` is lost."""
+    if processes.count() > 1:
+        return work()
+    done: Future[T] = Future()
+
+    def to_end() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=to_end, daemon=True).start()
+    while True:
+        try:
+            return done.result(timeout=0.1)
+        except TimeoutError:
+            if done.done():
+                raise
+            if run.signals.number is not None:
+                reason, code = run.stop_reason()
+                raise Stopped(step, reason, code, newest(run), while_compiling=True) from None
 
 
 def report_stopped(run: Run, stopped: Stopped) -> int:
@@ -711,7 +745,7 @@ def train(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
     if start.progress.first_loss is None and not stopping:
         run.watchdog.alive("evaluating")
         with SlowWork("compiling and running the evaluation", quiet=run.console.quiet):
-            loss = evaluate(run.program, start.state, run.held_out)
+            loss = interruptible(run, start.step, lambda: evaluate(run.program, start.state, run.held_out))
         if not math.isfinite(loss):
             raise Stopped(start.step, f"the held-out loss before the first step is {loss}", 1, newest(run))
         start = replace(start, progress=replace(start.progress, first_loss=loss))

@@ -32,10 +32,20 @@ from jaxdist.parity import (
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import Devices, acquire_devices
 
-from .cli import CommonFlags, ModelName, ProcessFlags, refuse_ignored, require_writable, run_program, write_output
+from .cli import (
+    CommonFlags,
+    ModelName,
+    ProcessFlags,
+    flag_words,
+    refuse_ignored,
+    require_writable,
+    run_program,
+    write_output,
+)
 from .config_file import FileFlags
 from .oracles import OracleName, ask, require_known, starting_parameters
 from .progress import Progress
+from .settings import SETTINGS
 from .strategies import EXPERTS, PIPELINES, STRATEGIES
 from .tables import print_columns
 
@@ -103,7 +113,8 @@ def main(flags: VerifyFlags, console: Console) -> int:
         if flags.only:
             raise ConfigError("--only without --all or --pipelines", "one layout runs", "Add --all, or leave it out")
         config = flags.run_config()
-        chosen = [(str(config.parallel.mesh), config)]
+        strategy = [setting for setting in SETTINGS if setting.section == "parallel" and setting.flag != "mesh"]
+        chosen = [(" ".join([str(config.parallel.mesh), *flag_words(config, strategy)]), config)]
     count = max(config.parallel.mesh.num_devices for _, config in chosen)
     devices = acquire_devices(count, flags.device)
     report = flags.json if processes.is_first() else None

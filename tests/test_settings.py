@@ -10,7 +10,7 @@ from experiments.help import texts_of
 from experiments.levels import LevelsFlags
 from experiments.overlap import OverlapFlags
 from experiments.plan import PlanFlags
-from experiments.settings import SECTIONS, SETTINGS, make_config, values_of
+from experiments.settings import SECTIONS, SETTINGS, make_config
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
 from experiments.verify import VerifyFlags
@@ -48,7 +48,7 @@ def test_a_program_that_has_its_own_default_keeps_the_text(flags_type):
 def test_every_strategy_is_described_by_its_settings():
     for strategy in STRATEGIES:
         config = strategy.run_config()
-        assert make_config(config.model, values_of(config)) == config
+        assert make_config(config.model, {setting.flag: setting.of(config) for setting in SETTINGS}) == config
 
 
 def test_verify_has_the_settings_of_a_proof():

@@ -14,7 +14,7 @@
 import io
 import re
 from collections.abc import Iterator, Mapping
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
 from jaxdist.files import write_whole
@@ -23,6 +23,10 @@ from .drawing import STYLE
 from .lab import Break, Guess, Lab, Picture, Result, Table
 
 BLOCK = re.compile(r"(<!-- lab: ([a-z]+)(?: ([\w-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+GUESS = re.compile(
+    r'<details class="guess" data-answer="([^"]*)" data-within="([^"]*)">'
+    r"<summary>(.*?) \(([^()]*); <code>([\w-]+)</code>\)</summary><p>(.*?)</p>"
+)
 DRAWN = "drawn"
 BAR = "\\|"
 SECTIONS = (
@@ -83,9 +87,19 @@ def break_text(broken: Break, whole: Result, result: Result) -> str:
 def guess_text(guess: Guess) -> str:
     data = f'data-answer="{guess.answer!r}" data-within="{guess.within!r}"'
     return (
-        f'<details class="guess" {data}><summary>{escape(guess.question)} ({escape(guess.unit or "a number")})'
-        f"</summary><p>{escape(guess.told)}</p></details>"
+        f'<details class="guess" {data}><summary>{escape(guess.question)} ({escape(guess.unit or "a number")}; '
+        f"<code>{guess.key}</code>)</summary><p>{escape(guess.told)}</p></details>"
     )
+
+
+def guesses_of(text: str) -> dict[str, Guess]:
+    """The questions of a page, by key: what `guess_text` made of them."""
+    found = {}
+    for answer, within, question, unit, key, why in GUESS.findall(text):
+        shown_unit = "" if unit == "a number" else unescape(unit)
+        why = unescape(why).partition(": ")[2]
+        found[key] = Guess(key, unescape(question), float(answer), shown_unit, why, float(within))
+    return found
 
 
 def file_name(lab: Lab, picture: Picture) -> str:

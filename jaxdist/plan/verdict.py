@@ -162,8 +162,9 @@ def divided(parts: Mapping[str, float], inside: Mapping[str, float]) -> dict[str
 def verdict_of(config: RunConfig, laps: Sequence[Mapping[str, float]], devices: Devices, attention: str) -> Verdict:
     """Of a run whose processes measured these mean laps; the time model divides the step on hardware that it knows."""
     parts, details = measured_parts(laps)
-    if devices.simulated:
-        return judge(parts, details, "on simulated devices its parts mean nothing: `plan --hardware` predicts them")
+    if devices.platform == "cpu":
+        kind = "simulated devices have" if devices.simulated else "a CPU has"
+        return judge(parts, details, f"{kind} no speed that says anything of a GPU's: `plan --hardware` predicts it")
     hardware, dtype = known_hardware(devices.devices[0].device_kind), config.precision.dtype
     if hardware is None or dtype not in hardware.peak_flops:
         asked = f"{devices.devices[0].device_kind} in {dtype}"
