@@ -24,7 +24,7 @@ from jaxdist.plan.proof.compile import without_devices
 from jaxdist.runtime.devices import MAX_SIMULATED, acquire_devices
 from jaxdist.runtime.run_record import Run, labels, read_run
 
-from . import config_file, report_charts
+from . import config_file
 from .cli import require_writable, run_program, write_output
 from .progress import Progress
 from .report_page import Entry, Verdict, page
@@ -63,8 +63,7 @@ def main(flags: ReportFlags, console: Console) -> int:
         for number, (label, run) in enumerate(zip(labels(folders), runs, strict=True)):
             progress.update(number, len(runs))
             entries.append(make_entry(label, run, flags))
-    draw = report_charts.can_draw()
-    write_output("--out", flags.out, page(entries, draw))
+    write_output("--out", flags.out, page(entries))
     for entry in entries:
         console.print(f"{escape(entry.label)}: {entry.run.state}, {entry.run.steps.size} steps", soft_wrap=True)
         for each in entry.run.notes:

@@ -11,7 +11,6 @@ from itertools import islice
 
 import numpy as np
 
-from jaxdist.commands import install_text
 from jaxdist.errors import printable
 from jaxdist.mesh import AXES, MeshShape
 from jaxdist.plan.explain import NAMES_OF_TERMS
@@ -36,8 +35,7 @@ STYLE = (
 tbody tr:first-child { font-weight: inherit; } h3 { font-size: 1em; margin: 1.6em 0 0.4em; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22em), 1fr)); gap: 0.4em 1.6em; }
 figure { margin: 0.6em 0; min-width: 0; }
-svg * { stroke-linejoin: round; stroke-linecap: butt; } svg text { fill: #000; font: 9px sans-serif; }
-svg text { font-family: system-ui, sans-serif !important; }
+svg * { stroke-linejoin: round; } svg text { font: 11px system-ui, sans-serif; }
 .wide svg { min-width: 40em; } td.l, th.l { white-space: normal; } td.l { overflow-wrap: anywhere; min-width: 10em; }
 td.l.short { overflow-wrap: normal; white-space: nowrap; min-width: 0; } td.l.long { min-width: 17em; }
 .note { border-left: 4px solid var(--c2); background: var(--card); padding: 0.5em 0.9em; margin: 0.8em 0;
@@ -77,12 +75,12 @@ class Entry:
     verdict: Verdict
 
 
-def page(entries: Sequence[Entry], draw: bool) -> str:
-    """The whole page. draw: whether there is something to draw charts with."""
+def page(entries: Sequence[Entry]) -> str:
+    """The whole page."""
     title = f"Run report: {text(', '.join(entry.label for entry in entries))}"
-    parts = [f"<h1>{title}</h1>", *_notes(entries, draw), overview(entries), curves_part(entries, draw)]
+    parts = [f"<h1>{title}</h1>", *_notes(entries), overview(entries), curves_part(entries)]
     for number, entry in enumerate(entries):
-        parts += run_part(entry, number, draw)
+        parts += run_part(entry, number)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -155,13 +153,8 @@ def figure(picture: str, caption: str = "", marks: str = "", wide: bool = False)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _notes(entries: Sequence[Entry], draw: bool) -> list[str]:
+def _notes(entries: Sequence[Entry]) -> list[str]:
     found = []
-    if not draw:
-        found.append(
-            note([f"Charts are drawn by matplotlib, which is not installed, so this page has tables alone: "
-                  f"<code>{escape(install_text('draw'))}</code>."])
-        )  # fmt: skip
     for entry in entries:
         found.append(note([f"<b>{text(entry.label)}</b>: {text(each)}." for each in entry.run.notes[:50]], bad=True))
     if simulated := [entry.label for entry in entries if entry.run.config.get("simulated") is True]:
@@ -219,7 +212,7 @@ def verdict_cell(verdict: Verdict) -> Cell:
     return known[verdict.ok]
 
 
-def curves_part(entries: Sequence[Entry], draw: bool) -> str:
+def curves_part(entries: Sequence[Entry]) -> str:
     """Loss, throughput, gradient norm, learning rate and loss scale of all runs in one chart each."""
     wanted = (
         ("loss", "Loss, nats per token", False, "held_out_loss"),
@@ -238,7 +231,7 @@ def curves_part(entries: Sequence[Entry], draw: bool) -> str:
                 lines.append(Line(*thin(*found, most), at, faint=held_out is not None, dashes=at))
             if held_out and (found := entry.run.column(held_out))[1].size:
                 lines.append(Line(*thin(*found, most), at, points=True, dashes=at))
-        if not lines or not draw:
+        if not lines:
             continue
         marks = legend(names) if len(entries) > 1 else ""
         captions = {
@@ -247,20 +240,7 @@ def curves_part(entries: Sequence[Entry], draw: bool) -> str:
         }
         about = f"{title} of {', '.join(names)}"[:200]
         shown.append(figure(charts.curves(lines, title, about, log), captions.get(name, ""), marks))
-    rows = "" if draw else sampled_steps(entries)
-    return f'<h2>Curves</h2><div class="charts">{"".join(shown)}</div>{rows}' if shown or rows else ""
-
-
-def sampled_steps(entries: Sequence[Entry], count: int = 12) -> str:
-    """Some steps of each run as a table."""
-    names = ("loss", "held_out_loss", "grad_norm", "lr", "tokens_per_second", "loss_scale")
-    rows = []
-    for entry in entries:
-        run = entry.run
-        for at in np.unique(np.linspace(0, len(run.steps) - 1, count).astype(int)) if run.steps.size else ():
-            values = (run.numbers[name][at] if name in run.numbers else None for name in names)
-            rows.append([entry.label, str(run.steps[at]), *(number(value, ".4g") for value in values)])
-    return table(["run", "step", *(name.replace("_", " ") for name in names)], rows, left=("run",)) if rows else ""
+    return f'<h2>Curves</h2><div class="charts">{"".join(shown)}</div>' if shown else ""
 
 
 def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -279,25 +259,25 @@ def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarra
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def run_part(entry: Entry, at: int, draw: bool) -> list[str]:
-    parts = [f"<h2>{text(entry.label)}</h2>", *time_part(entry, draw), *gradient_part(entry, draw)]
-    parts += ["<h3>Memory of a device</h3>", memory_part(entry, draw)]
+def run_part(entry: Entry, at: int) -> list[str]:
+    parts = [f"<h2>{text(entry.label)}</h2>", *time_part(entry), *gradient_part(entry)]
+    parts += ["<h3>Memory of a device</h3>", memory_part(entry)]
     if entry.predictions is None:
         parts.append(note([f"Nothing is predicted for this run. {text(entry.why_not)}"]))
     else:
         parts += ["<h3>What a step sends</h3>", *sent_part(entry.predictions)]
         parts += ["<h3>The mesh</h3>", *mesh_part(entry.predictions)]
-        parts += pipeline_part(entry, draw)
+        parts += pipeline_part(entry)
     return [*parts, "<h3>Verdict</h3>", verdict_part(entry.verdict), *settings_part(entry)]
 
 
-def time_part(entry: Entry, draw: bool) -> list[str]:
+def time_part(entry: Entry) -> list[str]:
     run, means = entry.run, entry.run.mean_seconds()
     if not means:
         return []
     named = [part for part in PARTS if part in means]
     total = sum(means[part] for part in named)
-    pictures = _areas(entry, named) + _process_curves(entry) if draw and run.steps.size else ""
+    pictures = _areas(entry, named) + _process_curves(entry) if run.steps.size else ""
     spread = run.spread_over_processes()
     heads = ["part", "mean of a step", "share"]
     heads += ["least process", "median", "most", "slowest process"] if spread else []
@@ -369,21 +349,20 @@ def _process_curves(entry: Entry) -> str:
     return figure(charts.curves(lines, title, f"{title}, {entry.label}"), caption, legend(names))
 
 
-def gradient_part(entry: Entry, draw: bool) -> list[str]:
+def gradient_part(entry: Entry) -> list[str]:
     groups, run = entry.run.grad_norms, entry.run
     if not groups:
         return []
     shown = dict(islice(groups.items(), len(charts.SERIES)))
     parts = ["<h3>Gradient norm by group of parameters</h3>"]
-    if draw:
-        lines = []
-        for at, values in enumerate(shown.values()):
-            there = np.isfinite(values)
-            lines.append(Line(*thin(run.steps[there], values[there], max(200, MOST_POINTS // len(shown))), at))
-        left_out = f" The other {len(groups) - len(shown)} groups are in the table." if len(groups) > len(shown) else ""
-        title = "Gradient norm, before clipping"
-        picture = charts.curves(lines, title, f"{title}, by group, {entry.label}", log=True)
-        parts.append(f'<div class="charts">{figure(picture, f"Logarithmic.{left_out}", legend(list(shown)))}')
+    lines = []
+    for at, values in enumerate(shown.values()):
+        there = np.isfinite(values)
+        lines.append(Line(*thin(run.steps[there], values[there], max(200, MOST_POINTS // len(shown))), at))
+    left_out = f" The other {len(groups) - len(shown)} groups are in the table." if len(groups) > len(shown) else ""
+    title = "Gradient norm, before clipping"
+    picture = charts.curves(lines, title, f"{title}, by group, {entry.label}", log=True)
+    parts.append(f'<div class="charts">{figure(picture, f"Logarithmic.{left_out}", legend(list(shown)))}')
     rows = []
     for name, values in groups.items():
         values = values[np.isfinite(values)]
@@ -391,23 +370,22 @@ def gradient_part(entry: Entry, draw: bool) -> list[str]:
             figures = (values[0], np.median(values), values.max(), values[-1])
             rows.append([name, *(number(float(each), ".3g") for each in figures)])
     parts.append(figure(table(["group", "first", "median", "largest", "last"], rows, left=("group",))))
-    return [*parts, "</div>" * draw]
+    return [*parts, "</div>"]
 
 
-def memory_part(entry: Entry, draw: bool) -> str:
+def memory_part(entry: Entry) -> str:
     """The plan's terms beside what was compiled, and what allocators say."""
     rows: list[list[Cell]] = []
     predicted, parts = None if entry.predictions is None else entry.predictions.memory, []
     if predicted is not None:
         rows += [[NAMES_OF_TERMS[name], in_bytes(value), ""] for name, value in predicted.terms.items()]
         rows.append(["predicted by the plan", in_bytes(predicted.total), ""])
-        if draw:
-            values = {NAMES_OF_TERMS[name]: value / 2**20 for name, value in predicted.terms.items()}
-            picture = charts.stacks(
-                [values], list(values), "Predicted, MiB of a device", f"Predicted memory, {entry.label}"
-            )
-            caption = f"Fullest in {escape(predicted.fullest)}; attention: {escape(predicted.attention)}."
-            parts.append(figure(picture, caption, legend(list(values))))
+        values = {NAMES_OF_TERMS[name]: value / 2**20 for name, value in predicted.terms.items()}
+        picture = charts.stacks(
+            [values], list(values), "Predicted, MiB of a device", f"Predicted memory, {entry.label}"
+        )
+        caption = f"Fullest in {escape(predicted.fullest)}; attention: {escape(predicted.attention)}."
+        parts.append(figure(picture, caption, legend(list(values))))
 
     def beside(count: float) -> str:
         if predicted is None or not count:
@@ -535,7 +513,7 @@ def drawn_mesh(mesh: MeshShape, live: Sequence[str]) -> str:
     return f'<div class="mesh" role="img" aria-label="The mesh {escape(str(mesh))}">{boxes(list(live), 0)}</div>'
 
 
-def pipeline_part(entry: Entry, draw: bool) -> list[str]:
+def pipeline_part(entry: Entry) -> list[str]:
     schedule = entry.predictions.config.parallel.pipeline
     if schedule is None:
         return []
@@ -545,9 +523,8 @@ def pipeline_part(entry: Entry, draw: bool) -> list[str]:
         f"{escape(schedule.name)}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches, "
         f"{schedule.num_ticks} ticks; layers {layers}. Drawn from the table that runs, not from a measurement."
     )
-    if not draw or schedule.num_ticks * schedule.num_stages > MOST_DRAWN:
-        why = "" if not draw else " It is too large to be drawn here."
-        return [*parts, f'<p class="faint">{about}{why}</p>']
+    if schedule.num_ticks * schedule.num_stages > MOST_DRAWN:
+        return [*parts, f'<p class="faint">{about} It is too large to be drawn here.</p>']
     picture = charts.schedule_picture(schedule, f"Schedule {schedule.name} of {entry.label}")
     return [*parts, figure(picture, about, wide=True)]
 
