@@ -1,7 +1,7 @@
 """Text to tokens and back: bytes, or a tokenizer of the Hugging Face `tokenizers` library.
 
-What stands before and after a text is decided here, for all programs: `begin_of_text` and `end_of_document`, from the
-post-processor of tokenizer.json, or from a tokenizer_config.json beside it that overrides it, as transformers reads it.
+What stands before and after a text is decided here, for all programs: `begin_of_text` by the post-processor of
+tokenizer.json, as in transformers (which does not ask add_bos_token where there is this file), and `end_of_document`.
 """
 
 import hashlib
@@ -108,7 +108,7 @@ class BPETokenizer:
         inner.no_padding()
         ids = inner.get_vocab(with_added_tokens=True)
         self._names = {number: name for name, number in ids.items()}
-        before, after = _around(inner, config, library)
+        before, after = _around(inner)
         self.begin_of_text = before
         if end_of_document is not None and end_of_document not in ids:
             special = sorted(str(token) for token in inner.get_added_tokens_decoder().values())
@@ -210,17 +210,8 @@ def join_indifferently(tokenizer: Tokenizer, before: str, after: str) -> bool:
     return np.array_equal(whole[: len(first)], first)
 
 
-def _around(inner, config: dict[str, Any], library) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens before and after every text; where the config overrides the post-processor, the latter is mended."""
-    if "add_bos_token" in config or "add_eos_token" in config:
-        names = [
-            _content(config.get(f"{key}_token")) if config.get(f"add_{key}_token") else None for key in ("bos", "eos")
-        ]
-        ids = {name: inner.token_to_id(name) for name in names if name and inner.token_to_id(name) is not None}
-        begin, end = ([name] if name in ids else [] for name in names)
-        inner.post_processor = library.processors.TemplateProcessing(
-            single=[*begin, "$A", *end], special_tokens=list(ids.items())
-        )
+def _around(inner) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens before and after every text, of whatever post-processor."""
     for probe in ("a", "0", *inner.get_vocab()):  # some tokenizers know few characters
         found = inner.encode(probe, add_special_tokens=True)
         inside = [place for place, sequence in enumerate(found.sequence_ids) if sequence is not None]
