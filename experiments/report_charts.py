@@ -55,10 +55,12 @@ class Scale(NamedTuple):
         return self.start + (values - least) / (most - least) * (self.stop - self.start)
 
     def ticks(self) -> list[float]:
-        """Round numbers within it, about five; powers of ten where it is logarithmic over some of them."""
-        if self.log and self.most / self.least >= 100:
-            powers = range(math.ceil(math.log10(self.least) - 1e-9), math.floor(math.log10(self.most) + 1e-9) + 1)
-            return [10.0**power for power in powers][:: max(1, len(powers) // 6)]
+        """Round numbers within it, about five; on a logarithmic one powers of ten, or 1, 2 and 5 times them."""
+        if self.log:
+            powers = range(math.floor(math.log10(self.least)), math.ceil(math.log10(self.most)) + 1)
+            found = [factor * 10.0**power for power in powers for factor in ((1, 2, 5) if len(powers) < 4 else (1,))]
+            found = [tick for tick in found if self.least <= tick <= self.most]
+            return found[:: max(1, len(found) // 6)]
         rough = (self.most - self.least) / 5
         size = 10.0 ** math.floor(math.log10(rough))
         step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
@@ -128,7 +130,7 @@ def stacks(rows: Sequence[Mapping[str, float]], names: Sequence[str], title: str
 def schedule_picture(schedule: Schedule, about: str) -> str:
     """The schedule's table over simulated time, every action one tick; later chunks are lighter."""
     result, stages = simulate(schedule, Costs(1.0, 1.0, 1.0)), schedule.num_stages
-    width = 64 + max(CELL * result.makespan, 400)
+    width = 64 + max(CELL * result.makespan, 830)
     across = Scale(0.0, result.makespan, 60, width - 4)
     title = f"{schedule.num_ticks} ticks; drawn from the table, every action one tick long"
     parts = [f'<text x="0" y="14">{escape(title)}</text>']

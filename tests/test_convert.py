@@ -19,6 +19,9 @@ import pytest
 from conftest import DEVICES
 
 import experiments.convert
+import experiments.evaluate
+import experiments.generate
+import experiments.prepare
 import experiments.train
 from experiments.cli import run_program
 from experiments.convert import Hf, Ours, prove
@@ -27,10 +30,10 @@ from jaxdist.checkpoint import safetensors, weights
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import abstract_parameters, fetch
 from jaxdist.checkpoint.safetensors import Stored
-from jaxdist.checkpoint.trained import GENERATION, Weights
+from jaxdist.checkpoint.trained import GENERATION, Weights, find_weights
 from jaxdist.checkpoint.weights import in_our_names, open_weights, read_weights, stored_dtypes, write_weights
 from jaxdist.config import ParallelConfig, RunConfig
-from jaxdist.data.tokenizer import BPETokenizer
+from jaxdist.data.tokenizer import BPETokenizer, with_template
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.huggingface import CONFIG, tensors_of
@@ -38,6 +41,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parity import random_parameters
 from jaxdist.placement import make_layout
 
+tokenizers = pytest.importorskip("tokenizers")
 MODEL = dataclasses.replace(PRESETS["llama-proof"], seq_len=16)
 TOKENIZER = b'{"any": "file"}'
 
@@ -55,6 +59,7 @@ def convert(capsys, *words) -> str:
 
 
 def train(capsys, *words) -> tuple[int, str]:
+    words += () if "--lr" in words else ("--lr", 3e-3)
     return run(experiments.train, TrainFlags, capsys, *words, "--batch-size", 8, "--warmup-steps", 1, "--device", "cpu")
 
 
@@ -275,6 +280,112 @@ def test_other_weights_are_refused_with_a_table(theirs, data, tmp_path, capsys, 
     assert code == 2 and said in text and "defect" not in text
 
 
+def test_a_fine_tune_needs_a_rate_and_its_own_tokenizer_and_says_its_precision(theirs, data, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("some words to learn from. " * 200)
+    (tmp_path / "theirs").mkdir()
+    for name, content in contents(theirs).items():
+        (tmp_path / "theirs" / name).write_bytes(content)
+    (tmp_path / "theirs" / "tokenizer.json").write_bytes(BPETokenizer.train(iter(["some words"]), 257).to_bytes())
+    common = ("--model", tmp_path / "theirs", "--steps", 1)
+    words = (*common, "--weights", tmp_path / "theirs")
+    code, said = run(experiments.train, TrainFlags, capsys, *words, "--data", data)
+    assert code == 2 and "--lr 2e-05" in said
+    code, said = run(experiments.train, TrainFlags, capsys, *words, "--data", data, "--lora", 2)
+    assert code == 2 and "--lr 0.0002" in said
+    code, said = train(capsys, *words, "--data", tmp_path / "text.txt")
+    assert code == 2 and "--tokenizer" in said and "prepare" in said
+    code, said = train(capsys, *words, "--data", data)
+    assert code == 0 and "bare tokens" in said and "the weights are bfloat16" in said
+    code, said = train(capsys, *common, "--data", tmp_path / "text.txt", "--num-layers", 1)
+    assert code == 0 and "note: the model's tokens are of" in said  # a new model of theirs shape may read bytes
+    words = [tmp_path / "theirs", "--data", tmp_path / "text.txt"]
+    code, said = run(experiments.evaluate, experiments.evaluate.EvaluateFlags, capsys, *words)
+    assert code == 2 and "--tokenizer" in said
+
+
+def test_an_export_stops_and_begins_as_its_run_does(theirs, tmp_path, capsys):
+    """Fine-tuned with another end of document than its source's, and with <s> before each."""
+    inner = tokenizers.Tokenizer.from_str(BPETokenizer.train(iter(["a few words"] * 9), 257).to_bytes().decode())
+    described = json.loads(inner.to_str())
+    described["model"]["vocab"] = {name: n for name, n in described["model"]["vocab"].items() if n < 240}
+    described["model"]["merges"] = []
+    inner = tokenizers.Tokenizer.from_str(json.dumps(described))
+    inner.add_special_tokens(["<s>", "</s>"])
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    for name, content in contents(theirs).items():
+        (folder / name).write_bytes(content)
+    (folder / GENERATION).write_text('{"eos_token_id": 3, "do_sample": true}')
+    (folder / "tokenizer.json").write_text(inner.to_str())
+    (tmp_path / "text.txt").write_text("a few words " * 900)
+    begins = with_template(inner.to_str().encode(), ("<s>",), ())
+    (tmp_path / "begins.json").write_bytes(begins)
+    words = ["--data", tmp_path / "text.txt", "--out", tmp_path / "data", "--end-of-document", "</s>"]
+    code, said = run(
+        experiments.prepare, experiments.prepare.PrepareFlags, capsys, *words, "--tokenizer", tmp_path / "begins.json"
+    )
+    assert code == 0 and "<s> before it and </s> after it" in said, said
+    words = ("--model", folder, "--weights", folder, "--data", tmp_path / "data", "--out", tmp_path / "run")
+    code, said = train(capsys, *words, "--steps", 1)
+    assert code == 0, said
+    convert(capsys, "ours", tmp_path / "run", "--out", tmp_path / "out")
+    ours, theirs_now = (find_weights(str(tmp_path / name), "path") for name in ("run", "out"))
+    tokenizer = ours.tokenizer()
+    end, begin = tokenizer._inner.token_to_id("</s>"), tokenizer._inner.token_to_id("<s>")
+    assert ours.end_of_text() == (end, 3) and set(theirs_now.end_of_text()) == {end, 3}
+    assert ours.begin_of_text(tokenizer) == (begin,) == theirs_now.begin_of_text(theirs_now.tokenizer())
+    settings = json.loads((tmp_path / "out" / GENERATION).read_text())
+    assert settings == {"eos_token_id": [end, 3], "do_sample": True, "bos_token_id": begin}
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert config["eos_token_id"] == [end, 3] and config["bos_token_id"] == begin
+    transformers = pytest.importorskip("transformers")
+    found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
+    assert found("a few").input_ids == [begin, *tokenizer.encode(["a few"])[0]] and found.eos_token == "</s>"
+
+
+def test_an_export_of_a_run_of_ours_says_its_dtype_and_its_tokens(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("some words to learn from. " * 300)
+    words = ["--data", tmp_path / "text.txt", "--out", tmp_path / "data", "--vocab-size", 257]
+    assert run(experiments.prepare, experiments.prepare.PrepareFlags, capsys, *words)[0] == 0
+    words = ("--model", "llama-proof", "--vocab-size", 257, "--data", tmp_path / "data", "--out", tmp_path / "run")
+    code, said = train(capsys, *words, "--steps", 1, "--dtype", "bfloat16", "--seq-len", 8)  # with fp32 masters
+    assert code == 0, said
+    convert(capsys, "ours", tmp_path / "run", "--out", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert config["torch_dtype"] == "float32" and config["eos_token_id"] == 0 and config["vocab_size"] == 257
+    transformers = pytest.importorskip("transformers")
+    found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
+    assert found.eos_token == "<|endoftext|>" and len(found) == 257
+
+
+def test_two_sets_of_weights_in_one_folder_are_refused(theirs, tmp_path):
+    for name, content in contents(theirs).items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / safetensors.INDEX).write_text('{"weight_map": {"a": "other.safetensors"}}')
+    with pytest.raises(ConfigError, match="two sets"):
+        open_weights(tmp_path, MODEL)
+
+
+def test_weights_that_are_not_finite_are_said_and_go_no_further(theirs, data, tmp_path, capsys):
+    arrays = random_parameters(RunConfig(MODEL), make_layout(MODEL, ParallelConfig()))
+    arrays["norm.scale"][0] = np.nan
+    write_weights(tmp_path / "bad", MODEL, {f"params.{name}": x for name, x in arrays.items()})
+    code, said = run(experiments.convert, Hf | Ours, capsys, "hf", tmp_path / "bad", "--out", tmp_path / "ours")
+    assert "not finite" in said or code == 1  # the proof, where transformers is installed, comes before
+    words = [tmp_path / "bad", "--data", data, "--windows", 8]
+    assert run(experiments.evaluate, experiments.evaluate.EvaluateFlags, capsys, *words)[0] == 1
+    words = [tmp_path / "bad", "--prompt", "a", "--tokenizer", "bytes"]
+    code, said = run(experiments.generate, experiments.generate.GenerateFlags, capsys, *words)
+    assert code == 1 and "not finite" in said
+
+
+def test_a_published_mixture_is_tuned_with_losses_of_one_s_own(tmp_path, data):
+    model = dataclasses.replace(PRESETS["moe-proof"], balance_loss=0.0, z_loss=0.0)
+    tuned = dataclasses.replace(model, balance_loss=0.01, z_loss=1e-3, capacity=1.5)
+    assert not weights.model_differences(model, tuned)
+    assert weights.model_differences(model, dataclasses.replace(model, top_k=1))
+
+
 def test_parameters_alone_are_not_restored_as_a_run(theirs, data, tmp_path, capsys):
     convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
     code, text = train(capsys, "--model", theirs, "--restore", tmp_path / "ours", "--data", data, "--steps", 1)
@@ -333,7 +444,9 @@ def test_only_weights_of_others_put_tokens_before_a_text(tmp_path):
     tokenizer = BPETokenizer.train(iter(["text"]), 257)
     tokenizer.begin_of_text = (1,)
     assert weights_with(tmp_path).begin_of_text(tokenizer) == (1,)
-    assert weights_with(tmp_path, end_of_document=5).begin_of_text(tokenizer) == ()
+    assert weights_with(tmp_path, tokenizer=None, end_of_document=None).begin_of_text(tokenizer) == (1,)
+    assert weights_with(tmp_path, tokenizer="bytes", end_of_document=5).begin_of_text(tokenizer) == ()
+    assert weights_with(tmp_path, tokenizer="a hash", begin_of_text=[4]).begin_of_text(tokenizer) == (4,)
 
 
 def test_a_text_ends_with_any_token_that_a_run_or_a_file_names(tmp_path):

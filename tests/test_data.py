@@ -272,7 +272,32 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_its_name(tmp_path):
 
 def test_odd_bin_is_refused(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"\0" * 7)
-    refused(tmp_path / "a.bin", "uint16", "7 bytes")
+    refused(tmp_path / "a.bin", "7 bytes")
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 70_000])
+@pytest.mark.parametrize("dtype", ["<u4", "<i4", "<u2"])
+def test_a_bin_that_is_not_plainly_uint16_is_refused_or_said(tmp_path, vocab_size, dtype):
+    path, tokens = tmp_path / "a.bin", np.random.default_rng(0).integers(0, 1000, 4000).astype(dtype)
+    tokens.tofile(path)
+    if dtype == "<u2" and vocab_size == 1000:
+        corpus = load_corpus(str(path), vocab_size)
+    else:
+        with pytest.raises(ConfigError, match="token_dtype"):
+            load_corpus(str(path), vocab_size)
+        corpus = load_corpus(str(path), vocab_size, {"<u4": "uint32", "<i4": "int32", "<u2": "uint16"}[dtype])
+    np.testing.assert_array_equal(corpus.sources[0].train.read(0, 3600), tokens[:3600])
+
+
+@pytest.mark.parametrize("what", ["llm.c", "idx"])
+def test_a_bin_of_another_program_is_refused(tmp_path, what):
+    tokens = np.random.default_rng(0).integers(1, 1000, 4000).astype("<u2").tobytes()
+    header = np.array([20240520, 1, 4000], "<i4").tobytes().ljust(1024, b"\0")
+    (tmp_path / "a.bin").write_bytes(header + tokens if what == "llm.c" else tokens)
+    if what == "idx":
+        (tmp_path / "a.idx").write_bytes(b"MMIDIDX")
+    with pytest.raises(ConfigError, match=what):
+        load_corpus(str(tmp_path / "a.bin"), 1000)
 
 
 @pytest.mark.parametrize(

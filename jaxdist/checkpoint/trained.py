@@ -111,9 +111,9 @@ class Weights:
             _set_in(folder / CONFIG, {"eos_token_id": one_or_all})
             _set_in(folder / GENERATION, {"eos_token_id": one_or_all})
         path = folder / TOKENIZER
-        tokenizer = BPETokenizer.load(path) if path.exists() else None
-        if tokenizer is None or end is None:
+        if end is None or not path.exists():
             return
+        tokenizer = BPETokenizer.load(path)
         begin = self.begin_of_text(tokenizer)
         names = [tokenizer.name(token) for token in begin]
         said = {"eos_token": tokenizer.name(end)}
