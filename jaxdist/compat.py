@@ -1,10 +1,22 @@
 """What differs between the JAX versions this package supports (0.10 to 0.12), in one place."""
 
+import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
+
+
+class _NoPluginWithoutItsDevice(logging.Filter):
+    """The extra prove-cuda holds a plugin that compiles and cannot run; without a GPU nobody asked it to."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "xla_cuda" not in record.getMessage() or any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+logging.getLogger("jax._src.xla_bridge").addFilter(_NoPluginWithoutItsDevice())
 
 
 def type_of(x) -> jax.core.ShapedArray:

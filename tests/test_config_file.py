@@ -71,6 +71,8 @@ OTHER = {
     "tp_ring": "two-way",
     "grad_sync": "flat",
     "attention": "xla",
+    "lr_schedule": "linear",
+    "token_dtype": "uint32",
 }
 
 

@@ -162,7 +162,8 @@ def test_a_held_out_loss_is_the_oracle_s_however_it_is_batched(tmp_path, capfd, 
 def evaluated(monkeypatch, tmp_path, capfd):
     """Evaluates with a stub that answers what it is told; returns the batches it was given, and what is printed."""
     (tmp_path / "text.txt").write_text("some words to learn from. " * 200)
-    weights = types.SimpleNamespace(model=PRESETS["proof"], dtype="float32", about="", mask_documents=False)
+    kept = {"companions": tmp_path, "data": {"tokenizer": "bytes"}}
+    weights = types.SimpleNamespace(model=PRESETS["proof"], dtype="float32", about="", mask_documents=False, **kept)
     weights.read = lambda wanted: None
     monkeypatch.setattr(evaluate, "find_weights", lambda *_, **__: weights)
     monkeypatch.setattr(evaluate, "abstract_parameters", lambda *_: None)

@@ -412,9 +412,9 @@ def test_adapters_resume_on_another_mesh_and_merge_into_the_weights_that_are_exp
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--lora", "8", "--weights", "whole"], "rank: 4; the model has 8"),
-        (["--lora", "4", "--lora-alpha", "1", "--weights", "whole"], "alpha: 8.0; the model has 1.0"),
-        (["--lora", "4", "--width", "32", "--weights", "base"], "width: 64; the model has 32"),
+        (["--lora", "8", "--lr", "0.01", "--weights", "whole"], "rank: 4; the model has 8"),
+        (["--lora", "4", "--lora-alpha", "1", "--lr", "0.01", "--weights", "whole"], "alpha: 8.0; the model has 1.0"),
+        (["--lora", "4", "--width", "32", "--lr", "0.01", "--weights", "base"], "width: 64; the model has 32"),
         (["--out", "base", "--lora", "4"], "another run"),
     ],
 )
@@ -439,7 +439,11 @@ def test_a_model_without_adapters_takes_them_merged(folder, capfd):
         "llama-proof",
     ]
     code, out, err = run(
-        train.main, train.TrainFlags, "train", [*common, "--weights", folder / "whole", "--mesh", "dp=2"], capfd
+        train.main,
+        train.TrainFlags,
+        "train",
+        [*common, "--weights", folder / "whole", "--mesh", "dp=2", "--lr", "0.01"],
+        capfd,
     )
     whole = summary_of(folder / "whole")["held_out_loss"]
     assert code == 0 and f"held-out loss {whole:.3f}"[:-1] in out, (out, err)
