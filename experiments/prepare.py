@@ -535,8 +535,8 @@ def encoded(batch: list[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, n
         yield from ((p, *e) for p, e in zip(batch, tokenizer.encode_with_stops([p.text for p in batch]), strict=True))
         return
     wholes = tokenizer.encode([piece.context + piece.text for piece in batch])
-    befores = tokenizer.encode([piece.context for piece in batch])
-    for piece, whole, before in zip(batch, wholes, befores, strict=True):
+    contexts = tokenizer.encode([piece.context for piece in batch])
+    for piece, whole, before in zip(batch, wholes, contexts, strict=True):
         if not np.array_equal(whole[: len(before)], before):
             raise RuntimeError(f"the text after {piece.context[-80:]!r} was cut within a token")
         yield piece, whole[len(before) :], np.zeros(0)
