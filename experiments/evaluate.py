@@ -102,7 +102,8 @@ def main(flags: EvaluateFlags, console: Console) -> int:
         remedy = "The run kept documents apart: name data that says where they end, or --mask-documents no"
         raise ConfigError(error.asked, error.required, remedy) from error
     program = build_program(config, make_mesh(shape, devices.devices))
-    console.print(f"{escape(weights.about)}: {escape(model.describe())}, {dtype}", soft_wrap=True)
+    other = f" (trained in {weights.trained_in})" if weights.trained_in not in (None, dtype) else ""
+    console.print(f"{escape(weights.about)}: {escape(model.describe())}, {dtype}{other}", soft_wrap=True)
     console.print(f"on {escape(corpus.about)}" + ", each document by itself" * masks, soft_wrap=True)
     with Progress("reading the weights", quiet=console.quiet):
         wanted = abstract_parameters(program.layout, program.mesh, config.precision)

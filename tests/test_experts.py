@@ -18,7 +18,7 @@ from test_communication import assert_equals_trace
 from experiments.oracles import decoder_settings
 from experiments.oracles.decoder import losses
 from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, to_logical
-from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
@@ -194,6 +194,29 @@ def assert_equals_oracle(mixture: Mixture, config: RunConfig) -> None:
 def test_a_mesh_equals_every_expert_on_every_token(mixture, layout):
     mesh, parallel = LAYOUTS[layout]
     assert_equals_oracle(MIXTURES[mixture], config_of(MIXTURES[mixture], mesh, **parallel))
+
+
+@pytest.mark.parametrize(("mesh", "packed"), [("", True), ("dp=2,cp=2,ep=2", False)])
+def test_a_balance_loss_is_as_strong_as_its_factor_whatever_is_masked(mesh, packed):
+    """What it adds to the gradients, with 1, 1/2, 1/8 and 1/32 of the positions targets, in micro-batches."""
+    without, with_loss = SMALL, dataclasses.replace(SMALL, balance_loss=0.1)
+    values, [batch] = drawn(SMALL)
+    if packed:
+        batch = batch | {"starts": np.where(np.arange(16) >= 7, 7, 0).astype(np.int32)[None].repeat(16, 0)}
+    places = np.arange(16 * 16).reshape(16, 16)
+    targets = np.abs(batch["targets"]) % 61
+    batches = [batch | {"targets": np.where(places % share == 0, targets, -1)} for share in (1, 2, 8, 32)]
+    seen = []
+    for mixture in (without, with_loss):
+        still = OptimizerConfig(lr=1e-30, weight_decay=0.0)  # every step has the same parameters
+        config = config_of(mixture, mesh, accumulate=2)
+        config = dataclasses.replace(config, optimizer=still, mask_documents=packed, steps=len(batches))
+        with jax.enable_x64(True):
+            found = observe(config, DEVICES, batches, values).gradients
+        seen.append([each["blocks.mlp.router.w[1]"] for each in found])
+    added = [after - before for before, after in zip(*seen, strict=True)]
+    for other in added[1:]:
+        assert np.abs(other - added[0]).max() < 1e-11 * np.abs(added[0]).max()
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,9 @@ def evaluated(monkeypatch, tmp_path, capfd):
     """Evaluates with a stub that answers what it is told; returns the batches it was given, and what is printed."""
     (tmp_path / "text.txt").write_text("some words to learn from. " * 200)
     kept = {"companions": tmp_path, "data": {"tokenizer": "bytes"}}
-    weights = types.SimpleNamespace(model=PRESETS["proof"], dtype="float32", about="", mask_documents=False, **kept)
+    weights = types.SimpleNamespace(
+        model=PRESETS["proof"], dtype="float32", about="", mask_documents=False, trained_in=None, **kept
+    )
     weights.read = lambda wanted: None
     monkeypatch.setattr(evaluate, "find_weights", lambda *_, **__: weights)
     monkeypatch.setattr(evaluate, "abstract_parameters", lambda *_: None)

@@ -61,6 +61,7 @@ class Weights:
     companions: Path
     data: dict
     mask_documents: bool = False
+    trained_in: str | None = None  # the dtype of the run's arithmetic
 
     @property
     def dtype(self) -> str:
@@ -179,7 +180,21 @@ def require_same_tokens(asked: str, companions: Path, data: dict, source: DataSo
             f"its tokens must mean what the model's do: {found.about}",
             f"Prepare the text with `{command_text('prepare')} --tokenizer {theirs}`, and give what that makes as data",
         )
-    return "" if found.same else found.about
+    return _begins_differ(companions, data, source) if found.same else found.about
+
+
+def _begins_differ(companions: Path, data: dict, source: DataSource) -> str:
+    """What must be said where other tokens stand before the data's documents than before the model's texts."""
+    begin, path = data.get("begin_of_text"), companions / TOKENIZER
+    if begin is None:
+        known = data.get("tokenizer") is not None or not path.exists()
+        begin = () if known else BPETokenizer.load(path).begin_of_text
+    if source.begin_of_text in (None, tuple(begin)):
+        return ""
+    return (
+        f"the model's texts begin with the tokens {list(begin)}, and the documents of {source.about} with "
+        f"{list(source.begin_of_text)}: prepare them again with this version"
+    )
 
 
 def find_weights(path: str, parameter: str, model: Model | None = None, seed: int = 0, trust: bool = False) -> Weights:
@@ -217,6 +232,7 @@ def _find(path: str, parameter: str, model: Model | None, keep: LoRA | None = No
     if isinstance(there, LoRA):
         wanted = keep or (model and replace(there, base=model))
     require_no_difference(f"{parameter}={path!r}", _differences(there, wanted or there, kept))
+    precision = manifest.table("config").get("precision")
     found = Weights(
         model=wanted or there,
         about=f"the parameters of step {manifest.step} in {checkpoints.folder}",
@@ -228,6 +244,7 @@ def _find(path: str, parameter: str, model: Model | None, keep: LoRA | None = No
         companions=companions_of(checkpoints),
         data=manifest.table("data"),
         mask_documents=manifest.table("config").get("mask_documents") is True,
+        trained_in=precision.get("dtype") if isinstance(precision, dict) else None,
     )
     return without_adapters(found) if isinstance(found.model, LoRA) and keep is None else found
 
