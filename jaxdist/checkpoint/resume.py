@@ -160,7 +160,7 @@ def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, s
     free = ("scale.",)  # arrays that a run of other settings may lack, or have beside this one's
     counters: tuple[str, ...] = ()
     if not same_run:
-        models = (program.config.model, checkpointed_model(checkpoints, manifest, program.config.model))
+        models = (program.config.model, checkpointed_model(checkpoints, manifest, program.config.model, trust=False))
         counters = tuple(name.removeprefix(PARAMS) for model in models for name in counters_of(model))
     foreign = manifest.arrays.keys() - wanted.keys()
     foreign = [name for name in foreign if same_run or not (name.startswith(free) or name.endswith(counters))]

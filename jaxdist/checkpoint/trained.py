@@ -160,11 +160,9 @@ def compare_tokens(companions: Path, data: dict, source: DataSource) -> Meaning:
     same = theirs == source.tokenizer
     if not same and "bytes" not in (theirs, source.tokenizer) and path.exists():
         same = BPETokenizer.load(path).identity == BPETokenizer.load(source.tokenizer_file).identity
-    names = [
-        name if name == "bytes" else f"of {file}"
-        for name, file in ((theirs, path), (source.tokenizer, source.tokenizer_file))
-    ]
-    return Meaning(same, f"the model's tokens are {names[0]}, and those of {source.about} are {names[1]}")
+    ours, files = source.tokenizer, (path, source.tokenizer_file)
+    names = ["bytes" if name == "bytes" else f"of {file}" for name, file in zip((theirs, ours), files, strict=True)]
+    return Meaning(same, f"the model's tokens are {names[0]}, and the data's are {names[1]}")
 
 
 def require_same_tokens(asked: str, companions: Path, data: dict, source: DataSource) -> str:
@@ -178,7 +176,7 @@ def require_same_tokens(asked: str, companions: Path, data: dict, source: DataSo
         raise ConfigError(
             asked,
             f"its tokens must mean what the model's do: {found.about}",
-            f"Prepare the text with `{command_text('prepare')} --tokenizer {theirs}`, and give what that makes as data",
+            f"Use what `{command_text('prepare')} --data TEXT --tokenizer {theirs} --out FOLDER` makes of the text",
         )
     return _begins_differ(companions, data, source) if found.same else found.about
 
