@@ -334,6 +334,7 @@ STRATEGIES = [
         dtype="bfloat16",
         optimizer={"name": "lion"},
         num_layers=2,
+        batch_size=8,
     ),
     # 64 bits: rounding shrinks by nine orders of magnitude, a wrong reduction does not.
     Strategy("dp2-tp2-fp64", "dp=2,tp=2", dtype="float64"),
@@ -368,11 +369,12 @@ EXPERTS = [
         preset="moe-proof",
     ),
     Strategy(
-        "moe-dp2-ep2-tp2-sp-zero3-bf16",
-        "dp=2,ep=2,tp=2",
-        {"sp": True, "zero": 3},
+        "moe-dp2-ep2-zero3-bf16",
+        "dp=2,ep=2",
+        {"zero": 3},
         dtype="bfloat16",
         num_layers=2,
+        batch_size=8,
         preset="moe-proof",
         model=CAPACITY | SHARED,
     ),

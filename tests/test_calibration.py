@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxdist.models.decoder import Decoder
-from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan.explain import CLOSE, CLOSE_IN_ORDER, FAR, FAR_IN_ORDER
@@ -234,37 +233,29 @@ def test_a_query_sees_the_keys_of_its_window(window):
         assert shape.reached(chunk) == max(100 - (t - window + 1) // chunk for t in long)
 
 
-def test_what_a_model_with_windows_computes_is_less_by_the_scores_that_it_does_not_see():
-    model = Decoder(
-        4,
-        256,
-        8,
-        num_kv_heads=4,
-        head_dim=32,
-        ffn_width=512,
-        seq_len=1024,
-        vocab_size=512,
-        kinds=("sliding", "full"),
-        window=128,
-    )
-    work, whole = work_of(model), work_of(replace(model, kinds=("full", "full"), window=None))
-    assert [(each.heads, each.kv_heads, each.head_dim, each.window) for each in work.attention] == [
-        (8, 4, 32, 128),
-        (8, 4, 32, None),
-    ]
-    unseen = AttentionShape(8, 4, 32).seen(1024) - AttentionShape(8, 4, 32, 128).seen(1024)
+@pytest.fixture(scope="module")
+def work():
+    """Of a model with windows and experts, as its layers are traced."""
+    sizes = {"num_kv_heads": 4, "head_dim": 32, "ffn_width": 512, "seq_len": 1024, "vocab_size": 512, "num_experts": 8}
+    return work_of(Decoder(4, 256, 8, **sizes, kinds=("sliding", "full"), window=128))
+
+
+def test_attention_in_windows_computes_the_scores_that_it_sees(work):
+    windows, whole = (AttentionShape(8, 4, 32, window) for window in (128, None))
+    assert tuple(work.attention) == (windows, whole)
+    layout, cluster = Layout(flash=True), Cluster(find_hardware("h100"), 1)
+    with_windows = step_time(work, layout, cluster).compute[0]
+    without = step_time(replace(work, attention=(whole, whole)), layout, cluster).compute[0]
     # Two products of forward, of 2 FLOPs for each score and element; backward takes FUSED_BACKWARD times as long.
-    flops = 1024 * 4 * 8 * 32 * unseen * (1 + FUSED_BACKWARD) * model.num_blocks
-    cluster = Cluster(find_hardware("h100"), 1)
-    spared = [step_time(each, Layout(flash=True), cluster, Efficiency()).compute[0] for each in (whole, work)]
+    unseen = whole.seen(1024) - windows.seen(1024)
+    flops = 1024 * 4 * 8 * 32 * unseen * (1 + FUSED_BACKWARD) * work.num_layers
     peak = cluster.hardware.peak("bfloat16") * Efficiency().attention
-    assert spared[0] - spared[1] == pytest.approx(flops / peak)
+    assert without - with_windows == pytest.approx(flops / peak)
 
 
-def test_an_expert_s_state_is_sharded_over_the_ranks_that_hold_the_same():
+def test_an_expert_s_state_is_sharded_over_the_ranks_that_hold_the_same(work):
     """Of 8 data ranks with ep=4, two hold an expert: its optimiser is split over these, all else over 8."""
-    work, layout = work_of(PRESETS["moe-10m"]), {"dp": 8, "ep": 4}
-    cluster = Cluster(find_hardware("h100"), 1)
+    layout, cluster = {"dp": 8, "ep": 4}, Cluster(find_hardware("h100"), 1)
     experts = work.num_layers * work.expert_parameters / 4
     rest = work.num_layers * (work.layer_parameters - work.expert_parameters) + work.table_parameters
     whole, sharded = (step_time(work, Layout(**layout, zero=zero), cluster).memory[0] for zero in (0, 1))

@@ -465,35 +465,47 @@ def test_ep_needs_experts():
         RunConfig(dense, ParallelConfig(parse_mesh("dp=2,ep=2")), batch_size=8)
 
 
-def test_the_balance_loss_is_another_than_transformers_as_the_page_says():
-    """Its table: which experts (of 4) the tokens of [layer][sequence] choose, with logits of 4 and 0."""
-    pytest.importorskip("torch", reason="pip install -e '.[oracle]'")
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral", reason="pip install -e '.[oracle]'")
-    import torch
+EVEN, FIRST, LAST = [(t % 4, (t + 1) % 4) for t in range(8)], [(0, 1)] * 8, [(2, 3)] * 8
+# Which experts (of 4) the tokens of [layer][sequence] choose, with logits of 4 and 0.
+LOADS = {
+    "each two equally often": [[EVEN, EVEN], [EVEN, EVEN]],
+    "the same two for all tokens": [[FIRST, FIRST], [FIRST, FIRST]],
+    "other two in the second layer": [[FIRST, FIRST], [LAST, LAST]],
+    "other two in the second sequence": [[FIRST, LAST], [FIRST, LAST]],
+}
 
-    even, first, last = [(t % 4, (t + 1) % 4) for t in range(8)], [(0, 1)] * 8, [(2, 3)] * 8
-    cases = {
-        "each two equally often": [[even, even], [even, even]],
-        "the same two for all tokens": [[first, first], [first, first]],
-        "other two in the second layer": [[first, first], [last, last]],
-        "other two in the second sequence": [[first, last], [first, last]],
-    }
-    mixture = Mixture(num_experts=4, top_k=2)
-    router = Router(nnx.Rngs(0), 8, mixture)
+
+def loaded(case: str):
+    """(the experts that are chosen, all logits, transformers' balance loss by its formula)."""
+    chosen = np.array(LOADS[case])  # [layer, sequence, position, choice]
+    logits = 4 * np.eye(4, dtype=np.float32)[chosen].sum(-2)
+    shares, fractions = jax.nn.softmax(logits).mean((0, 1, 2)), np.eye(4)[chosen].sum(-2).mean((0, 1, 2))
+    return chosen, logits, 4 * float((shares * fractions).sum())
+
+
+def test_the_balance_loss_is_another_than_that_of_transformers_as_the_page_says():
+    router = Router(nnx.Rngs(0), 8, Mixture(num_experts=4, top_k=2))
     mesh, spec = make_mesh(MeshShape(), DEVICES[:1]), PartitionSpec()
-    balance = jax.shard_map(
-        lambda scores, chosen: router.balance(scores, chosen, Context()), mesh=mesh, in_specs=spec, out_specs=spec
-    )
+    of_layer = lambda scores, chosen: router.balance(scores, chosen, Context())  # noqa: E731
+    balance = jax.jit(jax.shard_map(of_layer, mesh=mesh, in_specs=spec, out_specs=spec))
     page = (Path(__file__).parents[1] / "docs/experts.md").read_text(encoding="utf-8")
-    for case, layers in cases.items():
-        chosen = np.array(layers)  # [layer, sequence, position, choice]
-        logits = 4 * np.eye(4, dtype=np.float32)[chosen].sum(-2)
-        theirs = mixtral.load_balancing_loss_func(tuple(torch.tensor(each.reshape(-1, 4)) for each in logits), 4, 2)
+    for case in LOADS:
+        chosen, logits, theirs = loaded(case)
         num_layers, num_tokens = len(chosen), chosen[0, ..., 0].size
         ours = sum(float(balance(jax.nn.softmax(x), c)) for x, c in zip(logits, chosen, strict=True)) / num_tokens
-        assert f"| {case} | {float(theirs):.2f} | {ours * 2 / num_layers:.2f} |" in page, (theirs, ours)
+        assert f"| {case} | {theirs:.2f} | {ours * 2 / num_layers:.2f} |" in page, (theirs, ours)
     model = PRESETS["mixtral-8x7b"]
     assert f"--balance-loss {0.001 * model.top_k / model.num_layers:.7f}`" in page
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", LOADS)
+def test_the_formula_of_transformers_is_theirs(case):
+    torch = pytest.importorskip("torch", reason="pip install -e '.[oracle]'")
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral", reason="pip install -e '.[oracle]'")
+    _, logits, expected = loaded(case)
+    found = mixtral.load_balancing_loss_func(tuple(torch.tensor(each.reshape(-1, 4)) for each in logits), 4, 2)
+    assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------- what a step counts

@@ -14,13 +14,15 @@ from conftest import DEVICES
 from jax.sharding import PartitionSpec
 
 from experiments import oracles
-from experiments.oracles import plain
+from experiments.oracles import decoder, plain
 from experiments.verify import Verifier
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.decoder import Decoder
+from jaxdist.models.experts import Mixture
 from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS, gelu_tanh, layer_norm
+from jaxdist.models.layers import Rotary
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.tensor import vocab_parallel_cross_entropy
 from jaxdist.parity import NOISE, PROOF_EPS, random_batches
@@ -62,11 +64,16 @@ DEEPSEEK = dataclasses.replace(
 )
 DEEPSEEK = dataclasses.replace(DEEPSEEK, balance_rate=0.05)
 
+# All of it in one model.
+EXPERTS = {field.name: getattr(DEEPSEEK, field.name) for field in dataclasses.fields(Mixture)}
+EVERYTHING = dataclasses.replace(QWEN, kinds=("sliding", "dense"), **EXPERTS)
+
 RUNS = {
+    "decoder": config_of(EVERYTHING, documents=True, steps=2, rows=4),
     "llama": config_of(STRETCHED, mesh="dp=2,tp=3", parallel={"zero": 3}, steps=3),
     "qwen": config_of(QWEN, optimizer={"name": "sgd"}, documents=True, steps=2),
     "mixtral": config_of(MIXTRAL, steps=3),
-    "deepseek": config_of(DEEPSEEK, mesh="dp=2,ep=2", parallel={"zero": 1, "accumulate": 2}, steps=3),
+    "deepseek": config_of(DEEPSEEK, steps=2),
     "documents": config_of(mesh="tp=2", documents=True, steps=1),
     "adamw-fp32": config_of(dtype="float32"),
     "adamw-dropout": config_of(dropout=0.2),
@@ -86,13 +93,23 @@ def assert_equals(oracle, name, config):
     assert not wrong, "\n".join(wrong[:20])
 
 
-LONGER = ("mixtral", "documents")  # whose parts are in other runs
+LONGER = ("llama", "qwen", "mixtral", "deepseek", "documents")  # whose parts are in other runs
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in LONGER)) for n in RUNS])
 def test_a_run_equals_plain_jnp(name):
     """Every number of each step, gradients, parameters, moments and evaluation."""
     assert_equals("plain", name, RUNS[name])
+
+
+@pytest.mark.parametrize("model", [LLAMA, QWEN, STRETCHED], ids=["plain", "linear", "llama3"])
+def test_frequencies_are_those_of_the_oracle(model):
+    """At a length at which a scaling keeps some, slows others down and blends the rest."""
+    wanted = decoder.frequencies(oracles.decoder_settings(config_of(model)), 16)
+    found = Rotary(32, model.rope_theta, model.rope_scaling).frequencies()
+    np.testing.assert_allclose(found, wanted, rtol=1e-14)
+    if model is STRETCHED:
+        assert len({*np.round(found / Rotary(32, model.rope_theta).frequencies(), 6)} - {0.25, 1.0}) > 1
 
 
 @pytest.mark.parametrize("mesh", ["", "dp=2,tp=2"])

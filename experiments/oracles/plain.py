@@ -70,32 +70,36 @@ def train(recipe: Recipe, parameters: dict, batches: list[dict], losses: Callabl
         def with_counts(params, batch, key):
             return losses(params, batch)
 
+    def updated(params, grads, counts, moments, rate, t):
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for name, g in grads.items() if name not in counts))
+        shrink = jnp.minimum(1, recipe.clip_norm / norm)
+        directions, moments = direction(recipe, t, {name: shrink * g for name, g in grads.items()} | counts, moments)
+        after = {}
+        for name, p in params.items():
+            decay = recipe.weight_decay if is_decayed(name) else 0.0
+            after[name] = p - rate * (directions[name] + decay * p)
+            if name in counts and not name.endswith(".bias"):
+                after[name] = counts[name]
+            elif name in counts:
+                after[name] = p - recipe.balance_rate * jnp.sign(jnp.round(counts[name], 9))
+        return norm, after, moments
+
     params = {name: jnp.asarray(x, jnp.float64) for name, x in parameters.items()}
     moments = initial_moments(recipe.optimizer, params)
-    gradient_of = jax.jit(jax.grad(with_counts, has_aux=True))
+    gradient_of, update = jax.jit(jax.grad(with_counts, has_aux=True)), jax.jit(updated)
     result, norms, rates, gradients = [], [], [], []
     for step, batch in enumerate(batches):
         key = jax.random.fold_in(jax.random.key(recipe.seed), step)
         grads, (loss, counts) = gradient_of(params, batch, key if recipe.dropout else None)
-        norm = float(np.sqrt(sum(float(jnp.sum(g**2)) for name, g in grads.items() if name not in counts)))
-        shrink = min(1.0, recipe.clip_norm / norm)
         rate = learning_rate(recipe, step)
-        clipped = {name: shrink * g for name, g in grads.items()} | counts
-        directions, moments = direction(recipe, step + 1, clipped, moments)
-        for name, p in params.items():
-            decay = recipe.weight_decay if is_decayed(name) else 0.0
-            params[name] = p - rate * (directions[name] + decay * p)
-            if name in counts and not name.endswith(".bias"):
-                params[name] = counts[name]
-            elif name in counts:
-                params[name] = p - recipe.balance_rate * jnp.sign(jnp.round(counts[name], 9))
+        norm, params, moments = update(params, grads, counts, moments, rate, step + 1.0)
         result.append(float(loss))
-        norms.append(norm)
+        norms.append(float(norm))
         rates.append(rate)
         gradients.append(grads | counts)
     targets = [int((batch["targets"] >= 0).sum()) for batch in batches]
-    evaluation = float(with_counts(params, batches[-1], None)[1][0])
-    return Training(result, norms, rates, targets, gradients, params, moments, evaluation)
+    _, (evaluation, _) = gradient_of(params, batches[-1], None)
+    return Training(result, norms, rates, targets, gradients, params, moments, float(evaluation))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,7 +245,7 @@ def initial_moments(optimizer: str, params: dict) -> dict[str, dict]:
     return moments
 
 
-def direction(recipe: Recipe, t: int, grads: dict, moments: dict) -> tuple[dict, dict]:
+def direction(recipe: Recipe, t: float, grads: dict, moments: dict) -> tuple[dict, dict]:
     """What is subtracted times the learning rate, less weight decay, and the new moments; t counts from 1."""
     b1, b2 = recipe.beta1, recipe.beta2
     if recipe.optimizer == "sgd":
@@ -264,7 +268,7 @@ def factored(x) -> tuple[int, int] | None:
     return tuple(order[-2:]) if x.ndim > 1 and x.shape[order[-2]] >= 128 else None
 
 
-def adafactor(t: int, grads: dict, moments: dict) -> tuple[dict, dict]:
+def adafactor(t: float, grads: dict, moments: dict) -> tuple[dict, dict]:
     """Algorithms 4 and 5 of the paper, with its decay 1 - t^-0.8, its eps_1 of 1e-30 and its clipping at 1."""
     decay, found = 1 - t**-0.8, {}
     after: dict[str, dict] = {"row": {}, "column": {}, "whole": {}}
