@@ -8,6 +8,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -25,7 +26,7 @@ from jaxdist.data.prepared import TOKENIZER
 from jaxdist.data.text_stream import TextStream
 from jaxdist.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 from jaxdist.errors import ConfigError, require_positive
-from jaxdist.files import read_text_file
+from jaxdist.files import BYTE_ORDER_MARK, read_text_file
 from jaxdist.generation import NO_TOKEN, Generator, Sampling, build_generator, bytes_per_token
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.runtime import processes
@@ -35,6 +36,7 @@ from .cli import ProcessFlags, SafeConsole, run_program
 from .progress import Progress
 
 MOST_PROMPT_BYTES = 2**26
+TOGETHER = 256  # texts that are continued together, since the cache holds all of them
 PROMPT_MULTIPLE = 16  # of positions to which prompts are padded: kernels like even lengths
 
 
@@ -108,7 +110,8 @@ def read_prompts(path: str) -> list[str]:
     found = []
     for number, line in lines.items():
         try:
-            found.append(json.loads(line)["prompt"] + "")
+            found.append(json.loads(line.removeprefix(BYTE_ORDER_MARK))["prompt"] + "")
+            found[-1].encode()  # an escape can be half a character
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = f'line {number} is not {{"prompt": TEXT}} in JSON'
             raise ConfigError(f"prompts={path!r}", reason, "Correct it") from error
@@ -130,8 +133,8 @@ def main(flags: GenerateFlags, console: Console) -> int:
         notes.print(f"[yellow]note:[/] --tokenizer {escape(flags.tokenizer)} is not the model's own", soft_wrap=True)
     if begin := weights.begin_of_text(tokenizer):
         notes.print(f"each prompt has {escape(' '.join(map(tokenizer.name, begin)))} before it", soft_wrap=True)
-    prompts = [encode(tokenizer, text, weights) for text in texts]
-    longest, room = max(map(len, prompts)), weights.model.seq_len
+    sizes = [len(encode(tokenizer, text, weights)) for text in texts]
+    longest, room = max(sizes), weights.model.seq_len
     if longest >= room:
         raise ConfigError(
             f"a prompt of {longest:,} tokens",
@@ -146,7 +149,7 @@ def main(flags: GenerateFlags, console: Console) -> int:
         make_mesh(shape, devices.devices),
         shape,
         dtype=flags.dtype or weights.dtype,
-        num_texts=-(-len(prompts) // shape.batch_ranks) * shape.batch_ranks,
+        num_texts=-(-min(len(texts), TOGETHER) // shape.batch_ranks) * shape.batch_ranks,
         capacity=longest + num_new,
         sampling=sampling,
         cp_kind=flags.cp_kind,
@@ -158,14 +161,19 @@ def main(flags: GenerateFlags, console: Console) -> int:
     notes.print(f"mesh {shape}: {devices.description}", soft_wrap=True)
     with Progress("reading the weights", quiet=console.quiet):
         params = weights.load(generator.abstract_params())
-    streams = [TextStream(tokenizer, weights.end_of_text(), flags.stop, prompt.tolist()) for prompt in prompts]
-    try:
-        times = generate(generator, params, prompts, num_new, streams, texts, console)
-    except NotFinite as error:
-        where = f"of prompt {error.row + 1}, after {error.num_new} new tokens"
-        notes.print(f"[bold red]not continued:[/] the model's logits are not finite {where}", soft_wrap=True)
-        return 1
-    report(notes, generator, devices, prompts, streams, times)
+    programs, times, added = Programs.of(generator, params, longest, num_new, console), [], 0
+    for first in range(0, len(texts), generator.num_texts):
+        some = texts[first : first + generator.num_texts]
+        prompts = [encode(tokenizer, text, weights) for text in some]
+        streams = [TextStream(tokenizer, weights.end_of_text(), flags.stop, prompt.tolist()) for prompt in prompts]
+        try:
+            times.append(generate(programs, prompts, num_new, streams, some, first, len(texts), console))
+        except NotFinite as error:
+            where = f"of prompt {first + error.row + 1}, after {error.num_new} new tokens"
+            notes.print(f"[bold red]not continued:[/] the model's logits are not finite {where}", soft_wrap=True)
+            return 1
+        added += sum(len(stream.tokens) for stream in streams)
+    report(notes, programs, devices, sizes, added, times)
     return 0
 
 
@@ -207,38 +215,46 @@ class NotFinite(Exception):
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds: to compile both programs, to the first token, and of every token after it."""
+class Programs:
+    """Both programs, compiled for prompts of at most `width` tokens in `seconds`."""
 
-    compiling: float
-    first: float
-    others: list[float]
+    generator: Generator
+    params: dict
+    width: int
+    prefill: Callable
+    decode: Callable
+    seconds: float
+
+    @classmethod
+    def of(cls, generator: Generator, params: dict, longest: int, num_new: int, console: Console) -> "Programs":
+        width = min(-(-longest // PROMPT_MULTIPLE) * PROMPT_MULTIPLE, longest + num_new)
+        tokens, numbers = (generator.put(np.ones((generator.num_texts, *more), np.int64)) for more in ((width,), ()))
+        begun = time.perf_counter()
+        with Progress("compiling", quiet=console.quiet):
+            prefill = generator.prefill.lower(params, tokens, numbers, np.int32(0)).compile()
+            decode = generator.decode.lower(params, generator.caches, numbers, numbers, np.int32(0)).compile()
+        return cls(generator, params, width, prefill, decode, time.perf_counter() - begun)
 
 
 def generate(
-    generator: Generator,
-    params: dict,
+    programs: Programs,
     prompts: list[np.ndarray],
     num_new: int,
     streams: list[TextStream],
     texts: list[str],
+    first: int,
+    num_all: int,
     console: Console,
-) -> Times:
+) -> list[float]:
     """Continue the prompts until each has ended or `num_new` tokens are added; print the text, streamed where there is
-    one alone."""
+    one alone. first: the number of the first of them, of `num_all`. Returns the seconds of each token."""
+    generator, params, number = programs.generator, programs.params, np.int32(first)
     lengths = np.ones(generator.num_texts, np.int64)
     lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
-    width = min(-(-lengths.max() // PROMPT_MULTIPLE) * PROMPT_MULTIPLE, lengths.max() + num_new)
-    tokens = np.zeros((generator.num_texts, width), np.int64)
+    tokens = np.zeros((generator.num_texts, programs.width), np.int64)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    begun = time.perf_counter()
-    with Progress("compiling", quiet=console.quiet):
-        prefill = generator.prefill.lower(params, generator.put(tokens), generator.put(lengths)).compile()
-        numbers = generator.put(lengths)
-        decode = generator.decode.lower(params, generator.caches, numbers, numbers).compile()
-    compiled = time.perf_counter()
-    one = len(texts) == 1
+    one = num_all == 1
 
     def write(text: str) -> None:
         if not console.quiet:
@@ -246,9 +262,10 @@ def generate(
             console.file.flush()
 
     write(texts[0] if one else "")
-    seconds, clock = [], compiled
-    with Progress("generating", quiet=one or console.quiet) as progress:
-        found = prefill(params, generator.put(tokens), generator.put(lengths))
+    seconds, clock = [], time.perf_counter()
+    text = "generating" if len(texts) == num_all else f"generating texts {first + 1:,} and on, of {num_all:,}"
+    with Progress(text, quiet=one or console.quiet) as progress:
+        found = programs.prefill(params, generator.put(tokens), generator.put(lengths), number)
         for step in range(num_new):
             new = fetch(found.tokens)
             seconds.append(time.perf_counter() - clock)
@@ -262,24 +279,26 @@ def generate(
                 write(shown if one else "")
             if all(stream.done for stream in streams) or step + 1 == num_new:
                 break
-            found = decode(params, found.caches, found.tokens, generator.put(lengths + step))
+            found = programs.decode(params, found.caches, found.tokens, generator.put(lengths + step), number)
     for text, stream in zip(texts, streams, strict=True):
         rest = stream.close()
         write(f"{rest}\n" if one else f"{text}{stream.text}\n\n")
-    return Times(compiled - begun, seconds[0], seconds[1:])
+    return seconds
 
 
-def report(notes, generator: Generator, devices: Devices, prompts: list, streams: list, times: Times) -> None:
+def report(
+    notes, programs: Programs, devices: Devices, sizes: list[int], num_new: int, times: list[list[float]]
+) -> None:
     """How long it took, and what a token costs."""
-    num_new = sum(len(stream.tokens) for stream in streams)
-    text = f"{len(prompts)} prompts" if len(prompts) > 1 else "1 prompt"
-    text += f" of {sum(map(len, prompts)):,} tokens, {num_new:,} added; compiled in {times.compiling:.1f} s"
-    text += f"; first token after {1e3 * times.first:.1f} ms"
-    if times.others:
-        slow = np.percentile(times.others, 95)
+    generator, others = programs.generator, [seconds for group in times for seconds in group[1:]]
+    text = f"{len(sizes):,} prompts" if len(sizes) > 1 else "1 prompt"
+    text += f" of {sum(sizes):,} tokens, {num_new:,} added; compiled in {programs.seconds:.1f} s"
+    text += f"; first token after {1e3 * times[0][0]:.1f} ms"
+    if others:
+        slow = np.percentile(others, 95)
         text += (
-            f", then {1e3 * statistics.mean(times.others):.1f} ms between tokens ({1e3 * slow:.1f} ms at the 95th "
-            f"percentile), {num_new / (times.first + sum(times.others)):,.0f} tokens/s"
+            f", then {1e3 * statistics.mean(others):.1f} ms between tokens ({1e3 * slow:.1f} ms at the 95th "
+            f"percentile), {num_new / sum(map(sum, times)):,.0f} tokens/s"
         )
     sent = bytes_per_token(generator.model, generator.shape, generator.dtype, generator.num_texts)
     if generator.shape.num_devices > 1:

@@ -44,12 +44,11 @@ from jaxdist.data.prepared import (
 from jaxdist.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer, join_indifferently
 from jaxdist.data.tokens import TokenDtype, asked, decode_text, find_files, masked
 from jaxdist.errors import ConfigError, is_utf8, require_positive
-from jaxdist.files import read_regular, write_whole
+from jaxdist.files import BYTE_ORDER_MARK, read_regular, write_whole
 from jaxdist.runtime.run_folder import LOCK, held
 
 from .cli import flag_word, run_program
 
-BYTE_ORDER_MARK = "\ufeff"  # that some editors put before a file
 PIECE_BYTES = 1 << 20  # of text encoded as one; a longer document is cut at line ends, where that changes no token
 BATCH_BYTES = 8 << 20  # of text given to the tokenizer's threads together
 CONTEXT_BYTES = 1 << 10  # of text before and after a cut that may change the tokens there

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from jaxdist.errors import ConfigError
 
+BYTE_ORDER_MARK = "\ufeff"  # that some editors put before a text
+
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that is under its name only when all of it is on the disk: a reader sees the old one or the new.

@@ -103,8 +103,9 @@ class Next(NamedTuple):
 class Generator:
     """Programs of one batch of texts, compiled on first use.
 
-    prefill(params, tokens[B, T], lengths[B]) -> Next, of prompts padded on the right to T.
-    decode(params, caches, tokens[B], positions[B]) -> Next: the newest tokens at their positions; donates the caches.
+    prefill(params, tokens[B, T], lengths[B], first=0) -> Next, of prompts padded on the right to T.
+    decode(params, caches, tokens[B], positions[B], first=0) -> Next: the newest tokens at their positions; donates the
+    caches. first: the number among all texts of the first of these, which random tokens follow from.
     specs: of the parameters at their logical shape, as a nested dict. caches: shapes, dtypes and shardings, of each
     attention of each kind of layer.
     """
@@ -194,8 +195,16 @@ def build_generator(
     on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
     caches = _cache_specs(bound, on_mesh, specs, dtype, num_texts, capacity)
     outputs = Next(rows, rows, caches)
-    prefill = on_mesh(partial(bound.prefill, capacity), in_specs=(specs, rows, rows), out_specs=outputs)
-    decode = on_mesh(bound.decode, in_specs=(specs, caches, rows, rows), out_specs=outputs)
+    number = PartitionSpec()
+    on_prompts = on_mesh(partial(bound.prefill, capacity), in_specs=(specs, rows, rows, number), out_specs=outputs)
+    on_tokens = on_mesh(bound.decode, in_specs=(specs, caches, rows, rows, number), out_specs=outputs)
+
+    def prefill(params, tokens, lengths, first=0):
+        return on_prompts(params, tokens, lengths, jnp.int32(first))
+
+    def decode(params, caches, tokens, positions, first=0):
+        return on_tokens(params, caches, tokens, positions, jnp.int32(first))
+
     found = Generator(
         model, mesh, shape, specs, dtype, num_texts, jax.jit(prefill), jax.jit(decode, donate_argnums=1), []
     )
@@ -247,7 +256,7 @@ class _OnStages:
     sampling: Sampling
     ctx: Context
 
-    def prefill(self, capacity: int, params: dict, tokens_BT: jax.Array, lengths_B: jax.Array) -> Next:
+    def prefill(self, capacity: int, params: dict, tokens_BT: jax.Array, lengths_B: jax.Array, first=0) -> Next:
         cache = partial(Prompts, lengths_B, capacity, self.ctx.split)
 
         def layers(params, x_BTD, _):
@@ -263,9 +272,9 @@ class _OnStages:
 
         ctx = replace(self.ctx, cache=cache())
         x_BTD, caches = self.through(layers, ctx, params, _cut_prompts(self.ctx.split, tokens_BT), None)
-        return self.next(ctx, params, _last_of(self.ctx.split, x_BTD, lengths_B), lengths_B, caches)
+        return self.next(ctx, params, _last_of(self.ctx.split, x_BTD, lengths_B), lengths_B, first, caches)
 
-    def decode(self, params: dict, caches: list, tokens_B: jax.Array, positions_B: jax.Array) -> Next:
+    def decode(self, params: dict, caches: list, tokens_B: jax.Array, positions_B: jax.Array, first=0) -> Next:
         whole = replace(self.ctx, split=Split())
 
         def layers(params, x_B1D, caches):
@@ -284,7 +293,7 @@ class _OnStages:
 
         ctx = replace(whole, cache=NextTokens([], jnp.int32(0), positions_B))
         x_B1D, caches = self.through(layers, ctx, params, tokens_B[:, None], caches)
-        return self.next(ctx, params, x_B1D, positions_B + 1, caches)
+        return self.next(ctx, params, x_B1D, positions_B + 1, first, caches)
 
     def layer_numbers(self, stacked: dict) -> jax.Array:
         """The number of each layer (of each block's first) on this stage."""
@@ -308,14 +317,14 @@ class _OnStages:
                 x = comm.permute(x, "pp", senders=[turn])
         return x, caches
 
-    def next(self, ctx: Context, params: dict, x_B1D: jax.Array, positions_B: jax.Array, caches) -> Next:
+    def next(self, ctx: Context, params: dict, x_B1D: jax.Array, positions_B: jax.Array, first, caches) -> Next:
         x_B1D = comm.broadcast(x_B1D, "pp", self.shape.pp - 1)
         x_B1D, table_VD = self.model.head(ctx, split_outer(params)[0], x_B1D)
         logits_BV = (comm.varying(x_B1D[:, 0], "tp") @ comm.varying(table_VD, "tp").T).astype(
             jnp.promote_types(x_B1D.dtype, jnp.float32)
         )
         logits_BV = comm.all_gather(logits_BV, "tp", 1, replicated=True)[:, : self.model.vocab_size]
-        rows_B = comm.rank(DATA_AXES) * len(positions_B) + jnp.arange(len(positions_B))
+        rows_B = first + comm.rank(DATA_AXES) * len(positions_B) + jnp.arange(len(positions_B))
         return Next(self.sampling.choose(logits_BV, rows_B, positions_B), logits_BV, caches)
 
 

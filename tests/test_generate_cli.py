@@ -59,6 +59,21 @@ def test_one_prompt_is_streamed_and_nothing_else_is_printed(trained, capfd):
     assert len(set(texts)) == 1
 
 
+def test_many_prompts_are_continued_some_at_a_time_with_the_tokens_they_have_together(
+    trained, capfd, tmp_path, monkeypatch
+):
+    lines = [json.dumps({"prompt": "some words"[: 3 + number]}) for number in range(5)]
+    (tmp_path / "p.jsonl").write_text("\ufeff" + "\n".join(lines))
+    words = [trained / "bytes", "--prompts", tmp_path / "p.jsonl", "--temperature", "1", "--max-new-tokens", "6"]
+    _, together, _ = generated(words, capfd)
+    monkeypatch.setattr(generate, "TOGETHER", 2)
+    code, apart, err = generated([*words, "--mesh", "dp=2"], capfd)
+    assert code == 0 and apart == together and "5 prompts" in err
+    (tmp_path / "p.jsonl").write_text('{"prompt": "half \\ud83d"}\n')
+    code, _, err = generated(words, capfd)
+    assert code == 2 and "line 1" in err
+
+
 def test_several_prompts_of_a_file_are_continued_together(trained, capfd, tmp_path, monkeypatch):
     (tmp_path / "p.jsonl").write_text('{"prompt": "two\\nlines"}\n{"prompt": "b"}\n{"prompt": "words"}\n')
     words = [trained / "bytes", "--prompts", tmp_path / "p.jsonl", "--max-new-tokens", "3", "--mesh", "dp=2"]
