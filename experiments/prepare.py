@@ -244,6 +244,9 @@ def given_tokenizer(flags: PrepareFlags) -> Tokenizer | None:
             "Pass --vocab-size N to train a BPE, or --tokenizer with a tokenizer.json or `bytes`",
         )
     if flags.tokenizer == "bytes":
+        if flags.end_of_document is not None:
+            asked_for = f"--end-of-document {flags.end_of_document}"
+            raise ConfigError(asked_for, "the NUL byte ends documents of bytes", "Leave it out")
         return ByteTokenizer()
     if flags.tokenizer is not None:
         path = Path(flags.tokenizer)

@@ -1121,7 +1121,9 @@ def is_fault(record: dict) -> bool:
 def evaluate(program: Program, state: State, held_out: list[GlobalBatch]) -> float:
     """Mean held-out loss, nats per token."""
     sums = [program.evaluate(state.params, program.put(batch)) for batch in held_out]
-    return float(sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums))
+    if not (count := sum(int(count) for _, count in sums)):
+        raise ConfigError("the held-out data", "some of its tokens must be targets", "Use more --eval-windows")
+    return sum(float(total) for total, _ in sums) / count
 
 
 def step_record(step: int, metrics: dict, seconds: float, input_seconds: float) -> dict:
