@@ -241,9 +241,11 @@ def test_utilisation_where_a_peak_is_known():
 
 def test_a_verdict_on_known_hardware_divides_the_step_as_predicted():
     config, _ = CAUSES["bubble"]
-    card = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    card = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
     found = verdict_of(config, laps({}), Devices([card] * 8, False, ""), "cudnn")
     assert found.kind == "bubble" and "as predicted for NVIDIA H100" in found.text and "its 1 s" in found.text
-    assert verdict_of(config, laps({}), Devices([card] * 8, True, ""), "xla").kind == STEP
-    unknown = types.SimpleNamespace(device_kind="abacus")
+    cpu = types.SimpleNamespace(device_kind="cpu", platform="cpu")
+    for simulated in (True, False):
+        assert verdict_of(config, laps({}), Devices([cpu] * 8, simulated, ""), "xla").kind == STEP
+    unknown = types.SimpleNamespace(device_kind="abacus", platform="gpu")
     assert "has no abacus in bfloat16" in verdict_of(config, laps({}), Devices([unknown] * 8, False, ""), "xla").text
