@@ -20,6 +20,7 @@ from jaxdist.plan.papers.work import PaperWork
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.time_model import (
     BINDS,
+    BLOCK_FORWARD,
     EFFICIENCIES,
     FUSED_BACKWARD,
     LAUNCH_SECONDS,
@@ -262,6 +263,58 @@ def test_an_expert_s_state_is_sharded_over_the_ranks_that_hold_the_same(work):
     spared = experts * (1 - 1 / 2) + rest * (1 - 1 / 8)
     hbm = cluster.hardware.memory_bytes_per_s * Efficiency().hbm
     assert whole - sharded == pytest.approx(spared * OPTIMIZER_TRAFFIC / hbm)
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 2), ("every-2", 3)])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_exchange_what_is_chosen_forward_backward_and_again(work, remat, times, tp):
+    """In 16 bits, over neighbours among the data ranks; over those of tp as well where tp splits experts."""
+    cluster, e = Cluster(find_hardware("h100"), 2), Efficiency()
+    layout = Layout(dp=16 // tp, ep=4, tp=tp, sp=tp > 1, experts_over_tp=tp > 1, rows=3, microbatches=5, exchanged=70.0)
+    found = step_time(work, replace(layout, remat=remat), cluster).ep[0]
+    once = cluster.collective_seconds("all_to_all", 4 * tp, 1, 3 * work.seq_len * 70 * 2, e.inside, e.between)
+    assert found == pytest.approx(5 * work.num_layers * times * once)
+
+
+def test_blocks_move_their_scores_again_where_a_layer_runs_again():
+    seen = AttentionShape(32, 32, 128).seen(SHAPE.seq_len) * 32  # of a position, all heads
+    bytes_a_score = 4 * BLOCK_FORWARD[0] + 2 * BLOCK_FORWARD[1]
+    blocks, flash = (
+        one(**{kind: True}, remat="every-2").memory[0] - one(**{kind: True}).memory[0] for kind in ("blocks", "flash")
+    )
+    hbm = H100.hardware.memory_bytes_per_s * Efficiency().hbm
+    assert blocks - flash == pytest.approx(32 * SHAPE.seq_len * seen * bytes_a_score / hbm)
+
+
+def test_a_table_that_stages_share_is_gathered_in_parts():
+    """ZeRO-3: what a rank gathers over dp, twice, has its stage's part of the table; an end gets the rest over pp."""
+    e, table = Efficiency(), SHAPE.vocab_size * SHAPE.width
+
+    def over(kind, apart, num_bytes):
+        return H100.collective_seconds(kind, 4, apart, num_bytes, e.inside, e.between)
+
+    held, messages = 8 * SHAPE.layer_parameters + table / 4, 8 + 1
+    expected = messages * (
+        over("ring_reduce_scatter", 1, 4 * held / messages) + 2 * over("ring_all_gather", 1, 2 * held / messages)
+    )
+    ends = over("ring_reduce_scatter", 4, 4 * table) + over("ring_all_gather", 4, 2 * table)
+    found = one(pp=4, dp=4, zero=3, spread_table=True, overlap_dp=False).dp[0]
+    assert found == pytest.approx(expected + ends)
+
+
+def test_gradients_of_experts_are_summed_by_the_ranks_that_hold_the_same(work):
+    """Of 16 ranks with ep=4, four that are four apart; and weights in 16 bits come back the same way."""
+    cluster, e = Cluster(find_hardware("h100"), 2), Efficiency()
+    experts = work.num_layers * work.expert_parameters / 4
+    rest = work.num_layers * (work.layer_parameters - work.expert_parameters) + work.table_parameters
+    found = step_time(work, Layout(dp=16, ep=4, zero=1, overlap_dp=False), cluster).dp[0]
+    expected = sum(
+        cluster.collective_seconds(kind, ranks, apart, itemsize * number, e.inside, e.between)
+        for kind, itemsize in (("ring_reduce_scatter", 4), ("ring_all_gather", 2))
+        for ranks, apart, number in ((16, 1, rest), (4, 4, experts))
+    )
+    # The gather is of what is updated: of the layers and of the table.
+    assert found == pytest.approx(expected)
 
 
 def test_axes_of_size_one_send_nothing():

@@ -849,6 +849,8 @@ def test_what_cp_sends_takes_time_by_its_kind():
     swapped = 7 * cluster.permute_seconds(8, 1, 2 * keys / 8, 0.75, 0.7)
     layers = model.num_layers
     assert found["all-gather"].cp[0] == pytest.approx(layers * 2 * gathered)
+    again = Layout(cp=8, gathers_keys=True, flash=True, remat="every-2")  # a layer that runs again gathers again
+    assert step_time(work_of(model), again, cluster).cp[0] == pytest.approx(layers * 3 * gathered)
     assert found["ulysses"].cp[0] == pytest.approx(layers * 2 * swapped)
     # Forward the keys; backward the keys and, in fp32, their gradients. 0.7 of it hides.
     assert found["ring"].cp[0] == pytest.approx(
