@@ -373,6 +373,7 @@ def test_a_resealed_manifest_of_other_types_is_refused_or_means_the_same(small, 
             for call in (
                 lambda: resume.find(Checkpoints(folder), program.config, DATA, False, print),
                 lambda: resume.find_other(str(folder), program.config),
+                lambda: resume.rate_note(trained.locate()[1], program.config),
                 lambda: resume.restore(Checkpoints(folder), trained.locate()[1], program, same_run=True),
                 lambda: find_weights(str(folder), "path").end_of_text(),
                 lambda: find_weights(str(folder), "path", MODEL).tokenizer(),

@@ -134,9 +134,11 @@ def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
 
 def rate_note(manifest: Manifest, config: RunConfig) -> str:
     """What must be said where a run that goes on from another's checkpoint has another learning rate; "" elsewhere."""
-    found = manifest.about["config"]
-    optimizer = OptimizerConfig(**fields_of(OptimizerConfig, found["optimizer"], "optimizer"))
-    there = replace(config, optimizer=optimizer, steps=found["steps"])
+    found = manifest.table("config")
+    optimizer = OptimizerConfig(**fields_of(OptimizerConfig, found.get("optimizer"), "optimizer"))
+    if type(steps := found.get("steps")) is not int:
+        raise BadCheckpoint(f"the manifest of step {manifest.step}", "its steps must be a whole number", "Use another")
+    there = replace(config, optimizer=optimizer, steps=steps)
     before, here = (float(learning_rate(each, np.float32(manifest.step))) for each in (there, config))
     if math.isclose(before, here, rel_tol=0.05):
         return ""
@@ -248,7 +250,8 @@ def require_same_run(out: str, there: dict | None, config: RunConfig) -> None:
     """Raises: ConfigError naming every setting that differs. The mesh and all of the strategy may."""
     if isinstance(there, dict):  # what runs of before did not say
         there = {"mask_documents": False, **there}
-        there["optimizer"] = {"lr_schedule": "cosine", **there.get("optimizer", {})}
+        if isinstance(optimizer := there.get("optimizer"), dict):
+            there["optimizer"] = {"lr_schedule": "cosine", **optimizer}
     differing = differences(
         there,
         to_dict(config),
