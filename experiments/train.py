@@ -517,7 +517,7 @@ def open_run(job: Job, stack: ExitStack, now: Callable[[], float]) -> tuple[Run,
         say_unread(job)
     if own is None and flags.restore is not None:
         other = resume.find_other(flags.restore, config)
-        note = require_same_tokens(job.data_flag, companions_of(other[0]), other[1].about["data"], job.corpus.tokens_of)
+        note = require_same_tokens(job.data_flag, companions_of(other[0]), other[1].table("data"), job.corpus.tokens_of)
         job.note_if(note)
         job.note_if(resume.rate_note(other[1], config))
     elif own is None and flags.weights is not None:
