@@ -28,7 +28,7 @@ from experiments.generate import GenerateFlags
 from experiments.progress import Progress
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
-from jaxdist import files
+from jaxdist import files, parity
 from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
@@ -211,7 +211,7 @@ def test_verify_prints_every_leaf_and_writes_json(monkeypatch, capsys, tmp_path)
 
 def test_verify_exits_1_on_a_difference(monkeypatch, capsys):
     """A tolerance nothing can meet stands for a wrong run: the verdict must reach the exit code."""
-    monkeypatch.setattr("jaxdist.parity.GRADIENT_TOLERANCE", {"float32": 1e-12})
+    monkeypatch.setitem(parity.GRADIENT_TOLERANCE, "float32", 1e-12)
     args = ("--mesh", "dp=2", "--num-layers", "2", "--width", "16", "--num-heads", "2", "--steps", "1")
     code, stdout, _ = run(monkeypatch, capsys, "verify", *args)
     assert code == 1

@@ -111,8 +111,8 @@ def generated(folder, tokens, out, capfd):
 
 
 def planned(folder, tokens, out, capfd):
-    words = ["--model", folder, "--hardware", "h100", "--devices", "4", "--batch-size", "8"]
-    assert "tokens/s" in succeed(plan.main, plan.PlanFlags, "plan", words, capfd)
+    words = ["--model", folder, "--hardware", "h100", "--devices-per-node", "4", "--batch-size", "8"]
+    assert "MFU" in succeed(plan.main, plan.PlanFlags, "plan", words, capfd)
 
 
 def verified(folder, tokens, out, capfd):
