@@ -212,6 +212,7 @@ def test_verify_prints_every_leaf_and_writes_json(monkeypatch, capsys, tmp_path)
 def test_verify_exits_1_on_a_difference(monkeypatch, capsys):
     """A tolerance nothing can meet stands for a wrong run: the verdict must reach the exit code."""
     monkeypatch.setitem(parity.GRADIENT_TOLERANCE, "float32", 1e-12)
+    monkeypatch.setattr(parity, "NEAR", 0)
     args = ("--mesh", "dp=2", "--num-layers", "2", "--width", "16", "--num-heads", "2", "--steps", "1")
     code, stdout, _ = run(monkeypatch, capsys, "verify", *args)
     assert code == 1
