@@ -62,7 +62,8 @@ class FileFlags:
 def read_flags(flags_type: type[FileFlags], program: str, path: str) -> dict[str, Any]:
     """The value of every flag that a file sets for a program. Raises: ConfigError naming the key that is wrong."""
     hints, values, own = get_type_hints(flags_type), {}, {}
-    for section, table in _read(path).items():
+    sections = _read(path)
+    for section, table in sections.items():
         keys = _keys_of(section, flags_type, program)
         if keys is None and not isinstance(table, dict):
             places = [each for each in (*SHARED, program) if section in (_keys_of(each, flags_type, program) or ())]
@@ -74,6 +75,9 @@ def read_flags(flags_type: type[FileFlags], program: str, path: str) -> dict[str
         if not isinstance(table, dict):
             raise ConfigError(f"--config {path!r}", f"{section} is a section, not a value", f"Write [{section}]")
         for key, value in table.items() if keys else ():
+            if (section, key) == ("train", "eval_batches") and type(value) is int:  # as an earlier version counted them
+                rows = sections.get("run", {}).get("batch_size", RunConfig.batch_size)
+                key, value = "eval_windows", value * rows if type(rows) is int else value
             if key not in keys:
                 raise ConfigError(f"--config {path!r}", f"[{section}] has no {key!r}", f"Use {', '.join(keys)}")
             found = own if section == program else values

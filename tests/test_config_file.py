@@ -154,6 +154,8 @@ def test_a_setting_of_an_earlier_version_is_read(monkeypatch, write):
     for old, new in (("true", "yes"), ("false", "auto"), ('"no"', "no")):
         path = write(f"[parallel]\nunroll_layers = {old}")
         assert parsed(monkeypatch, "train", "--config", path).unroll_layers == new
+    path = write("[run]\nbatch_size = 8\n[train]\neval_batches = 4")
+    assert parsed(monkeypatch, "train", "--config", path).eval_windows == 32
 
 
 def test_an_empty_file_changes_nothing(monkeypatch, write):
