@@ -17,7 +17,6 @@ from jaxdist.parity import random_parameters
 from jaxdist.placement import make_layout
 
 STEPS = ["--batch-size", "4", "--steps", "2", "--lr", "1e-3", "--eval-windows", "8", "--device", "cpu"]
-MESH = ["--mesh", "dp=2,tp=2"]
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +62,29 @@ def succeed(program, flags, prog, words, capfd) -> str:
     return out + err
 
 
+def mesh_of(folder: Path) -> tuple[str, str]:
+    return ("--mesh", "tp=7" if folder.name == "seven-heads" else "dp=2,tp=2")
+
+
 def convert_both_ways(folder, tokens, out, capfd):
-    succeed(convert.main, convert.Hf | convert.Ours, "convert", ["hf", folder, "--out", out / "ours", *MESH], capfd)
-    words = ["ours", out / "ours", "--out", out / "back", "--mesh", "tp=2"]
+    succeed(
+        convert.main,
+        convert.Hf | convert.Ours,
+        "convert",
+        ["hf", folder, "--out", out / "ours", *mesh_of(folder)],
+        capfd,
+    )
+    words = ["ours", out / "ours", "--out", out / "back", "--mesh", "dp=2"]
     succeed(convert.main, convert.Hf | convert.Ours, "convert", words, capfd)
     for path in (out / "back").iterdir():
         assert path.read_bytes() == (folder / path.name).read_bytes(), path.name
-    trained(out / "ours", tokens, out, capfd)
+    trained(out / "ours", tokens, out, capfd, *mesh_of(folder))
 
 
 def trained(folder, tokens, out, capfd, *more):
-    """A run from the weights, exported and imported again."""
-    words = ["--model", folder, "--weights", folder, "--data", tokens, "--out", out / "run", *STEPS, *MESH, *more]
+    """A run from the weights, exported and imported again. more: flags of the run."""
+    mesh = () if "--mesh" in more else mesh_of(folder)
+    words = ["--model", folder, "--weights", folder, "--data", tokens, "--out", out / "run", *STEPS, *mesh, *more]
     succeed(train.main, train.TrainFlags, "train", words, capfd)
     words = ["ours", out / "run", "--out", out / "export"]
     succeed(convert.main, convert.Hf | convert.Ours, "convert", words, capfd)
@@ -105,7 +115,7 @@ def generated(folder, tokens, out, capfd):
             [folder, "--prompt", "w3 w4", "--temperature", "0", "--max-new-tokens", "3", "--dtype", "float32", *mesh],
             capfd,
         ).splitlines()[0]
-        for mesh in ([], ["--mesh", "tp=2"])
+        for mesh in ([], mesh_of(folder))
     ]
     assert texts[0] == texts[1] and texts[0].startswith("w3 w4")
 
@@ -116,7 +126,7 @@ def planned(folder, tokens, out, capfd):
 
 
 def verified(folder, tokens, out, capfd):
-    words = ["--model", folder, *MESH, "--zero", "2", "--sp", "--batch-size", "4", "--device", "cpu"]
+    words = ["--model", folder, *mesh_of(folder), "--zero", "2", "--sp", "--batch-size", "4", "--device", "cpu"]
     succeed(verify.main, verify.VerifyFlags, "verify", words, capfd)
 
 
