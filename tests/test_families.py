@@ -126,7 +126,8 @@ def planned(folder, tokens, out, capfd):
 
 
 def verified(folder, tokens, out, capfd):
-    words = ["--model", folder, *mesh_of(folder), "--zero", "2", "--sp", "--batch-size", "4", "--device", "cpu"]
+    sp = ["--sp"] * (folder.name != "seven-heads")  # which do not divide the sequence
+    words = ["--model", folder, *mesh_of(folder), "--zero", "2", *sp, "--batch-size", "4", "--device", "cpu"]
     succeed(verify.main, verify.VerifyFlags, "verify", words, capfd)
 
 
