@@ -1,5 +1,6 @@
 """Declarations and placement: what is sharded where, padding there and back, schedule and update rules."""
 
+import dataclasses
 import itertools
 import math
 from functools import partial
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.oracles import plain
 from jaxdist.checkpoint.logical import from_logical, to_logical
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, from_dict, to_dict
 from jaxdist.errors import ConfigError
@@ -263,6 +265,14 @@ def test_learning_rate_warms_up_and_decays():
     np.testing.assert_allclose(rates[60], 0.55, rtol=1e-5)  # half way down
     np.testing.assert_allclose(rates[110], 0.1, rtol=1e-5)
     assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
+    for name in ("cosine", "linear", "constant", "wsd"):
+        rule = OptimizerConfig(lr=0.5, warmup_steps=10, lr_schedule=name)
+        rates = [float(learning_rate(RunConfig(MODEL, optimizer=rule, steps=110), jnp.float32(n))) for n in range(110)]
+        known = {field.name for field in dataclasses.fields(plain.Recipe)}
+        values = {field: value for field, value in vars(rule).items() if field in known}
+        recipe = plain.Recipe(**values, optimizer="adamw", vocab_size=1, dropout=0.0, seed=0, total_steps=110)
+        np.testing.assert_allclose(rates, [plain.learning_rate(recipe, n) for n in range(110)], rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose([rates[10], rates[90], rates[100]], [0.5, 0.5, 0.275], rtol=1e-6)  # wsd's last fifth
     short = RunConfig(MODEL, optimizer=OptimizerConfig(lr=1.0, warmup_steps=10), steps=5)
     assert float(learning_rate(short, jnp.float32(4))) == pytest.approx(1.0)
 

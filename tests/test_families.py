@@ -63,7 +63,7 @@ def succeed(program, flags, prog, words, capfd) -> str:
 
 
 def mesh_of(folder: Path) -> tuple[str, str]:
-    return ("--mesh", "tp=7" if folder.name == "seven-heads" else "dp=2,tp=2")
+    return ("--mesh", "dp=2" if folder.name == "seven-heads" else "dp=2,tp=2")
 
 
 def convert_both_ways(folder, tokens, out, capfd):
@@ -126,8 +126,7 @@ def planned(folder, tokens, out, capfd):
 
 
 def verified(folder, tokens, out, capfd):
-    sp = ["--sp"] * (folder.name != "seven-heads")  # which do not divide the sequence
-    words = ["--model", folder, *mesh_of(folder), "--zero", "2", *sp, "--batch-size", "4", "--device", "cpu"]
+    words = ["--model", folder, *mesh_of(folder), "--zero", "2", "--sp", "--batch-size", "4", "--device", "cpu"]
     succeed(verify.main, verify.VerifyFlags, "verify", words, capfd)
 
 
