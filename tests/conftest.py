@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 # Tests compile much and compute little. What two of them compile alike, be it in two processes, is compiled once.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+os.environ.pop("COLUMNS", None)  # which pytest-xdist sets; programs that are piped are as wide as they like
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxdist-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"

@@ -125,7 +125,7 @@ def plain_losses(params, model, tokens, targets):
     """(mean cross-entropy, auxiliary loss) of the models' layers from their papers, token by token where that is
     plainest; shares no code with `llama` and `alternating`."""
     x, count = params["tokens"][tokens], (targets >= 0).sum()
-    auxiliary = getattr(model, "z_loss", 0) * (x**2).sum() / count
+    auxiliary = getattr(model, "z_loss", 0) * (x**2).sum() / targets.size
     for layer in range(model.num_layers):
         block, place = divmod(layer, len(model.kinds))
         prefix = "blocks." if len(model.kinds) == 1 else f"blocks.{place}_{model.kinds[place]}."
@@ -133,7 +133,7 @@ def plain_losses(params, model, tokens, targets):
         if model.kinds[place] == "weighed":
             a = plain_norm(x, p["norm"])
             router = jnp.exp(a @ p["w_router"])
-            auxiliary += model.z_loss * (jnp.log(router.sum(-1)) ** 2).sum() / count
+            auxiliary += model.z_loss * (jnp.log(router.sum(-1)) ** 2).sum() / targets.size
             ups = [a @ p["w_up"][i] for i in range(2)]
             both = [(up / (1 + jnp.exp(-up))) @ p["w_down"][i] for i, up in enumerate(ups)]
             x = x + sum(router[..., i, None] / router.sum(-1, keepdims=True) * both[i] for i in range(2))

@@ -35,7 +35,8 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
     key = dropout_key(config, state.step)
     spoil = None if poison is None else partial(poison, layout, state.step)
     engine = engine_of(config.parallel)
-    weighted = model.weighted(jnp.asarray(scale / num_tokens, config.precision.master_dtype))
+    weight = jnp.asarray(scale / num_tokens, config.precision.master_dtype)
+    weighted = model.weighted(jnp.where(num_targets >= 0, weight, 0))  # ordered after the count, as the inputs are
     grads, loss_sum, finite_leaves = engine.gradients(weighted, state.params, batch, key, scale / at_least_one, spoil)
     not_finite = flag_not_finite(all_finite(loss_sum), finite_leaves)
     grads = jax.tree.map(lambda g: g / scale, grads)
