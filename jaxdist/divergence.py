@@ -511,6 +511,7 @@ def parameter_errors(ours: Step, theirs: Step) -> dict[str, float]:
         Observed(
             losses=[0.0] * ours.number,
             norms=[],
+            group_norms=[],
             rates=[],
             gradients=run.gradients,
             parameters=run.parameters,
