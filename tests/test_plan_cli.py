@@ -378,6 +378,7 @@ FLAGS = {
     "optimizer": ("lion", [], None, None),
     "lr": ("1e-5", [], None, None),
     "min_lr_ratio": ("0.3", [], None, None),
+    "lr_schedule": ("linear", [], None, None),
     "warmup_steps": ("7", [], None, None),
     "weight_decay": ("0.3", [], None, None),
     "beta1": ("0.8", [], None, None),
