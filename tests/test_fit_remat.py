@@ -208,7 +208,7 @@ def test_what_a_plan_would_not_count_is_refused_and_counted_among_flops():
     assert word not in {each.remat for each in choices(layer.rank)}
     with pytest.raises(ConfigError, match="repeat messages over cp, whose time a plan does not predict"):
         _scored(_with(config, word))
-    card = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    card = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
     in_bf16 = dataclasses.replace(_with(config, word), precision=PrecisionConfig("bfloat16"))
     found = verdict_of(in_bf16, [dict.fromkeys(PARTS, 0.0) | {STEP: 1.0}], Devices([card] * 4, False, ""), "xla")
     assert "the time model does not divide it: remat=" in found.text
