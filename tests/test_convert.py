@@ -41,7 +41,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parity import random_parameters
 from jaxdist.placement import make_layout
 
-tokenizers = pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers", reason="pip install -e '.[data]'")
 MODEL = dataclasses.replace(PRESETS["llama-proof"], seq_len=16)
 TOKENIZER = b'{"any": "file"}'
 
@@ -318,7 +318,7 @@ def test_an_export_stops_and_begins_as_its_run_does(theirs, tmp_path, capsys):
     (folder / GENERATION).write_text('{"eos_token_id": 3, "do_sample": true}')
     (folder / "tokenizer.json").write_text(inner.to_str())
     (tmp_path / "text.txt").write_text("a few words " * 900)
-    begins = with_template(inner.to_str().encode(), ("<s>",), ())
+    begins = with_template(inner.to_str().encode(), ("<s>",))
     (tmp_path / "begins.json").write_bytes(begins)
     words = ["--data", tmp_path / "text.txt", "--out", tmp_path / "data", "--end-of-document", "</s>"]
     code, said = run(
@@ -338,7 +338,7 @@ def test_an_export_stops_and_begins_as_its_run_does(theirs, tmp_path, capsys):
     assert settings == {"eos_token_id": [end, 3], "do_sample": True, "bos_token_id": begin}
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
     assert config["eos_token_id"] == [end, 3] and config["bos_token_id"] == begin
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[oracle]'")
     found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
     assert found("a few").input_ids == [begin, *tokenizer.encode(["a few"])[0]] and found.eos_token == "</s>"
 
@@ -353,7 +353,7 @@ def test_an_export_of_a_run_of_ours_says_its_dtype_and_its_tokens(tmp_path, caps
     convert(capsys, "ours", tmp_path / "run", "--out", tmp_path / "out")
     config = json.loads((tmp_path / "out" / CONFIG).read_text())
     assert config["torch_dtype"] == "float32" and config["eos_token_id"] == 0 and config["vocab_size"] == 257
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[oracle]'")
     found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
     assert found.eos_token == "<|endoftext|>" and len(found) == 257
 

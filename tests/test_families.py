@@ -22,7 +22,7 @@ STEPS = ["--batch-size", "4", "--steps", "2", "--lr", "1e-3", "--eval-windows", 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     """A family -> a folder of transformers with random weights and a tokenizer of words, and prepared tokens."""
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install -e '.[data]'")
     words = {"</s>": 0} | {f"w{number}": number for number in range(1, 131)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w1"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

@@ -645,7 +645,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "schedules.md"
 
 
 def test_program_draws(tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pip install -e '.[draw]'")
     assert main(SchedulesFlags(draw=str(tmp_path)), Console(quiet=True)) == 0
     for name in NAMES:
         ElementTree.parse(tmp_path / f"{name}.svg")

@@ -15,7 +15,7 @@ from jaxdist.data.tokenizer import BPETokenizer, ByteTokenizer, with_template
 from jaxdist.data.tokens import unmasked
 from jaxdist.errors import ConfigError
 
-tokenizers = pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers", reason="pip install -e '.[data]'")
 TEXT = "Hello world, 2+2=4 and 3+3=6.\n\nA second line; naïve café 日本\n"
 
 
@@ -83,7 +83,7 @@ def test_one_place_says_what_stands_around_a_text(tmp_path, template, config, be
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     found = BPETokenizer.load(tmp_path / "tokenizer.json")
     assert [found.name(token) for token in found.begin_of_text] == begin and found.name(found.end_of_document) == end
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[oracle]'")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))("Hello world").input_ids
     ours = [*found.begin_of_text, *found.encode(["Hello world"])[0]]
@@ -91,8 +91,8 @@ def test_one_place_says_what_stands_around_a_text(tmp_path, template, config, be
 
 
 def test_a_template_is_put_into_a_tokenizer(tmp_path):
-    inner = tokenizers.Tokenizer.from_str(with_template(spm("$A").to_str().encode(), ("<s>",), ("</s>",)).decode())
-    assert inner.encode("Hello").tokens[0] == "<s>" and inner.encode("Hello").tokens[-1] == "</s>"
+    inner = tokenizers.Tokenizer.from_str(with_template(spm("$A </s>").to_str().encode(), ("<s>",)).decode())
+    assert inner.encode("Hello").tokens[0] == "<s>" and inner.encode("Hello").tokens[-1] != "</s>"
 
 
 @settings(max_examples=60, deadline=None)

@@ -101,7 +101,7 @@ def test_a_program_is_called_as_it_was_started():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """Built from a copy, since a build leaves files beside what it builds from."""
-    pytest.importorskip("pip")
+    pytest.importorskip("pip", reason="pip is not installed")
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("jaxdist", "experiments"):
         shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))

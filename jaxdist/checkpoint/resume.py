@@ -159,13 +159,12 @@ def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, s
         written_on = MeshShape(**fields_of(MeshShape, manifest.about["config"]["parallel"]["mesh"], "its mesh"))
     except (KeyError, TypeError, ConfigError) as error:
         raise BadCheckpoint(asked, f"it does not say where its run was ({error})", "Use another") from error
-    free = ("scale.",)  # arrays that a run of other settings may lack, or have beside this one's
     counters: tuple[str, ...] = ()
     if not same_run:
         models = (program.config.model, checkpointed_model(checkpoints, manifest, program.config.model, trust=False))
         counters = tuple(name.removeprefix(PARAMS) for model in models for name in counters_of(model))
     foreign = manifest.arrays.keys() - wanted.keys()
-    foreign = [name for name in foreign if same_run or not (name.startswith(free) or name.endswith(counters))]
+    foreign = [name for name in foreign if same_run or not (name.startswith("scale.") or name.endswith(counters))]
     if foreign:
         raise BadCheckpoint(asked, f"it holds an array that this run does not have, {min(foreign)}", "Use another")
     there = {name: x for name, x in wanted.items() if name in manifest.arrays or not name.endswith(counters)}

@@ -119,7 +119,7 @@ class Weights:
         names = [tokenizer.name(token) for token in begin]
         said = {"eos_token": tokenizer.name(end)}
         if begin != tokenizer.begin_of_text:
-            write_whole(path, with_template(path.read_bytes(), tuple(names), ()))
+            write_whole(path, with_template(path.read_bytes(), tuple(names)))
             said |= {"add_bos_token": len(names) == 1, "add_eos_token": False} | (
                 {"bos_token": names[0]} if names else {}
             )
@@ -134,6 +134,8 @@ class Weights:
 def _set_in(path: Path, values: dict) -> None:
     """Set values of a JSON file, which is made where it is missing and left as it is where it says the same."""
     found = json.loads(read_text_file("settings", path)) if path.exists() else {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path.name} in {path.parent}", "it must be an object", "Fetch it again")
     if any(found.get(name) != value for name, value in values.items()):
         write_whole(path, (json.dumps(found | values, indent=2) + "\n").encode())
 

@@ -190,16 +190,15 @@ class BPETokenizer:
         return self._names.get(token, f"token {token}")
 
 
-def with_template(text: bytes, begin: tuple[str, ...], end: tuple[str, ...]) -> bytes:
-    """A tokenizer.json whose texts stand between these tokens, for a library that adds them itself."""
+def with_template(text: bytes, begin: tuple[str, ...]) -> bytes:
+    """A tokenizer.json that puts these tokens before a text, for a library that adds them itself."""
     library = _library()
     inner = library.Tokenizer.from_str(text.decode("utf-8"))
-    around = {name: inner.token_to_id(name) for name in (*begin, *end)}
     # A space parts the pieces of a template given as one text, and a token may have one in it.
     inner.post_processor = library.processors.TemplateProcessing(
-        single=[*begin, "$A", *end],
-        pair=[*begin, "$A", *end, *begin, "$B:1", *end],
-        special_tokens=list(around.items()),
+        single=[*begin, "$A"],
+        pair=[*begin, "$A", *begin, "$B:1"],
+        special_tokens=[(name, inner.token_to_id(name)) for name in dict.fromkeys(begin)],
     )
     return inner.to_str(pretty=True).encode("utf-8")
 
