@@ -174,7 +174,7 @@ def flags_of(config: RunConfig) -> list[str]:
 
 
 def flag_words(config: RunConfig, settings: Sequence[Setting]) -> list[str]:
-    """Those of these settings that are not at their default, as flags."""
+    """The settings that are not at their default, as flags."""
     values = {setting.flag: setting.of(config) for setting in settings if setting.of(config) != setting.default}
     return [word for name, value in values.items() for word in _words(name, value)]
 

@@ -440,7 +440,7 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
 
 
 def nearness(values: list[np.ndarray], dtype: str) -> np.ndarray:
-    """Of each element, how far from 0 it was where it was nearest, over steps: 0 to 1, the largest of the leaf. In 64
+    """For each element, how far from 0 it was where it was nearest, over steps: 0 to 1, the largest of the leaf. In 64
     bits 1 for all but noise."""
     shares = [np.abs(x) / (np.abs(x).max() or 1.0) for x in values]
     least = np.min(shares, axis=0)

@@ -236,7 +236,7 @@ def test_a_query_sees_the_keys_of_its_window(window):
 
 @pytest.fixture(scope="module")
 def work():
-    """Of a model with windows and experts, as its layers are traced."""
+    """Products of a model with windows and experts, as its layers are traced."""
     sizes = {"num_kv_heads": 4, "head_dim": 32, "ffn_width": 512, "seq_len": 1024, "vocab_size": 512, "num_experts": 8}
     return work_of(Decoder(4, 256, 8, **sizes, kinds=("sliding", "full"), window=128))
 
@@ -255,7 +255,7 @@ def test_attention_in_windows_computes_the_scores_that_it_sees(work):
 
 
 def test_an_expert_s_state_is_sharded_over_the_ranks_that_hold_the_same(work):
-    """Of 8 data ranks with ep=4, two hold an expert: its optimiser is split over these, all else over 8."""
+    """With 8 data ranks and ep=4, two ranks hold an expert: its optimiser is split over these, all else over 8."""
     layout, cluster = {"dp": 8, "ep": 4}, Cluster(find_hardware("h100"), 1)
     experts = work.num_layers * work.expert_parameters / 4
     rest = work.num_layers * (work.layer_parameters - work.expert_parameters) + work.table_parameters
@@ -303,7 +303,7 @@ def test_a_table_that_stages_share_is_gathered_in_parts():
 
 
 def test_gradients_of_experts_are_summed_by_the_ranks_that_hold_the_same(work):
-    """Of 16 ranks with ep=4, four that are four apart; and weights in 16 bits come back the same way."""
+    """With 16 ranks and ep=4, four ranks that are four apart; and weights in 16 bits come back the same way."""
     cluster, e = Cluster(find_hardware("h100"), 2), Efficiency()
     experts = work.num_layers * work.expert_parameters / 4
     rest = work.num_layers * (work.layer_parameters - work.expert_parameters) + work.table_parameters
