@@ -34,6 +34,7 @@ from .bench.rows import describe_machine
 from .cli import run_program
 
 Clock = Callable[[], float]
+WITHOUT_FUSION_AUTOTUNER = "--xla_gpu_experimental_enable_fusion_autotuner=false"
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,18 @@ def plan_sections(flags: GpuFlags, num_gpus: int = 1) -> list[Section]:
 
     mesh = f"--device gpu --mesh dp={num_gpus}" if num_gpus > 1 else "--device cpu --mesh dp=4"
     sections = [
-        Section("parity", "parity --device gpu --model gpt2-124m --num-layers 2 --batch-size 2"),
-        Section("executor", "executor --device gpu --num-layers 8 --width 1024", most=90),
-        Section("step gpt2-124m", f"step {step('gpt2-124m')}", 30, 180),
-        Section("peers gpt2-124m", f"peers --only 'one device' {step('gpt2-124m')}", 60, 200),
+        Section("step gpt2-124m", f"step --no-phases {step('gpt2-124m')}", 60, 150),
+        Section("peers gpt2-124m", f"peers --only 'one device' --repeats 3 {step('gpt2-124m')}", 60, 200),
+        Section("parity", "parity --device gpu --model gpt2-124m --num-layers 2 --batch-size 2", 40, 200),
+        Section("flags gpt2-124m", f"flags {step('gpt2-124m')} --repeats 5 --start-within {{seconds}}", 75, 150),
         Section("scan gpt2-124m", f"step --no-phases --unroll-layers no {step('gpt2-124m')}", 30, 90),
+        Section("phases gpt2-124m", f"step {step('gpt2-124m')}", 60, 180),
+        Section("executor", "executor --device gpu --num-layers 8 --width 1024", most=90),
         Section("kernels gpt2-124m", f"kernels {step('gpt2-124m', 32)}", 45, 150),
         Section("step gpt2-774m", f"step --no-phases {step('gpt2-774m')}", 30),
         Section("step gpt2-1.5b", f"step --no-phases {step('gpt2-1.5b')}", 30),
         Section("standin 8", f"standin --mesh dp=8 --zero 3 {step('gpt2-1.5b', 64)}", 30, 120),
         Section("standin 64", f"standin --mesh dp=8,tp=8 --sp --zero 1 {step('7b', 64)}", 30, 120),
-        Section("flags gpt2-124m", f"flags {step('gpt2-124m')} --repeats 3 --start-within {{seconds}}", 75, 200),
         Section("collectives", f"collectives {mesh}", 20, 60),
     ]
     chosen = [section for section in sections if section.name.startswith(flags.only or ("",))]
@@ -129,10 +131,14 @@ def require_gpu() -> Devices:
 
 
 def share_autotuning(folder: Path) -> None:
-    """Let the sections share what XLA's autotuning found, through JAX's cache folder; programs are not kept there."""
+    """Let the sections share what XLA's autotuning found, through JAX's cache folder; programs are not kept there.
+
+    Trying fusions on the card as well took most of a minute a program on an H100, and made no step faster.
+    """
     (folder / "xla_gpu_per_fusion_autotune_cache_dir").mkdir()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1000000")
+    os.environ.setdefault("XLA_FLAGS", WITHOUT_FUSION_AUTOTUNER)
 
 
 # ---- the border: where a section may fail, and the others still run ----

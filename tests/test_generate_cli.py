@@ -216,7 +216,7 @@ def test_documents_in_float64_are_evaluated_and_continued_as_they_were_trained(t
     words = [*MODEL[:-1], "257", "--data", data, "--out", out, "--mask-documents", "--dtype", "float64"]
     words += ["--batch-size", "4", "--steps", "20", "--eval-windows", "8"]
     monkeypatch.setattr(
-        generate, "generate", lambda _, found, *__: dtypes.update(x.dtype for x in jax.tree.leaves(found))
+        generate, "generate", lambda programs, *_: dtypes.update(x.dtype for x in jax.tree.leaves(programs.params))
     )
     monkeypatch.setattr(generate, "report", lambda *_: None)
     try:

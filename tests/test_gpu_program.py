@@ -59,7 +59,7 @@ def test_without_a_gpu_it_refuses_and_writes_nothing(tmp_path, no_gpu):
     [
         (GpuFlags(time_limit_minutes=math.nan), "time_limit_minutes=nan"),
         (GpuFlags(time_limit_minutes=0.0), "time_limit_minutes=0"),
-        (GpuFlags(only=("nonsense",)), "Use some of parity"),
+        (GpuFlags(only=("nonsense",)), "Use some of step"),
     ],
 )
 def test_flags_that_cannot_work(flags, message):
@@ -69,7 +69,7 @@ def test_flags_that_cannot_work(flags, message):
 
 def test_the_plan_starts_with_what_matters_most():
     names = [section.name for section in gpu.plan_sections(GpuFlags())]
-    assert names[:4] == ["parity", "executor", "step gpt2-124m", "peers gpt2-124m"] and names[-1] == "collectives"
+    assert names[:3] == ["step gpt2-124m", "peers gpt2-124m", "parity"] and names[-1] == "collectives"
     assert [section.name for section in gpu.plan_sections(GpuFlags(only=("kernels", "parity")))] == [
         "parity",
         "kernels gpt2-124m",
@@ -158,14 +158,14 @@ def test_a_section_does_not_start_without_time_left(report):
     now = [0.0]
 
     def run(section, left):
-        assert left == 100 - now[0]
+        assert left == 150 - now[0]
         now[0] += 45
         return OK
 
-    gpu.run_sections(report, gpu.plan_sections(GpuFlags()), run, 100.0, QUIET, clock=lambda: now[0])
+    gpu.run_sections(report, gpu.plan_sections(GpuFlags()), run, 150.0, QUIET, clock=lambda: now[0])
     statuses = [entry["status"] for entry in report.sections]
-    # After two sections 10 seconds are left, and no other section is worth starting with that.
-    assert statuses == ["ok", "ok"] + ["out of time"] * (len(statuses) - 2)
+    # After three sections 15 seconds are left, and no other section is worth starting with that.
+    assert statuses == ["ok"] * 3 + ["out of time"] * (len(statuses) - 3)
     assert not report.failed and "not run: out of time" in report.as_markdown()
 
 

@@ -27,10 +27,14 @@ CPU_OPTIONS = {
     "xla_llvm_disable_expensive_passes": (True,),
 }
 GPU_OPTIONS = {
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": (True,),
+    "xla_gpu_experimental_gemm_fusion_v2": (True,),
     "xla_gpu_enable_latency_hiding_scheduler": (True, False),
     "xla_gpu_enable_triton_gemm": (True, False),
-    "xla_gpu_enable_cublaslt": (True,),
+    "xla_gpu_experimental_enable_fusion_autotuner": (True, False),
     "xla_gpu_enable_command_buffer": ("", "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,COLLECTIVES,WHILE"),
+    "xla_gpu_enable_pdl": (True,),
+    "xla_gpu_enable_cublaslt": (True,),
     "xla_gpu_autotune_level": (0,),
     "xla_gpu_enable_while_loop_double_buffering": (True,),
     "xla_gpu_enable_split_k_autotuning": (False,),
@@ -38,9 +42,6 @@ GPU_OPTIONS = {
     "xla_gpu_enable_dynamic_slice_fusion": (True,),
     "xla_gpu_all_reduce_combine_threshold_bytes": (2**28,),
     "xla_gpu_experimental_parallel_collective_overlap_limit": (2,),
-    "xla_gpu_enable_pipelined_collectives": (True,),
-    "xla_gpu_lhs_enable_gpu_async_tracker": (True,),
-    "xla_gpu_enable_custom_fusions": (True,),
 }
 
 
