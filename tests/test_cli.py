@@ -237,7 +237,7 @@ def test_the_table_of_strategies_is_wide_enough():
 def test_planted_bugs_still_fit_the_source(tmp_path):
     """Running them is `python -m tests.planted_bugs`."""
     found = planted_bugs.all_bugs()
-    assert len(found) > 200 and len({bug.name for bug in found}) == len(found)
+    assert len({bug.name for bug in found}) == len(found) > 100
     for name in planted_bugs.COPIED[:2]:
         shutil.copytree(planted_bugs.ROOT / name, tmp_path / name)
     for bug in found:
