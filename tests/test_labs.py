@@ -36,19 +36,24 @@ def test_a_lab_passes_its_checks_is_caught_when_broken_and_is_what_its_page_says
     whole = lab.run(None)
     assert not whole.red
     assert len({check.name for check in whole.checks}) == len(whole.checks)
-    broken = {each: lab.run(each) for each in lab.by_name}
+    broken = {each: lab.run(each) for each in lab.breaks}
     names = {check.name for check in whole.checks}
     for each, result in broken.items():
-        assert result.red == lab.by_name[each].caught_by != set(), each
+        assert result.red == lab.breaks[each] != set(), each
         assert {check.name for check in result.checks} <= names, each
     page, blocks = page_of(lab), pages.blocks_of(lab, whole, broken)
     clocked = {("table", table.name) for table in whole.tables if table.clocked}
     shown = blocks_on(page)
     for key, text in shown.items():
         if key not in clocked:
-            assert alike(text, pages.filled(text, blocks)), key
+            assert alike(text, pages.filled(text, blocks, {})), key
+    for found in pages.GUESS.finditer(page):
+        assert alike(found[0], pages.answered(found, whole.guesses[found["key"]])), found["key"]
     needed = {key for key in blocks if key[0] != "checks"}
-    assert needed <= shown.keys(), "on the page is not everything that the lab makes"
+    assert needed <= shown.keys(), "the page lacks a block that the lab makes"
+    assert pages.questions_of(page).keys() == whole.guesses.keys(), "the page lacks a question that the lab answers"
+    drawn = {pages.file_name(lab, name) for name in whole.pictures}
+    assert drawn == {path.name for path in (PAGES / pages.DRAWN).glob(f"{name}-*.svg")}
 
 
 def alike(page: str, now: str) -> bool:
@@ -67,7 +72,7 @@ def test_notebooks_have_the_pages_commands_as_cells_and_no_table_that_they_print
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
         lab = find_lab(path.stem)
-        wanted = ["", *[f" --break {name}" for name in lab.by_name]]
+        wanted = ["", *[f" --break {name}" for name in lab.breaks]]
         assert code[: len(wanted)] == [f"%%bash\njaxdist labs {lab.name}{more}" for more in wanted]
         prose = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
         assert lab.question in prose and "<!--" not in prose and "](../" not in prose
@@ -82,9 +87,11 @@ def test_every_page_has_the_same_shape(name):
     assert tuple(re.findall(r"^## (.+)$", page, re.MULTILINE)) == pages.SECTIONS
     assert f"python -m experiments.labs {name}\n" in page
     for each in lab.breaks:
-        assert f"python -m experiments.labs {name} --break {each.name}\n" in page
+        assert f"python -m experiments.labs {name} --break {each}\n" in page
+        assert pages.removed_by(page, each), f"the page does not say what {each} removes"
     parts = dict(zip(pages.SECTIONS, re.split(r"^## .+$", page, flags=re.MULTILINE)[1:], strict=True))
-    assert "lab: guess" in parts["Predict first"] and "lab: guess" in parts["Exercises"]
+    assert pages.GUESS.search(parts["Predict first"]) and pages.GUESS.search(parts["Exercises"])
+    assert page.count('class="guess"') == len(pages.questions_of(page))
     assert all(f"](drawn/{path.name})" in page for path in (PAGES / pages.DRAWN).glob(f"{name}-*.svg"))
 
 

@@ -30,8 +30,9 @@ from jaxdist.runtime.devices import acquire_devices
 from ..cli import make_folder, run_program
 from ..tables import Rows
 from . import COURSE, find_lab, pages
-from .lab import Guess, Lab, Result
+from .lab import Lab, Result
 from .notebooks import write_notebooks
+from .pages import Question
 
 LIST_WIDTH = 80  # characters
 
@@ -68,18 +69,18 @@ def main(flags: LabsFlags, console: Console) -> int:
     lab = chosen_lab(flags)
     answers = [parse_answer(text) for text in flags.answer]
     folder = drawing_folder(flags.out)
-    if answers and (page := import_root() / "docs/labs" / f"{lab.name}.md").exists():
-        return judge(lab, pages.guesses_of(page.read_text(encoding="utf-8")), answers, console)
+    page = pages.page_of(lab)
+    if answers:
+        our_pages("--answer")
+        return judge(lab, pages.questions_of(page), answers, console)
     acquire_devices(lab.devices, "cpu")
     console.print(Text(f"{COURSE.index(lab.name) + 1}. {lab.title}", "bold"))
     console.print(Text(lab.question + "\n"))
     if flags.break_ is not None:
-        return run_broken(lab, flags.break_, console)
+        return run_broken(lab, flags.break_, pages.removed_by(page, flags.break_), console)
     with console.status("running"):
         result = lab.run(None)
-    if answers:
-        return judge(lab, {guess.key: guess for guess in result.guesses}, answers, console)
-    show(result, console)
+    show(result, pages.questions_of(page), console)
     caught = folder is None or fill_page(lab, result, folder, console)
     return 0 if caught and not result.red else 1
 
@@ -93,7 +94,7 @@ def list_course(console: Console) -> None:
         start = f"{number:2}  {lab.name}".ljust(indent)
         for line in textwrap.wrap(lab.question, LIST_WIDTH, initial_indent=start, subsequent_indent=" " * indent):
             console.print(Text(line))
-        console.print(Text(f"{' ' * indent}--break {', '.join(lab.by_name)}", "dim"))
+        console.print(Text(f"{' ' * indent}--break {', '.join(lab.breaks)}", "dim"))
     console.print(f"\n{command_text('labs')} NAME runs one; docs/labs has a page for each.", markup=False)
 
 
@@ -104,8 +105,8 @@ def chosen_lab(flags: LabsFlags) -> Lab:
     if name not in COURSE:
         raise ConfigError(f"lab {name!r}", f"the labs are {', '.join(COURSE)}", "Use one of them")
     lab = find_lab(name)
-    if flags.break_ is not None and flags.break_ not in lab.by_name:
-        known = ", ".join(lab.by_name)
+    if flags.break_ is not None and flags.break_ not in lab.breaks:
+        known = ", ".join(lab.breaks)
         raise ConfigError(f"--break {flags.break_}", f"{name} can be broken by {known}", "Use one of them")
     if flags.break_ is not None and (flags.answer or flags.out is not None):
         raise ConfigError("--break", "a broken run has neither answers nor pictures", "Leave out --answer and --out")
@@ -144,11 +145,11 @@ def our_pages(flag: str) -> Path:
 # ------------------------------------------------------------------------------------------------------------ to run
 
 
-def show(result: Result, console: Console) -> None:
-    if result.guesses:
+def show(result: Result, questions: dict[str, Question], console: Console) -> None:
+    if questions:
         console.print(Text("Questions (--answer KEY=NUMBER checks yours):", "bold"))
-        for guess in result.guesses:
-            console.print(Text(f"  {guess.key}: {guess.question} ({guess.unit or 'a number'})"))
+        for key, question in questions.items():
+            console.print(Text(f"  {key}: {question.text} ({question.unit})"))
         console.print()
     for table in result.tables:
         rows = Rows(*table.titles)
@@ -170,31 +171,27 @@ def show_checks(result: Result, console: Console) -> None:
     )
 
 
-def judge(lab: Lab, known: dict[str, Guess], answers: list[tuple[str, float]], console: Console) -> int:
+def judge(lab: Lab, known: dict[str, Question], answers: list[tuple[str, float]], console: Console) -> int:
     for key, _ in answers:
         if key not in known:
             raise ConfigError(f"--answer {key}", f"the questions of {lab.name} are {', '.join(known)}", "Use one")
     right = [known[key].accepts(number) for key, number in answers]
     for (key, number), ok in zip(answers, right, strict=True):
-        wrong = (
-            f"{number:,g} is not it: too {'large' if number > known[key].answer else 'small'} ({known[key].question})"
-        )
-        verdict = f"right. {known[key].told}" if ok else wrong
-        console.print(Text(f"{key}: {verdict}", "green" if ok else "red"))
+        size = "large" if number > known[key].answer else "small"
+        wrong = f"{number:,g} is not it: too {size} ({known[key].text})"
+        console.print(Text(f"{key}: " + (f"right. {known[key].told}" if ok else wrong), "green" if ok else "red"))
     return 0 if all(right) else 1
 
 
-def run_broken(lab: Lab, name: str, console: Console) -> int:
-    planned = lab.by_name[name]
-    console.print(Text(f"broken on purpose: {planned.removes}\n", "bold"))
+def run_broken(lab: Lab, name: str, removed: str, console: Console) -> int:
+    console.print(Text(f"broken on purpose: {removed or name}\n", "bold"))
     with console.status("running"):
         result = lab.run(name)
     show_checks(result, console)
-    console.print(Text(f"\nwithout these checks: {planned.how_silent}"))
-    if result.red == planned.caught_by:
-        console.print(Text("red where it should be, and nowhere else", "green"))
+    if result.red == lab.breaks[name]:
+        console.print(Text("\nred where it should be, and nowhere else", "green"))
         return 0
-    console.print(Text(wrongly_red(lab, name, result), "bold red"))
+    console.print(Text("\n" + wrongly_red(lab, name, result), "bold red"))
     return 1
 
 
@@ -202,29 +199,30 @@ def fill_page(lab: Lab, result: Result, folder: Path, console: Console) -> bool:
     """Pictures, and the blocks of the lab's page; whether every break was red where it should be."""
     page = folder / f"{lab.name}.md"
     broken = {}
-    for name, planned in lab.by_name.items():
+    for name in lab.breaks:
         with console.status(f"running --break {name}"):
             broken[name] = lab.run(name)
-        if broken[name].red != planned.caught_by:
+        if broken[name].red != lab.breaks[name]:
             console.print(Text(f"--break {name}: {wrongly_red(lab, name, broken[name])}", "bold red"))
     try:
         written = pages.draw(lab, result, folder / pages.DRAWN)
         if page.exists():
             text = page.read_text(encoding="utf-8")
-            write_whole(page, pages.filled(text, pages.blocks_of(lab, result, broken)).encode())
+            new = pages.filled(text, pages.blocks_of(lab, result, broken), result.guesses)
+            write_whole(page, new.encode())
             written.append(page)
     except OSError as error:
         raise ConfigError(f"--out {str(folder)!r}", f"cannot be written ({error.strerror})", "Name another") from error
     for path in written:
         console.print(f"wrote {path}", markup=False)
-    return all(broken[name].red == planned.caught_by for name, planned in lab.by_name.items())
+    return all(broken[name].red == red for name, red in lab.breaks.items())
 
 
 def wrongly_red(lab: Lab, name: str, result: Result) -> str:
     def words(names) -> str:
         return ", ".join(sorted(names)) or "nothing"
 
-    expected = lab.by_name[name].caught_by
+    expected = lab.breaks[name]
     return f"red, and should not be: {words(result.red - expected)}; not red: {words(expected - result.red)}"
 
 
@@ -247,7 +245,7 @@ def run_all(flags: LabsFlags, console: Console) -> int:
     if index.exists():
         labs = [find_lab(name) for name in COURSE]
         text = index.read_text(encoding="utf-8")
-        write_whole(index, pages.filled(text, {("course", ""): pages.course_text(labs)}).encode())
+        write_whole(index, pages.filled(text, {("course", ""): pages.course_text(labs)}, {}).encode())
     minutes = (time.monotonic() - started) / 60
     console.print(f"{passed} of {len(COURSE)} labs in {minutes:.1f} min", markup=False)
     return 0 if passed == len(COURSE) else 1

@@ -24,7 +24,7 @@ from jaxdist.verification import verify_model
 
 from . import drawing
 from .exchanges import on_ranks, sent_by, traced
-from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_least, at_most, equal, holds
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds
 from .tools import small_run
 
 # ---------------------------------------------------------------------------------------------- buckets, written out
@@ -305,55 +305,14 @@ def run(broken: str | None) -> Result:
             ),
             Table("times", ["buckets", "MiB each", "network busy, ms", "waited for, ms", "hidden"], times),
         ],
-        pictures=[
-            Picture(
-                "timeline", draw_timeline, "Backward, and below it the all-reduces of 1, 4, 16 and 1,024 buckets, in ms"
-            ),
-            Picture(
-                "sizes",
-                draw_sizes,
-                "Predicted ms against bucket size in MiB: falling if sent after backward, a valley if sent while it "
-                "runs",
-            ),
-        ],
-        guesses=[
-            Guess(
-                "leaves",
-                "A model has 12 parameter arrays in each of 48 layers and 4 outside: how many messages, one an array?",
-                leaves,
-                "messages",
-                "48 · 12 + 4, and each pays the latency of a whole all-reduce",
-            ),
-            Guess(
-                "bytes",
-                "How many times the bytes does flat send, compared with one message a parameter?",
-                1,
-                "times",
-                "the same sums: grouping changes messages, not bytes",
-            ),
-            Guess(
-                "latency",
-                "Latency of those messages over 16 ranks, a ring with 5 µs a step: ms in all?",
-                1e3 * leaves * latency,
-                "ms",
-                "580 messages of 30 steps each",
-            ),
-            Guess(
-                "best",
-                "Backward of 200 ms, 150 µs of latency an all-reduce, and a network that is slower than backward: "
-                "how many buckets are best?",
-                best_count(),
-                "buckets",
-                "sqrt(200 ms / 150 µs): one bucket's delay against one bucket's latency",
-            ),
-            Guess(
-                "hidden",
-                "The network needs 234 ms, backward takes 200 ms: which share of the former can be hidden at best?",
-                100 * BACKWARD / volume,
-                "%",
-                "it cannot be hidden behind more backward than there is",
-            ),
-        ],
+        pictures={"timeline": draw_timeline, "sizes": draw_sizes},
+        guesses={
+            "leaves": leaves,
+            "bytes": 1,
+            "latency": 1e3 * leaves * latency,
+            "best": best_count(),
+            "hidden": 100 * BACKWARD / volume,
+        },
     )
 
 
@@ -364,32 +323,18 @@ LAB = Lab(
     question="How many gradients should share one all-reduce, and how much of it does backward hide?",
     run=run,
     devices=N,
-    breaks=[
-        Break(
-            "last-bucket",
-            removes="the last bucket, which is not full: a bucket is sent when the next leaf would not fit",
-            caught_by=frozenset(
-                {
-                    HAND + "messages, one a bucket",
-                    HAND + "bytes a device sends, 2 (n-1)/n of all gradients",
-                    HAND + "JAX takes every gradient for equal on all ranks",
-                    HAND + "largest difference between ranks",
-                    HAND + "error against one device, float64",
-                }
-            ),
-            how_silent="the loss falls; every rank has a first layer of its own, and a checkpoint keeps one of them",
-        ),
-        Break(
-            "every-microbatch",
-            removes="the wait for the last micro-batch: sums are made in place after each, and summed again",
-            caught_by=frozenset(
-                {
-                    HAND + "messages, one a bucket",
-                    HAND + "bytes a device sends, 2 (n-1)/n of all gradients",
-                    HAND + "error against one device, float64",
-                }
-            ),
-            how_silent="ranks agree and the loss falls, faster even: the first micro-batch counts eight times",
-        ),
-    ],
+    breaks={
+        "last-bucket": {
+            HAND + "messages, one a bucket",
+            HAND + "bytes a device sends, 2 (n-1)/n of all gradients",
+            HAND + "JAX takes every gradient for equal on all ranks",
+            HAND + "largest difference between ranks",
+            HAND + "error against one device, float64",
+        },
+        "every-microbatch": {
+            HAND + "messages, one a bucket",
+            HAND + "bytes a device sends, 2 (n-1)/n of all gradients",
+            HAND + "error against one device, float64",
+        },
+    },
 )

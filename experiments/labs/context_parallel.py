@@ -26,7 +26,7 @@ from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
 from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
-from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_least, at_most, equal
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal
 
 AXIS, RANKS = "cp", 4
 MESH = parse_mesh(f"{AXIS}={RANKS}")
@@ -573,63 +573,22 @@ def run(broken: str | None) -> Result:
         *[check for each, _ in parts for check in each],
     ]
     lse = Table("lse", ["merged in two halves", "relative error"], [[f, f"{e:.1e}"] for f, e in halves.items()])
-    about = "Pairs of chunks of queries and keys in plain and zig-zag order: which rank computes each, in which hop"
-    return Result(checks, [lse, *[table for _, table in parts]], [Picture("blocks", draw_blocks, about)], guesses())
+    return Result(checks, [lse, *[table for _, table in parts]], {"blocks": draw_blocks}, guesses())
 
 
-def guesses() -> list[Guess]:
+def guesses() -> dict[str, float]:
     def slower(n: int) -> float:
         return (4 * n - 1) / (2 * n + 1)
 
     grouped = LLAMA.num_kv_heads / LLAMA.num_heads
-    return [
-        Guess(
-            "wait",
-            "4 ranks, the sequence in plain order, every hop as long as its busiest rank: how many times as long as "
-            "with equal work?",
-            slower(RANKS),
-            "times",
-            "the last rank computes 15 of 36 pairs of chunks, 3 + 4 + 4 + 4; an equal part is 9",
-        ),
-        Guess(
-            "heads",
-            "8 heads of queries share 2 of keys: how many times the bytes does a ring send whose keys and values are "
-            "repeated to 8 heads first?",
-            N / K,
-            "times",
-            "it sends keys and values alone",
-        ),
-        Guess(
-            "backward",
-            "Keys and values are in 16 bits, the gradients that travel in 32: backward's bytes over forward's?",
-            3,
-            "times",
-            "keys and values once more, and twice as many bytes of gradients",
-        ),
-        Guess(
-            "sent",
-            "Llama 3 8B (8 heads of keys of 128), a sequence of 131,072 in bf16, cp=8: GB that a rank of the ring "
-            "sends forward in a layer?",
-            keys_sent(8) / 1e9,
-            "GB",
-            "7 hops of 2 · 16,384 · 1,024 numbers of 2 bytes",
-        ),
-        Guess(
-            "hidden",
-            "From how many tokens a rank on does a hop of the same (32 heads of queries) take no longer than its "
-            "scores, at 400 TFLOP/s and 50 GB/s?",
-            2 * grouped * 400e12 / 50e9,
-            "tokens",
-            "T²/2 scores of 4 · 128 FLOPs for 32 heads, against 2T · 1,024 · 2 bytes: T = 2 · (8/32) · 400e12/50e9",
-        ),
-        Guess(
-            "more",
-            "With 8 ranks, how many times as long is the plain order?",
-            slower(8),
-            "times",
-            "(4n - 1) / (2n + 1), which goes to 2",
-        ),
-    ]
+    return {
+        "wait": slower(RANKS),
+        "heads": N / K,
+        "backward": 3,
+        "sent": keys_sent(8) / 1e9,
+        "hidden": 2 * grouped * 400e12 / 50e9,
+        "more": slower(8),
+    }
 
 
 RING = {part: f"ring: error of {part}" for part in PARTS}
@@ -649,49 +608,13 @@ LAB = Lab(
     question="How do several devices attend to one long sequence, what do they send for that, which faults are silent?",
     run=run,
     devices=RANKS,
-    breaks=[
-        Break(
-            "lse",
-            removes="the gradient of the log-sum-exp: chunks are merged by that of `jax.nn.dot_product_attention`, and "
-            "JAX differentiates the ring",
-            caught_by=frozenset({RING["dq"], RING["dk"], WINDOW_GRADIENTS, LEAVES}),
-            how_silent="nothing: losses are right to the sixth digit, and fall",
-        ),
-        Break(
-            "late",
-            removes="the first hop: the ring starts one hop late, and a rank takes its neighbour's keys for its own",
-            caught_by=frozenset({*RING.values(), WINDOW_O, WINDOW_GRADIENTS, LOSS, LEAVES, OTHER}),
-            how_silent="a loss that falls; each query sees some keys, among them later ones",
-        ),
-        Break(
-            "seam",
-            removes="one position at the seams: keys of other ranks are counted one too far on",
-            caught_by=frozenset({WINDOW_O, WINDOW_GRADIENTS}),
-            how_silent="nothing without a window, where no score changes; with one, a key too many across each seam",
-        ),
-        Break(
-            "keys",
-            removes="the second round of keys and values: backward uses a rank's own in every hop",
-            caught_by=frozenset({RING["dq"], RING["dk"], RING["dv"], WINDOW_GRADIENTS, LEAVES}),
-            how_silent="a loss that is right in step 1, and falls",
-        ),
-        Break(
-            "targets",
-            removes="the shift of targets before the split: each rank shifts its own tokens",
-            caught_by=frozenset({TARGETS, LOSS, LEAVES, OTHER}),
-            how_silent="a loss that falls as far; up to two targets a rank and row are wrong",
-        ),
-        Break(
-            "order",
-            removes="the zig-zag in evaluation: tokens lie in it, and positions are counted in plain order",
-            caught_by=frozenset({OTHER}),
-            how_silent="training is right, and the loss of another text is a little off",
-        ),
-        Break(
-            "count",
-            removes="the count of all targets: each rank divides by its own, and the means are averaged",
-            caught_by=frozenset({LOSS, LEAVES}),
-            how_silent="a loss that falls; where all tokens count, as in the other text, it is even right",
-        ),
-    ],
+    breaks={
+        "lse": {RING["dq"], RING["dk"], WINDOW_GRADIENTS, LEAVES},
+        "late": {*RING.values(), WINDOW_O, WINDOW_GRADIENTS, LOSS, LEAVES, OTHER},
+        "seam": {WINDOW_O, WINDOW_GRADIENTS},
+        "keys": {RING["dq"], RING["dk"], RING["dv"], WINDOW_GRADIENTS, LEAVES},
+        "targets": {TARGETS, LOSS, LEAVES, OTHER},
+        "order": {OTHER},
+        "count": {LOSS, LEAVES},
+    },
 )

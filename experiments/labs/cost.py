@@ -15,7 +15,7 @@ from jaxdist.runtime.budget import SpendLog, begin_job
 
 from .. import plan
 from . import drawing
-from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .lab import Lab, Result, Table, at_most, equal, holds
 from .tools import new_folder
 
 # Published runs: (name, layers, width, heads, batch, GPUs, seconds a step, MFU %). A100s at 312 TFLOP/s, 2,048 tokens,
@@ -215,51 +215,14 @@ def run(broken: str | None) -> Result:
                 ],
             ),
         ],
-        pictures=[
-            Picture(
-                "clusters",
-                draw_clusters,
-                "Hours, their upper end, and dollars / 100 against the nodes: hours fall, dollars stay nearly level",
-            )
-        ],
-        guesses=[
-            Guess(
-                "hours",
-                "8 billion parameters, 30 billion tokens, 16 H100s (989 TFLOP/s) at an MFU of 40 %: how many hours?",
-                6 * 8e9 * 30e9 / (16 * 989e12 * 0.4) / 3600,
-                "h",
-                "6ND over what the devices achieve",
-            ),
-            Guess(
-                "dollars",
-                "The same at $3 an hour for one GPU: how many dollars?",
-                6 * 8e9 * 30e9 / (989e12 * 0.4) / 3600 * 3,
-                "$",
-                "the number of GPUs cancels",
-            ),
-            Guess(
-                "hfu",
-                "The 22B model with full recomputation takes 1.42 s: what would its utilisation be if the second "
-                "forward counted?",
-                utilisation(PUBLISHED[0], 1.42, full(PUBLISHED[0])),
-                "%",
-                "more than the 41.5 % of the run that takes 1.10 s",
-            ),
-            Guess(
-                "buffer",
-                "2 GPUs at $0.35 for 3 hours under a budget of $3.00: which buffer is left?",
-                3 - 2 * 0.35 * 3,
-                "$",
-                "3.00 - 2.10",
-            ),
-            Guess(
-                "vendors",
-                "An H100 was listed at $6.88 and $11.06 an hour by two vendors: how many times dearer is the same run?",
-                listed["gcp"] / listed["aws"],
-                "times",
-                "hours do not depend on who rents",
-            ),
-        ],
+        pictures={"clusters": draw_clusters},
+        guesses={
+            "hours": 6 * 8e9 * 30e9 / (16 * 989e12 * 0.4) / 3600,
+            "dollars": 6 * 8e9 * 30e9 / (989e12 * 0.4) / 3600 * 3,
+            "hfu": utilisation(PUBLISHED[0], 1.42, full(PUBLISHED[0])),
+            "buffer": 3 - 2 * 0.35 * 3,
+            "vendors": listed["gcp"] / listed["aws"],
+        },
     )
 
 
@@ -292,27 +255,10 @@ LAB = Lab(
     title="What a run costs",
     question="What will a run cost before it starts, how well are the devices used, and who stops it at the budget?",
     run=run,
-    breaks=[
-        Break(
-            "recomputed",
-            removes="the rule that recomputed FLOPs do not count in MFU",
-            caught_by=frozenset(
-                {f"{run[0]}: MFU, as published" for run in PUBLISHED}
-                | {f"{name}: the faster run has the higher utilisation" for name in ("530B",)}
-            ),
-            how_silent="a number that rises when a slower setting is chosen",
-        ),
-        Break(
-            "node",
-            removes="the devices of a node: the price of one is taken for all eight",
-            caught_by=frozenset({"cost by hand: devices × price × hours"}),
-            how_silent="a plan for an eighth of the price, until the bill",
-        ),
-        Break(
-            "unsettled",
-            removes="the settlement: a job crashes and never says what it cost",
-            caught_by=frozenset({"spent after a crash at half an hour, of $2.10 reserved", "the next job may run"}),
-            how_silent="the ceiling still holds, and most of the budget is blocked for nothing",
-        ),
-    ],
+    breaks={
+        "recomputed": {f"{run[0]}: MFU, as published" for run in PUBLISHED}
+        | {f"{name}: the faster run has the higher utilisation" for name in ("530B",)},
+        "node": {"cost by hand: devices × price × hours"},
+        "unsettled": {"spent after a crash at half an hour, of $2.10 reserved", "the next job may run"},
+    },
 )

@@ -14,7 +14,7 @@ from jaxdist.plan.proof.trace import collectives_of, total_sent
 from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing, tiny
-from .lab import Break, Guess, Lab, Picture, Result, Table, at_least, at_most, equal, holds
+from .lab import Lab, Result, Table, at_least, at_most, equal, holds
 
 RANKS, ROWS, STEPS, LR = 4, 16, 40, 3e-3
 # Ranks, and micro-batches that each adds up before the one sum: all of them the same batch of 16 sequences.
@@ -219,54 +219,21 @@ def run(broken: str | None) -> Result:
                 ],
             ),
         ],
-        pictures=[
-            Picture(
-                "batch",
-                lambda: drawing.lines(
-                    f"Held-out loss after {BUDGET:,} sequences",
-                    "sequences in a batch",
-                    "loss, nats a token",
-                    {f"{rule} learning rate": (BATCHES, losses) for rule, losses in sweep.items()},
-                    log_x=True,
-                ),
-                "Held-out loss in nats a token at a fixed budget of text against the batch size, for three rules of "
-                "the learning rate",
+        pictures={
+            "batch": lambda: drawing.lines(
+                f"Held-out loss after {BUDGET:,} sequences",
+                "sequences in a batch",
+                "loss, nats a token",
+                {f"{rule} learning rate": (BATCHES, losses) for rule, losses in sweep.items()},
+                log_x=True,
             )
-        ],
-        guesses=[
-            Guess(
-                "sent",
-                f"How many bytes does each of 4 ranks send for the gradient of {num_parameters:,} parameters in fp32?",
-                2 * 3 / 4 * 4 * num_parameters,
-                "bytes",
-                "2 (n−1)/n times the size of the gradient",
-                within=0.01,
-            ),
-            Guess(
-                "global",
-                "64 GPUs with 4 sequences a micro-batch and 8 micro-batches accumulated: how many sequences an update?",
-                64 * 4 * 8,
-                "sequences",
-                "ranks × micro-batch × accumulation",
-                within=0,
-            ),
-            Guess(
-                "means",
-                "Rank 0 has 10 targets of mean loss 2, rank 1 has 30 of mean loss 4: the mean loss of the batch?",
-                3.5,
-                "nats",
-                "(10 × 2 + 30 × 4) / 40, where the mean of the means would be 3",
-                within=0.01,
-            ),
-            Guess(
-                "large",
-                "A gradient of 7B parameters in bf16 over 256 ranks: how many GB does each send?",
-                2 * 255 / 256 * 14,
-                "GB",
-                "almost twice 14 GB, whatever the number of ranks",
-                within=0.02,
-            ),
-        ],
+        },
+        guesses={
+            "sent": 2 * 3 / 4 * 4 * num_parameters,
+            "global": 64 * 4 * 8,
+            "means": 3.5,
+            "large": 2 * 255 / 256 * 14,
+        },
     )
 
 
@@ -276,31 +243,14 @@ LAB = Lab(
     question="When do many devices with a part of the batch each compute exactly what one device computes?",
     run=run,
     devices=8,
-    breaks=[
-        Break(
-            "mean-of-means",
-            removes="the division by all targets: each rank takes the mean of its own, and the means are averaged",
-            caught_by=frozenset({"largest relative difference of a gradient from one device"}),
-            how_silent="nothing: the loss falls, to nearly the same value, and short sequences count too much",
-        ),
-        Break(
-            "no-sum",
-            removes="the sum over ranks: each updates its copy with its own gradient",
-            caught_by=frozenset(
-                {
-                    "largest relative difference of a gradient from one device",
-                    "loss of one batch after 40 steps, against one device",
-                    "largest difference between the ranks' copies of a parameter",
-                    "JAX's types accept that gradients are equal on all ranks",
-                }
-            ),
-            how_silent="the loss of the first rank falls as before, while the copies become different models",
-        ),
-        Break(
-            "wrong-count",
-            removes="the other ranks from the count: the sum over ranks is divided by the targets of one",
-            caught_by=frozenset({"largest relative difference of a gradient from one device"}),
-            how_silent="nothing: Adam divides a gradient by its own size, so a factor of 4 changes no update",
-        ),
-    ],
+    breaks={
+        "mean-of-means": {"largest relative difference of a gradient from one device"},
+        "no-sum": {
+            "largest relative difference of a gradient from one device",
+            "loss of one batch after 40 steps, against one device",
+            "largest difference between the ranks' copies of a parameter",
+            "JAX's types accept that gradients are equal on all ranks",
+        },
+        "wrong-count": {"largest relative difference of a gradient from one device"},
+    },
 )

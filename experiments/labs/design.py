@@ -14,7 +14,7 @@ from jaxdist.plan.search import Scored, layouts_of_mesh, rank, score, search, us
 
 from .. import plan
 from . import drawing
-from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal
+from .lab import Lab, Result, Table, at_most, equal
 
 MODEL, BATCH, TOKENS, NODES = "llama3-8b", 128, 100e9, 4
 PRICE, DEADLINE, BUDGET = 3.0, 168.0, 16_000.0  # dollars for a GPU and hour, hours, dollars
@@ -218,60 +218,24 @@ def run(broken: str | None) -> Result:
                 ],
             ),
         ],
-        pictures=[
-            Picture(
-                "steps",
-                lambda: drawing.stacks(
-                    "A step of each design that fits (predicted)",
-                    "seconds",
-                    list(runs),
-                    {
-                        part: [parts_of(scored, index)[part] for scored, index in runs.values()]
-                        for part in ("compute", "memory", "tp", "dp", "pp", "bubble")
-                    },
-                ),
-                "Seconds of a step of several layouts, each bar divided into compute, memory, tp, dp, pp and bubble",
+        pictures={
+            "steps": lambda: drawing.stacks(
+                "A step of each design that fits (predicted)",
+                "seconds",
+                list(runs),
+                {
+                    part: [parts_of(scored, index)[part] for scored, index in runs.values()]
+                    for part in ("compute", "memory", "tp", "dp", "pp", "bubble")
+                },
             )
-        ],
-        guesses=[
-            Guess(
-                "least",
-                "Adam in mixed precision is 16 bytes a parameter: GiB of state of 8.03 billion on each of 32 devices, "
-                "all of it divided?",
-                gib(16 * num_parameters(question().base.model) / 32),
-                "GiB",
-                "far below 80: it can fit",
-            ),
-            Guess(
-                "floor",
-                "6ND for 8.03 billion parameters and 100 billion tokens on 32 H100s at 989 TFLOP/s each: hours?",
-                6 * num_parameters(question().base.model) * TOKENS / (32 * 989e12) / 3600,
-                "h",
-                "a quarter of the deadline: an MFU of 40 % is enough",
-            ),
-            Guess(
-                "allreduce",
-                "A device sends 2 bytes for each of 8.03 billion gradients to the other nodes at 3.125 GB/s: seconds?",
-                2 * num_parameters(question().base.model) / SLOW,
-                "s",
-                "longer than the rest of the step: whole gradients may not cross the nodes",
-            ),
-            Guess(
-                "link",
-                "How many times longer is a step of the layout that was chosen for a fast link, on the slow one?",
-                float(fast.time.total[0]) / float(searched("link").time.total[int(rank(searched("link"))[0])]),
-                "times",
-                "its gradients cross the nodes in every micro-batch",
-            ),
-            Guess(
-                "mfu",
-                "Which MFU does the design have, by the plan, in %?",
-                100 * float(best.time.mfu[0]),
-                "%",
-                "the 42.3 h at the peak, times 1.10 for attention, over 119.6 h",
-                within=0.1,
-            ),
-        ],
+        },
+        guesses={
+            "least": gib(16 * num_parameters(question().base.model) / 32),
+            "floor": 6 * num_parameters(question().base.model) * TOKENS / (32 * 989e12) / 3600,
+            "allreduce": 2 * num_parameters(question().base.model) / SLOW,
+            "link": float(fast.time.total[0]) / float(searched("link").time.total[int(rank(searched("link"))[0])]),
+            "mfu": 100 * float(best.time.mfu[0]),
+        },
     )
 
 
@@ -288,24 +252,8 @@ LAB = Lab(
     question="Llama 3 8B, 100 billion tokens, four nodes of H100s with a slow link, a week and $16,000: which layout, "
     "and why no other?",
     run=run,
-    breaks=[
-        Break(
-            "activations",
-            removes="activations, logits and working buffers, from the memory that decides what fits",
-            caught_by=frozenset({"memory of a device"}),
-            how_silent="a faster step on paper, in time and in budget, and a job that dies of memory in its first step",
-        ),
-        Break(
-            "link",
-            removes="the slow link: the search takes the nodes to be joined as fast as the GPUs inside one",
-            caught_by=frozenset(
-                {
-                    "step: no layout that fits is faster",
-                    "hours, upper end of the bar",
-                    "dollars, upper end of the bar",
-                }
-            ),
-            how_silent="the run starts, fits and learns; it takes twice the time and money that was planned",
-        ),
-    ],
+    breaks={
+        "activations": {"memory of a device"},
+        "link": {"step: no layout that fits is faster", "hours, upper end of the bar", "dollars, upper end of the bar"},
+    },
 )

@@ -24,7 +24,7 @@ from jaxdist.plan.proof.trace import collectives_of, total_sent
 from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
-from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_least, at_most, equal, holds
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds
 
 DEVICES = 4
 TOKENS = ("dp", "ep", "cp")  # the axes that split tokens; ep is a factor of dp x cp
@@ -718,83 +718,23 @@ def run(broken: str | None) -> Result:
         parts = [balance_table(), oracle_table(), load_table(), ([], training_table())]
         slots, loads = slots_filled(), {f: [busiest(each) for each in train(None, f).loads] for f in FACTORS}
     parts += [traffic(), crossing_table()]
-    pictures = [
-        Picture(
-            "slots",
-            lambda: draw_slots(slots),
-            "Four ranks' messages, eight slots for each expert: at first two experts' are full and most others empty; "
-            "trained, nearly all are filled",
-        ),
-        Picture(
-            "loads",
-            lambda: draw_loads(loads),
-            f"The busiest expert's load over {STEPS} steps: it falls to nearly the mean with the balance loss, and "
-            "stays above three times the mean without",
-        ),
-        Picture(
-            "crossing",
-            draw_crossing,
-            "Bytes of all-to-alls over bytes of gathered experts, rising with tokens; four models cross 1 between "
-            "18,000 and 150,000 tokens",
-        ),
-    ]
+    pictures = {"slots": lambda: draw_slots(slots), "loads": lambda: draw_loads(loads), "crossing": draw_crossing}
     checks += [check for each, _ in parts for check in each]
     return Result(checks, [table for _, table in parts], pictures, guesses())
 
 
-def guesses() -> list[Guess]:
+def guesses() -> dict[str, float]:
     mixtral = MODELS["Mixtral 8x7B"]
     small = Model(1024, 32, 8, 512)
     taken = slots_of_sequence(1.25, LONG, mixtral.experts, mixtral.top_k)
-    return [
-        Guess(
-            "padding",
-            "8 experts on 4 ranks, a token chooses 2, nothing is dropped, and a message has the same size whatever is "
-            "chosen: how many times the rows that are chosen does it have?",
-            SPLIT * min(K, E // SPLIT) / K,
-            "times",
-            "each of 4 ranks could be sent 2 rows of every token, and 2 are",
-        ),
-        Guess(
-            "collapse",
-            "A router is certain, and chooses one and the same of 8 experts for all tokens: how many times the "
-            "balance loss of equal load?",
-            E,
-            "times",
-            "f = 8 and P = 1 for that expert, 0 for the others; equal load has f = 1 and P = 1/8 for each",
-        ),
-        Guess(
-            "factor",
-            "dp=4,ep=4, each rank's loss is the mean of its own tokens, and a gradient is averaged over the ranks that "
-            "hold the same parameter: how many times too large is an expert's?",
-            4,
-            "times",
-            "the all-to-all has summed the gradients of 4 ranks, and nothing divides by 4",
-        ),
-        Guess(
-            "taken",
-            "Mixtral 8x7B, a sequence of 4,096, capacity 1.25: choices that an expert takes?",
-            taken,
-            "choices",
-            "1.25 · 4,096 · 2 / 8",
-        ),
-        Guess(
-            "lost",
-            "All its tokens have the same first choice, and second choices are spread evenly over the other 7 experts: "
-            "percent of all choices that are dropped?",
-            100 * (LONG - taken) / (2 * LONG),
-            "%",
-            "2,816 of 4,096 first choices; second choices, 585 for each expert, have room",
-        ),
-        Guess(
-            "fine",
-            "32 experts of width 512, of which a token chooses 8: from how many tokens of a rank on do all-to-alls "
-            "(without padding) send more than gathering the experts?",
-            small.crossing,
-            "tokens",
-            "9 · 32 · 512 / (4 · 8); the model's width cancels",
-        ),
-    ]
+    return {
+        "padding": SPLIT * min(K, E // SPLIT) / K,
+        "collapse": E,
+        "factor": 4,
+        "taken": taken,
+        "lost": 100 * (LONG - taken) / (2 * LONG),
+        "fine": small.crossing,
+    }
 
 
 OF = {what: {layout: of_mesh(layout, what) for layout in LAYOUTS} for what in (LOSS, OF_EXPERTS, OF_OTHERS)}
@@ -805,48 +745,12 @@ LAB = Lab(
     "silent?",
     run=run,
     devices=DEVICES,
-    breaks=[
-        Break(
-            "average",
-            removes="the division by all ranks: an expert's gradient is averaged over the ranks that hold that expert, "
-            "as every other gradient is",
-            caught_by=frozenset({*list(OF[OF_EXPERTS].values())[1:], LIMITED_GRADIENTS}),
-            how_silent="nothing under Adam, which divides by the gradient's size; clipping would cut too early, and "
-            "SGD would train experts ep times as fast",
-        ),
-        Break(
-            "shared",
-            removes="one sum: the shared expert's result, summed over tp already, is added to the routed experts' "
-            "partial sums, and summed again",
-            caught_by=frozenset(each["dp=2,tp=2,ep=2"] for each in OF.values()),
-            how_silent="nothing without tp; with it another model, whose shared expert counts tp times",
-        ),
-        Break(
-            "order",
-            removes="the order of places: a token's second choice takes a place before the next token's first",
-            caught_by=frozenset({LIMITED_LOSS, LIMITED_GRADIENTS}),
-            how_silent="nothing: as many choices are dropped, and not the same ones",
-        ),
-        Break(
-            "means",
-            removes="the sums over each sequence: a rank multiplies means over its own tokens",
-            caught_by=frozenset(
-                {*OF[LOSS].values(), *OF[OF_OTHERS].values(), LIMITED_LOSS, LIMITED_GRADIENTS},
-            ),
-            how_silent="nothing: the load becomes even; loss and gradients depend on how the batch is split",
-        ),
-        Break(
-            "stopped",
-            removes="the gradient through the weights of what was chosen: they are constants in backward",
-            caught_by=frozenset({*OF[OF_OTHERS].values(), LIMITED_GRADIENTS}),
-            how_silent="a loss that is right and falls, less far; the router learns from the balance loss alone, to "
-            "spread tokens whatever they are",
-        ),
-        Break(
-            "empty",
-            removes="the zeros in the buffer for an expert's gradient: where no row came, what was in it before stays",
-            caught_by=frozenset({*OF[OF_EXPERTS].values(), UNCHOSEN, LIMITED_GRADIENTS}),
-            how_silent="a loss that falls; nothing at all where every expert has rows on every rank",
-        ),
-    ],
+    breaks={
+        "average": {*list(OF[OF_EXPERTS].values())[1:], LIMITED_GRADIENTS},
+        "shared": {each["dp=2,tp=2,ep=2"] for each in OF.values()},
+        "order": {LIMITED_LOSS, LIMITED_GRADIENTS},
+        "means": {*OF[LOSS].values(), *OF[OF_OTHERS].values(), LIMITED_LOSS, LIMITED_GRADIENTS},
+        "stopped": {*OF[OF_OTHERS].values(), LIMITED_GRADIENTS},
+        "empty": {*OF[OF_EXPERTS].values(), UNCHOSEN, LIMITED_GRADIENTS},
+    },
 )

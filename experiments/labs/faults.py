@@ -28,7 +28,7 @@ from jaxdist.runtime.health import gather_ranks, make_replica_check, name_culpri
 from jaxdist.train.program import Program, build_program
 
 from . import drawing
-from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .lab import Lab, Result, Table, at_most, equal, holds
 from .tools import new_folder, replaced, small_run
 
 STEPS, SAVED = 12, 6
@@ -294,51 +294,20 @@ def run(broken: str | None) -> Result:
                 "intervals", ["GPUs", "hours between faults", "best minutes between saves", "time lost"], interval_rows
             ),
         ],
-        pictures=[
-            Picture(
-                "curves",
-                lambda: drawing.lines(
-                    f"Resumed after step {SAVED} (simulated dp=2)",
-                    "step",
-                    "loss, nats a token",
-                    {name: (range(1, STEPS + 1), losses) for name, losses in curves.items()},
-                ),
-                "Loss in nats a token over 12 steps: never stopped, resumed without position, without moments; equal "
-                "up to step 6, then they part, and all fall",
+        pictures={
+            "curves": lambda: drawing.lines(
+                f"Resumed after step {SAVED} (simulated dp=2)",
+                "step",
+                "loss, nats a token",
+                {name: (range(1, STEPS + 1), losses) for name, losses in curves.items()},
             )
-        ],
-        guesses=[
-            Guess(
-                "lost",
-                "A checkpoint every 100 steps, and a kill at a random moment: how many steps are lost on average?",
-                50,
-                "steps",
-                "half of the interval",
-            ),
-            Guess(
-                "interval",
-                "16,384 GPUs, a fault every 3.1 hours, 30 s a save: how many minutes between saves lose least?",
-                best_interval(SAVE_SECONDS, big) / 60,
-                "min",
-                "√(2 × save × time between faults)",
-            ),
-            Guess(
-                "bytes",
-                "A checkpoint of 7 billion parameters with Adam and fp32 masters, of which the 16-bit weights are made "
-                "again: how many GB?",
-                7 * 12,
-                "GB",
-                "4 bytes of master and 8 of moments",
-            ),
-            Guess(
-                "slower",
-                "16,384 GPUs, a fault every 3.1 hours, 300 s a save: what share of the time is lost at the best "
-                "interval?",
-                100 * lost_share(best_interval(10 * SAVE_SECONDS, big), 10 * SAVE_SECONDS, big),
-                "%",
-                "√10 times that of 30 s: it grows with the square root of the time of a save",
-            ),
-        ],
+        },
+        guesses={
+            "lost": 50,
+            "interval": best_interval(SAVE_SECONDS, big) / 60,
+            "bytes": 7 * 12,
+            "slower": 100 * lost_share(best_interval(10 * SAVE_SECONDS, big), 10 * SAVE_SECONDS, big),
+        },
     )
 
 
@@ -351,26 +320,10 @@ LAB = Lab(
     question="A run is killed, moved to other devices, or one device goes wrong: how is it known that training goes on "
     "as if nothing had happened, and who was it?",
     run=run,
-    breaks=[
-        Break(
-            "position",
-            removes="the data position: the resumed run reads from the first batch again",
-            caught_by=frozenset({RESUMED} | PARTED),
-            how_silent="a loss curve that goes on falling; some data is seen twice and some never",
-        ),
-        Break(
-            "moments",
-            removes="the optimiser's moments: the resumed run starts with zeros",
-            caught_by=frozenset({RESUMED} | PARTED),
-            how_silent="a kink in the curve, which looks like a hard batch",
-        ),
-        Break(
-            "drift",
-            removes="the equality of copies: one bit of a weight flips on device 1 after step 6",
-            caught_by=frozenset({"copies on dp=2: ranks that the replica check names"}),
-            how_silent="nothing: the gradients are summed over both devices, the copies never meet again, and the loss "
-            "falls",
-        ),
-    ],
+    breaks={
+        "position": {RESUMED} | PARTED,
+        "moments": {RESUMED} | PARTED,
+        "drift": {"copies on dp=2: ranks that the replica check names"},
+    },
     devices=4,
 )

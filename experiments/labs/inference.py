@@ -20,7 +20,7 @@ from jaxdist.plan.proof.trace import collectives_of, total_sent
 from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
-from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .lab import Lab, Result, Table, at_most, equal, holds
 from .tools import replaced
 
 MODEL = Decoder(
@@ -213,63 +213,28 @@ def run(broken: str | None) -> Result:
                 moves,
             ),
         ],
-        pictures=[
-            Picture(
-                "speedup",
-                lambda: drawing.lines(
-                    "Speed-up of decode, one text (predicted, H100)",
-                    "tp",
-                    "times one device",
-                    {
-                        name: (
-                            DEGREES,
-                            [sum(decode_seconds(name, 1)) / sum(decode_seconds(name, tp)) for tp in DEGREES],
-                        )
-                        for name in SIZES
-                    },
-                    log_x=True,
-                ),
-                "Speed-up against tp: the large model's rises, the middle one's flattens, the small one's falls",
+        pictures={
+            "speedup": lambda: drawing.lines(
+                "Speed-up of decode, one text (predicted, H100)",
+                "tp",
+                "times one device",
+                {
+                    name: (
+                        DEGREES,
+                        [sum(decode_seconds(name, 1)) / sum(decode_seconds(name, tp)) for tp in DEGREES],
+                    )
+                    for name in SIZES
+                },
+                log_x=True,
             )
-        ],
-        guesses=[
-            Guess(
-                "kv",
-                "Llama 3 8B has 32 layers, 8 key heads of 128: KiB of cache for one token in 16 bits?",
-                closed_kv_bytes(llama, 1) / 1024,
-                "KiB",
-                "2 × 32 × 8 × 128 × 2 bytes",
-            ),
-            Guess(
-                "token",
-                "8.03 billion parameters in 16 bits, 3.35 TB/s: how many ms does reading them for one token take?",
-                1e3 * 2 * num_parameters(llama) / H100.memory_bytes_per_s,
-                "ms",
-                "16 GB over 3.35 TB/s: no token of one text can be sooner",
-            ),
-            Guess(
-                "balance",
-                "989 TFLOP/s and 3.35 TB/s: from how many texts together does decode wait for arithmetic (16-bit "
-                "weights, no cache)?",
-                balance,
-                "texts",
-                "2 FLOPs and 2 bytes a parameter: FLOP/s over bytes/s",
-            ),
-            Guess(
-                "share",
-                "Llama 3 8B on tp=8: which share of a token's time are messages?",
-                100 * decode_seconds("llama3-8b", 8)[1] / sum(decode_seconds("llama3-8b", 8)),
-                "%",
-                "65 sums of three exchanges there and three back, at 3 µs each",
-            ),
-            Guess(
-                "context",
-                "At how many tokens of context is the cache of one text as large as the weights of Llama 3 8B?",
-                2 * num_parameters(llama) / closed_kv_bytes(llama, 1),
-                "tokens",
-                "16 GB over 128 KiB",
-            ),
-        ],
+        },
+        guesses={
+            "kv": closed_kv_bytes(llama, 1) / 1024,
+            "token": 1e3 * 2 * num_parameters(llama) / H100.memory_bytes_per_s,
+            "balance": balance,
+            "share": 100 * decode_seconds("llama3-8b", 8)[1] / sum(decode_seconds("llama3-8b", 8)),
+            "context": 2 * num_parameters(llama) / closed_kv_bytes(llama, 1),
+        },
     )
 
 
@@ -288,25 +253,10 @@ LAB = Lab(
     title="Inference",
     question="When do several devices make the next token sooner, when later, and what must the cache hold?",
     run=run,
-    breaks=[
-        Break(
-            "place",
-            removes="the right place in the cache: each new key and value is written one further",
-            caught_by=frozenset({LATER}),
-            how_silent="the first token is right and the rest is text; every mesh says the same",
-        ),
-        Break(
-            "positions",
-            removes="the advance of positions: all new tokens are decoded at the prompt's end",
-            caught_by=frozenset({LATER}),
-            how_silent="two right tokens, then other text, the same on every mesh",
-        ),
-        Break(
-            "mask",
-            removes="the causal mask, in prefill",
-            caught_by=frozenset({"first token: error of its logits, against training", LATER}),
-            how_silent="text that is a little worse; every mesh says the same, and decode is right",
-        ),
-    ],
+    breaks={
+        "place": {LATER},
+        "positions": {LATER},
+        "mask": {"first token: error of its logits, against training", LATER},
+    },
     devices=2,
 )

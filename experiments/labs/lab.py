@@ -1,8 +1,8 @@
-"""What a lab is, and what one run of it found."""
+"""What a lab is, and what one run of it found. The prose (questions, answers in words, breaks) is on its page."""
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -83,44 +83,17 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """draw: makes the figure (matplotlib, the extra `draw`). about: what a reader who cannot see it is told.
-    wide: shown at full width, scrolled on a phone."""
-
-    name: str
-    draw: Callable[[], "Figure"]
-    about: str
-    wide: bool = False
-
-
-@dataclass(frozen=True)
-class Guess:
-    """A question with a number for an answer, asked before the run or as an exercise. why: the answer in a sentence.
-    within: relative error that counts as right."""
-
-    key: str
-    question: str
-    answer: float
-    unit: str
-    why: str
-    within: float = 0.05
-
-    def accepts(self, guess: float) -> bool:
-        return abs(guess - self.answer) <= self.within * abs(self.answer) + 1e-12
-
-    @property
-    def told(self) -> str:
-        return f"{shown(self.answer, self.unit)}: {self.why}"
-
-
-@dataclass(frozen=True)
 class Result:
-    """What one run found. A broken run needs only the checks."""
+    """What one run found. A broken run needs only the checks.
+
+    pictures: by name, makes a figure (matplotlib, the extra `draw`); NAME-wide is shown at full width.
+    guesses: by key, the answers to the questions that the page asks.
+    """
 
     checks: Sequence[Check]
     tables: Sequence[Table] = ()
-    pictures: Sequence[Picture] = ()
-    guesses: Sequence[Guess] = ()
+    pictures: Mapping[str, Callable[[], "Figure"]] = field(default_factory=dict)
+    guesses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def red(self) -> set[str]:
@@ -129,28 +102,14 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Break:
-    """The one thing that a broken run removes. caught_by: exactly the checks that must fail; all others still pass.
-    how_silent: what a user without those checks would notice."""
-
-    name: str
-    removes: str
-    caught_by: frozenset[str]
-    how_silent: str
-
-
-@dataclass(frozen=True)
 class Lab:
-    """run: the whole lab, or with the name of a break the lab without the one thing that it removes.
+    """run: the whole lab, or with the name of a break the lab without the one thing that the break removes.
+    breaks: by name, exactly the checks that must fail; all others still pass.
     devices: how many it needs, simulated where there are too few."""
 
     name: str
     title: str
     question: str
     run: Callable[[str | None], Result]
-    breaks: Sequence[Break]
+    breaks: Mapping[str, Set[str]]
     devices: int = 1
-    by_name: dict[str, Break] = field(init=False, repr=False)
-
-    def __post_init__(self):
-        object.__setattr__(self, "by_name", {each.name: each for each in self.breaks})

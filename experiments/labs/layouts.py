@@ -25,7 +25,7 @@ from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
 from .exchanges import traced
-from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_most, equal, holds, refused
+from .lab import Check, Lab, Result, Table, at_most, equal, holds, refused
 from .tools import small_run
 
 # --------------------------------------------------------------------------------------------- eight devices, by hand
@@ -322,11 +322,7 @@ def run(broken: str | None) -> Result:
             ),
             Table("across", ["70B on 64, seconds", *PARTS, "step"], across_rows),
         ],
-        pictures=[
-            Picture("ranks", draw_ranks, "Eight ranks on two nodes, each with its layers, heads and rows"),
-            Picture("time", draw_time, "What a step of 8B, 70B and 405B is made of, in percent"),
-            Picture("across", draw_across, "Seconds of a step of 70B with tp inside a node and across"),
-        ],
+        pictures={"ranks": draw_ranks, "time": draw_time, "across": draw_across},
         guesses=guesses(),
     )
 
@@ -368,39 +364,15 @@ def draw_across():
     return drawing.stacks("The same layout of 70B (predicted)", "seconds a step", list(found), parts)
 
 
-def guesses() -> list[Guess]:
-    return [
-        Guess("rank", "On pp=2, dp=2, tp=2, which rank has pp 1, dp 0, tp 1?", 5, "", "4 · 1 + 2 · 0 + 1", within=0.01),
-        Guess("rows", "A batch of 16 on dp=2 with 4 micro-batches: rows of a micro-batch?", 2, "rows", "16 / (2 · 4)"),
-        Guess(
-            "state",
-            "405B at 16 bytes a parameter: TB of weights, gradients and optimiser?",
-            16 * num_parameters(LLAMA_405B) / 1e12,
-            "TB",
-            "405.9 billion · 16",
-        ),
-        Guess(
-            "weights",
-            "405B with tp=8 and pp=16: GB of bf16 weights on a device?",
-            2 * num_parameters(LLAMA_405B) / 128 / 1e9,
-            "GB",
-            "811.7 GB over 128, whatever dp is",
-        ),
-        Guess(
-            "slower",
-            "128 MiB all-reduced over 8 at 75% of peak: how many times longer on 50 GB/s, 5 µs than 450 GB/s, 3 µs?",
-            ring_seconds(H100.between) / ring_seconds(H100.inside),
-            "times",
-            "nearly the ratio of bandwidths, 9",
-        ),
-        Guess(
-            "batch",
-            "pp=16 needs 64 micro-batches to keep its bubble small, and dp is 8: which is the smallest batch?",
-            512,
-            "sequences",
-            "8 · 64 · 1: the three axes share the batch",
-        ),
-    ]
+def guesses() -> dict[str, float]:
+    return {
+        "rank": 5,
+        "rows": 2,
+        "state": 16 * num_parameters(LLAMA_405B) / 1e12,
+        "weights": 2 * num_parameters(LLAMA_405B) / 128 / 1e9,
+        "slower": ring_seconds(H100.between) / ring_seconds(H100.inside),
+        "batch": 512,
+    }
 
 
 LAB = Lab(
@@ -409,29 +381,15 @@ LAB = Lab(
     question="Where do tp, pp and dp go on a cluster, and what would 8B, 70B and 405B look like?",
     run=run,
     devices=8,
-    breaks=[
-        Break(
-            "order",
-            removes="the order of the axes: devices are handed over so that tp is outermost and crosses nodes",
-            caught_by=frozenset(
-                {
-                    "every device has the layers and heads that its number says",
-                    "groups of tp stay in a node",
-                    "bytes that a device sends to another node: only those over pp",
-                }
-            ),
-            how_silent="the same loss and the same gradients, on a step several times as long",
-        ),
-        Break(
-            "remainder",
-            removes="the refusal of a batch that dp x micro-batches does not divide: rows are cut by whole division",
-            caught_by=frozenset(
-                {
-                    "a batch of 12 for dp=2 and 4 micro-batches is refused",
-                    "rows of the batches of 16 and 12 that are neither trained on nor refused",
-                }
-            ),
-            how_silent="every shape is right, and a third of the data is never seen",
-        ),
-    ],
+    breaks={
+        "order": {
+            "every device has the layers and heads that its number says",
+            "groups of tp stay in a node",
+            "bytes that a device sends to another node: only those over pp",
+        },
+        "remainder": {
+            "a batch of 12 for dp=2 and 4 micro-batches is refused",
+            "rows of the batches of 16 and 12 that are neither trained on nor refused",
+        },
+    },
 )

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
-from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .lab import Lab, Result, Table, at_most, equal, holds
 
 ROWS, LENGTH, WIDTH, HIDDEN, STEPS = 8, 8, 8, 16, 30
 RATE, EPS = 0.01, 1e-8
@@ -257,52 +257,17 @@ def run(broken: str | None) -> Result:
                 ],
             ),
         ],
-        pictures=[
-            Picture(
-                "curves",
-                lambda: draw_curves(curves),
-                "Loss (squared error) over 30 steps, six curves that all end below their start; double lies on right",
-            )
-        ],
-        guesses=[
-            Guess(
-                "seen", "How many of the five faults does a falling loss reveal?", 0, "faults", "each still descends"
+        pictures={"curves": lambda: draw_curves(curves)},
+        guesses={
+            "seen": 0,
+            "factor": norm(train("double")["grads"][0]) / norm(train(None, 1, 1)["grads"][0]),
+            "count": (1 / min(per_rank) / 4) / (1 / sum(per_rank)),
+            "stopped": sum(
+                norm(stopped["grads"][0][name] - g) > 1e-10 * norm(g)
+                for name, g in train(None, 1, 1)["grads"][0].items()
             ),
-            Guess(
-                "factor",
-                "All gradients are summed twice over 4 ranks: by which factor are they too large?",
-                norm(train("double")["grads"][0]) / norm(train(None, 1, 1)["grads"][0]),
-                "",
-                "the second sum adds 4 equal values",
-            ),
-            Guess(
-                "count",
-                f"Four ranks have {', '.join(map(str, per_rank))} positions that count: how many times its right "
-                "weight does a position of the smallest get under a mean of means?",
-                (1 / min(per_rank) / 4) / (1 / sum(per_rank)),
-                "",
-                "all positions / (4 × its rank's own)",
-            ),
-            Guess(
-                "stopped",
-                "Under stopped: of the 5 matrices, how many have a wrong gradient in step 1?",
-                sum(
-                    norm(stopped["grads"][0][name] - g) > 1e-10 * norm(g)
-                    for name, g in train(None, 1, 1)["grads"][0].items()
-                ),
-                "matrices",
-                "q and k alone enter through the scores; v, up and down are right up to rounding",
-                within=0,
-            ),
-            Guess(
-                "quiet",
-                "How many of the nine checks see the fault that the fewest see?",
-                min(seen.values()),
-                "checks",
-                "stopped: leaves of both steps, finite differences; stale: curve, leaves of step 2, 16-bit weights",
-                within=0,
-            ),
-        ],
+            "quiet": min(seen.values()),
+        },
     )
 
 
@@ -335,38 +300,12 @@ LAB = Lab(
     title="Gradients that lie",
     question="Forward is right, backward is wrong, and the loss falls: which check sees it, and which ones miss it?",
     run=run,
-    breaks=[
-        Break(
-            "double",
-            removes="the rule that a gradient is summed once: " + FAULTS["double"],
-            caught_by=frozenset({NORM, FIRST, SECOND, DIFFERENCES}),
-            how_silent="nothing under Adam, which divides by the gradient's size; clipping would cut too early",
-        ),
-        Break(
-            "missing",
-            removes="the sum: " + FAULTS["missing"],
-            caught_by=frozenset({CURVE, FIRST, SECOND, DIFFERENCES, TYPES}),
-            how_silent="a loss that falls, more slowly: three quarters of the batch are ignored",
-        ),
-        Break(
-            "means",
-            removes="the division by the global count: " + FAULTS["means"],
-            caught_by=frozenset({CURVE, FIRST, SECOND, DIFFERENCES}),
-            how_silent="nothing: the loss that is reported is the right one, and "
-            "those of a rank with few positions count for more",
-        ),
-        Break(
-            "stopped",
-            removes="a term of a gradient: " + FAULTS["stopped"],
-            caught_by=frozenset({FIRST, SECOND, DIFFERENCES}),
-            how_silent="nothing: values learn as they should, queries and keys from a wrong gradient",
-        ),
-        Break(
-            "stale",
-            removes="the refresh of a copy: " + FAULTS["stale"],
-            caught_by=frozenset({CURVE, SECOND, COPIES}),
-            how_silent="nothing in step 1; later one matrix computes with its first values, while its master learns",
-        ),
-    ],
+    breaks={
+        "double": {NORM, FIRST, SECOND, DIFFERENCES},
+        "missing": {CURVE, FIRST, SECOND, DIFFERENCES, TYPES},
+        "means": {CURVE, FIRST, SECOND, DIFFERENCES},
+        "stopped": {FIRST, SECOND, DIFFERENCES},
+        "stale": {CURVE, SECOND, COPIES},
+    },
     devices=4,
 )

@@ -8,7 +8,7 @@ from jaxdist.plan.papers.formulas import RECIPES
 from jaxdist.plan.program_memory import TERMS
 
 from . import drawing
-from .lab import Break, Guess, Lab, Picture, Result, Table, equal
+from .lab import Lab, Result, Table, equal
 from .tools import compiled_levels, gb, mib, planned_bytes, small_run
 
 BILLION = 7e9
@@ -93,50 +93,21 @@ def run(broken: str | None) -> Result:
                 ],
             ),
         ],
-        pictures=[
-            Picture(
-                "terms",
-                lambda: drawing.stacks(
-                    "Memory of a device by term (planned)",
-                    "GB",
-                    list(real),
-                    {term: [t[term] / 1e9 for t in real.values()] for term in TERMS},
-                ),
-                "GB a device of five runs, each divided into parameters, optimizer, gradients, activations, logits, "
-                "working",
-            )
-        ],
-        guesses=[
-            Guess("seven", "How many GB for 7B parameters with Adam in mixed precision?", 112, "GB", "16 bytes each"),
-            Guess(
-                "share",
-                "Which share of those 16 bytes belongs to the optimiser, masters included?",
-                75,
-                "%",
-                "4 of masters and 8 of moments, of 16",
-            ),
-            Guess(
-                "lion",
-                "With Lion, which has one moment, how many bytes a parameter?",
-                RECIPES["mixed-lion"].total,
-                "bytes",
-                "4 bytes of second moment less",
-            ),
-            Guess(
-                "logits",
-                "fp32 logits of 8 sequences of 2,048 tokens with a vocabulary of 128,256, in GB?",
-                8 * 2048 * 128_256 * 4 / 1e9,
+        pictures={
+            "terms": lambda: drawing.stacks(
+                "Memory of a device by term (planned)",
                 "GB",
-                "tokens × vocabulary × 4 bytes, before any gradient of them",
-            ),
-            Guess(
-                "fits",
-                "How many billion parameters fit in 80 GB at 16 bytes each, with nothing left for activations?",
-                5,
-                "billion",
-                "80 / 16",
-            ),
-        ],
+                list(real),
+                {term: [t[term] / 1e9 for t in real.values()] for term in TERMS},
+            )
+        },
+        guesses={
+            "seven": 112,
+            "share": 75,
+            "lion": RECIPES["mixed-lion"].total,
+            "logits": 8 * 2048 * 128_256 * 4 / 1e9,
+            "fits": 5,
+        },
     )
 
 
@@ -154,20 +125,8 @@ LAB = Lab(
     title="Where the bytes are",
     question="Why do 7 billion parameters take 112 GB to train, and which term is the peak after that?",
     run=run,
-    breaks=[
-        Break(
-            "masters",
-            removes="the fp32 master weights, from the count",
-            caught_by=frozenset(
-                {"7B in mixed precision, GB", "bytes a parameter kept between steps, counted and in the program"}
-            ),
-            how_silent="a plan that says 84 GB, and a job that runs out of memory as soon as it starts",
-        ),
-        Break(
-            "logits",
-            removes="the logits, from the plan's peak",
-            caught_by=frozenset({"planned peak, batch 8, 16,000 tokens in the vocabulary"}),
-            how_silent="small vocabularies plan as well as before; large ones run out of memory in the head",
-        ),
-    ],
+    breaks={
+        "masters": {"7B in mixed precision, GB", "bytes a parameter kept between steps, counted and in the program"},
+        "logits": {"planned peak, batch 8, 16,000 tokens in the vocabulary"},
+    },
 )

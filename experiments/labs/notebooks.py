@@ -41,7 +41,6 @@ def notebook(page: str) -> str:
 
     text = BLOCK.sub(lambda found: "" if found[2] in ("table", "checks", "break") else found[0], page)
     text = re.sub(r"\n*<!-- (lab: [^>]*|end) -->\n*", "\n\n", text)
-    text = re.sub(r"\n*What was checked in this run:\n*", "\n\n", text)
     text = text.replace("python -m experiments.", "jaxdist ")
     text = re.sub(r"\]\(\.\./\.\./([^)]*)\)", rf"]({REPOSITORY}\1)", text)
     text = re.sub(r"\]\(\.\./([^)]*)\)", rf"]({REPOSITORY}docs/\1)", text)

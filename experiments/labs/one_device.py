@@ -11,7 +11,7 @@ from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.papers.formulas import state_bytes, training_flops
 
 from . import drawing, tiny
-from .lab import Break, Guess, Lab, Picture, Result, Table, at_least, at_most, equal, holds
+from .lab import Lab, Result, Table, at_least, at_most, equal, holds
 from .tools import gb
 
 STEPS, ROWS, LR = 300, 64, 3e-3
@@ -147,54 +147,19 @@ def run(broken: str | None) -> Result:
                 ],
             ),
         ],
-        pictures=[
-            Picture(
-                "loss",
-                lambda: drawing.lines(
-                    "One device: loss, and the least there is",
-                    "step",
-                    "loss, nats a token",
-                    {
-                        "training": (range(1, STEPS + 1), losses),
-                        "entropy of the source": ([1, STEPS], [entropy, entropy]),
-                    },
-                    marks=False,
-                ),
-                "Loss in nats a token over 300 steps: it falls to the entropy of its source and stays there",
+        pictures={
+            "loss": lambda: drawing.lines(
+                "One device: loss, and the least there is",
+                "step",
+                "loss, nats a token",
+                {
+                    "training": (range(1, STEPS + 1), losses),
+                    "entropy of the source": ([1, STEPS], [entropy, entropy]),
+                },
+                marks=False,
             )
-        ],
-        guesses=[
-            Guess(
-                "start",
-                f"What is the loss of a model that knows nothing, with {tiny.V} equally likely tokens?",
-                float(np.log(tiny.V)),
-                "nats",
-                "ln 16",
-            ),
-            Guess(
-                "days",
-                "For how many days does one H100 (989 TFLOP/s, 40% of them used) train 7B on 140 billion tokens?",
-                seven,
-                "days",
-                "6 × 7e9 × 140e9 FLOPs over 0.4 × 989e12 a second",
-            ),
-            Guess(
-                "memory",
-                f"The step needs {per_row / 1024:.1f} KiB more for each further sequence: how many MiB for 1,000 of "
-                "them?",
-                1000 * per_row / 2**20,
-                "MiB",
-                "activations are proportional to the batch",
-                within=0.05,
-            ),
-            Guess(
-                "twice",
-                "With twice the parameters and 20 tokens for each, how many times as long does it take?",
-                4,
-                "times",
-                "tokens double too, and FLOPs are 6 × parameters × tokens",
-            ),
-        ],
+        },
+        guesses={"start": float(np.log(tiny.V)), "days": seven, "memory": 1000 * per_row / 2**20, "twice": 4},
     )
 
 
@@ -203,24 +168,12 @@ LAB = Lab(
     title="Why one device stops",
     question="What does training on one device take for granted, and which of it fails first?",
     run=run,
-    breaks=[
-        Break(
-            "mask",
-            removes="the causal mask: every position sees the token that it should predict",
-            caught_by=frozenset(
-                {
-                    "no model predicts better than the source's entropy",
-                    "largest difference from optax's Adam after 5 steps",
-                    "no position sees a later one",
-                }
-            ),
-            how_silent="nothing but a loss that falls better than ever, and a model that cannot generate",
-        ),
-        Break(
-            "bias-correction",
-            removes="Adam's correction for moments that start at 0",
-            caught_by=frozenset({"largest difference from optax's Adam after 5 steps"}),
-            how_silent="nothing: the run trains to the same loss, from a first update of less than half the size",
-        ),
-    ],
+    breaks={
+        "mask": {
+            "no model predicts better than the source's entropy",
+            "largest difference from optax's Adam after 5 steps",
+            "no position sees a later one",
+        },
+        "bias-correction": {"largest difference from optax's Adam after 5 steps"},
+    },
 )

@@ -1,32 +1,40 @@
-"""What a lab's page has from running it: blocks of Markdown between `<!-- lab: KIND NAME -->` and `<!-- end -->`.
+"""A lab's page in `docs/labs`: prose written by hand, with parts that come from running the lab.
+
+Blocks of Markdown between `<!-- lab: KIND NAME -->` and `<!-- end -->` are replaced whole:
 
 | block | contents |
 |---|---|
-| `question` | the question, in bold |
+| `question` | the lab's question, in bold |
 | `table NAME` | a table of the run |
-| `picture NAME` | the picture, in `drawn/` beside the page |
-| `checks` | every check of the run |
-| `guess KEY` | a question with its answer folded away; the site adds a box to guess in |
-| `break NAME` | what is removed, and each check with it and without it |
-| `course` | of `index.md`: every lab with its question |
+| `checks` | every check of the run (optional) |
+| `break NAME` | the checks that are red, with and without the thing that was removed |
+| `course` | in `index.md`: every lab with its question |
+
+In `<details class="guess">`, a question whose answer is folded away, only the number is replaced. The site adds a box
+to guess in.
 """
 
 import io
 import re
 from collections.abc import Iterator, Mapping
-from html import escape, unescape
+from dataclasses import dataclass
+from html import unescape
 from pathlib import Path
 
+from jaxdist.commands import import_root
 from jaxdist.files import write_whole
 
 from .drawing import STYLE
-from .lab import Break, Guess, Lab, Picture, Result, Table
+from .lab import Lab, Result, Table, shown
 
 BLOCK = re.compile(r"(<!-- lab: ([a-z]+)(?: ([\w-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 GUESS = re.compile(
-    r'<details class="guess" data-answer="([^"]*)" data-within="([^"]*)">'
-    r"<summary>(.*?) \(([^()]*); <code>([\w-]+)</code>\)</summary><p>(.*?)</p>"
+    r'<details class="guess" data-answer="(?P<answer>[^"]*)" data-within="(?P<within>[^"]*)">\s*'
+    r"<summary>(?P<question>.*?) \((?P<unit>[^()]*); <code>(?P<key>[\w-]+)</code>\)</summary>\s*"
+    r"<p>(?P<told>.*?)</p>\s*</details>",
+    re.DOTALL,
 )
+REMOVED = r"^Removed: ((?:.+\n)+)\n<!-- lab: break {} -->"
 DRAWN = "drawn"
 BAR = "\\|"
 SECTIONS = (
@@ -40,18 +48,69 @@ SECTIONS = (
 )
 
 
-def filled(text: str, blocks: Mapping[tuple[str, str], str]) -> str:
-    """The page with its blocks replaced. Raises: KeyError for a block that the lab does not have."""
-    return BLOCK.sub(lambda found: f"{found[1]}\n{blocks[found[2], found[3] or '']}\n\n{found[4]}", text)
+@dataclass(frozen=True)
+class Question:
+    """One that a page asks: a number, right within a relative error. told: the answer, with a sentence on why."""
+
+    text: str
+    unit: str
+    answer: float
+    within: float
+    told: str
+
+    def accepts(self, guess: float) -> bool:
+        return abs(guess - self.answer) <= self.within * abs(self.answer) + 1e-12
+
+
+def page_of(lab: Lab) -> str:
+    """The text of the lab's page; empty where the pages are not installed."""
+    path = import_root() / "docs/labs" / f"{lab.name}.md"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def questions_of(page: str) -> dict[str, Question]:
+    """By key."""
+    return {
+        found["key"]: Question(
+            plain(found["question"]),
+            found["unit"],
+            float(found["answer"]),
+            float(found["within"]),
+            plain(found["told"]),
+        )
+        for found in GUESS.finditer(page)
+    }
+
+
+def removed_by(page: str, name: str) -> str:
+    """What the page says that a break removes."""
+    found = re.search(REMOVED.format(name), page, re.MULTILINE)
+    return plain(found[1]) if found else ""
+
+
+def plain(text: str) -> str:
+    return unescape(" ".join(text.split()))
+
+
+def filled(page: str, blocks: Mapping[tuple[str, str], str], answers: Mapping[str, float]) -> str:
+    """The page with its blocks and answers replaced. Raises: KeyError for one that the lab does not have."""
+    page = BLOCK.sub(lambda found: f"{found[1]}\n{blocks[found[2], found[3] or '']}\n\n{found[4]}", page)
+    return GUESS.sub(lambda found: answered(found, answers[found["key"]]), page)
+
+
+def answered(found: re.Match, answer: float) -> str:
+    """A question with this answer: the text after the number's colon stays."""
+    unit = "" if found["unit"] == "a number" else found["unit"]
+    told = f"{shown(answer, unit)}: {found['told'].partition(': ')[2]}"
+    text = found[0].replace(f"<p>{found['told']}</p>", f"<p>{told}</p>")
+    return text.replace(f'data-answer="{found["answer"]}"', f'data-answer="{answer!r}"')
 
 
 def blocks_of(lab: Lab, whole: Result, broken: Mapping[str, Result]) -> dict[tuple[str, str], str]:
     """(kind, name) -> Markdown of everything that the lab's page may have."""
     blocks = {("question", ""): f"**{lab.question}**", ("checks", ""): checks_text(whole)}
     blocks |= {("table", table.name): table_text(table) for table in whole.tables}
-    blocks |= {("picture", each.name): f"![{each.about}]({DRAWN}/{file_name(lab, each)})" for each in whole.pictures}
-    blocks |= {("guess", guess.key): guess_text(guess) for guess in whole.guesses}
-    return blocks | {("break", name): break_text(lab.by_name[name], whole, each) for name, each in broken.items()}
+    return blocks | {("break", name): break_text(whole, result) for name, result in broken.items()}
 
 
 def course_text(labs: list[Lab]) -> str:
@@ -77,33 +136,16 @@ def checks_text(result: Result) -> str:
     return table_text(Table("checks", ["check", "found", "expected"], rows))
 
 
-def break_text(broken: Break, whole: Result, result: Result) -> str:
-    before = {check.name: check for check in whole.checks}
-    rows = [[c.name, before[c.name].found, c.found, "passes" if c.ok else "**red**"] for c in result.checks]
-    table = table_text(Table("break", ["check", "as it should be", "broken", "verdict"], rows))
-    return f"Removed: {broken.removes}.\n\n{table}\n\nWithout these checks: {broken.how_silent}."
+def break_text(whole: Result, result: Result) -> str:
+    before = {check.name: check.found for check in whole.checks}
+    rows = [[check.name, before[check.name], check.found] for check in result.checks if not check.ok]
+    passed = len(result.checks) - len(rows)
+    rest = {0: "", 1: "\n\nThe other check passes."}.get(passed, f"\n\nThe other {passed} checks pass.")
+    return table_text(Table("break", ["red", "as it should be", "broken"], rows)) + rest
 
 
-def guess_text(guess: Guess) -> str:
-    data = f'data-answer="{guess.answer!r}" data-within="{guess.within!r}"'
-    return (
-        f'<details class="guess" {data}><summary>{escape(guess.question)} ({escape(guess.unit or "a number")}; '
-        f"<code>{guess.key}</code>)</summary><p>{escape(guess.told)}</p></details>"
-    )
-
-
-def guesses_of(text: str) -> dict[str, Guess]:
-    """The questions of a page, by key: what `guess_text` made of them."""
-    found = {}
-    for answer, within, question, unit, key, why in GUESS.findall(text):
-        shown_unit = "" if unit == "a number" else unescape(unit)
-        why = unescape(why).partition(": ")[2]
-        found[key] = Guess(key, unescape(question), float(answer), shown_unit, why, float(within))
-    return found
-
-
-def file_name(lab: Lab, picture: Picture) -> str:
-    return f"{lab.name}-{picture.name}{'-wide' * picture.wide}.svg"
+def file_name(lab: Lab, picture: str) -> str:
+    return f"{lab.name}-{picture}.svg"
 
 
 def draw(lab: Lab, result: Result, folder: Path) -> list[Path]:
@@ -111,11 +153,11 @@ def draw(lab: Lab, result: Result, folder: Path) -> list[Path]:
     from matplotlib import rc_context
 
     paths = []
-    for picture in result.pictures:
-        path = folder / file_name(lab, picture)
+    for name, make in result.pictures.items():
+        path = folder / file_name(lab, name)
         with rc_context({**STYLE, "svg.hashsalt": path.name}):
             drawn = io.BytesIO()
-            picture.draw().savefig(drawn, format=path.suffix.removeprefix("."), metadata={"Date": None})
+            make().savefig(drawn, format=path.suffix.removeprefix("."), metadata={"Date": None})
         write_whole(path, drawn.getvalue())
         paths.append(path)
     return paths

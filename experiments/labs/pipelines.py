@@ -24,7 +24,7 @@ from jaxdist.verification import verify_step
 
 from ..timeline import timeline
 from . import drawing
-from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds, refused
+from .lab import Lab, Result, Table, at_most, equal, holds, refused
 
 STAGES, MICROBATCHES, ROWS, WIDTH = 4, 8, 2, 16
 # Closed forms. Idle time over work, and the activations (of a whole stage, for one micro-batch) on the fullest stage.
@@ -300,89 +300,41 @@ def run(broken: str | None) -> Result:
                 ],
             ),
         ],
-        pictures=[
-            Picture(
-                "bubble",
-                lambda: drawing.lines(
-                    "Idle share of 4 stages (from the tables)",
-                    "micro-batches",
-                    "% of the step",
-                    {name: (ms, [100 * idle_share(name, STAGES, m) for m in ms]) for name in CHUNKS if name != "gpipe"},
-                    log_x=True,
-                ),
-                "Idle share of the step in % against the micro-batches: 1F1B highest, ZB-V lowest, all falling as 1/m",
+        pictures={
+            "bubble": partial(
+                drawing.lines,
+                "Idle share of 4 stages (from the tables)",
+                "micro-batches",
+                "% of the step",
+                {name: (ms, [100 * idle_share(name, STAGES, m) for m in ms]) for name in CHUNKS if name != "gpipe"},
+                log_x=True,
             ),
-            Picture(
-                "held",
-                lambda: drawing.lines(
-                    "Activations on the fullest of 4 stages",
-                    "micro-batches",
-                    "of a stage, for one micro-batch",
-                    {
-                        name: (ms, [counted(make_schedule(name, STAGES, m))[1] for m in ms])
-                        for name in ("gpipe", "interleaved", "1f1b")
-                    },
-                    log_x=True,
-                ),
-                "Activations held, in micro-batches: GPipe's line rises with their number; those of 1F1B and of the "
-                "interleaved schedule are level",
+            "held": partial(
+                drawing.lines,
+                "Activations on the fullest of 4 stages",
+                "micro-batches",
+                "of a stage, for one micro-batch",
+                {
+                    n: (ms, [counted(make_schedule(n, STAGES, m))[1] for m in ms])
+                    for n in ("gpipe", "interleaved", "1f1b")
+                },
+                log_x=True,
             ),
-            *[
-                Picture(
-                    name,
-                    partial(timeline, make_schedule(name, STAGES, MICROBATCHES), Costs(), "simulated, equal costs"),
-                    f"Table of {name} over time, and under it the activations that each stage holds",
-                    wide=True,
+            **{
+                f"{name}-wide": partial(
+                    timeline, make_schedule(name, STAGES, MICROBATCHES), Costs(), "simulated, equal costs"
                 )
                 for name in ("gpipe", "1f1b", "zb-h1")
-            ],
-        ],
-        guesses=[
-            Guess(
-                "share",
-                "4 stages and 8 micro-batches under 1F1B: which share of the step is idle?",
-                100 * idle_share("1f1b", 4, 8),
-                "%",
-                "(p - 1) / (m + p - 1) = 3 / 11",
-            ),
-            Guess(
-                "held",
-                "The same: how many micro-batches' activations does the first stage hold at most under 1F1B?",
-                counted(make_schedule("1f1b", 4, 8))[1],
-                "micro-batches",
-                "p, however many there are in all",
-            ),
-            Guess(
-                "needed",
-                "8 stages under 1F1B: how many micro-batches until idle time is at most 5 % of the work?",
-                next(m for m in range(1, 1000) if BUBBLE["1f1b"](8, m, 1) <= 0.05),
-                "micro-batches",
-                "(p - 1) / 0.05",
-                within=0,
-            ),
-            Guess(
-                "saved",
-                "8 stages, 32 micro-batches: how much shorter is a step under ZB-H1 than under 1F1B?",
-                100 * (1 - make_schedule("zb-h1", 8, 32).num_ticks / make_schedule("1f1b", 8, 32).num_ticks),
-                "%",
-                "3m + p - 1 ticks for 3m + 3(p - 1)",
-            ),
-            Guess(
-                "slow",
-                "4 stages, 32 micro-batches, one stage 25 % slower than the others: how much longer is a step?",
-                100 * (with_a_slow_stage(4, 32, 1.25) / with_a_slow_stage(4, 32, 1.0) - 1),
-                "%",
-                "nearly all of the 25 %: the slow stage sets the pace",
-            ),
-            Guess(
-                "gib",
-                "24 layers on 4 stages, s = h = 4096, micro-batch 1, 34 s b h bytes a layer: GiB of activations on the "
-                "first stage under 1F1B?",
-                4 * six,
-                "GiB",
-                "4 micro-batches of 6 layers",
-            ),
-        ],
+            },
+        },
+        guesses={
+            "share": 100 * idle_share("1f1b", 4, 8),
+            "held": counted(make_schedule("1f1b", 4, 8))[1],
+            "needed": next(m for m in range(1, 1000) if BUBBLE["1f1b"](8, m, 1) <= 0.05),
+            "saved": 100 * (1 - make_schedule("zb-h1", 8, 32).num_ticks / make_schedule("1f1b", 8, 32).num_ticks),
+            "slow": 100 * (with_a_slow_stage(4, 32, 1.25) / with_a_slow_stage(4, 32, 1.0) - 1),
+            "gib": 4 * six,
+        },
     )
 
 
@@ -396,24 +348,9 @@ LAB = Lab(
     question="How long do the stages of a pipeline wait for each other, what does waiting less cost in memory, and how "
     "is it known that a schedule computes the right gradient?",
     run=run,
-    breaks=[
-        Break(
-            "dropped",
-            removes="the weight gradient of micro-batch 2 on stage 1, from the run of 1F1B",
-            caught_by=frozenset({"1f1b: error of the gradient, against one device"}),
-            how_silent="nothing: the loss is right to the last bit and falls as it should, one layer learns from seven "
-            "micro-batches of eight",
-        ),
-        Break(
-            "early",
-            removes="a tick of waiting: in ZB-H1's table, stage 1 runs B of micro-batch 0 before its message is there, "
-            "and nobody asks the checker",
-            caught_by=frozenset(
-                {"zb-h1: the checker accepts the table", "zb-h1: error of the gradient, against one device"}
-            ),
-            how_silent="nothing: the loss of the step is right, since forward is, and it falls; the first stage "
-            "learns nothing from micro-batch 0, whose gradient was still zero",
-        ),
-    ],
+    breaks={
+        "dropped": {"1f1b: error of the gradient, against one device"},
+        "early": {"zb-h1: the checker accepts the table", "zb-h1: error of the gradient, against one device"},
+    },
     devices=STAGES,
 )

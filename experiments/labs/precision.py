@@ -8,7 +8,7 @@ from jaxdist.config import PrecisionConfig
 from jaxdist.train.optimizer import initial_loss_scale, next_loss_scale
 
 from . import drawing, tiny
-from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .lab import Lab, Result, Table, at_most, equal, holds
 
 FORMATS = ("float32", "bfloat16", "float16")
 ROWS, LR = 64, 3e-3
@@ -171,50 +171,8 @@ def run(broken: str | None) -> Result:
                 ],
             ),
         ],
-        pictures=[
-            Picture(
-                "range",
-                lambda: range_picture(values),
-                "Histogram of log2 of gradient magnitudes; bars above it: what fp16, fp16 with the loss times 65,536, "
-                "and bf16 can hold",
-            )
-        ],
-        guesses=[
-            Guess(
-                "stuck",
-                "bf16 has 7 bits of fraction. From which whole number on does adding 1 change nothing?",
-                first_lost["bfloat16"],
-                "",
-                "between 256 and 512 its numbers are 2 apart, and 257 is halfway: the last bit of 256 is 0",
-                within=0,
-            ),
-            Guess(
-                "window",
-                "fp16's largest number is 65,504. Which gradient is the largest it can hold at a loss scale of 2^16?",
-                65504 / 2**16,
-                "",
-                "65,504 / 65,536",
-                within=0.01,
-            ),
-            Guess(
-                "halved",
-                "A rule forgives the first overflow and halves the loss scale at each further one. What is left "
-                "of 65,536 after 3 in a row?",
-                2.0**14,
-                "",
-                "the first is forgiven, and two halve",
-                within=0,
-            ),
-            Guess(
-                "lost",
-                "In bf16 the next number below 1 is 1 - 2^-8. Which size must an update of a weight of 1 exceed, not "
-                "to be rounded away (in thousandths)?",
-                1000 * 2.0**-9,
-                "thousandths",
-                "half the distance to the next number, 2^-9",
-                within=0.06,
-            ),
-        ],
+        pictures={"range": lambda: range_picture(values)},
+        guesses={"stuck": first_lost["bfloat16"], "window": 65504 / 2**16, "halved": 2.0**14, "lost": 1000 * 2.0**-9},
     )
 
 
@@ -238,24 +196,9 @@ LAB = Lab(
     title="Precision",
     question="Why does bf16 train without loss scaling where fp16 does not, and what must stay in fp32 in both?",
     run=run,
-    breaks=[
-        Break(
-            "loss-scale",
-            removes="fp16's loss scale",
-            caught_by=frozenset({"share of fp16 gradients that became 0"}),
-            how_silent="nothing is infinite and nothing fails: parts of the model stop learning",
-        ),
-        Break(
-            "reduce-dtype",
-            removes="fp32 from sums: every partial sum is rounded to bf16",
-            caught_by=frozenset({"the sum of 4,096 ones"}),
-            how_silent="small sums are exact, so small tests pass; long ones stop growing at 256",
-        ),
-        Break(
-            "masters",
-            removes="the fp32 master weights: updates are added to the bf16 weight",
-            caught_by=frozenset({"a weight of 1 after 500 updates of -0.001"}),
-            how_silent="the first steps, with large updates, train; then the loss stays where it is",
-        ),
-    ],
+    breaks={
+        "loss-scale": {"share of fp16 gradients that became 0"},
+        "reduce-dtype": {"the sum of 4,096 ones"},
+        "masters": {"a weight of 1 after 500 updates of -0.001"},
+    },
 )

@@ -16,7 +16,7 @@ from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
 from . import drawing
-from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .lab import Lab, Result, Table, at_most, equal, holds
 from .tools import small_run
 
 RANKS, B, T, D, F, LAYERS = 4, 2, 8, 16, 32, 4
@@ -216,48 +216,8 @@ def run(broken: str | None) -> Result:
                 [[name, str(gathers), str(scatters)] for name, (gathers, scatters) in counted.items()],
             ),
         ],
-        pictures=[
-            Picture(
-                "prefetch",
-                prefetch_picture,
-                "Gathers and compute of four layers over time, without and with prefetch, where each next gather runs "
-                "under compute",
-            )
-        ],
-        guesses=[
-            Guess(
-                "layer",
-                "A transformer layer has two column-row pairs. How many all-reduces do forward and backward have?",
-                4,
-                "all-reduces",
-                "leave sends in forward, enter in backward, twice each",
-                within=0,
-            ),
-            Guess(
-                "gathers",
-                "80 layers under FULL_SHARD: how many all-gathers of layers in a step of one micro-batch?",
-                160,
-                "gathers",
-                "each layer in forward and again in backward",
-                within=0,
-            ),
-            Guess(
-                "accumulated",
-                "And with 8 micro-batches accumulated, resharding after each forward?",
-                8 * 160,
-                "gathers",
-                "weights are not kept between micro-batches",
-                within=0,
-            ),
-            Guess(
-                "resident",
-                "With prefetch of one layer, how many of 80 layers does a device hold whole at once in forward?",
-                2,
-                "layers",
-                "the one that computes and the one that is gathered",
-                within=0,
-            ),
-        ],
+        pictures={"prefetch": prefetch_picture},
+        guesses={"layer": 4, "gathers": 160, "accumulated": 8 * 160, "resident": 2},
     )
 
 
@@ -286,19 +246,8 @@ LAB = Lab(
     question="Where is what this course is about in Megatron-LM and PyTorch FSDP, and what is different here?",
     run=run,
     devices=RANKS,
-    breaks=[
-        Break(
-            "input-gradient",
-            removes="the all-reduce in the backward of copy_to_tensor_model_parallel_region",
-            caught_by=frozenset({"column then row: error of the input's gradient"}),
-            how_silent="forward and this layer's own gradients are right; every layer below learns from a part of its "
-            "gradient",
-        ),
-        Break(
-            "prefetch",
-            removes="the prefetch: each iteration gathers its own layer",
-            caught_by=frozenset({"no iteration's matmul waits for the gather of the same iteration"}),
-            how_silent="every value is right, and every gather is waited for",
-        ),
-    ],
+    breaks={
+        "input-gradient": {"column then row: error of the input's gradient"},
+        "prefetch": {"no iteration's matmul waits for the gather of the same iteration"},
+    },
 )

@@ -17,7 +17,7 @@ from jaxdist.plan.proof.trace import equations
 from jaxdist.train.program import build_program
 
 from . import drawing
-from .lab import Break, Guess, Lab, Picture, Result, Table, at_most, equal, holds
+from .lab import Lab, Result, Table, at_most, equal, holds
 from .tools import compiled_levels, gb, mib, planned_bytes, small_run
 
 LAYERS, ROWS, WIDTH, HIDDEN = 64, 2048, 32, 128
@@ -235,50 +235,14 @@ def run(broken: str | None) -> Result:
                 [[name, *[gb(total) for total in totals]] for name, totals in real.items()],
             ),
         ],
-        pictures=[
-            Picture(
-                "groups",
-                draw_groups,
-                "MiB of temporaries against layers a group, by formula and compiled: lowest at 2, highest at 64",
-            )
-        ],
-        guesses=[
-            Guess(
-                "flops",
-                "Backward costs two forwards. By how much do the FLOPs of a step grow if every layer is run again?",
-                100 / 3,
-                "%",
-                "4 forwards for 3, at most",
-            ),
-            Guess(
-                "best",
-                "64 layers, a layer keeps 9 times its input: which k, a power of 2, needs the least memory?",
-                best,
-                "layers",
-                "64/k + 9k is smallest at k = √(64/9) = 2.7",
-            ),
-            Guess(
-                "sqrt",
-                "100 layers of which each keeps just its input: how many arrays are kept at least, with groups of k?",
-                min(100 / k + k for k in range(1, 101)),
-                "arrays",
-                "100/k + k at k = 10: 2√L",
-            ),
-            Guess(
-                "block",
-                "24 layers with --remat block, s = h = 4096, micro-batch 1, 2 bytes an element: GiB kept?",
-                layer_24,
-                "GiB",
-                "L s b h × 2 bytes: each layer's input",
-            ),
-            Guess(
-                "last",
-                "By how much do the FLOPs of the small GPT's step grow with --remat block, in the traced program?",
-                100 * (expected_flops("block") / expected_flops("none") - 1),
-                "%",
-                "less than a third: the head is not repeated, nor is each block's last product",
-            ),
-        ],
+        pictures={"groups": draw_groups},
+        guesses={
+            "flops": 100 / 3,
+            "best": best,
+            "sqrt": min(100 / k + k for k in range(1, 101)),
+            "block": layer_24,
+            "last": 100 * (expected_flops("block") / expected_flops("none") - 1),
+        },
     )
 
 
@@ -350,21 +314,9 @@ LAB = Lab(
     title="Recomputation",
     question="How much memory does running forward again in backward save, for how many FLOPs, and what must stay?",
     run=run,
-    breaks=[
-        Break(
-            "redrawn",
-            removes="the dropout mask's key, in the recomputation: another mask is drawn",
-            caught_by=frozenset({"stack with dropout: error of the gradient, against none"}),
-            how_silent="nothing: the loss of a step is the same, and it falls",
-        ),
-        Break(
-            "saved",
-            removes="the checkpoint's effect: its policy keeps every intermediate value",
-            caught_by=frozenset(
-                {f"stack, groups of {k}: FLOPs over those of a forward" for k in GROUPS}
-                | {f"stack, groups of {k}: temporaries" for k in GROUPS if k != LAYERS}
-            ),
-            how_silent="losses and gradients are right, the flag is set, and the memory is what it was",
-        ),
-    ],
+    breaks={
+        "redrawn": {"stack with dropout: error of the gradient, against none"},
+        "saved": {f"stack, groups of {k}: FLOPs over those of a forward" for k in GROUPS}
+        | {f"stack, groups of {k}: temporaries" for k in GROUPS if k != LAYERS},
+    },
 )

@@ -23,7 +23,7 @@ from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
 from .exchanges import traced
-from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_least, at_most, equal, holds
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds
 from .tools import small_run
 
 # ------------------------------------------------------------------------------------------- two layers, by hand
@@ -288,18 +288,7 @@ def run(broken: str | None) -> Result:
             ),
             Table("ours", ["tp", "paper", "ours", "recomputed", "paper, sp", "ours, sp", "recomputed, sp"], our_rows),
         ],
-        pictures=[
-            Picture(
-                "gpt3",
-                draw_gpt3,
-                "GiB that a rank keeps of a GPT-3 layer under tp, sp and selective recomputation, in three parts",
-            ),
-            Picture(
-                "ours",
-                draw_ours,
-                "Bytes a token and column of width against tp: the paper's and ours, with and without sp",
-            ),
-        ],
+        pictures={"gpt3": draw_gpt3, "ours": draw_ours},
         guesses=guesses(),
     )
 
@@ -322,43 +311,16 @@ def draw_ours():
     return drawing.lines("Kept by a layer (ours: traced)", "tp", "bytes a token / width", curves, log_x=True)
 
 
-def guesses() -> list[Guess]:
+def guesses() -> dict[str, float]:
     whole = paper(8, False, True)
     long = 34 * 8192 * 8192 / 8 * 80 / 1e9
-    return [
-        Guess(
-            "share",
-            "GPT-3's layer (s = 2,048, h = 12,288, a = 96) on tp=8 without sp: which share of what a rank keeps is "
-            "there on all eight?",
-            100 * whole["whole on every rank"] / sum(whole.values()),
-            "%",
-            "10 of 10 + 24/8 + 80/8, in units of s·h",
-        ),
-        Guess(
-            "bytes", "How many times the bytes of plain tp does sp send?", 1, "times", "an all-reduce is its two halves"
-        ),
-        Guess(
-            "long",
-            "80 layers of width 8,192, one sequence of 8,192, tp=8, sp, scores never kept: GB by the paper's form?",
-            long,
-            "GB",
-            "34 · 8,192² / 8 bytes a layer, 80 times",
-        ),
-        Guess(
-            "without",
-            "And without sp?",
-            (10 + 24 / 8) * 8192 * 8192 * 80 / 1e9,
-            "GB",
-            "10 + 3 instead of 34/8: three times as much",
-        ),
-        Guess(
-            "limit",
-            "However large tp is, bytes a token that our layer of width 1,024 keeps without sp, at the least?",
-            4 * 1024 + 16,
-            "bytes",
-            "the inputs of two norms, and their statistics",
-        ),
-    ]
+    return {
+        "share": 100 * whole["whole on every rank"] / sum(whole.values()),
+        "bytes": 1,
+        "long": long,
+        "without": (10 + 24 / 8) * 8192 * 8192 * 80 / 1e9,
+        "limit": 4 * 1024 + 16,
+    }
 
 
 ONE, BETWEEN = (
@@ -371,22 +333,8 @@ LAB = Lab(
     question="What does tensor parallelism leave whole on every rank, and what does it cost to split that too?",
     run=run,
     devices=8,
-    breaks=[
-        Break(
-            "norms",
-            removes="the sum over tp of the gradients of norms and biases, which each rank has of its own tokens",
-            caught_by=frozenset(
-                {ONE, BETWEEN, "by hand: scales and biases: JAX takes gradients for equal on all ranks"}
-            ),
-            how_silent="loss and matrices are right in the first step, and the norms of the ranks drift apart",
-        ),
-        Break(
-            "masks",
-            removes="the global position of a token in the key of its dropout: every rank draws the same mask",
-            caught_by=frozenset(
-                {"by hand: the loss with sp against plain tp", "by hand: error of the matrices' gradients", ONE}
-            ),
-            how_silent="a loss that falls, with dropout whose masks repeat four times along the sequence",
-        ),
-    ],
+    breaks={
+        "norms": {ONE, BETWEEN, "by hand: scales and biases: JAX takes gradients for equal on all ranks"},
+        "masks": {"by hand: the loss with sp against plain tp", "by hand: error of the matrices' gradients", ONE},
+    },
 )

@@ -21,7 +21,7 @@ from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
 from .exchanges import traced
-from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_least, at_most, equal, holds
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds
 from .tools import small_run
 
 TP = 4
@@ -365,19 +365,7 @@ def run(broken: str | None) -> Result:
                 size_rows,
             ),
         ],
-        pictures=[
-            Picture(
-                "heads",
-                partial(draw_heads, apart),
-                "Derivatives of heads by heads' columns: only the diagonal is not 0",
-            ),
-            Picture(
-                "dp",
-                draw_data,
-                "Million elements that a device sends against tokens in the batch: flat for data, rising for tensor "
-                "parallelism",
-            ),
-        ],
+        pictures={"heads": partial(draw_heads, apart), "dp": draw_data},
         guesses=guesses(),
     )
 
@@ -406,52 +394,15 @@ def draw_data():
     return drawing.lines(title, "tokens in the batch", "million elements", curves, log_x=True, log_y=True)
 
 
-def guesses() -> list[Guess]:
-    return [
-        Guess(
-            "layer",
-            "How many all-reduces does a layer make, forward and backward together?",
-            4,
-            "",
-            "attention and MLP: one each way",
-        ),
-        Guess(
-            "width",
-            "NVLink of 450 GB/s, 989 TFLOP/s, tp=8: from which width on do products take longer than all-reduces?",
-            smallest_width(8, H100.inside),
-            "columns",
-            "16 · 7/72 of FLOP/s over bytes/s, however many tokens",
-        ),
-        Guess(
-            "cross",
-            "4 layers of width 256, a vocabulary of 250: from how many tokens in the batch on does dp=8 send less?",
-            crossover(),
-            "tokens",
-            "parameters over the 18 · 256 + 3 numbers that a token costs",
-        ),
-        Guess(
-            "large",
-            "A large model has 12 D² parameters a layer: from how many tokens in the batch, in units of D, does data "
-            "parallelism send less, both in one precision?",
-            3,
-            "D",
-            "12 D² against 4 D a token: 3 D tokens in the whole batch",
-        ),
-        Guess(
-            "slow",
-            "And the smallest width for tp=8 on InfiniBand of 50 GB/s?",
-            smallest_width(8, H100.between),
-            "columns",
-            "nine times that of NVLink: tp stays inside a node",
-        ),
-        Guess(
-            "loss",
-            "A vocabulary of 128,256 split over tp: how many times fewer bytes than gathering logits?",
-            128_256 / 6,
-            "times",
-            "3 numbers a token in all-reduces, which count twice, for 128,256 gathered",
-        ),
-    ]
+def guesses() -> dict[str, float]:
+    return {
+        "layer": 4,
+        "width": smallest_width(8, H100.inside),
+        "cross": crossover(),
+        "large": 3,
+        "slow": smallest_width(8, H100.between),
+        "loss": 128_256 / 6,
+    }
 
 
 ALL = "by hand: error of all gradients"
@@ -465,24 +416,5 @@ LAB = Lab(
     question="Why do QKV and the MLP split without communication inside, and when is a layer too small for it?",
     run=run,
     devices=8,
-    breaks=[
-        Break(
-            "qkv",
-            removes="the heads as the unit of the split: the fused columns q, k, v are dealt out to ranks in order",
-            caught_by=frozenset({LOSS, LAST, ALL}),
-            how_silent="a network with other heads, which trains; its weights mean nothing on another tp",
-        ),
-        Break(
-            "bias",
-            removes="the order of sum and bias: every rank adds the output's bias before the all-reduce",
-            caught_by=frozenset({LOSS, LAST, ALL, COUNT, BYTES}),
-            how_silent="the bias counts four times, its gradient too, and the loss falls",
-        ),
-        Break(
-            "input-sum",
-            removes="the sum in backward of what enters a column-parallel matrix: rank 0's part goes on alone",
-            caught_by=frozenset({ALL}),
-            how_silent="the loss is right, the last layer's gradients are right, and it falls",
-        ),
-    ],
+    breaks={"qkv": {LOSS, LAST, ALL}, "bias": {LOSS, LAST, ALL, COUNT, BYTES}, "input-sum": {ALL}},
 )

@@ -23,7 +23,7 @@ from jaxdist.verification import verify_model
 
 from . import drawing
 from .exchanges import mesh_of, on_ranks, sent_by, traced
-from .lab import Break, Check, Guess, Lab, Picture, Result, Table, at_least, at_most, equal, holds
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds
 from .tools import compiled_levels, gb, mib, small_run
 
 # ------------------------------------------------------------------------------------------------------------- by hand
@@ -291,16 +291,7 @@ def run(broken: str | None) -> Result:
             Table("peaks", ["run", "compiled peak, MiB"], peaks),
             Table("wrapping", ["model", "gathered together", "shard, GB", "gathered, GB", "both, GB"], wrapped),
         ],
-        pictures=[
-            Picture(
-                "held", draw_held, "Bytes a parameter on one of 8 devices by stage, in weights, gradients, optimiser"
-            ),
-            Picture(
-                "devices",
-                draw_devices,
-                "GB a device of 7.5B parameters against the number of devices: only stage 3 goes on falling",
-            ),
-        ],
+        pictures={"held": draw_held, "devices": draw_devices},
         guesses=guesses(),
     )
 
@@ -321,48 +312,16 @@ def draw_devices():
     return drawing.lines("7.5B, bf16 and Adam (formula)", "devices", "GB", curves, log_x=True, log_y=True)
 
 
-def guesses() -> list[Guess]:
+def guesses() -> dict[str, float]:
     across = 2 * 7 / 8 * 70e9 / 8 * 4 / 1e9
-    return [
-        Guess(
-            "one",
-            "7.5B parameters of 16 bytes on 64 devices with ZeRO-1: GB on each?",
-            sum(held(7.5e9, 64, 1)) / 1e9,
-            "GB",
-            "30 of weights and gradients, and 90 / 64",
-        ),
-        Guess("three", "And with ZeRO-3?", sum(held(7.5e9, 64, 3)) / 1e9, "GB", "120 / 64"),
-        Guess(
-            "volume",
-            "How many times the bytes of plain data parallelism does ZeRO-3 send, all in one precision?",
-            1.5,
-            "times",
-            "gather, gather again, scatter: three halves where an all-reduce is two",
-        ),
-        Guess(
-            "fewest",
-            "At 16 bytes a parameter and 80 GB, how many devices hold the state of 70B with ZeRO-3?",
-            math.ceil(70 * 16 / 80),
-            "devices",
-            "1,120 GB / 80 GB, with nothing left for activations",
-        ),
-        Guess(
-            "hybrid",
-            "70B on 8 nodes of 8, ZeRO-3 inside a node and replicas across: GB of fp32 gradients that a device "
-            "sends to other nodes in a step?",
-            across,
-            "GB",
-            "an all-reduce over 8 of an eighth: 2 · 7/8 · 8.75 billion · 4 bytes",
-        ),
-        Guess(
-            "plain",
-            "And with ZeRO-3 over all 64 in one ring: GB that a device sends to the next, fp32 gradients and bf16 "
-            "weights gathered twice?",
-            63 / 64 * 70e9 * (4 + 2 + 2) / 1e9,
-            "GB",
-            "each byte passes every device: 63/64 of 8 bytes a parameter",
-        ),
-    ]
+    return {
+        "one": sum(held(7.5e9, 64, 1)) / 1e9,
+        "three": sum(held(7.5e9, 64, 3)) / 1e9,
+        "volume": 1.5,
+        "fewest": math.ceil(70 * 16 / 80),
+        "hybrid": across,
+        "plain": 63 / 64 * 70e9 * (4 + 2 + 2) / 1e9,
+    }
 
 
 def named(name: str, *what: str) -> set[str]:
@@ -377,29 +336,12 @@ LAB = Lab(
     question="What does each ZeRO stage shard, what does it save, and what does it send for that?",
     run=run,
     devices=N,
-    breaks=[
-        Break(
-            "no-sum",
-            removes="the sum of ZeRO-1's reduce-scatter: each rank updates its shard with the gradient of its own rows",
-            caught_by=frozenset(named("ZeRO-1", VOLUME, ERROR)),
-            how_silent="all ranks agree after the all-gather, the loss falls, and the step is faster",
-        ),
-        Break(
-            "stale",
-            removes="the order of update and prefetch in ZeRO-3: the first layer was gathered before the last update",
-            caught_by=frozenset(named("ZeRO-3", ERROR)),
-            how_silent="the same messages, agreeing ranks, a loss that falls: gradients of weights one step old",
-        ),
-        Break(
-            "replicas",
-            removes="HSDP's sum of shards over replicas",
-            caught_by=frozenset(
-                {
-                    *named("HSDP of 2 x 4", VOLUME, ERROR, "largest difference between ranks"),
-                    "HSDP of 2 x 4: JAX takes shards for equal on both replicas",
-                }
-            ),
-            how_silent="two models train, each on half of the batch, and the loss that rank 0 logs falls",
-        ),
-    ],
+    breaks={
+        "no-sum": set(named("ZeRO-1", VOLUME, ERROR)),
+        "stale": set(named("ZeRO-3", ERROR)),
+        "replicas": {
+            *named("HSDP of 2 x 4", VOLUME, ERROR, "largest difference between ranks"),
+            "HSDP of 2 x 4: JAX takes shards for equal on both replicas",
+        },
+    },
 )
