@@ -35,6 +35,8 @@ class Strategy:
     mask_documents: bool = False
     preset: str = "proof"
     model: dict = field(default_factory=dict)
+    sample: bool = False
+    """Every run of the tests takes it; the others, whose parts are each in such a row too, only the whole matrix."""
 
     @property
     def fields(self) -> dict:
@@ -58,25 +60,25 @@ STRATEGIES = [
     Strategy("dp2", "dp=2"),
     Strategy("dp8", "dp=8"),
     Strategy("dp8-per-parameter", "dp=8", {"grad_sync": "per-parameter"}),
-    Strategy("dp8-flat", "dp=8", {"grad_sync": "flat"}),
+    Strategy("dp8-flat", "dp=8", {"grad_sync": "flat"}, sample=True),
     Strategy("dp8-buckets", "dp=8", {"bucket_mb": 0.05}),
-    Strategy("dp4-accumulate", "dp=4", {"accumulate": 4}),
+    Strategy("dp4-accumulate", "dp=4", {"accumulate": 4}, sample=True),
     Strategy("replica2-dp4", "replica=2,dp=4"),
     Strategy("tp2", "tp=2"),
     Strategy("tp8", "tp=8"),
-    Strategy("tp4-sp", "tp=4", {"sp": True}),
-    Strategy("dp8-zero1", "dp=8", {"zero": 1}),
-    Strategy("dp8-zero2", "dp=8", {"zero": 2}),
+    Strategy("tp4-sp", "tp=4", {"sp": True}, sample=True),
+    Strategy("dp8-zero1", "dp=8", {"zero": 1}, sample=True),
+    Strategy("dp8-zero2", "dp=8", {"zero": 2}, sample=True),
     Strategy("dp8-zero3", "dp=8", {"zero": 3}),
     Strategy("remat-selective", "", {"remat": "selective"}),
-    Strategy("remat-block", "", {"remat": "block"}),
+    Strategy("remat-block", "", {"remat": "block"}, sample=True),
     Strategy("remat-every-2", "", {"remat": "every-2"}),
     Strategy("remat-arrays", "", {"remat": "repeat:dot_general:32rx64-64x256+dot_general:rx32x8x8-rx32x8x8"}),
     Strategy("accumulate", "", {"accumulate": 6}),
     # ZeRO in its variants: sizes that do not divide, hybrid sharding, grouping, accumulation, keeping weights.
     Strategy("dp3-zero1-padded", "dp=3", {"zero": 1}),
     Strategy("dp3-zero2-padded", "dp=3", {"zero": 2}),
-    Strategy("dp3-zero3-padded", "dp=3", {"zero": 3}),
+    Strategy("dp3-zero3-padded", "dp=3", {"zero": 3}, sample=True),
     Strategy("dp3-zero3-padded-per-parameter", "dp=3", {"zero": 3, "grad_sync": "per-parameter"}),
     Strategy("replica2-dp4-zero1", "replica=2,dp=4", {"zero": 1}),
     Strategy("replica2-dp4-zero2", "replica=2,dp=4", {"zero": 2}),
@@ -88,18 +90,18 @@ STRATEGIES = [
     Strategy("dp4-zero1-accumulate", "dp=4", {"zero": 1, "accumulate": 3}),
     Strategy("dp4-zero2-accumulate", "dp=4", {"zero": 2, "accumulate": 3}),
     Strategy("dp4-zero3-accumulate", "dp=4", {"zero": 3, "accumulate": 3}),
-    Strategy("dp4-zero3-keep", "dp=4", {"zero": 3, "reshard_after_forward": False}),
+    Strategy("dp4-zero3-keep", "dp=4", {"zero": 3, "reshard_after_forward": False}, sample=True),
     Strategy("dp4-zero3-remat-block", "dp=4", {"zero": 3, "remat": "block"}),
     Strategy("dp4-zero3-remat-every-2", "dp=4", {"zero": 3, "remat": "every-2"}),
     # Overlap: reductions and gathers one layer away from what they belong to.
-    Strategy("dp8-overlap", "dp=8", {"overlap": True}),
+    Strategy("dp8-overlap", "dp=8", {"overlap": True}, sample=True),
     Strategy("dp8-zero1-overlap", "dp=8", {"overlap": True, "zero": 1}),
     Strategy("dp8-zero2-overlap", "dp=8", {"overlap": True, "zero": 2}),
     Strategy("dp8-zero3-overlap", "dp=8", {"overlap": True, "zero": 3}),
     Strategy("dp4-overlap-accumulate", "dp=4", {"overlap": True, "accumulate": 2}),
-    Strategy("dp4-zero1-overlap-accumulate", "dp=4", {"overlap": True, "zero": 1, "accumulate": 3}),
+    Strategy("dp4-zero1-overlap-accumulate", "dp=4", {"overlap": True, "zero": 1, "accumulate": 3}, sample=True),
     Strategy("dp4-zero2-overlap-accumulate", "dp=4", {"overlap": True, "zero": 2, "accumulate": 2}),
-    Strategy("dp3-zero3-overlap-padded-accumulate", "dp=3", {"overlap": True, "zero": 3, "accumulate": 2}),
+    Strategy("dp3-zero3-overlap-padded-accumulate", "dp=3", {"overlap": True, "zero": 3, "accumulate": 2}, sample=True),
     Strategy("dp4-overlap-remat-block", "dp=4", {"overlap": True, "remat": "block"}),
     Strategy("dp4-zero3-overlap-remat-block", "dp=4", {"overlap": True, "zero": 3, "remat": "block"}),
     Strategy("dp4-zero1-overlap-buckets", "dp=4", {"overlap": True, "zero": 1, "bucket_mb": 0.05}),
@@ -109,6 +111,7 @@ STRATEGIES = [
         "replica2-dp2-tp2-sp-zero3-overlap-accumulate-remat",
         "replica=2,dp=2,tp=2",
         {"overlap": True, "sp": True, "zero": 3, "accumulate": 2, "remat": "selective"},
+        sample=True,
     ),
     Strategy("replica2-dp2-tp2-sp-zero2-overlap", "replica=2,dp=2,tp=2", {"overlap": True, "sp": True, "zero": 2}),
     Strategy("replica2-dp4-overlap-accumulate", "replica=2,dp=4", {"overlap": True, "accumulate": 2}),
@@ -117,7 +120,7 @@ STRATEGIES = [
     Strategy("dp4-zero3-overlap-2-layers", "dp=4", {"overlap": True, "zero": 3}, num_layers=2),
     Strategy("dp4-tp2-zero3-overlap-dropout-remat", "dp=4,tp=2", {"overlap": True, "zero": 3, "remat": "block"}, 0.2),
     Strategy("dp2-tp4-sp-zero1-overlap-dropout", "dp=2,tp=4", {"overlap": True, "sp": True, "zero": 1}, 0.2),
-    Strategy("dp4-tp2-zero3-overlap-bf16", "dp=4,tp=2", {"overlap": True, "zero": 3}, dtype="bfloat16"),
+    Strategy("dp4-tp2-zero3-overlap-bf16", "dp=4,tp=2", {"overlap": True, "zero": 3}, dtype="bfloat16", sample=True),
     Strategy("dp4-overlap-fp16", "dp=4", {"overlap": True}, dtype="float16"),
     Strategy(
         "replica2-dp2-tp2-sp-zero3-overlap-fp64",
@@ -133,7 +136,7 @@ STRATEGIES = [
         {"zero": 3, "overlap": True, "accumulate": 2},
         mask_documents=True,
     ),
-    Strategy("pp2-dp2-zb-v-documents", "pp=2,dp=2", {"schedule": "zb-v"}, mask_documents=True),
+    Strategy("pp2-dp2-zb-v-documents", "pp=2,dp=2", {"schedule": "zb-v"}, mask_documents=True, sample=True),
     # Pairs and triples on 8 devices.
     Strategy("dp2-tp2", "dp=2,tp=2"),
     Strategy("dp2-tp4", "dp=2,tp=4"),
@@ -165,43 +168,47 @@ STRATEGIES = [
         "dp2-tp4-sp-ring-two-way-zero3-accumulate",
         "dp=2,tp=4",
         {"sp": True, "tp_ring": "two-way", "zero": 3, "accumulate": 2},
+        sample=True,
     ),
     Strategy(
         "replica2-tp4-sp-ring-two-way-remat-every-2",
         "replica=2,tp=4",
         {"sp": True, "tp_ring": "two-way", "remat": "every-2"},
     ),
-    Strategy("dp2-tp4-sp-ring-bf16", "dp=2,tp=4", {"sp": True, "tp_ring": "one-way"}, dtype="bfloat16"),
+    Strategy("dp2-tp4-sp-ring-bf16", "dp=2,tp=4", {"sp": True, "tp_ring": "one-way"}, dtype="bfloat16", sample=True),
     Strategy("dp2-tp4-sp-ring-two-way-fp64", "dp=2,tp=4", {"sp": True, "tp_ring": "two-way"}, dtype="float64"),
     # Attention in blocks of scores.
-    Strategy("pp2-tp2-sp-zb-v-blocked", "pp=2,tp=2", {"sp": True, "attention": "blocked", "schedule": "zb-v"}),
+    Strategy(
+        "pp2-tp2-sp-zb-v-blocked", "pp=2,tp=2", {"sp": True, "attention": "blocked", "schedule": "zb-v"}, sample=True
+    ),
     # The sequence split over cp: every way in which attention reaches all of it.
     Strategy("cp2", "cp=2"),
     Strategy("cp8", "cp=8"),
-    Strategy("cp8-all-gather-zero3", "cp=8", {"cp_kind": "all-gather", "zero": 3}),
+    Strategy("cp8-all-gather-zero3", "cp=8", {"cp_kind": "all-gather", "zero": 3}, sample=True),
     Strategy("cp8-ulysses", "cp=8", {"cp_kind": "ulysses"}),
-    Strategy("cp8-usp-2", "cp=8", {"cp_kind": "usp-2"}),
-    Strategy("dp2-cp2-tp2-sp-documents", "dp=2,cp=2,tp=2", {"sp": True}, mask_documents=True),
+    Strategy("cp8-usp-2", "cp=8", {"cp_kind": "usp-2"}, sample=True),
+    Strategy("dp2-cp2-tp2-sp-documents", "dp=2,cp=2,tp=2", {"sp": True}, mask_documents=True, sample=True),
     Strategy("dp2-cp4-zero3-overlap", "dp=2,cp=4", {"zero": 3, "overlap": True}),
     Strategy(
         "replica2-cp2-tp2-sp-ring-ulysses-dropout",
         "replica=2,cp=2,tp=2",
         {"sp": True, "tp_ring": "one-way", "cp_kind": "ulysses"},
         dropout=0.2,
+        sample=True,
     ),
     Strategy(
         "dp2-cp4-usp-2-zero2-accumulate-remat",
         "dp=2,cp=4",
         {"zero": 2, "cp_kind": "usp-2", "accumulate": 2, "remat": "every-2"},
     ),
-    Strategy("pp2-cp4-zb-h1-zero1-remat", "pp=2,cp=4", {"schedule": "zb-h1", "zero": 1, "remat": "block"}),
+    Strategy("pp2-cp4-zb-h1-zero1-remat", "pp=2,cp=4", {"schedule": "zb-h1", "zero": 1, "remat": "block"}, sample=True),
     Strategy("pp2-cp4-all-gather-zb-v", "pp=2,cp=4", {"cp_kind": "all-gather", "schedule": "zb-v"}),
     Strategy(
         "pp2-dp2-cp2-ulysses-zero3-loss-chunks",
         "pp=2,dp=2,cp=2",
         {"cp_kind": "ulysses", "zero": 3, "loss_chunks": 4, "overlap": True},
     ),
-    Strategy("cp4-tp2-sp-bf16", "cp=4,tp=2", {"sp": True, "remat": "block"}, dtype="bfloat16"),
+    Strategy("cp4-tp2-sp-bf16", "cp=4,tp=2", {"sp": True, "remat": "block"}, dtype="bfloat16", sample=True),
     Strategy("dp2-cp4-zero1-fp64", "dp=2,cp=4", {"zero": 1, "remat": "block"}, dtype="float64"),
     # Arrays of a layer, repeated by name: gathers and scatters of sp, gathered keys, what experts are sent and give.
     Strategy(
@@ -212,6 +219,7 @@ STRATEGIES = [
             "zero": 3,
             "remat": "repeat:all_gather:rx16x64+dot_general:32rx64-64x128+reduce_scatter:2xrx16x64",
         },
+        sample=True,
     ),
     Strategy(
         "cp2-tp2-sp-accumulate-remat-arrays",
@@ -232,6 +240,7 @@ STRATEGIES = [
         "dp2-tp2-sp-zero3-every2-unrolled",
         "dp=2,tp=2",
         {"zero": 3, "sp": True, "remat": "every-2", "unroll_layers": "yes"},
+        sample=True,
     ),
     Strategy("dp4-tp2-sp-zero3-loss-chunks", "dp=4,tp=2", {"sp": True, "zero": 3, "loss_chunks": 2}),
     Strategy(
@@ -245,21 +254,22 @@ STRATEGIES = [
         "dp=2",
         {"zero": 1, "accumulate": 2, "loss_chunks": 4},
         dtype="bfloat16",
+        sample=True,
     ),
-    Strategy("dp2-tp2-loss-chunks-fp16", "dp=2,tp=2", {"loss_chunks": 4}, dtype="float16"),
+    Strategy("dp2-tp2-loss-chunks-fp16", "dp=2,tp=2", {"loss_chunks": 4}, dtype="float16", sample=True),
     Strategy("dp2-tp4-sp-loss-chunks-fp64", "dp=2,tp=4", {"sp": True, "loss_chunks": 4}, dtype="float64"),
     # Pipelines: every schedule once, and each thing that a pipeline could get wrong. All schedules: `PIPELINES` below.
     Strategy("pp2-gpipe", "pp=2", {"schedule": "gpipe", "microbatches": 6}),
-    Strategy("pp4-1f1b", "pp=4", {"microbatches": 12}),
+    Strategy("pp4-1f1b", "pp=4", {"microbatches": 12}, sample=True),
     Strategy("pp2-interleaved", "pp=2", {"schedule": "interleaved", "microbatches": 6}),
     Strategy("pp4-zb-h1", "pp=4", {"schedule": "zb-h1", "microbatches": 8}),
-    Strategy("pp2-zb-v", "pp=2", {"schedule": "zb-v"}),
+    Strategy("pp2-zb-v", "pp=2", {"schedule": "zb-v"}, sample=True),
     Strategy("pp2-v-half-8-layers", "pp=2", {"schedule": "v-half", "microbatches": 8}, num_layers=8),
     Strategy("pp2-v-min-5-layers", "pp=2", {"schedule": "v-min"}, num_layers=5),
-    Strategy("pp8-fewer-microbatches", "pp=8", {"microbatches": 3}, num_layers=8),
-    Strategy("pp4-uneven", "pp=4", {"stages": "1,3,3,1"}, num_layers=8),
+    Strategy("pp8-fewer-microbatches", "pp=8", {"microbatches": 3}, num_layers=8, sample=True),
+    Strategy("pp4-uneven", "pp=4", {"stages": "1,3,3,1"}, num_layers=8, sample=True),
     Strategy("pp4-balanced", "pp=4", {"stages": "balanced"}, num_layers=13),
-    Strategy("pp2-remat-block", "pp=2", {"remat": "block"}, num_layers=6),
+    Strategy("pp2-remat-block", "pp=2", {"remat": "block"}, num_layers=6, sample=True),
     Strategy("pp2-tp2-sp-remat-block", "pp=2,tp=2", {"sp": True, "remat": "block"}),
     Strategy("pp2-remat-every-2-of-3", "pp=2", {"remat": "every-2", "schedule": "zb-h1"}, num_layers=6),
     Strategy("pp2-remat-chunk", "pp=2", {"remat": "chunk"}, num_layers=6),
@@ -276,21 +286,27 @@ STRATEGIES = [
         {"schedule": "zb-h1", "stages": "1,2,1,1", "overlap": True, "remat": "chunk"},
         dtype="float64",
         num_layers=5,
+        sample=True,
     ),
     Strategy("pp2-remat-selective-accumulate", "pp=2", {"remat": "selective", "accumulate": 3}),
     Strategy("pp2-dp2-tp2-sp-zero1", "pp=2,dp=2,tp=2", {"sp": True, "zero": 1}),
     Strategy("pp2-dp2-tp2-zero2-zb-v", "pp=2,dp=2,tp=2", {"zero": 2, "schedule": "zb-v"}),
     Strategy("pp2-dp2-tp2-sp-zero3", "pp=2,dp=2,tp=2", {"sp": True, "zero": 3}),
     Strategy(
-        "pp2-dp2-zero3-keep-accumulate", "pp=2,dp=2", {"zero": 3, "reshard_after_forward": False, "accumulate": 2}
+        "pp2-dp2-zero3-keep-accumulate",
+        "pp=2,dp=2",
+        {"zero": 3, "reshard_after_forward": False, "accumulate": 2},
+        sample=True,
     ),
-    Strategy("pp2-replica2-dp2-zero3-dropout", "pp=2,replica=2,dp=2", {"zero": 3, "remat": "block"}, dropout=0.2),
+    Strategy(
+        "pp2-replica2-dp2-zero3-dropout", "pp=2,replica=2,dp=2", {"zero": 3, "remat": "block"}, dropout=0.2, sample=True
+    ),
     Strategy("pp2-dp3-zero2-padded", "pp=2,dp=3", {"zero": 2, "schedule": "zb-h1"}),
     Strategy("pp2-tp4-sp-dropout", "pp=2,tp=4", {"sp": True, "schedule": "interleaved"}, dropout=0.2),
     Strategy("pp2-tp2-clipped-sgd", "pp=2,tp=2", {}, optimizer={"name": "sgd", "clip_norm": 0.1}),
     Strategy("pp2-dp2-tp2-zero1-bf16", "pp=2,dp=2,tp=2", {"zero": 1}, dtype="bfloat16"),
     Strategy("pp2-dp2-zero3-bf16", "pp=2,dp=2", {"zero": 3, "schedule": "zb-h1"}, dtype="bfloat16"),
-    Strategy("pp2-dp2-tp2-fp16", "pp=2,dp=2,tp=2", {"schedule": "zb-v"}, dtype="float16"),
+    Strategy("pp2-dp2-tp2-fp16", "pp=2,dp=2,tp=2", {"schedule": "zb-v"}, dtype="float16", sample=True),
     Strategy("pp2-dp2-tp2-sp-zero3-fp64", "pp=2,dp=2,tp=2", {"sp": True, "zero": 3}, dtype="float64"),
     Strategy("pp4-zb-v-dropout-fp64", "pp=4,dp=2", {"schedule": "zb-v"}, dropout=0.2, dtype="float64", num_layers=8),
     # Messages between stages that travel while stages compute.
@@ -300,6 +316,7 @@ STRATEGIES = [
         "pp=2,dp=2,tp=2",
         {"sp": True, "zero": 3, "schedule": "zb-v", "overlap": True, "remat": "block"},
         dropout=0.2,
+        sample=True,
     ),
     Strategy(
         "pp4-zb-h1-overlap-uneven-fp64",
@@ -309,7 +326,11 @@ STRATEGIES = [
         num_layers=5,
     ),
     Strategy(
-        "pp2-tp2-interleaved-overlap-bf16", "pp=2,tp=2", {"schedule": "interleaved", "overlap": True}, dtype="bfloat16"
+        "pp2-tp2-interleaved-overlap-bf16",
+        "pp=2,tp=2",
+        {"schedule": "interleaved", "overlap": True},
+        dtype="bfloat16",
+        sample=True,
     ),
     # Dropout: the mask belongs to the token, not to the device.
     Strategy("dp2-tp2-dropout", "dp=2,tp=2", dropout=0.2),
@@ -318,15 +339,15 @@ STRATEGIES = [
     Strategy("dp2-tp2-dropout-accumulate", "dp=2,tp=2", {"accumulate": 4}, dropout=0.2),
     # Other update rules.
     Strategy("dp2-tp2-zero1-sgd", "dp=2,tp=2", {"zero": 1}, optimizer={"name": "sgd"}),
-    Strategy("dp2-tp2-zero3-lion", "dp=2,tp=2", {"zero": 3}, optimizer={"name": "lion"}),
-    Strategy("dp4-adafactor", "dp=4", optimizer={"name": "adafactor"}),
-    Strategy("dp2-tp2-zero2-clipped", "dp=2,tp=2", {"zero": 2}, optimizer={"clip_norm": 0.1}),
+    Strategy("dp2-tp2-zero3-lion", "dp=2,tp=2", {"zero": 3}, optimizer={"name": "lion"}, sample=True),
+    Strategy("dp4-adafactor", "dp=4", optimizer={"name": "adafactor"}, sample=True),
+    Strategy("dp2-tp2-zero2-clipped", "dp=2,tp=2", {"zero": 2}, optimizer={"clip_norm": 0.1}, sample=True),
     # 16 bits, with tolerances of their own.
     Strategy("dp2-tp2-zero1-bf16", "dp=2,tp=2", {"zero": 1}, dtype="bfloat16"),
     Strategy("dp4-tp2-sp-zero3-bf16", "dp=4,tp=2", {"sp": True, "zero": 3}, dtype="bfloat16"),
-    Strategy("dp4-zero2-bf16-reduced", "dp=4", {"zero": 2}, dtype="bfloat16", reduce_dtype="bfloat16"),
+    Strategy("dp4-zero2-bf16-reduced", "dp=4", {"zero": 2}, dtype="bfloat16", reduce_dtype="bfloat16", sample=True),
     Strategy("dp2-tp2-fp16", "dp=2,tp=2", dtype="float16"),
-    Strategy("dp4-tp2-zero2-fp16", "dp=4,tp=2", {"zero": 2}, dtype="float16"),
+    Strategy("dp4-tp2-zero2-fp16", "dp=4,tp=2", {"zero": 2}, dtype="float16", sample=True),
     Strategy(
         "dp2-tp2-zero3-lion-bf16",
         "dp=2,tp=2",
@@ -335,12 +356,13 @@ STRATEGIES = [
         optimizer={"name": "lion"},
         num_layers=2,
         batch_size=8,
+        sample=True,
     ),
     # 64 bits: rounding shrinks by nine orders of magnitude, a wrong reduction does not.
     Strategy("dp2-tp2-fp64", "dp=2,tp=2", dtype="float64"),
     Strategy("replica2-dp2-tp2-sp-zero3-fp64", "replica=2,dp=2,tp=2", {"sp": True, "zero": 3}, dtype="float64"),
-    Strategy("dp3-zero2-padded-2-layers-fp64", "dp=3", {"zero": 2}, dtype="float64", num_layers=2),
-    Strategy("dp3-tp2-zero1-dropout-fp64", "dp=3,tp=2", {"zero": 1}, dropout=0.2, dtype="float64"),
+    Strategy("dp3-zero2-padded-2-layers-fp64", "dp=3", {"zero": 2}, dtype="float64", num_layers=2, sample=True),
+    Strategy("dp3-tp2-zero1-dropout-fp64", "dp=3,tp=2", {"zero": 1}, dropout=0.2, dtype="float64", sample=True),
 ]
 
 # Mixtures of experts: the `moe-proof` preset, whose layers have 8 experts, auxiliary losses and counts.
@@ -377,6 +399,7 @@ EXPERTS = [
         batch_size=8,
         preset="moe-proof",
         model=CAPACITY | SHARED,
+        sample=True,
     ),
     Strategy("moe-pp2-dp2-ep2-fp16", "pp=2,dp=2,ep=2", dtype="float16", preset="moe-proof", num_layers=2),
     Strategy("moe-dp2-cp2-ep4-zero3", "dp=2,cp=2,ep=4", {"zero": 3}, preset="moe-proof", model=CAPACITY),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from conftest import sampled
 from rich.console import Console
 
 from experiments.bench import branches, kernels, parity, peers, scaling, speed, standin
@@ -95,7 +96,7 @@ def as_in_the_papers(strategy) -> bool:
     )
 
 
-@pytest.mark.parametrize("strategy", [*filter(as_in_the_papers, STRATEGIES)], ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("strategy", sampled(filter(as_in_the_papers, STRATEGIES)))
 def test_a_strategy_holds_and_sends_what_the_papers_say(strategy):
     config = strategy.run_config()
     mesh = config.parallel.mesh
@@ -127,7 +128,7 @@ def is_plain_pipeline(strategy) -> bool:
     )
 
 
-@pytest.mark.parametrize("strategy", [*filter(is_plain_pipeline, STRATEGIES)], ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("strategy", sampled(filter(is_plain_pipeline, STRATEGIES)))
 def test_a_pipeline_holds_less_than_the_papers_say_and_sends_what_that_takes(strategy):
     config = strategy.run_config()
     mesh, shape, precision = config.parallel.mesh, config.model, config.precision

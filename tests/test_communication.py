@@ -240,7 +240,7 @@ def test_differences_from_the_papers_are_the_named_ones():
         assert ours == papers * (11 / 12 if "recompute" in name else 1)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES))
 def test_no_more_is_sent_than_the_strategy_needs_but_for_the_named_reasons(strategy):
     """Per axis, bytes sent for each byte needed: 1, or more for a reason in docs/collectives.md."""
     config = strategy.run_config()
