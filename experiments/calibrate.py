@@ -1,6 +1,6 @@
 """Measure the time model's constants on this machine's cards, for `experiments.plan --efficiencies FILE`.
 
-python -m experiments.calibrate --hardware h100 --out mine.toml
+python -m experiments.plan calibrate --hardware h100 --out mine.toml
 
 Every constant is what the card reaches of its datasheet: matmuls of many sizes, fused attention forward and backward,
 an elementwise pass over memory, a sum over the local cards, and the launch of a program that does nothing. What cannot
@@ -28,7 +28,6 @@ from jaxdist.plan.hardware import Accelerator, find_hardware
 from jaxdist.plan.time_model import FUSED_BACKWARD, Efficiency, efficiency_of
 from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 
-from .cli import run_program
 from .progress import Progress
 
 HEAD_DIM, HEADS = 128, 8
@@ -188,7 +187,3 @@ def show(
     kept = [field.name for field in fields(Efficiency) if field.name not in {*found, "stack"}]
     console.print(f"Kept from {before.stack}: {', '.join(kept)}.")
     console.print(f"python -m experiments.plan --hardware {hardware.name} --efficiencies {out}", soft_wrap=True)
-
-
-if __name__ == "__main__":
-    run_program(CalibrateFlags, main, "calibrate")

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import errno
+import importlib
 import io
 import math
 import os
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdist import compat, versions
-from jaxdist.commands import command_text
+from jaxdist.commands import VERBS, command_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError, full_disk, printable, reason_of, require_positive
 from jaxdist.files import write_whole
@@ -39,7 +40,7 @@ from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 from jaxdist.runtime.signals import EXIT_SIGNAL, Interrupts
 
 from .config_file import read_flags
-from .help import asks_for_groups, print_help
+from .help import asks_for_help, print_help
 from .progress import Progress
 from .settings import SETTINGS, Setting, SettingFlags, make_config
 
@@ -61,8 +62,8 @@ ModelName = Annotated[
     tyro.conf.arg(
         aliases=["--preset"],
         metavar="NAME|PATH|MODULE:CLASS",
-        help=f"{', '.join(PRESETS)}; the config.json of a model of transformers; or a class of your own, as in "
-        "my_module:MyModel. The sizes below override it.",
+        help="A preset, the config.json of a model of transformers, or a class of your own, as in my_module:MyModel. "
+        f"Other flags override its sizes. Presets: {', '.join(PRESETS)}.",
     ),
 ]
 
@@ -72,6 +73,8 @@ class CommonFlags(SettingFlags, ModelFlags):
     """Which model, on which mesh, in which precision: a flag for every setting of a run."""
 
     GROUPS: ClassVar[dict[str, str]] = {"device": "devices"}
+    LAYOUT: ClassVar[tuple[str, ...]] = ("mesh", "zero", "sp", "overlap", "remat", "schedule", "microbatches")
+    COMMON: ClassVar[tuple[str, ...]] = (*LAYOUT, "model", "batch_size", "dtype", "only")  # that --help shows
 
     model: ModelName = ModelFlags.model
     device: DeviceChoice = "auto"
@@ -349,6 +352,10 @@ def run_program(
     A ConfigError becomes one message and exit code 2. Whatever else escapes is a defect of ours: one line says so, and
     a file holds the traceback.
     """
+    words = sys.argv[1:] if args is None else args
+    if words and words[0] in VERBS.get(prog, {}):
+        module = importlib.import_module(f".{VERBS[prog][words[0]]}", __package__)
+        return run_program(typing.get_type_hints(module.main)["flags"], module.main, f"{prog} {words[0]}", words[1:])
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: >&-
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115, for as long as the process lives
@@ -358,7 +365,7 @@ def run_program(
     flags = None
     try:
         with Interrupts():
-            flags = _parse(flags_type, prog, args)
+            flags = _parse(flags_type, prog, words)
             known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
             code = main(flags, SafeConsole(highlight=False, width=None if known else 160))
             sys.stdout.flush()
@@ -381,17 +388,16 @@ def run_program(
         code = EXIT_SIGNAL + signal.SIGPIPE
         _abandon_output()
     except Exception as error:
-        code, text = _unexpected(error, prog, getattr(flags, "model", None))
+        code, text = _unexpected(error, prog, words, getattr(flags, "model", None))
         _say(text)
         if processes.count() > 1:
             processes.fail(code, EXIT_PEER, f"{type(error).__name__}: {reason_of(error)}")
     sys.exit(code)
 
 
-def _parse(flags_type: type[Flags], prog: str, args: list[str] | None) -> Flags:
-    words = sys.argv[1:] if args is None else args
-    if asks_for_groups(flags_type, words):
-        print_help(flags_type, prog)
+def _parse(flags_type: type[Flags], prog: str, words: list[str]) -> Flags:
+    if asks_for_help(flags_type, words):
+        print_help(flags_type, prog, words)
     flags = _parse_words(flags_type, prog, words)
     if not getattr(flags, "config", None):
         return flags
@@ -454,7 +460,7 @@ def _join_to_end(flags_type: type) -> None:
             processes.join(None, None, None)
 
 
-def _unexpected(error: Exception, prog: str, model: str | None) -> tuple[int, str]:
+def _unexpected(error: Exception, prog: str, words: list[str], model: str | None) -> tuple[int, str]:
     """Exit code and one line for an exception that no program expected; a user's own `model` may have caused it."""
     if full_disk(error) or (isinstance(error, OSError) and error.errno == errno.EIO):
         _abandon_output()
@@ -464,9 +470,7 @@ def _unexpected(error: Exception, prog: str, model: str | None) -> tuple[int, st
         return 1, f"{text}. `{command_text('plan')}` tells what a layout needs."
     with tempfile.NamedTemporaryFile("w", prefix="jaxdist-defect-", suffix=".txt", delete=False) as file:
         file.write(
-            f"{command_text(prog)} {shlex.join(sys.argv[1:])}\n{versions.versions()}\n\n".encode(
-                "ascii", "replace"
-            ).decode()
+            f"{command_text(prog)} {shlex.join(words)}\n{versions.versions()}\n\n".encode("ascii", "replace").decode()
         )
         file.write("".join(traceback.format_exception(error)))
     if model and (where := fault_in(model, error)):

@@ -8,7 +8,7 @@
     [run]                           # batch_size, steps, seed
     [optimizer]                     # the fields of OptimizerConfig
     [precision]                     # the fields of PrecisionConfig
-    [train]                         # any flag of that program, for it alone; verify, plan, diverge have sections too
+    [train]                         # any flag of that program, for it alone; so have [verify], [plan] and [where]
 
 A flag on the command line overrides the file. JSON has the same keys.
 """
@@ -32,7 +32,7 @@ from jaxdist.values import WRONG, as_type
 
 from .settings import SECTIONS, SETTINGS
 
-PROGRAMS = ("train", "verify", "plan", "diverge")
+PROGRAMS = ("train", "verify", "plan", "where")
 NAME = "run.toml"  # of what a run leaves, beside config.json
 HEADER = "# Every setting of the run. `train --config` with this file is the same run; flags override it.\n"
 # Section -> key -> flag.
@@ -62,8 +62,9 @@ class FileFlags:
 def read_flags(flags_type: type[FileFlags], program: str, path: str) -> dict[str, Any]:
     """The value of every flag that a file sets for a program. Raises: ConfigError naming the key that is wrong."""
     hints, values, own = get_type_hints(flags_type), {}, {}
-    sections = _read(path)
+    sections, program = _read(path), program.rpartition(" ")[2]
     for section, table in sections.items():
+        section = "where" if section == "diverge" else section  # as an earlier version named it
         keys = _keys_of(section, flags_type, program)
         if keys is None and not isinstance(table, dict):
             places = [each for each in (*SHARED, program) if section in (_keys_of(each, flags_type, program) or ())]

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -11,25 +12,32 @@ from typing import Annotated
 
 import tyro
 
-from jaxdist.commands import command_text
+from jaxdist.commands import VERBS, command_text
 
 FLAT = 20  # flags that need no groups
+ALL = "--help-all"
 
 
-def asks_for_groups(flags_type: type, args: list[str]) -> bool:
-    """Whether help is asked for, of more flags than fit one list."""
+def asks_for_help(flags_type: type, words: list[str]) -> bool:
+    """Whether help is asked for that `print_help` prints; other help is tyro's own."""
     many = dataclasses.is_dataclass(flags_type) and len(dataclasses.fields(flags_type)) > FLAT
-    return many and bool({"-h", "--help"} & set(args))
+    return ALL in words or (many and bool({"-h", "--help"} & set(words)))
 
 
-def print_help(flags_type: type, prog: str) -> None:
-    """Print the help and exit. A program's own flags come first, then those that it shares with others."""
+def print_help(flags_type: type, prog: str, words: list[str]) -> None:
+    """Print the help and exit: with --help-all every flag, otherwise those that the class lists as COMMON.
+
+    A program's own flags come first, then those that it shares with others.
+    """
     groups: dict[str, list[str]] = {}
-    for title, name in _titles(flags_type, own=prog):
-        groups.setdefault(title, []).append(name)
+    everything, common = ALL in words, getattr(flags_type, "COMMON", ())
+    brief = bool(common) and not everything
+    titles = dict((name, title) for title, name in _titles(flags_type, own=prog.rpartition(" ")[2]))
+    for name in [name for name in common if name in titles] if brief else titles:
+        groups.setdefault("common" if brief else titles[name], []).append(name)
     shared = [title for base in flags_type.__mro__[1:] for title in _groups_of(base).values()]
     ordered = sorted(groups, key=lambda title: title in shared)
-    described = _described_fields(flags_type)
+    described = _described_fields(flags_type, brief)
     boxes = [
         (
             title,
@@ -38,7 +46,12 @@ def print_help(flags_type: type, prog: str) -> None:
         for title in ordered
     ]
     grouped = dataclasses.make_dataclass("Grouped", boxes)
-    config, description = (tyro.conf.OmitArgPrefixes,), inspect.cleandoc(flags_type.__doc__)
+    description = " ".join(inspect.cleandoc(flags_type.__doc__).split())
+    if verbs := VERBS.get(prog):
+        description += f" With flags of their own: {', '.join(f'{prog} {verb}' for verb in verbs)}."
+    if len(described) > sum(map(len, groups.values())):
+        description += f" All {len(described)} flags: {ALL}."
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     tyro.cli(grouped, prog=command_text(prog), args=["--help"], config=config, description=description)
 
 
@@ -59,14 +72,18 @@ def _titles(flags_type: type, own: str) -> Iterator[tuple[str, str]]:
         yield declared[field.name], field.name
 
 
-def _described_fields(flags_type: type) -> dict[str, tuple]:
-    """Every field as `make_dataclass` takes it, with the text under it in the source as its help."""
+def _described_fields(flags_type: type, brief: bool) -> dict[str, tuple]:
+    """Every field as `make_dataclass` takes it, with the text under it in the source, or its first sentence, as its
+    help."""
     texts, hints = texts_of(flags_type), typing.get_type_hints(flags_type, include_extras=True)
     found = {}
     for field in dataclasses.fields(flags_type):
         hint = hints[field.name]
         if field.name in texts:
-            hint = Annotated[hint, tyro.conf.arg(help=texts[field.name])]
+            text = texts[field.name]
+            if brief and (first := re.match(r".+?\w\)?\.(?=\s)", text)):
+                text = first[0]
+            hint = Annotated[hint, tyro.conf.arg(help=text)]
         found[field.name] = (field.name, hint, dataclasses.field(default=field.default))
     return found
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, ClassVar, get_args
 
 import numpy as np
 import tyro
@@ -25,7 +25,7 @@ from rich.markup import escape
 from jaxdist.commands import install_text
 from jaxdist.config import TP_RINGS, Dtype, RunConfig
 from jaxdist.errors import MOST, ConfigError
-from jaxdist.mesh import parse_mesh
+from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.base import num_parameters
 from jaxdist.parallel.remat import shorten
 from jaxdist.placement import make_layout
@@ -60,7 +60,7 @@ from jaxdist.plan.search import (
     usable_bytes,
 )
 from jaxdist.plan.time_model import Efficiency, bar_of, efficiency_of, read_efficiency
-from jaxdist.plan.traffic import predicted
+from jaxdist.plan.traffic import Message, predicted, table
 from jaxdist.runtime.budget import short_money
 
 from .cli import (
@@ -89,6 +89,11 @@ DEFAULT_BATCH_TOKENS = 2**20
 @dataclass(frozen=True)
 class PlanFlags(CommonFlags, FileFlags):
     """Rank every layout of a cluster for a model; with --mesh, report that layout alone. Nothing is run."""
+
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("model", "hardware", "nodes", "devices_per_node", "batch_size", "seq_len", "tokens", "deadline", "budget"),
+        *("mesh", "zero", "sp", "dtype", "efficiencies", "top", "trace", "compile", "json", "html", "config"),
+    )
 
     model: ModelName = "7b"
     hardware: str = "h100"
@@ -133,7 +138,8 @@ class PlanFlags(CommonFlags, FileFlags):
     html: str | None = None
     """Also write a page with pictures to this file."""
     trace: bool = False
-    """Also trace the step of the best layout: what it keeps and sends, from the program itself."""
+    """Also trace the step of the best layout: what it keeps and sends, from the program itself. Of one layout, also
+    every message by its purpose."""
     compile: str | None = None
     """Also compile it, with no device present: cpu, an NVIDIA card (h200, ...) or a TPU (v5p, ...). Implies --trace."""
     prove: int = 1
@@ -949,7 +955,8 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
         if note:  # then the formula, too, of the attention that is traced
             formula = float(score(config, Candidates.of(config), found.cluster, config.attention).memory.total[0])
         layout = make_layout(config.model, config.parallel, config.part_layers)
-        sent = total_sent(predicted(config, layout), config.parallel.mesh), level.sent_bytes
+        messages = predicted(config, layout)
+        sent = total_sent(messages, config.parallel.mesh), level.sent_bytes
         compiled = level.compiled
         rows.append(
             {
@@ -986,7 +993,18 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
     print_columns(console, columns, left=("layout",), drop=("trace s", "async"))
     for line in dict.fromkeys(lines):
         print_bullet(console, line)
+    if len(rows) == 1:
+        print_messages(console, messages, config.parallel.mesh)
     return records
+
+
+def print_messages(console: Console, messages: list[Message], mesh: MeshShape) -> None:
+    """What one device sends in a step, by purpose; of each purpose the stage that sends most of it."""
+    console.print("\n[bold]What a step sends[/], by closed form")
+    titles = ("purpose", "collective", "over", "messages", "bytes sent")
+    columns = dict(zip(titles, zip(*table(messages, mesh), strict=True), strict=True))
+    cells = {title: [f"{x:,}" if isinstance(x, int) else x for x in found] for title, found in columns.items()}
+    print_columns(console, cells, left=("purpose", "collective", "over"))
 
 
 def with_attention(config: RunConfig, attention: str) -> tuple[RunConfig, str | None]:

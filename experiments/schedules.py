@@ -1,10 +1,10 @@
 """Pipeline schedules side by side: bubble, memory in flight, time for given costs. Simulated; nothing is run.
 
-python -m experiments.schedules                                 every schedule for 4 stages and 8 micro-batches
-python -m experiments.schedules --schedule zb-v                 one, drawn as text, with the figures of each stage
-python -m experiments.schedules --overlap --link 0.1            where messages travel while stages compute
-python -m experiments.schedules --file table.txt                check and show a table of your own
-python -m experiments.schedules --draw docs/schedules           also write a timeline of each as SVG and PNG
+python -m experiments.plan schedules                                 every schedule for 4 stages and 8 micro-batches
+python -m experiments.plan schedules --schedule zb-v                 one, drawn as text, with the figures of each stage
+python -m experiments.plan schedules --overlap --link 0.1            where messages travel while stages compute
+python -m experiments.plan schedules --file table.txt                check and show a table of your own
+python -m experiments.plan schedules --draw docs/schedules           also write a timeline of each as SVG and PNG
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from jaxdist.parallel.pipeline.schedules import Phase, Schedule
 from jaxdist.parallel.pipeline.simulate import Costs, in_flight, simulate
 from jaxdist.parallel.pipeline.text import draw, load
 
-from .cli import run_program
 from .tables import Rows
 from .timeline import picture_folder, timeline, write_both
 
@@ -198,7 +197,3 @@ def draw_all(flags: SchedulesFlags, shown: list[Schedule], baseline: Figures, fo
         )
         picture = timeline(schedule, chunk_costs(flags, schedule), subtitle)
         write_both(picture, folder / schedule.name, console)
-
-
-if __name__ == "__main__":
-    run_program(SchedulesFlags, main, "schedules")

@@ -103,6 +103,11 @@ MAX_SKIPS_IN_A_ROW = 10
 class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     """Train a GPT on real text, on one device or any mesh."""
 
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *CommonFlags.LAYOUT,
+        *("model", "config", "data", "weights", "out", "batch_size", "steps", "lr", "lr_schedule", "dtype"),
+        *("checkpoint_every", "eval_every", "device", "distributed"),
+    )
     GROUPS: ClassVar[dict[str, str]] = {
         "data": "data",
         "out": "folder",

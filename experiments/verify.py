@@ -54,6 +54,10 @@ from .tables import print_columns
 class VerifyFlags(CommonFlags, FileFlags, ProcessFlags):
     """Run the same batches on the mesh and on one device; compare losses, gradients, parameters and moments."""
 
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *CommonFlags.LAYOUT,
+        *("model", "batch_size", "steps", "dtype", "all", "pipelines", "oracle", "only", "json"),
+    )
     NOT_SHARED: ClassVar[frozenset[str]] = frozenset({"steps", "warmup_steps", "lr", "eps"})
 
     model: ModelName = "proof"

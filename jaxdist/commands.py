@@ -3,6 +3,25 @@
 import sys
 from pathlib import Path
 
+# Program -> verb -> the module that has its flags and its `main`.
+VERBS = {
+    "bench": {"chaos": "bench.chaos", "gpu": "bench.gpu", "levels": "bench.levels", "overlap": "bench.overlap"},
+    "plan": {"calibrate": "calibrate", "published": "published", "schedules": "schedules"},
+    "report": {"live": "live"},
+    "verify": {"where": "where"},
+}
+# Programs of earlier versions, and what does their work now.
+MOVED = {
+    **{name: f"bench {name}" for name in ("chaos", "gpu", "levels", "overlap")},
+    **{"calibrate": "plan calibrate", "recommended": "plan published", "schedules": "plan schedules"},
+    **{"diverge": "verify where", "watch": "report live", "rings": "bench overlap", "communication": "plan --trace"},
+}
+
+
+def moved_text(program: str) -> str | None:
+    """The one line that answers the name of a program of an earlier version; None for any other."""
+    return f"error: {program} is now `{command_text(MOVED[program])}`" if program in MOVED else None
+
 
 def command_text(program: str) -> str:
     """A program's name as whoever reads this types it, given how this process was started; a program of

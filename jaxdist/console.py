@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from jaxdist import programs
+from jaxdist.commands import moved_text
 from jaxdist.errors import printable
 from jaxdist.runtime.signals import use_default_sigint
 from jaxdist.versions import __version__
@@ -30,7 +31,8 @@ def main() -> int:
             runpy.run_module(f"{programs.__name__}.{name}", run_name="__main__", alter_sys=True)
         case [name, *_]:
             known = ", ".join(find_programs())
-            print(f"error: jaxdist {printable(name)!r}: the programs are {known}. Use one of them.", file=sys.stderr)
+            unknown = f"error: jaxdist {printable(name)!r}: the programs are {known}. Use one of them."
+            print(moved_text(name) or unknown, file=sys.stderr)
             return 2
     return 0
 

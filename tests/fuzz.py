@@ -122,7 +122,7 @@ TINY = (
 TARGETS = (
     Target("train", "TrainFlags", (*TINY, "--data", "text.txt"), ("jaxdist.train.program:Program.compile_step",), 5),
     Target("verify", "VerifyFlags", TINY, (".verify:Verifier.__call__",), share=3),
-    Target("diverge", "DivergeFlags", TINY, (".diverge:Run",), share=2),
+    Target("where", "WhereFlags", TINY, (".where:Run",), share=2),
     Target("plan", "PlanFlags", ("--model", "gpt2-124m", "--hardware", "h100", "--nodes", "1"), share=3),
     Target("prepare", "PrepareFlags", ("--data", "text.txt", "--out", "prepared"), share=2),
     Target("generate", "GenerateFlags", ("theirs", "--prompt", "a")),
@@ -133,7 +133,7 @@ TARGETS = (
     Target("report", "ReportFlags", ("theirs",)),
     Target("launch", "LaunchFlags", ("--processes", "1"), (".launch:start",)),
     Target("bench.__main__", "BenchFlags", ("compile", *TINY), ("importlib:import_module",)),
-    Target("levels", "LevelsFlags", (), (".levels:levels",)),
+    Target("bench.levels", "LevelsFlags", (), (".bench.levels:levels",)),
     Target("budget", "Run", ("--price-per-hour", "1", "--hours", "1"), (".budget:Guarded",)),
     Target("budget", "Settle", ("--job", "b", "--actual", "1")),
     Target("budget", "Init", ("--budget", "3")),

@@ -1,6 +1,5 @@
 """The closed form of what a step sends equals the traced program: each message's kind, axes and bytes, and how many."""
 
-import math
 import random
 from collections import Counter
 
@@ -8,7 +7,6 @@ import jax
 import pytest
 from conftest import sampled
 
-from experiments.communication import COMPARED, KINDS, against_papers, ratios
 from experiments.strategies import PIPELINES, STRATEGIES
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
@@ -212,52 +210,3 @@ def test_a_layout_of_another_strategy_is_refused():
     other = large("7b", "pp=4,dp=8,tp=8", zero=3, sp=True, microbatches=16)
     with pytest.raises(ConfigError, match=r"a layout of another strategy, on pp=4,dp=8,tp=8"):
         predicted(config, layout_of(other))
-
-
-def test_differences_from_the_papers_are_the_named_ones():
-    """docs/plan.md says by how much our own forms differ from the papers', and why."""
-    figures = {name: {what: rest for what, *rest in against_papers(config)} for name, config in COMPARED.items()}
-    shape, pp, tp = PRESETS["7b"], 4, 8
-    table_VD, positions_TD = shape.padded_vocab_size * shape.width, shape.seq_len * shape.width
-    leaves = jax.tree.leaves(layout_of(COMPARED["ZeRO-1"]).leaves)
-    whole = {leaf.name: math.prod(leaf.storage_local) * leaf.num_shards for leaf in leaves}
-    share = {leaf.name: math.prod(leaf.shape) / (pp * tp) for leaf in leaves}
-    vectors = sum(whole[leaf.name] - share[leaf.name] for leaf in leaves if not leaf.decay)
-    blocks = sum(size for name, size in whole.items() if name.startswith("blocks"))
-
-    # Every stage holds the positions; no tp rank holds a part of them, or of what is a vector.
-    papers, ours = figures["ZeRO-1"]["weights and gradients over dp"]
-    assert ours - papers == pytest.approx(2 * 7 / 8 * (positions_TD * (1 - 1 / (pp * tp)) + vectors), rel=1e-12)
-    # For each micro-batch: blocks three times. Once: the rest gathered and scattered, a stage's part of the table.
-    papers, ours = figures["ZeRO-3"]["weights and gradients over dp"]
-    root = table_VD / (pp * tp) + positions_TD + 2 * shape.width
-    assert ours == pytest.approx(7 / 8 * (16 * 3 * blocks + 2 * root), rel=1e-12)
-    papers, ours = figures["ZeRO-1"]["between stages"]
-    assert ours == papers
-    for name in COMPARED:
-        papers, ours = figures[name]["layers over tp"]
-        # Of a block's four messages with sp, recomputation needs three.
-        assert ours == papers * (11 / 12 if "recompute" in name else 1)
-
-
-@pytest.mark.parametrize("strategy", sampled(STRATEGIES))
-def test_no_more_is_sent_than_the_strategy_needs_but_for_the_named_reasons(strategy):
-    """Per axis, bytes sent for each byte needed: 1, or more for a reason in docs/collectives.md."""
-    config = strategy.run_config()
-    parallel, most = config.parallel, dict.fromkeys(KINDS, 1.0)
-    if parallel.remat_every > 1:
-        most["activations over tp"] = 1.05  # a loop over several blocks repeats the last one's sum
-    if parallel.remat == "chunk":
-        most["activations over tp"] = 1.08  # so does one over a chunk, here of one layer
-    if parallel.mesh.dp == 3:
-        most["weights and gradients"] += 0.01  # padding
-    if parallel.zero == 3:
-        most["weights and gradients"] += 0.01  # a matrix is gathered with its group
-    if parallel.zero == 3 and parallel.remat == "chunk":
-        most["weights and gradients"] = 4 / 3  # the layers' gathered for F, R and B, where two gathers would do
-    if parallel.zero == 3 and parallel.remat_every > 1:
-        most["weights and gradients"] += 0.3  # gathered again for recomputation, and again for backward
-    if parallel.mesh.pp > 1 and parallel.overlap:
-        most["between stages"] = 5 if parallel.remat == "chunk" else 4.5  # at every tick, both ways, whatever there is
-    for kind, ratio in ratios(config).items():
-        assert 1 - 1e-6 < ratio <= most[kind] + 1e-6, kind

@@ -1,4 +1,4 @@
-"""`experiments.diverge`: planted bugs are found where they are, and equal runs have none."""
+"""`experiments.where`: planted bugs are found where they are, and equal runs have none."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import pytest
 from conftest import DEVICES
 from jax import lax
 
-from experiments import diverge
+from experiments import where
 from experiments.cli import run_program
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.digests import digested, read_record, record_text, require_same_training, shared_settings
@@ -667,7 +667,7 @@ SMALL = "--num-layers 2 --width 16 --num-heads 4 --ffn-width 32 --seq-len 8 --vo
 def run(capsys, *args: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr), words put on one line."""
     with pytest.raises(SystemExit) as stop:
-        run_program(diverge.DivergeFlags, diverge.main, "diverge", [*SMALL.split(), *map(str, args)])
+        run_program(where.WhereFlags, where.main, "verify where", [*SMALL.split(), *map(str, args)])
     captured = capsys.readouterr()
     return stop.value.code or 0, captured.out, captured.err
 
@@ -764,5 +764,5 @@ def test_bad_input_is_refused(capsys, args, said):
 
 
 def test_rows_and_ranks_are_said_in_few_words():
-    assert diverge.ranges((0, 1, 2, 3, 6)) == "0-3, 6"
-    assert diverge.plural("rank", ["0", "1", "2"]) == "ranks 0, 1 and 2"
+    assert where.ranges((0, 1, 2, 3, 6)) == "0-3, 6"
+    assert where.plural("rank", ["0", "1", "2"]) == "ranks 0, 1 and 2"

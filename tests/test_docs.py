@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import levels, recommended
-from experiments.levels import LAYOUTS
+from experiments import published
+from experiments.bench import levels
+from experiments.bench.levels import LAYOUTS
 from experiments.plan import layout_words, row_layout
 from experiments.strategies import EXPERTS, PIPELINES, STRATEGIES
 from jaxdist import parity
@@ -95,26 +96,26 @@ def test_the_best_of_7b_and_70b_are_as_near_as_the_prose_says():
 @pytest.mark.exhaustive
 def test_the_published_layouts_in_prose_are_beside_what_is_recommended():
     rows = rows_under("### Published layouts beside what is recommended")
-    assert len(rows) == len(recommended.ROWS)
-    for said, published in zip(rows, recommended.ROWS, strict=True):
-        found = recommended.compare(published)
+    assert len(rows) == len(published.ROWS)
+    for said, row in zip(rows, published.ROWS, strict=True):
+        found = published.compare(row)
         theirs, ours = (layout_words(row_layout(one, 0)) for one in (found.theirs, found.ours))
         figures = [
             (f"{float(one.time.total[0]):.2f}", f"{float(one.memory.total[0]) / 2**30:.1f}")
             for one in (found.theirs, found.ours)
         ]
-        assert said[:2] == [published.name, f"{published.num_devices:,}"] and said[3] == f"{published.seconds:.2f}"
+        assert said[:2] == [row.name, f"{row.num_devices:,}"] and said[3] == f"{row.seconds:.2f}"
         assert (said[4], *said[5:7]) == (theirs, *figures[0])
         assert (said[7], *said[8:]) == ("the same" if ours == theirs else ours, *figures[1])
 
 
 def test_a_published_layout_is_compared(capsys):
     console = Console(width=200)
-    assert recommended.main(recommended.RecommendedFlags(only="3 8b"), console) == 0
+    assert published.main(published.PublishedFlags(only="3 8b"), console) == 0
     said = capsys.readouterr().out
     assert "Llama 3 8B, 128 H100s, 256 sequences" in said and "As fast." in said
     with pytest.raises(ConfigError, match="Llama 3 405B"):
-        recommended.main(recommended.RecommendedFlags(only="9b"), console)
+        published.main(published.PublishedFlags(only="9b"), console)
 
 
 def test_the_plan_in_prose_is_what_is_planned():
@@ -151,8 +152,8 @@ def numbers(page: str, pattern: str) -> list[int]:
         ("README.md", r"\(a sample of {};", sum(s.sample for s in STRATEGIES)),
         ("docs/commands.md", "predicted against compiled, {} layouts", len(LAYOUTS)),
         ("docs/plan.md", "trace against XLA's own plan, {} small layouts", len(LAYOUTS)),
-        ("experiments/levels.py", "# {} layouts, predicted and compiled", len(LAYOUTS)),
-        ("docs/plan.md", r"`python -m experiments.levels [^:]*: {} layouts", len(LAYOUTS)),
+        ("experiments/bench/levels.py", "# {} layouts, predicted and compiled", len(LAYOUTS)),
+        ("docs/plan.md", r"`python -m experiments.bench levels [^:]*: {} layouts", len(LAYOUTS)),
     ],
 )
 def test_numbers_in_prose_are_those_of_the_code(page, pattern, expected):

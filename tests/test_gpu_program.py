@@ -1,4 +1,4 @@
-"""experiments.gpu: without a GPU it refuses; its border and its report, with processes of its own on the CPU."""
+"""`bench gpu`: without a GPU it refuses; its border and its report, with processes of its own on the CPU."""
 
 import json
 import math
@@ -13,12 +13,12 @@ import jax
 import pytest
 from rich.console import Console
 
-from experiments import gpu
+from experiments.bench import gpu
 from experiments.bench.__main__ import BENCHES
 from experiments.bench.flags import BenchFlags
+from experiments.bench.gpu import GpuFlags, Report, Section
 from experiments.bench.rows import Row, describe_machine
 from experiments.cli import run_program
-from experiments.gpu import GpuFlags, Report, Section
 from jaxdist.errors import ConfigError
 from jaxdist.runtime.devices import Devices
 
@@ -46,7 +46,7 @@ def written(folder: Path) -> dict:
 
 
 def test_without_a_gpu_it_refuses_and_writes_nothing(tmp_path, no_gpu):
-    command = [sys.executable, "-m", "experiments.gpu", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "experiments.bench", "gpu", "--out", str(tmp_path / "out")]
     ended = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=120)
     assert ended.returncode == 2
     assert "JAX sees none on this machine" in ended.stderr and "Traceback" not in ended.stderr
@@ -151,7 +151,7 @@ def test_the_report_is_written_after_each_section(report):
     gpu.run_sections(report, sections, run, math.inf, QUIET)
     assert seen == list(range(len(sections))) and not report.failed
     text = (report.folder / "gpu.md").read_text(encoding="utf-8")
-    assert text == report.as_markdown() and "python -m experiments.gpu" in text and "jax 0" in text
+    assert text == report.as_markdown() and "python -m experiments.bench" in text and "jax 0" in text
 
 
 def test_a_section_does_not_start_without_time_left(report):

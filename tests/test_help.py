@@ -1,23 +1,27 @@
 """What a newcomer meets first: --help of every program, and what is refused because something is missing."""
 
 import ast
+import dataclasses
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import tyro
 
-from experiments import communication, rings
 from experiments.bench.__main__ import ALL_ROWS, BENCHES, OWN, SILENT, main
 from experiments.bench.flags import ABOUT, BenchFlags
+from experiments.bench.levels import LevelsFlags
+from experiments.bench.overlap import OverlapFlags
 from experiments.cli import run_program
-from experiments.levels import LevelsFlags
-from experiments.overlap import OverlapFlags
 from experiments.plan import PlanFlags
+from experiments.report import ReportFlags
 from experiments.train import TrainFlags
 from experiments.verify import VerifyFlags
-from jaxdist.plan.proof import compile
+from jaxdist import console
+from jaxdist.commands import MOVED, VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,31 +37,11 @@ def never(flags, console):
     raise AssertionError("the program ran")
 
 
-@pytest.mark.parametrize(
-    ("flags_type", "prog", "said"),
-    [
-        (rings.RingsFlags, "rings", "prove-cuda"),
-        (communication.CommunicationFlags, "communication", "takes no flags"),
-    ],
-)
-def test_help_of_programs_without_flags_does_not_run_them(capsys, flags_type, prog, said):
-    code, out, err = outcome(capsys, flags_type, never, prog, "--help")
-    assert code == 0 and said in out and not err
-    module = (ROOT / f"experiments/{prog}.py").read_text(encoding="utf-8")
-    assert f"run_program({flags_type.__name__}, main" in module
-
-
-def test_rings_without_the_cuda_compiler_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr(compile, "has_cuda_compiler", lambda: False)
-    code, out, err = outcome(capsys, rings.RingsFlags, rings.main, "rings")
-    assert code == 2 and not out and "pip install -e '.[prove-cuda]'" in err
-
-
 @pytest.mark.parametrize("flags_type", [TrainFlags, VerifyFlags, PlanFlags, BenchFlags, LevelsFlags, OverlapFlags])
 def test_help_has_every_flag_once_in_groups(capsys, monkeypatch, flags_type):
     monkeypatch.setenv("COLUMNS", "120")
     prog = flags_type.__name__.removesuffix("Flags").lower()
-    _, grouped, _ = outcome(capsys, flags_type, never, prog, "--help")
+    _, grouped, _ = outcome(capsys, flags_type, never, prog, "--help-all")
     with pytest.raises(SystemExit):
         tyro.cli(flags_type, args=["--help"])
     flat = capsys.readouterr().out
@@ -72,6 +56,40 @@ def test_help_has_every_flag_once_in_groups(capsys, monkeypatch, flags_type):
     boxes = re.split(r"^.*?(\w+) options\b.*$", grouped, flags=re.MULTILINE)
     assert {"devices", "model", "precision", "strategy", "pipeline", "optimizer"} <= set(boxes[1::2])
     assert max(len(flags_of(box)) for box in boxes) < len(flags_of(flat)) / 2
+
+
+PROGRAMS = {"bench": BenchFlags, "plan": PlanFlags, "train": TrainFlags, "verify": VerifyFlags}
+
+
+@pytest.mark.parametrize("prog", PROGRAMS)
+def test_help_fits_two_screens_and_names_the_rest(capsys, monkeypatch, prog):
+    monkeypatch.setenv("COLUMNS", "80")
+    flags_type = PROGRAMS[prog]
+    _, out, _ = outcome(capsys, flags_type, never, prog, "--help")
+    assert len(out.splitlines()) <= 80 and "--help-all" in out
+    assert set(flags_type.COMMON) <= {field.name for field in dataclasses.fields(flags_type)} | {"only"}
+    assert all(f"{prog} {verb}" in re.sub(r"\s+", " ", out) for verb in VERBS.get(prog, ()))
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_an_old_name_says_where_its_program_went(capsys, monkeypatch, old, new):
+    monkeypatch.setattr(sys, "argv", ["jaxdist", old])
+    assert console.main() == 2
+    err = capsys.readouterr().err
+    assert new in err and err.count("\n") == 1
+    program, verb = new.split()
+    assert verb in VERBS[program] or (program, verb) == ("plan", "--trace")
+
+
+def test_a_module_of_an_old_name_says_it_too():
+    done = subprocess.run([sys.executable, "-m", "experiments.diverge"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "verify where" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(("program", "verb"), [(program, verb) for program, verbs in VERBS.items() for verb in verbs])
+def test_every_verb_is_a_program_with_flags(capsys, program, verb):
+    code, out, err = outcome(capsys, PROGRAMS.get(program, ReportFlags), never, program, verb, "--help")
+    assert code == 0 and f"experiments.{program} {verb}" in out and not err
 
 
 def test_help_of_bench_says_what_each_measures(capsys, monkeypatch):

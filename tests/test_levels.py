@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from experiments.levels import LAYOUTS, with_layout
+from experiments.bench.levels import LAYOUTS, with_layout
 from experiments.strategies import BY_NAME
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
@@ -335,7 +335,7 @@ def test_the_compiler_emits_what_was_traced_or_less(name):
 
 
 def test_predicted_peak_is_near_the_compilers():
-    # The whole table is `python -m experiments.levels`; its errors are in docs/plan.md.
+    # The whole table is `python -m experiments.bench levels`; its errors are in docs/plan.md.
     model = GPT2(num_layers=4, width=128, num_heads=4, ffn_width=512, seq_len=128, vocab_size=2048)
     for mesh, more in [("dp=2", {"remat": "selective"}), ("tp=2", {"sp": True}), ("pp=2", {})]:
         base = RunConfig(model=model, batch_size=8)

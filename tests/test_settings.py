@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from experiments.bench.flags import BenchFlags
+from experiments.bench.levels import LevelsFlags
+from experiments.bench.overlap import OverlapFlags
 from experiments.cli import CommonFlags
 from experiments.help import texts_of
-from experiments.levels import LevelsFlags
-from experiments.overlap import OverlapFlags
 from experiments.plan import PlanFlags
 from experiments.settings import SECTIONS, SETTINGS, make_config
 from experiments.strategies import STRATEGIES

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from test_generate_cli import run
 
-from experiments import watch
+from experiments import live as watch
 from experiments.panel import RunPanel, sparks
 from jaxdist.runtime.telemetry import PARTS, DeviceMemory
 
@@ -102,7 +102,7 @@ def folder(tmp_path):
 
 
 def watched(words, capfd):
-    return run(watch.main, watch.WatchFlags, "watch", words, capfd)
+    return run(watch.main, watch.LiveFlags, "watch", words, capfd)
 
 
 def test_a_run_that_goes_on_elsewhere_is_shown_and_drawn(folder, capfd):

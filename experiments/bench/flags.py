@@ -42,6 +42,17 @@ ONE_STEP = {"step", "roofline", "peers", "kernels", "flags", "parity", "standin"
 class BenchFlags(CommonFlags):
     """Measure, as ratios in one run. Strategy flags are set by each bench's own table."""
 
+    COMMON: ClassVar[tuple[str, ...]] = (
+        "which",
+        "model",
+        "mesh",
+        "batch_size",
+        "dtype",
+        "device",
+        "repeats",
+        "only",
+        "json",
+    )
     GROUPS: ClassVar[dict[str, str]] = {"which": "measurement"}
 
     which: Annotated[

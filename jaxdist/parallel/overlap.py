@@ -9,7 +9,7 @@ iteration there is something to send and something independent to compute:
 JAX's own transpose of a scan cannot do this: it puts the reduction of a layer's gradients into the iteration that
 makes them, after everything else. So the backward loop is written out here, from the division of a layer's backward in
 `jaxdist.parallel.pipeline.split_backward`. Whether a compiler then sends and computes at once is for its program to
-say: `python -m experiments.overlap` reads it.
+say: `python -m experiments.bench overlap` reads it.
 
 Source: PyTorch DDP, arXiv 2006.15704, section 3.2.3; FSDP, arXiv 2304.11277, section 3.3.
 """

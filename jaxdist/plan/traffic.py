@@ -2,8 +2,7 @@
 
 `predicted` says of every message what it is for. `tests/test_communication.py` holds the messages equal, in number and
 to the byte, to those that `jaxdist.plan.proof.trace` reads from the program. `jaxdist.plan.papers.formulas` has the
-papers' forms; how far ours differ, and why, is in docs/plan.md, whose tables `python -m experiments.communication`
-prints.
+papers' forms.
 """
 
 import math

@@ -3,7 +3,7 @@
 Nothing is compiled. A jaxpr names every value; a compiler fuses most of them away. The rules here say which are left
 (what matmuls, collectives and loops read and write, and what is read twice and expensive to compute again), how long
 each lives, and where loops and updates work in place. The lifetimes are then packed into one block of memory as XLA
-packs them. `experiments.levels` compares the result with the compilers' own plans; errors are in docs/plan.md.
+packs them. `experiments.bench levels` compares the result with the compilers' own plans; errors are in docs/plan.md.
 
 The rules were found by reading compiled programs of XLA:CPU and XLA:GPU (jax 0.10), and are the compiler's rules, not
 its promises. `jaxdist.plan.proof.compile` asks the compiler itself.

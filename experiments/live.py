@@ -1,7 +1,7 @@
 """A run of any terminal, as it goes: the panel of `train`, read from the run's folder.
 
-python -m experiments.watch runs/a
-python -m experiments.watch runs/a --once --svg panel.svg
+python -m experiments.report live runs/a
+python -m experiments.report live runs/a --once --svg panel.svg
 """
 
 import io
@@ -21,7 +21,7 @@ from jaxdist.errors import ConfigError, require_within
 from jaxdist.runtime.metrics import METRICS, STOPPED, is_complete, read_config, read_metrics
 from jaxdist.runtime.telemetry import PARTS
 
-from .cli import require_writable, run_program, write_output
+from .cli import require_writable, write_output
 from .panel import RunPanel
 
 SVG_WIDTH = 80  # characters
@@ -29,7 +29,7 @@ FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # of the network; any o
 
 
 @dataclass(frozen=True)
-class WatchFlags:
+class LiveFlags:
     """Show a run that goes on elsewhere."""
 
     run: tyro.conf.Positional[str]
@@ -42,7 +42,7 @@ class WatchFlags:
     """Draw the panel into this file, as it is at the end."""
 
 
-def main(flags: WatchFlags, console: Console) -> int:
+def main(flags: LiveFlags, console: Console) -> int:
     require_within("every", flags.every, 0.1, 3600)
     folder = Path(flags.run)
     try:
@@ -71,7 +71,7 @@ def main(flags: WatchFlags, console: Console) -> int:
     if flags.svg is not None:
         picture = Console(record=True, width=SVG_WIDTH, file=io.StringIO())
         picture.print(panel)
-        text = FONTS.sub("", picture.export_svg(title=f"jaxdist watch {folder.name}"))
+        text = FONTS.sub("", picture.export_svg(title=f"jaxdist report live {folder.name}"))
         write_output("--svg", flags.svg, text)
     return 0
 
@@ -117,7 +117,3 @@ def as_number(value) -> float | None:
 MOST = 1e9  # seconds
 NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_second")
 OPTIONAL = ("held_out_loss", "loss_scale", "mfu", "hfu")
-
-
-if __name__ == "__main__":
-    run_program(WatchFlags, main, "watch")

@@ -1,26 +1,37 @@
 """What a GPU compiler sends while it computes, with and without --overlap. Read from programs that no GPU has run.
 
-python -m experiments.overlap                      # gpt2-124m on dp=8, bf16, ZeRO 0 to 3, for H200s
-python -m experiments.overlap --zeros 3 --num-layers 4 --dump hlo
-python -m experiments.overlap --mesh pp=4 --schedule zb-h1 --zeros 0
+python -m experiments.bench overlap                      # gpt2-124m on dp=8, bf16, ZeRO 0 to 3, for H200s
+python -m experiments.bench overlap --zeros 3 --num-layers 4 --dump hlo
+python -m experiments.bench overlap --mesh pp=4 --schedule zb-h1 --zeros 0
 """
 
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from rich.console import Console
 
 from jaxdist.config import Dtype, RunConfig
 from jaxdist.plan.proof.compile import CompiledStep, compile_step, without_devices
 
-from .cli import CommonFlags, ModelName, run_program, set_precision
-from .tables import Rows
+from ..cli import CommonFlags, ModelName, set_precision
+from ..tables import Rows
 
 
 @dataclass(frozen=True)
 class OverlapFlags(CommonFlags):
     """Compile a layout with and without overlap; count the matrix products between a collective's start and done."""
+
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *CommonFlags.LAYOUT,
+        "model",
+        "batch_size",
+        "dtype",
+        "zeros",
+        "compile",
+        "dump",
+    )
 
     mesh: str = "dp=8"
     model: ModelName = "gpt2-124m"
@@ -73,7 +84,3 @@ def row(config: RunConfig, compiled: CompiledStep) -> list[str]:
         f"{compiled.seconds:.0f}",
         ", ".join(f"{c.kind} x{c.count}: {c.matmuls}" for c in loops) or "none",
     ]
-
-
-if __name__ == "__main__":
-    run_program(OverlapFlags, main, "overlap")

@@ -1,14 +1,15 @@
 """Prediction against compiler, layout by layout: peak bytes a device, and every collective.
 
-python -m experiments.levels                                  # 55 layouts, predicted and compiled for simulated CPUs
-python -m experiments.levels --run                            # and run, every collective's executions counted
-python -m experiments.levels --compile h200 --dtype bfloat16  # the same for an NVIDIA card that need not be there
+python -m experiments.bench levels           # 55 layouts, predicted and compiled for simulated CPUs
+python -m experiments.bench levels --run     # and run, every collective's executions counted
+python -m experiments.bench levels --compile h200 --dtype bfloat16
 """
 
 import dataclasses
 import json
 import statistics
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rich.console import Console
 
@@ -22,9 +23,9 @@ from jaxdist.plan.proof.executed import Miscounted, executed_step, miscounted
 from jaxdist.plan.proof.levels import Levels, levels
 from jaxdist.plan.search import Candidates, pipelines
 
-from .cli import CommonFlags, chosen, refuse_ignored, require_writable, run_program, set_precision, write_output
-from .progress import Progress
-from .tables import print_columns
+from ..cli import CommonFlags, chosen, refuse_ignored, require_writable, set_precision, write_output
+from ..progress import Progress
+from ..tables import print_columns
 
 LAYOUTS: list[tuple[str, dict]] = [
     ("", {}),
@@ -74,6 +75,8 @@ LAYOUTS: list[tuple[str, dict]] = [
 @dataclass(frozen=True)
 class LevelsFlags(CommonFlags):
     """Compare what the trace predicts with what a compiler plans. Strategy flags are set by the table itself."""
+
+    COMMON: ClassVar[tuple[str, ...]] = ("model", "batch_size", "dtype", "compile", "only", "run", "json")
 
     compile: str = "cpu"
     """cpu, an NVIDIA card (a100-40, a100-80, h100, h200, b200) or a TPU (v5e, v5p, v6e); it need not be there."""
@@ -206,7 +209,3 @@ def record(name: str, found: Levels, formula: float) -> dict:
         "trace_seconds": found.trace_seconds,
         "sent": [{**dataclasses.asdict(row), "why": row.why} for row in found.sent],
     }
-
-
-if __name__ == "__main__":
-    run_program(LevelsFlags, main, "levels")

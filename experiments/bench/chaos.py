@@ -1,6 +1,6 @@
 """Break runs in every way this package claims to survive, and check what each one leaves.
 
-python -m experiments.chaos [--short]
+python -m experiments.bench chaos [--short]
 
 Kills a process at random moments of its saves, again and again, and after each kill starts the same command, on one
 strategy after another; then one run of each documented fault. A row says what was done, what had to come of it, and
@@ -34,9 +34,9 @@ from jaxdist.runtime.devices import acquire_devices
 from jaxdist.runtime.signals import EXIT_SIGNAL
 from jaxdist.runtime.watchdog import EXIT_STUCK
 
-from .cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, run_program, write_output
-from .progress import Progress
-from .tables import Rows
+from ..cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, write_output
+from ..progress import Progress
+from ..tables import Rows
 
 SIZES = "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --eval-every 1000 --eval-windows 8"
 BOUND = 240.0  # seconds in which a run of these sizes must end on a slow machine, whatever is done to it
@@ -475,6 +475,3 @@ FAULTS = (
     slow,
     term_one,
 )
-
-if __name__ == "__main__":
-    run_program(ChaosFlags, main, "chaos")

@@ -1,6 +1,6 @@
 """Check and measure one GPU, unattended: a fixed selection of `bench`, most important first.
 
-python -m experiments.gpu
+python -m experiments.bench gpu
 
 Every bench runs in a process of its own: a peak is then one section's peak, two frameworks never share a process, and a
 bench that crashes or hangs costs its own figures alone. `gpu.json` (every row of every bench) and `gpu.md` (their
@@ -30,8 +30,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.files import write_whole
 from jaxdist.runtime.devices import Devices, acquire_devices
 
-from .bench.rows import describe_machine
-from .cli import run_program
+from .rows import describe_machine
 
 Clock = Callable[[], float]
 WITHOUT_FUSION_AUTOTUNER = "--xla_gpu_experimental_enable_fusion_autotuner=false"
@@ -124,7 +123,7 @@ def require_gpu() -> Devices:
         return acquire_devices(1, "gpu")
     except ConfigError as error:
         raise ConfigError(
-            command_text("gpu"),
+            command_text("bench gpu"),
             "it measures a GPU, and JAX sees none on this machine",
             f"On a machine with an NVIDIA driver (`nvidia-smi` must list the card): {install_text('cuda')}",
         ) from error
@@ -256,7 +255,3 @@ class Report:
         content = {"header": self.header, "rows": self.rows, "sections": self.sections}
         write_whole(self.folder / "gpu.json", (json.dumps(content, indent=1) + "\n").encode())
         write_whole(self.folder / "gpu.md", self.as_markdown().encode())
-
-
-if __name__ == "__main__":
-    run_program(GpuFlags, main, "gpu")

@@ -1,9 +1,9 @@
 """Find where two configurations part: the first tensor that differs, on which ranks, and the collective before it.
 
-python -m experiments.diverge --mesh dp=2,tp=2 --zero 3             # against the same on one device
-python -m experiments.diverge "mesh=dp=2,tp=2 zero=3" "mesh=pp=2"   # A against B
-python -m experiments.diverge --mesh tp=2 --record digests.json     # A's digests, for another machine
-python -m experiments.diverge "mesh=dp=4" digests.json              # A against what was recorded
+python -m experiments.verify where --mesh dp=2,tp=2 --zero 3             # against the same on one device
+python -m experiments.verify where "mesh=dp=2,tp=2 zero=3" "mesh=pp=2"   # A against B
+python -m experiments.verify where --mesh tp=2 --record digests.json     # A's digests, for another machine
+python -m experiments.verify where "mesh=dp=4" digests.json              # A against what was recorded
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxdist.parity import PROOF_EPS, PROOF_LR, one_device, random_batches
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import acquire_devices
 
-from .cli import CommonFlags, ModelName, parse_settings, require_writable, run_program, write_output
+from .cli import CommonFlags, ModelName, parse_settings, require_writable, write_output
 from .config_file import FileFlags, read_flags
 from .settings import SETTINGS
 from .tables import Rows
@@ -31,9 +31,18 @@ SHOWN_BEFORE, SHOWN_AFTER = 4, 2  # tensors around the first that differs
 
 
 @dataclass(frozen=True)
-class DivergeFlags(CommonFlags, FileFlags):
+class WhereFlags(CommonFlags, FileFlags):
     """Run A and B in step from the same parameters on the same batches, and name the first tensor that differs."""
 
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *CommonFlags.LAYOUT,
+        "sides",
+        "model",
+        "batch_size",
+        "steps",
+        "dtype",
+        "record",
+    )
     NOT_SHARED: ClassVar[frozenset[str]] = frozenset({"steps", "warmup_steps", "lr", "eps"})
     GROUPS: ClassVar[dict[str, str]] = {"record": "comparison"}
 
@@ -50,7 +59,7 @@ class DivergeFlags(CommonFlags, FileFlags):
     """Write digests of what A computes to this file. Without B nothing is compared then."""
 
 
-def main(flags: DivergeFlags, console: Console) -> int:
+def main(flags: WhereFlags, console: Console) -> int:
     # ---- check, before anything is traced ----
     processes.require_alone()
     require_positive("steps", flags.steps)
@@ -103,14 +112,14 @@ def main(flags: DivergeFlags, console: Console) -> int:
     return 1 if found is not None else 0
 
 
-def configuration(flags: DivergeFlags, side: str | None) -> RunConfig:
+def configuration(flags: WhereFlags, side: str | None) -> RunConfig:
     """The flags, with what a side says on top. Raises: ConfigError."""
     if side is None:
         return flags.run_config()
     if side.endswith((".toml", ".json")):
-        values = read_flags(DivergeFlags, "diverge", side)
+        values = read_flags(WhereFlags, "verify where", side)
         return dataclasses.replace(flags, **values).run_config()
-    return parse_settings(flags, "diverge", side).run_config()
+    return parse_settings(flags, "verify where", side).run_config()
 
 
 def layout_text(config: RunConfig) -> str:
@@ -179,7 +188,3 @@ def ranges(rows: tuple[int, ...]) -> str:
         else:
             spans.append([row, row])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-
-
-if __name__ == "__main__":
-    run_program(DivergeFlags, main, "diverge")
