@@ -51,7 +51,7 @@ def print_help(flags_type: type, prog: str, words: list[str]) -> None:
         description += f" With flags of their own: {', '.join(f'{prog} {verb}' for verb in verbs)}."
     if len(described) > sum(map(len, groups.values())):
         description += f" All {len(described)} flags: {ALL}."
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    config = (tyro.conf.OmitArgPrefixes, *([tyro.conf.FlagCreatePairsOff] if brief else []))
     tyro.cli(grouped, prog=command_text(prog), args=["--help"], config=config, description=description)
 
 
