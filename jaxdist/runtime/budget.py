@@ -5,16 +5,13 @@ one. What counts as spent is the actual cost of every job that was settled and t
 was not: a job that died keeps its estimate until somebody settles it by hand. A reservation is refused when it and what
 is spent come to more than the ceiling; exactly the ceiling is allowed.
 
-The spend log is a file of JSON lines that only grows. Each line holds the hash of the line before it, and a second file
-(the head, `LOG.head`) holds the number of lines and the last hash, so that a changed line, a half line and lines
-missing at the end are all seen. Whatever does not fit is refused: nothing is reserved on a log that cannot be trusted.
-That guards against accidents; whoever can write both files can also forge them.
+The spend log is a file of JSON lines that only grows. A log that cannot be read to its end, line by line, is refused:
+nothing is reserved on it. That guards against accidents; whoever can write the file can also forge it.
 
 Two jobs at once are kept apart by `flock` on the log. On local disks that holds; on NFS it depends on the server and
 its mount options, and it is not checked there.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -34,7 +31,6 @@ from typing import Self
 
 from jaxdist.commands import command_text
 from jaxdist.errors import ConfigError
-from jaxdist.files import read_regular, write_whole
 from jaxdist.runtime.signals import Signals
 
 try:
@@ -52,12 +48,11 @@ SKEW_SECONDS = 60.0  # how far the clocks of two machines that share a log may d
 
 _UP = Context(prec=60, rounding=ROUND_CEILING)  # sums and products of amounts below LIMIT are exact in it
 _NOTHING = Decimal(0)
-_FIELDS = ["line", "kind", "job", "amount", "time", "host", "pid", "note", "previous", "hash"]
 
 
 def _lost() -> str:
     return (
-        "Put both files back from a backup, or start another log, its ceiling no more than what is left: "
+        "Put it back from a backup, or start another log, its ceiling no more than what is left: "
         f"`{command_text('budget')} init --budget AMOUNT --spend-log OTHER`"
     )
 
@@ -199,8 +194,6 @@ class Account:
 
     ceiling: Decimal
     jobs: dict[str, Job]
-    num_lines: int
-    last_hash: str
     last_time: datetime
 
     @property
@@ -228,21 +221,17 @@ class Account:
 
 
 class SpendLog:
-    """The log at `path` and its head beside it. `now` is the wall clock, in seconds since 1970.
+    """The log at `path`. `now` is the wall clock, in seconds since 1970.
 
-    Raises, from every method: ConfigError where the log is missing, cannot be read, locked or written, is damaged or
-    lacks lines that were once there.
+    Raises, from every method: ConfigError where the log is missing, cannot be read, locked or written, or is damaged.
     """
 
     def __init__(self, path: str | Path, now: Callable[[], float] = time.time):
         self.path, self.now = Path(path), now
-        self.head = Path(f"{path}.head")
 
     def create(self, ceiling: Decimal) -> None:
-        """A new log with its ceiling. Raises: ConfigError where there is one, or the head of one that is gone."""
+        """A new log with its ceiling. Raises: ConfigError where there is one."""
         ceiling = exact("budget", ceiling)
-        if os.path.exists(self.head) and not os.path.exists(self.path):
-            raise self._error(f"it is gone, and its head {self.head.name} is still here: what was spent is unknown")
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError as error:
@@ -255,8 +244,7 @@ class SpendLog:
             raise self._unusable(error) from error
         try:
             self._lock(fd, exclusive=True)
-            empty = Account(_NOTHING, {}, 0, "", datetime.fromtimestamp(0, UTC))
-            self._append(fd, empty, "ceiling", "", ceiling, "", self._wall())
+            self._append(fd, "ceiling", "", ceiling, "", self._wall())
         except ConfigError:
             os.unlink(self.path)  # made a moment ago, by nobody else
             raise
@@ -275,7 +263,7 @@ class SpendLog:
         """Raise or lower the ceiling, from now on."""
         ceiling = exact("budget", ceiling)
         with self._open(write=True) as (fd, account):
-            self._append(fd, account, "ceiling", "", ceiling, "", max(self._wall(), account.last_time))
+            self._append(fd, "ceiling", "", ceiling, "", max(self._wall(), account.last_time))
 
     def reserve(
         self,
@@ -311,7 +299,7 @@ class SpendLog:
             job_id = secrets.token_hex(4)
             while job_id in account.jobs:
                 job_id = secrets.token_hex(4)
-            job = self._append(fd, account, "reserve", job_id, estimate, note, max(wall, account.last_time))
+            job = self._append(fd, "reserve", job_id, estimate, note, max(wall, account.last_time))
         return job, account
 
     def settle(self, job_id: str, actual: Decimal, note: str = "") -> None:
@@ -330,7 +318,7 @@ class SpendLog:
                     "the log has no such job" if job is None else f"it was settled before, at {money(job.actual)}",
                     f"Name one of the jobs not settled: {', '.join(unsettled) or 'there are none'}",
                 )
-            self._append(fd, account, "settle", job_id, actual, note, max(self._wall(), account.last_time))
+            self._append(fd, "settle", job_id, actual, note, max(self._wall(), account.last_time))
 
     def _wall(self) -> datetime:
         return datetime.fromtimestamp(self.now(), UTC)
@@ -341,8 +329,6 @@ class SpendLog:
         try:
             fd = os.open(self.path, (os.O_RDWR | os.O_APPEND if write else os.O_RDONLY) | os.O_NONBLOCK)
         except FileNotFoundError as error:
-            if os.path.exists(self.head):
-                raise self._error(f"it is gone; its head {self.head.name} is still here") from error
             raise ConfigError(
                 f"spend log {self.path}",
                 "there is none, and without one nobody knows what was spent",
@@ -366,79 +352,46 @@ class SpendLog:
             raise self._unusable(error) from error
 
     def _verify(self, fd: int) -> Account:
-        """Every line, each against the one before, and their number and last hash against the head."""
+        """What the lines add up to, each of which must follow from those before it."""
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise self._error("it is not a file", "Name a file")
         try:
             content = b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
-            head = json.loads(read_regular(self.head, 2**16))
-        except FileNotFoundError as error:
-            raise self._error(f"its head {self.head.name} is missing, so lines may be too") from error
         except OSError as error:
             raise self._unusable(error) from error
-        except (ValueError, RecursionError) as error:
-            raise self._error(f"its head {self.head.name} is damaged") from error
-        if not (isinstance(head, dict) and isinstance(head.get("lines"), int) and head["lines"] > 0):
-            raise self._error(f"its head {self.head.name} is damaged")
-
         *lines, tail = content.split(b"\n")
-        records = self._chain(lines)
-        if len(lines) < head["lines"]:
-            raise self._error(f"{head['lines']} lines were written, and {len(lines)} whole ones are left")
-        if records[head["lines"] - 1]["hash"] != head.get("hash"):
-            raise self._error(f"line {head['lines']} is not the one that its head {self.head.name} knows")
         if tail:
             raise self._error(
                 f"its last line is cut off; the {len(lines)} whole lines before it are all there",
                 f"Cut the file after its first {len(content) - len(tail)} bytes; the rest was never a whole line",
             )
-        if len(lines) > head["lines"] + 1:  # one more is a line whose writer died before it wrote the head
-            raise self._error(f"it has {len(lines)} lines, and its head {self.head.name} knows {head['lines']}")
-        return self._add_up(records)
-
-    def _chain(self, lines: list[bytes]) -> list[dict]:
-        """The lines as records, byte for byte what was written and in that order."""
-        records, previous = [], ""
+        ceiling, jobs, last = None, {}, datetime.fromtimestamp(0, UTC)
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-            except ValueError as error:
+                kind, amount, when = record["kind"], exact("amount", record["amount"]), _time(record["time"])
+                job = Job(record["job"], amount, None, when, *(record[name] for name in ("host", "pid", "note")))
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise self._error(f"line {number} is damaged") from error
-            if not isinstance(record, dict) or list(record) != _FIELDS or line != _encode(record):
-                raise self._error(f"line {number} is damaged")
-            if (record["line"], record["previous"], record["hash"]) != (number, previous, _hash(record)):
-                raise self._error(f"line {number} was changed, or a line before it is missing")
-            records.append(record)
-            previous = record["hash"]
-        return records
-
-    def _add_up(self, records: list[dict]) -> Account:
-        ceiling, jobs, last = _NOTHING, {}, datetime.fromtimestamp(0, UTC)
-        for record in records:
-            kind, amount, when = record["kind"], Decimal(record["amount"]), datetime.fromisoformat(record["time"])
-            job = jobs.get(record["job"])
-            unsettled = job is not None and job.actual is None
+            known = jobs.get(job.id)
+            if when < last:
+                raise self._error(f"line {number} is older than the line before it")
             if kind == "ceiling":
                 ceiling = amount
-            elif kind == "reserve" and job is None:
-                jobs[record["job"]] = Job(
-                    record["job"], amount, None, when, *(record[k] for k in ("host", "pid", "note"))
-                )
-            elif kind == "settle" and unsettled:
-                jobs[job.id] = replace(job, actual=amount)
+            elif kind == "reserve" and ceiling is not None and known is None:
+                jobs[job.id] = job
+            elif kind == "settle" and known is not None and known.actual is None:
+                jobs[job.id] = replace(known, actual=amount)
             else:
-                raise self._error(f"line {record['line']} does not follow from those before it")
-            if when < last:
-                raise self._error(f"line {record['line']} is older than the line before it")
+                raise self._error(f"line {number} does not follow from those before it")
             last = when
-        return Account(ceiling, jobs, len(records), records[-1]["hash"], last)
+        if ceiling is None:
+            raise self._error("it is empty")
+        return Account(ceiling, jobs, last)
 
-    def _append(
-        self, fd: int, account: Account, kind: str, job: str, amount: Decimal, note: str, when: datetime
-    ) -> Job:
-        """One line on disk, then the head. A line without its head (a crash between the two) counts; see `_verify`."""
+    def _append(self, fd: int, kind: str, job: str, amount: Decimal, note: str, when: datetime) -> Job:
+        """One line, on disk before this returns."""
         record = {
-            "line": account.num_lines + 1,
             "kind": kind,
             "job": job,
             "amount": plain(amount),
@@ -446,13 +399,9 @@ class SpendLog:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "note": note,
-            "previous": account.last_hash,
         }
-        record["hash"] = _hash(record)
-        line = _encode(record) + b"\n"
+        line = json.dumps(record).encode("ascii") + b"\n"
         try:
-            if account.num_lines:
-                self._write_head(account.num_lines, account.last_hash)  # it may be one line behind
             size = os.fstat(fd).st_size
             try:
                 written = os.write(fd, line)
@@ -462,14 +411,9 @@ class SpendLog:
                 os.ftruncate(fd, size)
                 raise self._error("the disk did not take another line", "Make room on it")
             os.fsync(fd)
-            self._write_head(record["line"], record["hash"])
         except OSError as error:
             raise self._unusable(error) from error
         return Job(job, amount, None, when, record["host"], record["pid"], note)
-
-    def _write_head(self, num_lines: int, last_hash: str) -> None:
-        """Replace the head in one step: a reader sees the old one or the new one."""
-        write_whole(self.head, json.dumps({"lines": num_lines, "hash": last_hash}).encode())
 
     def _error(self, required: str, remedy: str | None = None) -> ConfigError:
         return ConfigError(f"spend log {self.path}", required, remedy or _lost())
@@ -478,13 +422,12 @@ class SpendLog:
         return self._error(f"it cannot be used ({error.strerror})", "Name a file that you may read and write")
 
 
-def _encode(record: dict) -> bytes:
-    return json.dumps(record).encode("ascii")
-
-
-def _hash(record: dict) -> str:
-    """SHA-256 of a line without its own hash; it holds the hash of the line before."""
-    return hashlib.sha256(_encode({k: v for k, v in record.items() if k != "hash"})).hexdigest()
+def _time(text: str) -> datetime:
+    """Raises: ValueError for a time without its zone, which could not be compared."""
+    found = datetime.fromisoformat(text)
+    if found.tzinfo is None:
+        raise ValueError(text)
+    return found
 
 
 # ---- a running job ----
