@@ -14,8 +14,8 @@ from jaxdist.plan.collective_cost import CollectiveCost, collective_cost
 from jaxdist.plan.hardware import find_hardware
 
 from . import drawing
-from .exchanges import between_processes, on_ranks, sent_by
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds
+from .exchanges import between_processes, on_ranks, relative_error, sent_by, spread
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds, table
 
 N = 8
 ELEMENTS = 1680  # of a message; divides by 2 to 8
@@ -46,7 +46,7 @@ def doubling(x: jax.Array, axis: str, distances: Sequence[int] = ()) -> jax.Arra
     return x
 
 
-# Steps, and bytes that a device sends, of a message of S bytes on n devices.
+# Steps, bytes that a device sends of a message of S bytes on n devices, and in words; what the library calls it.
 FORMS = {
     "ring": lambda n, s: (2 * (n - 1), 2 * (n - 1) / n * s),
     "halving-doubling": lambda n, s: (2 * math.log2(n), 2 * (n - 1) / n * s),
@@ -54,22 +54,21 @@ FORMS = {
     "tree": lambda n, s: (2 * math.log2(n), 2 * math.log2(n) * s),
     "central server": lambda n, s: (2 * (n - 1), 2 * (n - 1) * s),
 }
-# What the library calls those that it has.
+WORDS = ("2 (n−1)/n", "2 (n−1)/n", "log2 n", "2 log2 n", "2 (n−1), at the server")
 LIBRARY = {
     "ring": "ring_all_reduce",
     "halving-doubling": "halving_doubling_all_reduce",
     "tree": "tree_all_reduce",
     "central server": "central_all_reduce",
 }
+DIFFERS, COUNTED, SENT = "error against psum in float64", "steps in the program", "bytes a device sends"
+APART, SUM = "largest difference between ranks", "error against one device"
 
 
 def run(broken: str | None) -> Result:
+    steps = 2 * (N - 1) - 1 if broken == "last-step" else None
     by_hand = {
-        "ring": partial(
-            ring,
-            num_steps=2 * (N - 1) - 1 if broken == "last-step" else None,
-            adds_own_again=broken == "own-chunk",
-        ),
+        "ring": partial(ring, num_steps=steps, adds_own_again=broken == "own-chunk"),
         "halving-doubling": algorithms.halving_doubling_all_reduce,
         "doubling": partial(doubling, distances=(1, 2, 2) if broken == "same-pair" else ()),
         "tree": algorithms.tree_all_reduce,
@@ -78,58 +77,54 @@ def run(broken: str | None) -> Result:
     checks, counted = [], {}
     with jax.enable_x64(True):
         x = np.random.default_rng(0).uniform(-1, 1, (N, ELEMENTS))
-        native = np.asarray(on_ranks(lambda x: lax.pcast(lax.psum(x, "dp"), "dp", to="varying"), N)(x))
+        native = on_ranks(lambda x: lax.pcast(lax.psum(x, "dp"), "dp", to="varying"), N)(x)
         for name, algorithm in by_hand.items():
             program = on_ranks(partial(algorithm, axis="dp"), N)
             counted[name] = sent_by(program, N, x)
             steps, num_bytes = FORMS[name](N, x[0].nbytes)
-            error = np.abs(np.asarray(program(x)) - native).max() / np.abs(native).max()
             checks += [
-                at_most(f"{name}: error against psum in float64", error, 1e-14),
-                equal(f"{name}: steps in the program", counted[name].steps, steps),
-                equal(f"{name}: bytes a device sends", counted[name].bytes_sent, num_bytes),
+                at_most(f"{name}: {DIFFERS}", relative_error(program(x), native), 1e-14),
+                equal(f"{name}: {COUNTED}", counted[name].steps, steps),
+                equal(f"{name}: {SENT}", counted[name].bytes_sent, num_bytes),
             ]
         for name in ("ring", "doubling"):
             checks += training_checks(name, by_hand[name])
     if broken:
         return Result(checks)
 
-    cost_checks, cross = costs(counted, x[0].nbytes)
-    fitted, fit_checks = fit(counted["ring"], x[0].nbytes)
+    fit_checks, fitted = fit(counted["ring"], x[0].nbytes)
     real = between_processes(GLOO_SIZES)
-    checks += [*cost_checks, *fit_checks, holds("two processes over TCP: every sum is right", real.right)]
-    alpha, beta = least_squares([(1, size, seconds) for size, seconds in real.times])
-    single = x.astype(np.float32)
-    rates = {
-        n: sent_by(on_ranks(partial(ring, axis="dp"), n), n, single[:n]).bytes_sent / single[0].nbytes
-        for n in (2, 4, 8)
-    }
-    for n, rate in rates.items():
-        checks.append(
-            equal(f"the ring over {n} ranks: bytes a device sends, over the message's", rate, 2 * (n - 1) / n)
-        )
+    checks += [
+        cost_check(counted, x[0].nbytes),
+        *fit_checks,
+        holds("two processes over TCP: every sum is right", real.right),
+    ]
     for name, known in LIBRARY.items():
         ours = CollectiveCost(*FORMS[name](64, 1e9))
         checks.append(holds(f"{name}: the library's closed form is this one", collective_cost(known, 64, 1e9) == ours))
+    alpha, beta = least_squares([(1, size, seconds) for size, seconds in real.times])
+    measured = [[kib(size), t * 1e6, (alpha + beta * size) * 1e6] for size, t in real.times]
+    measured += [["fitted α", alpha * 1e6, ""], ["fitted bandwidth, GB/s", f"{1e-9 / beta:,.2f}", ""]]
+    counts = [
+        [name, c.steps, c.bytes_sent / x[0].nbytes, w] for (name, c), w in zip(counted.items(), WORDS, strict=True)
+    ]
+    ranks = " | ".join(f"rank {rank}" for rank in range(4))
     return Result(
         checks,
-        tables=[
-            Table("contributions", ["after step", *[f"rank {rank}" for rank in range(4)]], contributions(4)),
-            Table("counted", ["algorithm", "steps", "bytes sent / S", "formula"], counted_rows(counted, x[0].nbytes)),
-            Table("fit", ["", "α, µs", "bandwidth, GB/s"], fitted),
-            Table(
-                "processes",
-                ["message", "median, µs", "fitted, µs"],
-                [
-                    *[[kib(size), f"{t * 1e6:,.0f}", f"{(alpha + beta * size) * 1e6:,.0f}"] for size, t in real.times],
-                    ["fitted α", f"{alpha * 1e6:,.0f}", ""],
-                    ["fitted bandwidth, GB/s", f"{1e-9 / beta:,.2f}", ""],
-                ],
-                clocked=True,
-            ),
+        [
+            table("contributions", f"after step | {ranks}", contributions(4)),
+            table("counted", "algorithm | steps | bytes sent / S {:.2f} | formula", counts),
+            fitted,
+            table("processes", "message | median, µs {:,.0f} | fitted, µs {:,.0f}", measured, clocked=True),
         ],
-        pictures={"volume": draw_volume, "time": partial(draw_time, cross)},
-        guesses=guesses(cross),
+        {"time": draw_time},
+        {
+            "eight": 1.75,
+            "thousand": FORMS["ring"](1024, 1)[1],
+            "seconds": collective_cost("ring_all_reduce", 8, 28e9).seconds(0.0, 25e9),
+            "crossover": crossover(N) / 1e6,
+            "many": crossover(64) / 1e6,
+        },
     )
 
 
@@ -153,12 +148,11 @@ def training_checks(name: str, all_reduce: Callable) -> list[Check]:
     on_all = on_ranks(lambda x, y: descend(x, y, lambda g: all_reduce(g, axis="dp") / N), N)
     weights, losses = map(np.asarray, on_all(inputs, targets))
     alone, _ = jax.jit(lambda x, y: descend(x, y, lambda g: g))(inputs.reshape(-1, 16), targets.reshape(-1))
+    fallen = losses[0, 0] / losses[0, -1]
     return [
-        at_least(
-            f"training with the {name}: loss of the first step over the last, rank 0", losses[0, 0] / losses[0, -1], 10
-        ),
-        at_most(f"training with the {name}: largest difference between ranks", np.ptp(weights, axis=0).max(), 1e-12),
-        at_most(f"training with the {name}: difference from one device", np.abs(weights[0] - alone).max(), 1e-12),
+        at_least(f"training with the {name}: loss of the first step over the last, rank 0", fallen, 10),
+        at_most(f"training with the {name}: {APART}", spread(weights), 1e-12),
+        at_most(f"training with the {name}: {SUM}", relative_error(weights[0], alone), 1e-12),
     ]
 
 
@@ -186,7 +180,7 @@ def crossover(n: int) -> float:
     return steps * LINK.latency_s * LINK.bytes_per_s / volume
 
 
-def costs(counted: dict[str, CollectiveCost], traced_bytes: int) -> tuple[list[Check], float]:
+def cost_check(counted: dict[str, CollectiveCost], traced_bytes: int) -> Check:
     """The crossover in closed form, against a search with the steps and bytes that the programs have."""
 
     def found(name: str, size: float) -> float:
@@ -197,13 +191,7 @@ def costs(counted: dict[str, CollectiveCost], traced_bytes: int) -> tuple[list[C
     while high / low > 1 + 1e-9:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if found("doubling", middle) < found("ring", middle) else (low, middle)
-    half = N * LINK.latency_s * LINK.bytes_per_s
-    latency = counted["ring"].steps * LINK.latency_s / found("ring", half)
-    checks = [
-        equal("from which size the ring beats doubling", low, crossover(N), within=1e-6, unit="bytes"),
-        equal("share of latency in the ring at S = n α B", latency, 0.5, within=1e-9),
-    ]
-    return checks, crossover(N)
+    return equal("from which size the ring beats doubling", low, crossover(N), within=1e-6, unit="bytes")
 
 
 def least_squares(times: Sequence[tuple[float, float, float]], relative: bool = True) -> tuple[float, float]:
@@ -214,75 +202,39 @@ def least_squares(times: Sequence[tuple[float, float, float]], relative: bool = 
     return float(alpha), float(beta)
 
 
-def fit(ring_cost: CollectiveCost, traced_bytes: int) -> tuple[list[list[str]], list[Check]]:
+def fit(ring_cost: CollectiveCost, traced_bytes: int) -> tuple[list[Check], Table]:
     """Times made from known α and B with 5 % of noise: what a fit gets back."""
     noise = np.random.default_rng(2).normal(1, 0.05, len(SIZES))
     times = [
         (ring_cost.steps, sent, (ring_cost.steps * LINK.latency_s + sent / LINK.bytes_per_s) * factor)
         for sent, factor in zip((ring_cost.bytes_sent * size / traced_bytes for size in SIZES), noise, strict=True)
     ]
-    rows = [["put in", f"{LINK.latency_s * 1e6:.2f}", f"{LINK.bytes_per_s / 1e9:.1f}"]]
-    for name, relative in (("fitted, relative errors", True), ("fitted, errors in seconds", False)):
-        alpha, beta = least_squares(times, relative)
-        rows.append([name, f"{alpha * 1e6:.2f}", f"{1e-9 / beta:.1f}"])
-    alpha, beta = least_squares(times)
-    return rows, [
-        equal("α that a fit gets back", alpha * 1e6, LINK.latency_s * 1e6, within=0.05, unit="µs"),
-        equal("bandwidth that a fit gets back", 1e-9 / beta, LINK.bytes_per_s / 1e9, within=0.05, unit="GB/s"),
+    found = {"put in": (LINK.latency_s, 1 / LINK.bytes_per_s)}
+    found |= {"fitted, relative errors": least_squares(times), "fitted, errors in seconds": least_squares(times, False)}
+    rows = [[name, alpha * 1e6, 1e-9 / beta] for name, (alpha, beta) in found.items()]
+    checks = [
+        equal("α that a fit gets back", rows[1][1], rows[0][1], within=0.05, unit="µs"),
+        equal("bandwidth that a fit gets back", rows[1][2], rows[0][2], within=0.05, unit="GB/s"),
     ]
+    return checks, table("fit", " | α, µs {:.2f} | bandwidth, GB/s {:.1f}", rows)
 
 
 # --------------------------------------------------------------------------------------------------- tables, pictures
-
-
-def counted_rows(counted: dict[str, CollectiveCost], size: int) -> list[list[str]]:
-    formulas = {
-        "ring": "2 (n−1)/n",
-        "halving-doubling": "2 (n−1)/n",
-        "doubling": "log2 n",
-        "tree": "2 log2 n",
-        "central server": "2 (n−1), at the server",
-    }
-    return [[name, str(c.steps), f"{c.bytes_sent / size:.2f}", formulas[name]] for name, c in counted.items()]
 
 
 def kib(size: float) -> str:
     return f"{size / 1024:,.0f} KiB" if size < 2**20 else f"{size / 2**20:,.0f} MiB"
 
 
-def draw_volume():
-    numbers = [2**k for k in range(1, 11)]
-    shown = ("ring", "doubling", "tree")
-    curves = {name: (numbers, [FORMS[name](n, 1)[1] for n in numbers]) for name in shown}
-    return drawing.lines("Bytes a device sends (closed forms)", "devices", "times the message", curves, log_x=True)
-
-
-def draw_time(cross: float):
+def draw_time():
     curves = {
         name: ([s / 2**20 for s in SIZES], [seconds(name, s) * 1e3 for s in SIZES])
         for name in ("ring", "halving-doubling", "doubling")
     }
-    title = "All-reduce over 8 devices (predicted)"
-    figure = drawing.lines(title, "message, MiB", "ms", curves, log_x=True, log_y=True, marks=False)
-    figure.axes[0].axvline(cross / 2**20, color="#787882", linestyle=":", linewidth=1)
-    return figure
+    title, cross = "All-reduce over 8 devices (predicted)", crossover(N) / 2**20
+    return drawing.lines(title, "message, MiB", "ms", curves, log_x=True, log_y=True, marks=False, upright=cross)
 
 
-def guesses(cross: float) -> dict[str, float]:
-    return {
-        "eight": 1.75,
-        "thousand": FORMS["ring"](1024, 1)[1],
-        "seconds": collective_cost("ring_all_reduce", 8, 28e9).seconds(0.0, 25e9),
-        "crossover": cross / 1e6,
-        "many": crossover(64) / 1e6,
-    }
-
-
-def checks_of(name: str, *what: str) -> set[str]:
-    return {f"{name}: {each}" for each in what}
-
-
-DIFFERS, SUM = "error against psum in float64", "difference from one device"
 LAB = Lab(
     name="all-reduce",
     title="All-reduce by hand",
@@ -291,13 +243,10 @@ LAB = Lab(
     devices=N,
     breaks={
         "last-step": {
-            *checks_of("ring", DIFFERS, "steps in the program", "bytes a device sends"),
-            *checks_of("training with the ring", "largest difference between ranks", SUM),
+            *[f"ring: {what}" for what in (DIFFERS, COUNTED, SENT)],
+            *[f"training with the ring: {what}" for what in (APART, SUM)],
         },
-        "own-chunk": {*checks_of("ring", DIFFERS), *checks_of("training with the ring", SUM)},
-        "same-pair": {
-            *checks_of("doubling", DIFFERS),
-            *checks_of("training with the doubling", "largest difference between ranks", SUM),
-        },
+        "own-chunk": {f"ring: {DIFFERS}", f"training with the ring: {SUM}"},
+        "same-pair": {f"doubling: {DIFFERS}"} | {f"training with the doubling: {what}" for what in (APART, SUM)},
     },
 )

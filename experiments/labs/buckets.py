@@ -13,18 +13,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_reduce, varying
 from jaxdist.plan.collective_cost import collective_cost
 from jaxdist.plan.hardware import find_hardware
-from jaxdist.runtime.devices import acquire_devices
 from jaxdist.verification import verify_model
 
 from . import drawing
-from .exchanges import on_ranks, sent_by, traced
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds
+from .exchanges import accepted, on_mesh, on_ranks, relative_error, sent_by, spread, traced
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds, table
 from .tools import small_run
 
 # ---------------------------------------------------------------------------------------------- buckets, written out
@@ -75,45 +73,29 @@ def loss(params, x, y):
     return jnp.sum((x @ params[-2] + params[-1] - y) ** 2)
 
 
-def by_hand(broken: str | None) -> tuple[list[Check], list[list[str]]]:
+MESSAGES, BYTES, TYPES, APART, ERROR = (
+    f"by hand: {what}"
+    for what in (
+        "messages, one a bucket",
+        "bytes a device sends, 2 (n-1)/n of all gradients",
+        "JAX takes every gradient for equal on all ranks",
+        "largest difference between ranks",
+        "error against one device, float64",
+    )
+)
+
+
+def by_hand(broken: str | None) -> tuple[list[Check], Table]:
     rng = np.random.default_rng(0)
     shapes = [shape for a, b in pairwise(WIDTHS) for shape in ((a, b), (b,))]
     params = [0.3 * rng.standard_normal(shape) for shape in shapes]
-    inputs = rng.standard_normal((N, 2, 16, WIDTHS[0]))
-    targets = np.sin(inputs.sum(-1, keepdims=True))
+    x = rng.standard_normal((N, 2, 16, WIDTHS[0]))
+    y = np.sin(x.sum(-1, keepdims=True))
     make = partial(gradients, limit=LIMIT, sends_last=broken != "last-bucket", waits=broken != "every-microbatch")
 
-    copies = [np.broadcast_to(p, (N, *p.shape)) for p in params]
-    on_all = on_ranks(lambda x, y, *params: make(list(params), x, y), N)
-    found = [np.asarray(g) for g in on_all(inputs, targets, *copies)]
-    alone = jax.grad(loss)(params, inputs.reshape(-1, WIDTHS[0]), targets.reshape(-1, 1))
-    cost = sent_by(on_all, N, inputs, targets, *copies)
-    sizes = [p.nbytes for p in params]
-    buckets = buckets_of(sizes, LIMIT)
-    error = max(np.abs(g[0] - a).max() / np.abs(a).max() for g, a in zip(found, alone, strict=True))
-    losses = training_losses(make, params, inputs, targets)
-    checks = [
-        equal("by hand: messages, one a bucket", cost.steps, len(buckets)),
-        equal(
-            "by hand: bytes a device sends, 2 (n-1)/n of all gradients", cost.bytes_sent, 2 * (N - 1) / N * sum(sizes)
-        ),
-        holds("by hand: JAX takes every gradient for equal on all ranks", typed_equal(make, params, inputs, targets)),
-        at_most("by hand: largest difference between ranks", max(np.ptp(g, axis=0).max() for g in found), 1e-11),
-        at_most("by hand: error against one device, float64", error, 1e-12),
-        at_least("by hand: loss of the first step over that of step 100", losses[0] / losses[-1], 2),
-    ]
-    names = [f"layer {1 + place // 2} {'bias' if place % 2 else 'weight'}" for place in range(len(sizes))]
-    rows = [
-        [f"{number}", ", ".join(names[place] for place in bucket), f"{sum(sizes[place] for place in bucket):,}"]
-        for number, bucket in enumerate(buckets, 1)
-    ]
-    return checks, rows
-
-
-def training_losses(make, params, inputs, targets) -> np.ndarray:
-    """Of rank 0's rows, over 100 steps of gradient descent."""
-
     def descend(x, y, *params):
+        """Losses of 100 steps of gradient descent."""
+
         def step(params, _):
             grads = make(params, x, y)
             now = sum(loss(params, *rows) for rows in zip(x, y, strict=True))
@@ -122,19 +104,26 @@ def training_losses(make, params, inputs, targets) -> np.ndarray:
         return lax.scan(step, list(params), length=100)[1]
 
     copies = [np.broadcast_to(p, (N, *p.shape)) for p in params]
-    return np.asarray(on_ranks(descend, N)(inputs, targets, *copies))[0]
-
-
-def typed_equal(make, params, inputs, targets) -> bool:
-    """Whether `shard_map` lets the gradients leave as one value: it refuses what may differ between ranks."""
-    mesh = make_mesh(parse_mesh(f"dp={N}"), acquire_devices(N, "cpu").devices)
-    specs = ([P()] * len(params), P("dp"), P("dp"))
-    body = jax.shard_map(lambda p, x, y: make(p, x[0], y[0]), mesh=mesh, in_specs=specs, out_specs=P())
-    try:
-        jax.eval_shape(body, params, inputs, targets)
-    except ValueError:
-        return False
-    return True
+    on_all = on_ranks(lambda x, y, *params: make(list(params), x, y), N)
+    found, cost = on_all(x, y, *copies), sent_by(on_all, N, x, y, *copies)
+    alone = jax.grad(loss)(params, x.reshape(-1, WIDTHS[0]), y.reshape(-1, 1))
+    equal_on_all = on_mesh(f"dp={N}", lambda p, x, y: make(p, x[0], y[0]), ([P()] * len(params), P("dp"), P("dp")), P())
+    losses = np.asarray(on_ranks(descend, N)(x, y, *copies))[0]
+    sizes = [p.nbytes for p in params]
+    buckets = buckets_of(sizes, LIMIT)
+    checks = [
+        equal(MESSAGES, cost.steps, len(buckets)),
+        equal(BYTES, cost.bytes_sent, 2 * (N - 1) / N * sum(sizes)),
+        holds(TYPES, accepted(equal_on_all, params, x, y)),
+        at_most(APART, spread(found), 1e-11),
+        at_most(ERROR, relative_error([g[0] for g in found], alone), 1e-12),
+        at_least("by hand: loss of the first step over that of step 100", losses[0] / losses[-1], 2),
+    ]
+    names = [f"layer {1 + place // 2} {'bias' if place % 2 else 'weight'}" for place in range(len(sizes))]
+    rows = [
+        [n, ", ".join(names[at] for at in each), sum(sizes[at] for at in each)] for n, each in enumerate(buckets, 1)
+    ]
+    return checks, table("packed", "bucket | leaves | bytes {:,}", rows)
 
 
 # -------------------------------------------------------------------------------------------------- the library's step
@@ -167,23 +156,22 @@ def leaf_bytes() -> tuple[list[int], list[int], list[int]]:
     return whole, layer, [size for size, is_inside in zip(whole, inside, strict=True) if not is_inside]
 
 
-def in_the_library() -> tuple[list[Check], list[list[str]]]:
+def in_the_library() -> tuple[list[Check], Table]:
     """Messages of our own step against the packing above, with and without --overlap."""
     whole, layer, outer = leaf_bytes()
     checks, rows = [], []
     for name, settings, limit in SETTINGS:
-        after, _ = messages(**settings)
+        after, (late, early) = messages(**settings)[0], messages(overlap=True, **settings)
         packed = Counter(sum(whole[place] for place in bucket) for bucket in buckets_of(whole, limit))
-        late, early = messages(overlap=True, **settings)
         by_layer = MODEL.num_layers * len(buckets_of(layer, limit)) + len(buckets_of(outer, limit))
         checks += [
             holds(f"our step, {name}: its messages are those that this lab packs", Counter(after) == packed),
-            equal(f"our step, {name}: bytes of gradients", sum(after), sum(whole)),
             equal(f"our step, {name}: messages with --overlap, by layer", len(late) + len(early), by_layer),
             equal(f"our step, {name}: bytes with --overlap", sum(late) + sum(early), sum(whole)),
         ]
-        rows.append([name, f"{len(after)}", f"{max(after):,}", f"{len(late) + len(early)}", f"{sum(after):,}"])
-    return checks, rows
+        rows.append([name, len(after), max(after), len(late) + len(early), sum(after)])
+    columns = "setting | messages | largest, bytes {:,} | messages with --overlap | bytes in all {:,}"
+    return checks, table("counted", columns, rows)
 
 
 # ------------------------------------------------------------------------------------------------- time, on paper
@@ -191,7 +179,6 @@ def in_the_library() -> tuple[list[Check], list[list[str]]]:
 RANKS, LINK = 16, find_hardware("h100").between
 GRADIENTS = 4 * num_parameters(PRESETS["gpt2-1.5b"])  # bytes, fp32
 BACKWARD = 0.2  # seconds
-COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def bucket_seconds(count: int) -> float:
@@ -200,11 +187,11 @@ def bucket_seconds(count: int) -> float:
     return cost.seconds(LINK.latency_s, LINK.bytes_per_s)
 
 
-def timeline(count: int, overlap: bool = True) -> list[tuple[float, float]]:
+def timeline(count: int) -> list[tuple[float, float]]:
     """(start, end) of each bucket's all-reduce: when it is full, and the one before it is done."""
     free, spans, each = 0.0, [], bucket_seconds(count)
     for number in range(1, count + 1):
-        full = BACKWARD * number / count if overlap else BACKWARD
+        full = BACKWARD * number / count
         spans.append((max(free, full), max(free, full) + each))
         free = spans[-1][1]
     return spans
@@ -221,7 +208,7 @@ def best_count() -> float:
     return math.sqrt(BACKWARD / (2 * (RANKS - 1) * LINK.latency_s))
 
 
-def on_paper() -> tuple[list[Check], list[list[str]]]:
+def on_paper() -> tuple[list[Check], Table]:
     ends = {count: timeline(count)[-1][1] for count in range(1, 513)}
     wrong = max(abs(end - closed_form(count)) / end for count, end in ends.items())
     fastest = min(ends, key=ends.get)
@@ -230,57 +217,22 @@ def on_paper() -> tuple[list[Check], list[list[str]]]:
         equal("timeline: the best number of buckets, sqrt(T / latency)", fastest, round(best_count())),
     ]
     rows = []
-    for count in sorted({*COUNTS[::2], fastest}):
+    for count in sorted({1, 4, 16, 64, 256, 1024, fastest}):
         sent, shown = count * bucket_seconds(count), timeline(count)[-1][1] - BACKWARD
-        rows.append(
-            [
-                f"{count:,}",
-                f"{GRADIENTS / count / 2**20:,.1f}",
-                f"{1e3 * sent:,.0f}",
-                f"{1e3 * shown:,.0f}",
-                f"{1 - shown / sent:.0%}",
-            ]
-        )
-    return checks, rows
-
-
-def draw_sizes():
-    sizes = [GRADIENTS / count / 2**20 for count in COUNTS]
-    curves = {
-        "after backward": (sizes, [1e3 * timeline(count, overlap=False)[-1][1] for count in COUNTS]),
-        "while backward runs": (sizes, [1e3 * timeline(count)[-1][1] for count in COUNTS]),
-    }
-    figure = drawing.lines("Backward and all-reduce (predicted)", "bucket, MiB", "ms", curves, log_x=True)
-    figure.axes[0].axhline(1e3 * BACKWARD, color="#787882", linestyle=":", linewidth=1)
-    figure.axes[0].set_ylim(bottom=0)
-    return figure
+        rows.append([count, GRADIENTS / count / 2**20, 1e3 * sent, 1e3 * shown, f"{1 - shown / sent:.0%}"])
+    columns = "buckets {:,} | MiB each {:,.1f} | network busy, ms {:,.0f} | waited for, ms {:,.0f} | hidden"
+    return checks, table("times", columns, rows)
 
 
 def draw_timeline():
-    figure, axes = drawing.blank("What waits for what (predicted)", "ms", "", height=2.2)
-    axes.barh(0, 1e3 * BACKWARD, height=0.6, color=drawing.COLOURS[7])
-    names = ["backward"]
-    for row, count in enumerate((1, 4, 16, 1024), 1):
-        spans = [(1e3 * start, 1e3 * (end - start)) for start, end in timeline(count)]
-        if count > 16:  # too many to tell apart
-            spans = [(spans[0][0], sum(spans[-1]) - spans[0][0])]
-        axes.broken_barh(spans, (row - 0.3, 0.6), facecolor=drawing.COLOURS[0], edgecolor="white")
-        names.append(f"{count:,} bucket{'s' * (count > 1)}")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    return figure
+    rows = [("backward", [(0, 1e3 * BACKWARD, "", 7)])]
+    for count in (1, 4, 16):
+        spans = [(1e3 * start, 1e3 * end, "", 0) for start, end in timeline(count)]
+        rows.append((f"{count:,} bucket{'s' * (count > 1)}", spans))
+    return drawing.timeline("What waits for what (predicted)", "ms", rows)
 
 
 # ----------------------------------------------------------------------------------------------------------- the lab
-
-
-@cache
-def overlap_report():
-    """Our step with --overlap on four simulated devices, every leaf against one device."""
-    model = dataclasses.replace(MODEL, num_layers=2)
-    settings = {"batch_size": 8, "dtype": "float64", "bucket_mb": 0.1, "device": "cpu"}
-    return verify_model(model, "dp=4", overlap=True, **settings)
 
 
 def run(broken: str | None) -> Result:
@@ -288,35 +240,22 @@ def run(broken: str | None) -> Result:
         checks, packed = by_hand(broken)
     if broken:
         return Result(checks)
-    library_checks, counted = in_the_library()
-    paper_checks, times = on_paper()
-    whole = holds("our step with --overlap: every gradient is that of one device", overlap_report().ok)
-    leaves = 12 * PRESETS["gpt2-1.5b"].num_layers + 4
-    latency = 2 * (RANKS - 1) * LINK.latency_s
-    volume = RANKS * bucket_seconds(RANKS) - RANKS * latency
-    return Result(
-        [*checks, *library_checks, whole, *paper_checks],
-        tables=[
-            Table("packed", ["bucket", "leaves", "bytes"], packed),
-            Table(
-                "counted",
-                ["setting", "messages", "largest, bytes", "messages with --overlap", "bytes in all"],
-                counted,
-            ),
-            Table("times", ["buckets", "MiB each", "network busy, ms", "waited for, ms", "hidden"], times),
-        ],
-        pictures={"timeline": draw_timeline, "sizes": draw_sizes},
-        guesses={
-            "leaves": leaves,
-            "bytes": 1,
-            "latency": 1e3 * leaves * latency,
-            "best": best_count(),
-            "hidden": 100 * BACKWARD / volume,
-        },
-    )
+    (library_checks, counted), (paper_checks, times) = in_the_library(), on_paper()
+    model, settings = dataclasses.replace(MODEL, num_layers=2), {"dtype": "float64", "bucket_mb": 0.1}
+    report = verify_model(model, "dp=4", overlap=True, batch_size=8, device="cpu", **settings)
+    whole = holds("our step with --overlap: every gradient is that of one device", report.ok)
+    leaves, latency = 12 * PRESETS["gpt2-1.5b"].num_layers + 4, 2 * (RANKS - 1) * LINK.latency_s
+    guesses = {
+        "leaves": leaves,
+        "bytes": 1,
+        "latency": 1e3 * leaves * latency,
+        "best": best_count(),
+        "hidden": 100 * BACKWARD / (RANKS * bucket_seconds(RANKS) - RANKS * latency),
+    }
+    tables = [packed, counted, times]
+    return Result([*checks, *library_checks, whole, *paper_checks], tables, {"timeline": draw_timeline}, guesses)
 
 
-HAND = "by hand: "
 LAB = Lab(
     name="buckets",
     title="Buckets and overlap",
@@ -324,17 +263,7 @@ LAB = Lab(
     run=run,
     devices=N,
     breaks={
-        "last-bucket": {
-            HAND + "messages, one a bucket",
-            HAND + "bytes a device sends, 2 (n-1)/n of all gradients",
-            HAND + "JAX takes every gradient for equal on all ranks",
-            HAND + "largest difference between ranks",
-            HAND + "error against one device, float64",
-        },
-        "every-microbatch": {
-            HAND + "messages, one a bucket",
-            HAND + "bytes a device sends, 2 (n-1)/n of all gradients",
-            HAND + "error against one device, float64",
-        },
+        "last-bucket": {MESSAGES, BYTES, TYPES, APART, ERROR},
+        "every-microbatch": {MESSAGES, BYTES, ERROR},
     },
 )

@@ -16,20 +16,19 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import PrecisionConfig
-from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh import parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import context_parallel as library
 from jaxdist.parallel import rank, varying
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
 from jaxdist.plan.parts import OneRank, layer_memory, rows_to_trace
-from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
-from jaxdist.runtime.devices import acquire_devices
+from jaxdist.plan.proof.trace import total_sent
 
 from . import drawing
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal
+from .exchanges import on_mesh, relative_error, sent_over
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, table
 
 AXIS, RANKS = "cp", 4
-MESH = parse_mesh(f"{AXIS}={RANKS}")
 B, S, K, G, H = 2, 32, 2, 4, 4
 N, CHUNK = K * G, S // (2 * RANKS)
 WIDTH, VOCAB, STEPS, WINDOW = 16, 24, 20, 5
@@ -38,10 +37,7 @@ LOWEST = -1e30  # a score that no softmax sees; finite, since the difference of 
 
 
 def on_ranks(body, in_specs, out_specs):
-    """`body`, run by RANKS ranks of cp, as a function of global arrays."""
-    mesh = make_mesh(MESH, acquire_devices(RANKS, "cpu").devices[:RANKS])
-    run = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})  # compiled once, run a few times
+    return on_mesh(f"{AXIS}={RANKS}", body, in_specs, out_specs)
 
 
 # ------------------------------------------------------------------------------------------- JAX's own log-sum-exp
@@ -259,7 +255,7 @@ def example():
     rng = np.random.default_rng(0)
     q, do = rng.standard_normal((2, B, S, K, G, H))
     k, v = rng.standard_normal((2, B, S, K, H))
-    shapes = {
+    shapes = {  # of the model
         "tokens": (VOCAB, WIDTH),
         "positions": (S, WIDTH),
         "q": (WIDTH, N * H),
@@ -292,19 +288,13 @@ def in_order(length: int = S) -> np.ndarray:
     return np.concatenate([np.asarray(Ring().positions(r, length // RANKS)) for r in range(RANKS)])
 
 
-def error(found, wanted) -> float:
-    """Relative, by norms."""
-    found, wanted = np.asarray(found), np.asarray(wanted)
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
-
-
 @cache
 def errors_of(function, ring: Ring) -> dict[str, float]:
     """Of attention(ring, q, k, v) of arrays that are split over cp in a zig-zag: errors of o, dq, dk, dv."""
     order, split = in_order(), P(None, AXIS)
     run = on_ranks(partial(values_and_gradients, partial(function, ring)), split, split)
     found = run(*(x[:, order] for x in example()[0]))
-    return {name: error(found[name], wanted[:, order]) for name, wanted in expected(ring.window).items()}
+    return {name: relative_error(found[name], wanted[:, order]) for name, wanted in expected(ring.window).items()}
 
 
 ROUNDING = 1e-6  # of JAX's own attention, which computes in fp32 whatever it is given
@@ -330,7 +320,7 @@ def model_checks(broken: str | None) -> list[Check]:
     (wanted, wanted_grads), (alone, _) = on_one_device()
     counted = replace(ring, zigzag=not ring.zigzag) if broken == "order" else ring
     evaluate = ring_gradients(counted, of_loss)
-    losses, worst = descend(run, *batch), max(error(grads[name], wanted_grads[name]) for name in grads)
+    losses, worst = descend(run, *batch), relative_error(grads, wanted_grads)
     found, *_ = evaluate(weights, *other)
     return [
         equal("model: tokens whose target is the next token", int(right), B * S),
@@ -351,12 +341,7 @@ def halves_errors() -> dict[str, float]:
     found, wanted = (
         jax.jit(partial(values_and_gradients, each))(*arrays) for each in (in_two_halves, jax.nn.dot_product_attention)
     )
-    return {name: error(found[name], wanted[name]) for name in PARTS}
-
-
-def by_jax(ring: Ring, q, k, v):
-    """The ring without a backward of its own."""
-    return go_round(ring, q, k, v)[0]
+    return {name: relative_error(found[name], wanted[name]) for name in PARTS}
 
 
 def by_library(ring: Ring, q, k, v):
@@ -370,40 +355,22 @@ def whole_heads(q_BSNH, k_BSKH, v_BSKH):
     return blocked_attention(q_BSNH, k_BSKH, v_BSKH, Places(0, 0))
 
 
-def numbers_kept(function) -> int:
-    """What a rank's backward keeps of forward, traced."""
-    found, split = [], P(None, AXIS)
-
-    def body(q, k, v):
-        o, back = jax.vjp(partial(function, Ring()), q, k, v)
-        found.append(sum(x.size for x in jax.tree.leaves(back)))
-        return o
-
-    on_ranks(body, split, split).trace(*example()[0][:3])
-    return found[0]
-
-
 def ring_table() -> tuple[list[Check], Table]:
     cases = {
-        "backward by JAX": (by_jax, Ring()),
-        "own backward": (attention, Ring()),
+        "by hand": (attention, Ring()),
         f"window of {WINDOW}": (attention, Ring(window=WINDOW)),
         "the library": (by_library, Ring()),
         f"the library, window of {WINDOW}": (by_library, Ring(window=WINDOW)),
     }
     errors = {name: errors_of(*case) for name, case in cases.items()}
-    kept = {name: f"{numbers_kept(cases[name][0]):,}" for name in ("backward by JAX", "own backward", "the library")}
-    rows = [[f"error of {part}", *[f"{found[part]:.1e}" for found in errors.values()]] for part in PARTS]
-    rows.append(["numbers kept by a rank", *[kept.get(name, "") for name in cases]])
-    checks = [
-        at_most(f"{name}: largest error of o, dq, dk, dv", max(errors[name].values()), ROUNDING)
-        for name in cases
-        if "library" in name or "JAX" in name
-    ]
-    return checks, Table("ring", ["ring of 4", *cases], rows)
+    columns = "ring of 4 | " + " | ".join(f"{name} {{:.1e}}" for name in cases)
+    rows = [[f"error of {part}", *[found[part] for found in errors.values()]] for part in PARTS]
+    largest = {name: max(errors[name].values()) for name in cases if "library" in name}
+    checks = [at_most(f"{name}: largest error of o, dq, dk, dv", most, ROUNDING) for name, most in largest.items()]
+    return checks, table("ring", columns, rows)
 
 
-def blocks_of(ring: Ring) -> np.ndarray:
+def pairs_of(ring: Ring) -> np.ndarray:
     """Pairs of chunks that have a score that counts, in every hop: [RANKS, hops]."""
 
     def body():
@@ -414,30 +381,18 @@ def blocks_of(ring: Ring) -> np.ndarray:
     return np.asarray(on_ranks(body, (), P(AXIS))())
 
 
-def library_pairs() -> float:
-    """Pairs of chunks whose scores every rank computes: two products of matrices each, as traced."""
-    split = P(None, AXIS)
-    program = on_ranks(partial(by_library, Ring()), split, split).trace(*example()[0][:3]).jaxpr
-    return sum(count for eqn, count, _ in equations(program) if eqn.primitive.name == "dot_general") / 2
-
-
 ORDERS = {"plain": Ring(zigzag=False), "zig-zag": Ring(zigzag=True)}
 
 
 def balance() -> tuple[list[Check], Table]:
     rows, checks = [], []
-    wanted = {"plain": [4 * r + 3 for r in range(RANKS)], "zig-zag": [2 * RANKS + 1] * RANKS}
-    for name, ring in ORDERS.items():
-        blocks = blocks_of(ring)
-        each, waited = blocks.sum(1), blocks.max(0).sum()
-        rows.append([name, *map(str, each), str(waited)])
-        checks += [
-            equal(f"{name}: pairs of chunks of the first rank", int(each[0]), wanted[name][0]),
-            equal(f"{name}: pairs of chunks of the busiest rank of each hop, added", int(waited), max(wanted[name])),
-        ]
-    checks.append(equal("the library's ring: pairs of chunks, traced", library_pairs(), 2 * RANKS + 1))
-    titles = ["order", *[f"rank {r}" for r in range(RANKS)], "busiest rank of each hop, added"]
-    return checks, Table("balance", titles, rows)
+    for name, longest in (("plain", 4 * RANKS - 1), ("zig-zag", 2 * RANKS + 1)):
+        pairs = pairs_of(ORDERS[name])
+        waited = int(pairs.max(0).sum())
+        rows.append([name, *pairs.sum(1), waited])
+        checks.append(equal(f"{name}: pairs of chunks of the busiest rank of each hop, added", waited, longest))
+    ranks = " | ".join(f"rank {r}" for r in range(RANKS))
+    return checks, table("balance", f"order | {ranks} | busiest rank of each hop, added", rows)
 
 
 LONG, LONG_HEAD = 8192, 128  # of the table of bytes: one sequence in bf16, N heads of queries and K of keys
@@ -468,8 +423,10 @@ def sent_by_trace(attention, key_heads: int, *query_heads: int) -> tuple[int, in
         return jax.ShapeDtypeStruct((1, LONG, *shape, LONG_HEAD), jnp.bfloat16)
 
     def sent(function, *arguments) -> int:
-        run = on_ranks(function, P(None, AXIS), P(None, AXIS))
-        return total_sent(collectives_of(run.trace(*arguments).jaxpr, MESH), MESH)
+        mesh = f"{AXIS}={RANKS}"
+        return total_sent(
+            sent_over(on_mesh(mesh, function, P(None, AXIS), P(None, AXIS)), mesh, *arguments), parse_mesh(mesh)
+        )
 
     arguments = values(*query_heads), values(key_heads), values(key_heads)
     both = sent(partial(values_and_gradients, attention), *arguments, values(*query_heads))
@@ -477,21 +434,17 @@ def sent_by_trace(attention, key_heads: int, *query_heads: int) -> tuple[int, in
 
 
 def traffic() -> tuple[list[Check], Table]:
-    rows, checks = [], []
-    cases = {kind: (sent_by_formula(kind), library_sent(kind)) for kind in KINDS}
+    cases = {
+        kind: (sent_by_formula(kind), sent_by_trace(partial(library.context_attention, split, whole_heads), heads, N))
+        for kind, (split, heads) in KINDS.items()
+    }
     keys = 2 * 2 * LONG // RANKS * LONG_HEAD * K
     by_hand = sent_by_trace(partial(ring_attention, Ring()), K, K, G)
     cases["ring by hand"] = ((RANKS - 1) * keys, RANKS * 2 * keys), by_hand
-    for kind, (formula, traced) in cases.items():
-        rows.append([kind, *[f"{number / 2**20:.2f}" for pair in (formula, traced) for number in pair]])
-        checks.append(equal(f"{kind}: bytes sent, traced", sum(traced), sum(formula)))
-    titles = ["MiB a layer", "formula, forward", "formula, backward", "traced, forward", "traced, backward"]
-    return checks, Table("bytes", titles, rows)
-
-
-def library_sent(kind: str) -> tuple[int, int]:
-    split, key_heads = KINDS[kind]
-    return sent_by_trace(partial(library.context_attention, split, whole_heads), key_heads, N)
+    checks = [equal(f"{kind}: bytes sent, traced", sum(found), sum(form)) for kind, (form, found) in cases.items()]
+    rows = [[kind, *[number / 2**20 for number in (*form, *found)]] for kind, (form, found) in cases.items()]
+    columns = "formula, forward {:.2f} | formula, backward {:.2f} | traced, forward {:.2f} | traced, backward {:.2f}"
+    return checks, table("bytes", f"MiB a layer | {columns}", rows)
 
 
 LLAMA = replace(PRESETS["llama3-8b"], seq_len=131_072, num_layers=1)
@@ -503,56 +456,29 @@ def keys_sent(cp: int) -> int:
     return (cp - 1) * 2 * LLAMA.seq_len // cp * LLAMA.num_kv_heads * LLAMA.head_dim * 2
 
 
-def scaling() -> tuple[list[Check], Table]:
-    rows, checks, length = [], [], LLAMA.seq_len
+def scaling() -> Table:
+    rows = []
     for cp in SPLITS:
         # Neither the ring nor one device, which attends in blocks at this length, keeps scores.
         one = OneRank(LLAMA, 1, rows_to_trace(LLAMA), PrecisionConfig("bfloat16"), cp=cp)
-        kept = layer_memory(one).scan
-        places = np.arange(length // cp)
-        placed = [np.asarray(library.Split(cp).place(places, len(places), r), np.int64) for r in range(cp)]
-        scores = [int(np.sum(positions + 1)) for positions in placed]
-        cells = f"{kept / 2**30:.2f}", f"{max(scores) / 1e9:.2f}", f"{keys_sent(cp) / 2**20:,.0f}"
-        rows.append([str(cp), *cells])
-        checks += [
-            equal(f"cp={cp}: bytes kept for each of a rank's tokens", kept * cp / length, token_bytes(), within=1e-6),
-            equal(f"cp={cp}: scores of a head on the busiest rank", max(scores), length * (length + 1) // 2 // cp),
-        ]
-    titles = ["cp", "kept by a layer, GiB", "scores of a head, billions", "sent forward, MiB"]
-    return checks, Table("scaling", titles, rows)
+        scores = LLAMA.seq_len * (LLAMA.seq_len + 1) / 2 / cp
+        rows.append([cp, layer_memory(one).scan / 2**30, scores / 1e9, keys_sent(cp) / 2**20])
+    columns = "cp | kept by a layer, GiB {:.2f} | scores of a head, billions {:.2f} | sent forward, MiB {:,.0f}"
+    return table("scaling", columns, rows)
 
 
-def token_bytes() -> int:
-    """What a layer of `LLAMA` keeps of a token in bf16: the inputs of two norms; q and o, k and v; the MLP's two hidden
-    arrays. In fp32 two statistics of norms, and of each head the log-sum-exp."""
-    heads, key_heads = LLAMA.num_heads, LLAMA.num_kv_heads
-    rows = 2 * (LLAMA.width + (heads + key_heads) * LLAMA.head_dim + LLAMA.ffn_width)
-    return 2 * rows + 4 * (2 + heads)
-
-
-def draw_blocks():
+def draw_pairs():
     """The matrix of pairs of chunks in both orders: colour is the rank that computes a pair, the number its hop."""
-    from matplotlib.patches import Rectangle
-
-    figure, unused = drawing.blank("The hop in which a rank computes each pair of chunks", "", "", height=2.75)
-    unused.remove()
-    chunks = range(2 * RANKS)
-    for number, (name, ring) in enumerate(ORDERS.items()):
-        axes = figure.add_subplot(1, 2, number + 1)
+    parts, names = {}, {}
+    for name, ring in ORDERS.items():
         owner = {int(p) // CHUNK: r for r in range(RANKS) for p in ring.positions(r, 2 * CHUNK)}
-        for query in chunks:
-            colour = drawing.COLOURS[(0, 1, 2, 5)[owner[query]]]
-            for key in chunks[: query + 1]:
-                hop = (owner[query] - owner[key]) % RANKS
-                axes.add_patch(Rectangle((key + 0.04, query + 0.04), 0.92, 0.92, facecolor=colour))
-                axes.text(key + 0.5, query + 0.54, hop, ha="center", va="center", color="white", size=9, weight="bold")
-        axes.set(xlim=(0, len(chunks)), ylim=(len(chunks), 0), aspect="equal", xlabel="chunk of keys")
-        axes.set_title(f"{name} order", size=10)
-        axes.grid(visible=False)
-        axes.tick_params(length=0)
-        axes.set_xticks([c + 0.5 for c in chunks], chunks)
-        axes.set_yticks([c + 0.5 for c in chunks], [f"rank {owner[c]}" for c in chunks])
-    return figure
+        names[name] = [f"rank {owner[chunk]}" for chunk in range(2 * RANKS)]
+        parts[name] = [
+            (query, key, str((owner[query] - owner[key]) % RANKS), (0, 1, 2, 5)[owner[query]])
+            for query in range(2 * RANKS)
+            for key in range(query + 1)
+        ]
+    return drawing.grids("The hop in which a rank computes each pair of chunks", parts, names, "chunk of keys")
 
 
 # ------------------------------------------------------------------------------------------- the lab
@@ -563,17 +489,15 @@ def run(broken: str | None) -> Result:
         checks = [*attention_checks(broken), *model_checks(broken)]
         if broken:
             return Result(checks)
-        parts = [ring_table(), balance()]
-    halves = halves_errors()
-    parts += [traffic(), scaling()]
+        (rings, ring_rows), (balanced, balance_rows) = ring_table(), balance()
+    halves, (sent, byte_rows) = halves_errors(), traffic()
     checks += [
         at_most("JAX's log-sum-exp: error of o", halves["o"], ROUNDING),
         *[at_least(f"JAX's log-sum-exp: error of {name}", halves[name], 0.1) for name in ("dq", "dk")],
-        at_most("JAX's log-sum-exp: error of dv", halves["dv"], ROUNDING),
-        *[check for each, _ in parts for check in each],
+        *[*rings, *balanced, *sent],
     ]
-    lse = Table("lse", ["merged in two halves", "relative error"], [[f, f"{e:.1e}"] for f, e in halves.items()])
-    return Result(checks, [lse, *[table for _, table in parts]], {"blocks": draw_blocks}, guesses())
+    lse = table("lse", "merged in two halves | relative error {:.1e}", halves.items())
+    return Result(checks, [lse, ring_rows, balance_rows, byte_rows, scaling()], {"blocks": draw_pairs}, guesses())
 
 
 def guesses() -> dict[str, float]:

@@ -15,7 +15,7 @@ from jaxdist.runtime.budget import SpendLog, begin_job
 
 from .. import plan
 from . import drawing
-from .lab import Lab, Result, Table, at_most, equal, holds
+from .lab import Check, Lab, Result, Table, at_most, equal, holds, table
 from .tools import new_folder
 
 # Published runs: (name, layers, width, heads, batch, GPUs, seconds a step, MFU %). A100s at 312 TFLOP/s, 2,048 tokens,
@@ -63,10 +63,8 @@ def full(run: tuple) -> float:
 
 @cache
 def question() -> plan.Question:
-    flags = plan.PlanFlags(
-        model=MODEL, hardware="h100", batch_size=BATCH, tokens=TOKENS, deadline=f"{DEADLINE:g}h", price_per_hour=PRICE
-    )
-    return plan.ask(flags)
+    means = {"deadline": f"{DEADLINE:g}h", "price_per_hour": PRICE}
+    return plan.ask(plan.PlanFlags(model=MODEL, hardware="h100", batch_size=BATCH, tokens=TOKENS, **means))
 
 
 @cache
@@ -114,114 +112,83 @@ def guarded(settled: bool) -> tuple[Decimal, Decimal, str]:
 # --------------------------------------------------------------------------------------------------------------- run
 
 
-def run(broken: str | None) -> Result:
+def published_runs(recomputed: bool) -> tuple[list[Check], Table]:
     checks, rows = [], []
     for published in PUBLISHED:
         name, layers, width, heads, batch, gpus, seconds, known = published
         shape = ModelShape.gpt(layers, width, heads, LENGTH, VOCABULARY)
-        counted = selective(published) if broken == "recomputed" else 0.0
-        ours, rate = utilisation(published, seconds, counted), batch * LENGTH / seconds
-        slower = utilisation(published, FULL_SECONDS[name], full(published) if broken == "recomputed" else 0.0)
+        rate, slow = batch * LENGTH / seconds, FULL_SECONDS[name]
+        ours = utilisation(published, seconds, selective(published) * recomputed)
+        slower = utilisation(published, slow, full(published) * recomputed)
+        library = 100 * mfu(shape, rate, A100, gpus).value
         checks += [
-            equal(f"{name}: MFU, as published", ours, known, within=0.01, unit="%"),
-            equal(
-                f"{name}: MFU, by the library", 100 * mfu(shape, rate, A100, gpus).value, known, within=0.01, unit="%"
-            ),
-            holds(f"{name}: the faster run has the higher utilisation", ours > slower, f"{ours:.1f} %, {slower:.1f} %"),
+            equal(f"{name}: {PUBLISHED_MFU}", ours, known, within=0.01, unit="%"),
+            equal(f"{name}: MFU, by the library", library, known, within=0.01, unit="%"),
+            holds(f"{name}: {FASTER}", ours > slower, f"{ours:.1f} %, {slower:.1f} %"),
         ]
         hardware = 100 * hfu(shape, rate, A100, gpus, remat="selective").value
-        again = utilisation(published, FULL_SECONDS[name], full(published))
-        plain = utilisation(published, FULL_SECONDS[name])
-        rows.append(
-            [
-                name,
-                f"{seconds:g}",
-                f"{ours:.1f}",
-                f"{hardware:.1f}",
-                f"{FULL_SECONDS[name]:g}",
-                f"{plain:.1f}",
-                f"{again:.1f}",
-            ]
-        )
-    for name, parameters, tokens, gpus, achieved, days in (
-        ("175B", 175e9, 300e9, 1024, 140e12, 33.9),
-        ("1T", 1e12, 450e9, 3072, 163e12, 83.2),
-    ):
-        checks.append(
-            equal(f"{name}: days, as published", training_days(parameters, tokens, gpus, achieved).value, days, 0.02)
-        )
-    flop_rows = []
-    for name in ("gpt2-124m", "gpt2-1.5b", "llama3-8b", "llama3-70b"):
-        model = PRESETS[name]
-        six, traced = 6 * num_parameters(model), work_of(model).flops_per_token
-        flop_rows.append(
-            [
-                name,
-                f"{num_parameters(model) / 1e9:.3g}",
-                f"{six / 1e9:.3g}",
-                f"{traced / 1e9:.3g}",
-                f"{traced / six:.2f}",
-            ]
-        )
-    big = PRESETS["llama3-70b"]
-    checks.append(
-        equal(
-            "70B: FLOPs of a token in the trace, against 6N", work_of(big).flops_per_token, 6 * num_parameters(big), 0.1
-        )
-    )
+        again = utilisation(published, slow, full(published))
+        rows.append([name, seconds, ours, hardware, slow, utilisation(published, slow), again])
+    columns = "MFU {:.1f} | HFU {:.1f} | full, s {:g} | MFU, full {:.1f} | HFU, full {:.1f}"
+    return checks, table("mfu", f"model | selective, s {{:g}} | {columns}", rows)
 
+
+PUBLISHED_MFU, FASTER = "MFU, as published", "the faster run has the higher utilisation"
+BY_HAND = "cost by hand: devices × price × hours"
+AFTER, NEXT = "spent after a crash at half an hour, of $2.10 reserved", "the next job may run"
+
+
+def run(broken: str | None) -> Result:
+    checks, mfu_table = published_runs(broken == "recomputed")
     nodes = smallest(DEADLINE)
     chosen, half = estimates()[nodes], estimates()[nodes // 2]
     per_node = find_hardware("h100").devices_per_node
     dollars = nodes * (1 if broken == "node" else per_node) * PRICE * chosen.hours
+    after, end, said = guarded(settled=broken != "unsettled")
     checks += [
         at_most(f"{nodes} nodes meet the deadline, with the bar", chosen.most_hours, DEADLINE, "h"),
         holds(f"half as many nodes, {nodes // 2}, would not", half.most_hours > DEADLINE, f"{half.most_hours:.0f} h"),
-        equal("cost by hand: devices × price × hours", dollars, chosen.cost.dollars, within=1e-9, unit="$"),
+        equal(BY_HAND, dollars, chosen.cost.dollars, within=1e-9, unit="$"),
         holds("the bar's upper end is within the budget", dollars * (1 + chosen.error) <= BUDGET),
-        equal(
-            "hours by hand: 6N × tokens over the MFU that the plan predicts", hours_by_hand(nodes), chosen.hours, 0.15
-        ),
-    ]
-    after, end, said = guarded(settled=broken != "unsettled")
-    checks += [
-        equal("spent after a crash at half an hour, of $2.10 reserved", float(after), 0.35, unit="$"),
-        holds("the next job may run", said == "it runs", said[:60]),
+        equal(AFTER, float(after), 0.35, unit="$"),
+        holds(NEXT, said == "it runs", said[:60]),
         at_most("spent or reserved at the end, under a ceiling of $3.00", float(end), 3.0, "$"),
     ]
     if broken:
         return Result(checks)
 
-    listed = {vendor: price("h100", vendor, datetime.date(2025, 7, 1)).dollars_per_hour for vendor in ("aws", "gcp")}
+    by_hand = "hours by hand: 6N × tokens over the MFU that the plan predicts"
+    checks.append(equal(by_hand, hours_by_hand(nodes), chosen.hours, 0.15))
+    for name, sizes, days in (("175B", (175e9, 300e9, 1024, 140e12), 33.9), ("1T", (1e12, 450e9, 3072, 163e12), 83.2)):
+        checks.append(equal(f"{name}: days, as published", training_days(*sizes).value, days, 0.02))
+    flops = []
+    for name in ("gpt2-124m", "gpt2-1.5b", "llama3-8b", "llama3-70b"):
+        parameters, traced = num_parameters(PRESETS[name]), work_of(PRESETS[name]).flops_per_token
+        flops.append([name, parameters / 1e9, 6 * parameters / 1e9, traced / 1e9, traced / parameters / 6])
+    clusters = [
+        [n, n * per_node, e.step_seconds, e.hours, e.most_hours, e.cost.dollars, e.cost.most]
+        for n, e in estimates().items()
+    ]
+    units = "step, s {:.2f} | hours {:.1f} | with the bar {:.1f} | $ {:,.0f} | $, with the bar {:,.0f}"
+    listed = [price("h100", vendor, datetime.date(2025, 7, 1)).dollars_per_hour for vendor in ("aws", "gcp")]
     return Result(
         checks,
-        tables=[
-            Table("flops", ["model", "parameters, 1e9", "6N, GFLOP", "traced, GFLOP", "ratio"], flop_rows),
-            Table("mfu", ["model", "selective, s", "MFU", "HFU", "full, s", "MFU, full", "HFU, full"], rows),
-            Table(
-                "clusters",
-                ["nodes", "GPUs", "step, s", "hours", "with the bar", "$", "$, with the bar"],
-                [
-                    [
-                        str(n),
-                        str(n * per_node),
-                        f"{each.step_seconds:.2f}",
-                        f"{each.hours:.1f}",
-                        f"{each.most_hours:.1f}",
-                        f"{each.cost.dollars:,.0f}",
-                        f"{each.cost.most:,.0f}",
-                    ]
-                    for n, each in estimates().items()
-                ],
+        [
+            table(
+                "flops",
+                "model | parameters, 1e9 {:.3g} | 6N, GFLOP {:.3g} | traced, GFLOP {:.3g} | ratio {:.2f}",
+                flops,
             ),
+            mfu_table,
+            table("clusters", f"nodes | GPUs | {units}", clusters),
         ],
-        pictures={"clusters": draw_clusters},
-        guesses={
+        {"clusters": draw_clusters},
+        {
             "hours": 6 * 8e9 * 30e9 / (16 * 989e12 * 0.4) / 3600,
             "dollars": 6 * 8e9 * 30e9 / (989e12 * 0.4) / 3600 * 3,
             "hfu": utilisation(PUBLISHED[0], 1.42, full(PUBLISHED[0])),
             "buffer": 3 - 2 * 0.35 * 3,
-            "vendors": listed["gcp"] / listed["aws"],
+            "vendors": listed[1] / listed[0],
         },
     )
 
@@ -236,18 +203,14 @@ def hours_by_hand(nodes: int) -> float:
 
 
 def draw_clusters():
-    nodes = list(estimates())
-    return drawing.lines(
-        "30B tokens through an 8B model (predicted, H100)",
-        "nodes of 8 GPUs",
-        "hours, or dollars / 100",
-        {
-            "hours": (nodes, [each.hours for each in estimates().values()]),
-            "hours, upper end": (nodes, [each.most_hours for each in estimates().values()]),
-            "$ / 100": (nodes, [each.cost.dollars / 100 for each in estimates().values()]),
-        },
-        log_x=True,
-    )
+    nodes, found = list(estimates()), estimates().values()
+    curves = {
+        "hours": (nodes, [each.hours for each in found]),
+        "hours, upper end": (nodes, [each.most_hours for each in found]),
+        "$ / 100": (nodes, [each.cost.dollars / 100 for each in found]),
+    }
+    title, y = "30B tokens through an 8B model (predicted, H100)", "hours, or dollars / 100"
+    return drawing.lines(title, "nodes of 8 GPUs", y, curves, log_x=True)
 
 
 LAB = Lab(
@@ -256,9 +219,8 @@ LAB = Lab(
     question="What will a run cost before it starts, how well are the devices used, and who stops it at the budget?",
     run=run,
     breaks={
-        "recomputed": {f"{run[0]}: MFU, as published" for run in PUBLISHED}
-        | {f"{name}: the faster run has the higher utilisation" for name in ("530B",)},
-        "node": {"cost by hand: devices × price × hours"},
-        "unsettled": {"spent after a crash at half an hour, of $2.10 reserved", "the next job may run"},
+        "recomputed": {*[f"{run[0]}: {PUBLISHED_MFU}" for run in PUBLISHED], f"530B: {FASTER}"},
+        "node": {BY_HAND},
+        "unsettled": {AFTER, NEXT},
     },
 )

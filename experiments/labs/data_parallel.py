@@ -5,16 +5,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.mesh import MeshShape
 from jaxdist.parallel import all_reduce, varying
-from jaxdist.plan.proof.trace import collectives_of, total_sent
-from jaxdist.runtime.devices import acquire_devices
+from jaxdist.plan.proof.trace import total_sent
 
 from . import drawing, tiny
-from .lab import Lab, Result, Table, at_least, at_most, equal, holds
+from .exchanges import accepted, on_mesh, relative_error, sent_over, spread
+from .lab import Lab, Result, at_least, at_most, equal, holds, table
 
 RANKS, ROWS, STEPS, LR = 4, 16, 40, 3e-3
 # Ranks, and micro-batches that each adds up before the one sum: all of them the same batch of 16 sequences.
@@ -55,46 +54,25 @@ def mean_gradient(local, tokens, targets, accumulate: int = 1, broken: str | Non
     return loss / everywhere, jax.tree.map(lambda g: g / num_targets, grads)
 
 
-def mesh_of(num_ranks: int) -> tuple[Mesh, P]:
-    """(mesh, how a batch is split over it); an axis of one rank is left out of specs."""
-    devices = acquire_devices(num_ranks, "cpu").devices[:num_ranks]
-    return make_mesh(MeshShape(dp=num_ranks), devices), P("dp") if num_ranks > 1 else P()
-
-
 def on_ranks(num_ranks: int, broken: str | None = None, accumulate: int = 1, stacked: bool = False):
     """(parameters, tokens, targets) -> (loss, gradient), each rank with its part of the batch.
 
     stacked: each rank's own gradient, along a new first dim, instead of one that is equal on all.
     """
-    mesh, split = mesh_of(num_ranks)
 
     def on_each(params, tokens, targets):
         found = mean_gradient(varying(params, "dp"), tokens, targets, accumulate, broken)
         return jax.tree.map(lambda x: varying(x, "dp")[None], found) if stacked else found
 
-    out_specs = split if stacked else P()
-    return jax.shard_map(on_each, mesh=mesh, in_specs=(P(), split, split), out_specs=out_specs)
+    return on_mesh(f"dp={num_ranks}", on_each, (P(), P("dp"), P("dp")), P("dp") if stacked else P())
 
 
 def gradient_error(num_ranks: int, accumulate: int, broken: str | None) -> float:
     """Largest relative difference, over ranks and parameters, from the whole batch's gradient on one device."""
     params, (tokens, targets) = tiny.initial(dtype=jnp.float64), batch(0)
     expected = jax.grad(lambda p: tiny.loss_sum(p, tokens, targets) / (targets >= 0).sum())(params)
-    _, found = jax.jit(on_ranks(num_ranks, broken, accumulate, stacked=True))(params, tokens, targets)
-    return max(
-        float(jnp.linalg.norm(g - expected[name]) / jnp.linalg.norm(expected[name]))
-        for name in expected
-        for g in found[name]
-    )
-
-
-def accepted(broken: str | None) -> bool:
-    """Whether JAX's types accept that the loss and the gradient are equal on every rank."""
-    try:
-        jax.eval_shape(on_ranks(RANKS, broken), tiny.initial(), *batch(0))
-    except ValueError:
-        return False
-    return True
+    _, found = on_ranks(num_ranks, broken, accumulate, stacked=True)(params, tokens, targets)
+    return max(relative_error(jax.tree.map(lambda g, r=r: g[r], found), expected) for r in range(num_ranks))
 
 
 def train(num_ranks: int, broken: str | None = None) -> tuple[list[float], float, float]:
@@ -103,7 +81,7 @@ def train(num_ranks: int, broken: str | None = None) -> tuple[list[float], float
 
     copies[dp, ...]: every rank updates its own, as it would on a cluster. Nothing but equal gradients keeps them equal.
     """
-    mesh, split = mesh_of(num_ranks)
+    split = P("dp")
 
     def step(copies, moments, number, tokens, targets):
         params, moments = jax.tree.map(lambda x: x[0], (copies, moments))
@@ -111,7 +89,7 @@ def train(num_ranks: int, broken: str | None = None) -> tuple[list[float], float
         updated = tiny.adam(params, grads, moments, number, LR)
         return jax.tree.map(lambda x: varying(x, "dp")[None], (*updated, loss))
 
-    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(split, split, P(), split, split), out_specs=split))
+    run = on_mesh(f"dp={num_ranks}", step, (split, split, P(), split, split), split)
     params = tiny.initial(dtype=jnp.float64)
     copies, moments = jax.tree.map(lambda x: jnp.stack([x] * num_ranks), (params, tiny.no_moments(params)))
     losses = []
@@ -120,14 +98,13 @@ def train(num_ranks: int, broken: str | None = None) -> tuple[list[float], float
         losses.append(float(loss[0]))
     first, (tokens, targets) = jax.tree.map(lambda x: x[0], jax.device_get(copies)), batch(0)
     final = float(tiny.loss_sum(first, tokens, targets)) / (targets >= 0).sum()
-    return losses, final, max(float(jnp.abs(x - x[0]).max()) for x in copies.values())
+    return losses, final, spread(copies)
 
 
 def sent_bytes(num_ranks: int) -> tuple[int, int]:
     """(bytes that a device sends for one gradient, number of collectives), read from the traced program."""
-    shape = MeshShape(dp=num_ranks)
-    found = collectives_of(jax.make_jaxpr(on_ranks(num_ranks))(tiny.initial(), *batch(0)), shape)
-    return total_sent(found, shape), len(found)
+    found = sent_over(on_ranks(num_ranks), f"dp={num_ranks}", tiny.initial(), *batch(0))
+    return total_sent(found, MeshShape(dp=num_ranks)), len(found)
 
 
 @partial(jax.jit, static_argnames="updates")
@@ -158,18 +135,25 @@ def batch_sweep() -> dict[str, list[float]]:
     return found
 
 
+GRADIENT, LOSS, APART, TYPES = (
+    "largest relative difference of a gradient from one device",
+    "loss of one batch after 40 steps, against one device",
+    "largest difference between the ranks' copies of a parameter",
+    "JAX's types accept that gradients are equal on all ranks",
+)
+
+
 def run(broken: str | None) -> Result:
     with jax.enable_x64(True):
         splits = [split for split in SPLITS if broken is None or split == (RANKS, 1)]
         errors = {split: gradient_error(*split, broken) for split in splits}
-        losses, final, drift = train(RANKS, broken)
-        _, alone, _ = train(1)
+        (losses, final, drift), (_, alone, _) = train(RANKS, broken), train(1)
     checks = [
-        at_most("largest relative difference of a gradient from one device", max(errors.values()), 1e-12),
+        at_most(GRADIENT, max(errors.values()), 1e-12),
         at_most("the loss falls: last over first", losses[-1] / losses[0], 0.8),
-        equal("loss of one batch after 40 steps, against one device", final, alone, within=0.03, unit="nats"),
-        at_most("largest difference between the ranks' copies of a parameter", drift, 0.0),
-        holds("JAX's types accept that gradients are equal on all ranks", accepted(broken)),
+        equal(LOSS, final, alone, within=0.03, unit="nats"),
+        at_most(APART, drift, 0.0),
+        holds(TYPES, accepted(on_ranks(RANKS, broken), tiny.initial(), *batch(0))),
     ]
     if broken:
         return Result(checks)
@@ -180,55 +164,31 @@ def run(broken: str | None) -> Result:
     expected = {n: 2 * (n - 1) / n * (4 * num_parameters + 8) for n in sent}
     checks += [equal(f"bytes sent by each of {n} ranks", sent[n][0], expected[n], 1e-4, "bytes") for n in sent]
     sweep = batch_sweep()
-    best = {rule: int(np.argmin(losses)) for rule, losses in sweep.items()}
+    constant, root = sweep["constant"], sweep["square root"]
+    worse, name = (
+        constant[-1] - min(constant),
+        "batches of 128: loss with the square root rate over that with the constant one",
+    )
     checks += [
-        at_least(
-            "constant rate: loss of the largest batch minus that of the best",
-            sweep["constant"][-1] - sweep["constant"][best["constant"]],
-            0.1,
-            "nats",
-        ),
-        at_most(
-            "batches of 128: loss with the square root rate over that with the constant one",
-            sweep["square root"][4] / sweep["constant"][4],
-            0.98,
-        ),
+        at_least("constant rate: loss of the largest batch minus that of the best", worse, 0.1, "nats"),
+        at_most(name, root[4] / constant[4], 0.98),
     ]
+    split_rows = [[f"{n} × {k} × {ROWS // n // k}", ROWS, errors[n, k]] for n, k in SPLITS]
+    sent_rows = [[n, ROWS // n, sent[n][0], 2 * (n - 1) / n * 4 * num_parameters] for n in sent]
+    batches = [[rows, BUDGET // rows, *[sweep[rule][i] for rule in RULES]] for i, rows in enumerate(BATCHES)]
+    rates = " | ".join(f"loss, {rule} rate {{:.3f}}" for rule in RULES)
+    formula = "bytes sent by each {:,} | 2 (n−1)/n × 4 bytes × parameters {:,.0f}"
+    curves = {f"{rule} learning rate": (BATCHES, losses) for rule, losses in sweep.items()}
+    title, x = f"Held-out loss after {BUDGET:,} sequences", "sequences in a batch"
     return Result(
         checks,
-        tables=[
-            Table(
-                "splits",
-                ["ranks × micro-batches × sequences", "batch", "relative difference of the gradient"],
-                [[f"{n} × {k} × {ROWS // n // k}", str(ROWS), f"{errors[n, k]:.0e}"] for n, k in SPLITS],
-            ),
-            Table(
-                "sent",
-                ["ranks", "sequences a rank", "bytes sent by each", "2 (n−1)/n × 4 bytes × parameters"],
-                [
-                    [str(n), str(ROWS // n), f"{sent[n][0]:,}", f"{2 * (n - 1) / n * 4 * num_parameters:,.0f}"]
-                    for n in sent
-                ],
-            ),
-            Table(
-                "batch",
-                ["sequences in a batch", "updates", *[f"loss, {rule} rate" for rule in RULES]],
-                [
-                    [str(rows), str(BUDGET // rows), *[f"{sweep[rule][i]:.3f}" for rule in RULES]]
-                    for i, rows in enumerate(BATCHES)
-                ],
-            ),
+        [
+            table("splits", f"{CUT} | batch | relative difference of the gradient {{:.0e}}", split_rows),
+            table("sent", f"ranks | sequences a rank | {formula}", sent_rows),
+            table("batch", f"sequences in a batch | updates | {rates}", batches),
         ],
-        pictures={
-            "batch": lambda: drawing.lines(
-                f"Held-out loss after {BUDGET:,} sequences",
-                "sequences in a batch",
-                "loss, nats a token",
-                {f"{rule} learning rate": (BATCHES, losses) for rule, losses in sweep.items()},
-                log_x=True,
-            )
-        },
-        guesses={
+        {"batch": lambda: drawing.lines(title, x, "loss, nats a token", curves, log_x=True)},
+        {
             "sent": 2 * 3 / 4 * 4 * num_parameters,
             "global": 64 * 4 * 8,
             "means": 3.5,
@@ -237,20 +197,12 @@ def run(broken: str | None) -> Result:
     )
 
 
+CUT = "ranks × micro-batches × sequences"
 LAB = Lab(
     name="data-parallel",
     title="Data parallelism equals one device",
     question="When do many devices with a part of the batch each compute exactly what one device computes?",
     run=run,
     devices=8,
-    breaks={
-        "mean-of-means": {"largest relative difference of a gradient from one device"},
-        "no-sum": {
-            "largest relative difference of a gradient from one device",
-            "loss of one batch after 40 steps, against one device",
-            "largest difference between the ranks' copies of a parameter",
-            "JAX's types accept that gradients are equal on all ranks",
-        },
-        "wrong-count": {"largest relative difference of a gradient from one device"},
-    },
+    breaks={"mean-of-means": {GRADIENT}, "no-sum": {GRADIENT, LOSS, APART, TYPES}, "wrong-count": {GRADIENT}},
 )

@@ -14,37 +14,20 @@ from jaxdist.plan.search import Scored, layouts_of_mesh, rank, score, search, us
 
 from .. import plan
 from . import drawing
-from .lab import Lab, Result, Table, at_most, equal
+from .lab import Lab, Result, at_most, equal, table
 
 MODEL, BATCH, TOKENS, NODES = "llama3-8b", 128, 100e9, 4
 PRICE, DEADLINE, BUDGET = 3.0, 168.0, 16_000.0  # dollars for a GPU and hour, hours, dollars
 SLOW = 25e9 / 8  # bytes a second and GPU: the eight of a node share one port of 200 Gb/s
-PARTS = (
-    "compute",
-    "memory",
-    "overhead",
-    "tp",
-    "cp",
-    "dp",
-    "pp",
-    "bubble",
-    "input",
-)  # of a step's time, each in seconds
+PARTS = ("compute", "memory", "overhead", "tp", "cp", "dp", "pp", "bubble", "input")  # of a step's time, in seconds
 AXES = ("pp", "replica", "dp", "cp", "tp")
 
 
 @cache
 def question() -> plan.Question:
     """The run and its means; the cluster's link between nodes is the slow one."""
-    flags = plan.PlanFlags(
-        model=MODEL,
-        hardware="h100",
-        batch_size=BATCH,
-        tokens=TOKENS,
-        deadline=f"{DEADLINE:g}h",
-        budget=BUDGET,
-        price_per_hour=PRICE,
-    )
+    means = {"deadline": f"{DEADLINE:g}h", "budget": BUDGET, "price_per_hour": PRICE}
+    flags = plan.PlanFlags(model=MODEL, hardware="h100", batch_size=BATCH, tokens=TOKENS, **means)
     asked = plan.ask(flags)
     slow = dataclasses.replace(asked.hardware.between, name="one 200 Gb/s port a node", bytes_per_s=SLOW)
     return dataclasses.replace(asked, hardware=dataclasses.replace(asked.hardware, between=slow))
@@ -103,10 +86,10 @@ def alternatives() -> list[tuple[str, Scored, int]]:
     others: list[tuple[str, Scored, Callable[[Scored], np.ndarray]]] = [
         ("no tensor parallelism", searched(None), lambda s: s.layouts.tp == 1),
         ("tp over a whole node", searched(None), lambda s: s.layouts.tp == 8),
-        ("no pipeline", searched(None), lambda s: s.layouts.pp == 1),
+        ("a pipeline of two stages", searched(None), lambda s: s.layouts.pp == 2),
         ("a pipeline over all nodes", searched(None), lambda s: s.layouts.pp == 4),
         ("without ZeRO", of_the_mesh(), lambda s: s.layouts.zero == 0),
-        ("ZeRO-2", of_the_mesh(), lambda s: s.layouts.zero == 2),
+        ("ZeRO-3", of_the_mesh(), lambda s: s.layouts.zero == 3),
         ("recomputing blocks", of_the_mesh(), lambda s: s.layouts.every == 1),
         ("messages not overlapped", of_the_mesh(), lambda s: s.layouts.overlap == 0),
     ]
@@ -135,13 +118,15 @@ def run(broken: str | None) -> Result:
     all_found = searched(None)
     fastest = float(all_found.time.total[rank(all_found)[0]])
     steps = TOKENS / (BATCH * question().base.model.seq_len)
-    state = 12 * num_parameters(question().base.model) / cluster().num_devices
+    state = 12 * num_parameters(question().base.model) / (NODES * 8 / int(layout.replica[0]))
     devices = int(np.prod([int(getattr(layout, axis)[0]) for axis in AXES]))
     terms = {term: gib(getattr(best.memory, term)[0]) for term in TERMS}
     checks = [
         equal("devices: the product of the axes", devices, NODES * 8),
         equal("micro-batches × rows × data ranks: the batch", batch_of(best), BATCH),
-        equal("masters and moments: 12 bytes a parameter over all devices", terms["optimizer"], gib(state), 0.2, "GiB"),
+        equal(
+            "masters and moments: 12 bytes over the devices that shard them", terms["optimizer"], gib(state), 0.2, "GiB"
+        ),
         equal("memory: the sum of its terms", sum(terms.values()), gib(best.memory.total[0]), 1e-6, "GiB"),
         equal("step: the sum of its parts", sum(parts_of(best, 0).values()), estimate.step_seconds, 1e-6, "s"),
         equal("hours: updates × step", steps * estimate.step_seconds / 3600, estimate.hours, 1e-9, "h"),
@@ -154,86 +139,55 @@ def run(broken: str | None) -> Result:
     if broken:
         return Result(checks)
 
+    usable, total, most = gib(usable_bytes(cluster())), gib(best.memory.total[0]), estimate.cost.most
     parts = {part: seconds for part, seconds in parts_of(best, 0).items() if seconds > 0.005}
-    rest = [(name, scored, index) for name, scored, index in alternatives()]
-    usable = gib(usable_bytes(cluster()))
-    total = gib(best.memory.total[0])
-    fast = chosen("link")
-    runs = {"chosen": (best, 0)} | {name: (scored, index) for name, scored, index in rest if scored.fits[index]}
+    memory, step = (
+        ", ".join(f"{name} {x:{form}}" for name, x in of.items()) for of, form in ((terms, ".1f"), (parts, ".2f"))
+    )
+    page = [
+        ["layout", explain.layout_flags(best, 0)],
+        ["memory", f"{memory}: {total:.1f} of {usable:.1f} GiB"],
+        ["a step", f"{step}: {estimate.step_seconds:.2f} s"],
+        ["hours", f"{estimate.hours:.0f}, at most {estimate.most_hours:.0f} of {DEADLINE:.0f}"],
+        ["dollars", f"{estimate.cost.dollars:,.0f}, at most {most:,.0f} of {BUDGET:,.0f}"],
+    ]
+    late = f"{estimate.hours:.0f} to {estimate.most_hours:.0f} h, if it is late"
+    dear = f"${BUDGET / most * PRICE:.2f} an hour for a GPU"
+    risks = [
+        ["memory", f"{usable - total:.1f} GiB left of {usable:.1f}", "and 8 GiB more that no plan fills"],
+        ["time", f"± {100 * estimate.error:.0f} %", late],
+        ["deadline", f"{DEADLINE - estimate.most_hours:.0f} h left", "at the bar's upper end: no room for a failure"],
+        ["price", dear, "from there on the upper end is too dear"],
+    ]
+    others, runs = [], {"chosen": (best, 0)}
+    for name, scored, index in alternatives():
+        flags, seconds = explain.layout_flags(scored, index).replace("--", ""), float(scored.time.total[index])
+        size, hours = gib(scored.memory.total[index]), question().run_hours(seconds)
+        others.append([name, flags, size, seconds, hours, why_it_loses(scored, index)])
+        runs |= {name: (scored, index)} if scored.fits[index] else {}
+    columns = "otherwise | layout | GiB {:.1f} | step, s {:.2f} | hours {:.0f} | loses by"
+    stacked = {
+        part: [parts_of(scored, index)[part] for scored, index in runs.values()]
+        for part in ("compute", "memory", "tp", "dp", "pp", "bubble")
+    }
+    title, link, psi = (
+        "A step of each design that fits (predicted)",
+        searched("link"),
+        num_parameters(question().base.model),
+    )
     return Result(
         checks,
-        tables=[
-            Table(
-                "page",
-                ["the design", ""],
-                [
-                    ["layout", explain.layout_flags(best, 0)],
-                    [
-                        "memory",
-                        ", ".join(f"{t} {g:.1f}" for t, g in terms.items()) + f": {total:.1f} of {usable:.1f} GiB",
-                    ],
-                    [
-                        "a step",
-                        ", ".join(f"{p} {s:.2f}" for p, s in parts.items()) + f": {estimate.step_seconds:.2f} s",
-                    ],
-                    ["hours", f"{estimate.hours:.0f}, at most {estimate.most_hours:.0f} of {DEADLINE:.0f}"],
-                    ["dollars", f"{estimate.cost.dollars:,.0f}, at most {estimate.cost.most:,.0f} of {BUDGET:,.0f}"],
-                ],
-            ),
-            Table(
-                "others",
-                ["otherwise", "layout", "GiB", "step, s", "hours", "loses by"],
-                [
-                    [
-                        name,
-                        explain.layout_flags(scored, index).replace("--", ""),
-                        f"{gib(scored.memory.total[index]):.1f}",
-                        f"{scored.time.total[index]:.2f}",
-                        f"{question().run_hours(float(scored.time.total[index])):.0f}",
-                        why_it_loses(scored, index),
-                    ]
-                    for name, scored, index in rest
-                ],
-            ),
-            Table(
-                "risks",
-                ["risk", "number", "what it means"],
-                [
-                    ["memory", f"{usable - total:.1f} GiB left of {usable:.1f}", "and 8 GiB more that no plan fills"],
-                    [
-                        "time",
-                        f"± {100 * estimate.error:.0f} %",
-                        f"{estimate.hours:.0f} to {estimate.most_hours:.0f} h, if it is late",
-                    ],
-                    [
-                        "deadline",
-                        f"{DEADLINE - estimate.most_hours:.0f} h left",
-                        "at the bar's upper end: no room for a failure",
-                    ],
-                    [
-                        "price",
-                        f"${BUDGET / estimate.cost.most * PRICE:.2f} an hour for a GPU",
-                        "from there on the upper end is too dear",
-                    ],
-                ],
-            ),
+        [
+            table("page", "the design | ", page),
+            table("others", columns, others),
+            table("risks", "risk | number | what it means", risks),
         ],
-        pictures={
-            "steps": lambda: drawing.stacks(
-                "A step of each design that fits (predicted)",
-                "seconds",
-                list(runs),
-                {
-                    part: [parts_of(scored, index)[part] for scored, index in runs.values()]
-                    for part in ("compute", "memory", "tp", "dp", "pp", "bubble")
-                },
-            )
-        },
-        guesses={
-            "least": gib(16 * num_parameters(question().base.model) / 32),
-            "floor": 6 * num_parameters(question().base.model) * TOKENS / (32 * 989e12) / 3600,
-            "allreduce": 2 * num_parameters(question().base.model) / SLOW,
-            "link": float(fast.time.total[0]) / float(searched("link").time.total[int(rank(searched("link"))[0])]),
+        {"steps": lambda: drawing.stacks(title, "seconds", list(runs), stacked)},
+        {
+            "least": gib(16 * psi / 32),
+            "floor": 6 * psi * TOKENS / (32 * 989e12) / 3600,
+            "allreduce": 2 * psi / SLOW,
+            "link": float(chosen("link").time.total[0]) / float(link.time.total[int(rank(link)[0])]),
             "mfu": 100 * float(best.time.mfu[0]),
         },
     )

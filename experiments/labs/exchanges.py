@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.commands import import_root
 from jaxdist.config import RunConfig
-from jaxdist.mesh import MeshShape, make_abstract_mesh
+from jaxdist.layout import drop_unit_axes
+from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.plan.collective_cost import CollectiveCost
 from jaxdist.plan.proof.trace import Collective, collectives_of
 from jaxdist.runtime import processes
@@ -31,6 +32,44 @@ from ..launch import free_port
 
 WARM_UP, REPEATS = 10, 30
 BOUND = 120  # seconds for both processes
+
+
+def on_mesh(mesh: str, body: Callable, in_specs, out_specs) -> Callable:
+    """`body`, run by every rank of a mesh of simulated devices, as a function of global arrays."""
+    shape = parse_mesh(mesh)
+    devices = make_mesh(shape, acquire_devices(shape.num_devices, "cpu").devices[: shape.num_devices])
+    specs = drop_unit_axes_of((in_specs, out_specs), shape)
+    run = jax.shard_map(body, mesh=devices, in_specs=specs[0], out_specs=specs[1])
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})  # compiled once, run a few times
+
+
+def drop_unit_axes_of(specs, shape: MeshShape):
+    return jax.tree.map(lambda spec: drop_unit_axes(spec, shape), specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def sent_over(run: Callable, mesh: str, *args) -> list[Collective]:
+    """The collectives of a jitted program on a mesh, read from its text."""
+    return collectives_of(run.trace(*args).jaxpr, parse_mesh(mesh))
+
+
+def accepted(run: Callable, *args) -> bool:
+    """Whether JAX's types accept the program; they refuse what may differ between ranks and is said to be equal."""
+    try:
+        jax.eval_shape(run, *args)
+    except ValueError:
+        return False
+    return True
+
+
+def relative_error(found, wanted) -> float:
+    """The worst leaf's, by norms."""
+    pairs = zip(jax.tree.leaves(jax.device_get(found)), jax.tree.leaves(wanted), strict=True)
+    return max(float(np.linalg.norm(np.asarray(f) - np.asarray(w)) / np.linalg.norm(w)) for f, w in pairs)
+
+
+def spread(copies) -> float:
+    """The largest difference between ranks' copies, which are entries of each leaf's first dim."""
+    return max(float(np.ptp(np.asarray(leaf), axis=0).max()) for leaf in jax.tree.leaves(copies))
 
 
 def mesh_of(n: int, replicas: int = 1) -> Mesh:

@@ -15,18 +15,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.layout import drop_unit_axes
-from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
+from jaxdist.mesh import parse_mesh
 from jaxdist.parallel import all_gather, all_reduce, all_to_all, rank, size, varying
 from jaxdist.parallel import expert_parallel as library
 from jaxdist.parallel.grouped_matmul import grouped_matmul
-from jaxdist.plan.proof.trace import collectives_of, total_sent
-from jaxdist.runtime.devices import acquire_devices
+from jaxdist.plan.proof.trace import total_sent
 
 from . import drawing
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds
+from .exchanges import on_mesh, relative_error, sent_over
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, table
 
-DEVICES = 4
 TOKENS = ("dp", "ep", "cp")  # the axes that split tokens; ep is a factor of dp x cp
 LAYOUTS = ("dp=4", "dp=4,ep=4", "dp=2,cp=2,ep=4", "dp=2,tp=2,ep=2")
 LIMITED = "dp=2,cp=2,ep=4"  # the layout of the checks with capacity
@@ -35,20 +33,17 @@ SEQUENCES, LENGTH, SEED = 8, 16, 36
 CAPACITY, CAPACITIES = 1.0, (1.0, 1.25, 2.0)
 BALANCE, STEPS, RATE = 1.0, 60, 0.03
 EMPTY = E - 1  # the expert that no token of the example chooses
-EXPERTS, SHARED = ("up", "down"), ("shared_up", "shared_down")
 ROUNDING = 1e-10
-
-
-def on_ranks(mesh: MeshShape, body, in_specs, out_specs):
-    """`body`, run by every rank of the mesh, as a function of global arrays."""
-    devices = make_mesh(mesh, acquire_devices(DEVICES, "cpu").devices[: mesh.num_devices])
-    specs = jax.tree.map(lambda spec: drop_unit_axes(spec, mesh), (in_specs, out_specs), is_leaf=is_spec)
-    run = jax.shard_map(body, mesh=devices, in_specs=specs[0], out_specs=specs[1])
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})  # compiled once, run a few times
-
-
-def is_spec(x) -> bool:
-    return isinstance(x, P)
+# Parameters: how they are sharded, and their shapes.
+SHAPES = {
+    "before": (D, D),
+    "router": (D, E),
+    "up": (E, D, F),
+    "down": (E, F, D),
+    "shared_up": (D, F),
+    "shared_down": (F, D),
+}
+EXPERTS, OTHERS = ("up", "down"), ("before", "router", "shared_up", "shared_down")
 
 
 # ------------------------------------------------------------------------------------------- a mixture, by hand
@@ -201,8 +196,7 @@ class Found(NamedTuple):
 @cache
 def program(layout: str, capacity: float | None = None, broken: str | None = None, by_library: bool = False):
     """(weights, x, targets, factor of the balance loss) -> `Found`, on a mesh."""
-    mesh = parse_mesh(layout)
-    axes, limit = mesh.expert_axes, slots_of_sequence(capacity)
+    axes, limit = parse_mesh(layout).expert_axes, slots_of_sequence(capacity)
 
     def body(weights, x_BTD, target_BTD, factor):
         def loss_of(weights):
@@ -219,16 +213,10 @@ def program(layout: str, capacity: float | None = None, broken: str | None = Non
         means, counts = all_reduce(varying((means, counts), TOKENS), TOKENS)
         return Found(*means, average(grads, axes, broken), *counts)
 
-    specs = {
-        "before": P(),
-        "router": P(),
-        "up": P(axes, None, "tp"),
-        "down": P(axes, "tp"),
-        "shared_up": P(None, "tp"),
-        "shared_down": P("tp"),
-    }
+    shared = {"before": P(), "router": P(), "shared_up": P(None, "tp"), "shared_down": P("tp")}
+    specs = shared | {"up": P(axes, None, "tp"), "down": P(axes, "tp")}
     data = P(("dp", "ep"), "cp")
-    return on_ranks(mesh, body, (specs, data, data, P()), Found(P(), P(), specs, P(), P()))
+    return on_mesh(layout, body, (specs, data, data, P()), Found(P(), P(), specs, P(), P()))
 
 
 def slots_of_sequence(capacity: float | None, length: int = LENGTH, num_experts: int = E, top_k: int = K):
@@ -244,15 +232,7 @@ def example():
     """(weights, x, targets). Tokens have something in common, for which the router avoids EMPTY; and those of a
     sequence something more, its subject."""
     rng = np.random.default_rng(SEED)
-    shapes = {
-        "before": (D, D),
-        "router": (D, E),
-        "up": (E, D, F),
-        "down": (E, F, D),
-        "shared_up": (D, F),
-        "shared_down": (F, D),
-    }
-    weights = {name: 0.3 * rng.standard_normal(shape) for name, shape in shapes.items()}
+    weights = {name: 0.3 * rng.standard_normal(shape) for name, shape in SHAPES.items()}
     weights["router"] += np.linspace(1.6, 0, E) / D
     weights["router"][:, EMPTY] = -1
     drawn = rng.standard_normal((SEQUENCES, 2 * LENGTH + 1, D))
@@ -307,17 +287,9 @@ def oracle(capacity: float | None = None) -> Found:
 # ------------------------------------------------------------------------------------------- checks
 
 
-def error(found, wanted) -> float:
-    """Relative, by norms."""
-    found, wanted = np.asarray(found), np.asarray(wanted)
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
-
-
-def worst(found: Found, wanted: Found, names) -> float:
-    return max(error(found.grads[name], wanted.grads[name]) for name in names)
-
-
-OTHERS = ("before", "router", *SHARED)
+def worst(found: Found, wanted: Found, names=(*EXPERTS, *OTHERS)) -> float:
+    """Relative error of the worst gradient."""
+    return max(relative_error(found.grads[name], wanted.grads[name]) for name in names)
 
 
 @cache
@@ -342,19 +314,15 @@ LEARNS = f"training: loss of step {STEPS} over that of step 1"
 SPREADS = f"training: busiest expert over the mean, step {STEPS}"
 
 
-def of_mesh(layout: str, what: str) -> str:
-    return f"{layout}: {what}"
-
-
 def mesh_checks(broken: str | None) -> list[Check]:
     checks, wanted, unchosen = [], oracle(), []
     for layout in LAYOUTS:
         found = found_by(layout, None, broken)
         unchosen += [float(np.abs(found.grads[name][EMPTY]).max()) for name in EXPERTS]
         checks += [
-            equal(of_mesh(layout, LOSS), float(found.loss), float(wanted.loss), within=ROUNDING),
-            at_most(of_mesh(layout, OF_EXPERTS), worst(found, wanted, EXPERTS), ROUNDING),
-            at_most(of_mesh(layout, OF_OTHERS), worst(found, wanted, OTHERS), ROUNDING),
+            equal(f"{layout}: {LOSS}", float(found.loss), float(wanted.loss), within=ROUNDING),
+            at_most(f"{layout}: {OF_EXPERTS}", worst(found, wanted, EXPERTS), ROUNDING),
+            at_most(f"{layout}: {OF_OTHERS}", worst(found, wanted, OTHERS), ROUNDING),
         ]
     checks.append(equal(UNCHOSEN, max(unchosen), 0))
     wanted, found = oracle(CAPACITY), found_by(LIMITED, CAPACITY, broken)
@@ -362,7 +330,7 @@ def mesh_checks(broken: str | None) -> list[Check]:
         *checks,
         equal(DROPPED, int(found.dropped.sum()), int(wanted.dropped.sum())),
         equal(LIMITED_LOSS, float(found.loss), float(wanted.loss), within=ROUNDING),
-        at_most(LIMITED_GRADIENTS, worst(found, wanted, wanted.grads), ROUNDING),
+        at_most(LIMITED_GRADIENTS, worst(found, wanted), ROUNDING),
     ]
 
 
@@ -428,92 +396,62 @@ def balances(layout: str) -> list[float]:
 
     weights, x, _ = example()
     data = P(("dp", "ep"), "cp")
-    return [float(each) for each in on_ranks(parse_mesh(layout), body, (P(), data), P())(weights, x)]
+    return [float(each) for each in on_mesh(layout, body, (P(), data), P())(weights, x)]
 
 
 def balance_table() -> tuple[list[Check], Table]:
-    found = [balances(layout) for layout in ROUTED]
-    means, sums = zip(*found, strict=True)
-    rows = [[name, *[f"{each:.6f}" for each in of]] for name, of in zip(DEFINITIONS, (means, sums), strict=True)]
+    means, sums = zip(*map(balances, ROUTED), strict=True)
+    apart = max(abs(each / sums[0] - 1) for each in sums)
     checks = [
         at_least("balance loss by means: one rank over four", abs(means[0] / means[1] - 1), 1e-3),
-        at_most(
-            "balance loss by sequence: largest difference of a mesh", max(abs(s / sums[0] - 1) for s in sums), 1e-14
-        ),
+        at_most("balance loss by sequence: largest difference of a mesh", apart, 1e-14),
     ]
-    return checks, Table("balance", ["balance loss", *[str(parse_mesh(layout)) for layout in ROUTED]], rows)
+    columns = "balance loss | " + " | ".join(f"{parse_mesh(layout)} {{:.6f}}" for layout in ROUTED)
+    return checks, table("balance", columns, zip(DEFINITIONS, *zip(means, sums, strict=True), strict=True))
 
 
 def oracle_table() -> tuple[list[Check], Table]:
-    rows, checks = [], []
     cases = {layout: (found_by(layout), oracle()) for layout in LAYOUTS}
-    for layout in ("dp=4", LIMITED):
-        cases[f"{layout}, capacity {CAPACITY:g}"] = found_by(layout, CAPACITY), oracle(CAPACITY)
-    for layout in LAYOUTS[-2:]:
-        cases[f"{layout}, the library"] = found_by(layout, by_library=True), oracle()
-    for name, (found, wanted) in cases.items():
-        errors = [worst(found, wanted, names) for names in (EXPERTS, ("router",), ("before", *SHARED))]
-        errors.insert(0, abs(float(found.loss) / float(wanted.loss) - 1))
-        rows.append([name, *[f"{each:.1e}" for each in errors]])
-        checks.append(at_most(f"{name}: largest error of loss and gradients", max(errors), ROUNDING))
-    return checks, Table("oracle", ["relative error", "loss", "experts", "router", "other parameters"], rows)
+    cases[f"{LIMITED}, capacity {CAPACITY:g}"] = found_by(LIMITED, CAPACITY), oracle(CAPACITY)
+    cases |= {f"{layout}, the library": (found_by(layout, by_library=True), oracle()) for layout in LAYOUTS[-2:]}
+    parts = (EXPERTS, ("router",), tuple(name for name in OTHERS if name != "router"))
+    errors = {
+        name: [abs(float(found.loss) / float(wanted.loss) - 1), *[worst(found, wanted, part) for part in parts]]
+        for name, (found, wanted) in cases.items()
+    }
+    checks = [
+        at_most(f"{name}: largest error of loss and gradients", max(each), ROUNDING)
+        for name, each in errors.items()
+        if "library" in name
+    ]
+    columns = "relative error | loss {:.1e} | experts {:.1e} | router {:.1e} | other parameters {:.1e}"
+    return checks, table("oracle", columns, [[name, *each] for name, each in errors.items()])
 
 
-def router_scores(weights) -> np.ndarray:
-    """scores[B, T, E] of all tokens, by the dense oracle."""
-    return np.asarray(dense_loss(weights, *example()[1:], 0))
-
-
-@cache
-def dropping(capacity: float):
-    """A program (expert[B, T, K] of all tokens) -> (by hand, by the library): choices that each expert drops."""
-    limit = slots_of_sequence(capacity)
-
-    def body(expert_BTK):
-        whole_BTK = all_gather(expert_BTK, "cp", 1)
-        taken_BTK = within_capacity(expert_BTK, limit)
-        load_E = jnp.bincount(expert_BTK.reshape(-1), length=E)
-        by_hand_E = load_E - jnp.bincount(taken_BTK.reshape(-1), length=E)
-        beyond_BTK = jnp.where(library.kept_places(whole_BTK, E, limit) < 0, whole_BTK, E)
-        of_library_E = jnp.bincount(beyond_BTK.reshape(-1), length=E)  # on every rank of cp the same
-        found = all_reduce(varying((by_hand_E, of_library_E), TOKENS), TOKENS)
-        return found[0], found[1] // size("cp")
-
-    return on_ranks(parse_mesh("dp=2,cp=2"), body, P(("dp", "ep"), "cp"), P())
-
-
-def drops_of(weights, capacity: float) -> tuple[np.ndarray, bool]:
-    """(choices that each expert drops, whether by hand, the library and the oracle agree)."""
-    scores = router_scores(weights)
-    picked, used = choose(scores, capacity)
-    expert = np.argsort(-scores, axis=-1, kind="stable")[..., :K].astype(np.int32)
-    wanted = (picked & ~used).sum((0, 1))
-    return wanted, all(np.array_equal(each, wanted) for each in dropping(capacity)(expert))
-
-
-def load_table() -> tuple[list[Check], Table]:
-    rows, checks, whole = [], [], SEQUENCES * LENGTH * K
+def load_table() -> Table:
+    """What each expert is chosen for, and what it drops, by the oracle."""
+    rows = []
     for name, weights in (("at first", example()[0]), ("trained", train().weights)):
-        load = choose(router_scores(weights), None)[0].sum((0, 1))
-        rows.append([f"{name}: choices", *map(str, load), str(whole)])
+        scores = np.asarray(dense_loss(weights, *example()[1:], 0))
+        found = {"choices": choose(scores, None)[0]}
         for capacity in CAPACITIES:
-            drops, agree = drops_of(weights, capacity)
-            rows.append([f"{name}: dropped at capacity {capacity:g}", *map(str, drops), str(drops.sum())])
-            checks.append(
-                holds(f"{name}, capacity {capacity:g}: by hand, the library, the oracle drop the same", agree)
-            )
-    return checks, Table("load", ["expert", *map(str, range(E)), "all"], rows)
+            picked, used = choose(scores, capacity)
+            found[f"dropped at capacity {capacity:g}"] = picked & ~used
+        rows += [[f"{name}: {what}", *each.sum((0, 1)), each.sum()] for what, each in found.items()]
+    return table("load", f"expert | {' | '.join(map(str, range(E)))} | all", rows)
 
 
 FACTORS, SHOWN = (0.0, 0.1, BALANCE), (1, 10, 20, 40, STEPS)
 
 
 def training_table() -> Table:
-    rows = []
-    for step in SHOWN:
-        cells = [(busiest(train(None, f).loads[step - 1]), train(None, f).losses[step - 1]) for f in FACTORS]
-        rows.append([str(step), *[f"{load:.2f}" for load, _ in cells], *[f"{loss:.2f}" for _, loss in cells]])
-    return Table("training", ["step", *[f"load, {f:g}" for f in FACTORS], *[f"loss, {f:g}" for f in FACTORS]], rows)
+    curves = [train(None, factor) for factor in FACTORS]
+    rows = [
+        [n, *[busiest(each.loads[n - 1]) for each in curves], *[each.losses[n - 1] for each in curves]] for n in SHOWN
+    ]
+    return table(
+        "training", "step | " + " | ".join(f"{w}, {f:g} {{:.2f}}" for w in ("load", "loss") for f in FACTORS), rows
+    )
 
 
 class Model(NamedTuple):
@@ -526,7 +464,7 @@ class Model(NamedTuple):
 
     @property
     def expert_bytes(self) -> int:
-        """Of a layer's experts in bf16: three matrices each."""
+        """A layer's experts in bf16: three matrices each."""
         return 2 * 3 * self.experts * self.width * self.expert_width
 
     @property
@@ -543,11 +481,7 @@ MODELS = {
 }
 LONG, ROWS = 4096, 2  # of the table of bytes: positions and sequences of a rank
 SPLIT, EIGHT = 4, 8
-WAYS = {
-    **{f"capacity {c:g}": c for c in CAPACITIES},
-    "dropless by hand": None,
-    "dropless, the library": None,
-}
+WAYS = {"capacity 1.25": 1.25, "dropless by hand": None, "dropless, the library": None}
 
 
 def rows_sent(way: str, model: Model) -> int:
@@ -567,9 +501,8 @@ def sent_by_formula(way: str, model: Model) -> int:
 
 def sent_by_trace(way: str, model: Model) -> int:
     """Bytes that a rank sends forward and backward, as traced."""
-    mesh, tokens = parse_mesh(f"dp={SPLIT},ep={SPLIT}"), ROWS * LONG
-    slots = rows_sent(way, model) // model.experts
-    axes = mesh.expert_axes
+    mesh = f"dp={SPLIT},ep={SPLIT}"
+    axes, slots = parse_mesh(mesh).expert_axes, rows_sent(way, model) // model.experts
 
     def body(x_RD, expert_RK, weight_RK):
         def total(x_RD):
@@ -581,17 +514,12 @@ def sent_by_trace(way: str, model: Model) -> int:
 
         return jax.grad(total)(x_RD)
 
-    def array(*shape, dtype):
-        return jax.ShapeDtypeStruct((SPLIT * tokens, *shape), dtype)
+    def array(width: int, dtype):
+        return jax.ShapeDtypeStruct((SPLIT * ROWS * LONG, width), dtype)
 
     data = P(("dp", "ep"))
-    arrays = (
-        array(model.width, dtype=jnp.bfloat16),
-        array(model.top_k, dtype=jnp.int32),
-        array(model.top_k, dtype=jnp.float32),
-    )
-    found = collectives_of(on_ranks(mesh, body, data, data).trace(*arrays).jaxpr, mesh)
-    return total_sent(found, mesh)
+    arrays = array(model.width, jnp.bfloat16), array(model.top_k, jnp.int32), array(model.top_k, jnp.float32)
+    return total_sent(sent_over(on_mesh(mesh, body, data, data), mesh, *arrays), parse_mesh(mesh))
 
 
 def same_rows(rows, counts):
@@ -603,106 +531,33 @@ def traffic() -> tuple[list[Check], Table]:
     rows, checks = [], []
     for name in ("Mixtral 8x7B", "Qwen3-30B-A3B"):
         model = MODELS[name]
-        chosen = ROWS * LONG * model.top_k
         for way in WAYS:
             sent, formula, found = rows_sent(way, model), sent_by_formula(way, model), sent_by_trace(way, model)
-            cells = f"{sent:,}", f"{sent / chosen:.2f}", f"{formula / 2**20:,.0f}", f"{found / 2**20:,.0f}"
-            rows.append([f"{name}, {way}", *cells])
+            rows.append([f"{name}, {way}", sent, sent / (ROWS * LONG * model.top_k), formula / 2**20, found / 2**20])
             checks.append(equal(f"{name}, {way}: bytes sent, traced", found, formula))
-    titles = ["message", "rows", "rows over choices", "formula, MiB a layer", "traced, MiB a layer"]
-    return checks, Table("bytes", titles, rows)
+    columns = (
+        "message | rows {:,} | rows over choices {:.2f} | formula, MiB a layer {:,.0f} | traced, MiB a layer {:,.0f}"
+    )
+    return checks, table("bytes", columns, rows)
 
 
-def gathered_by_trace(model: Model) -> int:
-    """Bytes that a rank sends where a layer's experts are sharded as by ZeRO-3: gathered in forward and again in
-    backward, their gradients reduced and scattered."""
-    mesh = parse_mesh(f"dp={SPLIT}")
-
-    @jax.checkpoint
-    def use(shard):
-        return jnp.sum(jnp.sin(lax.all_gather(shard, "dp", tiled=True)).astype(jnp.float32))
-
-    weights = jax.ShapeDtypeStruct((model.expert_bytes // 2,), jnp.bfloat16)
-    return total_sent(collectives_of(on_ranks(mesh, jax.grad(use), P("dp"), P("dp")).trace(weights).jaxpr, mesh), mesh)
-
-
-def crossing_table() -> tuple[list[Check], Table]:
-    rows, checks = [], []
+def crossing_table() -> Table:
+    rows = []
     for name, model in MODELS.items():
         padding = EIGHT * min(model.top_k, model.experts // EIGHT) / model.top_k
-        tokens = [f"{model.crossing / factor:,.0f}" for factor in (1, CAPACITIES[1], padding)]
-        size = f"{model.expert_bytes / 2**30:.2f}"
-        rows.append([name, f"{model.experts} of {model.expert_width:,}", str(model.top_k), size, *tokens])
-        of_token = sent_by_trace("capacity 1", model) / (ROWS * LONG)
-        found = gathered_by_trace(model) / of_token
-        checks.append(equal(f"{name}: tokens where both send as much, traced", found, model.crossing, within=1e-5))
-    titles = ["model", "experts of width", "chosen", "experts of a layer, GiB", "tokens, no padding"]
-    titles += [f"tokens, capacity {CAPACITIES[1]:g}", f"tokens, dropless here, ep={EIGHT}"]
-    return checks, Table("crossing", titles, rows)
-
-
-def draw_loads(loads: dict[float, list[float]]):
-    figure = drawing.lines(
-        "The busiest expert's load over the mean",
-        "step",
-        "times the mean",
-        {f"balance loss × {factor:g}": (range(1, STEPS + 1), each) for factor, each in loads.items()},
-        marks=False,
-    )
-    figure.axes[0].set_ylim(0.8, 4.6)
-    figure.axes[0].axhline(1, color="#787882", linewidth=0.8)
-    return figure
-
-
-def slots_filled() -> dict[str, tuple[np.ndarray, int]]:
-    """At first and trained, at `CAPACITY` on dp=4: (filled slots of each rank's message[4, E], choices dropped)."""
-    found = {}
-    for name, weights in (("at first", example()[0]), ("trained", train().weights)):
-        picked, used = choose(router_scores(weights), CAPACITY)
-        found[name] = used.reshape(DEVICES, -1, E).sum(1), int((picked & ~used).sum())
-    return found
-
-
-def draw_slots(found: dict[str, tuple[np.ndarray, int]]):
-    """Each rank's message: a cell is a slot, its colour the rank that it goes to."""
-    from matplotlib.patches import Rectangle
-
-    figure, unused = drawing.blank(f"Slots of each rank's message, capacity {CAPACITY:g}", "", "", height=3.4)
-    unused.remove()
-    slots = SEQUENCES // DEVICES * slots_of_sequence(CAPACITY)
-    step = slots + 1.5
-    for number, (name, (filled, dropped)) in enumerate(found.items()):
-        axes = figure.add_subplot(2, 1, number + 1)
-        for r, expert in np.ndindex(DEVICES, E):
-            colour, full = drawing.COLOURS[(0, 1, 2, 5)[expert // (E // DEVICES)]], filled[r, expert]
-            for start, end, shade in ((0, full, colour), (full, slots, "#dcdce2")):
-                at = expert * step + start, r + 0.12
-                axes.add_patch(Rectangle(at, end - start, 0.76, facecolor=shade, linewidth=0))
-        between = [expert * step + slot for expert in range(E) for slot in range(1, slots)]
-        axes.vlines(between, 0, DEVICES, color="white", linewidth=0.8)
-        axes.set(xlim=(-0.5, E * step - 1), ylim=(DEVICES, 0))
-        axes.set_title(f"{name}: {dropped} of {SEQUENCES * LENGTH * K} choices dropped", size=9, loc="left")
-        axes.grid(visible=False)
-        axes.tick_params(length=0)
-        axes.set_yticks([r + 0.5 for r in range(DEVICES)], [f"rank {r}" for r in range(DEVICES)])
-        axes.set_xticks([e * step + slots / 2 for e in range(E)], [str(e) for e in range(E)])
-        axes.spines[["left", "bottom"]].set_visible(False)
-    axes.set_xlabel("expert; colour: the rank that holds it; grey: an empty slot")
-    return figure
+        size = f"{model.experts} of {model.expert_width:,}"
+        tokens = [model.crossing / factor for factor in (1, CAPACITIES[1], padding)]
+        rows.append([name, size, model.top_k, model.expert_bytes / 2**30, *tokens])
+    columns = "model | experts of width | chosen | experts of a layer, GiB {:.2f} | tokens, no padding {:,.0f}"
+    columns += f" | tokens, capacity {CAPACITIES[1]:g} {{:,.0f}} | tokens, dropless here, ep={EIGHT} {{:,.0f}}"
+    return table("crossing", columns, rows)
 
 
 def draw_crossing():
     tokens = [2**power for power in range(10, 19)]
-    figure = drawing.lines(
-        "All-to-alls over gathered experts",
-        "tokens of a rank",
-        "bytes sent by EP over FSDP",
-        {name: (tokens, [each / model.crossing for each in tokens]) for name, model in MODELS.items()},
-        log_x=True,
-        log_y=True,
-    )
-    figure.axes[0].axhline(1, color="#787882", linewidth=0.8)
-    return figure
+    curves = {name: (tokens, [each / model.crossing for each in tokens]) for name, model in MODELS.items()}
+    title, y = "All-to-alls over gathered experts", "bytes sent by EP over FSDP"
+    return drawing.lines(title, "tokens of a rank", y, curves, log_x=True, log_y=True, level=1)
 
 
 # ------------------------------------------------------------------------------------------- the lab
@@ -713,44 +568,39 @@ def run(broken: str | None) -> Result:
         checks = [*mesh_checks(broken), *training_checks(broken)]
         if broken:
             return Result(checks)
-        alone = busiest(train(None, 0.0).loads[-1])
-        checks.append(at_least("training without a balance loss: busiest expert over the mean", alone, 2))
-        parts = [balance_table(), oracle_table(), load_table(), ([], training_table())]
-        slots, loads = slots_filled(), {f: [busiest(each) for each in train(None, f).loads] for f in FACTORS}
-    parts += [traffic(), crossing_table()]
-    pictures = {"slots": lambda: draw_slots(slots), "loads": lambda: draw_loads(loads), "crossing": draw_crossing}
-    checks += [check for each, _ in parts for check in each]
-    return Result(checks, [table for _, table in parts], pictures, guesses())
-
-
-def guesses() -> dict[str, float]:
+        without = busiest(train(None, 0.0).loads[-1])
+        checks.append(at_least("training without a balance loss: busiest expert over the mean", without, 2))
+        (balanced, balance_rows), (exact, oracle_rows) = balance_table(), oracle_table()
+        tables = [balance_rows, oracle_rows, load_table(), training_table()]
+    sent, byte_rows = traffic()
     mixtral = MODELS["Mixtral 8x7B"]
-    small = Model(1024, 32, 8, 512)
     taken = slots_of_sequence(1.25, LONG, mixtral.experts, mixtral.top_k)
-    return {
+    guesses = {
         "padding": SPLIT * min(K, E // SPLIT) / K,
         "collapse": E,
         "factor": 4,
         "taken": taken,
         "lost": 100 * (LONG - taken) / (2 * LONG),
-        "fine": small.crossing,
+        "fine": Model(1024, 32, 8, 512).crossing,
     }
+    tables += [byte_rows, crossing_table()]
+    return Result([*checks, *balanced, *exact, *sent], tables, {"crossing": draw_crossing}, guesses)
 
 
-OF = {what: {layout: of_mesh(layout, what) for layout in LAYOUTS} for what in (LOSS, OF_EXPERTS, OF_OTHERS)}
+ALL = {what: {f"{layout}: {what}" for layout in LAYOUTS} for what in (LOSS, OF_EXPERTS, OF_OTHERS)}
 LAB = Lab(
     name="experts",
     title="Mixtures of experts and expert parallelism",
     question="How does a token reach the experts that it chose, what keeps their load even, and which faults are "
     "silent?",
     run=run,
-    devices=DEVICES,
+    devices=4,
     breaks={
-        "average": {*list(OF[OF_EXPERTS].values())[1:], LIMITED_GRADIENTS},
-        "shared": {each["dp=2,tp=2,ep=2"] for each in OF.values()},
+        "average": {*ALL[OF_EXPERTS], LIMITED_GRADIENTS} - {f"dp=4: {OF_EXPERTS}"},
+        "shared": {f"dp=2,tp=2,ep=2: {what}" for what in ALL},
         "order": {LIMITED_LOSS, LIMITED_GRADIENTS},
-        "means": {*OF[LOSS].values(), *OF[OF_OTHERS].values(), LIMITED_LOSS, LIMITED_GRADIENTS},
-        "stopped": {*OF[OF_OTHERS].values(), LIMITED_GRADIENTS},
-        "empty": {*OF[OF_EXPERTS].values(), UNCHOSEN, LIMITED_GRADIENTS},
+        "means": {*ALL[LOSS], *ALL[OF_OTHERS], LIMITED_LOSS, LIMITED_GRADIENTS},
+        "stopped": {*ALL[OF_OTHERS], LIMITED_GRADIENTS},
+        "empty": {*ALL[OF_EXPERTS], UNCHOSEN, LIMITED_GRADIENTS},
     },
 )

@@ -20,7 +20,7 @@ from jaxdist.plan.proof.trace import collectives_of, total_sent
 from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
-from .lab import Lab, Result, Table, at_most, equal, holds
+from .lab import Check, Lab, Result, at_least, at_most, equal, holds, table
 from .tools import replaced
 
 MODEL = Decoder(
@@ -138,115 +138,88 @@ def traced_decode(made) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------------------------------- run
 
 
-def run(broken: str | None) -> Result:
-    fault = {
-        "place": lambda: replaced(NextTokens, "_extended", one_place_off),
-        "mask": lambda: replaced(Prompts, "attend", without_mask),
-    }.get(broken, contextlib.nullcontext)
+FIRST, LATER = (
+    f"{which}: error of {of} logits, against training"
+    for which, of in (("first token", "its"), ("later tokens", "their"))
+)
+
+
+def generation_checks(broken: str | None) -> list[Check]:
+    faults = {"place": (NextTokens, "_extended", one_place_off), "mask": (Prompts, "attend", without_mask)}
     with jax.enable_x64(True):
-        with fault():
+        with replaced(*faults[broken]) if broken in faults else contextlib.nullcontext():
             tokens, logits, _, _ = generate("", broken != "positions")
             tp_tokens, tp_logits, made, caches = generate("tp=2", broken != "positions")
         true = trained_logits(tokens)
-        scale = float(np.abs(true).max())
-        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(caches))
-        places = len(LENGTHS) * (max(LENGTHS) + NEW)
         num_sums, sent = traced_decode(made)
-        checks = [
-            holds("tp=2: the same tokens as on one device", np.array_equal(tokens, tp_tokens)),
-            at_most("tp=2: error of the logits, against one device", error(tp_logits, logits, scale), 1e-12),
-            at_most(
-                "first token: error of its logits, against training", error(logits[:, :1], true[:, :1], scale), 1e-12
-            ),
-            at_most(
-                "later tokens: error of their logits, against training", error(logits[:, 1:], true[:, 1:], scale), 1e-12
-            ),
-            equal("cache of a device on tp=2", held, closed_kv_bytes(MODEL, places, 8) / 2, unit="bytes"),
-            equal("cache, by the library", library_kv_bytes(MODEL, places, 8, tp=2), held, unit="bytes"),
-            equal("sums over tp in decode: two a layer and the embedding's", num_sums, 2 * MODEL.num_layers + 1),
-            equal(
-                "bytes sent for a token of each text", sent, bytes_per_token(MODEL, made.shape, "float64", len(LENGTHS))
-            ),
-        ]
-    for name, known in zip(SIZES, (124.4e6, 8.03e9, 70.55e9), strict=True):
-        checks.append(equal(f"{name}: parameters", num_parameters(PRESETS[name]), known, within=0.005))
-    small, large = ({tp: sum(decode_seconds(name, tp)) for tp in DEGREES} for name in (SIZES[0], SIZES[2]))
-    checks += [
-        holds("a small model is slower on two devices, and slower still on eight", small[1] < small[2] < small[8]),
-        at_least_twice("a large one is faster on eight than on two", large[2] / large[8]),
+    scale = np.abs(true).max()
+    checks = [
+        at_most(FIRST, float(np.abs(logits[:, 0] - true[:, 0]).max() / scale), 1e-12),
+        at_most(LATER, float(np.abs(logits[:, 1:] - true[:, 1:]).max() / scale), 1e-12),
+        at_most(
+            "tp=2: error of the logits, against one device", float(np.abs(tp_logits - logits).max() / scale), 1e-12
+        ),
+        holds("tp=2: every token is that of one device", np.array_equal(tokens, tp_tokens)),
     ]
     if broken:
-        return Result(checks)
+        return checks
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(caches))
+    places = len(LENGTHS) * (max(LENGTHS) + NEW)
+    formula = bytes_per_token(MODEL, made.shape, "float64", len(LENGTHS))
+    return [
+        *checks,
+        equal("cache of a device on tp=2", held, closed_kv_bytes(MODEL, places, 8) / 2, unit="bytes"),
+        equal("cache, by the library", library_kv_bytes(MODEL, places, 8, tp=2), held, unit="bytes"),
+        equal("sums over tp in decode: two a layer and the embedding's", num_sums, 2 * MODEL.num_layers + 1),
+        equal("bytes sent for a token of each text", sent, formula),
+    ]
 
-    llama = PRESETS["llama3-8b"]
-    rows = []
-    for name in SIZES:
-        base = sum(decode_seconds(name, 1))
-        for tp in DEGREES:
-            reading, messages = decode_seconds(name, tp)
-            total = reading + messages
-            rows.append([name, str(tp), *[f"{1e3 * t:.3f}" for t in (reading, messages, total)], f"{base / total:.2f}"])
+
+def run(broken: str | None) -> Result:
+    checks = generation_checks(broken)
+    if broken:
+        return Result(checks)
+    for name, known in zip(SIZES, (124.4e6, 8.03e9, 70.55e9), strict=True):
+        checks.append(equal(f"{name}: parameters", num_parameters(PRESETS[name]), known, within=0.005))
+    times = {name: {tp: sum(decode_seconds(name, tp)) for tp in DEGREES} for name in SIZES}
+    small, large = times[SIZES[0]], times[SIZES[2]]
+    slower = small[1] < small[2] < small[8]
+    checks += [
+        holds("a small model is slower on two devices, and slower still on eight", slower),
+        at_least("a large one is faster on eight than on two", large[2] / large[8], 2, "times"),
+    ]
+    rows = [
+        [name, tp, *[1e3 * t for t in (*decode_seconds(name, tp), each[tp])], each[1] / each[tp]]
+        for name, each in times.items()
+        for tp in DEGREES
+    ]
     moves = []
     for name in SIZES[1:]:
         for context in (1024, 8192, 32_768):
-            model = PRESETS[name]
-            size = closed_kv_bytes(model, context)
-            prefill = 2 * num_parameters(model) * context / H100.peak("bfloat16") / 8
-            moves.append(
-                [
-                    name,
-                    f"{context:,}",
-                    f"{size / 1e9:.2f}",
-                    f"{1e3 * prefill:,.0f}",
-                    f"{1e3 * size / H100.between.bytes_per_s / 8:,.1f}",
-                    f"{1e3 * size / H100.between.bytes_per_s:,.0f}",
-                ]
-            )
-    balance = H100.peak("bfloat16") / H100.memory_bytes_per_s
+            size, link = closed_kv_bytes(PRESETS[name], context), H100.between.bytes_per_s
+            prefill = 2 * num_parameters(PRESETS[name]) * context / H100.peak("bfloat16") / 8
+            moves.append([name, context, size / 1e9, 1e3 * prefill, 1e3 * size / link / 8, 1e3 * size / link])
+    curves = {name: (DEGREES, [each[1] / each[tp] for tp in DEGREES]) for name, each in times.items()}
+    title, llama = "Speed-up of decode, one text (predicted, H100)", PRESETS["llama3-8b"]
+    cache, weights = closed_kv_bytes(llama, 1), 2 * num_parameters(llama)
+    units = "reading, ms {:.3f} | messages, ms {:.3f} | a token, ms {:.3f} | speed-up {:.2f}"
+    moved = "cache, GB {:.2f} | prefill, ms {:,.0f} | moved by 8 links, ms {:,.1f} | by one, ms {:,.0f}"
     return Result(
         checks,
-        tables=[
-            Table("decode", ["model", "tp", "reading, ms", "messages, ms", "a token, ms", "speed-up"], rows),
-            Table(
-                "moves",
-                ["model, tp=8", "tokens", "cache, GB", "prefill, ms", "moved by 8 links, ms", "by one, ms"],
-                moves,
-            ),
+        [
+            table("decode", f"model | tp | {units}", rows),
+            table("moves", f"model, tp=8 | tokens {{:,}} | {moved}", moves),
         ],
-        pictures={
-            "speedup": lambda: drawing.lines(
-                "Speed-up of decode, one text (predicted, H100)",
-                "tp",
-                "times one device",
-                {
-                    name: (
-                        DEGREES,
-                        [sum(decode_seconds(name, 1)) / sum(decode_seconds(name, tp)) for tp in DEGREES],
-                    )
-                    for name in SIZES
-                },
-                log_x=True,
-            )
-        },
-        guesses={
-            "kv": closed_kv_bytes(llama, 1) / 1024,
-            "token": 1e3 * 2 * num_parameters(llama) / H100.memory_bytes_per_s,
-            "balance": balance,
+        {"speedup": lambda: drawing.lines(title, "tp", "times one device", curves, log_x=True)},
+        {
+            "kv": cache / 1024,
+            "token": 1e3 * weights / H100.memory_bytes_per_s,
+            "balance": H100.peak("bfloat16") / H100.memory_bytes_per_s,
             "share": 100 * decode_seconds("llama3-8b", 8)[1] / sum(decode_seconds("llama3-8b", 8)),
-            "context": 2 * num_parameters(llama) / closed_kv_bytes(llama, 1),
+            "context": weights / cache,
         },
     )
 
-
-def error(found: np.ndarray, expected: np.ndarray, scale: float) -> float:
-    return float(np.abs(found - expected).max()) / scale
-
-
-def at_least_twice(name: str, ratio: float):
-    return holds(name, ratio >= 2, f"{ratio:.2f} times", "at least 2 times")
-
-
-LATER = "later tokens: error of their logits, against training"
 
 LAB = Lab(
     name="inference",
@@ -256,7 +229,7 @@ LAB = Lab(
     breaks={
         "place": {LATER},
         "positions": {LATER},
-        "mask": {"first token: error of its logits, against training", LATER},
+        "mask": {FIRST, LATER},
     },
     devices=2,
 )

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?\s?[%×]?|2\^\d+|")
+COLUMN = re.compile(r"(?P<title>.*?)(?: (?P<form>\S*\{:[^{}]*\}.*))?")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,15 @@ class Table:
         """Titles of the columns that are not numbers alone."""
         columns = zip(self.titles, zip(*self.rows, strict=True), strict=True)
         return [title for title, cells in columns if not all(NUMBER.fullmatch(cell) for cell in cells)]
+
+
+def table(name: str, columns: str, rows: Iterable[Sequence[object]], clocked: bool = False) -> Table:
+    """columns: titles between " | ", each with the format of its cells in braces where it is not plain:
+    "nodes | hours {:.1f}". Text in a cell stays as it is."""
+    split = [COLUMN.fullmatch(column) for column in columns.split(" | ")]
+    forms = [each["form"] or "{}" for each in split]
+    cells = [[c if isinstance(c, str) else form.format(c) for c, form in zip(row, forms, strict=True)] for row in rows]
+    return Table(name, [each["title"] for each in split], cells, clocked)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
 from .exchanges import traced
-from .lab import Check, Lab, Result, Table, at_most, equal, holds, refused
+from .lab import Check, Lab, Result, Table, at_most, equal, holds, refused, table
 from .tools import small_run
 
 # --------------------------------------------------------------------------------------------- eight devices, by hand
@@ -38,10 +38,8 @@ BATCH, MICROBATCHES = 16, 4
 
 def devices_in_order(tp_inside: bool = True) -> list:
     """Eight devices as `make_mesh` wants them, pp outermost; or so that tp is outermost and pp innermost."""
-    devices = acquire_devices(8, "cpu").devices[:8]
-    if tp_inside:
-        return devices
-    return [devices[4 * tp + 2 * dp + pp] for pp in range(2) for dp in range(2) for tp in range(2)]
+    devices = np.array(acquire_devices(8, "cpu").devices[:8]).reshape(2, 2, 2)
+    return list((devices if tp_inside else devices.transpose(2, 1, 0)).flat)
 
 
 def coordinates(number: int) -> dict[str, int]:
@@ -77,10 +75,8 @@ def placed_right(devices: Sequence) -> bool:
     sharding = NamedSharding(make_mesh(MESH, devices), leaf.compute_spec)
     first, right = min(device.id for device in devices), True
     for device, index in sharding.devices_indices_map(leaf.compute_shape).items():
-        wanted = held(device.id - first)
-        right &= (index[0].start, index[0].stop) == wanted["layers"] and (index[3].start, index[3].stop) == wanted[
-            "heads"
-        ]
+        found = [(index[dim].start, index[dim].stop) for dim in (0, 3)]
+        right &= found == [held(device.id - first)[name] for name in ("layers", "heads")]
     return right
 
 
@@ -104,67 +100,45 @@ def reference():
     return config, batches, observe(one_device(config), acquire_devices(8, "cpu").devices[:1], batches)
 
 
-def same_as_one_device(devices: Sequence) -> tuple[bool, bool]:
-    """(every leaf equal, the loss fell)."""
-    config, batches, expected = reference()
-    found = observe(config, list(devices), batches)
-    return all(d.ok for d in compare(config, found, expected)), found.losses[1] < found.losses[0]
-
-
-def cut(batch: int, dp: int, microbatches: int, refuses: bool = True) -> list[list[range]]:
-    """Rows of every micro-batch of every dp rank."""
-    if refuses and batch % (dp * microbatches):
-        raise ConfigError(
-            f"batch_size={batch}",
-            f"dp * microbatches = {dp * microbatches} must divide it",
-            f"Use {batch // (dp * microbatches) * dp * microbatches}",
-        )
-    rows = batch // (dp * microbatches)
-    return [
-        [range(start, start + rows) for start in range(r * microbatches * rows, (r + 1) * microbatches * rows, rows)]
-        for r in range(dp)
-    ]
+def cut(batch: int, dp: int, microbatches: int, refuses: bool = True) -> list[range]:
+    """Rows of every micro-batch, of one dp rank after the other."""
+    parts = dp * microbatches
+    if refuses and batch % parts:
+        raise ConfigError(f"batch_size={batch}", f"{parts} must divide it", f"Use {batch // parts * parts}")
+    rows = batch // parts
+    return [range(part * rows, (part + 1) * rows) for part in range(parts)]
 
 
 def by_hand(broken: str | None) -> list[Check]:
     devices = devices_in_order(tp_inside=broken != "order")
     leaving, over_pp = bytes_leaving(devices)
-    equal_leaves, fell = same_as_one_device(devices)
-    lost, error, unequal = 0, None, False
+    config, batches, expected = reference()
+    found = observe(config, devices, batches)
+    lost, error = 0, None
     for batch in (16, 12):
         try:
-            parts = cut(batch, 2, 4, refuses=broken != "remainder")
+            lost += batch - sum(map(len, cut(batch, 2, 4, refuses=broken != "remainder")))
         except ConfigError as raised:
             error = raised
-        else:
-            lost += batch - sum(len(part) for rows in parts for part in rows)
-            unequal |= len({len(part) for rows in parts for part in rows}) > 1
+    same = all(leaf.ok for leaf in compare(config, found, expected))
     return [
         holds("every device has the layers and heads that its number says", placed_right(devices)),
         holds("groups of tp stay in a node", not leaves_node(devices, ("tp",))),
         equal("bytes that a device sends to another node: only those over pp", leaving, over_pp),
-        holds("our step on this mesh: every leaf is that of one device", equal_leaves),
-        holds("our step on this mesh: the loss falls", fell),
+        holds("our step on this mesh: every leaf is that of one device", same),
+        holds("our step on this mesh: the loss falls", found.losses[1] < found.losses[0]),
         refused("a batch of 12 for dp=2 and 4 micro-batches is refused", error, "must divide"),
         equal("rows of the batches of 16 and 12 that are neither trained on nor refused", lost, 0),
-        holds("all micro-batches have the same number of rows", not unequal),
     ]
 
 
-def rank_rows() -> list[list[str]]:
+def rank_table() -> Table:
     rows = []
     for number in range(8):
-        at, mine = coordinates(number), held(number)
-        spans = [f"{start} to {stop - 1}" for start, stop in mine.values()]
-        partners = [str(next(n for n in range(8) if differs(number, n) == {axis})) for axis in ("tp", "dp", "pp")]
-        rows.append(
-            [str(number), str(number // NODE), *[str(at[axis]) for axis in ("pp", "dp", "tp")], *spans, *partners]
-        )
-    return rows
-
-
-def differs(one: int, other: int) -> set[str]:
-    return {axis for axis in ("pp", "dp", "tp") if coordinates(one)[axis] != coordinates(other)[axis]}
+        at, spans = coordinates(number), [f"{start} to {stop - 1}" for start, stop in held(number).values()]
+        partners = [number ^ 1, number ^ 2, number ^ 4]  # tp runs fastest, pp slowest
+        rows.append([number, number // NODE, *at.values(), *spans, *partners])
+    return table("ranks", "rank | node | pp | dp | tp | layers | heads | rows | tp with | dp with | pp with", rows)
 
 
 # --------------------------------------------------------------------------------------------- three published models
@@ -223,7 +197,7 @@ def state_bytes(name: str, found: Found, at: int) -> float:
     return elements * (2 / (dp if zero == 3 else 1) + 12 / (dp if zero else 1))
 
 
-def planned() -> tuple[list[Check], list[list[str]]]:
+def planned() -> tuple[list[Check], Table]:
     checks, rows = [], []
     for name, (_, _, batch) in CASES.items():
         found, best = searched(name)
@@ -238,20 +212,13 @@ def planned() -> tuple[list[Check], list[list[str]]]:
             ]
             settings = f"ZeRO-{layouts.zero[at]}{', sp' * int(layouts.sp[at])}"
             schedule = layouts.schedule_name(at, ParallelConfig()) if layouts.pp[at] > 1 else ""
-            rows.append(
-                [
-                    f"{name} on {found.cluster.num_devices}, {kind}",
-                    ", ".join(filter(None, [str(layouts.mesh(at)), settings, schedule])),
-                    layouts.remat(at),
-                    f"{cuts[4]} x {cuts[2] * cuts[3]}",
-                    f"{found.memory.total[at] / 2**30:.0f}",
-                    f"{time.total[at]:.1f}",
-                    f"{time.mfu[at]:.0%}",
-                ]
-            )
+            layout = ", ".join(filter(None, [str(layouts.mesh(at)), settings, schedule]))
+            cells = f"{cuts[4]} x {cuts[2] * cuts[3]}", found.memory.total[at] / 2**30, time.total[at], time.mfu[at]
+            rows.append([f"{name} on {found.cluster.num_devices}, {kind}", layout, layouts.remat(at), *cells])
         fits = found.memory.total[best["fastest"]] / 2**30
         checks.append(at_most(f"{name}, fastest: fits 80 GiB less a tenth", fits, 72, unit="GiB"))
-    return checks, rows
+    columns = "model on H100s | layout | recompute | micro-batches | GiB a device {:.0f} | s a step {:.1f} | MFU {:.0%}"
+    return checks, table("planned", columns, rows)
 
 
 # --------------------------------------------------------------------------------------------- tp inside, tp across
@@ -262,10 +229,7 @@ SAME = ParallelConfig(mesh=parse_mesh("pp=4,dp=2,tp=8"), sp=True, zero=1, microb
 def both_ways() -> dict[str, Scored]:
     """70B on 64 H100s: tp over NVLink, and the same layout with tp over InfiniBand."""
     base = dataclasses.replace(base_of("70B"), parallel=SAME)
-    clusters = {
-        "tp inside a node": Cluster(H100, 8),
-        "tp across nodes": Cluster(H100, 8, inside=H100.between),
-    }
+    clusters = {"tp inside a node": Cluster(H100, 8), "tp across nodes": Cluster(H100, 8, inside=H100.between)}
     return {
         name: score(base, Candidates.of(base), cluster, "cudnn", UNCALIBRATED) for name, cluster in clusters.items()
     }
@@ -280,22 +244,14 @@ def ring_seconds(link) -> float:
 PARTS = ("compute", "memory", "tp", "dp", "pp", "bubble")
 
 
-def across() -> tuple[list[Check], list[list[str]]]:
+def across() -> tuple[list[Check], Table]:
     found = both_ways()
     inside, outside = (float(each.time.tp[0]) for each in found.values())
-    checks = [
-        equal(
-            "tp's seconds across nodes over those inside, by the all-reduce's closed form",
-            outside / inside,
-            ring_seconds(H100.between) / ring_seconds(H100.inside),
-            within=1e-9,
-        )
-    ]
-    rows = [
-        [name, *[f"{getattr(each.time, part)[0]:.1f}" for part in PARTS], f"{each.time.total[0]:.1f}"]
-        for name, each in found.items()
-    ]
-    return checks, rows
+    slower = ring_seconds(H100.between) / ring_seconds(H100.inside)
+    name = "tp's seconds across nodes over those inside, by the all-reduce's closed form"
+    rows = [[name, *[getattr(each.time, part)[0] for part in (*PARTS, "total")]] for name, each in found.items()]
+    columns = "70B on 64, seconds | " + " | ".join(f"{part} {{:.1f}}" for part in (*PARTS, "step"))
+    return [equal(name, outside / inside, slower, within=1e-9)], table("across", columns, rows)
 
 
 # --------------------------------------------------------------------------------------------- the lab
@@ -305,48 +261,23 @@ def run(broken: str | None) -> Result:
     checks = by_hand(broken)
     if broken:
         return Result(checks)
-    plan_checks, plan_rows = planned()
-    across_checks, across_rows = across()
+    (plan_checks, plan_rows), (across_checks, across_rows) = planned(), across()
     return Result(
         [*checks, *plan_checks, *across_checks],
-        tables=[
-            Table(
-                "ranks",
-                ["rank", "node", "pp", "dp", "tp", "layers", "heads", "rows", "tp with", "dp with", "pp with"],
-                rank_rows(),
-            ),
-            Table(
-                "planned",
-                ["model on H100s", "layout", "recompute", "micro-batches", "GiB a device", "s a step", "MFU"],
-                plan_rows,
-            ),
-            Table("across", ["70B on 64, seconds", *PARTS, "step"], across_rows),
-        ],
-        pictures={"ranks": draw_ranks, "time": draw_time, "across": draw_across},
-        guesses=guesses(),
+        [rank_table(), plan_rows, across_rows],
+        {"ranks": draw_ranks, "time": draw_time},
+        guesses(),
     )
 
 
 def draw_ranks():
-    from matplotlib.patches import Rectangle
-
-    figure, axes = drawing.blank("dp=2, tp=2, pp=2 on two nodes of four", "", "", height=3.4)
+    cells = []
     for number in range(8):
-        at, mine = coordinates(number), held(number)
-        x, y = number % NODE, 1 - number // NODE
-        colour = drawing.COLOURS[at["pp"]]
-        axes.add_patch(Rectangle((x + 0.04, y + 0.08), 0.92, 0.84, facecolor=colour, alpha=0.25, edgecolor=colour))
-        spans = [f"{name} {start}–{stop - 1}" for name, (start, stop) in mine.items()]
+        at, spans = coordinates(number), [f"{name} {a}–{b - 1}" for name, (a, b) in held(number).items()]
         text = "\n".join([f"rank {number}", f"dp {at['dp']}, tp {at['tp']}", *spans])
-        axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8)
-    axes.set_xlim(0, NODE)
-    axes.set_ylim(0, 2)
-    axes.set_yticks([1.5, 0.5], ["node 0\npp 0", "node 1\npp 1"])
-    axes.set_xticks([])
-    axes.grid(visible=False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_visible(False)
-    return figure
+        cells.append((number // NODE, number % NODE, text, at["pp"]))
+    names = ("node 0\npp 0", "node 1\npp 1")
+    return drawing.grids("pp=2, dp=2, tp=2 on two nodes of four", {"": cells}, {"": names}, "device of the node")
 
 
 def draw_time():
@@ -356,12 +287,6 @@ def draw_time():
         for part in PARTS
     }
     return drawing.stacks("What a step is made of (predicted)", "% of the step", list(CASES), shares)
-
-
-def draw_across():
-    found = both_ways()
-    parts = {part: [float(getattr(each.time, part)[0]) for each in found.values()] for part in PARTS}
-    return drawing.stacks("The same layout of 70B (predicted)", "seconds a step", list(found), parts)
 
 
 def guesses() -> dict[str, float]:

@@ -8,8 +8,8 @@ from jaxdist.plan.papers.formulas import RECIPES
 from jaxdist.plan.program_memory import TERMS
 
 from . import drawing
-from .lab import Lab, Result, Table, equal
-from .tools import compiled_levels, gb, mib, planned_bytes, small_run
+from .lab import Lab, Result, equal, table
+from .tools import compiled_levels, planned_bytes, small_run
 
 BILLION = 7e9
 # Adam in mixed precision, one array at a time: (name, bytes of each parameter).
@@ -44,29 +44,20 @@ REAL = (
 
 
 def run(broken: str | None) -> Result:
-    kept = [(name, size) for name, size in STEPS if not (broken == "masters" and "master" in name)]
-    total = sum(size for _, size in kept) * BILLION
-    state = small_run(model=SMALL, dtype="bfloat16")
-    stored = compiled_levels(state).state / num_parameters(SMALL)  # what the program keeps between steps: no gradients
+    kept = {name: size for name, size in STEPS if not (broken == "masters" and "master" in name)}
+    stored = compiled_levels(small_run(model=SMALL, dtype="bfloat16")).state / num_parameters(SMALL)  # no gradients
+    between = sum(size for name, size in kept.items() if "gradient" not in name)
     checks = [
-        equal("7B in mixed precision, GB", total / 1e9, 112, unit="GB"),
-        equal(
-            "bytes a parameter kept between steps, counted and in the program",
-            sum(size for name, size in kept if "gradient" not in name),
-            stored,
-            within=0.01,
-        ),
+        equal("7B in mixed precision, GB", sum(kept.values()) * BILLION / 1e9, 112, unit="GB"),
+        equal("bytes a parameter kept between steps, counted and in the program", between, stored, within=0.01),
     ]
-    small_rows, fullest = [], {}
+    peaks = []
     for name, model, settings in CASES:
         config = small_run(model=model, **settings)
-        terms = planned_bytes(config)
-        if broken == "logits":
-            terms["logits"] = 0.0
-        planned, compiled = sum(terms.values()), compiled_levels(config).compiled.peak
-        fullest[name] = max(terms, key=terms.get)
-        checks.append(equal(f"planned peak, {name}", planned / 2**20, compiled / 2**20, within=0.1, unit="MiB"))
-        small_rows.append([name, *[mib(terms[term]) for term in TERMS], mib(planned), mib(compiled)])
+        terms = planned_bytes(config) | ({"logits": 0.0} if broken == "logits" else {})
+        cells = [each / 2**20 for each in (*terms.values(), sum(terms.values()), compiled_levels(config).compiled.peak)]
+        checks.append(equal(f"planned peak, {name}", cells[-2], cells[-1], within=0.1, unit="MiB"))
+        peaks.append([name, *cells])
     if broken:
         return Result(checks)
 
@@ -74,34 +65,30 @@ def run(broken: str | None) -> Result:
         name: planned_bytes(small_run(model=PRESETS[preset], dtype="bfloat16", **settings))
         for name, preset, settings in REAL
     }
-    running, step_rows = 0.0, []
-    for name, size in STEPS:
-        running += size * BILLION
-        step_rows.append([name, str(size), gb(size * BILLION), gb(running)])
+    gigabytes = [[n, *[x / 1e9 for x in t.values()], sum(t.values()) / 1e9, max(t, key=t.get)] for n, t in real.items()]
+    arrays = [
+        [name, size, size * BILLION / 1e9, sum(each for _, each in STEPS[: n + 1]) * BILLION / 1e9]
+        for n, (name, size) in enumerate(STEPS)
+    ]
+    recipes = [
+        [name, each.parameter, each.gradient, each.optimizer, each.total, each.total * BILLION / 1e9]
+        for name, each in RECIPES.items()
+    ]
+    mib, gb = (
+        " | ".join(f"{term} {{:,.1f}}" for term in (*TERMS, *more)) for more in (("planned", "compiled"), ("total",))
+    )
+    kinds = "parameters {:g} | gradients {:g} | optimiser {:g} | bytes a parameter {:g} | GB for 7B {:,.1f}"
+    stacked = {term: [t[term] / 1e9 for t in real.values()] for term in TERMS}
     return Result(
         checks,
-        tables=[
-            Table("steps", ["array", "bytes a parameter", "GB for 7B", "so far"], step_rows),
-            Table("recipes", *recipe_rows()),
-            Table("peaks", ["run", *TERMS, "planned", "compiled"], small_rows),
-            Table(
-                "real",
-                ["run, bf16, GB a device", *TERMS, "total", "largest"],
-                [
-                    [name, *[gb(t[term]) for term in TERMS], gb(sum(t.values())), max(t, key=t.get)]
-                    for name, t in real.items()
-                ],
-            ),
+        [
+            table("steps", "array | bytes a parameter | GB for 7B {:,.1f} | so far {:,.1f}", arrays),
+            table("recipes", f"recipe | {kinds}", recipes),
+            table("peaks", f"run | {mib}", peaks),
+            table("real", f"run, bf16, GB a device | {gb} | largest", gigabytes),
         ],
-        pictures={
-            "terms": lambda: drawing.stacks(
-                "Memory of a device by term (planned)",
-                "GB",
-                list(real),
-                {term: [t[term] / 1e9 for t in real.values()] for term in TERMS},
-            )
-        },
-        guesses={
+        {"terms": lambda: drawing.stacks("Memory of a device by term (planned)", "GB", list(real), stacked)},
+        {
             "seven": 112,
             "share": 75,
             "lion": RECIPES["mixed-lion"].total,
@@ -109,15 +96,6 @@ def run(broken: str | None) -> Result:
             "fits": 5,
         },
     )
-
-
-def recipe_rows() -> tuple[list[str], list[list[str]]]:
-    titles = ["recipe", "parameters", "gradients", "optimiser", "bytes a parameter", "GB for 7B"]
-    rows = [
-        [name, f"{r.parameter:g}", f"{r.gradient:g}", f"{r.optimizer:g}", f"{r.total:g}", gb(r.total * BILLION)]
-        for name, r in RECIPES.items()
-    ]
-    return titles, rows
 
 
 LAB = Lab(

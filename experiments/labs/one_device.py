@@ -11,8 +11,7 @@ from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.papers.formulas import state_bytes, training_flops
 
 from . import drawing, tiny
-from .lab import Lab, Result, Table, at_least, at_most, equal, holds
-from .tools import gb
+from .lab import Lab, Result, at_least, at_most, equal, holds, table
 
 STEPS, ROWS, LR = 300, 64, 3e-3
 MFU = 0.4  # of the peak, as published runs reach
@@ -103,63 +102,31 @@ def run(broken: str | None) -> Result:
         abs(temporaries[0] + per_row * (rows - batches[0]) - found) / found
         for rows, found in zip(batches, temporaries, strict=True)
     )
-    seven = days_on_one(7e9)
+    seven, library = days_on_one(7e9), float(training_flops(7e9, 140e9))
     checks += [
         at_most("activations grow in a straight line with the batch: largest deviation", straight, 0.05),
         equal("GB of state of 7B, by the library", state_bytes(7e9).total / 1e9, 16 * 7, unit="GB"),
-        equal(
-            "days of 7B by the library's FLOPs",
-            float(training_flops(7e9, 140e9)) / (MFU * 989e12) / DAY,
-            seven,
-            within=0.001,
-            unit="days",
-        ),
+        equal("days of 7B by the library's FLOPs", library / (MFU * 989e12) / DAY, seven, within=0.001, unit="days"),
     ]
-    shown = [1, 10, 30, 100, 200, STEPS]
+    batch_rows = [[rows, found / 1024, found / 1024 / rows] for rows, found in zip(batches, temporaries, strict=True)]
+    sizes = []
+    for name, n in SIZES.items():
+        state, days = state_bytes(n).total, days_on_one(n)
+        days = f"{days:,.1g}" if days < 1 else f"{days:,.0f}"
+        sizes.append([name, state / 1e9, "yes" if state < 80e9 else "no", TOKENS_PER_PARAMETER * n / 1e9, days])
+    loss_rows = [[n, losses[n - 1], losses[n - 1] - entropy] for n in (1, 10, 30, 100, 200, STEPS)]
+    curves = {"training": (range(1, STEPS + 1), losses), "entropy of the source": ([1, STEPS], [entropy, entropy])}
+    title, y = "One device: loss, and the least there is", "loss, nats a token"
+    columns = "GB of state {:,.1f} | in one 80 GB device | tokens, billion {:,.2f} | days on one H100"
     return Result(
         checks,
-        tables=[
-            Table(
-                "loss",
-                ["step", "loss, nats", "above the source's entropy"],
-                [[str(n), f"{losses[n - 1]:.3f}", f"{losses[n - 1] - entropy:.3f}"] for n in shown],
-            ),
-            Table(
-                "batch",
-                ["sequences in a batch", "temporary KiB", "KiB a sequence"],
-                [
-                    [str(rows), f"{found / 1024:,.0f}", f"{found / 1024 / rows:.1f}"]
-                    for rows, found in zip(batches, temporaries, strict=True)
-                ],
-            ),
-            Table(
-                "sizes",
-                ["parameters", "GB of state", "in one 80 GB device", "tokens, billion", "days on one H100"],
-                [
-                    [
-                        name,
-                        gb(state_bytes(n).total),
-                        "yes" if state_bytes(n).total < 80e9 else "no",
-                        f"{TOKENS_PER_PARAMETER * n / 1e9:,.2f}",
-                        f"{days_on_one(n):,.1g}" if days_on_one(n) < 1 else f"{days_on_one(n):,.0f}",
-                    ]
-                    for name, n in SIZES.items()
-                ],
-            ),
+        [
+            table("loss", "step | loss, nats {:.3f} | above the source's entropy {:.3f}", loss_rows),
+            table("batch", "sequences in a batch | temporary KiB {:,.0f} | KiB a sequence {:.1f}", batch_rows),
+            table("sizes", f"parameters | {columns}", sizes),
         ],
-        pictures={
-            "loss": lambda: drawing.lines(
-                "One device: loss, and the least there is",
-                "step",
-                "loss, nats a token",
-                {
-                    "training": (range(1, STEPS + 1), losses),
-                    "entropy of the source": ([1, STEPS], [entropy, entropy]),
-                },
-                marks=False,
-            )
-        },
-        guesses={"start": float(np.log(tiny.V)), "days": seven, "memory": 1000 * per_row / 2**20, "twice": 4},
+        {"loss": lambda: drawing.lines(title, "step", y, curves, marks=False)},
+        {"start": float(np.log(tiny.V)), "days": seven, "memory": 1000 * per_row / 2**20, "twice": 4},
     )
 
 

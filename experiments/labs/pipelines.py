@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh import parse_mesh
 from jaxdist.parallel import varying
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.pipeline.executor import pipeline
@@ -19,12 +19,12 @@ from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule, divide_
 from jaxdist.parallel.pipeline.simulate import Costs, in_flight, simulate, validate
 from jaxdist.parallel.pipeline.text import parse
 from jaxdist.plan.proof.trace import collectives_of
-from jaxdist.runtime.devices import acquire_devices
 from jaxdist.verification import verify_step
 
 from ..timeline import timeline
 from . import drawing
-from .lab import Lab, Result, Table, at_most, equal, holds, refused
+from .exchanges import on_mesh, relative_error
+from .lab import Check, Lab, Result, Table, at_most, equal, holds, refused, table
 
 STAGES, MICROBATCHES, ROWS, WIDTH = 4, 8, 2, 16
 # Closed forms. Idle time over work, and the activations (of a whole stage, for one micro-batch) on the fullest stage.
@@ -108,9 +108,8 @@ def run_table(schedule: Schedule, dropped, w_SDD, inputs_MBD, targets_MBD):
         (_, _, dw_DD, loss), _ = lax.scan(tick, start, (phases, micros))
         return lax.psum(loss, "pp"), dw_DD[None]
 
-    mesh = make_mesh(parse_mesh(f"pp={last + 1}"), acquire_devices(STAGES, "cpu").devices[: last + 1])
     specs = (P("pp"), P(), P())
-    return jax.shard_map(one_stage, mesh=mesh, in_specs=specs, out_specs=(P(), P("pp")))(w_SDD, inputs_MBD, targets_MBD)
+    return on_mesh(f"pp={last + 1}", one_stage, specs, (P(), P("pp")))(w_SDD, inputs_MBD, targets_MBD)
 
 
 def one_device(w_SDD, inputs_MBD, targets_MBD):
@@ -125,10 +124,6 @@ def one_device(w_SDD, inputs_MBD, targets_MBD):
     return jax.value_and_grad(total)(w_SDD)
 
 
-def relative_error(found, expected) -> float:
-    return float(np.linalg.norm(np.asarray(found) - np.asarray(expected)) / np.linalg.norm(expected))
-
-
 def arrays(schedule: Schedule):
     """w[S v, D, D], inputs and targets [M, B, D], random."""
     rng = np.random.default_rng(0)
@@ -141,10 +136,8 @@ def by_the_library(name: str) -> tuple[bool, list[int]]:
     """The library's executor against one device (`jaxdist.verify`): (equal, bytes of activations each stage sends)."""
     schedule = make_schedule(name, STAGES, MICROBATCHES)
     parts = [schedule.part(s, c) for s in range(STAGES) for c in range(schedule.num_chunks)]
-    mesh = make_mesh(parse_mesh(f"pp={STAGES}"), acquire_devices(STAGES, "cpu").devices[:STAGES])
-    run = jax.shard_map(
-        pipeline(layer, loss_of, schedule), mesh=mesh, in_specs=(P("pp"), P(), P()), out_specs=(P(), P("pp"))
-    )
+    shape = parse_mesh(f"pp={STAGES}")
+    run = on_mesh(str(shape), pipeline(layer, loss_of, schedule), (P("pp"), P(), P()), (P(), P("pp")))
     w_SDD, inputs_MBD, targets_MBD = arrays(schedule)
 
     def reference(w_SDD, inputs_MBD, targets_MBD):
@@ -153,12 +146,10 @@ def by_the_library(name: str) -> tuple[bool, list[int]]:
 
     with jax.enable_x64(True):
         args = (w_SDD[np.array(parts)], inputs_MBD, targets_MBD)
-        traced = jax.jit(run).trace(*args)
-        shape = parse_mesh(f"pp={STAGES}")
-        sent = collectives_of(traced.jaxpr, shape, iterations(schedule, (1,) * schedule.num_parts))
+        sent = collectives_of(run.trace(*args).jaxpr, shape, iterations(schedule, (1,) * schedule.num_parts))
         messages = [each for each in sent if each.kind == "permute"]
         return verify_step(run, reference, args).ok, [
-            sum(each.sent_by(stage, shape) for each in messages) for stage in range(STAGES)
+            sum(c.sent_by(stage, shape) for c in messages) for stage in range(STAGES)
         ]
 
 
@@ -184,9 +175,8 @@ def earlier(schedule: Schedule, stage: int, action: Action) -> Schedule:
     rows = [list(row) for row in schedule.table]
     tick = next(tick for tick, row in enumerate(rows) if row[stage] == action)
     rows[tick][stage], rows[tick - 1][stage] = rows[tick - 1][stage], rows[tick][stage]
-    return Schedule(
-        schedule.name, STAGES, MICROBATCHES, 1, schedule.placement, tuple(map(tuple, rows)), fused_backward=False
-    )
+    table = tuple(map(tuple, rows))
+    return Schedule(schedule.name, STAGES, MICROBATCHES, 1, schedule.placement, table, fused_backward=False)
 
 
 def error_of(schedule: Schedule) -> ConfigError | None:
@@ -203,50 +193,81 @@ def with_a_slow_stage(p: int, m: int, slowest: float) -> float:
     return 3 * (m * slowest + p - 1)
 
 
-def slow_costs(p: int, slowest: float) -> list[Costs]:
-    return [Costs()] * (p - 1) + [Costs(slowest, slowest, slowest)]
-
-
 # --------------------------------------------------------------------------------------------------------------- run
 
 
-def run(broken: str | None) -> Result:
+def schedule_checks() -> tuple[list[Check], Table]:
+    """Bubbles and activations held of every schedule, counted in its tables, against the closed forms."""
     checks, rows = [], []
     for name, v in CHUNKS.items():
-        tables = [(p, m, make_schedule(name, p, m)) for p, m in SIZES]
-        wrong_bubble = sum(not math.isclose(counted(t)[0], BUBBLE[name](p, m, v)) for p, m, t in tables)
+        tables = {(p, m): make_schedule(name, p, m) for p, m in SIZES}
+        forms = {size: (BUBBLE[name](*size, v), HELD[name](*size, v)) for size in SIZES}
+        wrong_bubble = sum(not math.isclose(counted(t)[0], forms[size][0]) for size, t in tables.items())
         wrong_held = sum(
-            counted(t)[1] != HELD[name](p, m, v) or max(in_flight(t)) != v * HELD[name](p, m, v) for p, m, t in tables
+            counted(t)[1] != forms[size][1] or max(in_flight(t)) != v * forms[size][1] for size, t in tables.items()
         )
-        checks.append(equal(f"{name}: of {len(SIZES)} tables, bubbles that are not the formula's", wrong_bubble, 0))
-        checks.append(
-            equal(f"{name}: of {len(SIZES)} tables, activations held that are not the formula's", wrong_held, 0)
-        )
-        for p, m, t in tables:
-            if (p, m) in ((4, 8), (4, 32), (8, 32)):
-                idle, held = counted(t)
-                share = f"{100 * idle / (1 + idle):.1f} %"
-                rows.append([name, str(p), str(m), str(v), str(t.num_ticks), f"{100 * idle:.1f} %", share, f"{held:g}"])
+        checks += [
+            equal(f"{name}: of {len(SIZES)} tables, bubbles that are not the formula's", wrong_bubble, 0),
+            equal(f"{name}: of {len(SIZES)} tables, activations held that are not the formula's", wrong_held, 0),
+        ]
+        for p, m in ((4, 8), (4, 32), (8, 32)):
+            idle, held = counted(tables[p, m])
+            rows.append([name, p, m, v, tables[p, m].num_ticks, 100 * idle, 100 * idle / (1 + idle), held])
+    columns = "schedule | p | m | v | ticks | idle / work {:.1f} % | share of time {:.1f} % | activations held {:g}"
+    return checks, table("schedules", columns, rows)
 
+
+def gradient_checks(broken: str | None) -> list[Check]:
+    """Tables run tick by tick, against one device."""
+    checks = []
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        schedule = make_schedule(name, STAGES, MICROBATCHES)
+        if broken == "early" and name == "zb-h1":
+            schedule = earlier(schedule, 1, Action(Phase.B, 0, 0))
+        dropped = (1, 2) if broken == "dropped" and name == "1f1b" else None
+        step = partial(run_table, schedule, dropped)
+        w, inputs, targets = arrays(schedule)
+        (loss, dw), (expected, expected_dw) = step(w, inputs, targets), one_device(w, inputs, targets)
+        fallen = float(step(w - 1e-3 * dw, inputs, targets)[0]) / float(loss)
+        checks += [
+            holds(f"{name}: the checker accepts the table", error_of(schedule) is None),
+            equal(f"{name}: loss, against one device", float(loss), float(expected), within=1e-12),
+            at_most(f"{name}: error of the gradient, against one device", relative_error(dw, expected_dw), 1e-12),
+            at_most(f"{name}: loss after a step over the one before", fallen, 0.99),
+        ]
+    return checks
+
+
+def slow_stage() -> tuple[list[Check], Table]:
+    checks, rows = [], []
+    for slowest in (1.0, 1.25, 2.0):
+        costs = [Costs()] * (STAGES - 1) + [Costs(slowest, slowest, slowest)]
+        taken = simulate(make_schedule("1f1b", STAGES, 32), costs, waiting="dependencies")
+        expected = with_a_slow_stage(STAGES, 32, slowest)
+        name = f"1f1b, one stage takes {slowest:g} times as long: ticks"
+        checks.append(equal(name, taken.makespan, expected, within=1e-9))
+        rows.append([slowest, taken.makespan, expected, 100 * taken.idle_share])
+    columns = "k of the slowest stage {:g} | ticks, simulated {:g} | 3(mk + p - 1) {:g} | idle share {:.1f} %"
+    return checks, table("slow", columns, rows)
+
+
+def run(broken: str | None) -> Result:
+    mine = parse(MINE)
     with jax.enable_x64(True):
-        for name in ("gpipe", "1f1b", "zb-h1"):
-            schedule = make_schedule(name, STAGES, MICROBATCHES)
-            if broken == "early" and name == "zb-h1":
-                schedule = earlier(schedule, 1, Action(Phase.B, 0, 0))
-            dropped = (1, 2) if broken == "dropped" and name == "1f1b" else None
-            step = jax.jit(partial(run_table, schedule, dropped))
-            w, inputs, targets = arrays(schedule)
-            (loss, dw), (expected, expected_dw) = step(w, inputs, targets), one_device(w, inputs, targets)
-            error = relative_error(dw, expected_dw)
-            checks.append(holds(f"{name}: the checker accepts the table", error_of(schedule) is None))
-            checks.append(equal(f"{name}: loss, against one device", float(loss), float(expected), within=1e-12))
-            checks.append(at_most(f"{name}: error of the gradient, against one device", error, 1e-12))
-            first, trained = float(loss), jnp.asarray(w)
-            for _ in range(10):
-                trained = trained - 1e-3 * step(trained, inputs, targets)[1]
-            fallen = float(step(trained, inputs, targets)[0]) / first
-            checks.append(at_most(f"{name}: loss after ten steps over the first", fallen, 0.9))
-
+        checks = gradient_checks(broken)
+        if broken:
+            return Result(checks)
+        (_, dw), (_, expected_dw) = run_table(mine, None, *arrays(mine)), one_device(*arrays(mine))
+    early = earlier(make_schedule("zb-h1", STAGES, MICROBATCHES), 1, Action(Phase.B, 0, 0))
+    balanced = divide_layers(14, STAGES, last=2)
+    pace = max(*balanced[:-1], balanced[-1] + 2)
+    checks += [
+        refused("the checker refuses a B one tick early", error_of(early), "it needs B of micro-batch 0"),
+        at_most(
+            "a table of our own: error of the gradient, against one device", relative_error(dw, expected_dw), 1e-12
+        ),
+        equal("14 layers and a head that costs 2, balanced: work of the slowest stage", pace, (14 + 2) / STAGES),
+    ]
     volume = MICROBATCHES * ROWS * WIDTH * 8  # a micro-batch is B x D numbers of 8 bytes
     for name, crossings in (("1f1b", 2), ("interleaved", 4), ("zb-v", 4)):
         same, sent = by_the_library(name)
@@ -254,86 +275,26 @@ def run(broken: str | None) -> Result:
         # A stage in the middle sends each micro-batch on once a chunk, and its gradient back once a chunk.
         checks.append(equal(f"{name}: bytes that stage 1 sends", sent[1], crossings * volume, unit="bytes"))
 
-    slow_rows = []
-    for slowest in (1.0, 1.1, 1.25, 1.5, 2.0):
-        table = make_schedule("1f1b", STAGES, 32)
-        costs = slow_costs(STAGES, slowest)
-        taken = simulate(table, costs, waiting="dependencies")
-        expected = with_a_slow_stage(STAGES, 32, slowest)
-        checks.append(
-            equal(f"1f1b, one stage takes {slowest:g} times as long: ticks", taken.makespan, expected, within=1e-9)
-        )
-        slow_rows.append([f"{slowest:g}", f"{taken.makespan:g}", f"{expected:g}", f"{100 * taken.idle_share:.1f} %"])
-    balanced = divide_layers(14, STAGES, last=2)
-    pace = max(*balanced[:-1], balanced[-1] + 2)
-    checks.append(
-        equal("14 layers and a head that costs 2, balanced: work of the slowest stage", pace, (14 + 2) / STAGES)
-    )
-
-    early = earlier(make_schedule("zb-h1", STAGES, MICROBATCHES), 1, Action(Phase.B, 0, 0))
-    checks.append(refused("the checker refuses a B one tick early", error_of(early), "it needs B of micro-batch 0"))
-    mine = parse(MINE)
-    with jax.enable_x64(True):
-        (_, dw), (_, expected_dw) = run_table(mine, None, *arrays(mine)), one_device(*arrays(mine))
-        error = relative_error(dw, expected_dw)
-    checks.append(at_most("a table of our own: error of the gradient, against one device", error, 1e-12))
-    if broken:
-        return Result(checks)
-
-    ms = (4, 8, 16, 32, 64)
-    six = 6 * 4096 * 1 * 34 * 4096 / 2**30  # GiB of six layers of 34 s b h bytes (selective recomputation)
+    (counts, count_rows), (slow, slow_rows) = schedule_checks(), slow_stage()
+    cells = [[s, *[f"{a.phase.name}{a.microbatch}" if (a := row[s]) else "·" for row in mine.table]] for s in range(2)]
+    ticks = " | ".join(str(tick) for tick in range(mine.num_ticks))
+    ms, wide = (4, 8, 16, 32, 64), ("gpipe", "1f1b", "zb-h1")
+    shares = {name: (ms, [100 * idle_share(name, STAGES, m) for m in ms]) for name in CHUNKS if name != "gpipe"}
+    title, label = "Idle share of 4 stages (from the tables)", "simulated, equal costs"
     return Result(
-        checks,
-        tables=[
-            Table(
-                "schedules",
-                ["schedule", "p", "m", "v", "ticks", "idle / work", "share of time", "activations held"],
-                rows,
-            ),
-            Table("slow", ["k of the slowest stage", "ticks, simulated", "3(mk + p - 1)", "idle share"], slow_rows),
-            Table(
-                "mine",
-                ["stage", *[str(tick) for tick in range(mine.num_ticks)]],
-                [
-                    [str(s), *[f"{row[s].phase.name}{row[s].microbatch}" if row[s] else "·" for row in mine.table]]
-                    for s in range(2)
-                ],
-            ),
-        ],
-        pictures={
-            "bubble": partial(
-                drawing.lines,
-                "Idle share of 4 stages (from the tables)",
-                "micro-batches",
-                "% of the step",
-                {name: (ms, [100 * idle_share(name, STAGES, m) for m in ms]) for name in CHUNKS if name != "gpipe"},
-                log_x=True,
-            ),
-            "held": partial(
-                drawing.lines,
-                "Activations on the fullest of 4 stages",
-                "micro-batches",
-                "of a stage, for one micro-batch",
-                {
-                    n: (ms, [counted(make_schedule(n, STAGES, m))[1] for m in ms])
-                    for n in ("gpipe", "interleaved", "1f1b")
-                },
-                log_x=True,
-            ),
-            **{
-                f"{name}-wide": partial(
-                    timeline, make_schedule(name, STAGES, MICROBATCHES), Costs(), "simulated, equal costs"
-                )
-                for name in ("gpipe", "1f1b", "zb-h1")
-            },
+        [*checks, *counts, *slow],
+        [count_rows, slow_rows, table("mine", f"stage | {ticks}", cells)],
+        {
+            "bubble": partial(drawing.lines, title, "micro-batches", "% of the step", shares, log_x=True),
+            **{f"{n}-wide": partial(timeline, make_schedule(n, STAGES, MICROBATCHES), Costs(), label) for n in wide},
         },
-        guesses={
+        {
             "share": 100 * idle_share("1f1b", 4, 8),
             "held": counted(make_schedule("1f1b", 4, 8))[1],
             "needed": next(m for m in range(1, 1000) if BUBBLE["1f1b"](8, m, 1) <= 0.05),
             "saved": 100 * (1 - make_schedule("zb-h1", 8, 32).num_ticks / make_schedule("1f1b", 8, 32).num_ticks),
             "slow": 100 * (with_a_slow_stage(4, 32, 1.25) / with_a_slow_stage(4, 32, 1.0) - 1),
-            "gib": 4 * six,
+            "gib": 4 * 6 * 4096 * 1 * 34 * 4096 / 2**30,  # six layers of 34 s b h bytes (selective recomputation)
         },
     )
 

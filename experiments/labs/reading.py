@@ -9,14 +9,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
+from jaxdist.mesh import MeshShape, make_abstract_mesh
 from jaxdist.parallel import all_gather, all_reduce, enter, leave, varying
 from jaxdist.plan.proof.trace import collectives_of
-from jaxdist.runtime.devices import acquire_devices
-from jaxdist.train.program import build_program
 
 from . import drawing
-from .lab import Lab, Result, Table, at_most, equal, holds
+from .exchanges import on_mesh, relative_error, traced
+from .lab import Lab, Result, at_most, equal, holds, table
 from .tools import small_run
 
 RANKS, B, T, D, F, LAYERS = 4, 2, 8, 16, 32, 4
@@ -74,8 +73,7 @@ def enter_without_sum(x):
 
 
 enter_without_sum.defvjp(
-    lambda x: (varying(x, "tp"), None),
-    lambda _, dx: (all_reduce(jnp.where(lax.axis_index("tp") == 0, dx, 0), "tp"),),
+    lambda x: (varying(x, "tp"), None), lambda _, dx: (all_reduce(jnp.where(lax.axis_index("tp") == 0, dx, 0), "tp"),)
 )
 
 
@@ -91,22 +89,18 @@ def mlp_errors(broken: str | None) -> tuple[float, float]:
         h = enter_without_sum(x) if broken == "input-gradient" else enter(x, False)
         return leave(jax.nn.gelu(h @ up) @ down, False)
 
-    mesh = make_mesh(TP, acquire_devices(RANKS, "cpu").devices[:RANKS])
     specs = (P(), P(None, "tp"), P("tp"))
-    sharded = jax.shard_map(column_then_row, mesh=mesh, in_specs=specs, out_specs=P())
+    sharded = on_mesh(str(TP), column_then_row, specs, P())
 
     def plain(x, up, down):
         return jax.nn.gelu(x @ up) @ down
 
-    def error(ours, theirs):
-        return float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
-
     def input_gradient(f):
-        return jax.jit(jax.grad(lambda x: (f(x, up, down) ** 2).sum()))(x)
+        return jax.grad(lambda x: (f(x, up, down) ** 2).sum())(x)
 
     return (
-        error(jax.jit(sharded)(x, up, down), plain(x, up, down)),
-        error(input_gradient(sharded), input_gradient(plain)),
+        relative_error(sharded(x, up, down), plain(x, up, down)),
+        relative_error(input_gradient(sharded), input_gradient(plain)),
     )
 
 
@@ -157,20 +151,17 @@ def prefetch_error(prefetch: bool) -> float:
     """Relative error of the loop's result against whole weights."""
     rng = np.random.default_rng(1)
     weights, x = jnp.asarray(rng.standard_normal((LAYERS, D, D))), jnp.asarray(rng.standard_normal((B * RANKS, D)))
-    mesh = make_mesh(MeshShape(dp=RANKS), acquire_devices(RANKS, "cpu").devices[:RANKS])
     function = partial(layers_of_shards, prefetch=prefetch)
-    run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(P(None, "dp"), P("dp")), out_specs=P("dp")))
+    run = on_mesh(f"dp={RANKS}", function, (P(None, "dp"), P("dp")), P("dp"))
     expected = x
     for w in weights:
         expected = jnp.tanh(expected @ w)
-    return float(jnp.linalg.norm(run(weights, x) - expected) / jnp.linalg.norm(expected))
+    return relative_error(run(weights, x), expected)
 
 
 def gathers_of_layers(**settings) -> tuple[int, int]:
     """(all-gathers, reduce-scatters) of whole layers in a step of ours, ZeRO-3 on dp=4."""
-    config = small_run(f"dp={RANKS}", zero=3, **settings)
-    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
-    found = program.collectives_of(program.step.trace(program.abstract_state(), program.abstract_batch()))
+    _, found = traced(small_run(f"dp={RANKS}", zero=3, **settings))
     per_layer = max(c.full_bytes for c in found if c.kind == "all_gather")
     return tuple(
         sum(c.count for c in found if c.kind == kind and c.full_bytes == per_layer)
@@ -206,38 +197,31 @@ def run(broken: str | None) -> Result:
     for name, (_, expected) in variants.items():
         checks.append(equal(f"gathers of {LAYERS} layers, {name}", counted[name][0], expected))
         checks.append(equal(f"scatters of {LAYERS} layers, {name}", counted[name][1], LAYERS))
+    gathers = [[name, *each] for name, each in counted.items()]
     return Result(
         checks,
-        tables=[
-            Table("operators", ["Megatron-LM", "ours", "forward sends", "backward sends"], rows),
-            Table(
-                "gathers",
-                ["FSDP, and ours with ZeRO-3", "all-gathers of weights", "reduce-scatters of gradients"],
-                [[name, str(gathers), str(scatters)] for name, (gathers, scatters) in counted.items()],
+        [
+            table("operators", "Megatron-LM | ours | forward sends | backward sends", rows),
+            table(
+                "gathers", "FSDP, and ours with ZeRO-3 | all-gathers of weights | reduce-scatters of gradients", gathers
             ),
         ],
-        pictures={"prefetch": prefetch_picture},
-        guesses={"layer": 4, "gathers": 160, "accumulated": 8 * 160, "resident": 2},
+        {"prefetch": prefetch_picture},
+        {"layer": 4, "gathers": 160, "accumulated": 8 * 160, "resident": 2},
     )
 
 
 def prefetch_picture():
-    """Two streams over time: gathers on the upper, compute on the lower, without and with prefetch."""
-    figure, axes = drawing.blank("Modelled: a gather takes 0.6 of a layer", "time, in layers of compute", "")
-    gather, names = 0.6, ("gather", "compute", "gather ", "compute ")
-    for layer in range(LAYERS):
-        late = layer * (1 + gather)
-        early = max(0.0, gather + layer - 1) if layer else 0.0
-        spans = [(late, gather), (late + gather, 1), (early, gather), (gather + layer, 1)]
-        for row, (start, width) in enumerate(spans):
-            axes.barh(row, width, left=start, color=drawing.COLOURS[1 - row % 2], edgecolor="white", height=0.7)
-            axes.text(start + width / 2, row, str(layer), ha="center", va="center", color="white", size=9)
-    axes.set_yticks(range(4), names)
-    axes.invert_yaxis()
-    axes.axhline(1.5, color="#787882", linewidth=0.8)
-    axes.text(LAYERS * (1 + gather), 2.0, "prefetched", ha="right", va="center", size=9)
-    axes.grid(axis="y", visible=False)
-    return figure
+    """Two streams over time: gathers and compute, without and with prefetch."""
+    gather, layers = 0.6, range(LAYERS)
+    late, early = [n * (1 + gather) for n in layers], [max(0.0, gather + n - 1) if n else 0.0 for n in layers]
+    rows = [
+        ("gather", [(late[n], late[n] + gather, str(n), 1) for n in layers]),
+        ("compute", [(late[n] + gather, late[n] + gather + 1, str(n), 0) for n in layers]),
+        ("prefetch", [(early[n], early[n] + gather, str(n), 1) for n in layers]),
+        ("compute", [(gather + n, gather + n + 1, str(n), 0) for n in layers]),
+    ]
+    return drawing.timeline("Modelled: a gather takes 0.6 of a layer", "time, in layers of compute", rows)
 
 
 LAB = Lab(

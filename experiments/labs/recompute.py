@@ -12,13 +12,13 @@ import jaxdist
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_abstract_mesh
 from jaxdist.models.presets import PRESETS
-from jaxdist.plan.program_memory import TERMS
 from jaxdist.plan.proof.trace import equations
 from jaxdist.train.program import build_program
 
 from . import drawing
-from .lab import Lab, Result, Table, at_most, equal, holds
-from .tools import compiled_levels, gb, mib, planned_bytes, small_run
+from .exchanges import relative_error
+from .lab import Check, Lab, Result, Table, at_most, equal, holds, table
+from .tools import compiled_levels, planned_bytes, small_run
 
 LAYERS, ROWS, WIDTH, HIDDEN = 64, 2048, 32, 128
 INPUT = ROWS * WIDTH * 4  # bytes of a layer's input, x
@@ -159,97 +159,75 @@ def cheapest_that_fits(bytes_of: dict[str, float], budget: float) -> str:
 # --------------------------------------------------------------------------------------------------------------- run
 
 
-def run(broken: str | None) -> Result:
-    checks, stack_rows = [], []
-    saved = broken == "saved"
+ERROR = "error of the gradient, against none"
+
+
+def stack_checks(saved: bool) -> tuple[list[Check], Table]:
+    checks, rows = [], []
     _, none_bytes, none_grads = stack_program(0)
     for every in (0, *GROUPS):
         flops, temporaries, grads = stack_program(every, saved and every > 0)
-        name = f"groups of {every}" if every else "none"
-        formula = predicted_temporaries(every)
+        name, formula = f"groups of {every}" if every else "none", predicted_temporaries(every)
         checks.append(equal(f"stack, {name}: FLOPs over those of a forward", flops, 4 if every else 3))
         checks.append(equal(f"stack, {name}: temporaries", temporaries / 2**20, formula / 2**20, 0.15, "MiB"))
-        if every:
-            error = difference(grads, none_grads)
-            checks.append(at_most(f"stack, {name}: error of the gradient, against none", error, 1e-5))
-        stack_rows.append([name, f"{flops:g}", mib(formula), mib(temporaries), f"{none_bytes / temporaries:.1f}"])
+        checks.append(at_most(f"stack, {name}: {ERROR}", relative_error(grads, none_grads), 1e-5))
+        rows.append([name, flops, formula / 2**20, temporaries / 2**20, none_bytes / temporaries])
+    columns = "FLOPs, in forwards {:g} | formula, MiB {:,.1f} | compiled, MiB {:,.1f} | times less than none {:.1f}"
+    return checks, table("stack", f"recomputed | {columns}", rows)
 
+
+def step_checks() -> tuple[list[Check], list[Table]]:
+    checks, rows, peaks, plans = [], [], {}, {}
+    for remat in REMATS:
+        config = small_run(model=SMALL, remat=remat)
+        flops, terms = step_flops(config), planned_bytes(config)
+        plans[remat], peaks[remat] = sum(terms.values()) / 2**20, compiled_levels(config).compiled.peak / 2**20
+        checks += [
+            equal(f"our step, --remat {remat}: FLOPs of a token", flops, expected_flops(remat)),
+            equal(f"our step, --remat {remat}: planned peak", plans[remat], peaks[remat], 0.1, "MiB"),
+        ]
+        rows.append([remat, terms["activations"] / 2**20, plans[remat], peaks[remat], flops / expected_flops("none")])
+    chosen = [(b, cheapest_that_fits(plans, b), cheapest_that_fits(peaks, b)) for b in BUDGETS]
+    checks.append(holds("planned and compiled peaks choose the same", all(a == b for _, a, b in chosen)))
+    columns = "activations, MiB {:,.1f} | planned peak, MiB {:,.1f} | compiled peak, MiB {:,.1f}"
+    return checks, [
+        table("step", f"--remat | {columns} | FLOPs over those of none {{:.3f}}", rows),
+        table("budgets", "budget, MiB | chosen by planned peaks | chosen by compiled peaks", chosen),
+    ]
+
+
+def run(broken: str | None) -> Result:
+    checks, stack_table = stack_checks(broken == "saved")
     (loss, grads), (kept_loss, kept_grads) = by_hand(1000 * (broken == "redrawn")), by_hand(None)
     checks += [
         equal("stack with dropout: loss with recomputation, against none", loss[0], kept_loss[0], within=1e-6),
         at_most("stack with dropout: loss after four steps over the first", loss[-1] / loss[0], 0.95),
-        at_most("stack with dropout: error of the gradient, against none", difference(grads, kept_grads), 1e-5),
-        holds(
-            "our step with dropout, --remat block: every leaf is that of one device that keeps everything",
-            library_agrees(),
-        ),
+        at_most(f"stack with dropout: {ERROR}", relative_error(grads, kept_grads), 1e-5),
     ]
-
-    peaks, plans, rows = {}, {}, []
-    for remat in REMATS:
-        config = small_run(model=SMALL, remat=remat)
-        flops, peaks[remat] = step_flops(config), compiled_levels(config).compiled.peak
-        terms = planned_bytes(config)
-        plans[remat] = sum(terms.values())
-        checks.append(equal(f"our step, --remat {remat}: FLOPs of a token", flops, expected_flops(remat)))
-        checks.append(
-            equal(f"our step, --remat {remat}: planned peak", plans[remat] / 2**20, peaks[remat] / 2**20, 0.1, "MiB")
-        )
-        again = f"{flops / expected_flops('none'):.3f}"
-        rows.append([remat, mib(terms["activations"]), mib(plans[remat]), mib(peaks[remat]), again])
-    chosen = [(b, cheapest_that_fits(plans, b * 2**20), cheapest_that_fits(peaks, b * 2**20)) for b in BUDGETS]
-    checks.append(holds("planned and compiled peaks choose the same", all(a == b for _, a, b in chosen)))
     if broken:
         return Result(checks)
-
-    real = real_bytes()
-    best = min((2**e for e in range(7)), key=predicted_temporaries)
-    layer_24 = 24 * 4096 * 4096 * 2 / 2**30
+    model = dataclasses.replace(PRESETS["proof"], num_layers=2, dropout=0.1)
+    report = jaxdist.verify(model, remat="block", batch_size=4, steps=1, device="cpu")
+    name = "our step with dropout, --remat block: every leaf is that of one device that keeps everything"
+    of_step, step_tables = step_checks()
+    real = [
+        [f"{name}, {mesh}, batch {rows}", *[planned_gb(PRESETS[name], mesh, rows, remat) for remat in REMATS[:3]]]
+        for name, mesh, rows in REAL
+    ]
+    columns = " | ".join(f"{remat} {{:,.1f}}" for remat in REMATS[:3])
+    guesses = {
+        "flops": 100 / 3,
+        "best": min((2**e for e in range(7)), key=predicted_temporaries),
+        "sqrt": min(100 / k + k for k in range(1, 101)),
+        "block": 24 * 4096 * 4096 * 2 / 2**30,
+        "last": 100 * (expected_flops("block") / expected_flops("none") - 1),
+    }
     return Result(
-        checks,
-        tables=[
-            Table(
-                "stack",
-                ["recomputed", "FLOPs, in forwards", "formula, MiB", "compiled, MiB", "times less than none"],
-                stack_rows,
-            ),
-            Table(
-                "step",
-                [
-                    "--remat",
-                    "activations, MiB",
-                    "planned peak, MiB",
-                    "compiled peak, MiB",
-                    "FLOPs over those of none",
-                ],
-                rows,
-            ),
-            Table(
-                "budgets",
-                ["budget, MiB", "chosen by planned peaks", "chosen by compiled peaks"],
-                [[str(b), p, c] for b, p, c in chosen],
-            ),
-            Table(
-                "real",
-                ["planned peak, GB a device", *REMATS[:3]],
-                [[name, *[gb(total) for total in totals]] for name, totals in real.items()],
-            ),
-        ],
-        pictures={"groups": draw_groups},
-        guesses={
-            "flops": 100 / 3,
-            "best": best,
-            "sqrt": min(100 / k + k for k in range(1, 101)),
-            "block": layer_24,
-            "last": 100 * (expected_flops("block") / expected_flops("none") - 1),
-        },
+        [*checks, holds(name, report.ok), *of_step],
+        [stack_table, *step_tables, table("real", f"planned peak, GB a device | {columns}", real)],
+        {"groups": draw_groups},
+        guesses,
     )
-
-
-def difference(found, expected) -> float:
-    """The worst leaf's relative error."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return max(float(np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(b)) for a, b in pairs)
 
 
 @cache
@@ -271,42 +249,19 @@ def by_hand(shift: int | None) -> tuple[list[float], object]:
     return losses, first
 
 
-@cache
-def library_agrees() -> bool:
-    """--remat block with dropout, against one device without recomputation, leaf by leaf."""
-    model = dataclasses.replace(PRESETS["proof"], num_layers=2, dropout=0.1)
-    return jaxdist.verify(model, remat="block", batch_size=4, steps=1, device="cpu").ok
-
-
-def real_bytes() -> dict[str, list[float]]:
-    return {
-        f"{name}, {mesh}, batch {rows}": [
-            sum(
-                planned_bytes(small_run(mesh, PRESETS[name], rows, dtype="bfloat16", remat=remat, sp=True))[term]
-                for term in TERMS
-            )
-            for remat in REMATS[:3]
-        ]
-        for name, mesh, rows in REAL
-    }
+def planned_gb(model, mesh: str, rows: int, remat: str) -> float:
+    return sum(planned_bytes(small_run(mesh, model, rows, dtype="bfloat16", remat=remat, sp=True)).values()) / 1e9
 
 
 def draw_groups():
-    ks = [2**e for e in range(7)]
-    figure = drawing.lines(
-        "64 layers: temporaries of the gradient",
-        "layers recomputed together",
-        "MiB",
-        {
-            "formula": (ks, [predicted_temporaries(k) / 2**20 for k in ks]),
-            "compiled for a CPU": (GROUPS, [stack_program(k)[1] / 2**20 for k in GROUPS]),
-        },
-        log_x=True,
-    )
-    figure.axes[0].axhline(stack_program(0)[1] / 2**20, color="#787882", linestyle="--", linewidth=1)
-    figure.axes[0].text(1, stack_program(0)[1] / 2**20 - 9, "nothing recomputed", color="#787882")
-    figure.axes[0].legend(loc="center left")
-    return figure
+    ks, none = [2**e for e in range(7)], stack_program(0)[1] / 2**20
+    curves = {
+        "formula": (ks, [predicted_temporaries(k) / 2**20 for k in ks]),
+        "compiled for a CPU": (GROUPS, [stack_program(k)[1] / 2**20 for k in GROUPS]),
+        "nothing recomputed": ([1, 64], [none, none]),
+    }
+    title, x = "64 layers: temporaries of the gradient", "layers recomputed together"
+    return drawing.lines(title, x, "MiB", curves, log_x=True)
 
 
 LAB = Lab(
@@ -315,7 +270,7 @@ LAB = Lab(
     question="How much memory does running forward again in backward save, for how many FLOPs, and what must stay?",
     run=run,
     breaks={
-        "redrawn": {"stack with dropout: error of the gradient, against none"},
+        "redrawn": {f"stack with dropout: {ERROR}"},
         "saved": {f"stack, groups of {k}: FLOPs over those of a forward" for k in GROUPS}
         | {f"stack, groups of {k}: temporaries" for k in GROUPS if k != LAYERS},
     },

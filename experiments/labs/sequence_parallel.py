@@ -11,34 +11,26 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import PrecisionConfig
-from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh import parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_reduce, enter, gather_matmul, leave, rank, varying
 from jaxdist.parallel.dropout import dropout
 from jaxdist.plan.papers.formulas import ModelShape, layer_activation_bytes
 from jaxdist.plan.parts import OneRank, layer_memory, rows_to_trace
-from jaxdist.plan.proof.trace import collectives_of
-from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
-from .exchanges import traced
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds
+from .exchanges import accepted, on_mesh, relative_error, sent_over, spread, traced
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds, table
 from .tools import small_run
 
 # ------------------------------------------------------------------------------------------- two layers, by hand
 
 TP = 4
 B, T, D, F, LAYERS = 2, 16, 32, 64, 2
-MESH = parse_mesh(f"tp={TP}")
+MESH = f"tp={TP}"
 MATRICES = {"up": P(None, "tp"), "down": P("tp")}  # their gradients are whole on the rank that has the part
 SMALL = ("scale", "bias")  # every rank has them, for its own tokens
-
-
-def on_tp(body, in_specs, out_specs):
-    """A function of global arrays, run by TP ranks of `tp`."""
-    mesh = make_mesh(MESH, acquire_devices(TP, "cpu").devices[:TP])
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
 def layer(p, x, key, sp: bool, same_masks: bool = False):
@@ -70,15 +62,22 @@ def gradients(layers, x, y, sums: bool = True, same_masks: bool = False):
     return all_reduce(value, "tp"), grads
 
 
+ONE, BETWEEN, TYPES = (
+    f"by hand: scales and biases: {what}"
+    for what in (
+        "error of gradients, rank 0",
+        "largest difference of gradients between ranks",
+        "JAX takes gradients for equal on all ranks",
+    )
+)
+VALUE, OF_MATRICES = "by hand: the loss with sp against plain tp", "by hand: error of the matrices' gradients"
+
+
 def by_hand(broken: str | None) -> list[Check]:
     rng = np.random.default_rng(0)
+    shapes = {"up": (D, F), "down": (F, D), "scale": (D,), "bias": (D,)}
     layers = [
-        {
-            "up": rng.standard_normal((D, F)) / math.sqrt(D),
-            "down": rng.standard_normal((F, D)) / math.sqrt(F),
-            "scale": 1 + 0.2 * rng.standard_normal(D),
-            "bias": 0.1 * rng.standard_normal(D),
-        }
+        {name: rng.standard_normal(shape) / math.sqrt(shape[0]) for name, shape in shapes.items()}
         for _ in range(LAYERS)
     ]
     x, y = rng.standard_normal((2, B, T, D))
@@ -87,19 +86,8 @@ def by_hand(broken: str | None) -> list[Check]:
     def of_each_rank(layers, x, y):
         """The gradients that every rank should have alike, from each."""
         value, grads = made(layers, x, y)
-        own = {name: [varying(g[name], "tp")[None] for g in grads] for name in SMALL}
-        return value, own, {name: [g[name] for g in grads] for name in MATRICES}
-
-    whole = [dict.fromkeys(SMALL, P()) | MATRICES] * LAYERS
-    out = (
-        P(),
-        {name: [P("tp")] * LAYERS for name in SMALL},
-        {name: [spec] * LAYERS for name, spec in MATRICES.items()},
-    )
-    tokens = P(None, "tp")
-    value, small, matrices = on_tp(of_each_rank, (whole, tokens, tokens), out)(layers, x, y)
-    alone = on_tp(jax.value_and_grad(partial(loss, sp=False)), (whole, P(), P()), (P(), whole))
-    expected, wanted = alone(layers, x, y)
+        own = [{name: varying(g[name], "tp")[None] for name in SMALL} for g in grads]
+        return value, own, [{name: g[name] for name in MATRICES} for g in grads]
 
     def train(layers, x, y):
         def step(layers, _):
@@ -108,54 +96,30 @@ def by_hand(broken: str | None) -> list[Check]:
 
         return lax.scan(step, cast(layers), length=30)[1]
 
-    losses = np.asarray(on_tp(train, (whole, tokens, tokens), P())(layers, x, y))
-
-    def error(found, wanted):
-        return float(jnp.abs(found - wanted).max() / jnp.abs(wanted).max())
-
-    small = {name: [np.asarray(g) for g in found] for name, found in small.items()}
-    plain = on_tp(partial(loss, sp=False), (whole, P(), P()), P())
-    split = on_tp(lambda *args: all_reduce(loss(*args, sp=True), "tp"), (whole, tokens, tokens), P())
-    sent = {name: forward_bytes(run, layers, x, y) for name, run in (("tp", plain), ("sp", split))}
+    whole, tokens, args = [dict.fromkeys(SMALL, P()) | MATRICES] * LAYERS, P(None, "tp"), (layers, x, y)
+    specs, plain_specs = (whole, tokens, tokens), (whole, P(), P())
+    out = (P(), [dict.fromkeys(SMALL, P("tp"))] * LAYERS, [MATRICES] * LAYERS)
+    value, small, matrices = on_mesh(MESH, of_each_rank, specs, out)(*args)
+    plain = partial(loss, sp=False)
+    expected, wanted = on_mesh(MESH, jax.value_and_grad(plain), plain_specs, (P(), whole))(*args)
+    of_matrices, of_small = ([{name: g[name] for name in names} for g in wanted] for names in (MATRICES, SMALL))
+    losses = np.asarray(on_mesh(MESH, train, specs, P())(*args))
+    split = on_mesh(MESH, lambda *args: all_reduce(loss(*args, sp=True), "tp"), specs, P())
+    ratio = forward_bytes(split, *args) / forward_bytes(on_mesh(MESH, plain, plain_specs, P()), *args)
     return [
-        equal("by hand: the loss with sp against plain tp", float(value), float(expected), within=1e-12),
-        at_most(
-            "by hand: error of the matrices' gradients",
-            max(error(matrices[name][at], wanted[at][name]) for name in MATRICES for at in range(LAYERS)),
-            1e-11,
-        ),
-        at_most(
-            "by hand: scales and biases: error of gradients, rank 0",
-            max(error(small[name][at][0], wanted[at][name]) for name in SMALL for at in range(LAYERS)),
-            1e-11,
-        ),
-        at_most(
-            "by hand: scales and biases: largest difference of gradients between ranks",
-            max(float(np.ptp(small[name][at], axis=0).max()) for name in SMALL for at in range(LAYERS)),
-            1e-12,
-        ),
-        holds(
-            "by hand: scales and biases: JAX takes gradients for equal on all ranks",
-            typed_equal(made, whole, layers, x, y),
-        ),
-        equal("by hand: bytes sent forward, sp over plain tp", sent["sp"] / sent["tp"], 1),
+        equal(VALUE, float(value), float(expected), within=1e-12),
+        at_most(OF_MATRICES, relative_error(matrices, of_matrices), 1e-11),
+        at_most(ONE, relative_error(jax.tree.map(lambda g: g[0], small), of_small), 1e-11),
+        at_most(BETWEEN, spread(small), 1e-12),
+        holds(TYPES, accepted(on_mesh(MESH, made, specs, (P(), whole)), *args)),
+        equal("by hand: bytes sent forward, sp over plain tp", ratio, 1),
         at_least("by hand: loss of the first step over that of step 30", float(losses[0] / losses[-1]), 1.3),
     ]
 
 
 def forward_bytes(run, *args) -> int:
-    """Of what is large: the loss is a number."""
-    return sum(c.sent_bytes(MESH) for c in collectives_of(run.trace(*args).jaxpr, MESH) if c.full_bytes > 8)
-
-
-def typed_equal(made, specs, *args) -> bool:
-    """Whether `shard_map` lets gradients leave as the parameters came."""
-    tokens = P(None, "tp")
-    try:
-        on_tp(made, (specs, tokens, tokens), (P(), specs)).trace(*args)
-    except ValueError:
-        return False
-    return True
+    """Large messages only: the loss is a number."""
+    return sum(c.sent_bytes(parse_mesh(MESH)) for c in sent_over(run, MESH, *args) if c.full_bytes > 8)
 
 
 def ring_checks() -> list[Check]:
@@ -163,11 +127,11 @@ def ring_checks() -> list[Check]:
     rng = np.random.default_rng(3)
     x, w = rng.standard_normal((B, T, D)), rng.standard_normal((D, F))
     specs = (P(None, "tp"), P(None, "tp")), P(None, None, "tp")
-    ring, plain = on_tp(gather_matmul, *specs), on_tp(lambda x, w: enter(x, sp=True) @ w, *specs)
-    error = np.abs(np.asarray(ring(x, w)) - np.asarray(plain(x, w))).max()
+    ring, plain = on_mesh(MESH, gather_matmul, *specs), on_mesh(MESH, lambda x, w: enter(x, sp=True) @ w, *specs)
+    ratio = forward_bytes(ring, x, w) / forward_bytes(plain, x, w)
     return [
-        at_most("ring matmul: largest difference from gather, then multiply", error, 1e-12),
-        equal("ring matmul: bytes over those of the gather", forward_bytes(ring, x, w) / forward_bytes(plain, x, w), 1),
+        at_most("ring matmul: error, against gather, then multiply", relative_error(ring(x, w), plain(x, w)), 1e-12),
+        equal("ring matmul: bytes over those of the gather", ratio, 1),
     ]
 
 
@@ -213,8 +177,8 @@ def our_form(t: int, sp: bool) -> float:
     return (4 * d + 16) / (t if sp else 1) + gathered + (16 * d + 8 * a) / t
 
 
-def activations() -> tuple[list[Check], list[list[str]], list[list[str]]]:
-    checks, paper_rows, our_rows = [], [], []
+def paper_table() -> tuple[list[Check], Table]:
+    checks, rows = [], []
     for name, ((t, sp, scores), published) in PAPER.items():
         parts = paper(t, sp, scores)
         total, remat = sum(parts.values()), "none" if scores else "selective"
@@ -223,17 +187,23 @@ def activations() -> tuple[list[Check], list[list[str]], list[list[str]]]:
             equal(f"GPT-3, {name}: the library's form, bytes", float(library), total, within=1e-12),
             equal(f"GPT-3, {name}: as published", round(total / GIB, 2), published, unit="GiB"),
         ]
-        paper_rows.append([name, *[f"{part / GIB:.3f}" for part in parts.values()], f"{total / GIB:.2f}"])
+        rows.append([name, *[part / GIB for part in parts.values()], total / GIB])
+    columns = "GiB a layer | " + " | ".join(f"{part} {{:.3f}}" for part in paper(1, False, True)) + " | total {:.2f}"
+    return checks, table("gpt3", columns, rows)
+
+
+def our_table() -> tuple[list[Check], Table]:
+    checks, rows = [], []
     for t in (1, 2, 4, 8):
-        row = [str(t)]
+        cells = []
         for sp in (False, True):
             checks.append(equal(f"our layer, tp={t}{', sp' * sp}: bytes a token kept", ours(t, sp), our_form(t, sp)))
             theirs = (8 / (t if sp else 1) + 24 / t) * SMALL_GPT.width  # without its two masks
-            row += [f"{theirs:,.0f}", f"{ours(t, sp):,.0f}", f"{ours(t, sp, whole_layer=True):,.0f}"]
-        again = ours(t, False, whole_layer=True) / ours(t, True, whole_layer=True)
-        checks.append(equal(f"our layer recomputed, tp={t}: kept without sp over with it", again, t))
-        our_rows.append(row)
-    return checks, paper_rows, our_rows
+            cells += [theirs, ours(t, sp), ours(t, sp, whole_layer=True)]
+        checks.append(equal(f"our layer recomputed, tp={t}: kept without sp over with it", cells[2] / cells[5], t))
+        rows.append([t, *cells])
+    columns = " | ".join(f"{name}{sp} {{:,.0f}}" for sp in ("", ", sp") for name in ("paper", "ours", "recomputed"))
+    return checks, table("ours", f"tp | {columns}", rows)
 
 
 # ------------------------------------------------------------------------------------------- our step
@@ -241,29 +211,28 @@ def activations() -> tuple[list[Check], list[list[str]], list[list[str]]]:
 MODEL = dataclasses.replace(PRESETS["proof"], width=256, ffn_width=1024)
 
 
-def our_step() -> tuple[list[Check], list[list[str]]]:
+def our_step() -> tuple[list[Check], Table]:
     """Messages over tp of a step with and without sp: eight sequences, fp32."""
     message = 8 * MODEL.seq_len * MODEL.width * 4
-    rows, bytes_of = [], {}
+    rows = []
     for name, sp in (("tp=8", False), ("tp=8, sp", True)):
         config = small_run("tp=8", MODEL, sp=sp)
         found = [c for c in traced(config)[1] if c.axes == ("tp",)]
         large = [c for c in found if c.full_bytes == message]
-        bytes_of[name] = sum(c.sent_bytes(config.parallel.mesh) for c in large)
-        shared = [c for c in found if c.full_bytes > 4096 and c.full_bytes != message]
-        kinds = {
-            kind: sum(c.count for c in large if c.kind == kind)
-            for kind in ("all_reduce", "all_gather", "reduce_scatter")
-        }
-        rows.append([name, *map(str, kinds.values()), f"{bytes_of[name]:,}", f"{sum(c.full_bytes for c in shared):,}"])
+        gradients = sum(c.full_bytes for c in found if c.full_bytes > 4096 and c.full_bytes != message)
+        kinds = [
+            sum(c.count for c in large if c.kind == kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")
+        ]
+        rows.append([name, *kinds, sum(c.sent_bytes(config.parallel.mesh) for c in large), gradients])
     d, layers = MODEL.width, MODEL.num_layers
     owed = 4 * (layers * 6 * d + 2 * d + MODEL.seq_len * d)  # norms and biases of layers, the last norm, positions
     checks = [
-        equal("our step: bytes of activations over tp, sp over plain", bytes_of["tp=8, sp"] / bytes_of["tp=8"], 1),
-        equal("our step with sp: bytes of gradients to be summed over tp", float(rows[1][-1].replace(",", "")), owed),
-        equal("our step without sp: bytes of gradients to be summed over tp", float(rows[0][-1].replace(",", "")), 0),
+        equal("our step: bytes of activations over tp, sp over plain", rows[1][-2] / rows[0][-2], 1),
+        equal("our step with sp: bytes of gradients to be summed over tp", rows[1][-1], owed),
+        equal("our step without sp: bytes of gradients to be summed over tp", rows[0][-1], 0),
     ]
-    return checks, rows
+    columns = "run | all-reduces | all-gathers | reduce-scatters | bytes sent {:,} | gradients to sum, bytes {:,}"
+    return checks, table("step", columns, rows)
 
 
 # ------------------------------------------------------------------------------------------- the lab
@@ -275,22 +244,8 @@ def run(broken: str | None) -> Result:
         if broken:
             return Result(checks)
         checks += ring_checks()
-    byte_checks, paper_rows, our_rows = activations()
-    step_checks, step_rows = our_step()
-    return Result(
-        [*checks, *byte_checks, *step_checks],
-        tables=[
-            Table("gpt3", ["GiB a layer", *paper(1, False, True), "total"], paper_rows),
-            Table(
-                "step",
-                ["run", "all-reduces", "all-gathers", "reduce-scatters", "bytes sent", "gradients to sum, bytes"],
-                step_rows,
-            ),
-            Table("ours", ["tp", "paper", "ours", "recomputed", "paper, sp", "ours, sp", "recomputed, sp"], our_rows),
-        ],
-        pictures={"gpt3": draw_gpt3, "ours": draw_ours},
-        guesses=guesses(),
-    )
+    (published, gpt3), (kept, ours), (sent, step) = paper_table(), our_table(), our_step()
+    return Result([*checks, *published, *kept, *sent], [gpt3, step, ours], {"gpt3": draw_gpt3}, guesses())
 
 
 def draw_gpt3():
@@ -299,34 +254,17 @@ def draw_gpt3():
     return drawing.stacks("Kept by one GPT-3 layer, 8 ranks (formula)", "GiB", list(cases), parts)
 
 
-def draw_ours():
-    sizes = (1, 2, 4, 8)
-    d = SMALL_GPT.width
-    curves = {
-        "paper, tp": (sizes, [8 + 24 / t for t in sizes]),
-        "paper, sp": (sizes, [32 / t for t in sizes]),
-        "ours, tp": (sizes, [ours(t, False) / d for t in sizes]),
-        "ours, sp": (sizes, [ours(t, True) / d for t in sizes]),
-    }
-    return drawing.lines("Kept by a layer (ours: traced)", "tp", "bytes a token / width", curves, log_x=True)
-
-
 def guesses() -> dict[str, float]:
     whole = paper(8, False, True)
-    long = 34 * 8192 * 8192 / 8 * 80 / 1e9
     return {
         "share": 100 * whole["whole on every rank"] / sum(whole.values()),
         "bytes": 1,
-        "long": long,
+        "long": 34 * 8192 * 8192 / 8 * 80 / 1e9,
         "without": (10 + 24 / 8) * 8192 * 8192 * 80 / 1e9,
         "limit": 4 * 1024 + 16,
     }
 
 
-ONE, BETWEEN = (
-    "by hand: scales and biases: error of gradients, rank 0",
-    "by hand: scales and biases: largest difference of gradients between ranks",
-)
 LAB = Lab(
     name="sequence-parallel",
     title="Sequence parallelism",
@@ -334,7 +272,7 @@ LAB = Lab(
     run=run,
     devices=8,
     breaks={
-        "norms": {ONE, BETWEEN, "by hand: scales and biases: JAX takes gradients for equal on all ranks"},
-        "masks": {"by hand: the loss with sp against plain tp", "by hand: error of the matrices' gradients", ONE},
+        "norms": {ONE, BETWEEN, TYPES},
+        "masks": {VALUE, OF_MATRICES, ONE},
     },
 )

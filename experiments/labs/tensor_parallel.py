@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -11,36 +10,25 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_gather, all_reduce, enter, leave, rank, varying, vocab_parallel_cross_entropy
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.proof.trace import collectives_of
-from jaxdist.runtime.devices import acquire_devices
+from jaxdist.plan.proof.trace import total_sent
 
 from . import drawing
-from .exchanges import traced
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds
+from .exchanges import on_mesh, relative_error, sent_over, traced
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds, table
 from .tools import small_run
 
 TP = 4
+MESH = f"tp={TP}"
 B, T, D, HEADS, H, F, LAYERS = 2, 6, 32, 8, 4, 64, 2  # F is of the MLP
 
 
-def on_tp(body: Callable, in_specs, out_specs) -> Callable:
-    """A function of global arrays, run by TP ranks of `tp`."""
-    mesh = make_mesh(parse_mesh(f"tp={TP}"), acquire_devices(TP, "cpu").devices[:TP])
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
-
-
-def sent(run: Callable, *args) -> list:
-    """The collectives of a jitted program over tp."""
-    return collectives_of(run.trace(*args).jaxpr, parse_mesh(f"tp={TP}"))
-
-
-def bytes_of(found: list) -> int:
-    return sum(each.sent_bytes(parse_mesh(f"tp={TP}")) for each in found)
+def bytes_sent(run, *args) -> int:
+    return total_sent(sent_over(run, MESH, *args), parse_mesh(MESH))
 
 
 # ------------------------------------------------------------------------------------------- a transformer, by hand
@@ -86,6 +74,13 @@ enter_without_sum.defvjp(
 )
 
 
+ALL = "by hand: error of all gradients"
+LAST = "by hand: error of the last MLP's gradients"
+LOSS = "by hand: the loss against one device"
+COUNT = "by hand: all-reduces with backward, 2 + 2 a layer"
+BYTES = "by hand: bytes with backward, 8 (t-1)/t of B·T·D elements a layer"
+
+
 def split_through_heads(qkv):
     """The columns of [D, 3 N H] dealt out in order, q first: what a rank takes for q, k and v of its heads is not."""
     flat = qkv.reshape(D, TP, 3, HEADS // TP, H)
@@ -94,34 +89,22 @@ def split_through_heads(qkv):
 
 def by_hand(broken: str | None) -> list[Check]:
     rng = np.random.default_rng(0)
+    shapes = {"qkv": (D, 3, HEADS, H), "out": (HEADS, H, D), "bias": (D,), "up": (D, F), "down": (F, D)}
 
-    def draw(*shape):
+    def draw(shape):
         return rng.standard_normal(shape) / math.sqrt(shape[0])
 
-    def one_layer():
-        bias = 0.1 * rng.standard_normal(D)
-        return {
-            "qkv": draw(D, 3, HEADS, H),
-            "out": draw(HEADS, H, D),
-            "bias": bias,
-            "up": draw(D, F),
-            "down": draw(F, D),
-        }
-
-    params = {"first": draw(D, D), "layers": [one_layer() for _ in range(LAYERS)]}
-    x, y = rng.standard_normal((2, B, T, D))
-    placed = params
+    layers = [{name: draw(shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
+    params = placed = {"first": draw((D, D)), "layers": layers}
     if broken == "qkv":
-        placed = {**params, "layers": [{**p, "qkv": split_through_heads(p["qkv"])} for p in params["layers"]]}
+        placed = {**params, "layers": [{**p, "qkv": split_through_heads(p["qkv"])} for p in layers]}
+    x, y = rng.standard_normal((2, B, T, D))
     parallel = partial(
         loss,
         enter=enter_without_sum if broken == "input-sum" else partial(enter, sp=False),
         leave=partial(leave, sp=False),
         bias_first=broken == "bias",
     )
-    specs = {"first": P(), "layers": [SPECS] * LAYERS}
-    forward = on_tp(parallel, (specs, P(), P()), P())
-    both = on_tp(jax.value_and_grad(parallel), (specs, P(), P()), (P(), specs))
 
     def train(params, x, y):
         def step(params, _):
@@ -130,34 +113,22 @@ def by_hand(broken: str | None) -> list[Check]:
 
         return lax.scan(step, params, length=30)[1]
 
-    value, grads = both(placed, x, y)
-    expected, wanted = jax.value_and_grad(loss)(params, x, y)
-    losses = np.asarray(on_tp(train, (specs, P(), P()), P())(placed, x, y))
-    message = B * T * D * 8
-
-    def error(found, wanted):
-        return max(
-            float(jnp.abs(jax.device_get(f) - w).max() / jnp.abs(w).max())
-            for f, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-        )
-
+    specs, args = {"first": P(), "layers": [SPECS] * LAYERS}, (placed, x, y)
+    forward = on_mesh(MESH, parallel, (specs, P(), P()), P())
+    both = on_mesh(MESH, jax.value_and_grad(parallel), (specs, P(), P()), (P(), specs))
+    (value, grads), (expected, wanted) = both(*args), jax.value_and_grad(loss)(params, x, y)
+    losses = np.asarray(on_mesh(MESH, train, (specs, P(), P()), P())(*args))
+    last = [[tree["layers"][-1][name] for name in ("up", "down")] for tree in (grads, wanted)]
+    form = 8 * (TP - 1) / TP * B * T * D * 8 * LAYERS
     return [
-        equal("by hand: the loss against one device", float(value), float(expected), within=1e-12),
-        at_most("by hand: error of the last MLP's gradients", error(mlp(grads), mlp(wanted)), 1e-11),
-        at_most("by hand: error of all gradients", error(grads, wanted), 1e-11),
-        equal("by hand: all-reduces forward, 2 a layer", len(sent(forward, placed, x, y)), 2 * LAYERS),
-        equal("by hand: all-reduces with backward, 2 + 2 a layer", len(sent(both, placed, x, y)), 4 * LAYERS),
-        equal(
-            "by hand: bytes with backward, 8 (t-1)/t of B·T·D elements a layer",
-            bytes_of(sent(both, placed, x, y)),
-            8 * (TP - 1) / TP * message * LAYERS,
-        ),
+        equal(LOSS, float(value), float(expected), within=1e-12),
+        at_most(LAST, relative_error(*last), 1e-11),
+        at_most(ALL, relative_error(grads, wanted), 1e-11),
+        equal("by hand: all-reduces forward, 2 a layer", len(sent_over(forward, MESH, *args)), 2 * LAYERS),
+        equal(COUNT, len(sent_over(both, MESH, *args)), 4 * LAYERS),
+        equal(BYTES, bytes_sent(both, *args), form),
         at_least("by hand: loss of the first step over that of step 30", float(losses[0] / losses[-1]), 1.3),
     ]
-
-
-def mlp(tree):
-    return [tree["layers"][-1][name] for name in ("up", "down")]
 
 
 def heads_apart() -> np.ndarray:
@@ -197,21 +168,20 @@ ORDERS = {
 }
 
 
-def orders() -> tuple[list[Check], list[list[str]]]:
+def orders() -> tuple[list[Check], Table]:
     rng = np.random.default_rng(2)
-    x, up, down = rng.standard_normal((B, T, D)), rng.standard_normal((D, F)), rng.standard_normal((F, D))
-    expected, checks, rows = jax.nn.gelu(x @ up) @ down, [], []
+    args = rng.standard_normal((B, T, D)), rng.standard_normal((D, F)), rng.standard_normal((F, D))
+    expected, checks, rows = jax.nn.gelu(args[0] @ args[1]) @ args[2], [], []
     for name, (function, of_up, of_down, width) in ORDERS.items():
-        run = on_tp(function, (P(), of_up, of_down), P())
-        found, error = sent(run, x, up, down), jnp.abs(jax.device_get(run(x, up, down)) - expected).max()
-        form = (TP - 1) / TP * B * T * width * 8
+        run = on_mesh(MESH, function, (P(), of_up, of_down), P())
+        sent = bytes_sent(run, *args)
         checks += [
-            at_most(f"{name}: error against one device", float(error / jnp.abs(expected).max()), 1e-12),
-            equal(f"{name}: bytes a device sends forward", bytes_of(found), form),
+            at_most(f"{name}: error against one device", relative_error(run(*args), expected), 1e-12),
+            equal(f"{name}: bytes a device sends forward", sent, (TP - 1) / TP * B * T * width * 8),
         ]
-        kinds = " + ".join(each.kind.replace("_", "-") for each in found)
-        rows.append([name, kinds, f"{bytes_of(found):,}"])
-    return checks, rows
+        kinds = " + ".join(each.kind.replace("_", "-") for each in sent_over(run, MESH, *args))
+        rows.append([name, kinds, sent])
+    return checks, table("orders", "matrices | sent forward | bytes {:,}", rows)
 
 
 # ------------------------------------------------------------------------------------------- the loss
@@ -223,30 +193,23 @@ def gathered_loss(x, table, targets):
     return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
 
 
-def losses() -> tuple[list[Check], list[list[str]]]:
+def losses() -> tuple[list[Check], Table]:
     rng, vocab = np.random.default_rng(3), 512
-    x, table = rng.standard_normal((B, T, D)), rng.standard_normal((vocab, D))
-    targets = rng.integers(0, vocab, (B, T))
-    split = on_tp(partial(vocab_parallel_cross_entropy, vocab_size=vocab, sp=False), (P(), P("tp"), P()), P())
-    gathers = on_tp(gathered_loss, (P(), P("tp"), P()), P())
-    args = (x, table, targets)
-    error = np.abs(np.asarray(split(*args)) - np.asarray(gathers(*args))).max()
-    share = (TP - 1) / TP
+    args = rng.standard_normal((B, T, D)), rng.standard_normal((vocab, D)), rng.integers(0, vocab, (B, T))
+    specs = (P(), P("tp"), P())
+    split = on_mesh(MESH, partial(vocab_parallel_cross_entropy, vocab_size=vocab, sp=False), specs, P())
+    gathers = on_mesh(MESH, gathered_loss, specs, P())
+    tokens = (TP - 1) / TP * B * T * 8
     checks = [
-        at_most("the loss, vocabulary-parallel and gathered: largest difference", error, 1e-12),
-        equal(
-            "the loss, vocabulary-parallel: bytes, 3 numbers a token",
-            bytes_of(sent(split, *args)),
-            6 * share * B * T * 8,
+        at_most(
+            "the loss, vocabulary-parallel and gathered: error", relative_error(split(*args), gathers(*args)), 1e-12
         ),
-        equal(
-            "the loss, gathered: bytes, V numbers a token", bytes_of(sent(gathers, *args)), vocab * share * B * T * 8
-        ),
+        equal("the loss, vocabulary-parallel: bytes, 3 numbers a token", bytes_sent(split, *args), 6 * tokens),
+        equal("the loss, gathered: bytes, V numbers a token", bytes_sent(gathers, *args), vocab * tokens),
     ]
-    rows = []
-    for size in (512, 50_257, 128_256):
-        rows.append([f"{size:,}", f"{size * 4 * 7 / 8:,.0f}", f"{6 * 4 * 7 / 8:,.0f}", f"{size / 6:,.0f}"])
-    return checks, rows
+    rows = [[f"{size:,}", size * 4 * 7 / 8, 6 * 4 * 7 / 8, size / 6] for size in (512, 50_257, 128_256)]
+    columns = "vocabulary | gathered, bytes a token {:,.0f} | split, bytes a token {:,.0f} | times less {:,.0f}"
+    return checks, table("losses", columns, rows)
 
 
 # ------------------------------------------------------------------------------------------- our step; dp beside tp
@@ -276,7 +239,7 @@ def crossover() -> float:
     return dp_form() / tp_form(1)
 
 
-def data_or_tensor() -> tuple[list[Check], list[list[str]]]:
+def data_or_tensor() -> tuple[list[Check], Table]:
     checks, rows = [], []
     for count in ROWS:
         tokens = count * MODEL.seq_len
@@ -285,15 +248,9 @@ def data_or_tensor() -> tuple[list[Check], list[list[str]]]:
             equal(f"our step, {tokens:,} tokens: elements sent over dp=8", dp, dp_form()),
             equal(f"our step, {tokens:,} tokens: elements sent over tp=8", tp, tp_form(tokens)),
         ]
-        rows.append([f"{tokens:,}", f"{dp:,}", f"{tp:,}", "tensor" if tp < dp else "data"])
-    config = small_run("tp=8", MODEL)
-    in_layers = [c for c in traced(config)[1] if c.depth and c.axes == ("tp",)]
-    checks.append(
-        equal(
-            "our step: all-reduces in the loops, 2 + 2 a layer", sum(c.count for c in in_layers), 4 * MODEL.num_layers
-        )
-    )
-    return checks, rows
+        rows.append([tokens, dp, tp, "tensor" if tp < dp else "data"])
+    columns = "tokens in the batch {:,} | dp=8 sends {:,} | tp=8 sends {:,} | which sends less"
+    return checks, table("dp", columns, rows)
 
 
 # ------------------------------------------------------------------------------------------- is it large enough
@@ -313,26 +270,22 @@ def smallest_width(tp: int, link) -> float:
     return 16 * (tp - 1) / 72 * H100.peak() / link.bytes_per_s
 
 
-def large_enough() -> tuple[list[Check], list[list[str]]]:
-    checks, rows = [], []
-    links = {"NVLink": H100.inside, "InfiniBand": H100.between}
+def large_enough() -> tuple[list[Check], Table]:
+    links, columns = {"NVLink": H100.inside, "InfiniBand": H100.between}, "width {:,}"
+    ratio, cases = {}, [(name, tokens) for tokens in (512, 8192) for name in links]
     for name, link in links.items():
-        width = smallest_width(8, link)
-        without_latency = dataclasses.replace(link, latency_s=0.0)
-        products, sums = busy(width, 8192, 8, without_latency)
-        checks.append(
-            equal(
-                f"{name}: at the smallest width, seconds of all-reduces over products", sums / products, 1, within=1e-9
-            )
-        )
+        products, sums = busy(smallest_width(8, link), 8192, 8, dataclasses.replace(link, latency_s=0.0))
+        ratio[name] = sums / products
+    checks = [
+        equal(f"{name}: at the smallest width, seconds of all-reduces over products", each, 1, within=1e-9)
+        for name, each in ratio.items()
+    ]
+    rows = []
     for width in (768, 2048, 4096, 8192, 16_384):
-        row = [f"{width:,}"]
-        for tokens in (512, 8192):
-            for link in links.values():
-                products, sums = busy(width, tokens, 8, link)
-                row.append(f"{sums / products:.2f}")
-        rows.append(row)
-    return checks, rows
+        times = [busy(width, tokens, 8, links[name]) for name, tokens in cases]
+        rows.append([width, *[sums / products for products, sums in times]])
+    columns += "".join(f" | {name}, {tokens:,} tokens {{:.2f}}" for name, tokens in cases)
+    return checks, table("sizes", columns, rows)
 
 
 # ------------------------------------------------------------------------------------------- the lab
@@ -343,55 +296,27 @@ def run(broken: str | None) -> Result:
         checks = by_hand(broken)
         if broken:
             return Result(checks)
-        order_checks, order_rows = orders()
-        loss_checks, loss_rows = losses()
-        apart = heads_apart()
+        (order_checks, order_rows), (loss_checks, loss_rows), apart = orders(), losses(), heads_apart()
+    (data_checks, data_rows), (size_checks, size_rows) = data_or_tensor(), large_enough()
     off = apart[~np.eye(HEADS, dtype=bool)].max()
-    data_checks, data_rows = data_or_tensor()
-    size_checks, size_rows = large_enough()
     heads = [
         equal("heads: largest derivative of one head's output by another's columns", float(off), 0),
         holds("heads: every head's output depends on its own columns", bool((np.diag(apart) > 0).all())),
     ]
+    cells = [(int(row), int(column), "yes", 0) for row, column in np.argwhere(apart > 0)]
+    picture = partial(
+        drawing.grids,
+        "Does head i use head j's columns? (computed)",
+        {"output of head": cells},
+        {"output of head": range(HEADS)},
+        "columns of head",
+    )
     return Result(
         [*checks, *heads, *order_checks, *loss_checks, *data_checks, *size_checks],
-        tables=[
-            Table("orders", ["matrices", "sent forward", "bytes"], order_rows),
-            Table("losses", ["vocabulary", "gathered, bytes a token", "split, bytes a token", "times less"], loss_rows),
-            Table("dp", ["tokens in the batch", "dp=8 sends", "tp=8 sends", "which sends less"], data_rows),
-            Table(
-                "sizes",
-                ["width", "NVLink, 512 tokens", "InfiniBand, 512", "NVLink, 8,192", "InfiniBand, 8,192"],
-                size_rows,
-            ),
-        ],
-        pictures={"heads": partial(draw_heads, apart), "dp": draw_data},
-        guesses=guesses(),
+        [order_rows, loss_rows, data_rows, size_rows],
+        {"heads": picture},
+        guesses(),
     )
-
-
-def draw_heads(apart: np.ndarray):
-    figure, axes = drawing.blank("Does head i use head j's columns? (computed)", "columns of head", "output of head")
-    axes.pcolormesh(apart > 0, cmap="Blues", vmax=1.4)
-    axes.invert_yaxis()
-    axes.set_aspect("equal")
-    axes.grid(visible=False)
-    axes.set_xticks([head + 0.5 for head in range(HEADS)], range(HEADS))
-    axes.set_yticks([head + 0.5 for head in range(HEADS)], range(HEADS))
-    for edge in range(2, HEADS, 2):
-        axes.axhline(edge, color="#787882", linewidth=0.8)
-        axes.axvline(edge, color="#787882", linewidth=0.8)
-    return figure
-
-
-def draw_data():
-    tokens = [count * MODEL.seq_len for count in (4, *ROWS, 128)]
-    curves = {
-        "dp=8": (tokens, [dp_form() / 1e6] * len(tokens)),
-        "tp=8": (tokens, [tp_form(number) / 1e6 for number in tokens]),
-    }
-    title = "Sent by a device in a step (closed form)"
-    return drawing.lines(title, "tokens in the batch", "million elements", curves, log_x=True, log_y=True)
 
 
 def guesses() -> dict[str, float]:
@@ -405,11 +330,6 @@ def guesses() -> dict[str, float]:
     }
 
 
-ALL = "by hand: error of all gradients"
-LAST = "by hand: error of the last MLP's gradients"
-LOSS = "by hand: the loss against one device"
-COUNT = "by hand: all-reduces with backward, 2 + 2 a layer"
-BYTES = "by hand: bytes with backward, 8 (t-1)/t of B·T·D elements a layer"
 LAB = Lab(
     name="tensor-parallel",
     title="Tensor parallelism",

@@ -23,7 +23,7 @@ from jaxdist.train.optimizer import gradient_norms
 from jaxdist.train.program import build_program
 
 from . import drawing
-from .lab import Lab, Result, Table, at_most, equal
+from .lab import Lab, Result, at_most, equal, table
 from .tools import replaced
 
 PUBLISHED = PRESETS["12m"]  # 12.5M without its positions
@@ -102,78 +102,58 @@ def run(broken: str | None) -> Result:
     if broken:
         return Result(checks)
 
-    h, layers = PUBLISHED.width, PUBLISHED.num_layers
+    h, layers, total = PUBLISHED.width, PUBLISHED.num_layers, num_parameters(PUBLISHED)
     vocabulary, positions = PUBLISHED.vocab_size * h, PUBLISHED.seq_len * h
     blocks = layers * (12 * h * h + 13 * h)
     padding = (PUBLISHED.padded_vocab_size - PUBLISHED.vocab_size) * h
-    total = num_parameters(PUBLISHED)
     flops, _ = flops_per_token(config_of("one device"))
     model_parameters = num_parameters(MODEL, padded=True)
+    form = blocks + 2 * h + vocabulary + positions + padding
     checks += [
-        equal(
-            "parameters, by the closed form and in the model", blocks + 2 * h + vocabulary + positions + padding, total
-        ),
+        equal("parameters, by the closed form and in the model", form, total),
         equal("FLOPs a token, read from the program, and 6 × parameters", flops, 6 * model_parameters, within=0.1),
     ]
-    card = find_hardware("h100")
-    speed = MFU * card.peak_flops["bfloat16"] / flops
+    counts = {
+        "layers alone, 6 × (12h² + 13h)": blocks,
+        "and the last norm": blocks + 2 * h,
+        "and the table of 16,000 tokens, which is also the head": blocks + 2 * h + vocabulary,
+        "and 512 positions": blocks + 2 * h + vocabulary + positions,
+        "and rows that pad the vocabulary: what is allocated": total,
+        "with a head of its own, untied": total + vocabulary + padding,
+    }
+    peak, one = find_hardware("h100").peak_flops["bfloat16"], runs["one device"]
+    speed = MFU * peak / flops
     dollars = DOLLARS_PER_HOUR / 3600 / speed * 1e9
+    shown = (1, 2, 4, STEPS)
+    steps = [
+        [name, *[found.losses[n - 1] for n in shown], apart({"one device": one, name: found}, "losses")]
+        for name, found in runs.items()
+    ]
+    cost = [
+        ["FLOPs a token, forward and backward", f"{flops / 1e6:,.1f} million"],
+        ["tokens a second", f"{speed / 1e6:,.2f} million"],
+        [f"dollars a billion tokens, at ${DOLLARS_PER_HOUR:.2f} an hour", f"{dollars:.2f}"],
+        ["dollars for 20 tokens a parameter", f"{dollars * 20 * model_parameters / 1e9:.3f}"],
+    ]
+    columns = " | ".join(f"step {n} {{:.5f}}" for n in shown)
+    here = [["one device", (STEPS - 1) * ROWS * MODEL.seq_len / one.seconds]]
     return Result(
         checks,
-        tables=[
-            Table(
+        [
+            table(
                 "count",
-                ["what is counted", "parameters", "millions"],
-                [
-                    [name, f"{count:,}", f"{count / 1e6:.2f}"]
-                    for name, count in (
-                        ("layers alone, 6 × (12h² + 13h)", blocks),
-                        ("and the last norm", blocks + 2 * h),
-                        ("and the table of 16,000 tokens, which is also the head", blocks + 2 * h + vocabulary),
-                        ("and 512 positions", blocks + 2 * h + vocabulary + positions),
-                        ("and rows that pad the vocabulary: what is allocated", total),
-                        ("with a head of its own, untied", total + vocabulary + padding),
-                    )
-                ],
+                "what is counted | parameters {:,} | millions {:.2f}",
+                [[n, c, c / 1e6] for n, c in counts.items()],
             ),
-            Table(
-                "losses",
-                ["layout", *[f"step {n}" for n in (1, 2, 4, STEPS)], "largest difference"],
-                [
-                    [
-                        name,
-                        *[f"{found.losses[n - 1]:.5f}" for n in (1, 2, 4, STEPS)],
-                        f"{apart({'one device': runs['one device'], name: found}, 'losses'):.0e}",
-                    ]
-                    for name, found in runs.items()
-                ],
-            ),
-            Table(
-                "speed",
-                ["layout", "tokens a second here"],
-                [
-                    [name, f"{(STEPS - 1) * ROWS * MODEL.seq_len / found.seconds:,.0f}"]
-                    for name, found in runs.items()
-                    if name == "one device"
-                ],
-                clocked=True,
-            ),
-            Table(
-                "cost",
-                ["on one H100, at 40% of its peak", "value"],
-                [
-                    ["FLOPs a token, forward and backward", f"{flops / 1e6:,.1f} million"],
-                    ["tokens a second", f"{speed / 1e6:,.2f} million"],
-                    [f"dollars a billion tokens, at ${DOLLARS_PER_HOUR:.2f} an hour", f"{dollars:.2f}"],
-                    ["dollars for 20 tokens a parameter", f"{dollars * 20 * model_parameters / 1e9:.3f}"],
-                ],
-            ),
+            table("losses", f"layout | {columns} | largest difference {{:.0e}}", steps),
+            table("speed", "layout | tokens a second here {:,.0f}", here, clocked=True),
+            table("cost", "on one H100, at 40% of its peak | value", cost),
         ],
-        pictures={"losses": lambda: losses_picture(runs)},
-        guesses={
+        {"losses": lambda: losses_picture(runs)},
+        {
             "layers": blocks / 1e6,
             "embedding": vocabulary / 1e6,
-            "mfu": 100 * 3e6 * flops / card.peak_flops["bfloat16"],
+            "mfu": 100 * 3e6 * flops / peak,
             "hours": 6 * 7e9 * 140e9 / (MFU * 989e12) / 3600 * DOLLARS_PER_HOUR / 1000,
         },
     )

@@ -22,9 +22,9 @@ from jaxdist.plan.papers.formulas import RECIPES, state_bytes
 from jaxdist.verification import verify_model
 
 from . import drawing
-from .exchanges import mesh_of, on_ranks, sent_by, traced
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds
-from .tools import compiled_levels, gb, mib, small_run
+from .exchanges import accepted, on_mesh, on_ranks, relative_error, sent_by, spread, traced
+from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds, table
+from .tools import compiled_levels, mib, small_run
 
 # ------------------------------------------------------------------------------------------------------------- by hand
 
@@ -124,33 +124,28 @@ def by_hand(broken: str | None) -> list[Check]:
         found, losses = map(np.asarray, on_ranks(finish, n, replicas)(x, y, *state))
         once = on_ranks(lambda x, y, *state, step=step: step(state, x, y), n, replicas)
         sent = sent_by(once, n, x, y, *state, replicas=replicas)
-        error = np.abs(found[0] - alone[0]).max() / np.abs(alone[0]).max()
         checks += [
-            equal(
-                f"{name}: bytes a device sends in a step, over those of the weights", sent.bytes_sent / 8 / SIZE, volume
-            ),
-            at_most(f"{name}: error of the weights after {STEPS} steps against one device", error, 1e-12),
-            at_most(f"{name}: largest difference between ranks", np.ptp(found, axis=0).max(), 1e-12),
+            equal(f"{name}: {VOLUME}", sent.bytes_sent / 8 / SIZE, volume),
+            at_most(f"{name}: {ERROR}", relative_error(found[0], alone[0]), 1e-12),
+            at_most(f"{name}: {APART}", spread(found), 1e-12),
             at_least(f"{name}: loss of the first step over the last, rank 0", losses[0, 0] / losses[0, -1], 1.3),
         ]
     step = cases["HSDP of 2 x 4"][0]
-    return [*checks, holds("HSDP of 2 x 4: JAX takes shards for equal on both replicas", typed_equal(step))]
+    return [*checks, holds(TYPES, typed_equal(step))]
+
+
+VOLUME = "bytes a device sends in a step, over those of the weights"
+ERROR, APART = f"error of the weights after {STEPS} steps against one device", "largest difference between ranks"
+TYPES = "HSDP of 2 x 4: JAX takes shards for equal on both replicas"
 
 
 def typed_equal(step: Callable) -> bool:
     """Whether the updated shards may leave as one value for both replicas."""
     rows, shards = P(("replica", "dp")), P(None, "dp")
     specs = (((shards,) * 3), rows, rows)
-    body = jax.shard_map(
-        lambda state, x, y: step(state, x[0], y[0])[0], mesh=mesh_of(4, 2), in_specs=specs, out_specs=(shards,) * 3
-    )
-    weights = jax.ShapeDtypeStruct((LAYERS, WIDTH * WIDTH), jnp.float64)
-    data = jax.ShapeDtypeStruct((N, ROWS, WIDTH), jnp.float64)
-    try:
-        jax.eval_shape(body, (weights,) * 3, data, data)
-    except ValueError:
-        return False
-    return True
+    run = on_mesh("replica=2,dp=4", lambda state, x, y: step(state, x[0], y[0])[0], specs, (shards,) * 3)
+    data = np.zeros((N, ROWS, WIDTH))
+    return accepted(run, (np.zeros((LAYERS, WIDTH * WIDTH)),) * 3, data, data)
 
 
 # --------------------------------------------------------------------------------------------------- the library's step
@@ -191,43 +186,32 @@ def volume(name: str, psi: float) -> tuple[float, float]:
     return (n - 1) / n * elements, psi / n if "HSDP" in name else 0
 
 
-def in_the_library() -> tuple[list[Check], list[list[str]]]:
+def in_the_library() -> tuple[list[Check], Table]:
     psi, checks, rows = num_parameters(MODEL, padded=True), [], []
     for name, (mesh, settings) in CASES.items():
-        stage = settings.get("zero", 0)
         config = small_run(mesh, MODEL, **settings)
-        _, found = traced(config)
-        sent = {
-            axis: sum(c.sent_bytes(config.parallel.mesh) for c in found if c.axes == (axis,) and c.full_bytes > 256) / 4
-            for axis in ("dp", "replica")
-        }
+        shape, found = config.parallel.mesh, [c for c in traced(config)[1] if c.full_bytes > 256]
+        sent = {axis: sum(c.sent_bytes(shape) for c in found if c.axes == (axis,)) / 4 for axis in ("dp", "replica")}
         over_dp, over_replicas = volume(name, psi)
         half, _ = traced(small_run(mesh, MODEL, dtype="bfloat16", **settings))
         kept = local_bytes(half.abstract_state()) / psi
-        n = config.parallel.mesh.dp
-        weights, _, optimizer = held(1, n, stage)
+        weights, _, optimizer = held(1, shape.dp, settings.get("zero", 0))
         checks += [
             equal(f"{name}: bytes a parameter kept between steps, bf16", kept, weights + optimizer, within=1e-3),
             equal(f"{name}: elements sent over dp", sent["dp"], over_dp),
             equal(f"{name}: elements sent over replicas", sent["replica"], over_replicas),
         ]
-        rows.append([name, f"{kept:.2f}", f"{sent['dp'] / psi:.2f}", f"{sent['replica'] / psi:.2f}"])
-    return checks, rows
+        rows.append([name, kept, sent["dp"] / psi, sent["replica"] / psi])
+    columns = "run | bytes a parameter {:.2f} | sent over dp / Ψ {:.2f} | over replicas / Ψ {:.2f}"
+    return checks, table("ours", columns, rows)
 
 
-def compiled_peaks() -> tuple[list[Check], list[list[str]]]:
+def compiled_peaks() -> tuple[Check, Table]:
     """What a compiler says of a wider model on eight devices."""
     peaks = [compiled_levels(small_run("dp=8", WIDER, zero=stage)).compiled.peak for stage in range(4)]
     falls = all(more > less for more, less in pairwise(peaks))
-    rows = [[name, mib(peak)] for name, peak in zip(NAMES, peaks, strict=True)]
-    return [holds("compiled peak falls with every stage", falls, " > ".join(row[1] for row in rows))], rows
-
-
-@cache
-def report():
-    """Our own step under ZeRO-2 with replicas, every leaf against one device, in float64."""
-    model = dataclasses.replace(MODEL, num_layers=2)
-    return verify_model(model, "replica=2,dp=2", zero=2, batch_size=8, dtype="float64", device="cpu")
+    check = holds("compiled peak falls with every stage", falls, " > ".join(map(mib, peaks)))
+    return check, table("peaks", "run | compiled peak, MiB", zip(NAMES, map(mib, peaks), strict=True))
 
 
 # --------------------------------------------------------------------------------------------- what is gathered at once
@@ -235,25 +219,29 @@ def report():
 WRAPPED = {"8B": PRESETS["llama3-8b"], "70B": PRESETS["llama3-70b"]}
 
 
-def wrapping() -> tuple[list[Check], list[list[str]]]:
+def wrapping() -> tuple[Check, Table]:
     """bf16 weights on one of 64 devices: its shard, and what is gathered at the same time."""
     rows = []
     for name, model in WRAPPED.items():
         sizes = leaf_sizes(model)
-        psi = sum(sizes.values())
-        block = sum(size for leaf, size in sizes.items() if leaf.startswith(STACKED)) / model.num_layers
-        table = max(size for leaf, size in sizes.items() if not leaf.startswith(STACKED))
-        for wrap, gathered in (
-            ("everything at once", psi),
-            ("each layer", max(block, table)),
-            ("each layer, the next one prefetched", max(2 * block, table + block)),
-        ):
-            rows.append([name, wrap, gb(2 * psi / 64), gb(2 * gathered), gb(2 * (psi / 64 + gathered))])
+        psi, block = sum(sizes.values()), block_size(model)
+        outer = max(size for leaf, size in sizes.items() if not leaf.startswith(STACKED))
+        together = {
+            "everything at once": psi,
+            "each layer": max(block, outer),
+            "each layer, the next one prefetched": max(2 * block, outer + block),
+        }
+        for wrap, gathered in together.items():
+            rows.append([name, wrap, 2 * psi / 64 / 1e9, 2 * gathered / 1e9, 2 * (psi / 64 + gathered) / 1e9])
     _, found = traced(small_run("dp=8", MODEL, zero=3))
     in_loops = max(c.full_bytes for c in found if c.depth and c.kind == "all_gather") / 4
-    ours = leaf_sizes(MODEL)
-    block = sum(size for leaf, size in ours.items() if leaf.startswith(STACKED)) / MODEL.num_layers
-    return [equal("our step gathers one layer at a time: elements", in_loops, block)], rows
+    columns = "model | gathered together | shard, GB {:,.1f} | gathered, GB {:,.1f} | both, GB {:,.1f}"
+    check = equal("our step gathers one layer at a time: elements", in_loops, block_size(MODEL))
+    return check, table("wrapping", columns, rows)
+
+
+def block_size(model: Model) -> float:
+    return sum(size for leaf, size in leaf_sizes(model).items() if leaf.startswith(STACKED)) / model.num_layers
 
 
 # ----------------------------------------------------------------------------------------------------------- the lab
@@ -264,52 +252,27 @@ def run(broken: str | None) -> Result:
         checks = by_hand(broken)
     if broken:
         return Result(checks)
-    library_checks, rows = in_the_library()
-    wrap_checks, wrapped = wrapping()
-    checks += [*library_checks, *wrap_checks]
-    peak_checks, peaks = compiled_peaks()
-    checks += [*peak_checks, holds("our step, ZeRO-2, replica=2, dp=2: every leaf is that of one device", report().ok)]
+    (library_checks, ours), (wrapped, wrap_rows), (falls, peaks) = in_the_library(), wrapping(), compiled_peaks()
+    model = dataclasses.replace(MODEL, num_layers=2)
+    report = verify_model(model, "replica=2,dp=2", zero=2, batch_size=8, dtype="float64", device="cpu")
+    same = holds("our step, ZeRO-2, replica=2, dp=2: every leaf is that of one device", report.ok)
+    checks += [*library_checks, wrapped, falls, same]
     for stage, published in ((1, 31.4), (2, 16.6), (3, 1.88)):
-        total = sum(held(7.5e9, 64, stage)) / 1e9
+        total, name = sum(held(7.5e9, 64, stage)) / 1e9, f"7.5B on 64 devices, stage {stage}"
+        library = state_bytes(7.5e9, zero=stage, dp=64).total / 1e9
         checks += [
-            equal(
-                f"7.5B on 64 devices, stage {stage}, against ZeRO's figure 1", total, published, within=0.005, unit="GB"
-            ),
-            equal(
-                f"7.5B on 64 devices, stage {stage}: the library's count",
-                state_bytes(7.5e9, zero=stage, dp=64).total / 1e9,
-                total,
-                unit="GB",
-                within=1e-12,
-            ),
+            equal(f"{name}, against ZeRO's figure 1", total, published, within=0.005, unit="GB"),
+            equal(f"{name}: the library's count", library, total, unit="GB", within=1e-12),
         ]
-    return Result(
-        checks,
-        tables=[
-            Table("papers", ["devices", "none", "ZeRO-1", "ZeRO-2", "ZeRO-3"], paper_rows()),
-            Table("ours", ["run", "bytes a parameter", "sent over dp / Ψ", "over replicas / Ψ"], rows),
-            Table("peaks", ["run", "compiled peak, MiB"], peaks),
-            Table("wrapping", ["model", "gathered together", "shard, GB", "gathered, GB", "both, GB"], wrapped),
-        ],
-        pictures={"held": draw_held, "devices": draw_devices},
-        guesses=guesses(),
-    )
-
-
-def paper_rows() -> list[list[str]]:
-    return [[str(n), *[gb(sum(held(7.5e9, n, stage))) for stage in range(4)]] for n in (1, 4, 16, 64, 256, 1024)]
+    sizes = [[n, *[sum(held(7.5e9, n, stage)) / 1e9 for stage in range(4)]] for n in (1, 4, 16, 64, 256, 1024)]
+    papers = table("papers", "devices | " + " | ".join(f"{name} {{:,.1f}}" for name in NAMES), sizes)
+    return Result(checks, [papers, ours, peaks, wrap_rows], {"held": draw_held}, guesses())
 
 
 def draw_held():
     parts = ("weights", "gradients", "optimiser")
     bytes_of = {part: [held(1, 8, stage)[at] for stage in range(4)] for at, part in enumerate(parts)}
     return drawing.stacks("Bytes a parameter on 8 devices (formula)", "bytes", NAMES, bytes_of)
-
-
-def draw_devices():
-    numbers = [2**k for k in range(11)]
-    curves = {name: (numbers, [sum(held(7.5e9, n, stage)) / 1e9 for n in numbers]) for stage, name in enumerate(NAMES)}
-    return drawing.lines("7.5B, bf16 and Adam (formula)", "devices", "GB", curves, log_x=True, log_y=True)
 
 
 def guesses() -> dict[str, float]:
@@ -324,12 +287,6 @@ def guesses() -> dict[str, float]:
     }
 
 
-def named(name: str, *what: str) -> set[str]:
-    return {f"{name}: {each}" for each in what}
-
-
-VOLUME = "bytes a device sends in a step, over those of the weights"
-ERROR = f"error of the weights after {STEPS} steps against one device"
 LAB = Lab(
     name="zero",
     title="ZeRO and FSDP",
@@ -337,11 +294,8 @@ LAB = Lab(
     run=run,
     devices=N,
     breaks={
-        "no-sum": set(named("ZeRO-1", VOLUME, ERROR)),
-        "stale": set(named("ZeRO-3", ERROR)),
-        "replicas": {
-            *named("HSDP of 2 x 4", VOLUME, ERROR, "largest difference between ranks"),
-            "HSDP of 2 x 4: JAX takes shards for equal on both replicas",
-        },
+        "no-sum": {f"ZeRO-1: {VOLUME}", f"ZeRO-1: {ERROR}"},
+        "stale": {f"ZeRO-3: {ERROR}"},
+        "replicas": {f"HSDP of 2 x 4: {what}" for what in (VOLUME, ERROR, APART)} | {TYPES},
     },
 )
