@@ -39,7 +39,7 @@ def notebook(page: str) -> str:
     """
     import jupytext
 
-    text = BLOCK.sub(lambda found: "" if found[2] in ("table", "checks", "break") else found[0], page)
+    text = BLOCK.sub(lambda found: "" if found[2] in ("table", "break") else found[0], page)
     text = re.sub(r"\n*<!-- (lab: [^>]*|end) -->\n*", "\n\n", text)
     text = text.replace("python -m experiments.", "jaxdist ")
     text = re.sub(r"\]\(\.\./\.\./([^)]*)\)", rf"]({REPOSITORY}\1)", text)

@@ -6,8 +6,7 @@ Blocks of Markdown between `<!-- lab: KIND NAME -->` and `<!-- end -->` are repl
 |---|---|
 | `question` | the lab's question, in bold |
 | `table NAME` | a table of the run |
-| `checks` | every check of the run (optional) |
-| `break NAME` | the checks that are red, with and without the thing that was removed |
+| `break NAME` | checks that are red, with and without the thing that was removed |
 | `course` | in `index.md`: every lab with its question |
 
 In `<details class="guess">`, a question whose answer is folded away, only the number is replaced. The site adds a box
@@ -37,6 +36,7 @@ GUESS = re.compile(
 REMOVED = r"^Removed: ((?:.+\n)+)\n<!-- lab: break {} -->"
 DRAWN = "drawn"
 BAR = "\\|"
+SHOWN = 5  # red checks of a break
 SECTIONS = (
     "Predict first",
     "Run it",
@@ -108,8 +108,9 @@ def answered(found: re.Match, answer: float) -> str:
 
 def blocks_of(lab: Lab, whole: Result, broken: Mapping[str, Result]) -> dict[tuple[str, str], str]:
     """(kind, name) -> Markdown of everything that the lab's page may have."""
-    blocks = {("question", ""): f"**{lab.question}**", ("checks", ""): checks_text(whole)}
-    blocks |= {("table", table.name): table_text(table) for table in whole.tables}
+    blocks = {("question", ""): f"**{lab.question}**"} | {
+        ("table", table.name): table_text(table) for table in whole.tables
+    }
     return blocks | {("break", name): break_text(whole, result) for name, result in broken.items()}
 
 
@@ -131,17 +132,12 @@ def table_text(table: Table) -> str:
     return text + "\n\nTimes of the machine that made this page; yours differ." * table.clocked
 
 
-def checks_text(result: Result) -> str:
-    rows = [[check.name, check.found, check.expected] for check in result.checks]
-    return table_text(Table("checks", ["check", "found", "expected"], rows))
-
-
 def break_text(whole: Result, result: Result) -> str:
+    """The first few checks that are red; the command prints all."""
     before = {check.name: check.found for check in whole.checks}
     rows = [[check.name, before[check.name], check.found] for check in result.checks if not check.ok]
-    passed = len(result.checks) - len(rows)
-    rest = {0: "", 1: "\n\nThe other check passes."}.get(passed, f"\n\nThe other {passed} checks pass.")
-    return table_text(Table("break", ["red", "as it should be", "broken"], rows)) + rest
+    counts = f"Red: {len(rows)} of {len(result.checks)} checks."
+    return table_text(Table("break", ["red", "as it should be", "broken"], rows[:SHOWN])) + f"\n\n{counts}"
 
 
 def file_name(lab: Lab, picture: str) -> str:
