@@ -34,7 +34,7 @@ LIMIT = 6000  # bytes of a bucket
 
 def buckets_of(sizes: Sequence[int], limit: float) -> list[list[int]]:
     """Which leaves are sent together, the last first: backward makes those first. None passes `limit` bytes, unless it
-    is a leaf alone."""
+    is one leaf."""
     buckets, filled = [], 0.0
     for place in reversed(range(len(sizes))):
         if not buckets or filled + sizes[place] > limit:
@@ -56,7 +56,7 @@ def sum_over_ranks(grads: list[jax.Array], limit: float, sends_last: bool = True
 
 
 def gradients(params, inputs, targets, limit: float, sends_last: bool = True, waits: bool = True) -> list[jax.Array]:
-    """Of all ranks' rows, summed over micro-batches first and over ranks once: inputs[M, B, D] of one rank."""
+    """Gradients, summed over micro-batches first and over ranks once: inputs[M, B, D] of one rank."""
     local = varying(params, "dp")
     total = [jnp.zeros_like(p) for p in local]
     for rows, wanted in zip(inputs, targets, strict=True):

@@ -156,7 +156,7 @@ def run(broken: str | None) -> Result:
     risks = [
         ["memory", f"{usable - total:.1f} GiB left of {usable:.1f}", "and 8 GiB more that no plan fills"],
         ["time", f"± {100 * estimate.error:.0f} %", late],
-        ["deadline", f"{DEADLINE - estimate.most_hours:.0f} h left", "at the bar's upper end: no room for a failure"],
+        ["deadline", f"{DEADLINE - estimate.most_hours:.0f} h left", "at the bar's upper end, for failures"],
         ["price", dear, "from there on the upper end is too dear"],
     ]
     others, runs = [], {"chosen": (best, 0)}

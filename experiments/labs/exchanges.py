@@ -72,23 +72,14 @@ def spread(copies) -> float:
     return max(float(np.ptp(np.asarray(leaf), axis=0).max()) for leaf in jax.tree.leaves(copies))
 
 
-def mesh_of(n: int, replicas: int = 1) -> Mesh:
-    """n ranks on `dp`, in as many replicas."""
-    devices = acquire_devices(n * replicas, "cpu").devices[: n * replicas]
-    if replicas == 1:
-        return Mesh(np.asarray(devices), ("dp",), axis_types=(AxisType.Auto,))
-    return Mesh(np.asarray(devices).reshape(replicas, n), ("replica", "dp"), axis_types=(AxisType.Auto,) * 2)
-
-
 def on_ranks(body: Callable, n: int, replicas: int = 1) -> Callable:
     """`body` as a function of global arrays: entry r of the first dim is rank r's own array, in and out."""
-    mesh = mesh_of(n, replicas)
 
     def local(*xs):
         return jax.tree.map(lambda y: y[None], body(*(x[0] for x in xs)))
 
-    spec = P(mesh.axis_names)
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+    spec = P(("replica", "dp"))
+    return on_mesh(f"replica={replicas},dp={n}", local, spec, spec)
 
 
 def sent_by(run: Callable, n: int, *args, replicas: int = 1) -> CollectiveCost:

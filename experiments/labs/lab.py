@@ -26,7 +26,7 @@ class Check:
 def equal(name: str, found: float, expected: float, within: float = 0.0, unit: str = "") -> Check:
     """Equal, or within a relative error. A non-finite value is equal to nothing."""
     ok = math.isfinite(found) and abs(found - expected) <= within * abs(expected)
-    near = f" ± {100 * within:.2g}%" if within >= 1e-5 else ""  # what is below is rounding
+    near = f" ± {100 * within:.2g}%" if within >= 1e-5 else ""  # less is rounding
     return Check(name, shown(found, unit), shown(expected, unit) + near, ok)
 
 
@@ -44,7 +44,7 @@ def holds(name: str, ok: bool, found: str = "", expected: str = "yes") -> Check:
 
 
 def refused(name: str, error: Exception | None, because: str) -> Check:
-    """That something raised an error whose text has `because` in it."""
+    """Something raised an error whose text has `because` in it."""
     said = "nothing was raised" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return Check(name, said, f"an error that says {because!r}", error is not None and because in str(error))
 
@@ -78,7 +78,7 @@ class Table:
 
     @property
     def words(self) -> list[str]:
-        """Titles of the columns that are not numbers alone."""
+        """Titles of the columns with cells that are not numbers."""
         columns = zip(self.titles, zip(*self.rows, strict=True), strict=True)
         return [title for title, cells in columns if not all(NUMBER.fullmatch(cell) for cell in cells)]
 

@@ -5,6 +5,7 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -125,26 +126,16 @@ def rounded(masters):
 def train(fault: str | None, dp: int = 2, cp: int = 2) -> dict[str, list]:
     """Adam on one batch: losses, gradients, masters and the weights that computed, of every step."""
     step, (masters, batch) = program(fault, dp, cp), example()
-    weights, first, second = rounded(masters), 0, 0
-    found = {"loss": [], "grads": [], "masters": [], "weights": []}
-    for number in range(1, STEPS + 1):
+    optimizer, weights = optax.adam(RATE, b2=0.99, eps=EPS), rounded(masters)
+    state, found = optimizer.init(masters), {"loss": [], "grads": [], "masters": [], "weights": []}
+    for _ in range(STEPS):
         loss, grads = jax.device_get(step(weights, *batch))
         for name, value in zip(found, (float(loss), grads, masters, weights), strict=True):
             found[name].append(value)
-        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first or zeros_like(grads), grads)
-        second = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, second or zeros_like(grads), grads)
-        masters = jax.tree.map(
-            lambda w, m, v, n=number: w - RATE * (m / (1 - 0.9**n)) / (np.sqrt(v / (1 - 0.99**n)) + EPS),
-            masters,
-            first,
-            second,
-        )
+        updates, state = optimizer.update(grads, state)
+        masters = jax.device_get(optax.apply_updates(masters, updates))
         weights = rounded(masters) | ({"up": weights["up"]} if fault == "stale" else {})
     return found
-
-
-def zeros_like(tree):
-    return jax.tree.map(np.zeros_like, tree)
 
 
 # -------------------------------------------------------------------------------------------------------------- checks

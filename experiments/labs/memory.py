@@ -33,7 +33,7 @@ CASES = (
     ("the same, loss in 8 chunks", WIDE_VOCABULARY, {"batch_size": 8, "loss_chunks": 8}),
     ("the same, Adafactor", WIDE_VOCABULARY, {"batch_size": 8, "loss_chunks": 8, "optimizer": "adafactor"}),
 )
-# Real sizes, planned alone: (name, preset, settings).
+# Real sizes, planned, not compiled: (name, preset, settings).
 REAL = (
     ("124M, batch 16", "gpt2-124m", {"batch_size": 16}),
     ("1.5B, batch 4", "gpt2-1.5b", {"batch_size": 4}),

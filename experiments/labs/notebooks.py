@@ -22,7 +22,7 @@ jupyter:
 
 
 def write_notebooks(pages: Path, folder: Path, names: list[str]) -> list[Path]:
-    """NAME.ipynb of each page, and the pictures beside them. Raises: OSError."""
+    """NAME.ipynb of each page, and the pictures next to them. Raises: OSError."""
     shutil.copytree(pages / DRAWN, folder / DRAWN, dirs_exist_ok=True)
     written = []
     for name in names:

@@ -56,7 +56,7 @@ def train_with_optax(steps: int) -> dict:
 
 
 def temporary_bytes(num_rows: int) -> int:
-    """What the compiled step needs beside its arguments and results, at this batch."""
+    """What the compiled step needs besides its arguments and results, at this batch."""
     params = tiny.initial()
     batch = jax.ShapeDtypeStruct((num_rows, tiny.T), jnp.int32)
     compiled = train_step.lower(params, tiny.no_moments(params), 1, batch, batch).compile()
@@ -73,7 +73,7 @@ def sees_the_future(causal: bool) -> bool:
 
 
 def days_on_one(parameters: float) -> float:
-    """Of one H100 for 20 tokens a parameter."""
+    """Days of one H100 for 20 tokens a parameter."""
     flops = 6 * parameters * TOKENS_PER_PARAMETER * parameters
     return flops / (MFU * find_hardware("h100").peak_flops["bfloat16"]) / DAY
 

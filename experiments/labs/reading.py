@@ -1,4 +1,4 @@
-"""Megatron-LM's tensor-parallel operators and FSDP's prefetch, each beside ours, and what both of them send."""
+"""Megatron-LM's tensor-parallel operators and FSDP's prefetch, compared with ours by what they send."""
 
 from collections import Counter
 from functools import partial

@@ -38,7 +38,7 @@ REAL = (("7b", "tp=8", 8), ("llama3-8b", "tp=8", 8))
 
 
 def layer(x_BD, weights, number):
-    """x[B, D], (w[D, F], w[F, D]) -> [B, D], with dropout that depends on the layer's number alone."""
+    """x[B, D], (w[D, F], w[F, D]) -> [B, D], with dropout that depends only on the layer's number."""
     up_DF, down_FD = weights
     hidden_BF = jnp.tanh(x_BD @ up_DF)
     kept_BF = jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), number), 1 - DROPPED, hidden_BF.shape)
@@ -69,7 +69,7 @@ def stack_loss(weights, x_BD, every: int, saved: bool = False, layer=plain_layer
 
 
 def recomputing(layer, shift: int = 0):
-    """A checkpoint written by hand: forward saves the inputs alone, backward runs the layer again.
+    """A checkpoint written by hand: forward saves only the inputs, backward runs the layer again.
 
     shift: added to what the recomputation draws its dropout from; anything but 0 is a fault.
     """
@@ -136,7 +136,7 @@ def step_flops(config: RunConfig) -> float:
 
 
 def expected_flops(remat: str) -> float:
-    """Closed form of the same: three forwards, and what is repeated.
+    """Closed form of the same: three forwards, and the repeated products.
 
     Our attention leaves out scores that the mask hides: of 128 positions in 2 blocks 3/4 are computed.
     """

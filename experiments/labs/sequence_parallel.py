@@ -14,7 +14,7 @@ from jaxdist.config import PrecisionConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
-from jaxdist.parallel import all_reduce, enter, gather_matmul, leave, rank, varying
+from jaxdist.parallel import all_reduce, enter, leave, rank, varying
 from jaxdist.parallel.dropout import dropout
 from jaxdist.plan.papers.formulas import ModelShape, layer_activation_bytes
 from jaxdist.plan.parts import OneRank, layer_memory, rows_to_trace
@@ -120,19 +120,6 @@ def by_hand(broken: str | None) -> list[Check]:
 def forward_bytes(run, *args) -> int:
     """Large messages only: the loss is a number."""
     return sum(c.sent_bytes(parse_mesh(MESH)) for c in sent_over(run, MESH, *args) if c.full_bytes > 8)
-
-
-def ring_checks() -> list[Check]:
-    """Gather and matmul as one ring: a chunk is multiplied while the next is on its way."""
-    rng = np.random.default_rng(3)
-    x, w = rng.standard_normal((B, T, D)), rng.standard_normal((D, F))
-    specs = (P(None, "tp"), P(None, "tp")), P(None, None, "tp")
-    ring, plain = on_mesh(MESH, gather_matmul, *specs), on_mesh(MESH, lambda x, w: enter(x, sp=True) @ w, *specs)
-    ratio = forward_bytes(ring, x, w) / forward_bytes(plain, x, w)
-    return [
-        at_most("ring matmul: error, against gather, then multiply", relative_error(ring(x, w), plain(x, w)), 1e-12),
-        equal("ring matmul: bytes over those of the gather", ratio, 1),
-    ]
 
 
 # ------------------------------------------------------------------------------------------- bytes of activations
@@ -243,7 +230,6 @@ def run(broken: str | None) -> Result:
         checks = by_hand(broken)
         if broken:
             return Result(checks)
-        checks += ring_checks()
     (published, gpt3), (kept, ours), (sent, step) = paper_table(), our_table(), our_step()
     return Result([*checks, *published, *kept, *sent], [gpt3, step, ours], {"gpt3": draw_gpt3}, guesses())
 

@@ -45,7 +45,7 @@ def attention(x, qkv):
 
 
 def layer(p, x, enter, leave, bias_first: bool = False):
-    """x[B, T, D] -> [B, T, D]: column-parallel, what is done to heads or elements alone, row-parallel; twice."""
+    """x[B, T, D] -> [B, T, D]: column-parallel, then heads or elements one by one, row-parallel; twice."""
     y = jnp.einsum("btnh,nhd->btd", attention(enter(normed(x)), p["qkv"]), p["out"])
     x = x + (leave(y + p["bias"]) if bias_first else leave(y) + p["bias"])
     return x + leave(jax.nn.gelu(enter(normed(x)) @ p["up"]) @ p["down"])
@@ -56,7 +56,7 @@ def normed(x):
 
 
 def loss(params, x, y, enter=lambda x: x, leave=lambda x: x, bias_first=False):
-    """Of a first matrix that every rank holds, then layers."""
+    """Loss of a first matrix that every rank holds, then layers."""
     h = x @ params["first"]
     for p in params["layers"]:
         h = layer(p, h, enter, leave, bias_first)
@@ -65,7 +65,7 @@ def loss(params, x, y, enter=lambda x: x, leave=lambda x: x, bias_first=False):
 
 @jax.custom_vjp
 def enter_without_sum(x):
-    """`enter`, but backward goes on with rank 0's part of dx alone."""
+    """`enter`, but backward goes on with only rank 0's part of dx."""
     return varying(x, "tp")
 
 
@@ -212,7 +212,7 @@ def losses() -> tuple[list[Check], Table]:
     return checks, table("losses", columns, rows)
 
 
-# ------------------------------------------------------------------------------------------- our step; dp beside tp
+# ------------------------------------------------------------------------------------------- our step; dp or tp
 
 MODEL = dataclasses.replace(PRESETS["proof"], width=256, ffn_width=1024)
 ROWS = (8, 16, 32, 64)

@@ -31,7 +31,7 @@ def initial(seed: int = 0, dtype=jnp.float32) -> dict[str, jax.Array]:
 
 
 def logits(params: dict, tokens_BT: jax.Array, causal: bool = True) -> jax.Array:
-    """[B, T] -> [B, T, V]. causal: position t sees positions up to t alone."""
+    """[B, T] -> [B, T, V]. causal: position t sees only positions up to t."""
     x = params["embed"][tokens_BT] + params["position"][: tokens_BT.shape[1]]
     q, k, v = jnp.split(normed(x) @ params["qkv"], 3, axis=-1)
     scores = q @ k.mT / np.sqrt(D)
@@ -71,7 +71,7 @@ def no_moments(params: dict) -> tuple[dict, dict]:
 
 @cache
 def source() -> tuple[np.ndarray, float]:
-    """(transitions[V, V], entropy in nats a token): a Markov chain whose next token depends on the last alone.
+    """(transitions[V, V], entropy in nats a token): a Markov chain whose next token depends only on the last.
 
     Every row is a permutation of the same probabilities, so every row has the same entropy, which is the loss that the
     best model of this text reaches.

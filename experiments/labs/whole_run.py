@@ -37,7 +37,7 @@ LAYOUTS = {
     "pp=2, 1F1B": ("pp=2", {"schedule": "1f1b", "microbatches": 4}),
     "pp=2, dp=2, tp=2, ZeRO-1": ("pp=2,dp=2,tp=2", {"zero": 1, "microbatches": 4}),
 }
-SHARDED = ("dp=4, ZeRO-3", "tp=2, sequence parallel")  # what a break runs, beside one device
+SHARDED = ("dp=4, ZeRO-3", "tp=2, sequence parallel")  # what a break runs, with one device
 MFU, DOLLARS_PER_HOUR = 0.4, 2.50
 
 
@@ -114,7 +114,7 @@ def run(broken: str | None) -> Result:
         equal("FLOPs a token, read from the program, and 6 × parameters", flops, 6 * model_parameters, within=0.1),
     ]
     counts = {
-        "layers alone, 6 × (12h² + 13h)": blocks,
+        "layers, 6 × (12h² + 13h)": blocks,
         "and the last norm": blocks + 2 * h,
         "and the table of 16,000 tokens, which is also the head": blocks + 2 * h + vocabulary,
         "and 512 positions": blocks + 2 * h + vocabulary + positions,

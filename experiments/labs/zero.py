@@ -39,7 +39,7 @@ def layer(w, x):
 
 
 def mean_error(x, y):
-    """Of a rank's rows, as a part of the mean over all: its sum over ranks is the loss."""
+    """Error of a rank's rows, as a part of the mean over all: its sum over ranks is the loss."""
     return jnp.sum((x - y) ** 2) / (N * ROWS)
 
 
@@ -214,13 +214,13 @@ def compiled_peaks() -> tuple[Check, Table]:
     return check, table("peaks", "run | compiled peak, MiB", zip(NAMES, map(mib, peaks), strict=True))
 
 
-# --------------------------------------------------------------------------------------------- what is gathered at once
+# --------------------------------------------------------------------------------------------- gathered at once
 
 WRAPPED = {"8B": PRESETS["llama3-8b"], "70B": PRESETS["llama3-70b"]}
 
 
 def wrapping() -> tuple[Check, Table]:
-    """bf16 weights on one of 64 devices: its shard, and what is gathered at the same time."""
+    """bf16 weights on one of 64 devices: its shard, and those gathered at the same time."""
     rows = []
     for name, model in WRAPPED.items():
         sizes = leaf_sizes(model)
