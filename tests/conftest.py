@@ -37,6 +37,17 @@ def devices() -> list[jax.Device]:
     return DEVICES
 
 
+def in_sample(rows: Iterable, sample: Iterable) -> list:
+    """Rows for `parametrize`; those that are not in `sample` are marked exhaustive."""
+    sample = [*sample]
+    return [
+        pytest.param(
+            *(row if isinstance(row, tuple) else (row,)), marks=() if row in sample else pytest.mark.exhaustive
+        )
+        for row in rows
+    ]
+
+
 def sampled(strategies: Iterable[Strategy]) -> list:
     """Rows for `parametrize`; those outside the sample are marked exhaustive."""
     return [pytest.param(s, id=s.name, marks=[] if s.sample else pytest.mark.exhaustive) for s in strategies]

@@ -35,55 +35,14 @@ from jaxdist.models.presets import PRESETS
 
 INTEGERS = (0, -1, 1, 2, 3, 4, 7, 8, 128, 10**6, 2**31 - 1, 2**31, 10**9, 10**18, -(10**18))
 FLOATS = ("nan", "inf", "-inf", "0", "-1", "1e-320", "1e308", "1e999", "0.5", "1", "3", "3e18", "1_0")
+NUMBERS = ", = a= =1 nan inf -inf true 1e99999999 10**9 0 -1 3 1d 3e18d"
+NAMES = "[bold] 2026-11-23T10:00 2026-13-45 dp=2,,tp=2 pp=1000 dp=1e9 dp=2,dp=2 base:² x:1:2 gpt2 H100 every-0"
 WORDS = (
-    *(
-        "",
-        " ",
-        ",",
-        "=",
-        "a=",
-        "=1",
-        "nan",
-        "inf",
-        "-inf",
-        "true",
-        "1e99999999",
-        "10**9",
-        "0",
-        "-1",
-        "3",
-        "1d",
-        "3e18d",
-    ),
+    *("", " ", "every-99999999999999999999", "3,5", "1,1", "balanced", *NUMBERS.split(), *NAMES.split()),
     *("\x1b[31mred\x1b[0m", "\x07", "\u202e", os.fsdecode(b"\xed\xa0\x80"), "²", "a" * 5000, "../..", "%s%n", "{}"),
-    *(
-        "[bold]",
-        "2026-11-23T10:00",
-        "2026-13-45",
-        "dp=2,,tp=2",
-        "pp=1000",
-        "dp=1e9",
-        "dp=2,dp=2",
-        "base:²",
-        "x:1:2",
-        "gpt2",
-    ),
-    *("H100", "every-0", "every-99999999999999999999", "3,5", "1,1", "balanced"),
 )
-FILES = (
-    "fifo",
-    "folder",
-    "empty",
-    "text.txt",
-    "binary.bin",
-    "deep.json",
-    "deep.toml",
-    "good.toml",
-    "cut.json",
-    "bad.npy",
-    "link",
-    "latin.txt",
-)
+MADE = "fifo folder empty text.txt binary.bin deep.json deep.toml good.toml cut.json bad.npy link latin.txt"
+FILES = MADE.split()
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "/nowhere/at/all")
 
 
@@ -105,20 +64,8 @@ class Target:
     share: int = 1
 
 
-TINY = (
-    "--num-layers",
-    "2",
-    "--width",
-    "16",
-    "--num-heads",
-    "2",
-    "--seq-len",
-    "16",
-    "--batch-size",
-    "8",
-    "--steps",
-    "2",
-)
+SIZES = "--num-layers 2 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --steps 2"
+TINY = tuple(SIZES.split())
 TARGETS = (
     Target("train", "TrainFlags", (*TINY, "--data", "text.txt"), ("jaxdist.train.program:Program.compile_step",), 5),
     Target("verify", "VerifyFlags", TINY, (".verify:Verifier.__call__",), share=3),

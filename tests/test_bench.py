@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from conftest import sampled
+from conftest import in_sample, sampled
 from rich.console import Console
 
 from experiments.bench import branches, kernels, parity, peers, scaling, speed, standin
@@ -164,7 +164,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("bench, args, word, num_rows", SMALL)
+@pytest.mark.parametrize("bench, args, word, num_rows", in_sample(SMALL, [SMALL[2], SMALL[5], SMALL[7]]))
 def test_a_bench_prints_a_table_and_writes_rows(monkeypatch, capsys, tmp_path, bench, args, word, num_rows):
     monkeypatch.setattr(branches, "SCHEDULES", ("1f1b",))
     path = tmp_path / "figures.json"

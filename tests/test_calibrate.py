@@ -52,21 +52,6 @@ def test_every_constant_is_written_and_read(tmp_path):
             assert a == b or np.isclose(a, b, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("words", "peak", "said"),
-    [
-        (["--out", "OUT/mine.toml"], "1.0", "no card is faster than its datasheet"),
-        (["--out", "OUT/no/mine.toml"], "1e15", "there is no such folder"),
-        (["--out", "OUT/mine.toml", "--size", "8"], "1e15", "--size 8: it must be a number from 256"),
-        (["--out", "OUT/mine.toml", "--repeats", "0"], "1e15", "--repeats 0: it must be"),
-    ],
-)
-def test_what_cannot_be_is_refused_and_nothing_written(monkeypatch, capfd, tmp_path, words, peak, said):
-    words = [word.replace("OUT", str(tmp_path)) for word in words]
-    code, _, err = calibrate(monkeypatch, capfd, tmp_path, *words, peak=peak)
-    assert code == 2 and said in err.replace("\n", " ") and not (tmp_path / "mine.toml").exists()
-
-
 def test_the_sum_over_local_cards_is_of_the_ring(devices):
     asked = []
     rate = experiments.calibrate.sum_bytes(lambda f, x: asked.append((f(x), x.nbytes)) or 2.0, devices[:4], 4)

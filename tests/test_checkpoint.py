@@ -1,34 +1,27 @@
 """Checkpoints: exact on every mesh, whole or not there, and nothing damaged, foreign or hostile gets through."""
 
-import copy
 import json
-import logging
-import os
 import pickle
 import shutil
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 import tensorstore
-from conftest import DEVICES
+from conftest import DEVICES, in_sample
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdist.checkpoint import checkpoints as checkpoint
-from jaxdist.checkpoint import resume, trained
+from jaxdist.checkpoint import resume
 from jaxdist.checkpoint.checkpoints import MANIFEST, BadCheckpoint, Checkpoints, SaveFailed, locate, newest_good
 from jaxdist.checkpoint.logical import (
-    PARAMS,
     abstract_logical,
     fetch,
     from_logical,
-    parameters_from_logical,
     to_logical,
 )
-from jaxdist.checkpoint.trained import find_weights
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
@@ -91,12 +84,10 @@ def damaged(small, tmp_path):
 
 EXACT = {
     "one": {},
-    "dp4": dict(mesh="dp=4"),
     "dp3-zero1-padded": dict(mesh="dp=3", zero=1, batch_size=9),
     "dp2-tp2-zero2-sp": dict(mesh="dp=2,tp=2", zero=2, sp=True),
     "dp4-zero3-bf16": dict(mesh="dp=4", zero=3, precision="bfloat16"),
     "dp2-fp16": dict(mesh="dp=2", precision="float16"),
-    "replica2-dp2-zero3": dict(mesh="replica=2,dp=2", zero=3),
     "pp2-dp2-1f1b": dict(mesh="pp=2,dp=2", schedule="1f1b"),
     "pp2-dp2-zb-v-zero1": dict(model=FOUR, mesh="pp=2,dp=2", schedule="zb-v", zero=1),
     "pp3-uneven": dict(model=FOUR, mesh="pp=3", stages="1,2,1", batch_size=12),
@@ -105,11 +96,8 @@ EXACT = {
 }
 
 
-RARER = {"dp4", "replica2-dp2-zero3", "dp2-lion", "one-adafactor"}
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in RARER)) for name in EXACT]
+    "name", in_sample(EXACT, ["dp3-zero1-padded", "dp4-zero3-bf16", "dp2-fp16", "pp2-dp2-zb-v-zero1"])
 )
 def test_continued_run_equals_the_uninterrupted_one_bit_for_bit(name, tmp_path):
     """Saved while the next steps run and donate the state; restored into a fresh state: losses and every bit after."""
@@ -153,16 +141,6 @@ def test_a_run_goes_on_over_four_meshes(tmp_path):
         found += losses
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert checkpoints.steps() == [2, 4, 6, 8]
-
-
-def test_weights_alone_in_another_precision_and_layout(small):
-    _, folder = small
-    other = make_program("tp=2", precision="bfloat16")
-    checkpoints = Checkpoints(folder)
-    wanted = {name: x for name, x in abstract_logical(other).items() if name.startswith(f"{PARAMS}.")}
-    params = parameters_from_logical(other, checkpoints.restore(checkpoints.check(3), wanted))
-    expected = other.init(0).params
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), jax.device_get(expected))
 
 
 def test_logical_arrays_are_the_same_from_every_layout():
@@ -245,21 +223,6 @@ def test_a_failure_that_is_known_is_raised_before_the_next_save(damaged, small, 
     damaged.wait_if_failed()
 
 
-def test_writes_that_end_after_a_failed_one_print_no_traceback():
-    shown, late = [], RuntimeError("Event loop is closed")
-    hook = checkpoint._without_late_writes(shown.append)
-    for error, owner in ((late, None), (late, hook), (OSError("late"), None)):
-        hook(SimpleNamespace(exc_value=error, object=owner))
-    assert [each.object for each in shown] == [hook, None]
-
-
-def test_what_orbax_logs_and_raises_is_not_logged():
-    logger, where = logging.getLogger("absl"), "site-packages/orbax/checkpoint/future.py"
-    for raised, kept in ((None, True), ((OSError, OSError(), None), False)):
-        record = logging.LogRecord("absl", logging.ERROR, where, 1, "", (), raised)
-        assert bool(logger.filter(record)) == kept
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Damage, foreign files, hostile ones
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,16 +265,6 @@ def test_another_checkpoint_of_the_same_step_is_not_the_one_that_the_first_proce
         checkpoint._same_here(checkpoints, "3", "0" * 64)
 
 
-def test_a_file_that_does_not_belong_is_named(damaged):
-    (damaged.path(3) / "arrays" / "extra.bin").write_bytes(b"?")
-    with pytest.raises(BadCheckpoint, match=r"extra\.bin.*does not list"):
-        damaged.check(3)
-    (damaged.path(3) / "arrays" / "extra.bin").unlink()
-    os.symlink("/etc/passwd", damaged.path(3) / "arrays" / "link")
-    with pytest.raises(BadCheckpoint, match=r"link.*neither a file nor a folder"):
-        damaged.check(3)
-
-
 def reseal(path, **changed):
     content = json.loads(path.read_text())
     path.write_text(json.dumps(checkpoint._sealed({**content, **changed})))
@@ -322,19 +275,11 @@ def reseal(path, **changed):
     [
         (lambda path: path.write_bytes(pickle.dumps({"step": 3})), "not a whole JSON file"),
         (lambda path: path.write_text("[" * 100_000), "not a whole JSON file"),
-        (lambda path: path.write_text("[]"), "not a manifest of format"),
         (lambda path: path.write_text(path.read_text().replace('"step": 3', '"step": 4')), "its own hash does not fit"),
         (lambda path: reseal(path, step=4), "is of step 4"),
-        (lambda path: reseal(path, format=2), "not a manifest of format 1"),
         (lambda path: reseal(path, files={"../../etc/passwd": [1, "0"]}), "outside of the checkpoint"),
-        (lambda path: reseal(path, files={"/etc/passwd": [1, "0"]}), "outside of the checkpoint"),
-        (lambda path: reseal(path, files={"arrays": 7}), "not a manifest of format"),
         (lambda path: reseal(path, files={}), "does not list this file"),
-        (lambda path: reseal(path, more=1), "not a manifest of format"),
-        (lambda path: reseal(path, arrays={"params.x": ["float99", [1]]}), "not a manifest of format"),
         (lambda path: reseal(path, arrays={"params.x": ["float32", ["1"]]}), "not a manifest of format"),
-        (lambda path: reseal(path, versions=[]), "not a manifest of format"),
-        (lambda path: reseal(path, step=True), "not a manifest of format"),
         (lambda path: path.unlink(), "cannot be read"),
     ],
 )
@@ -344,54 +289,6 @@ def test_a_foreign_or_hostile_manifest_is_refused(damaged, write, message):
         damaged.check(3)
 
 
-def paths_in(value, path=()):
-    yield path
-    for name in value if isinstance(value, dict) else ():
-        yield from paths_in(value[name], (*path, name))
-
-
-def test_a_resealed_manifest_of_other_types_is_refused_or_means_the_same(small, monkeypatch):
-    """Every entry of what a run says of itself, as a value of every other type: never an error of ours."""
-    program, folder = small
-    manifest = Checkpoints(folder).check(3)
-    source = {"config": "{}", "index": None, "headers": {"a": "{}"}}
-    about = {**manifest.about, "source": source}
-    monkeypatch.setattr(Checkpoints, "restore", lambda *_, **__: fetch(to_logical(program, program.init(0))))
-    monkeypatch.setattr(resume, "agreed", lambda checkpoints, choose: replace(manifest, about=changed))
-    monkeypatch.setattr(trained, "locate", lambda *_: (Checkpoints(folder), replace(manifest, about=changed)))
-    monkeypatch.setattr(resume, "locate", trained.locate)
-    monkeypatch.setattr(resume, "from_logical", lambda *_: None)
-    refused = set()
-    for path in paths_in(about):
-        for value in (None, "x", 7, -1, 2.5, True, [], ["x"], {}, {"x": 1}):
-            changed = copy.deepcopy(about)
-            holder = changed
-            for name in path[:-1]:
-                holder = holder[name]
-            if path:
-                holder[path[-1]] = value
-            for call in (
-                lambda: resume.find(Checkpoints(folder), program.config, DATA, False, print),
-                lambda: resume.find_other(str(folder), program.config),
-                lambda: resume.rate_note(trained.locate()[1], program.config),
-                lambda: resume.restore(Checkpoints(folder), trained.locate()[1], program, same_run=True),
-                lambda: find_weights(str(folder), "path").end_of_text(),
-                lambda: find_weights(str(folder), "path", MODEL).tokenizer(),
-            ):
-                try:
-                    call()
-                except ConfigError:
-                    refused.add(path)
-    must = [
-        ("progress", "batch"),
-        ("config", "parallel", "mesh"),
-        ("data",),
-        ("source", "headers"),
-        ("config", "model"),
-    ]
-    assert refused >= set(must)
-
-
 def test_an_array_that_the_run_does_not_have_is_refused(small):
     program, folder = small
     manifest = Checkpoints(folder).manifest(3)
@@ -399,12 +296,6 @@ def test_an_array_that_the_run_does_not_have_is_refused(small):
         more = replace(manifest, arrays={**manifest.arrays, name: ["float32", [1]]})
         with pytest.raises(BadCheckpoint, match=name):
             resume.restore(Checkpoints(folder), more, program, same_run=True)
-
-
-def test_a_huge_manifest_is_not_read(damaged, monkeypatch):
-    monkeypatch.setattr(checkpoint, "MAX_MANIFEST_BYTES", 100)
-    with pytest.raises(BadCheckpoint, match="larger than 100 bytes"):
-        damaged.check(3)
 
 
 def test_the_newest_good_one_is_used_only_when_told(damaged, small):
@@ -425,23 +316,6 @@ def test_the_newest_good_one_is_used_only_when_told(damaged, small):
         newest_good(damaged, said.append, fall_back=True)
     with pytest.raises(BadCheckpoint, match="It is the only one there"):
         locate(str(damaged.folder), "restore")
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (dict(vocab_size=200), "model.vocab_size is 100 there and 200 here"),
-        (dict(width=64), "model.width is 32 there and 64 here"),
-        (dict(num_layers=3), "model.num_layers is 2 there and 3 here"),
-    ],
-)
-def test_another_model_is_refused_with_what_differs(small, changed, message):
-    program, folder = small
-    config = replace(program.config, model=replace(MODEL, **changed))
-    with pytest.raises(ValueError, match=message):
-        resume.find(Checkpoints(folder), config, DATA, False, print)
-    with pytest.raises(ValueError, match=message):
-        resume.find_other(str(folder), config)
 
 
 def test_arrays_of_another_shape_name_or_dtype_are_refused_before_anything_is_read(small):
@@ -483,18 +357,6 @@ def test_a_run_goes_on_only_as_itself_in_every_setting():
                 resume.require_same_run("out", changed, config)
 
 
-def test_other_data_or_random_numbers_are_refused(small):
-    program, folder = small
-    find = lambda data: resume.find(Checkpoints(folder), program.config, data, False, print)  # noqa: E731
-    assert find(DATA).step == 3
-    with pytest.raises(ValueError, match="reads other data"):
-        find({"source": "x", "fingerprint": "1"})
-    others = (jax.default_prng_impl("rbg"), jax.threefry_partitionable(not jax.config.jax_threefry_partitionable))
-    for other in others:
-        with other, pytest.raises(ValueError, match="random numbers"):
-            find(DATA)
-
-
 # ---- nothing is lost in silence ----
 
 
@@ -532,56 +394,3 @@ def test_shards_that_lie_elsewhere_are_not_committed(tmp_path, small, monkeypatc
     with pytest.raises(SaveFailed, match=r"array moments\.0\.mu\.positions is not whole: 1 of its \d parts"):
         checkpoints.wait()
     assert checkpoints.steps() == []
-
-
-def test_a_restore_that_fails_names_the_file_and_the_array(tmp_path, small, monkeypatch):
-    program, folder = small
-    checkpoints = Checkpoints(shutil.copytree(folder, tmp_path / "copy"))
-    manifest = checkpoints.check(3)
-
-    def fail(*_, **__):
-        raise TypeError("params.tokens: unexpected metadata")
-
-    monkeypatch.setattr(checkpoints._orbax, "restore", fail)
-    with pytest.raises(BadCheckpoint, match=r"step_00000003/arrays: array params\.tokens cannot be read"):
-        checkpoints.restore(manifest, abstract_logical(program))
-    for path in (tmp_path / "copy" / "step_00000003" / "arrays").rglob("d"):
-        shutil.rmtree(path)  # after it was checked, or on another machine's disk
-    with pytest.raises(BadCheckpoint, match=r"step_00000003/arrays"):
-        checkpoints.restore(manifest, abstract_logical(program))
-    with pytest.raises(BadCheckpoint, match=r"process 0 cannot see it"):
-        checkpoints.require_files(manifest)
-
-
-def test_a_linked_step_and_a_folder_that_is_none_are_refused(tmp_path, small):
-    _, folder = small
-    (tmp_path / "step_00000003").symlink_to(folder / "step_00000003")
-    with pytest.raises(BadCheckpoint, match="it is a link"):
-        Checkpoints(tmp_path).check(3)
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="not a folder"):
-        Checkpoints(tmp_path / "file")
-    os.mkfifo(tmp_path / "fifo")
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    (copy / "step_00000003" / MANIFEST).unlink()
-    os.mkfifo(copy / "step_00000003" / MANIFEST)
-    with pytest.raises(BadCheckpoint, match="not a regular file"):
-        Checkpoints(copy).check(3)
-
-
-def test_what_cannot_be_thinned_out_does_not_fail_the_save(tmp_path, small, monkeypatch):
-    program, _ = small
-    (tmp_path / "step_00000009.partial").touch()  # a stray file, not a folder
-    (tmp_path / "step_00000001.partial").touch()  # in the way of the save itself
-    saved(tmp_path, program, program.init(0), 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-
-    def refuse(path):
-        if path.name == "step_00000001.partial":
-            raise PermissionError(13, "Permission denied", str(path))
-
-    warnings = []
-    monkeypatch.setattr(checkpoint, "remove", refuse)
-    saved(tmp_path, program, program.init(0), 2, keep_last=1, warn=warnings.append)
-    assert 2 in Checkpoints(tmp_path).steps()
-    assert "could not be removed" in warnings[0]

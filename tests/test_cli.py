@@ -10,31 +10,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
+from conftest import in_sample
 
 import experiments.bench.__main__
 import experiments.train
 import experiments.verify
 from experiments import cli
-from experiments.cli import CommonFlags, SafeConsole, run_program
-from experiments.generate import GenerateFlags
-from experiments.progress import Progress
-from experiments.strategies import STRATEGIES
+from experiments.cli import CommonFlags, run_program
 from experiments.train import TrainFlags
 from jaxdist import files, parity
-from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2
-from jaxdist.models.presets import PRESETS
-from jaxdist.train.program import Program, build_program
 from tests import fuzz, planted_bugs
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 400
@@ -61,44 +52,16 @@ def text(tmp_path):
 
 def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path, text):
     out = tmp_path / "run"
-    code, stdout, _ = run(
-        monkeypatch,
-        capsys,
-        "train",
-        "--mesh",
-        "dp=2,tp=2",
-        "--data",
-        text,
-        "--out",
-        out,
-        "--steps",
-        "60",
-        "--lr",
-        "0.01",
-        "--compiler-options",
-        "xla_cpu_enable_fast_min_max=true",
-        "xla_cpu_prefer_vector_width=256",
-        *SMALL,
-    )
+    words = f"--mesh dp=2,tp=2 --data {text} --out {out} --steps 60 --lr 0.01 --compiler-options".split()
+    options = ["xla_cpu_enable_fast_min_max=true", "xla_cpu_prefer_vector_width=256"]
+    code, stdout, _ = run(monkeypatch, capsys, "train", *words, *options, *SMALL)
     assert code == 0
     for said in ("dp=2,tp=2", "SIMULATED", "MiB a device", "unigram entropy", "blocks.attention.w_qkv", "done"):
         assert said in stdout
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 61))
-    fields = {
-        "step",
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "step_seconds",
-        "input_seconds",
-        "tokens_per_second",
-        "batch",
-        "grad_norms",
-        "seconds",
-    }
-    assert set(lines[0]) == fields
+    fields = "step loss grad_norm lr tokens step_seconds input_seconds tokens_per_second batch grad_norms seconds"
+    assert set(lines[0]) == set(fields.split())
     evaluated = {line["step"]: line["held_out_loss"] for line in lines if "held_out_loss" in line}
     assert list(evaluated) == [50, 60] and all(f"held-out loss {loss:.4f}" in stdout for loss in evaluated.values())
     assert lines[0]["tokens"] == 8 * 32
@@ -111,49 +74,9 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
     assert config["compiler_options"] == {"xla_cpu_enable_fast_min_max": True, "xla_cpu_prefer_vector_width": "256"}
 
 
-def test_train_without_out_says_what_is_kept_and_what_takes_long(monkeypatch, capsys, text):
-    monkeypatch.setattr(experiments.train, "SlowWork", partial(Progress, after=0.0, every=0.2))
-    code, stdout, stderr = run(monkeypatch, capsys, "train", "--data", text, "--steps", "1", *SMALL)
-    assert code == 0 and "without --out nothing of this run is kept" in stdout
-    assert "compiling the step: 0 s so far" in stderr and "evaluation: 0 s so far" in stderr
-
-
-def test_loss_lines_stay_on_a_terminal(monkeypatch, capsys, text):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    code, stdout, _ = run(monkeypatch, capsys, "train", "--data", text, "--steps", "3", *SMALL)
-    assert code == 0 and [f"step     {step}  loss" in stdout for step in (1, 2, 3)] == [True] * 3
-
-
-def test_a_status_is_seen_without_a_terminal():
-    console = SafeConsole(file=io.StringIO())
-    with console.status("compiling ZeRO-1 (2 of 8)") as progress:
-        assert progress.line().startswith("compiling ZeRO-1 (2 of 8): 0 s")
-    with Progress("others print", stream := io.StringIO(), after=0.01, every=0.01, quiet=True):
-        time.sleep(0.05)
-    assert not stream.getvalue()
-
-
-def test_compiler_options_reach_the_step(monkeypatch, capsys, text):
-    given = []
-
-    def compile_step(program, options):
-        given.append(options)
-        raise ConfigError("a test", "it needs no more", "Stop")
-
-    monkeypatch.setattr(Program, "compile_step", compile_step)
-    option = "xla_cpu_enable_fast_min_max=true"
-    assert run(monkeypatch, capsys, "train", "--data", text, *SMALL, "--compiler-options", option)[0] == 2
-    assert given == [{"xla_cpu_enable_fast_min_max": True}]
-
-
-def test_the_step_is_compiled_with_its_options():
-    config = RunConfig(PRESETS["proof"], ParallelConfig(), batch_size=2)
-    program = build_program(config, make_mesh(config.parallel.mesh, jax.devices()))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_nope"):
-        program.compile_step({"xla_nope": "1"})
-
-
-@pytest.mark.parametrize("more", ["--mesh dp=2,tp=2 --zero 3 --sp", "--mesh dp=3 --batch-size 9"])
+@pytest.mark.parametrize(
+    "more", in_sample(["--mesh dp=2,tp=2 --zero 3 --sp", "--mesh dp=3 --batch-size 9"], ["--mesh dp=3 --batch-size 9"])
+)
 def test_train_gives_the_losses_of_one_device(monkeypatch, capsys, tmp_path, text, more):
     batch, data = [], text
     if "9" in more:
@@ -184,7 +107,7 @@ def test_train_that_diverges_says_so_and_leaves_no_summary(monkeypatch, capsys, 
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_train_in_every_dtype(monkeypatch, capsys, tmp_path, text, dtype):
     args = ["--mesh", "dp=2", "--zero", "2", "--data", text, "--steps", "8", "--dtype", dtype, *SMALL]
     code, _, _ = run(monkeypatch, capsys, "train", *args, "--out", tmp_path / "run")
@@ -227,13 +150,6 @@ def test_verify_with_an_oracle(monkeypatch, capsys):
     assert code == 2 and "too coarse" in stderr
 
 
-def test_the_table_of_strategies_is_wide_enough():
-    assert len({s.name for s in STRATEGIES}) == len(STRATEGIES) >= 25
-    assert sum(parse_mesh(s.mesh).num_devices == 8 for s in STRATEGIES) >= 15
-    for strategy in STRATEGIES:
-        strategy.run_config()
-
-
 def test_planted_bugs_still_fit_the_source(tmp_path):
     """Running them is `python -m tests.planted_bugs`."""
     found = planted_bugs.all_bugs()
@@ -261,70 +177,23 @@ WRONG_FLAGS = [
     (["--mesh", "xx=2"], "not a mesh axis", "pp, replica, dp, ep, cp, tp"),
     (["--mesh", "ep=2"], "ep=2 over dp=1", "Use ep in [1]"),
     (["--mesh", "pp=8"], "--num-layers 4 over 8 stages", "--num-layers 8"),
-    (["--mesh", "pp=2", "--schedule", "interleaved", "--chunks", "3"], "2 stages x 3 chunks", "--num-layers 6"),
-    (["--mesh", "pp=2", "--schedule", "zb-v", "--chunks", "3"], "3 chunks", "Use 2"),
-    (["--mesh", "pp=2", "--schedule", "pipedream"], "neither the name", "zb-h1"),
-    (["--mesh", "pp=2", "--microbatches", "0"], "--microbatches 0", "--microbatches 1"),
     (["--mesh", "pp=2", "--microbatches", "3"], "--microbatches 3", "15 or 18"),
     (["--mesh", "pp=2", "--stages", "1,2"], "together hold every layer once", "2,2"),
-    (["--mesh", "pp=2", "--stages", "4,0"], "--stages 4,0", "3,5,5,3"),
-    (["--mesh", "pp=2", "--stages", "last-0"], "--stages last-0", "last-3"),
-    (
-        ["--mesh", "pp=2", "--stages", "last-4"],
-        "part before the last holds at least one layer, and there are 1",
-        "last-3",
-    ),
-    (["--optimizer", "adafactor", "--mesh", "pp=2"], "adafactor", "--optimizer adamw"),
-    (["--mesh", "dp=2,dp=2"], "named twice", "once"),
-    (["--mesh", "dp=0"], "at least 1", "dp=2"),
-    (["--mesh", "dp=-2"], "at least 1", "dp=2"),
-    (["--mesh", "dp=two"], "whole number", "dp=2"),
-    (["--mesh", "dp"], "whole number", "dp=2"),
     (["--mesh", "tp=3"], "--num-heads 4 cannot be split over tp=3", "[1, 2, 4]"),
-    (["--mesh", "tp=2", "--ffn-width", "129"], "--ffn-width 129", "[1]"),
     (["--mesh", "tp=2", "--sp", "--seq-len", "33"], "--seq-len 33", "multiple of 2"),
     (["--mesh", "dp=3"], "--batch-size 16", "15 or 18"),
-    (["--mesh", "dp=32"], "--batch-size 16", "Use 32"),
-    (["--accumulate", "3"], "--batch-size 16", "15 or 18"),
-    (["--accumulate", "0"], "--accumulate 0", "--accumulate 1"),
     (["--zero", "4"], "--zero 4", "0, 1, 2 or 3"),
-    (["--bucket-mb", "0"], "--bucket-mb 0", "25"),
-    (["--bucket-mb", "nan"], "--bucket-mb nan", "25"),
-    (["--remat", "some"], "--remat some", "every-2"),
-    (["--remat", "every-0"], "--remat every-0", "every-2"),
-    (["--remat", "auto"], "does not know how much", "--remat auto-24"),
-    (["--remat", "auto-many"], "--remat auto-many: it says GiB", "--remat auto-24"),
     (["--remat", "auto-0.001"], "the least that a step needs", "more devices"),
-    (["--remat", "repeat:a/b"], "--remat repeat:a/b", "every-2"),
-    (["--mesh", "pp=2", "--remat", "repeat:dot_general:rx4-4x4"], "with pp=2", "'chunk'"),
-    (["--loss-chunks", "0"], "--loss-chunks 0", "1"),
     (["--loss-chunks", "7", "--seq-len", "64"], "--loss-chunks 7 with --seq-len 64", "--loss-chunks in"),
     (["--overlap", "--remat", "every-2"], "--overlap with --remat every-2", "--remat block"),
-    (["--overlap", "--mesh", "dp=2", "--zero", "3", "--no-reshard-after-forward"], "--overlap with --no", "one of the"),
-    (["--remat", "every-3"], "--num-layers 4", "[1, 2, 4]"),
-    (["--width", "130"], "--num-heads 4", "[1, 2, 5"),
-    (["--num-layers", "0"], "--num-layers 0", "--num-layers 1"),
     (["--dropout", "1.0"], "--dropout 1.0", "0.1"),
-    (["--dropout", "-0.1"], "--dropout -0.1", "0.1"),
-    (["--lr", "0"], "--lr 0", "default"),
     (["--lr", "inf"], "--lr inf", "default"),
-    (["--clip-norm", "-1"], "--clip-norm -1", "default"),
     (["--steps", "0"], "--steps 0", "--steps 1"),
-    (["--seed", "-1"], "--seed -1", "--seed 0"),
-    (["--batch-size", "0"], "--batch-size 0", "--batch-size 1"),
-    (["--eval-every", "0"], "--eval-every 0", "--eval-every 1"),
     (["--optimizer", "adafactor", "--mesh", "tp=2"], "adafactor", "--optimizer adamw"),
-    (["--optimizer", "adafactor", "--mesh", "dp=2", "--zero", "1"], "adafactor", "--zero 0"),
     (["--device", "gpu"], "0 GPUs", "--device cpu"),
     (["--vocab-size", "90"], "outside the vocabulary of 90", "--vocab-size 256"),
-    (["--seq-len", "100000"], "tokens", "--seq-len"),
     (["--data", "/nonexistent/file"], "cannot be read", "existing"),
-    (["--data", "/nonexistent/file=0.7,b"], "PATH=WEIGHT", "a.bin=0.7,b.npy=0.3"),
-    (["--prefetch", "0"], "--prefetch 0", "--prefetch 1"),
-    (["--attention", "cudnn"], "cudnn", "--attention auto"),
     (["--compiler-options", "xla_nope=1"], "No such compile option", "experiments.bench flags"),
-    (["--compiler-options", "xla_cpu_enable_fast_math=7"], "not a valid bool", "experiments.bench flags"),
-    (["--compiler-options", "xla_cpu_enable_fast_math"], "NAME=VALUE", "experiments.bench flags"),
     (["--mesh", "dp=16"], "16 simulated devices", "before JAX starts"),
 ]
 
@@ -338,32 +207,6 @@ def test_wrong_input_ends_before_tracing(monkeypatch, capsys, tmp_path, text, ar
     assert said in stderr and remedy in stderr, stderr
     assert "Traceback" not in stderr and not stdout
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
-        ("0: F0 .  .  B0 W0\n1: .  F0 B0", "stage 1: W of micro-batch 0, chunk 0 is missing"),
-        (
-            "0: F0 F0 .  B0 W0\n1: .  F0 B0 W0",
-            "tick 1, stage 0: F of micro-batch 0, chunk 0: the stage has already run it",
-        ),
-        ("0: F0 .  B0 W0\n1: .  F0 B0 W0", "tick 2, stage 0: B of micro-batch 0, chunk 0: it needs B"),
-        ("0: F0 .  .  B0 W0\n1: .  F0 B0 W0", "is for 2 stages, 1 micro-batches and 1 chunks"),
-    ],
-)
-def test_a_schedule_from_a_file_is_checked(monkeypatch, capsys, tmp_path, text, table, said):
-    (tmp_path / "table.txt").write_text(table)
-    flags = ["--mesh", "pp=2", "--schedule", tmp_path / "table.txt", "--microbatches", 2]
-    code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, *flags, "--out", tmp_path / "run")
-    assert code == 2 and said in stderr and "Traceback" not in stderr
-
-
-def test_a_schedule_from_a_file_leaves_messages_a_tick_with_overlap(monkeypatch, capsys, tmp_path, text):
-    (tmp_path / "table.txt").write_text("0: F0 F1 .  B0 W0 B1 W1\n1: .  F0 B0 F1 B1 W0 W1")
-    flags = ["--mesh", "pp=2", "--schedule", tmp_path / "table.txt", "--microbatches", 2, "--overlap"]
-    code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, *flags)
-    assert code == 2 and "it needs F of micro-batch 0" in stderr and "Run it at tick 2 or later" in stderr
 
 
 def test_verify_runs_a_schedule_from_a_file(monkeypatch, capsys, tmp_path):
@@ -382,80 +225,6 @@ def test_what_the_parser_refuses(monkeypatch, capsys, args):
     assert args[0] in stderr
 
 
-def test_unwritable_out(monkeypatch, capsys, tmp_path, text):
-    (tmp_path / "file").write_text("")
-    for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, "--out", out, *SMALL)
-        assert code == 2 and "cannot be written" in stderr
-
-
-def test_out_that_holds_no_run_that_can_be_read(monkeypatch, capsys, tmp_path, text):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, "--out", tmp_path, *SMALL)
-    assert code == 2 and "config.json cannot be read" in stderr
-    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
-
-
-def test_bad_data_files(monkeypatch, capsys, tmp_path):
-    (tmp_path / "empty.txt").write_bytes(b"")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
-    np.save(tmp_path / "floats.npy", np.zeros(10000))
-    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
-    np.save(tmp_path / "large.npy", np.full(100000, 999, np.uint16))
-    for name, said in (
-        ("empty.txt", "empty"),
-        ("latin.txt", "UTF-8"),
-        ("floats.npy", "1-D integer array"),
-        ("objects.npy", "not a whole .npy array"),
-        ("large.npy", "token 999"),
-    ):
-        code, _, stderr = run(monkeypatch, capsys, "train", "--data", tmp_path / name)
-        assert code == 2 and said in stderr, stderr
-
-
-def test_verify_and_bench_refuse_too(monkeypatch, capsys, tmp_path):
-    for module, args, said in (
-        ("verify", ["--mesh", "tp=3"], "num_heads"),
-        ("verify", ["--json", tmp_path / "no" / "file.json"], "cannot be written"),
-        ("verify", ["--all", "--only", "nothing"], "no strategy"),
-        ("bench", ["--mesh", "dp=2"], "rows of its own"),
-        ("bench", ["--repeats", "0"], "--repeats 0"),
-        ("bench", ["overhead", "--dtype", "bfloat16"], "rows of its own"),
-        ("verify", ["--all", "--zero", "1"], "named strategies"),
-        ("train", ["--vocab-size", "99999999999999"], "from 1 to 2,147,352,575"),
-        ("train", ["--out", "a" * 300, "--data", __file__], "cannot be written"),
-        ("train", ["--out", "", "--data", __file__], "names no folder"),
-        ("train", ["--mesh", "dp=4096", "--batch-size", "4096", "--seq-len", "2", "--data", __file__], "not simulated"),
-        ("train", ["--reduce-dtype", "float64"], "64 bits"),
-    ):
-        code, _, stderr = run(monkeypatch, capsys, module, *args)
-        assert code == 2 and said in stderr
-
-
-def test_unwise_combinations_are_said():
-    def notes(**parallel):
-        return RunConfig(GPT2(2, 32, 4, 128, 32, 256), ParallelConfig(**parallel)).warnings()
-
-    assert "dp and cp, and both are 1" in notes(zero=2)[0]
-    assert "tp=1" in notes(sp=True)[0]
-    slow = RunConfig(GPT2(2, 32, 4, 128, 32, 256), optimizer=OptimizerConfig(warmup_steps=9), steps=8)
-    assert "the rate rises over the whole run" in slow.warnings()[0]
-    assert not dataclasses.replace(slow, optimizer=OptimizerConfig(), steps=8).warnings()
-    for ignored in (
-        {"reshard_after_forward": False},
-        {"bucket_mb": 1.0, "grad_sync": "flat"},
-        {"schedule": "zb-v"},
-        {"microbatches": 2},
-        {"chunks": 2},
-        {"stages": "balanced"},
-    ):
-        with pytest.raises(ConfigError, match="would change nothing"):
-            notes(**ignored)
-    pipelined = notes(mesh=parse_mesh("pp=2,dp=2"), zero=3, reshard_after_forward=False, microbatches=4)
-    assert "gathers the weights of blocks again" in pipelined[0]
-    assert not notes()
-
-
 def test_presets_have_their_names_sizes():
     sizes = {"12m": 12.5e6, "gpt2-124m": 124e6, "gpt2-350m": 355e6, "gpt2-774m": 774e6, "gpt2-1.5b": 1558e6}
     sizes |= {"7b": 6.7e9, "70b": 71e9, "175b": 175e9}
@@ -465,48 +234,7 @@ def test_presets_have_their_names_sizes():
         assert math.isclose(count, expected, rel_tol=0.03), (name, count)
 
 
-def test_simulated_devices_set_themselves_up():
-    """A new process with one mesh flag and nothing else prepared."""
-    code = (
-        "from jaxdist.runtime.devices import acquire_devices; d = acquire_devices(3, 'auto'); "
-        "print(len(d.devices), d.simulated, d.description)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("3 True 3 SIMULATED devices")
-    code = code.replace("(3, 'auto')", "(2, 'cpu'); d = acquire_devices(8, 'cpu')")  # as many as the variable asks for
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.startswith("8 True"), done.stderr
-
-
 # ---- one border for every program ----
-
-
-@pytest.mark.parametrize(
-    ("said", "in_flags"),
-    [
-        ("zero=4: stages 0 to 3. Use zero=0, 1, 2 or 3.", "--zero 4: stages 0 to 3. Use --zero 0, 1, 2 or 3."),
-        ("mesh='dp=2,,tp=2': twice. Write mesh='dp=2'.", "--mesh dp=2,,tp=2: twice. Write --mesh dp=2."),
-        ("Add sp=True, or tp_ring='none'", "Add --sp, or --tp-ring none"),
-        ("reshard_after_forward=False: a pipeline", "--no-reshard-after-forward: a pipeline"),
-        ("(lr=1e-05) x seed=3.", "(--lr 1e-05) x --seed 3."),
-        ("Use loss_chunks in [1, 2] or seq_len/2", "Use --loss-chunks in [1, 2] or seq_len/2"),
-        ("data='it\\'s \\x1b[1m'", "--data 'it'\"'\"'s \\x1b[1m'"),
-        ("out='': it names no folder", "--out '': it names no folder"),
-        (
-            "--drill nan:step=5 model.width=3 dp=2 beta=1 a_zero=1",
-            "--drill nan:step=5 model.width=3 dp=2 beta=1 a_zero=1",
-        ),
-        ("'mesh=dp=2 zerro=3': 'zerro' is no setting", "'mesh=dp=2 zerro=3': 'zerro' is no setting"),
-    ],
-)
-def test_a_message_of_the_library_is_said_in_flags(said, in_flags):
-    assert cli.in_flags(said, TrainFlags) == in_flags
-    assert cli.in_flags(said, int) == said
-
-
-def test_an_argument_without_a_flag_is_named_alone():
-    assert cli.in_flags("checkpoint='runs/a b': none, at seed=3", GenerateFlags) == "'runs/a b': none, at --seed 3"
 
 
 def test_who_has_read_enough_ends_a_program_or_asks_it_to_stop():
@@ -538,25 +266,6 @@ def test_a_sample_of_odd_inputs():
     command = [sys.executable, "-m", "tests.fuzz", "--inputs", "25", "--bound", "120", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_fuzzer_sees_each_kind_of_fault(tmp_path):
-    code = (
-        "import sys; from tests import fuzz; import experiments.schedules as s\n"
-        "s.main = {'traceback': lambda f, c: 1 / 0, 'hang': lambda f, c: __import__('time').sleep(100),"
-        " 'escape': lambda f, c: f.stages and print(chr(7)), 'ignored': lambda f, c: 0}[sys.argv[1]]\n"
-        "target = fuzz.Target('schedules', 'SchedulesFlags')\n"
-        "end = fuzz.run_apart(lambda: fuzz.run_target(target, ['--stages=8']), sys.argv[2], 5)\n"
-        "print(fuzz.fault_of(end[0], end[1]))"
-    )
-    for kind, said in (
-        ("traceback", "defect"),
-        ("hang", "hang"),
-        ("escape", "escape sequence"),
-        ("ignored", "ignored flag"),
-    ):
-        done = subprocess.run([sys.executable, "-c", code, kind, str(tmp_path)], capture_output=True, text=True)
-        assert done.stdout.strip() == said, done
 
 
 @pytest.mark.parametrize(

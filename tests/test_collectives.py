@@ -164,17 +164,6 @@ def test_a_second_reduction_is_an_error():
         on_mesh(lambda x: comm.reduce_scatter(comm.all_reduce(x, "dp"), "dp", 1), PER_RANK)(X)
 
 
-def test_sizes_that_do_not_divide_say_what_would():
-    with pytest.raises(ValueError, match="Pad it to 6"):
-        on_mesh(lambda x: comm.reduce_scatter(x[:, :, :5], "dp", 2), PER_RANK)(X)
-    with pytest.raises(ValueError, match="Pad it to 6"):
-        on_mesh(lambda x: comm.all_to_all(x[:, :, :5], "dp", 2, 1), PER_RANK)(X)
-    with pytest.raises(ValueError, match="ranks 0 to 1"):
-        on_mesh(lambda x: comm.broadcast(x, "dp", root=2), P(("replica", "tp")))(X)
-    with pytest.raises(ValueError, match="does not divide"):
-        on_mesh(lambda x: comm.scatter_from(x[:, :, :5], "dp", 2, (0,)), PER_RANK)(X)
-
-
 def test_varying_casts_once_and_types_are_what_they_say():
     def body(x):
         assert varying_axes(x) == set(ALL)

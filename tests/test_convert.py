@@ -1,12 +1,9 @@
 """`convert` and `train --weights`: there and back to the bit, through any mesh, and what does not fit in one table."""
 
 import dataclasses
-import errno
 import importlib.util
 import json
 import math
-import os
-import shutil
 import sys
 from itertools import chain, repeat
 from pathlib import Path
@@ -26,7 +23,7 @@ import experiments.train
 from experiments.cli import run_program
 from experiments.convert import Hf, Ours, prove
 from experiments.train import TrainFlags
-from jaxdist.checkpoint import safetensors, weights
+from jaxdist.checkpoint import weights
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import abstract_parameters, fetch
 from jaxdist.checkpoint.safetensors import Stored
@@ -85,13 +82,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("there, back", [("dp=2,tp=2", "pp=2"), ("", "dp=2,tp=4")])
-def test_there_and_back_to_the_byte(theirs, tmp_path, capsys, there, back):
-    said = convert(capsys, "hf", theirs, "--out", tmp_path / "ours", "--mesh", there)
+def test_there_and_back_to_the_byte(theirs, tmp_path, capsys):
+    said = convert(capsys, "hf", theirs, "--out", tmp_path / "ours", "--mesh", "dp=2,tp=2")
     assert "gradients compared with transformers" in said or "not proved" in said
     steps = Checkpoints(tmp_path / "ours")
     assert steps.steps() == [0] and {dtype for dtype, _ in steps.manifest(0).arrays.values()} == {"bfloat16"}
-    convert(capsys, "ours", tmp_path / "ours", "--out", tmp_path / "again", "--mesh", back)
+    convert(capsys, "ours", tmp_path / "ours", "--out", tmp_path / "again", "--mesh", "pp=2")
     assert contents(tmp_path / "again") == contents(theirs) and contents(theirs)["tokenizer.json"] == TOKENIZER
 
 
@@ -165,60 +161,7 @@ def test_a_folder_has_all_that_goes_with_it_before_it_has_its_name(theirs, tmp_p
     assert contents(tmp_path / "back") == contents(theirs)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"headers": {"../x.safetensors": "{}"}},
-        {"headers": {"/x.safetensors": "{}"}},
-        {"headers": {"run.py": "{}"}},
-        {"headers": {"x.safetensors": "no JSON"}},
-        {"headers": {"x.safetensors": '{"a": {"data_offsets": [0, 4]}}'}},
-        {"headers": {"x.safetensors": '{"a": 1}'}},
-        {"headers": []},
-        {"config": "[]"},
-        {"config": "no JSON"},
-        {"index": "[" * 9999},
-        {"more": 1},
-    ],
-)
-def test_a_source_that_no_folder_can_be_is_refused(theirs, changed):
-    """A checkpoint could otherwise name a file outside of the export, and have it written."""
-    source = dataclasses.asdict(weights.source_of(open_weights(theirs, MODEL)[0]))
-    assert dataclasses.asdict(weights.source_from(source)) == source
-    with pytest.raises(ConfigError):
-        weights.source_from(source | changed)
-
-
-def test_an_index_without_metadata_is_read_and_not_written_again(theirs, tmp_path, capsys):
-    source = weights.source_of(open_weights(theirs, MODEL)[0])
-    [header] = source.headers.values()
-    index = json.dumps({"weight_map": dict.fromkeys(weights._tensors(header), "model.safetensors")})
-    shutil.copytree(theirs, tmp_path / "bare")
-    (tmp_path / "bare/model.safetensors.index.json").write_text(index)
-    assert "not proved" in convert(capsys, "hf", tmp_path / "bare", "--out", tmp_path / "ours")
-    convert(capsys, "ours", tmp_path / "ours", "--out", tmp_path / "again")
-    written = contents(tmp_path / "again")
-    assert "metadata" in json.loads(written.get("model.safetensors.index.json", b'{"metadata": {}}'))
-
-
-def test_an_export_reserves_its_room_first(theirs, tmp_path, capsys, monkeypatch):
-    """Mapped memory that a full disk cannot hold is a SIGBUS."""
-    [header] = open_weights(theirs, MODEL)[0].headers.values()
-    safetensors.allocate(tmp_path / "file", header)
-    found = (tmp_path / "file").stat()
-    assert found.st_blocks * 512 >= found.st_size == (theirs / "model.safetensors").stat().st_size
-    convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    words = ("ours", tmp_path / "ours", "--out", tmp_path / "back")
-    code, said = run(experiments.convert, Hf | Ours, capsys, *words)
-    assert code == 2 and "No space left" in said and said.count("\n") == 1 and not [*tmp_path.glob("back*")]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_an_export_in_another_dtype(theirs, tmp_path, capsys, dtype):
     convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
     convert(capsys, "ours", tmp_path / "ours", "--out", tmp_path / "out", "--dtype", dtype)
@@ -231,7 +174,7 @@ def test_an_export_in_another_dtype(theirs, tmp_path, capsys, dtype):
 # ---- training from weights ----
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp=2,tp=2", marks=pytest.mark.exhaustive), "pp=2"])
 def test_a_run_starts_from_weights_and_resumes_from_its_own(theirs, data, tmp_path, capsys, mesh):
     common = ("--model", theirs, "--data", data, "--steps", 4, "--mesh", mesh)
     weights = tmp_path / "weights"
@@ -265,9 +208,7 @@ def test_the_first_loss_is_that_of_the_weights(theirs, data, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--model", "proof"), "different  model: Decoder; here GPT2"),
         (("--model", "llama-proof", "--num-layers", "2"), "different  num_layers: 4; the model has 2"),
-        (("--model", "llama-proof", "--num-kv-heads", "4"), "different  num_kv_heads: 2; the model has 4"),
         (("--model", "llama-proof", "--restore", "x"), "--weights with --restore"),
     ],
 )
@@ -278,29 +219,6 @@ def test_other_weights_are_refused_with_a_table(theirs, data, tmp_path, capsys, 
     weights = theirs if kind == "hf" else tmp_path / "ours"
     code, text = train(capsys, *words, "--weights", weights, "--data", data, "--steps", 1)
     assert code == 2 and said in text and "defect" not in text
-
-
-def test_a_fine_tune_needs_a_rate_and_its_own_tokenizer_and_says_its_precision(theirs, data, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("some words to learn from. " * 200)
-    (tmp_path / "theirs").mkdir()
-    for name, content in contents(theirs).items():
-        (tmp_path / "theirs" / name).write_bytes(content)
-    (tmp_path / "theirs" / "tokenizer.json").write_bytes(BPETokenizer.train(iter(["some words"]), 257).to_bytes())
-    common = ("--model", tmp_path / "theirs", "--steps", 1)
-    words = (*common, "--weights", tmp_path / "theirs")
-    code, said = run(experiments.train, TrainFlags, capsys, *words, "--data", data)
-    assert code == 2 and "--lr 2e-05" in said
-    code, said = run(experiments.train, TrainFlags, capsys, *words, "--data", data, "--lora", 2)
-    assert code == 2 and "--lr 0.0002" in said
-    code, said = train(capsys, *words, "--data", tmp_path / "text.txt")
-    assert code == 2 and "--tokenizer" in said and "prepare" in said
-    code, said = train(capsys, *words, "--data", data)
-    assert code == 0 and "bare tokens" in said and "the weights are bfloat16" in said
-    code, said = train(capsys, *common, "--data", tmp_path / "text.txt", "--num-layers", 1)
-    assert code == 0 and "note: the model's tokens are of" in said  # a new model of theirs shape may read bytes
-    words = [tmp_path / "theirs", "--data", tmp_path / "text.txt"]
-    code, said = run(experiments.evaluate, experiments.evaluate.EvaluateFlags, capsys, *words)
-    assert code == 2 and "--tokenizer" in said
 
 
 def test_an_export_stops_and_begins_as_its_run_does(theirs, tmp_path, capsys):
@@ -343,29 +261,6 @@ def test_an_export_stops_and_begins_as_its_run_does(theirs, tmp_path, capsys):
     assert found("a few").input_ids == [begin, *tokenizer.encode(["a few"])[0]] and found.eos_token == "</s>"
 
 
-def test_an_export_of_a_run_of_ours_says_its_dtype_and_its_tokens(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("some words to learn from. " * 300)
-    words = ["--data", tmp_path / "text.txt", "--out", tmp_path / "data", "--vocab-size", 257]
-    assert run(experiments.prepare, experiments.prepare.PrepareFlags, capsys, *words)[0] == 0
-    words = ("--model", "llama-proof", "--vocab-size", 257, "--data", tmp_path / "data", "--out", tmp_path / "run")
-    code, said = train(capsys, *words, "--steps", 1, "--dtype", "bfloat16", "--seq-len", 8)  # with fp32 masters
-    assert code == 0, said
-    convert(capsys, "ours", tmp_path / "run", "--out", tmp_path / "out")
-    config = json.loads((tmp_path / "out" / CONFIG).read_text())
-    assert config["torch_dtype"] == "float32" and config["eos_token_id"] == 0 and config["vocab_size"] == 257
-    transformers = pytest.importorskip("transformers", reason="pip install -e '.[oracle]'")
-    found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
-    assert found.eos_token == "<|endoftext|>" and len(found) == 257
-
-
-def test_two_sets_of_weights_in_one_folder_are_refused(theirs, tmp_path):
-    for name, content in contents(theirs).items():
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / safetensors.INDEX).write_text('{"weight_map": {"a": "other.safetensors"}}')
-    with pytest.raises(ConfigError, match="two sets"):
-        open_weights(tmp_path, MODEL)
-
-
 def test_weights_that_are_not_finite_are_said_and_go_no_further(theirs, data, tmp_path, capsys):
     arrays = random_parameters(RunConfig(MODEL), make_layout(MODEL, ParallelConfig()))
     arrays["norm.scale"][0] = np.nan
@@ -390,12 +285,6 @@ def test_parameters_alone_are_not_restored_as_a_run(theirs, data, tmp_path, caps
     convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
     code, text = train(capsys, "--model", theirs, "--restore", tmp_path / "ours", "--data", data, "--steps", 1)
     assert code == 2 and "it holds parameters alone, and no run. Use --weights" in " ".join(text.split())
-
-
-def test_the_table_ends(theirs):
-    with pytest.raises(ConfigError, match=r"different  ffn_width(.|\n)*missing(.|\n)*and \d+ more") as error:
-        open_weights(theirs, dataclasses.replace(MODEL, ffn_width=32, num_layers=40))
-    assert len(str(error.value).splitlines()) < 26
 
 
 def test_a_process_reads_the_bytes_of_its_shards_alone(theirs, monkeypatch):

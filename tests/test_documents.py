@@ -24,7 +24,7 @@ from jaxdist.verification import proof_config
 LENGTHS = (7, 1, 20, 12)  # of the documents of a sequence, 40 together
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "windows", pytest.param("experts", marks=pytest.mark.exhaustive)])
 def test_a_packed_sequence_equals_its_documents_alone(name):
     """In float64: the loss and every gradient. A router's load alone differs: the padding is routed and counted too."""
     model = MODELS[name]
@@ -53,7 +53,7 @@ def test_a_packed_sequence_equals_its_documents_alone(name):
 
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
-    [("dp=2,tp=4", {"sp": True}), ("pp=2,tp=2", {"schedule": "zb-h1"}), ("dp=2", {"zero": 3, "overlap": True})],
+    [("dp=2,tp=2", {"sp": True, "zero": 3}), pytest.param("pp=2", {"schedule": "zb-h1"}, marks=pytest.mark.exhaustive)],
 )
 def test_meshes_equal_one_device(mesh, parallel):
     jaxdist.verify(MODELS["windows"], mesh=mesh, mask_documents=True, **parallel).require()
@@ -110,23 +110,6 @@ def test_answers_are_predicted_and_prompts_read(tmp_path, capsys):
     assert (found["targets"] == -1).any() and (found["inputs"] >= 0).all()
     seen = found["targets"][:, :-1] >= 0
     np.testing.assert_array_equal(found["targets"][:, :-1][seen], found["inputs"][:, 1:][seen])
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words", "match"),
-    [
-        ("a.txt", "text", ["--supervised"], "lines of .jsonl"),
-        ("a.jsonl", '{"text": "a"}', ["--supervised"], '"prompt" and "answer"'),
-        ("a.jsonl", '{"prompt": "a", "answer": 3}', ["--supervised"], '"prompt" and "answer"'),
-        ("a.jsonl", '{"prompt": "a", "answer": "b"}', [], "prompts and answers: --supervised"),
-    ],
-)
-def test_lines_that_are_no_prompts_and_answers_are_refused(tmp_path, capsys, name, text, words, match):
-    (tmp_path / name).write_text(text)
-    words += ["--data", str(tmp_path / name), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
-    with pytest.raises(SystemExit) as ended:
-        run_program(PrepareFlags, main, "prepare", words)
-    assert ended.value.code == 2 and match in capsys.readouterr().err
 
 
 def test_attention_is_written_out():

@@ -11,7 +11,6 @@ from conftest import DEVICES
 from rich.console import Console
 
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import random_batches
@@ -42,12 +41,9 @@ def make_program(mesh, drill=None, precision="float32", **parallel):
 @pytest.mark.parametrize(
     ("mesh", "settings", "drill", "named"),
     [
-        ("dp=4", {}, "nan:step=2,rank=3,leaf=blocks.mlp.w_up", "rank 3 (dp=3): blocks.mlp.w_up"),
-        ("dp=2,tp=2", {"zero": 1, "sp": True}, "inf:step=2,rank=2,leaf=tokens", "rank 2 (dp=1,tp=0): tokens"),
         ("dp=4", {"zero": 3}, "nan:step=2,rank=1,leaf=blocks.ln_mlp.scale", "rank 1 (dp=1): blocks.ln_mlp.scale"),
         ("pp=2,dp=2", {"stages": "1,1"}, "nan:step=2,rank=3,leaf=positions", "rank 3 (pp=1,dp=1): positions"),
         ("dp=2", {"precision": "bfloat16", "zero": 2}, "inf:step=2,rank=0", "rank 0 (dp=0): blocks.attention.b_out"),
-        ("dp=2", {"precision": "float16"}, "nan:step=2,rank=1,leaf=tokens", "rank 1 (dp=1): tokens"),
     ],
 )
 def test_one_bad_shard_is_named_and_changes_no_bit(mesh, settings, drill, named):
@@ -68,8 +64,7 @@ def test_one_bad_shard_is_named_and_changes_no_bit(mesh, settings, drill, named)
     assert not np.array_equal(before[0]["tokens"], state.params["tokens"])
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("zero", "accumulate"), [(0, 2), (2, 1)])
 def test_with_overlap_the_rank_is_looked_for_before_blocks_are_summed(zero, accumulate):
     """A bias that is NaN on one rank spoils its loss and gradients; then the sums, and with them all ranks."""
     program = make_program("dp=4", zero=zero, overlap=True, accumulate=accumulate)
@@ -81,11 +76,6 @@ def test_with_overlap_the_rank_is_looked_for_before_blocks_are_summed(zero, accu
     found = name_culprits(program, gather_ranks("", metrics["not_finite"]))
     of_blocks = {c.rank: [name for name in c.names if name.startswith(("loss", "blocks"))] for c in found}
     assert [rank for rank, names in of_blocks.items() if names] == [2] and "blocks.mlp.b_up" in of_blocks[2]
-
-
-def test_a_drill_that_spoils_a_local_gradient_is_refused_with_overlap():
-    with pytest.raises(ConfigError, match="Leave overlap out"):
-        make_program("dp=4", "nan:step=2,rank=3", overlap=True)
 
 
 @pytest.mark.parametrize(
@@ -179,30 +169,6 @@ def test_slow_processes_are_named():
     (line,) = slow_processes([even, even, {"host": 0.002, "device": 0.030}, even])
     assert line.startswith("process 2 needs 30.0 ms")
     assert slow_processes([even, {"host": 0.009, "device": 0.011}]) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "nan",
-        "nan:",
-        "rot:step=1",
-        "nan:step",
-        "nan:step=x",
-        "nan:step=1,who=2",
-        "nan:step=1,step=2",
-        "flip:step=1,rank=4",
-    ],
-)
-def test_a_drill_that_is_none_is_refused(text):
-    with pytest.raises(ConfigError, match="drill="):
-        parse_fault(text, 4)
-
-
-def test_a_drill_of_a_leaf_that_is_not_there():
-    program = make_program("dp=2", "nan:step=1,leaf=gate")
-    with pytest.raises(ConfigError, match="gate"):
-        program.compile_step()
 
 
 def test_a_stuck_process_ends_where_standard_error_is_no_file(tmp_path):

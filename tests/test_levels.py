@@ -1,9 +1,6 @@
 """Memory predicted from a trace, programs compiled for absent devices, and how the two are compared."""
 
-import importlib.util
-import math
 import random
-from fractions import Fraction
 from functools import partial
 
 import jax
@@ -13,21 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from experiments.bench.levels import LAYOUTS, with_layout
+from experiments.bench.levels import with_layout
 from experiments.strategies import BY_NAME
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.errors import ConfigError
-from jaxdist.layout import local_bytes
-from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
+from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.proof.compile import TARGETS, compile_step, emitted_collectives, target_devices, torus
+from jaxdist.plan.proof.compile import emitted_collectives
 from jaxdist.plan.proof.executed import executed_step, miscounted
-from jaxdist.plan.proof.levels import Sent, compiler_of, levels
-from jaxdist.plan.proof.trace_memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
+from jaxdist.plan.proof.levels import compiler_of, levels
+from jaxdist.plan.proof.trace_memory import Buffer, alive_at_peak, pack, temporary_bytes
 from jaxdist.plan.search import Candidates, score
-from jaxdist.train.program import build_program
 
 KIB = 1024
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)  # 1 KiB
@@ -51,16 +45,6 @@ def test_elementwise_results_between_two_matmuls_are_one_buffer():
 
 def test_what_no_output_needs_takes_nothing():
     assert temporaries(lambda x: (x @ x @ x, x + 1)[1], X) == 1 * KIB
-
-
-def test_a_dear_result_read_twice_is_kept_on_a_cpu_and_made_again_on_a_gpu():
-    def f(x, y):
-        e = jnp.exp(x)
-        later = (x @ y) @ y
-        return (e + 1) @ later @ (e + 2)
-
-    kept, again = temporaries(f, X, X, compiler="cpu"), temporaries(f, X, X)
-    assert kept > again
 
 
 def test_donated_memory_is_not_counted():
@@ -156,11 +140,6 @@ def test_sixteen_bits_take_thirty_two_on_a_cpu():
     assert temporaries(lambda x: x @ x @ x, half, compiler="cpu") == 2 * temporaries(lambda x: x @ x @ x, half)
 
 
-def test_an_unknown_compiler_is_refused():
-    with pytest.raises(ConfigError, match="Use cpu, gpu"):
-        temporaries(lambda x: x, X, compiler="abacus")
-
-
 # ---- packing
 
 
@@ -238,48 +217,13 @@ def test_collectives_of_a_program_text_with_loops_and_groups_of_every_form():
     assert [c.matmuls for c in found] == [2, 0, 0, 0, 2, 0, 0, 0]
 
 
-PIPELINED = """
-%message (p: f32[2]) -> f32[2] {
-  ROOT %p.1 = f32[2]{0} collective-permute(%p), source_target_pairs={{0,2},{1,3}}, \
-metadata={op_name="jit(step)/while/body/cond/branch_1_fun/jit(from_before_0)/ppermute"}
-}
-
-%layer (p: f32[4]) -> f32[4] {
-  ROOT %in = f32[4]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%sum
-}
-
-%tick (p: f32[4]) -> f32[4] {
-  %lifted = f32[4]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%sum, \
-metadata={op_name="jit(step)/while/body/jit(embed)/while/body/psum"}
-  %l = f32[4]{0} while(%p), condition=%c, body=%layer, metadata={op_name="jit(step)/jit(layers)/while"}
-  %o = f32[4]{0} while(%p), condition=%c, body=%layer, metadata={op_name="jit(step)/jit(layers)/jit(o)/while"}
-  %m = f32[2]{0} conditional(%i, %p, %p), branch_computations={%none, %message}, metadata={op_name="jit(step)/cond"}
-}
-
-ENTRY %main (p: f32[4]) -> f32[4] {
-  %w = f32[4]{0} while(%p), condition=%c, body=%tick, backend_config={"known_trip_count":{"n":"6"}}
-}
-"""
-
-
-def test_loops_of_data_dependent_length_are_counted_by_the_names_of_their_functions():
-    third = Fraction(1, 3)
-    iterations = {"layers": (third, 2 * third), "from_before_0": (Fraction(1, 2), Fraction(0)), "embed": (third, 0)}
-    found = emitted_collectives(PIPELINED, MeshShape(pp=2, tp=2), iterations)
-    assert [(c.name, c.count, c.by_stage) for c in found] == [
-        ("lifted", 6, None),  # out of its loop: at every tick, whatever its name says
-        ("in", 4, (2, 4)),
-        ("in", None, None),  # a loop inside, of which nothing is known
-        ("p.1", 3, (3, 0)),
-    ]
-    assert [c.sent_bytes(MeshShape(pp=2, tp=2)) for c in found] == [6 * 16, 4 * 16, None, 3 * 8]
+MANY = {"sp": True, "zero": 1, "schedule": "interleaved", "overlap": True}
 
 
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [
-        ("pp=2,tp=2", {}),
-        ("pp=2,dp=2,tp=2", {"sp": True, "zero": 1, "schedule": "interleaved", "overlap": True}),
+        pytest.param("pp=2,dp=2,tp=2", MANY, marks=pytest.mark.exhaustive),
         ("pp=2,tp=2", {"zero": 1, "schedule": "zb-v", "remat": "block", "accumulate": 2}),
     ],
 )
@@ -295,37 +239,10 @@ def test_a_step_runs_every_collective_as_often_as_it_is_counted(mesh, more):
     assert [each.collective for each in miscounted(found.compiled, executed, config.parallel.mesh)] == [one]
 
 
-@pytest.mark.parametrize("num, dims, sizes", [(64, 3, (4, 4, 4)), (64, 2, (8, 8)), (32, 3, (2, 4, 4)), (7, 2, (1, 7))])
-def test_a_torus_is_as_square_as_it_can_be(num, dims, sizes):
-    assert torus(num, dims) == sizes
-    assert math.prod(sizes) == num
-
-
-def test_an_unknown_target_is_refused():
-    with pytest.raises(ConfigError, match="Use cpu, a100-40"):
-        target_devices("gtx", 8)
-
-
-@pytest.mark.parametrize("target", ["h200", "v5p"])
-def test_a_compiler_that_is_not_there_names_its_package(target):
-    package = "libtpu" if target == "v5p" else "jax_cuda13_plugin"
-    if importlib.util.find_spec(package):
-        pytest.skip(f"{package} is installed")
-    with pytest.raises(ConfigError, match=r"pip install -e '.\[prove-"):
-        target_devices(target, 8)
-    assert target in TARGETS
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
-@pytest.mark.parametrize("num", [4, 8, 16])
-def test_slices_of_a_tpu_are_known_to_its_compiler(num):
-    assert len(target_devices("v5p", num)) == num
-
-
 # ---- the levels together
 
 
-@pytest.mark.parametrize("name", ["dp4-zero2-accumulate", "tp4-sp", "replica2-dp4-zero3"])
+@pytest.mark.parametrize("name", ["tp4-sp"])
 def test_the_compiler_emits_what_was_traced_or_less(name):
     found = levels(BY_NAME[name].run_config(), "cpu")
     assert found.sent
@@ -337,7 +254,7 @@ def test_the_compiler_emits_what_was_traced_or_less(name):
 def test_predicted_peak_is_near_the_compilers():
     # The whole table is `python -m experiments.bench levels`; its errors are in docs/plan.md.
     model = GPT2(num_layers=4, width=128, num_heads=4, ffn_width=512, seq_len=128, vocab_size=2048)
-    for mesh, more in [("dp=2", {"remat": "selective"}), ("tp=2", {"sp": True}), ("pp=2", {})]:
+    for mesh, more in [("tp=2", {"sp": True, "remat": "selective"}), ("pp=2", {})]:
         base = RunConfig(model=model, batch_size=8)
         assert abs(levels(with_layout(base, mesh, more, "cpu"), "cpu").peak_error) < 0.10, mesh
 
@@ -347,72 +264,10 @@ def test_a_tpu_is_not_predicted_to_widen_16_bits():
     assert [compiler_of(target, "float32") for target in ("cpu", "h200", "v5p", None)] == ["cpu", "gpu", "gpu", "cpu"]
 
 
-def test_arguments_of_a_step_are_its_state_and_its_batch():
-    config = RunConfig(
-        model=GPT2(4, 64, 4, 256, 32, 256),
-        parallel=ParallelConfig(mesh=parse_mesh("dp=4,tp=2"), zero=2),
-        precision=PrecisionConfig(dtype="bfloat16"),
-        batch_size=8,
-    )
-    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
-    traced = program.step.trace(program.abstract_state(), program.abstract_batch())
-    batch = 2 * (32 + 32 + 1) * 4  # two rows of inputs, targets and an index
-    assert step_memory(program, traced, "gpu").arguments == local_bytes(program.abstract_state()) + batch
-
-
-def test_more_is_kept_with_less_recomputation_and_more_rows():
-    def peak(remat, batch):
-        parallel = ParallelConfig(mesh=parse_mesh("dp=2"), remat=remat)
-        config = RunConfig(model=GPT2(4, 64, 4, 256, 64, 256), parallel=parallel, batch_size=batch)
-        return levels(config).predicted.temporaries
-
-    assert peak("none", 8) > peak("selective", 8) > peak("block", 8)
-    assert 1.7 < peak("none", 16) / peak("none", 8) < 2.1
-
-
-def test_the_table_covers_every_stage_schedule_and_recomputation():
-    assert len(LAYOUTS) >= 40
-    assert len({str(layout) for layout in LAYOUTS}) == len(LAYOUTS)
-    used = [more for _, more in LAYOUTS]
-    assert {more.get("zero", 0) for more in used} == {0, 1, 2, 3}
-    assert {more["schedule"] for more in used if "schedule" in more} >= {
-        "gpipe",
-        "1f1b",
-        "interleaved",
-        "zb-h1",
-        "zb-v",
-    }
-    assert {more.get("remat", "none") for more in used} >= {"none", "selective", "block", "every-2"}
-
-
-def test_a_program_text_is_dumped_and_its_state_counted_once(tmp_path):
-    config = BY_NAME["dp4-accumulate"].run_config()
-    compiled = compile_step(config, "cpu", dump=str(tmp_path / "hlo"))
-    assert (tmp_path / "hlo" / "step-cpu.hlo.txt").read_text() == compiled.text
-    # The new state takes the memory of the old: what is left over is the batch and the step's numbers.
-    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
-    state = local_bytes(program.abstract_state())
-    assert state < compiled.arguments < 1.1 * state
-
-
-def test_how_a_compiled_program_differs_is_said():
-    def why(traced, compiled):
-        return Sent("all_reduce", ("dp",), *traced, *compiled).why
-
-    assert why((3, 300), (3, 300)) == "equal"
-    assert why((3, 21), (2, 22)) == "equal bytes, combined: 3 became 2"  # a byte is lost to rounding in each message
-    assert "sends less" in why((3, 300), (2, 200))
-    assert "sends more" in why((3, 300), (3, 600))
-    assert "text does not say" in why((3, 300), (None, None))
-
-
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [
-        ("dp=8", {"zero": 1, "accumulate": 2}),
         ("dp=4,tp=2", {"zero": 3, "sp": True, "remat": "block"}),
-        ("replica=2,tp=4", {"remat": "selective"}),
-        ("pp=4,dp=2", {"zero": 1, "schedule": "1f1b", "microbatches": 8}),
         ("pp=2,tp=2", {"schedule": "zb-v", "remat": "block"}),
     ],
 )

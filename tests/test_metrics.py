@@ -1,15 +1,13 @@
 """The files of a run: every step once, whole lines, on a disk that may be full."""
 
 import json
-import os
 import resource
 
 import pytest
 
 from jaxdist.config import RunConfig
-from jaxdist.errors import ConfigError
 from jaxdist.models.presets import PRESETS
-from jaxdist.runtime.metrics import METRICS, RunFiles, read_config
+from jaxdist.runtime.metrics import METRICS, RunFiles
 
 CONFIG = RunConfig(PRESETS["proof"])
 
@@ -68,20 +66,3 @@ def test_damaged_metrics_are_named_and_kept_and_the_good_lines_stay(tmp_path, li
     assert said in warning and "metrics.jsonl.damaged" in warning
     with RunFiles(tmp_path, CONFIG, {}, steps=4, warn=warnings.append):
         assert len(warnings) == 1 and steps(tmp_path) == [*kept, 4]
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_metrics_that_are_no_file_are_set_aside(tmp_path, make):
-    make(tmp_path / METRICS)
-    warnings = []
-    with RunFiles(tmp_path, CONFIG, {}, steps=3, warn=warnings.append) as files:
-        assert files.write_step({"step": 4})
-    assert "not a regular file" in warnings[0] or "directory" in warnings[0]
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]", "[" * 100_000])
-def test_a_configuration_that_is_none(tmp_path, content):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        read_config(tmp_path)

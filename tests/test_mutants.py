@@ -4,9 +4,6 @@ import ast
 import json
 import textwrap
 
-import pytest
-
-from experiments.cli import run_program
 from tests import mutants
 from tests.mutants import Coverage, all_mutants, equivalents, mutants_of
 
@@ -79,9 +76,3 @@ def test_every_equivalent_mutant_still_fits_the_source():
     there = {m.key for m in all_mutants(mutants.TARGETS)}
     assert set(equivalents()) <= there
     assert all(len(reason) > 10 for reason in equivalents().values())
-
-
-def test_paths_that_are_not_of_the_package_are_refused(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run_program(mutants.MutantFlags, mutants.main, "mutants", ["--paths", "experiments"])
-    assert stopped.value.code == 2 and "no file or folder of jaxdist" in capsys.readouterr().err

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from conftest import DEVICES, sampled
 
-from experiments import plain
-from experiments.bench.timing import full_batch
 from experiments.strategies import BY_NAME, EXPERTS, PIPELINES, STRATEGIES, Strategy
 from experiments.verify import Verifier
 from jaxdist.checkpoint.logical import fetch, to_logical
@@ -49,7 +47,7 @@ def test_every_strategy_equals_one_device_in_bfloat16(strategy):
     assert_equal(VERIFIER(strategy.name, strategy.run_config("bfloat16")))
 
 
-@pytest.mark.parametrize("strategy", PIPELINES[6::28], ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", PIPELINES[6::50], ids=lambda s: s.name)
 def test_a_sample_of_pipelines_equals_one_device(strategy):
     """The whole matrix: `python -m experiments.verify --pipelines`, or `pytest -m exhaustive`."""
     assert_equal(VERIFIER(strategy.name, strategy.run_config()))
@@ -61,7 +59,7 @@ def test_every_pipeline_equals_one_device(strategy):
     assert_equal(VERIFIER(strategy.name, strategy.run_config()))
 
 
-@pytest.mark.parametrize("name", ["pp2-interleaved", "pp4-uneven", "pp2-dp2-tp2-sp-zero3"])
+@pytest.mark.parametrize("name", ["pp4-uneven", "pp2-dp2-tp2-sp-zero3"])
 def test_a_pipeline_evaluates_what_one_device_evaluates(name):
     """The forward actions alone, with padding rows and with weights held as shards."""
     config = BY_NAME[name].run_config()
@@ -93,6 +91,7 @@ def test_matrix_equals_one_device(strategy):
     assert_equal(VERIFIER(strategy.name, strategy.run_config(seed=seed)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "seed"), [("dp2-tp2-zero1-sgd", 1), ("replica2-dp2-tp2-sp-zero2", 2), ("dp2-tp4", 3)])
 def test_other_seeds(name, seed):
     assert_equal(VERIFIER(name, BY_NAME[name].run_config(seed=seed)))
@@ -104,10 +103,8 @@ ODD = GPT2(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     [
-        ("dp=4", {"zero": 3}),
         ("tp=6", {"sp": True}),
         ("tp=3,dp=2", {"zero": 2, "sp": True}),
-        ("tp=2,dp=4", {"zero": 1, "remat": "every-3"}),
     ],
 )
 def test_sizes_that_divide_badly(mesh, parallel):
@@ -124,10 +121,7 @@ def test_sizes_that_divide_badly(mesh, parallel):
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     [
-        ("dp=2,tp=3", {}),
-        ("dp=8", {"zero": 3}),
         ("dp=3,tp=2", {"zero": 1, "sp": True}),
-        ("pp=3,dp=2", {"zero": 1}),
         ("pp=2,dp=3", {"zero": 1, "microbatches": 2}),
         ("pp=2,tp=3", {"stages": "1,2"}),
     ],
@@ -184,19 +178,3 @@ def test_dropout_keeps_the_right_share_and_the_mean():
     np.testing.assert_array_equal(
         x[5:7, 3:4], dropout(jnp.ones((2, 1, 32)), 0.3, jax.random.key(0), jnp.arange(5, 7), jnp.arange(3, 4))
     )
-
-
-def test_the_plain_step_of_the_benchmark_is_the_same_training():
-    """What `bench overhead` is held against does the same work: losses of three steps agree."""
-    config = RunConfig(ODD, optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, min_lr_ratio=1.0), batch_size=4, steps=3)
-    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
-    batch = full_batch(config)
-    state, losses = program.init(0), []
-    init, step, _ = plain.make_step(config, jax.tree.map(lambda leaf: leaf.decay, program.layout.leaves))
-    plain_state, plain_losses = init(program.init(0).params), []
-    for _ in range(3):
-        state, metrics = program.step(state, program.put(batch))
-        plain_state, loss = step(plain_state, batch)
-        losses.append(float(metrics["loss"]))
-        plain_losses.append(float(loss))
-    np.testing.assert_allclose(losses, plain_losses, rtol=1e-5)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DEVICES
+from conftest import DEVICES, in_sample
 from jax.sharding import PartitionSpec
 
 from experiments.strategies import BY_NAME, Strategy
@@ -40,7 +40,7 @@ def test_fp16_gradients_are_unscaled():
         assert error < 2e-2, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("name", ["dp2-tp2-fp16", "dp4-tp2-zero2-fp16"])
+@pytest.mark.parametrize("name", in_sample(["dp2-tp2-fp16", "dp4-tp2-zero2-fp16"], ["dp4-tp2-zero2-fp16"]))
 def test_overflow_skips_the_update_on_every_rank(name):
     """One rank's rows overflow (a scale far too large); nobody updates, and every rank agrees on the next scale."""
     config, program = program_of(name, loss_scale=2.0**40, loss_scale_hysteresis=1)
@@ -125,7 +125,7 @@ def _scatters(jaxpr):
     return [eqn for eqn, _, _ in equations(jaxpr) if eqn.primitive.name == "reduce_scatter"]
 
 
-@pytest.mark.parametrize("name", ["dp8", "dp8-zero1", "dp8-zero2", "dp8-zero3", "pp2-gpipe"])
+@pytest.mark.parametrize("name", ["dp8-zero2", "pp2-gpipe"])
 def test_gradients_keep_the_precision_of_the_reduction(name):
     """Summed in fp32, a gradient of bf16 parameters is not rounded back to bf16, whatever the strategy."""
     config, program = program_of(name, dtype="bfloat16")

@@ -91,8 +91,3 @@ def test_waiting_is_measured():
         threading.Timer(0.05, ready.set).start()
         next(inputs)
         assert inputs.waited > 0
-
-
-def test_depth_must_be_positive():
-    with pytest.raises(ConfigError, match="prefetch=0"):
-        Prefetched(lambda step: step, 0, 1, depth=0)

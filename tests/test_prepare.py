@@ -1,10 +1,8 @@
 """Preparing a corpus: what the shards hold, killed and continued runs, and every damage that must be refused."""
 
-import hashlib
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,6 @@ from jaxdist.data import tokens as tokens_module
 from jaxdist.data.batches import Corpus, load_corpus
 from jaxdist.data.prepared import JOURNAL, MANIFEST, check_prepared
 from jaxdist.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer
-from jaxdist.data.tokens import TokenFile
 from jaxdist.errors import ConfigError
 from jaxdist.runtime.run_folder import LOCK, held
 
@@ -115,17 +112,6 @@ def test_every_document_comes_back(how, text, tmp_path, small):
         expected = tokens.astype(np.uint8).tobytes().decode().split("\0")
         assert part - {""} == set(expected)
     assert len(found[0] | found[1]) - ("" in found[0] | found[1]) == 31
-
-
-def test_a_bpe_is_shorter_than_bytes_and_is_read_in_place(bpe, text):
-    corpus = load_corpus(str(bpe), VOCAB_SIZE)
-    plain = load_corpus(str(text), 256)
-    assert corpus.num_train < 0.5 * plain.num_train
-    assert isinstance(corpus.sources[0].train.parts[0].array, TokenFile)
-    assert corpus.sources[0].train.parts[0].array.dtype == np.uint16
-    assert "31 documents" in corpus.about and str(VOCAB_SIZE) in corpus.about
-    manifest = check_prepared(bpe)
-    assert manifest.vocab_size == VOCAB_SIZE and manifest.end_of_document == 0
 
 
 def test_prepared_again_it_is_the_same_to_the_byte(bpe, text, tmp_path):
@@ -284,12 +270,6 @@ def test_only_the_same_preparation_is_continued(text, tmp_path, monkeypatch):
     refused("files changed since", **flags, vocab_size=VOCAB_SIZE)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"plan": 1, "shards": {}}'])
-def test_a_damaged_journal_is_refused(content, text, tmp_path):
-    (tmp_path / JOURNAL).write_text(content)
-    refused(JOURNAL, "damaged", data=str(text), out=str(tmp_path), tokenizer="bytes")
-
-
 def test_a_full_disk_is_named_and_the_run_continues(text, tmp_path, monkeypatch):
     fsync, left = os.fsync, 6
 
@@ -340,34 +320,12 @@ def test_a_token_outside_the_vocabulary_is_refused_when_it_is_read(copy):
         whole(corpus)
 
 
-def test_a_missing_manifest_is_a_folder_that_is_not_whole(copy):
-    (copy / MANIFEST).unlink()
-    not_opened(copy, MANIFEST, "not whole")
-
-
 def test_a_shard_of_another_corpus_is_refused(copy):
     path = copy / "train-00000.npy"
     tokens = np.load(path)
     np.save(path, tokens.view(np.int16))  # as many bytes, of another dtype
     not_opened(copy, "train-00000.npy", "int16")
     np.save(path, np.zeros(len(tokens) // 2, np.uint32)) if len(tokens) % 2 == 0 else None
-
-
-def test_a_pickled_shard_is_never_unpickled(copy, tmp_path):
-    path = copy / "train-00000.npy"
-    np.save(path, np.array([Exploding(tmp_path / "exploded")], dtype=object), allow_pickle=True)
-    edit(copy, lambda manifest: manifest["train"][0].update(num_bytes=path.stat().st_size))
-    not_opened(copy, "train-00000.npy", ".npy array")
-    refused("train-00000.npy", ".npy array", check=str(copy))
-    assert not (tmp_path / "exploded").exists()
-
-
-class Exploding:
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
 
 
 def test_a_link_out_of_the_folder_is_refused(copy, tmp_path):
@@ -380,15 +338,6 @@ def edit(folder: Path, change) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize("split", ["train", "held_out"])
-def test_a_token_outside_the_vocabulary_is_found_by_check_where_the_sha_256_fits(split, copy):
-    path = copy / f"{split}-00000.npy"
-    path.write_bytes(path.read_bytes()[:-2] + VOCAB_SIZE.to_bytes(2, "little"))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    edit(copy, lambda manifest: manifest[split][0].update(sha256=digest))
-    refused(f"token {VOCAB_SIZE} at position", path.name, check=str(copy))
 
 
 @pytest.mark.parametrize(
@@ -420,38 +369,6 @@ def test_a_wrong_or_hostile_manifest_is_refused(change, expected, copy):
     refused(expected, check=str(copy))
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff", b"[]", b"null", b"[" * 100_000, b'{"format": "jaxdist tokens 2"}']
-)
-def test_a_damaged_manifest_is_refused(content, copy):
-    (copy / MANIFEST).write_bytes(content)
-    not_opened(copy, MANIFEST)
-
-
-def test_a_huge_manifest_is_not_read(copy):
-    with open(copy / MANIFEST, "r+b") as file:
-        file.truncate(1 << 33)  # sparse
-    not_opened(copy, MANIFEST, "less than")
-
-
-def test_a_smaller_vocabulary_is_refused_and_a_larger_one_is_fine(bpe):
-    not_opened(bpe, f"vocab_size={VOCAB_SIZE - 1}", f"Use vocab_size={VOCAB_SIZE}", vocab_size=VOCAB_SIZE - 1)
-    assert load_corpus(str(bpe), VOCAB_SIZE + 7).num_train > 0
-
-
-def test_a_folder_of_text_with_a_manifest_of_its_own_is_text(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"name": "of a web page"}')
-    assert load_corpus(str(tmp_path), 256).num_train == 22
-
-
-def test_sources_of_different_tokenizers_are_not_mixed(bpe, text, tmp_path):
-    with pytest.raises(ConfigError, match="different tokenizers"):
-        load_corpus(f"{bpe}=1,{text}=1", VOCAB_SIZE)
-    again = shutil.copytree(bpe, tmp_path / "again")
-    np.save(tmp_path / "unknown.npy", np.zeros(100, int))
-    assert len(load_corpus(f"{bpe}=1,{again}=1,{tmp_path}/unknown.npy=1", VOCAB_SIZE).sources) == 3
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
 # ---------------------------------------------------------------------------------------------------------------------
@@ -479,56 +396,9 @@ def test_check_reads_the_tokens_that_opening_does_not(position, tmp_path, monkey
     refused(f"token 50 at position {position} ", check=str(tmp_path / "a.npy"), vocab_size=50)
 
 
-def test_wrong_flags_are_refused_before_anything_is_made(text, bpe, tmp_path):
-    out = str(tmp_path / "out")
-    both = {"data": str(text), "out": out}
-    refused("--data", "--out", out=out, vocab_size=300)
-    refused("exactly one", **both)
-    refused("exactly one", **both, vocab_size=300, tokenizer="bytes")
-    refused("vocab_size=256", "257", **both, vocab_size=256)
-    refused("shard_mb", **both, tokenizer="bytes", shard_mb=0)
-    refused("missing.json", "cannot be read", **both, tokenizer=str(tmp_path / "missing.json"))
-    refused("no tokenizer.json", **both, tokenizer=str(text / "0.txt"))
-    refused(
-        "end_of_document='<eos>'",
-        END_OF_DOCUMENT,
-        **both,
-        tokenizer=str(bpe / "tokenizer.json"),
-        end_of_document="<eos>",
-    )
-    refused("--end-of-document <eos>", **both, vocab_size=300, end_of_document="<eos>")
-    refused("inside --data", data=str(text), out=str(text / "out"), tokenizer="bytes")
-    refused("--data", "missing: there is no file or folder", data=str(tmp_path / "missing"), out=out, tokenizer="bytes")
-    (tmp_path / "nothing").mkdir()
-    (tmp_path / "empty.txt").touch()
-    for name in ("nothing", "empty.txt"):
-        refused("no text", name, data=str(tmp_path / name), out=out, tokenizer="bytes")
-    assert not Path(out).exists()
-
-
-def test_folders_with_something_in_them_are_left_alone(text, bpe, tmp_path):
-    before = hashlib.sha256(b"".join(contents(bpe).values())).hexdigest()
-    refused("prepared corpus already", data=str(text), out=str(bpe), vocab_size=VOCAB_SIZE)
-    assert hashlib.sha256(b"".join(contents(bpe).values())).hexdigest() == before
-    (tmp_path / "mine").write_text("mine")
-    refused("something else", data=str(text), out=str(tmp_path), tokenizer="bytes")
-
-
 def test_two_preparations_do_not_share_a_folder(text, tmp_path):
     out, flags = tmp_path / "corpus", {"data": str(text), "tokenizer": "bytes"}
     with held(out, "out", print):
         refused("is using it", out=str(out), **flags)
     run(out=str(out), **flags)
     assert not (out / LOCK).exists()
-
-
-def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path, small):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_bytes(b"line\n" * 400 + b"\xff" + b"\nline" * 400)
-    (tmp_path / "text" / "b.txt").write_bytes(b"line\n")
-    refused("a.txt", "0xff at offset 2000 ", data=str(tmp_path / "text"), out=str(tmp_path / "out"), tokenizer="bytes")
-
-
-def test_without_the_library_it_says_what_to_install(text, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refused("-e '.[data]'", data=str(text), out=str(tmp_path / "out"), vocab_size=300)

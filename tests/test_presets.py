@@ -8,13 +8,11 @@ import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from experiments.cli import CommonFlags, flags_of
 from jaxdist.config import RunConfig, to_dict
-from jaxdist.errors import ConfigError
 from jaxdist.models.base import num_parameters
 from jaxdist.models.huggingface import config_of, model_from_config, tensors_of
 from jaxdist.models.presets import PRESETS
-from jaxdist.models.registry import ModelFlags, find_model, model_of, name_of, source_digest
+from jaxdist.models.registry import model_of, name_of
 
 # Of the files on the Hub, a tied head counted once.
 PUBLISHED = {
@@ -50,40 +48,6 @@ def test_a_preset_there_and_back(name):
     assert model_from_config(json.loads(json.dumps(config_of(model)))) == published
     assert model_of(json.loads(json.dumps(to_dict(RunConfig(model))["model"]))) == model
     assert name_of(model) == (name, {})
-
-
-def test_a_model_by_the_path_of_its_config(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = {**config_of(PRESETS["llama-proof"]), "rope_theta": 123.0}
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/config.json").write_text(json.dumps(config))
-    for name in ("mine/config.json", "mine", "./mine", str(tmp_path / "mine")):
-        model = find_model(name)
-        assert model == model_from_config(config) and source_digest(name)
-    flags = CommonFlags(model="mine/config.json", seq_len=16)
-    words = flags_of(flags.run_config())
-    assert words[words.index("--seq-len") + 1] == "16"
-    assert find_model(words[words.index("--model") + 1]) == model_from_config(config)
-
-
-@pytest.mark.parametrize(
-    "text, said",
-    [(None, "no file or folder"), ("{", "not JSON"), ("[]", "no JSON object"), ("{}", "with no model_type")],
-)
-def test_a_path_that_is_no_config(tmp_path, text, said):
-    path = tmp_path / "config.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        find_model(str(path))
-
-
-def test_heads_of_keys_have_a_flag():
-    assert ModelFlags("llama-proof", num_kv_heads=4).model_config().num_kv_heads == 4
-    with pytest.raises(ConfigError, match="no field num_kv_heads"):
-        ModelFlags("proof", num_kv_heads=4).model_config()
-    with pytest.raises(ConfigError, match="num_heads=8 with num_kv_heads=3"):
-        ModelFlags("llama-proof", num_kv_heads=3).model_config()
 
 
 def test_a_decoder_s_initial_values_have_the_spread_of_gpt_2_s():

@@ -19,7 +19,6 @@ from experiments import launch
 from experiments.cli import run_program
 from experiments.warden import Guarded
 from jaxdist.errors import ConfigError
-from jaxdist.runtime import devices as runtime
 from jaxdist.runtime import processes
 from jaxdist.runtime.signals import Signals
 from jaxdist.runtime.watchdog import EXIT_STUCK
@@ -170,45 +169,11 @@ def test_open_mpi(folder, train_here):
 # ---- what cannot work ----
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--coordinator here", "--coordinator here: it is the host of the first process and a port"),
-        ("--coordinator :1", "--coordinator :1: it is the host"),
-        ("--coordinator a:99999", "--coordinator a:99999"),
-        ("--coordinator 127.0.0.1:1 --num-processes 2 --process-id 2", "process 2 of 2: processes are numbered from 0"),
-        ("--coordinator 127.0.0.1:1 --num-processes 0", "--num-processes 0"),
-        ("--num-processes 2", "Add --coordinator"),
-        ("--process-id 0", "Add --coordinator"),
-        ("--heartbeat 0", "--heartbeat 0"),
-    ],
-)
-def test_wrong_numbers_of_processes_are_refused(train_here, flags, said):
-    code, _, err = train_here(f"--out OUT/nothing {flags}")
-    assert code == 2 and said in err
-
-
 def test_a_process_that_has_left_the_others_listens_no_more(monkeypatch):
     """JAX's own exit handler runs while the listener still waits; a whole run must not fail by it."""
     monkeypatch.setattr(processes, "LISTEN_SECONDS", 0.0)
     monkeypatch.setattr(processes, "coordination_client", lambda: None)
     processes._listen()
-
-
-def test_a_launcher_whose_processes_were_not_asked_to_join_is_refused(train_here, monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    code, _, err = train_here("--out OUT/nothing")
-    assert code == 2 and "process 1 of 2: nobody asked it to join the others" in err
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "two")
-    code, _, err = train_here("--out OUT/nothing")
-    assert code == 2 and "OMPI_COMM_WORLD_SIZE=two" in err
-
-
-def test_ranks_that_do_not_divide_over_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(processes, "count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"a mesh of 3 devices on 2 processes.*Use a mesh of 2 devices"):
-        runtime.acquire_devices(3, "cpu")
 
 
 def test_what_one_process_finds_wrong_ends_the_others(folder):
@@ -348,75 +313,7 @@ def test_a_signal_is_passed_on_and_those_that_ignore_it_are_killed(deaf):
     assert children[1].returncode == (-9 if deaf else -15)
 
 
-def test_launch_refuses_nothing_to_start(capfd, monkeypatch):
-    for words, said in (([], "there is nothing to start"), (["--processes", "0", "--", "-V"], "--processes 0")):
-        monkeypatch.setattr(sys, "argv", ["launch", *words])
-        with pytest.raises(SystemExit) as stop:
-            run_program(launch.LaunchFlags, launch.main, "launch")
-        assert stop.value.code == 2 and said in capfd.readouterr().err
-
-
 # ---- processes that were not given the same ----
-
-# Joins once and compares many command lines: process 1 is given `theirs`, a list of words for each.
-COMPARE = """
-import json, sys
-import jax
-import tyro
-from rich.console import Console
-from experiments.train import TrainFlags
-from jaxdist import compat, versions
-from jaxdist.runtime import processes
-
-mine, theirs = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-TrainFlags().join(Console(quiet=True))
-for words in theirs:
-    flags = tyro.cli(TrainFlags, args=[*mine, *(words if processes.index() else [])])
-    try:
-        processes.require_agreement("flags", flags._must_be_equal())
-        print("equal")
-    except processes.Disagreement as error:
-        print(error)
-    sys.stdout.flush()
-versions.source_digest = lambda: "another"[: 7 * processes.index()]
-jax.config.update("jax_enable_x64", bool(processes.index()))
-jax.config.update("jax_default_matmul_precision", ["float32", "highest"][processes.index()])
-try:
-    processes.require_agreement("flags", TrainFlags()._must_be_equal())
-except processes.Disagreement as error:
-    print(error)
-"""
-KINDS = {
-    "--lr": ["--lr", "1e-4"],
-    "--seed": ["--seed", "7"],
-    "--steps": ["--steps", "9"],
-    "--checkpoint-every": ["--checkpoint-every", "3", "--out", "x"],
-    "--zero": ["--zero", "1"],
-    "--mesh": ["--mesh", "tp=2"],
-    "--dtype": ["--dtype", "bfloat16"],
-    "--eval-every": ["--eval-every", "7"],
-    "--on-nonfinite": ["--on-nonfinite", "skip"],
-    "--out": ["--out", "x"],
-    "--batch-size": ["--batch-size", "32"],
-    "--max-hours": ["--max-hours", "2"],
-    "--sp": ["--sp"],
-    "--drill": ["--drill", "nan:step=1"],
-    "": ["--data", "/another/path/to/the/same"],  # what it holds is compared, not where it lies
-}
-
-
-def test_what_differs_between_processes_is_named_with_both_values(folder):
-    words = ["-c", COMPARE, json.dumps(["--mesh", "dp=2"]), json.dumps(list(KINDS.values()))]
-    code, text = run([*as_processes(2, 1), *words], folder)
-    assert code == 0, text
-    for index in range(2):  # every process knows
-        lines = [line.removeprefix(f"[{index}] ") for line in text.splitlines() if line.startswith(f"[{index}] ")]
-        *lines, last = [line for line in lines if line == "equal" or "processes of one run" in line]
-        for flag, line in zip(KINDS, lines, strict=True):
-            assert (f"{flag} is " in line and "on process 0 and" in line and "on process 1" in line) or not flag, line
-        assert lines[-1] == "equal"
-        for name in ("the source of jaxdist", "jax_enable_x64", "jax_default_matmul_precision"):
-            assert name in last
 
 
 @pytest.mark.parametrize("kind", ["lr", "data", "folder", "model", "config"])
@@ -452,22 +349,6 @@ def test_processes_that_disagree_end_at_once_and_nothing_is_saved(folder, kind):
     assert not list(folder.glob("local.*/checkpoints"))
 
 
-@pytest.mark.parametrize(
-    ("address", "bound"),
-    [
-        ("127.0.0.1:1234", "127.0.0.1:1234"),
-        ("localhost:1", "localhost:1"),
-        ("[::1]:1", "[::1]:1"),
-        ("10.0.0.1:1", None),
-    ],
-)
-def test_a_loopback_address_is_not_reached_from_elsewhere(monkeypatch, address, bound):
-    monkeypatch.delenv(processes.BIND_ADDRESS, raising=False)
-    assert processes._bind_address(address) == bound
-    monkeypatch.setenv(processes.BIND_ADDRESS, "0.0.0.0:1")  # whoever says so has decided
-    assert processes._bind_address(address) is None
-
-
 # ---- what is started does not outlive what started it ----
 
 
@@ -492,15 +373,3 @@ def test_the_children_of_a_launcher_end_with_it(folder, number):
     while not all(map(gone, children)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_output_that_is_not_utf8_is_passed_on(folder):
-    code = "import sys; sys.stdout.buffer.write(bytes([255, 254, 10]) + b'and on' + bytes([10]))"
-    exit_code, text = run([*as_processes(1, 1), "-c", code], folder)
-    assert exit_code == 0 and "[0] \\xff\\xfe" in text and "[0] and on" in text
-
-
-@pytest.mark.parametrize("bound", ["nan", "inf", "-1"])
-def test_a_bound_that_never_comes_is_refused(folder, bound):
-    code, text = run(["-m", "experiments.launch", f"--bound={bound}", "--", "-c", ""], folder)
-    assert code == 2 and "--bound " in text

@@ -1,19 +1,16 @@
 """What a trace says of compute and communication, and a run that takes one."""
 
-import gzip
 import json
 from unittest import mock
 
 import jax
-import pytest
 from test_generate_cli import run
 
 from experiments import train
 from jaxdist.config import ParallelConfig, RunConfig
-from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_abstract_mesh, parse_mesh
 from jaxdist.models.presets import PRESETS
-from jaxdist.runtime.profile import SUMMARY, Window, described, device_times, overlap, read_events, union
+from jaxdist.runtime.profile import SUMMARY, described, device_times
 from jaxdist.train.program import build_program
 
 MESH = parse_mesh("dp=2,tp=2")
@@ -68,35 +65,6 @@ def test_a_trace_that_names_its_devices_as_processes():
     ]
     found = device_times(events, TEXT, MESH, {0: 0, 1: 1})
     assert [each.compute for each in found] == [0, 1] and found[0].span == 0
-
-
-def test_intervals():
-    assert union([(3, 4), (0, 2), (1, 3)]) == [(0, 4)] and union([]) == []
-    assert overlap([(0, 2), (4, 9)], [(1, 5), (6, 7)]) == [(1, 2), (4, 5), (6, 7)]
-
-
-DAMAGED = {
-    "empty": b"",
-    "cut short": gzip.compress(b'{"traceEvents": [')[:-4],
-    "no object": gzip.compress(b"[]"),
-    "no archive": b"not gzip",
-}
-
-
-@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_trace_is_refused(tmp_path, content):
-    with pytest.raises(ConfigError, match="there is no trace"):
-        read_events(tmp_path)
-    (tmp_path / "plugins/profile/now").mkdir(parents=True)
-    (tmp_path / "plugins/profile/now/host.trace.json.gz").write_bytes(content)
-    with pytest.raises(ConfigError, match="cut short or damaged"):
-        read_events(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "6", "0:3", "5:4", "a:b", "-1:3", "1:9999999999"])
-def test_a_window_that_is_none(text):
-    with pytest.raises(ConfigError, match="START:END"):
-        Window.parse(text)
 
 
 def test_a_step_asks_its_host_for_nothing():

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DEVICES, sampled
+from conftest import DEVICES, in_sample
 
 from experiments.strategies import BY_NAME, STRATEGIES
 from jaxdist.compat import inner_programs
@@ -18,13 +18,13 @@ from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, Run
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
-from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
+from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import one_device
 from jaxdist.plan.papers import formulas
 from jaxdist.plan.papers.formulas import ModelShape
 from jaxdist.plan.proof.trace import collectives_of, equations, summary, total_sent
-from jaxdist.train.program import build_program, step_options
+from jaxdist.train.program import build_program
 
 HLO_NAMES = {kind: kind for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
 HLO_NAMES["permute"] = "collective_permute"
@@ -50,15 +50,11 @@ NUMBERS = 64  # bytes of a count, a loss or the norms of all groups of leaves, a
 # embedding, two for the softmax, and the head's input gradient outside the blocks; 2 + 2 in a block; and its own part
 # of the norms.
 PROMISED = {
-    "dp8": {("all_reduce", DP, 0): 2 + 1},
     "dp8-flat": {("all_reduce", DP, 0): 2 + 1},
     "dp8-per-parameter": {("all_reduce", DP, 0): 2 + 16},
     "dp4-accumulate": {("all_reduce", DP, 0): 2 + 1},
     "replica2-dp4": {("all_reduce", ("replica", "dp"), 0): 2 + 1},
     "accumulate": {},
-    "remat-block": {},
-    "tp2": {("all_reduce", TP, 0): 4 + 1, ("all_reduce", TP, 1): 2 + 2},
-    "tp8": {("all_reduce", TP, 0): 4 + 1, ("all_reduce", TP, 1): 2 + 2},
     "tp4-sp": {
         ("all_gather", TP, 1): 2 + 2,
         ("reduce_scatter", TP, 1): 2 + 2,
@@ -67,18 +63,6 @@ PROMISED = {
         ("all_reduce", TP, 0): 2 + 1 + 1,  # softmax, norm, and the leaves that saw only a part of the sequence
     },
     "dp8-zero1": {("all_reduce", DP, 0): 2 + 1, ("reduce_scatter", DP, 0): 1, ("all_gather", DP, 0): 1},
-    "dp4-zero1-accumulate": {("all_reduce", DP, 0): 2 + 1, ("reduce_scatter", DP, 0): 1, ("all_gather", DP, 0): 1},
-    "dp8-zero1-per-parameter": {
-        ("all_reduce", DP, 0): 2 + 1,
-        ("reduce_scatter", DP, 0): 16,
-        ("all_gather", DP, 0): 16,
-    },
-    "dp8-zero2": {
-        ("all_reduce", DP, 0): 2 + 1,
-        ("reduce_scatter", DP, 1): 1,
-        ("reduce_scatter", DP, 0): 1,
-        ("all_gather", DP, 0): 1,
-    },
     "dp4-zero2-accumulate": {
         ("all_reduce", DP, 0): 2 + 1,
         ("reduce_scatter", DP, 2): 1,
@@ -92,13 +76,6 @@ PROMISED = {
         ("all_gather", DP, 0): 1 + 1,  # embedding; head, forward and backward at once
         ("reduce_scatter", DP, 0): 1,  # of both
     },
-    "dp4-zero3-remat-block": {
-        ("all_reduce", DP, 0): 2 + 1,
-        ("all_gather", DP, 1): 1 + 1,
-        ("reduce_scatter", DP, 1): 1,
-        ("all_gather", DP, 0): 1 + 1,
-        ("reduce_scatter", DP, 0): 1,
-    },
     "dp4-zero3-keep": {
         ("all_reduce", DP, 0): 2 + 1,
         ("all_gather", DP, 1): 1,
@@ -107,7 +84,6 @@ PROMISED = {
         ("reduce_scatter", DP, 0): 1,
     },
     # With overlap the loops leave out one layer, or two: the last turns round, and the first has none before it.
-    "dp8-overlap": {("all_reduce", DP, 0): 2 + 1 + 2, ("all_reduce", DP, 1): 1},
     "dp8-zero1-overlap": {
         ("all_reduce", DP, 0): 2 + 1,
         ("reduce_scatter", DP, 1): 1,
@@ -121,8 +97,6 @@ PROMISED = {
         ("all_gather", DP, 0): 2 + 1 + 1,
         ("reduce_scatter", DP, 0): 2 + 1,
     },
-    # DP sums over ranks in the last micro-batch alone: not in the loop over the others.
-    "dp4-overlap-accumulate": {("all_reduce", DP, 0): 2 + 1 + 2, ("all_reduce", DP, 1): 1},
     "replica2-dp4-zero3": {
         ("all_reduce", ("replica", "dp"), 0): 2,
         ("all_reduce", DP, 0): 1,
@@ -140,10 +114,8 @@ PROMISED = {
     # A pipeline: the loss; positions and final norm, which every stage holds; the norm of what stages share. A permute
     # for each set of stages that send at a tick, up and down; a ring of two has one way. The tied table's parts to the
     # ends, and its gradient's from there.
-    "pp2-gpipe": {("permute", PP, 1): 2, ("permute", PP, 0): 1 + 1, ("all_reduce", PP, 0): 3},
     "pp4-1f1b": {("permute", PP, 1): 5 + 3, ("permute", PP, 0): 3 + 3, ("all_reduce", PP, 0): 3},
     "pp4-1f1b-overlap": {("permute", PP, 1): 1 + 1, ("permute", PP, 0): 3 + 3, ("all_reduce", PP, 0): 3},
-    "pp4-zb-h1": {("permute", PP, 1): 5 + 4, ("permute", PP, 0): 3 + 3, ("all_reduce", PP, 0): 3},
     "pp2-zb-v": {("permute", PP, 1): 3, ("permute", PP, 0): 1 + 1, ("all_reduce", PP, 0): 3},
     "pp2-dp2-tp2-sp-zero1": {
         ("permute", PP, 1): 2,
@@ -170,7 +142,12 @@ def test_exactly_the_promised_collectives(name):
     assert summary(collectives(name)) == PROMISED[name]
 
 
-@pytest.mark.parametrize("strategy", sampled(s for s in STRATEGIES if s.mesh))
+COUNTED = [
+    pytest.param(s, id=s.name, marks=[] if s.name in PROMISED else pytest.mark.exhaustive) for s in STRATEGIES if s.mesh
+]
+
+
+@pytest.mark.parametrize("strategy", COUNTED)
 def test_trace_counts_what_the_lowered_program_holds(strategy):
     """Same collectives in the StableHLO text as in the trace, and no gradient reduction where it does not belong."""
     name = strategy.name
@@ -196,41 +173,6 @@ def test_trace_counts_what_the_lowered_program_holds(strategy):
             assert zero >= 2 and c.axes == ("dp",) and c.kind != "all_reduce", f"{c} inside a loop"
         if sharded and c.kind == "all_reduce" and "dp" in c.axes:
             assert c.full_bytes <= NUMBERS, f"{c}: ZeRO leaves no all-reduce over dp but a few numbers"
-
-
-@pytest.mark.parametrize(
-    ("mesh", "overlap", "platform"),
-    [("pp=2", True, "gpu"), ("pp=2", True, "cpu"), ("pp=2", False, "gpu"), ("dp=2", True, "gpu")],
-)
-def test_two_messages_may_travel_at_once_where_a_pipeline_overlaps_them(mesh, overlap, platform):
-    config = RunConfig(GPT2(4, 64, 8, 256, 32, 256), ParallelConfig(mesh=parse_mesh(mesh), overlap=overlap))
-    option = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
-    assert step_options(config, platform) == (option if (mesh, overlap, platform) == ("pp=2", True, "gpu") else {})
-
-
-@pytest.mark.parametrize("mesh", ["dp=2", "dp=4", "dp=8"])
-def test_volume_per_step_is_that_of_the_papers(mesh):
-    """DP and ZeRO-1/2 send 2 psi (n-1)/n elements, ZeRO-3 3 psi, keeping weights 2 psi; scalars left out."""
-    n = parse_mesh(mesh).dp
-    model = GPT2(4, 64, 8, 256, 32, 256)
-
-    def sent(**parallel):
-        shape = parse_mesh(mesh)
-        program = build_program(RunConfig(model, ParallelConfig(mesh=shape, **parallel)), make_abstract_mesh(shape))
-        trace = program.step.trace(program.abstract_state(), program.abstract_batch())
-        big = [c for c in collectives_of(trace.jaxpr, shape) if c.full_bytes > NUMBERS]
-        leaves = {leaf.name: math.prod(leaf.shape) for leaf in jax.tree.leaves(program.layout.leaves)}
-        return total_sent(big, shape) / 4, sum(leaves.values()), leaves["positions"]
-
-    for parallel, factor in (({}, 2), ({"zero": 1}, 2), ({"zero": 2}, 2)):
-        elements, psi, _ = sent(**parallel)
-        assert elements == factor * psi * (n - 1) / n == formulas.dp_traffic(psi, n, **parallel).elements
-    elements, psi, _ = sent(zero=3, reshard_after_forward=False)
-    assert elements == 2 * psi * (n - 1) / n == formulas.dp_traffic(psi, n, 3, keep_after_forward=True).elements
-    # The tied table is gathered for the embedding and for the head, its gradient scattered once. What else is not a
-    # block's is gathered once: the embedding's backward does not need it, the head's follows at once.
-    elements, psi, positions = sent(zero=3)
-    assert elements == (3 * psi - positions - 2 * model.width) * (n - 1) / n
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -288,8 +230,7 @@ def zero_formula(psi: float, n: int, zero: int, params: int, grads: int, optimiz
 
 @pytest.mark.parametrize(
     ("zero", "ranks", "tp", "dtype"),
-    [(zero, ranks, 1, "float32") for zero in (0, 1, 2, 3) for ranks in (2, 4, 8)]
-    + [(zero, 4, 2, "bfloat16") for zero in (0, 1, 2, 3)],
+    [(0, 2, 1, "float32"), (1, 8, 1, "float32"), (2, 4, 2, "bfloat16"), (3, 4, 1, "float32"), (3, 4, 2, "bfloat16")],
 )
 def test_state_bytes_follow_the_zero_formula(zero, ranks, tp, dtype):
     """Live bytes of real arrays, device by device, and the gradients the step hands to the optimiser.
@@ -319,8 +260,8 @@ def test_state_bytes_follow_the_zero_formula(zero, ranks, tp, dtype):
     assert (shards if zero >= 2 else whole) == zero_formula(psi, ranks, zero, 0, 4, 0)
 
 
-@pytest.mark.parametrize("ranks", [3, 5])
-def test_state_bytes_count_padding(ranks):
+def test_state_bytes_count_padding():
+    ranks = 5
     shape = MeshShape(dp=ranks)
     config = RunConfig(DIVISIBLE, ParallelConfig(mesh=shape, zero=1), batch_size=15)
     program = build_program(config, make_mesh(shape, DEVICES))
@@ -334,7 +275,7 @@ def test_state_bytes_count_padding(ranks):
     }
 
 
-@pytest.mark.parametrize("name", ["dp2-tp2", "dp4-tp2-sp-zero3", "dp2-tp2-zero1-bf16"])
+@pytest.mark.parametrize("name", in_sample(["dp4-tp2-sp-zero3", "dp2-tp2-zero1-bf16"], ["dp2-tp2-zero1-bf16"]))
 def test_state_is_donated(name):
     config = BY_NAME[name].run_config()
     program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))

@@ -1,7 +1,6 @@
 """Files of safetensors: what is damaged or foreign is refused by file and tensor; what we write is what they write."""
 
 import json
-import random
 import struct
 from pathlib import Path
 
@@ -41,29 +40,16 @@ def test_a_good_file_is_read(tmp_path):
     [
         (b"\xff\xfe{}", "its header cannot be read"),
         ("{", "no JSON"),
-        ("[]", "no JSON of tensors"),
-        (" {}", "does not begin with"),
-        ("[" * 100_000, "no JSON"),
         ('{"x": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}, "x": 1}', "has 'x' twice"),
-        ({"__metadata__": {"format": 1}}, "__metadata__"),
         ({"x": 3}, "tensor x is not described"),
-        ({"x": {"dtype": "F32", "shape": [2]}}, "tensor x is not described"),
-        ({"x": entry() | {"more": 1}}, "tensor x is not described"),
         ({"x": entry("F12")}, "tensor x is of an unknown dtype 'F12'"),
-        ({"x": entry(["F32"])}, "tensor x is of an unknown dtype"),
         ({"x": entry(shape=(-2,))}, "tensor x has no shape"),
-        ({"x": entry(shape=(2.0,))}, "tensor x has no shape"),
-        ({"x": entry(shape=(True, 2))}, "tensor x has no shape"),
         ({"x": entry(shape=(2**64,))}, "tensor x has no shape"),
         ({"x": entry(offsets=(0, 8, 9))}, "tensor x has no shape"),
-        ({"x": entry(offsets=(8, 0))}, r"tensor x has -8 bytes, and F32 \[2\] takes 8"),
         ({"x": entry(offsets=(0, 7))}, r"tensor x has 7 bytes, and F32 \[2\] takes 8"),
-        ({"x": entry(shape=(2**40, 2**40))}, "tensor x has 8 bytes"),
         ({"x": entry(), "y": entry(offsets=(8, 16))}, "tensor y ends at byte .* truncated"),
         ({"x": entry(), "y": entry("U8", (3,), (7, 10))}, "tensor y overlaps"),
         ({"x": entry(), "y": entry("U8", (2,), (9, 11))}, "tensor y comes after a hole"),
-        ({"x": entry(offsets=(3, 11))}, "tensor x comes after a hole"),
-        ({"x": entry()}, "its tensors end at byte"),
         ({}, "its tensors end at byte"),
     ],
 )
@@ -82,21 +68,6 @@ def test_a_truncated_file_is_refused(tmp_path, size):
         read_header(path)
 
 
-@pytest.mark.parametrize("length", [2**63, 100_000_001, 10**6])
-def test_a_header_that_is_too_long_is_refused_before_it_is_read(tmp_path, length):
-    path = write(tmp_path / FILE, GOOD, bytes(11), length)
-    with pytest.raises(BadWeights, match=f"its header is to have {length:,} bytes"):
-        read_header(path)
-
-
-def test_no_file_and_no_regular_file(tmp_path):
-    with pytest.raises(BadWeights, match="No such file"):
-        open_folder(tmp_path)
-    (tmp_path / FILE).mkdir()
-    with pytest.raises(BadWeights, match="cannot be read"):
-        open_folder(tmp_path)
-
-
 # ---- the index ----
 
 
@@ -110,42 +81,21 @@ def index_of(folder: Path, places: dict, text: str | None = None) -> Path:
 PLACES = {"x": "1.safetensors", "y": "2.safetensors"}
 
 
-def test_a_good_index(tmp_path):
-    folder = open_folder(index_of(tmp_path, PLACES))
-    assert {name: stored.file.name for name, stored in folder.tensors.items()} == PLACES
-    assert [*folder.headers] == ["1.safetensors", "2.safetensors"]
-
-
 @pytest.mark.parametrize(
     "places, said",
     [
         (PLACES | {"y": "/etc/passwd"}, "it names '/etc/passwd', which is not a file beside it"),
-        (PLACES | {"y": "../2.safetensors"}, "which is not a file beside it"),
-        (PLACES | {"y": "sub/2.safetensors"}, "which is not a file beside it"),
         (PLACES | {"y": "sub\\2.safetensors"}, "which is not a file beside it"),
-        (PLACES | {"y": "a\0b"}, "which is not a file beside it"),
-        (PLACES | {"y": ".."}, "which is not a file beside it"),
-        (PLACES | {"y": ""}, "which is not a file beside it"),
         (PLACES | {"y": "3.safetensors"}, "3.safetensors: its header cannot be read"),
         (PLACES | {"y": 3}, "not a whole index"),
-        ([], "not a whole index"),
         ({"x": "2.safetensors", "y": "2.safetensors"}, "tensor x is in it, and it is not: no file of the index"),
         ({"x": "2.safetensors", "y": "1.safetensors"}, r"tensor x is in it, and it is not: 1.safetensors holds it"),
         (PLACES | {"z": "1.safetensors"}, "tensor z is in it, and it is not"),
-        ({"x": "1.safetensors", "w": "2.safetensors"}, "tensor w is in it, and it is not"),
     ],
 )
 def test_a_bad_index_is_refused(tmp_path, places, said):
     with pytest.raises(BadWeights, match=said):
         open_folder(index_of(tmp_path, places))
-
-
-@pytest.mark.parametrize(
-    "text", ["", '{"weight_map": {"x": "1.safe', "{}", '{"weight_map": {"x": "1", "x": "2"}}', "[" * 9999]
-)
-def test_an_index_that_is_not_whole_is_refused(tmp_path, text):
-    with pytest.raises(BadWeights, match="not a whole index"):
-        open_folder(index_of(tmp_path, PLACES, text))
 
 
 def test_a_tensor_that_the_index_does_not_name_or_two_files_hold(tmp_path):
@@ -200,30 +150,3 @@ def test_tensors_are_split_into_files_in_their_order():
     assert groups == [["a", "b"], ["c"], ["d", "e"]]
     assert safetensors.names_of_files(1) == [FILE]
     assert safetensors.names_of_files(2)[1] == "model-00002-of-00002.safetensors"
-
-
-# ---- anything ----
-
-
-def test_whatever_the_bytes_only_one_error_comes_out(tmp_path):
-    """A good folder with a few bytes changed, cut or put in."""
-    good = index_of(tmp_path, PLACES)
-    contents = {path: path.read_bytes() for path in good.iterdir()}
-    chance = random.Random(0)
-    refused = 0
-    for _ in range(1500):
-        path = chance.choice(sorted(contents))
-        damaged = bytearray(contents[path])
-        for _ in range(chance.randint(1, 4)):
-            at = chance.randrange(len(damaged) + 1)
-            damaged[at : at + chance.randint(0, 3)] = chance.choice(
-                (b"", b"9", b"}", b'"', b"-", bytes([chance.randrange(256)]))
-            )
-        path.write_bytes(damaged)
-        try:
-            open_folder(good)
-        except BadWeights as error:
-            refused += 1
-            assert str(good) in str(error)
-        path.write_bytes(contents[path])
-    assert refused > 1000

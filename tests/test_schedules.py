@@ -1,28 +1,18 @@
 """Schedules as data: every table that is made is valid, meets the laws of its paper, and can be shown to fail."""
 
-import ast
 import dataclasses
-import importlib.util
-import io
 import itertools
 import math
-import re
-import sys
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
-from experiments.schedules import SchedulesFlags, main
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline import schedules
-from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, from_orders, make_schedule
-from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule, divide_layers
+from jaxdist.parallel.pipeline.builders import NAMES, from_orders, make_schedule
+from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule
 from jaxdist.parallel.pipeline.simulate import Costs, held_chunks, in_flight, simulate, validate
-from jaxdist.parallel.pipeline.text import draw, load, parse, parse_cell
+from jaxdist.parallel.pipeline.text import draw, parse
 
 checked = settings(derandomize=True, deadline=None, max_examples=60)
 STAGES, MICROBATCHES, CHUNKS = st.integers(1, 12), st.integers(1, 24), st.integers(1, 4)
@@ -97,22 +87,6 @@ def stages_of(schedule: Schedule) -> list[int]:
     return [stage for row in schedule.table for stage, action in enumerate(row) if action is not None]
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
-@pytest.mark.parametrize("rounds", [2, 3])
-def test_eager_1f1b_loses_a_tick_a_stage_and_holds_twice_as_much(stages, rounds):
-    """arXiv 2211.05322, section 4: what is in flight covers the way there and back."""
-    micro = rounds * 2 * stages
-    eager = make_schedule("1f1b", stages, micro, send_latency=2)
-    assert eager.num_ticks == 3 * micro + 4 * (stages - 1)
-    assert in_flight(eager) == [2 * (stages - 1 - stage) + 1 for stage in range(stages)]
-    split = make_schedule("zb-h1", stages, micro, send_latency=2)
-    assert split.num_ticks == 3 * micro + 2 * (stages - 1)
-    assert max(in_flight(split)) == 2 * stages - 1
-    # A message that takes a fifth of a tick: shown in every tick, or in none.
-    assert simulate(eager, link=0.2).makespan < 1.06 * simulate(eager).makespan
-    assert simulate(make_schedule("1f1b", stages, micro), link=0.2).makespan > 1.15 * (3 * micro)
-
-
 def test_a_message_that_is_still_on_its_way_is_refused():
     with pytest.raises(ConfigError, match="it needs F of micro-batch 0, chunk 0 of stage 0, which is there only after"):
         validate(dataclasses.replace(make_schedule("1f1b", 2, 4), send_latency=2))
@@ -136,16 +110,6 @@ def test_draw_and_parse_are_inverse(schedule):
     assert parse(text) == schedule
     assert "hop=" not in text  # which the documented tables leave out
     assert draw(parse(text)) == text
-
-
-@checked
-@given(made())
-def test_the_ruler_stands_over_the_ticks_it_counts(schedule):
-    _, ruler, first, *_ = draw(schedule).splitlines()
-    starts = [match.start() for match in re.finditer(r"\S+", first)][1:]  # behind the stage's number
-    for match in re.finditer(r"\d+", ruler):
-        assert match.start() == starts[int(match[0])]
-    assert [int(n) for n in re.findall(r"\d+", ruler)] == list(range(0, schedule.num_ticks, 10))
 
 
 @checked
@@ -224,13 +188,6 @@ def test_interleaved(num_stages, rounds, num_chunks):
     if num_stages > 1 and num_chunks > 1 and rounds > 1:
         # arXiv 2205.05198: the first stage holds 1 + (S-1)/(S v) times what it holds under 1F1B.
         assert in_flight(schedule)[0] == num_stages * num_chunks + num_stages - 1
-
-
-@checked
-@given(STAGES, MICROBATCHES)
-def test_interleaved_with_one_chunk_is_1f1b(num_stages, num_microbatches):
-    interleaved = make_schedule("interleaved", num_stages, num_microbatches, 1)
-    assert interleaved.table == make_schedule("1f1b", num_stages, num_microbatches).table
 
 
 @checked
@@ -332,149 +289,7 @@ def test_action_shifted_before_what_it_needs_is_named(schedule):
                     validate(shifted)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min"])
-def test_swapped_chunk_is_named(name):
-    schedule = make_schedule(name, 3, 4)
-    for tick, stage, action in entries_of(schedule):
-        other = action._replace(chunk=1 - action.chunk)
-        with pytest.raises(
-            ConfigError, match=rf"stage {stage}: {other.phase.name} of micro-batch {other.microbatch}, chunk "
-        ):
-            validate(changed(schedule, {(tick, stage): other}))
-
-
-@by_name
-def test_wrong_micro_batch_is_named(schedule):
-    for tick, stage, action in entries_of(schedule):
-        with pytest.raises(
-            ConfigError, match=rf"stage {stage}: {action.phase.name} of micro-batch \d+, chunk {action.chunk}"
-        ):
-            validate(changed(schedule, {(tick, stage): action._replace(microbatch=(action.microbatch + 1) % 4)}))
-        with pytest.raises(ConfigError, match=f"tick {tick}, stage {stage}: .*micro-batch 4 is out of range"):
-            validate(changed(schedule, {(tick, stage): action._replace(microbatch=4)}))
-
-
-@by_name
-def test_table_of_other_sizes_is_named(schedule):
-    with pytest.raises(ConfigError, match="tick 0: the row has 3 entries, and there are 4 stages"):
-        validate(dataclasses.replace(schedule, num_stages=4))
-    with pytest.raises(ConfigError, match=r"tick \d+, stage 0: F of micro-batch 3, chunk 0: .* out of range, .* has 3"):
-        validate(dataclasses.replace(schedule, num_microbatches=3))
-    with pytest.raises(ConfigError, match=r"stage 0: F of micro-batch 4, chunk 0 is missing"):
-        validate(dataclasses.replace(schedule, num_microbatches=5))
-
-
-def test_unknown_phase_and_chunk_out_of_range_are_named():
-    schedule = make_schedule("1f1b", 2, 2)
-    with pytest.raises(ConfigError, match=r"tick 0, stage 0: 'F': an action has a phase. Use Phase.F"):
-        validate(changed(schedule, {(0, 0): Action("F", 0, 0)}))
-    with pytest.raises(ConfigError, match="tick 0, stage 0: F of micro-batch 0, chunk 1: chunk 1 is out of range"):
-        validate(changed(schedule, {(0, 0): Action(Phase.F, 0, 1)}))
-
-
-def test_fused_backward_means_that_w_follows_its_b():
-    schedule = make_schedule("zb-h1", 3, 4)
-    with pytest.raises(ConfigError, match=r"tick \d+, stage \d+: [BW] of micro-batch \d+"):
-        validate(dataclasses.replace(schedule, fused_backward=True))
-    apart = parse("F0 B0 . W0")
-    with pytest.raises(ConfigError, match=r"tick 3, stage 0: W of micro-batch 0, chunk 0: .*at once, here at tick 2"):
-        validate(dataclasses.replace(apart, fused_backward=True))
-
-
-def test_deadlocked_orders_say_which_stage_waits_for_what():
-    def order(cells):
-        return [parse_cell(cell, "") for cell in cells.split()]
-
-    mine = Schedule("mine", 2, 2, 1, "loop")
-    first, last = "F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1"
-    assert from_orders(mine, [order(first), order(last)]).num_ticks == 8
-    with pytest.raises(
-        ConfigError,
-        match=r"tick 1: deadlock: .*stage 0 with B of micro-batch 0, chunk 0 waits for B of micro-batch 0, chunk 0 of"
-        " stage 1; stage 1 with F of micro-batch 1, chunk 0 waits for F of micro-batch 1, chunk 0 of stage 0",
-    ):
-        from_orders(mine, [order("F0 B0 W0 F1 B1 W1"), order("F1 B1 W1 F0 B0 W0")])
-    with pytest.raises(ConfigError, match="stage 1, position 0 of its order: F of micro-batch 7"):
-        from_orders(mine, [order(first), order("F7")])
-    with pytest.raises(ConfigError, match="1 orders"):
-        from_orders(mine, [order(first)])
-    with pytest.raises(ConfigError, match="stage 1: F of micro-batch 0, chunk 0 is missing"):
-        from_orders(dataclasses.replace(mine, num_microbatches=1), [order("F0"), []])
-    with pytest.raises(ConfigError, match=r"stage 0: F of micro-batch 0, chunk 0: .*already"):
-        from_orders(Schedule("mine", 1, 1, 1, "loop"), [order("F0 F0 B0 W0")])
-
-
-def test_asking_for_what_cannot_be_made():
-    for arguments, message in {
-        ("2f2b", 2, 2): "'2f2b': there is no schedule of that name. Use one of gpipe, 1f1b",
-        ("1f1b", 0, 2): "0 stages",
-        ("1f1b", 2, 0): "0 micro-batches",
-        ("interleaved", 2, 2, 0): "0 chunks",
-        ("1f1b", 2, 2, 2): "made for 1",
-        ("zb-v", 2, 2, 3): "made for 2",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            make_schedule(*arguments)
-    with pytest.raises(ConfigError, match="a V goes down"):
-        validate(dataclasses.replace(make_schedule("1f1b", 1, 1), placement="v"))
-    with pytest.raises(ConfigError, match="no placement of that name"):
-        validate(dataclasses.replace(make_schedule("1f1b", 1, 1), placement="ring"))
-    with pytest.raises(ConfigError, match=r"until <Phase\.F"):
-        in_flight(make_schedule("1f1b", 1, 1), until=Phase.F)
-    assert [kind.chunks for kind in SCHEDULES.values()] == [1, 1, 2, 1, 2, 2, 2]
-    assert {name for name, kind in SCHEDULES.items() if kind.placement == "v"} == {"zb-v", "v-half", "v-min"}
-
-
 # ----------------------------------------------------------------------------------------------------------- simulation
-
-
-def test_lock_step_trap_of_a_backward_of_two_units():
-    """4 stages, 16 micro-batches, F = 1 and the whole backward = 2: textbook 57, one action a tick 72."""
-    split = make_schedule("1f1b", 4, 16)
-    assert simulate(split).makespan == 57
-    # The same order of F and B with the weight gradients, here free, out of the way at the end.
-    orders = [
-        [action for action in column if action and action.phase != Phase.W] + [Action(Phase.W, m, 0) for m in range(16)]
-        for column in zip(*split.table, strict=True)
-    ]
-    whole = from_orders(Schedule("whole backward", 4, 16, 1, "loop"), orders)
-    assert simulate(whole, Costs(1, 2, 0), waiting="dependencies").makespan == 57
-    assert simulate(whole, Costs(1, 2, 0), waiting="ticks").makespan == 72
-
-
-def test_two_stages_one_micro_batch_by_hand():
-    schedule = parse("F0 . . . B0 W0\n. F0 B0 W0")  # stage 1's W runs at the tick before stage 0's B
-    costs = [Costs(1, 2, 3), Costs(10, 20, 30)]
-    ticks = simulate(schedule, costs, link=0.5)
-    # A tick starts after the stage's own last one, and after the neighbour's and the link: 61.5 + 0.5 for B0 above.
-    assert ticks.start[:, 0].tolist() == [0, 1, 12, 32, 62, 64]
-    assert ticks.start[:, 1].tolist() == [0, 1.5, 11.5, 31.5, 61.5, 64.5]
-    assert ticks.makespan == 67
-    assert (ticks.busy, ticks.idle) == ([6, 60], [61, 7])
-    textbook = simulate(schedule, costs, link=0.5, waiting="dependencies")
-    # B of stage 0 needs only B of stage 1, done at 31.5.
-    assert textbook.start[4, 0] == 32.0
-    assert textbook.makespan == 61.5
-    fused = simulate(dataclasses.replace(schedule, fused_backward=True), costs, link=0.5, waiting="dependencies")
-    assert fused.start[4, 0] == 62.0
-    assert fused.makespan == 67.0
-
-
-def test_uneven_stages_wait_for_their_neighbours_only():
-    schedule = parse("F0 . . . . . . B0 W0\n. F0 . . . . B0 W0\n. . F0 . . B0 W0\n. . . F0 B0 W0")
-    result = simulate(schedule, [Costs(), Costs(), Costs(), Costs(5, 5, 5)])
-    # Stage 3 runs F from 3 to 8. Stages 2 and 0 are its neighbours on the ring, stage 1 hears of it a tick later.
-    assert result.start[4].tolist() == [8, 3, 8, 8]
-    assert result.start[5].tolist() == [13, 8, 13, 13]
-    assert result.makespan == 1 + 1 + 1 + 5 + 5 + 5 + 1 + 1 + 1
-
-
-def test_an_uneven_stage_sets_the_pace():
-    schedule = make_schedule("1f1b", 4, 32)
-    slow = [Costs(), Costs(), Costs(2, 2, 2), Costs()]
-    for waiting in ("ticks", "dependencies"):
-        assert simulate(schedule, slow, waiting=waiting).makespan >= 6 * 32
-    assert simulate(schedule, slow, waiting="dependencies").makespan <= 6 * 32 + 3 * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -502,29 +317,6 @@ def test_r_runs_between_its_f_and_its_b(name):
             assert simulate(schedule).makespan < simulate(plain, Costs(1, 2, 1)).makespan
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_stages_that_wait_in_pairs_are_between_lock_step_and_what_is_needed(name):
-    """The three ways to wait, with actions of different times; both ends of a message that takes long wait for it."""
-    for recompute, costs, link in itertools.product((False, True), (Costs(), Costs(1, 2, 1), Costs(2, 1, 3)), (0, 0.5)):
-        schedule = make_schedule(name, 4, 8, recompute=recompute)
-        ticks, pairs, needed = (
-            simulate(schedule, costs, link, waiting).makespan for waiting in ("ticks", "pairs", "dependencies")
-        )
-        assert pairs <= ticks
-        # A textbook's fused backward sends after its W, the executor after B.
-        assert schedule.fused_backward or needed <= pairs
-        late = make_schedule(name, 4, 8, send_latency=2, recompute=recompute)
-        assert simulate(late, costs, link, "pairs").makespan == simulate(late, costs, link).makespan
-
-
-def test_a_message_holds_up_its_two_ends_alone():
-    """Stage 0 is slow once; stage 1 waits for its message, stage 2 does not."""
-    schedule = parse("stages=3 microbatches=1\n0: F0 . . . . B0 W0\n1: . F0 . . B0 . W0\n2: . . F0 B0 W0 . .")
-    pairs = simulate(schedule, [Costs(5, 1, 1), Costs(), Costs()], waiting="pairs")
-    assert pairs.start[1].tolist() == [5, 5, 0] and pairs.end[2].tolist() == [5, 6, 7]
-    assert simulate(schedule, [Costs(5, 1, 1), Costs(), Costs()]).start[1].tolist() == [5, 5, 5]
-
-
 def test_an_r_in_a_table_is_for_every_b():
     table = "0: F0 R0 B0 W0 F1 {} B1 W1"
     assert parse(table.format("R1")).recompute
@@ -534,152 +326,3 @@ def test_an_r_in_a_table_is_for_every_b():
         validate(dataclasses.replace(parse(table.format("R1")), recompute=False))
     with pytest.raises(ConfigError, match="it needs R of micro-batch 0"):
         parse("0: F0 B0 R0 W0")
-
-
-def test_costs_and_links_that_cannot_be():
-    schedule = make_schedule("1f1b", 2, 2)
-    for costs in ((-1, 1, 1), (0, 0, 0), (1, math.inf, 1)):
-        with pytest.raises(ConfigError, match="F, B, W and R take"):
-            Costs(*costs)
-    with pytest.raises(ConfigError, match="costs of 3 stages"):
-        simulate(schedule, [Costs()] * 3)
-    with pytest.raises(ConfigError, match="link of -1"):
-        simulate(schedule, link=-1)
-    with pytest.raises(ConfigError, match="waiting 'never'"):
-        simulate(schedule, waiting="never")
-
-
-# ----------------------------------------------------------------------------------------------------------------- text
-
-
-def test_a_table_written_by_hand(tmp_path):
-    path = tmp_path / "mine.txt"
-    path.write_text("# a V of one stage\nname=mine placement=v\n0: F0 f0 b0 w0 B0 W0  # turn, then back\n")
-    schedule = load(path)
-    assert (schedule.name, schedule.placement, schedule.num_chunks, schedule.num_microbatches) == ("mine", "v", 2, 1)
-    assert schedule.table[1] == (Action(Phase.F, 0, 1),)
-    assert parse("F0 F0:1 B0:1 W0:1 B0 W0") == dataclasses.replace(schedule, name="table", placement="loop")
-    assert parse("F0 F0:1 F0:2 B0:2 W0:2 b0 w0 B0 W0").num_chunks == 3
-
-
-def test_text_that_cannot_be_read_names_line_and_cell(tmp_path):
-    for text, message in {
-        "F0 G0": "line 1, tick 1, stage 0: 'G0'",
-        "F0\nF0 f0:1": "line 2, tick 1, stage 1: 'f0:1'",
-        "F0 F\u0661": "tick 1, stage 0",
-        "1: F0": "line 1: '1:': here comes stage 0",
-        "stages=2\nF0 B0 W0": "stages=2: it has 1 lines",
-        "chunks=two\nF0 B0 W0": "chunks=two",
-        "colour=red\nF0": "'colour=red'",
-        "fused=maybe\nF0": "'fused=maybe'",
-        "microbatches=2\nF0 B0 W0": "F of micro-batch 1, chunk 0 is missing",
-        "microbatches=0\nF0 B0 W0": "0 micro-batches",
-        "placement=v chunks=3\nF0": "a V goes down",
-        "# nothing": "no actions",
-        ". .": "no actions",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            parse(text)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load(tmp_path / "absent.txt")
-
-
-# --------------------------------------------------------------------------------------------------------------- layers
-
-
-@checked
-@given(st.integers(1, 40), st.integers(1, 12), st.floats(0, 6), st.floats(0, 6))
-def test_layers_are_divided_with_the_least_largest_cost(num_layers, num_parts, first, last):
-    if num_layers < num_parts:
-        with pytest.raises(ConfigError, match=f"{num_layers} layers over {num_parts} parts"):
-            divide_layers(num_layers, num_parts, first, last)
-        return
-
-    def most(layers):
-        ends = [first] + [0.0] * (num_parts - 1)
-        ends[-1] += last
-        return max(n + end for n, end in zip(layers, ends, strict=True))
-
-    layers = divide_layers(num_layers, num_parts, first, last)
-    assert sum(layers) == num_layers and min(layers) >= 1
-    # Moving a layer from the dearest part to any other is no better; for one cost a part that is the optimum.
-    for source, target in itertools.permutations(range(num_parts), 2):
-        if layers[source] > 1:
-            moved = list(layers)
-            moved[source] -= 1
-            moved[target] += 1
-            assert most(moved) >= most(layers) - 1e-9
-
-
-def test_layers_left_over_go_to_the_middle():
-    assert divide_layers(13, 4) == (3, 3, 4, 3)
-    assert divide_layers(14, 4) == (3, 4, 4, 3)
-    assert divide_layers(12, 5) == (2, 2, 3, 3, 2)
-    assert divide_layers(12, 4, first=0.5, last=2) == (3, 4, 4, 1)
-    assert divide_layers(5, 1, first=1, last=1) == (5,)
-    for arguments in ((4, 0), (4, 2, -1.0), (4, 2, 0.0, math.nan)):
-        with pytest.raises(ConfigError, match="4 layers over"):
-            divide_layers(*arguments)
-
-
-PIPELINE, WITHOUT_JAX = "jaxdist.parallel.pipeline", ("schedules", "builders", "simulate", "text", "lowering")
-
-
-@pytest.mark.parametrize("module", WITHOUT_JAX)
-def test_schedules_import_no_jax(module):
-    tree = ast.parse(Path(schedules.__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
-    imported = {
-        name
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module])
-    }
-    ours = {name for name in imported if name.startswith("jaxdist")}
-    assert {name.split(".")[0] for name in imported - ours} <= sys.stdlib_module_names | {"numpy"}
-    assert ours <= {"jaxdist.errors", "jaxdist.files", *(f"{PIPELINE}.{name}" for name in WITHOUT_JAX)}
-
-
-# ------------------------------------------------------------------------------------------------------------- program
-
-DOCUMENT = Path(__file__).parents[1] / "docs" / "schedules.md"
-
-
-def test_program_draws(tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install -e '.[draw]'")
-    assert main(SchedulesFlags(draw=str(tmp_path)), Console(quiet=True)) == 0
-    for name in NAMES:
-        ElementTree.parse(tmp_path / f"{name}.svg")
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000
-
-
-def test_drawing_without_matplotlib_is_refused_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="matplotlib, which is not installed"):
-        main(SchedulesFlags(draw=str(tmp_path)), Console(quiet=True))
-
-
-def test_program_compares_and_shows(tmp_path):
-    console = Console(file=io.StringIO(), width=160)
-    assert main(SchedulesFlags(), console) == 0
-    printed = console.file.getvalue()
-    documented = [line.strip("| ").split(" | ") for line in DOCUMENT.read_text(encoding="utf-8").splitlines()]
-    for name in NAMES:
-        row = next(re.split(r"\s{2,}", line) for line in printed.splitlines() if line.split()[0] == name)
-        assert next(cells for cells in documented if cells[0] == f"`{name}`")[1:8] == row[1:8]
-    table = tmp_path / "mine.txt"
-    table.write_text(draw(make_schedule("v-min", 2, 3)))
-    assert main(SchedulesFlags(file=str(table)), console) == 0
-    assert table.read_text().splitlines()[2] in console.file.getvalue()
-    with pytest.raises(ConfigError, match="--stages with --file"):
-        main(SchedulesFlags(file=str(table), stages=2), console)
-
-
-def test_documented_table_and_its_fault():
-    lines = [line.strip() for line in DOCUMENT.read_text(encoding="utf-8").splitlines()]
-    start = next(i for i, line in enumerate(lines) if line.startswith("name=mine"))
-    text = "\n".join(lines[start : start + 3])
-    parse(text)
-    error = next(i for i, line in enumerate(lines) if line.startswith("error: "))
-    with pytest.raises(ConfigError) as caught:
-        parse(text.replace(".  B0 W0", "B0 W0"))
-    assert " ".join(lines[error : error + 2]).removeprefix("error: ") == str(caught.value)

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import in_sample
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
@@ -69,11 +70,9 @@ OTHERS = {
 }
 MODELS = {name: (MODEL, *how) for name, how in PROGRAMS.items()} | OTHERS
 # What differs between families is not how half precision is treated.
-DTYPES = [
-    pytest.param(name, dtype, marks=[pytest.mark.exhaustive] * (name in OTHERS and dtype == "float16"))
-    for name in MODELS
-    for dtype in ("bfloat16", "float16")
-]
+EVERY = [*itertools.product(MODELS, ("bfloat16", "float16"))]
+IN_HALF = ["zero2-accumulate", "zero3-overlap-accumulate", "pipeline-accumulate", "pipeline-zero3", "cp-ring", *OTHERS]
+DTYPES = in_sample(EVERY, [("pipeline", "float16"), *((name, "bfloat16") for name in IN_HALF)])
 
 
 @functools.cache
