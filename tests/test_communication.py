@@ -111,7 +111,7 @@ def random_config(seed: int) -> RunConfig:
             continue
 
 
-@pytest.mark.parametrize("seed", in_sample(range(100), range(6)))
+@pytest.mark.parametrize("seed", in_sample(range(200), range(6)))
 def test_random_runs_send_what_is_predicted(seed):
     assert_equals_trace(random_config(seed))
 

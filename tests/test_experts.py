@@ -4,12 +4,15 @@ import dataclasses
 import itertools
 import math
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES, in_sample
+from flax import nnx
+from jax.sharding import PartitionSpec
 from test_communication import assert_equals_trace
 
 from experiments.oracles import decoder_settings
@@ -17,10 +20,12 @@ from experiments.oracles.decoder import losses
 from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, to_logical
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.layout import local_bytes
-from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
+from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare, named_params
+from jaxdist.models.context import Context
 from jaxdist.models.decoder import Decoder
-from jaxdist.models.experts import Mixture
+from jaxdist.models.experts import Mixture, Router
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.expert_parallel import kept_places
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.parity import observe, quick_options, random_batches
@@ -208,6 +213,35 @@ def test_the_plan_counts_the_state_to_the_byte(layout):
     assert found.optimizer[0] == local_bytes(state.moments) - 4  # its counter of steps
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "mesh", "apart"),
+    [
+        # Megatron Core's MoE README, Mixtral 8x7B on 64 H100: TP1 PP4 EP8
+        ("mixtral-8x7b", "pp=4,dp=16,ep=8", False),
+        # The same of 8x22B on 256: TP4 PP4 EP8, whose experts' width tp splits; and folded, EP8 over TP2 (2504.14960)
+        ("mixtral-8x22b", "pp=4,dp=16,ep=8,tp=4", False),
+        ("mixtral-8x22b", "pp=8,dp=8,ep=4,tp=2", True),
+    ],
+)
+def test_the_state_of_published_layouts_is_that_of_their_optimizer(name, mesh, apart):
+    """Megatron's distributed optimizer: 2 bytes a parameter on every rank that computes with it, and 12 over dp; of an
+    expert over dp / ep. Here every stage holds both tables of tokens, where Megatron's ends hold one each."""
+    model, shape = PRESETS[name], parse_mesh(mesh)
+    parallel = ParallelConfig(shape, zero=1, sp=shape.tp > 1, experts_over_tp=apart)
+    config = RunConfig(model, parallel, precision=PrecisionConfig("bfloat16"), batch_size=256)
+    columns = Candidates.of(config)
+    found = program_bytes(config, columns, pipelines(config, columns), "cudnn")
+    work = work_of(model)
+    expert = work.expert_parameters / shape.ep / shape.tp
+    dense = (work.layer_parameters - work.expert_parameters - model.num_experts) / shape.tp
+    table = model.vocab_size * model.width / shape.tp
+    layers = model.num_layers / shape.pp
+    assert found.parameters[0] == pytest.approx(2 * (layers * (expert + dense) + 2 * table), rel=0.001)
+    held = layers * (expert / (shape.dp / shape.ep) + dense / shape.dp) + 2 * table / shape.dp
+    assert found.optimizer[0] == pytest.approx(12 * held, rel=0.003)
+
+
 def test_work_is_that_of_the_experts_that_a_token_chooses():
     model = config_of(SMALL).model
     work, dense = work_of(model), work_of(config_of(Fields()).model)
@@ -314,6 +348,49 @@ def test_experts_are_a_refactorisation_of_the_data_ranks():
         assert mesh.num_devices == devices and parse_mesh(str(mesh)) == mesh
         assert {axis: mesh.size(axis) for axis in sizes} == sizes
         assert dict(make_mesh(mesh, DEVICES).shape) | sizes == dict(make_mesh(mesh, DEVICES).shape)
+
+
+EVEN, FIRST, LAST = [(t % 4, (t + 1) % 4) for t in range(8)], [(0, 1)] * 8, [(2, 3)] * 8
+LOADS = {
+    "each two equally often": [[EVEN, EVEN], [EVEN, EVEN]],
+    "the same two for all tokens": [[FIRST, FIRST], [FIRST, FIRST]],
+    "other two in the second layer": [[FIRST, FIRST], [LAST, LAST]],
+    "other two in the second sequence": [[FIRST, LAST], [FIRST, LAST]],
+}
+
+
+def loaded(case: str):
+    """(the experts that are chosen, all logits, transformers' balance loss by its formula)."""
+    chosen = np.array(LOADS[case])  # [layer, sequence, position, choice]
+    logits = 4 * np.eye(4, dtype=np.float32)[chosen].sum(-2)
+    shares, fractions = jax.nn.softmax(logits).mean((0, 1, 2)), np.eye(4)[chosen].sum(-2).mean((0, 1, 2))
+    return chosen, logits, 4 * float((shares * fractions).sum())
+
+
+@pytest.mark.exhaustive
+def test_the_balance_loss_is_another_than_that_of_transformers_as_the_page_says():
+    router = Router(nnx.Rngs(0), 8, Mixture(num_experts=4, top_k=2))
+    mesh, spec = make_mesh(MeshShape(), DEVICES[:1]), PartitionSpec()
+    of_layer = lambda scores, chosen: router.balance(scores, chosen, Context())  # noqa: E731
+    balance = jax.jit(jax.shard_map(of_layer, mesh=mesh, in_specs=spec, out_specs=spec))
+    page = (Path(__file__).parents[1] / "docs/experts.md").read_text(encoding="utf-8")
+    for case in LOADS:
+        chosen, logits, theirs = loaded(case)
+        num_layers, num_tokens = len(chosen), chosen[0, ..., 0].size
+        ours = sum(float(balance(jax.nn.softmax(x), c)) for x, c in zip(logits, chosen, strict=True)) / num_tokens
+        assert f"| {case} | {theirs:.2f} | {ours * 2 / num_layers:.2f} |" in page, (theirs, ours)
+    model = PRESETS["mixtral-8x7b"]
+    assert f"--balance-loss {0.001 * model.top_k / model.num_layers:.7f}`" in page
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", LOADS)
+def test_the_formula_of_transformers_is_theirs(case):
+    torch = pytest.importorskip("torch", reason="pip install -e '.[oracle]'")
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral", reason="pip install -e '.[oracle]'")
+    _, logits, expected = loaded(case)
+    found = mixtral.load_balancing_loss_func(tuple(torch.tensor(each.reshape(-1, 4)) for each in logits), 4, 2)
+    assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------- what a step counts

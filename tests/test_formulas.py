@@ -206,6 +206,27 @@ def test_zero_bubble_schedules_in_units_of_1f1b(kind, bubble, activations):
     assert (f.PIPELINE_KINDS[kind].bubble, f.PIPELINE_KINDS[kind].activations) == (bubble, activations)
 
 
+UTILISATION = [
+    (48, 6144, 64, 4, 8, 1.10, 41.5, 43.7),
+    (96, 12288, 96, 64, 64, 13.75, 51.4, 52.8),
+    (105, 20480, 128, 280, 280, 37.83, 56.0, 57.0),
+    (128, 25600, 160, 512, 512, 71.49, 56.3, 57.0),
+]
+
+
+@pytest.mark.parametrize("row", UTILISATION)
+def test_published_mfu_and_hfu_fit_the_published_convention(row):
+    layers, width, heads, batch, gpus, seconds, mfu, hfu = row
+    shape = ModelShape.gpt(layers, width, heads)
+    # The seconds are rounded to 0.01 as well: for 22B that is half a percent of them.
+    rounding = 0.05 + max(mfu, hfu) * 0.005 / seconds
+    speed = batch * 2048 / seconds
+    assert 100 * f.mfu(shape, speed, 312e12, gpus).value == pytest.approx(mfu, abs=rounding)
+    assert 100 * f.hfu(shape, speed, 312e12, gpus, "selective").value == pytest.approx(hfu, abs=rounding)
+    counted = f.hfu(shape, speed, 312e12, gpus, "selective", selective="counted")
+    assert 100 * counted.value < hfu - rounding, "one more forward of the core is not what they print"
+
+
 # ------------------------------------------------------------------------------- layouts, inference, money, conventions
 
 

@@ -523,6 +523,27 @@ def test_compiled_memory_is_what_in_flight_predicts(name, microbatches):
     assert abs(temp - predicted) < 0.05 * temp, f"compiled {temp}, predicted {predicted}, of it buffers {buffers}"
 
 
+@pytest.mark.exhaustive
+def test_memory_of_1f1b_does_not_grow_with_the_micro_batches_and_gpipes_does():
+    temps = {
+        (name, m): compiled(pipeline_config(name, m))[3]
+        for name, m in (("1f1b", 8), ("1f1b", 32), ("gpipe", 8), ("gpipe", 16))
+    }
+    assert temps["1f1b", 32] < 1.01 * temps["1f1b", 8]
+    assert temps["gpipe", 16] > 1.6 * temps["gpipe", 8]
+
+
+@pytest.mark.exhaustive
+def test_the_program_grows_neither_with_micro_batches_nor_with_layers():
+    def size(microbatches, layers):
+        config = pipeline_config("zb-h1", microbatches, layers=layers)
+        program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+        traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+        return sum(1 for _ in equations(traced.jaxpr))
+
+    assert size(8, 16) == size(32, 16) == size(8, 64)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "v-min"])
 @pytest.mark.parametrize("latency", [1, 2])
 def test_forward_alone_runs_each_action_as_soon_as_it_can(name, latency):
