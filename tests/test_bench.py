@@ -238,6 +238,7 @@ def compile_fast():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.exhaustive
 def test_bf16_is_close_to_fp32(capsys, tmp_path, compile_fast):
     path = tmp_path / "figures.json"
     code, printed = run(capsys, "parity", "--batch-size", "2", *TINY, "--json", path)

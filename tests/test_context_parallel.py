@@ -259,7 +259,6 @@ STEPS = [
 STEP_SAMPLE = {
     ("all-gather", "packed", 4, "pp"),
     ("ring", "window", 4, "pp"),
-    ("usp-2", "window", 8, "alone"),
 }
 
 

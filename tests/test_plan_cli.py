@@ -207,6 +207,7 @@ def test_the_table_in_the_file_is_what_is_planned(monkeypatch, capsys, tmp_path,
     assert str(path) in out
 
 
+@pytest.mark.exhaustive
 def test_the_best_layouts_are_traced_and_compiled_beside_the_formula(monkeypatch, capsys):
     small = ["--model", "proof", "--hardware", "h100", "--devices-per-node", "4", "--global-batch", "16"]
     code, out, _ = plan(monkeypatch, capsys, *small, "--dtype", "float32", "--compile", "cpu", "--prove", "2")
