@@ -175,7 +175,7 @@ STRATEGIES = [
         "replica=2,tp=4",
         {"sp": True, "tp_ring": "two-way", "remat": "every-2"},
     ),
-    Strategy("dp2-tp4-sp-ring-bf16", "dp=2,tp=4", {"sp": True, "tp_ring": "one-way"}, dtype="bfloat16", sample=True),
+    Strategy("dp2-tp4-sp-ring-bf16", "dp=2,tp=4", {"sp": True, "tp_ring": "one-way"}, dtype="bfloat16"),
     Strategy("dp2-tp4-sp-ring-two-way-fp64", "dp=2,tp=4", {"sp": True, "tp_ring": "two-way"}, dtype="float64"),
     # Attention in blocks of scores.
     Strategy(
@@ -208,7 +208,7 @@ STRATEGIES = [
         "pp=2,dp=2,cp=2",
         {"cp_kind": "ulysses", "zero": 3, "loss_chunks": 4, "overlap": True},
     ),
-    Strategy("cp4-tp2-sp-bf16", "cp=4,tp=2", {"sp": True, "remat": "block"}, dtype="bfloat16", sample=True),
+    Strategy("cp4-tp2-sp-bf16", "cp=4,tp=2", {"sp": True, "remat": "block"}, dtype="bfloat16"),
     Strategy("dp2-cp4-zero1-fp64", "dp=2,cp=4", {"zero": 1, "remat": "block"}, dtype="float64"),
     # Arrays of a layer, repeated by name: gathers and scatters of sp, gathered keys, what experts are sent and give.
     Strategy(
@@ -256,7 +256,7 @@ STRATEGIES = [
         dtype="bfloat16",
         sample=True,
     ),
-    Strategy("dp2-tp2-loss-chunks-fp16", "dp=2,tp=2", {"loss_chunks": 4}, dtype="float16", sample=True),
+    Strategy("dp2-tp2-loss-chunks-fp16", "dp=2,tp=2", {"loss_chunks": 4}, dtype="float16"),
     Strategy("dp2-tp4-sp-loss-chunks-fp64", "dp=2,tp=4", {"sp": True, "loss_chunks": 4}, dtype="float64"),
     # Pipelines: every schedule once, and each thing that a pipeline could get wrong. All schedules: `PIPELINES` below.
     Strategy("pp2-gpipe", "pp=2", {"schedule": "gpipe", "microbatches": 6}),

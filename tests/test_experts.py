@@ -96,7 +96,6 @@ SAMPLE = {
     ("mixtral", "dp4-ep2-zero3"),
     ("capacity", "dp2-cp2-ep4-zero3"),
     ("deepseek", "dp2-ep2-tp2-apart"),
-    ("every-other", "dp2-ep2-tp2-sp"),
 }
 SENT = [("capacity", "dp2-cp2-ep4-zero3"), ("deepseek", "dp2-ep2-tp2-apart")]
 UNEVEN = ("every-other", "pp2-dp2-ep2-zb-v-zero3")  # two blocks, for four parts

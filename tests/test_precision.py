@@ -92,7 +92,7 @@ def test_a_loss_scale_that_grows_changes_no_gradient_on_any_mesh():
 
 def test_masters_keep_what_bf16_would_lose():
     """Updates far below a bf16 ulp of the weight add up in the fp32 master."""
-    config = BY_NAME["dp2-tp2-zero1-bf16"].run_config()
+    config = HALF.run_config("bfloat16")
     config = dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, lr=1e-6, min_lr_ratio=1.0, weight_decay=0.0)
     )
@@ -126,10 +126,10 @@ def _scatters(jaxpr):
     return [eqn for eqn, _, _ in equations(jaxpr) if eqn.primitive.name == "reduce_scatter"]
 
 
-@pytest.mark.parametrize("name", ["dp8-zero2", "pp2-gpipe"])
-def test_gradients_keep_the_precision_of_the_reduction(name):
+@pytest.mark.parametrize(("mesh", "parallel"), [("dp=4", {"zero": 2}), ("pp=2", {"schedule": "gpipe"})])
+def test_gradients_keep_the_precision_of_the_reduction(mesh, parallel):
     """Summed in fp32, a gradient of bf16 parameters is not rounded back to bf16, whatever the strategy."""
-    config, program = program_of(BY_NAME[name], dtype="bfloat16")
+    config, program = program_of(Strategy("", mesh, parallel, num_layers=2, batch_size=8), dtype="bfloat16")
     _, _, grads = program.step(program.init(0), program.put(random_batches(config, 1)[0]))
     g = np.asarray(grads["blocks"]["mlp"]["w_up"])
     assert g.dtype == np.float32

@@ -325,6 +325,7 @@ def test_a_step_runs_the_attention_that_was_chosen():
             assert model.attention_for("auto", platform, "bfloat16", training=training) == chosen
 
 
+@pytest.mark.exhaustive
 def test_compiled_memory_of_zero3_and_remat():
     """What the compiler allocates: keeping gathered weights costs more, recomputing blocks costs less."""
     wide = GPT2(num_layers=8, width=128, num_heads=8, ffn_width=512, seq_len=64, vocab_size=256)
