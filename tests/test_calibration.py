@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from jaxdist.models.decoder import Decoder
@@ -18,7 +17,6 @@ from jaxdist.plan.time_model import (
     PARTS,
     RING_COPIES,
     RING_HIDE,
-    AttentionShape,
     Efficiency,
     Layout,
     bar_of,
@@ -100,17 +98,6 @@ def test_a_bar_is_wider_by_the_part_of_the_step_that_shows_of_communication():
         alone = bar_of(PaperWork(SHAPE), Efficiency())
         assert found.error[0] == pytest.approx(alone * (1 + found.communication[0] / found.total[0]))
         assert (found.error[0] > 1.01 * alone) == bool(layout)
-
-
-@pytest.mark.parametrize("window", [None, 1, 2, 7, 16, 20])
-def test_a_query_sees_the_keys_of_its_window(window):
-    """Counted one by one: how many, in the mean; and how many chunks before a query's own hold some of them."""
-    shape, length, chunk = AttentionShape(6, 2, 4, window), 16, 4
-    seen = [[s for s in range(t + 1) if window is None or t - s < window] for t in range(length)]
-    assert shape.seen(length) == pytest.approx(np.mean([len(keys) for keys in seen]))
-    if window is not None:
-        long = range(100 * chunk, 101 * chunk)  # far from the beginning
-        assert shape.reached(chunk) == max(100 - (t - window + 1) // chunk for t in long)
 
 
 @pytest.fixture(scope="module")

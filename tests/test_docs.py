@@ -1,6 +1,5 @@
 """Every Python example in the documentation runs as it stands."""
 
-import inspect
 import re
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from jaxdist import parity
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.presets import PRESETS
-from jaxdist.parallel import collectives
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Candidates, score, search
 
@@ -77,16 +75,6 @@ def numbers(page: str, pattern: str) -> list[int]:
 )
 def test_numbers_in_prose_are_those_of_the_code(page, pattern, expected):
     assert numbers(page, pattern) == [expected]
-
-
-def test_every_keyword_of_a_collective_is_documented():
-    """Those that change what a function returns; `all_gather(replicated=True)` is typed otherwise."""
-    text = (ROOT / "docs/collectives.md").read_text(encoding="utf-8")
-    for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather_to", "scatter_from"):
-        parameters = inspect.signature(getattr(collectives, name)).parameters.values()
-        for parameter in parameters:
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                assert re.search(rf"`{name}\(.*{parameter.name}=", text), (name, parameter.name)
 
 
 def test_the_tolerances_in_prose_are_those_of_the_comparison():

@@ -41,7 +41,7 @@ def _attention(run: Strategy) -> str:
     return {"blocked": "blocked", "cudnn": "cudnn"}.get(run.parallel.get("attention"), "xla")
 
 
-@pytest.mark.parametrize("name", in_sample(RUNS, ["tp, sp", "experts"]))
+@pytest.mark.parametrize("name", in_sample(RUNS, ["tp, sp"]))
 def test_a_choice_keeps_and_repeats_what_a_trace_of_it_does(name):
     run = RUNS[name]
     config = run.run_config()

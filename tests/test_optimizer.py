@@ -36,8 +36,7 @@ def a_few_updates(config: OptimizerConfig):
     return params, jax.tree_util.tree_map_with_path(with_zeros, moments), grads
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(("name", "bad"), [("adamw", np.nan), ("lion", np.inf), ("sgd", np.nan), ("adafactor", np.nan)])
 def test_a_gradient_that_is_not_finite_changes_no_bit(name, bad):
     config = OptimizerConfig(name)
     params, moments, grads = a_few_updates(config)

@@ -78,16 +78,3 @@ def test_leaving_early_waits_for_the_thread_and_makes_no_more(monkeypatch):
         raise KeyboardInterrupt
     assert steps == [0]
     assert prefetch_threads() == before
-
-
-def test_waiting_is_measured():
-    ready = threading.Event()
-
-    def make(step):
-        ready.wait(60)
-        return step
-
-    with Prefetched(make, 0, 2, depth=2) as inputs:
-        threading.Timer(0.05, ready.set).start()
-        next(inputs)
-        assert inputs.waited > 0

@@ -374,17 +374,6 @@ def test_a_wrong_or_hostile_manifest_is_refused(change, expected, copy):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_check_says_whole(bpe, tmp_path):
-    assert "whole" in run(check=str(bpe))
-    np.save(tmp_path / "a.npy", np.arange(100))
-    assert "100 tokens" in run(check=str(tmp_path / "a.npy"), vocab_size=100)
-    refused("token 99 at position 99 ", check=str(tmp_path / "a.npy"), vocab_size=99)
-    refused("--vocab-size", check=str(tmp_path / "a.npy"))
-    refused("--check", "missing: there is no file or folder", check=str(tmp_path / "missing"), vocab_size=10)
-    refused("--vocab-size with --check", "the folder says itself", check=str(bpe), vocab_size=300)
-    refused("--tokenizer with --check", check=str(tmp_path / "a.npy"), tokenizer="bytes")
-
-
 @pytest.mark.parametrize("position", [555, 955])  # the last tenth is held out
 def test_check_reads_the_tokens_that_opening_does_not(position, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens_module, "CHUNK", 10)

@@ -4,6 +4,7 @@ import json
 from unittest import mock
 
 import jax
+import pytest
 from test_generate_cli import run
 
 from experiments import train
@@ -78,6 +79,7 @@ def test_a_step_asks_its_host_for_nothing():
     assert "all_reduce" in text and not [word for word in ("callback", "infeed", "outfeed", "send") if word in text]
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_profiled_and_says_what_was_exposed(tmp_path, capfd):
     (tmp_path / "text.txt").write_text("some words to learn from. " * 200)
     words = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "24", "--batch-size", "4"]

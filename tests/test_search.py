@@ -52,7 +52,7 @@ from jaxdist.plan.search import (
     usable_bytes,
     weight_gathers,
 )
-from jaxdist.plan.time_model import PARTS, UNCALIBRATED
+from jaxdist.plan.time_model import UNCALIBRATED
 from jaxdist.train.program import build_program
 
 SMALL = GPT2(num_layers=4, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=250)
@@ -288,14 +288,6 @@ def test_the_best_of_each_mesh_is_its_first_in_the_order():
     assert best_of_each_mesh(found, order).tolist() == list(first.values())
 
 
-def rows_of(found) -> list[tuple]:
-    """Every layout with its time and memory, as plain numbers."""
-    columns = [getattr(found.layouts, name) for name in INTEGERS]
-    columns += [getattr(found.time, name) for name in (*PARTS, "total", "error", "mfu")]
-    columns += [getattr(found.memory, field.name) for field in dataclasses.fields(found.memory)]
-    return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
 CLUSTERS = {
     "8 in 2 nodes": (SMALL, 16, (2, 4), 1.0),
     "6 in 3 nodes": (dataclasses.replace(SMALL, num_layers=5, seq_len=30), 24, (3, 2), 1.0),
@@ -376,16 +368,6 @@ def test_rings_over_tp_are_searched_and_found_where_they_pay(slower, pays):
     assert possible.any() and best.ring[possible].any() == pays
     assert not best.ring[~possible].any()
     assert found.time.total[rank(found)[0]] == whole.time.total[rank(whole)[0]]
-
-
-def test_blocks_of_any_size_give_the_same_search():
-    cluster = Cluster(find_hardware("h100"), num_nodes=2, devices_per_node=4)
-    config = base(precision=PrecisionConfig("bfloat16"))
-    whole = search(config, cluster, block=10**6)
-    for block in (7, 1000):
-        found = search(config, cluster, block=block)
-        assert rows_of(found) == rows_of(whole)
-        assert (found.num_layouts, found.num_fitting) == (whole.num_layouts, whole.num_fitting)
 
 
 def test_ranking_puts_what_fits_first_and_the_front_is_not_beaten():
