@@ -231,7 +231,7 @@ def tp_form(tokens: float) -> float:
 
 
 def dp_form() -> float:
-    return 2 * 7 / 8 * num_parameters(MODEL)
+    return 2 * 7 / 8 * num_parameters(MODEL, padded=True)
 
 
 def crossover() -> float:
