@@ -16,7 +16,6 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from conftest import in_sample
 
 import experiments.bench.__main__
 import experiments.train
@@ -74,9 +73,8 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
     assert config["compiler_options"] == {"xla_cpu_enable_fast_min_max": True, "xla_cpu_prefer_vector_width": "256"}
 
 
-@pytest.mark.parametrize(
-    "more", in_sample(["--mesh dp=2,tp=2 --zero 3 --sp", "--mesh dp=3 --batch-size 9"], ["--mesh dp=3 --batch-size 9"])
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("more", ["--mesh dp=2,tp=2 --zero 3 --sp", "--mesh dp=3 --batch-size 9"])
 def test_train_gives_the_losses_of_one_device(monkeypatch, capsys, tmp_path, text, more):
     batch, data = [], text
     if "9" in more:
@@ -142,6 +140,7 @@ def test_verify_exits_1_on_a_difference(monkeypatch, capsys):
     assert "DIFFERS" in stdout and "0 of 1" in stdout and "of the reference" in stdout
 
 
+@pytest.mark.exhaustive
 def test_verify_with_an_oracle(monkeypatch, capsys):
     small = ("--num-layers", "1", "--width", "16", "--num-heads", "2", "--steps", "1", "--dropout", "0.1")
     code, stdout, _ = run(monkeypatch, capsys, "verify", "--oracle", "plain", "--mesh", "dp=2", *small)

@@ -256,7 +256,7 @@ STEPS = [
     )
     if (cp < 8 or beside == "alone") and not (kind == "usp-2" and cp == 2)
 ]
-STEP_SAMPLE = {("ring", "window", 4, "pp")}
+STEP_SAMPLE = {("ring", "window", 4, "dp")}
 
 
 @pytest.mark.parametrize("kind, mask, cp, beside", in_sample(STEPS, STEP_SAMPLE))

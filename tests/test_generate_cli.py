@@ -6,7 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from conftest import DEVICES
+from conftest import DEVICES, in_sample
 
 from experiments import evaluate, generate, prepare, train
 from experiments.cli import run_program
@@ -100,7 +100,7 @@ def plain_loss(params, shard, length, packed):
     return nats, targets
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", in_sample([False, True], [True]))
 def test_a_held_out_loss_is_the_oracle_s_however_it_is_batched(tmp_path, capfd, packed):
     lines = [json.dumps({"prompt": f"{n}" + "p" * (37 * n % 80), "answer": f"a{n}"}) for n in range(120)]
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))

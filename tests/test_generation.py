@@ -109,7 +109,7 @@ def require_same_text(found, one, mesh: str) -> None:
     np.testing.assert_allclose(found.logits, one.logits, rtol=0, atol=1e-10 * np.abs(one.logits).max())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", in_sample(MODELS, ["gpt2", "windows"]))
 def test_every_position_has_the_logits_of_training_and_every_mesh_the_same_tokens(name):
     with jax.enable_x64(True):
         model, params = MODELS[name], random_values(MODELS[name])

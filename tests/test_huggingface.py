@@ -129,7 +129,6 @@ SAMPLE = {
     ("seven-heads", "dp2-zero3", "float64"),
     ("qwen3-windows", "cp4", "float64"),
     ("qwen3-moe-not-normalised", "dp2-ep2", "float64"),
-    ("mixtral", "one", "float64"),
     ("qwen3-moe-every-other", "one", "float64"),
 }
 
