@@ -13,15 +13,15 @@ from conftest import DEVICES, in_sample
 from llama import Llama
 
 import jaxdist
+from experiments.calibration.work import PaperWork
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import Param, parts_using
 from jaxdist.models.presets import PRESETS
 from jaxdist.parity import observe, random_batches, random_parameters
 from jaxdist.placement import make_layout
+from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.papers.formulas import ModelShape
-from jaxdist.plan.papers.work import PaperWork
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof.levels import levels
 from jaxdist.plan.time_model import Efficiency, Layout, step_time

@@ -21,8 +21,8 @@ from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import one_device
-from jaxdist.plan.papers import formulas
-from jaxdist.plan.papers.formulas import ModelShape
+from jaxdist.plan import formulas
+from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.proof.trace import collectives_of, equations, summary, total_sent
 from jaxdist.train.program import build_program
 

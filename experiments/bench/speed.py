@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from jaxdist.config import RunConfig
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.plan.formulas import ModelShape, model_flops_per_token
 from jaxdist.plan.hardware import Accelerator, find_hardware
-from jaxdist.plan.papers.formulas import ModelShape, model_flops_per_token
 from jaxdist.runtime.devices import Devices
 
 from .rows import Row

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxdist.config import ParallelConfig, RunConfig
 from jaxdist.mesh import AXIS_OF_DIM
 from jaxdist.models.base import Param, declare, parts_using
-from jaxdist.plan.papers.formulas import ModelShape, StateRecipe, cp_traffic, pp_traffic, state_bytes, tp_traffic
+from jaxdist.plan.formulas import ModelShape, StateRecipe, cp_traffic, pp_traffic, state_bytes, tp_traffic
 
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 

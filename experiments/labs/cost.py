@@ -7,8 +7,8 @@ from functools import cache
 from jaxdist.errors import ConfigError
 from jaxdist.models.base import num_parameters
 from jaxdist.models.presets import PRESETS
+from jaxdist.plan.formulas import ModelShape, hfu, mfu, training_days
 from jaxdist.plan.hardware import find_hardware, price
-from jaxdist.plan.papers.formulas import ModelShape, hfu, mfu, training_days
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.search import rank
 from jaxdist.runtime.budget import SpendLog, begin_job

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdist.plan.formulas import state_bytes, training_flops
 from jaxdist.plan.hardware import find_hardware
-from jaxdist.plan.papers.formulas import state_bytes, training_flops
 
 from . import drawing, tiny
 from .lab import Lab, Result, at_least, at_most, equal, holds, table

@@ -16,7 +16,7 @@ from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_reduce, enter, leave, rank, varying
 from jaxdist.parallel.dropout import dropout
-from jaxdist.plan.papers.formulas import ModelShape, layer_activation_bytes
+from jaxdist.plan.formulas import ModelShape, layer_activation_bytes
 from jaxdist.plan.parts import OneRank, layer_memory, rows_to_trace
 
 from . import drawing

@@ -18,7 +18,7 @@ from jaxdist.models.base import STACKED, Model, num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_gather, all_reduce, rank, reduce_scatter, size, varying
 from jaxdist.placement import make_layout
-from jaxdist.plan.papers.formulas import RECIPES, state_bytes
+from jaxdist.plan.formulas import RECIPES, state_bytes
 from jaxdist.verification import verify_model
 
 from . import drawing

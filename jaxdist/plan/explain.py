@@ -301,7 +301,7 @@ def error_bar(found: Scored, index: int) -> str:
 
 
 # Of pairs of published runs of one model on H100, both left out of the fit, that are predicted less than this apart,
-# this part is in the published order; and from the other difference on (`python -m jaxdist.plan.papers.sources`).
+# this part is in the published order; and from the other difference on (`python -m experiments.calibration.sources`).
 CLOSE, CLOSE_IN_ORDER = 0.05, 0.85
 FAR, FAR_IN_ORDER = 0.20, 0.975
 

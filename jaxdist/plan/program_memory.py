@@ -1,7 +1,7 @@
 """Bytes that our own training step needs on a device, in closed form: columns of layouts in, columns of bytes out.
 
 What is kept for backward is read from a trace of one layer (`jaxdist.plan.parts`), and scaled; the papers' formulas
-(`jaxdist.plan.papers.formulas`) describe other programs. State bytes are
+(`jaxdist.plan.formulas`) describe other programs. State bytes are
 exact, padding counted. What one layer, the head and the update need besides is a rule for each, checked against a walk
 through whole traced steps: docs/plan.md has the errors.
 

@@ -10,7 +10,7 @@ number, plus the bubble, plus what the update sends and does, plus the host:
     bubble       idle over ideal × micro-batches × one micro-batch's time
     overhead     launches of a layer, as far as they take longer than the layer itself; the host once a step; stragglers
 
-How good it is: `jaxdist.plan.papers.calibration` compares it with published runs. It is a prediction; it has not been
+How good it is: `experiments.calibration` compares it with published runs. It is a prediction; it has not been
 measured on the machine you plan for, unless you calibrate an `Efficiency` for it.
 """
 
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxdist.errors import ConfigError
+from jaxdist.plan.formulas import bubble_over_ideal, remat_columns
 from jaxdist.plan.hardware import Cluster, read_toml, strides
-from jaxdist.plan.papers.formulas import bubble_over_ideal, remat_columns
 
 Number = Any  # a Python number, or a numpy array of them
 
@@ -42,7 +42,7 @@ CORE_LAUNCHES = 0.2  # of a layer's forward, those of attention that writes its 
 RING_COPIES, RING_LAUNCHES = 5, 0.06
 RING_HIDE = 0.45  # of what `hide` says, in rings: of three published runs with and without them (docs/plan.md)
 # Of the bar of a mixture of experts, at least: nine tenths of 46 published runs are within it, by constants of dense
-# models (`python -m jaxdist.plan.papers.mixtures`).
+# models (`python -m experiments.calibration.mixtures`).
 MIXTURE_ERROR = 0.24
 LAUNCH_SECONDS = 8e-6  # of a copy from Python, one after the other
 OPTIMIZER_TRAFFIC = 40  # bytes a parameter: gradient read twice (norm, update), master and two moments read and written
@@ -117,17 +117,9 @@ def read_efficiency(path: str | Path) -> Efficiency:
     return Efficiency(**{"stack": Path(path).stem} | found)
 
 
-# Fitted by `python -m jaxdist.plan.papers.calibration --fit` to published runs: what is written here and nothing else.
-# Errors are in docs/plan.md; `relative_error` is the largest one of a run that was left out of the fit.
+# Fitted by `python -m experiments.calibration.sources --write` to published runs of all programs together: what is
+# written here and nothing else. `relative_error` is the bar that holds nine tenths of the rows of sources left out.
 EFFICIENCIES = {
-    "a100-megatron": Efficiency(matmul=0.813, half_size=35.8, hbm=0.573, relative_error=0.1, stack="a100-megatron"),
-    "h100-nanotron": Efficiency(
-        matmul=0.643, flash2=0.3, step_seconds=0.0461, relative_error=0.17, stack="h100-nanotron"
-    ),
-    "h100-mpt": Efficiency(matmul=0.545, flash2=0.183, relative_error=0.14, stack="h100-mpt"),
-    "h100-torchtitan-float8": Efficiency(matmul=0.55, flash2=0.2, relative_error=0.26, stack="h100-torchtitan-float8"),
-    # `python -m jaxdist.plan.papers.sources --write`: of all programs together; `relative_error` is the bar that holds
-    # nine tenths of the rows of sources that were left out.
     "h100-published": Efficiency(
         matmul=0.681,
         half_size=68.4,
@@ -359,7 +351,7 @@ class AttentionShape(NamedTuple):
 
 class Work(Protocol):
     """What a model's layers and loss compute: `jaxdist.plan.parts.work_of` reads it from a trace,
-    `jaxdist.plan.papers.work` from the closed forms of published models.
+    `experiments.calibration.work` from the closed forms of published models.
 
     expert_parameters: of layer_parameters, those of experts, all of them. layer_sums: all-reduces over tp of one
     layer's forward; mixture_sums, of these, around experts; ring_sums, those that `tp_ring` takes. matrices_again,
@@ -423,7 +415,7 @@ def step_time(
     """Predicted time of one update for every layout in the columns. Matmuls run in `dtype`, 16 bits unless float32.
 
     A layout must already be legal (heads, layers and batch divide); nothing is checked here, and memory not at all: see
-    `jaxdist.plan.papers.formulas`. A ring of cp hides behind attention; what cp sends otherwise shows in full.
+    `jaxdist.plan.formulas`. A ring of cp hides behind attention; what cp sends otherwise shows in full.
     Raises: ConfigError for a dtype the accelerator has no peak for, and an unknown remat.
     """
     step = _Step(work, layout, cluster, efficiency, dtype)

@@ -1,6 +1,6 @@
 """Predicted bytes on the fullest device: columns of layouts in, columns of bytes out.
 
-No JAX here. The closed forms of `jaxdist.plan.papers.formulas`, stage by stage, with what a framework keeps beyond them
+No JAX here. The closed forms of `jaxdist.plan.formulas`, stage by stage, with what a framework keeps beyond them
 as a named convention. For one layout, tracing and compiling the real program know better; this one searches ten
 thousand.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.plan.papers import formulas
-from jaxdist.plan.papers.formulas import RECIPES, ModelShape, StateRecipe
+from jaxdist.plan import formulas
+from jaxdist.plan.formulas import RECIPES, ModelShape, StateRecipe
 from jaxdist.plan.time_model import Layout
 
 Number = Any  # a Python number, or a numpy array of them
@@ -40,7 +40,7 @@ class MemoryConvention:
     recipe: str = "mixed-adam-fp32-gradients"
 
 
-# Chosen by `jaxdist.plan.papers.peaks`, as the best of 270 for nanotron's 26 published peaks.
+# Chosen by `experiments.calibration.peaks`, as the best of 270 for nanotron's 26 published peaks.
 NANOTRON = MemoryConvention(micro_gradient=2, extra_hidden=8, gathered=True, bytes_per_logit=6)
 # torchtitan's masters are in fp32 and sharded, and it keeps every other product (arXiv 2410.06511, section 2). The rest
 # by its peaks: two layers' weights whole, and of the logits four arrays, fewer in its release of a year later.

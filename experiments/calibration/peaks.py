@@ -1,6 +1,6 @@
 """Published peaks of memory beside the formulas with what each program keeps besides, and errors of what was left out.
 
-`python -m jaxdist.plan.papers.peaks` prints them, worst first. Nothing continuous is fitted: a program's
+`python -m experiments.calibration.peaks` prints them, worst first. Nothing continuous is fitted: a program's
 `MemoryConvention` is the best of `CHOICES`, and is chosen again without a run to predict that run.
 """
 
@@ -12,10 +12,11 @@ from functools import cache
 import numpy as np
 
 from jaxdist.plan.hardware import GIB
-from jaxdist.plan.papers import calibration
-from jaxdist.plan.papers.calibration import TimeCase, mean_and_max
-from jaxdist.plan.papers.memory import NANOTRON, TORCHTITAN, TORCHTITAN_2025, MemoryConvention, device_bytes
-from jaxdist.plan.papers.sources import second_set
+
+from . import runs
+from .memory import NANOTRON, TORCHTITAN, TORCHTITAN_2025, MemoryConvention, device_bytes
+from .runs import TimeCase, mean_and_max
+from .sources import second_set
 
 CONVENTIONS = {"nanotron": NANOTRON, "torchtitan": TORCHTITAN, "torchtitan, H200": TORCHTITAN_2025}
 
@@ -63,8 +64,8 @@ def peaks() -> tuple[Peak, ...]:
     found = [
         Peak(program, case, run["peak_gib"])
         for program in ("nanotron", "torchtitan")
-        for run in calibration.published()[program]
-        for case in calibration.times(program, run)
+        for run in runs.published()[program]
+        for case in runs.times(program, run)
         if "peak_gib" in run
     ]
     for row, facts in second_set():

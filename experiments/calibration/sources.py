@@ -1,6 +1,6 @@
 """Every published step time, by who measured it: how far off a prediction is for a source that it was not fitted to.
 
-`python -m jaxdist.plan.papers.sources` leaves each source out in turn, fits the constants of an accelerator to the
+`python -m experiments.calibration.sources` leaves each source out in turn, fits the constants of an accelerator to the
 others, predicts the one left out, and prints every row, worst first; and how often two runs of one model, both left
 out, are in the published order. `--write h100 FILE` fits them to all and writes
 them for `experiments.plan --efficiencies FILE`, with the bar that 90 % of the rows left out are within.
@@ -18,11 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.files import write_whole
+from jaxdist.plan import formulas
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.papers import calibration, formulas
-from jaxdist.plan.papers.calibration import MEGATRON, TimeCase, mean_and_max, not_printed
-from jaxdist.plan.papers.work import PaperWork, elementwise_bytes
 from jaxdist.plan.time_model import Efficiency, Layout, Repeated, efficiency_of, step_time
+
+from . import runs
+from .runs import MEGATRON, TimeCase, mean_and_max, not_printed
+from .work import PaperWork, elementwise_bytes
 
 # Of the groups of published.toml.
 SOURCES = {
@@ -101,12 +103,12 @@ class LeftOut:
 @cache
 def sourced(accelerator: str) -> tuple[Sourced, ...]:
     """Every published time on one of `ACCELERATORS`, in seconds a step."""
-    groups = calibration.published()["groups"]
+    groups = runs.published()["groups"]
     found = [
         Sourced(SOURCES[name], facts["accelerator"], case)
         for name, facts in groups.items()
-        for run in calibration.published()[name]
-        for case in calibration.times(name, run)
+        for run in runs.published()[name]
+        for case in runs.times(name, run)
     ]
     found += [row for row, facts in second_set() if not facts["aside"]]
     return tuple(each for each in found if each.accelerator in ACCELERATORS[accelerator])
@@ -127,22 +129,20 @@ def second_set() -> tuple[tuple[Sourced, dict], ...]:
 
 def _case(name: str, group: dict, facts: dict) -> TimeCase:
     """A row of second_set.toml. What is not printed of Megatron's is what is fastest."""
-    shape = calibration.shape_of(facts)
+    shape = runs.shape_of(facts)
     if facts["program"] == "nanotron":
-        layout = calibration.nanotron_layout(shape, facts)
+        layout = runs.nanotron_layout(shape, facts)
     elif facts["program"] == "deepspeed":
         layout = Layout(
             **{name: facts[name] for name in ("dp", "rows", "microbatches")},
             zero=3,
-            **calibration.MEGATRON,
+            **runs.MEGATRON,
             remat="block",
             messages=GPT_TENSORS * shape.num_layers,
         )
     elif facts["program"] == "fsdp":
         if group["source"] == "torchtitan":
-            remat = calibration.torchtitan_remat(
-                shape, facts["remat"], facts.get("dtype", "bfloat16"), facts.get("tp", 1)
-            )
+            remat = runs.torchtitan_remat(shape, facts["remat"], facts.get("dtype", "bfloat16"), facts.get("tp", 1))
         else:
             remat = _remat(shape, facts["remat"], casts=_casts(shape, 1) if _has_casts(group, facts) else 0)
         layout = Layout(
@@ -236,7 +236,7 @@ def _megatron(facts: dict) -> Layout:
         passes = facts["batch"] // (dp * facts["rows"])
         common |= {"rows": facts["rows"], "microbatches": passes, "chunks": facts["chunks"]}
     else:
-        common |= not_printed(calibration.shape_of(facts), pp, dp, facts["batch"])
+        common |= not_printed(runs.shape_of(facts), pp, dp, facts["batch"])
     if facts["program"] == "megatron-lm":
         common |= MEGATRON | {"chunks": 1, "gradient_bytes": facts["gradient_bytes"]}
         return Layout(remat="block", scatter_gather=True, **common)

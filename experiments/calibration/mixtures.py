@@ -1,7 +1,7 @@
 """Published step times of mixtures of experts beside predictions by constants that were fitted to none of them.
 
-`python -m jaxdist.plan.papers.mixtures` prints a line a run, worst first. All are of Megatron Core's on H100; the model
-is ours of that shape, as a plan has it, and the layout is their program's.
+`python -m experiments.calibration.mixtures` prints a line a run, worst first. All are of Megatron Core's on H100; the
+model is ours of that shape, as a plan has it, and the layout is their program's.
 """
 
 import tomllib
@@ -11,10 +11,11 @@ import numpy as np
 
 from jaxdist.models.decoder import Decoder
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.papers.calibration import mean_and_max
-from jaxdist.plan.papers.sources import MEGATRON_CORE, LeftOut, table
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.time_model import Layout, Repeated, efficiency_of, step_time
+
+from .runs import mean_and_max
+from .sources import MEGATRON_CORE, LeftOut, table
 
 CARD = "h100"
 

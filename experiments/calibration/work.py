@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxdist.plan.papers.formulas import ModelShape, forward_flops_per_token
+from jaxdist.plan.formulas import ModelShape, forward_flops_per_token
 from jaxdist.plan.time_model import AttentionShape, Number
 
 

@@ -1,1 +1,0 @@
-"""The papers' own models: their closed forms, and published runs that our predictions are held against."""
