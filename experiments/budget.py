@@ -101,7 +101,7 @@ def main(flags: Init | Ceiling | Show | Settle | Run, console: Console, command:
     elif isinstance(flags, Init | Ceiling):
         ceiling = find_ceiling(flags.budget)
         if ceiling is None:
-            raise ConfigError("no --budget", "a spend log has a ceiling", "Give one, as in --budget 3.00")
+            raise ConfigError("no --budget", "a spend log must have a ceiling", "Give one, as in --budget 3.00")
         log.create(ceiling) if isinstance(flags, Init) else log.set_ceiling(ceiling)
     show(log.read(), log.path, console)
     return 0

@@ -106,7 +106,7 @@ def _gib(words: list[str]) -> float | None:
     except ValueError:
         found = math.nan
     if not 0 < found < math.inf:
-        raise ConfigError(f"--remat auto-{'-'.join(words)}", "it says GiB of a device", "Use --remat auto-24")
+        raise ConfigError(f"--remat auto-{'-'.join(words)}", "it must say GiB of a device", "Use --remat auto-24")
     return found
 
 

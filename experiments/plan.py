@@ -384,7 +384,7 @@ def hourly_price(flags: PlanFlags, hardware: Accelerator) -> tuple[float | None,
         listed = price(hardware.name, flags.vendor, path=flags.price_file)
         dollars, notes = listed.dollars_per_hour, [listed.warning] if listed.warning else []
     if flags.budget is not None and dollars is None:
-        raise ConfigError("--budget", "dollars need a price", "Add --price-per-hour 2.5, or --vendor")
+        raise ConfigError("--budget", "dollars must have a price", "Add --price-per-hour 2.5, or --vendor")
     return dollars, notes
 
 
@@ -455,7 +455,9 @@ def check_numbers(flags: PlanFlags) -> None:
             )
     mesh, layers = parse_mesh(flags.mesh), flags.model_config().num_layers
     if mesh.pp > layers:  # before a schedule is made for so many stages
-        raise ConfigError(f"--mesh {mesh}", f"each stage holds one of the {layers} layers or more", "Use a smaller pp")
+        raise ConfigError(
+            f"--mesh {mesh}", f"each stage must hold one of the {layers} layers or more", "Use a smaller pp"
+        )
 
 
 def refuse_idle(flags: PlanFlags) -> None:
@@ -513,7 +515,7 @@ def parse_batches(flags: PlanFlags) -> list[int]:
         return []
     given, texts = f"--batch-sizes {flags.batch_sizes}", flags.batch_sizes.split(",")
     if not all(text.isascii() and text.isdigit() for text in texts):
-        raise ConfigError(given, "it is numbers of sequences with commas between", "Use --batch-sizes 256,512")
+        raise ConfigError(given, "it must be numbers of sequences with commas between", "Use --batch-sizes 256,512")
     for idle, why, instead in (
         (flags.batch_size is not None, "--batch-size is one already", "Give one of the two"),
         (bool(flags.mesh), "--mesh names a layout, which is of one batch", "Use --batch-size, once for each"),
@@ -533,7 +535,7 @@ def parse_hours(text: str) -> float:
     """ "72h", "3d" or "90m" -> hours. Raises: ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text.strip(), re.ASCII)
     if match is None or float(match[1]) == 0:
-        raise ConfigError(f"--deadline {text}", "it is a time above 0 with its unit", "Write 72h, 30d, 4w or 90m")
+        raise ConfigError(f"--deadline {text}", "it must be a time above 0 with its unit", "Write 72h, 30d, 4w or 90m")
     return float(match[1]) * {"m": 1 / 60, "h": 1, "d": 24, "w": 168}[match[2]]
 
 

@@ -131,7 +131,7 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
         )
     if flags.supervised and (other := [name for name in sizes if not name.endswith(".jsonl")]):
         raise ConfigError(
-            f"--supervised with {other[0]}", "prompts and answers are lines of .jsonl files", "Name those alone"
+            f"--supervised with {other[0]}", "prompts and answers must be lines of .jsonl files", "Name those alone"
         )
     plan = {
         "files": [[name, stats[name].st_size, stats[name].st_mtime_ns] for name in sizes],
@@ -240,7 +240,7 @@ def given_tokenizer(flags: PrepareFlags) -> Tokenizer | None:
     if (flags.vocab_size is None) == (flags.tokenizer is None):
         raise ConfigError(
             "--vocab-size and --tokenizer",
-            "exactly one of them says how text becomes tokens",
+            "exactly one of them must say how text becomes tokens",
             "Pass --vocab-size N to train a BPE, or --tokenizer with a tokenizer.json or `bytes`",
         )
     if flags.tokenizer == "bytes":

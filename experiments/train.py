@@ -244,7 +244,9 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
         for name in ("grace", "stuck_after"):
             if not 0 < getattr(self, name) < 1e9:
                 flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} {getattr(self, name)}", "it is a time in seconds, above 0", f"Use {flag} 60")
+                raise ConfigError(
+                    f"{flag} {getattr(self, name)}", "it must be a time in seconds, above 0", f"Use {flag} 60"
+                )
         if self.out is None:
             for name in (
                 "keep_last",
@@ -270,9 +272,9 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
         for name in ("out", "restore", "weights"):
             if not is_utf8(getattr(self, name) or ""):
                 asked = f"--{name} {getattr(self, name)!r}"
-                raise ConfigError(asked, "TensorStore writes under names of UTF-8 alone", "Choose another folder")
+                raise ConfigError(asked, "its name must be UTF-8, as TensorStore requires", "Choose another folder")
         if self.checkpoint_every is not None and self.out is None:
-            raise ConfigError("--checkpoint-every without --out", "checkpoints need a folder", "Add --out runs/a")
+            raise ConfigError("--checkpoint-every without --out", "checkpoints must have a folder", "Add --out runs/a")
         if self.overwrite and not self.fresh:
             raise ConfigError("--overwrite without --fresh", "it removes a run to start anew", "Add --fresh")
         if "roll-back" in (self.on_nonfinite, self.on_spike) and self.checkpoint_every is None:

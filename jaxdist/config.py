@@ -41,7 +41,7 @@ def require_choices(config) -> None:
         value = getattr(config, name)
         if value is not None and value not in choices:
             words = ", ".join(map(str, choices))
-            raise ConfigError(f"{name}={value!r}", f"{name} is one of a few words", f"Use {words}")
+            raise ConfigError(f"{name}={value!r}", f"must be one of {words}", "Use one of them")
 
 
 @cache
@@ -223,7 +223,7 @@ class ParallelConfig:
         if self.stages not in ("even", "balanced") and not all(map(_is_positive, parts)):
             raise ConfigError(
                 f"stages={self.stages!r}",
-                "it is even, balanced, last-N, or the layers of each part",
+                "it must be even, balanced, last-N, or the layers of each part",
                 "Use last-3, or 3,5,5,3 for 16 layers",
             )
         self._check_used()
@@ -507,7 +507,9 @@ class OptimizerConfig:
                 )
         if not 0 <= self.warmup_steps <= MOST:
             raise ConfigError(
-                f"warmup_steps={self.warmup_steps}", f"it is a number of steps, 0 to {MOST:,}", "Use 0 for no warm-up"
+                f"warmup_steps={self.warmup_steps}",
+                f"it must be a number of steps, 0 to {MOST:,}",
+                "Use 0 for no warm-up",
             )
 
 
@@ -579,7 +581,7 @@ class RunConfig:
         if self.batch_size * self.model.seq_len > MOST_TOKENS:
             raise ConfigError(
                 f"batch_size={self.batch_size} x seq_len={self.model.seq_len}",
-                f"an update has at most {MOST_TOKENS:,} tokens",
+                f"an update must have at most {MOST_TOKENS:,} tokens",
                 f"Use a batch size of {max(1, MOST_TOKENS // self.model.seq_len):,} or less",
             )
         if self.mask_documents and self.parallel.attention == "cudnn":
@@ -594,7 +596,7 @@ class RunConfig:
         if self.model.seq_len // self.parallel.mesh.cp % self.parallel.loss_chunks:
             raise ConfigError(
                 f"loss_chunks={self.parallel.loss_chunks} with seq_len={self.model.seq_len}",
-                "the loss is of equal parts of a micro-batch's positions",
+                "the loss must be of equal parts of a micro-batch's positions",
                 f"Use loss_chunks in {divisors(self.model.seq_len)}",
             )
         self._check_optimizer()
@@ -603,7 +605,7 @@ class RunConfig:
         if every and layers % every and self.parallel.mesh.pp == 1:
             raise ConfigError(
                 f"remat=every-{every} with {self.model.size_text}",
-                "blocks are recomputed in equal groups",
+                "blocks must be recomputed in equal groups",
                 f"Use every-K with K in {divisors(layers)}",
             )
 
@@ -635,7 +637,7 @@ class RunConfig:
             if model.num_blocks - last < others:
                 raise ConfigError(
                     f"stages={stages!r} with {model.size_text}",
-                    f"each part before the last holds at least one layer, and there are {others}",
+                    f"each part before the last must hold at least one layer, and there are {others}",
                     f"Use last-{model.num_blocks - others} or less",
                 )
             return with_last(model.num_blocks, schedule.num_parts, last)
@@ -660,7 +662,7 @@ class RunConfig:
         if self.parallel.sp and length // mesh.cp % mesh.tp:
             raise ConfigError(
                 f"seq_len={length} cannot be split over tp={mesh.tp}",
-                "with sequence parallelism each tp rank holds an equal part of the positions",
+                "with sequence parallelism each tp rank must hold an equal part of the positions",
                 f"Use a seq_len that is a multiple of {mesh.cp * mesh.tp}, or leave sp out",
             )
 

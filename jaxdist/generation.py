@@ -169,7 +169,7 @@ def build_generator(
     if model.num_blocks % shape.pp:
         raise ConfigError(
             f"{model.size_text} over pp={shape.pp}",
-            "each stage holds as many layers",
+            "each stage must hold as many layers",
             f"Use pp in {divisors(model.num_blocks)}",
         )
     if shape.cp > 1 and shape.ep > 1 and "cp" in shape.expert_axes:

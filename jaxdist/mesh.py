@@ -86,14 +86,14 @@ class MeshShape:
         for axis in AXES:
             if (size := getattr(self, axis)) < 1:
                 raise ConfigError(
-                    f"mesh axis {axis}={size}", "it is a whole number of ranks, at least 1", f"Use {axis}=1"
+                    f"mesh axis {axis}={size}", "it must be a whole number of ranks, at least 1", f"Use {axis}=1"
                 )
         if self.dp % self.size("ep"):
             over = f"dp={self.dp}" + f" and cp={self.cp}" * (self.cp > 1)
             fitting = [n for n in divisors(self.dp * self.cp) if n % self.cp == 0 or self.dp % n == 0]
             raise ConfigError(
                 f"ep={self.ep} over {over}",
-                "experts are split over the ranks of dp, all of cp first where that divides ep",
+                "experts must be split over the ranks of dp, all of cp first where that divides ep",
                 f"Use ep in {fitting}",
             )
         if self.num_devices > MOST_DEVICES:

@@ -104,7 +104,7 @@ class Probe:
         if x.ndim and x.shape[0] != rows_B.shape[0]:
             raise ConfigError(
                 f"observe({name!r}) of an array of shape {x.shape}",
-                f"its first dim is the rows of the micro-batch, of which there are {rows_B.shape[0]}",
+                f"its first dim must be the rows of the micro-batch, of which there are {rows_B.shape[0]}",
                 "Observe an array [B, ...], or a scalar that is a sum over rows",
             )
         times = sum(known.split("#")[0] == name for known in self.names)

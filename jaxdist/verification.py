@@ -94,7 +94,7 @@ def verify(subject: Model | Callable, reference: Callable | None = None, args: t
     """
     if isinstance(subject, Model):
         if reference is not None or args:
-            raise ConfigError("a reference for a model", "its reference is itself on one device", "Leave it out")
+            raise ConfigError("a reference for a model", "its reference must be itself on one device", "Leave it out")
         return verify_model(subject, **settings)
     if not callable(subject) or not callable(reference):
         raise ConfigError(

@@ -86,11 +86,11 @@ def main(flags: BenchFlags, console: Console) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a peer's process needs memory of the card as well
     picture_folder(flags.draw)
     if not flags.depths:
-        raise ConfigError("--depths", "at least one number of layers is needed", "Use --depths 12 48")
+        raise ConfigError("--depths", "there must be at least one number of layers", "Use --depths 12 48")
     for gigabytes in flags.gigabytes:
         require_within("gigabytes", gigabytes, 0.01, 1000)
     if not flags.gigabytes:
-        raise ConfigError("--gigabytes", "at least one size of 0.01 or more is needed", "Use --gigabytes 0.1 1 10")
+        raise ConfigError("--gigabytes", "there must be at least one size of 0.01 or more", "Use --gigabytes 0.1 1 10")
     config = flags.run_config()
     if flags.which not in ("experts", "roofline"):
         require_formulas("bench", config.model)

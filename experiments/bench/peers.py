@@ -79,7 +79,7 @@ def bench_peers(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
     """
     dtype = config.precision.dtype
     if dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"peers --dtype {dtype}", "peers train in float32 or bfloat16", "Use --dtype bfloat16")
+        raise ConfigError(f"peers --dtype {dtype}", "peers must train in float32 or bfloat16", "Use --dtype bfloat16")
     if dtype != "float32" and flags.only != ONLY:
         raise ConfigError(
             f"peers --dtype {dtype}", "on meshes the peers are written in float32", f"Add --only {ONLY!r}"

@@ -331,7 +331,7 @@ def held_out_batches(
         if len(tokens) < 2:
             raise ConfigError(
                 f"held-out data of {len(tokens)} tokens in {source.about}",
-                "one target and the token before it are needed",
+                "there must be one target and the token before it",
                 "Use more data.",
             )
         num_windows = -(-(len(tokens) - 1) // seq_len)
@@ -424,7 +424,7 @@ def parse_sources(text: str) -> list[tuple[str, Fraction]]:
         if not Fraction(1, 10**12) <= weight <= 10**12:
             raise ConfigError(
                 asked(text),
-                "each source of a mixture is PATH=WEIGHT, the weight a number from 1e-12 to 1e12, and "
+                "each source of a mixture must be PATH=WEIGHT, the weight a number from 1e-12 to 1e12, and "
                 f"{item!r:.200} is not",
                 "Write data='a.bin=0.7,b.npy=0.3' (a path with a comma or an equals sign in it cannot be mixed)",
             )

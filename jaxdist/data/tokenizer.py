@@ -166,7 +166,7 @@ class BPETokenizer:
         if vocab_size < 256 + 1:
             raise ConfigError(
                 f"vocab_size={vocab_size}",
-                f"a byte-level BPE has the 256 bytes and {END_OF_DOCUMENT} before its first merge",
+                f"a byte-level BPE must have the 256 bytes and {END_OF_DOCUMENT} before its first merge",
                 "Use vocab_size=257 or more, or tokenizer='bytes'",
             )
 

@@ -72,7 +72,7 @@ class Param:
         if len(self.dims) != len(self.shape) or min(self.shape, default=1) < 1:
             raise ConfigError(
                 f"a parameter of shape {self.shape} with dims {self.dims}",
-                "it has a name or None for each dim, of at least one element",
+                "it must have a name or None for each dim, of at least one element",
                 "Write Param((256, 1024), ('embed', 'ffn'))",
             )
 
@@ -247,7 +247,7 @@ def declare(model: Model) -> dict:
     if not model.kinds or model.num_layers % len(model.kinds):
         raise ConfigError(
             f"num_layers={model.num_layers} with kinds={model.kinds}",
-            "the kinds repeat a whole number of times",
+            "the kinds must repeat a whole number of times",
             f"Use a multiple of {max(len(model.kinds), 1)} layers",
         )
 

@@ -55,11 +55,15 @@ class Decoder(Transformer, Mixture):
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} with num_kv_heads={self.num_kv_heads}",
-                "each head of keys serves as many query heads",
+                "each head of keys must serve as many query heads",
                 f"Use num_kv_heads in {divisors(self.num_heads)}",
             )
         if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim}", "the halves of a head are rotated", "Use an even number")
+            raise ConfigError(
+                f"head_dim={self.head_dim}",
+                "the halves of a head are rotated, so it must be even",
+                "Use an even number",
+            )
         if (SLIDING in self.kinds) != (self.window is not None) or not {*self.kinds} <= {FULL, SLIDING, DENSE}:
             raise ConfigError(
                 f"kinds={self.kinds} with window={self.window}",

@@ -68,16 +68,16 @@ class Mixture:
         if self.top_k > self.num_experts:
             raise ConfigError(
                 f"top_k={self.top_k} with num_experts={self.num_experts}",
-                "a token chooses among the experts there are",
+                "a token must choose among the experts there are",
                 f"Use top_k up to {self.num_experts}",
             )
         if self.router_score not in ("softmax", "sigmoid"):
             raise ConfigError(
-                f"router_score={self.router_score!r}", "it is softmax or sigmoid", "Use router_score='softmax'"
+                f"router_score={self.router_score!r}", "it must be softmax or sigmoid", "Use router_score='softmax'"
             )
         for name in ("shared_width", "balance_rate", "balance_loss", "z_loss", "routed_scale"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)}", "it is a number, not below 0", f"Use {name}=0")
+                raise ConfigError(f"{name}={getattr(self, name)}", "it must be a number, not below 0", f"Use {name}=0")
 
     @property
     def width_of_expert(self) -> int:

@@ -218,7 +218,7 @@ def _import_named(name: str):
     if module_name.endswith(".py") or not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise ConfigError(
             f"model={name!r}",
-            "a module and a class are named as `import` names them",
+            "a module and a class must be named as `import` names them",
             f"Write {Path(module_name).stem or 'my_module'}:MyModel",
         )
     _search_current_folder()

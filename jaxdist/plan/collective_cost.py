@@ -99,7 +99,7 @@ def collective_cost(algorithm: str, n: int, size_bytes: float) -> CollectiveCost
         )
     if not np.all(np.isfinite(size_bytes) & (np.asarray(size_bytes) >= 0)):
         raise ConfigError(
-            f"{asked()} of {size_bytes} bytes", "a buffer has a finite size, not below 0", "Use 0 or more bytes"
+            f"{asked()} of {size_bytes} bytes", "a buffer must have a finite size, not below 0", "Use 0 or more bytes"
         )
     return _ALGORITHMS[algorithm](n, size_bytes)
 
@@ -149,4 +149,4 @@ def _require_name(asked: Callable[[], str], what: str, name: str, known) -> None
 
 def _require_ranks(asked: Callable[[], str], n: int) -> None:
     if np.any(np.asarray(n) < 1):
-        raise ConfigError(asked(), "a collective needs at least one rank", "Use n = 1 or more")
+        raise ConfigError(asked(), "a collective must have at least one rank", "Use n = 1 or more")

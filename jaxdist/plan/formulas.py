@@ -78,7 +78,7 @@ class ModelShape:
         if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
             raise ConfigError(
                 f"num_kv_heads={self.num_kv_heads} with num_heads={self.num_heads}",
-                "every key/value head serves as many query heads",
+                "every key/value head must serve as many query heads",
                 "Use a divisor of num_heads",
             )
 

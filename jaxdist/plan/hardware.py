@@ -158,7 +158,7 @@ def _require_tables(source: str, table: dict, known: Iterable[str]) -> None:
         if name not in known or not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
             raise ConfigError(
                 f"[{name}] in {source}",
-                "a hardware file has tables of links and of accelerators",
+                "a hardware file must have tables of links and of accelerators",
                 "Write [links.NAME] or [accelerators.NAME]",
             )
 
@@ -215,7 +215,7 @@ def load_prices(path: str | Path | None = None) -> dict[str, dict]:
         if not isinstance(entry, dict):
             raise ConfigError(
                 f"{vendor} = {_shown(entry)} in {path}",
-                "a price file has a table for each vendor",
+                "a price file must have a table for each vendor",
                 f"Write [{vendor}] and under it h100 = 2.99 and date = 2026-01-31",
             )
     return table
@@ -236,8 +236,8 @@ def price(hardware: str, vendor: str, today: datetime.date | None = None, path: 
     if not (is_number and 0 < dollars <= MOST_DOLLARS and is_day):
         raise ConfigError(
             f"the price of {hardware} at {vendor}",
-            f"it needs dollars above 0 and at most {MOST_DOLLARS:,}, and the day they were read, not {_shown(dollars)} "
-            f"and {_shown(date)}",
+            f"it must have dollars above 0 and at most {MOST_DOLLARS:,}, and the day they were read, "
+            f"not {_shown(dollars)} and {_shown(date)}",
             f"Write {hardware} = 2.99 and date = 2026-01-31 under [{vendor}]",
         )
     age = ((today or datetime.date.today()) - date).days
@@ -291,7 +291,7 @@ class Cluster:
                 object.__setattr__(self, name, value)
         for name in ("num_nodes", "devices_per_node"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}", "a cluster has at least one", f"Use {name}=1")
+                raise ConfigError(f"{name}={getattr(self, name)}", "a cluster must have at least one", f"Use {name}=1")
 
     @property
     def num_devices(self) -> int:

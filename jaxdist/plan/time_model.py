@@ -84,7 +84,7 @@ class Efficiency:
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(
                     f"efficiency {name}={getattr(self, name)}",
-                    "it is a part of a peak, above 0 and at most 1",
+                    "it must be a part of a peak, above 0 and at most 1",
                     "Use 0.7",
                 )
 
@@ -111,9 +111,9 @@ def read_efficiency(path: str | Path) -> Efficiency:
             raise ConfigError(given, "it is not one of the time model's constants", f"Use {', '.join(known)}")
         if name == "stack":
             if not isinstance(value, str):
-                raise ConfigError(given, "it is the constants' name", "Write stack = 'mine'")
+                raise ConfigError(given, "it must be the constants' name", "Write stack = 'mine'")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ConfigError(given, "it is a number, not below 0", f"Write {name} = {known[name].default}")
+            raise ConfigError(given, "it must be a number, not below 0", f"Write {name} = {known[name].default}")
     return Efficiency(**{"stack": Path(path).stem} | found)
 
 

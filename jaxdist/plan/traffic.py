@@ -74,7 +74,7 @@ def predicted(config: RunConfig, layout: Layout) -> list[Message]:
     if layout.parallel != config.parallel:
         raise ConfigError(
             f"a layout of another strategy, on {layout.parallel.mesh}, for a run on {config.parallel.mesh}",
-            "the messages are of leaves as the run places them, so both have the same ParallelConfig",
+            "the messages are of leaves as the run places them, so both must have the same ParallelConfig",
             "Use make_layout(config.model, config.parallel, config.part_layers)",
         )
     step = _Step(config, layout)

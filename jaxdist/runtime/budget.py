@@ -452,7 +452,7 @@ class BudgetClock:
         self.price_per_hour = exact("price_per_hour", price_per_hour)
         self.num_devices, self.reserved = _whole("num_devices", num_devices), exact("reserved", reserved)
         if max_seconds is not None and not 0 < max_seconds < math.inf:
-            raise ConfigError(f"max_seconds={max_seconds}", "it is a time above 0", "Use max_seconds=3600.0")
+            raise ConfigError(f"max_seconds={max_seconds}", "it must be a time above 0", "Use max_seconds=3600.0")
         self.max_seconds, self._now = max_seconds, now
         self._start, self._elapsed, self._ended = now(), 0.0, False
 
@@ -546,7 +546,7 @@ def find_log(spend_log: str | None, environ: Mapping[str, str] = os.environ) -> 
     """The log that the flag names, else the variable, else `spend.jsonl` in the working folder."""
     named = environ.get(LOG_VARIABLE, DEFAULT_LOG) if spend_log is None else spend_log
     if not named:
-        raise ConfigError("a spend log without a name", "it is a file", f"Name one, as in {DEFAULT_LOG}")
+        raise ConfigError("a spend log without a name", "it must be a file", f"Name one, as in {DEFAULT_LOG}")
     return SpendLog(named)
 
 
@@ -580,7 +580,7 @@ def begin_job(
     if hours is not None:
         limit = exact("hours", hours)
         if not limit:
-            raise ConfigError("hours=0", "a job takes time", "Use hours=0.1 or more")
+            raise ConfigError("hours=0", "a job must take time", "Use hours=0.1 or more")
     else:
         if not price:
             raise ConfigError("a price of 0 and no hours", "nothing would ever stop the job", "Give a number of hours")
@@ -608,5 +608,5 @@ def begin_job(
 
 def _whole(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**6:
-        raise ConfigError(f"{name}={value!r}", "it is a whole number from 1 to 1,000,000", f"Use {name}=1")
+        raise ConfigError(f"{name}={value!r}", "it must be a whole number from 1 to 1,000,000", f"Use {name}=1")
     return value

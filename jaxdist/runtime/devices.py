@@ -61,7 +61,7 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
     if count % num_processes:
         raise ConfigError(
             f"a mesh of {count} devices on {num_processes} processes",
-            "every process holds the same number of ranks",
+            "every process must hold the same number of ranks",
             f"Use a mesh of {num_processes * max(count // num_processes, 1)} devices, or another number of processes",
         )
     prepare_cpu(count // num_processes)

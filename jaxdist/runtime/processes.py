@@ -70,7 +70,7 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
     if None not in (num_processes, process_id) and not 0 <= process_id < num_processes:
         raise ConfigError(
             f"process {process_id} of {num_processes}",
-            "processes are numbered from 0",
+            "processes must be numbered from 0",
             f"Use process_id=0 to {num_processes - 1}",
         )
     if None not in (address, process_id) and not _number:
@@ -150,7 +150,7 @@ def require_address(address: str) -> None:
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise ConfigError(
             f"coordinator={address!r}",
-            "it is the host of the first process and a port that is free there",
+            "it must be the host of the first process and a port that is free there",
             "Write it as in 10.0.0.1:1234",
         )
 
@@ -161,7 +161,9 @@ def from_launcher(num_processes: int | None, process_id: int | None) -> tuple[in
         if count in os.environ and index in os.environ:
             for name in (count, index):
                 if not (os.environ[name].isascii() and os.environ[name].isdigit()):
-                    raise ConfigError(f"{name}={os.environ[name]}", "it is a number of processes", "Start them anew")
+                    raise ConfigError(
+                        f"{name}={os.environ[name]}", "it must be a number of processes", "Start them anew"
+                    )
             num_processes = int(os.environ[count]) if num_processes is None else num_processes
             process_id = int(os.environ[index]) if process_id is None else process_id
             break
@@ -305,7 +307,9 @@ def require_agreement(name: str, values: Mapping[str, object], seconds: float = 
         of_first = from_first(f"{name}: count", str(count()), seconds)
         if of_first != str(count()):  # the others cannot all be asked: they are not known alike
             raise ConfigError(
-                f"process {index()} of {count()}", f"the first process is one of {of_first}", "Start all of them anew"
+                f"process {index()} of {count()}",
+                f"the first process must be one of {of_first}",
+                "Start all of them anew",
             )
         everyone = [json.loads(text) for text in from_all(name, mine, seconds)]
     except RuntimeError as error:

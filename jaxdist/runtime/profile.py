@@ -57,7 +57,7 @@ class Window:
         """START:END. Raises: ConfigError."""
         found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
         if not found or not 1 <= int(found[1]) <= int(found[2]):
-            raise ConfigError(f"profile={text!r}", "it is START:END, the first and the last step", "Use 10:12")
+            raise ConfigError(f"profile={text!r}", "it must be START:END, the first and the last step", "Use 10:12")
         return cls(int(found[1]), int(found[2]))
 
 

@@ -22,7 +22,7 @@ def from_orders(empty: Schedule, orders: Sequence[Sequence[Action]]) -> Schedule
     num_stages = empty.num_stages
     check_sizes(empty)
     if len(orders) != num_stages:
-        raise ConfigError(f"{empty} from {len(orders)} orders", "each stage has one order", f"Give {num_stages}")
+        raise ConfigError(f"{empty} from {len(orders)} orders", "each stage must have one order", f"Give {num_stages}")
     for stage, order in enumerate(orders):
         for position, action in enumerate(order):
             check_action(empty, f"{empty}, stage {stage}, position {position} of its order", action)

@@ -40,7 +40,9 @@ def check_arrays(schedule: Schedule, shared, layers, fixed, micros, num_layers, 
     for leaf in jax.tree.leaves((shared, layers)):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ConfigError(
-                f"weights of type {leaf.dtype}", "weights are differentiated", "Pass it in `fixed` or in `micros`"
+                f"weights of type {leaf.dtype}",
+                "weights are differentiated, so they must be floating",
+                "Pass it in `fixed` or in `micros`",
             )
         if stages == 1 and axis in varying_axes(leaf):
             raise ConfigError(
@@ -67,7 +69,7 @@ def _leading(tree, name: str) -> int:
         found = ", ".join(sorted(map(str, sizes))) or "no arrays"
         raise ConfigError(
             f"{name} with leading sizes {found}",
-            "every leaf has the same leading dim: a row for each layer of the stage, or for each micro-batch",
+            "every leaf must have the same leading dim: a row for each layer of the stage, or for each micro-batch",
             "Give every leaf that dim, and every leaf of layers the pipeline's axis in its spec",
         )
     return sizes.pop()

@@ -91,7 +91,9 @@ def pipeline_gradients(
     Raises: ConfigError for a schedule that is invalid or for another number of stages, chunks or micro-batches.
     """
     if not isinstance(recompute_every, int) or recompute_every < 0:
-        raise ConfigError(f"recompute_every={recompute_every}", "it is a number of layers, or 0", "Use 0, 1, 2, ...")
+        raise ConfigError(
+            f"recompute_every={recompute_every}", "it must be a number of layers, or 0", "Use 0, 1, 2, ..."
+        )
     if recompute_every and schedule.recompute:
         raise ConfigError(f"recompute_every={recompute_every}", "the schedule recomputes in its R", "Use 0")
     run = _Runner.make(stages, schedule, (shared, layers, fixed, micros), num_layers, recompute_every, axis)
@@ -187,7 +189,7 @@ class _Runner:
         loss = output_type("last", stages.last, shared_type, x, micro)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.inexact):
             raise ConfigError(
-                f"a loss of type {loss.str_short()}", "its gradient is taken, and it is one number", "Sum it"
+                f"a loss of type {loss.str_short()}", "its gradient is taken, so it must be one number", "Sum it"
             )
         return cls(
             stages=stages,

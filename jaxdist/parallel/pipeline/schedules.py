@@ -139,11 +139,11 @@ def divide_layers(num_layers: int, num_parts: int, first: float = 0.0, last: flo
     asked = f"{num_layers} layers over {num_parts} parts"
     if num_parts < 1 or num_layers < num_parts:
         raise ConfigError(
-            asked, "there is a part, and every part holds a layer", f"Use 1 to {max(num_layers, 1)} parts"
+            asked, "there must be a part, and every part must hold a layer", f"Use 1 to {max(num_layers, 1)} parts"
         )
     if not all(math.isfinite(extra) and extra >= 0 for extra in (first, last)):
         raise ConfigError(
-            f"{asked}, first +{first}, last +{last}", "extra costs are finite, not below 0", "Use 0 or more"
+            f"{asked}, first +{first}, last +{last}", "extra costs must be finite, not below 0", "Use 0 or more"
         )
     cost = [1.0] * num_parts
     cost[0] += first

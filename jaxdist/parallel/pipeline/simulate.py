@@ -29,20 +29,22 @@ def check_sizes(schedule: Schedule) -> None:
     if schedule.placement == "v" and schedule.num_chunks != 2:
         raise ConfigError(
             f"{schedule} with placement v and {schedule.num_chunks} chunks",
-            "a V goes down the stages with chunk 0 and back up with chunk 1",
+            "a V must go down the stages with chunk 0 and back up with chunk 1",
             "Use 2 chunks, or placement loop",
         )
     if schedule.send_latency not in (1, 2):
         raise ConfigError(
             f"{schedule} with a send latency of {schedule.send_latency} ticks",
-            "messages are sent between two ticks (1) or during a tick (2)",
+            "messages must be sent between two ticks (1) or during a tick (2)",
             "Use 1 or 2",
         )
 
 
 def check_action(schedule: Schedule, where: str, action: Action) -> None:
     if not isinstance(action.phase, Phase):
-        raise ConfigError(f"{where}: {action.phase!r}", "an action has a phase", "Use Phase.F, Phase.B or Phase.W")
+        raise ConfigError(
+            f"{where}: {action.phase!r}", "an action must have a phase", "Use Phase.F, Phase.B or Phase.W"
+        )
     if action.phase not in schedule.phases:
         raise ConfigError(f"{where}: {action}", "the schedule recomputes nothing", "Take it out, or set recompute")
     for what, index, size in (
@@ -109,7 +111,7 @@ def validate(schedule: Schedule) -> None:
         ):
             raise ConfigError(
                 f"{schedule}, tick {tick}, stage {stage}: {action}",
-                f"with a fused backward W follows its B at once, here at tick {ready}",
+                f"with a fused backward W must follow its B at once, here at tick {ready}",
                 f"Run it at tick {ready}, or do not call the backward fused",
             )
 
@@ -121,7 +123,9 @@ def held_chunks(schedule: Schedule, until: Phase = Phase.W) -> list[list[int]]:
     One chunk stands for the activations of 1/num_chunks of a stage's layers for one micro-batch.
     """
     if until not in (Phase.B, Phase.W):
-        raise ConfigError(f"in flight until {until!r}", "activations are held until B or W", "Use Phase.B or Phase.W")
+        raise ConfigError(
+            f"in flight until {until!r}", "activations must be held until B or W", "Use Phase.B or Phase.W"
+        )
     held, now, begins = [], [0] * schedule.num_stages, Phase.R if schedule.recompute else Phase.F
     for row in schedule.table:
         for stage, action in enumerate(row):
@@ -152,7 +156,7 @@ class Costs:
         if not (all(0 <= time <= LONGEST for time in times) and sum(times) > 0):
             raise ConfigError(
                 f"a chunk whose F, B, W and R take {', '.join(map(str, times))}",
-                f"times are from 0 to {LONGEST:g}, and not all 0",
+                f"times must be from 0 to {LONGEST:g}, and not all 0",
                 "Use the seconds of one chunk for one micro-batch",
             )
 
@@ -221,10 +225,10 @@ def simulate(
     by_stage = [costs] * num_stages if isinstance(costs, Costs) else list(costs)
     if len(by_stage) != num_stages:
         raise ConfigError(
-            f"{schedule} with the costs of {len(by_stage)} stages", "each stage has one", f"Give {num_stages}"
+            f"{schedule} with the costs of {len(by_stage)} stages", "each stage must have one", f"Give {num_stages}"
         )
     if not 0 <= link <= LONGEST:
-        raise ConfigError(f"a link of {link} seconds", f"a message takes from 0 to {LONGEST:g}", "Use 0 or more")
+        raise ConfigError(f"a link of {link} seconds", f"a message must take from 0 to {LONGEST:g}", "Use 0 or more")
     if waiting not in ("ticks", "pairs", "dependencies"):
         raise ConfigError(f"waiting {waiting!r}", "there is no such way", "Use ticks, pairs or dependencies")
 

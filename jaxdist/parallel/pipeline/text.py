@@ -105,7 +105,7 @@ def _parse_header(words: list[str], where: str) -> dict[str, str]:
         if not known or (key == "fused" and value not in ("yes", "no")):
             raise ConfigError(
                 f"{where}: {word!r}",
-                f"a header holds {', '.join(_HEADER_KEYS)}, each a word of letters, digits, points and dashes",
+                f"a header must hold {', '.join(_HEADER_KEYS)}, each a word of letters, digits, points and dashes",
                 "Write them as in placement=v fused=no",
             )
         header[key] = value
@@ -115,7 +115,7 @@ def _parse_header(words: list[str], where: str) -> dict[str, str]:
 def _header_size(header: dict[str, str], key: str, seen: int, source: str) -> int:
     value = header.get(key, str(seen))
     if not re.fullmatch(r"\d{1,9}", value, re.ASCII):
-        raise ConfigError(f"{source}: {key}={value}", "it is a count", f"Write {key}={seen}")
+        raise ConfigError(f"{source}: {key}={value}", "it must be a count", f"Write {key}={seen}")
     return int(value)
 
 
@@ -126,7 +126,7 @@ def parse_cell(word: str, where: str) -> Action | None:
     if match is None:
         raise ConfigError(
             f"{where}: {word!r}",
-            "a cell is F, B, W or R with a micro-batch, small letters for chunk 1, or a point where the stage idles",
+            "a cell must be F, B, W or R with a micro-batch (small for chunk 1), or a point where the stage idles",
             "Write F3, f3, F3:2 or .",
         )
     phase, microbatch, chunk, small, small_microbatch = match.groups()

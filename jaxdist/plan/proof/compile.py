@@ -171,7 +171,9 @@ def require_compiler(target: str) -> None:
 def _cuda_devices(target: str, num_devices: int, num_nodes: int) -> Sequence:
     if num_devices % num_nodes:
         raise ConfigError(
-            f"{num_devices} devices on {num_nodes} nodes", "each node has as many", f"Use a divisor of {num_devices}"
+            f"{num_devices} devices on {num_nodes} nodes",
+            "each node must have as many",
+            f"Use a divisor of {num_devices}",
         )
     from jax.experimental import topologies
 
