@@ -33,7 +33,6 @@ OWN = {
     "compile": {"depths"},
     "input": {"gigabytes"},
     "checkpoint": {"save_every"},
-    "scaling": {"draw"},
     "roofline": {"draw", "hardware"},
 }
 # Say no status themselves.
@@ -52,14 +51,12 @@ BENCHES = {
     "overhead": ("overhead", "bench_overhead", PLAIN),
     "telemetry": ("telemetry", "bench_telemetry", PLAIN),
     "collectives": ("collectives", "bench_collectives", SHAPE | PLAIN | {"batch_size"}),
-    "scaling": ("scaling", "bench_scaling", set()),
     "flags": ("compiler_flags", "bench_flags", set()),
     "parity": ("parity", "bench_parity", PLAIN | ALL_ROWS),
     "executor": ("executor", "bench_executor", PLAIN | ALL_ROWS | {"batch_size"}),
     "standin": ("standin", "bench_standin", ALL_ROWS),
     "compile": ("compiling", "bench_compile", ALL_ROWS),
     "pipeline": ("pipelines", "bench_pipeline", {"num_layers", "batch_size"}),
-    "branches": ("branches", "bench_branches", ALL_ROWS | {"device"}),
     "search": ("planning", "bench_search", SHAPE | ALL_ROWS | {"batch_size", "dtype", "device"}),
     "experts": ("experts", "bench_experts", PLAIN - {"dtype"} | {"num_layers", "vocab_size"}),
     "checkpoint": ("checkpoints", "bench_checkpoint", ALL_ROWS),

@@ -22,12 +22,10 @@ ABOUT = {
     "overhead": "what the mesh machinery costs: one device against plain jit, 8 against one",
     "telemetry": "what measuring a run costs, against one step on one device",
     "collectives": "each collective over sizes: algbw and busbw as NCCL tests define them",
-    "scaling": "time and bytes against width, depth, sequence, batch, ranks: fitted exponents",
     "flags": "compiler options: which this jaxlib accepts, what each gains or costs",
     "compile": "compile time against depth",
     "search": "layouts a second that `plan` enumerates, scores and ranks",
     "pipeline": "every schedule: ticks, memory predicted and compiled, compile time",
-    "branches": "the pipeline's actions as loops and as branches of a conditional: memory, compiled",
     "checkpoint": "what saving adds to steps, how long a restore takes, host memory of a save",
     "parity": "one device in bf16 against fp32: loss and every gradient leaf; no collectives",
     "executor": "the pipeline's executor on one stage against jax.grad: values and time",
@@ -61,7 +59,7 @@ class BenchFlags(CommonFlags):
         tyro.conf.arg(help="\n".join(f"{name}: {text}." for name, text in ABOUT.items())),
     ] = "strategies"
     model: Annotated[str | None, tyro.conf.arg(aliases=["--preset"])] = None
-    """A preset. Default: gpt-11m for what measures one step or proves one, tiny for scaling, moe-10m for experts,
+    """A preset. Default: gpt-11m for what measures one step or proves one, moe-10m for experts,
     gpt-7m otherwise."""
     batch_size: int = 8
     repeats: int = 5
@@ -83,16 +81,14 @@ class BenchFlags(CommonFlags):
     hardware: str = "h100"
     """For `roofline`: the card that the step is compiled for."""
     draw: str | None = None
-    """For `scaling` and `roofline`: also draw the picture in this folder, as SVG and PNG."""
+    """For `roofline`: also draw the picture in this folder, as SVG and PNG."""
     json: str | None = None
     """Also write the figures to this file."""
 
     def run_config(self) -> RunConfig:
         if self.model is not None:
             return super().run_config()
-        model = (
-            "gpt-11m" if self.which in ONE_STEP else {"scaling": "tiny", "experts": "moe-10m"}.get(self.which, "gpt-7m")
-        )
+        model = "gpt-11m" if self.which in ONE_STEP else "moe-10m" if self.which == "experts" else "gpt-7m"
         return dataclasses.replace(self, model=model).run_config()
 
     def with_remat(self, config: RunConfig, gib: float | None) -> RunConfig:
