@@ -414,7 +414,7 @@ def test_rows_aside_are_on_the_page_and_in_no_fit():
     assert not {row.source for row in rows} & {row.source for row in sources.sourced("a100")}
     errors = [-100 * row.error for row in rows]
     assert errors == [*sorted(errors[:3]), *sorted(errors[3:])] and len(errors) == 6
-    page = (Path(__file__).parents[1] / "docs/plan.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/plan-evidence.md").read_text(encoding="utf-8")
     for (one, two, three), others in ((errors[:3], " too fast on 384"), (errors[3:], " on 640")):
         assert f"{one:.0f}, {two:.0f} and {three:.0f} %{others}" in page
 
@@ -462,7 +462,7 @@ def test_errors_of_sources_left_out():
     for least, most, said in ((0, CLOSE, CLOSE_IN_ORDER), (FAR, np.inf, FAR_IN_ORDER)):
         right, number = sources.right_within(h100, least, most)
         assert right / number == pytest.approx(said, abs=0.005)
-    page = (Path(__file__).parents[1] / "docs/plan.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/plan-evidence.md").read_text(encoding="utf-8")
     order, regret = sources.order_table(h100).split("\n\n")
     assert np.mean(sources.regrets(h100)) < 0.051 and f"{np.mean(sources.regrets(h100)):.1%} more" in regret
     tables = sources.summary("h100", h100), sources.summary("a100", a100), order, sources.predictors_table(a100)
@@ -499,7 +499,7 @@ def test_what_the_fit_of_dense_models_says_of_mixtures():
     assert pytest.approx(sources.bar(rows), abs=0.005) == MIXTURE_ERROR
     grok = [row.error for row in rows if row.source == "grok" and row.model[2] == "bfloat16"]
     assert len(rows) == 46 and mean_and_max(grok) < (0.07, 0.1)
-    page = (Path(__file__).parents[1] / "docs/plan.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/plan-evidence.md").read_text(encoding="utf-8")
     for line in mixtures.summary(rows).splitlines():
         assert line in page, line
 
@@ -523,7 +523,7 @@ def test_what_torchtitan_repeats():
 
 def test_mixtures_by_constants_that_are_fitted_to_none():
     """Their bar is wider."""
-    page = (Path(__file__).parents[1] / "docs/plan.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/plan-evidence.md").read_text(encoding="utf-8")
     assert f"±{MIXTURE_ERROR:.0%} for a mixture".replace("%", " %") in page
     assert len(mixtures.runs()) == 46
     _, model, facts = mixtures.runs()[0]
@@ -548,7 +548,7 @@ def test_rings_gain_about_what_published_ones_did():
     apart = [abs(a - b) for a, b in zip(published, predicted, strict=True)]
     # Of the layout of 70B that gained 5.7 % in 2024, 16.4 % were published in 2025; 8B in float8 was added with it.
     assert max(apart[0], *apart[2:4]) < 0.05 and max(apart) < 0.07
-    page = (Path(__file__).parents[1] / "docs/plan.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/plan-evidence.md").read_text(encoding="utf-8")
     for gains in (published, predicted):
         *most, last = (f"{100 * gain:.1f}" for gain in gains)
         assert f"{', '.join(most)} and {last} %" in page
