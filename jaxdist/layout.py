@@ -1,4 +1,4 @@
-"""Where every parameter lives: one declaration per leaf, read by all that follows (DESIGN R2, R5).
+"""Where every parameter lives: one declaration per leaf, read by all that follows (docs/design.md).
 
 A leaf has a *compute* layout (how it enters the differentiated function: the tensor-parallel dims its module declared)
 and a *storage* layout (how the optimiser holds it: ZeRO adds dp and cp on one more dim, padded where none divides).
@@ -39,7 +39,7 @@ class Leaf:
     decay: whether weight decay applies.
     zero_dim: the dim ZeRO shards, None where nothing is sharded; `zero_local` its padded size on one rank of `spec`.
     zero_axes: over which axes.
-    reduce_axes: axes over which the gradient is still a partial sum when backward ends (the rule of DESIGN R5).
+    reduce_axes: axes over which the gradient is still a partial sum when backward ends ("Two layouts, one rule" in docs/design.md).
     rows: for a stacked leaf under pp, the layer in each row, stage by stage and chunk by chunk; -1 pads the parts that
         have fewer layers than the largest. The compute and storage layouts hold these rows, split over pp.
     consumer_stages: the stages that compute with a leaf of which every stage holds a part, padded where pp does not

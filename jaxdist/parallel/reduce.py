@@ -1,4 +1,4 @@
-"""The gradient rule, after the micro-batch loop (DESIGN R5).
+"""The gradient rule, after the micro-batch loop ("Two layouts, one rule", docs/design.md).
 
 Sum a gradient over each token-splitting axis that its compute layout does not mention; where its storage layout
 mentions that axis, reduce-scatter instead.
