@@ -39,7 +39,8 @@ class Leaf:
     decay: whether weight decay applies.
     zero_dim: the dim ZeRO shards, None where nothing is sharded; `zero_local` its padded size on one rank of `spec`.
     zero_axes: over which axes.
-    reduce_axes: axes over which the gradient is still a partial sum when backward ends ("Two layouts, one rule" in docs/design.md).
+    reduce_axes: axes over which the gradient is still a partial sum when backward ends ("Two layouts, one rule" in
+        docs/design.md).
     rows: for a stacked leaf under pp, the layer in each row, stage by stage and chunk by chunk; -1 pads the parts that
         have fewer layers than the largest. The compute and storage layouts hold these rows, split over pp.
     consumer_stages: the stages that compute with a leaf of which every stage holds a part, padded where pp does not
