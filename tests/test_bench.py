@@ -12,9 +12,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import in_sample
-from rich.console import Console
 
-from experiments.bench import branches, kernels, parity, peers, scaling, speed, standin
+from experiments.bench import kernels, parity, peers, speed, standin
 from experiments.bench.__main__ import BENCHES, main
 from experiments.bench.flags import BenchFlags
 from experiments.bench.profile import own_seconds, own_time
@@ -23,7 +22,6 @@ from experiments.bench.theory import sent_in_theory, state_in_theory
 from experiments.bench.workers import Worker, WorkerEnded
 from experiments.cli import run_program
 from experiments.strategies import STRATEGIES
-from experiments.timeline import write_both
 from jaxdist.config import RunConfig
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_abstract_mesh
@@ -164,15 +162,12 @@ SMALL = [
     ("kernels", ["--only", "GELU", "--batch-size", "2", *TINY], "GELU: forward and backward", None),
     ("kernels", ["--only", "optimizer", *TINY], "optimizer update", None),
     ("collectives", ["--mesh", "dp=2", "--message-bytes", "65536", "--repeats", "2"], "all_to_all", 5),
-    ("branches", [*TINY, "--num-layers", "4"], "one switch", 3),
     ("compile", ["--depths", "1", "2", *TINY], "layers", 2),
-    ("scaling", ["--only", "accumulate", *TINY], "peak bytes", 12),
 ]
 
 
 @pytest.mark.parametrize("bench, args, word, num_rows", in_sample(SMALL, [SMALL[2], SMALL[5], SMALL[7]]))
-def test_a_bench_prints_a_table_and_writes_rows(monkeypatch, capsys, tmp_path, bench, args, word, num_rows):
-    monkeypatch.setattr(branches, "SCHEDULES", ("1f1b",))
+def test_a_bench_prints_a_table_and_writes_rows(capsys, tmp_path, bench, args, word, num_rows):
     path = tmp_path / "figures.json"
     code, printed = run(capsys, bench, *args, "--json", path)
     record = json.loads(path.read_text())
@@ -180,15 +175,6 @@ def test_a_bench_prints_a_table_and_writes_rows(monkeypatch, capsys, tmp_path, b
     assert {"command", "date", "cpu", "python", "versions", "model"} <= set(record["header"])
     assert num_rows is None or len(record["rows"]) == num_rows
     assert record["rows"] and all(set(row) == KEYS for row in record["rows"])
-
-
-def test_scaling_is_drawn_with_its_axes_named(tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install -e '.[draw]'")
-    panels = {"num_layers": [scaling.Point(n, [n * 0.1], 2.0 * n, 3 * n, 3.0 * n) for n in (1, 2, 4)]}
-    write_both(scaling.draw(panels), tmp_path / "scaling", Console(quiet=True))
-    text = (tmp_path / "scaling.svg").read_text()
-    assert all(f">{words}<" in text for words in ("layers", "multiple of the first", "FLOPs", "time, measured", "4×"))
-    assert (tmp_path / "scaling.png").stat().st_size > 1000
 
 
 def test_time_inside_another_operation_is_not_its_own():

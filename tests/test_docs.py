@@ -70,7 +70,7 @@ def numbers(page: str, pattern: str) -> list[int]:
         ("docs/commands.md", "predicted against compiled, {} layouts", len(LAYOUTS)),
         ("docs/plan.md", "trace against XLA's own plan, {} small layouts", len(LAYOUTS)),
         ("experiments/bench/levels.py", "# {} layouts, predicted and compiled", len(LAYOUTS)),
-        ("docs/plan.md", r"`python -m experiments.bench levels [^:]*: {} layouts", len(LAYOUTS)),
+        ("docs/plan-evidence.md", r"`python -m experiments.bench levels [^:]*: {} layouts", len(LAYOUTS)),
     ],
 )
 def test_numbers_in_prose_are_those_of_the_code(page, pattern, expected):

@@ -9,20 +9,12 @@ import numpy as np
 import pytest
 from conftest import in_sample
 
-from experiments.calibration.work import PaperWork
 from experiments.strategies import Strategy
 from jaxdist.compat import type_of
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_abstract_mesh, parse_mesh
-<<<<<<< HEAD
 from jaxdist.plan.fit_remat import _nothing_repeated, fit_remat, with_arrays
-=======
-from jaxdist.models.presets import PRESETS
-from jaxdist.parallel.remat import is_array, name_array, read_arrays
-from jaxdist.plan.fit_remat import _nothing_repeated, fit_on_hardware, fit_remat, with_arrays
-from jaxdist.plan.formulas import ModelShape
->>>>>>> 9ead5f2 (Move the evidence of calibration out of the wheel; fit one set of constants a card)
 from jaxdist.plan.hardware import GIB, Cluster, find_hardware
 from jaxdist.plan.kept_arrays import _layer, choice_of, choices
 from jaxdist.plan.parts import _dots, _forward_and_backward, layer_memory, traffic_of

@@ -11,20 +11,10 @@ import pytest
 
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import make_schedule
-<<<<<<< HEAD
 from jaxdist.parallel.pipeline.simulate import simulate
-from jaxdist.plan.collective_cost import collective_cost, two_level
-from jaxdist.plan.papers import formulas as f
-from jaxdist.plan.papers.formulas import ModelShape
-=======
-from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan import formulas as f
-from jaxdist.plan.collective_cost import CollectiveCost, bus_bandwidth_factor, collective_cost, two_level
-from jaxdist.plan.cost import Cost, hours_within
+from jaxdist.plan.collective_cost import collective_cost, two_level
 from jaxdist.plan.formulas import ModelShape
-from jaxdist.plan.hardware import GIB
-from jaxdist.runtime.budget import sentence
->>>>>>> 9ead5f2 (Move the evidence of calibration out of the wheel; fit one set of constants a card)
 
 GPT3 = ModelShape.gpt(96, 12288, 96)
 

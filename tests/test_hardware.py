@@ -95,33 +95,3 @@ def test_latencies_are_so_many_times_as_large():
         "ring_all_gather", 64, 1, 1e9
     )
     assert added == pytest.approx(7 * EIGHT.inside.latency_s + 7 * EIGHT.between.latency_s)
-<<<<<<< HEAD
-=======
-
-
-def test_seconds_of_a_message():
-    assert EIGHT.permute_seconds(1, 8, 1e9) == 0
-    assert EIGHT.permute_seconds(2, 4, 1e9) == pytest.approx(3.4e-6 + 1 / 450)
-    assert EIGHT.permute_seconds(2, 32, 1e9) == pytest.approx(14e-6 + 1 / 50)
-
-
-def test_other_links_and_sizes_of_nodes():
-    table = load_hardware()
-    pcie = h.load_hardware()["a100-40"]
-    cluster = Cluster(pcie, num_nodes=2, devices_per_node=4, inside=table["h100"].between)
-    assert cluster.num_devices == 8 and cluster.links_of(tp=8)["tp"] == "both"
-    assert cluster.inside.name == "ib400" and cluster.between.name == "ib200"
-    with pytest.raises(ValueError, match=r"num_nodes=0.*at least one"):
-        Cluster(pcie, num_nodes=0)
-    with pytest.raises(ValueError, match=r"mesh axis 'data'.*Use pp, replica"):
-        EIGHT.links_of(data=8)
-
-
-def test_tables_are_in_the_package():
-    import tomllib
-
-    root = h.HERE.parent.parent
-    shipped = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert shipped["jaxdist.plan"] == ["*.toml"]
-    assert {path.name for path in h.HERE.rglob("*.toml")} == {"hardware.toml", "prices.toml"}
->>>>>>> 9ead5f2 (Move the evidence of calibration out of the wheel; fit one set of constants a card)

@@ -14,7 +14,6 @@ from jaxdist.models.decoder import Decoder
 from jaxdist.models.presets import PRESETS
 from jaxdist.parity import forward_logits
 from jaxdist.plan.collective_cost import collective_cost
-from jaxdist.plan.formulas import ModelShape, kv_cache_bytes
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.proof.trace import collectives_of, total_sent
 from jaxdist.runtime.devices import acquire_devices
