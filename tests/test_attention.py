@@ -13,9 +13,10 @@ from jax import random
 from jax.sharding import PartitionSpec
 
 from experiments.strategies import Strategy
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.models import attention
-from jaxdist.models.attention import attention_core, choose_attention
+from jaxdist.models.attention import LONG, attention_core, choose_attention
 from jaxdist.models.context import Context
 from jaxdist.parallel import blocked_attention
 from jaxdist.parallel import collectives as comm
@@ -188,3 +189,14 @@ def test_every_query_gets_the_key_of_its_group_however_tp_divides_them(num_heads
             found = np.repeat(of_query, num_local // len(of_query))
             queries = rank * num_local + np.arange(num_local)
             np.testing.assert_array_equal(found, queries // (num_heads // num_kv_heads), err_msg=f"{num_kv_heads} {tp}")
+
+
+def test_scores_of_long_sequences_are_not_written_out_unless_asked_for():
+    how = {"platform": "cpu", "dtype": "float32", "head_dim": 64}
+    assert choose_attention("auto", seq_len=LONG, dropout=False, **how) == "blocked"
+    assert choose_attention("auto", seq_len=LONG // 2, dropout=False, **how) == "xla"
+    assert choose_attention("auto", seq_len=LONG, dropout=True, **how) == "xla"
+    assert choose_attention("xla", seq_len=LONG, dropout=False, **how) == "xla"
+    assert choose_attention("blocked", seq_len=64, dropout=False, **how) == "blocked"
+    with pytest.raises(ConfigError, match="no dropout"):
+        choose_attention("blocked", seq_len=64, dropout=True, **how)

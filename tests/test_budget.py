@@ -6,6 +6,7 @@ Nothing here waits for a clock: the wall clock and the monotonic one are argumen
 import decimal
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -653,3 +654,130 @@ def test_a_command_does_not_outlive_its_guard(now_log, number, settled):
     wait_until_gone(child)
     (job,) = now_log.read().jobs.values()
     assert (job.actual is not None) == settled
+
+
+@pytest.mark.parametrize("above", [dollars("0.01"), UNIT])
+def test_anything_above_is_refused(log, above):
+    with pytest.raises(ConfigError, match=f"{re.escape(money(above))} too much.*at most .3.00;"):
+        log.reserve(dollars("3.00") + above)
+    assert log.spent() == 0
+
+
+def test_more_than_was_reserved_counts_too(log):
+    job, _ = log.reserve(dollars("1"))
+    log.settle(job.id, dollars("3.50"))
+    assert log.spent() == dollars("3.50") and log.read().left == dollars("-0.50")
+    with pytest.raises(ConfigError):
+        log.reserve(dollars("0"))
+    for price, hours in (("0.35", "3"), ("0.35", None), ("0", "3")):
+        with pytest.raises(ConfigError, match=r"is spent or reserved.*(Wait|Settle)"):
+            begin(log, price, hours)
+
+
+def test_a_missing_log_is_refused_and_never_made_by_a_job(tmp_path):
+    missing = SpendLog(tmp_path / "other.jsonl")
+    for attempt in (missing.read, lambda: missing.reserve(UNIT), lambda: missing.settle("x", UNIT)):
+        with pytest.raises(ConfigError, match="budget init --budget"):
+            attempt()
+    assert not missing.path.exists()
+
+
+def test_a_half_line_at_the_end_is_refused_and_the_remedy_works(full_log):
+    content = full_log.path.read_bytes()
+    full_log.path.write_bytes(content + b'{"line": 5, "kind"')
+    with pytest.raises(ConfigError, match=f"first {len(content)} bytes"):
+        full_log.reserve(UNIT)
+    os.truncate(full_log.path, len(content))
+    full_log.reserve(UNIT)
+
+
+def test_without_file_locks_nothing_is_reserved(log, monkeypatch):
+    monkeypatch.setattr("jaxdist.runtime.budget.fcntl", None)
+    assert_refused(log)
+
+
+def test_a_wall_clock_that_goes_back_refuses_new_jobs_and_settles_old_ones(log):
+    job, _ = log.reserve(dollars("1"))
+    log.now = lambda: NOON - 3600
+    with pytest.raises(ConfigError, match=r"time does not go back.*clock"):
+        log.reserve(dollars("1"))
+    log.settle(job.id, dollars("0.5"))
+    assert log.spent() == dollars("0.5")
+    assert json.loads(log.path.read_text().splitlines()[-1])["time"].startswith("2027-01-15T08:00:00")
+    log.now = lambda: NOON - 59  # two machines that disagree a little
+    log.reserve(dollars("1"))
+    log.now = lambda: NOON + 1
+    log.reserve(dollars("1"))
+
+
+def test_the_clock_counts_seconds_and_money():
+    run, times = clock(num_devices=2)
+    assert run.spent() == 0 and not run.exceeded()
+    times.append(200.0)
+    assert run.seconds() == 100 and run.spent() == dollars("0.02")
+    times.append(200.0 + 1e-9)
+    assert run.spent() == dollars("0.020001")  # rounded up
+
+
+def test_a_clock_that_goes_back_takes_nothing_back():
+    run, times = clock(reserved="0.01")
+    times.append(190.0)
+    assert run.spent() == dollars("0.009")
+    times.append(-1e9)
+    assert run.spent() == dollars("0.009") and run.seconds() == 90
+
+
+def test_free_devices_stop_by_time_alone():
+    run, times = clock(price="0", reserved="0", max_seconds=10.0)
+    assert not run.exceeded()
+    times.append(110.0)
+    assert run.exceeded() and run.spent() == 0
+
+
+def test_a_step_that_would_not_fit_is_not_started(log):
+    times = [0.0]
+    with begin(log, now=lambda: times[-1]) as job:
+        for hours in (0.0, 1.0, 1.9):  # the longest step takes an hour
+            times.append(hours * 3600)
+            assert job.stop_reason() is None
+        times.append(2.01 * 3600)
+        assert "budget is used up: $1.407 of $2.10 reserved" in job.stop_reason()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"price": None}, "price_per_hour=0.35"),
+        ({"price": "-0.35"}, "price_per_hour=-0.35"),
+        ({"price": "NaN"}, "price_per_hour=NaN"),
+        ({"hours": "-3"}, "hours=-3"),
+        ({"hours": "inf"}, "hours=inf"),
+        ({"hours": "0"}, "hours=0"),
+        ({"price": "0", "hours": None}, "price of 0"),
+        ({"num_devices": 0}, "num_devices=0"),
+        ({"budget": "nan"}, "budget=nan"),
+        ({"budget": "2.09"}, r"2 × \$0.35/h × 3 h = \$2.10: the budget is \$2.09.*at most 2.985714 h"),
+        ({"budget": "3.01"}, "cannot raise it"),
+        ({"environ": {"JAXDIST_BUDGET": "2.09"}}, "too much"),
+        ({"environ": {"JAXDIST_BUDGET": ""}}, "budget=:"),
+        ({"hours": "4.285715"}, "too much"),
+    ],
+)
+def test_a_job_that_cannot_be_reserved(log, wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        begin(log, **wrong)
+    assert log.spent() == 0
+
+
+def test_what_the_wrapper_runs_is_not_counted_twice(now_log, monkeypatch, capfd):
+    monkeypatch.setenv("JAXDIST_BUDGET", "3")
+    assert wrap(now_log, *python("import os; print('JAXDIST_BUDGET' in os.environ)")) == 0
+    assert capfd.readouterr().out == "False\n"
+
+
+def test_train_within_its_budget_finishes_and_settles(train, now_log, tmp_path):
+    guard = ["--price-per-hour", "0.35", "--max-hours", "3", "--spend-log", now_log.path]
+    code, out, _ = train(*guard, "--steps", "2", now=lambda: 0.0)
+    assert code == 0 and "done" in out and "cost $0.00 of $1.05 reserved" in out
+    (job,) = now_log.read().jobs.values()
+    assert job.actual == 0 and (tmp_path / "run" / "summary.json").exists()

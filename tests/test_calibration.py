@@ -1,22 +1,33 @@
 """The time and memory models beside published runs, and laws that a step's predicted time must follow."""
 
+import itertools
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from experiments.calibration import runs, sources
+from experiments.calibration import mixtures, peaks, runs, sources
+from experiments.calibration.memory import NANOTRON, TORCHTITAN, device_bytes
+from experiments.calibration.runs import mean_and_max
 from experiments.calibration.work import PaperWork
 from jaxdist.models.decoder import Decoder
+from jaxdist.parallel.pipeline.builders import make_schedule
+from jaxdist.parallel.pipeline.simulate import simulate
 from jaxdist.plan import formulas
+from jaxdist.plan.explain import CLOSE, CLOSE_IN_ORDER, FAR, FAR_IN_ORDER
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.time_model import (
     EFFICIENCIES,
+    FUSED_BACKWARD,
+    MIXTURE_ERROR,
     OPTIMIZER_TRAFFIC,
     PARTS,
     RING_COPIES,
     RING_HIDE,
+    AttentionShape,
     Efficiency,
     Layout,
     bar_of,
@@ -238,3 +249,183 @@ def test_constants_and_bar_are_what_the_fit_gives(accelerator):
     fitted, shipped = sources.calibrated(accelerator), EFFICIENCIES[f"{accelerator}-published"]
     for name in (*sources.GUESSES, "relative_error"):
         assert getattr(shipped, name) == pytest.approx(getattr(fitted, name), rel=0.02), name
+
+
+def test_conventions_of_memory_hold_for_the_published_peaks():
+    """8 % in the mean of what was left out: met. Other choices fit torchtitan's few peaks as well as the stated one."""
+    for program, convention in peaks.CONVENTIONS.items():
+        errors = [abs(peak.error(convention)) for peak in peaks.of_program(program)]
+        best = [abs(peak.error(peaks.best_convention(program))) for peak in peaks.of_program(program)]
+        assert np.mean(errors) <= np.mean(best) + 0.015, program
+    assert peaks.best_convention("nanotron") == NANOTRON
+    left_out = np.abs(np.concatenate([peaks.left_out(program) for program in peaks.CONVENTIONS]))
+    assert len(left_out) == 38 and left_out.mean() < 0.065 and np.quantile(left_out, 0.9) < 0.14
+    assert np.mean(np.abs(peaks.left_out("nanotron"))) < 0.08
+
+
+def test_what_fsdp_holds_by_hand():
+    """torchtitan's 8B on 8 GPUs: 4+4+8 bytes a parameter over 8, two layers and the tables gathered, every other
+    product, four arrays of logits."""
+    (case,) = {each.case for each in peaks.of_program("torchtitan") if each.gib == 77.0}
+    h, kv, f, vocab, positions = 4096, 1024, 14336, 128256, 2 * 8192
+    layer = 2 * h * h + 2 * h * kv + 3 * h * f + 2 * h
+    state = 16 / 8 * (32 * layer + 2 * vocab * h)
+    gathered = 2 * (2 * layer + 2 * vocab * h)
+    kept = 32 * 2 * positions * (4 * h + kv + f)
+    head = positions * (4 * h + 14 * vocab)
+    found = device_bytes(case.shape, case.layout, convention=TORCHTITAN)
+    assert found.total[0] == pytest.approx(state + gathered + kept + head, rel=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 16, 20])
+def test_a_query_sees_the_keys_of_its_window(window):
+    """Counted one by one: how many, in the mean; and how many chunks before a query's own hold some of them."""
+    shape, length, chunk = AttentionShape(6, 2, 4, window), 16, 4
+    seen = [[s for s in range(t + 1) if window is None or t - s < window] for t in range(length)]
+    assert shape.seen(length) == pytest.approx(np.mean([len(keys) for keys in seen]))
+    if window is not None:
+        long = range(100 * chunk, 101 * chunk)  # far from the beginning
+        assert shape.reached(chunk) == max(100 - (t - window + 1) // chunk for t in long)
+
+
+def test_attention_in_windows_computes_the_scores_that_it_sees(work):
+    windows, whole = (AttentionShape(8, 4, 32, window) for window in (128, None))
+    assert tuple(work.attention) == (windows, whole)
+    layout, cluster = Layout(flash=True), Cluster(find_hardware("h100"), 1)
+    with_windows = step_time(work, layout, cluster).compute[0]
+    without = step_time(replace(work, attention=(whole, whole)), layout, cluster).compute[0]
+    # Two products of forward, of 2 FLOPs for each score and element; backward takes FUSED_BACKWARD times as long.
+    unseen = whole.seen(1024) - windows.seen(1024)
+    flops = 1024 * 4 * 8 * 32 * unseen * (1 + FUSED_BACKWARD) * work.num_layers
+    peak = cluster.hardware.peak("bfloat16") * Efficiency().attention
+    assert without - with_windows == pytest.approx(flops / peak)
+
+
+def test_the_bubble_is_the_one_of_the_schedule_that_is_passed():
+    given = {"pp": 4, "microbatches": 16}
+    default = one(**given)
+    work = default.total - default.bubble
+    textbook = simulate(make_schedule("1f1b", 4, 16)).idle_over_ideal
+    assert one(**given, bubble=textbook).bubble == pytest.approx(default.bubble)
+    assert default.bubble == pytest.approx(3 / 16 * work, rel=0.05)  # the optimiser and the host are not in the bubble
+    assert one(**given, chunks=2).bubble < default.bubble
+    assert one(**given, bubble=0.0).bubble == 0
+    assert one(**given, pipeline_microbatches=8).bubble == pytest.approx(2 * default.bubble)
+
+
+def test_every_message_over_dp_has_its_latency():
+    """One for each layer, and one more, with ZeRO-2 and 3; 7 steps in each of two nodes and one between them."""
+    hops = 7 * H100.inside.latency_s + H100.between.latency_s
+    slow = Efficiency(latency=3.0)
+
+    def latency(**more):
+        layout = Layout(dp=16, overlap_dp=False, **more)
+        slower, usual = (step_time(PaperWork(SHAPE), layout, H100, each).dp for each in (slow, Efficiency()))
+        return (slower - usual).item() / 2
+
+    for zero in (0, 1):  # a scatter and a gather, or both halves of a sum
+        assert latency(zero=zero) == pytest.approx(2 * hops)
+        assert latency(zero=zero, messages=5) == pytest.approx(5 * 2 * hops)
+        assert latency(zero=zero, by_layer=True) == pytest.approx(33 * 2 * hops)
+    assert latency(zero=2, microbatches=4) == pytest.approx(33 * (4 + 1) * hops)
+    assert latency(zero=3, microbatches=4) == pytest.approx(33 * 4 * 3 * hops)  # with two gathers
+    assert latency(zero=3, messages=384) == pytest.approx(384 * 3 * hops)  # a parameter at a time
+
+
+@pytest.mark.parametrize(
+    ("layout", "efficiency", "binds", "advice"),
+    [
+        ({"rows": 8}, {}, "compute", "Compute binds"),
+        ({"rows": 8}, {"hbm": 0.01}, "memory", "Memory bandwidth binds"),
+        ({"tp": 64}, {}, "communication", "Tensor-parallel communication binds"),
+        ({"dp": 64}, {"between": 0.01}, "communication", "Data-parallel communication binds"),
+        ({"pp": 32, "microbatches": 2}, {}, "bubble", "The pipeline's bubble binds"),
+        ({}, {"step_seconds": 10.0}, "host", "The host binds"),
+    ],
+)
+def test_what_binds_and_what_would_relieve_it(layout, efficiency, binds, advice):
+    found = step_time(PaperWork(SHAPE), Layout(**layout), H100, replace(Efficiency(), **efficiency))
+    assert found.binds.tolist() == [binds]
+    assert found.relief().startswith(advice) and found.relief().endswith("% of the predicted step.")
+
+
+@pytest.mark.parametrize(("accelerator", "number"), [("h100", 193), ("a100", 33)])
+def test_constants_of_all_programs_together(accelerator, number):
+    """Those that a plan uses: how far off every published row is, and the bar that nine tenths of them are within."""
+    efficiency = EFFICIENCIES[f"{accelerator}-published"]
+    found = sources.predicted(sources.sourced(accelerator), efficiency)
+    assert len(found) == number
+    mean, _ = mean_and_max([row.error for row in found])
+    assert mean < {"h100": 0.08, "a100": 0.07}[accelerator]
+    assert abs(np.mean([row.error for row in found])) < 0.03
+    guessed = sources.predicted(sources.sourced(accelerator), Efficiency())
+    assert sum(row.error < 0 for row in guessed) == {"h100": 172, "a100": 7}[accelerator]
+    covered = np.mean([row.needed <= efficiency.relative_error for row in found])
+    assert covered >= 0.9
+
+
+def test_rows_count_once_and_turn_into_seconds():
+    rows = sources.sourced("h100")
+    assert len({(row.source, row.case.name, row.case.dtype, row.case.seconds) for row in rows}) == len(rows)
+    # llm-foundry prints both: 46.44 % and 10,643 tokens a second and GPU of 6.7B on 8 H100
+    (seven,) = [row.case for row in rows if row.case.name.startswith("mpt-7b, dp 128")]
+    tokens = 128 * 6 * 2048
+    assert tokens / seven.seconds / 128 == pytest.approx(10_643 * 45.71 / 46.44, rel=0.005)
+
+
+def test_order_of_runs_of_one_model():
+    """Pairs are of one source and model, by device-seconds a token; ties of order and regret by hand."""
+
+    def run(source, published, predicted, model=("h100", "7b"), a_token=1.0):
+        return sources.LeftOut(source, "", published, predicted, 0.0, model, a_token)
+
+    rows = [
+        run("a", 1.0, 1.0),
+        run("a", 2.0, 1.04),
+        run("a", 4.0, 0.5),
+        run("b", 1.0, 9.0),
+        run("b", 8.0, 8.0, a_token=0.5),
+    ]
+    assert [pair.in_order for pair in sources.pairs(rows)] == [True, False, False, False]
+    assert sources.kendall_tau(rows) == -0.5
+    assert sources.right_within(rows, 0, 0.05) == (1, 1)
+    assert sources.right_within(rows, 0.05, np.inf) == (0, 3)
+    assert sources.regrets(rows) == pytest.approx([3, 3])
+
+
+@pytest.mark.exhaustive
+def test_errors_of_sources_left_out():
+    """The targets were 7 % in the mean and 15 % for nine tenths: missed by little, docs/plan.md says where; signed 3 %,
+    Kendall's tau 0.8 and regret 10 %: met on H100."""
+    h100, a100 = (sources.leave_one_source_out(name) for name in ("h100", "a100"))
+    for rows, mean, signed in ((h100, 0.085, 0.03), (a100, 0.09, 0.04)):
+        errors = [row.error for row in rows]
+        assert mean_and_max(errors)[0] < mean and abs(np.mean(errors)) < signed
+    assert sources.kendall_tau(h100) > 0.8 and sources.kendall_tau(a100) == 1
+    for least, most, said in ((0, CLOSE, CLOSE_IN_ORDER), (FAR, np.inf, FAR_IN_ORDER)):
+        right, number = sources.right_within(h100, least, most)
+        assert right / number == pytest.approx(said, abs=0.005)
+    page = (Path(__file__).parents[1] / "docs/plan-evidence.md").read_text(encoding="utf-8")
+    order, regret = sources.order_table(h100).split("\n\n")
+    assert np.mean(sources.regrets(h100)) < 0.051 and f"{np.mean(sources.regrets(h100)):.1%} more" in regret
+    tables = sources.summary("h100", h100), sources.summary("a100", a100), order, sources.predictors_table(a100)
+    for line in itertools.chain(*(table.splitlines() for table in tables)):
+        assert line in page, line
+    for accelerator, rows in (("H100", h100), ("A100", a100)):
+        assert f"±{sources.bar(rows):.0%} for {accelerator}".replace("%", " %") in page
+    assert f"Of {len(sources.pairs(h100))} pairs" in page and f"tau is {sources.kendall_tau(h100):.2f}" in page
+
+
+def test_mixtures_by_constants_that_are_fitted_to_none():
+    """Their bar is wider."""
+    page = (Path(__file__).parents[1] / "docs/plan-evidence.md").read_text(encoding="utf-8")
+    assert f"±{MIXTURE_ERROR:.0%} for a mixture".replace("%", " %") in page
+    assert len(mixtures.runs()) == 46
+    _, model, facts = mixtures.runs()[0]
+    constants = EFFICIENCIES["h100-published"]
+    assert bar_of(work_of(model), constants) == MIXTURE_ERROR > bar_of(PaperWork(SHAPE), constants)
+    # By hand: 8 GPUs of tp=4 have dp=2, which ep takes whole; every position goes out and back twice, a quarter a rank.
+    layout = mixtures.layout_of(model, facts)
+    assert (layout.dp, layout.ep, layout.exchanged, layout.microbatches) == (2, 2, 2 * 2 * 6144 / 4, 512)
+    etp1 = next(facts for name, _, facts in mixtures.runs() if name == "grok_etp1")
+    assert (lambda found: found.ep * found.tp * found.experts_over_tp)(mixtures.layout_of(model, etp1)) == etp1["ep"]

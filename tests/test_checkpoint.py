@@ -1,6 +1,8 @@
 """Checkpoints: exact on every mesh, whole or not there, and nothing damaged, foreign or hostile gets through."""
 
+import copy
 import json
+import os
 import pickle
 import shutil
 from dataclasses import asdict, replace
@@ -14,14 +16,17 @@ from conftest import DEVICES, in_sample
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdist.checkpoint import checkpoints as checkpoint
-from jaxdist.checkpoint import resume
+from jaxdist.checkpoint import resume, trained
 from jaxdist.checkpoint.checkpoints import MANIFEST, BadCheckpoint, Checkpoints, SaveFailed, locate, newest_good
 from jaxdist.checkpoint.logical import (
+    PARAMS,
     abstract_logical,
     fetch,
     from_logical,
+    parameters_from_logical,
     to_logical,
 )
+from jaxdist.checkpoint.trained import find_weights
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
@@ -394,3 +399,159 @@ def test_shards_that_lie_elsewhere_are_not_committed(tmp_path, small, monkeypatc
     with pytest.raises(SaveFailed, match=r"array moments\.0\.mu\.positions is not whole: 1 of its \d parts"):
         checkpoints.wait()
     assert checkpoints.steps() == []
+
+
+def test_weights_alone_in_another_precision_and_layout(small):
+    _, folder = small
+    other = make_program("tp=2", precision="bfloat16")
+    checkpoints = Checkpoints(folder)
+    wanted = {name: x for name, x in abstract_logical(other).items() if name.startswith(f"{PARAMS}.")}
+    params = parameters_from_logical(other, checkpoints.restore(checkpoints.check(3), wanted))
+    expected = other.init(0).params
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), jax.device_get(expected))
+
+
+def test_a_file_that_does_not_belong_is_named(damaged):
+    (damaged.path(3) / "arrays" / "extra.bin").write_bytes(b"?")
+    with pytest.raises(BadCheckpoint, match=r"extra\.bin.*does not list"):
+        damaged.check(3)
+    (damaged.path(3) / "arrays" / "extra.bin").unlink()
+    os.symlink("/etc/passwd", damaged.path(3) / "arrays" / "link")
+    with pytest.raises(BadCheckpoint, match=r"link.*neither a file nor a folder"):
+        damaged.check(3)
+
+
+def paths_in(value, path=()):
+    yield path
+    for name in value if isinstance(value, dict) else ():
+        yield from paths_in(value[name], (*path, name))
+
+
+def test_a_resealed_manifest_of_other_types_is_refused_or_means_the_same(small, monkeypatch):
+    """Every entry of what a run says of itself, as a value of every other type: never an error of ours."""
+    program, folder = small
+    manifest = Checkpoints(folder).check(3)
+    source = {"config": "{}", "index": None, "headers": {"a": "{}"}}
+    about = {**manifest.about, "source": source}
+    monkeypatch.setattr(Checkpoints, "restore", lambda *_, **__: fetch(to_logical(program, program.init(0))))
+    monkeypatch.setattr(resume, "agreed", lambda checkpoints, choose: replace(manifest, about=changed))
+    monkeypatch.setattr(trained, "locate", lambda *_: (Checkpoints(folder), replace(manifest, about=changed)))
+    monkeypatch.setattr(resume, "locate", trained.locate)
+    monkeypatch.setattr(resume, "from_logical", lambda *_: None)
+    refused = set()
+    for path in paths_in(about):
+        for value in (None, "x", 7, -1, 2.5, True, [], ["x"], {}, {"x": 1}):
+            changed = copy.deepcopy(about)
+            holder = changed
+            for name in path[:-1]:
+                holder = holder[name]
+            if path:
+                holder[path[-1]] = value
+            for call in (
+                lambda: resume.find(Checkpoints(folder), program.config, DATA, False, print),
+                lambda: resume.find_other(str(folder), program.config),
+                lambda: resume.rate_note(trained.locate()[1], program.config),
+                lambda: resume.restore(Checkpoints(folder), trained.locate()[1], program, same_run=True),
+                lambda: find_weights(str(folder), "path").end_of_text(),
+                lambda: find_weights(str(folder), "path", MODEL).tokenizer(),
+            ):
+                try:
+                    call()
+                except ConfigError:
+                    refused.add(path)
+    must = [
+        ("progress", "batch"),
+        ("config", "parallel", "mesh"),
+        ("data",),
+        ("source", "headers"),
+        ("config", "model"),
+    ]
+    assert refused >= set(must)
+
+
+def test_a_huge_manifest_is_not_read(damaged, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(BadCheckpoint, match="larger than 100 bytes"):
+        damaged.check(3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(vocab_size=200), "model.vocab_size is 100 there and 200 here"),
+        (dict(width=64), "model.width is 32 there and 64 here"),
+        (dict(num_layers=3), "model.num_layers is 2 there and 3 here"),
+    ],
+)
+def test_another_model_is_refused_with_what_differs(small, changed, message):
+    program, folder = small
+    config = replace(program.config, model=replace(MODEL, **changed))
+    with pytest.raises(ValueError, match=message):
+        resume.find(Checkpoints(folder), config, DATA, False, print)
+    with pytest.raises(ValueError, match=message):
+        resume.find_other(str(folder), config)
+
+
+def test_other_data_or_random_numbers_are_refused(small):
+    program, folder = small
+    find = lambda data: resume.find(Checkpoints(folder), program.config, data, False, print)  # noqa: E731
+    assert find(DATA).step == 3
+    with pytest.raises(ValueError, match="reads other data"):
+        find({"source": "x", "fingerprint": "1"})
+    others = (jax.default_prng_impl("rbg"), jax.threefry_partitionable(not jax.config.jax_threefry_partitionable))
+    for other in others:
+        with other, pytest.raises(ValueError, match="random numbers"):
+            find(DATA)
+
+
+def test_a_restore_that_fails_names_the_file_and_the_array(tmp_path, small, monkeypatch):
+    program, folder = small
+    checkpoints = Checkpoints(shutil.copytree(folder, tmp_path / "copy"))
+    manifest = checkpoints.check(3)
+
+    def fail(*_, **__):
+        raise TypeError("params.tokens: unexpected metadata")
+
+    monkeypatch.setattr(checkpoints._orbax, "restore", fail)
+    with pytest.raises(BadCheckpoint, match=r"step_00000003/arrays: array params\.tokens cannot be read"):
+        checkpoints.restore(manifest, abstract_logical(program))
+    for path in (tmp_path / "copy" / "step_00000003" / "arrays").rglob("d"):
+        shutil.rmtree(path)  # after it was checked, or on another machine's disk
+    with pytest.raises(BadCheckpoint, match=r"step_00000003/arrays"):
+        checkpoints.restore(manifest, abstract_logical(program))
+    with pytest.raises(BadCheckpoint, match=r"process 0 cannot see it"):
+        checkpoints.require_files(manifest)
+
+
+def test_a_linked_step_and_a_folder_that_is_none_are_refused(tmp_path, small):
+    _, folder = small
+    (tmp_path / "step_00000003").symlink_to(folder / "step_00000003")
+    with pytest.raises(BadCheckpoint, match="it is a link"):
+        Checkpoints(tmp_path).check(3)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="not a folder"):
+        Checkpoints(tmp_path / "file")
+    os.mkfifo(tmp_path / "fifo")
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "step_00000003" / MANIFEST).unlink()
+    os.mkfifo(copy / "step_00000003" / MANIFEST)
+    with pytest.raises(BadCheckpoint, match="not a regular file"):
+        Checkpoints(copy).check(3)
+
+
+def test_what_cannot_be_thinned_out_does_not_fail_the_save(tmp_path, small, monkeypatch):
+    program, _ = small
+    (tmp_path / "step_00000009.partial").touch()  # a stray file, not a folder
+    (tmp_path / "step_00000001.partial").touch()  # in the way of the save itself
+    saved(tmp_path, program, program.init(0), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+    def refuse(path):
+        if path.name == "step_00000001.partial":
+            raise PermissionError(13, "Permission denied", str(path))
+
+    warnings = []
+    monkeypatch.setattr(checkpoint, "remove", refuse)
+    saved(tmp_path, program, program.init(0), 2, keep_last=1, warn=warnings.append)
+    assert 2 in Checkpoints(tmp_path).steps()
+    assert "could not be removed" in warnings[0]

@@ -24,7 +24,12 @@ from experiments import cli
 from experiments.cli import CommonFlags, run_program
 from experiments.train import TrainFlags
 from jaxdist import files, parity
+from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
 from jaxdist.errors import ConfigError
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
+from jaxdist.train.program import Program, build_program
 from tests import fuzz, planted_bugs
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 400
@@ -337,3 +342,113 @@ def test_a_pipe_is_not_waited_for(monkeypatch, capsys, tmp_path):
     for path, said in ((tmp_path / "pipe", "cannot be written"), ("/dev/full", "No space left")):
         code, _, err = run(monkeypatch, capsys, "verify", "--json", path)
         assert code == 2 and said in err
+
+
+def test_compiler_options_reach_the_step(monkeypatch, capsys, text):
+    given = []
+
+    def compile_step(program, options):
+        given.append(options)
+        raise ConfigError("a test", "it needs no more", "Stop")
+
+    monkeypatch.setattr(Program, "compile_step", compile_step)
+    option = "xla_cpu_enable_fast_min_max=true"
+    assert run(monkeypatch, capsys, "train", "--data", text, *SMALL, "--compiler-options", option)[0] == 2
+    assert given == [{"xla_cpu_enable_fast_min_max": True}]
+
+
+def test_the_step_is_compiled_with_its_options():
+    config = RunConfig(PRESETS["proof"], ParallelConfig(), batch_size=2)
+    program = build_program(config, make_mesh(config.parallel.mesh, jax.devices()))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_nope"):
+        program.compile_step({"xla_nope": "1"})
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("0: F0 .  .  B0 W0\n1: .  F0 B0", "stage 1: W of micro-batch 0, chunk 0 is missing"),
+        (
+            "0: F0 F0 .  B0 W0\n1: .  F0 B0 W0",
+            "tick 1, stage 0: F of micro-batch 0, chunk 0: the stage has already run it",
+        ),
+        ("0: F0 .  B0 W0\n1: .  F0 B0 W0", "tick 2, stage 0: B of micro-batch 0, chunk 0: it needs B"),
+        ("0: F0 .  .  B0 W0\n1: .  F0 B0 W0", "is for 2 stages, 1 micro-batches and 1 chunks"),
+    ],
+)
+def test_a_schedule_from_a_file_is_checked(monkeypatch, capsys, tmp_path, text, table, said):
+    (tmp_path / "table.txt").write_text(table)
+    flags = ["--mesh", "pp=2", "--schedule", tmp_path / "table.txt", "--microbatches", 2]
+    code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, *flags, "--out", tmp_path / "run")
+    assert code == 2 and said in stderr and "Traceback" not in stderr
+
+
+def test_unwritable_out(monkeypatch, capsys, tmp_path, text):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, "--out", out, *SMALL)
+        assert code == 2 and "cannot be written" in stderr
+
+
+def test_bad_data_files(monkeypatch, capsys, tmp_path):
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    np.save(tmp_path / "floats.npy", np.zeros(10000))
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    np.save(tmp_path / "large.npy", np.full(100000, 999, np.uint16))
+    for name, said in (
+        ("empty.txt", "empty"),
+        ("latin.txt", "UTF-8"),
+        ("floats.npy", "1-D integer array"),
+        ("objects.npy", "not a whole .npy array"),
+        ("large.npy", "token 999"),
+    ):
+        code, _, stderr = run(monkeypatch, capsys, "train", "--data", tmp_path / name)
+        assert code == 2 and said in stderr, stderr
+
+
+def test_unwise_combinations_are_said():
+    def notes(**parallel):
+        return RunConfig(GPT2(2, 32, 4, 128, 32, 256), ParallelConfig(**parallel)).warnings()
+
+    assert "dp and cp, and both are 1" in notes(zero=2)[0]
+    assert "tp=1" in notes(sp=True)[0]
+    slow = RunConfig(GPT2(2, 32, 4, 128, 32, 256), optimizer=OptimizerConfig(warmup_steps=9), steps=8)
+    assert "the rate rises over the whole run" in slow.warnings()[0]
+    assert not dataclasses.replace(slow, optimizer=OptimizerConfig(), steps=8).warnings()
+    for ignored in (
+        {"reshard_after_forward": False},
+        {"bucket_mb": 1.0, "grad_sync": "flat"},
+        {"schedule": "zb-v"},
+        {"microbatches": 2},
+        {"chunks": 2},
+        {"stages": "balanced"},
+    ):
+        with pytest.raises(ConfigError, match="would change nothing"):
+            notes(**ignored)
+    pipelined = notes(mesh=parse_mesh("pp=2,dp=2"), zero=3, reshard_after_forward=False, microbatches=4)
+    assert "gathers the weights of blocks again" in pipelined[0]
+    assert not notes()
+
+
+@pytest.mark.parametrize(
+    ("said", "in_flags"),
+    [
+        ("zero=4: stages 0 to 3. Use zero=0, 1, 2 or 3.", "--zero 4: stages 0 to 3. Use --zero 0, 1, 2 or 3."),
+        ("mesh='dp=2,,tp=2': twice. Write mesh='dp=2'.", "--mesh dp=2,,tp=2: twice. Write --mesh dp=2."),
+        ("Add sp=True, or tp_ring='none'", "Add --sp, or --tp-ring none"),
+        ("reshard_after_forward=False: a pipeline", "--no-reshard-after-forward: a pipeline"),
+        ("(lr=1e-05) x seed=3.", "(--lr 1e-05) x --seed 3."),
+        ("Use loss_chunks in [1, 2] or seq_len/2", "Use --loss-chunks in [1, 2] or seq_len/2"),
+        ("data='it\\'s \\x1b[1m'", "--data 'it'\"'\"'s \\x1b[1m'"),
+        ("out='': it names no folder", "--out '': it names no folder"),
+        (
+            "--drill nan:step=5 model.width=3 dp=2 beta=1 a_zero=1",
+            "--drill nan:step=5 model.width=3 dp=2 beta=1 a_zero=1",
+        ),
+        ("'mesh=dp=2 zerro=3': 'zerro' is no setting", "'mesh=dp=2 zerro=3': 'zerro' is no setting"),
+    ],
+)
+def test_a_message_of_the_library_is_said_in_flags(said, in_flags):
+    assert cli.in_flags(said, TrainFlags) == in_flags
+    assert cli.in_flags(said, int) == said

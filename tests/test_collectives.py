@@ -193,3 +193,14 @@ def test_size_one_axes_leave_nothing_in_the_program():
     text = traced.lower().compile().as_text()
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", " copy("):
         assert kind not in text
+
+
+def test_sizes_that_do_not_divide_say_what_would():
+    with pytest.raises(ValueError, match="Pad it to 6"):
+        on_mesh(lambda x: comm.reduce_scatter(x[:, :, :5], "dp", 2), PER_RANK)(X)
+    with pytest.raises(ValueError, match="Pad it to 6"):
+        on_mesh(lambda x: comm.all_to_all(x[:, :, :5], "dp", 2, 1), PER_RANK)(X)
+    with pytest.raises(ValueError, match="ranks 0 to 1"):
+        on_mesh(lambda x: comm.broadcast(x, "dp", root=2), P(("replica", "tp")))(X)
+    with pytest.raises(ValueError, match="does not divide"):
+        on_mesh(lambda x: comm.scatter_from(x[:, :, :5], "dp", 2, (0,)), PER_RANK)(X)

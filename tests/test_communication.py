@@ -17,7 +17,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import Collective, total_sent
-from jaxdist.plan.traffic import Message, predicted
+from jaxdist.plan.traffic import Message, predicted, table
 from jaxdist.train.program import build_program
 
 
@@ -165,3 +165,44 @@ def test_a_layout_of_another_strategy_is_refused():
     other = large("7b", "pp=4,dp=8,tp=8", zero=3, sp=True, microbatches=16)
     with pytest.raises(ConfigError, match=r"a layout of another strategy, on pp=4,dp=8,tp=8"):
         predicted(config, layout_of(other))
+
+
+def test_bytes_do_not_depend_on_grouping():
+    """Numbers of messages do. Bytes do only where ZeRO-3's backward gathers a matrix's whole group."""
+    sent = {}
+    for zero in (0, 1, 2, 3):
+        for sync in ("per-parameter", "flat", "bucketed"):
+            config = large("gpt2-124m", "dp=8", zero=zero, grad_sync=sync)
+            messages = predicted(config, layout_of(config))
+            sent[zero, sync] = Counter()
+            for message in messages:
+                sent[zero, sync][message.purpose] += message.count * message.full_bytes
+    for zero in (0, 1, 2):
+        assert sent[zero, "flat"] == sent[zero, "per-parameter"] == sent[zero, "bucketed"]
+    assert not sent[3, "per-parameter"] - sent[3, "flat"]
+    more = sent[3, "flat"] - sent[3, "per-parameter"]
+    width, layers, itemsize = PRESETS["gpt2-124m"].width, PRESETS["gpt2-124m"].num_layers, 2
+    assert more == {
+        "weights of a layer, backward": layers
+        * itemsize
+        * (4 + 2 + 3 + 4)
+        * width,  # two norms; biases out, down; qkv; up
+    }
+
+
+def test_table_adds_up():
+    config = LARGE["7b on 256 ranks"]
+    mesh = config.parallel.mesh
+    messages = predicted(config, layout_of(config))
+    rows = table(messages, mesh)
+    assert sum(row.sent_bytes for row in rows) >= total_sent(messages, mesh)  # no stage sends most of everything
+    for row in rows:
+        alike = [m for m in messages if (m.purpose, m.kind, ", ".join(m.axes)) == row[:3]]
+        assert row.sent_bytes == total_sent(alike, mesh)
+        on_stage = Counter()
+        for (*_, stage), count in by_size(alike, mesh).items():
+            on_stage[stage] += count
+        assert row.count == max(on_stage.values())
+    assert len({row[:3] for row in rows}) == len(rows)
+    [update] = [row for row in rows if row.purpose == "parameters after the update"]
+    assert (update.kind, update.axes) == ("all_gather", "dp")

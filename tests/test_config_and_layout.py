@@ -16,10 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.oracles import plain
 from jaxdist.checkpoint.logical import from_logical, to_logical
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, from_dict, to_dict
 from jaxdist.layout import Leaf
-from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
@@ -276,3 +277,24 @@ def test_every_layer_has_one_row_where_its_part_lies(name, parts):
         part = schedule.part(*divmod(number, schedule.num_chunks))
         layers = list(range(sum(parts[:part]), sum(parts[: part + 1])))
         assert list(rows[at : at + depth]) == layers + [-1] * (depth - len(layers))
+
+
+def test_another_seed_gives_other_initial_values():
+    """Of every leaf that is drawn; scales and biases are constants."""
+    program = build_program(RunConfig(MODEL), make_mesh(MeshShape(), DEVICES))
+    first, second = (jax.device_get(program.init(seed).params) for seed in (1, 2))
+    again = jax.device_get(program.init(1).params)
+    for leaf, one, two, three in zip(*map(jax.tree.leaves, (program.layout.leaves, first, second, again)), strict=True):
+        assert (one != two).mean() > 0.2 if leaf.decay else np.array_equal(one, two), leaf.name
+        np.testing.assert_array_equal(one, three)
+
+
+@pytest.mark.parametrize(
+    "recorded, mesh, read", [(True, "dp=2", "yes"), (False, "dp=2", "auto"), (False, "pp=2", "auto")]
+)
+def test_a_record_from_when_layers_were_written_out_or_not_is_read(recorded, mesh, read):
+    config = RunConfig(PRESETS["tiny"], ParallelConfig(parse_mesh(mesh)), batch_size=8)
+    found = to_dict(config)
+    found["parallel"]["unroll_layers"] = recorded
+    assert from_dict(found).parallel.unroll_layers == read
+    assert from_dict(to_dict(config)) == config

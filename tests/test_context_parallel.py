@@ -1,7 +1,9 @@
 """Attention over a split sequence equals attention over a whole one, forward and backward, however it is split."""
 
 import itertools
+import re
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,14 @@ from conftest import DEVICES, in_sample
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.mesh import MeshShape, make_mesh
+from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.models.decoder import Decoder
+from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel import blocked_attention as blocked
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import context_parallel
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
 from jaxdist.parallel.context_parallel import Split, by_turns, context_attention, hops
 from jaxdist.plan.proof.compile import emitted_collectives
@@ -269,3 +275,62 @@ def test_steps_equal_one_device(kind, mask, cp, beside):
     how = {"batch_size": 4, "dtype": "float64", "mask_documents": mask == "packed", "cp_kind": kind}
     report = verify_model(model, f"{mesh}cp={cp}", **how, **settings).require()
     assert max(difference.error for difference in report.differences) < 1e-10
+
+
+def in_turn(split, hop, carry, steps):
+    """The hops of a ring written out."""
+    for step in steps:
+        carry = hop(carry, step, step % 2)
+    return carry
+
+
+@pytest.mark.parametrize("split", [Split(4), Split(8), Split(8, 2), Split(8, swaps=True)])
+def test_a_ring_computes_an_equal_part_of_the_causal_blocks_on_every_rank(monkeypatch, split):
+    """One program runs on all ranks, and which blocks it visits is known before it runs."""
+    monkeypatch.setattr(context_parallel, "_repeat", in_turn)
+    visited, original = [], context_parallel.attend_partly
+
+    def counted(q, k, v, places, window):
+        lengths = q.shape[1], k.shape[1]
+        visited.extend(blocked.visible_pairs(lengths, (2, 2), places.order, window))
+        return original(q, k, v, places, window)
+
+    monkeypatch.setattr(context_parallel, "attend_partly", counted)
+    on_ranks(split).trace(*arrays(8)[:3])
+    blocks = S // 2
+    assert len(visited) * split.groups == blocks * (blocks + 1) // 2
+
+
+def test_the_report_to_jax_prints_what_it_says(capsys):
+    """Why the ring is one function: merged by JAX's own log-sum-exp, forward is right and gradients are not."""
+    page = (Path(__file__).parents[1] / "docs/upstream/attention-residual.md").read_text(encoding="utf-8")
+    script, printed = (re.search(f"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("python", "text"))
+    exec(compile(script, "the report", "exec"), {})
+    found = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    said = dict(line.split() for line in printed.splitlines())
+    for name in ("dq", "dk"):
+        assert float(found[name]) == pytest.approx(float(said[name]), rel=0.1) and float(found[name]) > 0.1
+    assert found.keys() == said.keys() and all(float(found[name]) < 1e-6 for name in ("o", "dv"))
+
+
+@pytest.mark.parametrize(
+    "mesh, settings, model, said",
+    [
+        ("cp=2", {"cp_kind": "rings"}, {}, "ring, all-gather, ulysses, or usp-U"),
+        ("cp=2", {"attention": "cudnn"}, {}, "attention=auto"),
+        ("cp=4", {"cp_kind": "usp-3"}, {}, "groups of 3"),
+        ("dp=2", {"cp_kind": "ulysses"}, {}, "cp=1: it would change nothing"),
+        ("cp=4", {}, {"seq_len": 36}, "Use a seq_len of 32 or 40"),
+        ("cp=8", {"cp_kind": "ulysses"}, {"num_heads": 4}, "4 query heads"),
+        ("cp=4,tp=4", {"cp_kind": "ulysses"}, {}, "2 query heads"),
+        ("pp=2,cp=3", {}, {"seq_len": 36}, "all-gather"),
+        ("pp=2,cp=6", {"cp_kind": "usp-2"}, {"seq_len": 36}, "3 form it"),
+        ("cp=2", {}, {"dropout": 0.1}, "ulysses"),
+        ("cp=2,tp=4", {"sp": True}, {"seq_len": 12}, "multiple of 8"),
+        ("cp=4", {"loss_chunks": 16}, {"seq_len": 32}, "loss_chunks"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_what_can(mesh, settings, model, said):
+    sizes = {"num_layers": 4, "width": 64, "num_heads": 8, "ffn_width": 128, "seq_len": 32, "vocab_size": 64} | model
+    with pytest.raises(ConfigError, match=said):
+        RunConfig(GPT2(**sizes), ParallelConfig(parse_mesh(mesh), **settings), batch_size=16)

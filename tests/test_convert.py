@@ -1,9 +1,12 @@
 """`convert` and `train --weights`: there and back to the bit, through any mesh, and what does not fit in one table."""
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import math
+import os
+import shutil
 import sys
 from itertools import chain, repeat
 from pathlib import Path
@@ -23,7 +26,7 @@ import experiments.train
 from experiments.cli import run_program
 from experiments.convert import Hf, Ours, prove
 from experiments.train import TrainFlags
-from jaxdist.checkpoint import weights
+from jaxdist.checkpoint import safetensors, weights
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import abstract_parameters, fetch
 from jaxdist.checkpoint.safetensors import Stored
@@ -342,3 +345,78 @@ def test_a_text_ends_with_any_token_that_a_run_or_a_file_names(tmp_path):
     (tmp_path / GENERATION).write_text('{"eos_token_id": [7, 9]}')
     assert weights_with(tmp_path).end_of_text() == (7, 9)
     assert weights_with(tmp_path, end_of_document=5).end_of_text() == (5, 7, 9)
+
+
+def test_an_index_without_metadata_is_read_and_not_written_again(theirs, tmp_path, capsys):
+    source = weights.source_of(open_weights(theirs, MODEL)[0])
+    [header] = source.headers.values()
+    index = json.dumps({"weight_map": dict.fromkeys(weights._tensors(header), "model.safetensors")})
+    shutil.copytree(theirs, tmp_path / "bare")
+    (tmp_path / "bare/model.safetensors.index.json").write_text(index)
+    assert "not proved" in convert(capsys, "hf", tmp_path / "bare", "--out", tmp_path / "ours")
+    convert(capsys, "ours", tmp_path / "ours", "--out", tmp_path / "again")
+    written = contents(tmp_path / "again")
+    assert "metadata" in json.loads(written.get("model.safetensors.index.json", b'{"metadata": {}}'))
+
+
+def test_an_export_reserves_its_room_first(theirs, tmp_path, capsys, monkeypatch):
+    """Mapped memory that a full disk cannot hold is a SIGBUS."""
+    [header] = open_weights(theirs, MODEL)[0].headers.values()
+    safetensors.allocate(tmp_path / "file", header)
+    found = (tmp_path / "file").stat()
+    assert found.st_blocks * 512 >= found.st_size == (theirs / "model.safetensors").stat().st_size
+    convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    words = ("ours", tmp_path / "ours", "--out", tmp_path / "back")
+    code, said = run(experiments.convert, Hf | Ours, capsys, *words)
+    assert code == 2 and "No space left" in said and said.count("\n") == 1 and not [*tmp_path.glob("back*")]
+
+
+def test_a_fine_tune_needs_a_rate_and_its_own_tokenizer_and_says_its_precision(theirs, data, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("some words to learn from. " * 200)
+    (tmp_path / "theirs").mkdir()
+    for name, content in contents(theirs).items():
+        (tmp_path / "theirs" / name).write_bytes(content)
+    (tmp_path / "theirs" / "tokenizer.json").write_bytes(BPETokenizer.train(iter(["some words"]), 257).to_bytes())
+    common = ("--model", tmp_path / "theirs", "--steps", 1)
+    words = (*common, "--weights", tmp_path / "theirs")
+    code, said = run(experiments.train, TrainFlags, capsys, *words, "--data", data)
+    assert code == 2 and "--lr 2e-05" in said
+    code, said = run(experiments.train, TrainFlags, capsys, *words, "--data", data, "--lora", 2)
+    assert code == 2 and "--lr 0.0002" in said
+    code, said = train(capsys, *words, "--data", tmp_path / "text.txt")
+    assert code == 2 and "--tokenizer" in said and "prepare" in said
+    code, said = train(capsys, *words, "--data", data)
+    assert code == 0 and "bare tokens" in said and "the weights are bfloat16" in said
+    code, said = train(capsys, *common, "--data", tmp_path / "text.txt", "--num-layers", 1)
+    assert code == 0 and "note: the model's tokens are of" in said  # a new model of theirs shape may read bytes
+    words = [tmp_path / "theirs", "--data", tmp_path / "text.txt"]
+    code, said = run(experiments.evaluate, experiments.evaluate.EvaluateFlags, capsys, *words)
+    assert code == 2 and "--tokenizer" in said
+
+
+def test_an_export_of_a_run_of_ours_says_its_dtype_and_its_tokens(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("some words to learn from. " * 300)
+    words = ["--data", tmp_path / "text.txt", "--out", tmp_path / "data", "--vocab-size", 257]
+    assert run(experiments.prepare, experiments.prepare.PrepareFlags, capsys, *words)[0] == 0
+    words = ("--model", "llama-proof", "--vocab-size", 257, "--data", tmp_path / "data", "--out", tmp_path / "run")
+    code, said = train(capsys, *words, "--steps", 1, "--dtype", "bfloat16", "--seq-len", 8)  # with fp32 masters
+    assert code == 0, said
+    convert(capsys, "ours", tmp_path / "run", "--out", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert config["torch_dtype"] == "float32" and config["eos_token_id"] == 0 and config["vocab_size"] == 257
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[oracle]'")
+    found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
+    assert found.eos_token == "<|endoftext|>" and len(found) == 257
+
+
+def test_two_sets_of_weights_in_one_folder_are_refused(theirs, tmp_path):
+    for name, content in contents(theirs).items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / safetensors.INDEX).write_text('{"weight_map": {"a": "other.safetensors"}}')
+    with pytest.raises(ConfigError, match="two sets"):
+        open_weights(tmp_path, MODEL)

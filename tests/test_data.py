@@ -3,7 +3,9 @@
 import math
 import os
 import pickle
+import sysconfig
 import tracemalloc
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from jaxdist.data import batches as data
 from jaxdist.data import tokens as tokens_module
 from jaxdist.data.batches import Batches, Corpus, Source, load_corpus
+from jaxdist.data.order import make_mixture
 from jaxdist.data.tokens import Part, TokenFile, Tokens, unigram_entropy
 from jaxdist.errors import ConfigError
 
@@ -323,3 +326,112 @@ def test_sources_are_mixed_by_their_weights(tmp_path):
     first = np.concatenate([Batches(corpus, 4, 8, 0)[step]["inputs"][:, 0] for step in range(10)])
     assert first.sum() == 10
     assert corpus.fingerprint() != load_corpus(f"{tmp_path}/a.npy=0.5,{tmp_path}/b.bin=0.5", 2).fingerprint()
+
+
+def test_standard_library_is_split_by_file():
+    corpus = load_corpus(None, 256)
+    assert "standard library" in corpus.about
+    held_out_fraction = corpus.num_held_out / (corpus.num_train + corpus.num_held_out)
+    assert 0.02 < held_out_fraction < 0.3
+
+    again = load_corpus(None, 256)
+    np.testing.assert_array_equal(train_of(corpus), train_of(again))
+    np.testing.assert_array_equal(held_out_of(corpus), held_out_of(again))
+    assert corpus.fingerprint() == again.fingerprint()
+
+    train, held_out = documents(train_of(corpus)), documents(held_out_of(corpus))
+    assert f"{len(train) + len(held_out)} files" in corpus.about
+    assert not {d for d in held_out if len(d) > 1000} & set(train)
+    for module in ("dataclasses.py", "json/decoder.py"):
+        source = (Path(sysconfig.get_paths()["stdlib"]) / module).read_bytes()
+        assert (source in train) + (source in held_out) == 1
+
+
+def test_text_that_is_not_utf8_is_refused_at_its_offset(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"plain \xff")
+    refused(tmp_path / "a.txt", "UTF-8", "0xff at offset 6 ")
+
+
+def test_folder_split_is_the_same_everywhere(tmp_path):
+    """Pinned names: the split may depend on nothing but the relative path."""
+    for folder in ("here", "there"):
+        files = {f"{i % 3}/{i}.txt": f"{i}".encode() for i in range(60)}
+        corpus = load_corpus(str(write_tree(tmp_path / folder, files)), 256)
+        train, held_out = documents(train_of(corpus)), documents(held_out_of(corpus))
+        assert sorted(train + held_out) == sorted(files.values())
+        assert held_out == [b"22", b"35"]
+
+
+def test_odd_bin_is_refused(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"\0" * 7)
+    refused(tmp_path / "a.bin", "7 bytes")
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 70_000])
+@pytest.mark.parametrize("dtype", ["<u4", "<i4", "<u2"])
+def test_a_bin_that_is_not_plainly_uint16_is_refused_or_said(tmp_path, vocab_size, dtype):
+    path, tokens = tmp_path / "a.bin", np.random.default_rng(0).integers(0, 1000, 4000).astype(dtype)
+    tokens.tofile(path)
+    if dtype == "<u2" and vocab_size == 1000:
+        corpus = load_corpus(str(path), vocab_size)
+    else:
+        with pytest.raises(ConfigError, match="token_dtype"):
+            load_corpus(str(path), vocab_size)
+        corpus = load_corpus(str(path), vocab_size, {"<u4": "uint32", "<i4": "int32", "<u2": "uint16"}[dtype])
+    np.testing.assert_array_equal(corpus.sources[0].train.read(0, 3600), tokens[:3600])
+
+
+@pytest.mark.parametrize("what", ["llm.c", "idx"])
+def test_a_bin_of_another_program_is_refused(tmp_path, what):
+    tokens = np.random.default_rng(0).integers(1, 1000, 4000).astype("<u2").tobytes()
+    header = np.array([20240520, 1, 4000], "<i4").tobytes().ljust(1024, b"\0")
+    (tmp_path / "a.bin").write_bytes(header + tokens if what == "llm.c" else tokens)
+    if what == "idx":
+        (tmp_path / "a.idx").write_bytes(b"MMIDIDX")
+    with pytest.raises(ConfigError, match=what):
+        load_corpus(str(tmp_path / "a.bin"), 1000)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.zeros(9), np.zeros(9, bool), np.zeros(9, "M8[s]"), np.zeros(9, "U3"), np.zeros((3, 3), int), np.array(7)],
+    ids=lambda array: f"{array.dtype}-{array.ndim}d",
+)
+def test_npy_that_is_not_1d_integers_is_refused(array, tmp_path):
+    np.save(tmp_path / "a.npy", array)
+    refused(tmp_path / "a.npy", "1-D integer", str(array.dtype))
+
+
+def test_huge_npy_header_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "a.npy"
+    with open(path, "wb") as file:
+        file.write(b"\x93NUMPY\x02\x00" + (1 << 30).to_bytes(4, "little"))
+        file.truncate(1 << 31)  # sparse
+    tracemalloc.start()
+    refused(path, "header", "1,073,741,824 bytes")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+
+
+def test_negative_token_is_refused_without_blaming_the_vocabulary(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([1, 2, -100, 3]))
+    refused(tmp_path / "a.npy", "token -100 at position 2 ", "Negative tokens")
+
+
+def test_uint64_token_beyond_int64_is_refused(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([1, 2**64 - 1], np.uint64))
+    refused(tmp_path / "a.npy", f"token {2**64 - 1} at position 1 ")
+
+
+@pytest.mark.parametrize("text", ["a=", "=1", "a=0", "a=-1", "a=x", "a=1/0", "a=1,b", "a=nan", "a=inf", "a=1,,b=1"])
+def test_bad_mixture_is_refused(text):
+    with pytest.raises(ConfigError, match="PATH=WEIGHT"):
+        load_corpus(text, 256)
+
+
+def test_weights_of_a_long_pattern_are_refused():
+    for weights, period in (([0.5, 0.5], 2), ([7, 3], 10), ([1], 1), (["0.3333", "0.6667"], 10_000)):
+        assert make_mixture([Fraction(w) for w in weights]).period == period
+    with pytest.raises(ConfigError, match="repeats after 100,000"):
+        make_mixture([Fraction("0.33333"), Fraction("0.66667")])

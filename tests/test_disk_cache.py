@@ -15,7 +15,7 @@ from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.disk_cache import cached_arrays
 from jaxdist.plan.parts import OneRank
-from jaxdist.plan.program_memory import rank_memory
+from jaxdist.plan.program_memory import _of_loss, loss_memory, rank_memory
 
 RANK = OneRank(PRESETS["proof"], 2, 7, PrecisionConfig("float32"), sp=True)
 
@@ -129,3 +129,26 @@ def test_schedules_are_run_once(folder, monkeypatch):
     assert [schedule_facts.schedule_facts(*sizes) for sizes in asked] == before and not run
     monkeypatch.setattr(schedule_facts, "write_arrays", None)  # nothing is new
     schedule_facts.keep_facts()
+
+
+def test_a_full_disk_is_no_error(folder, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk_cache, "write_whole", full)
+    made = Made()
+    for _ in range(2):
+        assert cached_arrays("a", Arrays, made).two[0, 0] == 1.5
+    assert made.number == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"selective": True}, {"ep": 2}, {"ep": 2, "sp": True, "experts_over_tp": True}, {"attention": "blocked"}],
+    ids=lambda change: "-".join(change),
+)
+def test_a_loss_does_not_depend_on_what_layers_do(change):
+    model = PRESETS["proof"] if "ep" not in change else replace(PRESETS["llama-10m"], num_experts=4, top_k=2)
+    rank = OneRank(model, 2, 7, PrecisionConfig("float32"), **change)
+    own, shared = (np.max([fixed + each * 5 for fixed, each in loss_memory(found)]) for found in (rank, _of_loss(rank)))
+    assert own == shared

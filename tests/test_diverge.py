@@ -459,3 +459,27 @@ def test_a_setting_that_one_of_two_trainings_does_not_say_is_refused():
 def test_bad_input_is_refused(capsys, args, said):
     code, out, err = run(capsys, *args)
     assert code == 2 and said in err and not out
+
+
+SAMPLE = {"a-sum", "no-sum", "no-sum-in-backward", "a-gradient-of-one-leaf", "a-stale-weight", "shards-swapped"} | {
+    *(
+        "a-scattered-gradient",
+        "a-message-of-a-gradient",
+        "other-tokens",
+        "targets-not-counted",
+        "the-halo",
+        "a-split-sum",
+    )
+}
+
+
+def test_twenty_bugs_are_planted():
+    assert len(BUGS) >= 20 and {bug.name for bug in BUGS} >= SAMPLE
+
+
+def test_recorded_digests_are_compared(capsys, tmp_path):
+    path = tmp_path / "digests.json"
+    code, out, _ = run(capsys, "--mesh", "tp=2", "--record", path)
+    assert code == 0 and "digests of 1 steps" in out
+    code, out, _ = run(capsys, "mesh=dp=2 zero=3", path)
+    assert code == 0 and "equal:" in out

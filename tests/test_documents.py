@@ -118,3 +118,20 @@ def test_attention_is_written_out():
     assert build_program(config, mesh).model.ctx.attention == "xla"
     with pytest.raises(ConfigError, match="no such mask"):
         dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, attention="cudnn"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words", "match"),
+    [
+        ("a.txt", "text", ["--supervised"], "lines of .jsonl"),
+        ("a.jsonl", '{"text": "a"}', ["--supervised"], '"prompt" and "answer"'),
+        ("a.jsonl", '{"prompt": "a", "answer": 3}', ["--supervised"], '"prompt" and "answer"'),
+        ("a.jsonl", '{"prompt": "a", "answer": "b"}', [], "prompts and answers: --supervised"),
+    ],
+)
+def test_lines_that_are_no_prompts_and_answers_are_refused(tmp_path, capsys, name, text, words, match):
+    (tmp_path / name).write_text(text)
+    words += ["--data", str(tmp_path / name), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    with pytest.raises(SystemExit) as ended:
+        run_program(PrepareFlags, main, "prepare", words)
+    assert ended.value.code == 2 and match in capsys.readouterr().err

@@ -19,6 +19,7 @@ from experiments.oracles import decoder_settings
 from experiments.oracles.decoder import losses
 from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, to_logical
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare, named_params
@@ -29,10 +30,14 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.expert_parallel import kept_places
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.parity import observe, quick_options, random_batches
+from jaxdist.placement import make_layout
+from jaxdist.plan.explain import experts
+from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import exchanged, work_of
 from jaxdist.plan.program_memory import program_bytes
-from jaxdist.plan.search import Candidates, legal_meshes, pipelines
-from jaxdist.runtime.expert_load import broken, counted, summary
+from jaxdist.plan.search import Candidates, legal_meshes, pipelines, score
+from jaxdist.plan.time_model import Efficiency
+from jaxdist.runtime.expert_load import FAULTS, broken, counted, counters, summary
 from jaxdist.train.program import build_program
 
 
@@ -449,3 +454,65 @@ def test_what_is_counted_is_summed_up_over_layers():
     counts = {"a.load": np.array([[1.0, 3.0], [6.0, 6.0]]), "a.dropped": np.array([[0.0, 1.0], [0.0, 1.0]])}
     assert summary(counts) == {"expert_load_max": 1.5, "expert_load_min": 0.5, "expert_dropped": 0.125}
     assert summary({}) == {}
+
+
+def test_a_plan_says_what_a_token_uses_and_what_is_padding():
+    model, cluster = PRESETS["mixtral-8x7b"], Cluster(find_hardware("h200"), 8)
+    parallel = ParallelConfig(parse_mesh("dp=64,ep=8"), zero=3, remat="block")
+    config = RunConfig(model, parallel, precision=PrecisionConfig("bfloat16"), batch_size=64)
+    found = score(config, Candidates.of(config), cluster, "cudnn")
+    used, sent = experts(found, 0, np.array([0]), "cudnn", Efficiency())
+    assert used == "A token uses 12.88 billion of 46.7 billion parameters; 45.1 billion are of experts."
+    # 8 ranks, each with a slot for every token; 2 of 8 experts are chosen
+    assert sent.startswith("ep=8 sends tokens to experts: ") and "even 25% of that" in sent and "share 50%" in sent
+
+
+def small(mesh: str = "", **fields) -> RunConfig:
+    return config_of(dataclasses.replace(SMALL, **fields), mesh)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: parse_mesh("dp=4,ep=3"), r"ep=3 over dp=4: .* Use ep in \[1, 2, 4\]"),
+        (lambda: parse_mesh("ep=2"), r"ep=2 over dp=1: .* Use ep in \[1\]"),
+        (lambda: parse_mesh("dp=2,cp=2,ep=8"), r"ep=8 over dp=2 and cp=2: .* Use ep in \[1, 2, 4\]"),
+        (lambda: small(num_experts=4, top_k=5), "top_k=5 with num_experts=4: .* Use top_k up to 4"),
+        (lambda: small(top_k=0), "top_k=0"),
+        (lambda: small(router_score="tanh"), "router_score='tanh': it must be softmax or sigmoid"),
+        (lambda: small(capacity=0.2), "capacity=0.2: .* 0.8 tokens, .* capacity=0.25"),
+        (lambda: small(capacity=-1.0), "capacity=-1"),
+        (lambda: small(z_loss=-1.0), "z_loss=-1"),
+        (lambda: small("dp=4,ep=4", num_experts=6), "6 experts: .* Use ep in .1, 2, 3"),
+        (lambda: small("tp=4", expert_width=6), "expert_width=6 cannot be split over tp=4"),
+        (lambda: ParallelConfig(parse_mesh("tp=4"), experts_over_tp=True), "experts_over_tp=True: .* Add sp=True"),
+        (
+            lambda: config_of(SMALL, "dp=4,ep=4,tp=4", **APART),
+            "ep=4 and experts_over_tp=True with 8 experts: each of 16 .* Use ep x tp in .1, 2, 4, 8",
+        ),
+        (lambda: config_of(Fields(), "tp=4", **APART), "ep x tp splits experts, and it has none"),
+        (lambda: config_of(Fields(capacity=1.0)), "capacity=1.0: it is of a mixture of experts"),
+        (
+            lambda: dataclasses.replace(config_of(Fields()).model, kinds=("dense",)),
+            "without experts all layers are dense",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_three_parts(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_ep_needs_experts():
+    dense = config_of(Fields()).model
+    with pytest.raises(ConfigError, match="ep splits experts, and it has none"):
+        RunConfig(dense, ParallelConfig(parse_mesh("dp=2,ep=2")), batch_size=8)
+
+
+def test_a_broken_expert_is_named_with_its_layer_where_kinds_take_turns():
+    config = config_of(MIXTURES["every-other"])
+    layout = make_layout(config.model, config.parallel)
+    [leaf] = [leaf for leaf in counters(layout) if leaf.name.endswith(FAULTS)]
+    faults = np.zeros(leaf.shape)
+    faults[1, 5] = 3
+    assert broken(layout, {leaf.name: faults}, num_kinds=2) == ["expert 5 of layer 3"]

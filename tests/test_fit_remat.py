@@ -3,6 +3,7 @@ that is chosen for a budget."""
 
 import dataclasses
 import math
+import types
 
 import jax
 import numpy as np
@@ -11,9 +12,11 @@ from conftest import in_sample
 
 from experiments.strategies import Strategy
 from jaxdist.compat import type_of
-from jaxdist.config import RunConfig
+from jaxdist.config import PrecisionConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_abstract_mesh, parse_mesh
+from jaxdist.models.presets import PRESETS
+from jaxdist.parallel.remat import is_array, name_array, read_arrays
 from jaxdist.plan.fit_remat import _nothing_repeated, fit_remat, with_arrays
 from jaxdist.plan.hardware import GIB, Cluster, find_hardware
 from jaxdist.plan.kept_arrays import _layer, choice_of, choices
@@ -23,6 +26,9 @@ from jaxdist.plan.proof.trace_memory import step_memory
 from jaxdist.plan.search import Candidates, place_of, score, search
 from jaxdist.plan.time_model import efficiency_of
 from jaxdist.plan.utilisation import flops_per_token
+from jaxdist.plan.verdict import STEP, verdict_of
+from jaxdist.runtime.devices import Devices
+from jaxdist.runtime.telemetry import PARTS
 from jaxdist.train.program import build_program
 
 RUNS = {
@@ -191,3 +197,31 @@ def test_what_is_repeated_counts_among_the_flops_of_the_hardware():
     model = config.model
     assert flops_per_token(config)[1] == model.num_layers * 2 * model.width * model.ffn_width
     assert flops_per_token(_with(config, "none"))[1] == 0
+
+
+def test_what_a_plan_would_not_count_is_refused_and_counted_among_flops():
+    """A word written by hand, whose backward exchanges heads over cp again."""
+    config = RUNS["ulysses"].run_config()
+    layer = _layer(rank_of(config, "xla"))
+    single = [layer.choice(made) for made in layer.groups()]
+    word = next(each.remat for each in single if each.uncounted)
+    assert word not in {each.remat for each in choices(layer.rank)}
+    with pytest.raises(ConfigError, match="repeat messages over cp, whose time a plan does not predict"):
+        _scored(_with(config, word))
+    card = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
+    in_bf16 = dataclasses.replace(_with(config, word), precision=PrecisionConfig("bfloat16"))
+    found = verdict_of(in_bf16, [dict.fromkeys(PARTS, 0.0) | {STEP: 1.0}], Devices([card] * 4, False, ""), "xla")
+    assert "the time model does not divide it: remat=" in found.text
+    everything = "+".join(each.remat.removeprefix("repeat:") for each in single)
+    assert flops_per_token(_with(config, f"repeat:{everything}"))[1] > 0
+
+
+def test_names_of_arrays_are_read_as_written():
+    made = ("dot_general", ((499 * 1024, 768), (768, 2304), (499,), ()))
+    name = name_array(made, 499)
+    assert name == "dot_general:1024rx768-768x2304-r-" and is_array(name)
+    assert read_arrays(f"repeat:{name}+scatter-add:4x16r", 16) == {
+        ("dot_general", ((16 * 1024, 768), (768, 2304), (16,), ())),
+        ("scatter-add", ((4, 256),)),
+    }
+    assert PRESETS and read_arrays("block", 4) == frozenset()

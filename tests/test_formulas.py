@@ -11,10 +11,11 @@ import pytest
 
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import make_schedule
-from jaxdist.parallel.pipeline.simulate import simulate
+from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.plan import formulas as f
 from jaxdist.plan.collective_cost import collective_cost, two_level
 from jaxdist.plan.formulas import ModelShape
+from jaxdist.plan.hardware import GIB
 
 GPT3 = ModelShape.gpt(96, 12288, 96)
 
@@ -234,3 +235,134 @@ def test_the_closed_forms_import_no_jax():
     modules = "formulas", "collective_cost", "hardware", "time_model", "cost"
     code = f"import sys, {', '.join('jaxdist.plan.' + m for m in modules)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("billions", "recipe", "gigabytes"),
+    [(7, "fp32-adam", 112), (7, "mixed-adam", 112), (70, "fp16-inference", 140), (7, "fp16-inference", 14)],
+)
+def test_state_of_whole_models(billions, recipe, gigabytes):
+    assert f.state_bytes(billions * 1e9, recipe).total == gigabytes * 1e9
+
+
+def test_tp_and_pp_divide_before_dp():
+    alone = f.state_bytes(1e9 / 8, zero=2, dp=4)
+    split = f.state_bytes(1e9, zero=2, dp=4, tp=4, pp=2)
+    assert (split.parameters, split.gradients, split.optimizer) == (
+        alone.parameters,
+        alone.gradients,
+        alone.optimizer,
+    )
+
+
+def test_columns_equal_numbers():
+    zero, dp, tp = np.array([0, 1, 2, 3]), np.array([1, 2, 4, 8]), np.array([8, 4, 2, 1])
+    column = f.state_bytes(1e9, zero=zero, dp=dp, tp=tp).total
+    assert column.tolist() == [
+        f.state_bytes(1e9, zero=z, dp=d, tp=t).total for z, d, t in zip(zero, dp, tp, strict=True)
+    ]
+    remat = np.array(["none", "selective", "block", "every-2"])
+    column = f.layer_activation_bytes(GPT3, 1, tp, True, remat=remat)
+    each = [f.layer_activation_bytes(GPT3, 1, int(t), True, remat=str(r)) for t, r in zip(tp, remat, strict=True)]
+    assert column.tolist() == each
+
+
+def test_volume_per_step():
+    for zero, keep, times in [(0, False, 2), (1, False, 2), (2, False, 2), (3, False, 3), (3, True, 2)]:
+        traffic = f.dp_traffic(1e9, 8, zero, keep)
+        assert traffic.elements == times * 1e9 * 7 / 8
+    assert f.dp_traffic(1e9, 8, np.array([0, 1, 2, 3])).elements.tolist() == [1.75e9, 1.75e9, 1.75e9, 2.625e9]
+    assert f.dp_traffic(1e9, 8, np.array([0, 1, 2, 3])).collectives.tolist() == [1, 2, 2, 3]
+    assert f.dp_traffic(1e9, 1, 3).elements == f.dp_traffic(1e9, 1, 3).collectives == 0
+    # Once an update, or once a micro-batch: ZeRO-2 scatters and ZeRO-3 gathers and scatters every one.
+    assert [float(f.dp_traffic(1.0, 2, zero, microbatches=4).elements) for zero in range(4)] == [1, 1, 2.5, 6]
+
+
+@pytest.mark.parametrize(("layers", "width"), PARAMETERS)
+def test_megatron_parameters(layers, width):
+    shape = ModelShape.gpt(layers, width, width // 128)
+    assert shown(f.megatron_parameters(shape) / 1e9, PARAMETERS[layers, width])
+    assert shape.parameters == pytest.approx(f.megatron_parameters(shape) + 2 * width, abs=0.5)  # the final norm's
+
+
+def test_llama_counts():
+    """nanotron's two models, printed as 1.34B and 8.86B; Llama-3-8B (8.03B) for grouped key/value heads."""
+    llama = {"gated_mlp": True, "learned_positions": False, "biases": False}
+    assert shown(ModelShape(16, 2048, 32, 8192, 4096, 131072, **llama).parameters / 1e9, "1.34")
+    assert shown(ModelShape(32, 4096, 32, 14336, 4096, 131072, tied_embedding=False, **llama).parameters / 1e9, "8.86")
+    grouped = ModelShape(32, 4096, 32, 14336, 8192, 128256, num_kv_heads=8, tied_embedding=False, **llama)
+    assert shown(grouped.parameters / 1e9, "8.03")
+
+
+def test_flops_a_parameter_and_token():
+    assert f.training_flops(7e9, 1e12) == 6 * 7e21
+    assert f.training_flops(7e9, 1e12, full_recompute=True) == 8 * 7e21
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens", "devices", "speed", "days"),
+    [(175e9, 300e9, 1024, 140e12, "33.9"), (1e12, 450e9, 3072, 163e12, "83")],
+)
+def test_training_days(parameters, tokens, devices, speed, days):
+    """The 83 is for P = 1e12; the model's own 1,008 billion parameters give 84."""
+    stated = f.training_days(parameters, tokens, devices, speed)
+    assert shown(stated.value, days)
+    assert str(stated).endswith("days (8TP/(nX), full recompute)")
+    without = f.training_days(parameters, tokens, devices, speed, full_recompute=False)
+    assert without.value == pytest.approx(stated.value * 6 / 8) and "6TP" in str(without)
+
+
+def test_utilisation_follows_palm_and_says_its_convention():
+    shape, tokens_per_s, peak = GPT3, 1e5, 312e12
+    matmuls = 12 * 96 * 12288**2 + 51200 * 12288
+    found = f.mfu(shape, tokens_per_s, peak, 1024)
+    assert found.value == pytest.approx(tokens_per_s * (6 * matmuls + 12 * 96 * 12288 * 2048) / (peak * 1024))
+    causal, every = (
+        f.mfu(shape, tokens_per_s, peak, 1024, attention="causal"),
+        f.mfu(shape, tokens_per_s, peak, 1024, counted="all"),
+    )
+    assert causal.value < found.value < every.value
+    assert "full attention" in str(found) and "causal attention" in str(causal) and "embeddings too" in str(every)
+    assert found.value * peak * 1024 == pytest.approx(tokens_per_s * f.iteration_flops(shape, 1).value / 2048)
+    with pytest.raises(ValueError, match=r"attention='half': .* Use full, causal"):
+        f.mfu(shape, 1, 1, attention="half")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "gib"),
+    [
+        ({}, "2.67"),
+        ({"tp": 8}, "0.54"),
+        ({"tp": 8, "sp": True}, "0.33"),
+        ({"tp": 8, "sp": True, "remat": "selective"}, "0.10"),
+        ({"tp": 8, "remat": "block"}, "0.047"),
+    ],
+)
+def test_activations_of_one_gpt3_layer(kwargs, gib):
+    assert shown(f.layer_activation_bytes(GPT3, 1, **kwargs) / GIB, gib)
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(4, 2), (8, 3), (6, 2), (1, 2)])
+def test_interleaving_factor_is_what_the_schedule_holds(pp, chunks):
+    factor = f.interleave_factor(pp, chunks)
+    assert factor == 1 + (pp - 1) / (pp * chunks)
+    if pp > 1:
+        table = make_schedule("interleaved", pp, 4 * pp, chunks)
+        assert in_flight(table)[0] == pytest.approx(factor * pp * chunks)
+    assert f.interleave_factor(pp, 1) == 1
+
+
+def test_other_bubbles():
+    assert f.bubble_seconds("gpipe", 4, 1, 1, 1) == f.bubble_seconds("1f1b", 4, 1, 1, 1) == 9
+    assert f.bubble_seconds("interleaved", 4, 1, 1, 1, chunks=2) == 4.5
+    # (p/2 - 1)(F&B + B - 3W), B the whole backward: 3 (3 + 2 - 3) for eight stages of unit costs.
+    assert f.bubble_seconds("dualpipe", 8, 1, 1, 1) == 6
+    with pytest.raises(ValueError, match=r"schedule='2f2b'.* Use gpipe"):
+        f.bubble_seconds("2f2b", 4, 1, 1, 1)
+
+
+def test_kv_cache():
+    shape = ModelShape(6, 320, 5, 1280, 512, 16000)
+    assert shown(f.kv_cache_bytes(shape, 512, itemsize=4) / 1e6, "7.86")
+    assert f.kv_cache_bytes(shape, 512, itemsize=4, tp=5) == f.kv_cache_bytes(shape, 512, itemsize=4) / 5
+    assert f.kv_cache_bytes(shape, 512, itemsize=4, tp=2) == f.kv_cache_bytes(shape, 512, itemsize=4)

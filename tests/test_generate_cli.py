@@ -1,9 +1,11 @@
 """The programs `generate` and `evaluate`, on a run that was just trained."""
 
+import io
 import json
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES, in_sample
@@ -166,3 +168,89 @@ def test_a_rotary_model_is_not_evaluated_beyond_the_positions_it_was_trained_for
     assert evaluate.with_seq_len(model, model.seq_len // 2).seq_len == model.seq_len // 2
     with pytest.raises(ConfigError, match="no parameters for others"):
         evaluate.with_seq_len(model, model.seq_len + 1)
+
+
+def test_several_prompts_of_a_file_are_continued_together(trained, capfd, tmp_path, monkeypatch):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "two\\nlines"}\n{"prompt": "b"}\n{"prompt": "words"}\n')
+    words = [trained / "bytes", "--prompts", tmp_path / "p.jsonl", "--max-new-tokens", "3", "--mesh", "dp=2"]
+    drawn = ["--temperature", "1", "--top-k", "50", "--seed", "7"]
+    code, out, err = generated([*words, *drawn], capfd)
+    assert code == 0 and "3 prompts of 15 tokens" in err
+    assert [text in out for text in ("two\nlines", "\n\nb", "words")] == [True] * 3
+    assert generated([*words[:-1], "tp=2", *drawn], capfd)[1] == out
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\nb\n"))
+    code, out, _ = generated([trained / "bytes", "--prompts", "-", "--max-new-tokens", "1"], capfd)
+    assert code == 0 and out.startswith("two")
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["bytes"], "nothing to continue"),
+        (["bytes", "--prompt", ""], "Write at least a word"),
+        (["bytes", "--prompt", "x" * 24], "Shorten it to 23 tokens"),
+        (["bytes", "--prompt", "a", "--top-p", "0.5"], "nothing is drawn"),
+        (["bytes", "--prompt", "a", "--mesh", "tp=3"], "num_heads=4"),
+        (["bytes", "--prompt", "a", "--mesh", "cp=8", "--cp-kind", "ulysses"], "Use --cp-kind ring"),
+        (["bytes:7", "--prompt", "a"], "it holds those of steps 2"),
+        (["nowhere", "--prompt", "a"], "no such checkpoint"),
+        (["bare", "--prompt", "a"], "what its tokens mean"),
+        (["bytes", "--prompts", "missing.txt"], "missing.txt"),
+        (["bytes", "--prompts", "bad.jsonl"], "line 3 is not"),
+        (["bytes", "--prompts", "empty.txt"], "there is no line in it"),
+        (["bytes", "--prompt", "a", "--seed", "3"], "nothing is drawn"),
+        (["bytes", "--prompt", "a", "--max-new-tokens", "0"], "max-new-tokens"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(trained, capfd, monkeypatch, words, match):
+    monkeypatch.chdir(trained)
+    (trained / "bad.jsonl").write_text('{"prompt": "a"}\n\n{"text": "a"}\n')
+    (trained / "empty.txt").write_text("\n")
+    code, out, err = generated(words, capfd)
+    assert code == 2 and match in err and not out
+
+
+def test_bare_tokens_need_a_named_tokenizer(trained, capfd):
+    words = [trained / "bare", "--prompt", "a", "--tokenizer", "bytes", "--max-new-tokens", "2", "--stop", "zzz"]
+    assert generated(words, capfd)[0] == 0
+
+
+def test_documents_in_float64_are_evaluated_and_continued_as_they_were_trained(tmp_path, capfd, monkeypatch):
+    data, out, dtypes = tmp_path / "data", tmp_path / "run", set()
+    (tmp_path / "docs.jsonl").write_text("\n".join(json.dumps({"text": f"{number:07}"}) for number in range(400)))
+    words = ["--data", tmp_path / "docs.jsonl", "--out", data, "--tokenizer", "bytes"]
+    assert run(prepare.main, prepare.PrepareFlags, "prepare", words, capfd)[0] == 0
+    words = [*MODEL[:-1], "257", "--data", data, "--out", out, "--mask-documents", "--dtype", "float64"]
+    words += ["--batch-size", "4", "--steps", "20", "--eval-windows", "8"]
+    monkeypatch.setattr(
+        generate, "generate", lambda programs, *_: dtypes.update(x.dtype for x in jax.tree.leaves(programs.params))
+    )
+    monkeypatch.setattr(generate, "report", lambda *_: None)
+    try:
+        assert run(train.main, train.TrainFlags, "train", words, capfd)[0] == 0
+        how, found = [out, "--data", data, "--batch-size", "4", "--windows", "8"], []
+        for masks in ("auto", "no"):
+            words = [*how, "--mask-documents", masks]
+            code, said, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
+            assert code == 0 and ("each document by itself" in said) == (masks == "auto"), err
+            found.append(float(said.split(" nats")[0].split()[-1]))
+        np.save(tmp_path / "bare.npy", np.zeros(3000, np.uint16))
+        words = [out, "--data", tmp_path / "bare.npy"]
+        code, _, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
+        assert code == 2 and "or --mask-documents no" in err
+        assert generated([out, "--prompt", "00"], capfd)[0] == 0
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    kept = json.loads((out / "summary.json").read_text())["held_out_loss"]
+    assert abs(found[0] - kept) < 1e-6 < 1e-3 < abs(found[1] - kept)
+    assert dtypes == {jnp.dtype("float64")}
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [(["--seq-len", "12"], "no parameters for others"), (["--windows", "0"], "windows"), (["--mesh", "dp=3"], "batch")],
+)
+def test_what_cannot_be_evaluated_is_refused(trained, capfd, words, match):
+    how = [trained / "bytes", "--data", trained / "text.txt", "--batch-size", "4", *words]
+    code, _, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", how, capfd)
+    assert code == 2 and match in err

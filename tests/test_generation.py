@@ -13,6 +13,7 @@ from conftest import DEVICES, in_sample
 
 from jaxdist.data.text_stream import TextStream
 from jaxdist.data.tokenizer import ByteTokenizer
+from jaxdist.errors import ConfigError
 from jaxdist.generation import Sampling, build_generator, bytes_per_token
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare, is_param
@@ -224,3 +225,22 @@ def test_text_is_shown_when_it_is_certain():
 def test_text_ends_at_the_first_stop_word_of_a_token_that_holds_several():
     tokenizer = SimpleNamespace(decode=lambda tokens: "abzz")
     assert TextStream(tokenizer, stop=("zz", "b")).add(0) == "a"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"capacity": 41}, "no more positions"),
+        ({"num_texts": 3, "mesh": "dp=2"}, "as many"),
+        ({"mesh": "pp=3"}, "pp in"),
+        ({"mesh": "tp=3"}, "num_heads"),
+        ({"mesh": "pp=2,cp=3"}, "all-gather"),
+        ({"mesh": "cp=4", "cp_kind": "usp-3"}, "groups of 3"),
+        ({"mesh": "dp=2", "cp_kind": "ulysses"}, "cp=1"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(change, match):
+    asked = {"mesh": "1", "num_texts": 2, "capacity": 8} | change
+    shape = parse_mesh(asked.pop("mesh"))
+    with pytest.raises(ConfigError, match=match):
+        build_generator(MODELS["gpt2"], make_abstract_mesh(shape), shape, dtype="float32", **asked)

@@ -1,11 +1,14 @@
 """Accelerators, links, prices and clusters: the datasheets' numbers, a user's own, and which link an axis lands on."""
 
+import datetime
+
 import numpy as np
 import pytest
 
 from jaxdist.mesh import AXES
+from jaxdist.plan import hardware as h
 from jaxdist.plan.collective_cost import collective_cost
-from jaxdist.plan.hardware import Cluster, find_hardware, strides
+from jaxdist.plan.hardware import Cluster, find_hardware, load_hardware, load_prices, price, strides
 
 
 def test_memory_is_in_units_of_1024():
@@ -95,3 +98,121 @@ def test_latencies_are_so_many_times_as_large():
         "ring_all_gather", 64, 1, 1e9
     )
     assert added == pytest.approx(7 * EIGHT.inside.latency_s + 7 * EIGHT.between.latency_s)
+
+
+ACCELERATORS = {  # name: bf16 TFLOP/s, memory GB, HBM TB/s, NVLink GB/s in all (None: not NVLink), between GB/s
+    "a100-40": (312, 40, 1.56, 600, 25),
+    "a100-80": (312, 80, 2.0, 600, 25),
+    "h100": (989, 80, 3.35, 900, 50),
+    "h200": (989, 141, 4.8, 900, 50),
+}
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_links_and_peaks(name):
+    tflops, gigabytes, terabytes_per_s, total, between = ACCELERATORS[name]
+    device = find_hardware(name)
+    assert device.peak("bfloat16") == tflops * 1e12
+    assert device.memory_gb == gigabytes
+    assert device.memory_bytes_per_s == terabytes_per_s * 1e12
+    assert device.inside.quoted_bytes_per_s == total * 1e9 == 2 * device.inside.bytes_per_s, "one direction is half"
+    assert "total" in device.inside.quoted and f"{total} GB/s" in device.inside.quoted
+    assert device.between.bytes_per_s == between * 1e9
+
+
+def test_every_entry_has_its_source_and_date():
+    table = load_hardware()
+    assert {"a100-40", "a100-80", "h100", "h200", "b200", "v5e", "v5p", "v6e"} <= table.keys()
+    for device in table.values():
+        assert device.source and isinstance(device.date, datetime.date), device.name
+        assert device.peak("bfloat16") > 1e14
+        for link in (device.inside, device.between):
+            assert link.source and link.quoted and isinstance(link.date, datetime.date), link.name
+            assert link.bytes_per_s <= link.quoted_bytes_per_s and link.latency_s > 0
+        assert device.inside.bytes_per_s > device.between.bytes_per_s
+
+
+@pytest.fixture
+def own(tmp_path):
+    def write(text):
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_users_file_is_merged_over_the_shipped_one(own):
+    path = own(
+        """
+        [accelerators.h100]
+        memory_gb = 94
+        peak_flops.bfloat16 = 835e12
+        [links.nvlink4]
+        latency_s = 0
+        [accelerators.b300]
+        title = "B300"
+        peak_flops = { bfloat16 = 2500e12 }
+        memory_gb = 288
+        memory_bytes_per_s = 8e12
+        inside = "nvlink5"
+        between = "ib400"
+        devices_per_node = 8
+        source = "mine"
+        date = 2026-01-31
+        """
+    )
+    device = find_hardware("h100", path)
+    assert (device.memory_gb, device.peak("bfloat16"), device.inside.latency_s) == (94, 835e12, 0)
+    assert device.peak("float8") == 1979e12 and device.memory_bytes_per_s == 3.35e12, "the rest is as shipped"
+    assert find_hardware("b300", path).inside.name == "nvlink5"
+    assert find_hardware("h100").memory_gb == 80
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[accelerators.x]\ntitle = 'X'", r"\[accelerators.x\] in .*mine.toml: peak_flops is missing\. Give title, "),
+        ("[accelerators.h100]\nflops = 1", r"\[accelerators.h100\] flops in .*: there is no such key\. Use title, "),
+        ("[accelerators.h100]\nmemory_gb = '80'", r"memory_gb='80' in .*not of the right kind"),
+        ("[accelerators.h100]\nmemory_gb = -80", r"memory_gb=-80 in .*positive finite"),
+        ("[accelerators.h100]\nmemory_gb = nan", r"memory_gb=nan in .*positive finite"),
+        ("[accelerators.h100]\ninside = 'nvlink'", r"link 'nvlink': .*Did you mean nvlink"),
+        ("[accelerator.h100]\nmemory_gb = 80", r"\[accelerator\] in .*Write \[links.NAME\]"),
+        ("[accelerators.h100]\nmemory_gb = true", r"memory_gb=true in .*not of the right kind"),
+        ("[accelerators.h100]\npeak_flops.bfloat16 = true", r"peak_flops=true in .*positive finite"),
+        ("[accelerators.h100]\nmemory_gb = 1" + "0" * 400, r"memory_gb=1000.*positive finite"),
+        ("[accelerators.h100]\ndate = 2026-01-31T10:00:00", r"date=2026-01-31 10:00:00 in .*not of the right kind"),
+        ("[accelerators.h100]\ninside = [1]", r"link '\[1\]': there is no link"),
+        ("[accelerators.h100]\ntitle = '\\u001b[31m'".replace("'", '"'), r"characters that a terminal"),
+        ("a = " + "[" * 100_000, r"nested too deep"),
+        ("[accelerators.h100", r"cannot be read as TOML .*Name a TOML file"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_key(own, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_hardware(own(text))
+
+
+def test_prices_are_dated_and_warn_when_old():
+    listed = load_prices()["aws"]["date"]
+    fresh = price("h100", "aws", today=listed + datetime.timedelta(days=90))
+    assert fresh.dollars_per_hour > 0 and fresh.warning == ""
+    old = price("h100", "aws", today=listed + datetime.timedelta(days=91))
+    assert old.dollars_per_hour == fresh.dollars_per_hour
+    assert old.warning.startswith(f"The price of h100 at aws is of {listed}, 91 days old (recalled list price")
+
+
+def test_seconds_of_a_message():
+    assert EIGHT.permute_seconds(1, 8, 1e9) == 0
+    assert EIGHT.permute_seconds(2, 4, 1e9) == pytest.approx(3.4e-6 + 1 / 450)
+    assert EIGHT.permute_seconds(2, 32, 1e9) == pytest.approx(14e-6 + 1 / 50)
+
+
+def test_tables_are_in_the_package():
+    import tomllib
+
+    root = h.HERE.parent.parent
+    shipped = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert shipped["jaxdist.plan"] == ["*.toml"]
+    assert {path.name for path in h.HERE.rglob("*.toml")} == {"hardware.toml", "prices.toml"}

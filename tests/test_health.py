@@ -11,6 +11,7 @@ from conftest import DEVICES
 from rich.console import Console
 
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import random_batches
@@ -183,3 +184,26 @@ def test_a_stuck_process_ends_where_standard_error_is_no_file(tmp_path):
     assert ended.returncode == EXIT_STUCK
     for text in (ended.stderr, (tmp_path / "stacks").read_text()):
         assert "nothing was finished for 0.2 s while waiting for a rank" in text and "most recent call first" in text
+
+
+def test_a_drill_that_spoils_a_local_gradient_is_refused_with_overlap():
+    with pytest.raises(ConfigError, match="Leave overlap out"):
+        make_program("dp=4", "nan:step=2,rank=3", overlap=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nan",
+        "nan:",
+        "rot:step=1",
+        "nan:step",
+        "nan:step=x",
+        "nan:step=1,who=2",
+        "nan:step=1,step=2",
+        "flip:step=1,rank=4",
+    ],
+)
+def test_a_drill_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match="drill="):
+        parse_fault(text, 4)

@@ -1,6 +1,8 @@
 """transformers' models and ours: the same logits, loss and gradients on any mesh, and the same files there and back."""
 
 import dataclasses
+import json
+import random
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import Model, declare, named_params
-from jaxdist.models.huggingface import ARCHITECTURES, model_from_config, read_model, tensors_of
+from jaxdist.models.huggingface import ARCHITECTURES, config_of, model_from_config, read_model, tensors_of
 from jaxdist.parity import forward_logits, observe, random_batches
 from jaxdist.placement import make_layout
 
@@ -373,3 +375,62 @@ def test_a_field_that_is_left_out_has_the_default_of_transformers(family, change
     sizes = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
     sizes |= {"max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"}
     assert refused - sizes <= {"model_type", "sliding_window"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_there_and_back(family):
+    model = model_from_config(FAMILIES[family])
+    assert model_from_config(json.loads(json.dumps(config_of(model)))) == model
+
+
+def test_an_old_config_is_the_new_one():
+    old = {name: value for name, value in FAMILIES["llama"].items() if name != "rope_parameters"}
+    scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+    for kind in ("rope_type", "type"):
+        scaling = {("type" if name == "rope_type" else name): value for name, value in scaling.items()}
+        found = model_from_config({**old, "rope_theta": 100.0, "rope_scaling": {kind: "llama3", **scaling}})
+        assert found == model_from_config(FAMILIES["llama"])
+
+
+def test_mistral_must_say_its_window():
+    config = {name: value for name, value in FAMILIES["mistral"].items() if name != "sliding_window"}
+    with pytest.raises(ConfigError, match="no sliding_window"):
+        model_from_config(config)
+
+
+def test_kinds_repeat_as_shortly_as_they_can():
+    def kinds(**change) -> tuple:
+        model = model_from_config(FAMILIES["qwen3-windows"] | change)
+        return model.kinds
+
+    full, sliding = "full_attention", "sliding_attention"
+    assert kinds() == ("full", "sliding")
+    assert kinds(layer_types=[full, sliding, sliding, full]) == ("full", "sliding", "sliding", "full")
+    assert kinds(layer_types=None, max_window_layers=3) == ("full", "full", "full", "sliding")
+    assert kinds(layer_types=None, max_window_layers=0) == ("sliding",)
+
+
+def test_whatever_a_config_says_only_one_error_comes_out():
+    odd = (None, True, 0, -1, 1.5, 2**70, float("nan"), "x", "", [], [None], {}, {"a": 1}, {"rope_type": []})
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(3000):
+        config = dict(FAMILIES[chance.choice(sorted(FAMILIES))])
+        names = [
+            *config,
+            "rope_scaling",
+            "rope_parameters",
+            "layer_types",
+            "head_dim",
+            "partial_rotary_factor",
+            "n_inner",
+        ]
+        for name in chance.sample(sorted({*names, "sliding_window", "max_window_layers"}), chance.randint(1, 3)):
+            config[name] = chance.choice(odd)
+        try:
+            model = model_from_config(config)
+        except ConfigError:
+            refused += 1
+            continue
+        assert model_from_config(config_of(model)) == model
+    assert 1500 < refused < 3000

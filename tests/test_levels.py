@@ -1,6 +1,7 @@
 """Memory predicted from a trace, programs compiled for absent devices, and how the two are compared."""
 
 import random
+from fractions import Fraction
 from functools import partial
 
 import jax
@@ -13,15 +14,17 @@ from jax import lax
 from experiments.bench.levels import with_layout
 from experiments.strategies import BY_NAME
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
-from jaxdist.mesh import MeshShape, parse_mesh
+from jaxdist.layout import local_bytes
+from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.proof.compile import emitted_collectives
 from jaxdist.plan.proof.executed import executed_step, miscounted
-from jaxdist.plan.proof.levels import levels
-from jaxdist.plan.proof.trace_memory import Buffer, alive_at_peak, pack, temporary_bytes
+from jaxdist.plan.proof.levels import Sent, levels
+from jaxdist.plan.proof.trace_memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
 from jaxdist.plan.search import Candidates, score
+from jaxdist.train.program import build_program
 
 KIB = 1024
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)  # 1 KiB
@@ -274,3 +277,84 @@ def test_the_searchs_closed_form_of_memory_agrees_with_the_trace(mesh, more):
     cluster = Cluster(find_hardware("h100"), devices_per_node=parallel.mesh.num_devices)
     formula = score(config, Candidates.of(config), cluster, "xla").memory.total[0]
     assert formula == pytest.approx(levels(config).predicted.peak, rel=0.10)
+
+
+def test_a_dear_result_read_twice_is_kept_on_a_cpu_and_made_again_on_a_gpu():
+    def f(x, y):
+        e = jnp.exp(x)
+        later = (x @ y) @ y
+        return (e + 1) @ later @ (e + 2)
+
+    kept, again = temporaries(f, X, X, compiler="cpu"), temporaries(f, X, X)
+    assert kept > again
+
+
+PIPELINED = """
+%message (p: f32[2]) -> f32[2] {
+  ROOT %p.1 = f32[2]{0} collective-permute(%p), source_target_pairs={{0,2},{1,3}}, \
+metadata={op_name="jit(step)/while/body/cond/branch_1_fun/jit(from_before_0)/ppermute"}
+}
+
+%layer (p: f32[4]) -> f32[4] {
+  ROOT %in = f32[4]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%sum
+}
+
+%tick (p: f32[4]) -> f32[4] {
+  %lifted = f32[4]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%sum, \
+metadata={op_name="jit(step)/while/body/jit(embed)/while/body/psum"}
+  %l = f32[4]{0} while(%p), condition=%c, body=%layer, metadata={op_name="jit(step)/jit(layers)/while"}
+  %o = f32[4]{0} while(%p), condition=%c, body=%layer, metadata={op_name="jit(step)/jit(layers)/jit(o)/while"}
+  %m = f32[2]{0} conditional(%i, %p, %p), branch_computations={%none, %message}, metadata={op_name="jit(step)/cond"}
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %w = f32[4]{0} while(%p), condition=%c, body=%tick, backend_config={"known_trip_count":{"n":"6"}}
+}
+"""
+
+
+def test_loops_of_data_dependent_length_are_counted_by_the_names_of_their_functions():
+    third = Fraction(1, 3)
+    iterations = {"layers": (third, 2 * third), "from_before_0": (Fraction(1, 2), Fraction(0)), "embed": (third, 0)}
+    found = emitted_collectives(PIPELINED, MeshShape(pp=2, tp=2), iterations)
+    assert [(c.name, c.count, c.by_stage) for c in found] == [
+        ("lifted", 6, None),  # out of its loop: at every tick, whatever its name says
+        ("in", 4, (2, 4)),
+        ("in", None, None),  # a loop inside, of which nothing is known
+        ("p.1", 3, (3, 0)),
+    ]
+    assert [c.sent_bytes(MeshShape(pp=2, tp=2)) for c in found] == [6 * 16, 4 * 16, None, 3 * 8]
+
+
+def test_arguments_of_a_step_are_its_state_and_its_batch():
+    config = RunConfig(
+        model=GPT2(4, 64, 4, 256, 32, 256),
+        parallel=ParallelConfig(mesh=parse_mesh("dp=4,tp=2"), zero=2),
+        precision=PrecisionConfig(dtype="bfloat16"),
+        batch_size=8,
+    )
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    traced = program.step.trace(program.abstract_state(), program.abstract_batch())
+    batch = 2 * (32 + 32 + 1) * 4  # two rows of inputs, targets and an index
+    assert step_memory(program, traced, "gpu").arguments == local_bytes(program.abstract_state()) + batch
+
+
+def test_more_is_kept_with_less_recomputation_and_more_rows():
+    def peak(remat, batch):
+        parallel = ParallelConfig(mesh=parse_mesh("dp=2"), remat=remat)
+        config = RunConfig(model=GPT2(4, 64, 4, 256, 64, 256), parallel=parallel, batch_size=batch)
+        return levels(config).predicted.temporaries
+
+    assert peak("none", 8) > peak("selective", 8) > peak("block", 8)
+    assert 1.7 < peak("none", 16) / peak("none", 8) < 2.1
+
+
+def test_how_a_compiled_program_differs_is_said():
+    def why(traced, compiled):
+        return Sent("all_reduce", ("dp",), *traced, *compiled).why
+
+    assert why((3, 300), (3, 300)) == "equal"
+    assert why((3, 21), (2, 22)) == "equal bytes, combined: 3 became 2"  # a byte is lost to rounding in each message
+    assert "sends less" in why((3, 300), (2, 200))
+    assert "sends more" in why((3, 300), (3, 600))
+    assert "text does not say" in why((3, 300), (None, None))

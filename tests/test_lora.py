@@ -13,6 +13,7 @@ from test_generate_cli import run
 from experiments import convert, evaluate, train
 from experiments.cli import run_program
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import Model
@@ -20,6 +21,7 @@ from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
+from jaxdist.models.registry import ModelFlags
 from jaxdist.parallel.low_rank import LowRank
 from jaxdist.parallel.pipeline.split_backward import all_equations
 from jaxdist.parity import Observed, compare, observe, one_device, random_batches, random_parameters, worst
@@ -379,3 +381,59 @@ def test_adapters_resume_on_another_mesh_and_merge_into_the_weights_that_are_exp
     words = [folder / "hf", "--data", folder / "text.txt", "--batch-size", "4", "--windows", "8", "--split", "held-out"]
     code, out, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
     assert float(out.partition("perplexity ")[2].partition(":")[0]) == pytest.approx(evaluated[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (dict(lora=4, lora_targets="w_q,w_nowhere"), "no such matrix; it has w_down"),
+        (dict(lora=-1), "lora"),
+        (dict(lora_alpha=4.0), "there are none"),
+        (dict(lora_targets="w_q"), "there are none"),
+        (dict(lora=4, lora_alpha=0.0), "scales the adapters"),
+        (dict(lora=4, lora_alpha=float("nan")), "scales the adapters"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(flags, match):
+    with pytest.raises(ConfigError, match=match):
+        ModelFlags(model="llama-proof", **flags).model_config()
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--lora", "8", "--lr", "0.01", "--weights", "whole"], "rank: 4; the model has 8"),
+        (["--lora", "4", "--lora-alpha", "1", "--lr", "0.01", "--weights", "whole"], "alpha: 8.0; the model has 1.0"),
+        (["--lora", "4", "--width", "32", "--lr", "0.01", "--weights", "base"], "width: 64; the model has 32"),
+        (["--out", "base", "--lora", "4"], "another run"),
+    ],
+)
+def test_weights_that_adapters_do_not_fit_are_refused(folder, capfd, monkeypatch, words, match):
+    monkeypatch.chdir(folder)
+    common = ["--data", "text.txt", "--batch-size", "4", "--steps", "2", "--model", "llama-proof"]
+    code, _, err = run(train.main, train.TrainFlags, "train", [*common, *words], capfd)
+    assert code == 2 and match in err, err
+
+
+def test_a_model_without_adapters_takes_them_merged(folder, capfd):
+    common = [
+        "--data",
+        folder / "text.txt",
+        "--batch-size",
+        "4",
+        "--eval-windows",
+        "8",
+        "--steps",
+        "1",
+        "--model",
+        "llama-proof",
+    ]
+    code, out, err = run(
+        train.main,
+        train.TrainFlags,
+        "train",
+        [*common, "--weights", folder / "whole", "--mesh", "dp=2", "--lr", "0.01"],
+        capfd,
+    )
+    whole = summary_of(folder / "whole")["held_out_loss"]
+    assert code == 0 and f"held-out loss {whole:.3f}"[:-1] in out, (out, err)

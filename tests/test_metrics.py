@@ -1,6 +1,7 @@
 """The files of a run: every step once, whole lines, on a disk that may be full."""
 
 import json
+import os
 import resource
 
 import pytest
@@ -66,3 +67,12 @@ def test_damaged_metrics_are_named_and_kept_and_the_good_lines_stay(tmp_path, li
     assert said in warning and "metrics.jsonl.damaged" in warning
     with RunFiles(tmp_path, CONFIG, {}, steps=4, warn=warnings.append):
         assert len(warnings) == 1 and steps(tmp_path) == [*kept, 4]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_metrics_that_are_no_file_are_set_aside(tmp_path, make):
+    make(tmp_path / METRICS)
+    warnings = []
+    with RunFiles(tmp_path, CONFIG, {}, steps=3, warn=warnings.append) as files:
+        assert files.write_step({"step": 4})
+    assert "not a regular file" in warnings[0] or "directory" in warnings[0]

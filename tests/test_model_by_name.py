@@ -1,5 +1,6 @@
 """A user's own model by name: what every program does with it, what it is refused for, and whose fault an error is."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import jax
 import pytest
+import tyro
+from llama import Llama
 
 import experiments.bench.__main__
 import experiments.convert
@@ -18,11 +21,14 @@ import experiments.plan
 import experiments.report
 import experiments.train
 import experiments.verify
-from experiments.cli import run_program
+from experiments.cli import flags_of, run_program
 from experiments.train import TrainFlags
 from jaxdist import console
 from jaxdist.checkpoint.checkpoints import Checkpoints
-from jaxdist.models.registry import source_digest, source_of
+from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import MeshShape
+from jaxdist.models.registry import ModelFlags, find_model, source_digest, source_of
 
 TESTS = Path(__file__).resolve().parent
 PROGRAMS = {
@@ -205,3 +211,65 @@ def test_no_program_runs_the_code_that_a_file_names(capfd, tmp_path, monkeypatch
         assert code == (0 if program == "report" else 2) and "defect" not in err, err
         assert program == "report" or "model is" in err or "model's class" in err, err
         assert not [*tmp_path.rglob("ran")] and not any(name in module for module in sys.modules)
+
+
+def test_sizes_override_the_fields_of_the_model(module):
+    assert ModelFlags("llama:Llama", num_layers=2, width=128).model_config() == Llama(num_layers=2, width=128)
+    assert ModelFlags("tiny", width=64).model_config().ffn_width == 256
+    assert ModelFlags("tiny", width=64, ffn_width=100).model_config().ffn_width == 100
+    assert ModelFlags("tiny", dropout=0.1).model_config().dropout == 0.1
+    assert ModelFlags(f"{module()}:SMALL", num_layers=1).model_config().width == 32
+
+
+def test_the_flags_of_a_run_name_the_model(module):
+    name = module()
+    for model, words in (
+        (Llama(), ["--model", "llama:Llama"]),
+        (Llama(num_layers=2), ["--model", "llama:Llama", "--num-layers", "2"]),
+        (find_model(f"{name}:SMALL"), ["--model", f"{name}:SMALL"]),
+    ):
+        config = RunConfig(model, ParallelConfig(MeshShape(dp=2)))
+        assert flags_of(config) == ["--mesh", "dp=2", *words] or flags_of(config) == [*words, "--mesh", "dp=2"]
+        assert tyro.cli(TrainFlags, args=flags_of(config)).run_config() == config
+    with pytest.raises(ConfigError, match="no flags describe it"):
+        flags_of(RunConfig(dataclasses.replace(find_model(f"{name}:SMALL"), depth=(9,))))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llamas", "there is no preset of that name"),
+        ("no_such_module:Llama", "there is no module no_such_module in the current folder or on PYTHONPATH"),
+        ("no_such_module.deep:Llama", "there is no module no_such_module in"),
+        ("llama:Llamas", "the module llama has no Llamas. Use llama:Llama"),
+        ("llama.py:Llama", "named as `import` names them. Write llama:MyModel"),
+        ("..:Llama", "named as `import` names them"),
+        (":", "named as `import` names them"),
+        ("json:JSONDecoder", "it is not a jaxdist.models.base.Model"),
+        ("OWN:NUMBER", "it is not a jaxdist.models.base.Model"),
+        ("OWN:NotFrozen", "not a frozen dataclass"),
+        ("OWN:NoDefault", "width has no default"),
+        ("OWN:Unfinished", "its class lacks block, embed, layer, outer, head or loss"),
+        ("OWN:NoSizes", "no whole number num_layers"),
+        ("OWN:Odd", "its field rule holds builtin_function_or_method"),
+    ],
+)
+def test_a_wrong_name_is_one_line(capfd, module, name, said):
+    code, out, err = run(capfd, "verify", "--model", name.replace("OWN", module()))
+    assert code == 2 and said in err and err.count("\n") == 1 and not out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\n1 / 0", "line 2 raised ZeroDivisionError: division by zero"),
+        ("x = 1\nclass X(:", "line 2 raised SyntaxError: invalid syntax"),
+        ("import no_such_thing", "line 1 raised ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("import sys\n\nsys.exit('done')", "line 3 raised SystemExit: done"),
+        ("class X:\n    pass\n\n\nx = X().y", "line 5 raised AttributeError"),
+    ],
+)
+def test_an_exception_in_the_module_is_the_users(capfd, module, text, said):
+    name = module(text)
+    code, _, err = run(capfd, "verify", "--model", f"{name}:Mine")
+    assert code == 2 and f"{name}.py, {said}" in err and err.count("\n") == 1 and "fault of jaxdist" not in err

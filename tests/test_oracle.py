@@ -14,9 +14,10 @@ from conftest import DEVICES, in_sample
 from jax.sharding import PartitionSpec
 
 from experiments import oracles
-from experiments.oracles import decoder
+from experiments.oracles import decoder, plain
 from experiments.verify import Verifier
 from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.experts import Mixture
@@ -309,3 +310,16 @@ def test_layers_with_constants_in_their_gradients_can_be_written_out(model, mesh
     config = config_of(model, mesh, settings | {"unroll_layers": "yes"}, dtype="float32")
     built = program.build_program(config, make_abstract_mesh(config.parallel.mesh))
     built.step.trace(built.abstract_state(), built.abstract_batch())
+
+
+def test_an_oracle_refuses_what_it_does_not_know():
+    verify = Verifier(Devices(DEVICES, True, "simulated"), 1, "plain")
+    with pytest.raises(ConfigError, match="16 bits are too coarse"):
+        verify("", config_of(dtype="bfloat16"))
+    with pytest.raises(ConfigError, match=r"dropout masks are not ours|not installed"):
+        oracles.require_known("transformers", config_of(dropout=0.1))
+
+
+def test_adafactor_factors_in_its_test():
+    shapes = {name: plain.factored(x) for name, x in oracles.starting_parameters("plain", RUNS["adafactor"]).items()}
+    assert {name for name, dims in shapes.items() if dims} == {"tokens", "blocks.mlp.w_up", "blocks.mlp.w_down"}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jaxdist.data.batches import Batches, Corpus, Source, held_out_batches
 from jaxdist.data.order import epoch_keys, make_mixture, shuffled
 from jaxdist.data.tokens import Part, Tokens
+from jaxdist.errors import ConfigError
 
 
 def tokens_of(*arrays: np.ndarray) -> Tokens:
@@ -277,3 +278,46 @@ def test_held_out_rows_are_shared_out_by_weight():
     corpus = corpus_of(np.arange(1001), 5000 + np.arange(1001), weights=["0.75", "0.25"])
     [batch] = held_out_batches(corpus, 8, 10, 8)
     assert (batch["inputs"][:, 0] >= 5000).sum() == 2
+
+
+def test_digests_are_equal_in_any_order_of_reading():
+    """Resuming at a step gives what a run from the start gets there."""
+    arrays = [np.arange(56), 100 + np.arange(77)]
+    from_start = [Batches(corpus_of(*arrays), 4, 5, seed=3)[step].digest() for step in range(30)]
+    assert len(set(from_start)) == 30
+    for step in reversed(range(30)):
+        epoch_keys.cache_clear()
+        assert Batches(corpus_of(*arrays), 4, 5, seed=3)[step].digest() == from_start[step]
+    batches = Batches(corpus_of(*arrays), 4, 5, seed=3)
+    order = np.random.default_rng(0).permutation(30).tolist()
+    assert [batches[step].digest() for step in order] == [from_start[step] for step in order]
+
+
+def test_far_step_does_not_overflow():
+    step = 2**40
+    batches = Batches(corpus_of(np.arange(8)), 3, 1, seed=0)
+    epoch, place = divmod(step * 3, 7)
+    expected = shuffled(np.array([place]), 7, epoch_keys(0, 0, epoch))
+    assert batches[step]["inputs"][0, 0] == expected
+
+
+def test_tokens_outside_the_sequence_are_an_index_error():
+    for start, stop in ((-1, 2), (0, 12), (5, 3)):
+        with pytest.raises(IndexError):
+            tokens_of(np.arange(11)).read(start, stop)
+
+
+def test_too_short_corpus_says_what_would_work():
+    with pytest.raises(ConfigError) as caught:
+        Batches(corpus_of(np.arange(512)), 8, 64, seed=0)
+    for words in ("there are 512", "needs 513", "batch_size=7 ", "seq_len=63 ", "more data"):
+        assert words in str(caught.value)
+    for batch_size, seq_len, num_tokens in ((8, 64, 513), (7, 64, 512), (8, 63, 512)):
+        Batches(corpus_of(np.arange(num_tokens)), batch_size, seq_len, seed=0)
+
+
+def test_a_source_needs_only_its_rows_of_a_batch():
+    large, small = np.arange(513), np.arange(65)
+    Batches(corpus_of(large, small, weights=[7, 1]), 8, 64, seed=0)
+    with pytest.raises(ConfigError, match=r"needs 257 tokens.*there are 65 in source 1.*batch_size=2 "):
+        Batches(corpus_of(large, small), 8, 64, seed=0)

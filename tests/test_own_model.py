@@ -1,5 +1,6 @@
 """Models and steps that are not ours: the examples of docs/own-model.md, a Llama-like toy, and what is refused."""
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,18 @@ import numpy as np
 import pytest
 from alternating import Alternating
 from conftest import DEVICES, in_sample
+from flax import nnx
 from llama import Llama
 
 import jaxdist
 from experiments.calibration.work import PaperWork
 from jaxdist.config import ParallelConfig, RunConfig
-from jaxdist.mesh import parse_mesh
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.base import Param, parts_using
+from jaxdist.models.flax import FlaxModel
 from jaxdist.models.presets import PRESETS
-from jaxdist.parity import observe, random_batches, random_parameters
+from jaxdist.parity import compare, in_float64, observe, random_batches, random_parameters
 from jaxdist.placement import make_layout
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
@@ -268,3 +272,96 @@ class Gained(Llama):
 def test_a_single_number_is_a_parameter_and_its_cancelled_gradient_equal(mesh, parallel):
     report = jaxdist.verify(Gained(num_layers=2), mesh=mesh, batch_size=8, steps=2, **parallel).require()
     assert {"gain", "blocks.gain[1]"} <= {each.name for each in report.differences if each.kind == "gradient"}
+
+
+def test_kinds_repeat_a_whole_number_of_times():
+    with pytest.raises(ConfigError, match=r"num_layers=3 with kinds=\('decoder', 'weighed'\)"):
+        jaxdist.verify(Alternating(num_layers=3), mesh="dp=2")
+    with pytest.raises(ConfigError, match=r"num_layers=4 in 2 blocks over 4 stages .* Use num_layers=8 or more"):
+        jaxdist.verify(Alternating(num_layers=4), mesh="pp=4")
+    first_dense = dataclasses.replace(PRESETS["moe-proof"], num_layers=3, kinds=("dense", "full", "full"))
+    with pytest.raises(ConfigError, match="Use pp=1"):
+        jaxdist.verify(first_dense, mesh="pp=3", batch_size=12)
+
+
+def test_the_work_of_a_llama():
+    """Products with weights: 2 FLOPs a parameter; grouped heads do not make scores cheaper."""
+    model = Llama()
+    work, size = work_of(model), model.width // model.num_heads
+    matrices = sum(p.flops for p in work.layer if not p.batched)
+    assert matrices == 2 * (work.layer_parameters - 2 * model.width)
+    assert sum(p.flops for p in work.layer if p.batched) == 2 * 2 * model.seq_len * model.num_heads * size
+    assert model.head_in_layers == work.loss[0].flops / sum(p.flops for p in work.layer)
+    config = RunConfig(Llama(8), ParallelConfig(MeshShape(pp=2), stages="balanced"), batch_size=16)
+    assert config.part_layers == (4, 4) and dataclasses.replace(
+        config, model=Llama(8, vocab_size=1024)
+    ).part_layers == (5, 3)
+    assert [(p.n, p.k, p.splits_n, p.splits_k) for p in work.loss] == [(model.vocab_size, model.width, True, False)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "match"),
+    [
+        ("tp=8", {}, "heads=4 of parameter blocks.w_k over tp=8"),
+        ("tp=2", {"tp_ring": "one-way"}, "ring"),
+        ("dp=2", {"attention": "cudnn"}, "attention=cudnn: Llama does not use it"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(mesh, parallel, match):
+    with pytest.raises(ConfigError, match=match):
+        jaxdist.verify(Llama(), mesh=mesh, **parallel)
+
+
+def test_a_leaf_that_is_wrong_is_not_taken_for_rounding():
+    """By a thousandth, against what one device in float32 is off from float64."""
+    config = proof_config(Llama(num_layers=1), "", batch_size=4, steps=1)
+    batches = random_batches(config, 1, 1)
+    right = observe(config, DEVICES[:1], batches)
+    name = "blocks.w_up[0]"
+    wrong = dataclasses.replace(right, gradients=[right.gradients[0] | {name: 1.001 * right.gradients[0][name]}])
+    found = [
+        each for each in compare(config, wrong, right, lambda: in_float64(config, DEVICES[:1], batches)) if not each.ok
+    ]
+    assert [(each.kind, each.name) for each in found] == [("gradient", name)]
+
+
+@dataclass(frozen=True)
+class Still(Llama):
+    def loss(self, ctx, outer, x, batch):
+        return 0 * super().loss(ctx, outer, x, batch)
+
+
+def test_what_moves_nothing_tests_nothing():
+    assert not jaxdist.verify(Still(num_layers=1), mesh="dp=2", batch_size=8, steps=1).ok
+
+    def step(rate):
+        return lambda params, x: jax.tree.map(lambda w: w - rate * x.sum(), params)
+
+    args = {"w": jnp.ones(3)}, jnp.ones(4)
+    for rate, tested in ((0.0, False), (0.1, True)):
+        report = jaxdist.verify(step(rate), step(rate), args)
+        assert report.tested == tested and ("nothing was tested" in str(report)) != tested
+
+
+class Remembers(FlaxModel):
+    num_layers, seq_len, vocab_size = 1, 8, 16
+    embed = layer = loss = None
+
+    def outer_module(self, rngs):
+        return nnx.BatchNorm(4, rngs=rngs)
+
+    def layer_module(self, rngs, kind):
+        return nnx.Dropout(0.1, rngs=rngs)
+
+
+def test_a_module_that_keeps_more_than_parameters_is_refused_by_name():
+    for declared, said in ((Remembers().outer, "BatchStat mean"), (lambda: Remembers().block("layer"), "rngs")):
+        with pytest.raises(ConfigError, match=said):
+            declared()
+
+
+def test_results_of_other_structures_are_refused():
+    with pytest.raises(ConfigError, match="only one of the two has 'b'"):
+        jaxdist.verify(lambda x: {"a": x}, lambda x: {"a": x, "b": x}, (np.ones(3),))
+    report = jaxdist.verify(lambda x: (x + 1, x > 0), lambda x: (x + 1, x > 1), (np.ones(3),))
+    assert not report.ok and "1 of 2 values differ" in str(report)

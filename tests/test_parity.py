@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from conftest import DEVICES, sampled
 
+from experiments import plain
+from experiments.bench.timing import full_batch
 from experiments.strategies import BY_NAME, EXPERTS, PIPELINES, STRATEGIES, Strategy
 from experiments.verify import Verifier
 from jaxdist.checkpoint.logical import fetch, to_logical
@@ -178,3 +180,19 @@ def test_dropout_keeps_the_right_share_and_the_mean():
     np.testing.assert_array_equal(
         x[5:7, 3:4], dropout(jnp.ones((2, 1, 32)), 0.3, jax.random.key(0), jnp.arange(5, 7), jnp.arange(3, 4))
     )
+
+
+def test_the_plain_step_of_the_benchmark_is_the_same_training():
+    """What `bench overhead` is held against does the same work: losses of three steps agree."""
+    config = RunConfig(ODD, optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, min_lr_ratio=1.0), batch_size=4, steps=3)
+    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+    batch = full_batch(config)
+    state, losses = program.init(0), []
+    init, step, _ = plain.make_step(config, jax.tree.map(lambda leaf: leaf.decay, program.layout.leaves))
+    plain_state, plain_losses = init(program.init(0).params), []
+    for _ in range(3):
+        state, metrics = program.step(state, program.put(batch))
+        plain_state, loss = step(plain_state, batch)
+        losses.append(float(metrics["loss"]))
+        plain_losses.append(float(loss))
+    np.testing.assert_allclose(losses, plain_losses, rtol=1e-5)

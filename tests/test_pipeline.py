@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from experiments.strategies import BY_NAME
 from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel import collectives as comm
@@ -563,3 +564,42 @@ def test_forward_alone_runs_each_action_as_soon_as_it_can(name, latency):
                 ready = ticks[before, Action(Phase.F, action.microbatch, chunk)] + (1 if before == stage else latency)
             assert tick == max(free, ready)
             free = tick + 1
+
+
+def test_a_table_that_cannot_run_is_refused_before_it_is_traced():
+    good = make_schedule("zb-h1", 2, 2)
+    early = dataclasses.replace(good, table=(*good.table[:2], good.table[3], good.table[2], *good.table[4:]))
+    with pytest.raises(ConfigError, match="tick 2, stage 0: B of micro-batch 0, chunk 0: it needs B"):
+        lower(early)
+
+
+def refused(match, stage=lambda p, x: jnp.tanh(x @ p["w"]), sizes=None, specs=None, schedule=None, change=None, **more):
+    """Tracing a pipeline of two stages, three micro-batches and two axes ends in one ConfigError."""
+    arguments = {"w": jnp.ones((2, 4, 4)), "x": jnp.ones((3, 5, 4)), "t": jnp.ones((3, 5, 4))} | (change or {})
+    run = pipeline(stage, more.get("loss", loss_fn), schedule or make_schedule("1f1b", 2, 3))
+    w = arguments["w"] if isinstance(arguments["w"], dict) else {"w": arguments["w"]}
+    sharded = jax.shard_map(
+        run,
+        mesh=mesh_of(**(sizes or {"pp": 2, "tp": 2})),
+        in_specs=(jax.tree.map(lambda _: PartitionSpec("pp"), w) if specs is None else specs, *[PartitionSpec()] * 2),
+        out_specs=(PartitionSpec(), PartitionSpec("pp")),
+    )
+    with pytest.raises(ConfigError, match=match):
+        jax.eval_shape(sharded, w, arguments["x"], arguments["t"])
+
+
+def test_what_a_library_user_gets_wrong_is_refused_by_name():
+    swap = [(0, 1), (1, 0)]
+    refused(r"`layer` permutes over", lambda p, x: x + jax.lax.ppermute(comm.varying(x, "tp"), "tp", swap))
+    refused("leading sizes 2, 3", change={"t": jnp.ones((2, 5, 4))})
+    refused("leading sizes 1, 2", change={"w": {"w": jnp.ones((2, 4, 4)), "b": jnp.ones((4, 4))}})
+    refused("no arrays", change={"w": {}})
+    refused("for 3 micro-batches: the batch is cut into 4", change={"x": jnp.ones((4, 5, 4)), "t": jnp.ones((4, 5, 4))})
+    refused("for 3 stages", schedule=make_schedule("1f1b", 3, 3))
+    refused("which do not divide", schedule=make_schedule("zb-v", 2, 3))
+    refused("weights of type int32", change={"w": jnp.ones((2, 4, 4), jnp.int32)})
+    refused("which has one rank", schedule=make_schedule("1f1b", 1, 3), sizes={"pp": 1, "tp": 2})
+    refused("must return the shape", lambda p, x: (x @ p["w"])[:, :2])
+    refused("floating-point", lambda p, x: x, change={"x": jnp.ones((3, 5, 4), jnp.int32)})
+    refused("`layer` returns 2 arrays", lambda p, x: (x, x))
+    refused("it is one number", loss=lambda y, t: jnp.square(y - t))

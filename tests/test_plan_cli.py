@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from html.parser import HTMLParser
 
 import pytest
 import tyro
@@ -16,6 +17,7 @@ from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, Run
 from jaxdist.mesh import MeshShape
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.plan.hardware import find_hardware
+from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every, learning_rate, warmup_steps
 
 SMALL = ["--model", "tiny", "--hardware", "h100", "--nodes", "1", "--global-batch", "64"]
 
@@ -214,3 +216,300 @@ def test_the_best_layouts_are_traced_and_compiled_beside_the_formula(monkeypatch
     assert code == 0
     assert "The same, traced, compiled for cpu" in out
     assert out.count("at the peak") == 2
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_command_is_refused_until_it_is_filled_in(monkeypatch, capsys, tmp_path, nodes):
+    path = tmp_path / "plan.json"
+    code, _, _ = plan(monkeypatch, capsys, *SMALL, "--nodes", nodes, "--json", path)
+    command = json.loads(path.read_text())["command"]
+    launcher = "srun --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 " if nodes == 2 else ""
+    assert code == 0 and command.startswith(f"{launcher}python -m experiments.train ")
+    args = train_flags(command)
+    assert ("--distributed" in args) == (nodes == 2) and args[args.index("--device") + 1] == "gpu"
+    with pytest.raises(SystemExit) as stop:
+        run_program(TrainFlags, experiments.train.main, "train", args)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and "--data DATA and --out OUT: this is a placeholder" in err
+    flags = tyro.cli(TrainFlags, args=[{"DATA": "tokens", "OUT": "run"}.get(word, word) for word in args])
+    flags.require_filled_in()
+    flags.check()
+    config = flags.run_config()
+    assert config.parallel.mesh.num_devices == 8 * nodes and flags.checkpoint_every <= config.steps
+
+
+def test_the_recipe_is_the_published_one():
+    assert [learning_rate(size) for size, _ in GPT3_RATES] == [rate for _, rate in GPT3_RATES]
+    assert learning_rate(1e6) == 6e-4 and learning_rate(1e12) == 6e-5
+    assert learning_rate(6.7e9) < learning_rate(4e9) < learning_rate(2.7e9)
+    assert warmup_steps(2**20, 10**6) == 358 and warmup_steps(2**20, 100) == 10
+    # 12 GB written in 12 s, a failure every 50,677 / 8 hours: sqrt(2 · 12 · 22.8e6) s between checkpoints.
+    every, why = checkpoint_every(12e9, 1, 8, 1.0, 10**6)
+    assert every == pytest.approx(23_397, rel=1e-3) and "Llama 3" in why
+    assert checkpoint_every(12e9, 1, 8, 1.0, 100)[0] == 100
+
+
+def test_an_old_price_warns(monkeypatch, capsys):
+    code, out, _ = plan(monkeypatch, capsys, *SMALL, "--tokens", "1e9", "--vendor", "lambda")
+    assert code == 0 and "days old" in out and "check it before you pay" in out
+
+
+@pytest.mark.parametrize("flags, batch", [
+    (["--nodes", "3"], 504),
+    (["--nodes", "4"], 512),
+    (["--nodes", "128"], 1024),
+    (["--nodes", "5", "--devices-per-node", "7"], 525),
+    (["--mesh", "dp=24"], 504),
+    (["--mesh", "pp=3,dp=2", "--microbatches", "5", "--accumulate", "7"], 490),
+])  # fmt: skip
+def test_the_batch_that_is_chosen_divides(flags, batch):
+    flags = tyro.cli(experiments.plan.PlanFlags, args=["--model", "7b", *flags])
+    found, said = experiments.plan.default_batch(flags, 8)
+    assert found == batch and f"{batch:,} sequences" in said
+
+
+SEARCH = ["--model", "proof", "--devices-per-node", "4", "--global-batch", "8", "--nodes", "1"]
+
+
+NAMED = ["--model", "proof", "--global-batch", "16", "--mesh", "pp=2,dp=2,tp=2"]
+
+
+LAYOUT = "names a part of one"  # of a layout, in a search for a whole one
+
+
+ONE_LAYOUT = "--mesh names the one layout"
+
+
+OWN_CARD = "[accelerators.h100]\nmemory_gb = 40"
+
+
+OWN_PRICE = "[aws]\nh100 = 1.5\ndate = 2100-01-01"
+
+
+OF_EXPERTS = {"num_experts": "4", "top_k": "1", "expert_width": "64", "shared_width": "64", "capacity": "1.5"} | {
+    "balance_loss": "0.02",
+    "balance_rate": "0.01",
+    "z_loss": "0.01",
+}
+
+
+# Flag -> its words, what is given beside it, what happens in a search and what with --mesh: None, the answer is another
+# one or the command has the flag; else a part of the refusal.
+FLAGS = {
+    "mesh": ("dp=4", [], None, None),
+    "device": ("cpu", [], "a plan runs on no device", "a plan runs on no device"),
+    "model": ("tiny", [], None, None),
+    "num_layers": ("2", [], None, None),
+    "width": ("128", [], None, None),
+    "num_heads": ("4", [], None, None),
+    "num_kv_heads": ("2", [], "has no field num_kv_heads", "has no field num_kv_heads"),
+    "ffn_width": ("128", [], None, None),
+    **{name: (value, [], f"has no field {name}", f"has no field {name}") for name, value in OF_EXPERTS.items()},
+    "seq_len": ("64", [], None, None),
+    "vocab_size": ("500", [], None, None),
+    "dropout": ("0.1", [], None, None),
+    "lora": ("2", [], None, None),
+    "lora_alpha": ("3", ["--lora", "2"], None, None),
+    "lora_targets": ("w_up", ["--lora", "2"], None, None),
+    "batch_size": ("32", [], None, None),
+    "batch_sizes": ("8,16", [], "--batch-size is one already", "--batch-size is one already"),
+    "steps": ("77", [], None, None),
+    "seed": ("5", [], None, None),
+    "mask_documents": (None, [], None, None),
+    "dtype": ("float32", [], None, None),
+    "reduce_dtype": ("bfloat16", [], None, None),
+    "loss_scale": ("64", ["--dtype", "float16"], None, None),
+    "loss_scale_window": ("64", ["--dtype", "float16"], None, None),
+    "loss_scale_hysteresis": ("1", ["--dtype", "float16"], None, None),
+    "zero": ("1", [], LAYOUT, None),
+    "sp": (None, [], LAYOUT, None),
+    "cp_kind": ("all-gather", ["--mesh", "cp=2"], LAYOUT, None),
+    "experts_over_tp": (None, ["--sp", "--mesh", "tp=2"], LAYOUT, "it has none"),
+    "tp_ring": ("one-way", ["--mesh", "tp=2", "--sp"], LAYOUT, None),
+    "grad_sync": ("flat", [], None, None),
+    "bucket_mb": ("3", [], None, None),
+    "accumulate": ("2", [], LAYOUT, None),
+    "remat": ("block", [], LAYOUT, None),
+    "loss_chunks": ("2", [], None, None),
+    "unroll_layers": ("yes", ["--mesh", "dp=2"], LAYOUT, None),
+    "reshard_after_forward": (None, ["--mesh", "dp=2", "--zero", "3"], LAYOUT, None),
+    "overlap": (None, [], LAYOUT, None),
+    "attention": ("xla", [], None, None),
+    "schedule": ("zb-h1", [], LAYOUT, None),
+    "microbatches": ("2", [], LAYOUT, None),
+    "chunks": ("4", ["--mesh", "pp=2", "--schedule", "interleaved", "--num-layers", "8"], LAYOUT, None),
+    "stages": ("1,3", [], LAYOUT, None),
+    "optimizer": ("lion", [], None, None),
+    "lr": ("1e-5", [], None, None),
+    "min_lr_ratio": ("0.3", [], None, None),
+    "lr_schedule": ("linear", [], None, None),
+    "warmup_steps": ("7", [], None, None),
+    "weight_decay": ("0.3", [], None, None),
+    "beta1": ("0.8", [], None, None),
+    "beta2": ("0.99", [], None, None),
+    "eps": ("1e-6", [], None, None),
+    "clip_norm": ("0.3", [], None, None),
+    "hardware": ("h200", [], None, None),
+    "nodes": ("4", ["--devices-per-node", "4"], None, None),
+    "devices_per_node": ("2", [], None, None),
+    "tokens": ("1e9", [], None, None),
+    "deadline": ("30d", ["--tokens", "1e9"], None, None),
+    "budget": ("1000", ["--tokens", "1e9", "--price-per-hour", "2"], None, None),
+    "vendor": ("aws", ["--tokens", "1e9"], None, None),
+    "price_per_hour": ("2.5", ["--tokens", "1e9"], None, None),
+    "hardware_file": (OWN_CARD, [], None, None),
+    "efficiencies": ("matmul = 0.5", [], None, None),
+    "price_file": (OWN_PRICE, ["--tokens", "1e9", "--vendor", "aws"], None, None),
+    "top": ("3", [], None, ONE_LAYOUT),
+    "prove": ("2", ["--trace"], None, ONE_LAYOUT),
+    "config": ("[optimizer]\nlr = 1e-5", [], None, None),
+    "trace": (None, [], None, None),
+    "compile": ("cpu", [], None, None),
+    "json": ("FILE", [], None, None),
+    "html": ("FILE", [], None, None),
+    "dump_hlo": ("FILE", ["--compile", "cpu"], None, None),
+}
+
+
+SLOW = {"trace", "compile", "prove", "dump_hlo"}  # what they do is tested by the tests that trace and compile
+
+
+def answer(out: str) -> str:
+    """What is printed, without times that vary."""
+    return re.sub(r"predicted in [\d.]+ s", "", out)
+
+
+@pytest.mark.parametrize("mode", ["search", "named"])
+@pytest.mark.parametrize("name", [name for name in FLAGS if name not in SLOW])
+def test_no_flag_is_ignored(monkeypatch, capsys, tmp_path, name, mode):
+    value, beside, searched, named = FLAGS[name]
+    refusal = searched if mode == "search" else named
+    if mode == "search" and "--mesh" in beside:
+        beside = []
+    common = [*(SEARCH if mode == "search" else NAMED), *beside]
+    flag, file = f"--{name.replace('_', '-')}", tmp_path / "file"
+    if name == "reshard_after_forward":
+        flag = "--no-reshard-after-forward"
+    written = name in ("config", "efficiencies") or name.endswith("_file")
+    if written:
+        file.write_text(value)
+    words = [flag] + ([] if value is None else [str(file)] if name in ("json", "html") or written else [value])
+    code, out, err = plan(monkeypatch, capsys, *common, *words)
+    if refusal is not None:
+        assert code == 2 and refusal in err and flag in err
+        return
+    code_before, before, err_before = plan(monkeypatch, capsys, *common)
+    assert code_before == 0, err_before
+    if name in ("json", "html"):
+        assert code == 0 and file.stat().st_size > 1000
+    elif code == 2:  # used: against the mesh, or a limit
+        assert name in ("devices_per_node", "nodes", "hardware") and "ranks" in err
+    else:
+        assert code == 0, err
+        assert answer(out) != answer(before)
+
+
+USELESS = [
+    ["--steps", "10", "--tokens", "1e9"],
+    ["--tokens", "1e9", "--vendor", "aws", "--price-per-hour", "2"],
+    ["--vendor", "aws"],
+    ["--price-per-hour", "2"],
+    ["--tokens", "1e9", "--price-file", "prices.toml"],
+    ["--prove", "2"],
+    ["--trace", "--prove", "20"],
+    ["--dump-hlo", "folder"],
+    ["--trace", "--dump-hlo", "folder"],
+    ["--grad-sync", "flat", "--bucket-mb", "3"],
+    ["--mesh", "dp=4", "--schedule", "gpipe"],
+    ["--mesh", "dp=4", "--stages", "2,2"],
+    ["--mesh", "dp=4", "--chunks", "2"],
+    ["--mesh", "dp=4", "--microbatches", "2"],
+    ["--mesh", "tp=4", "--zero", "1"],
+    ["--mesh", "dp=4", "--sp"],
+    ["--mesh", "dp=4", "--experts-over-tp"],
+    ["--mesh", "dp=4", "--no-reshard-after-forward"],
+    ["--mesh", "dp=4", "--zero", "3", "--remat", "block", "--no-reshard-after-forward"],
+    ["--mesh", "tp=4", "--overlap"],
+]
+
+
+@pytest.mark.parametrize("more", USELESS, ids=" ".join)
+def test_a_flag_that_would_change_nothing_is_refused(monkeypatch, capsys, more):
+    code, _, err = plan(
+        monkeypatch, capsys, "--model", "proof", "--devices-per-node", "4", "--global-batch", "8", *more
+    )
+    assert code == 2 and re.search("would change nothing|nothing is (traced|compiled)|concerns the pipeline", err), err
+
+
+def test_the_smallest_batch_that_is_as_fast_is_planned(monkeypatch, capsys, tmp_path):
+    """Each is what a search of it alone finds, and one that no mesh divides has no row."""
+    common = ["--model", "gpt2-124m", "--devices-per-node", "4", "--nodes", "1", "--tokens", "1e9"]
+
+    def found(*more):
+        file = tmp_path / "plan.json"
+        code, out, err = plan(monkeypatch, capsys, *common, *more, "--json", str(file))
+        assert code == 0, err
+        return json.loads(file.read_text()), out
+
+    html = tmp_path / "plan.html"
+    whole, out = found("--batch-sizes", "512,16,1024,3,512", "--html", str(html))
+    assert "<h2>Batches</h2>" in html.read_text() and "<td>1,024</td>" in html.read_text()
+    sizes = [row["batch_size"] for row in whole["batches"]]
+    assert sizes == [3, 16, 512, 1024] and "Best of each batch" in out
+    alone = {size: found("--batch-size", str(size))[0] for size in sizes}
+    for row in whole["batches"]:
+        assert row == alone[row["batch_size"]]["rows"][0] | {"also": []}
+    speeds = {row["batch_size"]: row["tokens_per_second"] for row in whole["batches"]}
+    fast = [size for size in sizes if speeds[size] * 1.02 >= max(speeds.values())]
+    assert whole["batch_size"] == fast[0] == 512 and speeds[512] < speeds[1024]
+    assert f"--batch-size {fast[0]} " in whole["command"] and alone[16]["batches"] == []
+
+
+def test_uneven_stages_are_planned_as_they_are(monkeypatch, capsys, tmp_path):
+    path, found = tmp_path / "plan.json", {}
+    for stages in ("even", "balanced", "1,3"):
+        args = ["--model", "proof", "--hardware", "h100", "--global-batch", "8", "--mesh", "pp=2,dp=2"]
+        code, _, _ = plan(monkeypatch, capsys, *args, "--stages", stages, "--json", path)
+        found[stages] = json.loads(path.read_text())["rows"][0]
+        assert code == 0 and found[stages]["stages"] == stages
+    assert found["1,3"]["memory"]["parameters"] > 1.3 * found["even"]["memory"]["parameters"]
+    assert found["1,3"]["step_seconds"] > found["even"]["step_seconds"]
+
+
+class Tags(HTMLParser):
+    """Every tag closes; attributes are collected."""
+
+    VOID = ("meta", "path", "rect", "circle")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.attributes = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_loads_nothing(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "plan.html"
+    args = ["--model", "7b", "--hardware", "h100", "--nodes", "2", "--global-batch", "32", "--top", "4"]
+    code, _, _ = plan(monkeypatch, capsys, *args, "--html", path)
+    text = path.read_text()
+    assert code == 0
+    tags = Tags()
+    tags.feed(text)
+    assert not tags.open
+    assert not {"src", "href", "srcset"} & {name for name, _ in tags.attributes}
+    assert "http" not in text and "@import" not in text and "url(" not in text
+    assert text.count("<svg") == 3 and "prefers-color-scheme: dark" in text
+    for said in ("activations", "capacity 80 GiB", "matmuls", "±", "python -m experiments.train", "h100-published"):
+        assert said in text
+    assert not re.search(r"\bnan\b", text)

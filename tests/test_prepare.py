@@ -1,5 +1,6 @@
 """Preparing a corpus: what the shards hold, killed and continued runs, and every damage that must be refused."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -391,3 +392,82 @@ def test_two_preparations_do_not_share_a_folder(text, tmp_path):
         refused("is using it", out=str(out), **flags)
     run(out=str(out), **flags)
     assert not (out / LOCK).exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"plan": 1, "shards": {}}'])
+def test_a_damaged_journal_is_refused(content, text, tmp_path):
+    (tmp_path / JOURNAL).write_text(content)
+    refused(JOURNAL, "damaged", data=str(text), out=str(tmp_path), tokenizer="bytes")
+
+
+def test_a_missing_manifest_is_a_folder_that_is_not_whole(copy):
+    (copy / MANIFEST).unlink()
+    not_opened(copy, MANIFEST, "not whole")
+
+
+def test_a_pickled_shard_is_never_unpickled(copy, tmp_path):
+    path = copy / "train-00000.npy"
+    np.save(path, np.array([Exploding(tmp_path / "exploded")], dtype=object), allow_pickle=True)
+    edit(copy, lambda manifest: manifest["train"][0].update(num_bytes=path.stat().st_size))
+    not_opened(copy, "train-00000.npy", ".npy array")
+    refused("train-00000.npy", ".npy array", check=str(copy))
+    assert not (tmp_path / "exploded").exists()
+
+
+class Exploding:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_a_token_outside_the_vocabulary_is_found_by_check_where_the_sha_256_fits(split, copy):
+    path = copy / f"{split}-00000.npy"
+    path.write_bytes(path.read_bytes()[:-2] + VOCAB_SIZE.to_bytes(2, "little"))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    edit(copy, lambda manifest: manifest[split][0].update(sha256=digest))
+    refused(f"token {VOCAB_SIZE} at position", path.name, check=str(copy))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff", b"[]", b"null", b"[" * 100_000, b'{"format": "jaxdist tokens 2"}']
+)
+def test_a_damaged_manifest_is_refused(content, copy):
+    (copy / MANIFEST).write_bytes(content)
+    not_opened(copy, MANIFEST)
+
+
+def test_a_huge_manifest_is_not_read(copy):
+    with open(copy / MANIFEST, "r+b") as file:
+        file.truncate(1 << 33)  # sparse
+    not_opened(copy, MANIFEST, "less than")
+
+
+def test_a_smaller_vocabulary_is_refused_and_a_larger_one_is_fine(bpe):
+    not_opened(bpe, f"vocab_size={VOCAB_SIZE - 1}", f"Use vocab_size={VOCAB_SIZE}", vocab_size=VOCAB_SIZE - 1)
+    assert load_corpus(str(bpe), VOCAB_SIZE + 7).num_train > 0
+
+
+def test_sources_of_different_tokenizers_are_not_mixed(bpe, text, tmp_path):
+    with pytest.raises(ConfigError, match="different tokenizers"):
+        load_corpus(f"{bpe}=1,{text}=1", VOCAB_SIZE)
+    again = shutil.copytree(bpe, tmp_path / "again")
+    np.save(tmp_path / "unknown.npy", np.zeros(100, int))
+    assert len(load_corpus(f"{bpe}=1,{again}=1,{tmp_path}/unknown.npy=1", VOCAB_SIZE).sources) == 3
+
+
+def test_folders_with_something_in_them_are_left_alone(text, bpe, tmp_path):
+    before = hashlib.sha256(b"".join(contents(bpe).values())).hexdigest()
+    refused("prepared corpus already", data=str(text), out=str(bpe), vocab_size=VOCAB_SIZE)
+    assert hashlib.sha256(b"".join(contents(bpe).values())).hexdigest() == before
+    (tmp_path / "mine").write_text("mine")
+    refused("something else", data=str(text), out=str(tmp_path), tokenizer="bytes")
+
+
+def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path, small):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(b"line\n" * 400 + b"\xff" + b"\nline" * 400)
+    (tmp_path / "text" / "b.txt").write_bytes(b"line\n")
+    refused("a.txt", "0xff at offset 2000 ", data=str(tmp_path / "text"), out=str(tmp_path / "out"), tokenizer="bytes")

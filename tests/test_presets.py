@@ -9,10 +9,11 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from jaxdist.config import RunConfig, to_dict
+from jaxdist.errors import ConfigError
 from jaxdist.models.base import num_parameters
 from jaxdist.models.huggingface import config_of, model_from_config, tensors_of
 from jaxdist.models.presets import PRESETS
-from jaxdist.models.registry import model_of, name_of
+from jaxdist.models.registry import find_model, model_of, name_of
 
 # Of the files on the Hub, a tied head counted once.
 PUBLISHED = {
@@ -60,3 +61,15 @@ def test_a_decoder_s_initial_values_have_the_spread_of_gpt_2_s():
             std = {"w_out": 0.02 / 4, "w_down": 0.02 / 4, "scale": 0.0, "load": 0.0, "faults": 0.0}.get(last, 0.02)
             assert abs(float(x.std()) - std) < 0.1 * std + 1e-9, name
             assert abs(float(x.mean()) - (last == "scale")) < 0.2 * 0.02, name
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [(None, "no file or folder"), ("{", "not JSON"), ("[]", "no JSON object"), ("{}", "with no model_type")],
+)
+def test_a_path_that_is_no_config(tmp_path, text, said):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        find_model(str(path))

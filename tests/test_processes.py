@@ -19,6 +19,7 @@ from experiments import launch
 from experiments.cli import run_program
 from experiments.warden import Guarded
 from jaxdist.errors import ConfigError
+from jaxdist.runtime import devices as runtime
 from jaxdist.runtime import processes
 from jaxdist.runtime.signals import Signals
 from jaxdist.runtime.watchdog import EXIT_STUCK
@@ -373,3 +374,93 @@ def test_the_children_of_a_launcher_end_with_it(folder, number):
     while not all(map(gone, children)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--coordinator here", "--coordinator here: it is the host of the first process and a port"),
+        ("--coordinator :1", "--coordinator :1: it is the host"),
+        ("--coordinator a:99999", "--coordinator a:99999"),
+        (
+            "--coordinator 127.0.0.1:1 --num-processes 2 --process-id 2",
+            "process 2 of 2: processes must be numbered from 0",
+        ),
+        ("--coordinator 127.0.0.1:1 --num-processes 0", "--num-processes 0"),
+        ("--num-processes 2", "Add --coordinator"),
+        ("--process-id 0", "Add --coordinator"),
+        ("--heartbeat 0", "--heartbeat 0"),
+    ],
+)
+def test_wrong_numbers_of_processes_are_refused(train_here, flags, said):
+    code, _, err = train_here(f"--out OUT/nothing {flags}")
+    assert code == 2 and said in err
+
+
+def test_ranks_that_do_not_divide_over_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"a mesh of 3 devices on 2 processes.*Use a mesh of 2 devices"):
+        runtime.acquire_devices(3, "cpu")
+
+
+# Joins once and compares many command lines: process 1 is given `theirs`, a list of words for each.
+COMPARE = """
+import json, sys
+import jax
+import tyro
+from rich.console import Console
+from experiments.train import TrainFlags
+from jaxdist import compat, versions
+from jaxdist.runtime import processes
+
+mine, theirs = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+TrainFlags().join(Console(quiet=True))
+for words in theirs:
+    flags = tyro.cli(TrainFlags, args=[*mine, *(words if processes.index() else [])])
+    try:
+        processes.require_agreement("flags", flags._must_be_equal())
+        print("equal")
+    except processes.Disagreement as error:
+        print(error)
+    sys.stdout.flush()
+versions.source_digest = lambda: "another"[: 7 * processes.index()]
+jax.config.update("jax_enable_x64", bool(processes.index()))
+jax.config.update("jax_default_matmul_precision", ["float32", "highest"][processes.index()])
+try:
+    processes.require_agreement("flags", TrainFlags()._must_be_equal())
+except processes.Disagreement as error:
+    print(error)
+"""
+
+
+KINDS = {
+    "--lr": ["--lr", "1e-4"],
+    "--seed": ["--seed", "7"],
+    "--steps": ["--steps", "9"],
+    "--checkpoint-every": ["--checkpoint-every", "3", "--out", "x"],
+    "--zero": ["--zero", "1"],
+    "--mesh": ["--mesh", "tp=2"],
+    "--dtype": ["--dtype", "bfloat16"],
+    "--eval-every": ["--eval-every", "7"],
+    "--on-nonfinite": ["--on-nonfinite", "skip"],
+    "--out": ["--out", "x"],
+    "--batch-size": ["--batch-size", "32"],
+    "--max-hours": ["--max-hours", "2"],
+    "--sp": ["--sp"],
+    "--drill": ["--drill", "nan:step=1"],
+    "": ["--data", "/another/path/to/the/same"],  # what it holds is compared, not where it lies
+}
+
+
+def test_what_differs_between_processes_is_named_with_both_values(folder):
+    words = ["-c", COMPARE, json.dumps(["--mesh", "dp=2"]), json.dumps(list(KINDS.values()))]
+    code, text = run([*as_processes(2, 1), *words], folder)
+    assert code == 0, text
+    for index in range(2):  # every process knows
+        lines = [line.removeprefix(f"[{index}] ") for line in text.splitlines() if line.startswith(f"[{index}] ")]
+        *lines, last = [line for line in lines if line == "equal" or "processes of one run" in line]
+        for flag, line in zip(KINDS, lines, strict=True):
+            assert (f"{flag} is " in line and "on process 0 and" in line and "on process 1" in line) or not flag, line
+        assert lines[-1] == "equal"
+        for name in ("the source of jaxdist", "jax_enable_x64", "jax_default_matmul_precision"):
+            assert name in last

@@ -18,13 +18,13 @@ from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, Run
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
-from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
+from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import one_device
 from jaxdist.plan import formulas
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.proof.trace import collectives_of, equations, summary, total_sent
-from jaxdist.train.program import build_program
+from jaxdist.train.program import build_program, step_options
 
 HLO_NAMES = {kind: kind for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
 HLO_NAMES["permute"] = "collective_permute"
@@ -388,3 +388,38 @@ def test_the_loss_scatters_no_logits_and_in_chunks_never_has_all(chunks):
 
     look(traced.jaxpr.jaxpr)
     assert made == {"scatter": 0, "dot_general": rows * vocab // chunks}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "overlap", "platform"),
+    [("pp=2", True, "gpu"), ("pp=2", True, "cpu"), ("pp=2", False, "gpu"), ("dp=2", True, "gpu")],
+)
+def test_two_messages_may_travel_at_once_where_a_pipeline_overlaps_them(mesh, overlap, platform):
+    config = RunConfig(GPT2(4, 64, 8, 256, 32, 256), ParallelConfig(mesh=parse_mesh(mesh), overlap=overlap))
+    option = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
+    assert step_options(config, platform) == (option if (mesh, overlap, platform) == ("pp=2", True, "gpu") else {})
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=4", "dp=8"])
+def test_volume_per_step_is_that_of_the_papers(mesh):
+    """DP and ZeRO-1/2 send 2 psi (n-1)/n elements, ZeRO-3 3 psi, keeping weights 2 psi; scalars left out."""
+    n = parse_mesh(mesh).dp
+    model = GPT2(4, 64, 8, 256, 32, 256)
+
+    def sent(**parallel):
+        shape = parse_mesh(mesh)
+        program = build_program(RunConfig(model, ParallelConfig(mesh=shape, **parallel)), make_abstract_mesh(shape))
+        trace = program.step.trace(program.abstract_state(), program.abstract_batch())
+        big = [c for c in collectives_of(trace.jaxpr, shape) if c.full_bytes > NUMBERS]
+        leaves = {leaf.name: math.prod(leaf.shape) for leaf in jax.tree.leaves(program.layout.leaves)}
+        return total_sent(big, shape) / 4, sum(leaves.values()), leaves["positions"]
+
+    for parallel, factor in (({}, 2), ({"zero": 1}, 2), ({"zero": 2}, 2)):
+        elements, psi, _ = sent(**parallel)
+        assert elements == factor * psi * (n - 1) / n == formulas.dp_traffic(psi, n, **parallel).elements
+    elements, psi, _ = sent(zero=3, reshard_after_forward=False)
+    assert elements == 2 * psi * (n - 1) / n == formulas.dp_traffic(psi, n, 3, keep_after_forward=True).elements
+    # The tied table is gathered for the embedding and for the head, its gradient scattered once. What else is not a
+    # block's is gathered once: the embedding's backward does not need it, the head's follows at once.
+    elements, psi, positions = sent(zero=3)
+    assert elements == (3 * psi - positions - 2 * model.width) * (n - 1) / n

@@ -19,6 +19,7 @@ from experiments.train import MAX_SKIPS_IN_A_ROW, Loop, Stopped, is_fault
 from jaxdist.checkpoint.resume import Progress, Start
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import run_folder
+from jaxdist.runtime.metrics import StepLines
 from jaxdist.runtime.run_folder import LOCK, held
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -311,3 +312,84 @@ def test_the_load_of_experts_evens_out_and_a_run_goes_on_with_another_ep(train, 
     for folder in ("whole", "cut"):
         busiest = [record["expert_load_max"] for record in metrics(tmp_path / folder)]
         assert max(busiest[:5]) > 2 and max(busiest[-10:]) < BOUND, busiest
+
+
+def test_what_a_run_that_goes_on_does_not_begin_from_is_named(train):
+    assert train("--steps 2 --out OUT/other")[0] == 0
+    flags = "--steps 4 --out OUT/run --restore OUT/other"
+    code, out, _ = train(f"{flags} --drill term:step=3")
+    assert code == 143 and "is not read" not in out
+    for said in ("resumed after step 3", "nothing is left to do"):
+        code, out, _ = train(flags)
+        assert code == 0 and said in out and "/other is not read" in out
+
+
+def test_a_run_that_is_stopped_saves_no_copies_that_differ(train, tmp_path, monkeypatch):
+    asked = iter([None] * 4 + [("SIGTERM", 143)])
+    monkeypatch.setattr(experiments.train.Run, "stop_reason", lambda run: next(asked))
+    code, out, _ = train("--mesh dp=3 --batch-size 9 --steps 8 --out OUT/run --drill flip:step=4,rank=2")
+    assert code == 1 and "after step 4 copies differ that should be equal: rank 2 (dp=2): params." in out
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--checkpoint-every 5", "checkpoints must have a folder"),
+        ("--checkpoint-every 0 --out OUT/run", "--checkpoint-every 0"),
+        ("--keep-last 0 --out OUT/run", "--keep-last 0"),
+        ("--overwrite --out OUT/run", "--overwrite without --fresh"),
+        ("--on-spike roll-back --out OUT/run", "roll-back without --checkpoint-every"),
+        ("--grace 0", "--grace 0.0"),
+        ("--stuck-after nan", "--stuck-after nan"),
+        ("--restore OUT/nowhere", "it holds no committed one"),
+        ("--drill rot:step=1", "--drill rot:step=1"),
+        ("--steps 4 --drill nan:step=5", "the run has steps 1 to 4"),
+        ("--metrics-host 0.0.0.0", "--metrics-host without --metrics-port"),
+        ("--coordinator 127.0.0.1:1 --num-processes 2 --process-id 5", "numbered from 0"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_written(train, tmp_path, flags, said):
+    code, _, err = train(flags)
+    assert code == 2 and said in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_configuration_is_set_aside_where_a_checkpoint_says_what_ran(train, tmp_path):
+    flags = "--steps 4 --checkpoint-every 2 --out OUT/run"
+    assert train(f"{flags} --drill term:step=3")[0] == 143
+    (tmp_path / "run" / "config.json").write_text('{"cut')
+    code, out, _ = train(f"{flags} --lr 1e-4")  # another run is refused all the same, by the checkpoint
+    assert code == 2
+    (tmp_path / "run" / "config.json").write_text('{"cut')
+    code, out, _ = train(flags)
+    assert code == 0 and "resumed after step 3" in out and "warning: --out" in out and "config.json.damaged1" in out
+
+
+def test_a_run_that_goes_on_with_other_rounding_says_so(train):
+    flags = "--steps 4 --warmup-steps 0 --out OUT/run"
+    assert train(f"{flags} --drill term:step=2")[0] == 143
+    code, out, _ = train(f"{flags} --drill term:step=3")
+    assert code == 143 and "rounded" not in out
+    option = "--compiler-options xla_cpu_enable_fast_min_max=true"
+    code, out, err = train(f"{flags} --accumulate 2 --loss-chunks 2 --remat block {option}")
+    for said in ("accumulate was 1 and is 2", "loss_chunks", "remat was none", "xla_cpu_enable_fast"):
+        assert code == 0 and said in out, (said, out, err)
+
+
+def test_a_full_disk_is_said_once_and_again_when_it_takes_lines(train, monkeypatch):
+    write = StepLines.write
+
+    def full(lines, record):
+        lines.failure = "No space left on device"
+        return record["step"] not in (2, 3) and write(lines, record)
+
+    monkeypatch.setattr(StepLines, "write", full)
+    code, out, _ = train("--steps 5 --warmup-steps 0 --out OUT/run")
+    assert code == 0 and out.count("No space left") == 2 and "written again from step 4" in out
+
+
+def test_flags_about_a_folder_need_one(train):
+    for flag in ("--keep-last 2", "--keep-every 5", "--fresh", "--fall-back", "--record-digests", "--heartbeat 5"):
+        code, _, err = train(f"--steps 1 {flag}")
+        assert code == 2 and flag.split()[0] in err

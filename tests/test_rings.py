@@ -9,10 +9,13 @@ import pytest
 from conftest import DEVICES
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config import ParallelConfig
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.rings import gather_matmul, matmul_scatter
 from jaxdist.parallel.tensor import linear
+from jaxdist.plan.proof.compile import emitted_collectives
 from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
 
 RINGS = ("one-way", "two-way")
@@ -94,3 +97,46 @@ def test_two_ways_share_the_chunks():
         ]
         shifts = [(target - source) % n for source, target in pairs]
         assert (shifts.count(1), shifts.count(n - 1)) == (n // 2, (n - 1) // 2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more", "message"),
+    [
+        (MeshShape(tp=2), {}, "Add sp=True"),
+        (MeshShape(dp=2), {"sp": True}, "a ring needs neighbours"),
+        (MeshShape(pp=2, tp=2), {"sp": True}, "would be mismatched"),
+    ],
+)
+def test_a_ring_that_cannot_run_is_refused(mesh, more, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(mesh, tp_ring="one-way", **more)
+
+
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true
+
+%gemm (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {
+  ROOT %dot.1 = f32[8,8] dot(%a, %b)
+}
+
+%sum (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {
+  ROOT %add.1 = f32[8,8] add(%a, %b)
+}
+
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {
+  %s1 = (f32[8,8], f32[8,8]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
+  %f1 = f32[8,8] fusion(%p, %p), kind=kCustom, calls=%gemm
+  %s2 = (f32[8,8], f32[16,8]) all-gather-start(%p), replica_groups={{0,1}}
+  %c1 = f32[8,8] custom-call(%p, %p), custom_call_target="__cublas$gemm"
+  %d1 = f32[8,8] collective-permute-done(%s1)
+  %d2 = f32[16,8] all-gather-done(%s2)
+  %s3 = (f32[8,8], f32[8,8]) collective-permute-start(%d1), source_target_pairs={{0,1},{1,0}}
+  %f2 = f32[8,8] fusion(%d1, %p), kind=kLoop, calls=%sum
+  ROOT %d3 = f32[8,8] collective-permute-done(%s3)
+}
+"""
+
+
+def test_matmuls_under_collectives_are_counted():
+    found = [(c.kind, c.matmuls) for c in emitted_collectives(PROGRAM, MeshShape(tp=2))]
+    assert found == [("permute", 2), ("all_gather", 1), ("permute", 0)]

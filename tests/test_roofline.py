@@ -14,8 +14,11 @@ from experiments.bench.timing import full_batch
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.presets import PRESETS
+from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.parts import work_of
-from jaxdist.plan.proof.roofline import kernels_of
+from jaxdist.plan.proof import hlo
+from jaxdist.plan.proof.launches import Launches, launches_of
+from jaxdist.plan.proof.roofline import Roof, Total, kernels_of, phase_of, trips_of
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
@@ -127,3 +130,89 @@ def test_kernels_run_as_often_as_xlas_profile_says(step):
     )
     assert in_loops[0] == outside[0] and in_loops[1] + outside[1] > 0.5 * len(seen)
     assert {kernel.count for kernel in seen if kernel.loop} == {3}
+
+
+def test_loops_run_as_often_as_the_program_says_in_its_order():
+    def nested(x, stack):
+        inner = lambda x, w: jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, None, length=5)  # noqa: E731
+        x, _ = jax.lax.scan(lambda x, w: (inner(x, w)[0], None), x, stack)
+        return jax.lax.fori_loop(0, 7, lambda _, x: jnp.sin(x @ stack[0]), x)
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (3, 8, 8))]
+    assert trips_of(jax.jit(nested).lower(*arrays).compile().as_text()) == [3, 5, 7]
+
+
+# As XLA writes it: a graph of two, a loop whose body has a graph, a copy into a stack and a loop of its own, attention.
+THUNKS = """000: kCommandBuffer [source       | next=013 (1)]
+    001: kCustomKernel [source       | next=002 (1)] input_fusion grid: [1, 1, 1]
+    002: kCopy [prev=001 (1) | next=003 (1)] kCopy
+013: kWhile         [prev=000 (1) | next=000 (1)]
+condition:
+    014: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1]
+  body:
+    000: kCommandBuffer      [source       | next=022 (2)]
+        015: kCustomKernel [source       | next=016 (1)] input_reduce_fusion_2
+        016: kCustomKernel [prev=015 (1) | next=017 (1)] loop_multiply_fusion_1
+        017: kCustomKernel [prev=016 (1) | next=018 (1)] input_reduce_fusion_1
+    020: kDynamicSliceFusion [source       | next=022 (1)] params=1, results=1
+        021: kCopy [source | sink] kCopy
+    022: kWhile         [prev=000 (1) | next=000 (1)]
+    condition:
+        023: kCustomKernel [source | sink] loop_compare_fusion
+      body:
+        024: kGemm [source | sink] kGemm
+    025: kCuDnn              [prev=023 (1) | next=000 (2)] kCuDnn
+026: kPartitionId   [source        | next=002 (1) ] kPartitionId
+028: kAsyncStart    [prev=002 (1)  | next=009 (4) ] stream=communication_stream[0], async_id=4
+    027: kAllReduce [source | sink] kAllReduce
+029: kAsyncDone     [source        | sink         ] async_id=4
+"""
+
+
+def test_launches_are_graphs_and_what_is_outside_of_them():
+    """Outside: in each of 12 turns a copy, 5 products and attention; and one collective. In graphs: 2, and 3 a turn."""
+    found = launches_of(THUNKS, [12, 5])
+    assert found == Launches(alone=12 * (1 + 5 + 1) + 1, graphs=1 + 12, in_graphs=2 + 12 * 3)
+    assert found.total == 98
+    assert launches_of("", []) == Launches(0, 0, 0)
+
+
+def test_slices_of_a_stack_and_what_is_written_in_place():
+    sliced, stored, attention, copied = kernels_of(STACKS)
+    array = 64 * 32
+    assert (sliced.read, sliced.written) == (2 * array + 4 + 2 * array, 2 * array)
+    assert (stored.read, stored.written) == (4 * array + 4, 2 * array + 2 * array)
+    assert (copied.read, copied.written) == (2 * array, 2 * array)
+    assert (sliced.phase, sliced.part, sliced.operation) == ("backward", "layer", "add")
+    # Scores that count, two products of 8 each: a query sees 8.5 of 16 positions in the mean.
+    assert attention.flops == 2 * 2 * (2 * 4 * 16 * 8.5) * 8
+    assert attention.moved == 2 * (2 * 2 * 16 * 4 * 8 + 2 * 2 * 16 * 2 * 8) + 4 * 2 * 4 * 16
+
+
+def test_operands_end_at_their_parenthesis():
+    assert hlo.operands("%a, f32[2]{0} %b.1), calls=%c") == ["a", "b.1"]
+    assert hlo.arrays("(bf16[2,3]{1,0}, pred[], u8[0]{0})") == [12, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "origin, phase",
+    [
+        ("jit(train_step)/jvp()/while/body/closed_call/layer/dot_general", "forward"),
+        ("jit(train_step)/transpose(jvp())/while/body/layer/dot_general", "backward"),
+        ("jit(train_step)/transpose(jvp())/checkpoint/rematted_computation/layer/tanh", "recomputed"),
+        ("jit(train_step)/update/sub", "update"),
+    ],
+)
+def test_phases_by_origin(origin, phase):
+    assert phase_of(origin) == phase
+
+
+def test_least_time_is_the_larger_of_products_and_bytes():
+    roof = Roof.of(find_hardware("h100"), "bfloat16", matmul=0.5, hbm=0.5)
+    sliced, *_ = kernels_of(STACKS)
+    assert roof.seconds(sliced) == pytest.approx(sliced.moved / (0.5 * 3.35e12))
+    heavy = dataclasses.replace(sliced, flops=1e12)
+    assert roof.seconds(heavy) == pytest.approx(1e12 / (0.5 * find_hardware("h100").peak("bfloat16")))
+    total = Total.of([dataclasses.replace(heavy, count=3), sliced], roof)
+    assert (total.kernels, total.flops, total.moved) == (4, 3e12, 4 * sliced.moved)
+    assert total.seconds == pytest.approx(3 * roof.seconds(heavy) + roof.seconds(sliced))

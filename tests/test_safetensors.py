@@ -1,6 +1,7 @@
 """Files of safetensors: what is damaged or foreign is refused by file and tensor; what we write is what they write."""
 
 import json
+import random
 import struct
 from pathlib import Path
 
@@ -150,3 +151,50 @@ def test_tensors_are_split_into_files_in_their_order():
     assert groups == [["a", "b"], ["c"], ["d", "e"]]
     assert safetensors.names_of_files(1) == [FILE]
     assert safetensors.names_of_files(2)[1] == "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("length", [2**63, 100_000_001, 10**6])
+def test_a_header_that_is_too_long_is_refused_before_it_is_read(tmp_path, length):
+    path = write(tmp_path / FILE, GOOD, bytes(11), length)
+    with pytest.raises(BadWeights, match=f"its header is to have {length:,} bytes"):
+        read_header(path)
+
+
+def test_no_file_and_no_regular_file(tmp_path):
+    with pytest.raises(BadWeights, match="No such file"):
+        open_folder(tmp_path)
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(BadWeights, match="cannot be read"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"weight_map": {"x": "1.safe', "{}", '{"weight_map": {"x": "1", "x": "2"}}', "[" * 9999]
+)
+def test_an_index_that_is_not_whole_is_refused(tmp_path, text):
+    with pytest.raises(BadWeights, match="not a whole index"):
+        open_folder(index_of(tmp_path, PLACES, text))
+
+
+def test_whatever_the_bytes_only_one_error_comes_out(tmp_path):
+    """A good folder with a few bytes changed, cut or put in."""
+    good = index_of(tmp_path, PLACES)
+    contents = {path: path.read_bytes() for path in good.iterdir()}
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(1500):
+        path = chance.choice(sorted(contents))
+        damaged = bytearray(contents[path])
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(damaged) + 1)
+            damaged[at : at + chance.randint(0, 3)] = chance.choice(
+                (b"", b"9", b"}", b'"', b"-", bytes([chance.randrange(256)]))
+            )
+        path.write_bytes(damaged)
+        try:
+            open_folder(good)
+        except BadWeights as error:
+            refused += 1
+            assert str(good) in str(error)
+        path.write_bytes(contents[path])
+    assert refused > 1000

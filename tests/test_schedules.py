@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.builders import NAMES, from_orders, make_schedule
-from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule
+from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, from_orders, make_schedule
+from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule, divide_layers
 from jaxdist.parallel.pipeline.simulate import Costs, held_chunks, in_flight, simulate, validate
-from jaxdist.parallel.pipeline.text import draw, parse
+from jaxdist.parallel.pipeline.text import draw, load, parse, parse_cell
 
 checked = settings(derandomize=True, deadline=None, max_examples=60)
 STAGES, MICROBATCHES, CHUNKS = st.integers(1, 12), st.integers(1, 24), st.integers(1, 4)
@@ -326,3 +326,167 @@ def test_an_r_in_a_table_is_for_every_b():
         validate(dataclasses.replace(parse(table.format("R1")), recompute=False))
     with pytest.raises(ConfigError, match="it needs R of micro-batch 0"):
         parse("0: F0 B0 R0 W0")
+
+
+@checked
+@given(STAGES, MICROBATCHES)
+def test_interleaved_with_one_chunk_is_1f1b(num_stages, num_microbatches):
+    interleaved = make_schedule("interleaved", num_stages, num_microbatches, 1)
+    assert interleaved.table == make_schedule("1f1b", num_stages, num_microbatches).table
+
+
+@by_name
+def test_wrong_micro_batch_is_named(schedule):
+    for tick, stage, action in entries_of(schedule):
+        with pytest.raises(
+            ConfigError, match=rf"stage {stage}: {action.phase.name} of micro-batch \d+, chunk {action.chunk}"
+        ):
+            validate(changed(schedule, {(tick, stage): action._replace(microbatch=(action.microbatch + 1) % 4)}))
+        with pytest.raises(ConfigError, match=f"tick {tick}, stage {stage}: .*micro-batch 4 is out of range"):
+            validate(changed(schedule, {(tick, stage): action._replace(microbatch=4)}))
+
+
+def test_fused_backward_means_that_w_follows_its_b():
+    schedule = make_schedule("zb-h1", 3, 4)
+    with pytest.raises(ConfigError, match=r"tick \d+, stage \d+: [BW] of micro-batch \d+"):
+        validate(dataclasses.replace(schedule, fused_backward=True))
+    apart = parse("F0 B0 . W0")
+    with pytest.raises(ConfigError, match=r"tick 3, stage 0: W of micro-batch 0, chunk 0: .*at once, here at tick 2"):
+        validate(dataclasses.replace(apart, fused_backward=True))
+
+
+def test_deadlocked_orders_say_which_stage_waits_for_what():
+    def order(cells):
+        return [parse_cell(cell, "") for cell in cells.split()]
+
+    mine = Schedule("mine", 2, 2, 1, "loop")
+    first, last = "F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1"
+    assert from_orders(mine, [order(first), order(last)]).num_ticks == 8
+    with pytest.raises(
+        ConfigError,
+        match=r"tick 1: deadlock: .*stage 0 with B of micro-batch 0, chunk 0 waits for B of micro-batch 0, chunk 0 of"
+        " stage 1; stage 1 with F of micro-batch 1, chunk 0 waits for F of micro-batch 1, chunk 0 of stage 0",
+    ):
+        from_orders(mine, [order("F0 B0 W0 F1 B1 W1"), order("F1 B1 W1 F0 B0 W0")])
+    with pytest.raises(ConfigError, match="stage 1, position 0 of its order: F of micro-batch 7"):
+        from_orders(mine, [order(first), order("F7")])
+    with pytest.raises(ConfigError, match="1 orders"):
+        from_orders(mine, [order(first)])
+    with pytest.raises(ConfigError, match="stage 1: F of micro-batch 0, chunk 0 is missing"):
+        from_orders(dataclasses.replace(mine, num_microbatches=1), [order("F0"), []])
+    with pytest.raises(ConfigError, match=r"stage 0: F of micro-batch 0, chunk 0: .*already"):
+        from_orders(Schedule("mine", 1, 1, 1, "loop"), [order("F0 F0 B0 W0")])
+
+
+def test_asking_for_what_cannot_be_made():
+    for arguments, message in {
+        ("2f2b", 2, 2): "'2f2b': there is no schedule of that name. Use one of gpipe, 1f1b",
+        ("1f1b", 0, 2): "0 stages",
+        ("1f1b", 2, 0): "0 micro-batches",
+        ("interleaved", 2, 2, 0): "0 chunks",
+        ("1f1b", 2, 2, 2): "made for 1",
+        ("zb-v", 2, 2, 3): "made for 2",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            make_schedule(*arguments)
+    with pytest.raises(ConfigError, match="a V goes down"):
+        validate(dataclasses.replace(make_schedule("1f1b", 1, 1), placement="v"))
+    with pytest.raises(ConfigError, match="no placement of that name"):
+        validate(dataclasses.replace(make_schedule("1f1b", 1, 1), placement="ring"))
+    with pytest.raises(ConfigError, match=r"until <Phase\.F"):
+        in_flight(make_schedule("1f1b", 1, 1), until=Phase.F)
+    assert [kind.chunks for kind in SCHEDULES.values()] == [1, 1, 2, 1, 2, 2, 2]
+    assert {name for name, kind in SCHEDULES.items() if kind.placement == "v"} == {"zb-v", "v-half", "v-min"}
+
+
+def test_lock_step_trap_of_a_backward_of_two_units():
+    """4 stages, 16 micro-batches, F = 1 and the whole backward = 2: textbook 57, one action a tick 72."""
+    split = make_schedule("1f1b", 4, 16)
+    assert simulate(split).makespan == 57
+    # The same order of F and B with the weight gradients, here free, out of the way at the end.
+    orders = [
+        [action for action in column if action and action.phase != Phase.W] + [Action(Phase.W, m, 0) for m in range(16)]
+        for column in zip(*split.table, strict=True)
+    ]
+    whole = from_orders(Schedule("whole backward", 4, 16, 1, "loop"), orders)
+    assert simulate(whole, Costs(1, 2, 0), waiting="dependencies").makespan == 57
+    assert simulate(whole, Costs(1, 2, 0), waiting="ticks").makespan == 72
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_that_wait_in_pairs_are_between_lock_step_and_what_is_needed(name):
+    """The three ways to wait, with actions of different times; both ends of a message that takes long wait for it."""
+    for recompute, costs, link in itertools.product((False, True), (Costs(), Costs(1, 2, 1), Costs(2, 1, 3)), (0, 0.5)):
+        schedule = make_schedule(name, 4, 8, recompute=recompute)
+        ticks, pairs, needed = (
+            simulate(schedule, costs, link, waiting).makespan for waiting in ("ticks", "pairs", "dependencies")
+        )
+        assert pairs <= ticks
+        # A textbook's fused backward sends after its W, the executor after B.
+        assert schedule.fused_backward or needed <= pairs
+        late = make_schedule(name, 4, 8, send_latency=2, recompute=recompute)
+        assert simulate(late, costs, link, "pairs").makespan == simulate(late, costs, link).makespan
+
+
+def test_a_message_holds_up_its_two_ends_alone():
+    """Stage 0 is slow once; stage 1 waits for its message, stage 2 does not."""
+    schedule = parse("stages=3 microbatches=1\n0: F0 . . . . B0 W0\n1: . F0 . . B0 . W0\n2: . . F0 B0 W0 . .")
+    pairs = simulate(schedule, [Costs(5, 1, 1), Costs(), Costs()], waiting="pairs")
+    assert pairs.start[1].tolist() == [5, 5, 0] and pairs.end[2].tolist() == [5, 6, 7]
+    assert simulate(schedule, [Costs(5, 1, 1), Costs(), Costs()]).start[1].tolist() == [5, 5, 5]
+
+
+def test_a_table_written_by_hand(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("# a V of one stage\nname=mine placement=v\n0: F0 f0 b0 w0 B0 W0  # turn, then back\n")
+    schedule = load(path)
+    assert (schedule.name, schedule.placement, schedule.num_chunks, schedule.num_microbatches) == ("mine", "v", 2, 1)
+    assert schedule.table[1] == (Action(Phase.F, 0, 1),)
+    assert parse("F0 F0:1 B0:1 W0:1 B0 W0") == dataclasses.replace(schedule, name="table", placement="loop")
+    assert parse("F0 F0:1 F0:2 B0:2 W0:2 b0 w0 B0 W0").num_chunks == 3
+
+
+def test_text_that_cannot_be_read_names_line_and_cell(tmp_path):
+    for text, message in {
+        "F0 G0": "line 1, tick 1, stage 0: 'G0'",
+        "F0\nF0 f0:1": "line 2, tick 1, stage 1: 'f0:1'",
+        "F0 F\u0661": "tick 1, stage 0",
+        "1: F0": "line 1: '1:': here comes stage 0",
+        "stages=2\nF0 B0 W0": "stages=2: it has 1 lines",
+        "chunks=two\nF0 B0 W0": "chunks=two",
+        "colour=red\nF0": "'colour=red'",
+        "fused=maybe\nF0": "'fused=maybe'",
+        "microbatches=2\nF0 B0 W0": "F of micro-batch 1, chunk 0 is missing",
+        "microbatches=0\nF0 B0 W0": "0 micro-batches",
+        "placement=v chunks=3\nF0": "a V goes down",
+        "# nothing": "no actions",
+        ". .": "no actions",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse(text)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "absent.txt")
+
+
+@checked
+@given(st.integers(1, 40), st.integers(1, 12), st.floats(0, 6), st.floats(0, 6))
+def test_layers_are_divided_with_the_least_largest_cost(num_layers, num_parts, first, last):
+    if num_layers < num_parts:
+        with pytest.raises(ConfigError, match=f"{num_layers} layers over {num_parts} parts"):
+            divide_layers(num_layers, num_parts, first, last)
+        return
+
+    def most(layers):
+        ends = [first] + [0.0] * (num_parts - 1)
+        ends[-1] += last
+        return max(n + end for n, end in zip(layers, ends, strict=True))
+
+    layers = divide_layers(num_layers, num_parts, first, last)
+    assert sum(layers) == num_layers and min(layers) >= 1
+    # Moving a layer from the dearest part to any other is no better; for one cost a part that is the optimum.
+    for source, target in itertools.permutations(range(num_parts), 2):
+        if layers[source] > 1:
+            moved = list(layers)
+            moved[source] -= 1
+            moved[target] += 1
+            assert most(moved) >= most(layers) - 1e-9

@@ -11,6 +11,7 @@ from jaxdist.plan.utilisation import flops_per_token
 from jaxdist.plan.verdict import (
     REMEDIES,
     STEP,
+    divided,
     judge,
     measured_parts,
     predicted_parts,
@@ -153,3 +154,25 @@ def test_means_of_laps_and_processes_beside_each_other():
 def test_flops_are_those_of_the_products_in_the_traced_step(name, remat):
     config = RunConfig(PRESETS[name], ParallelConfig(remat=remat), batch_size=4)
     assert sum(flops_per_token(config)) == step_flops(config)
+
+
+def test_the_step_that_was_measured_is_divided_as_it_was_predicted():
+    parts, _ = measured_parts(laps({"input": 0.3}))
+    inside = {"compute": 3.0, "communication on dp": 1.0}
+    found = divided(parts, inside)
+    assert STEP not in found and found["compute"] == 0.75 and found["communication on dp"] == 0.25
+    assert sum(found.values()) == pytest.approx(sum(parts.values()))
+    assert judge(found).kind == "input"
+    assert divided(parts, {}) == parts
+
+
+@pytest.mark.parametrize(("remat", "again"), [("none", 0.0), ("block", 1.0), ("selective", None)])
+def test_model_and_hardware_flops(remat, again):
+    config = RunConfig(PRESETS["gpt2-124m"], ParallelConfig(remat=remat), precision=BF16, batch_size=8)
+    model, repeated = flops_per_token(config)
+    parameters = 12 * (4 * 768**2 + 2 * 768 * 3072) + 50_304 * 768
+    attention = 12 * 2 * 2 * 1024 * 768 * 5 / 8  # four blocks of queries see 1, 2, 3 and 4 quarters of the keys
+    assert model == pytest.approx(6 * parameters + 3 * attention, rel=1e-3)
+    layers = 2 * (parameters - 50_304 * 768) + attention
+    last = 12 * 2 * 768 * 3072  # products whose results no gradient needs
+    assert repeated == pytest.approx(attention / 2 if again is None else again * (layers - last), rel=1e-3)

@@ -10,12 +10,14 @@ from conftest import DEVICES
 from experiments.strategies import Strategy
 from jaxdist.mesh import make_mesh
 from jaxdist.parity import (
+    Difference,
     Observed,
     compare,
     observe,
     random_batches,
     random_parameters,
     unequal_copies,
+    worst,
 )
 from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import total_sent
@@ -272,3 +274,42 @@ def test_start_values_are_random_in_every_leaf():
         mean, spread = (1, 0.2) if name.endswith("scale") else (0, 0.08)
         assert x.dtype == np.float32 and abs(real.mean() - mean) < spread and abs(real.std() / spread - 1) < 0.25, name
     assert not drawn["tokens"][config.model.vocab_size :].any()
+
+
+@pytest.mark.parametrize("peak", [1e-6, 1.0, 1e6])
+def test_what_excuses_an_element_in_64_bits_is_its_share_of_the_leafs_largest_gradient(run, peak):
+    config = Strategy("", "", dtype="float64", optimizer={"name": "lion"}).run_config()
+    gradient = peak * np.array([1.0, 1e-14])
+    start = dataclasses.replace(run, parameters={"x": np.zeros(2)}, gradients=[{"x": gradient}] * 2)
+    off = dataclasses.replace(start, parameters={"x": np.array([0.0, config.optimizer.lr])})
+    assert ("parameter", "x") not in wrong(off, start, config)
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_one_element_counts_by_itself_in_32_and_64_bits(dtype):
+    config = Strategy("", "", dtype=dtype).run_config()
+    start, tolerance = made_up(dtype), ALLOWED[dtype][0]
+    one = np.array([1 + 1.5 * tolerance, 1, 1, 1])  # 0.75 of the tolerance by L2 norm
+    changed = dataclasses.replace(start, gradients=[{"x": one}, start.gradients[1]])
+    assert bool(wrong(changed, start, config)) == (dtype in ("float32", "float64"))
+
+
+def test_rounding_of_a_parameter_itself_is_no_difference():
+    """An update of a large parameter is rounded to its last place: four of them a step are allowed, and no more."""
+    config = Strategy("", "").run_config()
+    eps = float(np.finfo(np.float32).eps)
+    start = dataclasses.replace(made_up("float32"), parameters={"x": 1e4 * np.ones(4)})
+    for units, passes in ((7.9, True), (8.1, False)):
+        changed = dataclasses.replace(start, parameters={"x": 1e4 * np.ones(4) * (1 + units * eps)})
+        assert (not wrong(changed, start, config)) == passes
+
+
+def test_the_worst_difference_is_the_furthest_beyond_its_tolerance(run):
+    found = compare(CONFIG, dataclasses.replace(run, evaluation=2 * run.evaluation), run)
+    assert worst(found).name == "evaluation" and worst(found, "loss").name == "evaluation"
+    assert worst(found, "gradient").kind == "gradient"
+    lost = compare(CONFIG, dataclasses.replace(run, norms=[float("nan"), *run.norms[1:]], evaluation=9.0), run)
+    assert worst(lost).kind == "gradient norm"
+    exact = [Difference("counter", "a", 0.0, 0.0, 1, 1), Difference("loss", "b", 0.5, 1.0, 1, 1)]
+    assert worst(exact).name == "b"
+    assert worst([*exact, Difference("counter", "c", 1e-3, 0.0, 1, 1)]).name == "c"

@@ -61,7 +61,7 @@ class Decoder(Transformer, Mixture):
         if self.head_dim % 2:
             raise ConfigError(
                 f"head_dim={self.head_dim}",
-                "the halves of a head are rotated, so it must be even, so it must be even",
+                "the halves of a head are rotated, so it must be even",
                 "Use an even number",
             )
         if (SLIDING in self.kinds) != (self.window is not None) or not {*self.kinds} <= {FULL, SLIDING, DENSE}:

@@ -117,7 +117,7 @@ class RMSNorm(nnx.Module):
 
 
 class Rotary(NamedTuple):
-    """Rotary positions (arXiv 2104.09864): the halves of a head are rotated, so it must be even against each other.
+    """Rotary positions (arXiv 2104.09864): the halves of a head are rotated against each other.
 
     theta: the base of the frequencies. scaling: () for none, ("linear", factor), or ("llama3", factor, low_freq_factor,
     high_freq_factor, original_max_position_embeddings): long waves slowed down by `factor`, short ones kept, those

@@ -41,7 +41,7 @@ def check_arrays(schedule: Schedule, shared, layers, fixed, micros, num_layers, 
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ConfigError(
                 f"weights of type {leaf.dtype}",
-                "weights are differentiated, so they must be floating, so they must be floating",
+                "weights are differentiated, so they must be floating",
                 "Pass it in `fixed` or in `micros`",
             )
         if stages == 1 and axis in varying_axes(leaf):
