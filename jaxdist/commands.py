@@ -6,14 +6,14 @@ from pathlib import Path
 # Program -> verb -> the module that has its flags and its `main`.
 VERBS = {
     "bench": {"chaos": "bench.chaos", "gpu": "bench.gpu", "levels": "bench.levels", "overlap": "bench.overlap"},
-    "plan": {"calibrate": "calibrate", "published": "published", "schedules": "schedules"},
+    "plan": {"calibrate": "calibrate", "schedules": "schedules"},
     "report": {"live": "live"},
     "verify": {"where": "where"},
 }
 # Programs of earlier versions, and what does their work now.
 MOVED = {
     **{name: f"bench {name}" for name in ("chaos", "gpu", "levels", "overlap")},
-    **{"calibrate": "plan calibrate", "recommended": "plan published", "schedules": "plan schedules"},
+    **{"calibrate": "plan calibrate", "schedules": "plan schedules"},
     **{"diverge": "verify where", "watch": "report live", "rings": "bench overlap", "communication": "plan --trace"},
 }
 

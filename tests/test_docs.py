@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import published
 from experiments.bench import levels
 from experiments.bench.levels import LAYOUTS
+from experiments.calibration import published
 from experiments.plan import layout_words, row_layout
 from experiments.strategies import EXPERTS, PIPELINES, STRATEGIES
 from jaxdist import parity

@@ -1,7 +1,7 @@
 """Published layouts beside what a plan recommends for the same model, batch and cards.
 
-python -m experiments.plan published           # every row: minutes
-python -m experiments.plan published --only 405b
+python -m experiments.calibration.published           # every row: minutes
+python -m experiments.calibration.published --only 405b
 
 Both layouts are predicted as runs of this program ("here"), so that they differ in nothing but the layout. The
 published time is that of the program that ran: its kernels and its overlap are other ones.
@@ -24,9 +24,9 @@ from jaxdist.plan.parts import work_of
 from jaxdist.plan.search import Candidates, Scored, rank, score, search, usable_bytes
 from jaxdist.plan.time_model import PARTS, efficiency_of
 
-from .cli import require_writable, write_output
-from .plan import layout_words, row_layout
-from .progress import Progress
+from ..cli import require_writable, run_program, write_output
+from ..plan import layout_words, row_layout
+from ..progress import Progress
 
 TOLD = 0.02  # of the published layout's step: a part that differs by more is named
 
@@ -235,3 +235,7 @@ def to_json(each: Compared) -> dict:
     }
     facts = {"model": row.name, "devices": row.num_devices, "sequences": row.sequences, "seq_len": row.seq_len}
     return facts | {"source": row.source, "published_seconds": row.seconds, **layouts}
+
+
+if __name__ == "__main__":
+    run_program(PublishedFlags, main, "calibration.published")
