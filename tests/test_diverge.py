@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import DEVICES, in_sample
+from conftest import DEVICES
 from jax import lax
 
 from experiments import where
@@ -19,6 +19,7 @@ from jaxdist.digests import digested, read_record, record_text, require_same_tra
 from jaxdist.divergence import PHASES, Run, Step, compare_steps, first_divergence, split_dims
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh, parse_mesh
+from jaxdist.models import gpt2
 from jaxdist.models.context import Context
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
@@ -29,6 +30,7 @@ from jaxdist.parallel.pipeline import executor
 from jaxdist.parity import PROOF_EPS, PROOF_LR, one_device, random_batches
 from jaxdist.probes import BACKWARD, FORWARD, Key, Probe, Recorder
 from jaxdist.train import step as train_step
+from jaxdist.train.gradients import base
 from jaxdist.train.program import build_program
 
 SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "ffn_width": 32, "vocab_size": 50}
@@ -127,6 +129,22 @@ def bent_backward(where, name: str, change: Callable, wanted: Callable = lambda 
     return plant
 
 
+def no_sum(name: str, partial_sum: Callable, layer: int | None = None) -> Callable:
+    """A bug: what a function of `tensor` sums over tp is this rank's partial sum."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        function = getattr(tensor, name)
+
+        def wrong(*args):
+            total = function(*args)
+            gap = pretend(partial_sum(*args) - total, total)
+            return total + jnp.where(is_there(layer, None, Here.layer), gap, 0)
+
+        patch.setattr(tensor, name, wrong)
+
+    return plant
+
+
 def no_sum_in_backward(patch: pytest.MonkeyPatch) -> None:
     """Layer 1 forgets the psum that is the transpose of `enter`."""
     enter = tensor.enter
@@ -141,6 +159,24 @@ def no_sum_in_backward(patch: pytest.MonkeyPatch) -> None:
 
     wrong.defvjp(lambda x, layer: (wrong(x, layer), layer), backward)
     patch.setattr(tensor, "enter", lambda x, sp: wrong(x, jnp.asarray(Here.layer)))
+
+
+def one_leaf(where, name: str, leaf: str, change: Callable) -> Callable:
+    """A bug: change(leaf of a tree that a function of (tree, layout, ...) returns, the same that it was given)."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        function = getattr(where, name)
+
+        def wrong(tree, *args):
+            def each(path, after, before):
+                path = jax.tree_util.keystr(path, simple=True, separator=".")
+                return change(after, before) if path == leaf else after
+
+            return jax.tree.map_with_path(each, function(tree, *args), tree)
+
+        patch.setattr(where, name, wrong)
+
+    return plant
 
 
 def stale_leaf(leaf: str, rank: int | None = None) -> Callable:
@@ -164,6 +200,36 @@ def stale_leaf(leaf: str, rank: int | None = None) -> Callable:
     return plant
 
 
+def sees_the_future(patch: pytest.MonkeyPatch) -> None:
+    """On rank 0 layer 1 attends to the next position: the mask is off by one."""
+    attend = gpt2.attend
+
+    def wrong(ctx, q, k, v, **how):
+        there = is_there(1, 0, Here.layer)
+        k, v = (jnp.where(there, jnp.roll(x, -1, axis=1), x) for x in (k, v))
+        return attend(ctx, q, k, v, **how)
+
+    patch.setattr(gpt2, "attend", wrong)
+
+
+def shards_swapped(patch: pytest.MonkeyPatch) -> None:
+    """Layers are gathered with the shards of both ranks exchanged."""
+    gather = zero.all_gather_groups
+
+    def wrong(arrays, leaves, *args, **how):
+        whole = gather(arrays, leaves, *args, **how)
+        layers = any("blocks" in leaf.name for leaf in leaves)
+        return [jnp.roll(w, w.shape[0] // 2, 0) for w in whole] if layers else whole
+
+    patch.setattr(zero, "all_gather_groups", wrong)
+
+
+def keys_of_another_rank(patch: pytest.MonkeyPatch) -> None:
+    """A ring takes the keys that it holds for those of the rank before."""
+    owner = context_parallel._owner
+    patch.setattr(context_parallel, "_owner", lambda split, step: (owner(split, step) - 1) % split.groups)
+
+
 def halo_one_off(patch: pytest.MonkeyPatch) -> None:
     """In a window, keys that came from other ranks stand one position too late."""
     attend = context_parallel.blocked_attention
@@ -174,9 +240,41 @@ def halo_one_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(context_parallel, "blocked_attention", wrong)
 
 
+def positions_of_another_rank(patch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of cp rotates its queries and keys to positions one too far."""
+    positions = Context.whole_positions
+
+    def wrong(ctx, length):
+        return positions(ctx, length) + jnp.where(comm.rank("cp") == 1, 1, 0)
+
+    patch.setattr(Context, "whole_positions", wrong)
+
+
+def own_targets_alone(patch: pytest.MonkeyPatch) -> None:
+    """Each rank divides by the number of its own targets."""
+    count = train_step.count_targets
+
+    def wrong(batch):
+        total, batch = count(batch)
+        return pretend(jnp.sum(batch.targets >= 0), total), batch
+
+    patch.setattr(train_step, "count_targets", wrong)
+
+
 def message_scaled(sender: int) -> Callable:
     """A bug: what a stage sends to the other is changed on its way."""
     return scaled(executor.comm, "permute", lambda x, axis, shift, senders: senders == (sender,))
+
+
+def other_tokens(patch: pytest.MonkeyPatch) -> None:
+    """The pipeline embeds the tokens of rows 0 and 1 where it should embed those of rows 2 and 3."""
+    embed = base.ShardedModel.embed
+
+    def wrong(model, outer, batch, key):
+        moved = jnp.where(batch.rows[:1] == 2, jnp.roll(batch.inputs, 1, axis=1), batch.inputs)
+        return embed(model, outer, batch._replace(inputs=moved), key)
+
+    patch.setattr(base.ShardedModel, "embed", wrong)
 
 
 class Bug(NamedTuple):
@@ -195,8 +293,12 @@ class Bug(NamedTuple):
 
 LAYOUTS = {
     "dp2-tp2": ("dp=2,tp=2", {}),
+    "dp2-tp2-sp": ("dp=2,tp=2", {"sp": True}),
     "zero3": ("dp=2", {"zero": 3}),
+    "zero3-overlap": ("dp=2", {"zero": 3, "overlap": True}),
     "pp2": ("pp=2", {}),
+    "pp2-zb-h1": ("pp=2", {"schedule": "zb-h1"}),
+    "cp4": ("cp=4", {}),
     "cp4-window": ("cp=4", {"model": WINDOWS}),
     "cp2-tp2-sp": ("cp=2,tp=2", {"sp": True}),
 }
@@ -205,6 +307,16 @@ LAYOUTS = {
 def in_mlp(y, *args) -> bool:
     """Whether a row-parallel product is the MLP's, on one of two tp ranks."""
     return y.shape[-1] == MODEL.ffn_width // 2
+
+
+def partial_product(y, w, sp, ring):
+    return tensor.linear(y, w)
+
+
+def own_rows(tokens, table, sp):
+    local = tokens - comm.rank("tp") * len(table)
+    owned = (local >= 0) & (local < len(table))
+    return jnp.where(owned[..., None], table[jnp.where(owned, local, 0)], 0)
 
 
 def from_layers(arrays, leaves, *args, **how) -> bool:
@@ -216,11 +328,74 @@ def at(layer: int | None = None, rank: int | None = None) -> Callable:
     return lambda dx, here: scale(dx, layer, rank, here)
 
 
+def half_on(rank: int) -> Callable:
+    return lambda after, before: scale(after, None, rank)
+
+
+def unsummed(after, before):
+    """The gradient that was given in place of its sum."""
+    return after + pretend(before.astype(after.dtype) - after, after)
+
+
 QKV, OUT, PRODUCTS = "Attention.column_parallel.in", "Attention.row_parallel.out", "Attention.column_parallel.out"
 ATTENDED = "Attention.row_parallel.in"
 MLP_OUT, TP_SUM, GATHER = "MLP.row_parallel.out", "all_reduce over tp", "all_gather over dp"
 BUGS = [
+    # dp=2, tp=2: one layer on one rank, then collectives that are missing or wrong.
     Bug("a-sum", "dp2-tp2", scaled(tensor, "row_parallel", layer=1, rank=3), FORWARD, OUT, 1, (3,), TP_SUM),
+    Bug(
+        "a-sum-of-the-mlp",
+        "dp2-tp2",
+        scaled(tensor, "row_parallel", in_mlp, layer=0, rank=1),
+        FORWARD,
+        MLP_OUT,
+        0,
+        (1,),
+    ),
+    Bug("a-weight", "dp2-tp2", scaled(tensor, "column_parallel", layer=1, rank=2), FORWARD, PRODUCTS, 1, (2,), TP_SUM),
+    Bug("the-mask", "dp2-tp2", sees_the_future, FORWARD, "Attention.row_parallel.in", 1, (0,), TP_SUM),
+    Bug(
+        "a-scatter",
+        "dp2-tp2-sp",
+        scaled(tensor, "row_parallel", layer=0, rank=2),
+        FORWARD,
+        OUT,
+        0,
+        (2,),
+        "reduce_scatter over tp",
+    ),
+    Bug(
+        "an-embedding",
+        "dp2-tp2",
+        scaled(tensor, "vocab_parallel_embedding", rank=2),
+        FORWARD,
+        "GPT2.embed.embedding.out",
+        0,
+        (2,),
+        "all_reduce over tp",
+        (4, 5, 6, 7),
+    ),
+    Bug("no-sum", "dp2-tp2", no_sum("row_parallel", partial_product, 1), FORWARD, OUT, 1, (0, 1, 2, 3)),
+    Bug(
+        "no-sum-of-the-embedding",
+        "dp2-tp2",
+        no_sum("vocab_parallel_embedding", own_rows),
+        FORWARD,
+        "GPT2.embed.embedding.out",
+        0,
+        (1, 3),
+    ),
+    Bug(
+        "a-loss",
+        "dp2-tp2",
+        scaled(tensor, "vocab_parallel_cross_entropy", rank=1),
+        FORWARD,
+        "Model.loss.cross_entropy.out",
+        0,
+        (1,),
+        "all_reduce over tp",
+        (0, 1, 2, 3),
+    ),
     Bug(
         "no-sum-in-backward",
         "dp2-tp2",
@@ -232,6 +407,36 @@ BUGS = [
         "all_reduce over tp",
     ),
     Bug(
+        "a-gradient-in-backward",
+        "dp2-tp2",
+        bent_backward(tensor, "row_parallel", at(0, 2), in_mlp),
+        BACKWARD,
+        "MLP.row_parallel.in",
+        0,
+        (2,),
+        "all_reduce over tp in column_parallel",
+    ),
+    Bug(
+        "a-gradient-of-one-leaf",
+        "dp2-tp2",
+        one_leaf(base, "reduce_gradients", "blocks.ln_mlp.bias", half_on(2)),
+        "gradient",
+        "blocks.ln_mlp.bias[1]",
+        1,
+        (2,),
+        "all_reduce over dp",
+    ),
+    Bug(
+        "no-sum-of-one-leaf",
+        "dp2-tp2",
+        one_leaf(base, "reduce_gradients", "blocks.mlp.w_up", unsummed),
+        "gradient",
+        "blocks.mlp.w_up[1]",
+        1,
+        (0, 1, 2, 3),
+    ),
+    Bug("targets-not-counted", "dp2-tp2", own_targets_alone, "targets", "tokens"),
+    Bug(
         "a-stale-weight",
         "dp2-tp2",
         stale_leaf("blocks.mlp.w_down"),
@@ -240,6 +445,19 @@ BUGS = [
         1,
         (0, 1, 2, 3),
     ),
+    # ZeRO-3.
+    Bug(
+        "a-gathered-weight",
+        "zero3",
+        scaled(tensor, "column_parallel", layer=1, rank=1),
+        FORWARD,
+        PRODUCTS,
+        1,
+        (1,),
+        GATHER,
+        (4, 5, 6, 7),
+    ),
+    Bug("shards-swapped", "zero3", shards_swapped, FORWARD, QKV, 0, (0, 1), GATHER),
     Bug(
         "a-scattered-gradient",
         "zero3",
@@ -250,16 +468,81 @@ BUGS = [
         (1,),
         "reduce_scatter over dp",
     ),
+    Bug(
+        "a-shard-not-updated",
+        "zero3",
+        stale_leaf("blocks.attention.w_out", 1),
+        "parameter",
+        "blocks.attention.w_out[1]",
+        1,
+        (1,),
+    ),
+    Bug(
+        "a-layer-overlapped",
+        "zero3-overlap",
+        scaled(tensor, "row_parallel", layer=1, rank=0),
+        FORWARD,
+        OUT,
+        1,
+        (0,),
+        GATHER,
+        (0, 1, 2, 3),
+    ),
+    # Pipelines.
+    Bug("a-message", "pp2", message_scaled(0), FORWARD, "in", 1, (1,), "permute over pp"),
     Bug("a-message-of-a-gradient", "pp2", message_scaled(1), BACKWARD, "out", 0, (0,), "permute over pp"),
+    Bug(
+        "a-layer-of-a-stage",
+        "pp2-zb-h1",
+        scaled(tensor, "row_parallel", layer=1, rank=1),
+        FORWARD,
+        OUT,
+        1,
+        (1,),
+        "permute over pp",
+    ),
+    Bug(
+        "a-gradient-of-a-stage",
+        "pp2-zb-h1",
+        bent_backward(tensor, "row_parallel", at(0)),
+        BACKWARD,
+        "MLP.row_parallel.in",
+        0,
+        (0,),
+        "permute over pp",
+    ),
+    Bug("other-tokens", "pp2", other_tokens, FORWARD, "GPT2.embed.embedding.out", 0, (0,), None, (2, 3)),
+    Bug(
+        "a-tied-gradient",
+        "pp2",
+        one_leaf(base, "reduce_gradients", "tokens", half_on(0)),
+        "gradient",
+        "tokens",
+        0,
+        (0,),
+        "permute over pp",
+    ),
+    # Split sequences.
+    Bug("keys", "cp4", keys_of_another_rank, FORWARD, ATTENDED, 0, None, "permute over cp"),
     Bug("the-halo", "cp4-window", halo_one_off, FORWARD, f"Grouped{ATTENDED}", 0, None, "permute over cp"),
+    Bug("positions", "cp4-window", positions_of_another_rank, FORWARD, f"Grouped{ATTENDED}", 0, (0, 1, 2)),
     Bug("a-split-sum", "cp2-tp2-sp", scaled(tensor, "row_parallel", layer=1, rank=3), FORWARD, OUT, 1, (3,)),
 ]
-IN_EVERY_RUN = {"no-sum-in-backward", "a-scattered-gradient"}
+SAMPLE = {"a-sum", "no-sum", "no-sum-in-backward", "a-gradient-of-one-leaf", "a-stale-weight", "shards-swapped"} | {
+    *(
+        "a-scattered-gradient",
+        "a-message-of-a-gradient",
+        "other-tokens",
+        "targets-not-counted",
+        "the-halo",
+        "a-split-sum",
+    )
+}
 
 
 @pytest.mark.parametrize(
     "bug",
-    [pytest.param(b, id=b.name, marks=[pytest.mark.exhaustive] * (b.name not in IN_EVERY_RUN)) for b in BUGS],
+    [pytest.param(b, id=b.name, marks=[pytest.mark.exhaustive] * (b.name not in SAMPLE)) for b in BUGS],
 )
 def test_a_planted_bug_is_found_where_it_is(monkeypatch, bug):
     mesh, parallel = LAYOUTS[bug.layout]
@@ -276,6 +559,10 @@ def test_a_planted_bug_is_found_where_it_is(monkeypatch, bug):
     assert bug.rows is None or found.rows == bug.rows
 
 
+def test_twenty_bugs_are_planted():
+    assert len(BUGS) >= 20 and {bug.name for bug in BUGS} >= SAMPLE
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Equal runs, and runs that are not watched
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,14 +571,21 @@ EQUAL = {
     "dp2-tp2-sp-accumulate-remat": ("dp=2,tp=2", {"sp": True, "accumulate": 2, "remat": "block"}),
     "zero3-overlap-bf16": ("dp=2", {"zero": 3, "overlap": True, "dtype": "bfloat16"}),
     "pp2-tp2-zb-h1": ("pp=2,tp=2", {"schedule": "zb-h1"}),
+    "dp2-tp2-ring-zero1": ("dp=2,tp=2", {"sp": True, "tp_ring": "two-way", "zero": 1}),
+    "dp4-zero2": ("dp=4", {"zero": 2}),
+    "replica2-dp2-zero3": ("replica=2,dp=2", {"zero": 3}),
     "tp4-loss-chunks": ("tp=4", {"loss_chunks": 4}),
+    "pp2-dp2-overlap": ("pp=2,dp=2", {"schedule": "1f1b", "overlap": True, "zero": 1}),
     "cp2-tp2-sp": ("cp=2,tp=2", {"sp": True}),
     "dp2-cp2-windows-zero3": ("dp=2,cp=2", {"model": WINDOWS, "zero": 3}),
+    "pp2-cp2-all-gather": ("pp=2,cp=2", {"cp_kind": "all-gather"}),
+    "cp4-usp-2-bf16": ("cp=4", {"cp_kind": "usp-2", "dtype": "bfloat16"}),
+    "pp2-remat-bf16": ("pp=2", {"remat": "every-1", "dtype": "bfloat16"}),
 }
-QUICK = {"zero3-overlap-bf16"}
+QUICK = {"cp2-tp2-sp", "dp2-tp2-sp-accumulate-remat", "zero3-overlap-bf16", "pp2-tp2-zb-h1", "tp4-loss-chunks"}
 
 
-@pytest.mark.parametrize("name", in_sample(EQUAL, QUICK))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in QUICK)) for n in EQUAL])
 def test_equal_runs_do_not_part(name):
     """Two steps, so that the second one's tensors come from updated parameters."""
     mesh, settings = EQUAL[name]
@@ -390,6 +684,14 @@ def test_the_program_names_what_differs(capsys, monkeypatch):
     ) in out
 
 
+def test_recorded_digests_are_compared(capsys, tmp_path):
+    path = tmp_path / "digests.json"
+    code, out, _ = run(capsys, "--mesh", "tp=2", "--record", path)
+    assert code == 0 and "digests of 1 steps" in out
+    code, out, _ = run(capsys, "mesh=dp=2 zero=3", path)
+    assert code == 0 and "equal:" in out
+
+
 def test_a_recorded_bug_is_found_in_another_layout(capsys, tmp_path, monkeypatch):
     path = tmp_path / "digests.json"
     with monkeypatch.context() as patch:
@@ -461,25 +763,6 @@ def test_bad_input_is_refused(capsys, args, said):
     assert code == 2 and said in err and not out
 
 
-SAMPLE = {"a-sum", "no-sum", "no-sum-in-backward", "a-gradient-of-one-leaf", "a-stale-weight", "shards-swapped"} | {
-    *(
-        "a-scattered-gradient",
-        "a-message-of-a-gradient",
-        "other-tokens",
-        "targets-not-counted",
-        "the-halo",
-        "a-split-sum",
-    )
-}
-
-
-def test_twenty_bugs_are_planted():
-    assert len(BUGS) >= 20 and {bug.name for bug in BUGS} >= SAMPLE
-
-
-def test_recorded_digests_are_compared(capsys, tmp_path):
-    path = tmp_path / "digests.json"
-    code, out, _ = run(capsys, "--mesh", "tp=2", "--record", path)
-    assert code == 0 and "digests of 1 steps" in out
-    code, out, _ = run(capsys, "mesh=dp=2 zero=3", path)
-    assert code == 0 and "equal:" in out
+def test_rows_and_ranks_are_said_in_few_words():
+    assert where.ranges((0, 1, 2, 3, 6)) == "0-3, 6"
+    assert where.plural("rank", ["0", "1", "2"]) == "ranks 0, 1 and 2"

@@ -143,7 +143,7 @@ def test_answers_are_judged(capsys):
     ("args", "said"),
     [
         (["nothing"], "the labs are"),
-        (["memory", "zero"], "one must run at a time"),
+        (["memory", "zero"], "one runs at a time"),
         (["memory", "--break", "nothing"], "masters, logits"),
         (["--break", "masters"], "belongs to one lab"),
         (["--out", "x"], "belongs to one lab"),

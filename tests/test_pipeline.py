@@ -602,4 +602,4 @@ def test_what_a_library_user_gets_wrong_is_refused_by_name():
     refused("must return the shape", lambda p, x: (x @ p["w"])[:, :2])
     refused("floating-point", lambda p, x: x, change={"x": jnp.ones((3, 5, 4), jnp.int32)})
     refused("`layer` returns 2 arrays", lambda p, x: (x, x))
-    refused("it is one number", loss=lambda y, t: jnp.square(y - t))
+    refused("it must be one number", loss=lambda y, t: jnp.square(y - t))

@@ -379,12 +379,12 @@ def test_the_children_of_a_launcher_end_with_it(folder, number):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--coordinator here", "--coordinator here: it is the host of the first process and a port"),
-        ("--coordinator :1", "--coordinator :1: it is the host"),
+        ("--coordinator here", "--coordinator here: it must be the host of the first process and a port"),
+        ("--coordinator :1", "--coordinator :1: it must be the host"),
         ("--coordinator a:99999", "--coordinator a:99999"),
         (
             "--coordinator 127.0.0.1:1 --num-processes 2 --process-id 2",
-            "process 2 of 2: processes must be numbered from 0",
+            "process 2 of 2: processes must",
         ),
         ("--coordinator 127.0.0.1:1 --num-processes 0", "--num-processes 0"),
         ("--num-processes 2", "Add --coordinator"),

@@ -389,7 +389,7 @@ def test_asking_for_what_cannot_be_made():
     }.items():
         with pytest.raises(ConfigError, match=message):
             make_schedule(*arguments)
-    with pytest.raises(ConfigError, match="a V goes down"):
+    with pytest.raises(ConfigError, match="a V must go down"):
         validate(dataclasses.replace(make_schedule("1f1b", 1, 1), placement="v"))
     with pytest.raises(ConfigError, match="no placement of that name"):
         validate(dataclasses.replace(make_schedule("1f1b", 1, 1), placement="ring"))
@@ -458,7 +458,7 @@ def test_text_that_cannot_be_read_names_line_and_cell(tmp_path):
         "fused=maybe\nF0": "'fused=maybe'",
         "microbatches=2\nF0 B0 W0": "F of micro-batch 1, chunk 0 is missing",
         "microbatches=0\nF0 B0 W0": "0 micro-batches",
-        "placement=v chunks=3\nF0": "a V goes down",
+        "placement=v chunks=3\nF0": "a V must go down",
         "# nothing": "no actions",
         ". .": "no actions",
     }.items():
