@@ -40,7 +40,7 @@ from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 from jaxdist.runtime.signals import EXIT_SIGNAL, Interrupts
 
 from .config_file import read_flags
-from .help import asks_for_help, print_help
+from .help import ALL, asks_for_help, print_help
 from .progress import Progress
 from .settings import SETTINGS, Setting, SettingFlags, make_config
 
@@ -396,8 +396,9 @@ def run_program(
 
 
 def _parse(flags_type: type[Flags], prog: str, words: list[str]) -> Flags:
-    if asks_for_help(flags_type, words):
+    if asks_for_help(flags_type, prog, words):
         print_help(flags_type, prog, words)
+    words = ["--help" if word == ALL else word for word in words]  # of few flags all are shown anyway
     flags = _parse_words(flags_type, prog, words)
     if not getattr(flags, "config", None):
         return flags

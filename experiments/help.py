@@ -18,10 +18,12 @@ FLAT = 20  # flags that need no groups
 ALL = "--help-all"
 
 
-def asks_for_help(flags_type: type, words: list[str]) -> bool:
-    """Whether help is asked for that `print_help` prints; other help is tyro's own."""
-    many = dataclasses.is_dataclass(flags_type) and len(dataclasses.fields(flags_type)) > FLAT
-    return ALL in words or (many and bool({"-h", "--help"} & set(words)))
+def asks_for_help(flags_type: type, prog: str, words: list[str]) -> bool:
+    """Whether help is asked for that `print_help` prints: of many flags, or of a program with verbs. Other help is
+    tyro's own, as that of a union of commands."""
+    if not dataclasses.is_dataclass(flags_type) or not {"-h", "--help", ALL} & set(words):
+        return False
+    return len(dataclasses.fields(flags_type)) > FLAT or prog in VERBS
 
 
 def print_help(flags_type: type, prog: str, words: list[str]) -> None:

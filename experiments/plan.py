@@ -1001,7 +1001,10 @@ def prove(console: Console, plan: Plan, flags: PlanFlags) -> list[dict]:
 
 
 def print_messages(console: Console, messages: list[Message], mesh: MeshShape) -> None:
-    """What one device sends in a step, by purpose; of each purpose the stage that sends most of it."""
+    """The messages of one device in a step, by purpose; of each purpose the stage that sends most of it."""
+    if not messages:
+        console.print("\n[bold]What a step sends[/]: nothing, one device has nobody to send to")
+        return
     console.print("\n[bold]What a step sends[/], by closed form")
     titles = ("purpose", "collective", "over", "messages", "bytes sent")
     columns = dict(zip(titles, zip(*table(messages, mesh), strict=True), strict=True))

@@ -302,6 +302,11 @@ def test_lines_that_do_not_follow_from_those_before_are_refused(full_log):
         full_log.path.write_bytes(b"".join(wrong))
         assert_refused(full_log)
     for field, value in [
+        ("job", ["x"]),
+        ("job", 1),
+        ("host", 3),
+        ("pid", "p"),
+        ("note", None),
         ("amount", "-1"),
         ("amount", 0.5),
         ("amount", "nan"),

@@ -1,6 +1,7 @@
 """The time model's constants, measured on this machine. No test reads a clock's value."""
 
 import dataclasses
+import math
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import experiments.calibrate
 from experiments.calibrate import CalibrateFlags, as_toml, fitted, main
 from experiments.cli import run_program
+from jaxdist.plan.proof.trace import equations
 from jaxdist.plan.time_model import EFFICIENCIES, Efficiency, efficiency_of, read_efficiency
 
 CARD = "[accelerators.h100]\npeak_flops = { bfloat16 = %s, float32 = %s }\nmemory_bytes_per_s = 1e15\n"
@@ -58,3 +60,18 @@ def test_the_sum_over_local_cards_is_of_the_ring(devices):
     ((total, num_bytes),) = asked
     assert np.asarray(total, np.float32).sum() == 4 * num_bytes / 2 / 4
     assert rate == 2 * 3 / 4 * num_bytes / 4 / 2.0
+
+
+def test_a_matmul_s_part_of_the_peak_is_of_the_products_that_run():
+    """With a clock on which every product takes a second a FLOP, each reaches the whole of a peak of 1."""
+
+    def flops(function, *arguments):
+        found = equations(function.trace(*arguments).jaxpr)
+        return sum(
+            2 * times * math.prod(eqn.outvars[0].aval.shape) * eqn.invars[0].aval.shape[1]
+            for eqn, times, _ in found
+            if eqn.primitive.name == "dot_general"
+        )
+
+    curve = experiments.calibrate.matmul_curve(flops, 128, "float32", 1.0)
+    assert curve == {64: 1.0, 128: 1.0}

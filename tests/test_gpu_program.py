@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
@@ -34,8 +35,9 @@ def no_gpu(monkeypatch):
 
 
 @pytest.fixture
-def report(tmp_path) -> Report:
-    return Report(str(tmp_path / "out"), describe_machine(None, "gpu"))
+def report(tmp_path, monkeypatch) -> Report:
+    monkeypatch.setattr(sys, "argv", ["bench", "gpu", "--only", "parity"])
+    return Report(str(tmp_path / "out"), describe_machine(None))
 
 
 def written(folder: Path) -> dict:
@@ -151,7 +153,27 @@ def test_the_report_is_written_after_each_section(report):
     gpu.run_sections(report, sections, run, math.inf, QUIET)
     assert seen == list(range(len(sections))) and not report.failed
     text = (report.folder / "gpu.md").read_text(encoding="utf-8")
-    assert text == report.as_markdown() and "python -m experiments.bench" in text and "jax 0" in text
+    assert text == report.as_markdown() and "python -m experiments.bench gpu --only parity`" in text and "jax 0" in text
+
+
+@pytest.mark.parametrize(
+    ("refusal", "flags", "expected"),
+    [
+        (None, None, "--xla_gpu_experimental_enable_fusion_autotuner=false"),
+        ("No such option", None, None),
+        (None, "", ""),
+    ],
+)
+def test_xla_flags_are_what_this_compiler_takes_and_a_users_own_stay(monkeypatch, tmp_path, refusal, flags, expected):
+    monkeypatch.setattr(gpu, "refused_option", lambda name, value: refusal)
+    names = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "XLA_FLAGS")
+    with mock.patch.dict(os.environ):
+        for name in names:
+            os.environ.pop(name, None)
+        if flags is not None:
+            os.environ["XLA_FLAGS"] = flags
+        gpu.share_autotuning(tmp_path)
+        assert os.environ.get("XLA_FLAGS") == expected
 
 
 def test_a_section_does_not_start_without_time_left(report):

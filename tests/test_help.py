@@ -15,6 +15,7 @@ from experiments.bench.__main__ import ALL_ROWS, BENCHES, OWN, SILENT, main
 from experiments.bench.flags import ABOUT, BenchFlags
 from experiments.bench.levels import LevelsFlags
 from experiments.bench.overlap import OverlapFlags
+from experiments.budget import Init, Settle
 from experiments.cli import run_program
 from experiments.plan import PlanFlags
 from experiments.report import ReportFlags
@@ -90,6 +91,13 @@ def test_a_module_of_an_old_name_says_it_too():
 def test_every_verb_is_a_program_with_flags(capsys, program, verb):
     code, out, err = outcome(capsys, PROGRAMS.get(program, ReportFlags), never, program, verb, "--help")
     assert code == 0 and f"experiments.{program} {verb}" in out and not err
+
+
+@pytest.mark.parametrize(("program", "flags_type"), [("budget", Init | Settle), ("report", ReportFlags)])
+def test_all_of_a_small_program_s_help_is_its_help(capsys, program, flags_type):
+    """Programs with commands have a union of flags, and few flags need no second list."""
+    code, out, err = outcome(capsys, flags_type, never, program, "--help-all")
+    assert (code, err) == (0, "") and out == outcome(capsys, flags_type, never, program, "--help")[1]
 
 
 def test_help_of_bench_says_what_each_measures(capsys, monkeypatch):

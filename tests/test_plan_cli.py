@@ -513,3 +513,23 @@ def test_the_page_is_whole_and_loads_nothing(monkeypatch, capsys, tmp_path):
     for said in ("activations", "capacity 80 GiB", "matmuls", "±", "python -m experiments.train", "h100-published"):
         assert said in text
     assert not re.search(r"\bnan\b", text)
+
+
+def test_one_layout_that_is_traced_shows_every_message_and_one_device_sends_none(monkeypatch, capsys):
+    tiny = [
+        "--model",
+        "proof",
+        "--hardware",
+        "h100",
+        "--nodes",
+        "1",
+        "--batch-size",
+        "8",
+        "--dtype",
+        "float32",
+        "--trace",
+    ]
+    _, out, _ = plan(monkeypatch, capsys, *tiny, "--devices-per-node", "2", "--mesh", "dp=2", "--zero", "1")
+    assert re.search(r"parameters after the update +all_gather +dp", out)
+    code, out, err = plan(monkeypatch, capsys, *tiny, "--devices-per-node", "1")
+    assert code == 0 and "What a step sends: nothing" in out, err

@@ -28,12 +28,12 @@ from rich.markup import escape
 from jaxdist.commands import command_text, command_words, install_text
 from jaxdist.errors import ConfigError
 from jaxdist.files import write_whole
-from jaxdist.runtime.devices import Devices, acquire_devices
+from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
 
 from .rows import describe_machine
 
 Clock = Callable[[], float]
-WITHOUT_FUSION_AUTOTUNER = "--xla_gpu_experimental_enable_fusion_autotuner=false"
+FUSION_AUTOTUNER = "xla_gpu_experimental_enable_fusion_autotuner"
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ def main(flags: GpuFlags, console: Console) -> int:
     plan_sections(flags)
     devices = require_gpu()
     sections = plan_sections(flags, len(jax.devices("gpu")))
-    report = Report(flags.out, describe_machine(devices, "gpu"))
     with tempfile.TemporaryDirectory() as folder:
         share_autotuning(Path(folder))
+        report = Report(flags.out, describe_machine(devices))
         run_sections(report, sections, run_bench, deadline, console)
     console.print(f"\nwritten: {report.folder / 'gpu.json'}, {report.folder / 'gpu.md'}", markup=False)
     return 1 if report.failed else 0
@@ -132,12 +132,14 @@ def require_gpu() -> Devices:
 def share_autotuning(folder: Path) -> None:
     """Let the sections share what XLA's autotuning found, through JAX's cache folder; programs are not kept there.
 
-    Trying fusions on the card as well took most of a minute a program on an H100, and made no step faster.
+    Without XLA's fusion autotuner, where XLA_FLAGS is not set: the step of 124M on an H100 was no faster with it, and
+    time is what a section is short of.
     """
     (folder / "xla_gpu_per_fusion_autotune_cache_dir").mkdir()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1000000")
-    os.environ.setdefault("XLA_FLAGS", WITHOUT_FUSION_AUTOTUNER)
+    if refused_option(FUSION_AUTOTUNER, False) is None:  # an unknown one would end every section at its start
+        os.environ.setdefault("XLA_FLAGS", f"--{FUSION_AUTOTUNER}=false")
 
 
 # ---- the border: where a section may fail, and the others still run ----
@@ -246,6 +248,7 @@ class Report:
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         card = f"{about['card']} (compute capability {about['compute_capability']}; nvidia-smi: {about['nvidia_smi']})"
         lines = [f"`{about['command']}`", "", f"{about['date']}; {card}; Python {about['python']}, {versions}.", ""]
+        lines += [f"XLA_FLAGS: `{about['xla_flags']}`", ""] if about["xla_flags"] else []
         for entry in self.sections:
             lines += [f"**{entry['name']}**: {entry['status']}, {entry['seconds']:.0f} s; `{entry['command']}`", ""]
             lines += ["```", entry.get("output") or entry["error"], "```", ""]

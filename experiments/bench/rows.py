@@ -78,11 +78,11 @@ def rows_of(name: str, figures: dict[str, float | None]) -> list[Row]:
     return [Row(f"{name}: {what.replace('_', ' ')}", value, UNITS[unit]) for what, unit, value in split]
 
 
-def describe_machine(devices: Devices | None, program: str = "bench") -> dict:
+def describe_machine(devices: Devices | None) -> dict:
     """The machine, the card, the driver and every version that figures depend on."""
     device = devices.devices[0] if devices else None
     return {
-        "command": f"{command_text(program)} {shlex.join(sys.argv[1:])}".rstrip(),
+        "command": f"{command_text('bench')} {shlex.join(sys.argv[1:])}".rstrip(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": f"{os.cpu_count()} x {cpu_name()}",
         "devices": devices.description if devices else None,
@@ -91,6 +91,7 @@ def describe_machine(devices: Devices | None, program: str = "bench") -> dict:
         "backend": str(device.client.platform_version) if device else None,
         "nvidia_smi": ask_nvidia_smi("name,driver_version,memory.total,power.limit"),
         "python": sys.version.split()[0],
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "versions": {name: version for name in PACKAGES if (version := installed_version(name))},
     }
 

@@ -371,6 +371,8 @@ class SpendLog:
                 record = json.loads(line)
                 kind, amount, when = record["kind"], exact("amount", record["amount"]), _time(record["time"])
                 job = Job(record["job"], amount, None, when, *(record[name] for name in ("host", "pid", "note")))
+                if [*map(type, (job.id, job.host, job.pid, job.note))] != [str, str, int, str]:
+                    raise TypeError(line)
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise self._error(f"line {number} is damaged") from error
             known = jobs.get(job.id)
