@@ -88,7 +88,8 @@ def main(flags: CalibrateFlags, console: Console) -> None:
 
 
 def seconds(function: Callable, *arguments: jax.Array, repeats: int) -> float:
-    """Of one call, of many in a row that the host does not wait between: the median of five groups of `repeats`."""
+    """Seconds of one call, of many in a row that the host does not wait between: the median of five groups of
+    `repeats`."""
     jax.block_until_ready(function(*arguments))
     groups = []
     for _ in range(5):

@@ -489,6 +489,6 @@ def _say(text: str) -> None:
 
 
 def _abandon_output() -> None:
-    """What is still buffered for stdout would be refused again when Python ends, with a traceback."""
+    """Drop what is still buffered for stdout, which would be refused again, with a traceback, when Python ends."""
     with suppress(OSError, ValueError):  # ValueError: what stands in for stdout has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

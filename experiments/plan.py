@@ -157,7 +157,7 @@ class PlanFlags(CommonFlags, FileFlags):
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, checked: the run without its layout, and the means."""
+    """The question, checked: the run without its layout, and the means."""
 
     base: RunConfig
     hardware: Accelerator
@@ -384,7 +384,9 @@ def hourly_price(flags: PlanFlags, hardware: Accelerator) -> tuple[float | None,
         listed = price(hardware.name, flags.vendor, path=flags.price_file)
         dollars, notes = listed.dollars_per_hour, [listed.warning] if listed.warning else []
     if flags.budget is not None and dollars is None:
-        raise ConfigError("--budget", "dollars must have a price", "Add --price-per-hour 2.5, or --vendor")
+        raise ConfigError(
+            "--budget", "a budget needs a price, which must be given", "Add --price-per-hour 2.5, or --vendor"
+        )
     return dollars, notes
 
 

@@ -418,7 +418,8 @@ def document_of(path: Path, line: bytes, offset: int, supervised: bool) -> Piece
 
 
 def open_journal(out: Path, plan: dict) -> dict:
-    """What is done already: {"plan": ..., "shards": {name: sizes and hash}}. Raises: ConfigError for another folder."""
+    """The journal of what is done already: {"plan": ..., "shards": {name: sizes and hash}}. Raises: ConfigError for
+    another folder."""
     asked_out = f"--out {os.fspath(out)!r}"
     path = out / JOURNAL
     if path.exists():

@@ -57,7 +57,7 @@ Cell = str | tuple[str, str]  # text, or (HTML that is safe, its class)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of the run's parity with one device. ok: None where nobody has looked. text: a sentence."""
+    """Parity of the run with one device, as far as it is known. ok: None where nobody has looked. text: a sentence."""
 
     ok: bool | None
     text: str
@@ -484,7 +484,7 @@ def place(axis: str, live: Sequence[str]) -> str:
 
 
 def carried(axis: Axis) -> str:
-    """What is sent over an axis, the largest first."""
+    """Purposes of the bytes sent over an axis, the largest first."""
     sizes: dict[str, int] = {}
     for row in axis.purposes:
         sizes[row.purpose] = sizes.get(row.purpose, 0) + row.sent_bytes

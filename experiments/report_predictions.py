@@ -41,7 +41,8 @@ class Memory:
 
 
 class Stages(NamedTuple):
-    """Of one kind of collective over the same axes, on each stage: how many one device sends in a step, and bytes."""
+    """Messages of one kind of collective over the same axes, on each stage: how many one device sends in a step, and
+    bytes."""
 
     counts: tuple[int, ...]
     num_bytes: tuple[int, ...]
@@ -74,7 +75,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of one run. purposes: the predicted messages, added up."""
+    """Predictions for one run. purposes: the predicted messages, added up."""
 
     config: RunConfig
     parameters: int

@@ -274,7 +274,9 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
                 asked = f"--{name} {getattr(self, name)!r}"
                 raise ConfigError(asked, "its name must be UTF-8, as TensorStore requires", "Choose another folder")
         if self.checkpoint_every is not None and self.out is None:
-            raise ConfigError("--checkpoint-every without --out", "checkpoints must have a folder", "Add --out runs/a")
+            raise ConfigError(
+                "--checkpoint-every without --out", "there must be a folder for checkpoints", "Add --out runs/a"
+            )
         if self.overwrite and not self.fresh:
             raise ConfigError("--overwrite without --fresh", "it removes a run to start anew", "Add --fresh")
         if "roll-back" in (self.on_nonfinite, self.on_spike) and self.checkpoint_every is None:
@@ -304,7 +306,7 @@ class RollBack(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """What is to be trained, checked, before anything is traced."""
+    """The job, checked before anything is traced."""
 
     flags: TrainFlags
     console: Console
@@ -828,7 +830,7 @@ def say_verdict(run: Run, loop: "Loop") -> None:
 
 
 def open_exporters(run: Run) -> list[exporters.Exporter]:
-    """Those that the flags ask for. Raises: ConfigError."""
+    """Open the exporters that the flags ask for. Raises: ConfigError."""
     flags, found = run.flags, []
     if flags.metrics_port is not None:
         info = {"mesh": str(run.config.parallel.mesh), "model": run.config.model.describe(), "version": __version__}

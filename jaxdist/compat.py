@@ -38,7 +38,7 @@ def inner_programs(eqn) -> Iterator[Jaxpr | ClosedJaxpr]:
 
 
 def scan_counts(eqn) -> tuple[int, int]:
-    """Of a `scan`'s inputs: how many constants come first, and how many carried values after them."""
+    """Counts of a `scan`'s inputs: constants, which come first, and carried values, which follow."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     num_consts, num_carry, _ = map(len, eqn.params["ft_in"].unpack())  # since 0.12
@@ -79,7 +79,7 @@ _SETTINGS = (
 
 
 def settings() -> dict[str, str]:
-    """Those that all processes of a run must share, by name. Where XLA dumps its programs is each process's own."""
+    """Settings that all processes of a run must share, by name. Where XLA dumps its programs is each process's own."""
     options = os.environ.get("XLA_FLAGS", "").split()
     found = {name: str(getattr(jax.config, name)) for name in _SETTINGS}
     return found | {

@@ -329,7 +329,7 @@ def _leaves(layout) -> dict[str, Leaf]:
 
 
 def _single(value: np.ndarray, unequal: tuple[int, ...] = ()) -> Tensor:
-    """Of what has no rows; every rank has it."""
+    """A copy of a value without rows, which every rank has."""
     return Tensor({WHOLE: value}, [Copy(WHOLE, (), value)], 0, unequal)
 
 

@@ -365,7 +365,7 @@ def bytes_per_token(model: Model, shape: MeshShape, dtype: str, num_texts: int) 
 
 
 def _merged_bytes(rank: OneRank) -> int:
-    """Of what the attentions of a block merge over cp for one position of each text."""
+    """Bytes that the attentions of a block merge over cp for one position of each text."""
     noted = _Queries()
 
     def note(parts) -> None:

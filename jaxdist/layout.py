@@ -144,7 +144,7 @@ class Leaf:
 
     @property
     def logical_rows(self) -> np.ndarray:
-        """Of a stacked leaf under pp: the layers of the logical array on each stage, or one row of all of them."""
+        """Layers of the logical array on each stage, for a stacked leaf under pp; otherwise one row of all of them."""
         return np.arange(self.shape[0]).reshape(1 if self.logical_spec[0] is None else self.mesh.pp, -1)
 
     @property
@@ -235,12 +235,12 @@ class Layout:
 
     @cached_property
     def trained(self) -> "Layout":
-        """That of what has a gradient: None stands where a leaf is frozen."""
+        """The layout of what has a gradient: None where a leaf is frozen."""
         return dataclasses.replace(self, leaves=drop_frozen(self.leaves, self.leaves))
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
-        """Of the leaves that have a gradient, each once, in their order."""
+        """Names of the groups of leaves that have a gradient, each once, in order."""
         return tuple(dict.fromkeys(leaf.group for leaf in jax.tree.leaves(self.leaves) if leaf.update == "gradient"))
 
     @property
@@ -277,7 +277,7 @@ class Layout:
         )
 
     def rows_spec(self) -> PartitionSpec:
-        """Of an array with a dim for the batch's rows."""
+        """The spec of an array with a dim for the batch's rows."""
         return drop_unit_axes((DATA_AXES,), self.parallel.mesh)
 
 

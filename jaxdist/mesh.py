@@ -59,7 +59,7 @@ MOST_DEVICES = 2**22
 
 
 def data_ranks_of(ep: int, cp: int) -> int:
-    """Of the ranks that experts are split over, those of dp: all of cp is taken first where it divides ep."""
+    """How many of the ranks that experts are split over are of dp: all of cp is taken first where it divides ep."""
     return ep // cp if ep % cp == 0 else ep
 
 
@@ -129,7 +129,7 @@ class MeshShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the devices' mesh."""
+        """Axis sizes of the devices' mesh."""
         return tuple(self.size(axis) for axis in AXES)
 
     def __str__(self) -> str:

@@ -11,7 +11,8 @@ __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages. Our own is known without being installed; "unknown" where another's is not."""
+    """Versions of Python and the packages. Our own is known without being installed; "unknown" where another's is
+    not."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

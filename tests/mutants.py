@@ -139,7 +139,7 @@ def own_lines(statement: ast.stmt) -> tuple[int, ...]:
 
 
 def ignored(parent: ast.AST, node: ast.AST) -> bool:
-    """What is no computation: assertions, messages, imports, types, decorators, docstrings."""
+    """Code that computes nothing: assertions, messages, imports, types, decorators, docstrings."""
     if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr):
         return True
     if isinstance(node, ast.keyword) and node.arg in ASSERTIONS:

@@ -182,7 +182,7 @@ def test_products_of_activations_write_or_read_every_score():
 
 
 def test_gradients_of_a_chunk_hide_behind_the_last_micro_batches_of_the_others():
-    """Of an interleaved pipeline of 4 stages: all but one of 8 chunks, in as many micro-batches as stages."""
+    """In an interleaved pipeline of 4 stages: all but one of 8 chunks, in as many micro-batches as stages."""
     slow = dict(pp=4, dp=64, microbatches=16, rows=1, gradient_bytes=64)  # so much that not all of it hides
     plain, chunks = one(**slow), one(**slow, chunks=8)
     assert chunks.dp_hidden / plain.dp_hidden == pytest.approx(4 * 7 / 8)
@@ -351,7 +351,8 @@ def test_what_binds_and_what_would_relieve_it(layout, efficiency, binds, advice)
 
 @pytest.mark.parametrize(("accelerator", "number"), [("h100", 193), ("a100", 33)])
 def test_constants_of_all_programs_together(accelerator, number):
-    """Those that a plan uses: how far off every published row is, and the bar that nine tenths of them are within."""
+    """Constants that a plan uses: how far off every published row is, and the bar that nine tenths of them are
+    within."""
     efficiency = EFFICIENCIES[f"{accelerator}-published"]
     found = sources.predicted(sources.sourced(accelerator), efficiency)
     assert len(found) == number

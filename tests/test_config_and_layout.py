@@ -280,7 +280,7 @@ def test_every_layer_has_one_row_where_its_part_lies(name, parts):
 
 
 def test_another_seed_gives_other_initial_values():
-    """Of every leaf that is drawn; scales and biases are constants."""
+    """Every leaf that is drawn; scales and biases are constants."""
     program = build_program(RunConfig(MODEL), make_mesh(MeshShape(), DEVICES))
     first, second = (jax.device_get(program.init(seed).params) for seed in (1, 2))
     again = jax.device_get(program.init(1).params)

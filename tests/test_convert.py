@@ -291,7 +291,7 @@ def test_parameters_alone_are_not_restored_as_a_run(theirs, data, tmp_path, caps
 
 
 def test_a_process_reads_the_bytes_of_its_shards_alone(theirs, monkeypatch):
-    """Of a matrix over tp=2, each device's callback copies half; of memory nothing else is touched."""
+    """Each device's callback copies half of a matrix over tp=2; nothing else in memory is touched."""
     copied = []
     whole = weights._read_part
 

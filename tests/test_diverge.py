@@ -278,7 +278,7 @@ def other_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 class Bug(NamedTuple):
-    """What is planted, and where it must be found. layer, ranks, before, rows: None where they say nothing."""
+    """A planted bug, and where it must be found. layer, ranks, before, rows: None where they say nothing."""
 
     name: str
     layout: str

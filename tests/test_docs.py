@@ -1,7 +1,9 @@
 """Every Python example in the documentation runs as it stands."""
 
+import ast
 import dataclasses
 import inspect
+import json
 import re
 import statistics
 from pathlib import Path
@@ -184,7 +186,7 @@ def test_the_flags_list_every_preset():
 
 
 def test_every_keyword_of_a_collective_is_documented():
-    """Those that change what a function returns; `all_gather(replicated=True)` is typed otherwise."""
+    """Keywords that change what a function returns; `all_gather(replicated=True)` is typed otherwise."""
     text = (ROOT / "docs/collectives.md").read_text(encoding="utf-8")
     for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather_to", "scatter_from"):
         parameters = inspect.signature(getattr(collectives, name)).parameters.values()
@@ -208,3 +210,26 @@ def test_what_auto_repeats_is_predicted_as_the_page_says():
             chosen = dataclasses.replace(config, parallel=dataclasses.replace(parallel, remat=word))
         found = score(chosen, Candidates.of(chosen), cluster, "cudnn")
         assert f"{found.time.total[0]:.2f}" == seconds and f"{found.memory.total[0] / 2**30:.2f}" == formula
+
+
+def test_docstrings_begin_with_their_subject():
+    """No headless "Of the rows, ...": the first word names what a function returns or does."""
+    headless = []
+    for path in [*ROOT.glob("jaxdist/**/*.py"), *ROOT.glob("experiments/**/*.py"), *ROOT.glob("tests/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                headless += [f"{path.name}: {text[:60]}"] * text.startswith(("Of ", "Those ", "That of ", "What is "))
+    assert not headless
+
+
+def test_the_steps_on_a_gpu_in_prose_are_those_that_were_measured():
+    runs = json.loads((ROOT / "docs/gpu/h100.json").read_text(encoding="utf-8"))["runs"]
+    alone, _, peers = ({row["name"]: row["value"] for row in run["rows"]} for run in runs[:3])
+    table = rows_under("## One NVIDIA GPU", "docs/benchmarks.md")
+    assert len(table) == 6
+    for name, milliseconds, speed, _, peak in table:
+        found, key = (alone, "step") if "autotuner" in name else (peers, f"one device: {name}")
+        (size,) = (v for each, v in found.items() if each.startswith((f"{key}: peak", "peak: compiler's")))
+        assert (milliseconds, speed) == (f"{1e3 * found[key]:.1f}", f"{found[f'{key}: speed']:,.0f}"), name
+        assert peak == f"{size / 2**20:,.0f}", name

@@ -93,7 +93,7 @@ CLUSTER = Cluster(find_hardware("h100"), 1, 4)
 
 @pytest.mark.parametrize("name", in_sample(["one device", "tp, sp", "experts"], ["tp, sp"]))
 def test_the_choice_fits_takes_least_and_is_what_the_step_keeps(name):
-    """Of every choice that fits, none is predicted faster; the traced step falls by what was predicted."""
+    """No choice that fits is predicted faster; the traced step falls by what was predicted."""
     config, cluster = RUNS[name].run_config(), CLUSTER
     whole = _scored(config)
     least = _scored(_with(config, "block"))

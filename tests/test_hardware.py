@@ -76,7 +76,7 @@ def test_seconds_of_a_collective_on_its_links():
 
 
 def test_a_sum_over_many_nodes_takes_a_tree_where_that_is_faster():
-    """Of 64 nodes: 12 steps up and down instead of 126 around, and 2S instead of 2S * 63/64 on the links between."""
+    """For 64 nodes: 12 steps up and down instead of 126 around, and 2S instead of 2S * 63/64 on the links between."""
     slow, nodes, shared = EIGHT.between, 64, 1 / 8
     for num_bytes in (1e3, 1e6, 1e12):
         inside = collective_cost("ring_all_reduce", 8, num_bytes).seconds(

@@ -62,7 +62,7 @@ def test_shuffled_finds_places_of_a_count_that_no_list_could_hold(count, data):
 
 
 def chi_squared(counts: np.ndarray) -> float:
-    """Of counts that should be equal, in standard deviations from what chance gives."""
+    """Chi squared of counts that should be equal, in standard deviations from what chance gives."""
     expected = counts.mean()
     freedom = counts.size - 1
     return float((((counts - expected) ** 2).sum() / expected - freedom) / np.sqrt(2 * freedom))

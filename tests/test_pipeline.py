@@ -285,7 +285,7 @@ def test_a_tensor_parallel_block_splits_8_matmuls_to_b_and_4_to_w_and_its_sums_s
 
 
 def test_what_a_block_keeps():
-    """Of each token of a fp32 block: q, k, v and o, two normalised inputs, the MLP's h; and one attention matrix.
+    """For each token of a fp32 block: q, k, v and o, two normalised inputs, the MLP's h; and one attention matrix.
 
     Nothing is kept of the GELU's steps, of probabilities beside their exponentials, or of weights.
     """
@@ -469,7 +469,7 @@ def test_buffers_hold_what_is_in_flight(name, stages, microbatches):
 
 
 def test_sums_over_another_axis_work_in_any_stage():
-    """Of a batch split over tp, and a gradient summed over it once, after the pipeline."""
+    """A batch split over tp, and a gradient summed over it once, after the pipeline."""
     schedule = make_schedule("zb-h1", 2, 3)
 
     def layer(params, x):

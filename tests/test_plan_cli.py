@@ -375,7 +375,7 @@ SLOW = {"trace", "compile", "prove", "dump_hlo"}  # what they do is tested by th
 
 
 def answer(out: str) -> str:
-    """What is printed, without times that vary."""
+    """Printed text, without times that vary."""
     return re.sub(r"predicted in [\d.]+ s", "", out)
 
 

@@ -153,7 +153,7 @@ def test_what_dropout_keeps_is_scaled_by_its_share():
 
 
 def test_the_loss_in_chunks_keeps_what_float16_would_lose_of_its_gradient():
-    """Of a row of probability 1e-8, whose share of a logit's gradient is below float16's smallest number."""
+    """A row of probability 1e-8, whose share of a logit's gradient is below float16's smallest number."""
     table = jnp.zeros((8, 8), jnp.float16).at[0].set(-2.0)  # its logit is -16
     x, targets = jnp.ones((1, 64, 8), jnp.float16), jnp.ones((1, 64), jnp.int32)
 

@@ -335,7 +335,7 @@ def test_a_run_that_is_stopped_saves_no_copies_that_differ(train, tmp_path, monk
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--checkpoint-every 5", "checkpoints must have a folder"),
+        ("--checkpoint-every 5", "there must be a folder for checkpoints"),
         ("--checkpoint-every 0 --out OUT/run", "--checkpoint-every 0"),
         ("--keep-last 0 --out OUT/run", "--keep-last 0"),
         ("--overwrite --out OUT/run", "--overwrite without --fresh"),

@@ -294,7 +294,7 @@ def test_action_shifted_before_what_it_needs_is_named(schedule):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_r_runs_between_its_f_and_its_b(name):
-    """Of every micro-batch and chunk, and holds its residuals from there on: never more than without, and where a V is
+    """For every micro-batch and chunk; it holds its residuals from there on: never more than without, and where a V is
     not in between less."""
     for stages, microbatches, send_latency in ((2, 5, 1), (4, 8, 1), (4, 8, 2), (3, 2, 1)):
         schedule = make_schedule(name, stages, microbatches, send_latency=send_latency, recompute=True)

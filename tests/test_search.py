@@ -687,7 +687,7 @@ def test_what_a_search_leaves_out_is_not_the_best(preset, devices, batch, card, 
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_no_division_over_stages_is_faster_than_those_searched(pp):
-    """Of all divisions of 16 layers, beside a head of about two layers."""
+    """All divisions of 16 layers, beside a head of about two layers."""
     model = GPT2(num_layers=16, width=2048, num_heads=16, ffn_width=8192, seq_len=512, vocab_size=50176)
     assert 1.5 < model.head_in_layers < 2.5
 

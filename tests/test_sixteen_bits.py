@@ -1,4 +1,4 @@
-"""What is promised of 16 bits, read from the traced step: sums in fp32, softmax and norms in fp32, masters in fp32.
+"""Promises about 16 bits, read from the traced step: sums in fp32, softmax and norms in fp32, masters in fp32.
 
 Dtypes of accumulators and of reductions are facts of the jaxpr, so no rounding has to show for a broken promise to.
 """

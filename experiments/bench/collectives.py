@@ -42,7 +42,7 @@ def bench_collectives(flags: BenchFlags, config: RunConfig, console: Console) ->
     shape = parse_mesh(flags.mesh or "dp=4")
     axes = [axis for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
     if len(axes) != 1:
-        raise ConfigError(f"--mesh {flags.mesh}", "one axis must be measured at a time", "Use --mesh dp=4")
+        raise ConfigError(f"--mesh {flags.mesh}", "exactly one axis must be above 1", "Use --mesh dp=4")
     (axis,), num_ranks = axes, shape.num_devices
     devices = acquire_devices(num_ranks, flags.device)
     console.print(f"devices: {devices.description}")

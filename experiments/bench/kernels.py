@@ -59,7 +59,7 @@ def array_shapes(config: GPT2, batch_size: int) -> dict[str, tuple[tuple[int, ..
 
 
 def product_flops(name: str, shapes: tuple[tuple[int, ...], ...]) -> int | None:
-    """Of one forward; backward has two products of the same size."""
+    """FLOPs of one forward; backward has two products of the same size."""
     return 2 * shapes[0][0] * math.prod(shapes[1]) if name.endswith("product") else None
 
 

@@ -142,7 +142,7 @@ def table_of_phases(kernels: Sequence[Kernel], roof: Roof) -> Rows:
 
 
 def table_of_kernels(kernels: Sequence[Kernel], roof: Roof) -> Rows:
-    """Those that take longest."""
+    """Table of the kernels that take longest."""
     table = Rows("phase", "part", "operation", "times", "GB read", "GB written", "TFLOP", "ms")
     for kernel in sorted(kernels, key=lambda kernel: -kernel.count * roof.seconds(kernel))[:SHOWN]:
         table.add_row(

@@ -64,7 +64,7 @@ class Published:
 
     @property
     def seconds(self) -> float:
-        """Of a step, as published."""
+        """Seconds of a step, as published."""
         tokens = self.sequences * self.seq_len / self.num_devices
         if self.tokens_per_s:
             return tokens / self.tokens_per_s
@@ -160,7 +160,7 @@ class Compared:
 
     @property
     def gain(self) -> float:
-        """Of the published layout's step: what the recommended one saves; below 0 where it takes longer."""
+        """Fraction of the published layout's step that the recommended one saves; below 0 where it takes longer."""
         return 1 - float(self.ours.time.total[0] / self.theirs.time.total[0])
 
     def differences(self) -> list[str]:

@@ -18,7 +18,7 @@ from .work import PaperWork, elementwise_bytes
 
 
 def mean_and_max(errors: Sequence[float]) -> tuple[float, float]:
-    """Of the sizes of relative errors."""
+    """Mean and maximum of the sizes of relative errors."""
     sizes = np.abs(errors)
     return float(sizes.mean()), float(sizes.max())
 
@@ -181,7 +181,7 @@ def torchtitan_remat(shape: ModelShape, word: str, dtype: str, tp: int = 1) -> d
 
 
 def _fsdp_time(group: str, run: dict) -> TimeCase:
-    """Of a run whose state is sharded as with ZeRO-3 and whose speed is printed in tokens a second and GPU. The keys of
+    """The case of a run with ZeRO-3's sharding whose speed is printed in tokens a second and GPU. The keys of
     context parallelism are gathered, and nothing of that hides."""
     shape = shape_of_run(group, run)
     dtype = "float8" if "float8" in published()["groups"][group]["stack"] else "bfloat16"

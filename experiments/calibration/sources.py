@@ -279,7 +279,7 @@ class _Together:
         return layout, [0, *itertools.accumulate(lengths[:-1])]
 
     def seconds(self, efficiency: Efficiency) -> np.ndarray:
-        """Of every row, by the fastest of its columns."""
+        """Seconds of every row, by the fastest of its columns."""
         found = np.empty(len(self.rows))
         for places, layout, starts in self.groups:
             case = self.rows[places[0]].case

@@ -70,7 +70,7 @@ def balance(scores_BTE, expert_BTK):
 
 
 def balance_of_rank(scores_BTE, expert_BTK):
-    """What is often written instead: the product of means over the tokens that this rank has."""
+    """A common mistake: the product of means over the tokens that this rank has."""
     chosen_E = jax.nn.one_hot(expert_BTK, E, dtype=scores_BTE.dtype).sum((0, 1, 2))
     return E / K / math.prod(scores_BTE.shape[:2]) * jnp.sum(chosen_E * scores_BTE.sum((0, 1)))
 

@@ -20,7 +20,7 @@ BLOCKS = "blocks."
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained and how. total_steps: after which the learning rate is at its floor. balance_rate: of a mixture's
+    """Model and training. total_steps: after which the learning rate is at its floor. balance_rate: of a mixture's
     balancing biases."""
 
     vocab_size: int
@@ -246,7 +246,7 @@ def initial_moments(optimizer: str, params: dict) -> dict[str, dict]:
 
 
 def direction(recipe: Recipe, t: float, grads: dict, moments: dict) -> tuple[dict, dict]:
-    """What is subtracted times the learning rate, less weight decay, and the new moments; t counts from 1."""
+    """The update before the learning rate and without weight decay, and the new moments; t counts from 1."""
     b1, b2 = recipe.beta1, recipe.beta2
     if recipe.optimizer == "sgd":
         m = {name: b1 * moments["m"][name] + g for name, g in grads.items()}

@@ -116,7 +116,7 @@ class Corpus:
 
     @property
     def shares(self) -> list[float]:
-        """Of the samples, for each source; they sum to 1."""
+        """Share of the samples, for each source; they sum to 1."""
         return [share / self.mixture.period for share in self.mixture.shares]
 
     @property
@@ -135,7 +135,7 @@ class Corpus:
         return sum(len(source.held_out) for source in self.sources)
 
     def unigram_entropy(self) -> float:
-        """Of the mixture that trains, nats per token; of a long source, from an even sample."""
+        """Unigram entropy of the training mixture, in nats per token; of a long source, from an even sample."""
         return unigram_entropy([(s.train, share) for s, share in zip(self.sources, self.shares, strict=True)])
 
     def fingerprint(self) -> str:
@@ -264,7 +264,7 @@ class Batches:
 
     @property
     def num_windows(self) -> list[int]:
-        """Of each source, in one epoch. The last target needs a token after the last input."""
+        """Windows of each source, in one epoch. The last target needs a token after the last input."""
         return [max(len(source.train) - 1, 0) // self.seq_len for source in self.corpus.sources]
 
     def __getitem__(self, step: int) -> GlobalBatch:

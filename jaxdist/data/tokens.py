@@ -79,7 +79,7 @@ def unmasked(tokens: np.ndarray) -> np.ndarray:
 
 
 def targets_of(tokens: np.ndarray) -> np.ndarray:
-    """What is to be predicted: -1 for masked ones."""
+    """Tokens to predict: -1 for masked ones."""
     return np.maximum(tokens, -1)
 
 

@@ -317,7 +317,7 @@ def parts_using(model: Model) -> dict[str, frozenset[str]]:
 
 
 def _used_inputs(function, *args) -> list[bool]:
-    """Of a function's flat inputs, which its result depends on."""
+    """Which of a function's flat inputs its result depends on."""
     from jaxdist.parallel.pipeline.split_backward import needed_for, variables
 
     closed = jax.make_jaxpr(function)(*args)

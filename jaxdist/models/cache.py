@@ -18,7 +18,7 @@ from jaxdist.parallel.context_parallel import AXIS, SEQUENCE_DIM, Split, by_turn
 
 
 class KeyValues(NamedTuple):
-    """Of one attention: [B, C, K, H] each, of a layer; [L, B, C, K, H], of all on a stage.
+    """Keys and values of one attention: [B, C, K, H] each, of a layer; [L, B, C, K, H], of all on a stage.
 
     Position p stands at place (p // cp) mod C of its rank: a cache as long as a sliding window is a ring.
     """
@@ -36,7 +36,7 @@ def held_positions(last_B: jax.Array, places: int) -> jax.Array:
 
 
 def num_places(capacity: int, window: int | None) -> int:
-    """Of a rank's cache: for its part of a text, or of the window."""
+    """Places of a rank's cache: for its part of a text, or of the window."""
     positions = capacity if window is None else min(window, capacity)
     return -(-positions // comm.size(AXIS))
 

@@ -272,13 +272,13 @@ class Context:
         return jnp.where(targets_BT >= 0, losses_BT, 0).sum()
 
     def dropout(self, x_BTD: jax.Array, rate: float) -> jax.Array:
-        """Of activations between the tensor-parallel regions."""
+        """Dropout on activations between the tensor-parallel regions."""
         if self.key is None or rate == 0:
             return x_BTD
         return dropout(x_BTD, rate, self.key, self.rows_B, self._places(x_BTD.shape[1]))
 
     def dropout_heads(self, x_BN: jax.Array, rate: float) -> jax.Array:
-        """Of an array whose dims after the batch's begin with heads that are split over tp."""
+        """Dropout on an array whose dims after the batch's begin with heads that are split over tp."""
         if self.key is None or rate == 0:
             return x_BN
         return dropout(x_BN, rate, self.key, self.rows_B, self._heads(x_BN.shape[1]))

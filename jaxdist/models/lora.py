@@ -147,7 +147,7 @@ def adapted_paths(tree: Tree, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _matrices(block: Tree) -> list[tuple[str, Param]]:
-    """Those that may have adapters: neither experts' nor their router's."""
+    """Matrices that may have adapters: neither experts' nor their router's."""
     return [
         (path, param)
         for path, param in named_params(block)

@@ -185,7 +185,7 @@ def merge_over_ranks(o_BTNH: jax.Array, lse_BTN: jax.Array) -> jax.Array:
 
 
 def merge_bytes(num_values: int, num_heads: int, itemsize: int) -> int:
-    """Of the buffers that `merge_over_ranks` sums, for queries of so many values and heads in all."""
+    """Bytes of the buffers that `merge_over_ranks` sums, for queries of so many values and heads in all."""
     return (num_values + 2 * num_heads) * itemsize
 
 
@@ -231,7 +231,7 @@ def gather_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, start
 
 
 def halo_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window: int, starts_BS=None) -> jax.Array:
-    """Of a window: every chunk gets the m chunks before it alone, from hand to hand along the zig-zag.
+    """Attention in a window: every chunk gets only the m chunks before it, from hand to hand along the zig-zag.
 
     Backward: the permutes' transposes.
     Sends: m * (k and v of a rank) forward, and as much backward, for m = ceil((window - 1) / chunk).

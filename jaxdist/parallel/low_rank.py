@@ -31,7 +31,7 @@ class LowRank:
         return self if index is Ellipsis else self.total()[index]
 
     def reshape(self, *shape) -> "LowRank | jax.Array":
-        """Of another shape, which keeps `in` and `out` apart; the sum where it does not."""
+        """The weight in another shape, which keeps `in` and `out` apart; the sum where it does not."""
         w = self.w.reshape(*shape)
         size, rank = math.prod(self.a.shape[:-1]), self.a.shape[-1]
         for dim in range(1, w.ndim):

@@ -46,8 +46,8 @@ class Sums(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """Of the backward loop at layer l: dx of its output, its weights where they were gathered ahead, the local
-    gradients of layer l + 1 that are still to be reduced, and the results so far."""
+    """The carry of the backward loop at layer l: dx of its output, its weights where they were gathered ahead, the
+    local gradients of layer l + 1 that are still to be reduced, and the results so far."""
 
     dx: jax.Array
     weights: Any

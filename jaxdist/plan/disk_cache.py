@@ -40,7 +40,7 @@ def cached_arrays(name: str, kind: type[T], make: Callable[[], T]) -> T:
 
 
 def read_arrays(name: str, arrays: Sequence[str]) -> dict[str, np.ndarray] | None:
-    """Those of a file; None where there is none, or a damaged one."""
+    """The arrays of a file; None where there is none, or a damaged one."""
     folder = _folder()
     if folder is None:
         return None

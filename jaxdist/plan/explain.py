@@ -83,7 +83,7 @@ def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Effici
 
 
 def _sizes(layouts, index: int) -> dict[str, int]:
-    """Of the devices' mesh."""
+    """Axis sizes of the devices' mesh."""
     return dict(zip(AXES, layouts.mesh(index).sizes, strict=True))
 
 

@@ -54,7 +54,7 @@ def fit_remat(
     found: list[tuple[str, Scored]] = []
 
     def bytes_with(word: str) -> float:
-        """Of a step. All that was asked is kept."""
+        """Peak bytes of a step that keeps all that was asked."""
         chosen = _with(config, word)
         found.append((word, score(chosen, Candidates.of(chosen), cluster, attention, efficiency)))
         return float(found[-1][1].memory.total[0])
@@ -114,7 +114,7 @@ def _with(config: RunConfig, word: str) -> RunConfig:
 
 
 def _words(config: RunConfig) -> list[str]:
-    """Those that the run does not refuse."""
+    """Words that the run does not refuse."""
     blocks, found = config.model.num_blocks, []
     several = [f"every-{size}" for size in divisors(blocks)[1:] if size**2 <= blocks]
     for word in ("none", "selective", "chunk", "block", *several):
@@ -203,7 +203,7 @@ def _most_saved(rank: OneRank) -> float:
 
 
 def _nothing_repeated(found: Found, attention: str) -> Candidates:
-    """Of a search's meshes, the layouts whose arrays may be chosen one by one, and that keep all of them. What a ring
+    """Layouts of a search's meshes whose arrays may be chosen one by one, and that keep all of them. What a ring
     gathers is put together in place, by no operation that a choice could name."""
     base, meshes = found.base, dict.fromkeys(map(found.layouts.mesh, np.flatnonzero(found.layouts.pp == 1)))
     blocks = [found.layouts.take(slice(0))]

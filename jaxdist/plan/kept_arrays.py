@@ -59,7 +59,7 @@ def choices(rank: OneRank) -> tuple[Choice, ...]:
 
 @cache
 def choice_of(rank: OneRank) -> Choice:
-    """That of `rank.repeats`."""
+    """The choice that `rank.repeats` names."""
     return _layer(replace(rank, repeats="")).choice(read_arrays(rank.repeats, rank.rows))
 
 
@@ -160,7 +160,7 @@ class _Layer:
 
     @cached_property
     def usual(self) -> set[int]:
-        """Of the equations that are repeated where all that may be kept is."""
+        """Ids of the equations that are repeated where all that may be kept is."""
         return {id(eqn) for eqn in self._needed({*self.given, *self.saveable})}
 
     @cached_property
@@ -186,7 +186,7 @@ def _product_flops(eqn) -> float:
 
 
 def _attention_flops(eqn) -> float:
-    """Of the scores that count."""
+    """FLOPs of the scores that count."""
     sizes = traced_attention(eqn)
     if sizes is None:
         return 0.0

@@ -199,7 +199,8 @@ class PartTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of the three parts. x_bytes: what a layer passes on. read_by_w: the parameters of a layer that W reads."""
+    """Messages of the three parts. x_bytes: what a layer passes on. read_by_w: the parameters of a layer that W
+    reads."""
 
     embed: PartTraffic
     layer: PartTraffic
@@ -294,7 +295,7 @@ def _collectives(eqns: list, mesh: MeshShape) -> tuple[Collective, ...]:
 
 
 def _without(all_: tuple[Collective, ...], some: tuple[Collective, ...]) -> tuple[Collective, ...]:
-    """Those of `all_` that are left when each of `some` is taken out once."""
+    """Messages of `all_` that are left when each of `some` is taken out once."""
     left = list(all_)
     for each in some:
         left.remove(each)
@@ -385,7 +386,7 @@ def loss_memory(rank: OneRank) -> Moments:
 
 
 def fullest(moments: Moments) -> Moments:
-    """Those that are the fullest for some number of rows."""
+    """Moments that are the fullest for some number of rows."""
     best: list[tuple[float, float]] = []
     for fixed, each in sorted(set(map(tuple, moments.tolist())), reverse=True):
         if not best or each > best[-1][1]:
@@ -399,7 +400,7 @@ def at_rows(moments: Moments, rows: np.ndarray) -> np.ndarray:
 
 
 def _of_a_loop(backward: ClosedJaxpr, compiler: str, rows: int) -> Moments:
-    """Of the body of a loop over layers: (what forward kept, dy) -> (gradients, dx), dx in the place of dy."""
+    """Moments of the body of a loop over layers: (what forward kept, dy) -> (gradients, dx), dx in the place of dy."""
     num_inputs, num_outputs = len(backward.jaxpr.invars), len(backward.jaxpr.outvars)
     carried, sliced = {num_outputs - 1: num_inputs - 1}, range(num_inputs - 1)
     return _moments(lifetimes(backward, compiler, carried, sliced=sliced), rows)
@@ -582,7 +583,7 @@ def _sums(rank: OneRank | None, again: bool = False) -> float:
 
 
 def _part_again(rank: OneRank | None) -> float:
-    """Of the sums of a layer's forward, those that are repeated where it runs again alone; 0 where there are none."""
+    """Fraction of the sums of a layer's forward that recomputing the layer repeats; 0 where there are none."""
     total = _sums(rank)
     return _sums(rank, again=True) / total if total else 0.0
 

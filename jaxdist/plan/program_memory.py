@@ -131,7 +131,7 @@ class LayerColumns(NamedTuple):
 
 
 def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
-    """Of every layout; traced once for each of `ranks_of`."""
+    """A layer's memory in columns, one for every layout; traced once for each of `ranks_of`."""
     ranks, index = ranks_of(config, layouts, attention)
     columns = np.empty((len(LayerColumns._fields), len(index)))
     for number, rank in enumerate(ranks):
@@ -183,7 +183,7 @@ def rank_of(config: RunConfig, attention: str) -> OneRank:
 
 
 def _rows_of(model: Model, ep: int) -> int:
-    """Of micro-batches as they are traced."""
+    """Rows of micro-batches as they are traced."""
     chosen = max(product.rows for product in work_of(model).layer)  # experts of a token
     return rows_to_trace(model, math.ceil(chosen) * ep)
 

@@ -58,7 +58,7 @@ class ScheduleFacts:
 def schedule_facts(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int, send_latency: int = 1, recompute: bool = False
 ) -> ScheduleFacts:
-    """Of a named schedule. From four rounds of the stages on, extended linearly from two smaller tables.
+    """Facts of a named schedule. From four rounds of the stages on, extended linearly from two smaller tables.
 
     From there on every S micro-batches add the same, but for `recompute_span`, which is then off by up to 3 % (4 %
     with send_latency 2), and the times of v-half and v-min with send_latency 2, off by up to 7 %.
@@ -86,7 +86,7 @@ FILE, KEYS = "schedules", 6
 
 @cache
 def _known() -> dict[tuple[int, ...], ScheduleFacts]:
-    """Of every table that was run, in this process or an earlier one."""
+    """Facts of every table that was run, in this process or an earlier one."""
     kept = read_arrays(FILE, ["rows"])
     rows = () if kept is None else kept["rows"].tolist()
     return {tuple(row[:KEYS]): ScheduleFacts(*row[KEYS:]) for row in rows}

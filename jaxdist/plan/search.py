@@ -502,7 +502,7 @@ def _score_block(base, layouts: Candidates, cluster, attention, efficiency) -> S
 
 
 def _score_what_fits(base, layouts: Candidates, cluster, attention, efficiency) -> Scored:
-    """Of a block the layouts that fit, with their loss in chunks where that is why; of a mesh that has none, the
+    """Layouts of a block that fit, with their loss in chunks where that is why; of a mesh that has none, the
     smallest. Others need no time."""
     table = pipelines(base, layouts)
     memory = program_bytes(base, layouts, table, attention)
@@ -521,7 +521,7 @@ def _score_what_fits(base, layouts: Candidates, cluster, attention, efficiency) 
 def _with_loss_in_chunks(
     base, layouts: Candidates, table: Pipelines, memory: ProgramBytes, cluster, attention
 ) -> tuple[Candidates, ProgramBytes]:
-    """Those that logits make too large have LOSS_CHUNKS of them, where these divide the sequence."""
+    """Give layouts that logits make too large LOSS_CHUNKS chunks, where these divide the sequence."""
     possible = (layouts.loss_chunks == 1) & (base.model.seq_len // layouts.cp % LOSS_CHUNKS == 0)
     index = np.flatnonzero(
         possible & (PHASES.index("the head") == memory.phase) & (memory.total > usable_bytes(cluster))
@@ -584,7 +584,7 @@ def _step_time(
 def seconds_of_repeats(
     base: RunConfig, repeated: Sequence[Repeated], cluster: Cluster, attention: str, efficiency: Efficiency
 ) -> np.ndarray:
-    """Of a step of `base`, where it repeats each of these of a layer."""
+    """Seconds of a step of `base`, where it repeats each of these of a layer."""
     layouts = Candidates.of(base).take(np.zeros(len(repeated), int))
     columns = Repeated(*np.array(repeated).T)
     return _step_time(base, layouts, pipelines(base, layouts), cluster, attention, efficiency, columns).total
@@ -611,7 +611,7 @@ def _number_if_constant(column: np.ndarray):
 
 
 def hidden_part(model: Model) -> float:
-    """Of all parameters, those of layers that have another beside them: all but the last in backward."""
+    """Fraction of the parameters in layers that have another beside them: all but the last in backward."""
     work = work_of(model)
     return (
         (work.num_layers - 1)
@@ -664,7 +664,7 @@ def rank(scored: Scored) -> np.ndarray:
 
 
 def best_of_each_mesh(scored: Scored, order: np.ndarray) -> np.ndarray:
-    """Of ranked indices, the first of every mesh."""
+    """The first of every mesh among ranked indices."""
     _, mesh = distinct(*(getattr(scored.layouts, axis) for axis in AXES))
     return order[np.sort(np.unique(mesh[order], return_index=True)[1])]
 
@@ -695,7 +695,7 @@ def memory_time_front(scored: Scored) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Found(Scored):
-    """What is worth keeping of a search, in the order of enumeration: the best layout of every mesh, and those that
+    """The results of a search, in the order of enumeration: the best layout of every mesh, and those that
     no other beats in memory and time. The numbers are of all that were scored.
     """
 
@@ -736,7 +736,7 @@ def _search(base, cluster, attention, efficiency, block, progress, thorough: boo
         meshes = _likely_meshes(model, meshes, cluster, attention)
 
     def blocks() -> Iterator[Candidates]:
-        """Of one mesh after the other, at least `block` layouts at a time while there are so many."""
+        """Layouts of one mesh after the other, at least `block` at a time while there are so many."""
         waiting: list[Candidates] = []
         for done, mesh in enumerate(meshes):
             progress(done, len(meshes))
@@ -766,7 +766,7 @@ def _search(base, cluster, attention, efficiency, block, progress, thorough: boo
 def _likely_meshes(
     model: Model, meshes: list[dict[str, int]], cluster: Cluster, attention: str
 ) -> list[dict[str, int]]:
-    """Those with tp in a node and enough of a sequence on a rank, all where there are none; where a fused kernel
+    """Meshes with tp in a node and enough of a sequence on a rank, all where there are none; where a fused kernel
     attends, with a cp that heads are exchanged over, if they can be on any mesh with that cp."""
     exchanges = {id(mesh): EXCHANGE in context_kinds(model, MeshShape(**mesh)) for mesh in meshes}
     sizes = {mesh["cp"] for mesh in meshes if attention == "cudnn" and exchanges[id(mesh)]}
@@ -782,10 +782,10 @@ def _likely_meshes(
 def _likely(
     attention: str, layers: list[tuple], states: list[tuple], splits: list[tuple], cuts: list[tuple], pp: int
 ) -> tuple:
-    """Of `layouts_of_mesh`'s: any schedule but GPipe, whose buffers are 1F1B's or more; state that is sharded, if it
-    can be; with sp where it is possible, by exchanging heads where that is and a fused kernel
-    attends, recomputing attention alone where it writes its scores, and a micro-batch for every stage, if there are
-    sequences enough."""
+    """Layouts of a mesh that may be the best: any schedule but GPipe, whose buffers are 1F1B's or more; state that is
+    sharded, if it can be; with sp where it is possible, by exchanging heads where that is and a fused kernel attends,
+    recomputing attention alone where it writes its scores, and a micro-batch for every stage, if there are sequences
+    enough."""
     most_sp, exchange = max(sp for sp, _, _ in splits), CP_KINDS.index(EXCHANGE)
     kinds = {kind for _, _, kind in splits}
     if attention == "cudnn" and exchange in kinds:

@@ -111,7 +111,7 @@ def read_efficiency(path: str | Path) -> Efficiency:
             raise ConfigError(given, "it is not one of the time model's constants", f"Use {', '.join(known)}")
         if name == "stack":
             if not isinstance(value, str):
-                raise ConfigError(given, "it must be the constants' name", "Write stack = 'mine'")
+                raise ConfigError(given, "it must be text, the name of these constants", "Write stack = 'mine'")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(given, "it must be a number, not below 0", f"Write {name} = {known[name].default}")
     return Efficiency(**{"stack": Path(path).stem} | found)
@@ -386,13 +386,13 @@ class Work(Protocol):
 
     @property
     def flops_per_token(self) -> float:
-        """Of forward and backward."""
+        """FLOPs of forward and backward."""
 
     def matrices(self, matmul: Callable, tp: Number, ep: Number, experts_over_tp: Number) -> Number:
         """Seconds of a layer's products with its weights; experts get as much each."""
 
     def in_rings(self, matmul: Callable, tp: Number) -> Number:
-        """Of `matrices`, those of the products that `tp_ring` takes in chunks."""
+        """Seconds of the products in `matrices` that `tp_ring` takes in chunks."""
 
     def core(self, matmul: Callable, tp: Number) -> Number:
         """Seconds of a layer's products of activations where attention writes its scores."""

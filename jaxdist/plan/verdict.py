@@ -129,7 +129,7 @@ def predicted_parts(
 
 
 def _links(config: RunConfig, cluster: Cluster) -> dict[str, str]:
-    """Of each axis, the collective that sends most over it, and its link."""
+    """The collective that sends most over each axis, and its link."""
     mesh = config.parallel.mesh
     layout = make_layout(config.model, config.parallel, config.part_layers)
     rows = table(predicted(config, layout), mesh)
@@ -160,7 +160,8 @@ def divided(parts: Mapping[str, float], inside: Mapping[str, float]) -> dict[str
 
 
 def verdict_of(config: RunConfig, laps: Sequence[Mapping[str, float]], devices: Devices, attention: str) -> Verdict:
-    """Of a run whose processes measured these mean laps; the time model divides the step on hardware that it knows."""
+    """The verdict on a run whose processes measured these mean laps; the time model divides the step on hardware that
+    it knows."""
     parts, details = measured_parts(laps)
     if devices.platform == "cpu":
         kind = "simulated devices have" if devices.simulated else "a CPU has"

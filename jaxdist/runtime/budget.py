@@ -152,7 +152,7 @@ def sentence(
     spent: Decimal = _NOTHING,
     device: str = "",
 ) -> str:
-    """What is said before launch: `2 × $0.35/h × 3 h = $2.10. Budget $3.00, buffer $0.90.`
+    """The sentence before launch: `2 × $0.35/h × 3 h = $2.10. Budget $3.00, buffer $0.90.`
 
     The buffer is what the budget would still hold if the job took all of its hours; `spent` (finished jobs and what
     running ones have reserved) is named where there is any. `device`: as in `2 GPUs × ...`.
@@ -582,7 +582,7 @@ def begin_job(
     if hours is not None:
         limit = exact("hours", hours)
         if not limit:
-            raise ConfigError("hours=0", "a job must take time", "Use hours=0.1 or more")
+            raise ConfigError("hours=0", "a job takes time, so it must be above 0", "Use hours=0.1 or more")
     else:
         if not price:
             raise ConfigError("a price of 0 and no hours", "nothing would ever stop the job", "Give a number of hours")

@@ -127,7 +127,8 @@ class RunFiles:
         return self._lines is None or self._lines.write(record)
 
     def add_to_config(self, facts: dict) -> bool:
-        """What is known of the run only later, as what its compiled step needs. False where the disk refuses it."""
+        """Add facts that are known only later, such as what the compiled step needs. False where the disk refuses
+        it."""
         self._config |= facts
         return self._try_to_write(CONFIG, self._config)
 

@@ -156,7 +156,7 @@ def require_address(address: str) -> None:
 
 
 def from_launcher(num_processes: int | None, process_id: int | None) -> tuple[int | None, int | None]:
-    """What is None filled in from the first launcher whose variables are set. Raises: ConfigError."""
+    """Fill in what is None from the first launcher whose variables are set. Raises: ConfigError."""
     for count, index in LAUNCHERS:
         if count in os.environ and index in os.environ:
             for name in (count, index):

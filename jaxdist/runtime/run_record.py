@@ -74,7 +74,7 @@ class Run:
         return float(values[-1]) if values.size else None
 
     def mean_seconds(self) -> dict[str, float]:
-        """Of each part, over all steps; parts that no step has are left out."""
+        """Mean seconds of each part, over all steps; parts that no step has are left out."""
         return _means(self.seconds)
 
     def laps(self) -> list[dict[str, float]]:
@@ -94,7 +94,7 @@ class Run:
         return {name: each._replace(process=indices[each.process]) for name, each in found.items()}
 
     def memory(self) -> list[DeviceMemory]:
-        """Of every device that an allocator was asked about, by rank."""
+        """Memory of every device that an allocator was asked about, by rank."""
         return sorted(each for process in self.processes for each in process.memory)
 
 

@@ -81,7 +81,7 @@ class MeanLap:
         return self._count > 0
 
     def mean(self) -> dict[str, float]:
-        """Of each part, over at least one step."""
+        """Mean seconds of each part, over at least one step."""
         return {name: seconds / self._count for name, seconds in self._sums.items()}
 
 
@@ -95,8 +95,8 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(devices: Sequence[jax.Device]) -> list[DeviceMemory]:
-    """Of this process's devices, by their allocators, with their ranks in mesh order. Simulated devices share the
-    host's memory and have no allocator of their own: they are left out."""
+    """Memory of this process's devices, by their allocators, with their ranks in mesh order. Simulated devices share
+    the host's memory and have no allocator of their own: they are left out."""
     found = []
     for rank, device in enumerate(devices):
         stats = device.memory_stats() if device.process_index == jax.process_index() else None

@@ -120,7 +120,8 @@ def step_options(config: RunConfig, platform: str) -> dict[str, str | bool]:
 
 
 class CompiledBytes(NamedTuple):
-    """Of one device, by the compiler's plan: what a call takes and gives (a donated array once), and temporaries."""
+    """Bytes on one device, by the compiler's plan: what a call takes and gives (a donated array once), and
+    temporaries."""
 
     arguments: int
     temporaries: int

@@ -75,7 +75,7 @@ class Schedule:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Those that every micro-batch and part has one action of."""
+        """Phases that every micro-batch and part has one action of."""
         return tuple(phase for phase in Phase if phase != Phase.R or self.recompute)
 
     @property

@@ -43,7 +43,7 @@ class _Open:
 
 
 def launches_of(thunks: str, trips: Sequence[int]) -> Launches:
-    """Of a list of thunks as XLA writes it, whose loops run so often, in program order.
+    """Launches of a list of thunks as XLA writes it, whose loops run so often, in program order.
 
     A loop's condition is not counted: XLA knows how often these loops run.
     """

@@ -32,7 +32,7 @@ class Provenance:
 
     @classmethod
     def of(cls, closed, mesh: MeshShape) -> "Provenance":
-        """Of a closed jaxpr."""
+        """The provenance of a closed jaxpr."""
         found = cls(mesh)
         found.outputs = [text for _, text in found._walk(closed, [NONE] * len(closed.jaxpr.invars))]
         return found

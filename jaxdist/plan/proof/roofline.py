@@ -99,13 +99,13 @@ class Roof:
         return cls(hardware.peak(dtype) * matmul, hardware.memory_bytes_per_s * hbm)
 
     def seconds(self, kernel: Kernel) -> float:
-        """Of one run."""
+        """Seconds of one run."""
         return max(kernel.flops / self.flops_per_s, kernel.moved / self.bytes_per_s)
 
 
 @dataclass(frozen=True)
 class Total:
-    """Of several kernels, in a step. least_bytes: if the products alone passed what they read and write."""
+    """Totals of several kernels, in a step. least_bytes: if the products alone passed what they read and write."""
 
     kernels: int
     moved: int
@@ -279,7 +279,7 @@ def _dot_flops(result: str, left: str, rest: str, contracting: str) -> float:
 
 
 def _custom_flops(instruction: Instruction, given: Sequence[str]) -> float:
-    """Of cuDNN's attention and cuBLAS's products; 0 for any other call."""
+    """FLOPs of cuDNN's attention and cuBLAS's products; 0 for any other call."""
     target = _TARGET.search(instruction.rest)
     target = target[1] if target else ""
     if "fmha" in target:

@@ -39,7 +39,7 @@ KINDS = {
 
 
 class Transfer:
-    """What is sent, of a class with `kind`, `axes`, `count`, `full_bytes` and `by_stage`."""
+    """A message, of any class with `kind`, `axes`, `count`, `full_bytes` and `by_stage`."""
 
     def sent_bytes(self, mesh: MeshShape) -> int:
         """Bytes one device sends in a step, on the stage that sends most."""

@@ -97,7 +97,8 @@ class ShardedModel:
         return ShardedParams(shard_proxies(drop_frozen(leaves, leaves), self.sum_dtype), layers)
 
     def hold_outer(self, params: dict) -> ShardedParams:
-        """What is outside the layers, as it is differentiated: whole, or a whole proxy of what is gathered later."""
+        """The parameters outside the layers, as they are differentiated: whole, or a whole proxy of what is gathered
+        later."""
         leaves, outer = split_outer(self.layout.leaves)[0], split_outer(params)[0]
         if self.gathers_outer_twice:
             return ShardedParams(whole_proxies(drop_frozen(leaves, leaves), self.sum_dtype), outer)
