@@ -119,6 +119,7 @@ def nvmlDeviceGetTotalEccErrors(h, a, b): raise NVMLError
 # Trains with devices that say they are GPUs to the driver's watch, and with their allocators' counters.
 AS_IF_ON_GPUS = """
 import experiments.train as train
+from experiments import listeners
 from experiments.cli import run_program
 from jaxdist.runtime import gpus
 from jaxdist.runtime.telemetry import DeviceMemory
@@ -126,7 +127,7 @@ from jaxdist.runtime.telemetry import DeviceMemory
 def mine(devices):
     return {rank: each for rank, each in enumerate(devices) if each.process_index == train.jax.process_index()}
 
-train.device_memory = lambda devices: [DeviceMemory(rank, 1, 2, 3) for rank in mine(devices)]
+listeners.device_memory = lambda devices: [DeviceMemory(rank, 1, 2, 3) for rank in mine(devices)]
 class Watch(gpus.Watch):
     def __init__(self, devices):
         self._handles = {}

@@ -174,10 +174,10 @@ def skipping(monkeypatch):
         flags=SimpleNamespace(on_nonfinite="skip", on_spike="ignore"),
         config=SimpleNamespace(model=SimpleNamespace(kinds=())),
         program=SimpleNamespace(layout=None),
-        console=SimpleNamespace(print=lambda *_, **__: None),
-        checkpoints=None,
+        say=lambda *_: None,
+        newest=lambda: "",
     )
-    loop.progress, loop._not_finite, loop._counts, loop._skips_in_a_row = Progress(), None, {}, 0
+    loop.progress, loop._not_finite, loop.counts, loop._skips_in_a_row = Progress(), None, {}, 0
     return loop
 
 
