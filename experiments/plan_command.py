@@ -39,7 +39,7 @@ class Command:
 
 
 def make_command(
-    config: RunConfig, cluster: Cluster, step_seconds: float, recipe_notes: tuple[str, ...], rate_known: bool = True
+    config: RunConfig, cluster: Cluster, step_seconds: float, recipe_notes: list[str], rate_known: bool = True
 ) -> Command:
     """For one layout of a plan. recipe_notes: where the values of flags in `config` are from."""
     nodes, per_node = cluster.num_nodes, cluster.devices_per_node

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig, to_dict
-from jaxdist.errors import ConfigError, printable
+from jaxdist.errors import ConfigError, printable, reason_of
 from jaxdist.files import read_regular
 from jaxdist.models.base import num_parameters
 from jaxdist.parity import PROOF_EPS, PROOF_LR
@@ -28,7 +28,7 @@ from . import config_file
 from .cli import require_writable, run_program, write_output
 from .progress import Progress
 from .report_page import Entry, Verdict, page
-from .report_predictions import Predictions, config_of, predictions, why_not
+from .report_predictions import config_of, predictions
 from .verify import Verifier
 
 VERIFY = "verify.json"  # in a run's folder: what `verify --json` writes
@@ -76,13 +76,12 @@ def main(flags: ReportFlags, console: Console) -> int:
 
 def make_entry(label: str, run: Run, flags: ReportFlags) -> Entry:
     """All that is found out about a run; what cannot be is said."""
-    found: Predictions | None = None
-    reason, config = "", None
+    reason, config, found = "", None, None
     try:
         config = config_of(run.config, flags.trust)
-        found = predictions(config, recorded_attention(run))
+        found = predictions(config, run.config.get("attention") or "xla")  # written out, as on CPUs
     except (ValueError, TypeError, NotImplementedError) as error:  # settings of another version, or too large
-        reason = why_not(error)
+        reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {reason_of(error)}"
     return Entry(label, run, found, reason, verdict_of(run, config, flags.verify))
 
 
@@ -93,11 +92,6 @@ def devices_of(run: Run) -> int:
     sizes = list(mesh.values()) if isinstance(mesh, dict) else []
     count = math.prod(sizes) if all(type(size) is int and 0 < size <= MAX_SIMULATED for size in sizes) else 1
     return count if count <= MAX_SIMULATED else 1
-
-
-def recorded_attention(run: Run) -> str:
-    """What attention was compiled; written out, as on CPUs, where the run does not say."""
-    return run.config.get("attention") or "xla"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,11 +121,8 @@ def verdict_of(run: Run, config: RunConfig | None, verify: bool) -> Verdict:
 
 def verified_here(config: RunConfig) -> Verdict:
     """Run `STEPS` steps on simulated devices and on one."""
-    proof = replace(
-        config,
-        steps=STEPS,
-        optimizer=replace(config.optimizer, lr=PROOF_LR, eps=PROOF_EPS, warmup_steps=0),
-    )
+    optimizer = replace(config.optimizer, lr=PROOF_LR, eps=PROOF_EPS, warmup_steps=0)
+    proof = replace(config, steps=STEPS, optimizer=optimizer)
     try:
         devices = acquire_devices(config.parallel.mesh.num_devices, "cpu")
     except ConfigError as error:

@@ -1,7 +1,4 @@
-"""The report of runs as one HTML page: nothing loaded from anywhere, light and dark, readable on a phone.
-
-Whatever a run's files say is escaped, and shortened where it is long.
-"""
+"""The report of runs as one HTML page. Whatever a run's files say is escaped, and shortened where it is long."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,48 +8,24 @@ from itertools import islice
 
 import numpy as np
 
-from jaxdist.errors import printable
 from jaxdist.mesh import AXES, MeshShape
 from jaxdist.plan.explain import NAMES_OF_TERMS
+from jaxdist.plan.traffic import Row
 from jaxdist.plan.verdict import judge, measured_parts
 from jaxdist.runtime.run_record import Run
-from jaxdist.runtime.telemetry import PARTS, Spread
+from jaxdist.runtime.telemetry import PARTS
 
-from . import report_charts as charts
-from .plan_page import STYLE as PLAN_STYLE
-from .report_charts import Line
-from .report_predictions import Axis, Predictions, Stages
+from . import charts
+from .charts import Bar, Line
+from .report_predictions import Predictions, Stages
+from .template import Cell, details, faint, figure, note, table, text
+from .template import page as whole
 
 MOST_POINTS = 3000  # of the curves of one chart together
-MOST_TEXT = 300  # characters of anything that a file says
 MOST_ROWS = 400  # of a table of settings
 MOST_RANKS = 4  # drawn of each axis
 MOST_DRAWN = 1500  # ticks x stages of a schedule that is drawn
-
-STYLE = (
-    PLAN_STYLE
-    + """
-tbody tr:first-child { font-weight: inherit; } h3 { font-size: 1em; margin: 1.6em 0 0.4em; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22em), 1fr)); gap: 0.4em 1.6em; }
-figure { margin: 0.6em 0; min-width: 0; }
-svg * { stroke-linejoin: round; } svg text { font: 11px system-ui, sans-serif; }
-.wide svg { min-width: 40em; } td.l, th.l { white-space: normal; } td.l { overflow-wrap: anywhere; min-width: 10em; }
-td.l.short { overflow-wrap: normal; white-space: nowrap; min-width: 0; } td.l.long { min-width: 17em; }
-.note { border-left: 4px solid var(--c2); background: var(--card); padding: 0.5em 0.9em; margin: 0.8em 0;
-  border-radius: 4px; overflow-wrap: anywhere; } .note.bad { border-color: var(--mark); }
-.note ul { margin: 0.3em 0; padding-left: 1.2em; } h1, h2, h3, li, p { overflow-wrap: anywhere; }
-.good { color: var(--c4); font-weight: 600; } .bad-text { color: var(--mark); font-weight: 600; }
-.mesh { display: inline-flex; flex-wrap: wrap; gap: 0.4em; border: 1px solid var(--line); border-radius: 6px;
-  padding: 0.35em; margin: 0.15em; font-size: 0.8em; align-items: center; max-width: 100%; box-sizing: border-box; }
-.mesh .mesh { font-size: 1em; }
-.mesh > b { font-weight: 600; color: var(--faint); flex-basis: 100%; } .rank { background: var(--card);
-  border: 1px solid var(--line); border-radius: 4px; padding: 0.15em 0.5em; font-variant-numeric: tabular-nums; }
-summary { cursor: pointer; color: var(--faint); margin: 0.6em 0; }
-@media (max-width: 480px) { body { padding: 0 0.8em; margin: 1em auto; } h1 { font-size: 1.25em; } }
-"""
-)
-
-Cell = str | tuple[str, str]  # text, or (HTML that is safe, its class)
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 @dataclass(frozen=True)
@@ -62,6 +35,12 @@ class Verdict:
     ok: bool | None
     text: str
     command: str = ""
+
+    @property
+    def cell(self) -> tuple[str, str]:
+        if self.ok is None:
+            return "not verified", "short"
+        return ("equal to one device", "good short") if self.ok else ("DIFFERS", "bad-text short")
 
 
 @dataclass(frozen=True)
@@ -74,29 +53,16 @@ class Entry:
     why_not: str
     verdict: Verdict
 
+    @property
+    def simulated(self) -> bool:
+        return self.run.config.get("simulated") is True
+
 
 def page(entries: Sequence[Entry]) -> str:
     """The whole page."""
     title = f"Run report: {text(', '.join(entry.label for entry in entries))}"
-    parts = [f"<h1>{title}</h1>", *_notes(entries), overview(entries), curves_part(entries)]
-    for number, entry in enumerate(entries):
-        parts += run_part(entry, number)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Text, numbers, tables
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def text(value) -> str:
-    """Anything from a file as HTML text: shortened, without what reorders or hides it, escaped."""
-    shown = printable(str(value)[: MOST_TEXT + 1])
-    return escape(shown[:MOST_TEXT] + "…" if len(shown) > MOST_TEXT else shown)
+    parts = [*_notes(entries), overview(entries), curves_part(entries)]
+    return whole(title, [*parts, *(part for entry in entries for part in run_part(entry))])
 
 
 def number(value: float | None, form: str = ".4f") -> str:
@@ -104,48 +70,14 @@ def number(value: float | None, form: str = ".4f") -> str:
 
 
 def in_bytes(count: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= 10 * size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count:,.0f} B"
+    unit = next((unit for unit, size in UNITS.items() if count >= 10 * size), None)
+    return f"{count / UNITS[unit]:,.1f} {unit}" if unit else f"{count:,.0f} B"
 
 
 def in_seconds(value: float | None) -> str:
     if value is None or not np.isfinite(value):
         return "–"
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], left: Sequence[str] = ()) -> str:
-    """A table that scrolls within itself. left: the columns of words. Cells of text are escaped."""
-
-    def cell(value: Cell, head: str) -> str:
-        shown, kind = (text(value), "") if isinstance(value, str) else value
-        kind = " ".join(filter(None, ("l" if head in left else "", kind)))
-        return f'<td class="{kind}">{shown}</td>' if kind else f"<td>{shown}</td>"
-
-    top = "".join(f'<th class="l">{escape(h)}</th>' if h in left else f"<th>{escape(h)}</th>" for h in heads)
-    body = "".join("<tr>" + "".join(cell(v, h) for v, h in zip(row, heads, strict=True)) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def note(sentences: Sequence[str], bad: bool = False) -> str:
-    items = "".join(f"<li>{each}</li>" for each in sentences)
-    return f'<div class="note{" bad" * bad}"><ul>{items}</ul></div>' if sentences else ""
-
-
-def legend(names: Sequence[str], first: int = 0) -> str:
-    marks = (
-        f'<span><i style="background:{charts.colour(first + at)}"></i>{text(name)}</span>'
-        for at, name in enumerate(names)
-    )
-    return f'<div class="legend">{"".join(marks)}</div>'
-
-
-def figure(picture: str, caption: str = "", marks: str = "", wide: bool = False) -> str:
-    """caption: HTML."""
-    inner = f'<div class="wide">{picture}</div>' if wide else picture
-    return f"<figure>{inner}{marks}{f'<figcaption>{caption}</figcaption>' if caption else ''}</figure>"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,13 +89,14 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
     found = []
     for entry in entries:
         found.append(note([f"<b>{text(entry.label)}</b>: {text(each)}." for each in entry.run.notes[:50]], bad=True))
-    if simulated := [entry.label for entry in entries if entry.run.config.get("simulated") is True]:
+    if simulated := [entry.label for entry in entries if entry.simulated]:
         names = "" if len(entries) == 1 else f" ({text(', '.join(simulated))})"
-        found.append(
-            note([f"<b>Simulated devices{names}:</b> several devices took turns on one CPU. Losses, gradients, layouts"
-                  " and the messages of a step are what real devices would compute and send. Seconds and tokens per"
-                  " second are not: they say nothing of real devices, nor of which layout is faster."])
-        )  # fmt: skip
+        about = (
+            f"<b>Simulated devices{names}:</b> several devices took turns on one CPU. Losses, gradients, layouts and "
+            "the messages of a step are what real devices would compute and send. Seconds and tokens per second are "
+            "not: they say nothing of real devices, nor of which layout is faster."
+        )
+        found.append(note([about]))
     return found
 
 
@@ -184,15 +117,15 @@ def overview(entries: Sequence[Entry]) -> str:
             f"{tokens.sum():,.0f}" if tokens.size else "–",
             f"{statistics.median(speed):,.0f}" if speed.size else "–",
             mesh_text(entry),
-            verdict_cell(entry.verdict),
+            entry.verdict.cell,
         ])  # fmt: skip
     reasons = [
         f"{text(entry.label)} stopped: {text(entry.run.end.get('reason', 'it does not say why'))}"
         for entry in entries
         if entry.run.state == "stopped"
     ]
-    under = '<p class="faint">Losses in nats per token, of the newest step that has one.</p>'
-    return table(heads, rows, left=("run", "state", "mesh", "verdict")) + under + note(reasons, bad=True)
+    under = faint("Losses in nats per token, of the newest step that has one.") + note(reasons, bad=True)
+    return table(heads, rows, left=("run", "state", "mesh", "verdict")) + under
 
 
 def mesh_text(entry: Entry) -> Cell:
@@ -203,44 +136,34 @@ def mesh_text(entry: Entry) -> Cell:
     return ",".join(f"{k}={v}" for k, v in mesh.items() if v != 1) if isinstance(mesh, dict) else "–"
 
 
-def verdict_cell(verdict: Verdict) -> Cell:
-    known = {
-        True: ("equal to one device", "good short"),
-        False: ("DIFFERS", "bad-text short"),
-        None: ("not verified", "short"),
-    }
-    return known[verdict.ok]
+# Column -> the title of its chart, what is said under it, and whether it is logarithmic.
+CURVES = {
+    "loss": ("Loss, nats per token", "Thin: training, of each step's batch. With dots: held out.", False),
+    "tokens_per_second": ("Throughput, tokens/s", "", False),
+    "grad_norm": ("Norm of the whole gradient", "Before clipping; logarithmic.", True),
+    "lr": ("Learning rate", "", False),
+    "loss_scale": ("Loss scale (float16)", "", True),
+}
 
 
 def curves_part(entries: Sequence[Entry]) -> str:
     """Loss, throughput, gradient norm, learning rate and loss scale of all runs in one chart each."""
-    wanted = (
-        ("loss", "Loss, nats per token", False, "held_out_loss"),
-        ("tokens_per_second", "Throughput, tokens/s", False, None),
-        ("grad_norm", "Norm of the whole gradient", True, None),
-        ("lr", "Learning rate", False, None),
-        ("loss_scale", "Loss scale (float16)", True, None),
-    )
-    names = [entry.label for entry in entries]
-    shown = []
-    for name, title, log, held_out in wanted:
+    names, shown, most = [entry.label for entry in entries], [], max(200, MOST_POINTS // len(entries))
+    for name, (title, caption, log) in CURVES.items():
         lines = []
         for at, entry in enumerate(entries):
-            most = max(200, MOST_POINTS // len(entries))
-            if (found := entry.run.column(name))[1].size:
-                lines.append(Line(*thin(*found, most), at, faint=held_out is not None, dashes=at))
-            if held_out and (found := entry.run.column(held_out))[1].size:
-                lines.append(Line(*thin(*found, most), at, points=True, dashes=at))
-        if not lines:
-            continue
-        marks = legend(names) if len(entries) > 1 else ""
-        captions = {
-            "loss": "Thin: training, of each step's batch. With dots: held out.",
-            "grad_norm": "Before clipping; logarithmic.",
-        }
-        about = f"{title} of {', '.join(names)}"[:200]
-        shown.append(figure(charts.curves(lines, title, about, log), captions.get(name, ""), marks))
-    return f'<h2>Curves</h2><div class="charts">{"".join(shown)}</div>' if shown else ""
+            for column in (name, "held_out_loss") if name == "loss" else (name,):
+                held_out, found = column == "held_out_loss", entry.run.column(column)
+                if found[1].size:
+                    lines.append(Line(*thin(*found, most), at, held_out, name == "loss" and not held_out, at))
+        if lines:
+            picture = charts.curves(lines, title, f"{title} of {', '.join(names)}"[:200], log)
+            shown.append(figure(picture, caption, names if len(entries) > 1 else ()))
+    return "<h2>Curves</h2>" + in_grid(*shown) if shown else ""
+
+
+def in_grid(*figures: str) -> str:
+    return f'<div class="charts">{"".join(figures)}</div>'
 
 
 def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -259,7 +182,7 @@ def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarra
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def run_part(entry: Entry, at: int) -> list[str]:
+def run_part(entry: Entry) -> list[str]:
     parts = [f"<h2>{text(entry.label)}</h2>", *time_part(entry), *gradient_part(entry)]
     parts += ["<h3>Memory of a device</h3>", memory_part(entry)]
     if entry.predictions is None:
@@ -268,7 +191,10 @@ def run_part(entry: Entry, at: int) -> list[str]:
         parts += ["<h3>What a step sends</h3>", *sent_part(entry.predictions)]
         parts += ["<h3>The mesh</h3>", *mesh_part(entry.predictions)]
         parts += pipeline_part(entry)
-    return [*parts, "<h3>Verdict</h3>", verdict_part(entry.verdict), *settings_part(entry)]
+    shown, kind = entry.verdict.cell
+    command = f"<pre>{text(entry.verdict.command)}</pre>" if entry.verdict.command else ""
+    parts.append(f'<h3>Verdict</h3><p><span class="{kind}">{shown}</span>: {text(entry.verdict.text)}</p>{command}')
+    return [*parts, *settings_part(entry)]
 
 
 def time_part(entry: Entry) -> list[str]:
@@ -279,16 +205,16 @@ def time_part(entry: Entry) -> list[str]:
     total = sum(means[part] for part in named)
     pictures = _areas(entry, named) + _process_curves(entry) if run.steps.size else ""
     spread = run.spread_over_processes()
-    heads = ["part", "mean of a step", "share"]
+    heads, rows = ["part", "mean of a step", "share"], []
     heads += ["least process", "median", "most", "slowest process"] if spread else []
-    rows = []
     for part in [*named, *(["total"] if "total" in means else [])]:
-        share = f"{means[part] / total:.1%}" if total and part != "total" else ""
-        more = _spread_cells(spread.get(part)) if spread else []
-        rows.append([part, in_seconds(means[part]), share, *more])
+        share, more = f"{means[part] / total:.1%}" if total and part != "total" else "", []
+        if found := spread.get(part):
+            more = [*map(in_seconds, (found.least, found.median, found.most)), f"{found.process:g}"]
+        rows.append([part, in_seconds(means[part]), share, *(more or ["–"] * 4 * bool(spread))])
     shown = table(heads, rows, left=("part",))
-    beside = figure(shown) if pictures and not spread else ""  # a table of three columns is as narrow as a chart
-    parts = ["<h3>Where the time of a step goes</h3>", f'<div class="charts">{pictures}{beside}</div>']
+    beside = pictures and not spread  # a table of three columns is as narrow as a chart
+    parts = ["<h3>Where the time of a step goes</h3>", in_grid(pictures, figure(shown) if beside else "")]
     parts += [] if beside else [shown]
     if laps := run.laps():
         found = judge(*measured_parts(laps), "what it is made of, no clock of a host can tell")
@@ -297,14 +223,7 @@ def time_part(entry: Entry) -> list[str]:
     if spread:
         about += f" The last columns: the means of {len(run.processes)} processes beside each other."
     about += " <b>step</b>: from its start until its numbers are there. <b>host</b>: what no other part is about."
-    return [*parts, f'<p class="faint">{about}</p>']
-
-
-def _spread_cells(spread: Spread | None) -> list[Cell]:
-    if spread is None:
-        return ["–"] * 4
-    times = [in_seconds(value) for value in (spread.least, spread.median, spread.most)]
-    return [*times, f"{spread.process:g}"]
+    return [*parts, faint(about)]
 
 
 def _areas(entry: Entry, named: Sequence[str]) -> str:
@@ -319,8 +238,8 @@ def _areas(entry: Entry, named: Sequence[str]) -> str:
     if higher:
         caption += f" Cut off above {in_seconds(top)}: {higher} of {len(x)} points are higher, up to "
         caption += f"{in_seconds(float(heights.max()))}."
-    picture = charts.areas(x, columns, top, "Seconds of a step by part", f"Seconds of a step by part, {entry.label}")
-    return figure(picture, caption, legend(list(columns)))
+    title = "Seconds of a step by part"
+    return figure(charts.areas(x, columns, top, title, f"{title}, {entry.label}"), caption, list(columns))
 
 
 def binned(x: np.ndarray, columns: Mapping[str, np.ndarray], most: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -337,40 +256,34 @@ def _process_curves(entry: Entry) -> str:
     found = [(step, parts["total"]) for step, parts in sorted(entry.run.exchanged.items()) if "total" in parts]
     if not found:
         return ""
-    x = np.array([step for step, _ in found])
-    names = ("least", "median", "most")
-    lines = [
-        Line(*thin(x, np.array([getattr(s, n) for _, s in found]), 1000), at, True, dashes=at)
-        for at, n in enumerate(names)
-    ]
+    x, names = np.array([step for step, _ in found]), ("least", "median", "most")
+    columns = [np.array([getattr(spread, name) for _, spread in found]) for name in names]
+    lines = [Line(*thin(x, column, 1000), at, True, dashes=at) for at, column in enumerate(columns)]
     title = "Seconds of a step over processes"
     slowest = statistics.mode(f"{spread.process:g}" for _, spread in found)
     caption = f"Means between two exchanges; most often the slowest: process {slowest}."
-    return figure(charts.curves(lines, title, f"{title}, {entry.label}"), caption, legend(names))
+    return figure(charts.curves(lines, title, f"{title}, {entry.label}"), caption, names)
 
 
 def gradient_part(entry: Entry) -> list[str]:
     groups, run = entry.run.grad_norms, entry.run
     if not groups:
         return []
-    shown = dict(islice(groups.items(), len(charts.SERIES)))
-    parts = ["<h3>Gradient norm by group of parameters</h3>"]
-    lines = []
+    shown, lines, rows = dict(islice(groups.items(), len(charts.SERIES))), [], []
     for at, values in enumerate(shown.values()):
         there = np.isfinite(values)
         lines.append(Line(*thin(run.steps[there], values[there], max(200, MOST_POINTS // len(shown))), at))
     left_out = f" The other {len(groups) - len(shown)} groups are in the table." if len(groups) > len(shown) else ""
     title = "Gradient norm, before clipping"
     picture = charts.curves(lines, title, f"{title}, by group, {entry.label}", log=True)
-    parts.append(f'<div class="charts">{figure(picture, f"Logarithmic.{left_out}", legend(list(shown)))}')
-    rows = []
     for name, values in groups.items():
         values = values[np.isfinite(values)]
         if values.size:
             figures = (values[0], np.median(values), values.max(), values[-1])
             rows.append([name, *(number(float(each), ".3g") for each in figures)])
-    parts.append(figure(table(["group", "first", "median", "largest", "last"], rows, left=("group",))))
-    return [*parts, "</div>"]
+    norms = figure(table(["group", "first", "median", "largest", "last"], rows, left=("group",)))
+    drawn = figure(picture, f"Logarithmic.{left_out}", list(shown))
+    return ["<h3>Gradient norm by group of parameters</h3>", in_grid(drawn, norms)]
 
 
 def memory_part(entry: Entry) -> str:
@@ -378,14 +291,13 @@ def memory_part(entry: Entry) -> str:
     rows: list[list[Cell]] = []
     predicted, parts = None if entry.predictions is None else entry.predictions.memory, []
     if predicted is not None:
-        rows += [[NAMES_OF_TERMS[name], in_bytes(value), ""] for name, value in predicted.terms.items()]
+        sizes = {NAMES_OF_TERMS[name]: value for name, value in predicted.terms.items()}
+        rows += [[name, in_bytes(value), ""] for name, value in sizes.items()]
         rows.append(["predicted by the plan", in_bytes(predicted.total), ""])
-        values = {NAMES_OF_TERMS[name]: value / 2**20 for name, value in predicted.terms.items()}
-        picture = charts.stacks(
-            [values], list(values), "Predicted, MiB of a device", f"Predicted memory, {entry.label}"
-        )
+        bar = Bar({name: value / 2**20 for name, value in sizes.items()})
+        picture = charts.bars([bar], "Predicted, MiB of a device", "MiB", f"Predicted memory, {entry.label}")
         caption = f"Fullest in {escape(predicted.fullest)}; attention: {escape(predicted.attention)}."
-        parts.append(figure(picture, caption, legend(list(values))))
+        parts.append(figure(picture, caption, list(sizes)))
 
     def beside(count: float) -> str:
         if predicted is None or not count:
@@ -405,14 +317,13 @@ def memory_part(entry: Entry) -> str:
         about = f"rank {worst.rank}, the fullest of {len(memory)}; {beside(worst.peak)}"
         rows.append(["allocator: peak since the process began", in_bytes(worst.peak), about])
     else:
-        simulated = entry.run.config.get("simulated") is True
-        why = "simulated devices share the host's memory and have no allocator" if simulated else "not recorded"
+        why = "simulated devices share the host's memory and have no allocator" if entry.simulated else "not recorded"
         rows.append(["allocator", "–", why])
     parts.append(figure(table(["of one device", "bytes", ""], rows, left=("of one device", ""))))
     if len(memory) > 1:
         cells = ([str(m.rank), in_bytes(m.in_use), in_bytes(m.peak), in_bytes(m.limit)] for m in memory[:64])
         parts.append(figure(table(["rank", "in use", "peak", "limit"], cells)))
-    return f'<div class="charts">{"".join(parts)}</div>'
+    return in_grid(*parts)
 
 
 def sent_part(found: Predictions) -> list[str]:
@@ -422,12 +333,10 @@ def sent_part(found: Predictions) -> list[str]:
     rows = []
     for each in found.sent:
         verdict = ("equal", "good") if each.equal else (difference(each.predicted, each.counted), "bad-text")
-        messages, sent = (
-            [largest(getattr(stages, name)) for stages in (each.predicted, each.counted)]
-            for name in ("counts", "num_bytes")
-        )
-        kind = each.kind.replace("_", "-")
-        rows.append([", ".join(each.axes), kind, *(f"{n:,}" for n in messages), *map(in_bytes, sent), verdict])
+        both = each.predicted, each.counted
+        messages = [f"{max(stages.counts, default=0):,}" for stages in both]
+        sent = [in_bytes(max(stages.num_bytes, default=0)) for stages in both]
+        rows.append([", ".join(each.axes), each.kind.replace("_", "-"), *messages, *sent, verdict])
     heads = ["axes", "collective", "predicted", "counted", "bytes predicted", "bytes counted", "on every stage"]
     equal = all(each.equal for each in found.sent)
     about = (
@@ -435,20 +344,13 @@ def sent_part(found: Predictions) -> list[str]:
         " the plan. Counted: in a trace of this configuration's step on an abstract mesh, with this page's versions. "
     )
     about += "All are equal, in number and to the byte." if equal else "<b>Not all are equal.</b>"
-    purposes = [[row.purpose, row.kind.replace("_", "-"), row.axes, f"{row.count:,}", in_bytes(row.sent_bytes)]
-                for row in found.purposes]  # fmt: skip
-    heads_of_purposes = ["purpose", "collective", "axes", "messages", "bytes"]
-    return [
-        table(heads, rows, left=("axes", "collective")),
-        f'<p class="faint">{about}</p>',
-        "<details><summary>By purpose (predicted)</summary>"
-        + table(heads_of_purposes, purposes, left=("purpose", "collective", "axes"))
-        + "</details>",
+    purposes = [
+        [row.purpose, row.kind.replace("_", "-"), row.axes, f"{row.count:,}", in_bytes(row.sent_bytes)]
+        for row in found.purposes
     ]
-
-
-def largest(stages: Sequence[int]) -> int:
-    return max(stages, default=0)
+    left = ("purpose", "collective", "axes")
+    by_purpose = table([*left, "messages", "bytes"], purposes, left)
+    return [table(heads, rows, left), faint(about), details("By purpose (predicted)", by_purpose)]
 
 
 def difference(predicted: Stages, counted: Stages) -> str:
@@ -465,28 +367,27 @@ def mesh_part(found: Predictions) -> list[str]:
     live = [axis for axis in AXES if mesh.size(axis) > 1]
     if not live:
         return ["<p>One device.</p>"]
-    rows = [[(f"<b>{axis.name}</b>", "short"), str(axis.size), (place(axis.name, live), "short"),
-             in_bytes(axis.sent_bytes), (text(carried(axis)), "long")] for axis in found.axes]  # fmt: skip
+    rows = []
+    for axis, (num_bytes, purposes) in found.axes.items():
+        place = {live[0]: "outermost", live[-1]: "innermost"}.get(axis, "between") if len(live) > 1 else "the only one"
+        name, carries = (f"<b>{axis}</b>", "short"), (text(carried(purposes)), "long")
+        rows.append([name, str(mesh.size(axis)), (place, "short"), in_bytes(num_bytes), carries])
     several = [f"{in_bytes(row.sent_bytes)} over {row.axes} ({row.purpose})" for row in found.over_several]
     also = f" Over several axes at once: {text('; '.join(several))}." if several else ""
     return [
         drawn_mesh(mesh, live),
         table(["axis", "ranks", "place", "bytes a step", "carries"], rows, left=("axis", "place", "carries")),
-        '<p class="faint">Numbers in the boxes are ranks; ranks of the innermost axis are neighbours and need the'
-        f" fastest links. Bytes that one device sends over the axis alone, in a step.{also}</p>",
+        faint(
+            "Numbers in the boxes are ranks; ranks of the innermost axis are neighbours and need the fastest links. "
+            f"Bytes that one device sends over the axis alone, in a step.{also}"
+        ),
     ]
 
 
-def place(axis: str, live: Sequence[str]) -> str:
-    if len(live) == 1:
-        return "the only one"
-    return {live[0]: "outermost", live[-1]: "innermost"}.get(axis, "between")
-
-
-def carried(axis: Axis) -> str:
+def carried(rows: Sequence[Row]) -> str:
     """Purposes of the bytes sent over an axis, the largest first."""
     sizes: dict[str, int] = {}
-    for row in axis.purposes:
+    for row in rows:
         sizes[row.purpose] = sizes.get(row.purpose, 0) + row.sent_bytes
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     shown = "; ".join(f"{purpose} ({in_bytes(size)})" for purpose, size in ordered[:4])
@@ -517,22 +418,16 @@ def pipeline_part(entry: Entry) -> list[str]:
     schedule = entry.predictions.config.parallel.pipeline
     if schedule is None:
         return []
-    parts = ["<h3>The pipeline's schedule</h3>"]
+    title = "<h3>The pipeline's schedule</h3>"
     layers = "+".join(map(str, entry.predictions.config.part_layers))
     about = (
         f"{escape(schedule.name)}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches, "
         f"{schedule.num_ticks} ticks; layers {layers}. Drawn from the table that runs, not from a measurement."
     )
     if schedule.num_ticks * schedule.num_stages > MOST_DRAWN:
-        return [*parts, f'<p class="faint">{about} It is too large to be drawn here.</p>']
+        return [title, faint(f"{about} It is too large to be drawn here.")]
     picture = charts.schedule_picture(schedule, f"Schedule {schedule.name} of {entry.label}")
-    return [*parts, figure(picture, about, wide=True)]
-
-
-def verdict_part(verdict: Verdict) -> str:
-    shown, kind = verdict_cell(verdict)
-    command = f"<pre>{text(verdict.command)}</pre>" if verdict.command else ""
-    return f'<p><span class="{kind}">{shown}</span>: {text(verdict.text)}</p>{command}'
+    return [title, figure(picture, about, wide=True)]
 
 
 def settings_part(entry: Entry) -> list[str]:
@@ -541,11 +436,9 @@ def settings_part(entry: Entry) -> list[str]:
         return []
     versions = config.get("versions")
     rows = [[name, str(value)] for name, value in islice(versions.items(), 50)] if isinstance(versions, dict) else []
-    shown = (
-        table(["package", "version"], rows, left=("package", "version"))
-        if rows
-        else "<p>The run does not say with which versions it was made.</p>"
-    )
+    shown = "<p>The run does not say with which versions it was made.</p>"
+    if rows:
+        shown = table(["package", "version"], rows, left=("package", "version"))
     devices = text(config.get("devices", "the run does not say"))
     if type(config.get("simulated")) is not bool:
         devices += ". The record does not say whether they were simulated"
@@ -556,9 +449,7 @@ def settings_part(entry: Entry) -> list[str]:
         "<h3>Configuration and versions</h3>",
         f"<p>Devices: {devices}{size}</p>",
         shown,
-        "<details><summary>Every setting</summary>"
-        + table(["setting", "value"], flat, left=("setting", "value"))
-        + "</details>",
+        details("Every setting", table(["setting", "value"], flat, left=("setting", "value"))),
     ]
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from jaxdist.config import RunConfig, from_dict
-from jaxdist.errors import ConfigError, reason_of
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
 from jaxdist.models.base import num_parameters
 from jaxdist.placement import make_layout
@@ -64,25 +64,16 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """One axis of the mesh, and the bytes that one device sends over it (alone) in a step."""
-
-    name: str
-    size: int
-    sent_bytes: int
-    purposes: list[Row]
-
-
-@dataclass(frozen=True)
 class Predictions:
-    """Predictions for one run. purposes: the predicted messages, added up."""
+    """Predictions for one run. purposes: the predicted messages, added up. axes: bytes that a device sends over each of
+    them alone, and what for."""
 
     config: RunConfig
     parameters: int
     memory: Memory
     sent: list[Sent]
     purposes: list[Row]
-    axes: list[Axis]
+    axes: dict[str, tuple[int, list[Row]]]
     over_several: list[Row]
 
 
@@ -104,15 +95,15 @@ def predictions(config: RunConfig, attention: str) -> Predictions:
             "Ask experiments.plan",
         )
     with jax.enable_x64(config.precision.dtype == "float64"):
-        layout = make_layout(config.model, config.parallel, config.part_layers)
-        messages = predicted(config, layout)
+        messages = predicted(config, make_layout(config.model, config.parallel, config.part_layers))
+        alone = {name: [each for each in messages if each.axes == (name,)] for name in AXES if mesh.size(name) > 1}
         return Predictions(
             config,
             num_parameters(config.model),
             predicted_memory(config, attention),
             compared(messages, counted(config), config),
             table(messages, mesh),
-            [_axis(name, messages, config) for name in AXES if mesh.size(name) > 1],
+            {name: (total_sent(found, mesh), table(found, mesh)) for name, found in alone.items()},
             table([each for each in messages if len(each.axes) > 1], mesh),
         )
 
@@ -152,14 +143,3 @@ def _by_kind(transfers: Sequence[Transfer], mesh: MeshShape) -> dict[tuple[str, 
         num_bytes = tuple(ring_bytes(kind, axes, size, mesh) for size in sizes)
         found[kind, axes] = Stages(tuple(map(sum, zip(*counts, strict=True))), num_bytes)
     return found
-
-
-def _axis(name: str, messages: Sequence[Message], config: RunConfig) -> Axis:
-    mesh = config.parallel.mesh
-    alone = [message for message in messages if message.axes == (name,)]
-    return Axis(name, mesh.size(name), total_sent(alone, mesh), table(alone, mesh))
-
-
-def why_not(error: Exception) -> str:
-    """The reason that a prediction could not be made, for a person."""
-    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {reason_of(error)}"

@@ -13,7 +13,7 @@ import pytest
 from experiments.bench import levels
 from experiments.bench.levels import LAYOUTS
 from experiments.calibration import published
-from experiments.plan import layout_words, row_layout
+from experiments.plan_report import layout_words, row_layout
 from experiments.strategies import EXPERTS, PIPELINES, STRATEGIES
 from jaxdist import parity
 from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig

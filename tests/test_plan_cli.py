@@ -10,6 +10,7 @@ import pytest
 import tyro
 
 import experiments.plan
+import experiments.plan_question
 import experiments.train
 from experiments.cli import flags_of, run_program
 from experiments.train import TrainFlags
@@ -180,7 +181,7 @@ def test_wrong_input_ends_with_one_sentence_and_a_remedy(monkeypatch, capsys, ar
 
 def test_the_batch_of_an_unknown_cluster_divides_over_doubled_nodes():
     flags = tyro.cli(experiments.plan.PlanFlags, args=["--devices-per-node", "6", "--deadline", "3d"])
-    found, _ = experiments.plan.default_batch(flags, 8)
+    found, _ = experiments.plan_question.default_batch(flags, 8)
     assert found == 384 and not any(found % (6 * nodes) for nodes in (1, 2, 4, 8))
 
 
@@ -264,7 +265,7 @@ def test_an_old_price_warns(monkeypatch, capsys):
 ])  # fmt: skip
 def test_the_batch_that_is_chosen_divides(flags, batch):
     flags = tyro.cli(experiments.plan.PlanFlags, args=["--model", "7b", *flags])
-    found, said = experiments.plan.default_batch(flags, 8)
+    found, said = experiments.plan_question.default_batch(flags, 8)
     assert found == batch and f"{batch:,} sequences" in said
 
 

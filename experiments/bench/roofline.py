@@ -19,7 +19,7 @@ from jaxdist.plan.proof.launches import launches_of
 from jaxdist.plan.proof.roofline import PHASES, Kernel, Roof, Total, kernels_of, trips_of
 from jaxdist.train.program import build_program
 
-from ..plan import with_attention
+from ..plan_prove import with_attention
 from ..tables import Rows
 from ..timeline import write_both
 from .flags import BenchFlags

@@ -25,7 +25,7 @@ from jaxdist.plan.search import Candidates, Scored, rank, score, search, usable_
 from jaxdist.plan.time_model import PARTS, efficiency_of
 
 from ..cli import require_writable, run_program, write_output
-from ..plan import layout_words, row_layout
+from ..plan_report import layout_words, row_layout
 from ..progress import Progress
 
 TOLD = 0.02  # of the published layout's step: a part that differs by more is named

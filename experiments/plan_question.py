@@ -1,0 +1,362 @@
+"""What `plan` is asked: its flags, checked, each used or refused."""
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, get_args
+
+import tyro
+
+from jaxdist.config import Dtype, RunConfig
+from jaxdist.errors import MOST, ConfigError
+from jaxdist.mesh import parse_mesh
+from jaxdist.models.base import num_parameters
+from jaxdist.plan.cost import Cost
+from jaxdist.plan.fit_remat import fit_remat
+from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, price
+from jaxdist.plan.recipe import (
+    ADAPTER_STEPS,
+    TOKENS_PER_PARAMETER,
+    adapter_learning_rate,
+    chinchilla_steps,
+    learning_rate,
+    warmup_steps,
+)
+from jaxdist.plan.search import Scored, usable_bytes
+from jaxdist.plan.time_model import Efficiency, efficiency_of, read_efficiency
+
+from .cli import CommonFlags, ModelName, flag_word, refuse_ignored
+from .config_file import FileFlags
+from .plan_command import UNKNOWN_RATE, rate_note
+
+MOST_DEVICES = 2**20
+DEFAULT_BATCH_TOKENS = 2**20
+PIPELINE = ("schedule", "microbatches", "chunks", "stages")
+LAYOUT_FLAGS = {"zero", "sp", "cp_kind", "experts_over_tp", "tp_ring", "accumulate", "remat", "unroll_layers"}
+LAYOUT_FLAGS |= {"reshard_after_forward", "overlap", *PIPELINE}
+KEEPS = ("none", "selective")  # of --remat: backward does not run whole blocks again
+BOUNDS = {"batch_size": 2**24, "accumulate": 2**24, "microbatches": 2**16, "chunks": 10**4, "loss_chunks": 10**8}
+BOUNDS |= {"nodes": MOST_DEVICES, "devices_per_node": MOST_DEVICES, "top": 10_000, "prove": 10_000, "steps": 10**15}
+BOUNDS |= {"tokens": 1e18, "budget": 1e12, "price_per_hour": 1e4}
+
+
+@dataclass(frozen=True)
+class PlanFlags(CommonFlags, FileFlags):
+    """Rank every layout of a cluster for a model; with --mesh, report that layout alone. Nothing is run."""
+
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("model", "hardware", "nodes", "devices_per_node", "batch_size", "seq_len", "tokens", "deadline", "budget"),
+        *("mesh", "zero", "sp", "dtype", "efficiencies", "top", "trace", "compile", "json", "html", "config"),
+    )
+
+    model: ModelName = "7b"
+    hardware: str = "h100"
+    """Accelerator of the hardware table: h100, h200, a100-80, v5p, ..."""
+    nodes: int | None = None
+    """Default: 1; with --deadline or --budget, the smallest number that meets them."""
+    devices_per_node: int | None = None
+    """Default: that of the accelerator."""
+    batch_size: Annotated[int | None, tyro.conf.arg(aliases=["--global-batch"])] = None
+    """Sequences per update, over the whole mesh. Default: about a million tokens, divisible by the devices."""
+    batch_sizes: str | None = None
+    """Several --batch-size, as in 256,512,1024: each is searched, and the smallest planned that takes at most 2 % more
+    time a token than the fastest."""
+    steps: int | None = None
+    """Updates, instead of --tokens. With neither the command has steps for 20 tokens a parameter."""
+    lr: float | None = None
+    """Default: GPT-3's for a model of this size, where the optimiser is AdamW."""
+    warmup_steps: int | None = None
+    """Default: GPT-3's 375 million tokens, at most a tenth of the steps."""
+    dtype: Dtype = "bfloat16"
+    """Of parameters and activations; masters and moments stay in at least float32."""
+    tokens: float | None = None
+    """To train on, as in 300e9: gives hours and dollars."""
+    deadline: str | None = None
+    """As in 72h or 30d; needs --tokens or --steps. The upper end of the error bar must meet it."""
+    budget: float | None = None
+    """Dollars; needs --tokens or --steps, and a price. The upper end of the error bar must meet it."""
+    vendor: str | None = None
+    """Whose price of the price table."""
+    price_per_hour: float | None = None
+    """Dollars for one accelerator, instead of --vendor."""
+    hardware_file: str | None = None
+    """TOML merged over the hardware table."""
+    price_file: str | None = None
+    """TOML merged over the price table."""
+    efficiencies: str | None = None
+    """TOML of the time model's constants, of your own card. Default: fitted to what was published of this one."""
+    top: int = 10
+    """Rows of the table: the best layouts of so many meshes, meshes that differ in replica × dp alone in one row."""
+    json: str | None = None
+    """Also write the plan to this file."""
+    html: str | None = None
+    """Also write a page with pictures to this file."""
+    trace: bool = False
+    """Also trace the step of the best layout: what it keeps and sends, from the program itself. Of one layout, also
+    every message by its purpose."""
+    compile: str | None = None
+    """Also compile it, with no device present: cpu, an NVIDIA card (h200, ...) or a TPU (v5p, ...). Implies --trace."""
+    prove: int = 1
+    """How many rows of the table to trace or compile."""
+    dump_hlo: str | None = None
+    """Folder for the text of compiled programs."""
+
+    def with_remat(self, config: RunConfig, gib: float | None) -> RunConfig:
+        """For --hardware, and its memory."""
+        hardware = hardware_for(self)
+        cluster = cluster_of_mesh(self, hardware, config.parallel.mesh.num_devices)
+        limit = usable_bytes(cluster) if gib is None else gib * GIB
+        return fit_remat(config, cluster, limit, attention_on(hardware, config), efficiency_for(self, hardware)).config
+
+    @property
+    def looks_for_nodes(self) -> bool:
+        """Whether the smallest cluster is asked for that meets a deadline or a budget."""
+        return self.nodes is None and (self.deadline is not None or self.budget is not None)
+
+
+@dataclass(frozen=True)
+class Question:
+    """The question, checked: the run without its layout, and the means."""
+
+    base: RunConfig
+    hardware: Accelerator
+    devices_per_node: int | None
+    attention: str
+    tokens: float | None
+    hours: float | None
+    budget: float | None
+    dollars_per_hour: float | None
+    notes: list[str]
+    recipe_notes: list[str]
+    rate_known: bool
+    efficiency: Efficiency
+
+    def cluster(self, num_nodes: int) -> Cluster:
+        return Cluster(self.hardware, num_nodes, self.devices_per_node)
+
+    def run_hours(self, step_seconds: float) -> float | None:
+        """Hours of the whole run."""
+        if self.tokens is None:
+            return None
+        return self.tokens / (self.base.batch_size * self.base.model.seq_len) * step_seconds / 3600
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a layout's whole run takes and what it costs, None where that is not asked."""
+
+    cluster: Cluster
+    step_seconds: float
+    error: float
+    hours: float | None
+    cost: Cost | None
+
+    @property
+    def most_hours(self) -> float | None:
+        """The upper end of the bar: what a deadline has to cover."""
+        return None if self.hours is None else self.hours * (1 + self.error)
+
+
+def estimate(question: Question, found: Scored, index: int) -> Estimate:
+    step, error = float(found.time.total[index]), float(found.time.error[index])
+    hours, cost = question.run_hours(step), None
+    if hours is not None and question.dollars_per_hour is not None:
+        name, count = found.cluster.hardware.name.upper(), found.cluster.num_devices
+        cost = Cost(count, question.dollars_per_hour, hours, question.budget, name, error)
+    return Estimate(found.cluster, step, error, hours, cost)
+
+
+def ask(flags: PlanFlags) -> Question:
+    """Every flag, checked: each is used below, or refused. Raises: ConfigError."""
+    refuse_unused(flags)
+    hardware = hardware_for(flags)
+    hours = None if flags.deadline is None else parse_hours(flags.deadline)
+    dollars, notes = hourly_price(flags, hardware)
+    if flags.batch_size is None:
+        batch, note = default_batch(flags, hardware.devices_per_node)
+        flags, notes = replace(flags, batch_size=batch), [*notes, note]
+    rate_known = flags.lr is not None or flags.optimizer == "adamw"
+    flags, tokens, recipe_notes = with_recipe(flags, rate_known)
+    config = flags.run_config()
+    attention = attention_on(hardware, config)
+    if attention == "xla":
+        notes.append("Attention writes its scores out (flash attention cannot run here): they count as memory.")
+    elif attention == "blocked":
+        notes.append("Attention is in blocks of scores (flash attention cannot run here): slower, and none are kept.")
+    means = flags.devices_per_node, attention, tokens, hours, flags.budget, dollars
+    return Question(config, hardware, *means, notes, recipe_notes, rate_known, efficiency_for(flags, hardware))
+
+
+def cluster_of_mesh(flags: PlanFlags, hardware: Accelerator, devices: int) -> Cluster:
+    """The cluster that --mesh fills, and --nodes may name."""
+    per_node = flags.devices_per_node or hardware.devices_per_node
+    nodes = flags.nodes or -(-devices // per_node)
+    return Cluster(hardware, nodes, min(per_node, devices) if flags.nodes is None else per_node)
+
+
+def efficiency_for(flags: PlanFlags, hardware: Accelerator) -> Efficiency:
+    return read_efficiency(flags.efficiencies) if flags.efficiencies else efficiency_of(hardware.name)
+
+
+def attention_on(hardware: Accelerator, config: RunConfig) -> str:
+    platform = "tpu" if "TPU" in hardware.title else "gpu"
+    return config.model.attention_for(config.attention, platform, config.precision.dtype, training=True)
+
+
+def refuse_unused(flags: PlanFlags) -> None:
+    """Refuse numbers out of bounds and flags that would change nothing. Raises: ConfigError."""
+    everything = {field.name for field in dataclasses.fields(flags)} - {"device"}
+    refuse_ignored(flags, everything, "a plan runs on no device; its command names one for --hardware")
+    if not flags.mesh:
+        why = "a layout is searched for, and this names a part of one (--mesh names a whole one)"
+        refuse_ignored(flags, everything - LAYOUT_FLAGS | {"device"}, why)
+    for name, most in BOUNDS.items():
+        if (value := getattr(flags, name)) is not None and not 0 < value <= most:
+            flag, required = flag_word(name, None), f"it must be above 0 and at most {most:,.0f}"
+            raise ConfigError(f"{flag} {value:g}", required, f"Use {flag} 1 or more")
+    mesh, layers = parse_mesh(flags.mesh), flags.model_config().num_layers
+    if mesh.pp > layers:  # before a schedule is made for so many stages
+        reason = f"each stage must hold one of the {layers} layers or more"
+        raise ConfigError(f"--mesh {mesh}", reason, "Use a smaller pp")
+    timed, proving = flags.tokens is not None or flags.steps is not None, flags.trace or flags.compile is not None
+    paid = "what a run costs needs its tokens"
+    for flag, idle, why, instead in (
+        ("tokens", flags.steps is not None, "--steps says how long the run is", "Give one of the two"),
+        ("deadline", not timed, "how long a run lasts needs its tokens", "Add --tokens 300e9"),
+        *((flag, not timed, paid, "Add --tokens 300e9") for flag in ("budget", "vendor", "price_per_hour")),
+        ("vendor", flags.price_per_hour is not None, "--price-per-hour is a price already", "Give one of the two"),
+        ("price_file", flags.vendor is None, "it lists the prices of vendors", "Add --vendor"),
+        ("top", bool(flags.mesh), "--mesh names the one layout that is shown", "Leave one of the two out"),
+        ("prove", bool(flags.mesh), "--mesh names the one layout that is shown", "Leave one of the two out"),
+        ("prove", not proving, "nothing is traced or compiled", "Add --trace or --compile h100"),
+        ("prove", flags.prove > flags.top, f"the table has {flags.top} rows", f"Use --top {flags.prove}"),
+        ("dump_hlo", flags.compile is None, "nothing is compiled", "Add --compile h100"),
+        ("bucket_mb", flags.grad_sync != "bucketed", "only buckets have a size", "Use --grad-sync bucketed"),
+        ("zero", mesh.state_ranks == 1, "ZeRO shards over dp and cp, and both are 1", "Use a mesh with dp=2 or more"),
+        ("sp", mesh.tp == 1, "it splits the sequence over tp, and tp=1", "Use a mesh with tp=2 or more"),
+        ("experts_over_tp", mesh.tp == 1, "it splits experts over tp, and tp=1", "Use a mesh with tp=2 or more"),
+        ("reshard_after_forward", flags.zero != 3, "it is about the weights of ZeRO-3", "Add --zero 3"),
+        ("reshard_after_forward", flags.remat not in KEEPS, "blocks gather their weights again", "Use --remat none"),
+        ("overlap", mesh.num_devices == mesh.tp, "no message could hide", "Use a mesh with dp=2 or more"),
+        *((name, mesh.pp == 1, "it is about the pipeline, and pp=1", "Use --mesh pp=2,...") for name in PIPELINE),
+    ):
+        if idle and getattr(flags, flag) != getattr(type(flags), flag):
+            raise ConfigError(flag_word(flag, getattr(flags, flag)), f"{why}: it would change nothing", instead)
+
+
+def hardware_for(flags: PlanFlags) -> Accelerator:
+    """The accelerator. Raises: ConfigError where it has no peak for --dtype, or there are too many of it."""
+    hardware = find_hardware(flags.hardware, flags.hardware_file)
+    if flags.dtype not in hardware.peak_flops:
+        raise ConfigError(
+            f"--dtype {flags.dtype} on {hardware.name}",
+            "the hardware table has no peak for it, and without one no time is predicted",
+            f"Use {' or '.join(dtype for dtype in get_args(Dtype) if dtype in hardware.peak_flops)}; "
+            f"`train` takes {', '.join(get_args(Dtype))}",
+        )
+    num_devices = (flags.nodes or 1) * (flags.devices_per_node or hardware.devices_per_node)
+    if num_devices > MOST_DEVICES:
+        raise ConfigError(f"{num_devices:,} devices", f"a plan is for at most {MOST_DEVICES:,}", "Use fewer --nodes")
+    return hardware
+
+
+def hourly_price(flags: PlanFlags, hardware: Accelerator) -> tuple[float | None, list[str]]:
+    """(dollars for one accelerator, None where no flag says; what is to be said about them)."""
+    dollars, notes = flags.price_per_hour, []
+    if flags.vendor is not None:
+        listed = price(hardware.name, flags.vendor, path=flags.price_file)
+        dollars, notes = listed.dollars_per_hour, [listed.warning] if listed.warning else []
+    if flags.budget is not None and dollars is None:
+        reason = "a budget needs a price, which must be given"
+        raise ConfigError("--budget", reason, "Add --price-per-hour 2.5, or --vendor")
+    return dollars, notes
+
+
+def with_recipe(flags: PlanFlags, rate_known: bool) -> tuple[PlanFlags, float | None, list[str]]:
+    """The flags with steps, learning rate and warm-up; the tokens asked for; a sentence for each default."""
+    model, notes = flags.model_config(), []
+    batch_tokens, parameters = flags.batch_size * model.seq_len, num_parameters(model)
+    tokens, steps, rate, warmup = flags.tokens, flags.steps, flags.lr, flags.warmup_steps
+    if tokens is not None:
+        steps = math.ceil(tokens / batch_tokens)
+        if steps > MOST:
+            raise ConfigError(
+                f"{tokens:g} tokens in batches of {batch_tokens:,}",
+                f"they are {steps:,} steps, and a run has at most {MOST:,}",
+                "Use fewer --tokens, or a larger --batch-size",
+            )
+    elif steps is not None:
+        tokens = steps * batch_tokens
+    elif flags.lora:
+        steps = ADAPTER_STEPS
+        notes.append(
+            f"--steps {steps}: assumed, for neither --tokens nor --steps says how much there is to learn from."
+        )
+    else:
+        steps = chinchilla_steps(parameters, batch_tokens)
+        notes.append(
+            f"--steps {steps}: {TOKENS_PER_PARAMETER} tokens a parameter (arXiv 2203.15556), neither --tokens nor "
+            "--steps is given."
+        )
+    if rate is None and flags.lora and rate_known:
+        rate = adapter_learning_rate(parameters)
+        notes.append(f"--lr {rate:g}: that of adapters of a model of this size in arXiv 2305.14314, appendix B; AdamW.")
+    elif rate is None:
+        rate = learning_rate(parameters) if rate_known else CommonFlags.lr
+        notes.append(rate_note(rate, parameters) if rate_known else UNKNOWN_RATE)
+    if warmup is None:
+        warmup = warmup_steps(batch_tokens, steps)
+        notes.append(
+            f"--warmup-steps {warmup}: GPT-3's 375 million tokens, at most a tenth of the steps (arXiv 2005.14165)."
+        )
+    return replace(flags, steps=steps, lr=rate, warmup_steps=warmup), tokens, notes
+
+
+def default_batch(flags: PlanFlags, devices_per_node: int) -> tuple[int, str]:
+    """About a million tokens, in a number of sequences that the data ranks, or all devices, divide; and a sentence."""
+    length, per_node = flags.model_config().seq_len, flags.devices_per_node or devices_per_node
+    target = 1 << round(math.log2(max(DEFAULT_BATCH_TOKENS / length, 1)))
+    if flags.mesh:
+        mesh = parse_mesh(flags.mesh)
+        micro = 1 if mesh.pp == 1 else flags.microbatches or 2 * mesh.pp
+        unit, of = mesh.replica * mesh.dp * max(flags.accumulate, 1) * max(micro, 1), "micro-batches of this layout"
+    elif flags.looks_for_nodes:
+        unit = per_node << max(round(math.log2(target / per_node)), 0)  # so that doubled nodes divide it too
+        of = f"nodes of {per_node}, doubled"
+    else:
+        unit = (flags.nodes or 1) * per_node
+        of = f"{unit:,} devices"
+    batch = unit * max(1, round(target / unit))
+    tokens = f"{batch * length / 1e6:.2f} million tokens"
+    return batch, f"--batch-size not given: {batch:,} sequences ({tokens}), which divide over the {of}."
+
+
+def parse_batches(flags: PlanFlags) -> list[int]:
+    """--batch-sizes, in order; none where it is not given. Raises: ConfigError."""
+    if flags.batch_sizes is None:
+        return []
+    given, texts = f"--batch-sizes {flags.batch_sizes}", flags.batch_sizes.split(",")
+    if not all(text.isascii() and text.isdigit() for text in texts):
+        raise ConfigError(given, "it must be numbers of sequences with commas between", "Use --batch-sizes 256,512")
+    for idle, why, instead in (
+        (flags.batch_size is not None, "--batch-size is one already", "Give one of the two"),
+        (bool(flags.mesh), "--mesh names a layout, which is of one batch", "Use --batch-size, once for each"),
+        (flags.steps is not None, "as many steps of another batch are other tokens", "Use --tokens 300e9"),
+        (
+            flags.looks_for_nodes,
+            "the smallest cluster is looked for, for one batch",
+            "Add --nodes 8, or use --batch-size",
+        ),
+    ):
+        if idle:
+            raise ConfigError(given, why, instead)
+    return sorted(set(map(int, texts)))
+
+
+def parse_hours(text: str) -> float:
+    """ "72h", "3d" or "90m" -> hours. Raises: ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text.strip(), re.ASCII)
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"--deadline {text}", "it must be a time above 0 with its unit", "Write 72h, 30d, 4w or 90m")
+    return float(match[1]) * {"m": 1 / 60, "h": 1, "d": 24, "w": 168}[match[2]]

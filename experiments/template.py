@@ -1,0 +1,110 @@
+"""The one template of every page that we write: nothing loaded from anywhere, light and dark, readable on a phone."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from jaxdist.errors import printable
+
+from .charts import colour
+
+MOST_TEXT = 300  # characters of anything that a file says
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1f2328; --faint: #5f6670; --line: #d4d7dc; --paper: #ffffff;
+  --card: #f5f6f8; --c0: #3f6fb5; --c1: #7fa6d9; --c2: #b08a2e; --c3: #c9682b; --c4: #4f8f62; --c5: #8b7bb8;
+  --c6: #b3545e; --c7: #7a7f87; --c8: #a9adb3; --mark: #b3261e; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --faint: #9aa1ab; --line: #3a3f47; --paper: #16181c;
+  --card: #1f2227; --c0: #6b9ae0; --c1: #3f6799; --c2: #cfa84a; --c3: #e08a4f; --c4: #6fb385; --c5: #a999d6;
+  --c6: #d4747e; --c7: #8b919a; --c8: #646a73; --mark: #ff8a80; } }
+body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 1000px;
+  margin: 2em auto; padding: 0 1.2em; }
+h1 { font-size: 1.5em; margin-bottom: 0.2em; } h2 { font-size: 1.15em; margin-top: 2em; }
+h3 { font-size: 1em; margin: 1.6em 0 0.4em; } h1, h2, h3, li, p { overflow-wrap: anywhere; }
+p.faint, li.faint, figcaption { color: var(--faint); font-size: 0.9em; }
+table { border-collapse: collapse; font-size: 0.88em; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.3em 0.6em; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th.l, td.l { text-align: left; white-space: normal; } td.l { overflow-wrap: anywhere; min-width: 10em; }
+td.l.short { overflow-wrap: normal; white-space: nowrap; min-width: 0; } td.l.long { min-width: 17em; }
+.wide { overflow-x: auto; } .wide svg { min-width: 40em; }
+pre { background: var(--card); padding: 0.8em 1em; border-radius: 6px; white-space: pre-wrap; word-break: break-word; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22em), 1fr)); gap: 0.4em 1.6em; }
+figure { margin: 0.6em 0; min-width: 0; }
+svg { width: 100%; height: auto; display: block; } svg * { stroke-linejoin: round; }
+svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } svg text.faint { fill: var(--faint); }
+.legend { display: flex; flex-wrap: wrap; gap: 0.2em 1.2em; font-size: 0.85em; }
+.legend i { display: inline-block; width: 0.8em; height: 0.8em; margin-right: 0.4em; border-radius: 2px; }
+.note { border-left: 4px solid var(--c2); background: var(--card); padding: 0.5em 0.9em; margin: 0.8em 0;
+  border-radius: 4px; overflow-wrap: anywhere; } .note.bad { border-color: var(--mark); }
+.note ul { margin: 0.3em 0; padding-left: 1.2em; }
+.good { color: var(--c4); font-weight: 600; } .bad-text { color: var(--mark); font-weight: 600; }
+.mesh { display: inline-flex; flex-wrap: wrap; gap: 0.4em; border: 1px solid var(--line); border-radius: 6px;
+  padding: 0.35em; margin: 0.15em; font-size: 0.8em; align-items: center; max-width: 100%; box-sizing: border-box; }
+.mesh .mesh { font-size: 1em; }
+.mesh > b { font-weight: 600; color: var(--faint); flex-basis: 100%; } .rank { background: var(--card);
+  border: 1px solid var(--line); border-radius: 4px; padding: 0.15em 0.5em; font-variant-numeric: tabular-nums; }
+summary { cursor: pointer; color: var(--faint); margin: 0.6em 0; }
+@media (max-width: 480px) { body { padding: 0 0.8em; margin: 1em auto; } h1 { font-size: 1.25em; } }
+"""
+
+Cell = str | tuple[str, str]  # text, or (HTML that is safe, its class)
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """The whole page. title, parts: HTML."""
+    body = "\n".join([f"<h1>{title}</h1>", *parts])
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def text(value) -> str:
+    """Anything from a file as HTML text: shortened, without what reorders or hides it, escaped."""
+    shown = printable(str(value)[: MOST_TEXT + 1])
+    return escape(shown[:MOST_TEXT] + "…" if len(shown) > MOST_TEXT else shown)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], left: Iterable[str] = ()) -> str:
+    """A table that scrolls within itself. left: the columns of words. Cells of text are escaped."""
+    sides = ["l" if head in left else "" for head in heads]
+
+    def cell(tag: str, value: Cell, side: str) -> str:
+        shown, kind = (text(value), "") if isinstance(value, str) else value
+        kind = " ".join(filter(None, (side, kind)))
+        return f'<{tag} class="{kind}">{shown}</{tag}>' if kind else f"<{tag}>{shown}</{tag}>"
+
+    top, *body = (
+        "".join(cell(tag, value, side) for value, side in zip(row, sides, strict=True))
+        for tag, row in [("th", heads), *(("td", row) for row in rows)]
+    )
+    lines = "".join(f"<tr>{line}</tr>" for line in body)
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def listed(items: Iterable[str], kind: str = "") -> str:
+    """items: HTML."""
+    opening = f'<li class="{kind}">' if kind else "<li>"
+    return f"<ul>{''.join(f'{opening}{each}</li>' for each in items)}</ul>"
+
+
+def note(sentences: Sequence[str], bad: bool = False) -> str:
+    return f'<div class="note{" bad" * bad}">{listed(sentences)}</div>' if sentences else ""
+
+
+def faint(sentences: str) -> str:
+    return f'<p class="faint">{sentences}</p>'
+
+
+def details(summary: str, inner: str) -> str:
+    return f"<details><summary>{summary}</summary>{inner}</details>"
+
+
+def figure(picture: str, caption: str = "", names: Sequence[str] = (), wide: bool = False) -> str:
+    """caption: HTML. names: of the series, in the order of their colours."""
+    inner = f'<div class="wide">{picture}</div>' if wide else picture
+    marks = "".join(
+        f'<span><i style="background:{colour(at)}"></i>{text(each)}</span>' for at, each in enumerate(names)
+    )
+    inner += f'<div class="legend">{marks}</div>' if names else ""
+    return f"<figure>{inner}{f'<figcaption>{caption}</figcaption>' if caption else ''}</figure>"
