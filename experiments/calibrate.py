@@ -19,16 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from rich.console import Console
-from rich.table import Table
 
 from jaxdist.errors import ConfigError, require_within
 from jaxdist.files import write_whole
 from jaxdist.parallel import collectives as comm
-from jaxdist.plan.hardware import Accelerator, find_hardware
+from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.time_model import FUSED_BACKWARD, Efficiency, efficiency_of
 from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 
 from .progress import Progress
+from .tables import Rows
 
 HEAD_DIM, HEADS = 128, 8
 SMALLEST = 64  # dim of a measured matmul
@@ -84,7 +84,13 @@ def main(flags: CalibrateFlags, console: Console) -> None:
             )
     measured = replace(before, **found, stack=f"measured on {local[0].device_kind}")
     write_whole(out, as_toml(measured).encode())
-    show(console, hardware, before, measured, found, out)
+    table = Rows("constant", "measured", "without the file")
+    for name in found:
+        table.add_row(name, f"{getattr(measured, name):.4g}", f"{getattr(before, name):.4g}")
+    table.print(console, left=("measured", "without the file"))
+    kept = [field.name for field in fields(Efficiency) if field.name not in {*found, "stack"}]
+    console.print(f"Kept from {before.stack}: {', '.join(kept)}.")
+    console.print(f"python -m experiments.plan --hardware {hardware.name} --efficiencies {out}", soft_wrap=True)
 
 
 def seconds(function: Callable, *arguments: jax.Array, repeats: int) -> float:
@@ -166,25 +172,5 @@ def sum_bytes(measure: Callable, devices: list[jax.Device], size: int) -> float:
 
 
 def as_toml(efficiency: Efficiency) -> str:
-    lines = []
-    for field in fields(Efficiency):
-        value = getattr(efficiency, field.name)
-        lines.append(f'{field.name} = "{value}"' if isinstance(value, str) else f"{field.name} = {value:.6g}")
-    return "\n".join(lines) + "\n"
-
-
-def show(
-    console: Console,
-    hardware: Accelerator,
-    before: Efficiency,
-    measured: Efficiency,
-    found: dict[str, float],
-    out: Path,
-) -> None:
-    table = Table("constant", "measured", "without the file", box=None)
-    for name in found:
-        table.add_row(name, f"{getattr(measured, name):.4g}", f"{getattr(before, name):.4g}")
-    console.print(table)
-    kept = [field.name for field in fields(Efficiency) if field.name not in {*found, "stack"}]
-    console.print(f"Kept from {before.stack}: {', '.join(kept)}.")
-    console.print(f"python -m experiments.plan --hardware {hardware.name} --efficiencies {out}", soft_wrap=True)
+    values = ((field.name, getattr(efficiency, field.name)) for field in fields(Efficiency))
+    return "".join(f'{name} = "{x}"\n' if isinstance(x, str) else f"{name} = {x:.6g}\n" for name, x in values)

@@ -101,13 +101,10 @@ def _gib(words: list[str]) -> float | None:
     """The number of --remat auto-24, None of --remat auto."""
     if not words:
         return None
-    try:
-        found = float("-".join(words))
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise ConfigError(f"--remat auto-{'-'.join(words)}", "it must say GiB of a device", "Use --remat auto-24")
-    return found
+    with suppress(ValueError):
+        if 0 < (found := float("-".join(words))) < math.inf:
+            return found
+    raise ConfigError(f"--remat auto-{'-'.join(words)}", "it must say GiB of a device", "Use --remat auto-24")
 
 
 @dataclass(frozen=True)
@@ -136,16 +133,14 @@ class ProcessFlags:
             require_positive("num_processes", self.num_processes, 10**6)
         alone = not (self.distributed or self.coordinator or processes.asked_to_join())
         if alone and self.heartbeat != ProcessFlags.heartbeat:
-            raise ConfigError(
-                f"--heartbeat {self.heartbeat}", "this process is alone, and waits for no other", "Leave it out"
-            )
+            reason = "this process is alone, and waits for no other"
+            raise ConfigError(f"--heartbeat {self.heartbeat}", reason, "Leave it out")
         if not alone:
             processes.join(self.coordinator, self.num_processes, self.process_id, self.heartbeat)
             processes.require_agreement("flags", self._must_be_equal())
         elif self.process_id is not None or self.num_processes not in (None, 1):
-            raise ConfigError(
-                "--num-processes or --process-id alone", "the processes need to find each other", "Add --coordinator"
-            )
+            asked = "--num-processes or --process-id alone"
+            raise ConfigError(asked, "the processes need to find each other", "Add --coordinator")
         elif self.num_processes is None:
             processes.require_alone()
         console.quiet = not processes.is_first()
@@ -156,13 +151,10 @@ class ProcessFlags:
         if values.get("--out") is not None:
             values["--out"] = "given"
         values = {name: "not given" if value is None else value for name, value in values.items()}
-        return values | _source_of_model(values.get("--model")) | compat.settings() | versions.must_be_equal()
-
-
-def _source_of_model(name: str | None) -> dict[str, str]:
-    """What a user's own model is made by, read without running it: no backend may start before the processes join."""
-    digest = source_digest(name) if name else ""
-    return {f"the source of {name} (SHA-256)": digest[:16]} if digest else {}
+        # A user's own model is read without running it: no backend may start before the processes join.
+        if digest := source_digest(values["--model"]) if "--model" in values else "":
+            values[f"the source of {values['--model']} (SHA-256)"] = digest[:16]
+        return values | compat.settings() | versions.must_be_equal()
 
 
 # Flags that tell one process from another; the data, whose content is compared, and a file, whose settings are.
@@ -217,9 +209,7 @@ def require_writable(flag: str, path: str | None) -> None:
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero in it
-        raise ConfigError(
-            f"{flag} {path!r}", f"it cannot be written ({reason_of(error)})", "Name a file in an existing folder"
-        ) from error
+        raise _unwritable(flag, path, error, "Name a file in an existing folder") from error
 
 
 def write_output(flag: str, path: str, text: str) -> None:
@@ -233,9 +223,11 @@ def write_output(flag: str, path: str, text: str) -> None:
         else:
             Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{flag} {path!r}", f"it cannot be written ({error.strerror})", "Name a file with room for it"
-        ) from error
+        raise _unwritable(flag, path, error, "Name a file with room for it") from error
+
+
+def _unwritable(flag: str, path: str, error: Exception, remedy: str) -> ConfigError:
+    return ConfigError(f"{flag} {path!r}", f"it cannot be written ({reason_of(error)})", remedy)
 
 
 def _is_replaced(path: str) -> bool:
@@ -470,10 +462,8 @@ def _unexpected(error: Exception, prog: str, words: list[str], model: str | None
         text = f"[bold red]error:[/] not enough memory: {escape(reason_of(error))}"
         return 1, f"{text}. `{command_text('plan')}` tells what a layout needs."
     with tempfile.NamedTemporaryFile("w", prefix="jaxdist-defect-", suffix=".txt", delete=False) as file:
-        file.write(
-            f"{command_text(prog)} {shlex.join(words)}\n{versions.versions()}\n\n".encode("ascii", "replace").decode()
-        )
-        file.write("".join(traceback.format_exception(error)))
+        asked = f"{command_text(prog)} {shlex.join(words)}\n{versions.versions()}\n\n"
+        file.write(asked.encode("ascii", "replace").decode() + "".join(traceback.format_exception(error)))
     if model and (where := fault_in(model, error)):
         text = f"--model {model}: {where} raised {type(error).__name__}: {reason_of(error)}"
         return EXIT_BAD_INPUT, f"[bold red]error:[/] {escape(text)}. The traceback is in {file.name}."

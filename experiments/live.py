@@ -50,13 +50,10 @@ def main(flags: LiveFlags, console: Console) -> int:
     except ConfigError as error:
         raise ConfigError(f"RUN {flags.run!r}", error.required, "Name the folder of a run") from error
     require_writable("--svg", flags.svg)
-    devices = str(config.get("devices", ""))
-    steps = config.get("steps")
-    compiled = config.get("compiled")
-    numbers = [each for each in compiled.values() if type(each) is int] if isinstance(compiled, dict) else []
-    panel = RunPanel(
-        str(folder), steps if type(steps) is int else 0, sum(numbers) or None, simulated="SIMULATED" in devices
-    )
+    steps, compiled = config.get("steps"), config.get("compiled")
+    planned = sum(x for x in compiled.values() if type(x) is int) if isinstance(compiled, dict) else 0
+    simulated = "SIMULATED" in str(config.get("devices", ""))
+    panel = RunPanel(str(folder), steps if type(steps) is int else 0, planned or None, simulated)
     seen = show(panel, folder, 0)
     if not seen:
         reason = "no line of its metrics.jsonl is whole and of this version"

@@ -14,14 +14,8 @@ from jaxdist.runtime.telemetry import PARTS, DeviceMemory
 SPARKS = "▁▂▃▄▅▆▇█"
 MOST_POINTS = 40  # of a curve
 BAR = 24  # characters that stand for the whole of a step's time
-COLOURS = {
-    "step": "green",
-    "input": "yellow",
-    "evaluation": "blue",
-    "checkpoint": "magenta",
-    "checks": "cyan",
-    "host": "red",
-}
+COLOURS = {"step": "green", "input": "yellow", "evaluation": "blue", "checkpoint": "magenta", "checks": "cyan"}
+COLOURS |= {"host": "red"}
 
 
 class RunPanel:
@@ -70,12 +64,10 @@ class RunPanel:
         norms = sorted(record["grad_norms"].items(), key=lambda each: -each[1])
         shown = ", ".join(f"{name.removeprefix('blocks.')} {norm:.2g}" for name, norm in norms[:4])
         scale = f"   loss scale {record['loss_scale']:g}" if "loss_scale" in record else ""
+        pace = f"{record['tokens_per_second']:,.0f} tokens/s   lr {record['lr']:.2e}{scale}{self._speed()}"
         return [
             ("loss", Text(f"{record['loss']:.4f}  {sparks(self._losses)}{held_out}")),
-            (
-                "pace",
-                Text(f"{record['tokens_per_second']:,.0f} tokens/s   lr {record['lr']:.2e}{scale}{self._speed()}"),
-            ),
+            ("pace", Text(pace)),
             ("gradient", Text(f"norm {record['grad_norm']:.3f}: {shown}")),
             ("time", self._times()),
             ("memory", Text(self._memory_text())),
