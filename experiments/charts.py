@@ -14,12 +14,7 @@ from jaxdist.parallel.pipeline.schedules import Phase, Schedule
 from jaxdist.parallel.pipeline.simulate import Costs, simulate
 
 SERIES = [f"var(--c{number})" for number in (0, 3, 4, 5, 2, 6, 1, 7, 8)]
-PHASES = {
-    Phase.F: "F forward",
-    Phase.B: "B input gradient",
-    Phase.W: "W weight gradient",
-    Phase.R: "R forward again",
-}
+PHASES = {Phase.F: "F forward", Phase.B: "B input gradient", Phase.W: "W weight gradient", Phase.R: "R forward again"}
 DASHES = ("", "7 4", "3 3", "9 3 3 3")
 WIDTH, HEIGHT = 460, 270  # of a chart that stands beside another, and alone on a phone
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 26, 36

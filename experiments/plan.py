@@ -40,16 +40,7 @@ from .cli import make_folder, require_writable, run_program, write_output
 from .plan_command import Command, make_command
 from .plan_page import page
 from .plan_prove import prove
-from .plan_question import (
-    MOST_DEVICES,
-    Estimate,
-    PlanFlags,
-    Question,
-    ask,
-    cluster_of_mesh,
-    estimate,
-    parse_batches,
-)
+from .plan_question import MOST_DEVICES, Estimate, PlanFlags, Question, ask, cluster_of_mesh, estimate, parse_batches
 from .plan_report import BATCH_MARGIN, print_plan, row_of, to_json
 from .progress import Progress
 

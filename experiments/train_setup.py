@@ -23,14 +23,7 @@ from rich.table import Column, Table
 
 from jaxdist.checkpoint import resume
 from jaxdist.checkpoint.checkpoints import Checkpoints, Manifest, SaveFailed
-from jaxdist.checkpoint.trained import (
-    SOURCE,
-    Weights,
-    companions_of,
-    compare_tokens,
-    find_weights,
-    require_same_tokens,
-)
+from jaxdist.checkpoint.trained import SOURCE, Weights, companions_of, compare_tokens, find_weights, require_same_tokens
 from jaxdist.checkpoint.weights import copy_companions
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
@@ -46,14 +39,7 @@ from jaxdist.runtime import processes
 from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log, is_asked_for
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
 from jaxdist.runtime.fault_injection import Fault, parse_fault
-from jaxdist.runtime.metrics import (
-    RunFiles,
-    StepLines,
-    holds_run,
-    is_complete,
-    process_lines,
-    require_writable_folder,
-)
+from jaxdist.runtime.metrics import RunFiles, StepLines, holds_run, is_complete, process_lines, require_writable_folder
 from jaxdist.runtime.run_folder import Hold, held, require_shared
 from jaxdist.runtime.signals import Signals
 from jaxdist.runtime.watchdog import Watchdog
