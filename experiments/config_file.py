@@ -96,15 +96,12 @@ def _keys_of(section: str, flags_type: type, program: str) -> dict[str, str] | N
 
 def _read(path: str) -> dict:
     text = read_text_file("--config", path)
-    is_json = Path(path).suffix == ".json"
+    kind, parse = ("JSON", json.loads) if Path(path).suffix == ".json" else ("TOML", tomllib.loads)
     try:
-        found = json.loads(text) if is_json else tomllib.loads(text)
+        found = parse(text)
     except (ValueError, RecursionError) as error:
-        why = "it is nested too deep" if isinstance(error, RecursionError) else error
-        kind = "JSON" if is_json else "TOML"
-        raise ConfigError(
-            f"--config {path!r}", f"it cannot be read as {kind} ({why})", f"Correct the {kind}"
-        ) from error
+        why = f"it cannot be read as {kind} ({'it is nested too deep' if isinstance(error, RecursionError) else error})"
+        raise ConfigError(f"--config {path!r}", why, f"Correct the {kind}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"--config {path!r}", "it holds no sections", 'Write {"model": {"name": "tiny"}}')
     return found
@@ -114,7 +111,9 @@ def _checked(path: str, key: str, value: Any, hint: Any) -> Any:
     """The value as a flag of this type has it."""
     if (found := as_type(value, hint)) is not WRONG:
         return found
-    raise ConfigError(f"--config {path!r}", f"{key} = {_shown(value)}, and it is {_words(hint)}", "Correct it")
+    text = json.dumps(value, default=str)
+    shown = text if len(text) < 60 else f"{text[:60]}..."
+    raise ConfigError(f"--config {path!r}", f"{key} = {shown}, and it must be {_words(hint)}", "Correct it")
 
 
 def _words(hint: Any) -> str:
@@ -127,11 +126,6 @@ def _words(hint: Any) -> str:
         return f"a list, each {_words(get_args(hint)[0])}"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): '"none"'}
     return names[hint]
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) < 60 else f"{text[:60]}..."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,12 +148,10 @@ def settings_text(program: str, flags: FileFlags, config: RunConfig) -> str:
 
 def _own_flags(flags: FileFlags) -> dict[str, Any]:
     """What belongs to the run and that no shared section has. TOML has no null: a flag is None where it is left out."""
-    found, elsewhere = {}, {flag for keys in SHARED.values() for flag in keys.values()} | flags.NOT_KEPT
-    for field in dataclasses.fields(flags):
-        value = getattr(flags, field.name)
-        if field.name not in elsewhere:
-            found[field.name] = "none" if value is None is not field.default else value
-    return found
+    elsewhere = {flag for keys in SHARED.values() for flag in keys.values()} | flags.NOT_KEPT
+    own = {field.name: field.default for field in dataclasses.fields(flags) if field.name not in elsewhere}
+    values = {name: (getattr(flags, name), default) for name, default in own.items()}
+    return {name: "none" if value is None is not default else value for name, (value, default) in values.items()}
 
 
 def _lines(table: dict[str, Any]) -> Iterator[str]:

@@ -6,7 +6,6 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated
 
@@ -31,22 +30,15 @@ def print_help(flags_type: type, prog: str, words: list[str]) -> None:
 
     A program's own flags come first, then those that it shares with others.
     """
-    groups: dict[str, list[str]] = {}
-    everything, common = ALL in words, getattr(flags_type, "COMMON", ())
-    brief = bool(common) and not everything
-    titles = dict((name, title) for title, name in _titles(flags_type, own=prog.rpartition(" ")[2]))
+    common = getattr(flags_type, "COMMON", ())
+    brief = bool(common) and ALL not in words
+    described, titles = _described_fields(flags_type, brief), _titles(flags_type, own=prog.rpartition(" ")[2])
+    groups: dict[str, list[tuple]] = {}
     for name in [name for name in common if name in titles] if brief else titles:
-        groups.setdefault("common" if brief else titles[name], []).append(name)
-    shared = [title for base in flags_type.__mro__[1:] for title in _groups_of(base).values()]
+        groups.setdefault("common" if brief else titles[name], []).append(described[name])
+    shared = {title for base in flags_type.__mro__[1:] for title in base.__dict__.get("GROUPS", {}).values()}
     ordered = sorted(groups, key=lambda title: title in shared)
-    described = _described_fields(flags_type, brief)
-    boxes = [
-        (
-            title,
-            dataclasses.make_dataclass(title, [described[name] for name in groups[title]], namespace={"__doc__": ""}),
-        )
-        for title in ordered
-    ]
+    boxes = [(title, dataclasses.make_dataclass(title, groups[title], namespace={"__doc__": ""})) for title in ordered]
     grouped = dataclasses.make_dataclass("Grouped", boxes)
     description = " ".join(inspect.cleandoc(flags_type.__doc__).split())
     if verbs := VERBS.get(prog):
@@ -57,21 +49,16 @@ def print_help(flags_type: type, prog: str, words: list[str]) -> None:
     tyro.cli(grouped, prog=command_text(prog), args=["--help"], config=config, description=description)
 
 
-def _groups_of(cls: type) -> dict[str, str]:
-    """First field of a group -> its title, as the class itself declares it."""
-    return cls.__dict__.get("GROUPS", {})
-
-
-def _titles(flags_type: type, own: str) -> Iterator[tuple[str, str]]:
-    """(title, name) of every field: the group that begins with it, or the one of the field before it."""
+def _titles(flags_type: type, own: str) -> dict[str, str]:
+    """Field -> the title of its group: of the one that begins with it, or that of the field before it. GROUPS of a
+    class: first field of a group -> its title."""
     declared: dict[str, str] = {}
     for cls in reversed(flags_type.__mro__):
         title = own
         for name in inspect.get_annotations(cls):
-            title = _groups_of(cls).get(name, title)
+            title = cls.__dict__.get("GROUPS", {}).get(name, title)
             declared.setdefault(name, title)
-    for field in dataclasses.fields(flags_type):
-        yield declared[field.name], field.name
+    return {field.name: declared[field.name] for field in dataclasses.fields(flags_type)}
 
 
 def _described_fields(flags_type: type, brief: bool) -> dict[str, tuple]:

@@ -32,9 +32,8 @@ from .plan_command import UNKNOWN_RATE, rate_note
 
 MOST_DEVICES = 2**20
 DEFAULT_BATCH_TOKENS = 2**20
-PIPELINE = ("schedule", "microbatches", "chunks", "stages")
 LAYOUT_FLAGS = {"zero", "sp", "cp_kind", "experts_over_tp", "tp_ring", "accumulate", "remat", "unroll_layers"}
-LAYOUT_FLAGS |= {"reshard_after_forward", "overlap", *PIPELINE}
+LAYOUT_FLAGS |= {"reshard_after_forward", "overlap", "schedule", "microbatches", "chunks", "stages"}
 KEEPS = ("none", "selective")  # of --remat: backward does not run whole blocks again
 BOUNDS = {"batch_size": 2**24, "accumulate": 2**24, "microbatches": 2**16, "chunks": 10**4, "loss_chunks": 10**8}
 BOUNDS |= {"nodes": MOST_DEVICES, "devices_per_node": MOST_DEVICES, "top": 10_000, "prove": 10_000, "steps": 10**15}
@@ -205,7 +204,7 @@ def attention_on(hardware: Accelerator, config: RunConfig) -> str:
 
 
 def refuse_unused(flags: PlanFlags) -> None:
-    """Refuse numbers out of bounds and flags that would change nothing. Raises: ConfigError."""
+    """Refuse numbers out of bounds, and flags that would change nothing and that no configuration refuses."""
     everything = {field.name for field in dataclasses.fields(flags)} - {"device"}
     refuse_ignored(flags, everything, "a plan runs on no device; its command names one for --hardware")
     if not flags.mesh:
@@ -232,14 +231,11 @@ def refuse_unused(flags: PlanFlags) -> None:
         ("prove", not proving, "nothing is traced or compiled", "Add --trace or --compile h100"),
         ("prove", flags.prove > flags.top, f"the table has {flags.top} rows", f"Use --top {flags.prove}"),
         ("dump_hlo", flags.compile is None, "nothing is compiled", "Add --compile h100"),
-        ("bucket_mb", flags.grad_sync != "bucketed", "only buckets have a size", "Use --grad-sync bucketed"),
         ("zero", mesh.state_ranks == 1, "ZeRO shards over dp and cp, and both are 1", "Use a mesh with dp=2 or more"),
         ("sp", mesh.tp == 1, "it splits the sequence over tp, and tp=1", "Use a mesh with tp=2 or more"),
         ("experts_over_tp", mesh.tp == 1, "it splits experts over tp, and tp=1", "Use a mesh with tp=2 or more"),
-        ("reshard_after_forward", flags.zero != 3, "it is about the weights of ZeRO-3", "Add --zero 3"),
         ("reshard_after_forward", flags.remat not in KEEPS, "blocks gather their weights again", "Use --remat none"),
         ("overlap", mesh.num_devices == mesh.tp, "no message could hide", "Use a mesh with dp=2 or more"),
-        *((name, mesh.pp == 1, "it is about the pipeline, and pp=1", "Use --mesh pp=2,...") for name in PIPELINE),
     ):
         if idle and getattr(flags, flag) != getattr(type(flags), flag):
             raise ConfigError(flag_word(flag, getattr(flags, flag)), f"{why}: it would change nothing", instead)

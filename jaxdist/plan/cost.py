@@ -60,8 +60,3 @@ def duration(hours: float) -> str:
 def _up(number: float) -> str:
     """With one digit after the point."""
     return f"{math.ceil(number * 10 * (1 - 1e-12)) / 10:,.1f}"
-
-
-def hours_within(budget: float, num_devices: int, price_per_hour: float) -> float:
-    """Hours that a budget pays for."""
-    return budget / (num_devices * price_per_hour)
