@@ -132,6 +132,15 @@ def find(question: Question, num_nodes: int) -> Found:
         return with_arrays(found, question.attention, question.efficiency)
 
 
+def find_fitting(question: Question, num_nodes: int) -> Found | None:
+    """None where no layout fits, or none divides the model and the batch over so many nodes."""
+    try:
+        found = find(question, num_nodes)
+    except ConfigError:
+        return None
+    return found if found.num_fitting else None
+
+
 def plan_for(question: Question, num_nodes: int, top: int) -> Plan:
     """The ranked layouts of a cluster, and the Pareto front of all clusters up to it.
 
@@ -155,24 +164,15 @@ def of_batches(questions: list[Question], num_nodes: int, top: int) -> Plan:
 
     Raises: ConfigError where nothing fits with any of them, as for the first.
     """
-    rows, refused, without = [], [], []
+    rows, without = [], []
     for question in questions:
-        try:
-            found = find(question, num_nodes)
-        except ConfigError as error:
-            refused.append(error)
-            found = None
-        if found is None or not found.num_fitting:
+        if (found := find_fitting(question, num_nodes)) is None:
             without.append(f"{question.base.batch_size:,}")
         else:
             row = row_of(question, found, [int(rank(found)[0])])
             rows.append((row["step_seconds"] / question.base.batch_size, question, row))
-    if not rows:
-        if refused:
-            raise refused[0]
-        return plan_for(questions[0], num_nodes, top)
-    most = min(time for time, _, _ in rows) * (1 + BATCH_MARGIN)
-    chosen = next(question for time, question, _ in rows if time <= most)
+    most = min((time for time, _, _ in rows), default=0.0) * (1 + BATCH_MARGIN)
+    chosen = next((question for time, question, _ in rows if time <= most), questions[0])
     plan = plan_for(chosen, num_nodes, top)
     said = [f"No layout fits that divides a batch of {' or '.join(without)} sequences."] if without else []
     return replace(plan, batches=tuple(row for _, _, row in rows), sentences=[*said, *plan.sentences])
@@ -189,28 +189,19 @@ def folded(found: Scored, indices: np.ndarray) -> list[list[int]]:
 
 def nearest(question: Question, num_nodes: int) -> str:
     """What would make it fit: more nodes, or another accelerator's memory."""
-    nodes = num_nodes * 2
-    while nodes <= num_nodes * 16 and nodes * question.cluster(1).num_devices <= MOST_DEVICES:
-        try:
-            if find(question, nodes).num_fitting:
-                return f"Use --nodes {nodes}, or accelerators with more memory"
-        except ConfigError:
-            break  # the batch cannot be divided over so many
-        nodes *= 2
+    for nodes in (num_nodes * 2, num_nodes * 4, num_nodes * 8, num_nodes * 16):
+        if nodes * question.cluster(1).num_devices <= MOST_DEVICES and find_fitting(question, nodes):
+            return f"Use --nodes {nodes}, or accelerators with more memory"
     return "Use accelerators with more memory, a smaller model, or a larger --global-batch, which allows more nodes"
 
 
 def front_of(question: Question, found: Found) -> list[dict]:
     """Layouts that no other beats in memory, time and device-seconds at once, on this cluster and its halves."""
-    rows, here = [], found
+    rows = []
     for halves in range(MOST_HALVES + 1):
         nodes = found.cluster.num_nodes >> halves
-        if halves:
-            try:
-                here = find(question, nodes) if nodes else None
-            except ConfigError:
-                break
-        if here is None or not here.num_fitting:
+        here = found if not halves else find_fitting(question, nodes) if nodes else None
+        if here is None:
             break
         rows += [row_of(question, here, group) for group in folded(here, memory_time_front(here))]
     columns = [np.array([row[name] for row in rows]) for name in ("memory_bytes", "step_seconds", "device_seconds")]
@@ -224,11 +215,7 @@ def smallest_cluster(question: Question, top: int) -> Plan:
     """
     tried, nodes = [], 1
     while nodes <= MOST_NODES and question.cluster(nodes).num_devices <= question.base.batch_size * 1024:
-        try:
-            found = find(question, nodes)
-        except ConfigError:
-            break  # no layout divides the model and the batch over so many
-        if found.num_fitting:
+        if found := find_fitting(question, nodes):
             tried.append(estimate(question, found, int(rank(found)[0])))
             if not misses(question, tried[-1]):
                 return plan_for(question, nodes, top)
@@ -245,16 +232,16 @@ def misses(question: Question, run: Estimate) -> bool:
 
 def impossible(question: Question, tried: list[Estimate]) -> tuple[str, str, str]:
     """(asked, required and why, what would work), every limit rounded up."""
-    deadline = [] if question.hours is None else [f"a deadline of {question.hours:g} h"]
-    budget = [] if question.budget is None else [f"a budget of {short_money(question.budget)}"]
-    asked = " and ".join(deadline + budget)
+    asked = [f"a deadline of {question.hours:g} h"] if question.hours is not None else []
+    asked += [f"a budget of {short_money(question.budget)}"] if question.budget is not None else []
     if not tried:
         return (
-            f"{asked} on {question.hardware.name}",
+            f"{' and '.join(asked)} on {question.hardware.name}",
             "no layout fits at any size of cluster for this model and batch",
             "Use a smaller model, a larger --global-batch (which allows more devices), or more memory a device",
         )
-    asked = f"{billions(question.tokens)} tokens{f' with {asked}' if asked else ''} on {question.hardware.name}"
+    within = f" with {' and '.join(asked)}" if asked else ""
+    asked = f"{billions(question.tokens)} tokens{within} on {question.hardware.name}"
     quickest = min(tried, key=lambda run: run.most_hours)
     cheapest = quickest if quickest.cost is None else min(tried, key=lambda run: run.cost.most)
     if quickest.most_hours > CENTURY_HOURS:

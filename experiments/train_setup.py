@@ -298,19 +298,15 @@ def open_run(run: Run, stack: ExitStack, now: Callable[[], float]) -> Manifest |
     if own is None:
         find_beginning(run)
     else:
+        run.source = own.about.get(SOURCE)
         say_unread(run)
-    if own or run.other:
-        run.source = (own or run.other[1]).about.get(SOURCE)
-
-    def say_now(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     def heard(name: str) -> None:
         saved = "; the run is saved first" if run.checkpoints else ""
-        say_now(f"{name}: stopping once what is under way is done{saved}")
+        print(f"{name}: stopping once what is under way is done{saved}", file=sys.stderr, flush=True)
 
     def late() -> None:
-        say_now(f"not done within --grace {flags.grace:g} s: {run.newest_now()}")
+        print(f"not done within --grace {flags.grace:g} s: {run.newest_now()}", file=sys.stderr, flush=True)
 
     run.signals = stack.enter_context(Signals(grace=flags.grace, late=late, heard=heard))
     run.console.when_broken = partial(run.signals.ask, signal.SIGPIPE)
@@ -337,6 +333,7 @@ def find_beginning(run: Run) -> None:
     asked = "no data given" if flags.data is None else f"data={flags.data!r}"
     if flags.restore is not None:
         checkpoints, manifest = run.other = resume.find_other(flags.restore, run.config)
+        run.source = manifest.about.get(SOURCE)
         run.note(require_same_tokens(asked, companions_of(checkpoints), manifest.table("data"), tokens))
         run.note(resume.rate_note(manifest, run.config))
     elif flags.weights is not None:
