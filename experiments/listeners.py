@@ -145,7 +145,8 @@ class OwnNumbers(Listener):
 
     def __init__(self, run: Run):
         super().__init__(run)
-        self.gpus, self.writes, self.exporters = gpus.Watch(run.devices.devices), True, []
+        self.gpus, self.writes = gpus.Watch(run.devices.devices), True
+        self.exporters: list[exporters.Exporter] = []
         flags = run.flags
         if flags.metrics_port is not None:
             info = {"mesh": str(run.config.parallel.mesh), "model": run.config.model.describe(), "version": __version__}

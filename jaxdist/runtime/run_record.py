@@ -109,7 +109,8 @@ def read_run(folder: Path) -> Run:
     notes: list[str] = []
     config = _read_object(folder / CONFIG, notes)
     lines = _Lines(folder / METRICS, METRICS, notes)
-    _note_settings(config, notes)
+    if config and (missing := [name for name in SETTINGS if name not in config]):
+        notes.append(f"{CONFIG} does not say {', '.join(missing)}: another version may have written it")
     known = {*NUMBERS, *OPTIONAL, *OTHERS}
     if unknown := sorted({name for record in lines.records for name in record if name not in known})[:MOST_NAMES]:
         notes.append(f"{METRICS} has keys that this version does not know: {', '.join(unknown)}")
@@ -121,19 +122,9 @@ def read_run(folder: Path) -> Run:
         if lines.records and not found:
             notes.append(f"no line of {METRICS} has {name}")
     state, end = _end_of(folder, notes)
-    return Run(
-        folder=folder,
-        config=config,
-        state=state,
-        steps=lines.steps,
-        numbers=numbers,
-        grad_norms=grad_norms,
-        seconds=_known_parts(seconds, METRICS, notes),
-        exchanged=_exchanged(lines),
-        processes=_read_processes(folder / PROCESSES, notes),
-        end=end,
-        notes=notes,
-    )
+    seconds, processes = _known_parts(seconds, METRICS, notes), _read_processes(folder / PROCESSES, notes)
+    columns = lines.steps, numbers, grad_norms, seconds, _exchanged(lines)
+    return Run(folder, config, state, *columns, processes, end, notes)
 
 
 def labels(folders: Iterable[Path]) -> list[str]:
@@ -170,21 +161,14 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """A JSON object; empty, with a note, where there is none."""
     try:
         found = json.loads(read_regular(path, MOST_BYTES))
+        if isinstance(found, dict):
+            return found
+        notes.append(f"{path.name} holds no settings")
     except OSError as error:
         notes.append(f"{path.name} cannot be read ({reason_of(error)})")
-        return {}
     except (ValueError, RecursionError):
         notes.append(f"{path.name} is not JSON")
-        return {}
-    if isinstance(found, dict):
-        return found
-    notes.append(f"{path.name} holds no settings")
     return {}
-
-
-def _note_settings(config: dict, notes: list[str]) -> None:
-    if config and (missing := [name for name in SETTINGS if name not in config]):
-        notes.append(f"{CONFIG} does not say {', '.join(missing)}: another version may have written it")
 
 
 def _end_of(folder: Path, notes: list[str]) -> tuple[State, dict]:
