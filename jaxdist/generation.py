@@ -372,7 +372,7 @@ def _merged_bytes(rank: OneRank) -> int:
         bound = replace(parts.bound, ctx=replace(parts.bound.ctx, cache=noted))
         bound.whole_block(parts.weights, parts.x, jnp.int32(0), parts.batch, None)
 
-    rank.trace(note)
+    rank.trace_whole(note)
     itemsize = jnp.promote_types(rank.precision.dtype, jnp.float32).itemsize
     return sum(merge_bytes(q.size, q.size // q.shape[-1], itemsize) for q in noted.queries)
 

@@ -19,7 +19,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.remat import is_array, name_array, read_arrays
 from jaxdist.plan.fit_remat import _nothing_repeated, fit_remat, with_arrays
 from jaxdist.plan.hardware import GIB, Cluster, find_hardware
-from jaxdist.plan.kept_arrays import _layer, choice_of, choices
+from jaxdist.plan.kept_arrays import _largest, _layer, choice_of, choices
 from jaxdist.plan.parts import _dots, _forward_and_backward, layer_memory, traffic_of
 from jaxdist.plan.program_memory import rank_of
 from jaxdist.plan.proof.trace_memory import step_memory
@@ -177,18 +177,20 @@ def test_arrays_that_no_operation_makes_are_refused_when_the_step_is_traced():
 def test_queries_keys_and_values_are_repeated_with_their_product():
     """They are kept in its place: to repeat them alone would keep it, and save nothing."""
     layer = _layer(rank_of(RUNS["one device"].run_config(), "xla"))
-    [found] = [made for made in layer.groups() if {name for name, _ in made} == {"heads", "dot_general"}]
+    largest = _largest(layer.sizes(), layer.x_bytes)
+    [found] = [made for made in largest if {name for name, _ in made} == {"heads", "dot_general"}]
     model = layer.rank.model
     shapes = {name: shapes for name, shapes in found}
     assert shapes["heads"][0][2:] == (model.num_heads, model.head_dim)
     assert shapes["dot_general"][1] == (model.width, 3 * model.width)
-    assert layer.choice(found).num_bytes < layer.choice(frozenset({("heads", shapes["heads"])})).num_bytes
+    together, heads = layer.choices([found, frozenset({("heads", shapes["heads"])})])
+    assert together.num_bytes < heads.num_bytes
     # Rotated ones follow from their products and from positions.
     llama = Strategy("", "tp=2", {"sp": True}, preset="llama-10m").run_config()
     layer = _layer(rank_of(llama, "blocked"))
-    marked = [made for made in layer.groups() if any(name == "heads" for name, _ in made)]
+    marked = [made for made in _largest(layer.sizes(), layer.x_bytes) if any(name == "heads" for name, _ in made)]
     assert len(marked) == 2 and all(any(name == "dot_general" for name, _ in made) for made in marked)
-    assert not any(layer.choice(made).uncounted for made in marked)
+    assert not any(choice.uncounted for choice in layer.choices(marked))
 
 
 def test_what_is_repeated_counts_among_the_flops_of_the_hardware():
@@ -203,7 +205,7 @@ def test_what_a_plan_would_not_count_is_refused_and_counted_among_flops():
     """A word written by hand, whose backward exchanges heads over cp again."""
     config = RUNS["ulysses"].run_config()
     layer = _layer(rank_of(config, "xla"))
-    single = [layer.choice(made) for made in layer.groups()]
+    single = layer.choices(_largest(layer.sizes(), layer.x_bytes))
     word = next(each.remat for each in single if each.uncounted)
     assert word not in {each.remat for each in choices(layer.rank)}
     with pytest.raises(ConfigError, match="repeat messages over cp, whose time a plan does not predict"):

@@ -17,15 +17,18 @@ from jaxdist.config import CP_KINDS, OptimizerConfig, ParallelConfig, PrecisionC
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import FACTORS, MeshShape, make_abstract_mesh
+from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, make_schedule
 from jaxdist.parallel.pipeline.lowering import lower, senders_of
 from jaxdist.parallel.pipeline.simulate import Costs, simulate
+from jaxdist.plan import kept_arrays, long_blocks
 from jaxdist.plan import search as searching
 from jaxdist.plan.explain import close_by, layout_flags
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.parts import OneRank, at_rows, fullest, layer_memory, loss_memory, rows_to_trace, work_of
+from jaxdist.plan.long_blocks import fullest
+from jaxdist.plan.parts import OneRank, at_rows, layer_memory, loss_memory, rows_to_trace, traffic_of, work_of
 from jaxdist.plan.program_memory import (
     PHASES,
     device_elements,
@@ -718,6 +721,43 @@ def test_blocks_of_any_size_give_the_same_search():
         found = search(config, cluster, block=block)
         assert rows_of(found) == rows_of(whole)
         assert (found.num_layouts, found.num_fitting) == (whole.num_layouts, whole.num_fitting)
+
+
+TINY = Decoder(5, 64, 4, num_kv_heads=2, head_dim=16, ffn_width=96, seq_len=64, vocab_size=256)
+LONG = {
+    "windows": dataclasses.replace(TINY, window=16, kinds=("full", *3 * ("sliding",), "full")),
+    "experts": dataclasses.replace(PRESETS["moe-proof"], num_layers=5, kinds=("dense", *4 * ("full",))),
+}
+EXTENDED = traffic_of, layer_memory, kept_arrays.choices, work_of
+
+
+@pytest.mark.parametrize(
+    "name, function", in_sample(itertools.product(LONG, EXTENDED), itertools.product(["windows"], EXTENDED[:2]))
+)
+def test_a_long_block_is_what_two_short_ones_say(monkeypatch, name, function):
+    model = LONG[name]
+    rank = OneRank(model, 2, rows_to_trace(model), PrecisionConfig("bfloat16"), sp=True)
+    monkeypatch.setattr(kept_arrays, "MOST_ARRAYS", 2)
+
+    def found():
+        kept_arrays.choice_of.cache_clear()
+        return function.__wrapped__(model if function is work_of else rank)
+
+    block, extended = long_blocks.long_block(model), found()
+    monkeypatch.setattr(long_blocks, "long_block", lambda model: None)
+    whole = found()
+    assert (block.start, block.unit, block.times) == (1, 1, len(model.kinds) - 1 - (name == "windows"))
+    if function is layer_memory:
+        assert extended[:5] == pytest.approx(whole[:5])
+        for mine, its in zip(extended[5:], whole[5:], strict=True):
+            assert mine == pytest.approx(fullest(its))
+    elif function is kept_arrays.choices:
+        assert len(extended) == len(whole) == 4
+        for mine, its in zip(extended, whole, strict=True):
+            assert (mine.remat, mine.uncounted) == (its.remat, its.uncounted)
+            assert (mine.num_bytes, *mine.repeated) == pytest.approx((its.num_bytes, *its.repeated))
+    else:
+        assert extended == whole
 
 
 def test_rows_are_traced_with_a_number_that_divides_no_dim():

@@ -7,16 +7,19 @@ bytes and time, is from arXiv 1910.02653; layers are alike and keep few, so here
 
 import itertools
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxdist.compat import inner_programs
 from jaxdist.mesh import MeshShape
 from jaxdist.models.attention import traced_attention
+from jaxdist.models.base import Model
 from jaxdist.parallel.pipeline.split_backward import (
     dependents,
     needed_for,
@@ -26,6 +29,7 @@ from jaxdist.parallel.pipeline.split_backward import (
     variables,
 )
 from jaxdist.parallel.remat import DRAWS, FREE, REPEAT, Made, made_by, name_array, read_arrays
+from jaxdist.plan.long_blocks import found_in
 from jaxdist.plan.parts import OneRank, product_dims
 from jaxdist.plan.proof.trace import collectives_of
 from jaxdist.plan.time_model import AttentionShape, Repeated
@@ -50,17 +54,31 @@ def choices(rank: OneRank) -> tuple[Choice, ...]:
 
     Left out are those where backward would send again over another axis than tp, or draw random numbers again.
     """
-    layer = _layer(replace(rank, repeats=""))
-    groups = layer.groups()
+
+    def sizes(model: Model) -> tuple[dict[frozenset[Made], int], int]:
+        layer = _layer(replace(rank, model=model, repeats=""))
+        return layer.sizes(), layer.x_bytes
+
+    groups = _largest(*found_in(rank.model, sizes))
     chosen = itertools.product((False, True), repeat=len(groups))
-    repeated = (frozenset().union(*itertools.compress(groups, some)) for some in chosen)
-    return tuple(choice for each in repeated if not (choice := layer.choice(each)).uncounted)
+    repeated = [frozenset[Made]().union(*itertools.compress(groups, some)) for some in chosen]
+    return tuple(choice for choice in _choices(rank, repeated) if not choice.uncounted)
 
 
 @cache
 def choice_of(rank: OneRank) -> Choice:
     """The choice that `rank.repeats` names."""
-    return _layer(replace(rank, repeats="")).choice(read_arrays(rank.repeats, rank.rows))
+    return _choices(rank, [read_arrays(rank.repeats, rank.rows)])[0]
+
+
+def _choices(rank: OneRank, repeated: list[frozenset[Made]]) -> tuple[Choice, ...]:
+    def found(model: Model) -> tuple[tuple[Choice, ...], int]:
+        layer = _layer(replace(rank, model=model, repeats=""))
+        return layer.choices(repeated), layer.most_again
+
+    counted, most_again = found_in(rank.model, found)
+    each = ((choice, choice.repeated) for choice in counted)
+    return tuple(choice._replace(repeated=work._replace(launches=work.launches / most_again)) for choice, work in each)
 
 
 @cache
@@ -88,7 +106,7 @@ def _layer(rank: OneRank) -> "_Layer":
             num_bytes(types[3]),
         )
 
-    return rank.trace(read)
+    return rank.trace_whole(read)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +123,8 @@ class _Layer:
     read: list
     x_bytes: int
 
-    def groups(self) -> list[frozenset[Made]]:
-        """The largest arrays, those that are made alike together."""
+    def sizes(self) -> dict[frozenset[Made], int]:
+        """Bytes of the arrays that may be kept, those that are made alike together."""
         makers = {v: eqn for eqn in self.eqns for v in eqn.outvars}
         sizes: dict[frozenset[Made], int] = {}
         for v in reached(self.read, self.eqns, self.saveable):
@@ -115,8 +133,7 @@ class _Layer:
                 made.add(_made(makers[v]))
                 v = self._beneath(v, makers)
             sizes[frozenset(made)] = sizes.get(frozenset(made), 0) + size
-        large = [made for made, size in sizes.items() if size >= LEAST_PART * self.x_bytes]
-        return sorted(large, key=lambda made: -sizes[made])[:MOST_ARRAYS]
+        return sizes
 
     def _beneath(self, v, makers: dict):
         """The one array that would be kept in the place of `v`, which is marked, or made of it element by element."""
@@ -131,44 +148,98 @@ class _Layer:
                 seen.add(read)
         return found.pop() if len(found) == 1 else None
 
-    def choice(self, repeated: frozenset[Made]) -> Choice:
-        kept = {*self.given, *(v for v, eqn in self.saveable.items() if _made(eqn) not in repeated)}
-        again = self._again(kept)
-        sent = list(collectives_of(SimpleNamespace(eqns=again), self.mesh))
+    def choices(self, repeated: list[frozenset[Made]]) -> tuple[Choice, ...]:
+        """The choices that repeat what is `made` so; their launches are numbers of equations.
+
+        One walk finds of every equation and array which repeated arrays lead to it: `ways`, each the bits of those that
+        must be repeated together."""
+        bits = {made: 1 << place for place, made in enumerate(frozenset[Made]().union(*repeated))}
+        own = {v: bits.get(_made(eqn)) for v, eqn in self.saveable.items()}  # None where an array is always kept
+        ways: dict[Any, set[int]] = {v: {0} for v in self.read}
+        again: dict[frozenset[int], list[_Work]] = defaultdict(list)
+        for eqn in reversed(self.eqns):
+            made = [(ways[v], own.get(v, 0)) for v in eqn.outvars if v in ways and own.get(v, 0) is not None]
+            through = _shortest({way | bit for outer, bit in made for way in outer})
+            for v in variables(eqn.invars) if through else ():
+                ways[v] = ways.get(v, set()) | through
+            if through and 0 not in through and eqn.primitive.name not in FREE:
+                again[through].append(self._work(eqn))
+        kept = [
+            (_shortest(ways[v]), own.get(v) or 0, num_bytes(v.aval))
+            for v in ways
+            if v in self.saveable or v in self.inputs
+        ]
+        of_each = [(through, _Work.total(works)) for through, works in again.items()]
+        found = []
+        for each in repeated:
+            chosen = sum(bits[made] for made in each)
+            work = _Work.total(work for through, work in of_each if any(way & ~chosen == 0 for way in through))
+            left = (size for to, bit, size in kept if not bit & chosen and any(way & ~chosen == 0 for way in to))
+            repeats = Repeated(*(x / self.positions for x in work[:4]), launches=work.launches)
+            uncounted = " and ".join(sorted(work.uncounted))
+            found.append(Choice(_word(each, self.rank.rows), sum(left) / self.rank.rows, repeats, uncounted))
+        return tuple(found)
+
+    def _work(self, eqn) -> "_Work":
+        sent = list(collectives_of(SimpleNamespace(eqns=[eqn]), self.mesh))
         uncounted = {f"messages over {'+'.join(each.axes)}" for each in sent if each.axes != ("tp",)}
-        uncounted |= {"random numbers" for eqn in again if eqn.primitive.name in DRAWS}
-        positions = self.rank.rows * self.rank.model.seq_len / self.rank.cp
-        touched = (v for eqn in again for v in (*variables(eqn.invars), *eqn.outvars) if v in self.of_micro)
-        work = Repeated(
-            flops=sum(_product_flops(eqn) for eqn in again) / positions,
-            attention=sum(_attention_flops(eqn) for eqn in again) / positions,
-            num_bytes=sum(num_bytes(v.aval) for v in touched) / positions,
+        return _Work(
+            flops=_product_flops(eqn),
+            attention=_attention_flops(eqn),
+            num_bytes=sum(num_bytes(v.aval) for v in (*variables(eqn.invars), *eqn.outvars) if v in self.of_micro),
             summed=sum(
                 c.count * c.full_bytes * (1 if c.kind == "all_reduce" else 0.5) for c in sent if c.axes == ("tp",)
-            )
-            / positions,
-            launches=len(again) / self.most_again,
+            ),
+            launches=1,
+            uncounted=frozenset(uncounted | ({"random numbers"} if eqn.primitive.name in DRAWS else set())),
         )
-        names = sorted(name_array(made, self.rank.rows) for made in repeated)
-        kept_bytes = sum(num_bytes(v.aval) for v in reached(self.read, self.eqns, kept)) / self.rank.rows
-        word = REPEAT + "+".join(names) if names else "none"
-        return Choice(word, kept_bytes, work, " and ".join(sorted(uncounted)))
-
-    def _again(self, kept: set) -> list:
-        """Equations that cost something and are repeated only where nothing but `kept` is."""
-        return [eqn for eqn in self._needed(kept) if id(eqn) not in self.usual and eqn.primitive.name not in FREE]
 
     @cached_property
-    def usual(self) -> set[int]:
-        """Ids of the equations that are repeated where all that may be kept is."""
-        return {id(eqn) for eqn in self._needed({*self.given, *self.saveable})}
+    def inputs(self) -> set:
+        return {*self.given}
+
+    @property
+    def positions(self) -> float:
+        return self.rank.rows * self.rank.model.seq_len / self.rank.cp
 
     @cached_property
     def most_again(self) -> int:
-        return max(1, len(self._again({*self.given})))
+        """Equations that cost something and are repeated only where nothing is kept."""
+        usual = {id(eqn) for eqn in needed_for(self.read, self.eqns, {*self.given, *self.saveable})}
+        again = needed_for(self.read, self.eqns, self.inputs)
+        return max(1, sum(id(eqn) not in usual and eqn.primitive.name not in FREE for eqn in again))
 
-    def _needed(self, kept: set) -> list:
-        return needed_for(self.read, self.eqns, kept)
+
+class _Work(NamedTuple):
+    """What equations do again: sums of `Repeated`, for all positions, and `Choice.uncounted`."""
+
+    flops: float = 0.0
+    attention: float = 0.0
+    num_bytes: float = 0.0
+    summed: float = 0.0
+    launches: int = 0
+    uncounted: frozenset[str] = frozenset()
+
+    @classmethod
+    def total(cls, works: Iterable["_Work"]) -> "_Work":
+        columns = [*zip(*works, strict=True)] or [()] * 6
+        return cls(*map(sum, columns[:5]), uncounted=frozenset().union(*columns[5]))
+
+
+def _shortest(ways: set[int]) -> frozenset[int]:
+    """Without those that need all that another one needs, and more."""
+    return frozenset(way for way in ways if not any(other != way and other & ~way == 0 for other in ways))
+
+
+def _largest(sizes: dict[frozenset[Made], int], x_bytes: int) -> list[frozenset[Made]]:
+    large = [made for made, size in sizes.items() if size >= LEAST_PART * x_bytes]
+    return sorted(large, key=lambda made: -sizes[made])[:MOST_ARRAYS]
+
+
+def _word(repeated: frozenset[Made], rows: int) -> str:
+    """The word of `ParallelConfig.remat` that repeats these arrays."""
+    names = sorted(name_array(made, rows) for made in repeated)
+    return REPEAT + "+".join(names) if names else "none"
 
 
 def _made(eqn) -> Made:

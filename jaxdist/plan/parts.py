@@ -32,6 +32,7 @@ from jaxdist.parallel.grouped_matmul import GROUPED, GROUPED_OUTER, GROUPED_PROD
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, flat, needed_for, split_layer, variables
 from jaxdist.parallel.zero import ShardedParams
 from jaxdist.placement import make_layout
+from jaxdist.plan.long_blocks import found_in
 from jaxdist.plan.proof.trace import Collective, collectives_of
 from jaxdist.plan.proof.trace_memory import Buffer, compiler_of_dtype, lifetimes
 from jaxdist.plan.time_model import AttentionShape, Number
@@ -85,7 +86,12 @@ class OneRank:
         )
 
     def trace(self, function: Callable[["_Functions"], T]) -> T:
-        """What `function` finds out about the parts, called where collectives over tp can be traced."""
+        """What `function` finds out about the parts, called where collectives over tp can be traced; of a long
+        block as `found_in` says."""
+        return found_in(self.model, lambda model: replace(self, model=model).trace_whole(function))
+
+    def trace_whole(self, function: Callable[["_Functions"], T]) -> T:
+        """`trace` of whatever `function` returns, in the time that all layers of a block take."""
         remat, attention = self.repeats or ("selective" if self.selective else "none"), self.attention
         dp = data_ranks_of(self.ep, self.cp)
         mesh, model, dtype = MeshShape(dp=dp, ep=self.ep, cp=self.cp, tp=self.tp), self.model, self.precision.dtype
@@ -383,15 +389,6 @@ def loss_memory(rank: OneRank) -> Moments:
         return _moments(lifetimes(program, compiler_of_dtype(rank.precision.dtype), {}, kept=kept), rank.rows)
 
     return rank.trace(read)
-
-
-def fullest(moments: Moments) -> Moments:
-    """Moments that are the fullest for some number of rows."""
-    best: list[tuple[float, float]] = []
-    for fixed, each in sorted(set(map(tuple, moments.tolist())), reverse=True):
-        if not best or each > best[-1][1]:
-            best.append((fixed, each))
-    return np.array(best)
 
 
 def at_rows(moments: Moments, rows: np.ndarray) -> np.ndarray:

@@ -23,11 +23,11 @@ from jaxdist.models.base import STACKED, Model, declare, named_params
 from jaxdist.parallel.blocked_attention import MOST_POSITIONS
 from jaxdist.placement import make_layout
 from jaxdist.plan.disk_cache import cached_arrays
+from jaxdist.plan.long_blocks import fullest
 from jaxdist.plan.parts import (
     Moments,
     OneRank,
     at_rows,
-    fullest,
     layer_memory,
     loss_memory,
     rows_to_trace,
