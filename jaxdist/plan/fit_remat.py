@@ -173,13 +173,14 @@ def with_arrays(found: Found, attention: str, efficiency: Efficiency) -> Found:
         if seconds >= fastest.get(mesh, np.inf) or too_much[row] > _most_saved(ranks[way[row]]):
             continue
         ladder = _ladder(whole.config(row), found.cluster, attention, efficiency)
+        most = ladder[0].num_bytes - too_much[row]
         if rung:
             here = replace(rows.take([row]), repeats=np.array([place_of(ladder[rung].remat)]))
             tried.append(score(found.base, here, found.cluster, attention, efficiency))
             if tried[-1].fits[0]:
                 fastest[mesh], best = seconds, min(seconds, best)
                 continue
-        most = ladder[0].num_bytes - too_much[row]
+            most = min(most, ladder[rung].num_bytes - (tried[-1].memory.total[0] - limit) / kept[row])
         small = (n for n, each in enumerate(ladder) if n > rung and each.num_bytes <= most)
         if (following := next(small, None)) is not None:
             heapq.heappush(queue, (ladder[following].seconds, row, following))
