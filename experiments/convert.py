@@ -79,7 +79,7 @@ class Ours(ConvertFlags):
     """Write a run's newest checkpoint, or DIR[:STEP], as a folder that transformers reads."""
 
     dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
-    """Of the file. source: of the files that the parameters once came from, else as they are."""
+    """Dtype of the file. source: that of the files from which the parameters came, or of the parameters."""
     trust: bool = False
     """Import the module of the class that a checkpoint names as its model, where it is not jaxdist's own."""
 

@@ -57,7 +57,7 @@ class EvaluateFlags(ProcessFlags):
     zero: Literal[0, 3] = 0
     """3: each data rank holds a part of the weights, and gathers a layer's where it is computed."""
     dtype: Dtype | None = None
-    """Of weights and arithmetic. Default: that of the checkpoint's parameters."""
+    """Dtype of weights and arithmetic. Default: that of the checkpoint's parameters."""
     device: DeviceChoice = "auto"
     """auto simulates the mesh on the CPU where there are too few accelerators."""
 

@@ -67,14 +67,14 @@ class GenerateFlags(ProcessFlags):
     top_p: float | None = None
     """Draw among the likeliest tokens that together have this probability."""
     seed: int = 0
-    """Of the tokens that are drawn; the same on every mesh."""
+    """Seed of the tokens that are drawn; the same on every mesh."""
     mesh: str = "1"
     """As in tp=2: weights and cache are split over tp (heads) and pp (layers), the cache over cp too (positions), texts
     over dp."""
     cp_kind: str = "ring"
     """How prompts attend over cp: ring, all-gather, ulysses, or usp-U, as in training."""
     dtype: Dtype | None = None
-    """Of weights, cache and arithmetic. Default: that of the checkpoint's parameters."""
+    """Dtype of weights, cache and arithmetic. Default: that of the checkpoint's parameters."""
     device: DeviceChoice = "auto"
     """auto simulates the mesh on the CPU where there are too few accelerators."""
 

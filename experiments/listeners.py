@@ -45,6 +45,9 @@ class Listener:
     def on_end(self) -> None:
         """The steps end, however they do."""
 
+    def on_done(self) -> None:
+        """All steps are taken and saved."""
+
     @contextmanager
     def optional(self, failure: str) -> Iterator[None]:
         """For what a run goes on without, as on a full disk: a warning says so."""
@@ -128,8 +131,8 @@ class Processes(Listener):
         if spread := self.stragglers.report(record["step"]):
             record["processes"] = {name: each._asdict() for name, each in spread.items()}
 
-    def say_verdict(self) -> None:
-        """What the steps waited for, of all processes."""
+    def on_done(self) -> None:
+        """Say what the steps waited for, on all processes."""
         if not self.laps:
             return
         run, found = self.run, processes.from_all("mean times", json.dumps(self.laps.mean()))

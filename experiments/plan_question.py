@@ -68,7 +68,7 @@ class PlanFlags(CommonFlags, FileFlags):
     warmup_steps: int | None = None
     """Default: GPT-3's 375 million tokens, at most a tenth of the steps."""
     dtype: Dtype = "bfloat16"
-    """Of parameters and activations; masters and moments stay in at least float32."""
+    """Dtype of parameters and activations; masters and moments stay in at least float32."""
     tokens: float | None = None
     """To train on, as in 300e9: gives hours and dollars."""
     deadline: str | None = None

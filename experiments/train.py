@@ -29,7 +29,7 @@ from jaxdist.runtime.watchdog import Agreement
 from jaxdist.train.program import Program, State
 
 from .cli import EXIT_PEER, EXIT_SAVE, run_program
-from .listeners import Processes, listeners_of
+from .listeners import listeners_of
 from .progress import Progress as SlowWork
 from .train_flags import TrainFlags
 from .train_setup import (
@@ -135,8 +135,7 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
         except SaveFailed as error:
             raise Stopped(num_steps, str(error), EXIT_SAVE, run.newest()) from error
     for listener in loop.listeners:
-        if isinstance(listener, Processes):
-            listener.say_verdict()
+        listener.on_done()
     return loop.progress, loop.held_out_loss
 
 

@@ -110,11 +110,11 @@ class ParallelConfig:
     """auto: cuDNN's, which never holds the scores, on GPUs where it can run and compiles; elsewhere blocked, which
     holds those of a block, for 8,192 positions and more, and xla, which writes them out, for fewer."""
     schedule: str = "1f1b"
-    """Of the pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
+    """Pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
     microbatches: int | None = None
     """In one pass of the pipeline, on each data rank. Default: twice the stages."""
     chunks: int | None = None
-    """Of layers on each stage. Default: what the schedule needs."""
+    """Model chunks per stage. Default: what the schedule needs."""
     stages: str = "even"
     """Layers of each part of the pipeline: even, balanced (by FLOPs, the head counted), last-N (N in the last part, the
     others even), or as in 3,5,5,3."""
@@ -518,7 +518,7 @@ class PrecisionConfig:
     """Dtypes. Masters and moments are in at least float32. float16 scales the loss dynamically."""
 
     dtype: Dtype = "float32"
-    """Of parameters and activations; masters and moments stay in at least float32."""
+    """Dtype of parameters and activations; masters and moments stay in at least float32."""
     reduce_dtype: Dtype | None = None
     """In which gradients are summed. Default: float32 (float64 where dtype is)."""
     loss_scale: float = 2.0**12
@@ -570,7 +570,7 @@ class RunConfig:
     steps: int = 300
     """Updates."""
     seed: int = 0
-    """Of initial values, the order of data, and dropout."""
+    """Seed of initial values, the order of data, and dropout."""
     mask_documents: bool = False
     """Nothing crosses from one document of a sequence to the next: attention stays in each, positions count from its
     start, and its first token is not predicted."""

@@ -213,12 +213,16 @@ def test_what_auto_repeats_is_predicted_as_the_page_says():
 
 
 def test_docstrings_begin_with_their_subject():
-    """No headless "Of the rows, ...": the first word names what a function returns or does."""
+    """No headless "Of the rows, ...": the first word names what a function returns or does, or what a field is."""
     headless = []
     for path in [*ROOT.glob("jaxdist/**/*.py"), *ROOT.glob("experiments/**/*.py"), *ROOT.glob("tests/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                text = ast.get_docstring(node) or ""
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                text = node.value.value.lstrip()
                 headless += [f"{path.name}: {text[:60]}"] * text.startswith(("Of ", "Those ", "That of ", "What is "))
     assert not headless
 

@@ -24,7 +24,7 @@ from jaxdist.plan.parts import _dots, _forward_and_backward, layer_memory, traff
 from jaxdist.plan.program_memory import rank_of
 from jaxdist.plan.proof.trace_memory import step_memory
 from jaxdist.plan.search import Candidates, place_of, score, search
-from jaxdist.plan.time_model import efficiency_of
+from jaxdist.plan.time_model import NOTHING, efficiency_of
 from jaxdist.plan.utilisation import flops_per_token
 from jaxdist.plan.verdict import STEP, verdict_of
 from jaxdist.runtime.devices import Devices
@@ -53,7 +53,7 @@ def test_a_choice_keeps_and_repeats_what_a_trace_of_it_does(name):
     config = run.run_config()
     rank = rank_of(config, _attention(run))
     everything, *others = choices(rank)
-    assert everything.remat == "none" and len(others) >= 7
+    assert everything.remat == "none" and everything.repeated == NOTHING and len(others) >= 7
     assert min(each.num_bytes for each in others) < everything.num_bytes / 2
     for choice in others[:: len(others) // 3]:
         repeats = dataclasses.replace(rank, repeats=choice.remat)

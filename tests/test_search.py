@@ -723,10 +723,10 @@ def test_blocks_of_any_size_give_the_same_search():
         assert (found.num_layouts, found.num_fitting) == (whole.num_layouts, whole.num_fitting)
 
 
-TINY = Decoder(5, 64, 4, num_kv_heads=2, head_dim=16, ffn_width=96, seq_len=64, vocab_size=256)
+TINY = Decoder(6, 64, 4, num_kv_heads=2, head_dim=16, ffn_width=96, seq_len=64, vocab_size=256)
 LONG = {
-    "windows": dataclasses.replace(TINY, window=16, kinds=("full", *3 * ("sliding",), "full")),
-    "experts": dataclasses.replace(PRESETS["moe-proof"], num_layers=5, kinds=("dense", *4 * ("full",))),
+    "windows": dataclasses.replace(TINY, window=16, kinds=(*5 * ("sliding",), "full")),
+    "experts": dataclasses.replace(PRESETS["moe-proof"], num_layers=6, kinds=("dense", *5 * ("full",))),
 }
 EXTENDED = traffic_of, layer_memory, kept_arrays.choices, work_of
 
@@ -746,7 +746,7 @@ def test_a_long_block_is_what_two_short_ones_say(monkeypatch, name, function):
     block, extended = long_blocks.long_block(model), found()
     monkeypatch.setattr(long_blocks, "long_block", lambda model: None)
     whole = found()
-    assert (block.start, block.unit, block.times) == (1, 1, len(model.kinds) - 1 - (name == "windows"))
+    assert (block.start, block.unit, block.times) == (int(name == "experts"), 1, 5)
     if function is layer_memory:
         assert extended[:5] == pytest.approx(whole[:5])
         for mine, its in zip(extended[5:], whole[5:], strict=True):
@@ -758,6 +758,19 @@ def test_a_long_block_is_what_two_short_ones_say(monkeypatch, name, function):
             assert (mine.num_bytes, *mine.repeated) == pytest.approx((its.num_bytes, *its.repeated))
     else:
         assert extended == whole
+
+
+def test_a_long_block_names_its_parameters_by_their_place():
+    kinds = ("a", *4 * ("b", "c"), "d")
+    block = long_blocks.LongBlock(SimpleNamespace(kinds=kinds), start=1, unit=2, times=4)
+    short = ["0_a.w", "1_b.w", "2_c.w", "3_b.w", "4_c.w", "4_c.last", "5_d.w", "scale"]
+    whole = [f"{layer}_{kind}.w" for layer, kind in enumerate(kinds)] + ["8_c.last", "scale"]
+    assert block.extended(frozenset(), frozenset(short)) == frozenset(whole)
+
+
+def test_a_block_is_not_traced_as_two_that_are_no_shorter():
+    model = dataclasses.replace(LONG["windows"], num_layers=6, kinds=("full", *4 * ("sliding",), "full"))
+    assert long_blocks.long_block(model) is None and long_blocks.long_block(PRESETS["gpt2-124m"]) is None
 
 
 def test_rows_are_traced_with_a_number_that_divides_no_dim():

@@ -50,9 +50,9 @@ class ModelFlags:
     top_k: int | None = None
     """Experts that a token chooses."""
     expert_width: int | None = None
-    """Of each expert; default: ffn_width."""
+    """Width of each expert; default: ffn_width."""
     shared_width: int | None = None
-    """Of a feed-forward beside the experts, which all tokens use."""
+    """Width of a shared expert, which all tokens use."""
     capacity: float | None = None
     """Tokens an expert takes of a sequence, over its even share; what is beyond is dropped. Default: all."""
     balance_loss: float | None = None

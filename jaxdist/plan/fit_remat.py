@@ -149,7 +149,9 @@ def with_arrays(found: Found, attention: str, efficiency: Efficiency) -> Found:
     """What a search found, and of each mesh the fastest layout that fits because backward repeats some arrays, where it
     is faster than what was found of that mesh, and at most `CLOSE` slower than the best of all.
 
-    The time of a choice is known without a trace of it, and so is a bound of its bytes: the fastest is traced first.
+    The time of a choice is known without a trace of it, and so is a bound of its bytes: the fastest is traced first. If
+    it does not fit, its excess says how much less the next one keeps; if one fits, those before it are tried back to
+    one that does not.
     """
     fits, limit = found.fits, usable_bytes(found.cluster)
     rows = _nothing_repeated(found, attention)
@@ -179,6 +181,7 @@ def with_arrays(found: Found, attention: str, efficiency: Efficiency) -> Found:
             tried.append(score(found.base, here, found.cluster, attention, efficiency))
             if tried[-1].fits[0]:
                 fastest[mesh], best = seconds, min(seconds, best)
+                heapq.heappush(queue, (ladder[rung - 1].seconds, row, rung - 1))
                 continue
             most = min(most, ladder[rung].num_bytes - (tried[-1].memory.total[0] - limit) / kept[row])
         small = (n for n, each in enumerate(ladder) if n > rung and each.num_bytes <= most)

@@ -99,7 +99,7 @@ def _layer(rank: OneRank) -> "_Layer":
             rank,
             parts.mesh,
             eqns,
-            given,
+            {*given},
             of_micro,
             saveable,
             [v for v in residuals if v in of_micro],
@@ -117,7 +117,7 @@ class _Layer:
     rank: OneRank
     mesh: MeshShape
     eqns: list
-    given: list
+    given: set
     of_micro: set
     saveable: dict
     read: list
@@ -149,86 +149,71 @@ class _Layer:
         return found.pop() if len(found) == 1 else None
 
     def choices(self, repeated: list[frozenset[Made]]) -> tuple[Choice, ...]:
-        """The choices that repeat what is `made` so; their launches are numbers of equations.
+        """A choice for each set of repeated arrays; `launches` counts equations.
 
-        One walk finds of every equation and array which repeated arrays lead to it: `ways`, each the bits of those that
-        must be repeated together."""
+        One walk back from what backward reads prices all of them. Each array of the sets has a bit; `needs` has, for
+        an equation or an array, the smallest sets of arrays (as bits) whose repetition makes backward need it."""
         bits = {made: 1 << place for place, made in enumerate(frozenset[Made]().union(*repeated))}
-        own = {v: bits.get(_made(eqn)) for v, eqn in self.saveable.items()}  # None where an array is always kept
-        ways: dict[Any, set[int]] = {v: {0} for v in self.read}
-        again: dict[frozenset[int], list[_Work]] = defaultdict(list)
+        own = {v: bits.get(_made(eqn)) for v, eqn in self.saveable.items()}  # None: kept in every choice
+        needs: dict[Any, frozenset[int]] = {v: frozenset({0}) for v in self.read}
+        again: dict[frozenset[int], list[tuple[Repeated, set[str]]]] = defaultdict(list)
         for eqn in reversed(self.eqns):
-            made = [(ways[v], own.get(v, 0)) for v in eqn.outvars if v in ways and own.get(v, 0) is not None]
-            through = _shortest({way | bit for outer, bit in made for way in outer})
-            for v in variables(eqn.invars) if through else ():
-                ways[v] = ways.get(v, set()) | through
-            if through and 0 not in through and eqn.primitive.name not in FREE:
-                again[through].append(self._work(eqn))
-        kept = [
-            (_shortest(ways[v]), own.get(v) or 0, num_bytes(v.aval))
-            for v in ways
-            if v in self.saveable or v in self.inputs
-        ]
-        of_each = [(through, _Work.total(works)) for through, works in again.items()]
-        found = []
+            made = [v for v in eqn.outvars if v in needs and own.get(v, 0) is not None]
+            needed = _smallest({need | own.get(v, 0) for v in made for need in needs[v]})
+            for v in variables(eqn.invars) if needed else ():
+                needs[v] = _smallest(needs.get(v, frozenset()) | needed)
+            if needed and 0 not in needed and eqn.primitive.name not in FREE:
+                again[needed].append(self._work(eqn))
+        priced = [(needed, _total(work for work, _ in each), [u for _, u in each]) for needed, each in again.items()]
+        kept = [(needs[v], own.get(v) or 0, num_bytes(v.aval)) for v in needs if v in self.saveable or v in self.given]
+        positions, found = self.rank.rows * self.rank.model.seq_len / self.rank.cp, []
         for each in repeated:
             chosen = sum(bits[made] for made in each)
-            work = _Work.total(work for through, work in of_each if any(way & ~chosen == 0 for way in through))
-            left = (size for to, bit, size in kept if not bit & chosen and any(way & ~chosen == 0 for way in to))
-            repeats = Repeated(*(x / self.positions for x in work[:4]), launches=work.launches)
-            uncounted = " and ".join(sorted(work.uncounted))
-            found.append(Choice(_word(each, self.rank.rows), sum(left) / self.rank.rows, repeats, uncounted))
+            here = [row for row in priced if _any_within(row[0], chosen)]
+            work = _total(work for _, work, _ in here)
+            work = Repeated(*(x / positions for x in work))._replace(launches=work.launches)
+            size = sum(size for needed, bit, size in kept if not bit & chosen and _any_within(needed, chosen))
+            uncounted = set[str]().union(*(each for _, _, uncounted in here for each in uncounted))
+            word = _word(each, self.rank.rows)
+            found.append(Choice(word, size / self.rank.rows, work, " and ".join(sorted(uncounted))))
         return tuple(found)
 
-    def _work(self, eqn) -> "_Work":
+    def _work(self, eqn) -> tuple[Repeated, set[str]]:
+        """What an equation does again, for all positions, and the parts of `Choice.uncounted`."""
         sent = list(collectives_of(SimpleNamespace(eqns=[eqn]), self.mesh))
         uncounted = {f"messages over {'+'.join(each.axes)}" for each in sent if each.axes != ("tp",)}
-        return _Work(
+        uncounted |= {"random numbers"} if eqn.primitive.name in DRAWS else set()
+        touched = (v for v in (*variables(eqn.invars), *eqn.outvars) if v in self.of_micro)
+        over_tp = (c for c in sent if c.axes == ("tp",))
+        work = Repeated(
             flops=_product_flops(eqn),
             attention=_attention_flops(eqn),
-            num_bytes=sum(num_bytes(v.aval) for v in (*variables(eqn.invars), *eqn.outvars) if v in self.of_micro),
-            summed=sum(
-                c.count * c.full_bytes * (1 if c.kind == "all_reduce" else 0.5) for c in sent if c.axes == ("tp",)
-            ),
+            num_bytes=sum(num_bytes(v.aval) for v in touched),
+            summed=sum(c.count * c.full_bytes * (1 if c.kind == "all_reduce" else 0.5) for c in over_tp),
             launches=1,
-            uncounted=frozenset(uncounted | ({"random numbers"} if eqn.primitive.name in DRAWS else set())),
         )
-
-    @cached_property
-    def inputs(self) -> set:
-        return {*self.given}
-
-    @property
-    def positions(self) -> float:
-        return self.rank.rows * self.rank.model.seq_len / self.rank.cp
+        return work, uncounted
 
     @cached_property
     def most_again(self) -> int:
         """Equations that cost something and are repeated only where nothing is kept."""
         usual = {id(eqn) for eqn in needed_for(self.read, self.eqns, {*self.given, *self.saveable})}
-        again = needed_for(self.read, self.eqns, self.inputs)
+        again = needed_for(self.read, self.eqns, self.given)
         return max(1, sum(id(eqn) not in usual and eqn.primitive.name not in FREE for eqn in again))
 
 
-class _Work(NamedTuple):
-    """What equations do again: sums of `Repeated`, for all positions, and `Choice.uncounted`."""
-
-    flops: float = 0.0
-    attention: float = 0.0
-    num_bytes: float = 0.0
-    summed: float = 0.0
-    launches: int = 0
-    uncounted: frozenset[str] = frozenset()
-
-    @classmethod
-    def total(cls, works: Iterable["_Work"]) -> "_Work":
-        columns = [*zip(*works, strict=True)] or [()] * 6
-        return cls(*map(sum, columns[:5]), uncounted=frozenset().union(*columns[5]))
+def _total(works: Iterable[Repeated]) -> Repeated:
+    return Repeated(*map(sum, zip(Repeated(), *works, strict=True)))
 
 
-def _shortest(ways: set[int]) -> frozenset[int]:
-    """Without those that need all that another one needs, and more."""
-    return frozenset(way for way in ways if not any(other != way and other & ~way == 0 for other in ways))
+def _smallest(sets: Iterable[int]) -> frozenset[int]:
+    """Those sets, as bits, that contain no other."""
+    sets = {*sets}
+    return frozenset(each for each in sets if not any(other != each and other & ~each == 0 for other in sets))
+
+
+def _any_within(sets: Iterable[int], chosen: int) -> bool:
+    return any(each & ~chosen == 0 for each in sets)
 
 
 def _largest(sizes: dict[frozenset[Made], int], x_bytes: int) -> list[frozenset[Made]]:

@@ -2,7 +2,8 @@
 
 A model whose kinds of layers do not repeat from the first layer on (a dense layer before the mixtures, say) is a single
 block of all its layers, and tracing it takes as long as it has layers. So it is traced with one and with two of what
-repeats inside: messages, products and bytes grow by their difference with every further repeat.
+repeats inside: messages, products and bytes grow by their difference with every further repeat. Two blocks cannot show
+that they do; a test compares with whole blocks.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ FEW = 2  # repeats in the longer of the two blocks that are traced
 
 
 class Uneven(Exception):
-    """A further repeat adds something else than the one before it."""
+    """The two blocks differ by something else than a repeat put in, so that nothing follows for a third."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +47,6 @@ class LongBlock:
             return self._extended_moments(less, more)
         if isinstance(more, frozenset):
             return self._paths(more)
-        if less == more:
-            return more
-        if isinstance(more, Number):
-            return more + (self.times - FEW) * (more - less)
         if isinstance(more, dict):
             return {name: self.extended(less.get(name, 0), value) for name, value in more.items()}
         if dataclasses.is_dataclass(more):
@@ -61,6 +58,10 @@ class LongBlock:
             if len(less) == len(more):
                 return type(more)(map(self.extended, less, more))
             return self._extended_sequence(less, more)
+        if less == more:
+            return more
+        if isinstance(more, Number):
+            return more + (self.times - FEW) * (more - less)
         raise Uneven
 
     def _extended_sequence(self, less: Sequence, more: Sequence) -> Sequence:
@@ -107,8 +108,9 @@ def found_in(model: Model, function: Callable[[Model], T]) -> T:
 
 @cache
 def long_block(model: Model) -> LongBlock | None:
-    """The repeats that save most; None where a block has none, or where a model cannot be given other kinds."""
-    kinds, best = model.kinds, None
+    """The repeats with which two short blocks have least layers; None where these are no fewer than the whole block's,
+    or where a model cannot be given other kinds."""
+    kinds, best, fewest = model.kinds, None, len(model.kinds)
     if _with_kinds(model, kinds) is None:
         return None
     for unit in range(1, len(kinds) // (FEW + 1) + 1):
@@ -118,8 +120,9 @@ def long_block(model: Model) -> LongBlock | None:
             while end < len(kinds) and kinds[end] == kinds[end - unit]:
                 end += 1
             times = (end - start) // unit
-            if times > FEW and (best is None or (times - FEW) * unit > (best.times - FEW) * best.unit):
-                best = LongBlock(model, start, unit, times)
+            traced = 2 * (len(kinds) - unit * times) + unit * (2 * FEW - 1)
+            if times > FEW and traced < fewest:
+                best, fewest = LongBlock(model, start, unit, times), traced
             start = max(start + 1, end - unit + 1)
     return best
 
