@@ -207,7 +207,7 @@ def _total(works: Iterable[Repeated]) -> Repeated:
 
 
 def _smallest(sets: Iterable[int]) -> frozenset[int]:
-    """Those sets, as bits, that contain no other."""
+    """The sets, as bits, that contain no other."""
     sets = {*sets}
     return frozenset(each for each in sets if not any(other != each and other & ~each == 0 for other in sets))
 
