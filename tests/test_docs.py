@@ -237,3 +237,7 @@ def test_the_steps_on_a_gpu_in_prose_are_those_that_were_measured():
         (size,) = (v for each, v in found.items() if each.startswith((f"{key}: peak", "peak: compiler's")))
         assert (milliseconds, speed) == (f"{1e3 * found[key]:.1f}", f"{found[f'{key}: speed']:,.0f}"), name
         assert peak == f"{size / 2**20:,.0f}", name
+    (products,) = (run["rows"] for run in runs if "grouped_kernels" in run["command"])
+    ratios = {row["name"]: row["ratio"] for row in products}
+    for name, *cells in rows_under("- **Experts.**", "docs/benchmarks.md"):
+        assert cells == [f"{ratios[f'{name}, {load}']:.2f}" for load in ("even", "skewed", "random")], name

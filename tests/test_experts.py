@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import DEVICES, in_sample
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from test_communication import assert_equals_trace
 
 from experiments.oracles import decoder_settings
@@ -27,6 +27,7 @@ from jaxdist.models.context import Context
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.experts import Mixture, Router
 from jaxdist.models.presets import PRESETS
+from jaxdist.parallel import grouped_kernels as kernels
 from jaxdist.parallel.expert_parallel import kept_places
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.parity import observe, quick_options, random_batches
@@ -332,6 +333,50 @@ def test_bfloat16_weights_get_sums_that_were_made_in_fp32():
     x, w = jnp.ones((600, 1), jnp.bfloat16), jnp.ones((1, 1, 1), jnp.bfloat16)
     dw = jax.grad(lambda w: grouped_matmul(x, w, jnp.asarray([600])).astype(jnp.float32).sum())(w)
     assert dw[0, 0, 0] == 600  # in bfloat16 256 + 1 is 256
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 0], [130, 0, 257, 64], [0, 128, 0, 256]])
+@pytest.mark.parametrize("depth, width", [(192, 256), (128, 64)])
+def test_the_kernels_of_a_gpu_are_each_groups_own(counts, depth, width):
+    rng, size, groups = np.random.default_rng(0), sum(counts) + 3, np.repeat(np.arange(4), counts)
+    x, w, dy = (
+        jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((size, depth), (4, depth, width), (size, width))
+    )
+    assert kernels.runs_on_kernels(x, w, dy) and not kernels.runs_on_kernels(x[:, 1:], w)
+    x64, w64, dy64 = (np.asarray(each, np.float64) for each in (x, w, dy))
+    own = len(groups)
+    run = {"counts_E": jnp.asarray(counts), "interpret": True}
+    dw = np.zeros(w.shape)
+    np.add.at(dw, groups, x64[:own, :, None] * dy64[:own, None])
+    for found, wanted in (
+        (kernels.row_products(x, w, transposed=False, **run)[:own], np.einsum("nd,ndf->nf", x64[:own], w64[groups])),
+        (kernels.row_products(dy, w, transposed=True, **run)[:own], np.einsum("nf,ndf->nd", dy64[:own], w64[groups])),
+        (kernels.outer_products(x, dy, **run), dw),
+    ):
+        np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype, kernels_run", [(jnp.bfloat16, 3), (jnp.float32, 0)])
+def test_products_of_16_bits_lower_to_kernels_on_a_gpu_and_to_loops_elsewhere(dtype, kernels_run):
+    def both(x, w, counts):
+        y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, counts[0]), x, w)
+        return y, pull(y)
+
+    mesh = make_abstract_mesh(MeshShape(dp=2))
+    if hasattr(jax.sharding, "AbstractDevice"):  # newer versions of JAX want to know which card
+        card = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
+        mesh = mesh.update(abstract_device=card)
+    by_rank, everywhere = PartitionSpec("dp"), PartitionSpec()
+    specs = (by_rank, everywhere, by_rank)
+    shapes = [((512, 128), dtype), ((4, 128, 64), dtype), ((2, 4), jnp.int32)]
+    args = [
+        jax.ShapeDtypeStruct(*of, sharding=NamedSharding(mesh, spec)) for of, spec in zip(shapes, specs, strict=True)
+    ]
+    step = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=specs, out_specs=(by_rank, (by_rank, everywhere))))
+    traced = step.trace(*args)
+    for platform, found in (("cuda", kernels_run), ("cpu", 0)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert (text.count("xla.gpu.triton"), text.count("stablehlo.while")) == (found, 3 - found)
 
 
 def test_first_choices_come_before_second_ones_and_earlier_tokens_before_later():

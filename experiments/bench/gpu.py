@@ -90,9 +90,9 @@ def plan_sections(flags: GpuFlags, num_gpus: int = 1) -> list[Section]:
         Section("phases gpt2-124m", f"step {step('gpt2-124m')}", 60, 180),
         Section("executor", "executor --device gpu --num-layers 8 --width 1024", most=90),
         Section("kernels gpt2-124m", f"kernels {step('gpt2-124m', 32)}", 45, 150),
-        Section("step gpt2-774m", f"step --no-phases {step('gpt2-774m')}", 30),
-        Section("step gpt2-1.5b", f"step --no-phases {step('gpt2-1.5b')}", 30),
-        Section("standin 8", f"standin --mesh dp=8 --zero 3 {step('gpt2-1.5b', 64)}", 30, 120),
+        Section("step gpt2-774m", f"step --no-phases --unroll-layers no {step('gpt2-774m')}", 30),
+        Section("step gpt2-1.5b", f"step --no-phases --unroll-layers no {step('gpt2-1.5b', 8)}", 30),
+        Section("standin 8", f"standin --mesh dp=8 --zero 3 --unroll-layers no {step('gpt2-1.5b', 64)}", 30, 120),
         Section("standin 64", f"standin --mesh dp=8,tp=8 --sp --zero 1 {step('7b', 64)}", 30, 120),
         Section("collectives", f"collectives {mesh}", 20, 60),
     ]

@@ -1,9 +1,9 @@
 """Products of groups of rows, each with a matrix of its own: what the experts of one rank compute.
 
 Dims: N rows, in groups one after the other and empty ones at the end; E groups; D, F widths. `lax.ragged_dot` is the
-same, but multiplies all rows by all matrices on CPUs (`python -m experiments.bench experts`) and, as others report, on
-NVIDIA GPUs (not measured here). A loop over the blocks of rows that are there does work that grows with them, and not
-with the groups or the empty rows.
+same, but multiplies all rows by all matrices on CPUs and NVIDIA GPUs (`python -m experiments.bench experts`). Here a
+loop over the blocks of rows that are there does work that grows with them, and not with the groups or the empty rows.
+On an NVIDIA GPU, where each block would be several launches, 16-bit products are kernels (`grouped_kernels`).
 """
 
 from functools import partial
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import grouped_kernels as kernels
 from jaxdist.parallel.blocked_attention import vary_alike
 
 BLOCK = 512  # rows of one product
@@ -82,6 +83,28 @@ class _Blocks:
 
 @partial(jax.jit, static_argnames="transposed")
 def grouped_products(x_ND, w_EDF, counts_E, *, transposed: bool):
+    def on_gpu(x, w, counts):
+        y = kernels.row_products(x, w, counts, transposed=transposed)
+        return jnp.where((jnp.arange(len(y)) < jnp.sum(counts))[:, None], y, 0)
+
+    return _by_platform(partial(_products_in_a_loop, transposed=transposed), on_gpu, (x_ND, w_EDF), counts_E)
+
+
+@jax.jit
+def grouped_outer_products(x_ND, dy_NF, w_EDF, counts_E):
+    def loop(x, dy, counts):
+        return _outer_products_in_a_loop(x, dy, w_EDF, counts)
+
+    return _by_platform(loop, kernels.outer_products, (x_ND, dy_NF), counts_E)
+
+
+def _by_platform(loop, on_gpu, arrays: tuple, counts_E):
+    if not kernels.runs_on_kernels(*arrays):
+        return loop(*arrays, counts_E)
+    return lax.platform_dependent(*arrays, counts_E, cuda=on_gpu, default=loop)
+
+
+def _products_in_a_loop(x_ND, w_EDF, counts_E, *, transposed: bool):
     blocks = _Blocks(len(x_ND), counts_E)
     width = w_EDF.shape[1 if transposed else 2]
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
@@ -98,8 +121,7 @@ def grouped_products(x_ND, w_EDF, counts_E, *, transposed: bool):
     return lax.fori_loop(jnp.zeros_like(blocks.number), blocks.number, body, empty)
 
 
-@jax.jit
-def grouped_outer_products(x_ND, dy_NF, w_EDF, counts_E):
+def _outer_products_in_a_loop(x_ND, dy_NF, w_EDF, counts_E):
     blocks = _Blocks(len(x_ND), counts_E)
     wide = jnp.promote_types(w_EDF.dtype, jnp.float32)
 

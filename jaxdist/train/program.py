@@ -93,18 +93,17 @@ class Program:
     def compile_step(self, compiler_options: dict[str, str | bool] | None = None) -> jax.stages.Compiled:
         """Compile the step ahead of time, with options of XLA for the step alone.
 
-        Raises: RuntimeError where XLA cannot reuse the donated state, since the state would then be held twice.
+        Raises: RuntimeError where XLA cannot reuse the donated state, which would then be held twice.
         """
         state = self.abstract_state()
         options = step_options(self.config, platform_of(self.mesh)) | (compiler_options or {})
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Some donated buffers were not usable")
             compiled = self.step.lower(state, self.abstract_batch()).compile(compiler_options=options)
-        memory = compiled.memory_analysis()
-        if memory is not None and memory.alias_size_in_bytes < local_bytes(state):
-            raise RuntimeError(
-                f"donation failed: {local_bytes(state)} bytes of state a device, {memory.alias_size_in_bytes} reused"
-            )
+        memory, held = compiled.memory_analysis(), local_bytes(state)
+        # XLA may copy a leaf of a few bytes instead: on an H100 it left 1,024 of 26 GB, two norms' scales of one size.
+        if memory is not None and memory.alias_size_in_bytes < 0.999 * held:
+            raise RuntimeError(f"donation failed: {held} bytes of state a device, {memory.alias_size_in_bytes} reused")
         return compiled
 
 

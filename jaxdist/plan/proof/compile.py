@@ -203,7 +203,7 @@ def _card(target: str) -> str:
         }}
         platform_name: "CUDA"
         dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-        device_description_str: "{target}"
+        device_description_str: "NVIDIA {target.partition("-")[0].upper()}"
     """
 
 
