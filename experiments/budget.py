@@ -94,7 +94,7 @@ def main(flags: Init | Ceiling | Show | Settle | Run, console: Console, command:
     if isinstance(flags, Run):
         return run(flags, command, console)
     if command:
-        raise ConfigError(f"the command {command[0]!r} after --", "only `run` runs one", "Leave it out")
+        raise ConfigError(f"the command {command[0]!r} after --", "must be given to `run` only", "Leave it out")
     log = find_log(flags.spend_log)
     if isinstance(flags, Settle):
         log.settle(flags.job, exact("actual", flags.actual), note="by hand")
@@ -133,7 +133,7 @@ def run(flags: Run, command: list[str], console: Console, now: Callable[[], floa
     budget's variables are taken from its environment: what it runs is counted here.
     """
     if not command:
-        raise ConfigError("run without a command", "it runs what stands after `--`", "Add one, as in `-- sleep 60`")
+        raise ConfigError("run without a command", "it must have one after `--`", "Add one, as in `-- sleep 60`")
     program = shutil.which(command[0])
     if program is None:
         raise ConfigError(f"the command {command[0]!r}", "there is no such program", "Name one that can be executed")
@@ -147,7 +147,7 @@ def run(flags: Run, command: list[str], console: Console, now: Callable[[], floa
         if job.clock.exceeded(ahead_seconds=grace):
             raise ConfigError(
                 f"grace={flags.grace}",
-                f"these seconds are the end of the time, and {money(job.job.reserved)} pays for no more than them",
+                f"must be less than the time that {money(job.job.reserved)} pays for, whose end these seconds are",
                 "Use more hours or less grace",
             )
         before = job.clock.seconds()

@@ -79,7 +79,7 @@ def main(flags: CalibrateFlags, console: Console) -> None:
         if name not in ("half_size", "step_seconds") and value > 1:
             raise ConfigError(
                 f"{name} = {value:.2f} of a {hardware.name}'s",
-                f"no card is faster than its datasheet, and this one is a {local[0].device_kind}",
+                f"must be at most 1: no card is faster than its datasheet, and this is a {local[0].device_kind}",
                 "Name it by --hardware, or describe it in --hardware-file",
             )
     measured = replace(before, **found, stack=f"measured on {local[0].device_kind}")

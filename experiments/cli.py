@@ -104,7 +104,7 @@ def _gib(words: list[str]) -> float | None:
     with suppress(ValueError):
         if 0 < (found := float("-".join(words))) < math.inf:
             return found
-    raise ConfigError(f"--remat auto-{'-'.join(words)}", "it must say GiB of a device", "Use --remat auto-24")
+    raise ConfigError(f"--remat auto-{'-'.join(words)}", "must say how many GiB", "Use --remat auto-24")
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,14 @@ class ProcessFlags:
             require_positive("num_processes", self.num_processes, 10**6)
         alone = not (self.distributed or self.coordinator or processes.asked_to_join())
         if alone and self.heartbeat != ProcessFlags.heartbeat:
-            reason = "this process is alone, and waits for no other"
+            reason = "there must be other processes to wait for, and this one is alone"
             raise ConfigError(f"--heartbeat {self.heartbeat}", reason, "Leave it out")
         if not alone:
             processes.join(self.coordinator, self.num_processes, self.process_id, self.heartbeat)
             processes.require_agreement("flags", self._must_be_equal())
         elif self.process_id is not None or self.num_processes not in (None, 1):
             asked = "--num-processes or --process-id alone"
-            raise ConfigError(asked, "the processes need to find each other", "Add --coordinator")
+            raise ConfigError(asked, "the processes must find each other", "Add --coordinator")
         elif self.num_processes is None:
             processes.require_alone()
         console.quiet = not processes.is_first()
@@ -240,11 +240,11 @@ def make_folder(flag: str, path: str | None) -> Path | None:
     if path is None:
         return None
     if not path:
-        raise ConfigError(f"{flag} ''", "it names no folder", "Name one")
+        raise ConfigError(f"{flag} ''", "must name a folder", "Name one")
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {path!r}", f"it is not a folder ({reason_of(error)})", "Name a folder") from error
+        raise ConfigError(f"{flag} {path!r}", f"must be a folder ({reason_of(error)})", "Name a folder") from error
     return Path(path)
 
 
@@ -252,7 +252,7 @@ def chosen(only: str, names: list[str]) -> list[str]:
     """The names that contain `only`. Raises: ConfigError where none does."""
     found = [name for name in names if only in name]
     if not found:
-        raise ConfigError(f"--only {only}", "nothing here has that in its name", f"Try --only {names[0].split(',')[0]}")
+        raise ConfigError(f"--only {only}", "must be part of a name here", f"Try --only {names[0].split(',')[0]}")
     return found
 
 
@@ -302,7 +302,7 @@ def require_formulas(program: str, model: Model) -> None:
     if class_name(model) is not None:
         raise ConfigError(
             f"--model {class_name(model)}",
-            f"{program} compares with GPT-2 in other frameworks and with formulas of it",
+            f"must be GPT-2, which {program} compares with other frameworks and with formulas",
             f"Use a preset; `{command_text('verify')}` and `{command_text('plan')}` take any model",
         )
 
@@ -425,7 +425,7 @@ def parse_settings(flags: Flags, prog: str, text: str) -> Flags:
         name, given, value = setting.partition("=")
         name = name.removeprefix("--")
         if name.removeprefix("no-").replace("-", "_") not in known:
-            raise ConfigError(f"{text!r}", f"{name!r} is no setting", "Write NAME=VALUE for each flag")
+            raise ConfigError(f"{text!r}", f"{name!r} must be a setting", "Write NAME=VALUE for each flag")
         words += [f"--{name}", *([value] if given else [])]
     return _parse_words(type(flags), prog, words, flags)
 

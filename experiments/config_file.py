@@ -69,12 +69,12 @@ def read_flags(flags_type: type[FileFlags], program: str, path: str) -> dict[str
         if keys is None and not isinstance(table, dict):
             places = [each for each in (*SHARED, program) if section in (_keys_of(each, flags_type, program) or ())]
             remedy = f"Write it below [{places[0]}]" if places else f"Write sections: {', '.join(SHARED)}"
-            raise ConfigError(f"--config {path!r}", f"{section} stands outside of every section", remedy)
+            raise ConfigError(f"--config {path!r}", f"{section} must be in a section", remedy)
         if keys is None:
             known = ", ".join([*SHARED, *PROGRAMS])
-            raise ConfigError(f"--config {path!r}", f"it has an unknown section {section!r}", f"Use {known}")
+            raise ConfigError(f"--config {path!r}", f"{section!r} must be a known section", f"Use {known}")
         if not isinstance(table, dict):
-            raise ConfigError(f"--config {path!r}", f"{section} is a section, not a value", f"Write [{section}]")
+            raise ConfigError(f"--config {path!r}", f"{section} must be a section, not a value", f"Write [{section}]")
         for key, value in table.items() if keys else ():
             if (section, key) == ("train", "eval_batches") and type(value) is int:  # as an earlier version counted them
                 rows = sections.get("run", {}).get("batch_size", RunConfig.batch_size)
@@ -103,7 +103,7 @@ def _read(path: str) -> dict:
         why = f"it cannot be read as {kind} ({'it is nested too deep' if isinstance(error, RecursionError) else error})"
         raise ConfigError(f"--config {path!r}", why, f"Correct the {kind}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"--config {path!r}", "it holds no sections", 'Write {"model": {"name": "tiny"}}')
+        raise ConfigError(f"--config {path!r}", "must hold sections", 'Write {"model": {"name": "tiny"}}')
     return found
 
 

@@ -103,7 +103,7 @@ def import_weights(flags: Hf, console: Console) -> int:
     jax.config.update("jax_enable_x64", np.dtype(np.float64) in dtypes.values())
     checkpoints = Checkpoints(flags.out)
     if checkpoints.steps():
-        raise ConfigError(f"--out {flags.out}", "it holds a checkpoint already", "Choose another folder")
+        raise ConfigError(f"--out {flags.out}", "must not hold a checkpoint yet", "Choose another folder")
     proof = prove(flags, model, parallel, devices)
     if proof.failed:
         console.print(f"[bold red]not converted:[/] {escape(proof.text)}", soft_wrap=True)

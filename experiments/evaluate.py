@@ -136,7 +136,7 @@ def with_seq_len(model: Model, seq_len: int | None) -> Model:
     if abstract_values(other, "float32") != abstract_values(model, "float32") or seq_len > model.seq_len:
         raise ConfigError(
             f"seq_len={seq_len}",
-            f"the model was trained for {model.seq_len} positions, and has no parameters for others",
+            f"must be a length that the model has parameters for: it was trained for {model.seq_len} positions",
             "Leave it out",
         )
     return other

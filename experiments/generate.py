@@ -80,7 +80,7 @@ class GenerateFlags(ProcessFlags):
 
     def sampling(self) -> Sampling:
         if self.seed and self.temperature == 0:
-            reason = "the likeliest token is taken, and nothing is drawn"
+            reason = "must not be given: the likeliest token is taken, and nothing is drawn"
             raise ConfigError(f"--seed {self.seed} with --temperature 0", reason, "Add --temperature 1")
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
@@ -93,7 +93,7 @@ class GenerateFlags(ProcessFlags):
         ]
         found = json.loads(processes.from_first("prompts", json.dumps(found)))
         if not found:
-            raise ConfigError("no prompt", "there is nothing to continue", "Give --prompt TEXT or --prompts FILE")
+            raise ConfigError("no prompt", "there must be text to continue", "Give --prompt TEXT or --prompts FILE")
         return found
 
 
@@ -104,7 +104,7 @@ def read_prompts(path: str) -> list[str]:
     )
     lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
     if not lines:
-        raise ConfigError(f"prompts={path!r}", "there is no line in it", "Write a prompt on each line")
+        raise ConfigError(f"prompts={path!r}", "must have a line", "Write a prompt on each line")
     if not path.endswith(".jsonl"):
         return list(lines.values())
     found = []
@@ -113,7 +113,7 @@ def read_prompts(path: str) -> list[str]:
             found.append(json.loads(line.removeprefix(BYTE_ORDER_MARK))["prompt"] + "")
             found[-1].encode()  # an escape can be half a character
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            reason = f'line {number} is not {{"prompt": TEXT}} in JSON'
+            reason = f'line {number} must be {{"prompt": TEXT}} in JSON'
             raise ConfigError(f"prompts={path!r}", reason, "Correct it") from error
     return found
 
@@ -138,7 +138,7 @@ def main(flags: GenerateFlags, console: Console) -> int:
     if longest >= room:
         raise ConfigError(
             f"a prompt of {longest:,} tokens",
-            f"the model has {room:,} positions, and the next token needs one",
+            f"must leave one of the model's {room:,} positions to the next token",
             f"Shorten it to {room - 1:,} tokens",
         )
     num_new = min(flags.max_new_tokens, room - longest)
@@ -186,7 +186,7 @@ def find_tokenizer(asked: str | None, weights: Weights) -> Tokenizer:
     if (found := weights.tokenizer()) is None:
         raise ConfigError(
             f"the checkpoint of {weights.about}",
-            "it does not say what its tokens mean, and has no tokenizer.json beside it",
+            "it must say what its tokens mean, or have a tokenizer.json beside it",
             "Name its tokenizer, as in --tokenizer FILE or --tokenizer bytes",
         )
     return found
@@ -196,11 +196,11 @@ def encode(tokenizer: Tokenizer, text: str, weights: Weights) -> np.ndarray:
     tokens = tokenizer.encode([text])[0].astype(np.int64)
     tokens = np.concatenate([np.asarray(weights.begin_of_text(tokenizer), np.int64), tokens])
     if not len(tokens):
-        raise ConfigError("an empty prompt", "the first token follows from those before it", "Write at least a word")
+        raise ConfigError("an empty prompt", "a token must come before the next", "Write at least a word")
     if tokens.max() >= weights.model.vocab_size:
         raise ConfigError(
             f"token {tokens.max()} of a prompt",
-            f"the model's vocabulary has {weights.model.vocab_size} tokens",
+            f"must be in the model's vocabulary of {weights.model.vocab_size} tokens",
             "Name the tokenizer that it was trained with",
         )
     return tokens

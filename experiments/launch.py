@@ -57,7 +57,7 @@ def main(flags: LaunchFlags, console: Console) -> int:
     require_positive("devices_per_process", flags.devices_per_process, MAX_SIMULATED)
     require_within("bound", flags.bound, 0, 1e6)
     if not flags.arguments:
-        raise ConfigError("no command", "there is nothing to start", "Write -- -m jaxdist train --mesh dp=2")
+        raise ConfigError("no command", "there must be one to start", "Write -- -m jaxdist train --mesh dp=2")
     address = f"127.0.0.1:{free_port()}"
     with Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) as signals, ExitStack() as stack:
         processes = []

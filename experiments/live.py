@@ -56,7 +56,7 @@ def main(flags: LiveFlags, console: Console) -> int:
     panel = RunPanel(str(folder), steps if type(steps) is int else 0, planned or None, simulated)
     seen = show(panel, folder, 0)
     if not seen:
-        reason = "no line of its metrics.jsonl is whole and of this version"
+        reason = "a line of its metrics.jsonl must be whole and of this version"
         raise ConfigError(f"the run in {folder}", reason, "Wait for its first step, or use the version that ran it")
     if flags.once or not console.is_terminal:
         console.print(panel)

@@ -237,7 +237,7 @@ def impossible(question: Question, tried: list[Estimate]) -> tuple[str, str, str
     if not tried:
         return (
             f"{' and '.join(asked)} on {question.hardware.name}",
-            "no layout fits at any size of cluster for this model and batch",
+            "a layout must fit at some size of cluster, and none does for this model and batch",
             "Use a smaller model, a larger --global-batch (which allows more devices), or more memory a device",
         )
     within = f" with {' and '.join(asked)}" if asked else ""
@@ -245,7 +245,7 @@ def impossible(question: Question, tried: list[Estimate]) -> tuple[str, str, str
     quickest = min(tried, key=lambda run: run.most_hours)
     cheapest = quickest if quickest.cost is None else min(tried, key=lambda run: run.cost.most)
     if quickest.most_hours > CENTURY_HOURS:
-        return asked, f"{limits(quickest)} takes more than a century", "Use more --nodes, or fewer --tokens"
+        return asked, f"must take less than a century: {limits(quickest)}", "Use more --nodes, or fewer --tokens"
     words = f"the fastest is {limits(quickest)}"
     if cheapest is not quickest:
         words += f"; the cheapest is {limits(cheapest)}"
@@ -257,7 +257,7 @@ def impossible(question: Question, tried: list[Estimate]) -> tuple[str, str, str
 
     choices = [cheapest] * (question.budget is not None) + [quickest] * (question.hours is not None)
     remedies = dict.fromkeys(map(remedy, choices))
-    return asked, f"no cluster tried meets that: {words}", f"Use {' or '.join(remedies)}"
+    return asked, f"a cluster must meet that, and none tried does: {words}", f"Use {' or '.join(remedies)}"
 
 
 def limits(run: Estimate) -> str:
@@ -286,7 +286,7 @@ def report_layout(flags: PlanFlags, question: Question) -> Plan:
     if devices != cluster.num_devices:
         raise ConfigError(
             f"--mesh {config.parallel.mesh} on {cluster.num_nodes} nodes of {cluster.devices_per_node}",
-            f"the mesh has {devices} ranks and the cluster {cluster.num_devices} devices",
+            f"there must be as many ranks as devices: {devices} and {cluster.num_devices}",
             "Leave --nodes out, or use a mesh of as many ranks",
         )
     start = time.perf_counter()

@@ -212,7 +212,7 @@ def refuse_unused(flags: PlanFlags) -> None:
         refuse_ignored(flags, everything - LAYOUT_FLAGS | {"device"}, why)
     for name, most in BOUNDS.items():
         if (value := getattr(flags, name)) is not None and not 0 < value <= most:
-            flag, required = flag_word(name, None), f"it must be above 0 and at most {most:,.0f}"
+            flag, required = flag_word(name, None), f"must be above 0 and at most {most:,.0f}"
             raise ConfigError(f"{flag} {value:g}", required, f"Use {flag} 1 or more")
     mesh, layers = parse_mesh(flags.mesh), flags.model_config().num_layers
     if mesh.pp > layers:  # before a schedule is made for so many stages
@@ -247,13 +247,13 @@ def hardware_for(flags: PlanFlags) -> Accelerator:
     if flags.dtype not in hardware.peak_flops:
         raise ConfigError(
             f"--dtype {flags.dtype} on {hardware.name}",
-            "the hardware table has no peak for it, and without one no time is predicted",
+            "the hardware table must have a peak for it, without which no time is predicted",
             f"Use {' or '.join(dtype for dtype in get_args(Dtype) if dtype in hardware.peak_flops)}; "
             f"`train` takes {', '.join(get_args(Dtype))}",
         )
     num_devices = (flags.nodes or 1) * (flags.devices_per_node or hardware.devices_per_node)
     if num_devices > MOST_DEVICES:
-        raise ConfigError(f"{num_devices:,} devices", f"a plan is for at most {MOST_DEVICES:,}", "Use fewer --nodes")
+        raise ConfigError(f"{num_devices:,} devices", f"must be at most {MOST_DEVICES:,}", "Use fewer --nodes")
     return hardware
 
 
@@ -279,7 +279,7 @@ def with_recipe(flags: PlanFlags, rate_known: bool) -> tuple[PlanFlags, float | 
         if steps > MOST:
             raise ConfigError(
                 f"{tokens:g} tokens in batches of {batch_tokens:,}",
-                f"they are {steps:,} steps, and a run has at most {MOST:,}",
+                f"must be at most {MOST:,} steps, and are {steps:,}",
                 "Use fewer --tokens, or a larger --batch-size",
             )
     elif steps is not None:
@@ -334,14 +334,14 @@ def parse_batches(flags: PlanFlags) -> list[int]:
         return []
     given, texts = f"--batch-sizes {flags.batch_sizes}", flags.batch_sizes.split(",")
     if not all(text.isascii() and text.isdigit() for text in texts):
-        raise ConfigError(given, "it must be numbers of sequences with commas between", "Use --batch-sizes 256,512")
+        raise ConfigError(given, "must be whole numbers of sequences with commas between", "Use --batch-sizes 256,512")
     for idle, why, instead in (
-        (flags.batch_size is not None, "--batch-size is one already", "Give one of the two"),
-        (bool(flags.mesh), "--mesh names a layout, which is of one batch", "Use --batch-size, once for each"),
-        (flags.steps is not None, "as many steps of another batch are other tokens", "Use --tokens 300e9"),
+        (flags.batch_size is not None, "--batch-size must not be given too", "Give one of the two"),
+        (bool(flags.mesh), "must be one, as --mesh is of one batch", "Use --batch-size, once for each"),
+        (flags.steps is not None, "must all be of the same tokens, not steps", "Use --tokens 300e9"),
         (
             flags.looks_for_nodes,
-            "the smallest cluster is looked for, for one batch",
+            "must be one: the smallest cluster is looked for",
             "Add --nodes 8, or use --batch-size",
         ),
     ):
@@ -354,5 +354,5 @@ def parse_hours(text: str) -> float:
     """ "72h", "3d" or "90m" -> hours. Raises: ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text.strip(), re.ASCII)
     if match is None or float(match[1]) == 0:
-        raise ConfigError(f"--deadline {text}", "it must be a time above 0 with its unit", "Write 72h, 30d, 4w or 90m")
+        raise ConfigError(f"--deadline {text}", "must be a time above 0 with its unit", "Write 72h, 30d, 4w or 90m")
     return float(match[1]) * {"m": 1 / 60, "h": 1, "d": 24, "w": 168}[match[2]]

@@ -108,7 +108,7 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
     if flags.data is None or not flags.out:
         raise ConfigError(
             "no --data or no --out given",
-            "text is read from one and tokens are written to the other",
+            "both must be given: text is read from one and tokens are written to the other",
             "Pass --data FOLDER --out DIR, or --check DIR",
         )
     require_positive("shard_mb", flags.shard_mb)
@@ -121,13 +121,13 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
         names = find_files(root)
     if Path(flags.data).resolve() in out.resolve().parents:
         raise ConfigError(
-            f"--out {flags.out}", "it is inside --data, so its shards would be read as text", "Name a folder elsewhere"
+            f"--out {flags.out}", "must be outside --data, which is read as text", "Name a folder elsewhere"
         )
     stats = {name: (root / name).stat() for name in names}
     sizes = {name: stat.st_size for name, stat in stats.items() if stat.st_size}
     if not sizes:
         raise ConfigError(
-            asked(flags.data), "there is no text in it", "Pass UTF-8 text, a file or a folder with at least one"
+            asked(flags.data), "must have text in it", "Pass UTF-8 text, a file or a folder with at least one"
         )
     if flags.supervised and (other := [name for name in sizes if not name.endswith(".jsonl")]):
         raise ConfigError(
@@ -224,7 +224,7 @@ def check(flags: PrepareFlags, console: Console) -> int:
     if flags.vocab_size is None:
         raise ConfigError(
             f"--check {flags.check}",
-            "it is no prepared folder, so nothing says how large its vocabulary is",
+            "the size of its vocabulary must be given, as it is no prepared folder",
             "Pass --vocab-size too",
         )
     corpus = load_corpus(flags.check, flags.vocab_size, flags.token_dtype)
@@ -246,20 +246,20 @@ def given_tokenizer(flags: PrepareFlags) -> Tokenizer | None:
     if flags.tokenizer == "bytes":
         if flags.end_of_document is not None:
             asked_for = f"--end-of-document {flags.end_of_document}"
-            raise ConfigError(asked_for, "the NUL byte ends documents of bytes", "Leave it out")
+            raise ConfigError(asked_for, "must be left out: the NUL byte ends documents of bytes", "Leave it out")
         return ByteTokenizer()
     if flags.tokenizer is not None:
         path = Path(flags.tokenizer)
         found = BPETokenizer.load(path / TOKENIZER if path.is_dir() else path, flags.end_of_document)
         if found.end_of_document is None:
             asked_for = f"--tokenizer {flags.tokenizer}"
-            reason = "documents are joined by a token, and it does not say with which of its tokens a text ends"
+            reason = "documents are joined by a token, and it must say with which of its tokens a text ends"
             raise ConfigError(asked_for, reason, "Name one with --end-of-document")
         return found
     if flags.end_of_document not in (None, END_OF_DOCUMENT):
         raise ConfigError(
             f"--end-of-document {flags.end_of_document}",
-            f"a BPE that is trained here ends documents with {END_OF_DOCUMENT}",
+            f"must be {END_OF_DOCUMENT}, with which a BPE that is trained here ends documents",
             "Leave it out",
         )
     BPETokenizer.check_size(flags.vocab_size)
@@ -386,7 +386,7 @@ def read_pieces(
             end = cut_after(path, part.first, min(offset + PIECE_BYTES, part.stop), part.stop, tokenizer)
             text = file.read(end - offset)
             if len(text) < end - offset:
-                raise ConfigError(asked(path), "it became shorter while it was read", "Run the same command again")
+                raise ConfigError(asked(path), "must not be cut while it is read", "Run the same command again")
             begins = offset == part.first
             context = "" if begins or tokenizer is None else text_around(path, part.first, offset, offset)[0]
             yield Piece(decode_text(path, text, offset), begins, part.ends and end == part.stop, context)
@@ -406,8 +406,8 @@ def document_of(path: Path, line: bytes, offset: int, supervised: bool) -> Piece
         wanted = " and ".join(f'"{name}"' for name in names)
         raise ConfigError(
             asked(path),
-            f"each line of a .jsonl is an object with {wanted}, and the line at offset {offset} is not",
-            "Mend or remove the line" if supervised else "Mend or remove the line; prompts and answers: --supervised",
+            f"each line of a .jsonl must be an object with {wanted}, and the line at offset {offset} is not",
+            "Fix or remove the line" if supervised else "Fix or remove the line; prompts and answers: --supervised",
         )
     return Piece("".join(texts), True, True, prompt=len(texts[0]) if supervised else None)
 
@@ -427,20 +427,20 @@ def open_journal(out: Path, plan: dict) -> dict:
             journal = json.loads(read_regular(path, 2**30))
             _ = journal["plan"].items(), journal["shards"].items()
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
-            raise ConfigError(asked_out, f"its {JOURNAL} is damaged", "Remove the folder and begin again") from error
+            raise ConfigError(asked_out, f"its {JOURNAL} must be whole", "Remove the folder and begin again") from error
         if journal["plan"] != plan:
             different = ", ".join(name for name in plan if journal["plan"].get(name) != plan[name])
             raise ConfigError(
                 asked_out,
-                f"it holds the beginning of another preparation: {different} changed since",
+                f"must hold the beginning of the same preparation: {different} changed since",
                 "Give the same flags and files to continue it, or choose another folder",
             )
         return journal
     if is_prepared(out):
-        raise ConfigError(asked_out, "it holds a prepared corpus already", "Choose another folder")
+        raise ConfigError(asked_out, "must not hold a prepared corpus yet", "Choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     if any(not entry.name.endswith(".part") and entry.name != LOCK for entry in out.iterdir()):
-        raise ConfigError(asked_out, "it holds something else", "Choose an empty folder or a new one")
+        raise ConfigError(asked_out, "must hold nothing else", "Choose an empty folder or a new one")
     journal = {"plan": plan, "shards": {}}
     write_whole(path, json.dumps(journal).encode())
     return journal

@@ -53,7 +53,7 @@ class ReportFlags:
 
 def main(flags: ReportFlags, console: Console) -> int:
     if not flags.runs:
-        raise ConfigError("no run", "a report is of the folders that `train --out` made", "Name one, as in runs/a")
+        raise ConfigError("no run", "there must be a folder that `train --out` made", "Name one, as in runs/a")
     folders = [Path(name) for name in flags.runs]
     runs = [read_run(folder) for folder in folders]
     require_writable("--out", flags.out)

@@ -91,7 +91,7 @@ def predictions(config: RunConfig, attention: str) -> Predictions:
     if config.model.num_layers > MOST_LAYERS or cells > MOST_CELLS:
         raise ConfigError(
             f"{config.model.num_layers:,} layers and {cells:,} ticks x stages",
-            f"a report traces steps of at most {MOST_LAYERS:,} and {MOST_CELLS:,}",
+            f"must be at most {MOST_LAYERS:,} and {MOST_CELLS:,} for a report to trace the step",
             "Ask experiments.plan",
         )
     with jax.enable_x64(config.precision.dtype == "float64"):

@@ -90,7 +90,7 @@ def shown_schedules(flags: SchedulesFlags) -> list[Schedule]:
         for name in ("schedule", "stages", "microbatches", "chunks", "overlap", "recompute"):
             if getattr(flags, name) not in (None, False):
                 raise ConfigError(
-                    f"--{name} with --file", "the table in the file says it", f"Leave --{name} or --file out"
+                    f"--{name} with --file", "must be left to the table in the file", f"Leave --{name} or --file out"
                 )
         return [load(flags.file)]
     names = NAMES if flags.schedule is None else (flags.schedule,)
@@ -99,7 +99,7 @@ def shown_schedules(flags: SchedulesFlags) -> list[Schedule]:
     if len(names) > 1 and stages * microbatches * (flags.chunks or 1) > MOST_COMPARED:
         raise ConfigError(
             f"{stages} stages x {microbatches} micro-batches x {flags.chunks or 1} chunks in every schedule",
-            f"all of them are made for at most {MOST_COMPARED:,}",
+            f"must be at most {MOST_COMPARED:,} together",
             "Name one with --schedule, or use smaller sizes",
         )
     # All together: --chunks is for the one that has a choice. One alone: it is told whether it can have them.

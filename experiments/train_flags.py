@@ -129,7 +129,7 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
         if unfilled:
             raise ConfigError(
                 " and ".join(unfilled),
-                "this is a placeholder of `plan`, which knows neither your tokens nor your storage",
+                "must be your own: `plan` wrote a placeholder, as it knows neither your tokens nor your storage",
                 "Write --data my_tokens and --out /shared/runs/a, your own (a path of that very name: ./DATA, ./OUT)",
             )
 
@@ -151,20 +151,20 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     def _refused(self) -> Iterator[tuple[str, str, str]]:
         """(asked, required and why, what would work)."""
         if self.metrics_port is None and self.metrics_host != TrainFlags.metrics_host:
-            yield "--metrics-host without --metrics-port", "nothing listens", "Add --metrics-port 9100"
+            yield "--metrics-host without --metrics-port", "there must be a port", "Add --metrics-port 9100"
         for name in ("grace", "stuck_after"):
             if not 0 < getattr(self, name) < 1e9:
                 flag = flag_word(name, None)
-                yield f"{flag} {getattr(self, name)}", "it must be a time in seconds, above 0", f"Use {flag} 60"
+                yield f"{flag} {getattr(self, name)}", "must be a time in seconds, above 0", f"Use {flag} 60"
         for name in OF_FOLDER if self.out is None else ():
             if (value := getattr(self, name)) != getattr(TrainFlags, name):
-                yield f"{flag_word(name, value)} without --out", "it is about a run's folder", "Add --out runs/a"
+                yield f"{flag_word(name, value)} without --out", "must have a run's folder", "Add --out runs/a"
         if self.profile is not None and profile.Window.parse(self.profile).first > (self.steps or math.inf):
-            yield f"--profile {self.profile}", f"the run ends after step {self.steps}", "Name steps that it takes"
+            yield f"--profile {self.profile}", f"must begin by step {self.steps}, the last", "Name steps that it takes"
         if self.out == "":
-            yield "--out ''", "it names no folder", "Name one"
+            yield "--out ''", "must name a folder", "Name one"
         if self.weights is not None and self.restore is not None:
-            reason = "the first starts a schedule anew, and the second goes on with one"
+            reason = "must be one of them: the first starts a schedule anew, and the second goes on with one"
             yield "--weights with --restore", reason, "Give one of them"
         for name in ("out", "restore", "weights"):
             if not is_utf8(given := getattr(self, name) or ""):
@@ -172,9 +172,9 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
         if self.checkpoint_every is not None and self.out is None:
             yield "--checkpoint-every without --out", "there must be a folder for checkpoints", "Add --out runs/a"
         if self.overwrite and not self.fresh:
-            yield "--overwrite without --fresh", "it removes a run to start anew", "Add --fresh"
+            yield "--overwrite without --fresh", "must start anew, as it removes a run", "Add --fresh"
         if "roll-back" in (self.on_nonfinite, self.on_spike) and self.checkpoint_every is None:
-            yield "roll-back without --checkpoint-every", "it needs a checkpoint", "Add --checkpoint-every 50"
+            yield "roll-back without --checkpoint-every", "must have checkpoints", "Add --checkpoint-every 50"
 
 
 def published_rate(model: Model) -> float:

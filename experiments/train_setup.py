@@ -237,7 +237,7 @@ def parse_options(options: Sequence[str]) -> dict[str, str | bool]:
     for option in options:
         name, equals, text = option.partition("=")
         value = {"true": True, "false": False}.get(text.lower(), text)
-        refusal = refused_option(name, value) if name and equals else "an option is NAME=VALUE"
+        refusal = refused_option(name, value) if name and equals else "an option must be NAME=VALUE"
         if refusal:
             remedy = f"Use one that `{command_text('bench')} flags` shows"
             raise ConfigError(f"--compiler-options {option}", refusal, remedy)
@@ -257,7 +257,7 @@ def require_room(program: Program, devices: Devices) -> None:
     if need > room:
         raise ConfigError(
             f"a state of {need / 2**30:,.1f} GiB in {where}",
-            f"it has {room / 2**30:,.1f} GiB",
+            f"must fit in {room / 2**30:,.1f} GiB",
             f"Use a smaller model, or ask `{command_text('plan')}` which layout and hardware hold it",
         )
 

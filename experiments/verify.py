@@ -112,10 +112,10 @@ def main(flags: VerifyFlags, console: Console) -> int:
         if flags.oracle != "none":
             chosen = [(name, config) for name, config in chosen if config.precision.dtype in ("float32", "float64")]
         if not chosen:
-            raise ConfigError(f"--only {flags.only}", "no strategy has that in its name", "Try --only zero3")
+            raise ConfigError(f"--only {flags.only}", "must be part of a strategy's name", "Try --only zero3")
     else:
         if flags.only:
-            raise ConfigError("--only without --all or --pipelines", "one layout runs", "Add --all, or leave it out")
+            raise ConfigError("--only alone", "must come with --all or --pipelines", "Add --all, or leave it out")
         config = flags.run_config()
         strategy = [setting for setting in SETTINGS if setting.section == "parallel" and setting.flag != "mesh"]
         chosen = [(" ".join([str(config.parallel.mesh), *flag_words(config, strategy)]), config)]

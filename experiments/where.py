@@ -64,7 +64,7 @@ def main(flags: WhereFlags, console: Console) -> int:
     processes.require_alone()
     require_positive("steps", flags.steps)
     if len(flags.sides) > 2:
-        raise ConfigError(f"{len(flags.sides)} sides to compare", "two are compared", "Give A and B alone, each quoted")
+        raise ConfigError(f"{len(flags.sides)} sides to compare", "must be two", "Give A and B alone, each quoted")
     first, second = (*flags.sides, None, None)[:2]
     config = configuration(flags, first)
     recorded = second is not None and second.endswith(".json") and is_record(second)

@@ -210,7 +210,7 @@ class ParallelConfig:
     def __post_init__(self):
         require_choices(self)
         if self.zero not in (0, 1, 2, 3):
-            raise ConfigError(f"zero={self.zero}", "ZeRO has stages 0 (off) to 3", "Use zero=0, 1, 2 or 3")
+            raise ConfigError(f"zero={self.zero}", "must be a stage of ZeRO, 0 (off) to 3", "Use zero=0, 1, 2 or 3")
         require_within("bucket_mb", self.bucket_mb, 1e-6, 2**20, "Use 25")
         require_positive("accumulate", self.accumulate)
         require_positive("loss_chunks", self.loss_chunks)
@@ -223,7 +223,7 @@ class ParallelConfig:
         if self.stages not in ("even", "balanced") and not all(map(_is_positive, parts)):
             raise ConfigError(
                 f"stages={self.stages!r}",
-                "it must be even, balanced, last-N, or the layers of each part",
+                "must be even, balanced, last-N, or the layers of each part",
                 "Use last-3, or 3,5,5,3 for 16 layers",
             )
         self._check_used()
@@ -258,27 +258,26 @@ class ParallelConfig:
         if self.cp_kind not in CP_KINDS and not (heads != self.cp_kind and _is_positive(heads)):
             raise ConfigError(
                 f"cp_kind={self.cp_kind!r}",
-                f"it is {', '.join(CP_KINDS)}, or usp-U for groups of U ranks",
+                f"must be {', '.join(CP_KINDS)}, or usp-U for groups of U ranks",
                 "Use cp_kind='ring'",
             )
         exchanging, _ = self.cp_split
         if self.mesh.cp % exchanging:
             raise ConfigError(
                 f"cp_kind={self.cp_kind} with cp={self.mesh.cp}",
-                f"cp is divided into groups of {exchanging}",
+                f"cp must be a multiple of {exchanging}, the ranks of a group",
                 f"Use usp-U with U in {divisors(self.mesh.cp)}",
             )
         if self.attention == "cudnn" and self.mesh.cp > self.cp_split[0]:
             raise ConfigError(
                 f"attention=cudnn with cp_kind={self.cp_kind}",
-                "its kernel attends to whole sequences, and here blocks of them are written out",
+                "its kernel must see whole sequences, and this cp_kind attends to blocks of them",
                 "Use attention=auto, or cp_kind='ulysses'",
             )
         if not _fits_pipeline(self.mesh, self.cp_kind):
             raise ConfigError(
                 f"cp_kind={self.cp_kind} with pp={self.mesh.pp} and cp={self.mesh.cp}",
-                "in a stage of a pipeline the ranks of a ring swap keys with their neighbours, in pairs, and here "
-                f"{self.mesh.cp // exchanging} form it",
+                f"a ring in a pipeline stage swaps in pairs: its size must be even, not {self.mesh.cp // exchanging}",
                 "Use cp_kind='all-gather', an even cp, or a mesh with pp=1",
             )
 
@@ -286,7 +285,7 @@ class ParallelConfig:
         if self.experts_over_tp and not self.sp:
             raise ConfigError(
                 "experts_over_tp=True",
-                "each rank of tp sends tokens of its own to experts, and without sp all ranks have the same ones",
+                "each rank of tp must have tokens of its own to send, and without sp all ranks have the same ones",
                 "Add sp=True, or use experts_over_tp=False",
             )
 
@@ -295,17 +294,17 @@ class ParallelConfig:
         if self.ring and not self.sp:
             raise ConfigError(
                 asked,
-                "a ring gathers and scatters the sequence, which sequence parallelism splits over tp",
+                "sequence parallelism must be on: a ring gathers and scatters the sequence that it splits over tp",
                 "Add sp=True, or use tp_ring='none'",
             )
         if self.ring and self.mesh.tp == 1:
             raise ConfigError(
-                f"{asked} with tp=1", "a ring needs neighbours", "Use a mesh with tp=2 or more, or tp_ring='none'"
+                f"{asked} with tp=1", "a ring must have neighbours", "Use a mesh with tp=2 or more, or tp_ring='none'"
             )
         if self.ring and self.mesh.pp > 1:
             raise ConfigError(
                 f"{asked} with pp={self.mesh.pp}",
-                "pipeline stages run different layers at a tick, and their permutes would be mismatched",
+                "pp must be 1: stages run different layers at a tick, and their permutes would be mismatched",
                 "Use a mesh with pp=1, or tp_ring='none'",
             )
 
@@ -315,17 +314,17 @@ class ParallelConfig:
         if not (self.remat in REMAT or is_every or (self.repeats_arrays and all(map(is_array, arrays)))):
             raise ConfigError(
                 f"remat={self.remat!r}",
-                "it must be none, selective, block, chunk or every-K with K a whole number; in programs also auto",
+                "must be none, selective, block, chunk or every-K with K a whole number; in programs also auto",
                 "Use every-2",
             )
         if self.remat == "chunk" and self.mesh.pp == 1:
             raise ConfigError(
-                "remat=chunk", "chunks are a pipeline's, which recomputes them where it would idle", "Use remat=block"
+                "remat=chunk", "pp must be above 1: a pipeline recomputes chunks where it idles", "Use remat=block"
             )
         if self.repeats_arrays and (self.mesh.pp > 1 or self.overlap):
             raise ConfigError(
                 f"remat={self.remat!r} with {f'pp={self.mesh.pp}' if self.mesh.pp > 1 else 'overlap=True'}",
-                "there a layer's backward is a program of its own, which chooses what it keeps",
+                "must name no arrays: a layer's backward is a program of its own there, and chooses what it keeps",
                 "Use remat='block'" + " or 'chunk'" * (self.mesh.pp > 1),
             )
 
@@ -333,13 +332,13 @@ class ParallelConfig:
         for asked, why, instead, applies in (
             (
                 f"remat={self.remat}",
-                "overlap works layer by layer, and this recomputes several together",
+                "a layer must be recomputed by itself: overlap works layer by layer",
                 "Use remat='block'",
                 self.remat_every > 1,
             ),
             (
                 "reshard_after_forward=False",
-                "weights that stay whole are not gathered ahead in backward",
+                "weights must be gathered again: those that stay whole are not gathered ahead in backward",
                 "Use one of the two",
                 self.zero == 3 and not self.reshard_after_forward,
             ),
@@ -362,7 +361,7 @@ def check_context(model: Model, parallel: ParallelConfig) -> None:
         below = model.seq_len // unit * unit
         raise ConfigError(
             f"seq_len={model.seq_len} with cp={cp}",
-            f"cp_kind={parallel.cp_kind} places the sequence in equal parts, so {unit} divides its length",
+            f"must be a multiple of {unit}, since cp_kind={parallel.cp_kind} gives ranks equal parts of the sequence",
             f"Use a seq_len of {f'{below} or ' if below else ''}{below + unit}",
         )
 
@@ -372,7 +371,7 @@ def require_splits_sequence(model: Model, cp: int) -> None:
     if cp > 1 and not model.splits_sequence:
         raise ConfigError(
             f"the model {type(model).__name__} with cp={cp}",
-            "it does not say that its layers compute with a part of the sequence",
+            "it must say that its layers can compute with a part of the sequence",
             "Set splits_sequence = True in it where all that mixes positions is `attend`, or use cp=1",
         )
 
@@ -421,7 +420,7 @@ def find_schedule(
     if not Path(name).is_file():
         raise ConfigError(
             f"schedule={name!r}",
-            "it is neither the name of a schedule nor a file with a table",
+            "must be the name of a schedule or a file with a table",
             f"Use {', '.join(NAMES)}",
         )
     schedule = load(name)
@@ -431,13 +430,13 @@ def find_schedule(
         sizes = "{} stages, {} micro-batches and {} chunks"
         raise ConfigError(
             f"the schedule in {name} is for {sizes.format(*found)}",
-            f"the run has {sizes.format(*wanted)}",
+            f"must fit the run, which has {sizes.format(*wanted)}",
             f"Use a mesh with pp={found[0]}, microbatches={found[1]} and chunks={found[2]}, or write another table",
         )
     if schedule.recompute != recompute:
         raise ConfigError(
             f"the schedule in {name} with{'' if recompute else 'out'} remat=chunk",
-            f"its table has {'an' if schedule.recompute else 'no'} R, which runs a chunk's forward again",
+            f"must fit its table, which has {'an' if schedule.recompute else 'no'} R (a chunk's forward, run again)",
             "Use another remat than chunk, or a table with R" if recompute else "Use remat=chunk",
         )
     schedule = dataclasses.replace(schedule, send_latency=send_latency)
@@ -508,7 +507,7 @@ class OptimizerConfig:
         if not 0 <= self.warmup_steps <= MOST:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps}",
-                f"it must be a number of steps, 0 to {MOST:,}",
+                f"must be a number of steps, 0 to {MOST:,}",
                 "Use 0 for no warm-up",
             )
 
@@ -541,7 +540,7 @@ class PrecisionConfig:
         if self.reduce_dtype == "float64" and self.dtype != "float64":
             raise ConfigError(
                 f"reduce_dtype=float64 with dtype={self.dtype}",
-                "64 bits are switched on for the whole program or not at all",
+                "must be float64 in both or in neither: the whole program computes in 64 bits or none of it",
                 "Use dtype='float64', or reduce in float32",
             )
         for name in ("loss_scale", "loss_scale_window", "loss_scale_hysteresis"):
@@ -552,7 +551,7 @@ class PrecisionConfig:
                     "Leave it out",
                 )
         if not (math.isfinite(self.loss_scale) and self.loss_scale >= 1):
-            raise ConfigError(f"loss_scale={self.loss_scale}", "it must be a finite number, at least 1", "Use 4096")
+            raise ConfigError(f"loss_scale={self.loss_scale}", "must be a finite number, at least 1", "Use 4096")
         require_positive("loss_scale_window", self.loss_scale_window)
         require_positive("loss_scale_hysteresis", self.loss_scale_hysteresis)
 
@@ -586,10 +585,12 @@ class RunConfig:
             )
         if self.mask_documents and self.parallel.attention == "cudnn":
             raise ConfigError(
-                "mask_documents=True with attention=cudnn", "its kernel takes no such mask", "Use attention=auto"
+                "mask_documents=True with attention=cudnn",
+                "must be off, since cudnn takes no such mask",
+                "Use attention=auto",
             )
         if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed}", "it must be a whole number from 0 to 2**32 - 1", "Use seed=0")
+            raise ConfigError(f"seed={self.seed}", "must be a whole number from 0 to 2**32 - 1", "Use seed=0")
         self.model.check(self.parallel)
         self._check_sequence()
         self._check_batch()
@@ -650,9 +651,8 @@ class RunConfig:
         if len(parts) != schedule.num_parts or sum(parts) != self.model.num_blocks:
             raise ConfigError(
                 f"stages={self.parallel.stages!r} with {self.model.size_text}",
-                f"schedule {schedule.name} has {schedule.num_parts} parts ({schedule.num_stages} stages x "
-                f"{schedule.num_chunks} chunks), which together hold every layer once; here {len(parts)} parts hold "
-                f"{sum(parts)}",
+                f"the {schedule.num_parts} parts of schedule {schedule.name} ({schedule.num_stages} stages x "
+                f"{schedule.num_chunks} chunks) must hold every layer once; here {len(parts)} parts hold {sum(parts)}",
                 "Use " + ",".join(map(str, divide_layers(self.model.num_blocks, schedule.num_parts))),
             )
 
@@ -674,8 +674,8 @@ class RunConfig:
             below = self.batch_size // unit * unit
             raise ConfigError(
                 f"batch_size={self.batch_size}",
-                f"it is split over replica={mesh.replica} x dp={mesh.dp} x accumulate={accumulate}{pipeline}, so it "
-                f"must be a multiple of {unit}",
+                f"must be a multiple of {unit}: it is split over replica={mesh.replica} x dp={mesh.dp} x "
+                f"accumulate={accumulate}{pipeline}",
                 f"Use {f'{below} or ' if below else ''}{below + unit}",
             )
 
@@ -685,8 +685,7 @@ class RunConfig:
         if self.optimizer.name == "adafactor" and split:
             raise ConfigError(
                 f"optimizer=adafactor with pp={parallel.mesh.pp}, tp={parallel.mesh.tp}, zero={parallel.zero}",
-                "its factored moments and update clipping need whole parameters on every rank, and pp, tp and ZeRO "
-                "split them",
+                "every rank must hold whole parameters (factored moments, update clipping), and here they are split",
                 "Use a mesh of dp alone with zero=0, or optimizer=adamw, lion or sgd",
             )
 
@@ -768,7 +767,7 @@ def from_dict(found: dict, trust: bool = False) -> RunConfig:
                 values[name] = {key: renewed(key, value) for key, value in values[name].items()}
             nested = fields_of(cls, values[name], name, ("mesh",) if cls is ParallelConfig else ())
             if not trust and nested.get("schedule", NAMES[0]) not in NAMES:
-                reason = "a file names it, and no other file is opened because of that"
+                reason = "a file names it, and must not have another file opened unless it is trusted"
                 raise ConfigError(f"the schedule {nested['schedule']!r}", reason, "Add --trust")
             if "mesh" in nested:
                 nested["mesh"] = MeshShape(**fields_of(MeshShape, nested["mesh"], "mesh"))

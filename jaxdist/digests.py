@@ -53,17 +53,17 @@ def read_record(path: str, config: RunConfig) -> list[Step]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(what, "it is not JSON", "Record them again with --record") from error
+        raise ConfigError(what, "must be JSON", "Record them again with --record") from error
     found = content.pop("format", None) if isinstance(content, dict) else None
     if found != FORMAT:
         raise ConfigError(what, f"the format is {found!r} and must be {FORMAT!r}", "Record them again with --record")
     if content.pop("hash", None) != _hash(content):
-        raise ConfigError(what, "its hash does not fit: it was changed after it was written", "Record them again")
+        raise ConfigError(what, "must match its hash: it was changed after it was written", "Record them again")
     try:
         theirs, dtype, steps = content["settings"], content["dtype"], content["steps"]
         read = [Step(n, dtype, dict(map(_tensor, step)), is_digest=True) for n, step in enumerate(steps, 1)]
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ConfigError(what, "an entry is missing or of another type", "Record them again with --record") from error
+        raise ConfigError(what, "must have every entry, each of its type", "Record them again with --record") from error
     require_same_training(what, config, theirs)
     return read
 
@@ -75,8 +75,7 @@ def require_same_training(what: str, config: RunConfig, theirs: dict[str, Any]) 
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
                 f"{what}: {name} is {theirs.get(name)}",
-                f"the other run has {ours.get(name)}, and two trainings are compared that differ in their layout and "
-                "precision alone",
+                f"must be {ours.get(name)}, as in the other run: the two may differ only in layout and precision",
                 f"Give both the same {name}",
             )
 

@@ -70,11 +70,11 @@ MOST = 2**31 - 1  # of whatever is counted; sizes with a smaller bound name thei
 def require_positive(name: str, value: int, most: int = MOST) -> None:
     if not 1 <= value <= most:
         raise ConfigError(
-            f"{name}={value}", f"it must be a whole number from 1 to {most:,}", f"Use {name}=1 or more, within that"
+            f"{name}={value}", f"must be a whole number from 1 to {most:,}", f"Use {name}=1 or more, within that"
         )
 
 
 def require_within(name: str, value: float, least: float, most: float, remedy: str = "Use one within that") -> None:
     """For a number with a fraction; NaN is never within."""
     if not least <= value <= most:
-        raise ConfigError(f"{name}={value}", f"it must be a number from {least:g} to {most:g}", remedy)
+        raise ConfigError(f"{name}={value}", f"must be a number from {least:g} to {most:g}", remedy)

@@ -58,7 +58,7 @@ class Sampling:
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} with temperature=0",
-                    "the likeliest token is taken, and nothing is drawn",
+                    "must not be given: the likeliest token is taken, and nothing is drawn",
                     "Use temperature=1",
                 )
 
@@ -175,18 +175,18 @@ def build_generator(
     if shape.cp > 1 and shape.ep > 1 and "cp" in shape.expert_axes:
         raise ConfigError(
             f"ep={shape.ep} over cp={shape.cp}",
-            "a new token is on every rank of cp, and would be exchanged by all of them",
+            "one of the two must be 1: every rank of cp has a new token, and all would exchange it",
             "Use ep=1, or cp=1",
         )
     if num_texts % shape.batch_ranks:
         raise ConfigError(
             f"{num_texts} texts over {shape.batch_ranks} data ranks",
-            "each has as many",
+            "each rank must have equally many",
             f"Use {-(-num_texts // shape.batch_ranks) * shape.batch_ranks} texts, or a smaller dp",
         )
     if not 1 <= capacity <= model.seq_len:
         raise ConfigError(
-            f"{capacity} tokens with seq_len={model.seq_len}", "the model has no more positions", "Shorten the text"
+            f"{capacity} tokens with seq_len={model.seq_len}", "must fit the positions of the model", "Shorten the text"
         )
     specs, rows = parameter_specs(model, parallel), _rows_spec(shape)
     bound = _OnStages(
@@ -239,7 +239,7 @@ def _cache_specs(bound: "_OnStages", on_mesh: Callable, specs: dict, dtype: str,
     if not jax.tree.leaves(found[-1]):
         raise ConfigError(
             f"the model {type(bound.model).__name__}",
-            "its layers do not call `jaxdist.models.attention.attend`, and text is generated from what that keeps",
+            "its layers must call `jaxdist.models.attention.attend`, which keeps what text is generated from",
             "Use a model with attention",
         )
     spec = drop_unit_axes(("pp", DATA_AXES, "cp", "tp", None), bound.shape)

@@ -86,7 +86,7 @@ class MeshShape:
         for axis in AXES:
             if (size := getattr(self, axis)) < 1:
                 raise ConfigError(
-                    f"mesh axis {axis}={size}", "it must be a whole number of ranks, at least 1", f"Use {axis}=1"
+                    f"mesh axis {axis}={size}", "must be a whole number of ranks, at least 1", f"Use {axis}=1"
                 )
         if self.dp % self.size("ep"):
             over = f"dp={self.dp}" + f" and cp={self.cp}" * (self.cp > 1)
@@ -98,7 +98,7 @@ class MeshShape:
             )
         if self.num_devices > MOST_DEVICES:
             raise ConfigError(
-                f"a mesh of {self.num_devices:,} devices", f"at most {MOST_DEVICES:,} can be described", "Use fewer"
+                f"a mesh of {self.num_devices:,} devices", f"must have at most {MOST_DEVICES:,}", "Use fewer"
             )
 
     @property
@@ -145,16 +145,16 @@ def parse_mesh(text: str) -> MeshShape:
     for part in text.split(",") if text.strip() not in ("", "1") else ():
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if not part.strip():
-            raise ConfigError(f"mesh={text!r}", "a comma stands between two axes", "Write mesh='dp=2,tp=2'")
+            raise ConfigError(f"mesh={text!r}", "must have one comma between two axes", "Write mesh='dp=2,tp=2'")
         if axis not in AXES:
             raise ConfigError(
-                f"mesh={text!r}", f"{axis!r} is not a mesh axis", f"Use {', '.join(AXES)}, as in mesh='dp=2,tp=2'"
+                f"mesh={text!r}", f"{axis!r} must be a mesh axis", f"Use {', '.join(AXES)}, as in mesh='dp=2,tp=2'"
             )
         if axis in sizes:
-            raise ConfigError(f"mesh={text!r}", f"axis {axis!r} is named twice", "Name each axis once")
+            raise ConfigError(f"mesh={text!r}", f"must name axis {axis!r} only once", "Name each axis once")
         if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size) > 0):
             raise ConfigError(
-                f"mesh={text!r}", f"axis {axis!r} needs a whole number of ranks, at least 1", f"Write {axis}=2"
+                f"mesh={text!r}", f"axis {axis!r} must have a whole number of ranks, at least 1", f"Write {axis}=2"
             )
         sizes[axis] = int(size)
     return MeshShape(**sizes)
@@ -164,7 +164,7 @@ def make_mesh(shape: MeshShape, devices: "Sequence[jax.Device]") -> "jax.shardin
     """A mesh with all six axes over the first `shape.num_devices` of `devices`. Raises: ConfigError for too few."""
     if len(devices) < shape.num_devices:
         raise ConfigError(
-            f"mesh {shape}", f"it has {shape.num_devices} ranks and {len(devices)} devices were given", "Give one each"
+            f"mesh {shape}", f"must have {shape.num_devices} devices, and {len(devices)} were given", "Give one each"
         )
     from jax.sharding import AxisType, Mesh
 

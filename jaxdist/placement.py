@@ -102,7 +102,7 @@ def choose_spread_dim(shape: tuple[int, ...], spec: tuple[str | None, ...], pp: 
     if not whole:
         raise ConfigError(
             f"a parameter of shape {shape}",
-            "under pp both ends of the model use it, so the stages share it, which takes a dim that tp leaves whole",
+            "must have a dim that tp leaves whole: under pp both ends of the model use it, so the stages share it",
             "Give it such a dim",
         )
     return min(whole, key=lambda dim: (-(-shape[dim] // pp) * pp / shape[dim], -shape[dim]))

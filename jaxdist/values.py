@@ -58,18 +58,18 @@ def fields_of(cls: type, found: Any, what: str, more: tuple[str, ...] = ()) -> d
     without a default, for one that the class does not have, and for a value of another type.
     """
     if not isinstance(found, dict):
-        raise ConfigError(what, "it is not a table of settings", "Use the version that wrote it")
+        raise ConfigError(what, "must be a table of settings", "Use the version that wrote it")
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     if unknown := sorted(set(found) - set(fields)):
         raise ConfigError(f"{what} has {', '.join(unknown)}", "this version has no such setting", "Use its own version")
     for name, field in fields.items():
         if name not in found and field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{what} without {name}", "the setting has no default", "Use the version that wrote it")
+            raise ConfigError(f"{what} without {name}", "it must be given", "Use the version that wrote it")
     values = {name: value if name in more else as_type(value, hints[name]) for name, value in found.items()}
     for name, value in values.items():
         if value is WRONG:
             raise ConfigError(
-                f"{what}: {name}={found[name]!r:.60}", "it is of another type", "Use the version that wrote it"
+                f"{what}: {name}={found[name]!r:.60}", "must be of the right type", "Use the version that wrote it"
             )
     return values

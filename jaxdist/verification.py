@@ -99,7 +99,7 @@ def verify(subject: Model | Callable, reference: Callable | None = None, args: t
     if not callable(subject) or not callable(reference):
         raise ConfigError(
             f"verify({type(subject).__name__}, {type(reference).__name__})",
-            "it compares a Model with itself on one device, or a sharded step with a reference step",
+            "must compare a Model with itself on one device, or a sharded step with a reference step",
             "Use verify(MyModel(), mesh='dp=2') or verify(sharded_step, reference_step, (params, batch))",
         )
     return verify_step(subject, reference, args, **settings)
@@ -175,7 +175,7 @@ def verify_step(sharded: Callable, reference: Callable, args: tuple, *, toleranc
         differing = sorted(found.keys() ^ expected.keys())
         raise ConfigError(
             f"results of {len(found)} and {len(expected)} leaves",
-            f"only one of the two has {', '.join(map(repr, differing[:3]))}",
+            f"both must have the same ones, and only one has {', '.join(map(repr, differing[:3]))}",
             "Return the same pytree from both steps",
         )
     differences = [

@@ -129,7 +129,7 @@ def test_a_jobs_own_ceiling_is_at_most_the_logs(log):
     with pytest.raises(ConfigError, match="too much"):
         log.reserve(dollars("2.01"), ceiling=dollars("2"))
     log.reserve(dollars("2.00"), ceiling=dollars("2"))
-    with pytest.raises(ConfigError, match=r"a job cannot raise it.*ceiling --budget 4"):
+    with pytest.raises(ConfigError, match="ceiling --budget 4"):
         log.reserve(dollars("0.01"), ceiling=dollars("4.00"))
     log.set_ceiling(dollars("4.00"))
     log.reserve(dollars("2.00"), ceiling=dollars("4.00"))
@@ -567,12 +567,12 @@ def test_train_over_budget_is_refused_before_anything_is_traced(train, monkeypat
     monkeypatch.setattr(experiments.train, "print_resolved", lambda *_: pytest.fail("got as far as running"))
     guard = ["--mesh", "dp=2", "--price-per-hour", "0.35", "--spend-log", now_log.path]
     code, out, err = train(*guard, "--max-hours", "4.3")
-    assert code == 2 and not out and "2 × $0.35/h × 4.3 h = $3.01: the budget is $3.00" in err
+    assert code == 2 and not out and "2 × $0.35/h × 4.3 h = $3.01: " in err
     for args, said in (
         (["--budget", "3"], "--price-per-hour"),
         (["--max-hours", "3"], "--price-per-hour"),
         (["--price-per-hour", "1"], "budget init"),
-        ([*guard, "--budget", "5"], "cannot raise it"),
+        ([*guard, "--budget", "5"], "budget of $5"),
         ([*guard, "--max-hours", "nan"], "hours=nan"),
     ):
         monkeypatch.chdir(tmp_path / "..")
@@ -704,7 +704,7 @@ def test_without_file_locks_nothing_is_reserved(log, monkeypatch):
 def test_a_wall_clock_that_goes_back_refuses_new_jobs_and_settles_old_ones(log):
     job, _ = log.reserve(dollars("1"))
     log.now = lambda: NOON - 3600
-    with pytest.raises(ConfigError, match=r"time does not go back.*clock"):
+    with pytest.raises(ConfigError, match="clock"):
         log.reserve(dollars("1"))
     log.settle(job.id, dollars("0.5"))
     assert log.spent() == dollars("0.5")
@@ -761,8 +761,8 @@ def test_a_step_that_would_not_fit_is_not_started(log):
         ({"price": "0", "hours": None}, "price of 0"),
         ({"num_devices": 0}, "num_devices=0"),
         ({"budget": "nan"}, "budget=nan"),
-        ({"budget": "2.09"}, r"2 × \$0.35/h × 3 h = \$2.10: the budget is \$2.09.*at most 2.985714 h"),
-        ({"budget": "3.01"}, "cannot raise it"),
+        ({"budget": "2.09"}, r"2 × \$0.35/h × 3 h = \$2.10: .*\$2.09.*at most 2.985714 h"),
+        ({"budget": "3.01"}, r"budget of \$3.01"),
         ({"environ": {"JAXDIST_BUDGET": "2.09"}}, "too much"),
         ({"environ": {"JAXDIST_BUDGET": ""}}, "budget=:"),
         ({"hours": "4.285715"}, "too much"),

@@ -266,7 +266,7 @@ def test_another_checkpoint_of_the_same_step_is_not_the_one_that_the_first_proce
     checkpoints = Checkpoints(small[1])
     manifest = checkpoints.manifest(3)
     assert checkpoint._same_here(checkpoints, "3", manifest.digest) == manifest
-    with pytest.raises(BadCheckpoint, match="not the one that the first process sees under its name"):
+    with pytest.raises(BadCheckpoint, match="process 0"):
         checkpoint._same_here(checkpoints, "3", "0" * 64)
 
 
@@ -496,7 +496,7 @@ def test_other_data_or_random_numbers_are_refused(small):
     program, folder = small
     find = lambda data: resume.find(Checkpoints(folder), program.config, data, False, print)  # noqa: E731
     assert find(DATA).step == 3
-    with pytest.raises(ValueError, match="reads other data"):
+    with pytest.raises(ValueError, match="this one x"):
         find({"source": "x", "fingerprint": "1"})
     others = (jax.default_prng_impl("rbg"), jax.threefry_partitionable(not jax.config.jax_threefry_partitionable))
     for other in others:
@@ -529,7 +529,7 @@ def test_a_linked_step_and_a_folder_that_is_none_are_refused(tmp_path, small):
     with pytest.raises(BadCheckpoint, match="it is a link"):
         Checkpoints(tmp_path).check(3)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="not a folder"):
+    with pytest.raises(ConfigError, match=r"checkpoints in .*file"):
         Checkpoints(tmp_path / "file")
     os.mkfifo(tmp_path / "fifo")
     copy = shutil.copytree(folder, tmp_path / "copy")

@@ -178,24 +178,24 @@ def test_planted_bugs_still_fit_the_source(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 WRONG_FLAGS = [
-    (["--mesh", "xx=2"], "not a mesh axis", "pp, replica, dp, ep, cp, tp"),
+    (["--mesh", "xx=2"], "'xx'", "pp, replica, dp, ep, cp, tp"),
     (["--mesh", "ep=2"], "ep=2 over dp=1", "Use ep in [1]"),
     (["--mesh", "pp=8"], "--num-layers 4 over 8 stages", "--num-layers 8"),
     (["--mesh", "pp=2", "--microbatches", "3"], "--microbatches 3", "15 or 18"),
-    (["--mesh", "pp=2", "--stages", "1,2"], "together hold every layer once", "2,2"),
+    (["--mesh", "pp=2", "--stages", "1,2"], "every layer once", "2,2"),
     (["--mesh", "tp=3"], "--num-heads 4 cannot be split over tp=3", "[1, 2, 4]"),
     (["--mesh", "tp=2", "--sp", "--seq-len", "33"], "--seq-len 33", "multiple of 2"),
     (["--mesh", "dp=3"], "--batch-size 16", "15 or 18"),
     (["--zero", "4"], "--zero 4", "0, 1, 2 or 3"),
-    (["--remat", "auto-0.001"], "the least that a step needs", "more devices"),
+    (["--remat", "auto-0.001"], "within 0.001 GiB", "more devices"),
     (["--loss-chunks", "7", "--seq-len", "64"], "--loss-chunks 7 with --seq-len 64", "--loss-chunks in"),
     (["--overlap", "--remat", "every-2"], "--overlap with --remat every-2", "--remat block"),
     (["--dropout", "1.0"], "--dropout 1.0", "0.1"),
     (["--lr", "inf"], "--lr inf", "default"),
     (["--steps", "0"], "--steps 0", "--steps 1"),
     (["--optimizer", "adafactor", "--mesh", "tp=2"], "adafactor", "--optimizer adamw"),
-    (["--device", "gpu"], "0 GPUs", "--device cpu"),
-    (["--vocab-size", "90"], "outside the vocabulary of 90", "--vocab-size 256"),
+    (["--device", "gpu"], "--device gpu", "--device cpu"),
+    (["--vocab-size", "90"], "0 <= token < 90", "--vocab-size 256"),
     (["--data", "/nonexistent/file"], "cannot be read", "existing"),
     (["--compiler-options", "xla_nope=1"], "No such compile option", "experiments.bench flags"),
     (["--mesh", "dp=16"], "16 simulated devices", "before JAX starts"),
@@ -370,9 +370,9 @@ def test_the_step_is_compiled_with_its_options():
         ("0: F0 .  .  B0 W0\n1: .  F0 B0", "stage 1: W of micro-batch 0, chunk 0 is missing"),
         (
             "0: F0 F0 .  B0 W0\n1: .  F0 B0 W0",
-            "tick 1, stage 0: F of micro-batch 0, chunk 0: the stage has already run it",
+            "tick 1, stage 0: F of micro-batch 0, chunk 0",
         ),
-        ("0: F0 .  B0 W0\n1: .  F0 B0 W0", "tick 2, stage 0: B of micro-batch 0, chunk 0: it needs B"),
+        ("0: F0 .  B0 W0\n1: .  F0 B0 W0", "tick 2, stage 0: B of micro-batch 0, chunk 0"),
         ("0: F0 .  .  B0 W0\n1: .  F0 B0 W0", "is for 2 stages, 1 micro-batches and 1 chunks"),
     ],
 )
@@ -400,7 +400,7 @@ def test_bad_data_files(monkeypatch, capsys, tmp_path):
         ("empty.txt", "empty"),
         ("latin.txt", "UTF-8"),
         ("floats.npy", "1-D integer array"),
-        ("objects.npy", "not a whole .npy array"),
+        ("objects.npy", ".npy array of numbers"),
         ("large.npy", "token 999"),
     ):
         code, _, stderr = run(monkeypatch, capsys, "train", "--data", tmp_path / name)
@@ -441,12 +441,12 @@ def test_unwise_combinations_are_said():
         ("(lr=1e-05) x seed=3.", "(--lr 1e-05) x --seed 3."),
         ("Use loss_chunks in [1, 2] or seq_len/2", "Use --loss-chunks in [1, 2] or seq_len/2"),
         ("data='it\\'s \\x1b[1m'", "--data 'it'\"'\"'s \\x1b[1m'"),
-        ("out='': it names no folder", "--out '': it names no folder"),
+        ("out='': no folder", "--out '': no folder"),
         (
             "--drill nan:step=5 model.width=3 dp=2 beta=1 a_zero=1",
             "--drill nan:step=5 model.width=3 dp=2 beta=1 a_zero=1",
         ),
-        ("'mesh=dp=2 zerro=3': 'zerro' is no setting", "'mesh=dp=2 zerro=3': 'zerro' is no setting"),
+        ("'mesh=dp=2 zerro=3': 'zerro'", "'mesh=dp=2 zerro=3': 'zerro'"),
     ],
 )
 def test_a_message_of_the_library_is_said_in_flags(said, in_flags):

@@ -128,8 +128,8 @@ def test_a_proof_fails_where_one_gradient_is_not_a_number(theirs, monkeypatch):
 def test_what_is_there_is_not_overwritten(theirs, tmp_path, capsys):
     convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
     for words, said in (
-        (("hf", theirs, "--out", tmp_path / "ours"), "holds a checkpoint already"),
-        (("ours", tmp_path / "ours", "--out", theirs), "something of that name already"),
+        (("hf", theirs, "--out", tmp_path / "ours"), "checkpoint"),
+        (("ours", tmp_path / "ours", "--out", theirs), "Choose another folder"),
         (("ours", tmp_path / "none", "--out", tmp_path / "x"), "there is no such checkpoint"),
         (("hf", tmp_path / "none", "--out", tmp_path / "x"), "no file or folder of that name"),
     ):
@@ -287,7 +287,7 @@ def test_a_published_mixture_is_tuned_with_losses_of_one_s_own(tmp_path, data):
 def test_parameters_alone_are_not_restored_as_a_run(theirs, data, tmp_path, capsys):
     convert(capsys, "hf", theirs, "--out", tmp_path / "ours")
     code, text = train(capsys, "--model", theirs, "--restore", tmp_path / "ours", "--data", data, "--steps", 1)
-    assert code == 2 and "it holds parameters alone, and no run. Use --weights" in " ".join(text.split())
+    assert code == 2 and "Use --weights" in " ".join(text.split())
 
 
 def test_a_process_reads_the_bytes_of_its_shards_alone(theirs, monkeypatch):
@@ -324,7 +324,7 @@ def test_a_tied_head_is_compared_with_its_table_to_the_last_row(tmp_path, monkey
         np.array([0] * 11 + [last], np.float32).tofile(tmp_path / name)
     head, table = (Stored(tmp_path / name, "F32", (6, 2), 0) for name in ("head", "table"))
     weights._require_same(tmp_path, table, table)
-    with pytest.raises(ConfigError, match="differs from it"):
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
         weights._require_same(tmp_path, head, table)
 
 
@@ -418,5 +418,5 @@ def test_two_sets_of_weights_in_one_folder_are_refused(theirs, tmp_path):
     for name, content in contents(theirs).items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / safetensors.INDEX).write_text('{"weight_map": {"a": "other.safetensors"}}')
-    with pytest.raises(ConfigError, match="two sets"):
+    with pytest.raises(ConfigError, match=safetensors.INDEX):
         open_weights(tmp_path, MODEL)

@@ -193,7 +193,7 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_its_name(tmp_path):
     batches = Batches(load_corpus(str(tmp_path / "a.bin"), 1000), 4, 10, 0)
     batches[0].read()
     os.truncate(tmp_path / "a.bin", 10)
-    with pytest.raises(ConfigError, match=r"a\.bin.*1000 tokens when it was opened"):
+    with pytest.raises(ConfigError, match=r"a\.bin.*1000 tokens"):
         batches[1].read()
 
 
@@ -256,7 +256,7 @@ def test_token_outside_the_vocabulary_is_named(name, position, chunk, tmp_path, 
     path = tmp_path / name
     np.save(path, tokens) if name == "a.npy" else tokens.tofile(path)
     largest = int(tokens.max())
-    refused(path, f"token 50 at position {position} ", "of 50", f"vocab_size={largest + 1} ", vocab_size=50)
+    refused(path, f"token 50 at position {position} ", "token < 50", f"vocab_size={largest + 1} ", vocab_size=50)
     load_corpus(str(path), largest + 1)
 
 
@@ -433,5 +433,5 @@ def test_bad_mixture_is_refused(text):
 def test_weights_of_a_long_pattern_are_refused():
     for weights, period in (([0.5, 0.5], 2), ([7, 3], 10), ([1], 1), (["0.3333", "0.6667"], 10_000)):
         assert make_mixture([Fraction(w) for w in weights]).period == period
-    with pytest.raises(ConfigError, match="repeats after 100,000"):
+    with pytest.raises(ConfigError, match="100,000"):
         make_mixture([Fraction("0.33333"), Fraction("0.66667")])

@@ -711,7 +711,7 @@ def recorded(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda text: text[: len(text) // 2], "not JSON"),
+        (lambda text: text[: len(text) // 2], "JSON"),
         (
             lambda text: text.replace('"loss", "", 0, "loss", 0, {"-1": [', '"loss", "", 0, "loss", 0, {"-1": [1'),
             "hash",
@@ -747,8 +747,8 @@ def test_a_setting_that_one_of_two_trainings_does_not_say_is_refused():
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["mesh=dp=2", "mesh=1", "mesh=tp=2"], "two are compared"),
-        (["colour=red"], "'colour' is no setting"),
+        (["mesh=dp=2", "mesh=1", "mesh=tp=2"], "3 sides"),
+        (["colour=red"], "'colour'"),
         (["mesh=dp=2 'zero"], "No closing quotation"),
         (["mesh=dp=2", "seed=3"], "seed is 3"),
         (["mesh=dp=2", "nowhere.json"], "cannot be read"),

@@ -227,6 +227,25 @@ def test_docstrings_begin_with_their_subject():
     assert not headless
 
 
+ERRORS = ("ConfigError", "BadCheckpoint", "BadWeights")
+FACTS = r"there (is|are) no|\bno such|\bhas no\b|cannot|(is|are) not installed|would change nothing"
+
+
+def test_errors_say_what_must_hold():
+    """What a ConfigError requires is a rule ("num_heads must divide by tp"), or a fact of the few kinds above."""
+    neither = []
+    for path in [*ROOT.glob("jaxdist/**/*.py"), *ROOT.glob("experiments/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ERRORS and len(node.args) > 1:
+                required = node.args[1]
+                parts = required.values if isinstance(required, ast.JoinedStr) else [required]
+                if isinstance(required, ast.JoinedStr | ast.Constant):
+                    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
+                    if not re.search(rf"\bmust |{FACTS}", text):
+                        neither.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text}")
+    assert not neither, "\n".join(neither)
+
+
 def test_the_steps_on_a_gpu_in_prose_are_those_that_were_measured():
     runs = json.loads((ROOT / "docs/gpu/h100.json").read_text(encoding="utf-8"))["runs"]
     alone, _, peers = ({row["name"]: row["value"] for row in run["rows"]} for run in runs[:3])

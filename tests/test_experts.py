@@ -524,8 +524,8 @@ def small(mesh: str = "", **fields) -> RunConfig:
         (lambda: parse_mesh("dp=2,cp=2,ep=8"), r"ep=8 over dp=2 and cp=2: .* Use ep in \[1, 2, 4\]"),
         (lambda: small(num_experts=4, top_k=5), "top_k=5 with num_experts=4: .* Use top_k up to 4"),
         (lambda: small(top_k=0), "top_k=0"),
-        (lambda: small(router_score="tanh"), "router_score='tanh': it must be softmax or sigmoid"),
-        (lambda: small(capacity=0.2), "capacity=0.2: .* 0.8 tokens, .* capacity=0.25"),
+        (lambda: small(router_score="tanh"), "router_score='tanh': .* softmax or sigmoid"),
+        (lambda: small(capacity=0.2), "capacity=0.2: .* 0.8. .* capacity=0.25"),
         (lambda: small(capacity=-1.0), "capacity=-1"),
         (lambda: small(z_loss=-1.0), "z_loss=-1"),
         (lambda: small("dp=4,ep=4", num_experts=6), "6 experts: .* Use ep in .1, 2, 3"),
@@ -535,11 +535,11 @@ def small(mesh: str = "", **fields) -> RunConfig:
             lambda: config_of(SMALL, "dp=4,ep=4,tp=4", **APART),
             "ep=4 and experts_over_tp=True with 8 experts: each of 16 .* Use ep x tp in .1, 2, 4, 8",
         ),
-        (lambda: config_of(Fields(), "tp=4", **APART), "ep x tp splits experts, and it has none"),
-        (lambda: config_of(Fields(capacity=1.0)), "capacity=1.0: it is of a mixture of experts"),
+        (lambda: config_of(Fields(), "tp=4", **APART), "ep x tp"),
+        (lambda: config_of(Fields(capacity=1.0)), "capacity=1.0"),
         (
             lambda: dataclasses.replace(config_of(Fields()).model, kinds=("dense",)),
-            "without experts all layers are dense",
+            r"kinds=\('dense',\)",
         ),
     ],
 )
@@ -550,7 +550,7 @@ def test_what_cannot_be_is_refused_in_three_parts(make, message):
 
 def test_ep_needs_experts():
     dense = config_of(Fields()).model
-    with pytest.raises(ConfigError, match="ep splits experts, and it has none"):
+    with pytest.raises(ConfigError, match="ep=2"):
         RunConfig(dense, ParallelConfig(parse_mesh("dp=2,ep=2")), batch_size=8)
 
 

@@ -230,12 +230,12 @@ def test_text_ends_at_the_first_stop_word_of_a_token_that_holds_several():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"capacity": 41}, "no more positions"),
-        ({"num_texts": 3, "mesh": "dp=2"}, "as many"),
+        ({"capacity": 41}, "41 tokens"),
+        ({"num_texts": 3, "mesh": "dp=2"}, "3 texts"),
         ({"mesh": "pp=3"}, "pp in"),
         ({"mesh": "tp=3"}, "num_heads"),
         ({"mesh": "pp=2,cp=3"}, "all-gather"),
-        ({"mesh": "cp=4", "cp_kind": "usp-3"}, "groups of 3"),
+        ({"mesh": "cp=4", "cp_kind": "usp-3"}, "usp-3"),
         ({"mesh": "dp=2", "cp_kind": "ulysses"}, "cp=1"),
     ],
 )

@@ -288,7 +288,7 @@ def test_a_tied_head_beside_its_table_is_kept_and_must_be_equal(huggingface, tmp
     assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
     tensors["lm_head.weight"][130, 63] += 1
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match="tied to the token table and differs"):
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
         open_weights(tmp_path, model)
 
 
@@ -332,9 +332,9 @@ def test_files_of_gpt_2_s_bare_body(huggingface, tmp_path):
     [
         ("llama", {"model_type": "gemma"}, 'model_type: "gemma"'),
         ("llama", {"hidden_act": "gelu"}, 'hidden_act: "gelu"'),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "only the types default, linear, llama3"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "default, linear, llama3"),
         ("llama", {"rope_parameters": {**LLAMA3, "attention_factor": 2}}, r"\['attention_factor'\] cannot"),
-        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "it is a number above 0"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "no factor"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout: 0.1"),
         ("llama", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -346,7 +346,7 @@ def test_files_of_gpt_2_s_bare_body(huggingface, tmp_path):
         ("gpt2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon: 1e-06"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: true"),
         ("gpt2", {"activation_function": "relu"}, 'activation_function: "relu"'),
-        ("gpt2", {"attn_pdrop": 0.1}, "are one rate here"),
+        ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_field_and_value(family, change, said):

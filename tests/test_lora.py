@@ -386,12 +386,12 @@ def test_adapters_resume_on_another_mesh_and_merge_into_the_weights_that_are_exp
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (dict(lora=4, lora_targets="w_q,w_nowhere"), "no such matrix; it has w_down"),
+        (dict(lora=4, lora_targets="w_q,w_nowhere"), "w_down"),
         (dict(lora=-1), "lora"),
         (dict(lora_alpha=4.0), "there are none"),
         (dict(lora_targets="w_q"), "there are none"),
-        (dict(lora=4, lora_alpha=0.0), "scales the adapters"),
-        (dict(lora=4, lora_alpha=float("nan")), "scales the adapters"),
+        (dict(lora=4, lora_alpha=0.0), "lora_alpha="),
+        (dict(lora=4, lora_alpha=float("nan")), "lora_alpha="),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(flags, match):
@@ -405,7 +405,7 @@ def test_adapters_that_cannot_be_are_refused(flags, match):
         (["--lora", "8", "--lr", "0.01", "--weights", "whole"], "rank: 4; the model has 8"),
         (["--lora", "4", "--lora-alpha", "1", "--lr", "0.01", "--weights", "whole"], "alpha: 8.0; the model has 1.0"),
         (["--lora", "4", "--width", "32", "--lr", "0.01", "--weights", "base"], "width: 64; the model has 32"),
-        (["--out", "base", "--lora", "4"], "another run"),
+        (["--out", "base", "--lora", "4"], "same settings"),
     ],
 )
 def test_weights_that_adapters_do_not_fit_are_refused(folder, capfd, monkeypatch, words, match):

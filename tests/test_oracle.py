@@ -314,9 +314,9 @@ def test_layers_with_constants_in_their_gradients_can_be_written_out(model, mesh
 
 def test_an_oracle_refuses_what_it_does_not_know():
     verify = Verifier(Devices(DEVICES, True, "simulated"), 1, "plain")
-    with pytest.raises(ConfigError, match="16 bits are too coarse"):
+    with pytest.raises(ConfigError, match="dtype bfloat16"):
         verify("", config_of(dtype="bfloat16"))
-    with pytest.raises(ConfigError, match=r"dropout masks are not ours|not installed"):
+    with pytest.raises(ConfigError, match="--oracle transformers"):
         oracles.require_known("transformers", config_of(dropout=0.1))
 
 

@@ -310,7 +310,7 @@ def test_tokens_outside_the_sequence_are_an_index_error():
 def test_too_short_corpus_says_what_would_work():
     with pytest.raises(ConfigError) as caught:
         Batches(corpus_of(np.arange(512)), 8, 64, seed=0)
-    for words in ("there are 512", "needs 513", "batch_size=7 ", "seq_len=63 ", "more data"):
+    for words in ("there are 512", "513 tokens", "batch_size=7 ", "seq_len=63 ", "more data"):
         assert words in str(caught.value)
     for batch_size, seq_len, num_tokens in ((8, 64, 513), (7, 64, 512), (8, 63, 512)):
         Batches(corpus_of(np.arange(num_tokens)), batch_size, seq_len, seed=0)
@@ -319,5 +319,5 @@ def test_too_short_corpus_says_what_would_work():
 def test_a_source_needs_only_its_rows_of_a_batch():
     large, small = np.arange(513), np.arange(65)
     Batches(corpus_of(large, small, weights=[7, 1]), 8, 64, seed=0)
-    with pytest.raises(ConfigError, match=r"needs 257 tokens.*there are 65 in source 1.*batch_size=2 "):
+    with pytest.raises(ConfigError, match=r"257 tokens.*there are 65 in source 1.*batch_size=2 "):
         Batches(corpus_of(large, small), 8, 64, seed=0)

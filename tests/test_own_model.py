@@ -304,7 +304,7 @@ def test_the_work_of_a_llama():
     [
         ("tp=8", {}, "heads=4 of parameter blocks.w_k over tp=8"),
         ("tp=2", {"tp_ring": "one-way"}, "ring"),
-        ("dp=2", {"attention": "cudnn"}, "attention=cudnn: Llama does not use it"),
+        ("dp=2", {"attention": "cudnn"}, "attention=cudnn: .* Llama"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused(mesh, parallel, match):
@@ -361,7 +361,7 @@ def test_a_module_that_keeps_more_than_parameters_is_refused_by_name():
 
 
 def test_results_of_other_structures_are_refused():
-    with pytest.raises(ConfigError, match="only one of the two has 'b'"):
+    with pytest.raises(ConfigError, match="'b'"):
         jaxdist.verify(lambda x: {"a": x}, lambda x: {"a": x, "b": x}, (np.ones(3),))
     report = jaxdist.verify(lambda x: (x + 1, x > 0), lambda x: (x + 1, x > 1), (np.ones(3),))
     assert not report.ok and "1 of 2 values differ" in str(report)

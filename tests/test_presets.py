@@ -65,7 +65,7 @@ def test_a_decoder_s_initial_values_have_the_spread_of_gpt_2_s():
 
 @pytest.mark.parametrize(
     "text, said",
-    [(None, "no file or folder"), ("{", "not JSON"), ("[]", "no JSON object"), ("{}", "with no model_type")],
+    [(None, "no file or folder"), ("{", "JSON"), ("[]", "JSON object"), ("{}", "with no model_type")],
 )
 def test_a_path_that_is_no_config(tmp_path, text, said):
     path = tmp_path / "config.json"

@@ -104,7 +104,7 @@ def test_a_run_is_profiled_and_says_what_was_exposed(tmp_path, capfd):
             jax.profiler.stop_trace()
     for more, match in (
         (["--profile", "2:3"], "without --out"),
-        (["--out", tmp_path / "a", "--profile", "7:8"], "ends after"),
+        (["--out", tmp_path / "a", "--profile", "7:8"], "--profile 7:8"),
     ):
         code, _, err = run(train.main, train.TrainFlags, "train", [*words, "--steps", "4", *more], capfd)
         assert code == 2 and match in err

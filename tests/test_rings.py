@@ -103,8 +103,8 @@ def test_two_ways_share_the_chunks():
     ("mesh", "more", "message"),
     [
         (MeshShape(tp=2), {}, "Add sp=True"),
-        (MeshShape(dp=2), {"sp": True}, "a ring needs neighbours"),
-        (MeshShape(pp=2, tp=2), {"sp": True}, "would be mismatched"),
+        (MeshShape(dp=2), {"sp": True}, "tp=1"),
+        (MeshShape(pp=2, tp=2), {"sp": True}, "pp=2"),
     ],
 )
 def test_a_ring_that_cannot_run_is_refused(mesh, more, message):

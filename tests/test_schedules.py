@@ -88,7 +88,7 @@ def stages_of(schedule: Schedule) -> list[int]:
 
 
 def test_a_message_that_is_still_on_its_way_is_refused():
-    with pytest.raises(ConfigError, match="it needs F of micro-batch 0, chunk 0 of stage 0, which is there only after"):
+    with pytest.raises(ConfigError, match="F of micro-batch 0, chunk 0 of stage 0, which is there only after"):
         validate(dataclasses.replace(make_schedule("1f1b", 2, 4), send_latency=2))
     with pytest.raises(ConfigError, match="Use 1 or 2"):
         make_schedule("1f1b", 2, 4, send_latency=3)
@@ -99,7 +99,7 @@ def test_a_message_that_is_still_on_its_way_is_refused():
 
 
 def test_a_table_of_too_many_cells_is_refused_before_it_is_made():
-    with pytest.raises(ConfigError, match="for at most 131,072 together, and this is 160,000"):
+    with pytest.raises(ConfigError, match=r"131,072.*160,000"):
         make_schedule("interleaved", 4, 20_000, 2)
 
 
@@ -269,7 +269,7 @@ def test_doubled_action_is_named_with_both_ticks(schedule):
     for tick, stage, action in entries_of(schedule):
         last = schedule.num_ticks
         doubled = dataclasses.replace(schedule, table=(*schedule.table, (None,) * schedule.num_stages))
-        with pytest.raises(ConfigError, match=f"tick {last}, stage {stage}: {action}: .*already run it at tick {tick}"):
+        with pytest.raises(ConfigError, match=f"tick {last}, stage {stage}: {action}: .* tick {tick}"):
             validate(changed(doubled, {(last, stage): action}))
 
 
@@ -285,7 +285,7 @@ def test_action_shifted_before_what_it_needs_is_named(schedule):
                     validate(swapped)
             elif schedule.table[arrives][stage] is None:
                 shifted = changed(schedule, {(tick, stage): None, (arrives, stage): action})
-                with pytest.raises(ConfigError, match=f"tick {arrives}, stage {stage}: {action}: .*needs .*after tick"):
+                with pytest.raises(ConfigError, match=f"tick {arrives}, stage {stage}: {action}: .*after tick"):
                     validate(shifted)
 
 
@@ -322,9 +322,9 @@ def test_an_r_in_a_table_is_for_every_b():
     assert parse(table.format("R1")).recompute
     with pytest.raises(ConfigError, match="R of micro-batch 1, chunk 0 is missing"):
         parse(table.format("."))
-    with pytest.raises(ConfigError, match="the schedule recomputes nothing"):
+    with pytest.raises(ConfigError, match="R of micro-batch 1"):
         validate(dataclasses.replace(parse(table.format("R1")), recompute=False))
-    with pytest.raises(ConfigError, match="it needs R of micro-batch 0"):
+    with pytest.raises(ConfigError, match="R of micro-batch 0"):
         parse("0: F0 B0 R0 W0")
 
 
@@ -342,7 +342,7 @@ def test_wrong_micro_batch_is_named(schedule):
             ConfigError, match=rf"stage {stage}: {action.phase.name} of micro-batch \d+, chunk {action.chunk}"
         ):
             validate(changed(schedule, {(tick, stage): action._replace(microbatch=(action.microbatch + 1) % 4)}))
-        with pytest.raises(ConfigError, match=f"tick {tick}, stage {stage}: .*micro-batch 4 is out of range"):
+        with pytest.raises(ConfigError, match=f"tick {tick}, stage {stage}: .*micro-batch .*, not 4"):
             validate(changed(schedule, {(tick, stage): action._replace(microbatch=4)}))
 
 
@@ -384,8 +384,8 @@ def test_asking_for_what_cannot_be_made():
         ("1f1b", 0, 2): "0 stages",
         ("1f1b", 2, 0): "0 micro-batches",
         ("interleaved", 2, 2, 0): "0 chunks",
-        ("1f1b", 2, 2, 2): "made for 1",
-        ("zb-v", 2, 2, 3): "made for 2",
+        ("1f1b", 2, 2, 2): "with 2 chunks a stage",
+        ("zb-v", 2, 2, 3): "with 3 chunks a stage",
     }.items():
         with pytest.raises(ConfigError, match=message):
             make_schedule(*arguments)
@@ -451,16 +451,16 @@ def test_text_that_cannot_be_read_names_line_and_cell(tmp_path):
         "F0 G0": "line 1, tick 1, stage 0: 'G0'",
         "F0\nF0 f0:1": "line 2, tick 1, stage 1: 'f0:1'",
         "F0 F\u0661": "tick 1, stage 0",
-        "1: F0": "line 1: '1:': here comes stage 0",
-        "stages=2\nF0 B0 W0": "stages=2: it has 1 lines",
+        "1: F0": "line 1: '1:'",
+        "stages=2\nF0 B0 W0": "stages=2: ",
         "chunks=two\nF0 B0 W0": "chunks=two",
         "colour=red\nF0": "'colour=red'",
         "fused=maybe\nF0": "'fused=maybe'",
         "microbatches=2\nF0 B0 W0": "F of micro-batch 1, chunk 0 is missing",
         "microbatches=0\nF0 B0 W0": "0 micro-batches",
         "placement=v chunks=3\nF0": "a V must go down",
-        "# nothing": "no actions",
-        ". .": "no actions",
+        "# nothing": "have actions",
+        ". .": "have actions",
     }.items():
         with pytest.raises(ConfigError, match=message):
             parse(text)

@@ -122,7 +122,7 @@ def test_what_cannot_be_shown_is_refused(folder, capfd):
     for damage, match in (
         (lambda: (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n'), "of this version"),
         (lambda: (folder / "metrics.jsonl").unlink(), "Wait for its first step"),
-        (lambda: (folder / "config.json").write_text("[]"), "no configuration"),
+        (lambda: (folder / "config.json").write_text("[]"), "config.json"),
         (lambda: (folder / "config.json").unlink(), "cannot be read"),
     ):
         damage()

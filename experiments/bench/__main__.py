@@ -96,7 +96,7 @@ def main(flags: BenchFlags, console: Console) -> int:
     with console.status(f"measuring: {flags.which}") if flags.which in SILENT else nullcontext():
         rows, devices, ok = bench(flags, config, console)
     if flags.only and not rows and flags.start_within == math.inf:  # a time limit may leave rows out as well
-        raise ConfigError(f"--only {flags.only}", "no row has that in its name", f"Run {flags.which} without it")
+        raise ConfigError(f"--only {flags.only}", "must be part of a row's name", f"Run {flags.which} without it")
     if flags.json:
         write_rows(flags.json, describe_machine(devices) | {"model": dataclasses.asdict(config.model)}, rows)
     return 0 if ok else 1

@@ -30,7 +30,7 @@ def bench_experts(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     """
     model = config.model
     if not getattr(model, "num_experts", 0):
-        raise ConfigError(f"bench experts with {model.describe()}", "it has no experts", "Use --model moe-10m")
+        raise ConfigError(f"bench experts with {model.describe()}", "must have experts", "Use --model moe-10m")
     devices = acquire_devices(1, flags.device)
     console.print(f"devices: {devices.description}")
     rows = config.batch_size * model.seq_len * model.top_k

@@ -75,7 +75,7 @@ def plan_sections(flags: GpuFlags, num_gpus: int = 1) -> list[Section]:
     """What will run, in order of importance. Raises: ConfigError for flags that cannot work."""
     limit = flags.time_limit_minutes
     if not (math.isfinite(limit) and limit > 0):
-        raise ConfigError(f"time_limit_minutes={limit}", "it must be a positive finite number", "Use the default")
+        raise ConfigError(f"time_limit_minutes={limit}", "must be a positive finite number", "Use the default")
 
     def step(preset: str, batch_size: int = 16) -> str:
         return f"--device gpu --dtype bfloat16 --model {preset} --batch-size {batch_size}"
@@ -99,7 +99,7 @@ def plan_sections(flags: GpuFlags, num_gpus: int = 1) -> list[Section]:
     chosen = [section for section in sections if section.name.startswith(flags.only or ("",))]
     if not chosen:
         names = ", ".join(section.name for section in sections)
-        raise ConfigError(f"--only {' '.join(flags.only)}", "no section's name starts so", f"Use some of {names}")
+        raise ConfigError(f"--only {' '.join(flags.only)}", "must begin a section's name", f"Use some of {names}")
     return chosen
 
 
@@ -124,7 +124,7 @@ def require_gpu() -> Devices:
     except ConfigError as error:
         raise ConfigError(
             command_text("bench gpu"),
-            "it measures a GPU, and JAX sees none on this machine",
+            "JAX must see a GPU to measure, and sees none on this machine",
             f"On a machine with an NVIDIA driver (`nvidia-smi` must list the card): {install_text('cuda')}",
         ) from error
 

@@ -101,7 +101,7 @@ def main(flags: LevelsFlags, console: Console) -> int:
     refuse_ignored(flags, USED | {"compile", "only", "run", "json"}, "the table has rows for it")
     require_writable("--json", flags.json)
     if flags.run and flags.compile != "cpu":
-        raise ConfigError("--run", f"--compile {flags.compile} is not here to run", "Use --run with --compile cpu")
+        raise ConfigError("--run", "--compile must be cpu, which can run here", "Use --run with --compile cpu")
     base = flags.run_config()
     set_precision(base)
     without_devices(max(parse_mesh(mesh).num_devices for mesh, _ in LAYOUTS))

@@ -82,7 +82,7 @@ def bench_peers(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
         raise ConfigError(f"peers --dtype {dtype}", "peers must train in float32 or bfloat16", "Use --dtype bfloat16")
     if dtype != "float32" and flags.only != ONLY:
         raise ConfigError(
-            f"peers --dtype {dtype}", "on meshes the peers are written in float32", f"Add --only {ONLY!r}"
+            f"peers --dtype {dtype}", "must be float32, as the peers are on meshes", f"Add --only {ONLY!r}"
         )
     devices = acquire_devices(1 if flags.only == ONLY else 8, flags.device)
     console.print(f"devices: {devices.description}")

@@ -44,7 +44,7 @@ def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
         (path,) = Path(folder).rglob("*.xplane.pb")
         found = own_seconds(jax.profiler.ProfileData.from_file(str(path)))
     if not found:
-        raise ConfigError("profile", f"{devices.platform} reports no operations to JAX's profiler", "Use --device cpu")
+        raise ConfigError("profile", f"{devices.platform} must report operations to JAX's profiler", "Use --device cpu")
 
     origins = origins_of(compiled.as_text())
     totals, counts = Counter(), Counter()

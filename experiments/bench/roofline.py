@@ -38,14 +38,14 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
     if flags.hardware not in CUDA_CARDS:
         raise ConfigError(
             f"--hardware {flags.hardware}",
-            "the compiler needs a description of the card, and there is none of that name",
+            "must be a card of which the compiler has a description",
             f"Use {', '.join(CUDA_CARDS)}",
         )
     hardware, mesh = find_hardware(flags.hardware), config.parallel.mesh
     if mesh.pp > 1:
         raise ConfigError(
             f"--mesh {mesh}",
-            "how often a pipeline's loops run is in its table, not in the program, so its kernels cannot be counted",
+            "pp must be 1: how often a pipeline's kernels run is said by its table and not by the program",
             "Use a mesh with pp=1",
         )
     nodes = -(-mesh.num_devices // hardware.devices_per_node)

@@ -38,18 +38,18 @@ def bench_standin(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     if mesh.num_devices == 1:
         raise ConfigError(
             "standin without --mesh",
-            "one real NVIDIA GPU stands for all ranks of a mesh",
+            "there must be a mesh, for all of whose ranks one real NVIDIA GPU stands",
             "Use --mesh dp=8 on a machine with one",
         )
     if mesh.pp > 1:
         raise ConfigError(
-            f"standin with pp={mesh.pp}", "only the first stage's part would be measured", "Use a mesh of dp and tp"
+            f"standin with pp={mesh.pp}", "must be 1: only the first stage would be measured", "Use a mesh of dp and tp"
         )
     devices = mock_gpus(mesh.num_devices)
     hardware = card_of(devices.devices[0].device_kind)
     if hardware is None:
         raise ConfigError(
-            f"standin on {devices.devices[0].device_kind}", "the plan's table does not have it", "Use an H100 or H200"
+            f"standin on {devices.devices[0].device_kind}", "the plan's table must have it", "Use an H100 or H200"
         )
     console.print(f"devices: 1 x {devices.devices[0].device_kind}, standing for {mesh.num_devices}: {mesh}")
     attention = attention_on(make_mesh(mesh, devices.devices), config, training=True)
@@ -84,7 +84,7 @@ def mock_gpus(count: int) -> Devices:
     except ConfigError as error:
         raise ConfigError(
             f"standin for {count} devices",
-            "one real NVIDIA GPU stands for all of them, and JAX sees none that can on this machine",
+            "one real NVIDIA GPU must stand for all of them, and JAX sees none that can on this machine",
             "Run it on a machine with one; `plan` predicts without",
         ) from error
 

@@ -192,7 +192,7 @@ def compare(row: Published) -> Compared:
     found = search(dataclasses.replace(row.config, parallel=ParallelConfig()), cluster, "cudnn")
     found = with_arrays(found, "cudnn", efficiency_of("h100"))
     if not found.num_fitting:
-        raise ConfigError(row.name, "no layout fits", "Use more devices")
+        raise ConfigError(row.name, "must have a layout that fits", "Use more devices")
     return Compared(row, theirs, found.take(rank(found)[:1]))
 
 
@@ -201,7 +201,7 @@ def main(flags: PublishedFlags, console: Console) -> int:
     rows = [row for row in ROWS if flags.only.lower() in row.name.lower()]
     if not rows:
         names = ", ".join(dict.fromkeys(row.name for row in ROWS))
-        raise ConfigError(f"--only {flags.only}", "no row has such a name", f"Use a part of {names}")
+        raise ConfigError(f"--only {flags.only}", "must be part of a row's name", f"Use a part of {names}")
     found = []
     with Progress("searching, published runs") as progress:
         for done, row in enumerate(rows):

@@ -63,7 +63,7 @@ def main(flags: LabsFlags, console: Console) -> int:
     if not flags.name:
         for wrong, said in ((flags.break_, "--break"), (flags.answer, "--answer"), (flags.out, "--out")):
             if wrong:
-                raise ConfigError(said, "it belongs to one lab", f"Use {command_text('labs')} NAME {said} ...")
+                raise ConfigError(said, "must be of one lab", f"Use {command_text('labs')} NAME {said} ...")
         list_course(console)
         return 0
     lab = chosen_lab(flags)
@@ -100,18 +100,18 @@ def list_course(console: Console) -> None:
 
 def chosen_lab(flags: LabsFlags) -> Lab:
     if len(flags.name) > 1:
-        raise ConfigError(f"{len(flags.name)} labs", "one runs at a time", "Name one, or use --all")
+        raise ConfigError(f"{len(flags.name)} labs", "must be one at a time", "Name one, or use --all")
     (name,) = flags.name
     if name not in COURSE:
-        raise ConfigError(f"lab {name!r}", f"the labs are {', '.join(COURSE)}", "Use one of them")
+        raise ConfigError(f"lab {name!r}", f"must be one of {', '.join(COURSE)}", "Use one of them")
     lab = find_lab(name)
     if flags.break_ is not None and flags.break_ not in lab.breaks:
         known = ", ".join(lab.breaks)
-        raise ConfigError(f"--break {flags.break_}", f"{name} can be broken by {known}", "Use one of them")
+        raise ConfigError(f"--break {flags.break_}", f"must be a break of {name}: {known}", "Use one of them")
     if flags.break_ is not None and (flags.answer or flags.out is not None):
-        raise ConfigError("--break", "a broken run has neither answers nor pictures", "Leave out --answer and --out")
+        raise ConfigError("--break", "must come without answers and pictures", "Leave out --answer and --out")
     if flags.answer and flags.out is not None:
-        raise ConfigError("--answer", "answers are judged without writing the page", "Leave out --out")
+        raise ConfigError("--answer", "must come without a page to write", "Leave out --out")
     return lab
 
 
@@ -123,7 +123,7 @@ def parse_answer(text: str) -> tuple[str, float]:
         value = math.nan
     if math.isfinite(value):
         return key, value
-    raise ConfigError(f"--answer {text!r}", "it is KEY=NUMBER", "Use --answer bytes=16, say")
+    raise ConfigError(f"--answer {text!r}", "must be KEY=NUMBER", "Use --answer bytes=16, say")
 
 
 def drawing_folder(out: str | None) -> Path | None:
@@ -138,7 +138,7 @@ def our_pages(flag: str) -> Path:
     """docs/labs of the clone. Raises: ConfigError where there is none."""
     pages_here = import_root() / "docs/labs"
     if not pages_here.exists():
-        raise ConfigError(flag, "the pages are in a clone, not where this was installed", "Run it in a clone")
+        raise ConfigError(flag, "must be run in a clone, where the pages are", "Run it in a clone")
     return pages_here
 
 
@@ -174,7 +174,7 @@ def show_checks(result: Result, console: Console) -> None:
 def judge(lab: Lab, known: dict[str, Question], answers: list[tuple[str, float]], console: Console) -> int:
     for key, _ in answers:
         if key not in known:
-            raise ConfigError(f"--answer {key}", f"the questions of {lab.name} are {', '.join(known)}", "Use one")
+            raise ConfigError(f"--answer {key}", f"must be a question of {lab.name}: {', '.join(known)}", "Use one")
     right = [known[key].accepts(number) for key, number in answers]
     for (key, number), ok in zip(answers, right, strict=True):
         size = "large" if number > known[key].answer else "small"
@@ -228,7 +228,7 @@ def wrongly_red(lab: Lab, name: str, result: Result) -> str:
 
 def run_all(flags: LabsFlags, console: Console) -> int:
     if flags.name or flags.break_ is not None or flags.answer:
-        raise ConfigError("--all", "it runs every lab and every break", "Leave out the name, --break and --answer")
+        raise ConfigError("--all", "must come alone: it runs everything", "Leave out the name, --break and --answer")
     folder = drawing_folder(flags.out or str(our_pages("--all")))
     started, passed = time.monotonic(), 0
     for number, name in enumerate(COURSE, 1):
@@ -253,7 +253,7 @@ def run_all(flags: LabsFlags, console: Console) -> int:
 
 def make_notebooks(flags: LabsFlags, console: Console) -> int:
     if flags.name or flags.break_ is not None or flags.answer or flags.all or flags.out is not None:
-        raise ConfigError("--notebooks", "it writes every page as a notebook", "Leave out everything else")
+        raise ConfigError("--notebooks", "must come alone: it writes every page", "Leave out everything else")
     if importlib.util.find_spec("jupytext") is None:
         raise ConfigError("--notebooks", "it needs jupytext, which is not installed", install_text("notebooks"))
     folder = make_folder("--notebooks", flags.notebooks)

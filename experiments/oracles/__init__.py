@@ -87,13 +87,13 @@ def require_known(oracle: OracleName, config: RunConfig) -> None:
     if type(config.model) not in known:
         raise ConfigError(
             f"--oracle {oracle} with {config.model.describe()}",
-            f"its models are {' and '.join(model.__name__ for model in known)}",
+            f"the model must be {' or '.join(model.__name__ for model in known)}",
             "Leave it out",
         )
     if config.precision.dtype not in ("float32", "float64"):
         raise ConfigError(
             f"--oracle {oracle} with dtype {config.precision.dtype}",
-            "an oracle computes in float64, and 16 bits are too coarse to be held to that",
+            "must not be of 16 bits, too coarse to be held to an oracle, which computes in float64",
             "Use --dtype float32 or float64",
         )
     if oracle != "transformers":
@@ -104,7 +104,7 @@ def require_known(oracle: OracleName, config: RunConfig) -> None:
         raise ConfigError(
             f"--oracle transformers with {config.optimizer.name}, dropout {config.model.dropout} and "
             f"mask_documents={config.mask_documents}",
-            "it trains with AdamW, its dropout masks are not ours, and it sees all of a row",
+            "must be AdamW without dropout, whose masks are not ours, and without masks of documents",
             "Use --oracle plain",
         )
 

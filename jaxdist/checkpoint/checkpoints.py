@@ -125,7 +125,7 @@ class Checkpoints:
     ):
         self.folder, self.keep_last, self.keep_every = Path(folder).absolute(), keep_last, keep_every
         if os.path.lexists(self.folder) and not self.folder.is_dir():
-            raise ConfigError(f"checkpoints in {self.folder}", "it is not a folder", "Remove it, or use another folder")
+            raise ConfigError(f"checkpoints in {self.folder}", "it must be a folder", "Remove it, or use another")
         self._warn = warn
         self._orbax = ocp.AsyncCheckpointer(_handler(), timeout_secs=timeout)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -356,7 +356,7 @@ def _same_here(checkpoints: Checkpoints, step: str, digest: str) -> Manifest:
     if manifest.digest != digest:
         raise BadCheckpoint(
             f"checkpoint {checkpoints.path(manifest.step)}",
-            f"it is not the one that the first process sees under its name (process {processes.index()} says so)",
+            f"must be the same on all processes, and process {processes.index()} sees another than the first one does",
             "Name a folder on a file system that all processes share",
         )
     checkpoints.require_files(manifest)

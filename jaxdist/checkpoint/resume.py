@@ -100,14 +100,14 @@ def find(
     if random != _random(config):
         raise ConfigError(
             f"out={str(checkpoints.folder.parent)!r}",
-            f"its random numbers are of {random}, and here of {_random(config)}",
+            f"random numbers must be made alike: its run has {random}, and this one {_random(config)}",
             "Use the same JAX settings",
         )
     there = manifest.table("data")
     if there.get("fingerprint") != data["fingerprint"]:
         raise ConfigError(
             f"out={str(checkpoints.folder.parent)!r}",
-            f"its run reads other data ({there.get('source')}; here {data['source']})",
+            f"must hold a run on the same data: its run reads {there.get('source')}, and this one {data['source']}",
             "Give the same data, or start another run with restore",
         )
     return manifest
@@ -117,16 +117,16 @@ def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:
     """The checkpoint that `restore=DIR[:STEP]` names; its model and optimiser must be this run's."""
     checkpoints, manifest = locate(text, "restore")
     if "progress" not in manifest.about:
-        raise ConfigError(f"restore={text!r}", "it holds parameters alone, and no run", f"Use weights={text!r}")
+        raise ConfigError(f"restore={text!r}", "must hold a run, and it holds parameters only", f"Use weights={text!r}")
     there = manifest.about.get("config")
     differing = differences(there, to_dict(config), only=("model", "optimizer.name"))
     differing = [line for line in differing if line.split(" ")[0] not in [f"model.{name}" for name in TRAINING]]
     if differing:
-        raise ConfigError(f"restore={text!r}", f"it is of another model: {'; '.join(differing)}", "Use the same")
+        raise ConfigError(f"restore={text!r}", f"must be of the same model: {'; '.join(differing)}", "Use the same")
     if manifest.step >= config.steps:
         raise ConfigError(
             f"restore={text!r}",
-            f"it is of step {manifest.step}, and the run ends at steps={config.steps}",
+            f"the run must go beyond its step {manifest.step}, and ends at steps={config.steps}",
             "Use more steps",
         )
     return checkpoints, manifest
@@ -158,7 +158,7 @@ def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, s
             require_within(name, getattr(progress, name), 0, 2**62)
         written_on = MeshShape(**fields_of(MeshShape, manifest.about["config"]["parallel"]["mesh"], "its mesh"))
     except (KeyError, TypeError, ConfigError) as error:
-        raise BadCheckpoint(asked, f"it does not say where its run was ({error})", "Use another") from error
+        raise BadCheckpoint(asked, f"must say how far its run had got ({error})", "Use another checkpoint") from error
     counters: tuple[str, ...] = ()
     if not same_run:
         models = (program.config.model, checkpointed_model(checkpoints, manifest, program.config.model, trust=False))
@@ -166,7 +166,7 @@ def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, s
     foreign = manifest.arrays.keys() - wanted.keys()
     foreign = [name for name in foreign if same_run or not (name.startswith("scale.") or name.endswith(counters))]
     if foreign:
-        raise BadCheckpoint(asked, f"it holds an array that this run does not have, {min(foreign)}", "Use another")
+        raise BadCheckpoint(asked, f"must hold only arrays of this run, not {min(foreign)}", "Use another")
     there = {name: x for name, x in wanted.items() if name in manifest.arrays or not name.endswith(counters)}
     state = from_logical(program, with_zeros(checkpoints.restore(manifest, there), wanted))
     text = f"step {manifest.step} of {checkpoints.folder.parent}, written on {written_on}"
@@ -183,7 +183,7 @@ def clear(out: Path, overwrite: bool) -> None:
     if not overwrite:
         raise ConfigError(
             f"fresh=True with out={str(out)!r}",
-            "the folder holds a run already",
+            "the folder must not hold a run yet, and it does",
             "Choose another folder, or add overwrite=True",
         )
     try:
@@ -194,7 +194,7 @@ def clear(out: Path, overwrite: bool) -> None:
     except OSError as error:
         raise ConfigError(
             f"fresh=True with out={str(out)!r}",
-            f"the run that it holds cannot be removed ({error.filename}: {reason_of(error)})",
+            f"the run in it must be removed first, and cannot be ({error.filename}: {reason_of(error)})",
             "Choose another folder",
         ) from error
     for folder in (out / FOLDER, out / PROCESSES):
@@ -259,7 +259,7 @@ def require_same_run(out: str, there: dict | None, config: RunConfig) -> None:
     if differing:
         raise ConfigError(
             f"out={str(out)!r}",
-            f"it holds a run of other settings, so continuing it would be another run: {'; '.join(differing)}",
+            f"must hold a run of the same settings, or going on would make another run: {'; '.join(differing)}",
             "Give the same settings, choose another folder, or add restore=DIR to start from its checkpoint in another",
         )
 

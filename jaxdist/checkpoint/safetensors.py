@@ -103,7 +103,7 @@ def open_folder(path: Path | str) -> Folder:
         said = reason_of(said) if isinstance(said, BaseException) else said
         raise _bad(index_path, f"it is not a whole index ({said})") from error
     if FILE not in files and os.path.lexists(path / FILE):
-        both = f"the folder holds two sets of weights, {FILE} and the files that {INDEX} names"
+        both = f"must hold one set of weights, and holds two: {FILE} and the files that {INDEX} names"
         raise ConfigError(f"the weights in {path}", both, "Remove one of them")
     for file, part in zip(files, parts, strict=True):
         if part.is_absolute() or len(part.parts) != 1 or ".." in part.parts or "\\" in file or "\0" in file:

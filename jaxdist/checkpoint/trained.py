@@ -96,7 +96,7 @@ class Weights:
             try:
                 ends = json.loads(text).get("eos_token_id")
             except (ValueError, AttributeError, RecursionError) as error:
-                raise ConfigError(f"{GENERATION} in {self.companions}", "it is not JSON", "Fetch it again") from error
+                raise ConfigError(f"{GENERATION} in {self.companions}", "must be JSON", "Fetch it again") from error
             found += ends if isinstance(ends, list) else [ends]
         return tuple(dict.fromkeys(end for end in found if type(end) is int))
 
@@ -135,7 +135,7 @@ def _set_in(path: Path, values: dict) -> None:
     """Set values of a JSON file, which is made where it is missing and left as it is where it says the same."""
     found = json.loads(read_text_file("settings", path)) if path.exists() else {}
     if not isinstance(found, dict):
-        raise ConfigError(f"{path.name} in {path.parent}", "it must be an object", "Fetch it again")
+        raise ConfigError(f"{path.name} in {path.parent}", "must be a JSON object", "Fetch it again")
     if any(found.get(name) != value for name, value in values.items()):
         write_whole(path, (json.dumps(found | values, indent=2) + "\n").encode())
 
@@ -345,7 +345,7 @@ def checkpointed_model(checkpoints: Checkpoints, manifest: Manifest, like: Model
         return model_of(manifest.about["config"]["model"], like, trust)
     except (KeyError, TypeError, AttributeError) as error:
         raise BadCheckpoint(
-            f"checkpoint {checkpoints.path(manifest.step)}", "it does not say of which model it is", "Use another"
+            f"checkpoint {checkpoints.path(manifest.step)}", "must say which model it is of", "Use another checkpoint"
         ) from error
 
 

@@ -186,7 +186,7 @@ def _require_same(path: Path, head: Stored, table: Stored) -> None:
         if all(np.array_equal(a[n : n + COMPARED_ROWS], b[n : n + COMPARED_ROWS]) for n in steps):
             return
     raise ConfigError(
-        f"weights in {path}", f"{HEAD} is tied to the token table and differs from it", "Set tie_word_embeddings false"
+        f"weights in {path}", f"{HEAD} is tied to the token table and must equal it", "Set tie_word_embeddings false"
     )
 
 
@@ -288,7 +288,7 @@ def write_weights(
     """
     out = Path(out)
     if os.path.lexists(out):
-        raise ConfigError(f"out={str(out)!r}", "there is something of that name already", "Choose another folder")
+        raise ConfigError(f"out={str(out)!r}", "must not exist yet, and it does", "Choose another folder")
     widest = safetensors.NAMES[np.dtype(np.result_type(*(x.dtype for x in arrays.values())))]
     config = config_text(model, source, dtype, widest)
     headers = _headers(model, arrays, source, dtype)

@@ -75,7 +75,7 @@ class Corpus:
             first, second, *_ = known.values()
             raise ConfigError(
                 f"data that mixes {first.about} and {second.about}",
-                "their tokens come from different tokenizers, so that one number would mean two things",
+                "their tokens must all come from one tokenizer, or one number would mean two things",
                 f"Prepare them with one tokenizer: `{command_text('prepare')} --tokenizer FILE`",
             )
         begins = {source.begin_of_text: source.about for source in self.sources if source.begin_of_text is not None}
@@ -98,14 +98,14 @@ class Corpus:
             if source.end_of_document is None:
                 raise ConfigError(
                     f"mask_documents=True with {source.about}",
-                    "it is bare tokens, which do not say with which of them a document ends",
+                    "its tokens must say where a document ends, and bare tokens do not",
                     f"Prepare the text with `{command_text('prepare')}`, or leave mask_documents out",
                 )
         ends = {source.end_of_document: source.about for source in self.sources}
         if len(ends) > 1:
             raise ConfigError(
                 f"mask_documents=True with {' and '.join(ends.values())}",
-                f"their documents end with different tokens, {' and '.join(map(str, ends))}",
+                f"their documents must end with the same token, and end with {' and '.join(map(str, ends))}",
                 f"Prepare them with one --end-of-document of `{command_text('prepare')}`",
             )
         return self.sources[0].end_of_document
@@ -236,7 +236,7 @@ class Batches:
             ("seed", self.seed, 0),
         ):
             if value < least:
-                raise ConfigError(f"{name}={value}", f"it must be at least {least}", f"Use {name}={least} or more.")
+                raise ConfigError(f"{name}={value}", f"must be at least {least}", f"Use {name}={least} or more.")
         _ = self.end_of_document  # refuses data that does not say
         for source, share, num_windows in zip(self.corpus.sources, self.corpus.shares, self.num_windows, strict=True):
             rows = math.ceil(self.batch_size * share)  # of one batch, at most
@@ -257,8 +257,8 @@ class Batches:
             where, size = f" in {source.about}", f"its {rows} rows of a batch"
         raise ConfigError(
             f"batch_size={self.batch_size} with seq_len={self.seq_len}",
-            f"one batch needs {rows * self.seq_len + 1} tokens ({size} * sequence length + 1) and "
-            f"there are {len(source.train)}{where}",
+            f"one batch must have {rows * self.seq_len + 1} tokens ({size} * sequence length + 1), and there are "
+            f"{len(source.train)}{where}",
             f"Use {' or '.join([*smaller, 'more data'])}.",
         )
 
@@ -429,7 +429,7 @@ def parse_sources(text: str) -> list[tuple[str, Fraction]]:
                 "Write data='a.bin=0.7,b.npy=0.3' (a path with a comma or an equals sign in it cannot be mixed)",
             )
         if path in [path for path, _ in sources]:
-            raise ConfigError(asked(text), f"{path!r} is named twice", "Give it the sum of both weights")
+            raise ConfigError(asked(text), f"must name {path!r} only once", "Give it the sum of both weights")
         sources.append((path, weight))
     return sources
 
@@ -453,7 +453,7 @@ def _load_source(path: str | None, vocab_size: int, token_dtype: TokenDtype | No
         ) from error
     raise ConfigError(
         asked(path),
-        "it is neither a regular file nor a folder, and the tokens are read more than once",
+        "must be a regular file or a folder, since the tokens are read more than once",
         "Write the data to a file first.",
     )
 
@@ -464,7 +464,7 @@ def _load_standard_library(root: Path, vocab_size: int) -> Source:
     if not any(documents.values()):
         raise ConfigError(
             "no data given",
-            f"the default corpus is the source of Python's standard library, and there is none in {root}",
+            f"there must be text: by default the source of Python's standard library, which is not in {root}",
             "Name a text file, a folder of text, a .npy or a .bin.",
         )
     version = ".".join(platform.python_version_tuple()[:2])
@@ -480,7 +480,7 @@ def _load_folder(root: Path, vocab_size: int) -> Source:
     if not any(documents.values()):
         raise ConfigError(
             asked(root),
-            "the folder holds no text (hidden files and folders are left out)",
+            "must hold text (hidden files and folders are left out)",
             "Pass a folder with at least one UTF-8 text file in it.",
         )
     return _split_by_file(documents, root, str(root), vocab_size)
@@ -490,7 +490,7 @@ def _load_file(path: Path, vocab_size: int, token_dtype: TokenDtype | None) -> S
     opened = {".npy": open_npy, ".bin": partial(open_bin, vocab_size=vocab_size, dtype=token_dtype)}.get(path.suffix)
     array = opened(path) if opened else _bytes(read_text(path))
     if len(array) == 0:
-        raise ConfigError(asked(path), "the file is empty", "Pass a file with tokens in it.")
+        raise ConfigError(asked(path), "must not be empty", "Pass a file with tokens in it.")
     train, held_out = _split_tail(tokens_in(array, path, vocab_size))
     if opened:
         return Source(train, held_out, f"{path}, {array.dtype} tokens")

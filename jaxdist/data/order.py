@@ -97,8 +97,7 @@ def make_mixture(weights: list[Fraction]) -> Mixture:
     if period > MAX_PERIOD:
         raise ConfigError(
             f"data with weights {', '.join(str(float(weight)) for weight in weights)}",
-            f"shares are exact, by a pattern of samples that repeats, and this one repeats after {period:,}, which is "
-            f"more than {MAX_PERIOD:,}",
+            f"exact shares must repeat after at most {MAX_PERIOD:,} samples, and these repeat after {period:,}",
             "Use weights of fewer digits that sum to 1, as in 0.7 and 0.3, or small whole numbers, as in 7 and 3",
         )
     source_at = np.zeros(period, np.int64)

@@ -87,19 +87,19 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.exists():
         raise ConfigError(
             asked(folder),
-            f"it holds token shards and no {MANIFEST}, which is written last, so it is not whole",
+            f"must hold {MANIFEST}, which is written last, and holds token shards only: it is not whole",
             f"Run the same `{command_text('prepare')}` command again: it continues where it was",
         )
     with open(path, "rb") as file:
         text = file.read(_MAX_MANIFEST_BYTES + 1)
     if len(text) > _MAX_MANIFEST_BYTES:
-        refuse(f"a manifest has less than {_MAX_MANIFEST_BYTES:,} bytes")
+        refuse(f"must have at most {_MAX_MANIFEST_BYTES:,} bytes")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        refuse(f"it is not JSON ({error})")
+        refuse(f"must be JSON ({error})")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        refuse(f"it is not the manifest of a prepared corpus, whose format is {FORMAT!r}")
+        refuse(f"must be the manifest of a prepared corpus, whose format is {FORMAT!r}")
 
     def take(holder: object, name: str, kind: type, least: int = 0):
         value = holder.get(name) if isinstance(holder, dict) else None
@@ -110,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
     def take_file(holder: dict) -> dict:
         found = {name: take(holder, name, kind) for name, kind in (("name", str), ("num_bytes", int), ("sha256", str))}
         if not re.fullmatch("[0-9a-f]{64}", found["sha256"]):
-            refuse(f"sha256 of {found['name']!r:.80} is no SHA-256 in hexadecimal")
+            refuse(f"sha256 of {found['name']!r:.80} must be a SHA-256 in hexadecimal")
         return found
 
     def take_shards(split: str) -> tuple[Shard, ...]:
@@ -145,7 +145,7 @@ def read_manifest(folder: Path) -> Manifest:
     if manifest.dtype not in DTYPES:
         refuse(f"dtype must be one of {', '.join(DTYPES)}, and it is {manifest.dtype!r:.80}")
     if manifest.end_of_document >= manifest.vocab_size:
-        refuse(f"end_of_document {manifest.end_of_document} is outside the vocabulary of {manifest.vocab_size}")
+        refuse(f"end_of_document {manifest.end_of_document} must be in the vocabulary of {manifest.vocab_size}")
     return manifest
 
 
@@ -176,8 +176,7 @@ def open_prepared(folder: Path, vocab_size: int) -> Prepared:
     if vocab_size < manifest.vocab_size:
         raise ConfigError(
             f"{asked(folder)} with vocab_size={vocab_size}",
-            f"the corpus was prepared with a vocabulary of {manifest.vocab_size}, and each of its tokens is a row of "
-            "the embedding",
+            f"the vocabulary must be at least {manifest.vocab_size}, with which the corpus was prepared",
             f"Use vocab_size={manifest.vocab_size}",
         )
     if manifest.tokenizer:
@@ -190,7 +189,7 @@ def open_prepared(folder: Path, vocab_size: int) -> Prepared:
         if array.dtype != np.dtype(manifest.dtype).newbyteorder("<") or len(array) != shard.num_tokens:
             raise ConfigError(
                 asked(path),
-                f"the manifest says {shard.num_tokens} {manifest.dtype} tokens, and it has {len(array)} {array.dtype}",
+                f"must have the manifest's {shard.num_tokens} {manifest.dtype} tokens, not {len(array)} {array.dtype}",
                 _remedy(),
             )
         return Part(array, str(path), 0, len(array), masks=manifest.dtype == MASKABLE)
@@ -213,11 +212,11 @@ def _check_size(folder: Path, file: File) -> None:
         # Not through a link, which could lead out of the folder.
         size = os.stat(path, follow_symlinks=False).st_size
         if not path.is_file() or path.is_symlink():
-            raise ConfigError(asked(path), "it is not a regular file", _remedy())
+            raise ConfigError(asked(path), "must be a regular file", _remedy())
     except FileNotFoundError as error:
-        raise ConfigError(asked(path), "the manifest names it and it is not there", _remedy()) from error
+        raise ConfigError(asked(path), "must be there, since the manifest names it, and is not", _remedy()) from error
     if size != file.num_bytes:
-        raise ConfigError(asked(path), f"the manifest says {file.num_bytes} bytes, and it has {size}", _remedy())
+        raise ConfigError(asked(path), f"must have the manifest's {file.num_bytes} bytes, and has {size}", _remedy())
 
 
 def check_prepared(folder: Path, say: Callable[[int], None] = lambda num_bytes: None) -> Manifest:
@@ -233,7 +232,7 @@ def check_prepared(folder: Path, say: Callable[[int], None] = lambda num_bytes: 
         if found != file.sha256:
             raise ConfigError(
                 asked(folder / file.name),
-                f"its SHA-256 is {found[:16]}..., and the manifest says {file.sha256[:16]}...: it was changed",
+                f"must have the manifest's SHA-256, {file.sha256[:16]}..., and has {found[:16]}...: it was changed",
                 _remedy(),
             )
     for tokens in open_prepared(folder, manifest.vocab_size)[:2]:

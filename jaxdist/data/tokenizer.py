@@ -100,7 +100,7 @@ class BPETokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(
                 asked,
-                f"it is no tokenizer.json ({error})",
+                f"must be a tokenizer.json ({error})",
                 f"Pass a file that Tokenizer.save or `{command_text('prepare')}` wrote",
             ) from error
         _require_function_of_text(asked, described)
@@ -114,7 +114,7 @@ class BPETokenizer:
             special = sorted(str(token) for token in inner.get_added_tokens_decoder().values())
             raise ConfigError(
                 f"{asked} with end_of_document={end_of_document!r}",
-                "documents are joined by an end-of-document token, and the tokenizer has none of this name",
+                "must be a token that the tokenizer has, since it joins the documents",
                 f"Name one that it has, such as {', '.join(special[:8]) or next(iter(ids), 'none')}",
             )
         ends = [end_of_document, self._names.get(after[0]) if len(after) == 1 else None]
@@ -138,7 +138,7 @@ class BPETokenizer:
             try:
                 config = json.loads(read_text_file("tokenizer", beside))
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"tokenizer={str(beside)!r}", "it must be JSON", "Fetch it again") from error
+                raise ConfigError(f"tokenizer={str(beside)!r}", "must be JSON", "Fetch it again") from error
         text = read_text_file("tokenizer", path, MOST_BYTES)
         return cls(text, str(path), end_of_document, config if isinstance(config, dict) else {})
 
@@ -242,6 +242,6 @@ def _library():
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            "a BPE tokenizer", "it needs the `tokenizers` library", f"Install it with {install_text('data')}"
+            "a BPE tokenizer", "the `tokenizers` library must be installed", f"Install it with {install_text('data')}"
         ) from error
     return tokenizers

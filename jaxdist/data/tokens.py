@@ -48,7 +48,7 @@ class TokenFile:
         if len(content) != size:
             raise ConfigError(
                 asked(self.path),
-                f"it had {self._length} tokens when it was opened, and ends before token {stop} now",
+                f"must keep the {self._length} tokens it had when it was opened, and now ends before token {stop}",
                 "Leave the file alone while a run reads it, and restore it",
             )
         return np.frombuffer(content, self.dtype)
@@ -176,8 +176,7 @@ def check_vocabulary(tokens: np.ndarray, part: Part, position: int, vocab_size: 
     enough = 256 if tokens.dtype == np.uint8 else 1 + max(largest, token)
     raise ConfigError(
         asked(part.path),
-        f"token {token} at position {position + bad} is outside the vocabulary of {vocab_size}: a token "
-        "is a row of the embedding, 0 <= token < vocab_size",
+        f"token {token} at position {position + bad} must be a row of the embedding, 0 <= token < {vocab_size}",
         "Negative tokens have no row: tokenize it again." if token < 0 else f"Use vocab_size={enough} or more.",
     )
 
@@ -224,7 +223,7 @@ def open_npy(path: Path) -> TokenFile:
     except Exception as error:  # a damaged header ends in ValueError, tokenize.TokenError and others
         raise ConfigError(
             asked(path),
-            f"it is not a whole .npy array of numbers ({error})",
+            f"must be a whole .npy array of numbers ({error})",
             "Save it again with np.save(path, tokens), tokens being a 1-D integer array.",
         ) from error
     if len(shape) != 1 or dtype.kind not in "iu":

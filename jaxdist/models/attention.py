@@ -186,14 +186,14 @@ def choose_attention(asked: str, platform: str, dtype: str, *, seq_len: int, hea
     if asked == "xla":
         return "xla"
     if asked == "blocked" and dropout:
-        raise ConfigError("attention=blocked", "it applies no dropout to the attention weights", "Use attention=auto")
+        raise ConfigError("attention=blocked", "dropout must be 0: it drops no attention weights", "Use attention=auto")
     if asked == "blocked":
         return "blocked"
     obstacles = {
-        f"it needs an NVIDIA GPU and this mesh is of {platform} devices": platform not in ("gpu", "abstract"),
-        f"it computes in 16 bits and dtype is {dtype}": dtype not in ("bfloat16", "float16"),
-        "it applies no dropout to the attention weights": dropout,
-        (width := f"it takes head widths up to 128 in steps of 8 and here it is {head_dim}"): head_dim % 8
+        f"devices must be NVIDIA GPUs, and this mesh is of {platform} devices": platform not in ("gpu", "abstract"),
+        f"dtype must be of 16 bits, not {dtype}": dtype not in ("bfloat16", "float16"),
+        "dropout must be 0: it drops no attention weights": dropout,
+        (width := f"the width of a head must be 8 to 128 in steps of 8, not {head_dim}"): head_dim % 8
         or head_dim > 128,
     }
     in_the_way = [reason for reason, applies in obstacles.items() if applies]
@@ -202,7 +202,7 @@ def choose_attention(asked: str, platform: str, dtype: str, *, seq_len: int, hea
     if asked == "cudnn" or (platform == "gpu" and not in_the_way):
         return "cudnn"
     if platform == "gpu" and in_the_way == [width]:
-        warnings.warn(f"attention=auto is not cuDNN's here: that does not fit, {width}", stacklevel=2)
+        warnings.warn(f"attention=auto is not cuDNN's here: {width}", stacklevel=2)
     return "blocked" if seq_len >= LONG and not dropout else "xla"
 
 

@@ -72,7 +72,7 @@ class Param:
         if len(self.dims) != len(self.shape) or min(self.shape, default=1) < 1:
             raise ConfigError(
                 f"a parameter of shape {self.shape} with dims {self.dims}",
-                "it must have a name or None for each dim, of at least one element",
+                "must have a name or None for each dim, of at least one element",
                 "Write Param((256, 1024), ('embed', 'ffn'))",
             )
 
@@ -135,7 +135,7 @@ class Model(ABC):
     def head(self, ctx: Context, outer: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x -> (the same normed, table[V_tp, D]), whose product is the logits. Its `vocab_size` first rows count."""
         raise ConfigError(
-            f"the model {type(self).__name__}", "it has no head, from which logits are made", "Define `head` in it"
+            f"the model {type(self).__name__}", "it must have a head, from which logits are made", "Define `head` in it"
         )
 
     def loss(self, ctx: Context, outer: Tree, x_BTD: jax.Array, batch: Batch) -> jax.Array:
@@ -170,7 +170,7 @@ class Model(ABC):
                     continue
                 raise ConfigError(
                     f"{dim}={size} of parameter {path} over {axis}={ranks}",
-                    f"each {axis} rank holds an equal part",
+                    f"must be a multiple of {ranks}, so that each {axis} rank holds an equal part",
                     f"Use a mesh whose {axis} divides {size}",
                 )
 
@@ -192,7 +192,7 @@ class Model(ABC):
         Raises: ConfigError where `asked` cannot run.
         """
         if asked not in ("auto", "xla"):
-            raise ConfigError(f"attention={asked}", f"{type(self).__name__} does not use it", "Use attention=auto")
+            raise ConfigError(f"attention={asked}", f"must be auto or xla in {type(self).__name__}", "Leave it out")
         return "xla"
 
     @property
@@ -224,12 +224,12 @@ def check_experts(model: Model, parallel: "ParallelConfig") -> None:
     ]
     if not numbers:
         instead = "Use ep=1" + ", experts_over_tp=False" * bool(tp)
-        raise ConfigError(f"{asked} with {model.describe()}", f"{over} splits experts, and it has none", instead)
+        raise ConfigError(f"{asked} with {model.describe()}", f"must have experts, which {over} splits", instead)
     for number in numbers:
         if number % ranks:
             raise ConfigError(
                 f"{asked} with {number} experts",
-                f"each of {ranks} ranks of {over} holds equally many",
+                f"each of {ranks} ranks of {over} must hold equally many",
                 f"Use {over} in {divisors(number)}",
             )
 
@@ -243,7 +243,7 @@ def declare(model: Model) -> dict:
     """Every `Param` of a model: those outside the layers, and under `STACKED` those of all layers, stacked."""
     outer = dict(model.outer())
     if STACKED in outer:
-        raise ConfigError(f"a parameter called {STACKED!r}", "that name is of the stacked layers", "Use another")
+        raise ConfigError(f"a parameter called {STACKED!r}", "must not take the name of the layers", "Use another")
     if not model.kinds or model.num_layers % len(model.kinds):
         raise ConfigError(
             f"num_layers={model.num_layers} with kinds={model.kinds}",

@@ -67,13 +67,12 @@ class Decoder(Transformer, Mixture):
         if (SLIDING in self.kinds) != (self.window is not None) or not {*self.kinds} <= {FULL, SLIDING, DENSE}:
             raise ConfigError(
                 f"kinds={self.kinds} with window={self.window}",
-                f"a layer is {FULL}, {SLIDING}, which has a window, or {DENSE}",
+                f"layers must be {FULL}, {SLIDING} or {DENSE}, with a window exactly where some are {SLIDING}",
                 "Give a window and sliding layers, or neither",
             )
         if DENSE in self.kinds and not self.num_experts:
-            raise ConfigError(
-                f"kinds={self.kinds}", f"without experts all layers are {DENSE}", f"Use {FULL}, or add num_experts=8"
-            )
+            required = f"layers called {DENSE} must be among layers with experts: without experts every layer is dense"
+            raise ConfigError(f"kinds={self.kinds}", required, f"Use {FULL}, or add num_experts=8")
         if self.window is not None:
             require_positive("window", self.window)
         self.check_mixture()

@@ -59,7 +59,7 @@ class Mixture:
                 if field.name != "num_experts" and getattr(self, field.name) != field.default:
                     raise ConfigError(
                         f"{field.name}={getattr(self, field.name)}",
-                        "it is of a mixture of experts, and there are none",
+                        "must be given only with a mixture of experts, and there are none",
                         "Add num_experts=8",
                     )
             return
@@ -73,11 +73,11 @@ class Mixture:
             )
         if self.router_score not in ("softmax", "sigmoid"):
             raise ConfigError(
-                f"router_score={self.router_score!r}", "it must be softmax or sigmoid", "Use router_score='softmax'"
+                f"router_score={self.router_score!r}", "must be softmax or sigmoid", "Use router_score='softmax'"
             )
         for name in ("shared_width", "balance_rate", "balance_loss", "z_loss", "routed_scale"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)}", "it must be a number, not below 0", f"Use {name}=0")
+                raise ConfigError(f"{name}={getattr(self, name)}", "must be a number, not below 0", f"Use {name}=0")
 
     @property
     def width_of_expert(self) -> int:
@@ -94,7 +94,7 @@ class Mixture:
         if not 1 <= share < math.inf:
             raise ConfigError(
                 f"capacity={self.capacity}",
-                f"of a sequence of {seq_len} an expert would take {share:.3g} tokens, and it is to take one at least",
+                f"an expert must take at least one token of a sequence of {seq_len}, and would take {share:.3g}",
                 f"Use capacity={self.num_experts / seq_len / self.top_k:.3g} or more, or none to drop nothing",
             )
         return min(math.ceil(share), seq_len)

@@ -48,7 +48,7 @@ class GPT2(Transformer):
                 f"Use num_heads in {divisors(self.width)}",
             )
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout}", "it must be a probability, at least 0 and below 1", "Use 0.1")
+            raise ConfigError(f"dropout={self.dropout}", "must be a probability, at least 0 and below 1", "Use 0.1")
 
     @property
     def head_dim(self) -> int:

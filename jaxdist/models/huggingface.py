@@ -58,10 +58,10 @@ def read_model(path: Path | str) -> Model:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"the model in {str(path)!r}", f"it is not JSON ({reason_of(error)})", "Fetch it again"
+            f"the model in {str(path)!r}", f"must be JSON ({reason_of(error)})", "Fetch it again"
         ) from error
     if not isinstance(config, dict):
-        raise ConfigError(f"the model in {str(path)!r}", "it is no JSON object", "Fetch it again")
+        raise ConfigError(f"the model in {str(path)!r}", "must be a JSON object", "Fetch it again")
     return model_from_config(config, str(path))
 
 
@@ -93,7 +93,7 @@ class _Fields:
         value = self.config.get(name, *default)
         if not any(value == known and type(value) is type(known) for known in values):
             known = " or ".join(json.dumps(known) for known in values)
-            raise self.refuse(name, f"only {known} can be computed here")
+            raise self.refuse(name, f"must be {known} to be computed here")
         return value
 
     def size(self, name: str, *default: int | None) -> int:
@@ -101,14 +101,14 @@ class _Fields:
         value = self.config.get(name)
         value = default[0] if value is None and default else value
         if type(value) is not int or not 1 <= value <= MOST:
-            raise self.refuse(name, f"it is a whole number from 1 to {MOST:,}", "Mend the file")
+            raise self.refuse(name, f"must be a whole number from 1 to {MOST:,}", "Fix the file")
         return value
 
     def number(self, name: str, default: float | None = None, of: dict | None = None) -> float:
         """A number above 0, of the file or of a dict in it."""
         value = (self.config if of is None else of).get(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self.refuse(name, "it is a number above 0", "Mend the file", value)
+            raise self.refuse(name, "must be a number above 0", "Fix the file", value)
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -122,7 +122,7 @@ def _gpt2(fields: _Fields) -> GPT2:
         fields.one_of(name, (value,), value)
     rates = [fields.config.get(name, 0.1) for name in GPT2_DROPOUT]
     if any(type(rate) not in (int, float) or rate != rates[0] for rate in rates):
-        raise fields.refuse(GPT2_DROPOUT[0], f"{', '.join(GPT2_DROPOUT)} are one rate here", "Make them equal")
+        raise fields.refuse(GPT2_DROPOUT[0], f"{', '.join(GPT2_DROPOUT)} must be one rate here", "Make them equal")
     width = fields.size("n_embd")
     return GPT2(
         num_layers=fields.size("n_layer"),
@@ -148,7 +148,7 @@ GPT2_FLAGS = {
 def _decoder(fields: _Fields, model_type: str) -> Decoder:
     fields.one_of("hidden_act", ("silu",), "silu")
     if fields.config.get("attention_dropout", 0) != 0:
-        raise fields.refuse("attention_dropout", "these layers have no dropout", "Use 0")
+        raise fields.refuse("attention_dropout", "must be 0: these layers have no dropout", "Use 0")
     width, heads, num_layers = map(fields.size, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     require_positive("num_layers", num_layers, BOUNDS["num_layers"])
     has_flag = model_type in ("llama", "qwen3", "qwen3_moe")
@@ -157,7 +157,7 @@ def _decoder(fields: _Fields, model_type: str) -> Decoder:
     theta, scaling = _rope(fields, MIXTRAL_THETA if model_type == "mixtral" else ROPE_THETA)
     head_dim = 128 if model_type == "qwen3" else width // heads
     if fields.config.get("head_dim") is None and model_type != "qwen3" and width % heads:
-        raise fields.refuse("head_dim", f"hidden_size {width} is not divided by {heads} heads", "Mend the file")
+        raise fields.refuse("head_dim", f"hidden_size {width} must divide by {heads} heads", "Fix the file")
     kv_heads = {"llama": heads, "mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen3_moe": 4}[model_type]
     if "num_key_value_heads" in fields.config:  # where null has another meaning than absence
         kv_heads = heads
@@ -201,14 +201,14 @@ def _rope(fields: _Fields, default: float) -> tuple[float, tuple]:
     """(theta, scaling), of `rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling`."""
     names = [name for name in ("rope_parameters", "rope_scaling") if fields.config.get(name)]
     if len(names) == 2 and fields.config[names[0]] != fields.config[names[1]]:
-        raise fields.refuse(names[1], f"{names[0]} says something else", "Leave one of them out")
+        raise fields.refuse(names[1], f"must be what {names[0]} is", "Leave one of them out")
     name = names[0] if names else "rope_scaling"
     rope = fields.config.get(name) or {}
     if not isinstance(rope, dict):
-        raise fields.refuse(name, "it is an object", "Mend the file")
+        raise fields.refuse(name, "must be an object", "Fix the file")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_SCALING or rope.get("type", kind) != kind:
-        raise fields.refuse(name, f"only the types {', '.join(ROPE_SCALING)} can be computed here")
+        raise fields.refuse(name, f"its type must be one of {', '.join(ROPE_SCALING)} to be computed here")
     unknown = rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_SCALING[kind]}
     whole = rope.get("partial_rotary_factor", fields.config.get("partial_rotary_factor"))
     if unknown or whole not in (None, 1, 1.0):
@@ -217,7 +217,7 @@ def _rope(fields: _Fields, default: float) -> tuple[float, tuple]:
         )
     scaling = tuple(fields.number(part, of=rope) for part in ROPE_SCALING[kind])
     if kind == "llama3" and not scaling[1] < scaling[2]:
-        raise fields.refuse(name, "low_freq_factor is below high_freq_factor", "Mend the file")
+        raise fields.refuse(name, "low_freq_factor must be below high_freq_factor", "Fix the file")
     theta = float(fields.number("rope_theta", fields.config.get("rope_theta", default), of=rope))
     return theta, (kind, *scaling) if scaling else ()
 
@@ -234,26 +234,26 @@ def _kinds(fields: _Fields, model_type: str, num_layers: int) -> tuple[str, ...]
         fields.one_of("use_sliding_window", (False,), False)
         step, dense = fields.size("decoder_sparse_step", 1), fields.config.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < num_layers for i in dense):
-            raise fields.refuse("mlp_only_layers", f"it is a list of layers below {num_layers}", "Mend the file")
+            raise fields.refuse("mlp_only_layers", f"must be a list of layers below {num_layers}", "Fix the file")
         kinds = [DENSE if i in dense or (i + 1) % step else FULL for i in range(num_layers)]
     elif model_type in ("qwen2", "qwen3") and fields.flag("use_sliding_window", False):
         first = fields.config.get("max_window_layers", 28)
         if type(first) is not int or first < 0:
-            raise fields.refuse("max_window_layers", "it is a whole number", "Mend the file")
+            raise fields.refuse("max_window_layers", "must be a whole number, 0 or more", "Fix the file")
         kinds = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
         if fields.config.get("sliding_window") is None:
-            raise fields.refuse("sliding_window", "use_sliding_window is true", "Mend the file")
+            raise fields.refuse("sliding_window", "must be given: use_sliding_window is true", "Fix the file")
     else:
         kinds = [FULL] * num_layers
     types = fields.config.get("layer_types")
     if types is not None:
         names = {KINDS[ours]: ours for ours in (FULL, SLIDING)}
         if not isinstance(types, list) or len(types) != num_layers or not {*map(str, types)} <= names.keys():
-            raise fields.refuse("layer_types", f"it is a list of {num_layers}, each {' or '.join(names)}")
+            raise fields.refuse("layer_types", f"must be a list of {num_layers}, each {' or '.join(names)}")
         given = [DENSE if ours == DENSE else names[each] for each, ours in zip(types, kinds, strict=True)]
         may_differ = model_type in ("qwen2", "qwen3") and fields.flag("use_sliding_window", False)
         if given != kinds and not may_differ:
-            raise fields.refuse("layer_types", f"the other fields of this {model_type} say {KINDS[kinds[0]]} for all")
+            raise fields.refuse("layer_types", f"must all be {KINDS[kinds[0]]}, as this {model_type}'s fields say")
         kinds = given
     periods = (n for n in range(1, num_layers + 1) if num_layers % n == 0)
     return tuple(next(kinds[:n] for n in periods if kinds[:n] * (num_layers // n) == kinds))
@@ -281,7 +281,7 @@ def config_of(model: Model) -> dict:
         }
         return _named("gpt2", found)
     if not isinstance(model, Decoder):
-        raise ConfigError(f"model {type(model).__name__}", "transformers has no such model", "Export a Decoder or GPT2")
+        raise ConfigError(f"model {type(model).__name__}", "must be known to transformers", "Export a Decoder or GPT2")
     kind, *scaling = model.rope_scaling or ("default",)
     found = {
         "num_hidden_layers": model.num_layers,
@@ -318,7 +318,7 @@ def config_of(model: Model) -> dict:
             continue
     raise ConfigError(
         f"model {model.describe()}",
-        f"none of {', '.join(candidates)} has its biases, norms, windows and experts together",
+        f"its biases, norms, windows and experts together must be those of one of {', '.join(candidates)}",
         "Export a model of one of these families",
     )
 
@@ -491,13 +491,13 @@ def _names_of(model: Model) -> tuple[dict, str, dict]:
     if isinstance(model, GPT2):
         return GPT2_OUTER, GPT2_LAYERS, GPT2_LAYER
     if not isinstance(model, Decoder):
-        raise ConfigError(f"model {type(model).__name__}", "transformers has no such model", "Use a Decoder or GPT2")
+        raise ConfigError(f"model {type(model).__name__}", "must be known to transformers", "Use a Decoder or GPT2")
     if not model.num_experts:
         return DECODER, DECODER_LAYERS, DECODER_LAYER
     if model.shared_width or model.router_score != "softmax" or model.balance_rate or model.routed_scale != 1:
         raise ConfigError(
             f"model {model.describe()}",
-            "of mixtures of experts, transformers' Mixtral and Qwen3-MoE are known here, and this is neither",
+            "a mixture of experts must be like transformers' Mixtral or Qwen3-MoE, which are known here",
             "Leave out shared_width, balance_rate, routed_scale and router_score='sigmoid'",
         )
     return DECODER, DECODER_LAYERS, DECODER_LAYER

@@ -68,7 +68,7 @@ class Transformer(FlaxModel):
             if sized % tp:
                 raise ConfigError(
                     f"{name}={sized} cannot be split over tp={tp}",
-                    f"each tp rank holds {name}/tp",
+                    f"{name} must divide by tp: each rank holds an equal part",
                     f"Use tp in {divisors(math.gcd(*split.values()))}",
                 )
         check_experts(self, parallel)
@@ -83,13 +83,13 @@ class Transformer(FlaxModel):
         if heads % exchanging or (kv_heads % exchanging and exchanging % kv_heads):
             raise ConfigError(
                 f"cp_kind={parallel.cp_kind} with {heads} query heads and {kv_heads} key heads on a tp rank",
-                f"each of {exchanging} ranks takes an equal part of them",
+                f"each of {exchanging} ranks must take an equal part of the heads",
                 "Use cp_kind='ring', or usp-U with a U that divides them",
             )
         if self.dropout and cp > exchanging:
             raise ConfigError(
                 f"dropout={self.dropout} with cp_kind={parallel.cp_kind}",
-                "attention's weights are made in blocks, which drop none",
+                "must be 0: attention's weights are made in blocks, which drop none",
                 "Use cp_kind='ulysses', or dropout=0",
             )
 

@@ -38,17 +38,17 @@ class LoRA(Model):
     def __post_init__(self):
         require_positive("lora", self.rank, BOUNDS["width"])
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
-            raise ConfigError(f"lora_alpha={self.alpha}", "it scales the adapters by alpha / rank", "Use 2 x the rank")
+            raise ConfigError(
+                f"lora_alpha={self.alpha}", "must be finite and above 0: adapters are scaled by it", "Use 2 x the rank"
+            )
         if isinstance(self.base, LoRA):
-            raise ConfigError("lora around lora", "adapters are of a model's own matrices", "Give the model itself")
+            raise ConfigError("lora around lora", "adapters must be of a model's own matrices", "Give the model itself")
         kinds = {kind: self.base.block(kind) for kind in self.base.kinds}
         known = [path for block in kinds.values() for path, _ in _matrices(block)]
         for target in self.targets:
             if not any(_is_named(path, target) for path in known):
                 names = ", ".join(sorted({path.rpartition(".")[2] for path in known}))
-                raise ConfigError(
-                    f"lora_targets={target!r}", f"a layer has no such matrix; it has {names}", "Use those"
-                )
+                raise ConfigError(f"lora_targets={target!r}", f"must be a layer's matrix, one of {names}", "Use those")
 
     num_layers = property(lambda self: self.base.num_layers)
     seq_len = property(lambda self: self.base.seq_len)

@@ -78,7 +78,7 @@ class ModelFlags:
         for name in ("lora_alpha", "lora_targets"):
             if getattr(self, name) is not None:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)}", "it is of adapters, and there are none", "Add lora=8"
+                    f"{name}={getattr(self, name)}", "must be given with adapters, and there are none", "Add lora=8"
                 )
         return model
 
@@ -89,7 +89,7 @@ class ModelFlags:
             if name not in _fields(model):
                 raise ConfigError(
                     f"{name}={sizes[name]}",
-                    f"the model {self.model} has no field {name}; it has {', '.join(_fields(model)) or 'none'}",
+                    f"must be a field of the model {self.model}, which has {', '.join(_fields(model)) or 'none'}",
                     "Leave it out",
                 )
         if isinstance(model, GPT2) and "width" in sizes:
@@ -123,7 +123,7 @@ def find_model(name: str) -> Model:
         with _errors_of_module(name):
             found = found()
     if not isinstance(found, Model):
-        raise ConfigError(f"model={name!r}", "it is not a jaxdist.models.base.Model", "Subclass Model")
+        raise ConfigError(f"model={name!r}", "must be a jaxdist.models.base.Model", "Subclass Model")
     _check_class(name, type(found), needs_defaults=False)
     _check_values(name, found)
     _check_sizes(found)
@@ -160,12 +160,12 @@ def model_of(found: dict, like: Model | None = None, trust: bool = False) -> Mod
 
 def _made_of(found: dict) -> Model:
     if not isinstance(found, dict):
-        raise ConfigError(f"model={found!r:.60}", "it must be a dict of model fields", "Use the code that wrote it")
+        raise ConfigError(f"model={found!r:.60}", "must be a dict of model fields", "Use the code that wrote it")
     asked = f"model={str(found.get('class', 'GPT2'))!r}"
     fields = {name: value for name, value in found.items() if name not in ("class", "source")}
     cls = _import_named(str(found["class"])) if "class" in found else GPT2
     if not (inspect.isclass(cls) and issubclass(cls, Model)):
-        raise ConfigError(asked, "it is not a jaxdist.models.base.Model", "Use the code that wrote it")
+        raise ConfigError(asked, "must be a jaxdist.models.base.Model", "Use the code that wrote it")
     nested = tuple(name for name, value in fields.items() if isinstance(value, dict))
     if cls.__module__.startswith(f"{__package__}."):
         fields = fields_of(cls, fields, asked, nested)
@@ -173,7 +173,7 @@ def _made_of(found: dict) -> Model:
     try:
         return cls(**{name: _with_tuples(value) for name, value in fields.items()})
     except TypeError as error:
-        raise ConfigError(asked, f"its fields are others ({error})", "Use the code that wrote it") from error
+        raise ConfigError(asked, f"its fields must fit the class ({error})", "Use the code that wrote it") from error
 
 
 OURS = re.compile(r"jaxdist\.models(\.[A-Za-z_]\w*)+:[A-Za-z_]\w*", re.ASCII)
@@ -262,11 +262,11 @@ def _check_class(name: str, cls: type[Model], needs_defaults: bool = True) -> No
         missing.append("head or loss")
     if missing:
         raise ConfigError(
-            asked, f"its class lacks {', '.join(missing)}", "Define what jaxdist.models.base.Model asks for"
+            asked, f"its class must define {', '.join(missing)}", "Define what jaxdist.models.base.Model asks for"
         )
     parameters = getattr(cls, "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
-        reason = "its class is not a frozen dataclass, and a model is compared by its sizes"
+        reason = "its class must be a frozen dataclass: a model is compared by its sizes"
         raise ConfigError(asked, reason, "Write @dataclass(frozen=True) before the class")
     bare = [
         field.name
@@ -274,7 +274,7 @@ def _check_class(name: str, cls: type[Model], needs_defaults: bool = True) -> No
         if field.init and field.default is field.default_factory is dataclasses.MISSING
     ]
     if needs_defaults and bare:
-        reason = f"it is made without arguments, and {', '.join(bare)} {'has' if len(bare) == 1 else 'have'} no default"
+        reason = f"it is made without arguments, so {', '.join(bare)} must have a default"
         raise ConfigError(asked, reason, "Give every field a default, or name an instance")
 
 
@@ -283,7 +283,7 @@ def _check_values(name: str, model: Model) -> None:
         if not isinstance(value, PLAIN):
             raise ConfigError(
                 f"model={name!r}",
-                f"its field {field} holds {type(value).__name__}, which config.json cannot",
+                f"its field {field} must be something that config.json can hold, not {type(value).__name__}",
                 "Keep to numbers, words and tuples of them",
             )
 
@@ -293,7 +293,7 @@ def _check_sizes(model: Model) -> None:
     for name in ("num_layers", "seq_len", "vocab_size"):
         if not isinstance(getattr(model, name, None), int):
             raise ConfigError(
-                f"model {type(model).__name__}", f"it has no whole number {name}", f"Add the field `{name}: int = 1`"
+                f"model {type(model).__name__}", f"must have a whole number {name}", f"Add the field `{name}: int = 1`"
             )
     for name, most in BOUNDS.items():
         if isinstance(size := getattr(model, name, None), int):
@@ -332,7 +332,7 @@ def name_of(model: Model) -> tuple[str, dict]:
             nearest = name, sizes
     if nearest is None:
         raise ConfigError(
-            f"model {model.describe()}", "no flags describe it", "Keep it in its module, as in SMALL = MyModel(...)"
+            f"model {model.describe()}", "flags must describe it", "Keep it in its module, as in SMALL = MyModel(...)"
         )
     name, sizes = nearest
     if isinstance(model, GPT2) and "width" in sizes:

@@ -169,7 +169,7 @@ def apply_experts(
     if n * num_slots >= 2**31:
         raise ConfigError(
             f"{num_tokens:,} tokens of a rank, with {choices} experts each and ep={n}",
-            "their places in a message are counted in 32 bits",
+            "their places in a message must fit in 32 bits",
             "Use smaller micro-batches, a smaller ep, more cp, or a capacity",
         )
     order_A = jnp.argsort(there_A, stable=True)

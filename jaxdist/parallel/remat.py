@@ -133,7 +133,7 @@ class SavePolicy:
         if unseen:
             raise ConfigError(
                 f"remat={word!r}",
-                f"no {min(unseen)[0]} of a layer reads what it names: it was chosen for another layout or attention",
+                f"a layer's {min(unseen)[0]} must read what it names: was it made for another layout or attention?",
                 "Use remat=auto, which chooses for this one",
             )
 

@@ -73,7 +73,7 @@ def fit_remat(
     if not fits:
         raise ConfigError(
             f"remat='auto' within {limit / GIB:.4g} GiB of a device",
-            f"the least that a step needs is {least / GIB:.4g} GiB, whatever backward repeats",
+            f"a step must have at least {least / GIB:.4g} GiB, whatever backward repeats",
             "Use smaller micro-batches, more devices, or another layout",
         )
     _, num_bytes, word = min(fits)
@@ -92,7 +92,7 @@ def fit_on_devices(config: RunConfig, devices: Devices, gib: float | None = None
     if hardware is None and gib is None:
         raise ConfigError(
             "remat='auto'",
-            f"the hardware table does not know how much {devices.description} hold",
+            f"the hardware table must know how much {devices.description} hold",
             "Use remat='auto-24', with the GiB of a device that a step may take",
         )
     return fit_on_hardware(config, hardware or find_hardware(SIMULATED), gib, devices.platform)

@@ -67,7 +67,7 @@ class ModelShape:
         for name in ("num_layers", "width", "num_heads", "ffn_width", "seq_len", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)}", "it must be a whole number, at least 1", f"Use {name}=1 or more"
+                    f"{name}={getattr(self, name)}", "must be a whole number, at least 1", f"Use {name}=1 or more"
                 )
         if self.width % self.num_heads:
             raise ConfigError(
@@ -351,7 +351,7 @@ def remat_columns(remat: str | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if not (number.isascii() and number.isdigit()) or (word.startswith("every-") and int(number) < 1):
             raise ConfigError(
                 f"remat={str(word)!r}",
-                "it must be none, selective, block or every-K, with K a whole number",
+                "must be none, selective, block or every-K, with K a whole number",
                 "Use every-2",
             )
         every.append(int(number))

@@ -142,7 +142,7 @@ def _require_printable(path: str | Path, value) -> None:
         for part in (*value, *(value.values() if isinstance(value, dict) else ())):
             _require_printable(path, part)
     elif isinstance(value, str) and not value.isprintable():
-        raise ConfigError(f"{_shown(value)} in {path}", "it has characters that a terminal obeys", "Use plain text")
+        raise ConfigError(f"{_shown(value)} in {path}", "must have nothing that a terminal obeys", "Use plain text")
 
 
 def _merge(below: dict, above: dict) -> dict:
@@ -168,14 +168,14 @@ def _make(kind, source: str, where: str, entry: dict):
     for wrong in entry.keys() - set(names):
         raise ConfigError(f"[{where}] {wrong} in {source}", "there is no such key", f"Use {', '.join(names[1:])}")
     for missing in [name for name in names if name not in entry]:
-        raise ConfigError(f"[{where}] in {source}", f"{missing} is missing", f"Give {', '.join(names[1:])}")
+        raise ConfigError(f"[{where}] in {source}", f"{missing} must be given", f"Give {', '.join(names[1:])}")
     for field in fields(kind):
         value = entry[field.name]
         wanted = {float: (int, float), int: int, dict[str, float]: dict}.get(field.type, field.type)
         if not isinstance(value, wanted) or isinstance(value, (bool, datetime.datetime)):
             raise ConfigError(
                 f"[{where}] {field.name}={_shown(value)} in {source}",
-                "it is not of the right kind",
+                "must be of the right kind",
                 "See hardware.toml",
             )
         numbers = value.values() if isinstance(value, dict) else [value] if field.type in (int, float) else []
@@ -184,7 +184,7 @@ def _make(kind, source: str, where: str, entry: dict):
             if not good or (number == 0 and field.name != "latency_s"):
                 raise ConfigError(
                     f"[{where}] {field.name}={_shown(number)} in {source}",
-                    "it must be a positive finite number",
+                    "must be a positive finite number",
                     "Write bytes (not bits) and FLOP (not TFLOP) a second, as in 25e9",
                 )
     return kind(**entry)
@@ -236,7 +236,7 @@ def price(hardware: str, vendor: str, today: datetime.date | None = None, path: 
     if not (is_number and 0 < dollars <= MOST_DOLLARS and is_day):
         raise ConfigError(
             f"the price of {hardware} at {vendor}",
-            f"it must have dollars above 0 and at most {MOST_DOLLARS:,}, and the day they were read, "
+            f"must have dollars above 0 and at most {MOST_DOLLARS:,}, and the day they were read, "
             f"not {_shown(dollars)} and {_shown(date)}",
             f"Write {hardware} = 2.99 and date = 2026-01-31 under [{vendor}]",
         )

@@ -247,7 +247,7 @@ def legal_meshes(model: Model, num_devices: int, batch_size: int, optimizer: str
     if not found:
         raise ConfigError(
             f"{num_devices} devices for a batch of {batch_size} sequences",
-            f"no mesh of {', '.join(FACTORS)} divides the batch and {model.describe()} over them",
+            f"a mesh of {', '.join(FACTORS)} must divide the batch and {model.describe()} over them",
             f"Use a batch that is a multiple of {num_devices}, or fewer devices",
         )
     return found
@@ -599,7 +599,7 @@ def _repeated(base: RunConfig, layouts: Candidates, attention: str) -> Repeated:
         if each.uncounted:
             raise ConfigError(
                 f"remat={each.remat!r}",
-                f"backward would repeat {each.uncounted}, whose time a plan does not predict",
+                f"must not repeat {each.uncounted}, whose time a plan does not predict",
                 "Use remat=auto, which leaves such arrays alone",
             )
     return Repeated(*np.array([each.repeated for each in found])[index].T)

@@ -84,7 +84,7 @@ class Efficiency:
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(
                     f"efficiency {name}={getattr(self, name)}",
-                    "it must be a part of a peak, above 0 and at most 1",
+                    "must be a part of a peak, above 0 and at most 1",
                     "Use 0.7",
                 )
 
@@ -108,12 +108,12 @@ def read_efficiency(path: str | Path) -> Efficiency:
     for name, value in found.items():
         given = f"{name} = {value!r} in {str(path)!r}"
         if name not in known:
-            raise ConfigError(given, "it is not one of the time model's constants", f"Use {', '.join(known)}")
+            raise ConfigError(given, "must be one of the time model's constants", f"Use {', '.join(known)}")
         if name == "stack":
             if not isinstance(value, str):
-                raise ConfigError(given, "it must be text, the name of these constants", "Write stack = 'mine'")
+                raise ConfigError(given, "must be text, the name of these constants", "Write stack = 'mine'")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ConfigError(given, "it must be a number, not below 0", f"Write {name} = {known[name].default}")
+            raise ConfigError(given, "must be a number, not below 0", f"Write {name} = {known[name].default}")
     return Efficiency(**{"stack": Path(path).stem} | found)
 
 

@@ -77,7 +77,7 @@ def exact(name: str, value: str | int | Decimal) -> Decimal:
     if number is None or not 0 <= number <= LIMIT or number.normalize(_UP).as_tuple().exponent < -6:
         raise ConfigError(
             f"{name}={value}",
-            f"it must be an exact number from 0 to {LIMIT:,}, with at most 6 digits after the point"
+            f"must be an exact number from 0 to {LIMIT:,}, with at most 6 digits after the point"
             + (" (a float is not exact)" if isinstance(value, float) else ""),
             f"Write it out, as in {name}=0.35",
         )
@@ -214,7 +214,7 @@ class Account:
         if ceiling > self.ceiling:
             raise ConfigError(
                 f"a budget of {money(ceiling)}",
-                f"the ceiling in the spend log is {money(self.ceiling)}, and a job cannot raise it",
+                f"must be at most the ceiling in the spend log, {money(self.ceiling)}, which a job cannot raise",
                 f"Use that or less, or `{command_text('budget')} ceiling --budget {plain(ceiling)}`",
             )
         return replace(self, ceiling=ceiling)
@@ -237,7 +237,7 @@ class SpendLog:
         except FileExistsError as error:
             raise ConfigError(
                 f"a new spend log {self.path}",
-                "there is one already, and what it says still counts",
+                "must not exist yet, and it does: what it says still counts",
                 f"Use it as it is, change its ceiling with `{command_text('budget')} ceiling`, or name another file",
             ) from error
         except OSError as error:
@@ -284,16 +284,15 @@ class SpendLog:
             if estimate > account.left:
                 raise ConfigError(
                     asked or f"a reservation of {money(estimate)}",
-                    f"the budget is {money(account.ceiling)}, of which {money(account.spent)} is spent or reserved: "
-                    f"{money(_UP.subtract(estimate, account.left))} too much",
+                    f"must fit the budget of {money(account.ceiling)}, of which {money(account.spent)} is spent or "
+                    f"reserved: {money(_UP.subtract(estimate, account.left))} too much",
                     f"{advise(account.left)}; settle jobs that died; or raise the ceiling {_commands()}",
                 )
             wall = self._wall()
             if (account.last_time - wall).total_seconds() > SKEW_SECONDS:
                 raise ConfigError(
                     f"a reservation at {wall:%Y-%m-%d %H:%M:%S} UTC",
-                    f"the last line of {self.path} is of {account.last_time:%Y-%m-%d %H:%M:%S} UTC, and time does not "
-                    "go back",
+                    f"must not be before {account.last_time:%Y-%m-%d %H:%M:%S} UTC, when {self.path} was last written",
                     "Set this machine's clock; if the log's last line is wrong, start another log for what is left",
                 )
             job_id = secrets.token_hex(4)
@@ -331,7 +330,7 @@ class SpendLog:
         except FileNotFoundError as error:
             raise ConfigError(
                 f"spend log {self.path}",
-                "there is none, and without one nobody knows what was spent",
+                "must exist, and there is none: without one nobody knows what was spent",
                 f"Make one with its ceiling: `{command_text('budget')} init --budget 3.00 "
                 f"--spend-log {self.path}`, or name another with spend_log=PATH or {LOG_VARIABLE}",
             ) from error
@@ -354,7 +353,7 @@ class SpendLog:
     def _verify(self, fd: int) -> Account:
         """What the lines add up to, each of which must follow from those before it."""
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise self._error("it is not a file", "Name a file")
+            raise self._error("must be a file", "Name a file")
         try:
             content = b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
         except OSError as error:
@@ -454,7 +453,7 @@ class BudgetClock:
         self.price_per_hour = exact("price_per_hour", price_per_hour)
         self.num_devices, self.reserved = _whole("num_devices", num_devices), exact("reserved", reserved)
         if max_seconds is not None and not 0 < max_seconds < math.inf:
-            raise ConfigError(f"max_seconds={max_seconds}", "it must be a time above 0", "Use max_seconds=3600.0")
+            raise ConfigError(f"max_seconds={max_seconds}", "must be a time above 0", "Use max_seconds=3600.0")
         self.max_seconds, self._now = max_seconds, now
         self._start, self._elapsed, self._ended = now(), 0.0, False
 
@@ -548,7 +547,7 @@ def find_log(spend_log: str | None, environ: Mapping[str, str] = os.environ) -> 
     """The log that the flag names, else the variable, else `spend.jsonl` in the working folder."""
     named = environ.get(LOG_VARIABLE, DEFAULT_LOG) if spend_log is None else spend_log
     if not named:
-        raise ConfigError("a spend log without a name", "it must be a file", f"Name one, as in {DEFAULT_LOG}")
+        raise ConfigError("a spend log without a name", "must be named", f"Name one, as in {DEFAULT_LOG}")
     return SpendLog(named)
 
 
@@ -576,7 +575,7 @@ def begin_job(
     num_devices = _whole("num_devices", num_devices)
     if price_per_hour is None:
         raise ConfigError(
-            "a budget without a price", "the estimate needs one", "Give price_per_hour=0.35, of one device"
+            "a budget without a price", "the estimate must have one", "Give price_per_hour=0.35, of one device"
         )
     price = exact("price_per_hour", price_per_hour)
     if hours is not None:
@@ -585,13 +584,13 @@ def begin_job(
             raise ConfigError("hours=0", "a job takes time, so it must be above 0", "Use hours=0.1 or more")
     else:
         if not price:
-            raise ConfigError("a price of 0 and no hours", "nothing would ever stop the job", "Give a number of hours")
+            raise ConfigError("a price of 0 and no hours", "something must stop the job", "Give a number of hours")
         account = log.read().under(ceiling)
         limit = affordable_hours(price, num_devices, account.left)
         if not limit:
             raise ConfigError(
                 "a job for the whole rest of the budget",
-                f"the budget is {money(account.ceiling)}, and {money(account.spent)} is spent or reserved",
+                f"some of the {money(account.ceiling)} must be left, and {money(account.spent)} is spent or reserved",
                 f"Settle jobs that died, or raise the ceiling {_commands()}",
             )
     estimate = cost(price, num_devices, limit)
@@ -610,5 +609,5 @@ def begin_job(
 
 def _whole(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**6:
-        raise ConfigError(f"{name}={value!r}", "it must be a whole number from 1 to 1,000,000", f"Use {name}=1")
+        raise ConfigError(f"{name}={value!r}", "must be a whole number from 1 to 1,000,000", f"Use {name}=1")
     return value

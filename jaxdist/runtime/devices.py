@@ -54,7 +54,7 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
     if count > MAX_SIMULATED and choice != "gpu":
         raise ConfigError(
             f"a mesh of {count} devices",
-            f"more than {MAX_SIMULATED} are not simulated here: each is a thread with its own buffers",
+            f"must be at most {MAX_SIMULATED} to be simulated: each is a thread with its own buffers",
             "Use a smaller mesh; an abstract mesh (jaxdist.mesh.make_abstract_mesh) can be traced at any size",
         )
     num_processes = processes.count()
@@ -76,7 +76,7 @@ def acquire_devices(count: int, choice: DeviceChoice = "auto") -> Devices:
         if len(found) < count:
             raise ConfigError(
                 f"device=gpu with a mesh of {count}",
-                f"this machine shows JAX {len(found)} GPU{'s' * (len(found) != 1)}, and each rank needs one",
+                f"each rank must have a GPU, and this machine shows JAX {len(found)}",
                 "Use device=cpu to simulate the mesh"
                 + ("" if found else f", or on a machine with an NVIDIA driver {install_text('cuda')}"),
             )
@@ -117,7 +117,7 @@ def _on_cpu(count: int, why: str) -> Devices:
     if len(chosen) < count:
         raise ConfigError(
             f"a mesh of {count} simulated devices",
-            f"JAX has started already with {len(found)}, and the number is fixed then",
+            f"must be set before JAX starts, which fixes the number, and it has started with {len(found)}",
             f"Set JAX_NUM_CPU_DEVICES={count} before JAX starts (arrays at the top level of a module start it)",
         )
     if count == 1:

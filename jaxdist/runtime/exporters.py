@@ -33,7 +33,7 @@ def require_package(name: str, flag: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(flag, f"it needs the package {error.name}", f"Run {install_text('metrics')}") from error
+        raise ConfigError(flag, f"must have the package {error.name}", f"Run {install_text('metrics')}") from error
 
 
 def require_free(port: int, host: str) -> None:

@@ -129,16 +129,16 @@ def parse_fault(drill: str | None, num_ranks: int, num_steps: int = MOST) -> Fau
         kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
         raise ConfigError(
             f"drill={drill!r}",
-            f"it must be a fault and its settings, of step, rank, process and leaf. {kinds}",
+            f"must be a fault and its settings, of step, rank, process and leaf. {kinds}",
             "Write nan:step=5,rank=1,leaf=tokens",
         )
     if not all(value.isascii() and value.isdigit() for value in numbers.values()):
         raise ConfigError(f"drill={drill!r}", "step, rank and process must be whole numbers", "Write nan:step=5,rank=1")
     fault = Fault(kind, leaf=found.get("leaf", ""), **{key: int(value) for key, value in numbers.items()})
     if fault.rank >= num_ranks:
-        raise ConfigError(f"drill={drill!r}", f"the mesh has ranks 0 to {num_ranks - 1}", "Name one of them")
+        raise ConfigError(f"drill={drill!r}", f"its rank must be 0 to {num_ranks - 1}", "Name one of them")
     if not 1 <= fault.step <= num_steps:
-        raise ConfigError(f"drill={drill!r}", f"the run has steps 1 to {num_steps:,}", "Name one of them")
+        raise ConfigError(f"drill={drill!r}", f"its step must be 1 to {num_steps:,}", "Name one of them")
     return fault
 
 

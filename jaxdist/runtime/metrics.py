@@ -178,9 +178,9 @@ def read_config(out: Path) -> dict:
             f"out={str(out)!r}", f"{path} cannot be read ({error.strerror})", "Choose another folder"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"out={str(out)!r}", f"{path} is not JSON", "Choose another folder") from error
+        raise ConfigError(f"out={str(out)!r}", f"{path} must be JSON", "Choose another folder") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"out={str(out)!r}", f"{path} is no configuration", "Choose another folder")
+        raise ConfigError(f"out={str(out)!r}", f"{path} must be a configuration", "Choose another folder")
     return content
 
 

@@ -150,7 +150,7 @@ def require_address(address: str) -> None:
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise ConfigError(
             f"coordinator={address!r}",
-            "it must be the host of the first process and a port that is free there",
+            "must be the host of the first process and a port that is free there",
             "Write it as in 10.0.0.1:1234",
         )
 
@@ -161,9 +161,7 @@ def from_launcher(num_processes: int | None, process_id: int | None) -> tuple[in
         if count in os.environ and index in os.environ:
             for name in (count, index):
                 if not (os.environ[name].isascii() and os.environ[name].isdigit()):
-                    raise ConfigError(
-                        f"{name}={os.environ[name]}", "it must be a number of processes", "Start them anew"
-                    )
+                    raise ConfigError(f"{name}={os.environ[name]}", "must be a number of processes", "Start them anew")
             num_processes = int(os.environ[count]) if num_processes is None else num_processes
             process_id = int(os.environ[index]) if process_id is None else process_id
             break
@@ -176,7 +174,7 @@ def require_alone() -> None:
     if (num_processes or 1) > 1:
         raise ConfigError(
             f"process {process_id} of {num_processes}",
-            "nobody asked it to join the others, and each would do the whole run by itself",
+            "it must be asked to join the others, or each would do the whole run by itself",
             "Add distributed=True under Slurm, coordinator=HOST:PORT under Open MPI, or num_processes=1 where each is "
             "a run of its own",
         )
@@ -315,7 +313,7 @@ def require_agreement(name: str, values: Mapping[str, object], seconds: float = 
     except RuntimeError as error:
         raise ConfigError(
             f"{count()} processes",
-            f"not all of them said within {seconds:g} s what they were given ({reason_of(error)})",
+            f"all of them must say within {seconds:g} s what they were given ({reason_of(error)})",
             "Start all with the same command and the same version of jaxdist",
         ) from error
     differing = differences(everyone)

@@ -57,7 +57,7 @@ class Window:
         """START:END. Raises: ConfigError."""
         found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
         if not found or not 1 <= int(found[1]) <= int(found[2]):
-            raise ConfigError(f"profile={text!r}", "it must be START:END, the first and the last step", "Use 10:12")
+            raise ConfigError(f"profile={text!r}", "must be START:END, the first and the last step", "Use 10:12")
         return cls(int(found[1]), int(found[2]))
 
 
@@ -85,7 +85,7 @@ def read_events(folder: Path) -> list[dict]:
     try:
         return json.loads(gzip.decompress(files[-1].read_bytes()))["traceEvents"]
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
-        raise ConfigError(f"the trace {files[-1]}", "it is cut short or damaged", "Profile the run again") from error
+        raise ConfigError(f"the trace {files[-1]}", "must not be cut or damaged", "Profile the run again") from error
 
 
 def device_times(events: Iterable[dict], text: str, mesh: MeshShape, ranks: Mapping[int, int]) -> list[DeviceTimes]:

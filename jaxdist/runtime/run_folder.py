@@ -87,7 +87,7 @@ def _lock(folder: Path, name: str, warn: Callable[[str], None]) -> int:
             os.close(descriptor)
             raise ConfigError(
                 f"{name}={str(folder)!r}",
-                f"{holder} is using it, and two runs in one folder would remove each other's files",
+                f"must be used by one run, or two would remove each other's files: {holder} is using it",
                 "Wait until that one has ended, or choose another folder",
             ) from error
         except OSError as error:
@@ -130,7 +130,7 @@ def require_shared(folder: Path, name: str) -> None:
     if wrong:
         raise processes.Disagreement(
             f"{name}={str(folder)!r}",
-            f"it is not one folder that all processes share: {'; '.join(wrong)}",
+            f"must be one folder that all processes share: {'; '.join(wrong)}",
             "Name a folder on a file system that all of them mount",
         )
 

@@ -103,7 +103,7 @@ def read_run(folder: Path) -> Run:
     if not _is_run(folder):
         raise ConfigError(
             f"the run {str(folder)!r}",
-            f"it must be a folder with {CONFIG} or {METRICS} in it",
+            f"must be a folder with {CONFIG} or {METRICS} in it",
             "Name what `train --out` was given",
         )
     notes: list[str] = []

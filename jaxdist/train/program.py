@@ -155,11 +155,11 @@ def build_program(
     recorder: of what the step's probes see (`jaxdist.divergence`). draws_choices: as in `Context`.
     """
     if config.precision.dtype == "float64" and not jax.config.jax_enable_x64:
-        raise ConfigError("dtype float64", "JAX computes in 32 bits unless told", "Set jax_enable_x64 first")
+        raise ConfigError("dtype float64", "JAX must be told to compute in 64 bits", "Set jax_enable_x64 first")
     if poison is not None and config.parallel.overlap_layers:
         raise ConfigError(
             "overlap=True with a fault injected into a gradient",
-            "it is injected before gradients are summed over ranks, and here sums are made while backward runs",
+            "it must be injected before gradients are summed over ranks, and overlap sums them during backward",
             "Leave overlap out of this run",
         )
     layout = make_layout(config.model, config.parallel, config.part_layers)

@@ -50,7 +50,7 @@ def from_orders(empty: Schedule, orders: Sequence[Sequence[Action]]) -> Schedule
         if not any(row) and len(table) >= max(done.values(), default=-1) + empty.send_latency:  # no message in flight
             raise ConfigError(
                 f"{empty}, tick {len(table)}: deadlock",
-                f"no stage can run its next action: {'; '.join(waits)}",
+                f"a stage must be able to run its next action: {'; '.join(waits)}",
                 "Move what is waited for to an earlier place in its stage's order",
             )
         for stage, action in enumerate(row):
@@ -313,7 +313,7 @@ def recipe(
     if num_chunks != kind.chunks and not kind.any_chunks:
         raise ConfigError(
             f"schedule {name!r} with {num_chunks} chunks a stage",
-            f"it is made for {kind.chunks}",
+            f"must have {kind.chunks}, for which it is made",
             f"Use {kind.chunks}, or schedule interleaved",
         )
     sizes = (num_stages, num_microbatches, num_chunks)
@@ -322,7 +322,7 @@ def recipe(
     if (size := math.prod(sizes)) > MOST_CELLS:
         raise ConfigError(
             f"{num_stages} stages x {num_microbatches} micro-batches x {num_chunks} chunks",
-            f"a table is made one action at a time, for at most {MOST_CELLS:,} together, and this is {size:,}",
+            f"the product must be at most {MOST_CELLS:,}, not {size:,}: a table is made one action at a time",
             "Use fewer micro-batches, and accumulate more of them",
         )
     made = kind.make(empty)

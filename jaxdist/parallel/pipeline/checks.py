@@ -23,18 +23,18 @@ def check_arrays(schedule: Schedule, shared, layers, fixed, micros, num_layers, 
         if found != wanted:
             raise ConfigError(
                 f"schedule {schedule.name} for {wanted} {what}",
-                f"{axis!r} has {found} ranks" if what == "stages" else f"the batch is cut into {found}",
+                f"must be for the {found} " + (f"ranks of {axis!r}" if what == "stages" else "of the batch"),
                 f"Make the schedule for {found} {what}",
             )
     rows = _leading(layers, "layers")
     if jax.tree.leaves(fixed) and _leading(fixed, "fixed") != rows:
         raise ConfigError(
-            f"fixed values for {_leading(fixed, 'fixed')} layers", f"a stage has {rows} layers", "Give one row a layer"
+            f"fixed values for {_leading(fixed, 'fixed')} layers", f"must be for a stage's {rows}", "Give a row a layer"
         )
     if rows % schedule.num_chunks:
         raise ConfigError(
             f"schedule {schedule.name} with {schedule.num_chunks} chunks",
-            f"each stage holds {rows} layers, which do not divide",
+            f"the chunks must divide the {rows} layers of a stage",
             "Hold a multiple of the chunks, with `num_layers` where parts have fewer",
         )
     for leaf in jax.tree.leaves((shared, layers)):
@@ -47,7 +47,7 @@ def check_arrays(schedule: Schedule, shared, layers, fixed, micros, num_layers, 
         if stages == 1 and axis in varying_axes(leaf):
             raise ConfigError(
                 f"weights split over {axis!r}, which has one rank",
-                "an axis of size 1 is in no spec here (see jaxdist.parallel.collectives)",
+                "must be split over axes of two or more ranks (see jaxdist.parallel.collectives)",
                 f"Leave {axis!r} out of in_specs and out_specs, or use more stages",
             )
     depth = rows // schedule.num_chunks
@@ -56,7 +56,7 @@ def check_arrays(schedule: Schedule, shared, layers, fixed, micros, num_layers, 
     ):
         raise ConfigError(
             f"num_layers={tuple(num_layers)}",
-            f"schedule {schedule.name} has {schedule.num_parts} parts, of at most {depth} layers here",
+            f"must have {schedule.num_parts} numbers, one for each part of {schedule.name}, none above {depth}",
             "Name one whole number for each part, in model order",
         )
     return depth
@@ -84,12 +84,12 @@ def output_type(name: str, function: Callable, *types):
     """
     closed = jax.make_jaxpr(function)(*types)
     if len(closed.out_avals) != 1:
-        raise ConfigError(f"`{name}` returns {len(closed.out_avals)} arrays", "it returns one", "Return one array")
+        raise ConfigError(f"`{name}` returns {len(closed.out_avals)} arrays", "must return one", "Return one array")
     for eqn in all_equations(closed):
         if eqn.primitive.name == "ppermute" and comm.live(eqn.params["axis_name"]):
             raise ConfigError(
                 f"`{name}` permutes over {eqn.params['axis_name']}",
-                "stages run different layers at a tick, and their permutes would be mismatched",
+                "must not permute: stages run different layers at a tick, so their permutes would be mismatched",
                 "Use all_gather, all_to_all or a sum, which meet inside one stage alone",
             )
     return closed.out_avals[0]

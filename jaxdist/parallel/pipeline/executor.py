@@ -91,11 +91,9 @@ def pipeline_gradients(
     Raises: ConfigError for a schedule that is invalid or for another number of stages, chunks or micro-batches.
     """
     if not isinstance(recompute_every, int) or recompute_every < 0:
-        raise ConfigError(
-            f"recompute_every={recompute_every}", "it must be a number of layers, or 0", "Use 0, 1, 2, ..."
-        )
+        raise ConfigError(f"recompute_every={recompute_every}", "must be a number of layers, or 0", "Use 0, 1, 2, ...")
     if recompute_every and schedule.recompute:
-        raise ConfigError(f"recompute_every={recompute_every}", "the schedule recomputes in its R", "Use 0")
+        raise ConfigError(f"recompute_every={recompute_every}", "must be 0: the schedule recomputes in its R", "Use 0")
     run = _Runner.make(stages, schedule, (shared, layers, fixed, micros), num_layers, recompute_every, axis)
     lowered = lower(schedule)
     state = run.scan(lowered.instructions, partial(run.run_action, jnp.asarray(seed)), run.initial(lowered, dtype))

@@ -46,7 +46,9 @@ def check_action(schedule: Schedule, where: str, action: Action) -> None:
             f"{where}: {action.phase!r}", "an action must have a phase", "Use Phase.F, Phase.B or Phase.W"
         )
     if action.phase not in schedule.phases:
-        raise ConfigError(f"{where}: {action}", "the schedule recomputes nothing", "Take it out, or set recompute")
+        raise ConfigError(
+            f"{where}: {action}", "must be in a schedule that recomputes", "Take it out, or set recompute"
+        )
     for what, index, size in (
         ("micro-batch", action.microbatch, schedule.num_microbatches),
         ("chunk", action.chunk, schedule.num_chunks),
@@ -54,7 +56,7 @@ def check_action(schedule: Schedule, where: str, action: Action) -> None:
         if not 0 <= index < size:
             raise ConfigError(
                 f"{where}: {action}",
-                f"{what} {index} is out of range, the schedule has {size}",
+                f"{what} must be 0 to {size - 1}, not {index}",
                 f"Use 0 to {size - 1}, or a table made for these sizes",
             )
 
@@ -71,7 +73,7 @@ def validate(schedule: Schedule) -> None:
         if len(row) != schedule.num_stages:
             raise ConfigError(
                 f"{schedule}, tick {tick}",
-                f"the row has {len(row)} entries, and there are {schedule.num_stages} stages",
+                f"the row must have {schedule.num_stages} entries, one for each stage, and has {len(row)}",
                 "Write one entry a stage, None where it idles",
             )
         for stage, action in enumerate(row):
@@ -82,7 +84,7 @@ def validate(schedule: Schedule) -> None:
             if (stage, action) in done:
                 raise ConfigError(
                     f"{where}: {action}",
-                    f"the stage has already run it at tick {done[stage, action]}",
+                    f"must run once, and has run at tick {done[stage, action]} already",
                     "Every action runs exactly once: take one of the two out",
                 )
             done[stage, action] = tick
@@ -93,7 +95,7 @@ def validate(schedule: Schedule) -> None:
                 if (stage, action := Action(phase, microbatch, chunk)) not in done:
                     raise ConfigError(
                         f"{schedule}, stage {stage}",
-                        f"{action} is missing: none of the ticks 0 to {schedule.num_ticks - 1} runs it",
+                        f"{action} is missing: one of the ticks 0 to {schedule.num_ticks - 1} must run it",
                         "Every action runs exactly once: add it",
                     )
     for (stage, action), tick in done.items():
@@ -101,7 +103,7 @@ def validate(schedule: Schedule) -> None:
             if tick < (earliest := schedule.earliest(stage, source, needed, done[source, needed])):
                 raise ConfigError(
                     f"{schedule}, tick {tick}, stage {stage}: {action}",
-                    f"it needs {needed} of stage {source}, which is there only after tick {earliest - 1}",
+                    f"must come after {needed} of stage {source}, which is there only after tick {earliest - 1}",
                     f"Run it at tick {earliest} or later",
                 )
         if (

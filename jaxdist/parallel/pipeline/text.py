@@ -68,14 +68,16 @@ def parse(text: str, source: str = "table") -> Schedule:
         if words[0].endswith(":"):
             label = words.pop(0)
             if label != f"{len(lines)}:":
-                raise ConfigError(f"{where}: {label!r}", f"here comes stage {len(lines)}", "Write the stages in order")
+                raise ConfigError(f"{where}: {label!r}", f"must be '{len(lines)}:'", "Write the stages in order")
         lines.append([parse_cell(word, f"{where}, tick {tick}, stage {len(lines)}") for tick, word in enumerate(words)])
     actions = [action for line in lines for action in line if action is not None]
     if not actions:
-        raise ConfigError(source, "it has no actions", "Write one line a stage, as in `F0 F1 B0 W0 B1 W1`")
+        raise ConfigError(source, "must have actions", "Write one line a stage, as in `F0 F1 B0 W0 B1 W1`")
     num_stages = _header_size(header, "stages", len(lines), source)
     if num_stages != len(lines):
-        raise ConfigError(f"{source} with stages={num_stages}", f"it has {len(lines)} lines", "Write one line a stage")
+        raise ConfigError(
+            f"{source} with stages={num_stages}", f"must have as many lines, not {len(lines)}", "Write one line a stage"
+        )
     num_ticks = max(map(len, lines))
     schedule = Schedule(
         name=header.get("name", source),
@@ -115,7 +117,7 @@ def _parse_header(words: list[str], where: str) -> dict[str, str]:
 def _header_size(header: dict[str, str], key: str, seen: int, source: str) -> int:
     value = header.get(key, str(seen))
     if not re.fullmatch(r"\d{1,9}", value, re.ASCII):
-        raise ConfigError(f"{source}: {key}={value}", "it must be a count", f"Write {key}={seen}")
+        raise ConfigError(f"{source}: {key}={value}", "must be a count", f"Write {key}={seen}")
     return int(value)
 
 

@@ -220,7 +220,7 @@ def _tpu_devices(target: str, num_devices: int) -> Sequence:
     except RuntimeError as error:
         raise ConfigError(
             f"--compile {target} for {num_devices} devices",
-            f"libtpu knows no slice {name} ({str(error).splitlines()[0]})",
+            f"libtpu must know a slice {name} ({str(error).splitlines()[0]})",
             "Use a number of devices that is a power of two, 4 or more",
         ) from error
 

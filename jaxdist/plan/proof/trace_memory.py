@@ -143,7 +143,7 @@ def lifetimes(
     """
     if compiler not in COMPILERS:
         raise ConfigError(
-            f"the memory of a program for {compiler!r}", "no rules are known", f"Use {', '.join(COMPILERS)}"
+            f"the memory of a program for {compiler!r}", "its rules must be known", f"Use {', '.join(COMPILERS)}"
         )
     timeline = _Timeline(COMPILERS[compiler])
     timeline.run(jaxpr, carried, sliced, kept)
