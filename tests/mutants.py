@@ -221,6 +221,11 @@ def equivalents() -> dict[tuple[str, str, str, str], str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def test_file(name: str) -> Path:
+    (path,) = (ROOT / "tests").rglob(f"test_{name}.py")
+    return path
+
+
 class Coverage:
     """Which tests run a line, from the records that `Runner.record` wrote."""
 
@@ -289,7 +294,7 @@ class Runner:
 
         A record belongs to the sources and the tests it was made of. Raises: RuntimeError where a test is red.
         """
-        test = f"tests/test_{name}.py"
+        test = str(test_file(name).relative_to(ROOT))
         digest = sha256()
         for source in (*sorted((self.folder / "jaxdist").rglob("*.py")), self.folder / test):
             digest.update(source.read_bytes())
@@ -394,7 +399,7 @@ def main(flags: MutantFlags, console: Console) -> int:
 
     with Runners(flags.jobs, out / "compiled") as runners:
         # The files of most bytes tend to take longest, and begin first.
-        names = sorted(flags.tests, key=lambda name: -(ROOT / "tests" / f"test_{name}.py").stat().st_size)
+        names = sorted(flags.tests, key=lambda name: -test_file(name).stat().st_size)
         recorded = runners.map(lambda runner, name: runner.record(name, out), names, "recording which lines tests run")
         tests = Coverage([record for _, record in recorded])
 

@@ -1,7 +1,7 @@
 """What our own step sends, in closed form: from the leaves, the settings and the schedule's table. Nothing is traced.
 
-`predicted` says of every message what it is for. `tests/test_communication.py` holds the messages equal, in number and
-to the byte, to those that `jaxdist.plan.proof.trace` reads from the program. `jaxdist.plan.formulas` has the
+`predicted` says of every message what it is for. `tests/plan/test_communication.py` holds the messages equal, in number
+and to the byte, to those that `jaxdist.plan.proof.trace` reads from the program. `jaxdist.plan.formulas` has the
 papers' forms.
 """
 

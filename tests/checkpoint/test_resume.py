@@ -1,0 +1,395 @@
+"""A run that is stopped, killed, damaged or sent back goes on by the same command, and says what it did."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import experiments.train
+from experiments.cli import run_program
+from experiments.train import MAX_SKIPS_IN_A_ROW, Loop, Stopped, is_fault
+from jaxdist.checkpoint.resume import Progress, Start
+from jaxdist.errors import ConfigError
+from jaxdist.runtime import run_folder
+from jaxdist.runtime.metrics import StepLines
+from jaxdist.runtime.run_folder import LOCK, held
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BOUND = 1.75  # times the mean, of the busiest expert in the end (docs/experts.md)
+SMALL = (
+    "--num-layers 1 --width 16 --num-heads 2 --seq-len 16 --batch-size 8 --dropout 0.1 --eval-every 4 --eval-windows 8"
+)
+
+
+@pytest.fixture
+def train(monkeypatch, capfd, tmp_path):
+    """(exit code, stdout, stderr) of `python -m experiments.train` in this process; the text to train on is made."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+
+    def run(flags: str, small: str = SMALL) -> tuple[int, str, str]:
+        words = [
+            "train",
+            "--data",
+            str(tmp_path / "text.txt"),
+            *small.split(),
+            *flags.replace("OUT", str(tmp_path)).split(),
+        ]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as stop:
+            run_program(experiments.train.TrainFlags, experiments.train.main, "train")
+        return stop.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder) -> list[float]:
+    return [record["loss"] for record in metrics(folder)]
+
+
+def test_the_same_command_continues_bit_for_bit_then_has_nothing_to_do(train, tmp_path):
+    flags = "--mesh dp=2 --zero 1 --steps 8 --checkpoint-every 2 --keep-last 2 --record-digests"
+    assert train(f"{flags} --out OUT/whole")[0] == 0
+
+    code, out, _ = train(f"{flags} --out OUT/cut --drill term:step=5")
+    assert code == 128 + 15
+    assert "stopped after 5 of 8 steps: SIGTERM; the newest checkpoint is of step 5" in out
+    assert (tmp_path / "cut" / "stopped.json").exists()
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "loss": 0.0}\n{"step": 7, "lo')  # of steps after the checkpoint, the last line cut
+    code, out, _ = train(f"{flags} --out OUT/cut")
+    assert code == 0 and "resumed after step 5" in out and "written on dp=2" in out
+
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    digests = [[record["digest"] for record in metrics(tmp_path / name)] for name in ("cut", "whole")]
+    assert digests[0] == digests[1] and len(set(digests[0])) == 8
+    read = lambda name: json.loads((tmp_path / name / "summary.json").read_text())  # noqa: E731
+    assert read("cut") == read("whole") and read("cut")["tokens"] == 8 * 8 * 16
+    manifests = [tmp_path / name / "checkpoints" / "step_00000008" / "manifest.json" for name in ("cut", "whole")]
+    progress = [json.loads(path.read_text())["about"]["progress"] for path in manifests]
+    assert progress[0] == progress[1]
+    assert not (tmp_path / "cut" / "stopped.json").exists()
+    assert sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()) == [
+        "step_00000006",
+        "step_00000008",
+    ]
+
+    before = (tmp_path / "cut" / "metrics.jsonl").read_text()
+    code, out, _ = train(f"{flags} --out OUT/cut")
+    assert code == 0 and "complete: nothing is left to do" in out
+    code, _, err = train(f"{flags} --out OUT/cut --lr 0.1")
+    assert code == 2 and "optimizer.lr is 0.003 there and 0.1 here" in err
+    code, _, err = train(f"{flags} --out OUT/cut --fresh")
+    assert code == 2 and "--fresh with --out" in err and "--overwrite" in err
+    assert (tmp_path / "cut" / "metrics.jsonl").read_text() == before
+
+    # Another mesh, another strategy, other settings: a run of its own from that checkpoint.
+    code, _, err = train(f"{flags} --out OUT/more --restore OUT/cut")
+    assert code == 2 and "--steps 8" in err
+    code, _, err = train(f"{flags} --out OUT/more --restore OUT/cut:7 --steps 10")
+    assert code == 2 and "it holds those of steps 6, 8" in err
+    code, _, err = train(f"{flags} --out OUT/more --restore OUT/cut --steps 10 --width 32")
+    assert code == 2 and "model.width is 16 there and 32 here" in err
+    code, out, _ = train("--mesh tp=2 --dtype bfloat16 --lr 0.001 --out OUT/more --restore OUT/cut:6 --steps 8")
+    assert code == 0 and "restored from step 6" in out
+    assert [record["step"] for record in metrics(tmp_path / "more")] == [7, 8]
+    assert [record["batch"] for record in metrics(tmp_path / "more")] == [6, 7]
+
+
+def test_a_held_out_loss_that_is_nan_ends_the_run(train, tmp_path):
+    code, out, _ = train("--steps 1 --lr 1e20 --out OUT/run")
+    assert code == 1 and "the held-out loss after step 1 is nan" in out and "no checkpoint was made" in out
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_fresh_removes_the_run_behind_a_link_and_nothing_of_others(train, tmp_path):
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    scratch.mkdir()
+    run.mkdir()
+    (scratch / "mine.txt").write_text("mine")
+    (run / "checkpoints").symlink_to(scratch)
+    assert train("--steps 2 --out OUT/run")[0] == 0
+    (run / "processes" / "0001.jsonl").write_text("of a second process\n")
+    code, out, _ = train("--steps 2 --out OUT/run --fresh --overwrite")
+    assert code == 0 and "resumed" not in out and [record["step"] for record in metrics(run)] == [1, 2]
+    assert sorted(path.name for path in scratch.iterdir()) == ["mine.txt", "step_00000002"]
+    assert [path.name for path in (run / "processes").iterdir()] == ["0000.jsonl"]
+
+
+def test_a_damaged_newest_checkpoint_is_refused_or_passed_over(train, tmp_path):
+    flags = "--steps 6 --checkpoint-every 2 --out OUT/run"
+    assert train(f"{flags} --drill term:step=5")[0] == 143
+    for path in sorted((tmp_path / "run" / "checkpoints" / "step_00000005").rglob("*")):
+        if path.is_file() and path.name != "manifest.json" and path.stat().st_size:
+            path.write_bytes(path.read_bytes()[:-1])
+            break
+    code, _, err = train(flags)
+    assert code == 2 and path.name in err and "--fall-back" in err
+    code, out, _ = train(f"{flags} --fall-back")
+    assert code == 0 and path.name in " ".join(out.split()) and "resumed after step 4" in out
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "roll-back"])
+def test_a_gradient_that_is_not_finite(train, tmp_path, policy):
+    flags = f"--mesh dp=2 --steps 8 --checkpoint-every 3 --out OUT/run --on-nonfinite {policy}"
+    code, out, _ = train(f"{flags} --drill nan:step=5,rank=1,leaf=positions")
+    said = "step 5 is not finite (batch 4): rank 1 (dp=1): positions"
+    assert said in out
+    seen = [(record["step"], record["batch"]) for record in metrics(tmp_path / "run")]
+    if policy == "stop":
+        assert code == 1 and "the newest checkpoint is of step 3" in out
+        assert seen[-1] == (5, 4)
+        code, out, _ = train(flags)  # without the fault
+        assert code == 0 and "resumed after step 3" in out
+        assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, 9))
+    elif policy == "skip":
+        assert code == 0 and f"skipped {said}" in out
+        assert seen == [(step, step - 1) for step in range(1, 9)]
+        assert metrics(tmp_path / "run")[4]["grad_norm"] is None
+    else:  # the drill strikes step 5 again, with another batch, until the run has had enough
+        assert code == 1 and out.count("rolled back to step 3") == 5 and "rolled back 5 times already" in out
+
+
+@pytest.fixture
+def skipping(monkeypatch):
+    """A loop of `--on-nonfinite skip` that judges steps and takes none."""
+    monkeypatch.setattr(experiments.train, "gather_ranks", lambda *_: None)
+    monkeypatch.setattr(experiments.train, "name_culprits", lambda *_: [])
+    monkeypatch.setattr(experiments.train.expert_load, "broken", lambda *_: [])
+    loop = object.__new__(Loop)
+    loop.run = SimpleNamespace(
+        flags=SimpleNamespace(on_nonfinite="skip", on_spike="ignore"),
+        config=SimpleNamespace(model=SimpleNamespace(kinds=())),
+        program=SimpleNamespace(layout=None),
+        say=lambda *_: None,
+        newest=lambda: "",
+    )
+    loop.progress, loop._not_finite, loop.counts, loop._skips_in_a_row = Progress(), None, {}, 0
+    return loop
+
+
+BAD = {"step": 1, "batch": 0, "loss": np.nan, "grad_norm": 1.0}
+GOOD = {**BAD, "loss": 1.0}
+
+
+def test_a_run_ends_at_one_more_skipped_step_in_a_row_than_may_be(skipping):
+    for _ in range(MAX_SKIPS_IN_A_ROW):
+        skipping.require_sound(BAD)
+    with pytest.raises(Stopped, match="step 1 is not finite"):
+        skipping.require_sound(BAD)
+    assert skipping.progress.num_skipped == MAX_SKIPS_IN_A_ROW
+
+
+def test_a_sound_step_ends_the_row_of_skipped_ones(skipping):
+    for _ in range(MAX_SKIPS_IN_A_ROW + 1):
+        skipping.require_sound(BAD)
+        skipping.require_sound(GOOD)
+    assert skipping.progress.num_skipped == MAX_SKIPS_IN_A_ROW + 1
+
+
+def test_an_overflow_is_a_fault_where_no_lower_loss_scale_is_left():
+    overflow = {"loss": 1.0, "grad_norm": np.inf}
+    assert is_fault(overflow) and is_fault({**overflow, "loss_scale": 1.0})
+    assert not is_fault({**overflow, "loss_scale": 2.0})
+    assert is_fault({**BAD, "loss_scale": 2.0}) and not is_fault(GOOD)
+
+
+def test_a_loss_that_jumps_sends_the_run_back_past_the_batch(train, tmp_path):
+    flags = "--steps 40 --lr 0.01 --checkpoint-every 10 --out OUT/run --on-spike roll-back"
+    code, out, _ = train(f"{flags} --drill batch:step=34")
+    assert code == 0 and "rolled back to step 30: the loss jumped to" in out and "4 batches are left out" in out
+    seen = [(record["step"], record["batch"]) for record in metrics(tmp_path / "run")]
+    assert seen == [(step, step - 1 + 4 * (step > 30)) for step in range(1, 41)]
+    manifest = json.loads((tmp_path / "run" / "checkpoints" / "step_00000040" / "manifest.json").read_text())
+    assert manifest["about"]["progress"]["num_skipped"] == 4
+    assert np.isfinite(losses(tmp_path / "run")).all()
+
+
+def test_a_run_that_goes_back_takes_its_lines_and_those_of_its_process_back():
+    run = mock.Mock()
+    run.start_from.return_value = Start(4, None, Progress(batch=4), "")
+    again = experiments.train.go_back(run, Start(0, None, Progress(), ""), experiments.train.RollBack("a spike", 7))
+    assert (again.step, again.progress.batch, again.progress.num_skipped) == (4, 7, 3)
+    run.files.go_back.assert_called_once_with(4)
+    run.lines.go_back.assert_called_once_with(4)
+
+
+def test_copies_that_differ_are_never_saved(train, tmp_path):
+    code, out, _ = train(
+        "--mesh dp=3 --batch-size 9 --steps 8 --checkpoint-every 2 --out OUT/run --drill flip:step=4,rank=2"
+    )
+    assert code == 1
+    assert "after step 4 copies differ that should be equal: rank 2 (dp=2): params." in out
+    assert "the newest checkpoint is of step 2" in out
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_a_folder_is_of_one_run_at_a_time(train, tmp_path):
+    folder = tmp_path / "run"
+    with held(folder, "out", pytest.fail):
+        code, _, err = train("--steps 1 --out OUT/run")
+        assert code == 2 and f"process {os.getpid()} on" in err and "is using it" in err
+    assert not folder.exists()  # nothing was written in it
+    assert train("--steps 1 --out OUT/run")[0] == 0
+    with held(folder, "out", pytest.fail):  # the lock ended with its run, the file stayed
+        assert (folder / "summary.json").exists()
+
+
+@pytest.mark.parametrize(("at", "taken"), [(2, False), (2, True), (4, False)])
+def test_a_run_whose_folder_is_removed_is_not_done(train, tmp_path, monkeypatch, at, taken):
+    """It saves where it can, and never into a folder that another run has made meanwhile."""
+    folder, say, others = tmp_path / "run", Loop.say, ExitStack()
+
+    def remove(loop, record):
+        say(loop, record)
+        if record["step"] == at:
+            shutil.rmtree(folder)
+            if taken:
+                others.enter_context(held(folder, "out", pytest.fail))
+
+    flags = "--steps 4 --warmup-steps 0 --out OUT/run"
+    with others, monkeypatch.context() as patched:
+        patched.setattr(Loop, "say", remove)
+        code, out, _ = train(flags)
+        assert code == 74 and "was removed" in out
+        if at == 2:
+            assert (folder / "checkpoints").exists() != taken
+    if at == 2 and not taken:
+        code, out, _ = train(flags)
+        assert code == 0 and "resumed after step 2" in out
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from jaxdist.runtime.run_folder import held\n"
+        "with held(Path(sys.argv[1]), 'out', print): os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert killed.returncode == -9 and (tmp_path / "run" / LOCK).exists()
+    with held(tmp_path / "run", "out", pytest.fail):
+        pass
+
+
+def test_a_lock_on_a_file_that_its_holder_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):
+    flock = run_folder.fcntl.flock
+
+    def too_late(*how):
+        (tmp_path / LOCK).unlink()
+        monkeypatch.setattr(run_folder.fcntl, "flock", flock)
+        flock(*how)
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", too_late)
+    with (
+        held(tmp_path, "out", pytest.fail),
+        pytest.raises(ConfigError, match="is using it"),
+        held(tmp_path, "out", pytest.fail),
+    ):
+        pass
+
+
+@pytest.mark.exhaustive
+def test_the_load_of_experts_evens_out_and_a_run_goes_on_with_another_ep(train, tmp_path):
+    small = SMALL.replace("--dropout 0.1", "--model moe-proof --num-kv-heads 1 --ffn-width 32 --balance-loss 0.1")
+    flags = "--lr 1e-2 --warmup-steps 0 --steps 60 --checkpoint-every 30 --seed 3"
+    assert train(f"{flags} --mesh dp=2,ep=2 --out OUT/whole", small)[0] == 0
+    assert train(f"{flags} --mesh dp=2,ep=2 --out OUT/cut --drill term:step=30", small)[0] == 128 + 15
+    code, _, err = train(f"{flags} --mesh dp=4,ep=4 --zero 3 --out OUT/cut", small)
+    assert code == 0, err
+    np.testing.assert_allclose(losses(tmp_path / "cut"), losses(tmp_path / "whole"), rtol=1e-4)
+    for folder in ("whole", "cut"):
+        busiest = [record["expert_load_max"] for record in metrics(tmp_path / folder)]
+        assert max(busiest[:5]) > 2 and max(busiest[-10:]) < BOUND, busiest
+
+
+def test_what_a_run_that_goes_on_does_not_begin_from_is_named(train):
+    assert train("--steps 2 --out OUT/other")[0] == 0
+    flags = "--steps 4 --out OUT/run --restore OUT/other"
+    code, out, _ = train(f"{flags} --drill term:step=3")
+    assert code == 143 and "is not read" not in out
+    for said in ("resumed after step 3", "nothing is left to do"):
+        code, out, _ = train(flags)
+        assert code == 0 and said in out and "/other is not read" in out
+
+
+def test_a_run_that_is_stopped_saves_no_copies_that_differ(train, tmp_path, monkeypatch):
+    asked = iter([None] * 4 + [("SIGTERM", 143)])
+    monkeypatch.setattr(experiments.train.Run, "stop_reason", lambda run: next(asked))
+    code, out, _ = train("--mesh dp=3 --batch-size 9 --steps 8 --out OUT/run --drill flip:step=4,rank=2")
+    assert code == 1 and "after step 4 copies differ that should be equal: rank 2 (dp=2): params." in out
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--checkpoint-every 5", "there must be a folder for checkpoints"),
+        ("--checkpoint-every 0 --out OUT/run", "--checkpoint-every 0"),
+        ("--keep-last 0 --out OUT/run", "--keep-last 0"),
+        ("--overwrite --out OUT/run", "--overwrite without --fresh"),
+        ("--on-spike roll-back --out OUT/run", "roll-back without --checkpoint-every"),
+        ("--grace 0", "--grace 0.0"),
+        ("--stuck-after nan", "--stuck-after nan"),
+        ("--restore OUT/nowhere", "it holds no committed one"),
+        ("--drill rot:step=1", "--drill rot:step=1"),
+        ("--steps 4 --drill nan:step=5", "--drill nan:step=5"),
+        ("--metrics-host 0.0.0.0", "--metrics-host without --metrics-port"),
+        ("--coordinator 127.0.0.1:1 --num-processes 2 --process-id 5", "numbered from 0"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_written(train, tmp_path, flags, said):
+    code, _, err = train(flags)
+    assert code == 2 and said in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_configuration_is_set_aside_where_a_checkpoint_says_what_ran(train, tmp_path):
+    flags = "--steps 4 --checkpoint-every 2 --out OUT/run"
+    assert train(f"{flags} --drill term:step=3")[0] == 143
+    (tmp_path / "run" / "config.json").write_text('{"cut')
+    code, out, _ = train(f"{flags} --lr 1e-4")  # another run is refused all the same, by the checkpoint
+    assert code == 2
+    (tmp_path / "run" / "config.json").write_text('{"cut')
+    code, out, _ = train(flags)
+    assert code == 0 and "resumed after step 3" in out and "warning: --out" in out and "config.json.damaged1" in out
+
+
+def test_a_run_that_goes_on_with_other_rounding_says_so(train):
+    flags = "--steps 4 --warmup-steps 0 --out OUT/run"
+    assert train(f"{flags} --drill term:step=2")[0] == 143
+    code, out, _ = train(f"{flags} --drill term:step=3")
+    assert code == 143 and "rounded" not in out
+    option = "--compiler-options xla_cpu_enable_fast_min_max=true"
+    code, out, err = train(f"{flags} --accumulate 2 --loss-chunks 2 --remat block {option}")
+    for said in ("accumulate was 1 and is 2", "loss_chunks", "remat was none", "xla_cpu_enable_fast"):
+        assert code == 0 and said in out, (said, out, err)
+
+
+def test_a_full_disk_is_said_once_and_again_when_it_takes_lines(train, monkeypatch):
+    write = StepLines.write
+
+    def full(lines, record):
+        lines.failure = "No space left on device"
+        return record["step"] not in (2, 3) and write(lines, record)
+
+    monkeypatch.setattr(StepLines, "write", full)
+    code, out, _ = train("--steps 5 --warmup-steps 0 --out OUT/run")
+    assert code == 0 and out.count("No space left") == 2 and "written again from step 4" in out
+
+
+def test_flags_about_a_folder_need_one(train):
+    for flag in ("--keep-last 2", "--keep-every 5", "--fresh", "--fall-back", "--record-digests", "--heartbeat 5"):
+        code, _, err = train(f"--steps 1 {flag}")
+        assert code == 2 and flag.split()[0] in err

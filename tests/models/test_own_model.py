@@ -1,0 +1,367 @@
+"""Models and steps that are not ours: the examples of docs/own-model.md, a Llama-like toy, and what is refused."""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from alternating import Alternating
+from conftest import DEVICES, in_sample
+from flax import nnx
+from llama import Llama
+
+import jaxdist
+from experiments.calibration.work import PaperWork
+from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import MeshShape, parse_mesh
+from jaxdist.models.base import Param, parts_using
+from jaxdist.models.flax import FlaxModel
+from jaxdist.models.presets import PRESETS
+from jaxdist.parity import compare, in_float64, observe, random_batches, random_parameters
+from jaxdist.placement import make_layout
+from jaxdist.plan.formulas import ModelShape
+from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.parts import work_of
+from jaxdist.plan.proof.levels import levels
+from jaxdist.plan.time_model import Efficiency, Layout, step_time
+from jaxdist.verification import proof_config
+
+PAGE = (Path(__file__).parents[2] / "docs" / "own-model.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+def page(*numbers: int) -> dict:
+    """The names that blocks of the page define."""
+    names: dict = {"__name__": "page"}
+    for number in numbers:
+        exec(BLOCKS[number], names)
+    return names
+
+
+def test_the_model_of_the_page_equals_one_device_on_its_layouts(capsys):
+    page(0, 1)["test_every_layout_computes_what_one_device_computes"]()
+    assert capsys.readouterr().out.count("values are equal") == 3
+
+
+def test_the_step_of_the_page_equals_its_reference(capsys):
+    page(2)["test_my_step"]()
+    out = capsys.readouterr().out
+    # Sums over "model" of 6 x 4 products, forward; over "data" of two gradients of 8 x 8 and 8 x 4: 2 (n-1)/n = 1.
+    assert "all 2 values are equal" in out and f"{6 * 4 * 4 + (8 * 8 + 8 * 4) * 4:,} bytes sent" in out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ('all_reduce(jax.grad(sharded_loss)(owed, *batch), "data")', "jax.grad(sharded_loss)(owed, *batch)", "repl"),
+        ('all_reduce(jnp.tanh(varying(x, "model")', 'all_reduce(0.5 * jnp.tanh(varying(x, "model")', "value up"),
+        ("*batch), \"data\")\n", "*batch), \"data\")\n    grads = all_reduce(grads, \"data\")\n", "already equal"),
+        ("w - 0.01 * g, params, grads)\n\n\ndef make", "w - 0.005 * g, params, grads)\n\n\ndef make", "value down"),
+    ],
+)  # fmt: skip
+def test_a_wrong_step_is_found(old, new, match):
+    assert BLOCKS[2].count(old) == 1
+    names: dict = {}
+    exec(BLOCKS[2].replace(old, new), names)
+    with pytest.raises((AssertionError, ValueError), match=match):
+        names["test_my_step"]()
+
+
+LAYOUTS = [
+    ("dp=2,tp=2", {"zero": 3}),
+    ("tp=2", {"sp": True}),
+    ("pp=2", {"schedule": "zb-h1"}),
+    ("pp=2,dp=2,tp=2", {"schedule": "zb-v", "zero": 2, "sp": True}),
+    ("replica=2,dp=2", {"zero": 3, "overlap": True, "accumulate": 2}),
+    ("dp=2,tp=2", {"zero": 3, "remat": "selective", "loss_chunks": 4}),
+    ("tp=4", {"sp": True, "remat": "every-2"}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), in_sample(LAYOUTS, LAYOUTS[:1]))
+def test_a_llama_equals_one_device(mesh, parallel):
+    jaxdist.verify(Llama(), mesh=mesh, **parallel).require()
+
+
+@pytest.mark.parametrize(
+    "model", in_sample([Llama(num_layers=2), Alternating(num_layers=4)], [Alternating(num_layers=4)])
+)
+def test_one_device_equals_plain_jnp(model):
+    """In float64, every leaf random: the loss and its gradients, from the formulas of the papers."""
+    with jax.enable_x64(True):
+        config = proof_config(model, "", batch_size=4, steps=1, dtype="float64")
+        [batch] = random_batches(config, 1, 1)
+        run = observe(config, DEVICES[:1], [batch])
+        params = random_parameters(config, make_layout(model, ParallelConfig()))
+        params = {name: jnp.asarray(x, jnp.float64) for name, x in params.items()}
+
+        def minimised(params):
+            loss, auxiliary = plain_losses(params, model, batch["inputs"], batch["targets"])
+            return loss + auxiliary, loss
+
+        grads, loss = jax.grad(minimised, has_aux=True)(params)
+        np.testing.assert_allclose(run.losses[0], loss, rtol=1e-12)
+        for name, theirs in grads.items():
+            rows = theirs if name.startswith("blocks.") else theirs[None]
+            for layer, expected in enumerate(rows):
+                ours = run.gradients[0][f"{name}[{layer}]" if name.startswith("blocks.") else name]
+                np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-12 * float(jnp.abs(expected).max()))
+
+
+def plain_losses(params, model, tokens, targets):
+    """(mean cross-entropy, auxiliary loss) of the models' layers from their papers, token by token where that is
+    plainest; shares no code with `llama` and `alternating`."""
+    x, count = params["tokens"][tokens], (targets >= 0).sum()
+    auxiliary = getattr(model, "z_loss", 0) * (x**2).sum() / targets.size
+    for layer in range(model.num_layers):
+        block, place = divmod(layer, len(model.kinds))
+        prefix = "blocks." if len(model.kinds) == 1 else f"blocks.{place}_{model.kinds[place]}."
+        p = {name.removeprefix(prefix): w[block] for name, w in params.items() if name.startswith(prefix)}
+        if model.kinds[place] == "weighed":
+            a = plain_norm(x, p["norm"])
+            router = jnp.exp(a @ p["w_router"])
+            auxiliary += model.z_loss * (jnp.log(router.sum(-1)) ** 2).sum() / targets.size
+            ups = [a @ p["w_up"][i] for i in range(2)]
+            both = [(up / (1 + jnp.exp(-up))) @ p["w_down"][i] for i, up in enumerate(ups)]
+            x = x + sum(router[..., i, None] / router.sum(-1, keepdims=True) * both[i] for i in range(2))
+        else:
+            x = plain_decoder(p, model, x)
+    logits = plain_norm(x, params["norm"]) @ params["head"].T
+    losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    return jnp.where(targets >= 0, losses, 0).sum() / count, auxiliary
+
+
+def plain_norm(x, scale):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def plain_decoder(p, model, x):
+    """A layer of arXiv 2302.13971 with grouped heads."""
+    heads, groups, size = model.num_heads, model.num_kv_heads, model.width // model.num_heads
+
+    def rotary(x):
+        pairs = x[..., : size // 2] + 1j * x[..., size // 2 :]
+        frequency = 10_000.0 ** (-2 * np.arange(size // 2) / size)
+        turned = pairs * np.exp(1j * np.outer(np.arange(x.shape[1]), frequency))[None, :, None]
+        return jnp.concatenate([turned.real, turned.imag], -1)
+
+    a = plain_norm(x, p["attention_norm"])
+    q, k, v = (jnp.einsum("btd,dnh->btnh", a, p[name]) for name in ("w_q", "w_k", "w_v"))
+    q, k = rotary(q), rotary(k)
+    outs = []
+    for head in range(heads):
+        kv = head // (heads // groups)
+        scores = q[:, :, head] @ k[:, :, kv].swapaxes(1, 2) / np.sqrt(size)
+        scores = jnp.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -jnp.inf)
+        outs.append(jax.nn.softmax(scores) @ v[:, :, kv] @ p["w_o"][head])
+    x = x + sum(outs)
+    m = plain_norm(x, p["mlp_norm"])
+    gate = m @ p["w_gate"]
+    return x + (gate / (1 + jnp.exp(-gate)) * (m @ p["w_up"])) @ p["w_down"]
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), in_sample(LAYOUTS, LAYOUTS[:1]))
+def test_kinds_of_layers_with_an_auxiliary_loss_equal_one_device(mesh, parallel):
+    jaxdist.verify(Alternating(num_layers=8), mesh=mesh, **parallel).require()
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), [*LAYOUTS[:3], ("dp=2", {"zero": 3, "overlap": True})])
+def test_the_trace_of_several_kinds_sends_what_the_compiler_emits(mesh, parallel):
+    model = Alternating(num_layers=8, width=128, ffn_width=256, seq_len=64, vocab_size=1024)
+    found = levels(RunConfig(model, ParallelConfig(parse_mesh(mesh), **parallel), batch_size=8), "cpu")
+    assert found.compiled_sent_bytes == found.sent_bytes
+
+
+def test_an_auxiliary_loss_moves_the_weights_and_not_the_reported_loss():
+    with_it, without = (
+        observe(config, DEVICES[:1], random_batches(config, 1, 1))
+        for config in (proof_config(Alternating(z_loss=z), "", batch_size=4, steps=1) for z in (0.1, 0.0))
+    )
+    name = "blocks.1_weighed.w_router[0]"
+    assert with_it.losses[0] == without.losses[0]
+    assert np.abs(with_it.gradients[0][name] - without.gradients[0][name]).max() > 1e-3
+
+
+REPEATED = {  # of a layer's products and of its sums over tp, without sp and with it: all but the last product
+    "gpt2-124m": (8 / 12, 0.5, 0.75),
+    "llama3-8b": (1 - 14336 / (4096 + 4096 + 2 * 1024 + 3 * 14336), 0.5, 0.75),
+    "mixtral-8x7b": (1.0, 0.5, 0.75),  # whose router's gradient needs what experts give
+}
+
+
+@pytest.mark.parametrize("preset", REPEATED)
+def test_a_layer_that_runs_again_repeats_no_product_that_nobody_needs(preset):
+    work = work_of(PRESETS[preset])
+    found = work.matrices_again, work.sums_again, work.sp_sums_again
+    assert found == pytest.approx(REPEATED[preset])
+    cluster = Cluster(find_hardware("h100"))
+
+    def seconds(**layout):
+        return step_time(work, Layout(flash=True, **layout), cluster)
+
+    block, many, none = seconds(remat="block"), seconds(remat="every-2"), seconds()
+    last = 1 - found[0]
+    products = work.num_layers * work.matrices(
+        lambda n, k, m=work.seq_len, part=1: _matmul(work, n, k, m, part), 1, 1, False
+    )
+    assert many.compute - block.compute == pytest.approx(last * products)
+    for sp, part in ((False, found[1]), (True, found[2])):
+        block, many, none = (seconds(tp=8, sp=sp, remat=remat).tp for remat in ("block", "every-2", "none"))
+        assert (block - none) / (many - none) == pytest.approx(part)
+
+
+def _matmul(work, n, k, m, part):
+    smallest = min(m * part, n, k)
+    return 2 * work.seq_len * n * k / (0.7 * 989e12 * smallest / (smallest + 60))
+
+
+@pytest.mark.parametrize("preset", ["gpt2-124m", "7b"])
+def test_the_work_that_a_trace_finds_is_what_the_papers_count(preset):
+    """Where scores are written, less those that blocks leave out; elementwise traffic is a rule either way."""
+    model = PRESETS[preset]
+    traced, papers = work_of(model), PaperWork(ModelShape.of(model))
+    assert (traced.layer_parameters, traced.layer_sums) == (papers.layer_parameters, papers.layer_sums)
+    assert traced.table_parameters == papers.table_parameters and traced.width == papers.width
+    assert 0.94 < traced.flops_per_token / papers.flops_per_token < 1
+    cluster = Cluster(find_hardware("h100"), num_nodes=2, devices_per_node=8)
+    for layout in ({}, {"tp": 4}, {"tp": 8, "sp": True}, {"pp": 4, "tp": 2}):
+
+        def timed(flash, attention=0.5, columns=layout):
+            columns = Layout(dp=2, microbatches=16, rows=4, flash=flash, **columns)
+            return (step_time(work, columns, cluster, Efficiency(attention=attention)) for work in (traced, papers))
+
+        for flash in (False, True):
+            ours, theirs = timed(flash)
+            assert 0.9 < ours.total[0] / theirs.total[0] < 1.02
+        half, whole = ([each.compute[0] for each in timed(True, attention)] for attention in (0.5, 1.0))
+        assert half[0] == pytest.approx(half[1])
+        products = 2 * whole[0] - half[0]  # without attention, of which they say how long it takes
+        written, all_written = (each.compute[0] - products for each in timed(False))
+        kept, every = (work.core(lambda n, k, m: n * k, layout.get("tp", 1)) for work in (traced, papers))
+        assert written / all_written == pytest.approx(kept / every)
+
+
+def test_users_of_outer_parameters_are_found_by_tracing():
+    used = parts_using(Llama())
+    assert used == {"tokens": {"embed"}, "head": {"loss"}, "norm": {"loss"}}
+
+
+@dataclass(frozen=True)
+class Gained(Llama):
+    """Single numbers as parameters; the gradient of the last layer's cancels, since a norm follows it."""
+
+    def outer(self):
+        return {**super().outer(), "gain": Param((), mean=1.0)}
+
+    def block(self, kind):
+        return {**super().block(kind), "gain": Param((), mean=1.0)}
+
+    def layer(self, ctx, kind, p, x, index):
+        return super().layer(ctx, kind, p, x, index) * p["gain"]
+
+    def loss(self, ctx, outer, x, batch):
+        return super().loss(ctx, outer, x + jnp.tanh(outer["gain"]) * x.mean(-1, keepdims=True), batch)
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), [("pp=2,dp=2", {"zero": 2})])
+def test_a_single_number_is_a_parameter_and_its_cancelled_gradient_equal(mesh, parallel):
+    report = jaxdist.verify(Gained(num_layers=2), mesh=mesh, batch_size=8, steps=2, **parallel).require()
+    assert {"gain", "blocks.gain[1]"} <= {each.name for each in report.differences if each.kind == "gradient"}
+
+
+def test_kinds_repeat_a_whole_number_of_times():
+    with pytest.raises(ConfigError, match=r"num_layers=3 with kinds=\('decoder', 'weighed'\)"):
+        jaxdist.verify(Alternating(num_layers=3), mesh="dp=2")
+    with pytest.raises(ConfigError, match=r"num_layers=4 in 2 blocks over 4 stages .* Use num_layers=8 or more"):
+        jaxdist.verify(Alternating(num_layers=4), mesh="pp=4")
+    first_dense = dataclasses.replace(PRESETS["moe-proof"], num_layers=3, kinds=("dense", "full", "full"))
+    with pytest.raises(ConfigError, match="Use pp=1"):
+        jaxdist.verify(first_dense, mesh="pp=3", batch_size=12)
+
+
+def test_the_work_of_a_llama():
+    """Products with weights: 2 FLOPs a parameter; grouped heads do not make scores cheaper."""
+    model = Llama()
+    work, size = work_of(model), model.width // model.num_heads
+    matrices = sum(p.flops for p in work.layer if not p.batched)
+    assert matrices == 2 * (work.layer_parameters - 2 * model.width)
+    assert sum(p.flops for p in work.layer if p.batched) == 2 * 2 * model.seq_len * model.num_heads * size
+    assert model.head_in_layers == work.loss[0].flops / sum(p.flops for p in work.layer)
+    config = RunConfig(Llama(8), ParallelConfig(MeshShape(pp=2), stages="balanced"), batch_size=16)
+    assert config.part_layers == (4, 4) and dataclasses.replace(
+        config, model=Llama(8, vocab_size=1024)
+    ).part_layers == (5, 3)
+    assert [(p.n, p.k, p.splits_n, p.splits_k) for p in work.loss] == [(model.vocab_size, model.width, True, False)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "match"),
+    [
+        ("tp=8", {}, "heads=4 of parameter blocks.w_k over tp=8"),
+        ("tp=2", {"tp_ring": "one-way"}, "ring"),
+        ("dp=2", {"attention": "cudnn"}, "attention=cudnn: .* Llama"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(mesh, parallel, match):
+    with pytest.raises(ConfigError, match=match):
+        jaxdist.verify(Llama(), mesh=mesh, **parallel)
+
+
+def test_a_leaf_that_is_wrong_is_not_taken_for_rounding():
+    """By a thousandth, against what one device in float32 is off from float64."""
+    config = proof_config(Llama(num_layers=1), "", batch_size=4, steps=1)
+    batches = random_batches(config, 1, 1)
+    right = observe(config, DEVICES[:1], batches)
+    name = "blocks.w_up[0]"
+    wrong = dataclasses.replace(right, gradients=[right.gradients[0] | {name: 1.001 * right.gradients[0][name]}])
+    found = [
+        each for each in compare(config, wrong, right, lambda: in_float64(config, DEVICES[:1], batches)) if not each.ok
+    ]
+    assert [(each.kind, each.name) for each in found] == [("gradient", name)]
+
+
+@dataclass(frozen=True)
+class Still(Llama):
+    def loss(self, ctx, outer, x, batch):
+        return 0 * super().loss(ctx, outer, x, batch)
+
+
+def test_what_moves_nothing_tests_nothing():
+    assert not jaxdist.verify(Still(num_layers=1), mesh="dp=2", batch_size=8, steps=1).ok
+
+    def step(rate):
+        return lambda params, x: jax.tree.map(lambda w: w - rate * x.sum(), params)
+
+    args = {"w": jnp.ones(3)}, jnp.ones(4)
+    for rate, tested in ((0.0, False), (0.1, True)):
+        report = jaxdist.verify(step(rate), step(rate), args)
+        assert report.tested == tested and ("nothing was tested" in str(report)) != tested
+
+
+class Remembers(FlaxModel):
+    num_layers, seq_len, vocab_size = 1, 8, 16
+    embed = layer = loss = None
+
+    def outer_module(self, rngs):
+        return nnx.BatchNorm(4, rngs=rngs)
+
+    def layer_module(self, rngs, kind):
+        return nnx.Dropout(0.1, rngs=rngs)
+
+
+def test_a_module_that_keeps_more_than_parameters_is_refused_by_name():
+    for declared, said in ((Remembers().outer, "BatchStat mean"), (lambda: Remembers().block("layer"), "rngs")):
+        with pytest.raises(ConfigError, match=said):
+            declared()
+
+
+def test_results_of_other_structures_are_refused():
+    with pytest.raises(ConfigError, match="'b'"):
+        jaxdist.verify(lambda x: {"a": x}, lambda x: {"a": x, "b": x}, (np.ones(3),))
+    report = jaxdist.verify(lambda x: (x + 1, x > 0), lambda x: (x + 1, x > 1), (np.ones(3),))
+    assert not report.ok and "1 of 2 values differ" in str(report)

@@ -1,0 +1,171 @@
+"""The labs: every check passes, every break is red exactly where its page says, and the pages say what a run says."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments.cli import run_program
+from experiments.labs import COURSE, find_lab, pages
+from experiments.labs.__main__ import LabsFlags, main
+from experiments.labs.lab import Lab
+from experiments.labs.notebooks import write_notebooks
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "docs/labs"
+# Those that take seconds here; the others run with `pytest -m exhaustive` and `python -m experiments.labs --all`.
+QUICK = {"one-device", "precision", "reading"}
+NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?")
+
+
+def page_of(lab: Lab) -> str:
+    return (PAGES / f"{lab.name}.md").read_text(encoding="utf-8")
+
+
+def blocks_on(page: str) -> dict[tuple[str, str], str]:
+    return {(found[2], found[3] or ""): found[0] for found in pages.BLOCK.finditer(page)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in QUICK)) for name in COURSE]
+)
+def test_a_lab_passes_its_checks_is_caught_when_broken_and_is_what_its_page_says(name):
+    lab = find_lab(name)
+    whole = lab.run(None)
+    assert not whole.red
+    assert len({check.name for check in whole.checks}) == len(whole.checks)
+    broken = {each: lab.run(each) for each in lab.breaks}
+    names = {check.name for check in whole.checks}
+    for each, result in broken.items():
+        assert result.red == lab.breaks[each] != set(), each
+        assert {check.name for check in result.checks} <= names, each
+    page, blocks = page_of(lab), pages.blocks_of(lab, whole, broken)
+    clocked = {("table", table.name) for table in whole.tables if table.clocked}
+    shown = blocks_on(page)
+    for key, text in shown.items():
+        if key not in clocked:
+            assert alike(text, pages.filled(text, blocks, {})), key
+    for found in pages.GUESS.finditer(page):
+        assert alike(found[0], pages.answered(found, whole.guesses[found["key"]])), found["key"]
+    assert blocks.keys() == shown.keys(), "the page lacks a block that the lab makes"
+    assert pages.questions_of(page).keys() == whole.guesses.keys(), "the page lacks a question that the lab answers"
+    drawn = {pages.file_name(lab, name) for name in whole.pictures}
+    assert drawn == {path.name for path in (PAGES / pages.DRAWN).glob(f"{name}-*.svg")}
+
+
+def alike(page: str, now: str) -> bool:
+    """The same words, and numbers equal to what other processors round otherwise."""
+    ours, theirs = ([float(n.replace(",", "")) for n in NUMBER.findall(text)] for text in (page, now))
+    same_words = NUMBER.sub("", page) == NUMBER.sub("", now)
+    return same_words and all(
+        abs(a - b) <= 0.05 * max(abs(a), abs(b)) or max(abs(a), abs(b)) < 1e-4
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_notebooks_have_the_pages_commands_as_cells_and_no_table_that_they_print(tmp_path):
+    pytest.importorskip("jupytext", reason="pip install -e '.[notebooks]'")
+    for path in write_notebooks(PAGES, tmp_path, [*COURSE]):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        lab = find_lab(path.stem)
+        wanted = ["", *[f" --break {name}" for name in lab.breaks]]
+        assert code[: len(wanted)] == [f"%%bash\njaxdist labs {lab.name}{more}" for more in wanted]
+        prose = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        assert lab.question in prose and "<!--" not in prose and "](../" not in prose
+        for picture in re.findall(r"\]\((drawn/[^)]*)\)", prose):
+            assert (tmp_path / picture).exists()
+
+
+@pytest.mark.parametrize("name", COURSE)
+def test_every_page_has_the_same_shape(name):
+    lab, page = find_lab(name), page_of(find_lab(name))
+    assert lab.name == name and page.startswith(f"# {lab.title}\n")
+    assert tuple(re.findall(r"^## (.+)$", page, re.MULTILINE)) == pages.SECTIONS
+    assert f"python -m experiments.labs {name}\n" in page
+    for each in lab.breaks:
+        assert f"python -m experiments.labs {name} --break {each}\n" in page
+        assert pages.removed_by(page, each), f"the page does not say what {each} removes"
+    parts = dict(zip(pages.SECTIONS, re.split(r"^## .+$", page, flags=re.MULTILINE)[1:], strict=True))
+    assert pages.GUESS.search(parts["Predict first"]) and pages.GUESS.search(parts["Exercises"])
+    assert page.count('class="guess"') == len(pages.questions_of(page))
+    assert all(f"](drawn/{path.name})" in page for path in (PAGES / pages.DRAWN).glob(f"{name}-*.svg"))
+
+
+@pytest.mark.parametrize("name", COURSE)
+def test_code_on_a_page_is_that_of_its_lab(name):
+    source = (ROOT / f"experiments/labs/{name.replace('-', '_')}.py").read_text(encoding="utf-8")
+    for code in re.findall(r"^```py(?:thon)?\n(.*?)^```$", page_of(find_lab(name)), re.MULTILINE | re.DOTALL):
+        assert code in source
+
+
+def test_every_lab_answers_a_question_of_the_index():
+    text = (PAGES / "questions.md").read_text(encoding="utf-8")
+    assert {f"{name}.md" for name in COURSE} <= set(re.findall(r"\]\(([\w-]+\.md)\)", text))
+
+
+def outcome(capsys, *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        run_program(LabsFlags, main, "labs", [*args])
+    captured = capsys.readouterr()
+    return ended.value.code or 0, captured.out, captured.err
+
+
+def test_without_a_name_the_labs_are_listed(capsys):
+    code, out, _ = outcome(capsys)
+    assert code == 0 and all(f" {name} " in out for name in COURSE)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_broken_lab_shows_what_is_red_and_what_is_not(capsys):
+    code, out, _ = outcome(capsys, "precision", "--break", "masters")
+    assert code == 0 and out.count("RED") == 1 and "red where it should be, and nowhere else" in out
+
+
+def test_a_break_that_is_not_caught_fails(capsys, monkeypatch):
+    lab = find_lab("precision")
+    unseen = dataclasses.replace(lab, run=lambda broken: lab.run(None))
+    monkeypatch.setattr("experiments.labs.__main__.find_lab", lambda name: unseen)
+    code, out, _ = outcome(capsys, "precision", "--break", "masters")
+    assert code == 1 and "not red: a weight of 1 after 500 updates" in out
+
+
+def test_answers_are_judged(capsys):
+    code, out, _ = outcome(capsys, "precision", "--answer", "stuck=256", "lost=1.95")
+    assert code == 0 and out.count("right.") == 2
+    code, out, _ = outcome(capsys, "precision", "--answer", "stuck=1,024")
+    assert code == 1 and "1,024 is not it" in out and "256" not in out.split("is not it")[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["nothing"], "memory"),
+        (["memory", "zero"], "2 labs"),
+        (["memory", "--break", "nothing"], "masters, logits"),
+        (["--break", "masters"], "NAME --break"),
+        (["--out", "x"], "NAME --out"),
+        (["memory", "--break", "masters", "--answer", "seven=1"], "Leave out --answer"),
+        (["precision", "--answer", "stuck"], "KEY=NUMBER"),
+        (["precision", "--answer", "nothing=1"], "stuck"),
+        (["precision", "--answer", "stuck=nan"], "KEY=NUMBER"),
+        (["precision", "--answer", "stuck=1", "--out", "x"], "Leave out --out"),
+        (["memory", "--all"], "--break"),
+        (["memory", "--notebooks", "x"], "every page"),
+        (["precision", "--out", "/dev/null/x"], "Not a directory"),
+    ],
+)
+def test_bad_input_is_refused(capsys, args, said):
+    code, _, err = outcome(capsys, *args)
+    assert code == 2 and said in " ".join(err.split()), err
+
+
+def test_the_course_is_in_the_index_and_in_the_navigation_in_order():
+    index = (PAGES / "index.md").read_text(encoding="utf-8")
+    labs = [find_lab(name) for name in COURSE]
+    assert pages.course_text(labs) in index
+    rows = [f"      - {number}. {lab.title}: labs/{lab.name}.md\n" for number, lab in pages.numbered(labs)]
+    assert "".join(rows) in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert {path.stem for path in PAGES.glob("*.md")} == {*COURSE, "index", "questions", "glossary"}

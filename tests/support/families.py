@@ -1,0 +1,81 @@
+"""A small config.json of every family that is read."""
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 16,
+    "vocab_size": 131,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+GPT2 = {
+    "n_embd": 64,
+    "n_inner": 96,
+    "n_layer": 4,
+    "n_head": 8,
+    "n_positions": 16,
+    "vocab_size": 131,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+}
+FAMILIES = {
+    "llama": {"model_type": "llama", **SIZES, "rope_parameters": LLAMA3},
+    "llama-biases": {"model_type": "llama", **SIZES, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3-windows": {
+        "model_type": "qwen3",
+        **SIZES,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
+    "qwen2": {"model_type": "qwen2", **SIZES},
+    "mistral": {"model_type": "mistral", **SIZES, "sliding_window": 6},
+    "gpt2": {"model_type": "gpt2", **GPT2},
+    "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "sliding_window": 6},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        **SIZES,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "qwen3-moe-every-other": {
+        "model_type": "qwen3_moe",
+        **SIZES,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3-moe-not-normalised": {
+        "model_type": "qwen3_moe",
+        **SIZES,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 24,
+    },
+    "seven-heads": {
+        "model_type": "llama",
+        **SIZES,
+        "hidden_size": 56,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+    },
+}
