@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 
 # Tests compile much and compute little. What two of them compile alike, be it in two processes, is compiled once.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
@@ -26,6 +25,7 @@ import pytest
 
 from experiments.strategies import Strategy
 from jaxdist.runtime.devices import acquire_devices
+from tests.sample import left_out
 
 # Before any test touches a backend.
 DEVICES = acquire_devices(8, "cpu").devices
@@ -40,15 +40,15 @@ def devices() -> list[jax.Device]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what `tests.sample` left out as exhaustive."""
-    left_out = {*Path(__file__).with_name("left_out.txt").read_text(encoding="utf-8").splitlines()}
+    """Mark what `tests.sample` left out."""
+    names_left_out = left_out()
     found = set()
     for item in items:
-        if names := left_out.intersection((item.nodeid, item.nodeid.partition("[")[0])):
+        if names := names_left_out.intersection((item.nodeid, item.nodeid.partition("[")[0])):
             found |= names
-            item.add_marker(pytest.mark.exhaustive)
-    if config.args == config.getini("testpaths") and found != left_out:
-        raise pytest.UsageError(f"tests/left_out.txt names tests that are not there: {sorted(left_out - found)}")
+            item.add_marker(pytest.mark.left_out)
+    if config.args == config.getini("testpaths") and found != names_left_out:
+        raise pytest.UsageError(f"tests/left_out.txt names tests that are not there: {sorted(names_left_out - found)}")
 
 
 def in_sample(rows: Iterable, sample: Iterable) -> list:

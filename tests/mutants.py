@@ -34,6 +34,7 @@ from experiments.progress import Progress
 from jaxdist.errors import ConfigError, require_positive
 from tests.mutant_runner import TIMED_OUT
 from tests.planted_bugs import COPIED, ROOT
+from tests.sample import function, left_out
 
 TARGETS = (
     *(
@@ -229,12 +230,14 @@ def test_file(name: str) -> Path:
 class Coverage:
     """Which tests run a line, from the records that `Runner.record` wrote."""
 
-    def __init__(self, records: list[Path]):
+    def __init__(self, records: list[Path], without: frozenset[str] = frozenset()):
         self.seconds: dict[str, float] = {}
         self.by_line: dict[tuple[str, int], set[str]] = defaultdict(set)
         self.by_file: dict[str, set[str]] = defaultdict(set)
         for record in records:
             for row in map(json.loads, record.read_text(encoding="utf-8").splitlines()):
+                if without & {row["test"], function(row["test"])}:
+                    continue
                 self.seconds[row["test"]] = row["seconds"]
                 for path, lines in row["lines"].items():
                     self.by_file[path].add(row["test"])
@@ -375,6 +378,8 @@ class MutantFlags:
     """Files or folders to mutate."""
     tests: tuple[str, ...] = TESTS
     """Files of tests that may notice a mutant, by name."""
+    default_only: bool = False
+    """Without what `tests.sample` left out of the default run; give it an --out of its own."""
     out: str = "mutants"
     """Folder for which test runs which line, for compiled programs and verdicts; another run tries survivors again."""
     seconds: int = 120
@@ -401,7 +406,7 @@ def main(flags: MutantFlags, console: Console) -> int:
         # The files of most bytes tend to take longest, and begin first.
         names = sorted(flags.tests, key=lambda name: -test_file(name).stat().st_size)
         recorded = runners.map(lambda runner, name: runner.record(name, out), names, "recording which lines tests run")
-        tests = Coverage([record for _, record in recorded])
+        tests = Coverage([record for _, record in recorded], left_out() if flags.default_only else frozenset())
 
         def judge(runner: Runner, mutant: Mutant) -> str:
             chosen = tests.of(mutant, flags.seconds)

@@ -5,8 +5,8 @@ python -m tests.sample --minutes 8        needs coverage and pytest-cov, and mor
 Every test runs once, with the lines that it executes (in programs that it starts too) and its time written down. What
 takes less than half a second stays. Of the others one is added after the other, by what it runs that none before it
 ran, a second: lines, a test function of its own, values of parameters. Those left out are written to
-`tests/left_out.txt`, which `conftest` marks as exhaustive. Whether the sample catches what all tests catch is counted
-by `tests.mutants`.
+`tests/left_out.txt`, and `conftest` marks them. Whether the sample catches what all tests catch is counted by
+`tests.mutants --default-only`.
 """
 
 import re
@@ -18,7 +18,6 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from coverage.numbits import numbits_to_nums
 from rich.console import Console
 
 from experiments.cli import run_program
@@ -76,6 +75,8 @@ def measure(folder: Path) -> tuple[dict[str, set], dict[str, float]]:
 
 
 def lines_of(path: Path) -> dict[str, set]:
+    from coverage.numbits import numbits_to_nums
+
     found = defaultdict(set)
     with sqlite3.connect(path) as data:
         files = dict(data.execute("select id, path from file"))
@@ -105,6 +106,10 @@ def choose(ran: dict[str, set], seconds: dict[str, float], most: float) -> set[s
             spent += seconds[best]
             seen |= ran.get(best, set()) | extras(best).keys()
     return sample
+
+
+def left_out() -> frozenset[str]:
+    return frozenset(LEFT_OUT.read_text(encoding="utf-8").splitlines())
 
 
 def function(test: str) -> str:

@@ -1,6 +1,5 @@
 """Deferred signal handling: a job stops by itself between two steps. No JAX here, for programs that only wait."""
 
-import _thread
 import os
 import signal
 import sys
@@ -50,7 +49,7 @@ class Interrupts:
 
     def _repeat(self) -> None:
         while not self._ended.wait(self.AGAIN_SECONDS):
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # also where it waits or sleeps
 
     def __exit__(self, *_) -> None:
         self._ended.set()

@@ -76,7 +76,6 @@ def numbers(page: str, pattern: str) -> list[int]:
         ("docs/proof.md", "`--all` runs {} named strategies", len(STRATEGIES) + len(EXPERTS)),
         ("docs/experts.md", "every leaf against one device, {} layouts", len(EXPERTS)),
         ("docs/proof.md", r"from one micro-batch to many \({} rows\)", len(PIPELINES)),
-        ("README.md", r"\(a sample of {};", sum(s.sample for s in STRATEGIES)),
         ("docs/commands.md", "predicted against compiled, {} layouts", len(LAYOUTS)),
         ("docs/plan.md", "trace against XLA's own plan, {} small layouts", len(LAYOUTS)),
         ("experiments/bench/levels.py", "# {} layouts, predicted and compiled", len(LAYOUTS)),
