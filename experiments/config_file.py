@@ -3,7 +3,7 @@
     [model]
     name = "tiny"                   # then the sizes that are other than its own; a class is named by --model as well
     num_layers = 8
-    [parallel]                      # the fields of jaxdist.config.ParallelConfig; a mesh is text
+    [parallel]                      # the fields of jaxdist.strategy.ParallelConfig; a mesh is text
     mesh = "dp=2,tp=2"
     [run]                           # batch_size, steps, seed
     [optimizer]                     # the fields of OptimizerConfig

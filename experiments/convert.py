@@ -36,16 +36,19 @@ from jaxdist.checkpoint.weights import (
     write_weights,
 )
 from jaxdist.commands import command_text, install_text
-from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig, to_dict
+from jaxdist.config import OptimizerConfig, RunConfig, to_dict
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError, reason_of
 from jaxdist.files import write_whole
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.base import Model, declare, named_params
+from jaxdist.models.base import Model, declare
 from jaxdist.models.huggingface import CONFIG, read_model, tensors_of
-from jaxdist.parity import forward_logits, observe, random_batches
+from jaxdist.params import named_params
+from jaxdist.parity import forward_logits, observe
 from jaxdist.placement import make_layout
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, Devices, acquire_devices
+from jaxdist.strategy import ParallelConfig
 
 from .cli import ProcessFlags, run_program
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from jaxdist.checkpoint.logical import abstract_parameters, parameters_from_logical
 from jaxdist.checkpoint.trained import find_weights, require_same_tokens
-from jaxdist.config import Dtype, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.data.batches import EVAL_WINDOWS, Batches, first_batches, held_out_batches, load_corpus
 from jaxdist.data.tokens import TokenDtype
 from jaxdist.errors import ConfigError, require_positive
@@ -21,6 +21,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import Model, abstract_values
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, acquire_devices
+from jaxdist.strategy import Dtype, ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 
 from .cli import ProcessFlags, run_program, set_precision

@@ -21,7 +21,6 @@ from rich.markup import escape
 
 from jaxdist.checkpoint.logical import fetch
 from jaxdist.checkpoint.trained import Weights, find_weights
-from jaxdist.config import Dtype
 from jaxdist.data.prepared import TOKENIZER
 from jaxdist.data.text_stream import TextStream
 from jaxdist.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
@@ -31,6 +30,7 @@ from jaxdist.generation import NO_TOKEN, Generator, Sampling, build_generator, b
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, Devices, acquire_devices
+from jaxdist.strategy import Dtype
 
 from .cli import ProcessFlags, SafeConsole, run_program
 from .progress import Progress

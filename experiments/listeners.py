@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import jax
 from rich.live import Live
@@ -14,14 +14,25 @@ from jaxdist.errors import ConfigError, reason_of
 from jaxdist.plan.verdict import verdict_of
 from jaxdist.runtime import expert_load, exporters, gpus, processes, profile
 from jaxdist.runtime.stragglers import StragglerWatch
-from jaxdist.runtime.telemetry import MeanLap, device_memory
+from jaxdist.runtime.telemetry import DeviceMemory, MeanLap, Stopwatch, device_memory
+from jaxdist.train.state import State
 from jaxdist.versions import __version__
 
 from .panel import RunPanel
 from .train_setup import Run
 
-if TYPE_CHECKING:
-    from .train import Loop
+
+class Watched(Protocol):
+    """What a listener may read of the training loop, and change."""
+
+    state: State
+    watch: Stopwatch
+    counts: dict
+    memory: list[DeviceMemory]
+
+    def evaluates(self, step: int) -> bool: ...
+
+    def is_said(self, step: int) -> bool: ...
 
 
 class Listener:
@@ -33,13 +44,13 @@ class Listener:
     def __init__(self, run: Run):
         self.run = run
 
-    def on_step(self, loop: "Loop", step: int) -> None:
+    def on_step(self, loop: Watched, step: int) -> None:
         """A step begins; steps count from 1."""
 
-    def on_computed(self, loop: "Loop", step: int, record: dict) -> None:
+    def on_computed(self, loop: Watched, step: int, record: dict) -> None:
         """Its numbers are there: add to its record."""
 
-    def on_record(self, loop: "Loop", record: dict) -> None:
+    def on_record(self, loop: Watched, record: dict) -> None:
         """Its record is whole, with the seconds of each part, and may be written."""
 
     def on_end(self) -> None:
@@ -60,7 +71,7 @@ class Listener:
 class Drill(Listener):
     """The fault that --drill rehearses."""
 
-    def on_step(self, loop: "Loop", step: int) -> None:
+    def on_step(self, loop: Watched, step: int) -> None:
         flipped = self.run.fault.flip(step, self.run.program.mesh, loop.state.params)
         loop.state = loop.state._replace(params=flipped)
         self.run.fault.before(step)
@@ -73,13 +84,13 @@ class Profile(Listener):
         super().__init__(run)
         self.window, self.tracing = profile.Window.parse(run.flags.profile), False
 
-    def on_step(self, loop: "Loop", step: int) -> None:
+    def on_step(self, loop: Watched, step: int) -> None:
         if step == self.window.first:
             with loop.watch.aside(), self.optional("the profile cannot be begun"):
                 jax.profiler.start_trace(profile.folder_of(self.run.out), create_perfetto_trace=True)
                 self.tracing = True
 
-    def on_computed(self, loop: "Loop", step: int, record: dict) -> None:
+    def on_computed(self, loop: Watched, step: int, record: dict) -> None:
         if self.tracing and step >= min(self.window.last, self.run.config.steps):
             with loop.watch.aside():
                 if self.end_trace():
@@ -110,7 +121,7 @@ class Profile(Listener):
 class ExpertLoad(Listener):
     """What the step counted of its experts."""
 
-    def on_computed(self, loop: "Loop", step: int, record: dict) -> None:
+    def on_computed(self, loop: Watched, step: int, record: dict) -> None:
         num_tokens = self.run.config.batch_size * self.run.config.model.seq_len
         loop.counts = expert_load.counted(self.run.program.layout, loop.state.params, num_tokens)
         record |= expert_load.summary(loop.counts)
@@ -125,7 +136,7 @@ class Processes(Listener):
         super().__init__(run)
         self.stragglers, self.laps = StragglerWatch(run.console), MeanLap()
 
-    def on_record(self, loop: "Loop", record: dict) -> None:
+    def on_record(self, loop: Watched, record: dict) -> None:
         self.stragglers.add(record["seconds"])
         self.laps.add(record["seconds"])
         if spread := self.stragglers.report(record["step"]):
@@ -162,7 +173,7 @@ class OwnNumbers(Listener):
         if flags.wandb is not None and run.own_folder:
             self.exporters.append(exporters.WeightsAndBiases(run.own_folder, flags.wandb, to_dict(run.config)))
 
-    def on_record(self, loop: "Loop", record: dict) -> None:
+    def on_record(self, loop: Watched, record: dict) -> None:
         loop.memory, found = device_memory(self.run.devices.devices), self.gpus.read()
         for exporter in list(self.exporters):
             try:
@@ -190,7 +201,7 @@ class Records(Listener):
 
     writes = True  # whether the disk took the last one
 
-    def on_record(self, loop: "Loop", record: dict) -> None:
+    def on_record(self, loop: Watched, record: dict) -> None:
         run, step, written = self.run, record["step"], self.run.files.write_step(record)
         if not written and self.writes:  # once, not in every step
             run.say("[bold red]not written:[/]", f"the metrics of step {step} and on ({run.files.failure})")
@@ -211,7 +222,7 @@ class Panel(Listener):
         self.live = Live(self.panel, console=run.console, refresh_per_second=2)
         self.live.start()
 
-    def on_record(self, loop: "Loop", record: dict) -> None:
+    def on_record(self, loop: Watched, record: dict) -> None:
         self.panel.update(record, loop.memory)
 
     def on_end(self) -> None:

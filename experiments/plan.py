@@ -9,8 +9,7 @@ python -m experiments.plan --model 7b --hardware h200 --nodes 8 --compile h200 -
 import json
 import math
 import time
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 from rich.console import Console
@@ -37,48 +36,14 @@ from jaxdist.plan.search import (
 from jaxdist.runtime.budget import short_money
 
 from .cli import make_folder, require_writable, run_program, write_output
-from .plan_command import Command, make_command
 from .plan_page import page
 from .plan_prove import prove
 from .plan_question import MOST_DEVICES, Estimate, PlanFlags, Question, ask, cluster_of_mesh, estimate, parse_batches
-from .plan_report import BATCH_MARGIN, print_plan, row_of, to_json
+from .plan_report import BATCH_MARGIN, Plan, print_plan, row_of, to_json
 from .progress import Progress
 
 MOST_NODES = 4096  # tried for a deadline or a budget
 MOST_HALVES = 2  # of the cluster, whose layouts are in the front too
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """The answer: layouts with their scores, what of them is shown, best first, and what is said about it.
-
-    groups: indices of layouts that differ in replica × dp alone. batches: the best layout of every batch that was asked
-    for, the planned one included.
-    """
-
-    question: Question
-    found: Scored
-    num_layouts: int
-    num_fitting: int
-    groups: list[list[int]]
-    front: list[dict]
-    sentences: list[str]
-    search_seconds: float
-    batches: tuple[dict, ...] = ()
-
-    @property
-    def best(self) -> int:
-        return self.groups[0][0]
-
-    @property
-    def fits(self) -> bool:
-        return bool(self.found.fits[self.best])
-
-    @cached_property
-    def command(self) -> Command:
-        config, question = self.found.config(self.best), self.question
-        step = float(self.found.time.total[self.best])
-        return make_command(config, self.found.cluster, step, question.recipe_notes, question.rate_known)
 
 
 def main(flags: PlanFlags, console: Console) -> int:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
-from jaxdist.models.base import declare, named_params
+from jaxdist.models.base import declare
 from jaxdist.models.lora import LoRA
+from jaxdist.params import named_params
 from jaxdist.plan.explain import billions
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import ITEMSIZE, MOMENTS

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, get_args
 
 import tyro
 
-from jaxdist.config import Dtype, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.errors import MOST, ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import num_parameters
@@ -25,6 +25,7 @@ from jaxdist.plan.recipe import (
 )
 from jaxdist.plan.search import Scored, usable_bytes
 from jaxdist.plan.time_model import Efficiency, efficiency_of, read_efficiency
+from jaxdist.strategy import Dtype
 
 from .cli import CommonFlags, ModelName, flag_word, refuse_ignored
 from .config_file import FileFlags

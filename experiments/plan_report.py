@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from jaxdist.config import TP_RINGS
 from jaxdist.mesh import parse_mesh
 from jaxdist.parallel.remat import shorten
 from jaxdist.plan.cost import duration
@@ -18,19 +18,51 @@ from jaxdist.plan.parts import work_of
 from jaxdist.plan.search import Scored, usable_bytes
 from jaxdist.plan.time_model import bar_of
 from jaxdist.runtime.budget import short_money
+from jaxdist.strategy import TP_RINGS
 
 from .cli import in_flags
+from .plan_command import Command, make_command
 from .plan_question import Estimate, PlanFlags, Question, estimate
 from .tables import print_bullet, print_columns
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 BATCH_MARGIN = 0.02  # of the time a token: what a smaller batch may take more
 TIMES = {"compute": "matmuls", "memory": "memory traffic", "tp": "tp", "cp": "cp", "ep": "exchange of tokens"}
 TIMES |= {"dp": "dp", "pp": "pp messages", "bubble": "bubble", "overhead": "host", "input": "input"}
 LEFT = ("mesh", "cp kind", "remat", "pipeline", "or replica×dp")  # columns of words
 SETTINGS = ("ZeRO", "sp", "cp kind", "overlap", "remat", "pipeline", "micro-batch", "loss chunks", "time")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The answer: layouts with their scores, what of them is shown, best first, and what is said about it.
+
+    groups: indices of layouts that differ in replica × dp alone. batches: the best layout of every batch that was asked
+    for, the planned one included.
+    """
+
+    question: Question
+    found: Scored
+    num_layouts: int
+    num_fitting: int
+    groups: list[list[int]]
+    front: list[dict]
+    sentences: list[str]
+    search_seconds: float
+    batches: tuple[dict, ...] = ()
+
+    @property
+    def best(self) -> int:
+        return self.groups[0][0]
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.found.fits[self.best])
+
+    @cached_property
+    def command(self) -> Command:
+        config, question = self.found.config(self.best), self.question
+        step = float(self.found.time.total[self.best])
+        return make_command(config, self.found.cluster, step, question.recipe_notes, question.rate_known)
 
 
 def row_layout(found: Scored, index: int) -> dict:
@@ -81,7 +113,7 @@ def row_of(question: Question, found: Scored, group: Sequence[int]) -> dict:
     }
 
 
-def to_json(plan: "Plan") -> dict:
+def to_json(plan: Plan) -> dict:
     """Everything that is shown, as plain data; the terminal and the page show this."""
     question, cluster = plan.question, plan.found.cluster
     return {
@@ -138,7 +170,7 @@ def assumptions(question: Question) -> list[str]:
     ]
 
 
-def print_plan(console: Console, plan: "Plan", record: dict) -> None:
+def print_plan(console: Console, plan: Plan, record: dict) -> None:
     """The command first, then the layouts it was chosen from, then why."""
     base, cluster, row = plan.question.base, plan.found.cluster, record["rows"][0]
     searched = plan.num_layouts > 1

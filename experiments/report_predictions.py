@@ -18,7 +18,7 @@ from jaxdist.models.base import num_parameters
 from jaxdist.placement import make_layout
 from jaxdist.plan.explain import NAMES_OF_TERMS
 from jaxdist.plan.program_memory import PHASES, program_bytes
-from jaxdist.plan.proof.trace import Collective, Transfer, ring_bytes, total_sent
+from jaxdist.plan.proof.trace import Collective, Transfer, ring_bytes, step_collectives, total_sent
 from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.plan.traffic import Message, Row, predicted, table
 from jaxdist.train.program import build_program
@@ -119,7 +119,7 @@ def predicted_memory(config: RunConfig, attention: str) -> Memory:
 def counted(config: RunConfig) -> list[Collective]:
     """The collectives of the step, traced on an abstract mesh."""
     program = build_program(config, make_abstract_mesh(config.parallel.mesh))
-    return program.collectives_of(program.step.trace(program.abstract_state(), program.abstract_batch()))
+    return step_collectives(program, program.step.trace(program.abstract_state(), program.abstract_batch()))
 
 
 def compared(messages: Sequence[Message], collectives: Sequence[Collective], config: RunConfig) -> list[Sent]:

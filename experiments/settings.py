@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.base import Model
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 from .help import texts_of
 

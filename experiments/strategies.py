@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, product
 
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
 from jaxdist.parity import PROOF_EPS, PROOF_LR
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 BATCH_SIZE = 48  # divides by every dp x accumulate below, 3 among them
 

@@ -32,9 +32,10 @@ from jaxdist.errors import ConfigError
 from jaxdist.files import write_whole
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
-from jaxdist.models.base import declare, named_params
+from jaxdist.models.base import declare
 from jaxdist.models.registry import is_path
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
+from jaxdist.params import named_params
 from jaxdist.runtime import processes
 from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log, is_asked_for
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option

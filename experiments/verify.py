@@ -15,6 +15,7 @@ import jax
 from rich.console import Console
 
 from jaxdist.config import RunConfig, to_dict
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.parity import (
     PROOF_EPS,
@@ -26,7 +27,6 @@ from jaxdist.parity import (
     is_elementwise,
     observe,
     one_device,
-    random_batches,
     worst,
 )
 from jaxdist.runtime import processes

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxdist.config import RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.digests import digested, is_record, read_record, record_text, require_same_training, shared_settings
 from jaxdist.divergence import FORWARD, Checked, Run, compare_steps, first_divergence
 from jaxdist.errors import ConfigError, require_positive
-from jaxdist.parity import PROOF_EPS, PROOF_LR, one_device, random_batches
+from jaxdist.parity import PROOF_EPS, PROOF_LR, one_device
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import acquire_devices
 

@@ -18,15 +18,17 @@ from jaxdist.versions import __version__
 
 if TYPE_CHECKING:
     from jaxdist.checkpoint.checkpoints import Checkpoints
-    from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+    from jaxdist.config import OptimizerConfig, RunConfig
     from jaxdist.data.batches import Batches, load_corpus
     from jaxdist.errors import ConfigError
     from jaxdist.mesh import make_mesh, parse_mesh
-    from jaxdist.models.base import Model, Param
+    from jaxdist.models.base import Model
     from jaxdist.models.context import Context
     from jaxdist.models.gpt2 import GPT2
     from jaxdist.models.presets import PRESETS
+    from jaxdist.params import Param
     from jaxdist.runtime.devices import acquire_devices
+    from jaxdist.strategy import ParallelConfig, PrecisionConfig
     from jaxdist.train.program import Program, build_program
     from jaxdist.verification import verify
 

@@ -19,9 +19,10 @@ from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, logical_para
 from jaxdist.config import RunConfig
 from jaxdist.layout import Leaf, drop_unit_axes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh, make_mesh
-from jaxdist.models.base import STACKED, Model
+from jaxdist.models.base import Model
 from jaxdist.parallel.context_parallel import Split
 from jaxdist.parallel.relayout import to_compute, to_storage
+from jaxdist.params import STACKED
 from jaxdist.parity import (
     GRADIENT_TOLERANCE,
     LATER,

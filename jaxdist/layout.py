@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.config import ParallelConfig, PrecisionConfig
 from jaxdist.mesh import AXES, DATA_AXES, MeshShape
-from jaxdist.models.base import STACKED
+from jaxdist.params import STACKED
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 

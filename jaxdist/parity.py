@@ -25,13 +25,15 @@ from jaxdist.checkpoint.logical import (
     named,
     to_logical,
 )
-from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.layout import Layout, local_bytes, split_outer
 from jaxdist.mesh import MeshShape, make_mesh
-from jaxdist.models.base import STACKED, Model, declare, named_params, split_kinds
+from jaxdist.models.base import Model, declare, split_kinds
 from jaxdist.models.context import Batch, Context
-from jaxdist.plan.proof.trace import Collective, total_sent
+from jaxdist.params import STACKED, named_params
+from jaxdist.plan.proof.trace import Collective, step_collectives, total_sent
 from jaxdist.runtime.devices import refused_option
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 
 # Relative errors that rounding alone explains. fp32 and fp64 hold for any order of summation, and for the largest
@@ -120,25 +122,6 @@ def random_parameters(config: RunConfig, layout: Layout) -> dict[str, np.ndarray
     return {leaf.name: draw(leaf) for leaf in jax.tree.leaves(layout.leaves)}
 
 
-def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dict[str, np.ndarray]]:
-    """Random tokens; some targets are ignored, unevenly over the rows, so that a mean of means shows. Where documents
-    are told apart, they begin at random."""
-    rng = np.random.default_rng(seed)
-    rows, length = config.batch_size, config.model.seq_len
-    batches = []
-    for _ in range(num_steps):
-        tokens = rng.integers(0, config.model.vocab_size, (rows, length + 1)).astype(np.int32)
-        targets = tokens[:, 1:].copy()
-        for row in range(rows):
-            targets[row, length - (row * length) // (2 * rows) :] = -1
-        batch = {"inputs": tokens[:, :-1], "targets": targets, "rows": np.arange(rows, dtype=np.int32)}
-        if config.mask_documents:
-            begins = rng.random((rows, length)) < 0.2
-            batch["starts"] = np.maximum.accumulate(np.where(begins, np.arange(length, dtype=np.int32), 0), axis=1)
-        batches.append(batch)
-    return batches
-
-
 def forward_logits(model: Model, params: dict, tokens_BT: np.ndarray, device: jax.Device) -> np.ndarray:
     """[B, T, V] by the functions that train, layer after layer on one device. params: whole, as a nested dict."""
 
@@ -181,7 +164,7 @@ def observe(
     abstract = (program.abstract_state(), program.abstract_batch())
     traced = program.step.trace(*abstract)
     step = traced.lower().compile()
-    collectives = program.collectives_of(traced)
+    collectives = step_collectives(program, traced)
     if parameters is None:
         parameters = random_parameters(config, program.layout)
     state = from_logical(program, {f"{PARAMS}.{name}": x for name, x in parameters.items()})

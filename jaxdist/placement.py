@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf, axes_of, drop_unit_axes, replace_entry
 from jaxdist.mesh import AXES, AXIS_OF_DIM, MAY_STAY_WHOLE, STATE_AXES, WORK_AXES
-from jaxdist.models.base import STACKED, Model, Param, declare, is_param, named_params, parts_using
+from jaxdist.models.base import Model, declare, parts_using
 from jaxdist.parallel.pipeline.schedules import Schedule
+from jaxdist.params import STACKED, Param, is_param, named_params
+from jaxdist.strategy import ParallelConfig
 
 
 def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[int] = ()) -> Layout:

@@ -19,7 +19,8 @@ import numpy as np
 
 from jaxdist.checkpoint.logical import named
 from jaxdist.compat import inner_programs
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, parse_mesh
 from jaxdist.models.base import Model
@@ -33,11 +34,11 @@ from jaxdist.parity import (
     in_float64,
     observe,
     one_device,
-    random_batches,
     worst,
 )
 from jaxdist.plan.proof.trace import Collective, branches_differ, collectives_of
 from jaxdist.runtime.devices import acquire_devices
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 
 @dataclass(frozen=True)

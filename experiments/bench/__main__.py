@@ -14,9 +14,9 @@ from contextlib import nullcontext
 
 from rich.console import Console
 
-from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError, require_positive, require_within
 from jaxdist.models.registry import SIZES
+from jaxdist.strategy import ParallelConfig
 
 from ..cli import refuse_ignored, require_formulas, require_writable, run_program, set_precision
 from ..timeline import picture_folder

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from rich.console import Console
 
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.registry import SIZES
@@ -22,6 +22,7 @@ from jaxdist.plan.proof.compile import CUDA_CARDS, without_devices
 from jaxdist.plan.proof.executed import Miscounted, executed_step, miscounted
 from jaxdist.plan.proof.levels import Levels, levels
 from jaxdist.plan.search import Candidates, pipelines
+from jaxdist.strategy import ParallelConfig
 
 from ..cli import CommonFlags, chosen, refuse_ignored, require_writable, set_precision, write_output
 from ..progress import Progress

@@ -12,8 +12,9 @@ from typing import ClassVar
 
 from rich.console import Console
 
-from jaxdist.config import Dtype, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.plan.proof.compile import CompiledStep, compile_step, without_devices
+from jaxdist.strategy import Dtype
 
 from ..cli import CommonFlags, ModelName, set_precision
 from ..tables import Rows

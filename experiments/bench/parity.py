@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
 from jaxdist.runtime.devices import Devices, acquire_devices
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import Program, build_program
 
 from ..tables import MARKS, Rows

@@ -8,11 +8,12 @@ from concurrent.futures import ProcessPoolExecutor
 
 from rich.console import Console
 
-from jaxdist.config import PrecisionConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.disk_cache import VARIABLE
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import rank, search
+from jaxdist.strategy import PrecisionConfig
 
 from ..tables import Rows
 from .flags import BenchFlags

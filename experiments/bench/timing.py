@@ -12,12 +12,13 @@ from typing import Self
 import jax
 import numpy as np
 
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
-from jaxdist.parity import random_batches
 from jaxdist.plan.proof.compile import emitted_bytes, emitted_collectives
 from jaxdist.plan.proof.trace import Iterations
 from jaxdist.runtime.devices import Devices
+from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import build_program, compiled_bytes
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import Model
@@ -23,6 +23,7 @@ from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.search import Candidates, Scored, rank, score, search, usable_bytes
 from jaxdist.plan.time_model import PARTS, efficiency_of
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 from ..cli import require_writable, run_program, write_output
 from ..plan_report import layout_words, row_layout

@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.config import PrecisionConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import context_parallel as library
@@ -23,6 +22,7 @@ from jaxdist.parallel import rank, varying
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
 from jaxdist.plan.parts import OneRank, layer_memory, rows_to_trace
 from jaxdist.plan.proof.trace import total_sent
+from jaxdist.strategy import PrecisionConfig
 
 from . import drawing
 from .exchanges import on_mesh, relative_error, sent_over

@@ -23,7 +23,7 @@ from jaxdist.config import RunConfig
 from jaxdist.layout import drop_unit_axes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.plan.collective_cost import CollectiveCost
-from jaxdist.plan.proof.trace import Collective, collectives_of
+from jaxdist.plan.proof.trace import Collective, collectives_of, step_collectives
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import Program, build_program
@@ -95,7 +95,7 @@ def traced(config: RunConfig) -> tuple[Program, tuple[Collective, ...]]:
     with jax.enable_x64(config.precision.dtype == "float64"):
         program = build_program(config, make_abstract_mesh(config.parallel.mesh))
         step = program.step.trace(program.abstract_state(), program.abstract_batch())
-        return program, tuple(program.collectives_of(step))
+        return program, tuple(step_collectives(program, step))
 
 
 # ------------------------------------------------------------------------------------------------- two real processes

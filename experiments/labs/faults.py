@@ -16,15 +16,17 @@ import numpy as np
 from jaxdist.checkpoint import resume
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.commands import command_words, import_root
-from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.divergence import Run, compare_steps, first_divergence
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel import rank, tensor
-from jaxdist.parity import one_device, random_batches
+from jaxdist.parity import one_device
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.runtime.fault_injection import parse_fault
 from jaxdist.runtime.health import gather_ranks, make_replica_check, name_culprits
+from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import Program, build_program
 
 from . import drawing

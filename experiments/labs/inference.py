@@ -8,10 +8,11 @@ import numpy as np
 from jaxdist.generation import build_generator, bytes_per_token
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import scores_of, weighted_values
-from jaxdist.models.base import declare, is_param, num_parameters
+from jaxdist.models.base import declare, num_parameters
 from jaxdist.models.cache import KeyValues, NextTokens, Prompts
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.presets import PRESETS
+from jaxdist.params import is_param
 from jaxdist.parity import forward_logits
 from jaxdist.plan.collective_cost import collective_cost
 from jaxdist.plan.hardware import find_hardware

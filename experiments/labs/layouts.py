@@ -8,17 +8,19 @@ from functools import cache
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, make_mesh, parse_mesh
 from jaxdist.models.base import num_parameters
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.presets import PRESETS
-from jaxdist.parity import compare, observe, one_device, random_batches
+from jaxdist.parity import compare, observe, one_device
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Found, rank, search
 from jaxdist.plan.time_model import UNCALIBRATED
 from jaxdist.runtime.devices import acquire_devices
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 from . import drawing
 from .exchanges import traced

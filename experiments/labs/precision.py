@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config import PrecisionConfig
+from jaxdist.strategy import PrecisionConfig
 from jaxdist.train.optimizer import initial_loss_scale, next_loss_scale
 
 from . import drawing, tiny

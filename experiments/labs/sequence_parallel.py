@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.config import PrecisionConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
@@ -18,6 +17,7 @@ from jaxdist.parallel import all_reduce, enter, leave, rank, varying
 from jaxdist.parallel.dropout import dropout
 from jaxdist.plan.formulas import ModelShape, layer_activation_bytes
 from jaxdist.plan.parts import OneRank, layer_memory, rows_to_trace
+from jaxdist.strategy import PrecisionConfig
 
 from . import drawing
 from .exchanges import accepted, on_mesh, relative_error, sent_over, spread, traced

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.base import num_parameters
 from jaxdist.models.presets import PRESETS
@@ -20,6 +20,7 @@ from jaxdist.plan.proof.trace import collectives_of, total_sent
 from jaxdist.plan.search import Candidates, Scored, score
 from jaxdist.plan.time_model import UNCALIBRATED
 from jaxdist.plan.traffic import predicted
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 from . import drawing
 from .exchanges import on_ranks

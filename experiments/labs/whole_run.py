@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import Batches, load_corpus
 from jaxdist.layout import Layout
 from jaxdist.mesh import AXES, make_mesh, parse_mesh
@@ -18,6 +18,7 @@ from jaxdist.parallel.collectives import all_reduce, varying
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.utilisation import flops_per_token
 from jaxdist.runtime.devices import acquire_devices
+from jaxdist.strategy import ParallelConfig
 from jaxdist.train import step as train_step
 from jaxdist.train.optimizer import gradient_norms
 from jaxdist.train.program import build_program

@@ -10,13 +10,15 @@ import numpy as np
 
 from jaxdist.checkpoint.logical import MOMENTS, STEP
 from jaxdist.commands import install_text
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.models.base import declare, named_params
+from jaxdist.models.base import declare
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.params import named_params
 from jaxdist.parity import Observed, by_layer, random_parameters
 from jaxdist.placement import make_layout
+from jaxdist.strategy import ParallelConfig
 
 from . import decoder, plain
 

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.config import PrecisionConfig
 from jaxdist.layout import Layout, Leaf, drop_unit_axes, fill
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_storage
+from jaxdist.strategy import PrecisionConfig
 from jaxdist.train.optimizer import LossScale, initial_loss_scale, make_optimizer
 from jaxdist.train.program import Program
 from jaxdist.train.state import State, initial_state, stored_parameters

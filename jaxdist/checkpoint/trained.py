@@ -31,11 +31,12 @@ from jaxdist.data.tokenizer import CONFIG as TOKENIZER_CONFIG
 from jaxdist.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, with_template
 from jaxdist.errors import ConfigError
 from jaxdist.files import read_text_file, write_whole
-from jaxdist.models.base import Model, declare, named_params
+from jaxdist.models.base import Model, declare
 from jaxdist.models.huggingface import CONFIG, read_model
 from jaxdist.models.lora import ADAPTERS, LoRA, adapted_paths
 from jaxdist.models.registry import model_of
 from jaxdist.parallel.low_rank import merged
+from jaxdist.params import named_params
 from jaxdist.runtime import processes
 from jaxdist.values import fields_of
 

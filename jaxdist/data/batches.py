@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.commands import command_text
+from jaxdist.config import RunConfig
 from jaxdist.data.order import Mixture, epoch_keys, make_mixture, shuffled
 from jaxdist.data.prepared import is_prepared, open_prepared
 from jaxdist.data.tokenizer import ByteTokenizer
@@ -530,3 +531,22 @@ def held_out_names(names: list[str]) -> set[str]:
 def _is_held_out(name: str) -> bool:
     # Not hash(), which differs from process to process: a held-out file must stay held out when a run resumes.
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") % 10 == 0
+
+
+def random_batches(config: RunConfig, num_steps: int, seed: int = 1) -> list[dict[str, np.ndarray]]:
+    """Random tokens; some targets are ignored, unevenly over the rows, so that a mean of means shows. Where documents
+    are told apart, they begin at random."""
+    rng = np.random.default_rng(seed)
+    rows, length = config.batch_size, config.model.seq_len
+    batches = []
+    for _ in range(num_steps):
+        tokens = rng.integers(0, config.model.vocab_size, (rows, length + 1)).astype(np.int32)
+        targets = tokens[:, 1:].copy()
+        for row in range(rows):
+            targets[row, length - (row * length) // (2 * rows) :] = -1
+        batch = {"inputs": tokens[:, :-1], "targets": targets, "rows": np.arange(rows, dtype=np.int32)}
+        if config.mask_documents:
+            begins = rng.random((rows, length)) < 0.2
+            batch["starts"] = np.maximum.accumulate(np.where(begins, np.arange(length, dtype=np.int32), 0), axis=1)
+        batches.append(batch)
+    return batches

@@ -8,22 +8,23 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import random
 from jax.sharding import PartitionSpec
 
+from jaxdist.compat import inner_programs
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AXIS_OF_DIM, MAY_STAY_WHOLE, MeshShape, make_abstract_mesh
 from jaxdist.models.context import Batch, Context
-
-if TYPE_CHECKING:
-    from jaxdist.config import ParallelConfig
+from jaxdist.parallel.grouped_matmul import GROUPED
+from jaxdist.parallel.pipeline.split_backward import needed_for, variables
+from jaxdist.params import STACKED, Param, Tree, is_param, named_params
+from jaxdist.strategy import ParallelConfig
 
 # Far above what anybody trains (1T parameters: 128 layers x 25,600), and low enough that products stay meaningful.
 BOUNDS = {
@@ -34,67 +35,6 @@ BOUNDS = {
     "seq_len": 2**24,
     "vocab_size": 2**31 - 1 - 2**17,  # tokens are 32-bit integers, and the padded vocabulary too
 }
-
-STACKED = "blocks"  # the subtree of a parameter tree whose leaves carry a leading layer dim
-Tree = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Param:
-    """A parameter: its global shape, a logical name (or None) for each dim, and how its values start.
-
-    dims: `jaxdist.mesh.MESH_AXES` says which names are split over which axis: "vocab", "heads" and "ffn" over tp.
-    partial: names whose axes' ranks each use all of it, so that its gradient is a sum over them: "heads" of a norm that
-    every head applies.
-    mean, std: of the initial values, which are normal; a norm's scale has mean 1 and std 0.
-    decay: whether weight decay applies; None: to leaves of two or more dims. real: where fewer than all rows of dim 0
-    are real (a padded vocabulary), how many; the others are 0, and nothing may depend on them.
-    frozen: training leaves it as it is: it has no gradient, no master copy, no moments, and nothing of these is sent.
-    update: how a step changes it: "gradient", by the optimiser; "count", to what the model counted in the step with
-    `Context.count`; "balance", by `rate` against the sign of what it counted. A count is a sum over all ranks, as a
-    gradient is, but no part of the gradient's norm.
-    """
-
-    shape: tuple[int, ...]
-    dims: tuple[str | None, ...] = ()
-    mean: float = 0.0
-    std: float = 0.02
-    decay: bool | None = None
-    real: int | None = None
-    partial: tuple[str, ...] = ()
-    frozen: bool = False
-    update: str = "gradient"
-    rate: float = 0.0
-
-    def __post_init__(self):
-        if not self.dims:
-            object.__setattr__(self, "dims", (None,) * len(self.shape))
-        if len(self.dims) != len(self.shape) or min(self.shape, default=1) < 1:
-            raise ConfigError(
-                f"a parameter of shape {self.shape} with dims {self.dims}",
-                "must have a name or None for each dim, of at least one element",
-                "Write Param((256, 1024), ('embed', 'ffn'))",
-            )
-
-    @property
-    def size(self) -> int:
-        """Elements, without rows that pad a vocabulary."""
-        return math.prod(self.shape if self.real is None else (self.real, *self.shape[1:]))
-
-    @property
-    def weight_decay(self) -> bool:
-        return len(self.shape) > 1 if self.decay is None else self.decay
-
-    def draw(self, noise: jax.Array) -> jax.Array:
-        """The values that standard normal noise of the parameter's shape gives."""
-        values = self.mean + self.std * noise
-        return values if self.real is None else mask_rows(values, self.real)
-
-
-def mask_rows(values: jax.Array, real: int) -> jax.Array:
-    """The values, with 0 in the rows from `real` on."""
-    rows = jnp.arange(values.shape[0]).reshape(-1, *[1] * (values.ndim - 1))
-    return jnp.where(rows < real, values, 0)
 
 
 class Model(ABC):
@@ -156,7 +96,7 @@ class Model(ABC):
 
     # What a model may say for itself.
 
-    def check(self, parallel: "ParallelConfig") -> None:
+    def check(self, parallel: ParallelConfig) -> None:
         """Refuse what cannot be split. Raises: ConfigError where a mesh axis does not divide a dim that it shards."""
         check_experts(self, parallel)
         for path, param in named_params(declare(self)):
@@ -198,10 +138,7 @@ class Model(ABC):
     @property
     def head_in_layers(self) -> float:
         """FLOPs of the loss in units of one block's; by these `stages="balanced"` divides the layers."""
-        from jaxdist.plan.parts import work_of
-
-        work = work_of(self)
-        return sum(p.flops for p in work.loss) / sum(p.flops for p in work.layer)
+        return head_in_layers(self)
 
     def describe(self) -> str:
         """One line for a person."""
@@ -209,7 +146,7 @@ class Model(ABC):
         return f"{type(self).__name__}({sizes})"
 
 
-def check_experts(model: Model, parallel: "ParallelConfig") -> None:
+def check_experts(model: Model, parallel: ParallelConfig) -> None:
     """Refuse to split experts, over ep or tp, for a model that has none, or none to split so."""
     ranks = parallel.expert_ranks
     if ranks == 1:
@@ -232,10 +169,6 @@ def check_experts(model: Model, parallel: "ParallelConfig") -> None:
                 f"each of {ranks} ranks of {over} must hold equally many",
                 f"Use {over} in {divisors(number)}",
             )
-
-
-def is_param(x) -> bool:
-    return isinstance(x, Param)
 
 
 @cache
@@ -276,14 +209,6 @@ def split_kinds(model: Model, block: Tree) -> Sequence[Tree]:
     return [block] if len(model.kinds) == 1 else [block[f"{i}_{kind}"] for i, kind in enumerate(model.kinds)]
 
 
-def named_params(tree: Tree) -> list[tuple[str, Param]]:
-    """(path, parameter) of every leaf, the path as in `blocks.attention.w_out`."""
-    return [
-        (".".join(entry.key for entry in path), leaf)
-        for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_param)
-    ]
-
-
 def abstract_values(model: Model, dtype: str) -> dict:
     """Shape and dtype of every parameter, at its global shape."""
     return jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), declare(model), is_leaf=is_param)
@@ -299,27 +224,64 @@ def num_parameters(model: Model, padded: bool = False) -> int:
 @cache
 def parts_using(model: Model) -> dict[str, frozenset[str]]:
     """Which of "embed" and "loss" use each parameter outside the layers, by path; found by tracing both on one rank."""
-    shapes = {name: part for name, part in abstract_values(model, jnp.float32).items() if name != STACKED}
-    tokens = jax.ShapeDtypeStruct((1, model.seq_len), jnp.int32)
-    batch = Batch(tokens, tokens, jax.ShapeDtypeStruct((1,), jnp.int32))
-    on_one_rank = partial(
-        jax.shard_map, mesh=make_abstract_mesh(MeshShape()), in_specs=PartitionSpec(), out_specs=PartitionSpec()
-    )
-    embed = on_one_rank(lambda outer, batch: model.embed(Context(rows_B=batch.rows), outer, batch))
-    loss = on_one_rank(lambda outer, x, batch: model.loss(Context(rows_B=batch.rows), outer, x, batch))
-    x = jax.eval_shape(embed, shapes, batch)
-    names = [name for name, _ in named_params({name: declare(model)[name] for name in shapes})]
+    one = _OneRank(model)
+    names = [name for name, _ in named_params({name: declare(model)[name] for name in one.outer})]
     used = {
-        "embed": _used_inputs(embed, shapes, batch)[: len(names)],
-        "loss": _used_inputs(loss, shapes, x, batch)[: len(names)],
+        "embed": _used_inputs(one.embed, one.outer, one.batch)[: len(names)],
+        "loss": _used_inputs(one.loss, one.outer, one.x, one.batch)[: len(names)],
     }
     return {name: frozenset(part for part in used if used[part][i]) for i, name in enumerate(names)}
 
 
+@cache
+def head_in_layers(model: Model) -> float:
+    """As `Model.head_in_layers`, of products alone, by tracing the loss and a block on one rank."""
+    one = _OneRank(model)
+    loss = jax.make_jaxpr(one.loss)(one.outer, one.x, one.batch)
+    block = jax.make_jaxpr(one.block)(one.blocks, one.x, one.batch)
+    return _flops(loss.jaxpr) / _flops(block.jaxpr)
+
+
+class _OneRank:
+    """A model's functions on a mesh of one rank, and the shapes of what they take."""
+
+    def __init__(self, model: Model):
+        values = abstract_values(model, jnp.float32)
+        self.model, self.outer = model, {name: part for name, part in values.items() if name != STACKED}
+        self.blocks = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), values[STACKED])
+        tokens = jax.ShapeDtypeStruct((1, model.seq_len), jnp.int32)
+        self.batch = Batch(tokens, tokens, jax.ShapeDtypeStruct((1,), jnp.int32))
+        mesh = make_abstract_mesh(MeshShape())
+        mapped = partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+        self.embed = mapped(lambda outer, batch: model.embed(Context(rows_B=batch.rows), outer, batch))
+        self.loss = mapped(lambda outer, x, batch: model.loss(Context(rows_B=batch.rows), outer, x, batch))
+        self.block = mapped(self._block)
+        self.x = jax.eval_shape(self.embed, self.outer, self.batch)
+
+    def _block(self, blocks, x, batch):
+        ctx = Context(rows_B=batch.rows)
+        for index, (kind, params) in enumerate(zip(self.model.kinds, split_kinds(self.model, blocks), strict=True)):
+            x = self.model.layer(ctx, kind, params, x, jnp.int32(index))
+        return x
+
+
+def _flops(jaxpr) -> int:
+    """FLOPs of the products that a program's results depend on; what is in a loop counts once."""
+    total = 0
+    for eqn in needed_for(jaxpr.outvars, jaxpr.eqns):
+        a, b = ((*(v.aval.shape for v in eqn.invars[:2]), (), ()))[:2]
+        if eqn.params.get("name") == GROUPED:
+            total += 2 * a[0] * math.prod(b) // b[0]
+        elif eqn.primitive.name == "dot_general":
+            (summed, _), _ = eqn.params["dimension_numbers"]
+            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(a[dim] for dim in summed)
+        else:
+            total += sum(_flops(getattr(inner, "jaxpr", inner)) for inner in inner_programs(eqn))
+    return total
+
+
 def _used_inputs(function, *args) -> list[bool]:
     """Which of a function's flat inputs its result depends on."""
-    from jaxdist.parallel.pipeline.split_backward import needed_for, variables
-
     closed = jax.make_jaxpr(function)(*args)
     # Inside the one equation that is the mapped function.
     [mapped] = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]

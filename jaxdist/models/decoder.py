@@ -10,11 +10,12 @@ import jax
 from flax import nnx
 
 from jaxdist.errors import ConfigError, divisors, require_positive
-from jaxdist.models.base import BOUNDS, Tree, mask_rows
+from jaxdist.models.base import BOUNDS
 from jaxdist.models.context import Batch, Context
 from jaxdist.models.experts import Mixture, MixtureOfExperts
 from jaxdist.models.flax import parameter
 from jaxdist.models.layers import INIT_STD, GatedMLP, GroupedAttention, RMSNorm, Rotary, Transformer, normal
+from jaxdist.params import Tree, mask_rows
 
 FULL, SLIDING, DENSE = "full", "sliding", "dense"  # kinds of layers: what a query sees of the positions before it
 

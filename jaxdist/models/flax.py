@@ -9,7 +9,8 @@ from flax import nnx
 from jax import random
 
 from jaxdist.errors import ConfigError
-from jaxdist.models.base import STACKED, Model, Param, Tree, merge_kinds
+from jaxdist.models.base import Model, merge_kinds
+from jaxdist.params import STACKED, Param, Tree
 
 
 def parameter(

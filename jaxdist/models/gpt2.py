@@ -16,12 +16,13 @@ from jax import lax
 
 from jaxdist.errors import ConfigError, divisors, require_positive
 from jaxdist.models.attention import attend
-from jaxdist.models.base import BOUNDS, Tree, mask_rows
+from jaxdist.models.base import BOUNDS
 from jaxdist.models.context import Batch, Context
 from jaxdist.models.flax import parameter
 from jaxdist.models.layers import INIT_STD, Transformer, add_bias, normal
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.remat import HEADS, mark_saveable
+from jaxdist.params import Tree, mask_rows
 
 LAYER_NORM_EPS = 1e-5
 

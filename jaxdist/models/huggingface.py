@@ -15,9 +15,10 @@ from typing import Any
 
 from jaxdist.errors import MOST, ConfigError, reason_of, require_positive
 from jaxdist.files import read_text_file
-from jaxdist.models.base import BOUNDS, STACKED, Model, declare, named_params
+from jaxdist.models.base import BOUNDS, Model, declare
 from jaxdist.models.decoder import DENSE, FULL, SLIDING, Decoder
 from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS
+from jaxdist.params import STACKED, named_params
 
 CONFIG = "config.json"
 ARCHITECTURES = {

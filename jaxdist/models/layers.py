@@ -5,7 +5,7 @@ N query heads, K key and value heads, H head dim, F feed-forward.
 """
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,7 @@ from jaxdist.models.context import Context
 from jaxdist.models.flax import FlaxModel, parameter
 from jaxdist.parallel.remat import HEADS, mark_saveable
 from jaxdist.parallel.tensor import heads_of_queries
-
-if TYPE_CHECKING:
-    from jaxdist.config import ParallelConfig
+from jaxdist.strategy import ParallelConfig
 
 INIT_STD = 0.02
 
@@ -59,7 +57,7 @@ class Transformer(FlaxModel):
     def describe(self) -> str:
         return f"{self.num_layers} layers, width {self.width}, context {self.seq_len}"
 
-    def check(self, parallel: "ParallelConfig") -> None:
+    def check(self, parallel: ParallelConfig) -> None:
         tp = parallel.mesh.tp
         split = {"num_heads": self.num_heads, **self.split_widths}
         if parallel.experts_over_tp:
@@ -74,7 +72,7 @@ class Transformer(FlaxModel):
         check_experts(self, parallel)
         self._check_context(parallel)
 
-    def _check_context(self, parallel: "ParallelConfig") -> None:
+    def _check_context(self, parallel: ParallelConfig) -> None:
         cp, (exchanging, _) = parallel.mesh.cp, parallel.cp_split
         heads, kv_heads = (
             n // parallel.mesh.tp for n in (self.num_heads, getattr(self, "num_kv_heads", self.num_heads))
@@ -103,7 +101,7 @@ class Transformer(FlaxModel):
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last dim, in at least fp32. Source: arXiv 1910.07467.
 
-    partial: as in `jaxdist.models.base.Param`, of a scale that each head applies.
+    partial: as in `jaxdist.params.Param`, of a scale that each head applies.
     """
 
     def __init__(self, width: int, eps: float, dim: str | None = "embed", partial: tuple[str, ...] = ()):

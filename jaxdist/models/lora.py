@@ -3,18 +3,16 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import jax
 
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.mesh import AXIS_OF_DIM
-from jaxdist.models.base import BOUNDS, STACKED, Model, Param, Tree, is_param, merge_kinds, named_params, split_kinds
+from jaxdist.models.base import BOUNDS, Model, merge_kinds, split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel.low_rank import LowRank
-
-if TYPE_CHECKING:
-    from jaxdist.config import ParallelConfig
+from jaxdist.params import STACKED, Param, Tree, is_param, named_params
+from jaxdist.strategy import ParallelConfig
 
 ADAPTERS = "lora"  # the subtree of a layer that holds them
 ALPHA_PER_RANK = 2.0  # unless told
@@ -124,7 +122,7 @@ class LoRA(Model):
 
     # ---- what else a model says ----
 
-    def check(self, parallel: "ParallelConfig") -> None:
+    def check(self, parallel: ParallelConfig) -> None:
         self.base.check(parallel)
 
     def attention_for(self, asked: str, platform: str, dtype: str, *, training: bool, device=None) -> str:

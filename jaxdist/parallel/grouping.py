@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.config import ParallelConfig
 from jaxdist.layout import Leaf
 from jaxdist.parallel import collectives as comm
+from jaxdist.strategy import ParallelConfig
 
 
 def group(

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxdist.config import TP_RINGS, ParallelConfig
 from jaxdist.mesh import AXES, STATE_AXES
 from jaxdist.models.base import num_parameters
 from jaxdist.parallel.remat import shorten
@@ -23,6 +22,7 @@ from jaxdist.plan.search import (
     usable_bytes,
 )
 from jaxdist.plan.time_model import Efficiency
+from jaxdist.strategy import TP_RINGS, ParallelConfig
 
 STATE = ("parameters", "gradients", "optimizer")
 NAMES_OF_TERMS = {

@@ -20,22 +20,24 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from jaxdist.compat import inner_programs, type_of
-from jaxdist.config import MOST_TOKENS, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import MOST_TOKENS, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.mesh import MeshShape, data_ranks_of, make_abstract_mesh
 from jaxdist.models.attention import traced_attention
-from jaxdist.models.base import Model, declare, named_params
+from jaxdist.models.base import Model, declare
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouped_matmul import GROUPED, GROUPED_OUTER, GROUPED_PRODUCTS
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, flat, needed_for, split_layer, variables
 from jaxdist.parallel.zero import ShardedParams
+from jaxdist.params import named_params
 from jaxdist.placement import make_layout
 from jaxdist.plan.long_blocks import found_in
 from jaxdist.plan.proof.trace import Collective, collectives_of
 from jaxdist.plan.proof.trace_memory import Buffer, compiler_of_dtype, lifetimes
 from jaxdist.plan.time_model import AttentionShape, Number
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.gradients.base import ShardedModel
 
 T = TypeVar("T")

@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.config import TP_RINGS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.mesh import MAY_STAY_WHOLE, MeshShape
-from jaxdist.models.base import STACKED, Model, declare, named_params
+from jaxdist.models.base import Model, declare
 from jaxdist.parallel.blocked_attention import MOST_POSITIONS
+from jaxdist.params import STACKED, named_params
 from jaxdist.placement import make_layout
 from jaxdist.plan.disk_cache import cached_arrays
 from jaxdist.plan.long_blocks import fullest
@@ -33,6 +34,7 @@ from jaxdist.plan.parts import (
     rows_to_trace,
     work_of,
 )
+from jaxdist.strategy import TP_RINGS, ParallelConfig, PrecisionConfig
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}  # arrays of the masters' size; adafactor factors its own

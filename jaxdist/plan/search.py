@@ -16,7 +16,7 @@ from functools import cache
 
 import numpy as np
 
-from jaxdist.config import CP_KINDS, TP_RINGS, ParallelConfig, RunConfig, context_kinds, cp_split
+from jaxdist.config import RunConfig, context_kinds
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AXES, FACTORS, MeshShape, data_ranks_of
 from jaxdist.models.attention import LONG
@@ -30,6 +30,7 @@ from jaxdist.plan.parts import allows, exchanged, work_of
 from jaxdist.plan.program_memory import PHASES, ProgramBytes, distinct, program_bytes, ranks_of
 from jaxdist.plan.schedule_facts import keep_facts, schedule_facts, table_facts
 from jaxdist.plan.time_model import NOTHING, Efficiency, Layout, Repeated, StepTime, efficiency_of, step_time
+from jaxdist.strategy import CP_KINDS, TP_RINGS, ParallelConfig, cp_split
 
 # ------------------------------------------------------------------------------------------------------- enumeration
 
@@ -58,7 +59,7 @@ class Candidates:
     blocks recomputed together, 0 for none; selective: only the attention core is recomputed; recompute: a chunk is, in
     an R of the schedule's; repeats: the arrays are that a word of `remat` names, its place in WORDS. overlap: a layer's
     gradients, and ZeRO-3's weights, are sent while another layer computes; in a pipeline, messages between stages do.
-    kind: index in `config.CP_KINDS`, or OWN_KIND; 0 where cp is 1.
+    kind: index in `strategy.CP_KINDS`, or OWN_KIND; 0 where cp is 1.
     """
 
     pp: np.ndarray

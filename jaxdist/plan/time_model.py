@@ -181,7 +181,7 @@ class Layout:
     bubble: idle over ideal time; default (p-1)/(vm), or pass `simulate(...).idle_over_ideal`.
     most_layers: of the stage that has most (default ceil(L/p)); last_layers: of the stage that also has the head
         (default L/p); first_layers is for memory alone (default most_layers).
-    remat: words of `jaxdist.config.ParallelConfig`. gradient_bytes: of one accumulated and reduced element.
+    remat: words of `jaxdist.strategy.ParallelConfig`. gradient_bytes: of one accumulated and reduced element.
     overlap_dp: gradients (and ZeRO-3 weights) are sent during backward. overlap_tp: part of tp's traffic that overlaps
         with matmuls. overlap_pp: messages between stages are sent while stages compute.
     flash: attention that never writes its scores; flash2: by an older kernel than cuDNN's. blocks: attention that

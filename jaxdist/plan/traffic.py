@@ -20,10 +20,10 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf
 from jaxdist.mesh import TOKEN_AXES, WORK_AXES, MeshShape
-from jaxdist.models.base import STACKED
 from jaxdist.parallel.grouping import group, sharded, zero_groups
 from jaxdist.parallel.pipeline.lowering import FROM_AFTER, FROM_BEFORE, Loop, iterations
 from jaxdist.parallel.pipeline.schedules import Schedule
+from jaxdist.params import STACKED
 from jaxdist.plan.parts import OneRank, traffic_of
 from jaxdist.plan.proof.trace import Count, Transfer, on_stages, total_sent
 

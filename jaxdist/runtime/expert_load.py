@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxdist.checkpoint.logical import fetch
 from jaxdist.layout import Layout, Leaf, axes_of
-from jaxdist.models.base import STACKED
+from jaxdist.params import STACKED
 
 LOAD, DROPPED, FAULTS = ".load", ".dropped", ".faults"
 NAMES = ("expert_load_max", "expert_load_min", "expert_dropped")

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxdist.config import OptimizerConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.layout import Layout, Leaf
 from jaxdist.parallel import collectives as comm
+from jaxdist.strategy import PrecisionConfig
 
 
 def make_optimizer(

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ from jaxdist.mesh import AXES
 from jaxdist.models.context import Batch
 from jaxdist.parallel.pipeline.lowering import iterations
 from jaxdist.placement import make_layout
-from jaxdist.plan.proof.trace import Collective, Iterations, collectives_of
 from jaxdist.probes import Recorder
 from jaxdist.train.gradients.base import ShardedModel
 from jaxdist.train.optimizer import LossScale, make_optimizer, optimizer_specs
@@ -68,11 +68,7 @@ class Program:
             is_leaf=lambda x: type(x) is tuple,
         )
 
-    def collectives_of(self, traced: jax.stages.Traced, *, evaluate: bool = False) -> list[Collective]:
-        """What the traced `step` sends, or the traced `evaluate`."""
-        return collectives_of(traced.jaxpr, self.config.parallel.mesh, self.iterations(evaluate=evaluate))
-
-    def iterations(self, *, evaluate: bool = False) -> Iterations | None:
+    def iterations(self, *, evaluate: bool = False) -> dict[str, tuple[Fraction, ...]] | None:
         """How often the loops of a pipeline run, which its program does not state (`parallel.pipeline.lowering`)."""
         if self.config.parallel.mesh.pp == 1:
             return None

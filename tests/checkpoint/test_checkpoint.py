@@ -27,12 +27,14 @@ from jaxdist.checkpoint.logical import (
     to_logical,
 )
 from jaxdist.checkpoint.trained import find_weights
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, to_dict
+from jaxdist.config import OptimizerConfig, RunConfig, to_dict
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
-from jaxdist.parity import quick_options, random_batches
+from jaxdist.parity import quick_options
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 
 MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100, dropout=0.1)

@@ -32,7 +32,7 @@ from jaxdist.checkpoint.logical import abstract_parameters, fetch
 from jaxdist.checkpoint.safetensors import Stored
 from jaxdist.checkpoint.trained import GENERATION, Weights, find_weights
 from jaxdist.checkpoint.weights import in_our_names, open_weights, read_weights, stored_dtypes, write_weights
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.data.tokenizer import BPETokenizer, with_template
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
@@ -40,6 +40,7 @@ from jaxdist.models.huggingface import CONFIG, tensors_of
 from jaxdist.models.presets import PRESETS
 from jaxdist.parity import random_parameters
 from jaxdist.placement import make_layout
+from jaxdist.strategy import ParallelConfig
 
 tokenizers = pytest.importorskip("tokenizers", reason="pip install -e '.[data]'")
 MODEL = dataclasses.replace(PRESETS["llama-proof"], seq_len=16)

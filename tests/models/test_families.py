@@ -11,10 +11,11 @@ from support.programs import run
 
 from experiments import convert, evaluate, generate, plan, prepare, train, verify
 from jaxdist.checkpoint.weights import write_weights
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.models.huggingface import CONFIG, model_from_config
 from jaxdist.parity import random_parameters
 from jaxdist.placement import make_layout
+from jaxdist.strategy import ParallelConfig
 
 STEPS = ["--batch-size", "4", "--steps", "2", "--lr", "1e-3", "--eval-windows", "8", "--device", "cpu"]
 

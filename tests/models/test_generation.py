@@ -17,7 +17,8 @@ from jaxdist.data.tokenizer import ByteTokenizer
 from jaxdist.errors import ConfigError
 from jaxdist.generation import Sampling, build_generator, bytes_per_token
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
-from jaxdist.models.base import declare, is_param
+from jaxdist.models.base import declare
+from jaxdist.params import is_param
 from jaxdist.parity import forward_logits
 from jaxdist.plan.proof.trace import collectives_of, total_sent
 

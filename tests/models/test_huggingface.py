@@ -15,14 +15,17 @@ from support.families import FAMILIES, LLAMA3
 
 from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
 from jaxdist.checkpoint.weights import in_our_names, open_weights, read_weights, source_of, write_weights
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.base import Model, declare, named_params
+from jaxdist.models.base import Model, declare
 from jaxdist.models.huggingface import ARCHITECTURES, config_of, model_from_config, read_model, tensors_of
-from jaxdist.parity import forward_logits, observe, random_batches
+from jaxdist.params import named_params
+from jaxdist.parity import forward_logits, observe
 from jaxdist.placement import make_layout
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 LAYOUTS = {
     "one": {},

@@ -12,7 +12,8 @@ from support.programs import run
 
 from experiments import convert, evaluate, train
 from experiments.cli import run_program
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
@@ -24,13 +25,14 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import ModelFlags
 from jaxdist.parallel.low_rank import LowRank
 from jaxdist.parallel.pipeline.split_backward import all_equations
-from jaxdist.parity import Observed, compare, observe, one_device, random_batches, random_parameters, worst
+from jaxdist.parity import Observed, compare, observe, one_device, random_parameters, worst
 from jaxdist.placement import make_layout
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.program_memory import program_bytes
-from jaxdist.plan.proof.trace import total_sent
+from jaxdist.plan.proof.trace import step_collectives, total_sent
 from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.plan.traffic import predicted
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 
 DECODER = Decoder(
@@ -250,7 +252,7 @@ def test_backward_of_frozen_weights_computes_no_gradient_of_them():
         config = config_of(model, "dp=2", PrecisionConfig(), zero=3)
         program = build_program(config, make_abstract_mesh(config.parallel.mesh))
         step = program.step.trace(program.abstract_state(), program.abstract_batch())
-        scattered = [c for c in program.collectives_of(step) if c.kind == "reduce_scatter"]
+        scattered = [c for c in step_collectives(program, step) if c.kind == "reduce_scatter"]
         sent[name] = sum(c.count * c.full_bytes for c in scattered)
         products[name] = sum(eqn.primitive.name == "dot_general" for eqn in all_equations(step.jaxpr))
     assert 0 < sent["adapters"] < 0.05 * sent["whole"]

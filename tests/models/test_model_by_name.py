@@ -25,10 +25,11 @@ from experiments.cli import flags_of, run_program
 from experiments.train import TrainFlags
 from jaxdist import console
 from jaxdist.checkpoint.checkpoints import Checkpoints
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape
 from jaxdist.models.registry import ModelFlags, find_model, source_digest, source_of
+from jaxdist.strategy import ParallelConfig
 
 MODELS = Path(__file__).resolve().parents[1] / "support" / "models"
 PROGRAMS = {

@@ -16,19 +16,22 @@ from llama import Llama
 
 import jaxdist
 from experiments.calibration.work import PaperWork
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, parse_mesh
-from jaxdist.models.base import Param, parts_using
+from jaxdist.models.base import parts_using
 from jaxdist.models.flax import FlaxModel
 from jaxdist.models.presets import PRESETS
-from jaxdist.parity import compare, in_float64, observe, random_batches, random_parameters
+from jaxdist.params import Param
+from jaxdist.parity import compare, in_float64, observe, random_parameters
 from jaxdist.placement import make_layout
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof.levels import levels
 from jaxdist.plan.time_model import Efficiency, Layout, step_time
+from jaxdist.strategy import ParallelConfig
 from jaxdist.verification import proof_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "own-model.md").read_text()

@@ -13,7 +13,7 @@ from conftest import DEVICES, in_sample
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.models.decoder import Decoder
@@ -25,6 +25,7 @@ from jaxdist.parallel.blocked_attention import Places, blocked_attention
 from jaxdist.parallel.context_parallel import Split, by_turns, context_attention, hops
 from jaxdist.plan.proof.compile import emitted_collectives
 from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
+from jaxdist.strategy import ParallelConfig
 from jaxdist.verification import verify_model
 
 B, S, N, H = 2, 64, 8, 4

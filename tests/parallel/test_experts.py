@@ -18,11 +18,12 @@ from support.messages import assert_equals_trace
 from experiments.oracles import decoder_settings
 from experiments.oracles.decoder import losses
 from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, to_logical
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
-from jaxdist.models.base import declare, named_params
+from jaxdist.models.base import declare
 from jaxdist.models.context import Context
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.experts import Mixture, Router
@@ -30,7 +31,8 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import grouped_kernels as kernels
 from jaxdist.parallel.expert_parallel import kept_places
 from jaxdist.parallel.grouped_matmul import grouped_matmul
-from jaxdist.parity import observe, quick_options, random_batches
+from jaxdist.params import named_params
+from jaxdist.parity import observe, quick_options
 from jaxdist.placement import make_layout
 from jaxdist.plan.explain import experts
 from jaxdist.plan.hardware import Cluster, find_hardware
@@ -39,6 +41,7 @@ from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.search import Candidates, legal_meshes, pipelines, score
 from jaxdist.plan.time_model import Efficiency
 from jaxdist.runtime.expert_load import FAULTS, broken, counted, counters, summary
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 
 

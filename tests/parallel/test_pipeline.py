@@ -13,7 +13,7 @@ from conftest import DEVICES, in_sample
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from experiments.strategies import BY_NAME
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
@@ -26,7 +26,8 @@ from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule
 from jaxdist.parallel.pipeline.simulate import in_flight
 from jaxdist.parallel.pipeline.split_backward import split_layer
 from jaxdist.parallel.pipeline.text import parse
-from jaxdist.plan.proof.trace import equations, named_bytes
+from jaxdist.plan.proof.trace import equations, named_bytes, step_collectives
+from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import build_program
 
 PP, TP = ("pp",), ("tp",)
@@ -365,7 +366,7 @@ def test_as_many_ticks_run_as_the_table_has(name):
         eqn.params["length"] for eqn, _, depth in equations(traced.jaxpr) if eqn.primitive.name == "scan" and not depth
     ]
     assert ticks == [schedule.num_ticks]
-    found = program.collectives_of(traced)
+    found = step_collectives(program, traced)
     # Messages; around them the tied table, and after them positions and final norm, the loss, and the norm's share.
     kinds = {("permute", PP, 1), ("permute", PP, 0), ("all_reduce", PP, 0)}
     assert {(c.kind, c.axes, c.depth) for c in found} == kinds
@@ -411,7 +412,7 @@ def test_overlap_sends_at_every_tick_what_the_last_one_made(name):
     assert schedule.send_latency == 2
     program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
     traced = program.step.trace(program.abstract_state(), program.abstract_batch())
-    permutes = [c for c in program.collectives_of(traced) if c.kind == "permute" and c.depth]
+    permutes = [c for c in step_collectives(program, traced) if c.kind == "permute" and c.depth]
     assert [(c.count, c.depth) for c in permutes] == [(schedule.num_ticks, 1)] * 2
     # None of them is inside a branch, or in a loop of a stage's own.
     scan = next(eqn for eqn, *_ in equations(traced.jaxpr) if eqn.primitive.name == "scan")
@@ -423,7 +424,7 @@ def test_evaluating_sends_forward_alone():
     config = pipeline_config("1f1b", 8)
     program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
     traced = program.evaluate.trace(program.abstract_state().params, program.abstract_batch())
-    found = program.collectives_of(traced, evaluate=True)
+    found = step_collectives(program, traced, evaluate=True)
     assert messages_by_stage(found) == [8, 8, 8, 0]
     assert [c.count for c in found if c.kind != "permute"] == [1]  # the loss
 
@@ -452,7 +453,7 @@ def test_a_tensor_parallel_pipeline_sends_what_its_layers_send():
     traced = program.step.trace(program.abstract_state(), program.abstract_batch())
     micro, layers = config.parallel.num_microbatches, config.model.num_layers // 2
     inside = Counter()
-    for c in program.collectives_of(traced):
+    for c in step_collectives(program, traced):
         if c.axes == TP and c.depth == 2:
             inside[c.count] += 1
     # In blocks 2 forward and 2 backward; embedding, softmax (2) and the head's input gradient once a micro-batch.

@@ -9,7 +9,6 @@ import pytest
 from conftest import DEVICES
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.config import ParallelConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.parallel import collectives as comm
@@ -17,6 +16,7 @@ from jaxdist.parallel.rings import gather_matmul, matmul_scatter
 from jaxdist.parallel.tensor import linear
 from jaxdist.plan.proof.compile import emitted_collectives
 from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
+from jaxdist.strategy import ParallelConfig
 
 RINGS = ("one-way", "two-way")
 SIZES = (1, 3, 4)

@@ -8,7 +8,7 @@ from conftest import in_sample
 from support.messages import assert_equals_trace, by_size, layout_of, traced
 
 from experiments.strategies import PIPELINES, STRATEGIES
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.gpt2 import GPT2
@@ -16,6 +16,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.traffic import predicted, table
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 # Messages of one kind, axes and size are equal in number, so bytes and numbers a (kind, axes) are: they are sums.
 

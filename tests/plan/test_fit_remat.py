@@ -12,7 +12,7 @@ from conftest import in_sample
 
 from experiments.strategies import Strategy
 from jaxdist.compat import type_of
-from jaxdist.config import PrecisionConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_abstract_mesh, parse_mesh
 from jaxdist.models.presets import PRESETS
@@ -29,6 +29,7 @@ from jaxdist.plan.utilisation import flops_per_token
 from jaxdist.plan.verdict import STEP, verdict_of
 from jaxdist.runtime.devices import Devices
 from jaxdist.runtime.telemetry import PARTS
+from jaxdist.strategy import PrecisionConfig
 from jaxdist.train.program import build_program
 
 RUNS = {

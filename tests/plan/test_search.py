@@ -13,7 +13,7 @@ from conftest import in_sample
 
 from experiments.cli import CommonFlags
 from jaxdist.compat import scan_counts
-from jaxdist.config import CP_KINDS, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import FACTORS, MeshShape, make_abstract_mesh
@@ -37,7 +37,7 @@ from jaxdist.plan.program_memory import (
     rank_of,
     ranks_of,
 )
-from jaxdist.plan.proof.trace import equations
+from jaxdist.plan.proof.trace import equations, step_collectives
 from jaxdist.plan.schedule_facts import ScheduleFacts, facts_of, schedule_facts, table_facts, ticks_of
 from jaxdist.plan.search import (
     INTEGERS,
@@ -56,6 +56,7 @@ from jaxdist.plan.search import (
     weight_gathers,
 )
 from jaxdist.plan.time_model import PARTS, UNCALIBRATED, Layout, step_time
+from jaxdist.strategy import CP_KINDS, ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 
 SMALL = GPT2(num_layers=4, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=250)
@@ -580,7 +581,7 @@ def test_zero_3_gathers_its_weights_as_often_as_the_program(mesh, more):
     parallel = ParallelConfig(mesh=shape, zero=3, microbatches=micro, grad_sync="per-parameter", **more)
     config = RunConfig(model, parallel, precision=PrecisionConfig("bfloat16"), batch_size=16)
     program, trace = traced(config)
-    sent = sum(c.sent_bytes(shape) for c in program.collectives_of(trace) if c.kind == "all_gather")
+    sent = sum(c.sent_bytes(shape) for c in step_collectives(program, trace) if c.kind == "all_gather")
     micro = config.parallel.num_microbatches
     layers = 2 * 12 * model.width**2 * model.num_layers // shape.pp * (shape.dp - 1) // shape.dp * micro
     times = int(weight_gathers(Candidates.of(config))[0])

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.labs.recompute import step_flops
-from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
@@ -17,6 +17,7 @@ from jaxdist.plan.verdict import (
     predicted_parts,
 )
 from jaxdist.runtime.telemetry import PARTS, MeanLap, Stopwatch, spreads
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 BF16 = PrecisionConfig("bfloat16")
 H100 = Cluster(find_hardware("h100"))

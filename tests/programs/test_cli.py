@@ -24,11 +24,12 @@ from experiments import cli
 from experiments.cli import CommonFlags, run_program
 from experiments.train import TrainFlags
 from jaxdist import files, parity
-from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
+from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import Program, build_program
 from tests import planted_bugs
 from tests.support import fuzz

@@ -14,11 +14,12 @@ import experiments.plan_question
 import experiments.train
 from experiments.cli import flags_of, run_program
 from experiments.train import TrainFlags
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.mesh import MeshShape
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every, learning_rate, warmup_steps
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 SMALL = ["--model", "tiny", "--hardware", "h100", "--nodes", "1", "--global-batch", "64"]
 

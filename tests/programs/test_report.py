@@ -17,12 +17,13 @@ from experiments.report_predictions import Stages, config_of, predictions
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
 from experiments.train import main as train
-from jaxdist.config import PrecisionConfig, RunConfig, from_dict, to_dict
+from jaxdist.config import RunConfig, from_dict, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.runtime.run_record import labels, read_run
 from jaxdist.runtime.telemetry import DeviceMemory
+from jaxdist.strategy import PrecisionConfig
 
 SIZES = "--num-layers 2 --width 32 --num-heads 2 --seq-len 16 --batch-size 8 --steps 6 --eval-every 2 --eval-windows 8"
 LAYOUT = "--mesh pp=2,dp=2,tp=2 --zero 1 --sp --microbatches 2 --device cpu"

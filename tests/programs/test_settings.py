@@ -14,9 +14,10 @@ from experiments.settings import SECTIONS, SETTINGS, make_config
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags
 from experiments.verify import VerifyFlags
-from jaxdist.config import OptimizerConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.models.presets import PRESETS
+from jaxdist.strategy import PrecisionConfig
 
 PROGRAMS = [TrainFlags, VerifyFlags, PlanFlags, BenchFlags, LevelsFlags, OverlapFlags]
 

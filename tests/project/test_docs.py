@@ -16,13 +16,14 @@ from experiments.calibration import published
 from experiments.plan_report import layout_words, row_layout
 from experiments.strategies import EXPERTS, PIPELINES, STRATEGIES
 from jaxdist import parity
-from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import collectives
 from jaxdist.plan.fit_remat import fit_remat
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Candidates, score, search
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

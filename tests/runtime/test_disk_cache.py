@@ -9,13 +9,13 @@ import pytest
 import jaxdist.plan.disk_cache as disk_cache
 import jaxdist.plan.program_memory as program_memory
 import jaxdist.plan.schedule_facts as schedule_facts
-from jaxdist.config import PrecisionConfig
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.disk_cache import cached_arrays
 from jaxdist.plan.parts import OneRank
 from jaxdist.plan.program_memory import _of_loss, loss_memory, rank_memory
+from jaxdist.strategy import PrecisionConfig
 
 RANK = OneRank(PRESETS["proof"], 2, 7, PrecisionConfig("float32"), sp=True)
 

@@ -8,10 +8,11 @@ import pytest
 from support.programs import run
 
 from experiments import train
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.mesh import make_abstract_mesh, parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.runtime.profile import SUMMARY, described, device_times
+from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import build_program
 
 MESH = parse_mesh("dp=2,tp=2")

@@ -8,7 +8,7 @@ from jaxdist.config import RunConfig
 from jaxdist.layout import Layout
 from jaxdist.mesh import MeshShape, make_abstract_mesh
 from jaxdist.placement import make_layout
-from jaxdist.plan.proof.trace import Collective
+from jaxdist.plan.proof.trace import Collective, step_collectives
 from jaxdist.plan.traffic import Message, predicted
 from jaxdist.train.program import build_program
 
@@ -20,7 +20,7 @@ def layout_of(config: RunConfig) -> Layout:
 def traced(config: RunConfig) -> list[Collective]:
     with jax.enable_x64(config.precision.dtype == "float64"):
         program = build_program(config, make_abstract_mesh(config.parallel.mesh))
-        return program.collectives_of(program.step.trace(program.abstract_state(), program.abstract_batch()))
+        return step_collectives(program, program.step.trace(program.abstract_state(), program.abstract_batch()))
 
 
 def by_size(messages: list[Message] | list[Collective], mesh: MeshShape) -> Counter:

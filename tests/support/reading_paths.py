@@ -23,12 +23,13 @@ from experiments.cli import run_program
 from experiments.tables import Rows
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.resume import Progress, restore, save
-from jaxdist.config import ParallelConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import search
 from jaxdist.runtime.devices import acquire_devices
+from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import build_program
 
 PACKAGE = Path(inspect.getfile(jaxdist)).parent

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.oracles import plain
 from jaxdist.checkpoint.logical import from_logical, to_logical
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, from_dict, to_dict
+from jaxdist.config import OptimizerConfig, RunConfig, from_dict, to_dict
 from jaxdist.layout import Leaf
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
@@ -25,6 +25,7 @@ from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
 from jaxdist.placement import choose_zero_dim, make_layout, pipeline_rows
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.optimizer import initial_loss_scale, learning_rate
 from jaxdist.train.program import build_program
 

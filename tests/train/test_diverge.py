@@ -14,7 +14,8 @@ from jax import lax
 
 from experiments import where
 from experiments.cli import run_program
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.digests import digested, read_record, record_text, require_same_training, shared_settings
 from jaxdist.divergence import PHASES, Run, Step, compare_steps, first_divergence, split_dims
 from jaxdist.errors import ConfigError
@@ -27,8 +28,9 @@ from jaxdist.models.layers import Transformer
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import context_parallel, tensor, zero
 from jaxdist.parallel.pipeline import executor
-from jaxdist.parity import PROOF_EPS, PROOF_LR, one_device, random_batches
+from jaxdist.parity import PROOF_EPS, PROOF_LR, one_device
 from jaxdist.probes import BACKWARD, FORWARD, Key, Probe, Recorder
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train import step as train_step
 from jaxdist.train.gradients import base
 from jaxdist.train.program import build_program

@@ -10,11 +10,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxdist.config import OptimizerConfig, ParallelConfig
+from jaxdist.config import OptimizerConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.placement import make_layout
+from jaxdist.strategy import ParallelConfig
 from jaxdist.train.optimizer import gradient_norms, make_optimizer, update
 
 MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from experiments import oracles
 from experiments.oracles import decoder, plain
 from experiments.verify import Verifier
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.decoder import Decoder
@@ -25,8 +26,9 @@ from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS, gelu_tanh, layer_norm
 from jaxdist.models.layers import Rotary
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.tensor import vocab_parallel_cross_entropy
-from jaxdist.parity import NOISE, PROOF_EPS, random_batches
+from jaxdist.parity import NOISE, PROOF_EPS
 from jaxdist.runtime.devices import Devices
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train import program
 
 ODD = GPT2(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)

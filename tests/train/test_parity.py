@@ -13,12 +13,14 @@ from experiments.bench.timing import full_batch
 from experiments.strategies import BY_NAME, EXPERTS, PIPELINES, STRATEGIES, Strategy
 from experiments.verify import Verifier
 from jaxdist.checkpoint.logical import fetch, to_logical
-from jaxdist.config import OptimizerConfig, ParallelConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel.dropout import dropout
-from jaxdist.parity import observe, one_device, random_batches
+from jaxdist.parity import observe, one_device
 from jaxdist.runtime.devices import Devices
+from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import build_program
 
 VERIFIER = Verifier(Devices(DEVICES, True, "simulated"), steps=2)

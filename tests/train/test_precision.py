@@ -12,13 +12,14 @@ from jax.sharding import PartitionSpec
 
 from experiments.strategies import BY_NAME, Strategy
 from jaxdist.checkpoint.logical import logical_parameters
-from jaxdist.config import PrecisionConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.context import Context
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.tensor import cross_entropy_in_chunks
-from jaxdist.parity import compare, observe, one_device, random_batches
+from jaxdist.parity import compare, observe, one_device
 from jaxdist.plan.proof.trace import equations
+from jaxdist.strategy import PrecisionConfig
 from jaxdist.train.optimizer import initial_loss_scale, next_loss_scale
 from jaxdist.train.program import build_program
 

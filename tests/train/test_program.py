@@ -14,7 +14,7 @@ from conftest import DEVICES, in_sample
 
 from experiments.strategies import BY_NAME, STRATEGIES
 from jaxdist.compat import inner_programs
-from jaxdist.config import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.layout import local_bytes
@@ -23,7 +23,8 @@ from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import one_device
 from jaxdist.plan import formulas
 from jaxdist.plan.formulas import ModelShape
-from jaxdist.plan.proof.trace import collectives_of, equations, summary, total_sent
+from jaxdist.plan.proof.trace import collectives_of, equations, step_collectives, summary, total_sent
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program, step_options
 
 HLO_NAMES = {kind: kind for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
@@ -40,7 +41,7 @@ def traced(name: str):
 
 def collectives(name: str):
     program, trace = traced(name)
-    return program.collectives_of(trace)
+    return step_collectives(program, trace)
 
 
 DP, TP, PP = ("dp",), ("tp",), ("pp",)

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from jaxdist.compat import inner_programs, scan_counts
-from jaxdist.config import ParallelConfig, PrecisionConfig, RunConfig
+from jaxdist.config import RunConfig
 from jaxdist.mesh import DATA_AXES, make_abstract_mesh, parse_mesh
 from jaxdist.models.attention import attention_core
 from jaxdist.models.context import Context
@@ -29,6 +29,7 @@ from jaxdist.parallel.expert_parallel import apply_experts, apply_experts_with_c
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.parallel.tensor import look_up
 from jaxdist.plan.proof.trace import equations
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 
 ROWS = 7  # of a micro-batch on one rank: a dim of activations and of no parameter

@@ -8,17 +8,9 @@ import pytest
 from conftest import DEVICES
 
 from experiments.strategies import Strategy
+from jaxdist.data.batches import random_batches
 from jaxdist.mesh import make_mesh
-from jaxdist.parity import (
-    Difference,
-    Observed,
-    compare,
-    observe,
-    random_batches,
-    random_parameters,
-    unequal_copies,
-    worst,
-)
+from jaxdist.parity import Difference, Observed, compare, observe, random_parameters, unequal_copies, worst
 from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.traffic import predicted

@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 
 from jaxdist.config import RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_mesh
-from jaxdist.parity import random_batches
 from jaxdist.plan.proof.compile import CompiledStep, Emitted, stages_of, target_devices
 from jaxdist.train.program import build_program
 

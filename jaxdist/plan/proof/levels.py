@@ -8,7 +8,7 @@ from jaxdist.config import RunConfig
 from jaxdist.layout import local_bytes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
 from jaxdist.plan.proof.compile import CompiledStep, compile_step, emitted_bytes, without_devices
-from jaxdist.plan.proof.trace import total_sent
+from jaxdist.plan.proof.trace import step_collectives, total_sent
 from jaxdist.plan.proof.trace_memory import StepMemory, compiler_of_dtype, step_memory
 from jaxdist.train.program import build_program
 
@@ -77,7 +77,7 @@ def levels(config: RunConfig, target: str | None = None, *, num_nodes: int = 1, 
     program = build_program(config, make_abstract_mesh(mesh))
     traced = program.step.trace(program.abstract_state(), program.abstract_batch())
     predicted = step_memory(program, traced, compiler_of(target, config.precision.dtype))
-    collectives = program.collectives_of(traced)
+    collectives = step_collectives(program, traced)
     sent, sent_bytes = compare(collectives, compiled, mesh), total_sent(collectives, mesh)
     seconds = time.perf_counter() - start
     return Levels(

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import jax
 import numpy as np
 
 from jaxdist.compat import inner_programs
 from jaxdist.mesh import MeshShape
+from jaxdist.train.program import Program
 
 Count = int | np.ndarray  # one for all stages, or of each
 Iterations = Mapping[str, Sequence[Fraction]]
@@ -152,6 +154,11 @@ def total_sent(sendings: Iterable[Transfer], mesh: MeshShape) -> int:
 def summary(collectives: list[Collective]) -> Counter:
     """(kind, axes, depth) -> how many stand in the program text."""
     return Counter((c.kind, c.axes, c.depth) for c in collectives)
+
+
+def step_collectives(program: Program, traced: jax.stages.Traced, *, evaluate: bool = False) -> list[Collective]:
+    """What a program's traced `step` sends, or its traced `evaluate`."""
+    return collectives_of(traced.jaxpr, program.config.parallel.mesh, program.iterations(evaluate=evaluate))
 
 
 def equations(jaxpr, iterations: Iterations | None = None) -> Iterator[tuple]:

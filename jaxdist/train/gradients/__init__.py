@@ -1,6 +1,6 @@
 """Three engines behind one signature: the loop over layers, the same with overlapped communication, the pipeline."""
 
-from jaxdist.config import ParallelConfig
+from jaxdist.strategy import ParallelConfig
 from jaxdist.train.gradients import overlapped, pipelined, plain
 from jaxdist.train.gradients.base import Engine
 

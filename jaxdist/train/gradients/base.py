@@ -12,7 +12,7 @@ from jax import lax, random
 from jaxdist.config import RunConfig
 from jaxdist.layout import Layout, drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.mesh import WORK_AXES
-from jaxdist.models.base import STACKED, split_kinds
+from jaxdist.models.base import split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouping import all_gather_groups
@@ -20,6 +20,7 @@ from jaxdist.parallel.overlap import order_after
 from jaxdist.parallel.reduce import reduce_gradients
 from jaxdist.parallel.remat import SavePolicy, mark_saveable, read_arrays
 from jaxdist.parallel.zero import ShardedParams, make_unshard, scatter_gradients, shard_proxies, whole_proxies
+from jaxdist.params import STACKED
 from jaxdist.probes import Probe, Recorder
 
 Poison = Callable[[dict], dict]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from llama import Llama, rms_norm
 
-from jaxdist.models.base import Param
 from jaxdist.parallel.tensor import linear
+from jaxdist.params import Param
 
 
 @dataclass(frozen=True)

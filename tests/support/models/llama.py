@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.models.attention import attend
-from jaxdist.models.base import Model, Param
+from jaxdist.models.base import Model
 from jaxdist.parallel.tensor import linear
+from jaxdist.params import Param
 
 
 @dataclass(frozen=True)
