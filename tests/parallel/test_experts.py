@@ -352,8 +352,8 @@ def test_the_kernels_of_a_gpu_are_each_groups_own(counts, depth, width):
     dw = np.zeros(w.shape)
     np.add.at(dw, groups, x64[:own, :, None] * dy64[:own, None])
     for found, wanted in (
-        (kernels.row_products(x, w, transposed=False, **run)[:own], np.einsum("nd,ndf->nf", x64[:own], w64[groups])),
-        (kernels.row_products(dy, w, transposed=True, **run)[:own], np.einsum("nf,ndf->nd", dy64[:own], w64[groups])),
+        (kernels.row_products(x, w, transposed=False, **run)[:own], np.einsum("nk,nkf->nf", x64[:own], w64[groups])),
+        (kernels.row_products(dy, w, transposed=True, **run)[:own], np.einsum("nf,nkf->nk", dy64[:own], w64[groups])),
         (kernels.outer_products(x, dy, **run), dw),
     ):
         np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=2**-8, atol=1e-4)
