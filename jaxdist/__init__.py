@@ -56,15 +56,17 @@ __all__ = [
 ]
 _HOMES = {
     "checkpoint.checkpoints": ("Checkpoints",),
-    "config": ("OptimizerConfig", "ParallelConfig", "PrecisionConfig", "RunConfig"),
+    "config": ("OptimizerConfig", "RunConfig"),
     "data.batches": ("Batches", "load_corpus"),
     "errors": ("ConfigError",),
     "mesh": ("make_mesh", "parse_mesh"),
-    "models.base": ("Model", "Param"),
+    "models.base": ("Model",),
     "models.context": ("Context",),
     "models.gpt2": ("GPT2",),
     "models.presets": ("PRESETS",),
+    "params": ("Param",),
     "runtime.devices": ("acquire_devices",),
+    "strategy": ("ParallelConfig", "PrecisionConfig"),
     "train.program": ("Program", "build_program"),
     "verification": ("verify",),
 }
