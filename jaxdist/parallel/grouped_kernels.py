@@ -89,10 +89,14 @@ def _blocks(counts_E: jax.Array, number: int) -> jax.Array:
     return jnp.where(used_B, jnp.stack([group_B, start_B, last_E[group_B]]), 0).astype(jnp.int32)
 
 
+def _card() -> str:
+    """Its compute capability; where a program is compiled without a card, that of a large one."""
+    return getattr(jax.devices()[0], "compute_capability", WIDE[0])
+
+
 def _columns(width: int) -> int:
     """How many a block of results has: 256 where they divide the width and the card's shared memory holds them."""
-    card = getattr(jax.devices()[0], "compute_capability", WIDE[0])  # compiled without a card: as for a large one
-    return math.gcd(width, 256 if card in WIDE else 128)
+    return math.gcd(width, 256 if _card() in WIDE else 128)
 
 
 def _dot(a, b, i: int, j: int):
@@ -105,7 +109,8 @@ def _call(kernel, grid: tuple[int, ...], shape: tuple[int, ...], interpret: bool
     def call(table, a, b):
         kind = jax.typeof(a)
         out = jax.ShapeDtypeStruct(shape, kind.dtype, manual_axis_type=kind.manual_axis_type)
-        params = triton.CompilerParams(num_warps=8, num_stages=3)
+        stages = 1 if float(_card()) < 8 else 3  # of older cards the shared memory holds no more
+        params = triton.CompilerParams(num_warps=8, num_stages=stages)
         return pl.pallas_call(kernel, grid=grid, out_shape=out, compiler_params=params, interpret=interpret)(
             table, a, b
         )
