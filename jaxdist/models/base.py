@@ -17,12 +17,11 @@ import jax.numpy as jnp
 from jax import random
 from jax.sharding import PartitionSpec
 
-from jaxdist.compat import inner_programs
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AXIS_OF_DIM, MAY_STAY_WHOLE, MeshShape, make_abstract_mesh
 from jaxdist.models.context import Batch, Context
-from jaxdist.parallel.grouped_matmul import GROUPED
 from jaxdist.parallel.pipeline.split_backward import needed_for, variables
+from jaxdist.parallel.products import flops_of
 from jaxdist.params import STACKED, Param, Tree, is_param, named_params
 from jaxdist.strategy import ParallelConfig
 
@@ -239,7 +238,7 @@ def head_in_layers(model: Model) -> float:
     one = _OneRank(model)
     loss = jax.make_jaxpr(one.loss)(one.outer, one.x, one.batch)
     block = jax.make_jaxpr(one.block)(one.blocks, one.x, one.batch)
-    return _flops(loss.jaxpr) / _flops(block.jaxpr)
+    return flops_of(loss) / flops_of(block)
 
 
 class _OneRank:
@@ -263,21 +262,6 @@ class _OneRank:
         for index, (kind, params) in enumerate(zip(self.model.kinds, split_kinds(self.model, blocks), strict=True)):
             x = self.model.layer(ctx, kind, params, x, jnp.int32(index))
         return x
-
-
-def _flops(jaxpr) -> int:
-    """FLOPs of the products that a program's results depend on; what is in a loop counts once."""
-    total = 0
-    for eqn in needed_for(jaxpr.outvars, jaxpr.eqns):
-        a, b = ((*(v.aval.shape for v in eqn.invars[:2]), (), ()))[:2]
-        if eqn.params.get("name") == GROUPED:
-            total += 2 * a[0] * math.prod(b) // b[0]
-        elif eqn.primitive.name == "dot_general":
-            (summed, _), _ = eqn.params["dimension_numbers"]
-            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(a[dim] for dim in summed)
-        else:
-            total += sum(_flops(getattr(inner, "jaxpr", inner)) for inner in inner_programs(eqn))
-    return total
 
 
 def _used_inputs(function, *args) -> list[bool]:

@@ -22,7 +22,7 @@ def runs_on_kernels(*arrays: jax.Array) -> bool:
 
 
 def row_products(x_ND, w_EDF, counts_E, *, transposed: bool, interpret: bool = False) -> jax.Array:
-    """x[n] @ w[e] of each row n of group e, or x[n] @ w[e].T; what it leaves in rows after the last group is undefined.
+    """x[n] @ w[e] of each row n of group e, or x[n] @ w[e].T; 0 in the rows after the last group.
 
     Layout: x[N, D], w[E, D, F] (transposed: [E, F, D]), counts[E] -> [N, F], all local.
     """
@@ -47,7 +47,8 @@ def row_products(x_ND, w_EDF, counts_E, *, transposed: bool, interpret: bool = F
             triton.store(y.at[pl.ds(start, ROWS), at], total.astype(y.dtype), mask=own)
 
     call = _call(kernel, (blocks, width // columns), (rows, width), interpret)
-    return call(_blocks(counts_E, blocks), x_ND, w_EDF)
+    y_NF = call(_blocks(counts_E, blocks), x_ND, w_EDF)
+    return jnp.where((jnp.arange(rows) < jnp.sum(counts_E))[:, None], y_NF, 0)  # the kernel leaves those as they are
 
 
 def outer_products(x_ND, dy_NF, counts_E, *, interpret: bool = False) -> jax.Array:

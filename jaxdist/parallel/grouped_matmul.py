@@ -83,11 +83,8 @@ class _Blocks:
 
 @partial(jax.jit, static_argnames="transposed")
 def grouped_products(x_ND, w_EDF, counts_E, *, transposed: bool):
-    def on_gpu(x, w, counts):
-        y = kernels.row_products(x, w, counts, transposed=transposed)
-        return jnp.where((jnp.arange(len(y)) < jnp.sum(counts))[:, None], y, 0)
-
-    return _by_platform(partial(_products_in_a_loop, transposed=transposed), on_gpu, (x_ND, w_EDF), counts_E)
+    ways = (partial(way, transposed=transposed) for way in (_products_in_a_loop, kernels.row_products))
+    return _by_platform(*ways, (x_ND, w_EDF), counts_E)
 
 
 @jax.jit

@@ -28,9 +28,10 @@ from jaxdist.parallel.pipeline.split_backward import (
     trace_layer,
     variables,
 )
+from jaxdist.parallel.products import is_product, product_dims
 from jaxdist.parallel.remat import DRAWS, FREE, REPEAT, Made, made_by, name_array, read_arrays
 from jaxdist.plan.long_blocks import found_in
-from jaxdist.plan.parts import OneRank, product_dims
+from jaxdist.plan.parts import OneRank
 from jaxdist.plan.proof.trace import collectives_of
 from jaxdist.plan.time_model import AttentionShape, Repeated
 
@@ -233,9 +234,9 @@ def _made(eqn) -> Made:
 
 def _product_flops(eqn) -> float:
     """Infinitely many in a `while` loop, whose count the program does not state."""
-    dims, name = product_dims(eqn), eqn.primitive.name
-    if dims is not None:
-        return 2.0 * math.prod(dims)
+    name = eqn.primitive.name
+    if is_product(eqn):
+        return 2.0 * math.prod(product_dims(eqn))
     inner = (each for program in inner_programs(eqn) for each in getattr(program, "jaxpr", program).eqns)
     flops = sum(map(_product_flops, inner))
     return flops * (eqn.params["length"] if name == "scan" else math.inf if name == "while" and flops else 1)

@@ -19,7 +19,7 @@ from jax import random
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from jaxdist.compat import inner_programs, type_of
+from jaxdist.compat import type_of
 from jaxdist.config import MOST_TOKENS, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import drop_frozen, fill, keep_frozen, split_outer
@@ -28,8 +28,8 @@ from jaxdist.models.attention import traced_attention
 from jaxdist.models.base import Model, declare
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.grouped_matmul import GROUPED, GROUPED_OUTER, GROUPED_PRODUCTS
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, flat, needed_for, split_layer, variables
+from jaxdist.parallel.products import product_dims, products_among, products_of
 from jaxdist.parallel.zero import ShardedParams
 from jaxdist.params import named_params
 from jaxdist.placement import make_layout
@@ -619,7 +619,11 @@ def _layer_again(parts: _Functions) -> tuple[tuple[Collective, ...], float]:
     own = needed_for(backward.jaxpr.outvars, backward.jaxpr.eqns)
     everything, _ = _from_inputs(parts.layer, parts.bound.layer_leaves, types, forward.out_avals[0])
     sent = _without(_collectives(everything, parts.mesh), _collectives(own, parts.mesh))
-    products = sum(2 * math.prod(dims) * sign for eqns, sign in ((everything, 1), (own, -1)) for dims in _dots_of(eqns))
+    products = sum(
+        2 * math.prod(dims) * sign
+        for eqns, sign in ((everything, 1), (own, -1))
+        for dims in map(product_dims, products_among(eqns))
+    )
     return sent, products / math.prod(parts.batch.inputs.shape)
 
 
@@ -643,35 +647,7 @@ def _products(parts: _Functions) -> tuple[list, list, int]:
 
 
 def _dots(jaxpr) -> list[tuple[int, int, int, int]]:
-    """(batch, m, n, k) of every product that a program's results depend on."""
-
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return _dots_of(needed_for(jaxpr.outvars, jaxpr.eqns))
-
-
-def _dots_of(eqns: list) -> list[tuple[int, int, int, int]]:
-    found = []
-    for eqn in eqns:
-        dims = product_dims(eqn)
-        found += [each for inner in inner_programs(eqn) for each in _dots(inner)] if dims is None else [dims]
-    return found
-
-
-def product_dims(eqn) -> tuple[int, int, int, int] | None:
-    """(batch, m, n, k) of an equation that is a product; None of any other."""
-    name = eqn.params.get("name")
-    if eqn.primitive.name != "dot_general" and name not in GROUPED_PRODUCTS:
-        return None
-    a, b = (v.aval.shape for v in eqn.invars[:2])
-    if name == GROUPED:  # of as many rows each
-        (rows, k), (groups, *widths) = a, b
-        return groups, rows // groups, math.prod(widths) // k, k
-    if name == GROUPED_OUTER:
-        (rows, m), (_, n), groups = a, b, eqn.invars[2].aval.shape[0]
-        return groups, m, n, rows // groups
-    (left, _), (batch, _) = eqn.params["dimension_numbers"]
-    k, both = math.prod(a[d] for d in left), math.prod(a[d] for d in batch)
-    return both, math.prod(a) // (k * both), math.prod(b) // (k * both), k
+    return [product_dims(eqn) for eqn in products_of(jaxpr)]
 
 
 def _backward_flops(parts: _Functions) -> tuple[float, float]:

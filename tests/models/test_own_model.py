@@ -295,6 +295,8 @@ def test_the_work_of_a_llama():
     assert matrices == 2 * (work.layer_parameters - 2 * model.width)
     assert sum(p.flops for p in work.layer if p.batched) == 2 * 2 * model.seq_len * model.num_heads * size
     assert model.head_in_layers == work.loss[0].flops / sum(p.flops for p in work.layer)
+    experts = work_of(PRESETS["moe-10m"])
+    assert PRESETS["moe-10m"].head_in_layers == experts.loss[0].flops / sum(p.flops for p in experts.layer)
     config = RunConfig(Llama(8), ParallelConfig(MeshShape(pp=2), stages="balanced"), batch_size=16)
     assert config.part_layers == (4, 4) and dataclasses.replace(
         config, model=Llama(8, vocab_size=1024)
