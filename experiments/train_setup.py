@@ -468,7 +468,7 @@ def print_resolved(run: Run) -> None:
     run.console.print(summary)
     table = Rows("parameter", "computed with", "stored as")
     for leaf in jax.tree.leaves(program.layout.leaves):
-        if leaf.update != "count":
+        if leaf.param.update != "count":
             computed = layout_text(leaf.shape, leaf.compute_spec)
             table.add_row(leaf.name, computed, layout_text(leaf.storage_shape, leaf.storage_spec))
     table.print(run.console, left=("computed with", "stored as"))

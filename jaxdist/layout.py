@@ -20,8 +20,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.mesh import AXES, DATA_AXES, MeshShape
-from jaxdist.params import STACKED
-from jaxdist.strategy import ParallelConfig, PrecisionConfig
+from jaxdist.params import STACKED, Param
+from jaxdist.strategy import PrecisionConfig
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 
@@ -35,8 +35,8 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class Leaf:
     """One parameter. Dims index the array with its leading layer dim where it has one.
 
-    shape: global, unpadded. spec: the mesh axis, or axes, of each dim in the compute layout, live axes only.
-    decay: whether weight decay applies.
+    param: as declared; of all layers, where it is stacked. spec: the mesh axis, or axes, of each dim in the compute
+        layout, live axes only.
     zero_dim: the dim ZeRO shards, None where nothing is sharded; `zero_local` its padded size on one rank of `spec`.
     zero_axes: over which axes.
     reduce_axes: axes over which the gradient is still a partial sum when backward ends ("Two layouts, one rule" in
@@ -47,27 +47,25 @@ class Leaf:
     divide it;
         empty for every other leaf. Only these get it whole (`used_local`).
     small: a layer's vector, which backward keeps where it gathers matrices again.
-    used_in: of a leaf outside the layers, which of "embed" and "loss" use it. mean, real, frozen, update, rate: as in
-        `models.base.Param`.
+    used_in: of a leaf outside the layers, which of "embed" and "loss" use it.
     """
 
     name: str
-    shape: tuple[int, ...]
+    param: Param
     spec: Spec
-    decay: bool
     mesh: MeshShape
     zero_dim: int | None
     zero_axes: tuple[str, ...]
-    reduce_axes: tuple[str, ...]
-    rows: tuple[int, ...] | None
-    consumer_stages: tuple[int, ...]
-    small: bool
-    used_in: frozenset[str]
-    mean: float
-    real: int | None
-    frozen: bool = False
-    update: str = "gradient"
-    rate: float = 0.0
+    reduce_axes: tuple[str, ...] = ()
+    rows: tuple[int, ...] | None = None
+    consumer_stages: tuple[int, ...] = ()
+    small: bool = False
+    used_in: frozenset[str] = frozenset()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape, unpadded."""
+        return self.param.shape
 
     @property
     def compute_shape(self) -> tuple[int, ...]:
@@ -202,13 +200,13 @@ class Leaf:
 
     def kept_dtype(self, precision: PrecisionConfig) -> str:
         """In which its value is kept from step to step: a frozen leaf needs no more than is computed with."""
-        return precision.dtype if self.frozen else precision.master_dtype
+        return precision.dtype if self.param.frozen else precision.master_dtype
 
     def layer(self) -> "Leaf":
         """The same leaf of one layer: without the leading layer dim."""
         return dataclasses.replace(
             self,
-            shape=self.shape[1:],
+            param=dataclasses.replace(self.param, shape=self.shape[1:], dims=self.param.dims[1:]),
             spec=self.spec[1:],
             zero_dim=None if self.zero_dim is None else self.zero_dim - 1,
             rows=None,
@@ -228,10 +226,15 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """The leaves of a parameter tree (`leaves` mirrors it) and the strategy that placed them."""
+    """The leaves of a parameter tree (`leaves` mirrors it), and how they are sharded and sent.
+
+    zero: the stage of ZeRO; 0 where it shards nothing. bucket_bytes: of what shares one collective.
+    """
 
     leaves: dict
-    parallel: ParallelConfig
+    mesh: MeshShape
+    zero: int
+    bucket_bytes: float
 
     @cached_property
     def trained(self) -> "Layout":
@@ -241,22 +244,24 @@ class Layout:
     @cached_property
     def groups(self) -> tuple[str, ...]:
         """Names of the groups of leaves that have a gradient, each once, in order."""
-        return tuple(dict.fromkeys(leaf.group for leaf in jax.tree.leaves(self.leaves) if leaf.update == "gradient"))
+        return tuple(
+            dict.fromkeys(leaf.group for leaf in jax.tree.leaves(self.leaves) if leaf.param.update == "gradient")
+        )
 
     @property
     def params_sharded(self) -> bool:
         """Whether parameters themselves are held in the storage layout (ZeRO-3)."""
-        return self.sharded and self.parallel.zero == 3
+        return self.zero == 3
 
     @property
     def sharded(self) -> bool:
         """Whether ZeRO shards anything at all."""
-        return self.parallel.sharded
+        return self.zero > 0
 
     @property
     def grads_sharded(self) -> bool:
         """Whether backward itself reduce-scatters, block by block (ZeRO-2 and 3)."""
-        return self.sharded and self.parallel.zero >= 2
+        return self.zero >= 2
 
     def param_specs(self) -> dict:
         return self.storage_specs() if self.params_sharded else self.compute_specs()
@@ -278,7 +283,7 @@ class Layout:
 
     def rows_spec(self) -> PartitionSpec:
         """The spec of an array with a dim for the batch's rows."""
-        return drop_unit_axes((DATA_AXES,), self.parallel.mesh)
+        return drop_unit_axes((DATA_AXES,), self.mesh)
 
 
 def split_outer(tree: dict) -> tuple[dict, dict]:
@@ -288,12 +293,12 @@ def split_outer(tree: dict) -> tuple[dict, dict]:
 
 def drop_frozen(leaves: dict, tree: dict) -> dict:
     """A parameter-shaped tree -> the same with None where a leaf is frozen: the shape of a gradient."""
-    return jax.tree.map(lambda leaf, x: None if leaf.frozen else x, leaves, tree)
+    return jax.tree.map(lambda leaf, x: None if leaf.param.frozen else x, leaves, tree)
 
 
 def keep_frozen(leaves: dict, tree: dict) -> dict:
     """What `drop_frozen` drops, with None for the rest."""
-    return jax.tree.map(lambda leaf, x: x if leaf.frozen else None, leaves, tree)
+    return jax.tree.map(lambda leaf, x: x if leaf.param.frozen else None, leaves, tree)
 
 
 def fill(tree: dict, other: dict | None) -> dict:

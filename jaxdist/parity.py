@@ -114,9 +114,9 @@ def random_parameters(config: RunConfig, layout: Layout) -> dict[str, np.ndarray
 
     def draw(leaf) -> np.ndarray:
         noise = rng.standard_normal(leaf.shape).astype(np.float32)
-        values = np.float32(leaf.mean) + np.float32(0.2 if leaf.mean else 0.08) * noise
-        if leaf.real is not None:
-            values[leaf.real :] = 0
+        values = np.float32(leaf.param.mean) + np.float32(0.2 if leaf.param.mean else 0.08) * noise
+        if leaf.param.real is not None:
+            values[leaf.param.real :] = 0
         return values
 
     return {leaf.name: draw(leaf) for leaf in jax.tree.leaves(layout.leaves)}
@@ -216,7 +216,7 @@ def changed_though_frozen(
         now = after[f"{PARAMS}.{leaf.name}"]
         return before[leaf.name].astype(now.dtype).tobytes() != now.tobytes()
 
-    return tuple(leaf.name for leaf in jax.tree.leaves(layout.leaves) if leaf.frozen and differs(leaf))
+    return tuple(leaf.name for leaf in jax.tree.leaves(layout.leaves) if leaf.param.frozen and differs(leaf))
 
 
 def unequal_copies(state) -> tuple[str, ...]:

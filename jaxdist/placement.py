@@ -40,9 +40,8 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
         split_over = {axis for entry in spec for axis in axes_of(entry)}
         leaf = Leaf(
             name=name,
-            shape=tuple(param.shape),
+            param=param,
             spec=spec,
-            decay=param.weight_decay,
             mesh=mesh,
             zero_dim=None,
             zero_axes=tuple(axis for axis in STATE_AXES if mesh.size(axis) > 1 and axis not in split_over),
@@ -51,17 +50,13 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
             consumer_stages=shared,
             small=in_layers and math.prod(param.shape[1:]) <= most_of_a_vector,
             used_in=uses,
-            mean=param.mean,
-            real=param.real,
-            frozen=param.frozen,
-            update=param.update,
-            rate=param.rate,
         )
-        if not parallel.sharded or not leaf.zero_axes or leaf.update == "count":
+        if not parallel.sharded or not leaf.zero_axes or param.update == "count":
             return leaf
         return dataclasses.replace(leaf, zero_dim=choose_zero_dim(leaf, first=int(in_layers)))
 
-    return Layout(jax.tree.map_with_path(place, declared, is_leaf=is_param), parallel)
+    leaves = jax.tree.map_with_path(place, declared, is_leaf=is_param)
+    return Layout(leaves, mesh, parallel.zero if parallel.sharded else 0, parallel.bucket_bytes)
 
 
 def pipeline_rows(schedule: Schedule, part_layers: Sequence[int]) -> tuple[int, ...]:

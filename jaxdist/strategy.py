@@ -190,6 +190,11 @@ class ParallelConfig:
         return Split(self.mesh.cp, *self.cp_split, swaps=self.mesh.pp > 1)
 
     @property
+    def bucket_bytes(self) -> float:
+        """Bytes of gradients that share one collective at most; a larger leaf is sent alone."""
+        return {"per-parameter": 0, "flat": math.inf, "bucketed": self.bucket_mb * 2**20}[self.grad_sync]
+
+    @property
     def sharded(self) -> bool:
         """Whether ZeRO shards anything at all."""
         return self.zero > 0 and self.mesh.state_ranks > 1

@@ -81,7 +81,7 @@ def train(layout: str) -> Trained:
 def local_norms(grads: dict, layout: Layout) -> tuple[jax.Array, jax.Array]:
     """`gradient_norms` as a library for one device computes it: each rank of its own shards; here their mean."""
     mine = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(varying(grads, AXES))))
-    return all_reduce(mine, AXES) / layout.parallel.mesh.num_devices, gradient_norms(grads, layout)[1]
+    return all_reduce(mine, AXES) / layout.mesh.num_devices, gradient_norms(grads, layout)[1]
 
 
 def apart(runs: dict[str, Trained], what: str) -> float:

@@ -34,7 +34,7 @@ def to_logical(program: Program, state: State) -> dict[str, jax.Array]:
     whole = state.params if state.master is None else fill(state.master, state.params)
     moves = {name: (leaf, from_storage) for name, leaf in named(MOMENTS, _owners(program)).items() if leaf}
     for name, leaf in _leaves(PARAMS, layout).items():
-        computed = (state.master is None or leaf.frozen) and not layout.params_sharded
+        computed = (state.master is None or leaf.param.frozen) and not layout.params_sharded
         moves[name] = leaf, from_compute if computed else from_storage
     scale = {} if state.scale is None else named(SCALE, state.scale._asdict())
     return _moved(program, moves, {**named(PARAMS, whole), **named(MOMENTS, state.moments), **scale, STEP: state.step})
@@ -73,7 +73,7 @@ def abstract_parameters(layout: Layout, mesh: Mesh, kept: str | PrecisionConfig)
     precision of a run that keeps each as it needs it."""
 
     def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, drop_unit_axes(leaf.draw_spec, layout.parallel.mesh))
+        sharding = NamedSharding(mesh, drop_unit_axes(leaf.draw_spec, layout.mesh))
         dtype = kept if isinstance(kept, str) else leaf.kept_dtype(kept)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 

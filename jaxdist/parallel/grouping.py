@@ -10,23 +10,21 @@ from jax import lax
 
 from jaxdist.layout import Leaf
 from jaxdist.parallel import collectives as comm
-from jaxdist.strategy import ParallelConfig
 
 
 def group(
-    leaves: Sequence[Leaf], sizes: Sequence[int], parallel: ParallelConfig, key: Callable[[Leaf], Hashable]
+    leaves: Sequence[Leaf], sizes: Sequence[int], bucket_bytes: float, key: Callable[[Leaf], Hashable]
 ) -> list[list[int]]:
     """Indices of `leaves` in groups, last leaf first: backward finishes the last layers' gradients first.
 
     Only leaves with an equal `key` (the axes they are reduced and sharded over) share a group. A bucket closes before
-    it would pass `bucket_mb` MiB, `sizes` being the bytes of each leaf's full buffer; a larger leaf is sent alone.
+    it would pass `bucket_bytes`, `sizes` being the bytes of each leaf's full buffer; a larger leaf is sent alone.
     """
-    limit = {"per-parameter": 0, "flat": math.inf, "bucketed": parallel.bucket_mb * 2**20}[parallel.grad_sync]
     groups: list[list[int]] = []
     open_groups: dict[Hashable, tuple[list[int], float]] = {}
     for index in reversed(range(len(leaves))):
         members, filled = open_groups.get(key(leaves[index]), ([], math.inf))
-        if filled + sizes[index] > limit or not members:
+        if filled + sizes[index] > bucket_bytes or not members:
             members, filled = [], 0.0
             groups.append(members)
         members.append(index)
@@ -39,15 +37,18 @@ def sharded(leaves: Sequence[Leaf]) -> list[int]:
     return [i for i, leaf in enumerate(leaves) if leaf.zero_dim is not None]
 
 
-def zero_groups(leaves: Sequence[Leaf], sizes: Sequence[int], parallel: ParallelConfig) -> list[list[int]]:
+def zero_groups(leaves: Sequence[Leaf], sizes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
     """`group` of the leaves that ZeRO shards, whose collectives it makes; sizes: of these alone."""
     there = sharded(leaves)
-    groups = group([leaves[i] for i in there], sizes, parallel, lambda leaf: leaf.group_key)
+    groups = group([leaves[i] for i in there], sizes, bucket_bytes, lambda leaf: leaf.group_key)
     return [[there[i] for i in members] for members in groups]
 
 
 def all_reduce_groups(
-    arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axes_of: Callable[[Leaf], tuple[str, ...]], parallel
+    arrays: Sequence[jax.Array],
+    leaves: Sequence[Leaf],
+    axes_of: Callable[[Leaf], tuple[str, ...]],
+    bucket_bytes: float,
 ) -> list[jax.Array]:
     """Sum each array over its axes, one all-reduce a group.
 
@@ -61,7 +62,9 @@ def all_reduce_groups(
     out = list(arrays)
     owing = [i for i, leaf in enumerate(leaves) if axes_of(leaf)]
     sizes = [arrays[i].nbytes for i in owing]
-    for members in group([leaves[i] for i in owing], sizes, parallel, lambda leaf: (axes_of(leaf), leaf.storage_axes)):
+    for members in group(
+        [leaves[i] for i in owing], sizes, bucket_bytes, lambda leaf: (axes_of(leaf), leaf.storage_axes)
+    ):
         members = [owing[i] for i in members]
         axes = axes_of(leaves[members[0]])
         if len(members) == 1:
@@ -73,9 +76,7 @@ def all_reduce_groups(
     return out
 
 
-def reduce_scatter_groups(
-    arrays: Sequence[jax.Array], leaves: Sequence[Leaf], parallel: ParallelConfig
-) -> list[jax.Array]:
+def reduce_scatter_groups(arrays: Sequence[jax.Array], leaves: Sequence[Leaf], bucket_bytes: float) -> list[jax.Array]:
     """Compute-local gradients -> this rank's summed shards, one reduce-scatter a group.
 
     Layout: each g in the compute layout {U_zero_axes} -> g in the storage layout; what ZeRO does not shard, as it is.
@@ -84,7 +85,7 @@ def reduce_scatter_groups(
     """
     out = list(arrays)
     padded = {i: leaves[i].pad(arrays[i]) for i in sharded(leaves)}
-    for members in zero_groups(leaves, [x.nbytes for x in padded.values()], parallel):
+    for members in zero_groups(leaves, [x.nbytes for x in padded.values()], bucket_bytes):
         first = leaves[members[0]]
         if len(members) == 1:
             out[members[0]] = comm.reduce_scatter(padded[members[0]], first.zero_axes, first.zero_dim)
@@ -99,7 +100,7 @@ def reduce_scatter_groups(
 def all_gather_groups(
     shards: Sequence[jax.Array],
     leaves: Sequence[Leaf],
-    parallel: ParallelConfig,
+    bucket_bytes: float,
     *,
     replicated: bool = False,
 ) -> list[jax.Array]:
@@ -110,7 +111,7 @@ def all_gather_groups(
     """
     out = list(shards)
     sizes = [shards[i].nbytes * leaves[i].num_shards for i in sharded(leaves)]
-    for members in zero_groups(leaves, sizes, parallel):
+    for members in zero_groups(leaves, sizes, bucket_bytes):
         first = leaves[members[0]]
         gather = partial(comm.all_gather, axis=first.zero_axes, replicated=replicated)
         if len(members) == 1:

@@ -26,11 +26,11 @@ def reduce_gradients(grads: dict, layout: Layout, dtype: str) -> dict:
         g.astype(dtype) if leaf.reduce_axes or leaf.consumer_stages else g
         for g, leaf in zip(given, leaves, strict=True)
     ]
-    if layout.parallel.mesh.pp > 1 and not layout.grads_sharded:
+    if layout.mesh.pp > 1 and not layout.grads_sharded:
         arrays = scatter_from_consumers(leaves, arrays)
     if layout.sharded and not layout.grads_sharded:
-        arrays = reduce_scatter_groups(arrays, leaves, layout.parallel)
-    arrays = all_reduce_groups(arrays, leaves, lambda leaf: leaf.shard_reduce_axes, layout.parallel)
+        arrays = reduce_scatter_groups(arrays, leaves, layout.bucket_bytes)
+    arrays = all_reduce_groups(arrays, leaves, lambda leaf: leaf.shard_reduce_axes, layout.bucket_bytes)
     return treedef.unflatten([x.astype(g.dtype) for x, g in zip(arrays, given, strict=True)])
 
 
@@ -42,5 +42,5 @@ def gather_parameters(shards: dict, layout: Layout) -> dict:
     Sends: (n-1)/n of the parameter bytes.
     """
     leaves, treedef = jax.tree.flatten(layout.leaves)
-    whole = all_gather_groups(treedef.flatten_up_to(shards), leaves, layout.parallel, replicated=True)
+    whole = all_gather_groups(treedef.flatten_up_to(shards), leaves, layout.bucket_bytes, replicated=True)
     return treedef.unflatten(whole)

@@ -46,13 +46,13 @@ def make_unshard(
 
     @jax.custom_vjp
     def unshard_all(proxies: list, stored: list) -> list:
-        return all_gather_groups(stored, leaves, layout.parallel) if layout.params_sharded else stored
+        return all_gather_groups(stored, leaves, layout.bucket_bytes) if layout.params_sharded else stored
 
     def forward(proxies, stored):
         return unshard_all(proxies, stored), None
 
     def backward(_, grads):
-        trained = [i for i, leaf in enumerate(leaves) if not leaf.frozen]
+        trained = [i for i, leaf in enumerate(leaves) if not leaf.param.frozen]
         made = [grads[i] for i in trained]
         if whole_proxies:
             made = [g.astype(proxy_dtype) for g in made]
@@ -65,7 +65,7 @@ def make_unshard(
 
     def unshard(proxies: list, stored: list) -> list:
         weights = unshard_all(proxies, stored)
-        return [lax.stop_gradient(w) if leaf.frozen else w for w, leaf in zip(weights, leaves, strict=True)]
+        return [lax.stop_gradient(w) if leaf.param.frozen else w for w, leaf in zip(weights, leaves, strict=True)]
 
     return unshard
 
@@ -79,9 +79,9 @@ def scatter_gradients(
     Sends: (n-1)/n of the bytes; of a tied table as `scatter_from_consumers` too.
     """
     arrays = [g.astype(reduce_dtype) for g in grads]
-    if layout.parallel.mesh.pp > 1:
+    if layout.mesh.pp > 1:
         arrays = scatter_from_consumers(leaves, arrays)
-    return [x.astype(dtype) for x in reduce_scatter_groups(arrays, leaves, layout.parallel)]
+    return [x.astype(dtype) for x in reduce_scatter_groups(arrays, leaves, layout.bucket_bytes)]
 
 
 def shard_proxies(leaves, dtype: str):

@@ -155,7 +155,7 @@ class _Functions:
 
     @property
     def mesh(self) -> MeshShape:
-        return self.bound.layout.parallel.mesh
+        return self.bound.layout.mesh
 
     def embed(self, outer) -> jax.Array:
         return self.bound.embed(ShardedParams(outer), self.batch, self.key)
@@ -559,7 +559,7 @@ def work_of(model: Model) -> TracedWork:
         matrices_again=(again - core) / weights,
         sums_again=_part_again(few),
         sp_sums_again=_part_again(with_sp or None),
-        trained_layer=sum(math.prod(leaf.shape[1:]) for leaf in layers if not leaf.frozen) / layer_parameters,
+        trained_layer=sum(math.prod(leaf.shape[1:]) for leaf in layers if not leaf.param.frozen) / layer_parameters,
         trained_table=float(not table.frozen),
         layer_backward=(backward[0] - 2 * core) / weights,
         head_backward=backward[1] / sum(p.flops for p in of_loss),

@@ -24,6 +24,7 @@ from jaxdist.parallel.grouping import group, sharded, zero_groups
 from jaxdist.parallel.pipeline.lowering import FROM_AFTER, FROM_BEFORE, Loop, iterations
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.params import STACKED
+from jaxdist.placement import make_layout
 from jaxdist.plan.parts import OneRank, traffic_of
 from jaxdist.plan.proof.trace import Count, Transfer, on_stages, total_sent
 
@@ -71,9 +72,9 @@ def predicted(config: RunConfig, layout: Layout) -> list[Message]:
     backward gathers every group that holds a matrix, and with the matrix whatever else is in the group.
     Raises: ConfigError for the layout of another strategy.
     """
-    if layout.parallel != config.parallel:
+    if layout != make_layout(config.model, config.parallel, config.part_layers):
         raise ConfigError(
-            f"a layout of another strategy, on {layout.parallel.mesh}, for a run on {config.parallel.mesh}",
+            f"a layout of another strategy, on {layout.mesh}, for a run on {config.parallel.mesh}",
             "the messages are of leaves as the run places them, so both must have the same ParallelConfig",
             "Use make_layout(config.model, config.parallel, config.part_layers)",
         )
@@ -152,7 +153,7 @@ class _Step:
         counter = 8 if self.config.precision.dtype == "float64" else 4  # JAX's default integer, with and without x64
         norms: dict[tuple[str, ...], set[str]] = {}
         for leaf in jax.tree.leaves(self.layout.trained.leaves):
-            if leaf.update != "gradient":
+            if leaf.param.update != "gradient":
                 continue
             norms.setdefault(leaf.storage_axes, set()).add(leaf.group)
         return [
@@ -202,7 +203,7 @@ class _Step:
         stages, messages = np.arange(self.mesh.pp), []
         for leaf in (leaf for leaf in jax.tree.leaves(self.outer) if leaf.consumer_stages):
             size, an_end = math.prod(leaf.compute_local), np.isin(stages, leaf.consumer_stages)
-            to_ends, back = len(leaf.consumer_stages) - an_end, (self.mesh.pp - 1) * an_end * (not leaf.frozen)
+            to_ends, back = len(leaf.consumer_stages) - an_end, (self.mesh.pp - 1) * an_end * (not leaf.param.frozen)
             messages += [
                 Message.of("weights to the ends", "permute", ("pp",), to_ends, size * self.item),
                 Message.of("gradients from the ends", "permute", ("pp",), back, size * self.reduced),
@@ -275,12 +276,14 @@ class _Step:
         if self.parallel.overlap_layers:  # a layer at a time, while backward runs
             reduced = [(jax.tree.leaves(self.outer), 1), (self.layer_leaves, self.config.model.num_blocks)]
         for part, times in reduced:
-            part = [leaf for leaf in part if not leaf.frozen]
+            part = [leaf for leaf in part if not leaf.param.frozen]
             if layout.sharded and not layout.grads_sharded:
                 messages += self.scatters("gradients", part, times)
             owing = [leaf for leaf in part if leaf.shard_reduce_axes]
             sizes = [math.prod(leaf.storage_local) * self.reduced for leaf in owing]
-            for members in group(owing, sizes, self.parallel, lambda leaf: (leaf.shard_reduce_axes, leaf.storage_axes)):
+            for members in group(
+                owing, sizes, layout.bucket_bytes, lambda leaf: (leaf.shard_reduce_axes, leaf.storage_axes)
+            ):
                 axes, size = owing[members[0]].shard_reduce_axes, sum(sizes[i] for i in members)
                 messages.append(Message.of(owed_for(axes), "all_reduce", axes, times, size))
         if layout.sharded and not layout.params_sharded:
@@ -293,7 +296,7 @@ class _Step:
         return self.over_shards(purpose, "all_gather", leaves, times, self.item, only or every_leaf)
 
     def scatters(self, purpose: str, leaves: Sequence[Leaf], times: int) -> list[Message]:
-        trained = [leaf for leaf in leaves if not leaf.frozen]
+        trained = [leaf for leaf in leaves if not leaf.param.frozen]
         return self.over_shards(purpose, "reduce_scatter", trained, times, self.reduced, every_leaf)
 
     def over_shards(self, purpose, kind, leaves, times, itemsize, only) -> list[Message]:
@@ -301,7 +304,7 @@ class _Step:
         sizes = {i: math.prod(leaves[i].storage_local) * leaves[i].num_shards * itemsize for i in sharded(leaves)}
         return [
             Message.of(purpose, kind, leaves[members[0]].zero_axes, times, sum(sizes[i] for i in members))
-            for members in zero_groups(leaves, [*sizes.values()], self.parallel)
+            for members in zero_groups(leaves, [*sizes.values()], self.layout.bucket_bytes)
             if any(only(leaves[i]) for i in members)
         ]
 

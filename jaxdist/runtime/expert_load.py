@@ -17,7 +17,7 @@ DIGITS = 6
 
 def counters(layout: Layout) -> list[Leaf]:
     """The leaves that count; none where a model has no experts."""
-    return [leaf for leaf in jax.tree.leaves(layout.leaves) if leaf.update == "count"]
+    return [leaf for leaf in jax.tree.leaves(layout.leaves) if leaf.param.update == "count"]
 
 
 def counted(layout: Layout, params: dict, num_tokens: float) -> dict[str, np.ndarray]:
@@ -26,7 +26,7 @@ def counted(layout: Layout, params: dict, num_tokens: float) -> dict[str, np.nda
     params: of the state after it. num_tokens: of its batch, by which counts are divided.
     """
     every = zip(jax.tree.leaves(layout.leaves), jax.tree.leaves(params), strict=True)
-    values = [x for leaf, x in every if leaf.update == "count"]
+    values = [x for leaf, x in every if leaf.param.update == "count"]
     found = {}
     for leaf, x in zip(counters(layout), fetch(values), strict=True):
         if leaf.rows is not None:

@@ -35,7 +35,7 @@ def make_optimizer(
             optax.scale_by_factored_rms(decay_rate_fn=adafactor_decay), optax.clip_by_block_rms(1.0)
         ),
     }[config.name]()
-    decay_mask = jax.tree.map(lambda leaf: leaf.decay, layout.leaves)
+    decay_mask = jax.tree.map(lambda leaf: leaf.param.weight_decay, layout.leaves)
     return optax.chain(rule, optax.add_decayed_weights(config.weight_decay, decay_mask))
 
 
@@ -70,12 +70,12 @@ def update(
     )
 
     def updated(leaf: Leaf, p: jax.Array, u: jax.Array, counts: jax.Array) -> jax.Array:
-        if leaf.update == "count":
+        if leaf.param.update == "count":
             return jnp.where(jnp.isfinite(counts), counts, p).astype(p.dtype)
-        if leaf.update == "balance":
+        if leaf.param.update == "balance":
             # Counts of whole tokens less a mean over n: 1/n and more, or 0, but for rounding.
             above = jnp.sign(jnp.round(counts * num_tokens * leaf.shape[-1]))
-            return jnp.where(finite, p - leaf.rate * above, p).astype(p.dtype)
+            return jnp.where(finite, p - leaf.param.rate * above, p).astype(p.dtype)
         return jnp.where(finite, p - lr * u, p).astype(p.dtype)
 
     return jax.tree.map(updated, layout.leaves, params, updates, counted), changed
@@ -126,7 +126,7 @@ def gradient_norms(grads: dict, layout: Layout) -> tuple[jax.Array, jax.Array]:
     """
     sums: dict[tuple[str, ...], dict[str, jax.Array]] = {}
     for leaf, g in zip(jax.tree.leaves(layout.leaves), jax.tree.leaves(grads), strict=True):
-        if leaf.update != "gradient":
+        if leaf.param.update != "gradient":
             continue
         part = sums.setdefault(leaf.storage_axes, {})
         part[leaf.group] = part.get(leaf.group, 0) + jnp.sum(jnp.square(g))

@@ -46,7 +46,7 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
     norm, group_norms = gradient_norms(grads, layout)
     finite = jnp.isfinite(norm)
     shrink = config.optimizer.clip_norm / jnp.maximum(norm, config.optimizer.clip_norm)
-    clipped = jax.tree.map(lambda leaf, g: g * shrink if leaf.update == "gradient" else g, layout.leaves, grads)
+    clipped = jax.tree.map(lambda leaf, g: g * shrink if leaf.param.update == "gradient" else g, layout.leaves, grads)
 
     # Update the shards this rank owns, then make the parameters of the next step from them.
     lr = learning_rate(config, state.step.astype(norm.dtype))

@@ -24,6 +24,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
+from jaxdist.params import Param
 from jaxdist.placement import choose_zero_dim, make_layout, pipeline_rows
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.optimizer import initial_loss_scale, learning_rate
@@ -57,7 +58,7 @@ def test_every_parameter_is_declared_once_with_its_gpt2_shape():
         for part in ("scale", "bias")
     }
     assert {name: (leaf.shape, leaf.spec) for name, leaf in leaves.items()} == shapes
-    decayed = {name for name, leaf in leaves.items() if leaf.decay}
+    decayed = {name for name, leaf in leaves.items() if leaf.param.weight_decay}
     assert decayed == {"tokens", "positions"} | {
         f"blocks.{w}" for w in ("attention.w_qkv", "attention.w_out", "mlp.w_up", "mlp.w_down")
     }
@@ -98,7 +99,7 @@ def test_what_each_leaf_owes():
 def leaf(shape, spec, tp, dp, zero_dim, cp=1):
     axes = tuple(axis for axis, size in (("dp", dp), ("cp", cp)) if size > 1)
     mesh = MeshShape(dp=dp, cp=cp, tp=tp)
-    return Leaf("x", shape, spec, True, mesh, zero_dim, axes, (), None, (), False, frozenset(), 0.0, None)
+    return Leaf("x", Param(shape), spec, mesh, zero_dim, axes)
 
 
 def moved(placed, move, x, there, here):
@@ -150,22 +151,8 @@ def test_layers_change_stages_and_come_back(data):
     num_layers, depth = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
     depth = max(depth, -(-num_layers // pp))
     rows = data.draw(st.permutations([*range(num_layers), *[-1] * (pp * depth - num_layers)]))
-    placed = Leaf(
-        "x",
-        (num_layers, 5),
-        ("pp", None),
-        True,
-        MeshShape(pp=pp, dp=dp),
-        1 if dp > 1 else None,
-        ("dp",),
-        (),
-        tuple(rows),
-        (),
-        False,
-        frozenset(),
-        0.0,
-        None,
-    )
+    mesh, zero_dim = MeshShape(pp=pp, dp=dp), 1 if dp > 1 else None
+    placed = Leaf("x", Param((num_layers, 5)), ("pp", None), mesh, zero_dim, ("dp",), rows=tuple(rows))
     x = np.arange(1, num_layers * 5 + 1, dtype=np.int32).reshape(num_layers, 5)
     _, computed = there_and_back(placed, x)
     for row, number in zip(computed, rows, strict=True):
@@ -177,7 +164,7 @@ def test_layers_change_stages_and_come_back(data):
 def test_a_table_that_the_stages_share_is_undone_exactly(size, zero_dim):
     dp = 1 if zero_dim is None else 2
     mesh, spec = MeshShape(pp=2, dp=dp), ("pp", None)
-    placed = Leaf("x", (size, 3), spec, True, mesh, zero_dim, ("dp",), (), None, (0, 1), False, frozenset(), 0.0, None)
+    placed = Leaf("x", Param((size, 3)), spec, mesh, zero_dim, ("dp",), consumer_stages=(0, 1))
     x = np.arange(1, size * 3 + 1, dtype=np.int32).reshape(size, 3)
     _, computed = there_and_back(placed, x)
     np.testing.assert_array_equal(computed[:size], x)
@@ -228,7 +215,7 @@ def test_groups_hold_every_leaf_once_in_reverse_order(bucket_mb, grad_sync):
     sizing = {"bucket_mb": bucket_mb} if grad_sync == "bucketed" else {}
     parallel = ParallelConfig(grad_sync=grad_sync, **sizing)
     sizes = [math.prod(leaf.compute_local) * 4 for leaf in leaves]
-    groups = group(leaves, sizes, parallel, lambda leaf: leaf.spec_axes)
+    groups = group(leaves, sizes, parallel.bucket_bytes, lambda leaf: leaf.spec_axes)
     assert sorted(i for members in groups for i in members) == list(range(len(leaves)))
     for members in groups:
         assert members == sorted(members, reverse=True)
@@ -245,7 +232,7 @@ def test_a_bucket_may_be_filled_exactly_and_not_passed():
     half = 2**19
     sizes = [half, half, half, half + 1, 2**21]  # taken from the last to the first
     parallel = ParallelConfig(grad_sync="bucketed", bucket_mb=1.0)
-    assert group(leaves, sizes, parallel, lambda leaf: leaf.spec_axes) == [[4], [3], [2, 1], [0]]
+    assert group(leaves, sizes, parallel.bucket_bytes, lambda leaf: leaf.spec_axes) == [[4], [3], [2, 1], [0]]
 
 
 def test_learning_rate_warms_up_and_decays():
@@ -286,7 +273,7 @@ def test_another_seed_gives_other_initial_values():
     first, second = (jax.device_get(program.init(seed).params) for seed in (1, 2))
     again = jax.device_get(program.init(1).params)
     for leaf, one, two, three in zip(*map(jax.tree.leaves, (program.layout.leaves, first, second, again)), strict=True):
-        assert (one != two).mean() > 0.2 if leaf.decay else np.array_equal(one, two), leaf.name
+        assert (one != two).mean() > 0.2 if leaf.param.weight_decay else np.array_equal(one, two), leaf.name
         np.testing.assert_array_equal(one, three)
 
 

@@ -22,6 +22,7 @@ from jaxdist.parallel.remat import SavePolicy, mark_saveable, read_arrays
 from jaxdist.parallel.zero import ShardedParams, make_unshard, scatter_gradients, shard_proxies, whole_proxies
 from jaxdist.params import STACKED
 from jaxdist.probes import Probe, Recorder
+from jaxdist.strategy import ParallelConfig
 
 Poison = Callable[[dict], dict]
 
@@ -105,7 +106,7 @@ class ShardedModel:
             return ShardedParams(whole_proxies(drop_frozen(leaves, leaves), self.sum_dtype), outer)
         if self.layout.params_sharded:
             flat, treedef = jax.tree.flatten(leaves)
-            whole = all_gather_groups(treedef.flatten_up_to(outer), flat, self.layout.parallel)
+            whole = all_gather_groups(treedef.flatten_up_to(outer), flat, self.layout.bucket_bytes)
             outer = treedef.unflatten(whole)
         return ShardedParams(drop_frozen(leaves, outer), keep_frozen(leaves, outer))
 
@@ -113,7 +114,7 @@ class ShardedModel:
     def gathers_outer_twice(self) -> bool:
         """Whether ZeRO-3 gathers what is outside the layers for the embedding and again for the loss. A pipeline, and
         a run that keeps weights after forward, gather it once."""
-        parallel = self.layout.parallel
+        parallel = self.config.parallel
         return self.layout.params_sharded and parallel.reshard_after_forward and parallel.mesh.pp == 1
 
     @property
@@ -138,7 +139,7 @@ class ShardedModel:
             return fill(*params)
         leaves, treedef = jax.tree.flatten(self.layer_leaves)
         weights = self._unshard(leaves)(*(None if tree is None else treedef.flatten_up_to(tree) for tree in params))
-        if self.gathers_outer_twice and not self.layout.parallel.overlap_layers:
+        if self.gathers_outer_twice and not self.config.parallel.overlap_layers:
             # Matrices are worth a second message; vectors are kept.
             weights = [mark_saveable(w) if leaf.small else w for leaf, w in zip(leaves, weights, strict=True)]
         return treedef.unflatten(weights)
@@ -253,7 +254,7 @@ def reduced(model: ShardedModel, grads: dict, loss_sum: jax.Array, poison: Poiso
         grads = poison(grads)
     finite = all_finite(grads)
     layout = model.layout.trained
-    grads = order_after_finite_check(grads, finite, layout)
+    grads = order_after_finite_check(grads, finite, model.config.parallel)
     return Gradients(reduce_gradients(grads, layout, model.config.precision.reduction_dtype), loss_sum, finite)
 
 
@@ -262,13 +263,12 @@ def all_finite(tree):
     return jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
 
 
-def order_after_finite_check(grads: dict, finite: dict, layout: Layout) -> dict:
+def order_after_finite_check(grads: dict, finite: dict, parallel: ParallelConfig) -> dict:
     """The gradients, to be sent once `finite` is known of each, where they are sums over micro-batches.
 
     Otherwise a GPU's compiler checks them while messages are in flight, and keeps whole sums beside their shards.
     (Those of one micro-batch are cast on their way into a message; waiting would make a copy of all of them.)
     """
-    parallel = layout.parallel
     if parallel.accumulate == 1 or parallel.mesh.num_devices == 1:
         return grads
     return jax.tree.map(order_after, grads, finite)

@@ -4,7 +4,7 @@ DP and ZeRO-1 sum over ranks once, in the last micro-batch's backward, what all 
 dp in each, and sum over other axes in the last. What is outside the layers is reduced after backward.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import jax
@@ -45,8 +45,8 @@ def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, pois
         # Otherwise a compiler begins the last one's forward beside the others, and keeps twice as much.
         layers = jax.tree.map(order_after, layers, deferred.layers)
     found = run.final(layers, last, deferred)
-    outer_finite, outer_layout = all_finite(found.shared), Layout(run.outer_leaves, model.layout.parallel)
-    d_outer = order_after_finite_check(found.shared, outer_finite, outer_layout)
+    outer_finite, outer_layout = all_finite(found.shared), replace(model.layout, leaves=run.outer_leaves)
+    d_outer = order_after_finite_check(found.shared, outer_finite, model.config.parallel)
     d_outer = reduce_gradients(d_outer, outer_layout, model.config.precision.reduction_dtype)
     return Gradients(join(d_outer, found.layers), found.loss, join(outer_finite, found.finite))
 
@@ -71,7 +71,7 @@ class _Overlapped:
 
     @cached_property
     def layer_layout(self) -> Layout:
-        return Layout(self.model.layer_leaves, self.model.layout.parallel).trained
+        return replace(self.model.layout, leaves=self.model.layer_leaves).trained
 
     def backward(self, layers: dict, micro: Batch, out: dict, reduce_into) -> Sums:
         """One micro-batch, its layers' gradients put into `out` by `reduce_into`."""

@@ -90,5 +90,5 @@ def through_stages(
 def layer_numbers(model: ShardedModel) -> jax.Array:
     """The number of the layer in each row of this stage's stacked leaves; -1 pads."""
     leaf = jax.tree.leaves(split_outer(model.layout.leaves)[1])[0]
-    rows = jnp.asarray(leaf.rows).reshape(model.layout.parallel.mesh.pp, -1)
+    rows = jnp.asarray(leaf.rows).reshape(model.layout.mesh.pp, -1)
     return comm.varying(rows, "pp")[comm.rank("pp")]
