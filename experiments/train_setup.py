@@ -30,7 +30,6 @@ from jaxdist.config import RunConfig
 from jaxdist.data.batches import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
 from jaxdist.errors import ConfigError
 from jaxdist.files import write_whole
-from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.models.base import declare
 from jaxdist.models.registry import is_path
@@ -44,6 +43,7 @@ from jaxdist.runtime.metrics import RunFiles, StepLines, holds_run, is_complete,
 from jaxdist.runtime.run_folder import Hold, held, require_shared
 from jaxdist.runtime.signals import Signals
 from jaxdist.runtime.watchdog import Watchdog
+from jaxdist.specs import compute_spec, local_bytes, storage_spec
 from jaxdist.train.program import Program, State, build_program, compiled_bytes
 from jaxdist.versions import versions
 
@@ -469,8 +469,8 @@ def print_resolved(run: Run) -> None:
     table = Rows("parameter", "computed with", "stored as")
     for leaf in jax.tree.leaves(program.layout.leaves):
         if leaf.param.update != "count":
-            computed = layout_text(leaf.shape, leaf.compute_spec)
-            table.add_row(leaf.name, computed, layout_text(leaf.storage_shape, leaf.storage_spec))
+            computed = layout_text(leaf.shape, compute_spec(leaf))
+            table.add_row(leaf.name, computed, layout_text(leaf.storage_shape, storage_spec(leaf)))
     table.print(run.console, left=("computed with", "stored as"))
     for note in config.warnings():
         run.note(note)

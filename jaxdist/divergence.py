@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, logical_parameters, named, to_logical
 from jaxdist.config import RunConfig
-from jaxdist.layout import Leaf, drop_unit_axes
+from jaxdist.layout import Leaf
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.models.base import Model
 from jaxdist.parallel.context_parallel import Split
@@ -39,6 +39,7 @@ from jaxdist.parity import (
 from jaxdist.plan.proof.provenance import Provenance
 from jaxdist.probes import BACKWARD, FORWARD, Key, Piece, Recorder
 from jaxdist.runtime.devices import refused_option
+from jaxdist.specs import compute_spec, draw_spec, drop_unit_axes, storage_spec
 from jaxdist.train.program import build_program
 
 # The phases of a step, in order.
@@ -305,8 +306,8 @@ class Run:
         layers = [f"{path}[{layer}]" for layer in range(leaf.shape[0])]
         logical = reference[path] if path in reference else np.stack([reference[layer] for layer in layers])
         stored = phase == GRADIENT or self.program.layout.params_sharded
-        there = drop_unit_axes(leaf.draw_spec, self.mesh)
-        here = drop_unit_axes(leaf.storage_spec if stored else leaf.compute_spec, self.mesh)
+        there = drop_unit_axes(draw_spec(leaf), self.mesh)
+        here = drop_unit_axes(storage_spec(leaf) if stored else compute_spec(leaf), self.mesh)
 
         def place(x):
             x = to_storage(leaf, x)

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.config import require_splits_sequence
 from jaxdist.errors import ConfigError, divisors, require_positive, require_within
-from jaxdist.layout import drop_unit_axes, shardings, split_outer
+from jaxdist.layout import split_outer
 from jaxdist.mesh import DATA_AXES, MeshShape, make_abstract_mesh
 from jaxdist.models.base import Model, abstract_values, declare, split_kinds
 from jaxdist.models.cache import KeyValues, NextTokens, Prompts
@@ -32,6 +32,7 @@ from jaxdist.params import is_param
 from jaxdist.placement import spec_of
 from jaxdist.plan.parts import OneRank, traffic_of
 from jaxdist.plan.proof.trace import ring_bytes
+from jaxdist.specs import drop_unit_axes, shardings
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 NO_TOKEN = -1  # where a model's logits are not finite

@@ -9,19 +9,15 @@ the two stages that compute with it get it whole for the length of a step.
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.mesh import AXES, DATA_AXES, MeshShape
+from jaxdist.mesh import AXES, MeshShape
 from jaxdist.params import STACKED, Param
-from jaxdist.strategy import PrecisionConfig
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 
@@ -44,8 +40,7 @@ class Leaf:
     rows: for a stacked leaf under pp, the layer in each row, stage by stage and chunk by chunk; -1 pads the parts that
         have fewer layers than the largest. The compute and storage layouts hold these rows, split over pp.
     consumer_stages: the stages that compute with a leaf of which every stage holds a part, padded where pp does not
-    divide it;
-        empty for every other leaf. Only these get it whole (`used_local`).
+        divide it; empty for every other leaf. Only these get it whole.
     small: a layer's vector, which backward keeps where it gathers matrices again.
     used_in: of a leaf outside the layers, which of "embed" and "loss" use it.
     """
@@ -84,18 +79,6 @@ class Leaf:
         return self.spec.index("pp")
 
     @property
-    def used_spec(self) -> Spec:
-        """`spec` where the leaf is computed with."""
-        return replace_entry(self.spec, self.spread_dim, None) if self.consumer_stages else self.spec
-
-    @property
-    def used_local(self) -> tuple[int, ...]:
-        """Local shape where the leaf is computed with."""
-        if not self.consumer_stages:
-            return self.compute_local
-        return replace_entry(self.compute_local, self.spread_dim, self.shape[self.spread_dim])
-
-    @property
     def compute_local(self) -> tuple[int, ...]:
         """Local shape in the compute layout."""
         return tuple(n // self.num_parts(dim) for dim, n in enumerate(self.compute_shape))
@@ -113,48 +96,6 @@ class Leaf:
     def zero_local(self) -> int:
         """Size of `zero_dim` on one rank, padded to a multiple of `num_shards`."""
         return -(-self.compute_local[self.zero_dim] // self.num_shards) * self.num_shards
-
-    @property
-    def compute_spec(self) -> PartitionSpec:
-        return PartitionSpec(*self.spec)
-
-    @property
-    def logical_spec(self) -> PartitionSpec:
-        """How the logical array is split: as in the compute layout, where that takes no padding."""
-        return PartitionSpec(
-            *(a if self.shape[dim] % self.num_parts(dim) == 0 else None for dim, a in enumerate(self.spec))
-        )
-
-    @property
-    def draw_spec(self) -> PartitionSpec:
-        """How the logical array is split while it is drawn, saved and restored: as ZeRO shards it, unless that pads."""
-        return self.logical_spec if self.zero_padded else self.with_shards(self.logical_spec)
-
-    @property
-    def zero_padded(self) -> bool:
-        """Whether `zero_dim` of the storage layout is longer than the logical one."""
-        return self.zero_dim is not None and self.storage_shape[self.zero_dim] != self.shape[self.zero_dim]
-
-    @property
-    def is_logical(self) -> bool:
-        """Whether the compute layout holds the logical array: layers in order, nothing padded."""
-        return self.compute_shape == self.shape and (self.rows is None or self.rows == tuple(range(self.shape[0])))
-
-    @property
-    def logical_rows(self) -> np.ndarray:
-        """Layers of the logical array on each stage, for a stacked leaf under pp; otherwise one row of all of them."""
-        return np.arange(self.shape[0]).reshape(1 if self.logical_spec[0] is None else self.mesh.pp, -1)
-
-    @property
-    def storage_spec(self) -> PartitionSpec:
-        return self.with_shards(self.compute_spec)
-
-    def with_shards(self, spec: PartitionSpec) -> PartitionSpec:
-        """A spec with what ZeRO splits."""
-        if self.zero_dim is None:
-            return spec
-        axes = (*axes_of(spec[self.zero_dim]), *self.zero_axes)
-        return PartitionSpec(*replace_entry(tuple(spec), self.zero_dim, axes if len(axes) > 1 else axes[0]))
 
     @property
     def storage_local(self) -> tuple[int, ...]:
@@ -197,10 +138,6 @@ class Leaf:
     def shard_reduce_axes(self) -> tuple[str, ...]:
         """`reduce_axes` less those that a reduce-scatter takes care of."""
         return tuple(axis for axis in self.reduce_axes if self.zero_dim is None or axis not in self.zero_axes)
-
-    def kept_dtype(self, precision: PrecisionConfig) -> str:
-        """In which its value is kept from step to step: a frozen leaf needs no more than is computed with."""
-        return precision.dtype if self.param.frozen else precision.master_dtype
 
     def layer(self) -> "Leaf":
         """The same leaf of one layer: without the leading layer dim."""
@@ -263,28 +200,6 @@ class Layout:
         """Whether backward itself reduce-scatters, block by block (ZeRO-2 and 3)."""
         return self.zero >= 2
 
-    def param_specs(self) -> dict:
-        return self.storage_specs() if self.params_sharded else self.compute_specs()
-
-    def compute_specs(self) -> dict:
-        return jax.tree.map(lambda leaf: leaf.compute_spec, self.leaves)
-
-    def storage_specs(self) -> dict:
-        return jax.tree.map(lambda leaf: leaf.storage_spec, self.leaves)
-
-    def draw_specs(self) -> dict:
-        return jax.tree.map(lambda leaf: leaf.draw_spec, self.leaves)
-
-    def abstract_storage(self, precision: PrecisionConfig) -> dict:
-        """Global shapes of the parameters in the storage layout."""
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, leaf.kept_dtype(precision)), self.leaves
-        )
-
-    def rows_spec(self) -> PartitionSpec:
-        """The spec of an array with a dim for the batch's rows."""
-        return drop_unit_axes((DATA_AXES,), self.mesh)
-
 
 def split_outer(tree: dict) -> tuple[dict, dict]:
     """A parameter-shaped tree -> (what is outside the layers, the stacked layers)."""
@@ -306,26 +221,6 @@ def fill(tree: dict, other: dict | None) -> dict:
     if other is None:
         return tree
     return jax.tree.map(lambda x, y: y if x is None else x, tree, other, is_leaf=lambda x: x is None)
-
-
-def drop_unit_axes(dims: Iterable, mesh: MeshShape) -> PartitionSpec:
-    """A PartitionSpec without the axes of size 1."""
-
-    def keep(entry):
-        axes = tuple(a for a in axes_of(entry) if mesh.size(a) > 1)
-        return axes if len(axes) > 1 else axes[0] if axes else None
-
-    return PartitionSpec(*map(keep, dims))
-
-
-def shardings(mesh: jax.sharding.Mesh, specs):
-    """Specs -> NamedShardings, through any pytree."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-def local_bytes(tree) -> int:
-    """Bytes one device holds of a pytree of sharded (or abstract, with `sharding`) global arrays."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def replace_entry(entries: tuple, index: int, value) -> tuple:

@@ -26,13 +26,14 @@ from jaxdist.checkpoint.logical import (
     to_logical,
 )
 from jaxdist.config import RunConfig
-from jaxdist.layout import Layout, local_bytes, split_outer
+from jaxdist.layout import Layout, split_outer
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.base import Model, declare, split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.params import STACKED, named_params
 from jaxdist.plan.proof.trace import Collective, step_collectives, total_sent
 from jaxdist.runtime.devices import refused_option
+from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 

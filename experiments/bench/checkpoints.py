@@ -10,11 +10,11 @@ from rich.console import Console
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxdist.config import RunConfig
-from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
 from jaxdist.runtime.devices import Devices, acquire_devices
+from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import build_program
 

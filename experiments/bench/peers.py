@@ -18,9 +18,9 @@ from rich.markup import escape
 from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import shardings
 from jaxdist.mesh import make_mesh
 from jaxdist.runtime.devices import Devices, acquire_devices
+from jaxdist.specs import rows_spec, shardings, storage_specs
 from jaxdist.train.program import build_program
 
 from .. import plain
@@ -244,13 +244,13 @@ def timed_automatic(config: RunConfig, devices: Devices) -> Timed:
     init, step, optimizer = plain.make_step(config, decay)
     params = program.init(config.seed).params
     replicated = NamedSharding(mesh, PartitionSpec())
-    storage = shardings(mesh, program.layout.storage_specs())
+    storage = shardings(mesh, storage_specs(program.layout))
     state_shapes = jax.eval_shape(init, params)
     moments = optax.tree_utils.tree_map_params(
         optimizer, lambda _, sharding: sharding, state_shapes[1], storage, transform_non_params=lambda _: replicated
     )
     placed = (shardings(mesh, program.specs.params), moments)
-    batch_sharding = NamedSharding(mesh, program.layout.rows_spec())
+    batch_sharding = NamedSharding(mesh, rows_spec(program.layout.mesh))
     batch = jax.device_put({k: v for k, v in full_batch(config).items() if k != "rows"}, batch_sharding)
     state = jax.jit(init, out_shardings=placed)(jax.device_put(params, placed[0]))
     compiled = (

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from jaxdist.config import RunConfig
+from jaxdist.layout import replace_entry
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.parallel.reduce import reduce_gradients
@@ -18,6 +19,7 @@ from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.proof.trace_memory import step_memory
 from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.runtime.devices import Devices, acquire_devices
+from jaxdist.specs import storage_spec, storage_specs
 from jaxdist.train.gradients import pipelined, plain
 from jaxdist.train.gradients.base import dropout_key
 from jaxdist.train.program import Program, batch_specs, build_program, compiled_bytes
@@ -164,8 +166,9 @@ def gradient_program(program: Program, reduced: bool) -> Callable:
 
     def local(leaf) -> P:
         if scattered:
-            return P(leaf.shard_reduce_axes, *leaf.storage_spec)
-        return P((*(("pp",) if leaf.consumer_stages else ()), *leaf.reduce_axes), *leaf.used_spec)
+            return P(leaf.shard_reduce_axes, *storage_spec(leaf))
+        used = replace_entry(leaf.spec, leaf.spread_dim, None) if leaf.consumer_stages else leaf.spec
+        return P((*(("pp",) if leaf.consumer_stages else ()), *leaf.reduce_axes), *used)
 
     def gradients(state, batch):
         engine = pipelined if config.parallel.mesh.pp > 1 else plain
@@ -175,7 +178,7 @@ def gradient_program(program: Program, reduced: bool) -> Callable:
             return reduce_gradients(found, layout, config.precision.reduction_dtype)
         return jax.tree.map(lambda g: g[None], found)
 
-    specs = layout.storage_specs() if reduced else jax.tree.map(local, layout.leaves)
+    specs = storage_specs(layout) if reduced else jax.tree.map(local, layout.leaves)
     in_specs = (program.specs, batch_specs(program.config, layout))
     on_mesh = partial(jax.shard_map, mesh=program.mesh, check_vma=True)
     return jax.jit(on_mesh(gradients, in_specs=in_specs, out_specs=specs))

@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.commands import import_root
 from jaxdist.config import RunConfig
-from jaxdist.layout import drop_unit_axes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.plan.collective_cost import CollectiveCost
 from jaxdist.plan.proof.trace import Collective, collectives_of, step_collectives
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import acquire_devices
+from jaxdist.specs import drop_unit_axes
 from jaxdist.train.program import Program, build_program
 
 from ..launch import free_port

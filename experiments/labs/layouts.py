@@ -20,6 +20,7 @@ from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Found, rank, search
 from jaxdist.plan.time_model import UNCALIBRATED
 from jaxdist.runtime.devices import acquire_devices
+from jaxdist.specs import compute_spec
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 from . import drawing
@@ -71,7 +72,7 @@ def placed_right(devices: Sequence) -> bool:
     """Whether every device has the shard of QKV that its number says: w_qkv[L, D, 3, N, H]."""
     config = small_run(str(MESH), MODEL, batch_size=BATCH)
     leaf = traced(config)[0].layout.leaves["blocks"]["attention"]["w_qkv"]
-    sharding = NamedSharding(make_mesh(MESH, devices), leaf.compute_spec)
+    sharding = NamedSharding(make_mesh(MESH, devices), compute_spec(leaf))
     first, right = min(device.id for device in devices), True
     for device, index in sharding.devices_indices_map(leaf.compute_shape).items():
         found = [(index[dim].start, index[dim].stop) for dim in (0, 3)]

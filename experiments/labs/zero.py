@@ -12,13 +12,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.layout import local_bytes
 from jaxdist.models.base import Model, num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_gather, all_reduce, rank, reduce_scatter, size, varying
 from jaxdist.params import STACKED
 from jaxdist.placement import make_layout
 from jaxdist.plan.formulas import RECIPES, state_bytes
+from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig
 from jaxdist.verification import verify_model
 

@@ -14,8 +14,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.layout import Layout, Leaf, drop_unit_axes, fill
-from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_storage
+from jaxdist.layout import Layout, Leaf, fill
+from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, is_logical, to_storage
+from jaxdist.specs import compute_spec, draw_spec, drop_unit_axes, kept_dtype, logical_spec, storage_spec, zero_padded
 from jaxdist.strategy import PrecisionConfig
 from jaxdist.train.optimizer import LossScale, initial_loss_scale, make_optimizer
 from jaxdist.train.program import Program
@@ -57,7 +58,7 @@ def abstract_logical(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     def shape(leaf: Leaf | bool, x) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, bool):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-        return jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=_sharding(program, leaf.draw_spec))
+        return jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=_sharding(program, draw_spec(leaf)))
 
     scale = program.shapes.scale
     return {
@@ -73,8 +74,8 @@ def abstract_parameters(layout: Layout, mesh: Mesh, kept: str | PrecisionConfig)
     precision of a run that keeps each as it needs it."""
 
     def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, drop_unit_axes(leaf.draw_spec, layout.mesh))
-        dtype = kept if isinstance(kept, str) else leaf.kept_dtype(kept)
+        sharding = NamedSharding(mesh, drop_unit_axes(draw_spec(leaf), layout.mesh))
+        dtype = kept if isinstance(kept, str) else kept_dtype(leaf, kept)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
     return named(PARAMS, jax.tree.map(shape, layout.leaves))
@@ -200,7 +201,7 @@ def _moved(program: Program, moves: dict[str, tuple[Leaf, Callable]], arrays: di
     moving = tuple(
         (name, leaf, move)
         for name, (leaf, move) in moves.items()
-        if not leaf.is_logical or (move is from_storage and leaf.zero_padded)
+        if not is_logical(leaf) or (move is from_storage and zero_padded(leaf))
     )
     if not moving:
         return arrays
@@ -209,8 +210,8 @@ def _moved(program: Program, moves: dict[str, tuple[Leaf, Callable]], arrays: di
 
 @cache
 def _mover(mesh: Mesh, moving: tuple[tuple[str, Leaf, Callable], ...]) -> Callable:
-    there = {name: leaf.storage_spec if move is from_storage else leaf.compute_spec for name, leaf, move in moving}
-    here = {name: leaf.draw_spec if move is from_storage else leaf.logical_spec for name, leaf, move in moving}
+    there = {name: storage_spec(leaf) if move is from_storage else compute_spec(leaf) for name, leaf, move in moving}
+    here = {name: draw_spec(leaf) if move is from_storage else logical_spec(leaf) for name, leaf, move in moving}
 
     def move_all(arrays: dict) -> dict:
         return {name: move(leaf, arrays[name]) for name, leaf, move in moving}

@@ -2,7 +2,7 @@
 
 Every function takes local arrays (or, where it says so, pytrees of them) and drops mesh axes of size 1, so a
 parallelism that is not used leaves nothing in the compiled program. Specs passed to `shard_map` must leave size-1 axes
-out too (`jaxdist.layout.drop_unit_axes`), or the types would still call a value varying over them.
+out too (`jaxdist.specs.drop_unit_axes`), or the types would still call a value varying over them.
 
 With n the product of the axis sizes and S the bytes of the *full* buffer, "Sends" counts the bytes one device puts on
 the wire in a ring, the convention of arXiv 1909.09756 and of NCCL's bus bandwidth.

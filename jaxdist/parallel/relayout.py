@@ -12,6 +12,7 @@ from jax import lax
 from jaxdist.layout import Leaf
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouping import shard
+from jaxdist.specs import logical_spec, zero_padded
 
 
 def to_storage(leaf: Leaf, x: jax.Array) -> jax.Array:
@@ -20,13 +21,13 @@ def to_storage(leaf: Leaf, x: jax.Array) -> jax.Array:
     Layout: x[`draw_spec`] -> x[`storage_spec`], padded.
     Sends: (pp-1)/pp of the local bytes or less where layers change stages; else nothing.
     """
-    if leaf.rows is not None and not leaf.is_logical:
-        x = _reorder(x, leaf.logical_rows, np.reshape(leaf.rows, (leaf.mesh.pp, -1)))
-    elif leaf.consumer_stages and not leaf.is_logical:
+    if leaf.rows is not None and not is_logical(leaf):
+        x = _reorder(x, logical_rows(leaf), np.reshape(leaf.rows, (leaf.mesh.pp, -1)))
+    elif leaf.consumer_stages and not is_logical(leaf):
         dim = leaf.spread_dim
         extra = leaf.compute_shape[dim] - leaf.shape[dim]
         x = _own_part(jnp.pad(x, [(0, extra if d == dim else 0) for d in range(x.ndim)]), dim)
-    return shard(x, leaf) if leaf.zero_padded else x
+    return shard(x, leaf) if zero_padded(leaf) else x
 
 
 def from_storage(leaf: Leaf, x: jax.Array) -> jax.Array:
@@ -34,7 +35,7 @@ def from_storage(leaf: Leaf, x: jax.Array) -> jax.Array:
 
     Sends: an all-gather over ZeRO's axes where it pads, and what `from_compute` sends.
     """
-    return from_compute(leaf, to_compute(leaf, x) if leaf.zero_padded else x)
+    return from_compute(leaf, to_compute(leaf, x) if zero_padded(leaf) else x)
 
 
 def to_compute(leaf: Leaf, x: jax.Array) -> jax.Array:
@@ -50,15 +51,25 @@ def from_compute(leaf: Leaf, x: jax.Array) -> jax.Array:
     Layout: x[`compute_spec`] -> x[`logical_spec`]; as ZeRO shards it where x is.
     Sends: over pp, where layers change stages at most (pp-1)/pp of the bytes; an all-gather where pp does not divide.
     """
-    if leaf.is_logical:
+    if is_logical(leaf):
         return x
     if leaf.consumer_stages:
         whole = comm.all_gather(x, "pp", leaf.spread_dim, replicated=True)
         return lax.slice_in_dim(whole, 0, leaf.shape[leaf.spread_dim], axis=leaf.spread_dim)
-    if leaf.logical_spec[0] is None:
+    if logical_spec(leaf)[0] is None:
         whole = comm.all_gather(x, "pp", 0, replicated=True)
         return whole[np.array([leaf.rows.index(layer) for layer in range(leaf.shape[0])])]
-    return _reorder(x, np.reshape(leaf.rows, (leaf.mesh.pp, -1)), leaf.logical_rows)
+    return _reorder(x, np.reshape(leaf.rows, (leaf.mesh.pp, -1)), logical_rows(leaf))
+
+
+def is_logical(leaf: Leaf) -> bool:
+    """Whether the compute layout holds the logical array: layers in order, nothing padded."""
+    return leaf.compute_shape == leaf.shape and (leaf.rows is None or leaf.rows == tuple(range(leaf.shape[0])))
+
+
+def logical_rows(leaf: Leaf) -> np.ndarray:
+    """Layers of the logical array on each stage, for a stacked leaf under pp; otherwise one row of all of them."""
+    return np.arange(leaf.shape[0]).reshape(1 if logical_spec(leaf)[0] is None else leaf.mesh.pp, -1)
 
 
 def gather_whole(x: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:

@@ -8,8 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.layout import Leaf
+from jaxdist.layout import Leaf, replace_entry
 from jaxdist.parallel import collectives as comm
+
+
+def used_local(leaf: Leaf) -> tuple[int, ...]:
+    """Local shape where the leaf is computed with."""
+    if not leaf.consumer_stages:
+        return leaf.compute_local
+    return replace_entry(leaf.compute_local, leaf.spread_dim, leaf.shape[leaf.spread_dim])
 
 
 def gather_to_consumers(leaves: dict, params: dict) -> dict:

@@ -37,6 +37,7 @@ from jaxdist.plan.long_blocks import found_in
 from jaxdist.plan.proof.trace import Collective, collectives_of
 from jaxdist.plan.proof.trace_memory import Buffer, compiler_of_dtype, lifetimes
 from jaxdist.plan.time_model import AttentionShape, Number
+from jaxdist.specs import compute_spec, rows_spec
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.gradients.base import ShardedModel
 
@@ -106,7 +107,7 @@ class OneRank:
         attention = model.attention_for(attention, "abstract", dtype, training=True)
         bound = ShardedModel.of(config, layout, "cudnn-traced" if attention == "cudnn" else attention)
         bound = replace(bound, ctx=replace(bound.ctx, split=replace(bound.ctx.split, swaps=self.swaps)))
-        specs = Batch(*[layout.rows_spec()] * 3)
+        specs = Batch(*[rows_spec(layout.mesh)] * 3)
         tokens = jax.ShapeDtypeStruct((dp * self.rows, model.seq_len), jnp.int32)
         numbers = jax.ShapeDtypeStruct((dp * self.rows,), jnp.int32)
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout.leaves)
@@ -120,7 +121,7 @@ class OneRank:
             run = jax.shard_map(
                 body,
                 mesh=make_abstract_mesh(mesh),
-                in_specs=(layout.compute_specs(), specs),
+                in_specs=(jax.tree.map(compute_spec, layout.leaves), specs),
                 out_specs=PartitionSpec(),
                 check_vma=True,
             )

@@ -21,6 +21,7 @@ from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.mesh import MAY_STAY_WHOLE, MeshShape
 from jaxdist.models.base import Model, declare
 from jaxdist.parallel.blocked_attention import MOST_POSITIONS
+from jaxdist.parallel.spread import used_local
 from jaxdist.params import STACKED, named_params
 from jaxdist.placement import make_layout
 from jaxdist.plan.disk_cache import cached_arrays
@@ -109,10 +110,10 @@ def device_elements(
         outer=size(leaf.compute_local for leaf in outer),
         stored_layer=size(leaf.storage_local for leaf in layer),
         stored_outer=size(leaf.storage_local for leaf in outer),
-        used_outer=size(leaf.used_local for leaf in outer),
-        used_embed=size(leaf.used_local for leaf in outer if "embed" in leaf.used_in),
-        used_loss=size(leaf.used_local for leaf in outer if "loss" in leaf.used_in),
-        used_both=size(leaf.used_local for leaf in outer if len(leaf.used_in) > 1),
+        used_outer=size(used_local(leaf) for leaf in outer),
+        used_embed=size(used_local(leaf) for leaf in outer if "embed" in leaf.used_in),
+        used_loss=size(used_local(leaf) for leaf in outer if "loss" in leaf.used_in),
+        used_both=size(used_local(leaf) for leaf in outer if len(leaf.used_in) > 1),
         largest=max((_product(leaf.compute_local) for leaf in layer), default=0),
         stored_largest=max((_product(leaf.storage_local) for leaf in layer), default=0),
         vectors=size(leaf.compute_local for leaf in layer if leaf.small),

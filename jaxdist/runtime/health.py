@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.layout import drop_unit_axes
 from jaxdist.mesh import AXES, MeshShape
 from jaxdist.parallel import collectives as comm
 from jaxdist.runtime import processes
+from jaxdist.specs import drop_unit_axes
 from jaxdist.train.program import Program
 from jaxdist.train.state import State
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.layout import Layout, Leaf
 from jaxdist.parallel import collectives as comm
+from jaxdist.specs import storage_spec
 from jaxdist.strategy import PrecisionConfig
 
 
@@ -86,7 +87,7 @@ def optimizer_specs(optimizer: optax.GradientTransformation, layout: Layout):
     storage = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, jnp.float32), layout.leaves)
     return optax.tree_utils.tree_map_params(
         optimizer,
-        lambda moment, leaf: leaf.storage_spec if moment.shape == leaf.storage_shape else PartitionSpec(),
+        lambda moment, leaf: storage_spec(leaf) if moment.shape == leaf.storage_shape else PartitionSpec(),
         jax.eval_shape(optimizer.init, storage),
         layout.leaves,
         transform_non_params=lambda _: PartitionSpec(),

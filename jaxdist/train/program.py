@@ -15,12 +15,22 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxdist.config import RunConfig
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
-from jaxdist.layout import Layout, drop_unit_axes, local_bytes, shardings
+from jaxdist.layout import Layout
 from jaxdist.mesh import AXES
 from jaxdist.models.context import Batch
 from jaxdist.parallel.pipeline.lowering import iterations
 from jaxdist.placement import make_layout
 from jaxdist.probes import Recorder
+from jaxdist.specs import (
+    abstract_storage,
+    draw_spec,
+    drop_unit_axes,
+    local_bytes,
+    param_specs,
+    rows_spec,
+    shardings,
+    storage_specs,
+)
 from jaxdist.train.gradients.base import ShardedModel
 from jaxdist.train.optimizer import LossScale, make_optimizer, optimizer_specs
 from jaxdist.train.state import State, initial_state, stored_parameters
@@ -169,8 +179,8 @@ def build_program(
     optimizer = make_optimizer(config.optimizer, layout.trained)
     specs = State(
         step=REPLICATED,
-        params=layout.param_specs(),
-        master=None if config.precision.dtype == config.precision.master_dtype else layout.trained.storage_specs(),
+        params=param_specs(layout),
+        master=None if config.precision.dtype == config.precision.master_dtype else storage_specs(layout.trained),
         moments=optimizer_specs(optimizer, layout.trained),
         scale=None if config.precision.dtype != "float16" else LossScale(*[REPLICATED] * 3),
     )
@@ -180,7 +190,7 @@ def build_program(
 
     # Three programs, since every mesh, parameters and masters must get the same bits: XLA may fuse a draw with what
     # is done to it (padding, another order of layers, a cast), and then round it in another way.
-    drawn, stored = layout.draw_specs(), layout.storage_specs()
+    drawn, stored = jax.tree.map(draw_spec, layout.leaves), storage_specs(layout)
     draw = jit(config.model.initial_values, out_shardings=shardings(mesh, drawn))
     store = jit(on_mesh(partial(stored_parameters, config, layout), in_specs=(drawn,), out_specs=stored))
     assemble = on_mesh(partial(initial_state, config, layout, optimizer), in_specs=(stored,), out_specs=specs)
@@ -189,13 +199,13 @@ def build_program(
     step = partial(train_step, trains, with_gradients=with_gradients, poison=poison)
     metrics = [*METRICS, *(["loss_scale"] if specs.scale is not None else [])]
     metric_specs = dict.fromkeys(metrics, REPLICATED) | {"not_finite": drop_unit_axes((AXES,), config.parallel.mesh)}
-    outputs = (specs, metric_specs) + ((layout.trained.storage_specs(),) if with_gradients else ())
+    outputs = (specs, metric_specs) + ((storage_specs(layout.trained),) if with_gradients else ())
     return Program(
         config=config,
         mesh=mesh,
         layout=layout,
         specs=specs,
-        shapes=jax.eval_shape(assemble, layout.abstract_storage(config.precision)),
+        shapes=jax.eval_shape(assemble, abstract_storage(layout, config.precision)),
         model=trains,
         init=lambda seed: place(store(draw(np.uint32(seed)))),
         step=jit(on_mesh(step, in_specs=(specs, batch), out_specs=outputs), donate_argnums=0),
@@ -208,7 +218,7 @@ def build_program(
 def batch_specs(config: RunConfig, layout: Layout) -> Batch:
     """How the arrays of a batch are split: by rows. Of a sequence that is split over cp every rank has all tokens, and
     takes its own (`ShardedModel.own_tokens`), so that nothing outside a step knows in which order they stand."""
-    rows = layout.rows_spec()
+    rows = rows_spec(layout.mesh)
     return Batch(rows, rows, rows, rows if config.mask_documents else None)
 
 

@@ -9,6 +9,7 @@ import optax
 from jaxdist.config import RunConfig
 from jaxdist.layout import Layout, drop_frozen
 from jaxdist.parallel.relayout import to_compute, to_storage
+from jaxdist.specs import kept_dtype
 from jaxdist.train.optimizer import LossScale, initial_loss_scale
 
 
@@ -30,7 +31,7 @@ class State(NamedTuple):
 def stored_parameters(config: RunConfig, layout: Layout, logical: dict) -> dict:
     """Local logical arrays, split as they are drawn -> as they are kept, in the storage layout."""
     return jax.tree.map(
-        lambda leaf, x: to_storage(leaf, x).astype(leaf.kept_dtype(config.precision)), layout.leaves, logical
+        lambda leaf, x: to_storage(leaf, x).astype(kept_dtype(leaf, config.precision)), layout.leaves, logical
     )
 
 

@@ -15,7 +15,6 @@ from experiments.cli import run_program
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
-from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import Model
 from jaxdist.models.decoder import Decoder
@@ -32,6 +31,7 @@ from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.proof.trace import step_collectives, total_sent
 from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.plan.traffic import predicted
+from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 

@@ -21,7 +21,6 @@ from jaxdist.checkpoint.logical import PARAMS, fetch, from_logical, to_logical
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
-from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare
 from jaxdist.models.context import Context
@@ -41,6 +40,7 @@ from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.search import Candidates, legal_meshes, pipelines, score
 from jaxdist.plan.time_model import Efficiency
 from jaxdist.runtime.expert_load import FAULTS, broken, counted, counters, summary
+from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 

@@ -14,7 +14,6 @@ from jax import lax
 from experiments.bench.levels import with_layout
 from experiments.strategies import BY_NAME
 from jaxdist.config import RunConfig
-from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
@@ -24,6 +23,7 @@ from jaxdist.plan.proof.executed import executed_step, miscounted
 from jaxdist.plan.proof.levels import Sent, levels
 from jaxdist.plan.proof.trace_memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
 from jaxdist.plan.search import Candidates, score
+from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 

@@ -15,7 +15,6 @@ from experiments.cli import CommonFlags
 from jaxdist.compat import scan_counts
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError, divisors
-from jaxdist.layout import local_bytes
 from jaxdist.mesh import FACTORS, MeshShape, make_abstract_mesh
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
@@ -56,6 +55,7 @@ from jaxdist.plan.search import (
     weight_gathers,
 )
 from jaxdist.plan.time_model import PARTS, UNCALIBRATED, Layout, step_time
+from jaxdist.specs import local_bytes
 from jaxdist.strategy import CP_KINDS, ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 

@@ -23,7 +23,6 @@ from experiments.bench.workers import Worker, WorkerEnded
 from experiments.cli import run_program
 from experiments.strategies import STRATEGIES
 from jaxdist.config import RunConfig
-from jaxdist.layout import local_bytes
 from jaxdist.mesh import make_abstract_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
@@ -32,6 +31,7 @@ from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.traffic import predicted
 from jaxdist.runtime.devices import Devices, acquire_devices
+from jaxdist.specs import local_bytes
 from jaxdist.train.program import build_program
 
 TINY = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "32", "--vocab-size", "100"]

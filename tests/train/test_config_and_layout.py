@@ -26,6 +26,7 @@ from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
 from jaxdist.params import Param
 from jaxdist.placement import choose_zero_dim, make_layout, pipeline_rows
+from jaxdist.specs import compute_spec, draw_spec, logical_spec, storage_spec
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.optimizer import initial_loss_scale, learning_rate
 from jaxdist.train.program import build_program
@@ -111,13 +112,13 @@ def moved(placed, move, x, there, here):
 
 def there_and_back(placed, x):
     """The stored array; checked to be undone exactly, with the whole compute layout in between."""
-    stored = moved(placed, to_storage, x, placed.draw_spec, placed.storage_spec)
+    stored = moved(placed, to_storage, x, draw_spec(placed), storage_spec(placed))
     assert stored.shape == placed.storage_shape
-    back = moved(placed, from_storage, stored, placed.storage_spec, placed.draw_spec)
+    back = moved(placed, from_storage, stored, storage_spec(placed), draw_spec(placed))
     np.testing.assert_array_equal(back, x)
-    computed = moved(placed, to_compute, stored, placed.storage_spec, placed.compute_spec)
+    computed = moved(placed, to_compute, stored, storage_spec(placed), compute_spec(placed))
     assert computed.shape == placed.compute_shape
-    np.testing.assert_array_equal(moved(placed, from_compute, computed, placed.compute_spec, placed.logical_spec), x)
+    np.testing.assert_array_equal(moved(placed, from_compute, computed, compute_spec(placed), logical_spec(placed)), x)
     assert np.count_nonzero(stored) == x.size  # padding is zeros, and nothing is lost
     return stored, computed
 

@@ -17,13 +17,13 @@ from jaxdist.compat import inner_programs
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
-from jaxdist.layout import local_bytes
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parity import one_device
 from jaxdist.plan import formulas
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.proof.trace import collectives_of, equations, step_collectives, summary, total_sent
+from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program, step_options
 

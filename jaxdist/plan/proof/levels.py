@@ -5,11 +5,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from jaxdist.config import RunConfig
-from jaxdist.layout import local_bytes
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh
 from jaxdist.plan.proof.compile import CompiledStep, compile_step, emitted_bytes, without_devices
 from jaxdist.plan.proof.trace import step_collectives, total_sent
 from jaxdist.plan.proof.trace_memory import StepMemory, compiler_of_dtype, step_memory
+from jaxdist.specs import local_bytes
 from jaxdist.train.program import build_program
 
 
