@@ -95,11 +95,12 @@ def callback_of(eqn):
 def source_of(eqn, skipped: tuple[str, ...] = ()) -> str:
     """The line of Python that an equation was made by, as in "leave (tensor.py:40)"; "" where it is not known.
 
-    skipped: endings of files whose functions are passed over for their callers.
+    skipped: endings of files, and of functions, that are passed over for their callers.
     """
     from jax._src.source_info_util import user_frames
 
     for frame in user_frames(eqn.source_info.traceback):
-        if not frame.file_name.endswith(skipped):
-            return f"{frame.function_name.split('.')[-1]} ({os.path.basename(frame.file_name)}:{frame.start_line})"
+        function = frame.function_name.split(".")[-1]
+        if not frame.file_name.endswith(skipped) and not function.endswith(skipped):
+            return f"{function} ({os.path.basename(frame.file_name)}:{frame.start_line})"
     return ""

@@ -9,12 +9,12 @@ the two stages that compute with it get it whole for the length of a step.
 
 import dataclasses
 import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from jaxdist.mesh import AXES, MeshShape
 from jaxdist.params import STACKED, Param
@@ -149,16 +149,17 @@ class Leaf:
             rows=None,
         )
 
-    # Inside shard_map, on local arrays.
 
-    def pad(self, x: jax.Array) -> jax.Array:
-        """Compute-local array -> the same with `zero_dim` zero-padded to a multiple of `num_shards`."""
-        extra = self.zero_local - x.shape[self.zero_dim]
-        return jnp.pad(x, [(0, extra if d == self.zero_dim else 0) for d in range(x.ndim)]) if extra else x
+class ShardedParams(NamedTuple):
+    """Parameters of one part of a model, as gradients are taken of them.
 
-    def unpad(self, x: jax.Array) -> jax.Array:
-        """Undo `pad`."""
-        return lax.slice_in_dim(x, 0, self.compute_local[self.zero_dim], axis=self.zero_dim)
+    trainable: what is differentiated: the trained parameters themselves or, under ZeRO-2 and 3, a gradient proxy of
+    each (`jaxdist.parallel.zero`). stored: where those are proxies, all parameters as the state holds them, whole or as
+    shards; elsewhere the frozen ones, if there are any.
+    """
+
+    trainable: Any
+    stored: Any = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,11 @@ class Layout:
         )
 
     @property
+    def layer_leaves(self) -> dict:
+        """The leaves of one layer."""
+        return jax.tree.map(lambda leaf: leaf.layer(), split_outer(self.leaves)[1])
+
+    @property
     def params_sharded(self) -> bool:
         """Whether parameters themselves are held in the storage layout (ZeRO-3)."""
         return self.zero == 3
@@ -194,6 +200,11 @@ class Layout:
     def sharded(self) -> bool:
         """Whether ZeRO shards anything at all."""
         return self.zero > 0
+
+    @property
+    def shards_update(self) -> bool:
+        """Whether each rank updates a part of whole parameters (ZeRO-1 and 2)."""
+        return self.sharded and not self.params_sharded
 
     @property
     def grads_sharded(self) -> bool:
@@ -221,6 +232,35 @@ def fill(tree: dict, other: dict | None) -> dict:
     if other is None:
         return tree
     return jax.tree.map(lambda x, y: y if x is None else x, tree, other, is_leaf=lambda x: x is None)
+
+
+def group(
+    leaves: Sequence[Leaf], sizes: Sequence[int], bucket_bytes: float, key: Callable[[Leaf], Hashable]
+) -> list[list[int]]:
+    """Indices of `leaves` in groups, last leaf first: backward finishes the last layers' gradients first.
+
+    Only leaves with an equal `key` (the axes they are reduced and sharded over) share a group. A bucket closes before
+    it would pass `bucket_bytes`, `sizes` being the bytes of each leaf's full buffer; a larger leaf is sent alone.
+    """
+    groups: list[list[int]] = []
+    open_groups: dict[Hashable, tuple[list[int], float]] = {}
+    for index in reversed(range(len(leaves))):
+        members, filled = open_groups.get(key(leaves[index]), ([], math.inf))
+        if filled + sizes[index] > bucket_bytes or not members:
+            members, filled = [], 0.0
+            groups.append(members)
+        members.append(index)
+        open_groups[key(leaves[index])] = (members, filled + sizes[index])
+    return groups
+
+
+def split_flat(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """A flat array -> arrays of these shapes, one after the other."""
+    parts, start = [], 0
+    for shape in shapes:
+        parts.append(flat[start : start + math.prod(shape)].reshape(shape))
+        start += math.prod(shape)
+    return parts
 
 
 def replace_entry(entries: tuple, index: int, value) -> tuple:

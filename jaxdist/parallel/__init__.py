@@ -4,7 +4,7 @@
 halving-doubling written by hand from `ppermute`. `tensor`: the two places a block meets tensor parallelism, and the
 vocabulary-parallel embedding and loss. `rings`: matmuls overlapped with their gather or scatter over tp.
 `context_parallel`, `blocked_attention`: attention over a sequence that is split, or too long for its scores.
-`zero`, `grouping`, `reduce`: the gradient rule over a `jaxdist.layout.Layout`.
+`zero`, `reduce`: the gradient rule over a `jaxdist.layout.Layout`.
 `pipeline`: schedules as tables (no JAX), and the executor that runs any of them.
 
 Names are imported when first used, so that `jaxdist.parallel.pipeline.schedules` needs no JAX.
@@ -48,7 +48,6 @@ MODULES = (
     "collectives",
     "context_parallel",
     "dropout",
-    "grouping",
     "overlap",
     "pipeline",
     "reduce",

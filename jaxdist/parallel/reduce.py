@@ -4,11 +4,15 @@ Sum a gradient over each token-splitting axis that its compute layout does not m
 mentions that axis, reduce-scatter instead.
 """
 
-import jax
+from collections.abc import Callable, Sequence
 
-from jaxdist.layout import Layout
-from jaxdist.parallel.grouping import all_gather_groups, all_reduce_groups, reduce_scatter_groups
+import jax
+import jax.numpy as jnp
+
+from jaxdist.layout import Layout, Leaf, group, split_flat
+from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.spread import scatter_from_consumers
+from jaxdist.parallel.zero import reduce_scatter_groups
 
 
 @jax.named_scope("reduce_gradients")
@@ -34,13 +38,33 @@ def reduce_gradients(grads: dict, layout: Layout, dtype: str) -> dict:
     return treedef.unflatten([x.astype(g.dtype) for x, g in zip(arrays, given, strict=True)])
 
 
-@jax.named_scope("gather_parameters")
-def gather_parameters(shards: dict, layout: Layout) -> dict:
-    """Updated shards -> whole parameters for the next step (ZeRO-1 and 2).
+def all_reduce_groups(
+    arrays: Sequence[jax.Array],
+    leaves: Sequence[Leaf],
+    axes_of: Callable[[Leaf], tuple[str, ...]],
+    bucket_bytes: float,
+) -> list[jax.Array]:
+    """Sum each array over its axes, one all-reduce a group.
 
-    Layout: each w in the storage layout -> w in the compute layout, equal along the axes of ZeRO.
-    Sends: (n-1)/n of the parameter bytes.
+    A group of several is laid side by side first, so at most a bucket is copied at a time; a leaf larger than a bucket
+    is reduced where it is. (A variadic all-reduce would copy nothing, but under `check_vma` a psum takes one operand.)
+
+    Layout: each x {U_axes} -> x, equal along its axes.
+    Sends: 2 (n-1)/n of the arrays' bytes, in as many messages as there are groups.
+    Source: gradient bucketing of arXiv 2006.15704, section 3.2.
     """
-    leaves, treedef = jax.tree.flatten(layout.leaves)
-    whole = all_gather_groups(treedef.flatten_up_to(shards), leaves, layout.bucket_bytes, replicated=True)
-    return treedef.unflatten(whole)
+    out = list(arrays)
+    owing = [i for i, leaf in enumerate(leaves) if axes_of(leaf)]
+    sizes = [arrays[i].nbytes for i in owing]
+    for members in group(
+        [leaves[i] for i in owing], sizes, bucket_bytes, lambda leaf: (axes_of(leaf), leaf.storage_axes)
+    ):
+        members = [owing[i] for i in members]
+        axes = axes_of(leaves[members[0]])
+        if len(members) == 1:
+            out[members[0]] = comm.all_reduce(arrays[members[0]], axes)
+            continue
+        flat = comm.all_reduce(jnp.concatenate([arrays[i].reshape(-1) for i in members]), axes)
+        for i, x in zip(members, split_flat(flat, [arrays[i].shape for i in members]), strict=True):
+            out[i] = x
+    return out

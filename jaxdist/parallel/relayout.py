@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxdist.layout import Leaf
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.grouping import shard
+from jaxdist.parallel.zero import shard, unpad
 from jaxdist.specs import logical_spec, zero_padded
 
 
@@ -42,7 +42,7 @@ def to_compute(leaf: Leaf, x: jax.Array) -> jax.Array:
     """Layout: x[`storage_spec`] -> x[`compute_spec`]. Sends: an all-gather where ZeRO shards the leaf."""
     if leaf.zero_dim is None:
         return x
-    return leaf.unpad(comm.all_gather(x, leaf.zero_axes, leaf.zero_dim, replicated=True))
+    return unpad(comm.all_gather(x, leaf.zero_axes, leaf.zero_dim, replicated=True), leaf)
 
 
 def from_compute(leaf: Leaf, x: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxdist.compat import type_of
 from jaxdist.config import MOST_TOKENS, RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import drop_frozen, fill, keep_frozen, split_outer
+from jaxdist.layout import ShardedParams, drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.mesh import MeshShape, data_ranks_of, make_abstract_mesh
 from jaxdist.models.attention import traced_attention
 from jaxdist.models.base import Model, declare
@@ -30,7 +30,6 @@ from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, flat, needed_for, split_layer, variables
 from jaxdist.parallel.products import product_dims, products_among, products_of
-from jaxdist.parallel.zero import ShardedParams
 from jaxdist.params import named_params
 from jaxdist.placement import make_layout
 from jaxdist.plan.long_blocks import found_in
@@ -181,7 +180,7 @@ class _Functions:
 
     def divided_types(self) -> list:
         """Types of the arguments of `divided_layer`."""
-        leaves = self.bound.layer_leaves
+        leaves = self.bound.layout.layer_leaves
         trained, frozen = drop_frozen(leaves, self.weights), keep_frozen(leaves, self.weights)
         args = trained, (frozen, jnp.int32(0)), self.batch, self.x
         return [jax.tree.map(type_of, each) for each in args]
@@ -226,11 +225,11 @@ def traffic_of(rank: OneRank) -> Traffic:
         return Traffic(
             embed=_traffic(parts.embed, parts.embed, parts.mesh, parts.outer_leaves, parts.outer),
             layer=_traffic(
-                parts.saved_layer, parts.layer, parts.mesh, parts.bound.layer_leaves, parts.weights, parts.x
+                parts.saved_layer, parts.layer, parts.mesh, parts.bound.layout.layer_leaves, parts.weights, parts.x
             ),
             loss=_traffic(parts.loss, parts.loss, parts.mesh, parts.outer_leaves, parts.outer, parts.x),
             x_bytes=_num_bytes([type_of(parts.x)]),
-            read_by_w=_read_by_w(parts.split(), parts.bound.layer_leaves, parts.weights),
+            read_by_w=_read_by_w(parts.split(), parts.bound.layout.layer_leaves, parts.weights),
         )
 
     return rank.trace(read)
@@ -360,7 +359,7 @@ def layer_memory(rank: OneRank) -> LayerMemory:
 
     def read(parts: _Functions) -> LayerMemory:
         types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
-        leaves = parts.bound.layer_leaves
+        leaves = parts.bound.layout.layer_leaves
         forward, backward = _forward_and_backward(parts.saved_layer, leaves, types)
         again = jax.checkpoint(parts.layer, prevent_cse=False)
         given = set(forward.jaxpr.invars[: len(jax.tree.leaves(parts.weights))])
@@ -561,7 +560,7 @@ def work_of(model: Model) -> TracedWork:
         sums_again=_part_again(few),
         sp_sums_again=_part_again(with_sp or None),
         trained_layer=sum(math.prod(leaf.shape[1:]) for leaf in layers if not leaf.param.frozen) / layer_parameters,
-        trained_table=float(not table.frozen),
+        trained_table=float(not table.param.frozen),
         layer_backward=(backward[0] - 2 * core) / weights,
         head_backward=backward[1] / sum(p.flops for p in of_loss),
         layer=products,
@@ -616,9 +615,9 @@ def _layer_again(parts: _Functions) -> tuple[tuple[Collective, ...], float]:
     """What a layer sends that runs again alone for its backward, and the FLOPs a position of its products, without
     backward's own."""
     types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
-    forward, backward = _forward_and_backward(parts.layer, parts.bound.layer_leaves, types)
+    forward, backward = _forward_and_backward(parts.layer, parts.bound.layout.layer_leaves, types)
     own = needed_for(backward.jaxpr.outvars, backward.jaxpr.eqns)
-    everything, _ = _from_inputs(parts.layer, parts.bound.layer_leaves, types, forward.out_avals[0])
+    everything, _ = _from_inputs(parts.layer, parts.bound.layout.layer_leaves, types, forward.out_avals[0])
     sent = _without(_collectives(everything, parts.mesh), _collectives(own, parts.mesh))
     products = sum(
         2 * math.prod(dims) * sign
@@ -655,7 +654,7 @@ def _backward_flops(parts: _Functions) -> tuple[float, float]:
     """FLOPs a position of a layer's and of the loss's backward, for their inputs and what is trained of them."""
     found = []
     for function, leaves, params in (
-        (parts.layer, parts.bound.layer_leaves, parts.weights),
+        (parts.layer, parts.bound.layout.layer_leaves, parts.weights),
         (parts.loss, parts.outer_leaves, parts.outer),
     ):
         _, backward = _forward_and_backward(

@@ -18,11 +18,11 @@ import numpy as np
 
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.layout import Layout, Leaf
+from jaxdist.layout import Layout, Leaf, group
 from jaxdist.mesh import TOKEN_AXES, WORK_AXES, MeshShape
-from jaxdist.parallel.grouping import group, sharded, zero_groups
 from jaxdist.parallel.pipeline.lowering import FROM_AFTER, FROM_BEFORE, Loop, iterations
 from jaxdist.parallel.pipeline.schedules import Schedule
+from jaxdist.parallel.zero import sharded, zero_groups
 from jaxdist.params import STACKED
 from jaxdist.placement import make_layout
 from jaxdist.plan.parts import OneRank, traffic_of
@@ -134,7 +134,7 @@ class _Step:
             once = {Loop.EMBED: 1, Loop.HEAD: 1, Loop.LAYERS_FORWARD: layers}
         self.runs = {name: passes * times for name, times in once.items()}
         self.outer = {name: part for name, part in layout.leaves.items() if name != STACKED}
-        self.layer_leaves = [leaf.layer() for leaf in jax.tree.leaves(layout.leaves[STACKED])]
+        self.layer_leaves = jax.tree.leaves(layout.layer_leaves)
         self.parts = traffic_of(OneRank.of(config))
 
     @property

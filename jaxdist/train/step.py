@@ -9,8 +9,7 @@ from jaxdist.layout import drop_frozen, fill
 from jaxdist.mesh import AXES, TOKEN_AXES, WORK_AXES
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.grouping import shard
-from jaxdist.parallel.reduce import gather_parameters
+from jaxdist.parallel.zero import gather_parameters, owned_shards
 from jaxdist.train.gradients import engine_of
 from jaxdist.train.gradients.base import ShardedModel, all_finite, dropout_key
 from jaxdist.train.optimizer import gradient_norms, learning_rate, next_loss_scale, update
@@ -28,14 +27,14 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
     # Gradients of the mean loss: a sum over targets, divided once by their global number. Auxiliary losses and counts
     # are sums over all tokens, whether they are targets or not, and are divided by the number of tokens.
     num_targets, batch = count_targets(model.own_tokens(batch))
-    num_targets = num_targets.astype(config.precision.master_dtype)
+    num_targets = num_targets.astype(model.sum_dtype)
     at_least_one = jnp.maximum(num_targets, 1)
     num_tokens = batch.targets.size * comm.size(TOKEN_AXES)
     scale = state.scale.scale if state.scale is not None else 1
     key = dropout_key(config, state.step)
     spoil = None if poison is None else partial(poison, layout, state.step)
     engine = engine_of(config.parallel)
-    weight = jnp.asarray(scale / num_tokens, config.precision.master_dtype)
+    weight = jnp.asarray(scale / num_tokens, model.sum_dtype)
     weighted = model.weighted(jnp.where(num_targets >= 0, weight, 0))  # ordered after the count, as the inputs are
     grads, loss_sum, finite_leaves = engine.gradients(weighted, state.params, batch, key, scale / at_least_one, spoil)
     not_finite = flag_not_finite(all_finite(loss_sum), finite_leaves)
@@ -50,11 +49,12 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
 
     # Update the shards this rank owns, then make the parameters of the next step from them.
     lr = learning_rate(config, state.step.astype(norm.dtype))
-    trained = drop_frozen(model.layout.leaves, state.params)
-    owned = state.master if state.master is not None else owned_shards(trained, layout)
+    owned = state.master if state.master is not None else drop_frozen(model.layout.leaves, state.params)
+    if state.master is None and layout.shards_update:
+        owned = owned_shards(owned, layout)
     updated, moments = update(config.optimizer, layout, finite, clipped, state.moments, owned, lr, num_tokens)
     params = jax.tree.map(lambda p: p.astype(config.precision.dtype), updated)
-    params = gather_parameters(params, layout) if layout.sharded and not layout.params_sharded else params
+    params = gather_parameters(params, layout) if layout.shards_update else params
     new_state = State(
         step=state.step + 1,
         params=fill(params, state.params),
@@ -86,11 +86,6 @@ def count_targets(batch: Batch) -> tuple[jax.Array, Batch]:
     here = jnp.sum(batch.targets >= 0)
     count = comm.all_reduce(here, TOKEN_AXES)
     return count, batch._replace(inputs=jnp.where(count >= 0, batch.inputs, 0))
-
-
-def owned_shards(params: dict, layout) -> dict:
-    """The part of the parameters whose update this rank computes. Sends nothing."""
-    return params if layout.params_sharded else jax.tree.map(lambda leaf, p: shard(p, leaf), layout.leaves, params)
 
 
 def flag_not_finite(loss: jax.Array, grads: dict) -> jax.Array:

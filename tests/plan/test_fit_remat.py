@@ -70,7 +70,7 @@ def test_a_choice_keeps_and_repeats_what_a_trace_of_it_does(name):
 def _flops(rank) -> float:
     def read(parts) -> float:
         types = [jax.tree.map(type_of, each) for each in (parts.weights, parts.x)]
-        _, backward = _forward_and_backward(parts.saved_layer, parts.bound.layer_leaves, types)
+        _, backward = _forward_and_backward(parts.saved_layer, parts.bound.layout.layer_leaves, types)
         return sum(2 * math.prod(dims) for dims in _dots(backward))
 
     return rank.trace(read)

@@ -17,11 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.oracles import plain
 from jaxdist.checkpoint.logical import from_logical, to_logical
 from jaxdist.config import OptimizerConfig, RunConfig, from_dict, to_dict
-from jaxdist.layout import Leaf
+from jaxdist.layout import Leaf, group
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.presets import PRESETS
-from jaxdist.parallel.grouping import group
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
 from jaxdist.params import Param

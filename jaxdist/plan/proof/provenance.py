@@ -15,7 +15,7 @@ from jaxdist.probes import Site
 
 NONE = (-1, "")  # computed from no collective
 # Passed over where the line is sought that sends: wrappers, and where equations of other lines are run again.
-SKIPPED = ("collectives.py", "grouping.py", "probes.py", "parallel/tensor.py")
+SKIPPED = ("collectives.py", "probes.py", "parallel/tensor.py", "_groups")
 REPLAYED = ("evaluate (split_backward.py", "run (executor.py")
 
 

@@ -1,6 +1,6 @@
 """What the gradient engines share: a model bound to its layout, micro-batches, and the reduction after backward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -10,16 +10,15 @@ import jax.numpy as jnp
 from jax import lax, random
 
 from jaxdist.config import RunConfig
-from jaxdist.layout import Layout, drop_frozen, fill, keep_frozen, split_outer
+from jaxdist.layout import Layout, ShardedParams, drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.mesh import WORK_AXES
 from jaxdist.models.base import split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.grouping import all_gather_groups
 from jaxdist.parallel.overlap import order_after
 from jaxdist.parallel.reduce import reduce_gradients
-from jaxdist.parallel.remat import SavePolicy, mark_saveable, read_arrays
-from jaxdist.parallel.zero import ShardedParams, make_unshard, scatter_gradients, shard_proxies, whole_proxies
+from jaxdist.parallel.remat import Made, SavePolicy, read_arrays
+from jaxdist.parallel.zero import Sharded
 from jaxdist.params import STACKED
 from jaxdist.probes import Probe, Recorder
 from jaxdist.strategy import ParallelConfig
@@ -49,15 +48,59 @@ class Engine(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Replicated:
+    """Parameters that every rank holds whole, but for what tp and pp split; those of ZeRO-2 and 3:
+    `jaxdist.parallel.zero.Sharded`."""
+
+    layout: Layout
+    sum_dtype: str
+
+    def hold_outer(self, params: dict) -> ShardedParams:
+        """The parameters outside the layers, as they are differentiated."""
+        return self._hold(*(split_outer(tree)[0] for tree in (self.layout.leaves, params)))
+
+    def hold_layers(self, params: dict) -> ShardedParams:
+        """All layers, stacked, as they are differentiated."""
+        return self._hold(*(split_outer(tree)[1] for tree in (self.layout.leaves, params)))
+
+    def _hold(self, leaves: dict, params: dict) -> ShardedParams:
+        return ShardedParams(drop_frozen(leaves, params), keep_frozen(leaves, params))
+
+    def outer_sums(self, params: dict) -> dict:
+        """Arrays like the sums of gradients outside the layers."""
+        return split_outer(drop_frozen(self.layout.leaves, params))[0]
+
+    def unshard_outer(self, outer: ShardedParams, user: str) -> dict:
+        """Whole parameters of those outside the layers, or those that `user`, "embed" or "loss", uses."""
+        return fill(*outer)
+
+    def unshard_layer(self, params: ShardedParams) -> dict:
+        """Whole parameters of one layer."""
+        return fill(*params)
+
+    def scatter(self, leaves: dict, grads: dict) -> dict:
+        """Local gradients, in the dtype of sums."""
+        return jax.tree.map(lambda g: g.astype(self.sum_dtype), grads)
+
+
+@dataclass(frozen=True)
 class ShardedModel:
     """A model on its layout: `embed`, `layer` and `loss` take parameters as they are held, and unshard them first.
 
-    ctx: what a run tells the model, without dropout. unrolls: whether a loop over all layers is written out.
+    ctx: what a run tells the model, without dropout. reduce_dtype, sum_dtype: in which gradients are summed over ranks
+    and over micro-batches. remat_every, repeated, regathers: what backward runs again: as in `ParallelConfig`; arrays
+    by what makes them; weights' gathers. unrolls: whether a loop over all layers is written out.
     """
 
     config: RunConfig
     layout: Layout
     ctx: Context
+    params: Replicated | Sharded
+    reduce_dtype: str
+    sum_dtype: str
+    remat_every: int
+    repeated: frozenset[Made]
+    regathers: bool
     unrolls: bool
 
     @classmethod
@@ -70,7 +113,7 @@ class ShardedModel:
         recorder: Recorder | None = None,
         draws_choices: bool = False,
     ) -> "ShardedModel":
-        parallel = config.parallel
+        parallel, precision = config.parallel, config.precision
         ctx = Context(
             sp=parallel.sp,
             ring=parallel.ring,
@@ -83,87 +126,28 @@ class ShardedModel:
             probe=None if recorder is None else Probe(recorder),
             draws_choices=draws_choices,
         )
-        return cls(config, layout, ctx, parallel.unrolls(platform, config.model.num_layers))
-
-    # ---- parameters ----
+        reduce_dtype, sum_dtype = precision.reduction_dtype, precision.master_dtype
+        regathers, params = False, Replicated(layout, sum_dtype)
+        if layout.grads_sharded:
+            twice = layout.params_sharded and parallel.reshard_after_forward and parallel.mesh.pp == 1
+            regathers = twice or not layout.params_sharded
+            params = Sharded(layout, reduce_dtype, sum_dtype, twice, twice and not parallel.overlap_layers)
+        return cls(
+            config,
+            layout,
+            ctx,
+            params=params,
+            reduce_dtype=reduce_dtype,
+            sum_dtype=sum_dtype,
+            remat_every=parallel.remat_every,
+            repeated=read_arrays(parallel.remat, config.rows),
+            regathers=regathers,
+            unrolls=parallel.unrolls(platform, config.model.num_layers),
+        )
 
     def cast(self, params: dict) -> dict:
         """Parameters typed varying over the axes of their gradients' sums, so that backward leaves these to us."""
         return jax.tree.map(lambda leaf, x: comm.varying(x, leaf.reduce_axes), self.layout.leaves, params)
-
-    def hold_layers(self, params: dict) -> ShardedParams:
-        """All layers, stacked, as they are differentiated."""
-        leaves, layers = split_outer(self.layout.leaves)[1], split_outer(params)[1]
-        if not self.layout.grads_sharded:
-            return ShardedParams(drop_frozen(leaves, layers), keep_frozen(leaves, layers))
-        return ShardedParams(shard_proxies(drop_frozen(leaves, leaves), self.sum_dtype), layers)
-
-    def hold_outer(self, params: dict) -> ShardedParams:
-        """The parameters outside the layers, as they are differentiated: whole, or a whole proxy of what is gathered
-        later."""
-        leaves, outer = split_outer(self.layout.leaves)[0], split_outer(params)[0]
-        if self.gathers_outer_twice:
-            return ShardedParams(whole_proxies(drop_frozen(leaves, leaves), self.sum_dtype), outer)
-        if self.layout.params_sharded:
-            flat, treedef = jax.tree.flatten(leaves)
-            whole = all_gather_groups(treedef.flatten_up_to(outer), flat, self.layout.bucket_bytes)
-            outer = treedef.unflatten(whole)
-        return ShardedParams(drop_frozen(leaves, outer), keep_frozen(leaves, outer))
-
-    @property
-    def gathers_outer_twice(self) -> bool:
-        """Whether ZeRO-3 gathers what is outside the layers for the embedding and again for the loss. A pipeline, and
-        a run that keeps weights after forward, gather it once."""
-        parallel = self.config.parallel
-        return self.layout.params_sharded and parallel.reshard_after_forward and parallel.mesh.pp == 1
-
-    @property
-    def sum_dtype(self) -> str:
-        return self.config.precision.master_dtype
-
-    def unshard_outer(self, outer: ShardedParams, user: str) -> dict:
-        """Whole parameters of those outside the layers that `user`, "embed" or "loss", uses."""
-        if not self.gathers_outer_twice:
-            return fill(*outer)
-        leaves, treedef = jax.tree.flatten(split_outer(self.layout.leaves)[0])
-        used = [i for i, leaf in enumerate(leaves) if user in leaf.used_in]
-        proxies, weights = (treedef.flatten_up_to(tree) for tree in outer)
-        unshard = self._unshard([leaves[i] for i in used], whole_proxies=True)
-        for i, whole in zip(used, unshard([proxies[i] for i in used], [weights[i] for i in used]), strict=True):
-            weights[i] = whole
-        return treedef.unflatten(weights)
-
-    def unshard_layer(self, params: ShardedParams) -> dict:
-        """Whole parameters of one layer."""
-        if not self.layout.grads_sharded:
-            return fill(*params)
-        leaves, treedef = jax.tree.flatten(self.layer_leaves)
-        weights = self._unshard(leaves)(*(None if tree is None else treedef.flatten_up_to(tree) for tree in params))
-        if self.gathers_outer_twice and not self.config.parallel.overlap_layers:
-            # Matrices are worth a second message; vectors are kept.
-            weights = [mark_saveable(w) if leaf.small else w for leaf, w in zip(leaves, weights, strict=True)]
-        return treedef.unflatten(weights)
-
-    def _unshard(self, leaves: Sequence, **how):
-        precision = self.config.precision
-        return make_unshard(leaves, self.layout, precision.reduction_dtype, precision.master_dtype, **how)
-
-    @property
-    def layer_leaves(self) -> dict:
-        """The leaves of one layer."""
-        return jax.tree.map(lambda leaf: leaf.layer(), split_outer(self.layout.leaves)[1])
-
-    def scatter(self, leaves: dict, grads: dict) -> dict:
-        """Local gradients in the dtype of their sums; under ZeRO-2 and 3 the shards of their sum over dp."""
-        flat, treedef = jax.tree.flatten(leaves)
-        if not self.layout.grads_sharded:
-            return jax.tree.map(lambda g: g.astype(self.sum_dtype), grads)
-        given = treedef.flatten_up_to(grads)
-        return treedef.unflatten(
-            scatter_gradients(flat, self.layout, given, self.config.precision.reduction_dtype, self.sum_dtype)
-        )
-
-    # ---- the model's three functions ----
 
     def own_tokens(self, batch: Batch) -> Batch:
         """The batch with the inputs and targets at this rank's positions alone. Sends nothing."""
@@ -179,11 +163,11 @@ class ShardedModel:
     def embed(self, outer: ShardedParams, batch: Batch, key) -> jax.Array:
         ctx = self.context(key, batch).at(0).watching("embed")
         with jax.named_scope("embed"):
-            return ctx.observe("out", self.config.model.embed(ctx, self.unshard_outer(outer, "embed"), batch))
+            return ctx.observe("out", self.config.model.embed(ctx, self.params.unshard_outer(outer, "embed"), batch))
 
     def block(self, params: ShardedParams, x: jax.Array, index: jax.Array, batch: Batch, key) -> jax.Array:
         """The layers of one block: one of each kind."""
-        return self.whole_block(self.unshard_layer(params), x, index, batch, key)
+        return self.whole_block(self.params.unshard_layer(params), x, index, batch, key)
 
     def whole_block(self, weights: dict, x: jax.Array, index: jax.Array, batch: Batch, key) -> jax.Array:
         """`block` with weights that are whole already."""
@@ -206,16 +190,16 @@ class ShardedModel:
             ctx = self.context(key, batch).at(2).watching("loss")
             x = ctx.observe("in", x)
             with jax.named_scope("loss"):
-                return ctx.observe("sum", self.config.model.loss(ctx, self.unshard_outer(outer, "loss"), x, batch))
+                return ctx.observe(
+                    "sum", self.config.model.loss(ctx, self.params.unshard_outer(outer, "loss"), x, batch)
+                )
 
         return (loss if self.ctx.loss_chunks > 1 else self.ctx.checkpointed(loss))(outer, x)
 
     @cached_property
     def policy(self) -> SavePolicy:
         """What backward saves of a layer that is not recomputed as a whole."""
-        regathers = self.layout.grads_sharded and (self.gathers_outer_twice or not self.layout.params_sharded)
-        repeated = read_arrays(self.config.parallel.remat, self.config.rows)
-        return SavePolicy(regathers, self.ctx.selective, repeated)
+        return SavePolicy(self.regathers, self.ctx.selective, self.repeated)
 
 
 def dropout_key(config: RunConfig, step: jax.Array) -> jax.Array | None:
@@ -255,7 +239,7 @@ def reduced(model: ShardedModel, grads: dict, loss_sum: jax.Array, poison: Poiso
     finite = all_finite(grads)
     layout = model.layout.trained
     grads = order_after_finite_check(grads, finite, model.config.parallel)
-    return Gradients(reduce_gradients(grads, layout, model.config.precision.reduction_dtype), loss_sum, finite)
+    return Gradients(reduce_gradients(grads, layout, model.reduce_dtype), loss_sum, finite)
 
 
 def all_finite(tree):

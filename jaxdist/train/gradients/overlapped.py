@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.layout import Layout, drop_frozen, fill, keep_frozen, split_outer
+from jaxdist.layout import Layout, ShardedParams, drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.mesh import WORK_AXES
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
@@ -19,7 +19,6 @@ from jaxdist.parallel.overlap import OverlappedBackward, Sums, order_after
 from jaxdist.parallel.pipeline.buffers import add, pick
 from jaxdist.parallel.pipeline.executor import Stages
 from jaxdist.parallel.reduce import reduce_gradients
-from jaxdist.parallel.zero import ShardedParams
 from jaxdist.train.gradients.base import (
     Gradients,
     Poison,
@@ -35,7 +34,7 @@ def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, pois
     """As the other engines. Sends what plain gradients and their reduction send, in a layer's messages rather than a
     stack's; less one layer's gather under ZeRO-3. `build_program` refuses a poison here."""
     params = model.cast(params)
-    run = _Overlapped(model, params, model.hold_outer(params), key, weight)
+    run = _Overlapped(model, params, model.params.hold_outer(params), key, weight)
     last, deferred = batch, None
     layers = split_outer(params)[1]
     if model.config.parallel.accumulate > 1:
@@ -47,7 +46,7 @@ def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, pois
     found = run.final(layers, last, deferred)
     outer_finite, outer_layout = all_finite(found.shared), replace(model.layout, leaves=run.outer_leaves)
     d_outer = order_after_finite_check(found.shared, outer_finite, model.config.parallel)
-    d_outer = reduce_gradients(d_outer, outer_layout, model.config.precision.reduction_dtype)
+    d_outer = reduce_gradients(d_outer, outer_layout, model.reduce_dtype)
     return Gradients(join(d_outer, found.layers), found.loss, join(outer_finite, found.finite))
 
 
@@ -71,7 +70,7 @@ class _Overlapped:
 
     @cached_property
     def layer_layout(self) -> Layout:
-        return replace(self.model.layout, leaves=self.model.layer_leaves).trained
+        return replace(self.model.layout, leaves=self.model.layout.layer_leaves).trained
 
     def backward(self, layers: dict, micro: Batch, out: dict, reduce_into) -> Sums:
         """One micro-batch, its layers' gradients put into `out` by `reduce_into`."""
@@ -96,17 +95,17 @@ class _Overlapped:
             gather=self.gather if model.layout.params_sharded else None,
             divide=self.divide,
             seed=self.weight,
-            recompute=model.config.parallel.remat_every == 1,
+            recompute=model.remat_every == 1,
         )(out)
-        return found._replace(shared=model.scatter(self.outer_leaves, found.shared))
+        return found._replace(shared=model.params.scatter(self.outer_leaves, found.shared))
 
     def gather(self, shards: dict) -> dict:
         """Whole weights of one layer."""
-        return self.model.unshard_layer(ShardedParams(jax.tree.map(lambda _: None, shards), shards))
+        return self.model.params.unshard_layer(ShardedParams(jax.tree.map(lambda _: None, shards), shards))
 
     def divide(self, weights: dict) -> tuple[dict, dict]:
         """(trained, frozen) of one layer."""
-        leaves = self.model.layer_leaves
+        leaves = self.model.layout.layer_leaves
         return drop_frozen(leaves, weights), keep_frozen(leaves, weights)
 
     def defer(self, sums: Sums, layers: dict, micro: Batch) -> Sums:
@@ -119,7 +118,7 @@ class _Overlapped:
 
     def final(self, layers: dict, micro: Batch, deferred: Sums | None) -> Sums:
         """The last micro-batch: each layer's sum is final when its backward is done, and is reduced then."""
-        dtype = self.model.config.precision.reduction_dtype
+        dtype = self.model.reduce_dtype
 
         def reduce_into(d_weights, index, out):
             total = self.scatter_layer(d_weights)
@@ -131,7 +130,7 @@ class _Overlapped:
         return found if deferred is None else deferred.plus(found)
 
     def scatter_layer(self, d_weights: dict) -> dict:
-        return self.model.scatter(self.layer_layout.leaves, d_weights)
+        return self.model.params.scatter(self.layer_layout.leaves, d_weights)
 
     def no_sums(self) -> Sums:
         def true(leaf):

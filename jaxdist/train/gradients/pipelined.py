@@ -9,12 +9,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxdist.layout import drop_frozen, fill, keep_frozen, split_outer
+from jaxdist.layout import ShardedParams, drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline.executor import Stages, pipeline_gradients, pipeline_loss
 from jaxdist.parallel.spread import gather_to_consumers
-from jaxdist.parallel.zero import ShardedParams
 from jaxdist.train.gradients.base import (
     Gradients,
     Poison,
@@ -32,19 +31,18 @@ def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, pois
 
 def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight) -> tuple[dict, jax.Array]:
     """(this rank's sums, its loss) before they are reduced over ranks."""
-    config, outer_leaves = model.config, split_outer(model.layout.trained.leaves)[0]
     outer, layers = hold(model, params)
 
     def one_pass(batch: Batch) -> tuple[dict, jax.Array]:
-        how = dict(seed=weight, recompute_every=config.parallel.remat_every, dtype=model.sum_dtype)
+        how = dict(seed=weight, recompute_every=model.remat_every, dtype=model.sum_dtype)
         loss, d_outer, d_layers = through_stages(pipeline_gradients, model, outer, layers, batch, key, **how)
         return join(d_outer, d_layers), loss
 
     like = join(outer.trainable, layers.trainable)
     grads, loss_sum = sum_over_micro_batches(model, one_pass, batch, like, weight)
     if model.layout.grads_sharded:
-        d_outer, d_layers = split_outer(grads)
-        grads = join(model.scatter(outer_leaves, d_outer), d_layers)
+        leaves, (d_outer, d_layers) = split_outer(model.layout.trained.leaves)[0], split_outer(grads)
+        grads = join(model.params.scatter(leaves, d_outer), d_layers)
     return grads, loss_sum
 
 
@@ -55,8 +53,8 @@ def evaluate(model: ShardedModel, params: dict, batch: Batch) -> jax.Array:
 def hold(model: ShardedModel, params: dict) -> tuple[ShardedParams, ShardedParams]:
     """(what is outside the layers, whole on the stages that use it; the layers)."""
     params, leaves = model.cast(params), split_outer(model.layout.leaves)[0]
-    outer = gather_to_consumers(leaves, fill(*model.hold_outer(params)))
-    return ShardedParams(drop_frozen(leaves, outer), keep_frozen(leaves, outer)), model.hold_layers(params)
+    outer = gather_to_consumers(leaves, fill(*model.params.hold_outer(params)))
+    return ShardedParams(drop_frozen(leaves, outer), keep_frozen(leaves, outer)), model.params.hold_layers(params)
 
 
 def through_stages(

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.layout import drop_frozen, split_outer
+from jaxdist.layout import ShardedParams, split_outer
 from jaxdist.models.context import Batch
-from jaxdist.parallel.zero import ShardedParams, shard_proxies
 from jaxdist.train.gradients.base import Gradients, Poison, ShardedModel, join, reduced, sum_over_micro_batches
 
 
@@ -23,10 +22,10 @@ def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight
     """(this rank's sums, its loss) before they are reduced over ranks."""
     outer_leaves, _ = split_outer(model.layout.trained.leaves)
     params = model.cast(params)
-    layers = model.hold_layers(params)
+    layers = model.params.hold_layers(params)
 
     def one(micro: Batch) -> tuple[dict, jax.Array]:
-        outer = model.hold_outer(params)
+        outer = model.params.hold_outer(params)
 
         def weighted(outer_trainable, layers_trainable):
             held = outer._replace(trainable=outer_trainable), layers._replace(trainable=layers_trainable)
@@ -35,13 +34,10 @@ def local_gradients(model: ShardedModel, params: dict, batch: Batch, key, weight
 
         (d_outer, d_layers), total = jax.grad(weighted, argnums=(0, 1), has_aux=True)(outer.trainable, layers.trainable)
         model.policy.require_seen(model.config.parallel.remat)
-        return join(model.scatter(outer_leaves, d_outer), d_layers), total
+        return join(model.params.scatter(outer_leaves, d_outer), d_layers), total
 
-    if model.layout.grads_sharded:
-        like = shard_proxies(outer_leaves, model.sum_dtype)
-    else:
-        like = split_outer(drop_frozen(model.layout.leaves, params))[0]
-    return sum_over_micro_batches(model, one, batch, join(like, layers.trainable), weight)
+    like = join(model.params.outer_sums(params), layers.trainable)
+    return sum_over_micro_batches(model, one, batch, like, weight)
 
 
 def summed_loss(model: ShardedModel, outer: ShardedParams, layers: ShardedParams, batch: Batch, key) -> jax.Array:
@@ -57,7 +53,7 @@ def scan_blocks(model: ShardedModel, layers: ShardedParams, x: jax.Array, batch:
     Where they are written out, a barrier keeps XLA from holding for backward what the policy does not keep: around a
     layer's input, and around its parameters only where they are gathered, since it copies each out of its stack.
     """
-    every, unroll = model.config.parallel.remat_every, model.unrolls
+    every, unroll = model.remat_every, model.unrolls
     barrier = (True, model.layout.params_sharded) if unroll else False
 
     def body(x, row):
@@ -79,4 +75,4 @@ def scan_blocks(model: ShardedModel, layers: ShardedParams, x: jax.Array, batch:
 
 def evaluate(model: ShardedModel, params: dict, batch: Batch) -> jax.Array:
     params = model.cast(params)
-    return summed_loss(model, model.hold_outer(params), model.hold_layers(params), batch, None)
+    return summed_loss(model, model.params.hold_outer(params), model.params.hold_layers(params), batch, None)
