@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdist.mesh import parse_mesh
-from jaxdist.parallel.remat import shorten
+from jaxdist.parallel.named_arrays import shorten
 from jaxdist.plan.cost import duration
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
 from jaxdist.plan.hardware import GIB

@@ -19,16 +19,6 @@ class _NoPluginWithoutItsDevice(logging.Filter):
 logging.getLogger("jax._src.xla_bridge").addFilter(_NoPluginWithoutItsDevice())
 
 
-def type_of(x) -> jax.core.ShapedArray:
-    """The abstract value of an array: shape, dtype, varying axes. An abstract value is its own."""
-    return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
-
-
-def varying_axes(x) -> frozenset[str]:
-    """The mesh axes along which the local value `x` may differ from rank to rank, as `shard_map` has proven."""
-    return frozenset(type_of(x).manual_axis_type.varying)
-
-
 def inner_programs(eqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     """The programs inside an equation: bodies of loops, branches, calls."""
     for value in eqn.params.values():

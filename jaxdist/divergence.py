@@ -20,8 +20,8 @@ from jaxdist.config import RunConfig
 from jaxdist.layout import Leaf
 from jaxdist.mesh import AXES, MeshShape, make_abstract_mesh, make_mesh
 from jaxdist.models.base import Model
-from jaxdist.parallel.context_parallel import Split
 from jaxdist.parallel.relayout import to_compute, to_storage
+from jaxdist.parallel.sequence import Split
 from jaxdist.params import STACKED
 from jaxdist.parity import (
     GRADIENT_TOLERANCE,

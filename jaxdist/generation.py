@@ -27,7 +27,9 @@ from jaxdist.models.base import Model, abstract_values, declare, split_kinds
 from jaxdist.models.cache import KeyValues, NextTokens, Prompts
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.context_parallel import SEQUENCE_DIM, Split, merge_bytes
+from jaxdist.parallel import exchange
+from jaxdist.parallel.context_parallel import merge_bytes
+from jaxdist.parallel.sequence import SEQUENCE_DIM, Split
 from jaxdist.params import is_param
 from jaxdist.placement import spec_of
 from jaxdist.plan.parts import OneRank, traffic_of
@@ -317,11 +319,11 @@ class _OnStages:
             mine = partial(lax.cond, stage == turn, lambda x, caches: layers(stacked, x, caches))
             x, caches = mine(lambda x, caches: (x, caches), x, caches)
             if turn + 1 < self.shape.pp:
-                x = comm.permute(x, "pp", senders=[turn])
+                x = exchange.permute(x, "pp", senders=[turn])
         return x, caches
 
     def next(self, ctx: Context, params: dict, x_B1D: jax.Array, positions_B: jax.Array, first, caches) -> Next:
-        x_B1D = comm.broadcast(x_B1D, "pp", self.shape.pp - 1)
+        x_B1D = exchange.broadcast(x_B1D, "pp", self.shape.pp - 1)
         x_B1D, table_VD = self.model.head(ctx, split_outer(params)[0], x_B1D)
         logits_BV = (comm.varying(x_B1D[:, 0], "tp") @ comm.varying(table_VD, "tp").T).astype(
             jnp.promote_types(x_B1D.dtype, jnp.float32)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.compat import varying_axes
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.collectives import varying_axes
 
 # JAX copies a callback's operands to a device. Up to 100 KB that happens at once; a larger copy waits for a thread of
 # XLA:CPU's pool, all of which may wait in a collective for this very callback.

@@ -9,12 +9,12 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from jaxdist.errors import ConfigError, divisors, require_positive, require_within
 from jaxdist.mesh import MeshShape
-from jaxdist.parallel.context_parallel import Split
+from jaxdist.parallel.named_arrays import REPEAT, is_array
 from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.parallel.pipeline.simulate import validate
 from jaxdist.parallel.pipeline.text import load
-from jaxdist.parallel.remat import REPEAT, is_array
+from jaxdist.parallel.sequence import Split
 
 GradSync = Literal["per-parameter", "flat", "bucketed"]
 AttentionName = Literal["auto", "cudnn", "blocked", "xla"]
@@ -156,7 +156,7 @@ class ParallelConfig:
 
     @property
     def repeats_arrays(self) -> bool:
-        """Whether `remat` names arrays (`jaxdist.parallel.remat.name_array`)."""
+        """Whether `remat` names arrays (`jaxdist.parallel.named_arrays.name_array`)."""
         return self.remat.startswith(REPEAT)
 
     @property
@@ -343,7 +343,7 @@ _make_schedule = cache(make_schedule)
 
 
 def fits_pipeline(mesh: MeshShape, kind: str) -> bool:
-    """Whether the mesh may have this kind: in a pipeline neighbours in a ring swap in pairs (`collectives.swap`)."""
+    """Whether the mesh may have this kind: in a pipeline neighbours in a ring swap in pairs (`exchange.swap`)."""
     exchanging, gathers = cp_split(kind, mesh.cp)
     groups = mesh.cp // exchanging
     return mesh.pp == 1 or gathers or groups == 1 or groups % 2 == 0

@@ -13,6 +13,7 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, make_mesh, parse_mesh
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import exchange
 from jaxdist.runtime.devices import acquire_devices
 
 from ..tables import Rows
@@ -28,8 +29,8 @@ COLLECTIVES = {
     "all_reduce": (comm.all_reduce, lambda s, n: s, lambda n: 2 * (n - 1) / n),
     "all_gather": (lambda x, axis: comm.all_gather(x, axis, 0), lambda s, n: s // n, lambda n: (n - 1) / n),
     "reduce_scatter": (lambda x, axis: comm.reduce_scatter(x, axis, 0), lambda s, n: s, lambda n: (n - 1) / n),
-    "all_to_all": (lambda x, axis: comm.all_to_all(x, axis, 0, 0), lambda s, n: s, lambda n: (n - 1) / n),
-    "permute": (lambda x, axis: comm.permute(x, axis, 1), lambda s, n: s, lambda n: 1.0),
+    "all_to_all": (lambda x, axis: exchange.all_to_all(x, axis, 0, 0), lambda s, n: s, lambda n: (n - 1) / n),
+    "permute": (lambda x, axis: exchange.permute(x, axis, 1), lambda s, n: s, lambda n: 1.0),
 }
 
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from jaxdist.models.attention import scores_of, weighted_values
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.context_parallel import AXIS, SEQUENCE_DIM, Split, by_turns, merge_over_ranks
+from jaxdist.parallel.context_parallel import by_turns, merge_over_ranks
+from jaxdist.parallel.sequence import AXIS, SEQUENCE_DIM, Split
 
 
 class KeyValues(NamedTuple):

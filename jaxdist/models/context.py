@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax, random
 
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel import tensor
-from jaxdist.parallel.context_parallel import Split
+from jaxdist.parallel import tensor, vocabulary
+from jaxdist.parallel.chunked_loss import cross_entropy_in_chunks
 from jaxdist.parallel.dropout import draw, dropout
 from jaxdist.parallel.expert_parallel import (
     NOWHERE,
@@ -21,6 +21,7 @@ from jaxdist.parallel.expert_parallel import (
 )
 from jaxdist.parallel.remat import SavePolicy, mark_saveable
 from jaxdist.parallel.rings import Ring
+from jaxdist.parallel.sequence import Split
 
 
 class Batch(NamedTuple):
@@ -154,7 +155,7 @@ class Context:
 
     def embedding(self, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
         """tokens[B, T] -> rows of a table that is split over tp, in the layout between layers."""
-        return self._observe("embedding.out", tensor.vocab_parallel_embedding(tokens_BT, table_VD, self.sp))
+        return self._observe("embedding.out", vocabulary.vocab_parallel_embedding(tokens_BT, table_VD, self.sp))
 
     def mixture(
         self,
@@ -257,17 +258,19 @@ class Context:
         """The rows of a table of learned positions for the local tokens: [T, D], or [B, T, D]."""
         positions = self.positions(num_local)
         if positions.ndim > 1 or self.split.ranks > 1:
-            return tensor.look_up(len(table_TD), table_TD, positions)
+            return vocabulary.look_up(len(table_TD), table_TD, positions)
         return lax.dynamic_slice_in_dim(table_TD, positions[0], num_local)
 
     def loss(self, x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int) -> jax.Array:
         """The summed cross-entropy of targets that are not negative, in nats, equal along tp."""
         x_BTD = self._observe("cross_entropy.in", x_BTD)
         if self.loss_chunks > 1:
-            return tensor.cross_entropy_in_chunks(
+            return cross_entropy_in_chunks(
                 x_BTD, table_VD, targets_BT, vocab_size, self.sp, self.loss_chunks, self.on_gpu
             )
-        losses_BT = tensor.vocab_parallel_cross_entropy(x_BTD, table_VD, targets_BT, vocab_size, self.sp, self.on_gpu)
+        losses_BT = vocabulary.vocab_parallel_cross_entropy(
+            x_BTD, table_VD, targets_BT, vocab_size, self.sp, self.on_gpu
+        )
         losses_BT = self._observe("cross_entropy.out", losses_BT)
         return jnp.where(targets_BT >= 0, losses_BT, 0).sum()
 

@@ -18,8 +18,8 @@ from jaxdist.models.attention import attend, attention_on_device
 from jaxdist.models.base import check_experts
 from jaxdist.models.context import Context
 from jaxdist.models.flax import FlaxModel, parameter
+from jaxdist.parallel.kv_heads import heads_of_queries
 from jaxdist.parallel.remat import HEADS, mark_saveable
-from jaxdist.parallel.tensor import heads_of_queries
 from jaxdist.strategy import ParallelConfig
 
 INIT_STD = 0.02

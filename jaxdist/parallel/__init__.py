@@ -1,8 +1,8 @@
 """Explicit-collective parallelism for any model inside `jax.shard_map(..., check_vma=True)`.
 
-`collectives`: typed wrappers that drop size-1 axes and refuse a second reduction. `algorithms`: ring, tree and
-halving-doubling written by hand from `ppermute`. `tensor`: the two places a block meets tensor parallelism, and the
-vocabulary-parallel embedding and loss. `rings`: matmuls overlapped with their gather or scatter over tp.
+`collectives`, `exchange`: typed wrappers that drop size-1 axes and refuse a second reduction. `algorithms`: ring, tree
+and halving-doubling written by hand from `ppermute`. `tensor`: the two places a block meets tensor parallelism.
+`vocabulary`, `chunked_loss`: embedding and loss. `rings`: matmuls overlapped with their gather or scatter over tp.
 `context_parallel`, `blocked_attention`: attention over a sequence that is split, or too long for its scores.
 `zero`, `reduce`: the gradient rule over a `jaxdist.layout.Layout`.
 `pipeline`: schedules as tables (no JAX), and the executor that runs any of them.
@@ -17,43 +17,37 @@ EXPORTS = {
         "all_gather",
         "all_reduce",
         "all_reduce_max",
-        "all_to_all",
-        "broadcast",
-        "gather_to",
-        "permute",
         "rank",
         "reduce_scatter",
-        "scatter_from",
         "size",
-        "swap",
         "varying",
     ),
+    "chunked_loss": ("cross_entropy_in_chunks",),
     "context_parallel": ("context_attention",),
+    "exchange": ("all_to_all", "broadcast", "gather_to", "permute", "scatter_from", "swap"),
     "pipeline.builders": ("make_schedule",),
     "pipeline.executor": ("Stages", "pipeline_gradients", "pipeline_loss"),
     "reduce": ("reduce_gradients",),
     "rings": ("gather_matmul", "matmul_scatter"),
     "pipeline.schedules": ("Action", "Phase", "Schedule"),
-    "tensor": (
-        "cross_entropy_in_chunks",
-        "enter",
-        "leave",
-        "vocab_parallel_cross_entropy",
-        "vocab_parallel_embedding",
-    ),
+    "tensor": ("enter", "leave"),
+    "vocabulary": ("vocab_parallel_cross_entropy", "vocab_parallel_embedding"),
 }
 MODULES = (
     "algorithms",
     "blocked_attention",
+    "chunked_loss",
     "collectives",
     "context_parallel",
     "dropout",
+    "exchange",
     "overlap",
     "pipeline",
     "reduce",
     "rings",
     "spread",
     "tensor",
+    "vocabulary",
     "zero",
 )
 _HOME = {name: module for module, names in EXPORTS.items() for name in names}

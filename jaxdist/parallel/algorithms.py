@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.parallel.collectives import permute, rank, size, varying
+from jaxdist.parallel.collectives import rank, size, varying
+from jaxdist.parallel.exchange import permute
 
 
 def ring_reduce_scatter(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.compat import varying_axes
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.collectives import varying_axes
 from jaxdist.parallel.remat import mark_saveable
 
 MOST_POSITIONS = 512  # of a block

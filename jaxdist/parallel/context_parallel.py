@@ -1,15 +1,12 @@
 """Attention over a sequence that is split over the axis `cp`: by a ring, by gathering keys, or by exchanging heads.
 
 Dims: B batch, T positions of this rank, S of the whole sequence, N query heads, K heads of keys and values, H head dim;
-n ranks. The ring and the gather place the sequence in a zig-zag: of 2n equal chunks, rank r holds r and 2n-1-r, so that
-causal scores are as many on every rank. Exchanging heads needs no such order.
+n ranks. `jaxdist.parallel.sequence.Split` says which positions each rank holds.
 Sources: Ring Attention (arXiv 2310.01889); Striped Attention (2311.09431), of the balance; Llama 3 (2407.21783, section
 3.3.2), of the gather and of 2n chunks; DeepSpeed Ulysses (2309.14509); USP (2405.07719), of the two combined.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import exchange
 from jaxdist.parallel.blocked_attention import (
     LOWEST,
     Partial,
@@ -30,90 +28,9 @@ from jaxdist.parallel.blocked_attention import (
     vary_alike,
 )
 from jaxdist.parallel.remat import mark_saveable
+from jaxdist.parallel.sequence import AXIS, SEQUENCE_DIM, Split
 
-AXIS = "cp"
-SEQUENCE_DIM, HEADS_DIM = 1, 2
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a sequence is split over the axis: groups of `exchanging` neighbours exchange heads, and the groups are a
-    ring, or gather keys. With one group heads alone are exchanged; with groups of one rank, none.
-
-    swaps: what a ring sends, neighbours swap in pairs, an even number of groups: see `ring_attention`.
-    """
-
-    ranks: int = 1
-    exchanging: int = 1
-    gathers: bool = False
-    swaps: bool = False
-
-    @property
-    def groups(self) -> int:
-        return self.ranks // self.exchanging
-
-    @property
-    def unit(self) -> int:
-        """What a sequence's length is a multiple of: positions are split evenly over ranks, and in 2 chunks a group."""
-        return self.ranks if self.groups == 1 else math.lcm(self.ranks, 2 * self.groups)
-
-    @property
-    def group(self) -> jax.Array | int:
-        """The number of this rank's group."""
-        return comm.rank(AXIS) // self.exchanging
-
-    @property
-    def member(self) -> jax.Array | int:
-        """The number of this rank in its group."""
-        return comm.rank(AXIS) % self.exchanging
-
-    def neighbours(self, odd: int) -> list[tuple[int, int]]:
-        """Ranks of equal place in neighbouring groups: in groups 0 and 1, 2 and 3, ...; or (odd) 1 and 2, 3 and 4, ...
-        and the last and first."""
-        return [
-            tuple(group % self.groups * self.exchanging + member for group in (first, first + 1))
-            for first in range(odd, self.groups + odd, 2)
-            for member in range(self.exchanging)
-        ]
-
-    def chunk_of(self, half, group: jax.Array | int) -> jax.Array:
-        """The number of a group's first (half 0) or second chunk among the sequence's 2 * groups."""
-        return jnp.where(half == 0, group, 2 * self.groups - 1 - group)
-
-    def first_positions(self, chunk: int) -> list[jax.Array]:
-        """Where the two chunks of this rank's group begin."""
-        return [self.chunk_of(half, self.group) * chunk for half in range(2)]
-
-    def place(self, held_T: jax.Array, num_local: int, rank: jax.Array | int) -> jax.Array:
-        """Positions in the sequence of some of the `num_local` that a rank holds, by their places there: i32[T]."""
-        if self.ranks == 1:
-            return held_T
-        held = held_T + rank % self.exchanging * num_local  # among those of the rank's group
-        if self.groups == 1:
-            return held
-        chunk, group = num_local * self.exchanging // 2, rank // self.exchanging
-        half = held // chunk
-        return held + (self.chunk_of(half, group) - half) * chunk
-
-    def positions(self, held_T: jax.Array, num_local: int) -> jax.Array:
-        """`place` of this rank."""
-        return self.place(held_T, num_local, comm.rank(AXIS))
-
-    def cut(self, x_BS: jax.Array) -> jax.Array:
-        """What this rank holds of an array with the whole sequence on dim 1. Sends nothing."""
-        if self.ranks == 1:
-            return x_BS
-        num_local = x_BS.shape[SEQUENCE_DIM] // self.ranks
-        places_T = self.positions(jnp.arange(num_local), num_local)
-        return jnp.take(comm.varying(x_BS, AXIS), places_T, axis=SEQUENCE_DIM)
-
-    def gather(self, x_BT: jax.Array) -> jax.Array:
-        """Undo `cut`: the whole sequence, in order, on every rank. Sends (n-1)/n of its bytes."""
-        if self.ranks == 1:
-            return x_BT
-        num_local = x_BT.shape[SEQUENCE_DIM]
-        places_S = [self.place(jnp.arange(num_local), num_local, rank) for rank in range(self.ranks)]
-        return jnp.take(comm.all_gather(x_BT, AXIS, SEQUENCE_DIM), jnp.argsort(jnp.concatenate(places_S)), SEQUENCE_DIM)
+HEADS_DIM = 2
 
 
 def context_attention(
@@ -164,7 +81,7 @@ def by_turns(split: Split, x_BTKH: jax.Array) -> jax.Array:
         return x_BTKH
     batch, num_local, *of_one = x_BTKH.shape
     # Places count from a multiple of n in every chunk, so those of equal rest are of one rank.
-    taken = comm.all_to_all(x_BTKH.reshape(batch, num_local // n, n, *of_one), AXIS, 2, SEQUENCE_DIM)
+    taken = exchange.all_to_all(x_BTKH.reshape(batch, num_local // n, n, *of_one), AXIS, 2, SEQUENCE_DIM)
     first_T = jnp.arange(0, num_local, n)
     places_T = jnp.concatenate([split.place(first_T, num_local, rank) for rank in range(n)]) // n
     return jnp.zeros_like(x_BTKH).at[:, places_T].set(taken[:, :, 0])
@@ -202,7 +119,7 @@ def exchange_heads(split: Split, x_BTNH: jax.Array, back: bool = False) -> jax.A
     ranks = range(split.ranks)
     groups = [[*ranks[first : first + split.exchanging]] for first in ranks[:: split.exchanging]]
     cut, joined = (SEQUENCE_DIM, HEADS_DIM) if back else (HEADS_DIM, SEQUENCE_DIM)
-    return comm.all_to_all(x_BTNH, AXIS, cut, joined, groups if split.groups > 1 else None)
+    return exchange.all_to_all(x_BTNH, AXIS, cut, joined, groups if split.groups > 1 else None)
 
 
 def repeat_heads(parts: int, *arrays: jax.Array) -> list[jax.Array]:
@@ -245,16 +162,16 @@ def halo_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window: int, starts_
         if split.swaps:
             early_before, late_after = swapped(early, late)
         else:
-            early_before = comm.permute(early, AXIS, hop, ranks[:-hop])
-            late_after = comm.permute(late, AXIS, -hop, ranks[hop:])
+            early_before = exchange.permute(early, AXIS, hop, ranks[:-hop])
+            late_after = exchange.permute(late, AXIS, -hop, ranks[hop:])
         return early_before, jnp.where(split.group == last, early, late_after)
 
     def swapped(early, late):
         """Early chunks from the group before and late ones from that after. The first group gets keys that would be
         before the sequence, which nothing sees."""
         even = split.group % 2 == 0
-        one = comm.swap(jnp.where(even, early, late), AXIS, split.neighbours(0))
-        other = comm.swap(jnp.where(even, late, early), AXIS, split.neighbours(1))
+        one = exchange.swap(jnp.where(even, early, late), AXIS, neighbours(split, 0))
+        other = exchange.swap(jnp.where(even, late, early), AXIS, neighbours(split, 1))
         return jnp.where(even, other, one), jnp.where(even, one, other)
 
     found = [jnp.split(jnp.stack([k_BTKH, v_BTKH]), 2, axis=1 + SEQUENCE_DIM)]
@@ -272,7 +189,7 @@ def _of_halves(split: Split, q_BTNH, keys: Callable, window, starts_BS) -> jax.A
     """Attention of both chunks of queries; keys(half, position of its first query) -> (k, v, position of the first)."""
     chunk = q_BTNH.shape[1] // 2
     parts = []
-    for half, first in enumerate(split.first_positions(chunk)):
+    for half, first in enumerate(first_positions(split, chunk)):
         k, v, first_key = keys(half, first)
         q = q_BTNH[:, half * chunk : (half + 1) * chunk]
         starts = None if starts_BS is None else lax.dynamic_slice_in_dim(starts_BS, first, chunk, axis=SEQUENCE_DIM)
@@ -298,7 +215,7 @@ def ring_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, starts_
     early keys that came, and its early or its late queries see those like them.
     With `split.swaps` a hop is a swap with one neighbour, and the next hop with the other. Keys from an even rank then
     move to the next rank at each hop, those from an odd rank to the one before. All have been everywhere after n-1
-    hops, and one more takes them home. Stages of a pipeline need this (`collectives.swap`).
+    hops, and one more takes them home. Stages of a pipeline need this (`exchange.swap`).
     Backward: keys and values go round once more, and after them their gradients, summed on the way in at least fp32.
     Keeps q, k, v, o and one number of each query and head.
     Sends: (n-1) * (k and v of a rank) forward; as much again, and (n-1) * (dk and dv), backward.
@@ -307,7 +224,7 @@ def ring_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, starts_
     if starts_BS is not None:
         chunk = q_BTNH.shape[1] // 2
         starts = jnp.stack(
-            [lax.dynamic_slice_in_dim(starts_BS, first, chunk, 1) for first in split.first_positions(chunk)]
+            [lax.dynamic_slice_in_dim(starts_BS, first, chunk, 1) for first in first_positions(split, chunk)]
         )
     return _ring(split, window, *vary_alike(*(comm.varying(x, AXIS) for x in (q_BTNH, k_BTKH, v_BTKH))), starts)
 
@@ -430,8 +347,8 @@ def _onwards(split: Split, x, odd: int):
     """To the rank with the same place in the next group; or, with swaps, from a neighbour, whose number among hops is
     even or odd."""
     if split.swaps:
-        return comm.swap(x, AXIS, split.neighbours(odd))
-    return comm.permute(x, AXIS, split.exchanging)
+        return exchange.swap(x, AXIS, neighbours(split, odd))
+    return exchange.permute(x, AXIS, split.exchanging)
 
 
 def _keys_and_values(k, v) -> jax.Array:
@@ -457,3 +374,18 @@ def _halves(x_BTNH) -> jax.Array:
 def _joined(x) -> jax.Array:
     """Undo `_halves`."""
     return jnp.concatenate(list(x), axis=SEQUENCE_DIM)
+
+
+def neighbours(split: Split, odd: int) -> list[tuple[int, int]]:
+    """Ranks of equal place in neighbouring groups: in groups 0 and 1, 2 and 3, ...; or (odd) 1 and 2, 3 and 4, ...
+    and the last and first."""
+    return [
+        tuple(group % split.groups * split.exchanging + member for group in (first, first + 1))
+        for first in range(odd, split.groups + odd, 2)
+        for member in range(split.exchanging)
+    ]
+
+
+def first_positions(split: Split, chunk: int) -> list[jax.Array]:
+    """Where the two chunks of this rank's group begin."""
+    return [split.chunk_of(half, split.group) * chunk for half in range(2)]

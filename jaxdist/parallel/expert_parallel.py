@@ -11,10 +11,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdist.compat import varying_axes
 from jaxdist.errors import ConfigError
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import exchange
 from jaxdist.parallel.blocked_attention import vary_alike
+from jaxdist.parallel.collectives import varying_axes
 from jaxdist.parallel.remat import mark_saveable
 
 Axes = tuple[str, ...]
@@ -188,14 +189,14 @@ def apply_experts(
         return from_slots(experts(sent, counts_E), weight_RK, slots)
 
     counts_NE = counts_E.reshape(n, held)
-    got, counts_NE = mark_saveable(comm.all_to_all(sent, axes, 0, 0)), comm.all_to_all(counts_NE, axes, 0, 0)
+    got, counts_NE = mark_saveable(exchange.all_to_all(sent, axes, 0, 0)), exchange.all_to_all(counts_NE, axes, 0, 0)
     # What came from each rank is in order of the experts; all of it, too.
     ends_NE = jnp.cumsum(counts_NE, 1)
     expert_NS = jnp.sum(jnp.arange(num_slots)[None, :, None] >= ends_NE[:, None], -1).reshape(-1)
     to_M = jnp.argsort(expert_NS, stable=True)
     back_S = jnp.zeros_like(to_M).at[to_M].set(jnp.arange(len(to_M)))
     rows = experts(_permuted(*vary_alike(got, to_M, back_S)), counts_NE.sum(0))
-    back = comm.all_to_all(_permuted(*vary_alike(rows, back_S, to_M)), axes, 0, 0)
+    back = exchange.all_to_all(_permuted(*vary_alike(rows, back_S, to_M)), axes, 0, 0)
     return from_slots(mark_saveable(back), weight_RK, slots)
 
 
@@ -219,9 +220,9 @@ def apply_experts_with_capacity(
     slots = Slots.of(jnp.where(expert_RK == NOWHERE, NOWHERE, slot_RK), num_experts * slots_each)
     sent = to_slots(x_RD, slots)
     width, held = sent.shape[-1], num_experts // n
-    got = mark_saveable(comm.all_to_all(sent, axes, 0, 0)) if n > 1 else sent
+    got = mark_saveable(exchange.all_to_all(sent, axes, 0, 0)) if n > 1 else sent
     rows = got.reshape(n, held, slots_each, width).swapaxes(0, 1).reshape(-1, width)
     made = experts(rows, None)
     made = made.reshape(held, n, slots_each, width).swapaxes(0, 1).reshape(-1, width)
-    back = mark_saveable(comm.all_to_all(made, axes, 0, 0)) if n > 1 else made
+    back = mark_saveable(exchange.all_to_all(made, axes, 0, 0)) if n > 1 else made
     return from_slots(back, weight_RK, slots)

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.compat import type_of, varying_axes
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.collectives import type_of, varying_axes
 from jaxdist.parallel.pipeline.buffers import add, pick
 from jaxdist.parallel.pipeline.executor import Stages
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, pruned, split_layer

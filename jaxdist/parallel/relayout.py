@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxdist.layout import Leaf
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import exchange
 from jaxdist.parallel.zero import shard, unpad
 from jaxdist.specs import logical_spec, zero_padded
 
@@ -98,7 +99,7 @@ def _reorder(x: jax.Array, held: np.ndarray, wanted: np.ndarray) -> jax.Array:
             for place, row in enumerate(rows):
                 sent[source, stage * longest + place] = list(held[source]).index(row)
                 arrived[stage, list(wanted[stage]).index(row)] = source * longest + place
-    buffer = comm.all_to_all(_pick(x, jnp.asarray(sent)[me]), "pp", 0, 0)
+    buffer = exchange.all_to_all(_pick(x, jnp.asarray(sent)[me]), "pp", 0, 0)
     return _pick(buffer, jnp.asarray(arrived)[me])
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.layout import Leaf, replace_entry
-from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import exchange
 
 
 def used_local(leaf: Leaf) -> tuple[int, ...]:
@@ -28,7 +28,7 @@ def gather_to_consumers(leaves: dict, params: dict) -> dict:
     def whole(leaf: Leaf, x: jax.Array) -> jax.Array:
         if not leaf.consumer_stages:
             return x
-        padded = comm.gather_to(x, "pp", leaf.spread_dim, leaf.consumer_stages)
+        padded = exchange.gather_to(x, "pp", leaf.spread_dim, leaf.consumer_stages)
         return lax.slice_in_dim(padded, 0, leaf.shape[leaf.spread_dim], axis=leaf.spread_dim)
 
     return jax.tree.map(whole, leaves, params)
@@ -46,6 +46,6 @@ def scatter_from_consumers(leaves: dict, grads: dict) -> dict:
         dim = leaf.spread_dim
         extra = leaf.compute_shape[dim] - leaf.shape[dim]
         padded = jnp.pad(g, [(0, extra if d == dim else 0) for d in range(g.ndim)]) if extra else g
-        return comm.scatter_from(padded, "pp", dim, leaf.consumer_stages)
+        return exchange.scatter_from(padded, "pp", dim, leaf.consumer_stages)
 
     return jax.tree.map(part, leaves, grads)

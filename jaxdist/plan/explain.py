@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxdist.mesh import AXES, STATE_AXES
 from jaxdist.models.base import num_parameters
-from jaxdist.parallel.remat import shorten
+from jaxdist.parallel.named_arrays import shorten
 from jaxdist.plan.hardware import GIB, Cluster
 from jaxdist.plan.parts import exchanged, work_of
 from jaxdist.plan.program_memory import ITEMSIZE, PHASES

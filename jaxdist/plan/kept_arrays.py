@@ -20,6 +20,7 @@ from jaxdist.compat import inner_programs
 from jaxdist.mesh import MeshShape
 from jaxdist.models.attention import traced_attention
 from jaxdist.models.base import Model
+from jaxdist.parallel.named_arrays import REPEAT, name_array, read_arrays
 from jaxdist.parallel.pipeline.split_backward import (
     dependents,
     needed_for,
@@ -29,7 +30,7 @@ from jaxdist.parallel.pipeline.split_backward import (
     variables,
 )
 from jaxdist.parallel.products import is_product, product_dims
-from jaxdist.parallel.remat import DRAWS, FREE, REPEAT, Made, made_by, name_array, read_arrays
+from jaxdist.parallel.remat import DRAWS, FREE, Made, made_by
 from jaxdist.plan.long_blocks import found_in
 from jaxdist.plan.parts import OneRank
 from jaxdist.plan.proof.trace import collectives_of

@@ -19,7 +19,6 @@ from jax import random
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from jaxdist.compat import type_of
 from jaxdist.config import MOST_TOKENS, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import ShardedParams, drop_frozen, fill, keep_frozen, split_outer
@@ -28,6 +27,7 @@ from jaxdist.models.attention import traced_attention
 from jaxdist.models.base import Model, declare
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.collectives import type_of
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, flat, needed_for, split_layer, variables
 from jaxdist.parallel.products import product_dims, products_among, products_of
 from jaxdist.params import named_params

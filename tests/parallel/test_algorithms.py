@@ -17,8 +17,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.compat import varying_axes
 from jaxdist.parallel import algorithms
+from jaxdist.parallel.collectives import varying_axes
 from jaxdist.plan.collective_cost import ALGORITHMS, CollectiveCost, bus_bandwidth_factor, collective_cost
 
 ALL_REDUCES = ("ring_all_reduce", "halving_doubling_all_reduce", "tree_all_reduce", "central_all_reduce")

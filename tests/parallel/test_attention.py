@@ -21,8 +21,8 @@ from jaxdist.models.context import Context
 from jaxdist.parallel import blocked_attention
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.dropout import dropout
+from jaxdist.parallel.kv_heads import heads_of_queries
 from jaxdist.parallel.pipeline.split_backward import all_equations
-from jaxdist.parallel.tensor import heads_of_queries
 from jaxdist.train import program as programs
 from jaxdist.train.program import attention_on, build_program
 

@@ -20,9 +20,10 @@ from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel import blocked_attention as blocked
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel import context_parallel
+from jaxdist.parallel import context_parallel, exchange
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
-from jaxdist.parallel.context_parallel import Split, by_turns, context_attention, hops
+from jaxdist.parallel.context_parallel import by_turns, context_attention, hops, neighbours
+from jaxdist.parallel.sequence import Split
 from jaxdist.plan.proof.compile import emitted_collectives
 from jaxdist.plan.proof.trace import collectives_of, equations, total_sent
 from jaxdist.strategy import ParallelConfig
@@ -170,7 +171,7 @@ def test_layers_in_a_loop_keep_nothing_as_large_as_scores(monkeypatch):
 @pytest.mark.parametrize("odd", [0, 1])
 def test_ranks_swap_inside_loops_of_which_stages_run_unequally_many(odd):
     """What a permute cannot do on XLA:CPU, where all devices of the mesh join it: another stage's would be missing."""
-    stages, pairs = 2, Split(4, swaps=True).neighbours(odd)
+    stages, pairs = 2, neighbours(Split(4, swaps=True), odd)
     mesh = make_mesh(MeshShape(pp=stages, cp=4), DEVICES)
 
     def local(x):
@@ -178,7 +179,7 @@ def test_ranks_swap_inside_loops_of_which_stages_run_unequally_many(odd):
         start = comm.varying(jnp.int32(0), ("pp", "cp"))
         return lax.while_loop(
             lambda state: state[0] < times,
-            lambda state: (state[0] + 1, 2 * comm.swap(state[1], "cp", pairs)),
+            lambda state: (state[0] + 1, 2 * exchange.swap(state[1], "cp", pairs)),
             (start, x),
         )[1]
 

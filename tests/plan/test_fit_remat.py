@@ -11,12 +11,12 @@ import pytest
 from conftest import in_sample
 
 from experiments.strategies import Strategy
-from jaxdist.compat import type_of
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_abstract_mesh, parse_mesh
 from jaxdist.models.presets import PRESETS
-from jaxdist.parallel.remat import is_array, name_array, read_arrays
+from jaxdist.parallel.collectives import type_of
+from jaxdist.parallel.named_arrays import is_array, name_array, read_arrays
 from jaxdist.plan.fit_remat import _nothing_repeated, fit_remat, with_arrays
 from jaxdist.plan.hardware import GIB, Cluster, find_hardware
 from jaxdist.plan.kept_arrays import _largest, _layer, choice_of, choices

@@ -26,7 +26,7 @@ from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.layers import Transformer
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel import context_parallel, tensor, zero
+from jaxdist.parallel import context_parallel, tensor, vocabulary, zero
 from jaxdist.parallel.pipeline import executor
 from jaxdist.parity import PROOF_EPS, PROOF_LR, one_device
 from jaxdist.probes import BACKWARD, FORWARD, Key, Probe, Recorder
@@ -369,7 +369,7 @@ BUGS = [
     Bug(
         "an-embedding",
         "dp2-tp2",
-        scaled(tensor, "vocab_parallel_embedding", rank=2),
+        scaled(vocabulary, "vocab_parallel_embedding", rank=2),
         FORWARD,
         "GPT2.embed.embedding.out",
         0,
@@ -390,7 +390,7 @@ BUGS = [
     Bug(
         "a-loss",
         "dp2-tp2",
-        scaled(tensor, "vocab_parallel_cross_entropy", rank=1),
+        scaled(vocabulary, "vocab_parallel_cross_entropy", rank=1),
         FORWARD,
         "Model.loss.cross_entropy.out",
         0,

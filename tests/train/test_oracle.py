@@ -25,7 +25,7 @@ from jaxdist.models.experts import Mixture
 from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS, gelu_tanh, layer_norm
 from jaxdist.models.layers import Rotary
 from jaxdist.models.presets import PRESETS
-from jaxdist.parallel.tensor import vocab_parallel_cross_entropy
+from jaxdist.parallel.vocabulary import vocab_parallel_cross_entropy
 from jaxdist.parity import NOISE, PROOF_EPS
 from jaxdist.runtime.devices import Devices
 from jaxdist.strategy import ParallelConfig, PrecisionConfig

@@ -15,8 +15,8 @@ from jaxdist.checkpoint.logical import logical_parameters
 from jaxdist.data.batches import random_batches
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.context import Context
+from jaxdist.parallel.chunked_loss import cross_entropy_in_chunks
 from jaxdist.parallel.dropout import dropout
-from jaxdist.parallel.tensor import cross_entropy_in_chunks
 from jaxdist.parity import compare, observe, one_device
 from jaxdist.plan.proof.trace import equations
 from jaxdist.strategy import PrecisionConfig

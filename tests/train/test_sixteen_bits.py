@@ -24,10 +24,11 @@ from jaxdist.models.context import Context
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.gpt2 import GPT2, layer_norm
 from jaxdist.models.layers import RMSNorm, Rotary
-from jaxdist.parallel.context_parallel import Split, context_attention
+from jaxdist.parallel.context_parallel import context_attention
 from jaxdist.parallel.expert_parallel import apply_experts, apply_experts_with_capacity
 from jaxdist.parallel.grouped_matmul import grouped_matmul
-from jaxdist.parallel.tensor import look_up
+from jaxdist.parallel.sequence import Split
+from jaxdist.parallel.vocabulary import look_up
 from jaxdist.plan.proof.trace import equations
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.compat import varying_axes
 from jaxdist.errors import ConfigError
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.collectives import varying_axes
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.parallel.pipeline.split_backward import all_equations
 

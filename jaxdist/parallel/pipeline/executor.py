@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.compat import type_of, varying_axes
 from jaxdist.errors import ConfigError
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import exchange
+from jaxdist.parallel.collectives import type_of, varying_axes
 from jaxdist.parallel.pipeline.buffers import Buffer, Pool, add, load, pick, put, store
 from jaxdist.parallel.pipeline.checks import check_arrays, output_type
 from jaxdist.parallel.pipeline.lowering import (
@@ -279,7 +280,7 @@ class _Runner:
         """The neighbour's message, if it is in the set that sends. All stages take the same branch."""
 
         def branch(index: int):
-            send = partial(comm.permute, axis=self.axis, shift=ARRIVALS[name], senders=sets[index])
+            send = partial(exchange.permute, axis=self.axis, shift=ARRIVALS[name], senders=sets[index])
             return lambda message: named(sending(name, index), send, message)
 
         if self.send_latency == 2:

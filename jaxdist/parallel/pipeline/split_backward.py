@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxdist.compat import inner_programs, type_of
+from jaxdist.compat import inner_programs
 from jaxdist.errors import ConfigError
+from jaxdist.parallel.collectives import type_of
 from jaxdist.parallel.grouped_matmul import GROUPED_PRODUCTS
 from jaxdist.parallel.remat import FREE, GATHERS, MOVES
 

@@ -15,7 +15,10 @@ from jaxdist.probes import Site
 
 NONE = (-1, "")  # computed from no collective
 # Passed over where the line is sought that sends: wrappers, and where equations of other lines are run again.
-SKIPPED = ("collectives.py", "probes.py", "parallel/tensor.py", "_groups")
+SKIPPED = (
+    *("collectives.py", "exchange.py", "probes.py", "_groups"),
+    *("parallel/tensor.py", "parallel/vocabulary.py", "parallel/chunked_loss.py"),
+)
 REPLAYED = ("evaluate (split_backward.py", "run (executor.py")
 
 

@@ -15,9 +15,10 @@ from jaxdist.mesh import WORK_AXES
 from jaxdist.models.base import split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.named_arrays import read_arrays
 from jaxdist.parallel.overlap import order_after
 from jaxdist.parallel.reduce import reduce_gradients
-from jaxdist.parallel.remat import Made, SavePolicy, read_arrays
+from jaxdist.parallel.remat import Made, SavePolicy
 from jaxdist.parallel.zero import Sharded
 from jaxdist.params import STACKED
 from jaxdist.probes import Probe, Recorder
@@ -182,8 +183,7 @@ class ShardedModel:
     def loss(self, outer: ShardedParams, x: jax.Array, batch: Batch, key) -> jax.Array:
         """The summed loss. Its backward follows at once: the weights that ZeRO-3 gathers stay until then.
 
-        In chunks it makes its gradients on the way (`jaxdist.parallel.tensor.cross_entropy_in_chunks`), which nothing
-        may keep twice.
+        In chunks it makes its gradients on the way (`jaxdist.parallel.chunked_loss`), which nothing may keep twice.
         """
 
         def loss(outer, x):

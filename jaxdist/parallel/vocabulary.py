@@ -1,0 +1,161 @@
+"""The vocabulary split over tp: the embedding, and the cross-entropy of a tied head.
+
+Dims: as in `jaxdist.parallel.tensor`; V vocabulary, R rows: the tokens of a micro-batch.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import tensor
+
+
+def vocab_parallel_embedding(tokens_BT: jax.Array, table_VD: jax.Array, sp: bool) -> jax.Array:
+    """Look up rows of a table whose vocabulary is split over tp.
+
+    Layout: tokens[B, T], table[V_tp, D] -> {U_tp} (zero where another rank owns the token) -> leave -> x[B, T, D],
+    or x[B, T_tp, D] with sp.
+    Backward: as `leave`; the gradient of a row lands on the rank that owns it, summed over its tokens in at least fp32.
+    Sends: as `leave`, once a micro-batch.
+    Source: arXiv 1909.08053, section 3.
+    """
+    local_BT = tokens_BT - comm.rank(tensor.AXIS) * table_VD.shape[0]
+    owned_BT = (local_BT >= 0) & (local_BT < table_VD.shape[0])
+    rows_BTD = look_up(table_VD.shape[0], table_VD, jnp.where(owned_BT, local_BT, 0))
+    return tensor.leave(jnp.where(owned_BT[..., None], rows_BTD, 0), sp)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def look_up(num_rows: int, table_VD: jax.Array, index_BT: jax.Array) -> jax.Array:
+    """table[index] of every token. The gradient adds up in at least fp32 and is rounded once: JAX's own adds in the
+    table's dtype, in which 256 + 1 is 256, and a frequent token is in a micro-batch more often than that."""
+    return jnp.take(table_VD, index_BT, axis=0)
+
+
+def _look_up_gradient(num_rows: int, index_BT: jax.Array, d_BTD: jax.Array) -> tuple[jax.Array, None]:
+    wide = d_BTD.astype(jnp.promote_types(d_BTD.dtype, jnp.float32))
+    zeros_VD = comm.varying_like(jnp.zeros((num_rows, d_BTD.shape[-1]), wide.dtype), wide)
+    return zeros_VD.at[index_BT].add(wide).astype(d_BTD.dtype), None
+
+
+look_up.defvjp(
+    lambda num_rows, table_VD, index_BT: (look_up(num_rows, table_VD, index_BT), index_BT), _look_up_gradient
+)
+
+
+@jax.custom_vjp
+def barrier_grads(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x and w as they are. Backward: neither gradient is used before both are made; of a frozen w none is made.
+
+    Nothing but the update needs the head's weight gradient, so a GPU's scheduler puts it after all layers' backward,
+    and the logits' gradient waits as long (docs/plan.md).
+    """
+    return x, w
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Differentiated:
+    """Which inputs of a function have a gradient."""
+
+    inputs: tuple[bool, ...]
+
+
+def _barrier_forward(x, w):
+    return (x.value, w.value), Differentiated((x.perturbed, w.perturbed))
+
+
+def _barrier_backward(differentiated: Differentiated, grads: tuple) -> tuple:
+    return lax.optimization_barrier(
+        tuple(g if wanted else None for g, wanted in zip(grads, differentiated.inputs, strict=True))
+    )
+
+
+barrier_grads.defvjp(_barrier_forward, _barrier_backward, symbolic_zeros=True)
+
+
+def vocab_parallel_cross_entropy(
+    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool, one_pass: bool = False
+) -> jax.Array:
+    """Cross-entropy of a tied head, in nats per token; no rank ever holds the logits of another's vocabulary.
+
+    Columns from `vocab_size` on are padding and never count. Targets below 0 give a loss that means nothing: mask it.
+    one_pass: as in `peak_and_total`.
+
+    Layout: x[B, T, D] (x[B, T_tp, D] with sp), table[V_tp, D], targets[B, T] -> loss[B, T], equal along tp.
+    Backward: softmax minus one-hot on the local columns; dx as `enter`.
+    Sends: two all-reduces of B*T and 2*B*T scalars forward; `enter`'s share backward.
+    Source: arXiv 1909.08053, section 3.
+    """
+    x_BTD = tensor.enter(x_BTD, sp)
+    x_BTD, table_VD = barrier_grads(x_BTD, comm.varying(table_VD, tensor.AXIS))
+    x_RD, targets_R = x_BTD.reshape(-1, x_BTD.shape[-1]), targets_BT.reshape(-1)
+    losses_R = row_losses(x_RD, table_VD, targets_R, vocab_size, one_pass)
+    return losses_R.reshape(targets_BT.shape)
+
+
+def row_losses(
+    x_RD: jax.Array, table_VD: jax.Array, targets_R: jax.Array, vocab_size: int, one_pass: bool
+) -> jax.Array:
+    """`vocab_parallel_cross_entropy` of R rows that every tp rank holds whole."""
+    logits_RV = x_RD @ table_VD.T
+    logits_RV = logits_RV.astype(jnp.promote_types(x_RD.dtype, jnp.float32))
+    columns_V = tensor.global_indices(table_VD.shape[0])
+    logits_RV = jnp.where(columns_V < vocab_size, logits_RV, jnp.finfo(logits_RV.dtype).min)
+
+    own_peak_R, total_R = peak_and_total(one_pass, logits_RV)
+    peak_R = comm.all_reduce_max(lax.stop_gradient(own_peak_R), tensor.AXIS)
+    local_R = targets_R - comm.rank(tensor.AXIS) * table_VD.shape[0]
+    owned_R = (local_R >= 0) & (local_R < table_VD.shape[0])
+    target_R = jnp.where(owned_R, pick_column(table_VD.shape[0], logits_RV, jnp.where(owned_R, local_R, 0)), 0)
+    total_R *= jnp.exp(lax.stop_gradient(own_peak_R) - peak_R)
+    total_R, target_R = comm.all_reduce(jnp.stack([total_R, target_R]), tensor.AXIS)
+    return jnp.log(total_R) + peak_R - target_R
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def peak_and_total(one_pass: bool, x_RV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(largest x[r, v], sum of exp(x[r, v] - largest)) of every row. Of the second alone there is a gradient.
+
+    one_pass: one reduction makes both, for which a GPU reads x once; XLA:CPU takes longer for it than for two.
+    Source: arXiv 1805.02867, section 3 (online softmax).
+    """
+    if not one_pass:
+        peak_R = x_RV.max(-1)
+        return peak_R, jnp.exp(x_RV - peak_R[:, None]).sum(-1)
+
+    def joined(some, others):
+        peak = jnp.maximum(some[0], others[0])
+        return peak, some[1] * jnp.exp(some[0] - peak) + others[1] * jnp.exp(others[0] - peak)
+
+    nothing = jnp.array(jnp.finfo(x_RV.dtype).min, x_RV.dtype), jnp.array(0, x_RV.dtype)
+    return lax.reduce((x_RV, jnp.ones_like(x_RV)), nothing, joined, (1,))
+
+
+def _peak_and_total_forward(one_pass: bool, x_RV: jax.Array) -> tuple:
+    peak_R, total_R = peak_and_total(one_pass, x_RV)
+    return (peak_R, total_R), (x_RV, peak_R)
+
+
+def _peak_and_total_backward(one_pass: bool, kept: tuple, grads: tuple) -> tuple[jax.Array]:
+    (x_RV, peak_R), (_, d_R) = kept, grads
+    return (jnp.exp(x_RV - peak_R[:, None]) * d_R[:, None],)
+
+
+peak_and_total.defvjp(_peak_and_total_forward, _peak_and_total_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def pick_column(num_columns: int, x_RV: jax.Array, column_R: jax.Array) -> jax.Array:
+    """x[r, column[r]] of every row. The gradient is elementwise: JAX's own is a scatter into zeros as large as x."""
+    return jnp.take_along_axis(x_RV, column_R[:, None], axis=-1)[:, 0]
+
+
+pick_column.defvjp(
+    lambda num_columns, x_RV, column_R: (pick_column(num_columns, x_RV, column_R), column_R),
+    lambda num_columns, column_R, d_R: (jnp.where(jnp.arange(num_columns) == column_R[:, None], d_R[:, None], 0), None),
+)
