@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from jaxdist.data.batches import Batches, load_corpus
     from jaxdist.errors import ConfigError
     from jaxdist.mesh import make_mesh, parse_mesh
-    from jaxdist.models.base import Model
+    from jaxdist.models.base import Model, decay_mask
     from jaxdist.models.context import Context
     from jaxdist.models.gpt2 import GPT2
     from jaxdist.models.presets import PRESETS
     from jaxdist.params import Param
     from jaxdist.runtime.devices import acquire_devices
     from jaxdist.strategy import ParallelConfig, PrecisionConfig
+    from jaxdist.train.optimizer import clip_by_global_norm
     from jaxdist.train.program import Program, build_program
     from jaxdist.verification import verify
 
@@ -49,6 +50,8 @@ __all__ = [
     "__version__",
     "acquire_devices",
     "build_program",
+    "clip_by_global_norm",
+    "decay_mask",
     "load_corpus",
     "make_mesh",
     "parse_mesh",
@@ -60,13 +63,14 @@ _HOMES = {
     "data.batches": ("Batches", "load_corpus"),
     "errors": ("ConfigError",),
     "mesh": ("make_mesh", "parse_mesh"),
-    "models.base": ("Model",),
+    "models.base": ("Model", "decay_mask"),
     "models.context": ("Context",),
     "models.gpt2": ("GPT2",),
     "models.presets": ("PRESETS",),
     "params": ("Param",),
     "runtime.devices": ("acquire_devices",),
     "strategy": ("ParallelConfig", "PrecisionConfig"),
+    "train.optimizer": ("clip_by_global_norm",),
     "train.program": ("Program", "build_program"),
     "verification": ("verify",),
 }

@@ -25,7 +25,7 @@ from jaxdist.models.context import Batch, Context
 from jaxdist.models.gpt2 import GPT2, LayerNorm, gelu_tanh
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.gradients.base import all_finite
-from jaxdist.train.optimizer import gradient_norms, learning_rate, update
+from jaxdist.train.optimizer import gradient_norms, update
 from jaxdist.train.program import attention_on, build_program
 
 from ..tables import Rows
@@ -210,10 +210,8 @@ def update_program(config: RunConfig, devices: Devices) -> Callable:
 
     def step(owned, moments, grads):
         finite_leaves, norm = all_finite(grads), gradient_norms(grads, layout)[0]
-        shrink = config.optimizer.clip_norm / jnp.maximum(norm, config.optimizer.clip_norm)
-        clipped = jax.tree.map(lambda g: g * shrink, grads)
-        lr = learning_rate(config, jnp.zeros((), norm.dtype))
-        owned, moments = update(config.optimizer, layout, jnp.isfinite(norm), clipped, moments, owned, lr)
+        finite, step = jnp.isfinite(norm), jnp.zeros((), norm.dtype)
+        owned, moments = update(program.optimizer, layout, finite, grads, moments, owned, step=step, norm=norm)
         params = None if state.master is None else jax.tree.map(lambda p: p.astype(config.precision.dtype), owned)
         return owned, moments, params, finite_leaves
 

@@ -6,19 +6,20 @@ of any other layout on. Values are moved, never computed, so the bits stay.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
+from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyEntry, KeyPath, SequenceKey
 
 from jaxdist.layout import Layout, Leaf, fill
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, is_logical, to_storage
 from jaxdist.specs import compute_spec, draw_spec, drop_unit_axes, kept_dtype, logical_spec, storage_spec, zero_padded
 from jaxdist.strategy import PrecisionConfig
-from jaxdist.train.optimizer import LossScale, initial_loss_scale, make_optimizer
+from jaxdist.train.optimizer import LossScale, by_owner, initial_loss_scale
 from jaxdist.train.program import Program
 from jaxdist.train.state import State, initial_state, stored_parameters
 
@@ -89,11 +90,10 @@ def from_logical(program: Program, arrays: dict[str, jax.Array | np.ndarray]) ->
     `abstract_logical` says; only in the last case are they donated.
     """
     config, layout, shapes = program.config, program.layout, program.shapes
-    optimizer = make_optimizer(config.optimizer, layout.trained)
 
     def assemble(arrays: dict) -> State:
         params = unnamed(PARAMS, layout.leaves, arrays)
-        fresh = initial_state(config, layout, optimizer, stored_parameters(config, layout, params))
+        fresh = initial_state(config, layout, program.optimizer, stored_parameters(config, layout, params))
         if STEP not in arrays:
             return fresh
 
@@ -113,11 +113,10 @@ def from_logical(program: Program, arrays: dict[str, jax.Array | np.ndarray]) ->
 def parameters_from_logical(program: Program, arrays: dict[str, jax.Array | np.ndarray]) -> dict:
     """Parameters as this program's `evaluate` takes them, from `params.*` alone: weights for generation."""
     config, layout = program.config, program.layout
-    optimizer = make_optimizer(config.optimizer, layout.trained)
 
     def assemble(arrays: dict) -> dict:
         params = unnamed(PARAMS, layout.leaves, arrays)
-        return initial_state(config, layout, optimizer, stored_parameters(config, layout, params)).params
+        return initial_state(config, layout, program.optimizer, stored_parameters(config, layout, params)).params
 
     return _assembled(program, assemble, program.specs.params, arrays, donate=False)
 
@@ -155,27 +154,40 @@ def fetch(tree):
 
 
 def named(prefix: str, tree) -> dict:
-    """The leaves of a pytree by path: `params.blocks.up.weight`, `moments.0.mu.blocks.up.weight`."""
-    return {_path(prefix, path): x for path, x in jax.tree.leaves_with_path(tree)}
+    """The leaves of a pytree by path: `params.blocks.up.weight`, `moments.0.mu.blocks.up.weight`.
+
+    Members of a chain that keep nothing are not counted, so an array has one name with and without them.
+    """
+    found = jax.tree.leaves_with_path(tree)
+    return {_path(prefix, path, found): x for path, x in found}
 
 
 def unnamed(prefix: str, like, arrays: dict):
     """Undo `named` into the structure of `like`."""
-    return jax.tree.map_with_path(lambda path, _: arrays[_path(prefix, path)], like)
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in named(prefix, like)])
 
 
-def _path(prefix: str, path) -> str:
+def _path(prefix: str, path: KeyPath, found: Iterable[tuple[KeyPath, Any]] = ()) -> str:
+    path = tuple(_counted(path[: i + 1], found) for i in range(len(path)))
     return ".".join(filter(None, (prefix, jax.tree_util.keystr(path, simple=True, separator="."))))
+
+
+def _counted(path: KeyPath, found: Iterable[tuple[KeyPath, Any]]) -> KeyEntry:
+    """The last entry of a path; in a tuple, its number among those under which something was found."""
+    *above, last = path
+    if not isinstance(last, SequenceKey):
+        return last
+    there = {other[len(above)].idx for other, _ in found if list(other[: len(above)]) == above}
+    return SequenceKey(sorted(there).index(last.idx))
 
 
 def _owners(program: Program):
     """The tree of the optimiser's state: the parameter each moment is stored as, False for counters and the like."""
-    return optax.tree_utils.tree_map_params(
-        make_optimizer(program.config.optimizer, program.layout.trained),
+    return by_owner(
         lambda x, leaf: leaf if x.shape == leaf.storage_shape else False,
         program.shapes.moments,
         program.layout.trained.leaves,
-        transform_non_params=lambda _: False,
+        of_others=False,
     )
 
 

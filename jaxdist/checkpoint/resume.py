@@ -139,7 +139,7 @@ def rate_note(manifest: Manifest, config: RunConfig) -> str:
     if type(steps := found.get("steps")) is not int:
         raise BadCheckpoint(f"the manifest of step {manifest.step}", "its steps must be a whole number", "Use another")
     there = replace(config, optimizer=optimizer, steps=steps)
-    before, here = (float(learning_rate(each, np.float32(manifest.step))) for each in (there, config))
+    before, here = (float(learning_rate(each)(np.float32(manifest.step))) for each in (there, config))
     if math.isclose(before, here, rel_tol=0.05):
         return ""
     why = "its course follows a run's lr, warmup_steps and steps"

@@ -208,6 +208,12 @@ def split_kinds(model: Model, block: Tree) -> Sequence[Tree]:
     return [block] if len(model.kinds) == 1 else [block[f"{i}_{kind}"] for i, kind in enumerate(model.kinds)]
 
 
+def decay_mask(model: Model) -> dict:
+    """Whether weight decay applies to each trained parameter, as optax's `mask` takes it: to matrices and tables, and
+    not to vectors, which a layer's are although they are stacked."""
+    return jax.tree.map(lambda p: None if p.frozen else p.weight_decay, declare(model), is_leaf=is_param)
+
+
 def abstract_values(model: Model, dtype: str) -> dict:
     """Shape and dtype of every parameter, at its global shape."""
     return jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), declare(model), is_leaf=is_param)

@@ -365,11 +365,11 @@ def factored_bytes(model: Model, optimizer: OptimizerConfig, dtype: str) -> int:
     """Moments of an optimiser that does not hold them as parameters are held (adafactor), whole."""
     import jax
 
-    from jaxdist.train.optimizer import make_optimizer
+    from jaxdist.train.optimizer import RULES
 
     layout = make_layout(model, ParallelConfig()).trained
     masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout.leaves)
-    moments = jax.tree.leaves(jax.eval_shape(make_optimizer(optimizer, layout).init, masters))
+    moments = jax.tree.leaves(jax.eval_shape(RULES[optimizer.name](optimizer).init, masters))
     return sum(_product(moment.shape) * moment.dtype.itemsize for moment in moments)
 
 

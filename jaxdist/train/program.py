@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.config import RunConfig
@@ -32,12 +33,13 @@ from jaxdist.specs import (
     storage_specs,
 )
 from jaxdist.train.gradients.base import ShardedModel
-from jaxdist.train.optimizer import LossScale, make_optimizer, optimizer_specs
+from jaxdist.train.leaf_needs import require_held
+from jaxdist.train.optimizer import LossScale, learning_rate, make_optimizer, optimizer_specs
 from jaxdist.train.state import State, initial_state, stored_parameters
 from jaxdist.train.step import evaluate, train_step
 
 REPLICATED = PartitionSpec()
-METRICS = ("loss", "grad_norm", "group_norms", "lr", "tokens")
+METRICS = ("loss", "grad_norm", "group_norms", "tokens")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Program:
     specs: State
     shapes: State
     model: ShardedModel
+    optimizer: optax.GradientTransformation
     init: Callable
     step: Callable
     evaluate: Callable
@@ -149,6 +152,7 @@ def build_program(
     config: RunConfig,
     mesh: Mesh | AbstractMesh,
     *,
+    optimizer: optax.GradientTransformation | None = None,
     with_gradients: bool = False,
     compiler_options: dict | None = None,
     poison: Callable | None = None,
@@ -157,6 +161,9 @@ def build_program(
 ) -> Program:
     """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run.
 
+    optimizer: in place of `config.optimizer`, clipping, weight decay and schedule included, none of which is then used;
+    metrics have no "lr". It is called on shards: see `jaxdist.train.leaf_needs` and `clip_by_global_norm`. An update
+    also gets `step` (a float) and `global_norm` (tree -> its norm over all shards), if it takes extra arguments.
     poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.runtime.fault_injection`).
     recorder: of what the step's probes see (`jaxdist.divergence`). draws_choices: as in `Context`.
     """
@@ -176,7 +183,9 @@ def build_program(
     evaluates = ShardedModel.of(
         config, layout, attention_on(mesh, config, training=False), platform, draws_choices=draws_choices
     )
-    optimizer = make_optimizer(config.optimizer, layout.trained)
+    rate = learning_rate(config) if optimizer is None else None
+    optimizer = make_optimizer(config, layout.trained) if optimizer is None else optimizer
+    require_held(optimizer, layout.trained, config.precision.master_dtype)
     specs = State(
         step=REPLICATED,
         params=param_specs(layout),
@@ -196,8 +205,8 @@ def build_program(
     assemble = on_mesh(partial(initial_state, config, layout, optimizer), in_specs=(stored,), out_specs=specs)
     place = jit(assemble)
 
-    step = partial(train_step, trains, with_gradients=with_gradients, poison=poison)
-    metrics = [*METRICS, *(["loss_scale"] if specs.scale is not None else [])]
+    step = partial(train_step, trains, optimizer, rate=rate, with_gradients=with_gradients, poison=poison)
+    metrics = [*METRICS, *(["lr"] if rate is not None else []), *(["loss_scale"] if specs.scale is not None else [])]
     metric_specs = dict.fromkeys(metrics, REPLICATED) | {"not_finite": drop_unit_axes((AXES,), config.parallel.mesh)}
     outputs = (specs, metric_specs) + ((storage_specs(layout.trained),) if with_gradients else ())
     return Program(
@@ -207,6 +216,7 @@ def build_program(
         specs=specs,
         shapes=jax.eval_shape(assemble, abstract_storage(layout, config.precision)),
         model=trains,
+        optimizer=optimizer,
         init=lambda seed: place(store(draw(np.uint32(seed)))),
         step=jit(on_mesh(step, in_specs=(specs, batch), out_specs=outputs), donate_argnums=0),
         evaluate=jit(

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxdist.layout import drop_frozen, fill
 from jaxdist.mesh import AXES, TOKEN_AXES, WORK_AXES
@@ -12,13 +13,23 @@ from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.zero import gather_parameters, owned_shards
 from jaxdist.train.gradients import engine_of
 from jaxdist.train.gradients.base import ShardedModel, all_finite, dropout_key
-from jaxdist.train.optimizer import gradient_norms, learning_rate, next_loss_scale, update
+from jaxdist.train.optimizer import gradient_norms, next_loss_scale, update
 from jaxdist.train.state import State
 
 
-def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradients=False, poison=None):
+def train_step(
+    model: ShardedModel,
+    optimizer: optax.GradientTransformation,
+    state: State,
+    batch: Batch,
+    *,
+    rate: optax.Schedule | None = None,
+    with_gradients=False,
+    poison=None,
+):
     """(State, Batch) -> (State, metrics[, gradients before clipping, in the storage layout]).
 
+    rate: the learning rate of a step, to be reported; the optimizer has its own.
     poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.runtime.fault_injection`).
     A gradient that is not finite changes nothing but the step counter (and fp16's loss scale), on every rank.
     """
@@ -41,18 +52,17 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
     grads = jax.tree.map(lambda g: g / scale, grads)
     loss = comm.all_reduce(loss_sum, WORK_AXES) / at_least_one
 
-    # Clip by the norm of the whole gradient. It is equal on every rank, and so is the overflow flag made from it.
+    # The norm of the whole gradient is equal on every rank, and so is the overflow flag made from it.
     norm, group_norms = gradient_norms(grads, layout)
-    finite = jnp.isfinite(norm)
-    shrink = config.optimizer.clip_norm / jnp.maximum(norm, config.optimizer.clip_norm)
-    clipped = jax.tree.map(lambda leaf, g: g * shrink if leaf.param.update == "gradient" else g, layout.leaves, grads)
+    finite, at = jnp.isfinite(norm), state.step.astype(norm.dtype)
 
     # Update the shards this rank owns, then make the parameters of the next step from them.
-    lr = learning_rate(config, state.step.astype(norm.dtype))
     owned = state.master if state.master is not None else drop_frozen(model.layout.leaves, state.params)
     if state.master is None and layout.shards_update:
         owned = owned_shards(owned, layout)
-    updated, moments = update(config.optimizer, layout, finite, clipped, state.moments, owned, lr, num_tokens)
+    updated, moments = update(
+        optimizer, layout, finite, grads, state.moments, owned, step=at, norm=norm, num_tokens=num_tokens
+    )
     params = jax.tree.map(lambda p: p.astype(config.precision.dtype), updated)
     params = gather_parameters(params, layout) if layout.shards_update else params
     new_state = State(
@@ -62,8 +72,10 @@ def train_step(model: ShardedModel, state: State, batch: Batch, *, with_gradient
         moments=moments,
         scale=None if state.scale is None else next_loss_scale(state.scale, finite, config.precision),
     )
-    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": num_targets, "not_finite": not_finite}
+    metrics = {"loss": loss, "grad_norm": norm, "tokens": num_targets, "not_finite": not_finite}
     metrics["group_norms"] = group_norms
+    if rate is not None:
+        metrics["lr"] = jnp.asarray(rate(at), norm.dtype)
     if state.scale is not None:
         metrics["loss_scale"] = state.scale.scale
     return (new_state, metrics, grads) if with_gradients else (new_state, metrics)

@@ -46,6 +46,12 @@ def page(*numbers: int) -> dict:
     return names
 
 
+def test_the_optimizer_of_the_page_updates_shards():
+    program = page(2, 3)["program_with_lion"]()
+    state, metrics = program.step(program.init(0), program.put(random_batches(program.config, 1)[0]))
+    assert int(state.step) == 1 and np.isfinite(metrics["loss"])
+
+
 def test_the_model_of_the_page_equals_one_device_on_its_layouts(capsys):
     page(0, 1)["test_every_layout_computes_what_one_device_computes"]()
     assert capsys.readouterr().out.count("values are equal") == 3

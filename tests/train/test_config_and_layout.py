@@ -237,21 +237,21 @@ def test_a_bucket_may_be_filled_exactly_and_not_passed():
 
 def test_learning_rate_warms_up_and_decays():
     config = RunConfig(MODEL, optimizer=OptimizerConfig(lr=1.0, warmup_steps=10, min_lr_ratio=0.1), steps=110)
-    rates = [float(learning_rate(config, jnp.float32(step))) for step in range(111)]
+    rates = [float(learning_rate(config)(jnp.float32(step))) for step in range(111)]
     np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6)
     np.testing.assert_allclose(rates[60], 0.55, rtol=1e-5)  # half way down
     np.testing.assert_allclose(rates[110], 0.1, rtol=1e-5)
     assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
     for name in ("cosine", "linear", "constant", "wsd"):
         rule = OptimizerConfig(lr=0.5, warmup_steps=10, lr_schedule=name)
-        rates = [float(learning_rate(RunConfig(MODEL, optimizer=rule, steps=110), jnp.float32(n))) for n in range(110)]
+        rates = [float(learning_rate(RunConfig(MODEL, optimizer=rule, steps=110))(jnp.float32(n))) for n in range(110)]
         known = {field.name for field in dataclasses.fields(plain.Recipe)}
         values = {field: value for field, value in vars(rule).items() if field in known}
         recipe = plain.Recipe(**values, optimizer="adamw", vocab_size=1, dropout=0.0, seed=0, total_steps=110)
         np.testing.assert_allclose(rates, [plain.learning_rate(recipe, n) for n in range(110)], rtol=1e-5, err_msg=name)
     np.testing.assert_allclose([rates[10], rates[90], rates[100]], [0.5, 0.5, 0.275], rtol=1e-6)  # wsd's last fifth
     short = RunConfig(MODEL, optimizer=OptimizerConfig(lr=1.0, warmup_steps=10), steps=5)
-    assert float(learning_rate(short, jnp.float32(4))) == pytest.approx(1.0)
+    assert float(learning_rate(short)(jnp.float32(4))) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,8 @@ def stale_leaf(leaf: str, rank: int | None = None) -> Callable:
     def plant(patch: pytest.MonkeyPatch) -> None:
         update = train_step.update
 
-        def wrong(optimizer, layout, finite, grads, moments, owned, lr, num_tokens):
-            updated, moments = update(optimizer, layout, finite, grads, moments, owned, lr, num_tokens)
+        def wrong(optimizer, layout, finite, grads, moments, owned, **more):
+            updated, moments = update(optimizer, layout, finite, grads, moments, owned, **more)
 
             def each(path, after, before):
                 path = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -271,7 +271,7 @@ def test_state_bytes_count_padding():
     padded = sum(math.prod(leaf.storage_shape) for leaf in leaves)
     assert psi < padded < 1.1 * psi
     assert local_bytes(program.abstract_state()) == 4 * psi + 8 * padded / ranks + 8
-    assert {x.addressable_shards[0].data.size for x in jax.tree.leaves(program.init(0).moments[0].mu)} == {
+    assert {x.addressable_shards[0].data.size for x in jax.tree.leaves(program.init(0).moments[1].mu)} == {
         math.prod(leaf.storage_local) for leaf in leaves
     }
 
