@@ -10,6 +10,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 from conftest import DEVICES, in_sample
@@ -411,6 +412,20 @@ def test_weights_alone_in_another_precision_and_layout(small):
     params = parameters_from_logical(other, checkpoints.restore(checkpoints.check(3), wanted))
     expected = other.init(0).params
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), jax.device_get(expected))
+
+
+def test_plain_orbax_reads_the_arrays(small):
+    """Nothing of ours: the folder is an Orbax checkpoint of whole arrays, by name, for any devices."""
+    program, folder = small
+    arrays, expected = Checkpoints(folder).path(3) / "arrays", fetch(to_logical(program, program.init(0)))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    with ocp.StandardCheckpointer() as orbax:
+        found = orbax.metadata(arrays).item_metadata.tree
+        wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one) for name, x in found.items()}
+        restored = orbax.restore(arrays, wanted)
+    assert restored.keys() == expected.keys()
+    for name in expected.keys() - {"step"}:
+        assert np.asarray(restored[name]).tobytes() == np.asarray(expected[name]).tobytes(), name
 
 
 def test_a_file_that_does_not_belong_is_named(damaged):
