@@ -42,6 +42,8 @@ class Param:
     rate: float = 0.0
 
     def __post_init__(self):
+        if self.decay is None:
+            object.__setattr__(self, "decay", len(self.shape) > 1)
         if not self.dims:
             object.__setattr__(self, "dims", (None,) * len(self.shape))
         if len(self.dims) != len(self.shape) or min(self.shape, default=1) < 1:
@@ -55,10 +57,6 @@ class Param:
     def size(self) -> int:
         """Elements, without rows that pad a vocabulary."""
         return math.prod(self.shape if self.real is None else (self.real, *self.shape[1:]))
-
-    @property
-    def weight_decay(self) -> bool:
-        return len(self.shape) > 1 if self.decay is None else self.decay
 
     def draw(self, noise: jax.Array) -> jax.Array:
         """The values that standard normal noise of the parameter's shape gives."""

@@ -65,7 +65,7 @@ def bench_overhead(flags: BenchFlags, config: RunConfig, console: Console) -> Me
 def timed_plain(config: RunConfig, devices: Devices) -> Timed:
     """The step of `experiments.plain` on one device."""
     program = build_program(config, make_mesh(MeshShape(), devices.devices))
-    init, step, _ = plain.make_step(config, jax.tree.map(lambda leaf: leaf.param.weight_decay, program.layout.leaves))
+    init, step, _ = plain.make_step(config, jax.tree.map(lambda leaf: leaf.param.decay, program.layout.leaves))
     batch = jax.device_put(full_batch(config), devices.devices[0])
     state = init(program.init(config.seed).params)
     return timed(step.lower(state, batch).compile(), state, batch, MeshShape())

@@ -240,7 +240,7 @@ def timed_automatic(config: RunConfig, devices: Devices) -> Timed:
     """
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
     mesh = Mesh(program.mesh.devices, program.mesh.axis_names, axis_types=(AxisType.Auto,) * program.mesh.devices.ndim)
-    decay = jax.tree.map(lambda leaf: leaf.param.weight_decay, program.layout.leaves)
+    decay = jax.tree.map(lambda leaf: leaf.param.decay, program.layout.leaves)
     init, step, optimizer = plain.make_step(config, decay)
     params = program.init(config.seed).params
     replicated = NamedSharding(mesh, PartitionSpec())

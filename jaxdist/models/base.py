@@ -188,7 +188,7 @@ def declare(model: Model) -> dict:
             param,
             shape=(model.num_blocks, *param.shape),
             dims=("layers", *param.dims),
-            decay=param.weight_decay,
+            decay=param.decay,
             real=None,
         )
 
@@ -211,7 +211,7 @@ def split_kinds(model: Model, block: Tree) -> Sequence[Tree]:
 def decay_mask(model: Model) -> dict:
     """Whether weight decay applies to each trained parameter, as optax's `mask` takes it: to matrices and tables, and
     not to vectors, which a layer's are although they are stacked."""
-    return jax.tree.map(lambda p: None if p.frozen else p.weight_decay, declare(model), is_leaf=is_param)
+    return jax.tree.map(lambda p: None if p.frozen else p.decay, declare(model), is_leaf=is_param)
 
 
 def abstract_values(model: Model, dtype: str) -> dict:

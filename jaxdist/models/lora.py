@@ -149,7 +149,7 @@ def _matrices(block: Tree) -> list[tuple[str, Param]]:
     return [
         (path, param)
         for path, param in named_params(block)
-        if len(param.shape) > 1 and param.weight_decay and not {"experts", "choices"} & set(param.dims)
+        if len(param.shape) > 1 and param.decay and not {"experts", "choices"} & set(param.dims)
     ]
 
 

@@ -30,6 +30,7 @@ class Sharded:
     """
 
     layout: Layout
+    layer_leaves: dict
     reduce_dtype: str
     sum_dtype: str
     gathers_twice: bool
@@ -69,7 +70,7 @@ class Sharded:
 
     def unshard_layer(self, params: ShardedParams) -> dict:
         """Whole parameters of one layer."""
-        leaves, treedef = jax.tree.flatten(self.layout.layer_leaves)
+        leaves, treedef = jax.tree.flatten(self.layer_leaves)
         trees = (None if tree is None else treedef.flatten_up_to(tree) for tree in params)
         weights = self.make_unshard(leaves)(*trees)
         if self.keeps_vectors:

@@ -39,6 +39,7 @@ from jaxdist.plan.time_model import AttentionShape, Number
 from jaxdist.specs import compute_spec, rows_spec
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.gradients.base import ShardedModel
+from jaxdist.train.gradients.bind import bind_model
 
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ class OneRank:
         config = RunConfig(model, parallel, precision=self.precision, batch_size=dp * self.rows, steps=1)
         layout = make_layout(model, parallel)
         attention = model.attention_for(attention, "abstract", dtype, training=True)
-        bound = ShardedModel.of(config, layout, "cudnn-traced" if attention == "cudnn" else attention)
+        bound = bind_model(config, layout, "cudnn-traced" if attention == "cudnn" else attention)
         bound = replace(bound, ctx=replace(bound.ctx, split=replace(bound.ctx.split, swaps=self.swaps)))
         specs = Batch(*[rows_spec(layout.mesh)] * 3)
         tokens = jax.ShapeDtypeStruct((dp * self.rows, model.seq_len), jnp.int32)

@@ -35,9 +35,7 @@ def make_optimizer(config: RunConfig, layout: Layout) -> optax.GradientTransform
     return optax.chain(
         clip_by_global_norm(chosen.clip_norm),
         RULES[chosen.name](chosen),
-        optax.add_decayed_weights(
-            chosen.weight_decay, jax.tree.map(lambda leaf: leaf.param.weight_decay, layout.leaves)
-        ),
+        optax.add_decayed_weights(chosen.weight_decay, jax.tree.map(lambda leaf: leaf.param.decay, layout.leaves)),
         scale_by_learning_rate(learning_rate(config)),
     )
 

@@ -33,6 +33,7 @@ from jaxdist.specs import (
     storage_specs,
 )
 from jaxdist.train.gradients.base import ShardedModel
+from jaxdist.train.gradients.bind import bind_model
 from jaxdist.train.leaf_needs import require_held
 from jaxdist.train.optimizer import LossScale, learning_rate, make_optimizer, optimizer_specs
 from jaxdist.train.state import State, initial_state, stored_parameters
@@ -177,10 +178,8 @@ def build_program(
         )
     layout = make_layout(config.model, config.parallel, config.part_layers)
     platform = platform_of(mesh)
-    trains = ShardedModel.of(
-        config, layout, attention_on(mesh, config, training=True), platform, recorder, draws_choices
-    )
-    evaluates = ShardedModel.of(
+    trains = bind_model(config, layout, attention_on(mesh, config, training=True), platform, recorder, draws_choices)
+    evaluates = bind_model(
         config, layout, attention_on(mesh, config, training=False), platform, draws_choices=draws_choices
     )
     rate = learning_rate(config) if optimizer is None else None

@@ -15,11 +15,10 @@ from experiments.bench.levels import LAYOUTS
 from experiments.calibration import published
 from experiments.plan_report import layout_words, row_layout
 from experiments.strategies import EXPERTS, PIPELINES, STRATEGIES
-from jaxdist import parity
+from jaxdist import parallel, parity
 from jaxdist.config import RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.presets import PRESETS
-from jaxdist.parallel import collectives
 from jaxdist.plan.fit_remat import fit_remat
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.search import Candidates, score, search
@@ -189,7 +188,7 @@ def test_every_keyword_of_a_collective_is_documented():
     """Keywords that change what a function returns; `all_gather(replicated=True)` is typed otherwise."""
     text = (ROOT / "docs/collectives.md").read_text(encoding="utf-8")
     for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather_to", "scatter_from"):
-        parameters = inspect.signature(getattr(collectives, name)).parameters.values()
+        parameters = inspect.signature(getattr(parallel, name)).parameters.values()
         for parameter in parameters:
             if parameter.kind is parameter.KEYWORD_ONLY:
                 assert re.search(rf"`{name}\(.*{parameter.name}=", text), (name, parameter.name)

@@ -58,7 +58,7 @@ def test_every_parameter_is_declared_once_with_its_gpt2_shape():
         for part in ("scale", "bias")
     }
     assert {name: (leaf.shape, leaf.spec) for name, leaf in leaves.items()} == shapes
-    decayed = {name for name, leaf in leaves.items() if leaf.param.weight_decay}
+    decayed = {name for name, leaf in leaves.items() if leaf.param.decay}
     assert decayed == {"tokens", "positions"} | {
         f"blocks.{w}" for w in ("attention.w_qkv", "attention.w_out", "mlp.w_up", "mlp.w_down")
     }
@@ -273,7 +273,7 @@ def test_another_seed_gives_other_initial_values():
     first, second = (jax.device_get(program.init(seed).params) for seed in (1, 2))
     again = jax.device_get(program.init(1).params)
     for leaf, one, two, three in zip(*map(jax.tree.leaves, (program.layout.leaves, first, second, again)), strict=True):
-        assert (one != two).mean() > 0.2 if leaf.param.weight_decay else np.array_equal(one, two), leaf.name
+        assert (one != two).mean() > 0.2 if leaf.param.decay else np.array_equal(one, two), leaf.name
         np.testing.assert_array_equal(one, three)
 
 

@@ -190,7 +190,7 @@ def test_the_plain_step_of_the_benchmark_is_the_same_training():
     program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
     batch = full_batch(config)
     state, losses = program.init(0), []
-    init, step, _ = plain.make_step(config, jax.tree.map(lambda leaf: leaf.param.weight_decay, program.layout.leaves))
+    init, step, _ = plain.make_step(config, jax.tree.map(lambda leaf: leaf.param.decay, program.layout.leaves))
     plain_state, plain_losses = init(program.init(0).params), []
     for _ in range(3):
         state, metrics = program.step(state, program.put(batch))

@@ -195,7 +195,7 @@ def producers_of_stacked_weights(name):
     """The operations of a step that make an array of the shape of a whole weight matrix of all layers."""
     program, trace = traced(name)
     blocks = jax.tree.leaves(program.layout.leaves["blocks"])
-    whole = {leaf.compute_local for leaf in blocks if leaf.param.weight_decay}
+    whole = {leaf.compute_local for leaf in blocks if leaf.param.decay}
     return {
         eqn.primitive.name
         for eqn, _, depth in equations(trace.jaxpr)

@@ -15,13 +15,12 @@ from jaxdist.mesh import WORK_AXES
 from jaxdist.models.base import split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel.named_arrays import read_arrays
 from jaxdist.parallel.overlap import order_after
+from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.parallel.reduce import reduce_gradients
 from jaxdist.parallel.remat import Made, SavePolicy
 from jaxdist.parallel.zero import Sharded
 from jaxdist.params import STACKED
-from jaxdist.probes import Probe, Recorder
 from jaxdist.strategy import ParallelConfig
 
 Poison = Callable[[dict], dict]
@@ -90,7 +89,8 @@ class ShardedModel:
 
     ctx: what a run tells the model, without dropout. reduce_dtype, sum_dtype: in which gradients are summed over ranks
     and over micro-batches. remat_every, repeated, regathers: what backward runs again: as in `ParallelConfig`; arrays
-    by what makes them; weights' gathers. unrolls: whether a loop over all layers is written out.
+    by what makes them; weights' gathers. unrolls: whether a loop over all layers is written out. schedule, part_layers:
+    of a pipeline; None and () elsewhere.
     """
 
     config: RunConfig
@@ -103,48 +103,8 @@ class ShardedModel:
     repeated: frozenset[Made]
     regathers: bool
     unrolls: bool
-
-    @classmethod
-    def of(
-        cls,
-        config: RunConfig,
-        layout: Layout,
-        attention: str,
-        platform: str = "abstract",
-        recorder: Recorder | None = None,
-        draws_choices: bool = False,
-    ) -> "ShardedModel":
-        parallel, precision = config.parallel, config.precision
-        ctx = Context(
-            sp=parallel.sp,
-            ring=parallel.ring,
-            split=parallel.split,
-            expert_axes=parallel.expert_axes,
-            attention=attention,
-            selective=parallel.remat == "selective",
-            loss_chunks=parallel.loss_chunks,
-            on_gpu=platform == "gpu",
-            probe=None if recorder is None else Probe(recorder),
-            draws_choices=draws_choices,
-        )
-        reduce_dtype, sum_dtype = precision.reduction_dtype, precision.master_dtype
-        regathers, params = False, Replicated(layout, sum_dtype)
-        if layout.grads_sharded:
-            twice = layout.params_sharded and parallel.reshard_after_forward and parallel.mesh.pp == 1
-            regathers = twice or not layout.params_sharded
-            params = Sharded(layout, reduce_dtype, sum_dtype, twice, twice and not parallel.overlap_layers)
-        return cls(
-            config,
-            layout,
-            ctx,
-            params=params,
-            reduce_dtype=reduce_dtype,
-            sum_dtype=sum_dtype,
-            remat_every=parallel.remat_every,
-            repeated=read_arrays(parallel.remat, config.rows),
-            regathers=regathers,
-            unrolls=parallel.unrolls(platform, config.model.num_layers),
-        )
+    schedule: Schedule | None
+    part_layers: tuple[int, ...]
 
     def cast(self, params: dict) -> dict:
         """Parameters typed varying over the axes of their gradients' sums, so that backward leaves these to us."""

@@ -61,7 +61,6 @@ def through_stages(
     execute: Callable, model: ShardedModel, outer: ShardedParams, layers: ShardedParams, batch, key, **how
 ):
     """The executor's `pipeline_gradients` or `pipeline_loss` on this model, for one pass of its micro-batches."""
-    config = model.config
 
     def first(trainable, micro):
         return model.embed(ShardedParams(trainable, outer.stored), micro, key)
@@ -75,12 +74,12 @@ def through_stages(
 
     return execute(
         Stages(first, layer, last, passing=partial(layer, model=model.weighted(None))),
-        config.parallel.pipeline,
+        model.schedule,
         outer.trainable,
         layers.trainable,
-        cut(batch, config.parallel.num_microbatches),
+        cut(batch, model.schedule.num_microbatches),
         fixed=(layers.stored, layer_numbers(model)),
-        num_layers=config.part_layers,
+        num_layers=model.part_layers,
         **how,
     )
 
