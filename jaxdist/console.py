@@ -51,7 +51,7 @@ def overview() -> str:
     indent = 2 + max(map(len, found)) + 2
     lines = [USAGE, "", "programs:"]
     for name, path in found.items():
-        about = ast.get_docstring(ast.parse(path.read_text("utf-8"))).splitlines()[0]
+        about = str(ast.get_docstring(ast.parse(path.read_text("utf-8")))).splitlines()[0]
         start = f"  {name}".ljust(indent)
         lines += textwrap.wrap(about, WIDTH, initial_indent=start, subsequent_indent=" " * indent)
     return "\n".join([*lines, "", "`jaxdist PROGRAM --help` shows the flags of one."])

@@ -149,7 +149,8 @@ class Run:
         self.whole_shapes = whole_shapes(config)
         start = random_parameters(config, self.program.layout) if parameters is None else parameters
         self.state = from_logical(self.program, {f"{PARAMS}.{name}": x for name, x in start.items()})
-        self.number, self.skipped = 0, Counter()
+        self.number = 0
+        self.skipped: Counter = Counter()
         self.gradients: list[dict[str, np.ndarray]] = []
         self.parameters: dict[str, np.ndarray] = {}
         self._placed: dict[str, dict] = {}
@@ -206,7 +207,7 @@ class Run:
         local, whole = pieces[0].site.shape[1:], self.whole_shapes.get((key.direction, key.part, key.name))
         split = split_dims(local, whole, self.mesh, self.config.model.seq_len)
         varying = pieces[0].site.varying
-        if split is None or ("cp" in varying and "cp" not in split):
+        if whole is None or split is None or ("cp" in varying and "cp" not in split):
             return None
         partial = key.direction == BACKWARD and "tp" in varying and "tp" not in split
         by_row: dict[int, dict[tuple[int, int], tuple[list[int], np.ndarray]]] = {}
@@ -424,7 +425,8 @@ def errors_of(pairs: Sequence[tuple[Copy, np.ndarray]], elementwise: bool) -> tu
             return math.inf
         return gap / scale if scale else (0.0 if gap == 0 else math.inf)
 
-    cells, by_ranks = {}, {}
+    cells: dict = {}
+    by_ranks: dict = {}
     for copy, expected in pairs:
         gap = copy.value - expected
         square, most = float(np.square(gap).sum()), float(np.abs(gap).max(initial=0))
@@ -467,6 +469,7 @@ def compare_steps(ours: Step, theirs: Step) -> list[Checked]:
     What a part of the model has in one run alone (a loss in chunks) is left out. Recorded parameters are compared where
     the update is no larger for a gradient that is rounding noise.
     """
+    assert ours.run is not None  # digests are what a run is compared with
     run, dtype = ours.run, max(ours.dtype, theirs.dtype, key=GRADIENT_TOLERANCE.__getitem__)
     known = [{(k.direction, k.part, k.name) for k in step.tensors} for step in (ours, theirs)]
     common = known[0] & known[1]
@@ -495,7 +498,7 @@ def _check(found: Checked, ours: Step, theirs: Step, parameter: float | None, el
     else:
         error, rows, ranks = parameter, (), ()
     found = replace(found, error=error, rows=rows, ranks=ranks, unequal=mine.unequal)
-    if not found.ok and key.direction in (GRADIENT, PARAMETER) and theirs.run is not None:
+    if not found.ok and key.direction in (GRADIENT, PARAMETER) and theirs.run and ours.run:
         wanted = theirs.run.gradients[-1] if key.direction == GRADIENT else theirs.run.parameters
         found = replace(found, ranks=ours.run.ranks_that_differ(key, wanted, found.allowed))
     return found
@@ -508,7 +511,7 @@ def sorted_keys(ours: Step, theirs: Step) -> list[Key]:
 
 def parameter_errors(ours: Step, theirs: Step) -> dict[str, float]:
     """By `jaxdist.parity.compare_parameters`, which traces a difference back to the gradient that it needs."""
-    runs = ours.run, theirs.run
+    runs = [run for run in (ours.run, theirs.run) if run is not None]
     observed = [
         Observed(
             losses=[0.0] * ours.number,

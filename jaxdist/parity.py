@@ -263,23 +263,23 @@ def settled(found: list[Difference], run: Observed, reference: Observed, exact: 
 
     That is taken over all layers and steps of a leaf, since what a single number is off by may be small by chance.
     """
-    ours, theirs, exact = map(_values, (run, reference, exact))
+    ours, theirs, true = map(_values, (run, reference, exact))
 
     def leaf(kind: str, name: str) -> tuple[str, str]:
         return kind.partition(" of ")[0], name.partition("[")[0]
 
     def sizes(values: dict, key: tuple[str, str]) -> np.ndarray:
         """(largest element, L2 norm) of the distance from float64."""
-        gap = np.abs(np.asarray(values[key]) - exact[key])
+        gap = np.abs(np.asarray(values[key]) - true[key])
         return np.array([gap.max(), np.linalg.norm(gap)])
 
     rounding: dict[tuple[str, str], np.ndarray] = {}
-    for key in theirs.keys() & exact.keys():
+    for key in theirs.keys() & true.keys():
         rounding[leaf(*key)] = np.maximum(rounding.get(leaf(*key), 0.0), sizes(theirs, key))
 
     def judge(each: Difference) -> Difference:
         key, least = (each.kind, each.name), rounding.get(leaf(each.kind, each.name))
-        if each.ok or least is None or not least.all() or np.shape(ours.get(key)) != np.shape(exact.get(key)):
+        if each.ok or least is None or not least.all() or np.shape(ours.get(key)) != np.shape(true.get(key)):
             return each
         error = float((sizes(ours, key) / least).max())
         return dataclasses.replace(each, error=error, tolerance=NEAR) if error <= NEAR else each
@@ -287,9 +287,9 @@ def settled(found: list[Difference], run: Observed, reference: Observed, exact: 
     return [judge(each) for each in found]
 
 
-def _values(run: Observed) -> dict[tuple[str, str], np.ndarray]:
+def _values(run: Observed) -> dict[tuple[str, str], np.ndarray | np.floating]:
     """What float64 may settle, by kind and name as `_compared` has them."""
-    found = {("moment", name): x for name, x in run.moments.items()}
+    found: dict = {("moment", name): x for name, x in run.moments.items()}
     found |= {("parameter", name): x for name, x in run.parameters.items()}
     for step, (gradients, norms) in enumerate(zip(run.gradients, run.group_norms, strict=True), 1):
         later = "" if step == 1 else f" of step {step}"
@@ -387,7 +387,7 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
     eps = float(np.finfo(config.precision.master_dtype).eps)
     num_steps = len(reference.losses)
     params = dict(named_params(declare(config.model)))
-    signed = lion_directions(config, reference) if config.optimizer.name == "lion" else None
+    signed = lion_directions(config, reference) if config.optimizer.name == "lion" else []
 
     def judge(name: str, ours: np.ndarray, theirs: np.ndarray) -> Difference:
         norms = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
@@ -399,7 +399,7 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
             return array_difference("count", name, ours, theirs, closely, True)
         rounding = 4 * eps * num_steps * np.abs(theirs)
         gap = np.maximum(np.abs(ours - theirs) - rounding, 0)
-        if update == "balance":
+        if param is not None and update == "balance":
             error = gap / param.rate * nearness([each[name] for each in reference.gradients], dtype)
             return Difference("balance", name, float(error.max()), closely, *norms)
         gradients = [np.abs(each[name]) for each in reference.gradients]

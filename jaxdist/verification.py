@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -183,7 +184,8 @@ def verify_step(sharded: Callable, reference: Callable, args: tuple, *, toleranc
         _difference(name or "result", found[name], expected[name], tolerance, str(np.asarray(expected[name]).dtype))
         for name in found
     ]
-    collectives, notes = [], []
+    collectives: list[Collective] = []
+    notes: list[str] = []
     mesh = _mesh_of(traced.jaxpr)
     try:
         collectives = collectives_of(traced.jaxpr, mesh)
@@ -192,10 +194,11 @@ def verify_step(sharded: Callable, reference: Callable, args: tuple, *, toleranc
     if not notes and branches_differ(traced.jaxpr):
         notes = ["the branches of a conditional send different things: the program does not say what a step sends"]
     memory = compiled.memory_analysis()
+    sent_bytes = None if notes else sum(c.sent_bytes(mesh) for c in collectives)
     return Report(
         differences,
         collectives,
-        None if notes else sum(c.sent_bytes(mesh) for c in collectives),
+        sent_bytes,
         memory and memory.argument_size_in_bytes,
         memory and memory.temp_size_in_bytes,
         notes,
@@ -216,7 +219,7 @@ def _difference(name: str, ours, theirs, tolerance: float | None, dtype: str) ->
     return array_difference("value", name, ours.astype(np.float64), theirs.astype(np.float64), allowed, True)
 
 
-def _mesh_of(closed) -> SimpleNamespace:
+def _mesh_of(closed) -> Any:
     """The sizes of the axes that the program is mapped over, whatever their names."""
     sizes = dict.fromkeys(AXES, 1)
 

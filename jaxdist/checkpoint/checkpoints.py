@@ -24,6 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -331,9 +332,12 @@ def made_in(folder: Path) -> list[Path]:
     return [path for path in folder.glob("step_*") if _STEP.match(path.name)]
 
 
-def agreed(checkpoints: Checkpoints, choose: Callable[[], Manifest | None]) -> Manifest | None:
+Found = TypeVar("Found", bound="Manifest | None")
+
+
+def agreed(checkpoints: Checkpoints, choose: Callable[[], Found]) -> Found:
     """The first process's choice, on all of them: it alone reads and hashes every file."""
-    chosen = None
+    chosen: Any = None
     if processes.is_first():
         try:
             chosen = choose()
@@ -347,7 +351,8 @@ def agreed(checkpoints: Checkpoints, choose: Callable[[], Manifest | None]) -> M
         return chosen
     if said.startswith("!"):
         raise BadCheckpoint(*said[1:].split("\n"))
-    return _same_here(checkpoints, *said.split()) if said else None
+    chosen = _same_here(checkpoints, *said.split()) if said else None
+    return chosen
 
 
 def _same_here(checkpoints: Checkpoints, step: str, digest: str) -> Manifest:

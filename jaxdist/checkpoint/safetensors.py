@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -61,7 +62,7 @@ class Stored:
     shape: tuple[int, ...]
     start: int
 
-    def map(self, mode: str = "r") -> np.ndarray:
+    def map(self, mode: Literal["r", "r+"] = "r") -> np.ndarray:
         """Its memory, mapped: [*shape]. Bytes are read, or with mode "r+" written, where elements are touched."""
         size = math.prod(self.shape)
         if not size:
@@ -108,7 +109,8 @@ def open_folder(path: Path | str) -> Folder:
     for file, part in zip(files, parts, strict=True):
         if part.is_absolute() or len(part.parts) != 1 or ".." in part.parts or "\\" in file or "\0" in file:
             raise _bad(index_path, f"it names {file!r}, which is not a file beside it")
-    headers, tensors, owner = {}, {}, {}
+    headers, tensors = {}, {}
+    owner: dict[str, str] = {}
     for file in files:
         headers[file], found = read_header(path / file)
         for name, stored in found.items():

@@ -118,7 +118,7 @@ class Weights:
         tokenizer = BPETokenizer.load(path)
         begin = self.begin_of_text(tokenizer)
         names = [tokenizer.name(token) for token in begin]
-        said = {"eos_token": tokenizer.name(end)}
+        said: dict[str, str | bool] = {"eos_token": tokenizer.name(end)}
         if begin != tokenizer.begin_of_text:
             write_whole(path, with_template(path.read_bytes(), tuple(names)))
             said |= {"add_bos_token": len(names) == 1, "add_eos_token": False} | (

@@ -321,7 +321,7 @@ def _write_folder(
         for file, text in headers.items():
             safetensors.allocate(partial / file, text)
     processes.barrier(f"allocated {partial.name}")
-    places = {}
+    places: dict = {}
     for file, text in headers.items():
         size = (partial / file).stat().st_size
         places |= {in_full(n, model): s for n, s in safetensors.checked_header(partial / file, text, size).items()}

@@ -93,7 +93,7 @@ class Corpus:
         return next((source for source in self.sources if source.tokenizer is not None), self.sources[0])
 
     @property
-    def end_of_document(self) -> int:
+    def end_of_document(self) -> int | None:
         """The token after each document. Raises: ConfigError where a source does not say, or two say another."""
         for source in self.sources:
             if source.end_of_document is None:
@@ -418,7 +418,7 @@ def parse_sources(text: str) -> list[tuple[str, Fraction]]:
     """`a=0.7,b=0.3` -> paths with their weights; anything without "=", or that exists by this name, is one path."""
     if "=" not in text or os.path.exists(text):
         return [(text, Fraction(1))]
-    sources = []
+    sources: list[tuple[str, Fraction]] = []
     for item in text.split(","):
         path, _, number = item.rpartition("=")
         weight = Fraction(number) if path and _WEIGHT.fullmatch(number) else Fraction(0)
@@ -488,7 +488,8 @@ def _load_folder(root: Path, vocab_size: int) -> Source:
 
 
 def _load_file(path: Path, vocab_size: int, token_dtype: TokenDtype | None) -> Source:
-    opened = {".npy": open_npy, ".bin": partial(open_bin, vocab_size=vocab_size, dtype=token_dtype)}.get(path.suffix)
+    by_suffix: dict = {".npy": open_npy, ".bin": partial(open_bin, vocab_size=vocab_size, dtype=token_dtype)}
+    opened = by_suffix.get(path.suffix)
     array = opened(path) if opened else _bytes(read_text(path))
     if len(array) == 0:
         raise ConfigError(asked(path), "must not be empty", "Pass a file with tokens in it.")
@@ -515,7 +516,7 @@ def _split_by_file(documents: dict[str, bytes], root: Path, title: str, vocab_si
     held_out = held_out_names(list(documents))
 
     def joined(names: list[str]) -> Tokens:
-        end = bytes([ByteTokenizer.end_of_document])  # a token that every vocabulary has
+        end = bytes([ByteTokenizer.end_of_document or 0])  # a token that every vocabulary has
         return tokens_in(_bytes(end.join(documents[name] for name in names)), root, vocab_size)
 
     train = [name for name in documents if name not in held_out]

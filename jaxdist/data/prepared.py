@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,8 +102,8 @@ def read_manifest(folder: Path) -> Manifest:
         refuse(f"must be the manifest of a prepared corpus, whose format is {FORMAT!r}")
 
     def take(holder: object, name: str, kind: type, least: int = 0):
-        value = holder.get(name) if isinstance(holder, dict) else None
-        if type(value) is not kind or (kind is int and value < least):
+        value: Any = holder.get(name) if isinstance(holder, dict) else None
+        if type(value) is not kind or (isinstance(value, int) and value < least):
             refuse(f"{name} must be {'a whole number' if kind is int else kind.__name__}, and it is {value!r:.80}")
         return value
 

@@ -24,7 +24,8 @@ class TextStream:
         self.tokens: list[int] = []
         self.text, self.done = "", False
         self._certain = ""  # decoded, and of whole characters
-        self._context, self._waiting = list(prompt[-CONTEXT:]), []  # tokens before and after the end of that
+        self._context = list(prompt[-CONTEXT:])  # tokens before the end of that
+        self._waiting: list[int] = []  # and after it
 
     def add(self, token: int) -> str:
         """The text that is certain now and was not before."""

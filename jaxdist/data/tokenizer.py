@@ -60,7 +60,9 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """The UTF-8 bytes of the text; the NUL byte ends a document. A token above 255 is shown as U+FFFD."""
 
-    vocab_size, begin_of_text, end_of_document, dtype, identity = 256, (), 0, "uint8", "bytes"
+    vocab_size, dtype, identity = 256, "uint8", "bytes"
+    begin_of_text: tuple[int, ...] = ()
+    end_of_document: int | None = 0
 
     def to_bytes(self) -> bytes:
         return b""

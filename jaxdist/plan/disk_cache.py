@@ -15,14 +15,14 @@ import zipfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from jaxdist.files import read_regular, write_whole
 from jaxdist.versions import source_digest, versions
 
-T = TypeVar("T", bound=NamedTuple)
+T = TypeVar("T")  # a NamedTuple of arrays
 
 VARIABLE = "JAXDIST_CACHE"
 VERSIONS_KEPT = 4  # of the package's source, the last used

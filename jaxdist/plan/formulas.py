@@ -499,7 +499,7 @@ def tp_traffic(
     Source: arXiv 2104.04473, section 3.2; arXiv 2205.05198, section 4.2.2.
     """
     _choose("recomputed", recomputed, ("all", "needed"))
-    again = {"all": 2, "needed": np.where(sp, 1.5, 1)}[recomputed]
+    again: Number = {"all": 2, "needed": np.where(sp, 1.5, 1)}[recomputed]
     calls = 4 + np.where(full_recompute, again, 0)
     size = rows * shape.seq_len / cp * shape.width
     active = np.asarray(tp) > 1

@@ -276,9 +276,9 @@ class Cluster:
 
     hardware: Accelerator
     num_nodes: int = 1
-    devices_per_node: int | None = None
-    inside: Link | None = None
-    between: Link | None = None
+    devices_per_node: int = None  # this, and the links, are the accelerator's unless given
+    inside: Link = None
+    between: Link = None
 
     def __post_init__(self):
         defaults = {
@@ -328,7 +328,7 @@ class Cluster:
         for axis in sizes.keys() - set(AXES):
             raise ConfigError(f"mesh axis {axis!r}", "there is no axis of that name", f"Use {', '.join(AXES)}")
         apart = strides(sizes)
-        return {axis: self.link_of(sizes.get(axis, 1), apart[axis]) for axis in AXES}
+        return {axis: str(self.link_of(sizes.get(axis, 1), apart[axis])) for axis in AXES}
 
     def collective_seconds(
         self,

@@ -139,7 +139,9 @@ class _Layer:
 
     def _beneath(self, v, makers: dict):
         """The one array that would be kept in the place of `v`, which is marked, or made of it element by element."""
-        found, live, seen = set(), [v], set()
+        found: set = set()
+        seen: set = set()
+        live = [v]
         while live:
             made = live.pop()
             eqn = makers.get(made)
@@ -161,7 +163,7 @@ class _Layer:
         again: dict[frozenset[int], list[tuple[Repeated, set[str]]]] = defaultdict(list)
         for eqn in reversed(self.eqns):
             made = [v for v in eqn.outvars if v in needs and own.get(v, 0) is not None]
-            needed = _smallest({need | own.get(v, 0) for v in made for need in needs[v]})
+            needed = _smallest({need | (own.get(v) or 0) for v in made for need in needs[v]})
             for v in variables(eqn.invars) if needed else ():
                 needs[v] = _smallest(needs.get(v, frozenset()) | needed)
             if needed and 0 not in needed and eqn.primitive.name not in FREE:

@@ -8,11 +8,11 @@ that they do; a test compares with whole blocks.
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import takewhile
 from numbers import Number
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,7 +39,9 @@ class LongBlock:
     def shortened(self, times: int) -> Model:
         """The model as one block with so many repeats."""
         kinds, end = self.model.kinds, self.start + self.unit * self.times
-        return _with_kinds(self.model, kinds[: self.start + self.unit * times] + kinds[end:])
+        shorter = _with_kinds(self.model, kinds[: self.start + self.unit * times] + kinds[end:])
+        assert shorter is not None  # as `self.model` has kinds
+        return shorter
 
     def extended(self, less, more):
         """What the whole block has, where blocks with FEW - 1 and FEW repeats have `less` and `more`."""
@@ -49,9 +51,9 @@ class LongBlock:
             return self._paths(more)
         if isinstance(more, dict):
             return {name: self.extended(less.get(name, 0), value) for name, value in more.items()}
-        if dataclasses.is_dataclass(more):
+        if dataclasses.is_dataclass(more) and not isinstance(more, type):
             names = [field.name for field in dataclasses.fields(more)]
-            return type(more)(*(self.extended(getattr(less, name), getattr(more, name)) for name in names))
+            return dataclasses.replace(more, **{n: self.extended(getattr(less, n), getattr(more, n)) for n in names})
         if hasattr(more, "_fields"):
             return type(more)(*map(self.extended, less, more))
         if isinstance(more, (tuple, list)):
@@ -64,7 +66,7 @@ class LongBlock:
             return more + (self.times - FEW) * (more - less)
         raise Uneven
 
-    def _extended_sequence(self, less: Sequence, more: Sequence) -> Sequence:
+    def _extended_sequence(self, less: Any, more: Any) -> Any:
         """`more` is `less` with something put in once; the whole block has that so much more often."""
         first = len([*takewhile(lambda pair: pair[0] == pair[1], zip(less, more, strict=False))])
         put_in = more[first : first + len(more) - len(less)]

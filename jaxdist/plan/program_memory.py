@@ -357,7 +357,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     gradients, activations, logits, working = np.take_along_axis(table_of, fullest[None, None], axis=0)[0]
     columns = [np.broadcast_to(column, zeros.shape) for column in (parameters, optimizer)]
     columns += [gradients, activations, logits, working]
-    return ProgramBytes(*columns, total=sum(columns), phase=fullest)
+    return ProgramBytes(*columns, sum(columns), fullest)
 
 
 @cache

@@ -276,7 +276,7 @@ def layouts_of_mesh(
     pp = mesh["pp"]
     shards = MeshShape(**mesh).state_ranks > 1
     # (zero, keep, overlap)
-    states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if shards and optimizer != "adafactor" else [(0, 0)]
+    states: list = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if shards and optimizer != "adafactor" else [(0, 0)]
     overlaps = [0, 1] if pp > 1 or (mesh["dp"] * mesh["replica"] * mesh["cp"] > 1 and model.num_blocks > 1) else [0]
     states = [(*state, overlap) for state in states for overlap in overlaps]
     # (sp, ring, kind of context parallelism)

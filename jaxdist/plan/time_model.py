@@ -652,7 +652,7 @@ class _Step:
         return (parameters.updated + (self.ep - 1) * parameters.updated_experts) / (self.dp * self.cp)
 
     def optimiser_seconds(self, parameters: _Parameters) -> Number:
-        here = np.where(self.zero >= 1, self.own(parameters), parameters.updated)
+        here: Number = np.where(self.zero >= 1, self.own(parameters), parameters.updated)
         return here * OPTIMIZER_TRAFFIC / self.hbm
 
     def over_data_ranks(self, parameters: _Parameters, working: Number) -> tuple[Number, Number]:

@@ -101,7 +101,7 @@ def most_sent(messages: Sequence[Message]) -> int:
 
 
 @cache
-def runs_of(schedule: Schedule, num_layers: tuple[int, ...]) -> dict[str, np.ndarray]:
+def runs_of(schedule: Schedule, num_layers: tuple[int, ...]) -> dict:
     """How often each loop of the pipeline's executor runs in one pass, on each stage."""
     return {
         name: np.array([int(each * schedule.num_ticks) for each in stages])
@@ -246,7 +246,7 @@ class _Step:
         whose backward comes next.
         """
         together = self.layers_again == Again.TOGETHER
-        weights = [("forward", every_leaf)]
+        weights: list[tuple[str, LeafFilter]] = [("forward", every_leaf)]
         if self.parallel.overlap_layers:
             return [*weights, ("backward", every_leaf)]
         if self.pipelined:

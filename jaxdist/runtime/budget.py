@@ -74,7 +74,7 @@ def exact(name: str, value: str | int | Decimal) -> Decimal:
         number = value
     elif isinstance(value, int) or (isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?", value, re.ASCII)):
         number = Decimal(value)
-    if number is None or not 0 <= number <= LIMIT or number.normalize(_UP).as_tuple().exponent < -6:
+    if number is None or not 0 <= number <= LIMIT or int(number.normalize(_UP).as_tuple().exponent) < -6:
         raise ConfigError(
             f"{name}={value}",
             f"must be an exact number from 0 to {LIMIT:,}, with at most 6 digits after the point"
@@ -364,7 +364,8 @@ class SpendLog:
                 f"its last line is cut off; the {len(lines)} whole lines before it are all there",
                 f"Cut the file after its first {len(content) - len(tail)} bytes; the rest was never a whole line",
             )
-        ceiling, jobs, last = None, {}, datetime.fromtimestamp(0, UTC)
+        ceiling, last = None, datetime.fromtimestamp(0, UTC)
+        jobs: dict = {}
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)

@@ -63,7 +63,6 @@ class Prometheus:
     def __init__(self, port: int, host: str, info: Mapping[str, str], planned: int | None):
         client = require_package("prometheus_client", "--metrics-port")
         self._registry = client.CollectorRegistry()
-        first = processes.is_first()
 
         def metric(kind: str, name: str, text: str, *labels: str):
             return getattr(client, kind)(f"{PREFIX}_{name}", text, labels, registry=self._registry)
@@ -84,20 +83,18 @@ class Prometheus:
             "temperature": metric("Gauge", "gpu_temperature_celsius", "Temperature.", "rank"),
             "ecc_errors": metric("Gauge", "gpu_ecc_uncorrected_errors", "Uncorrected errors of its memory.", "rank"),
         }
-        self._tokens = metric("Counter", "tokens", "Targets trained on, of the whole run.") if first else None
-        self._loss = metric("Gauge", "loss_nats", "Mean loss of a token.", "split") if first else None
-        self._norm = metric("Gauge", "gradient_norm", "L2 norm of the whole gradient.") if first else None
-        self._norms = (
-            metric("Gauge", "gradient_group_norm", "L2 norm by part of the model.", "group") if first else None
-        )
-        self._rate = metric("Gauge", "learning_rate_ratio", "Learning rate.") if first else None
-        self._used = metric("Gauge", "flops_utilization_ratio", "MFU and HFU.", "flops") if first else None
-        self._scale = metric("Gauge", "loss_scale_ratio", "Loss scale of fp16.") if first else None
-        texts = ("Load of the busiest expert over the mean.", "Of the idlest.", "Choices dropped, of all.")
-        self._experts = {
-            name: metric("Gauge", f"{name}_ratio", text) if first else None
-            for name, text in zip(expert_load.NAMES, texts, strict=True)
-        }
+        self._first = processes.is_first()
+        if self._first:
+            self._tokens = metric("Counter", "tokens", "Targets trained on, of the whole run.")
+            self._loss = metric("Gauge", "loss_nats", "Mean loss of a token.", "split")
+            self._norm = metric("Gauge", "gradient_norm", "L2 norm of the whole gradient.")
+            self._norms = metric("Gauge", "gradient_group_norm", "L2 norm by part of the model.", "group")
+            self._rate = metric("Gauge", "learning_rate_ratio", "Learning rate.")
+            self._used = metric("Gauge", "flops_utilization_ratio", "MFU and HFU.", "flops")
+            self._scale = metric("Gauge", "loss_scale_ratio", "Loss scale of fp16.")
+            texts = ("Load of the busiest expert over the mean.", "Of the idlest.", "Choices dropped, of all.")
+            named = zip(expert_load.NAMES, texts, strict=True)
+            self._experts = {name: metric("Gauge", f"{name}_ratio", text) for name, text in named}
         self._server = _listen(port, host, self._registry)
         self.address = f"http://{host}:{port + processes.index()}/metrics"
 
@@ -113,7 +110,7 @@ class Prometheus:
             for name, gauge in self._gpu.items():
                 if (value := getattr(gpu, name)) is not None:
                     gauge.labels(gpu.rank).set(value)
-        if self._tokens is None:
+        if not self._first:
             return
         self._tokens.inc(record["tokens"])
         self._loss.labels("train").set(record["loss"])

@@ -29,7 +29,8 @@ class Watch:
     """
 
     def __init__(self, devices: Sequence[jax.Device], module: str = "pynvml"):
-        self._nvml, self._handles = None, {}
+        self._nvml = None
+        self._handles: dict = {}
         mine = {
             rank: d for rank, d in enumerate(devices) if d.process_index == jax.process_index() and d.platform == "gpu"
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from jaxdist.config import RunConfig, to_dict
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, reason_of
 from jaxdist.files import read_regular, set_aside, write_whole
 from jaxdist.runtime import processes
 
@@ -115,7 +115,7 @@ class RunFiles:
     @property
     def failure(self) -> str | None:
         """Why the disk refused what was written last."""
-        return self._failure or (self._lines and self._lines.failure)
+        return self._failure or (self._lines.failure if self._lines else None)
 
     def go_back(self, steps: int) -> None:
         """Keep the lines of the first `steps` steps, and write on from there."""
@@ -214,7 +214,7 @@ def read_metrics(path: Path) -> tuple[list[tuple[int, bytes]], str]:
     except FileNotFoundError:
         return [], ""
     except OSError as error:
-        return [], error.strerror
+        return [], reason_of(error)
     lines, bad, last = [], [], 0
     for number, line in enumerate(whole, start=1):
         step = _step_of(line)

@@ -67,7 +67,7 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
     if address is not None:
         require_address(address)
         num_processes, process_id = from_launcher(num_processes, process_id)
-    if None not in (num_processes, process_id) and not 0 <= process_id < num_processes:
+    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise ConfigError(
             f"process {process_id} of {num_processes}",
             "processes must be numbered from 0",
@@ -234,8 +234,8 @@ def start_guard(name: str, target: Callable[[], None]) -> None:
             target()
         except BaseException:
             traceback.print_exc(file=sys.__stderr__)
-            print(f"the thread {name!r} failed, and nothing would guard this process any more", file=sys.__stderr__)
-            sys.__stderr__.flush()
+            said = f"the thread {name!r} failed, and nothing would guard this process any more"
+            print(said, file=sys.__stderr__, flush=True)
             os._exit(1)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -91,7 +91,9 @@ def read_events(folder: Path) -> list[dict]:
 def device_times(events: Iterable[dict], text: str, mesh: MeshShape, ranks: Mapping[int, int]) -> list[DeviceTimes]:
     """events: of a Chrome trace, in microseconds. ranks: of this process's devices, by their ordinal on the host."""
     axes_of = {each.name.lstrip("%"): ", ".join(each.axes) for each in emitted_collectives(text, mesh)}
-    events, computes, sends = list(events), {rank: [] for rank in ranks.values()}, {}
+    events = list(events)
+    computes: dict[int, list] = {rank: [] for rank in ranks.values()}
+    sends: dict[int, dict] = {}
     ordinals = _ordinals(events)
     for event in events:
         instruction = event.get("args", {}).get("hlo_op") if event.get("ph") == "X" else None
@@ -107,7 +109,7 @@ def device_times(events: Iterable[dict], text: str, mesh: MeshShape, ranks: Mapp
     return [_times(rank, computes[rank], sends.get(rank, {})) for rank in sorted(computes)]
 
 
-def _ordinals(events: Iterable[dict]) -> dict[int, int]:
+def _ordinals(events: Iterable[dict]) -> dict[object, int]:
     """The ordinal of the device whose events have a pid, where the trace names processes after devices."""
     found = {}
     for event in events:

@@ -202,8 +202,8 @@ class _Lines:
 
     def nested(self, name: str) -> dict[str, Column]:
         """The columns of an object in every line."""
-        tables = [record.get(name) for record in self.records]
-        tables = [table if isinstance(table, dict) else {} for table in tables]
+        found = (record.get(name) for record in self.records)
+        tables = [table if isinstance(table, dict) else {} for table in found]
         inner = list(dict.fromkeys(key for table in tables for key in table))[:MOST_NAMES]
         found = {key: self._column(f"{name}.{key}", [table.get(key) for table in tables]) for key in inner}
         return {key: values for key, values in found.items() if values is not None and is_utf8(key)}

@@ -76,9 +76,11 @@ class Signals:
     ):
         self.number: int | None = None
         self.ignored = False  # set where the job must not be interrupted any more
-        self._numbers, self._grace, self._late, self._before = numbers, grace, late, {}
+        self._numbers, self._grace, self._late = numbers, grace, late
+        self._before: dict = {}
         self._timer: threading.Timer | None = None
-        self._heard, self._pipe, self._other_pipe = heard, (), -1
+        self._heard, self._other_pipe = heard, -1
+        self._pipe: tuple[int, ...] = ()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -86,10 +88,10 @@ class Signals:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._keep)
             if self._heard is not None:
-                self._listen()
+                self._listen(self._heard)
         return self
 
-    def _listen(self) -> None:
+    def _listen(self, heard: Callable[[str], None]) -> None:
         """Python writes a signal's number to a pipe as it comes, and calls handlers when its main thread is free."""
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
@@ -100,7 +102,7 @@ class Signals:
             while numbers := os.read(self._pipe[0], 1):
                 if numbers[0] in self._before and not (said or self.ignored):
                     said = True
-                    self._heard(signal.Signals(numbers[0]).name)
+                    heard(signal.Signals(numbers[0]).name)
             os.close(self._pipe[0])
 
         threading.Thread(target=listen, daemon=True).start()
@@ -112,7 +114,7 @@ class Signals:
             raise SystemExit(EXIT_SIGNAL + number)
         self.number = number
         if self._grace is not None:
-            self._timer = threading.Timer(self._grace, self._end)
+            self._timer = threading.Timer(self._grace, self._end, (number,))
             self._timer.daemon = True
             self._timer.start()
 
@@ -121,9 +123,9 @@ class Signals:
         if self.number is None:
             self.number = number
 
-    def _end(self) -> None:
+    def _end(self, number: int) -> None:
         self._late()
-        os._exit(EXIT_SIGNAL + self.number)
+        os._exit(EXIT_SIGNAL + number)
 
     @property
     def reason(self) -> str | None:

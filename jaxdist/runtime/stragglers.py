@@ -24,7 +24,8 @@ class StragglerWatch:
     """Every `EVERY` steps compares the processes' laps, and names the slow ones. With one process it does nothing."""
 
     def __init__(self, console: Console):
-        self._console, self._laps = console, []
+        self._console = console
+        self._laps: list[dict[str, float]] = []
 
     def add(self, lap: dict[str, float]) -> None:
         """The seconds of a step by part (`jaxdist.runtime.telemetry`)."""

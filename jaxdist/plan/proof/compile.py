@@ -268,8 +268,8 @@ def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | Non
 
     def named_runs(function: re.Pattern, rest: str, scanned: Count | None) -> Count | None:
         """How often the function that an instruction's origin names runs, of those that `iterations` knows."""
-        found = function.search(rest)
-        return times_each(scanned, iterations[found[1]]) if found and found[1] in (iterations or {}) else None
+        found, known = function.search(rest), iterations or {}
+        return times_each(scanned, known[found[1]]) if found and found[1] in known else None
 
     @cache
     def matmuls(computation: str) -> int:
@@ -358,8 +358,8 @@ def stages_of(devices: Iterable[int], mesh: MeshShape) -> np.ndarray:
 
 def _senders(rest: str, mesh: MeshShape) -> np.ndarray:
     """1 for each stage that sends in a permute over pp, and 0 for the others."""
-    pairs = re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest)
-    sources = [int(source) for source in re.findall(r"\{(\d+),", pairs[1])]
+    [pairs] = re.findall(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest)
+    sources = [int(source) for source in re.findall(r"\{(\d+),", pairs)]
     return np.isin(np.arange(mesh.pp), stages_of(sources, mesh)).astype(int)
 
 

@@ -55,8 +55,8 @@ def miscounted(compiled: CompiledStep, executed: Counter, mesh: MeshShape) -> li
     stages, found = stages_of(range(mesh.num_devices), mesh).tolist(), []
     for each in compiled.collectives:
         for device, stage in enumerate(stages):
-            on_all = each.by_stage is None or (each.kind == "permute" and "pp" in each.axes)
-            counted = each.count if on_all else each.by_stage[stage]
+            by_stage = None if each.kind == "permute" and "pp" in each.axes else each.by_stage
+            counted = each.count if by_stage is None else by_stage[stage]
             if executed[each.name, device] != counted:
                 found.append(Miscounted(each, stage, counted, executed[each.name, device]))
     return found

@@ -35,7 +35,7 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
             entry = current if found[1] else entry
         elif current is not None and (found := _INSTRUCTION.match(line)):
             root, *parts = found.groups()
-            bodies[current].append(Instruction(*parts, root=root is not None))
+            bodies[current].append(Instruction(*parts, root is not None))
     return bodies, entry
 
 
@@ -68,4 +68,4 @@ def arrays(shape: str) -> list[int]:
 
 
 def _itemsize(dtype: str) -> float:
-    return _ITEMSIZES.get(dtype) or int(re.search(r"\d+", dtype)[0]) / 8
+    return _ITEMSIZES.get(dtype) or int(re.findall(r"\d+", dtype)[0]) / 8

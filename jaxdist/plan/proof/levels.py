@@ -30,7 +30,7 @@ class Sent:
     @property
     def why(self) -> str:
         """How the compiler's program differs from the trace, and what it has done."""
-        if self.compiled_count is None:
+        if self.compiled_count is None or self.compiled_bytes is None:
             return "in loops whose length the compiler's text does not say"
         # A message's bytes are rounded down, so combining some may show a byte for each.
         if abs(self.compiled_bytes - self.traced_bytes) <= max(self.traced_count, self.compiled_count):
@@ -105,7 +105,7 @@ def compare(traced: list, compiled: CompiledStep | None, mesh: MeshShape) -> tup
     """Trace and compiled program, by kind and axes."""
 
     def totals(collectives) -> dict:
-        found = defaultdict(lambda: [0, 0])
+        found: dict = defaultdict(lambda: [0, 0])
         for c in collectives:
             entry = found[c.kind, tuple(axis for axis in AXES if axis in c.axes)]
             sent = c.sent_bytes(mesh)

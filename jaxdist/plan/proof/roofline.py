@@ -280,8 +280,7 @@ def _dot_flops(result: str, left: str, rest: str, contracting: str) -> float:
 
 def _custom_flops(instruction: Instruction, given: Sequence[str]) -> float:
     """FLOPs of cuDNN's attention and cuBLAS's products; 0 for any other call."""
-    target = _TARGET.search(instruction.rest)
-    target = target[1] if target else ""
+    target = "".join(_TARGET.findall(instruction.rest)[:1])
     if "fmha" in target:
         (_, query), (_, key) = hlo.dims(given[0])[0], hlo.dims(given[1])[0]  # [batch, positions, heads, width]
         batch, positions, heads, width = query

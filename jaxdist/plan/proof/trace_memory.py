@@ -244,7 +244,7 @@ class _Program:
         Where that is added to a sum so far, it is scatter-add(sum + x, ...): x is added where it is made.
         """
         maker = {o: op for op in self.ops for o in op.outputs}
-        uses = defaultdict(int)
+        uses: dict[int | None, int] = defaultdict(int)
         for op in self.ops:
             for i in op.inputs:
                 uses[i] += 1
@@ -277,7 +277,8 @@ class _Timeline:
     """Walks a program operation by operation, loops' bodies once, and notes when each buffer lives."""
 
     def __init__(self, rules: CompilerModel):
-        self.rules, self.clock, self.buffers = rules, 0, []
+        self.rules, self.clock = rules, 0
+        self.buffers: list = []
 
     def run(self, jaxpr, carried: Mapping[int, int], sliced: Collection[int], kept: Collection[int]) -> None:
         """One level of the program.
@@ -410,7 +411,7 @@ class _Level:
             if self.is_fusible(op):
                 passes_on += [last[o] for o in op.outputs if not self.buffered[o]]
                 passes_on += [fused[o] for o in op.outputs if self.buffered[o] and self.is_cheap(o)]
-            for i in set(op.inputs) - {None}:
+            for i in {i for i in op.inputs if i is not None}:
                 if self.is_fusible(op) and not self.is_folded(op):
                     fused[i] = max(fused[i], *passes_on)
                     if self.buffered[i] and self.is_cheap(i):
@@ -427,7 +428,7 @@ class _Level:
         return found
 
 
-def _carry(op: _Op) -> dict[int, int]:
+def _carry(op: _Op) -> dict[int, int | None]:
     """Output of a loop -> the value it starts from."""
     if op.name == "scan":
         first, number = scan_counts(op.eqn)
