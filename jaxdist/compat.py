@@ -2,11 +2,9 @@
 
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 class _NoPluginWithoutItsDevice(logging.Filter):
@@ -17,14 +15,6 @@ class _NoPluginWithoutItsDevice(logging.Filter):
 
 
 logging.getLogger("jax._src.xla_bridge").addFilter(_NoPluginWithoutItsDevice())
-
-
-def inner_programs(eqn) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """The programs inside an equation: bodies of loops, branches, calls."""
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(inner, Jaxpr | ClosedJaxpr):
-                yield inner
 
 
 def scan_counts(eqn) -> tuple[int, int]:

@@ -319,7 +319,7 @@ class _OnStages:
             mine = partial(lax.cond, stage == turn, lambda x, caches: layers(stacked, x, caches))
             x, caches = mine(lambda x, caches: (x, caches), x, caches)
             if turn + 1 < self.shape.pp:
-                x = exchange.permute(x, "pp", senders=[turn])
+                x = comm.permute(x, "pp", senders=[turn])
         return x, caches
 
     def next(self, ctx: Context, params: dict, x_B1D: jax.Array, positions_B: jax.Array, first, caches) -> Next:

@@ -19,12 +19,12 @@ import jax
 import numpy as np
 
 from jaxdist.checkpoint.logical import named
-from jaxdist.compat import inner_programs
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, parse_mesh
 from jaxdist.models.base import Model
+from jaxdist.parallel.pipeline.split_backward import inner_programs
 from jaxdist.parity import (
     GRADIENT_TOLERANCE,
     PROOF_EPS,

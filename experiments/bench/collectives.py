@@ -30,7 +30,7 @@ COLLECTIVES = {
     "all_gather": (lambda x, axis: comm.all_gather(x, axis, 0), lambda s, n: s // n, lambda n: (n - 1) / n),
     "reduce_scatter": (lambda x, axis: comm.reduce_scatter(x, axis, 0), lambda s, n: s, lambda n: (n - 1) / n),
     "all_to_all": (lambda x, axis: exchange.all_to_all(x, axis, 0, 0), lambda s, n: s, lambda n: (n - 1) / n),
-    "permute": (lambda x, axis: exchange.permute(x, axis, 1), lambda s, n: s, lambda n: 1.0),
+    "permute": (lambda x, axis: comm.permute(x, axis, 1), lambda s, n: s, lambda n: 1.0),
 }
 
 

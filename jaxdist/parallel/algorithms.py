@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.parallel.collectives import rank, size, varying
-from jaxdist.parallel.exchange import permute
+from jaxdist.parallel.collectives import permute, rank, size, varying
 
 
 def ring_reduce_scatter(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:

@@ -142,3 +142,18 @@ def all_gather(x: jax.Array, axis: Axes, dim: int | None, *, replicated: bool = 
         return x[None] if dim is None else x
     to = "invarying" if replicated else "varying"
     return lax.all_gather(x, axes, axis=0 if dim is None else dim_of(x, dim), tiled=dim is not None, to=to)
+
+
+def permute(x: jax.Array, axis: str, shift: int = 1, senders: Sequence[int] | None = None) -> jax.Array:
+    """Send to the rank `shift` places further along `axis`, cyclically; of `senders` alone, where they are given.
+
+    Layout: x on rank r -> x on rank (r + shift) mod n; 0 on a rank to which nobody sends.
+    Backward: permute by -shift, back to the senders.
+    Sends: the local bytes, once, on each sender.
+    """
+    if not live(axis):
+        return x
+    n = size(axis)
+    return lax.ppermute(
+        x, axis, [(source, (source + shift) % n) for source in (range(n) if senders is None else senders)]
+    )

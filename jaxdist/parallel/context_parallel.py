@@ -162,8 +162,8 @@ def halo_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window: int, starts_
         if split.swaps:
             early_before, late_after = swapped(early, late)
         else:
-            early_before = exchange.permute(early, AXIS, hop, ranks[:-hop])
-            late_after = exchange.permute(late, AXIS, -hop, ranks[hop:])
+            early_before = comm.permute(early, AXIS, hop, ranks[:-hop])
+            late_after = comm.permute(late, AXIS, -hop, ranks[hop:])
         return early_before, jnp.where(split.group == last, early, late_after)
 
     def swapped(early, late):
@@ -348,7 +348,7 @@ def _onwards(split: Split, x, odd: int):
     even or odd."""
     if split.swaps:
         return exchange.swap(x, AXIS, neighbours(split, odd))
-    return exchange.permute(x, AXIS, split.exchanging)
+    return comm.permute(x, AXIS, split.exchanging)
 
 
 def _keys_and_values(k, v) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Messages that move values from rank to rank, as `jaxdist.parallel.collectives` sums and gathers them.
+"""Exchanges between ranks and broadcasts, beside the sums, gathers and permutes of `jaxdist.parallel.collectives`.
 
 n, S and "Sends" are as there.
 """
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.parallel.collectives import Axes, dim_of, live, rank, size, varying_like
+from jaxdist.parallel.collectives import Axes, dim_of, live, rank, size
 
 
 def all_to_all(
@@ -50,70 +50,6 @@ def swap(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array
     both = all_to_all(jnp.stack([x, x]), axis, 0, 0, pairs)
     second = jnp.zeros(size(axis), bool).at[jnp.array([b for _, b in pairs])].set(True)[rank(axis)]
     return jnp.where(second, both[0], both[1])
-
-
-def permute(x: jax.Array, axis: str, shift: int = 1, senders: Sequence[int] | None = None) -> jax.Array:
-    """Send to the rank `shift` places further along `axis`, cyclically; of `senders` alone, where they are given.
-
-    Layout: x on rank r -> x on rank (r + shift) mod n; 0 on a rank to which nobody sends.
-    Backward: permute by -shift, back to the senders.
-    Sends: the local bytes, once, on each sender.
-    """
-    if not live(axis):
-        return x
-    n = size(axis)
-    return lax.ppermute(
-        x, axis, [(source, (source + shift) % n) for source in (range(n) if senders is None else senders)]
-    )
-
-
-def gather_to(x: jax.Array, axis: str, dim: int, ranks: Sequence[int]) -> jax.Array:
-    """Concatenate every rank's slice of `dim`, on `ranks` alone: n-1 messages, each to one rank.
-
-    Layout: x[..., D_axis, ...] -> x[..., D, ...] on `ranks`; on others their own slice among zeros.
-    Backward: scatter_from the same ranks.
-    Sends: the local bytes to each of `ranks` but itself; an all_gather sends them n-1 times.
-    """
-    if not live(axis):
-        return x
-    dim = dim_of(x, dim)
-    n, length = size(axis), x.shape[dim]
-    whole = jnp.zeros((*x.shape[:dim], n * length, *x.shape[dim + 1 :]), x.dtype)
-
-    def put(whole, part, owner):
-        return lax.dynamic_update_slice_in_dim(whole, part, owner * length, dim)
-
-    whole = put(varying_like(whole, x), x, rank(axis))
-    for step in range(1, n):
-        part = lax.ppermute(x, axis, [((receiver + step) % n, receiver) for receiver in ranks])
-        whole = put(whole, part, (rank(axis) + step) % n)
-    return whole
-
-
-def scatter_from(x: jax.Array, axis: str, dim: int, ranks: Sequence[int]) -> jax.Array:
-    """Sum what `ranks` have and give every rank its slice of `dim`: n-1 messages, each from one rank.
-
-    Layout: x[..., D, ...] {U_ranks} -> x[..., D_axis, ...]. What another rank has counts in its own slice alone: it
-    should be 0.
-    Backward: gather_to the same ranks.
-    Sends: (n-1)/n * S on each of `ranks`, as a reduce_scatter does; nothing on others.
-    Raises: ValueError where `dim` does not divide by the axis.
-    """
-    if not live(axis):
-        return x
-    n, dim = size(axis), dim_of(x, dim)
-    if x.shape[dim] % n:
-        raise ValueError(f"scatter_from over {axis}={n}: dim {dim} of shape {x.shape} does not divide.")
-    length = x.shape[dim] // n
-
-    def part_of(owner):
-        return lax.dynamic_slice_in_dim(x, owner * length, length, dim)
-
-    total = part_of(rank(axis))
-    for step in range(1, n):
-        sent = part_of((rank(axis) + step) % n)
-        total = total + lax.ppermute(sent, axis, [(sender, (sender + step) % n) for sender in ranks])
-    return total
 
 
 def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:

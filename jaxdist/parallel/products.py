@@ -3,9 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator
 
-from jaxdist.compat import inner_programs
 from jaxdist.parallel.grouped_matmul import GROUPED, GROUPED_OUTER, GROUPED_PRODUCTS
-from jaxdist.parallel.pipeline.split_backward import needed_for
+from jaxdist.parallel.pipeline.split_backward import inner_programs, needed_for
 
 
 def products_of(jaxpr) -> Iterator:

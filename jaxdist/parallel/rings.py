@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel import exchange
 from jaxdist.parallel.collectives import varying_axes
 
 Ring = Literal["one-way", "two-way"]
@@ -108,7 +107,7 @@ def _gather_ring(x_BTD, w_DF, ring, axis) -> tuple[jax.Array, jax.Array]:
     here, step = {0: x_BTD}, 0  # chunks by the distance of the rank they came from
     while here:
         coming = {
-            -shift * (step + 1): exchange.permute(here[-shift * step], axis, shift)
+            -shift * (step + 1): comm.permute(here[-shift * step], axis, shift)
             for shift, hops in arms.items()
             if step < hops
         }
@@ -133,11 +132,11 @@ def _scatter_ring(y_BTF, w_FD, ring, axis) -> jax.Array:
     # In each direction this rank begins the sum whose owner is farthest, and is the last to add to its neighbour's.
     sums: dict[int, jax.Array] = {}
     for distance in range(max(arms.values()), 0, -1):
-        coming = {shift: exchange.permute(total, axis, shift) for shift, total in sums.items()}
+        coming = {shift: comm.permute(total, axis, shift) for shift, total in sums.items()}
         shares = {shift: share(shift * distance, w_FD) for shift, hops in arms.items() if distance <= hops}
         coming, shares, w_FD = lax.optimization_barrier((coming, shares, w_FD))
         sums = {shift: coming[shift] + own if shift in coming else own for shift, own in shares.items()}
-    coming = [exchange.permute(total, axis, shift) for shift, total in sums.items()]
+    coming = [comm.permute(total, axis, shift) for shift, total in sums.items()]
     return sum(coming, share(0, w_FD))
 
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.compat import inner_programs
 from jaxdist.mesh import MeshShape
 from jaxdist.models.attention import traced_attention
 from jaxdist.models.base import Model
 from jaxdist.parallel.named_arrays import REPEAT, name_array, read_arrays
 from jaxdist.parallel.pipeline.split_backward import (
     dependents,
+    inner_programs,
     needed_for,
     num_bytes,
     reached,

@@ -20,7 +20,8 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf, group
 from jaxdist.mesh import TOKEN_AXES, WORK_AXES, MeshShape
-from jaxdist.parallel.pipeline.lowering import FROM_AFTER, FROM_BEFORE, Loop, iterations
+from jaxdist.parallel.pipeline.instructions import FROM_AFTER, FROM_BEFORE, Loop
+from jaxdist.parallel.pipeline.lowering import iterations
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.parallel.zero import sharded, zero_groups
 from jaxdist.params import STACKED

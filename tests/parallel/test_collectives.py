@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel import exchange
+from jaxdist.parallel import exchange, spread
 from jaxdist.parallel.collectives import varying_axes
 from jaxdist.plan.proof.trace import collectives_of, total_sent
 
@@ -63,8 +63,8 @@ def test_a_truth_value_is_broadcast_as_one():
         lambda x, dim: comm.all_gather(x, "dp", dim),
         lambda x, dim: exchange.all_to_all(x, "dp", dim, -2),
         lambda x, dim: exchange.all_to_all(x, "dp", 1, dim),
-        lambda x, dim: exchange.gather_to(x, "dp", dim, [0]),
-        lambda x, dim: exchange.scatter_from(x, "dp", dim, [0]),
+        lambda x, dim: spread.gather_to(x, "dp", dim, [0]),
+        lambda x, dim: spread.scatter_from(x, "dp", dim, [0]),
     ],
 )
 def test_a_dim_may_count_from_the_end(call):
@@ -90,21 +90,21 @@ def test_all_to_all_and_permute():
         [np.concatenate([parts[:, source, :, rank * 2 : rank * 2 + 2] for source in (0, 1)], -1) for rank in (0, 1)], 1
     )
     np.testing.assert_array_equal(by_rank(out), expected)
-    out = on_mesh(lambda x: exchange.permute(x, "replica"), PER_RANK)(X)
+    out = on_mesh(lambda x: comm.permute(x, "replica"), PER_RANK)(X)
     np.testing.assert_array_equal(by_rank(out), by_rank(X)[::-1])
 
 
 def test_permute_direction():
     mesh = make_mesh(MeshShape(dp=4), DEVICES[:4])
     for shift in (1, -1, 2):
-        out = on_mesh(partial(exchange.permute, axis="dp", shift=shift), P("dp"), mesh, P("dp"))(np.arange(4.0))
+        out = on_mesh(partial(comm.permute, axis="dp", shift=shift), P("dp"), mesh, P("dp"))(np.arange(4.0))
         np.testing.assert_array_equal(np.asarray(out), np.roll(np.arange(4.0), shift))
 
 
 @pytest.mark.parametrize("ranks", [(0, 3), (0,), (1, 2), (0, 1, 2, 3)])
 def test_gather_to_and_scatter_from_some_ranks(ranks):
     mesh = make_mesh(MeshShape(pp=4), DEVICES[:4])
-    gather = on_mesh(lambda x: exchange.gather_to(x[0], "pp", 1, ranks)[None], P("pp"), mesh, P("pp"))
+    gather = on_mesh(lambda x: spread.gather_to(x[0], "pp", 1, ranks)[None], P("pp"), mesh, P("pp"))
     x = X[:4]
     whole = np.asarray(gather(x))
     for rank in range(4):
@@ -113,7 +113,7 @@ def test_gather_to_and_scatter_from_some_ranks(ranks):
         expected = np.concatenate(list(x if rank in ranks else own), axis=1)
         np.testing.assert_array_equal(whole[rank], expected)
 
-    scatter = on_mesh(lambda x: exchange.scatter_from(x[0], "pp", 0, ranks)[None], P("pp"), mesh, P("pp"))
+    scatter = on_mesh(lambda x: spread.scatter_from(x[0], "pp", 0, ranks)[None], P("pp"), mesh, P("pp"))
     given = np.where(np.isin(np.arange(4), ranks)[:, None, None], x, 0)
     np.testing.assert_array_equal(np.asarray(scatter(given))[:, 0], given.sum(0))
 
@@ -121,7 +121,7 @@ def test_gather_to_and_scatter_from_some_ranks(ranks):
     weights = np.random.default_rng(0).normal(size=whole.shape).astype(np.float32)
     weights *= np.isin(np.arange(4), ranks)[:, None, None]
     gradient = jax.grad(lambda x: jnp.sum(gather(x) * weights))(x)
-    back = on_mesh(lambda x: exchange.scatter_from(x[0], "pp", 1, ranks)[None], P("pp"), mesh, P("pp"))
+    back = on_mesh(lambda x: spread.scatter_from(x[0], "pp", 1, ranks)[None], P("pp"), mesh, P("pp"))
     np.testing.assert_allclose(np.asarray(gradient), np.asarray(back(weights)), rtol=1e-5, atol=1e-6)
 
     # What the rank that sends most sends: to every other taker of its slice, or n-1 slices.
@@ -139,7 +139,7 @@ def test_gather_to_and_scatter_from_some_ranks(ranks):
         ("all_reduce", lambda x: comm.all_reduce(x, "tp"), P(("replica", "dp"))),
         ("reduce_scatter", lambda x: comm.reduce_scatter(x, "tp", 1), P(("replica", "dp"), "tp")),
         ("all_gather", lambda x: comm.all_gather(x, "tp", 1, replicated=True), P(("replica", "dp"))),
-        ("permute", lambda x: exchange.permute(x, "tp"), PER_RANK),
+        ("permute", lambda x: comm.permute(x, "tp"), PER_RANK),
         ("all_to_all", lambda x: exchange.all_to_all(x, "tp", 1, 2), PER_RANK),
         ("broadcast", lambda x: exchange.broadcast(x, "tp"), P(("replica", "dp"))),
     ],
@@ -184,9 +184,9 @@ def test_size_one_axes_leave_nothing_in_the_program():
         for name in ALL:
             x = comm.all_reduce(comm.varying(x, name), name)
             x = comm.all_gather(comm.reduce_scatter(x, name, 0), name, 0)
-            x = exchange.permute(exchange.all_to_all(x, name, 0, 1), name)
+            x = comm.permute(exchange.all_to_all(x, name, 0, 1), name)
             x = exchange.broadcast(comm.all_reduce_max(x, name), name)
-            x = exchange.scatter_from(exchange.gather_to(x, name, 0, (0,)), name, 0, (0,))
+            x = spread.scatter_from(spread.gather_to(x, name, 0, (0,)), name, 0, (0,))
         return x + 1
 
     traced = jax.jit(jax.shard_map(body, mesh=ONE, in_specs=P(), out_specs=P(), check_vma=True)).trace(X)
@@ -204,4 +204,4 @@ def test_sizes_that_do_not_divide_say_what_would():
     with pytest.raises(ValueError, match="ranks 0 to 1"):
         on_mesh(lambda x: exchange.broadcast(x, "dp", root=2), P(("replica", "tp")))(X)
     with pytest.raises(ValueError, match="does not divide"):
-        on_mesh(lambda x: exchange.scatter_from(x[:, :, :5], "dp", 2, (0,)), PER_RANK)(X)
+        on_mesh(lambda x: spread.scatter_from(x[:, :, :5], "dp", 2, (0,)), PER_RANK)(X)

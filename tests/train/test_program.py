@@ -13,12 +13,12 @@ import pytest
 from conftest import DEVICES, in_sample
 
 from experiments.strategies import BY_NAME, STRATEGIES
-from jaxdist.compat import inner_programs
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2
+from jaxdist.parallel.pipeline.split_backward import inner_programs
 from jaxdist.parity import one_device
 from jaxdist.plan import formulas
 from jaxdist.plan.formulas import ModelShape

@@ -16,7 +16,7 @@ from conftest import in_sample
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from jaxdist.compat import inner_programs, scan_counts
+from jaxdist.compat import scan_counts
 from jaxdist.config import RunConfig
 from jaxdist.mesh import DATA_AXES, make_abstract_mesh, parse_mesh
 from jaxdist.models.attention import attention_core
@@ -27,6 +27,7 @@ from jaxdist.models.layers import RMSNorm, Rotary
 from jaxdist.parallel.context_parallel import context_attention
 from jaxdist.parallel.expert_parallel import apply_experts, apply_experts_with_capacity
 from jaxdist.parallel.grouped_matmul import grouped_matmul
+from jaxdist.parallel.pipeline.split_backward import inner_programs
 from jaxdist.parallel.sequence import Split
 from jaxdist.parallel.vocabulary import look_up
 from jaxdist.plan.proof.trace import equations

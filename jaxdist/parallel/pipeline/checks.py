@@ -50,13 +50,11 @@ def check_arrays(schedule: Schedule, shared, layers, fixed, micros, num_layers, 
                 "must be split over axes of two or more ranks (see jaxdist.parallel.collectives)",
                 f"Leave {axis!r} out of in_specs and out_specs, or use more stages",
             )
-    depth = rows // schedule.num_chunks
-    if num_layers is not None and (
-        len(num_layers) != schedule.num_parts or not all(n in range(depth + 1) for n in num_layers)
-    ):
+    depth, num_parts = rows // schedule.num_chunks, schedule.num_stages * schedule.num_chunks
+    if num_layers is not None and (len(num_layers) != num_parts or not all(n in range(depth + 1) for n in num_layers)):
         raise ConfigError(
             f"num_layers={tuple(num_layers)}",
-            f"must have {schedule.num_parts} numbers, one for each part of {schedule.name}, none above {depth}",
+            f"must have {num_parts} numbers, one for each part of {schedule.name}, none above {depth}",
             "Name one whole number for each part, in model order",
         )
     return depth

@@ -26,21 +26,20 @@ from jax import lax
 
 from jaxdist.errors import ConfigError
 from jaxdist.parallel import collectives as comm
-from jaxdist.parallel import exchange
 from jaxdist.parallel.collectives import type_of, varying_axes
+from jaxdist.parallel.pipeline import recompute
 from jaxdist.parallel.pipeline.buffers import Buffer, Pool, add, load, pick, put, store
 from jaxdist.parallel.pipeline.checks import check_arrays, output_type
-from jaxdist.parallel.pipeline.lowering import (
+from jaxdist.parallel.pipeline.instructions import (
     ARRIVALS,
     FROM_SELF,
     NOWHERE,
     Instructions,
     Loop,
     Lowered,
-    lower,
-    senders_of,
     sending,
 )
+from jaxdist.parallel.pipeline.lowering import lower
 from jaxdist.parallel.pipeline.schedules import Phase, Schedule
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, pruned, split_layer
 
@@ -57,80 +56,6 @@ class Stages(NamedTuple):
     layer: Callable
     last: Callable
     passing: Callable | None = None
-
-
-def pipeline_gradients(
-    stages: Stages,
-    schedule: Schedule,
-    shared,
-    layers,
-    micros,
-    *,
-    fixed=None,
-    num_layers: Sequence[int] | None = None,
-    seed: jax.Array | float = 1.0,
-    recompute_every: int = 0,
-    dtype=None,
-    axis: str = "pp",
-) -> tuple[jax.Array, Any, Any]:
-    """Loss and gradients of a model whose layers are divided over `axis`, for all micro-batches of a step.
-
-    Layout: shared equal on all stages; layers[(C L)_axis, ...]: each stage's chunks one after the other; fixed (not
-    differentiated) like layers; micros[M, ...] equal on all stages -> loss {U_axis}, nonzero on one stage alone;
-    d_shared {U_axis}; d_layers[(C L)_axis, ...]. Gradients are unreduced over other axes as the caller's types say:
-    cast shared and layers to varying over the axes that split the batch, and reduce once afterwards.
-    Sends: one micro-batch's activations between the stages of consecutive parts, and their gradient back; with a
-    send_latency of 2 as much at every tick, while the stages compute, in each direction that is ever used.
-    Args:
-        num_layers: layers of each part of the model, in model order, where some have fewer than L; the rows beyond
-            them are padding: never read, and their gradient is 0.
-        seed: the gradient is that of seed times the summed loss.
-        recompute_every: 0 saves what backward needs; K saves the input of every K layers and runs them again in B. A
-            schedule with R saves the input of every chunk, and R runs it again.
-        dtype: in which gradients are summed over micro-batches; None: that of the weights.
-    Returns: (loss, in the dtype of `last`, d_shared, d_layers).
-    Raises: ConfigError for a schedule that is invalid or for another number of stages, chunks or micro-batches.
-    """
-    if not isinstance(recompute_every, int) or recompute_every < 0:
-        raise ConfigError(f"recompute_every={recompute_every}", "must be a number of layers, or 0", "Use 0, 1, 2, ...")
-    if recompute_every and schedule.recompute:
-        raise ConfigError(f"recompute_every={recompute_every}", "must be 0: the schedule recomputes in its R", "Use 0")
-    run = _Runner.make(stages, schedule, (shared, layers, fixed, micros), num_layers, recompute_every, axis)
-    lowered = lower(schedule)
-    state = run.scan(lowered.instructions, partial(run.run_action, jnp.asarray(seed)), run.initial(lowered, dtype))
-    return state.loss, state.d_shared, state.d_layers
-
-
-def pipeline_loss(
-    stages: Stages, schedule: Schedule, shared, layers, micros, *, fixed=None, num_layers=None, axis: str = "pp"
-) -> jax.Array:
-    """Only the summed loss, by the forward actions of `schedule`; arguments and layout of `pipeline_gradients`."""
-    run = _Runner.make(stages, schedule, (shared, layers, fixed, micros), num_layers, None, axis)
-    lowered = lower(schedule, forward_only=True)
-    return run.scan(lowered.instructions, run.run_forward_action, run.initial(lowered, None)).loss
-
-
-def pipeline(stage_fn: Callable, loss_fn: Callable, schedule: Schedule, axis: str = "pp") -> Callable:
-    """The simplest pipeline: any `stage_fn(params, x) -> x`, for the body of a `jax.shard_map`.
-
-    Returns gradients(params, inputs, targets) -> (loss, d_params), of the sum over micro-batches of
-    `loss_fn(y, target)`.
-
-    Layout: params[(C L)_axis, ...]: a row for each layer (or whole chunk, with L = 1) that this stage holds, to which
-    `stage_fn` is applied in turn; inputs[M, ...], targets[M, ...] equal on all stages -> loss, equal on all stages;
-    d_params[(C L)_axis, ...].
-    """
-    stages = Stages(
-        first=lambda _, micro: micro[0],
-        layer=lambda params, fixed, micro, x: stage_fn(params, x),
-        last=lambda _, y, micro: loss_fn(y, micro[1]),
-    )
-
-    def gradients(params, inputs, targets):
-        loss, _, d_params = pipeline_gradients(stages, schedule, (), params, (inputs, targets), axis=axis)
-        return comm.all_reduce(loss, axis), d_params
-
-    return gradients
 
 
 class _State(NamedTuple):
@@ -167,12 +92,194 @@ class _Runner:
     send_latency: int
     axis: str
 
+    def tick(self, lowered: Lowered, act: Callable, state: _State, rows: tuple) -> tuple[_State, None]:
+        """Receive, act, send: every stage runs its own action, and buffers what arrives.
+
+        act: (state, row) -> (state, message). Messages are sent between two ticks, if any stage needs one. With
+        send_latency 2 the message of the last tick is sent meanwhile, and at every tick, needed or not: no compiler
+        overlaps a collective that is inside a conditional branch.
+        """
+        row, which = rows
+        mine = jax.tree.map(lambda column: comm.varying(column, self.axis)[comm.rank(self.axis)], row)
+
+        def exchange(message):
+            return {name: self.send(name, found.sets, which[name], message) for name, found in lowered.senders.items()}
+
+        arrived = None if self.send_latency == 1 else exchange(state.outgoing)
+        state, message = act(state, mine)
+        if arrived is None:
+            arrived = exchange(message)
+        else:  # Otherwise a compiler may buffer one arrival at once, and wait for it before it computes.
+            arrived, message = lax.optimization_barrier((arrived, message))
+        arrived[FROM_SELF] = message
+        messages = state.messages
+        for name in ARRIVALS:
+            if (getattr(lowered.instructions, name) != NOWHERE).any():
+                messages = put(messages, getattr(mine, name), arrived[name])
+        return state._replace(messages=messages, outgoing=None if self.send_latency == 1 else message), None
+
+    def send(self, name: str, sets: list[tuple[int, ...]], which, message):
+        """The neighbour's message, if it is in the set that sends. All stages take the same branch."""
+
+        def branch(index: int):
+            send = partial(comm.permute, axis=self.axis, shift=ARRIVALS[name], senders=sets[index])
+            return lambda message: named(sending(name, index), send, message)
+
+        if self.send_latency == 2:
+            return branch(0)(message)
+        return lax.switch(which, [lambda message: message, *map(branch, range(len(sets)))], message)
+
+    def run_action(self, seed: jax.Array, state: _State, row: Instructions) -> tuple[_State, jax.Array]:
+        """(state, message to be sent): the input is loaded and passes through the loops, of which only those of this
+        stage's action run."""
+        micro, value = pick(self.micros, row.microbatch), pick(state.messages, jnp.maximum(row.slot_in, 0))
+        value = self.embed(row, value)
+        if self.recomputes:
+            value, state = recompute.forward_input(self, row, micro, value, state)
+        elif self.recompute_every:
+            value, state = recompute.forward_inputs(self, row, micro, value, state)
+        else:
+            value, state = self.forward(row, micro, value, state)
+        value, state = self.head(seed, row, micro, value, state)
+        if self.recomputes:
+            state = recompute.again(self, row, micro, state)
+        if self.recompute_every:
+            value, state = recompute.backward_again(self, row, micro, value, state)
+        else:
+            value, state = self.backward(row, micro, value, state)
+        value, state = self.embed_gradient(row, micro, value, state)
+        return self.weight_gradient(row, state), value
+
+    def embed(self, row, value):
+        """The micro-batch is picked at the loop's index: nothing else in the loop changes, and XLA would lift all of
+        it out, collectives too, and run it at every tick on every stage."""
+
+        def body(_, index):
+            return self.stages.first(self.shared, pick(self.micros, row.microbatch + index))
+
+        active = (row.phase == Phase.F) & (row.first == 1)
+        return self.loop(Loop.EMBED, active.astype(jnp.int32), body, value)
+
+    def forward(self, row, micro, value, state: _State, name=Loop.LAYERS_FORWARD, phase=Phase.F):
+        """F (or R) of every layer, saving what backward needs."""
+
+        def body(carry, layer):
+            x, b_residuals, w_residuals = carry
+            x, new_b, new_w = self.split.forward(*self.weights(row, layer), micro, x)
+            return x, store(b_residuals, row.slot_b, layer, new_b), store(w_residuals, row.slot_w, layer, new_w)
+
+        carry = (value, state.b_residuals, state.w_residuals)
+        value, b_residuals, w_residuals = self.for_layers(name, row, phase, body, carry)
+        return value, state._replace(b_residuals=b_residuals, w_residuals=w_residuals)
+
+    def head(self, seed, row, micro, value, state: _State):
+        """The loss and, at once, its gradient: logits are too large to keep until B."""
+
+        def body(carry):
+            d_shared, loss, y = carry
+            here, pull = jax.vjp(lambda shared, y: self.stages.last(shared, y, micro), self.shared, y)
+            d_here, dy = pull(comm.varying_like(seed.astype(here.dtype), here))
+            return add(d_shared, d_here), loss + here, dy
+
+        active = (row.phase == Phase.F) & (row.last == 1)
+        d_shared, loss, value = self.run_if(Loop.HEAD, active, body, (state.d_shared, state.loss, value))
+        return value, state._replace(d_shared=d_shared, loss=loss)
+
+    def backward(self, row, micro, value, state: _State):
+        """B of every layer, from the residuals of F."""
+
+        def body(carry, layer):
+            dx, b_to_w = carry
+            residuals = load(state.b_residuals, row.slot_b, layer), load(state.w_residuals, row.slot_w, layer)
+            dx, new = self.split.input_gradient(*self.weights(row, layer), *residuals, dx)
+            return dx, store(b_to_w, row.slot_bw, layer, new)
+
+        carry = (value, state.b_to_w)
+        value, b_to_w = self.for_layers(Loop.LAYERS_INPUT_GRADIENT, row, Phase.B, body, carry, reverse=True)
+        return value, state._replace(b_to_w=b_to_w)
+
+    def embed_gradient(self, row, micro, value, state: _State):
+        def gradient(shared, micro, dx):
+            return jax.vjp(lambda shared: self.stages.first(shared, micro), shared)[1](dx)[0]
+
+        def body(carry):
+            d_shared, dx = carry  # dx ends here; carried and changed, so that a gather of it stays in the loop
+            return add(d_shared, pruned(gradient, self.shared, micro, dx)), jnp.zeros_like(dx)
+
+        active = (row.phase == Phase.B) & (row.first == 1)
+        d_shared, value = self.run_if(Loop.EMBED_GRADIENT, active, body, (state.d_shared, value))
+        return value, state._replace(d_shared=d_shared)
+
+    def weight_gradient(self, row, state: _State) -> _State:
+        """W of every layer, added to the sums."""
+        num_b_to_w = len(self.split.b_to_w)
+
+        def body(d_layers, layer):
+            stored = load(state.b_to_w, row.slot_bw, layer)
+            w_residuals = stored[num_b_to_w:] if self.recompute_every else load(state.w_residuals, row.slot_w, layer)
+            dw = self.split.weight_gradient(*self.weights(row, layer), w_residuals, stored[:num_b_to_w])
+            at = row.chunk * self.depth + layer
+            total = add(pick(d_layers, at), dw)
+            return jax.tree.map(lambda sums, x: lax.dynamic_update_index_in_dim(sums, x, at, 0), d_layers, total)
+
+        d_layers = self.for_layers(Loop.LAYERS_WEIGHT_GRADIENT, row, Phase.W, body, state.d_layers)
+        return state._replace(d_layers=d_layers)
+
+    # Only the loss.
+
+    def run_forward_action(self, state: _State, row: Instructions):
+        micro, value = pick(self.micros, row.microbatch), pick(state.messages, jnp.maximum(row.slot_in, 0))
+        value = self.pass_on(self.stages.layer, row, micro, self.embed(row, value))
+        loss = self.run_if(
+            Loop.HEAD,
+            (row.phase == Phase.F) & (row.last == 1),
+            lambda loss: loss + self.stages.last(self.shared, value, micro),
+            state.loss,
+        )
+        return state._replace(loss=loss), value
+
+    def pass_on(self, function: Callable, row, micro, value):
+        """F of every layer, saving nothing."""
+        return self.for_layers(
+            Loop.LAYERS_FORWARD, row, Phase.F, lambda x, layer: function(*self.weights(row, layer), micro, x), value
+        )
+
+    # Loops.
+
+    def weights(self, row: Instructions, layer):
+        """Weights and fixed values of one layer of the action's chunk."""
+        return pick((self.layers, self.fixed), row.chunk * self.depth + layer)
+
+    def for_layers(self, name: str, row: Instructions, phase: Phase, body: Callable, carry, reverse: bool = False):
+        """carry = body(carry, layer) for every layer of the action's chunk, where the action is of this phase."""
+        return self.loop(name, jnp.where(row.phase == phase, self.counts[row.chunk], 0), body, carry, reverse)
+
+    def run_if(self, name: str, active, body: Callable, carry):
+        """carry = body(carry) where `active`."""
+        return self.loop(name, active.astype(jnp.int32), lambda carry, _: body(carry), carry)
+
+    def loop(self, name: str, times, body: Callable, carry, reverse: bool = False):
+        """carry = body(carry, index) for every index below `times`, which differs from stage to stage.
+
+        The name stays in the program, where `jaxdist.plan.proof.trace` finds the loop.
+        """
+
+        def step(state):
+            index, carry = state
+            new = body(carry, times - 1 - index if reverse else index)
+            return index + 1, comm.varying_like(new, carry)
+
+        start = comm.varying(jnp.int32(0), self.axis)
+        return named(name, lax.while_loop, lambda state: state[0] < times, step, (start, carry))[1]
+
+    # Before the first tick.
+
     @classmethod
-    def make(cls, given: Stages, schedule, arrays: tuple, num_layers, recompute_every, axis):
+    def make(cls, given: Stages, schedule, lowered, arrays: tuple, num_layers, recompute_every, axis):
         depth = check_arrays(schedule, *arrays, num_layers, axis)
         # A stage's own loops read arrays that are typed varying over the axis, as their trip counts are.
         shared, layers, fixed, micros = comm.varying(arrays, axis)
-        num_layers = [depth] * schedule.num_parts if num_layers is None else num_layers
+        num_layers = [depth] * (schedule.num_stages * schedule.num_chunks) if num_layers is None else num_layers
         row, micro = (jax.tree.map(_row_type, tree) for tree in ((layers, fixed), micros))
         shared_type = jax.tree.map(type_of, shared)
         # x has one type from layer to layer, so it varies over every axis over which any function makes it vary.
@@ -200,7 +307,7 @@ class _Runner:
             x=x,
             loss=loss,
             depth=depth,
-            counts=layers_per_chunk(schedule, num_layers, axis),
+            counts=layers_per_chunk(lowered.parts, num_layers, axis),
             recompute_every=recompute_every,
             recomputes=schedule.recompute,
             send_latency=schedule.send_latency,
@@ -245,275 +352,91 @@ class _Runner:
         zeros = jnp.zeros((*leading, *like.shape), dtype or like.dtype)
         return comm.varying(zeros, sorted(varying_axes(like) | {self.axis}))
 
-    def scan(self, instructions: Instructions, run_action: Callable, state: _State) -> _State:
-        """Every tick: run the action, send if needed, buffer arrivals.
-
-        With send_latency 2 the message of the last tick is sent meanwhile, and at every tick, needed or not: no
-        compiler overlaps a collective that is inside a conditional branch.
-        """
-        senders = senders_of(instructions, self.send_latency)
-        used = [name for name in ARRIVALS if (getattr(instructions, name) != NOWHERE).any()]
-
-        def tick(state, rows):
-            row, which = rows
-            mine = jax.tree.map(lambda column: comm.varying(column, self.axis)[comm.rank(self.axis)], row)
-
-            def exchange(message):
-                return {name: self.send(name, found.sets, which[name], message) for name, found in senders.items()}
-
-            arrived = None if self.send_latency == 1 else exchange(state.outgoing)
-            state, message = run_action(state, mine)
-            if arrived is None:
-                arrived = exchange(message)
-            else:  # Otherwise a compiler may buffer one arrival at once, and wait for it before it computes.
-                arrived, message = lax.optimization_barrier((arrived, message))
-            arrived[FROM_SELF] = message
-            messages = state.messages
-            for name in used:
-                messages = put(messages, getattr(mine, name), arrived[name])
-            return state._replace(messages=messages, outgoing=None if self.send_latency == 1 else message), None
-
-        which = {name: jnp.asarray(found.which) for name, found in senders.items()}
-        return lax.scan(tick, state, (jax.tree.map(jnp.asarray, instructions), which))[0]
-
-    def send(self, name: str, sets: list[tuple[int, ...]], which, message):
-        """The neighbour's message, if it is in the set that sends. All stages take the same branch."""
-
-        def branch(index: int):
-            send = partial(exchange.permute, axis=self.axis, shift=ARRIVALS[name], senders=sets[index])
-            return lambda message: named(sending(name, index), send, message)
-
-        if self.send_latency == 2:
-            return branch(0)(message)
-        return lax.switch(which, [lambda message: message, *map(branch, range(len(sets)))], message)
-
-    # One tick, (state, row) -> (state, message): the input is loaded, passes through the loops, of which only those of
-    # this stage's action run, and the result is returned to be sent.
-
-    def run_action(self, seed: jax.Array, state: _State, row: Instructions):
-        micro, value = pick(self.micros, row.microbatch), pick(state.messages, jnp.maximum(row.slot_in, 0))
-        value = self.embed(row, value)
-        if self.recomputes:
-            value, state = self.forward_input(row, micro, value, state)
-        else:
-            value, state = (self.forward_inputs if self.recompute_every else self.forward)(row, micro, value, state)
-        value, state = self.head(seed, row, micro, value, state)
-        if self.recomputes:
-            state = self.again(row, micro, state)
-        value, state = (self.backward_again if self.recompute_every else self.backward)(row, micro, value, state)
-        value, state = self.embed_gradient(row, micro, value, state)
-        return self.weight_gradient(row, state), value
-
-    def run_forward_action(self, state: _State, row: Instructions):
-        micro, value = pick(self.micros, row.microbatch), pick(state.messages, jnp.maximum(row.slot_in, 0))
-        value = self.pass_on(self.stages.layer, row, micro, self.embed(row, value))
-        loss = self.run_if(
-            Loop.HEAD,
-            (row.phase == Phase.F) & (row.last == 1),
-            lambda loss: loss + self.stages.last(self.shared, value, micro),
-            state.loss,
-        )
-        return state._replace(loss=loss), value
-
-    def embed(self, row, value):
-        """The micro-batch is picked at the loop's index: nothing else in the loop changes, and XLA would lift all of
-        it out, collectives too, and run it at every tick on every stage."""
-
-        def body(_, index):
-            return self.stages.first(self.shared, pick(self.micros, row.microbatch + index))
-
-        active = (row.phase == Phase.F) & (row.first == 1)
-        return self.loop(Loop.EMBED, active.astype(jnp.int32), body, value)
-
-    def forward_input(self, row, micro, value, state: _State):
-        """F of every layer, saving the input of the first."""
-        inputs = put(state.inputs, jnp.where(row.phase == Phase.F, row.slot_x, NOWHERE), value)
-        return self.pass_on(self.stages.passing, row, micro, value), state._replace(inputs=inputs)
-
-    def pass_on(self, function: Callable, row, micro, value):
-        """F of every layer, saving nothing."""
-        return self.for_layers(
-            Loop.LAYERS_FORWARD, row, Phase.F, lambda x, layer: function(*self.weights(row, layer), micro, x), value
-        )
-
-    def again(self, row, micro, state: _State) -> _State:
-        """R of every layer, saving what backward needs; its result is dropped."""
-        x = pick(state.inputs, jnp.maximum(row.slot_x, 0))
-        return self.forward(row, micro, x, state, Loop.LAYERS_AGAIN, Phase.R)[1]
-
-    def forward(self, row, micro, value, state: _State, name=Loop.LAYERS_FORWARD, phase=Phase.F):
-        """F (or R) of every layer, saving what backward needs."""
-
-        def body(carry, layer):
-            x, b_residuals, w_residuals = carry
-            x, new_b, new_w = self.split.forward(*self.weights(row, layer), micro, x)
-            return x, store(b_residuals, row.slot_b, layer, new_b), store(w_residuals, row.slot_w, layer, new_w)
-
-        carry = (value, state.b_residuals, state.w_residuals)
-        value, b_residuals, w_residuals = self.for_layers(name, row, phase, body, carry)
-        return value, state._replace(b_residuals=b_residuals, w_residuals=w_residuals)
-
-    def forward_inputs(self, row, micro, value, state: _State):
-        """F of every layer, saving the input of every group of layers."""
-
-        def body(carry, group):
-            x, b_residuals = carry
-            b_residuals = store(b_residuals, row.slot_b, group, [x])
-            first, size = self.members(row, group)
-
-            def layer_of_group(x, index):
-                return self.stages.passing(*self.weights(row, first + index), micro, x)
-
-            return self.loop(Loop.LAYERS_FORWARD, size, layer_of_group, x), b_residuals
-
-        carry = (value, state.b_residuals)
-        value, b_residuals = self.loop(Loop.GROUPS_FORWARD, self.num_groups(row, Phase.F), body, carry)
-        return value, state._replace(b_residuals=b_residuals)
-
-    def head(self, seed, row, micro, value, state: _State):
-        """The loss and, at once, its gradient: logits are too large to keep until B."""
-
-        def body(carry):
-            d_shared, loss, y = carry
-            here, pull = jax.vjp(lambda shared, y: self.stages.last(shared, y, micro), self.shared, y)
-            d_here, dy = pull(comm.varying_like(seed.astype(here.dtype), here))
-            return add(d_shared, d_here), loss + here, dy
-
-        active = (row.phase == Phase.F) & (row.last == 1)
-        d_shared, loss, value = self.run_if(Loop.HEAD, active, body, (state.d_shared, state.loss, value))
-        return value, state._replace(d_shared=d_shared, loss=loss)
-
-    def backward(self, row, micro, value, state: _State):
-        """B of every layer, from the residuals of F."""
-
-        def body(carry, layer):
-            dx, b_to_w = carry
-            residuals = load(state.b_residuals, row.slot_b, layer), load(state.w_residuals, row.slot_w, layer)
-            dx, new = self.split.input_gradient(*self.weights(row, layer), *residuals, dx)
-            return dx, store(b_to_w, row.slot_bw, layer, new)
-
-        carry = (value, state.b_to_w)
-        value, b_to_w = self.for_layers(Loop.LAYERS_INPUT_GRADIENT, row, Phase.B, body, carry, reverse=True)
-        return value, state._replace(b_to_w=b_to_w)
-
-    def backward_again(self, row, micro, value, state: _State):
-        """B of every group of layers: forward again from the group's input, then backward through it.
-
-        For groups of one layer, operations that only the layer's result needs are left out, and its weights are
-        unsharded once for both. A loop over several layers computes every result and holds no layer's weights.
-        """
-        if self.recompute_every == 1:
-            return self.backward_again_alone(row, micro, value, state)
-        split, every = self.split, self.recompute_every
-
-        def body(carry, group):
-            first, size = self.members(row, group)
-
-            def forward(carry, index):
-                x, b_residuals, w_residuals = carry
-                x, new_b, new_w = split.forward(*self.weights(row, first + index), micro, x)
-                return x, store(b_residuals, 0, index, new_b), store(w_residuals, 0, index, new_w)
-
-            def backward(carry, index):
-                dx, b_to_w = carry
-                residuals = load(b_residuals, 0, index), load(w_residuals, 0, index)
-                dx, new = split.input_gradient(*self.weights(row, first + index), *residuals, dx)
-                return dx, store(b_to_w, row.slot_bw, first + index, [*new, *residuals[1]])
-
-            [x] = load(state.b_residuals, row.slot_b, group)
-            start = (x, self.pool(1, split.b_residuals, every), self.pool(1, split.w_residuals, every))
-            _, b_residuals, w_residuals = self.loop(Loop.LAYERS_AGAIN, size, forward, start)
-            return self.loop(Loop.LAYERS_INPUT_GRADIENT, size, backward, carry, reverse=True)
-
-        num_groups = self.num_groups(row, Phase.B)
-        value, b_to_w = self.loop(Loop.GROUPS_BACKWARD, num_groups, body, (value, state.b_to_w), reverse=True)
-        return value, state._replace(b_to_w=b_to_w)
-
-    def backward_again_alone(self, row, micro, value, state: _State):
-        """B of every layer, each from its own input."""
-
-        def body(carry, layer):
-            dx, b_to_w = carry
-            [x] = load(state.b_residuals, row.slot_b, layer)
-            dx, new, w_residuals = self.split.input_gradient_again(*self.weights(row, layer), micro, x, dx)
-            return dx, store(b_to_w, row.slot_bw, layer, [*new, *w_residuals])
-
-        carry = (value, state.b_to_w)
-        value, b_to_w = self.for_layers(Loop.LAYERS_INPUT_GRADIENT, row, Phase.B, body, carry, reverse=True)
-        return value, state._replace(b_to_w=b_to_w)
-
-    def embed_gradient(self, row, micro, value, state: _State):
-        def gradient(shared, micro, dx):
-            return jax.vjp(lambda shared: self.stages.first(shared, micro), shared)[1](dx)[0]
-
-        def body(carry):
-            d_shared, dx = carry  # dx ends here; carried and changed, so that a gather of it stays in the loop
-            return add(d_shared, pruned(gradient, self.shared, micro, dx)), jnp.zeros_like(dx)
-
-        active = (row.phase == Phase.B) & (row.first == 1)
-        d_shared, value = self.run_if(Loop.EMBED_GRADIENT, active, body, (state.d_shared, value))
-        return value, state._replace(d_shared=d_shared)
-
-    def weight_gradient(self, row, state: _State) -> _State:
-        """W of every layer, added to the sums."""
-        num_b_to_w = len(self.split.b_to_w)
-
-        def body(d_layers, layer):
-            stored = load(state.b_to_w, row.slot_bw, layer)
-            w_residuals = stored[num_b_to_w:] if self.recompute_every else load(state.w_residuals, row.slot_w, layer)
-            dw = self.split.weight_gradient(*self.weights(row, layer), w_residuals, stored[:num_b_to_w])
-            at = row.chunk * self.depth + layer
-            total = add(pick(d_layers, at), dw)
-            return jax.tree.map(lambda sums, x: lax.dynamic_update_index_in_dim(sums, x, at, 0), d_layers, total)
-
-        d_layers = self.for_layers(Loop.LAYERS_WEIGHT_GRADIENT, row, Phase.W, body, state.d_layers)
-        return state._replace(d_layers=d_layers)
-
-    # Loops.
-
-    def weights(self, row: Instructions, layer):
-        """Weights and fixed values of one layer of the action's chunk."""
-        return pick((self.layers, self.fixed), row.chunk * self.depth + layer)
-
-    def num_groups(self, row: Instructions, phase: Phase):
-        """Groups of layers that are recomputed together; 0 where this stage runs another phase."""
-        num_groups = (self.counts[row.chunk] + self.recompute_every - 1) // self.recompute_every
-        return jnp.where(row.phase == phase, num_groups, 0)
-
-    def members(self, row: Instructions, group):
-        """(first layer, number of layers) of a group."""
-        first = group * self.recompute_every
-        return first, jnp.minimum(self.recompute_every, self.counts[row.chunk] - first)
-
-    def for_layers(self, name: str, row: Instructions, phase: Phase, body: Callable, carry, reverse: bool = False):
-        """carry = body(carry, layer) for every layer of the action's chunk, where the action is of this phase."""
-        return self.loop(name, jnp.where(row.phase == phase, self.counts[row.chunk], 0), body, carry, reverse)
-
-    def run_if(self, name: str, active, body: Callable, carry):
-        """carry = body(carry) where `active`."""
-        return self.loop(name, active.astype(jnp.int32), lambda carry, _: body(carry), carry)
-
-    def loop(self, name: str, times, body: Callable, carry, reverse: bool = False):
-        """carry = body(carry, index) for every index below `times`, which differs from stage to stage.
-
-        The name stays in the program, where `jaxdist.plan.proof.trace` finds the loop.
-        """
-
-        def step(state):
-            index, carry = state
-            new = body(carry, times - 1 - index if reverse else index)
-            return index + 1, comm.varying_like(new, carry)
-
-        start = comm.varying(jnp.int32(0), self.axis)
-        return named(name, lax.while_loop, lambda state: state[0] < times, step, (start, carry))[1]
+    def scan(self, lowered: Lowered, act: Callable, state: _State) -> _State:
+        """All ticks of a table."""
+        which = {name: jnp.asarray(found.which) for name, found in lowered.senders.items()}
+        rows = jax.tree.map(jnp.asarray, lowered.instructions), which
+        return lax.scan(partial(self.tick, lowered, act), state, rows)[0]
 
 
-def layers_per_chunk(schedule: Schedule, num_layers: Sequence[int], axis: str) -> jax.Array:
-    """Layers in each chunk of this stage, int32[C]."""
-    table = [
-        [num_layers[schedule.part(stage, chunk)] for chunk in range(schedule.num_chunks)]
-        for stage in range(schedule.num_stages)
-    ]
+def pipeline_gradients(
+    stages: Stages,
+    schedule: Schedule,
+    shared,
+    layers,
+    micros,
+    *,
+    fixed=None,
+    num_layers: Sequence[int] | None = None,
+    seed: jax.Array | float = 1.0,
+    recompute_every: int = 0,
+    dtype=None,
+    axis: str = "pp",
+) -> tuple[jax.Array, Any, Any]:
+    """Loss and gradients of a model whose layers are divided over `axis`, for all micro-batches of a step.
+
+    Layout: shared equal on all stages; layers[(C L)_axis, ...]: each stage's chunks one after the other; fixed (not
+    differentiated) like layers; micros[M, ...] equal on all stages -> loss {U_axis}, nonzero on one stage alone;
+    d_shared {U_axis}; d_layers[(C L)_axis, ...]. Gradients are unreduced over other axes as the caller's types say:
+    cast shared and layers to varying over the axes that split the batch, and reduce once afterwards.
+    Sends: one micro-batch's activations between the stages of consecutive parts, and their gradient back; with a
+    send_latency of 2 as much at every tick, while the stages compute, in each direction that is ever used.
+    Args:
+        num_layers: layers of each part of the model, in model order, where some have fewer than L; the rows beyond
+            them are padding: never read, and their gradient is 0.
+        seed: the gradient is that of seed times the summed loss.
+        recompute_every: 0 saves what backward needs; K saves the input of every K layers and runs them again in B. A
+            schedule with R saves the input of every chunk, and R runs it again.
+        dtype: in which gradients are summed over micro-batches; None: that of the weights.
+    Returns: (loss, in the dtype of `last`, d_shared, d_layers).
+    Raises: ConfigError for a schedule that is invalid or for another number of stages, chunks or micro-batches.
+    """
+    if not isinstance(recompute_every, int) or recompute_every < 0:
+        raise ConfigError(f"recompute_every={recompute_every}", "must be a number of layers, or 0", "Use 0, 1, 2, ...")
+    if recompute_every and schedule.recompute:
+        raise ConfigError(f"recompute_every={recompute_every}", "must be 0: the schedule recomputes in its R", "Use 0")
+    lowered = lower(schedule)
+    arrays = (shared, layers, fixed, micros)
+    run = _Runner.make(stages, schedule, lowered, arrays, num_layers, recompute_every, axis)
+    state = run.scan(lowered, partial(run.run_action, jnp.asarray(seed)), run.initial(lowered, dtype))
+    return state.loss, state.d_shared, state.d_layers
+
+
+def pipeline_loss(
+    stages: Stages, schedule: Schedule, shared, layers, micros, *, fixed=None, num_layers=None, axis: str = "pp"
+) -> jax.Array:
+    """Only the summed loss, by the forward actions of `schedule`; arguments and layout of `pipeline_gradients`."""
+    lowered = lower(schedule, forward_only=True)
+    run = _Runner.make(stages, schedule, lowered, (shared, layers, fixed, micros), num_layers, None, axis)
+    return run.scan(lowered, run.run_forward_action, run.initial(lowered, None)).loss
+
+
+def pipeline(stage_fn: Callable, loss_fn: Callable, schedule: Schedule, axis: str = "pp") -> Callable:
+    """The simplest pipeline: any `stage_fn(params, x) -> x`, for the body of a `jax.shard_map`.
+
+    Returns gradients(params, inputs, targets) -> (loss, d_params), of the sum over micro-batches of
+    `loss_fn(y, target)`.
+
+    Layout: params[(C L)_axis, ...]: a row for each layer (or whole chunk, with L = 1) that this stage holds, to which
+    `stage_fn` is applied in turn; inputs[M, ...], targets[M, ...] equal on all stages -> loss, equal on all stages;
+    d_params[(C L)_axis, ...].
+    """
+    stages = Stages(
+        first=lambda _, micro: micro[0],
+        layer=lambda params, fixed, micro, x: stage_fn(params, x),
+        last=lambda _, y, micro: loss_fn(y, micro[1]),
+    )
+
+    def gradients(params, inputs, targets):
+        loss, _, d_params = pipeline_gradients(stages, schedule, (), params, (inputs, targets), axis=axis)
+        return comm.all_reduce(loss, axis), d_params
+
+    return gradients
+
+
+def layers_per_chunk(parts: Sequence[Sequence[int]], num_layers: Sequence[int], axis: str) -> jax.Array:
+    """Layers in each chunk of this stage, int32[C]; parts: of the model, of each chunk of each stage."""
+    table = [[num_layers[part] for part in chunks] for chunks in parts]
     return comm.varying(jnp.asarray(table, jnp.int32), axis)[comm.rank(axis)]
 
 

@@ -1,77 +1,28 @@
-"""Lower a pipeline schedule to what the executor reads: tables of integers, buffer slots, sets of senders; no JAX."""
+"""Lower a pipeline schedule to what the executor reads (`jaxdist.parallel.pipeline.instructions`); no JAX."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from fractions import Fraction
-from typing import Any, NamedTuple
+from functools import cache
 
 import numpy as np
 
+from jaxdist.parallel.pipeline.instructions import (
+    ARRIVALS,
+    FROM_AFTER,
+    FROM_BEFORE,
+    FROM_SELF,
+    NOWHERE,
+    Instructions,
+    Loop,
+    Lowered,
+    Senders,
+    sending,
+)
 from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule
 from jaxdist.parallel.pipeline.simulate import validate
 
-NOWHERE = -1
-FROM_BEFORE, FROM_AFTER, FROM_SELF = "from_before", "from_after", "from_self"
-ARRIVALS = {FROM_BEFORE: 1, FROM_AFTER: -1, FROM_SELF: 0}  # where a message comes from -> shift of the permute
 
-
-class Loop(StrEnum):
-    """Names of the executor's loops. They stay in the program, where `jaxdist.plan.proof` counts what a loop sends."""
-
-    EMBED = "embed"
-    LAYERS_FORWARD = "layers_forward"
-    GROUPS_FORWARD = "groups_forward"
-    HEAD = "head"
-    GROUPS_BACKWARD = "groups_backward"
-    LAYERS_AGAIN = "layers_again"
-    LAYERS_INPUT_GRADIENT = "layers_input_gradient"
-    LAYERS_WEIGHT_GRADIENT = "layers_weight_gradient"
-    EMBED_GRADIENT = "embed_gradient"
-
-
-def sending(direction: str, index: int) -> str:
-    """The name of the function that sends in one direction (a key of `ARRIVALS`), from the set of senders `index`."""
-    return f"{direction}_{index}"
-
-
-class Instructions(NamedTuple):
-    """A schedule as the executor reads it: int32[ticks, S] each; a slot of -1 stands for none.
-
-    phase: that of the action, 0 where the stage idles. first, last: whether the chunk is the first or last part of the
-    model. slot_in: the slot of the action's input among the messages. slot_x: of the input that F saves for R. slot_b,
-    slot_w, slot_bw: the slots of the residuals that F (or R) saves for B, of those for W, and of the values that B
-    saves for W. from_before, from_after, from_self: the slot for the message that arrives by the end of the tick from
-    the stage before, the stage after, and this stage.
-    """
-
-    phase: Any
-    microbatch: Any
-    chunk: Any
-    first: Any
-    last: Any
-    slot_in: Any
-    slot_x: Any
-    slot_b: Any
-    slot_w: Any
-    slot_bw: Any
-    from_before: Any
-    from_after: Any
-    from_self: Any
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """Instructions, and the number of slots of each buffer: the most that any stage has in use at once."""
-
-    instructions: Instructions
-    num_messages: int
-    num_inputs: int
-    num_b_residuals: int
-    num_w_residuals: int
-    num_b_to_w: int
-
-
+@cache
 def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
     """Give every activation, gradient and residual of a schedule a slot.
 
@@ -122,7 +73,12 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
         out.slot_in[use_tick, receiver] = slot
         getattr(out, way)[arrives, receiver] = slot
 
-    return Lowered(out, *(max(slots.count for slots in pool) for pool in pools))
+    parts = tuple(
+        tuple(schedule.part(stage, chunk) for chunk in range(schedule.num_chunks))
+        for stage in range(schedule.num_stages)
+    )
+    counts = (max(slots.count for slots in pool) for pool in pools)
+    return Lowered(out, parts, senders_of(out, schedule.send_latency), *counts)
 
 
 def forwards(schedule: Schedule) -> list[list[Action | None]]:
@@ -138,13 +94,6 @@ def forwards(schedule: Schedule) -> list[list[Action | None]]:
             table += [[None] * schedule.num_stages for _ in range(tick + 1 - len(table))]
             table[tick][stage] = action
     return table
-
-
-class Senders(NamedTuple):
-    """The stages whose messages in one direction arrive by the end of a tick: sets[which[tick] - 1], or none for 0."""
-
-    sets: list[tuple[int, ...]]
-    which: np.ndarray
 
 
 def senders_of(instructions: Instructions, send_latency: int = 1) -> dict[str, Senders]:
@@ -196,8 +145,8 @@ def iterations(
 
     For messages: how often each set of senders sends that contains the stage.
     """
-    instructions = lower(schedule, forward_only=forward_only).instructions
-    senders, num_ticks = senders_of(instructions, schedule.send_latency), len(instructions.phase)
+    lowered = lower(schedule, forward_only=forward_only)
+    num_ticks = len(lowered.instructions.phase)
     stages = range(schedule.num_stages)
 
     def a_tick(counts: Iterable[int]) -> tuple[Fraction, ...]:
@@ -212,7 +161,7 @@ def iterations(
     )
     messages = {
         sending(name, index): a_tick((found.which == index + 1).sum() * (stage in members) for stage in stages)
-        for name, found in senders.items()
+        for name, found in lowered.senders.items()
         for index, members in enumerate(found.sets)
     }
     once_a_layer = (Loop.LAYERS_FORWARD, Loop.LAYERS_AGAIN, Loop.LAYERS_INPUT_GRADIENT, Loop.LAYERS_WEIGHT_GRADIENT)

@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jaxdist.compat import inner_programs
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.collectives import type_of
 from jaxdist.parallel.grouped_matmul import GROUPED_PRODUCTS
@@ -188,6 +187,14 @@ def pruned(function: Callable, *args):
 def run(closed: ClosedJaxpr, known: dict, outputs: Sequence) -> list:
     """Variables of a program, running only the equations between the known ones and them."""
     return evaluate(needed_for(outputs, closed.jaxpr.eqns, known), known | constants(closed), outputs)
+
+
+def inner_programs(eqn) -> Iterator[Jaxpr | ClosedJaxpr]:
+    """The programs inside an equation: bodies of loops, branches, calls."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
+                yield inner
 
 
 def all_equations(jaxpr) -> Iterator:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from jax.extend.core import Literal
 
-from jaxdist.compat import callback_of, inner_programs, scan_counts, source_of
+from jaxdist.compat import callback_of, scan_counts, source_of
 from jaxdist.mesh import MeshShape
+from jaxdist.parallel.pipeline.split_backward import inner_programs
 from jaxdist.plan.proof.trace import KINDS, axes_of
 from jaxdist.probes import Site
 

@@ -17,8 +17,8 @@ from fractions import Fraction
 import jax
 import numpy as np
 
-from jaxdist.compat import inner_programs
 from jaxdist.mesh import MeshShape
+from jaxdist.parallel.pipeline.split_backward import inner_programs
 from jaxdist.train.program import Program
 
 Count = int | np.ndarray  # one for all stages, or of each

@@ -18,8 +18,9 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxdist.compat import inner_programs, scan_counts
+from jaxdist.compat import scan_counts
 from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.split_backward import inner_programs
 
 # What an operation does to buffers. Anything in none of these sets writes a buffer of its own and reads buffers.
 RENAMES = {"reshape", "squeeze", "expand_dims", "pvary", "stop_gradient", "optimization_barrier", "copy", "name"}

@@ -4,6 +4,7 @@ from jaxdist.config import RunConfig
 from jaxdist.layout import Layout
 from jaxdist.models.context import Context
 from jaxdist.parallel.named_arrays import read_arrays
+from jaxdist.parallel.pipeline.lowering import lower
 from jaxdist.parallel.zero import Sharded
 from jaxdist.probes import Probe, Recorder
 from jaxdist.train.gradients.base import Replicated, ShardedModel
@@ -19,6 +20,9 @@ def bind_model(
 ) -> ShardedModel:
     """The run's model on its layout. attention: the one that runs. recorder, draws_choices: as in `build_program`."""
     parallel, precision = config.parallel, config.precision
+    schedule = parallel.pipeline
+    if schedule is not None:
+        lower(schedule)  # checked and kept now; a trace finds it
     reduce_dtype, sum_dtype = precision.reduction_dtype, precision.master_dtype
     regathers, params = False, Replicated(layout, sum_dtype)
     if layout.grads_sharded:
@@ -48,6 +52,6 @@ def bind_model(
         repeated=read_arrays(parallel.remat, config.rows),
         regathers=regathers,
         unrolls=parallel.unrolls(platform, config.model.num_layers),
-        schedule=parallel.pipeline,
+        schedule=schedule,
         part_layers=config.part_layers,
     )
