@@ -10,7 +10,7 @@ the two stages that compute with it get it whole for the length of a step.
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -42,7 +42,8 @@ class Leaf:
     consumer_stages: the stages that compute with a leaf of which every stage holds a part, padded where pp does not
         divide it; empty for every other leaf. Only these get it whole.
     small: a layer's vector, which backward keeps where it gathers matrices again.
-    used_in: of a leaf outside the layers, which of "embed" and "loss" use it.
+    used_in: of a leaf outside the layers, which of "embed" and "loss" use it. num_parts, num_shards: the ranks that
+        share each dim in the compute layout, and those that ZeRO shards the leaf over.
     """
 
     name: str
@@ -56,6 +57,13 @@ class Leaf:
     consumer_stages: tuple[int, ...] = ()
     small: bool = False
     used_in: frozenset[str] = frozenset()
+    num_parts: tuple[int, ...] = field(init=False)
+    num_shards: int = field(init=False)
+
+    def __post_init__(self):
+        parts = tuple(math.prod(map(self.mesh.size, axes_of(entry))) for entry in self.spec)
+        object.__setattr__(self, "num_parts", parts)
+        object.__setattr__(self, "num_shards", math.prod(map(self.mesh.size, self.zero_axes)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,16 +89,7 @@ class Leaf:
     @property
     def compute_local(self) -> tuple[int, ...]:
         """Local shape in the compute layout."""
-        return tuple(n // self.num_parts(dim) for dim, n in enumerate(self.compute_shape))
-
-    def num_parts(self, dim: int) -> int:
-        """Ranks that share `dim` in the compute layout."""
-        return math.prod(map(self.mesh.size, axes_of(self.spec[dim])))
-
-    @property
-    def num_shards(self) -> int:
-        """Ranks that ZeRO shards the leaf over."""
-        return math.prod(map(self.mesh.size, self.zero_axes))
+        return tuple(n // self.num_parts[dim] for dim, n in enumerate(self.compute_shape))
 
     @property
     def zero_local(self) -> int:
@@ -109,7 +108,7 @@ class Leaf:
         """Global shape in the storage layout, padding counted."""
         if self.zero_dim is None:
             return self.compute_shape
-        return replace_entry(self.compute_shape, self.zero_dim, self.num_parts(self.zero_dim) * self.zero_local)
+        return replace_entry(self.compute_shape, self.zero_dim, self.num_parts[self.zero_dim] * self.zero_local)
 
     @property
     def spec_axes(self) -> tuple[str, ...]:

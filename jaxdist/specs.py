@@ -24,7 +24,7 @@ def storage_spec(leaf: Leaf) -> PartitionSpec:
 def logical_spec(leaf: Leaf) -> PartitionSpec:
     """How the logical array is split: as in the compute layout, where that takes no padding."""
     return PartitionSpec(
-        *(a if leaf.shape[dim] % leaf.num_parts(dim) == 0 else None for dim, a in enumerate(leaf.spec))
+        *(a if leaf.shape[dim] % leaf.num_parts[dim] == 0 else None for dim, a in enumerate(leaf.spec))
     )
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxdist.config import RunConfig
 from jaxdist.parallel.pipeline.builders import make_schedule
-from jaxdist.parallel.pipeline.executor import pipeline
+from jaxdist.parallel.pipeline.simple import pipeline
 from jaxdist.runtime.devices import acquire_devices
 
 from .flags import BenchFlags

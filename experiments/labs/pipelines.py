@@ -13,9 +13,9 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.parallel import varying
 from jaxdist.parallel.pipeline.builders import make_schedule
-from jaxdist.parallel.pipeline.executor import pipeline
 from jaxdist.parallel.pipeline.lowering import iterations
 from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule, divide_layers
+from jaxdist.parallel.pipeline.simple import pipeline
 from jaxdist.parallel.pipeline.simulate import Costs, in_flight, simulate, validate
 from jaxdist.parallel.pipeline.text import parse
 from jaxdist.plan.proof.trace import collectives_of

@@ -16,25 +16,10 @@ MOVES = {
 # Operations that work element by element, or take a part: cheaper to repeat than to write their result to memory and
 # read it again.
 CHEAP = MOVES | {
-    *(
-        "abs",
-        "add",
-        "and",
-        "cos",
-        "div",
-        "dynamic_slice",
-        "eq",
-        "erf",
-        "exp",
-        "exp2",
-        "expm1",
-        "ge",
-        "gt",
-        "integer_pow",
-        "is_finite",
-    ),
-    *("le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or"),
-    *("pow", "rev", "rsqrt", "select_n", "sign", "sin", "slice", "sqrt", "square", "sub", "tanh", "unstack", "xor"),
+    *("abs", "add", "and", "cos", "div", "dynamic_slice", "eq", "erf", "exp", "exp2", "expm1", "ge", "gt"),
+    *("integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not"),
+    *("one_minus_square", "or", "pow", "rev", "rsqrt", "select_n", "sign", "sin", "slice", "sqrt", "square", "sub"),
+    *("tanh", "unstack", "xor"),
 }
 FREE = CHEAP | {"iota", "name"}  # positions follow from nothing, and a mark computes nothing
 GATHERS = {"all_gather", "all_gather_invariant"}

@@ -20,10 +20,11 @@ from jaxdist.models.gpt2 import GPT2
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline.buffers import Buffer
 from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
-from jaxdist.parallel.pipeline.executor import Stages, pipeline, pipeline_gradients, pipeline_loss
+from jaxdist.parallel.pipeline.executor import Stages, pipeline_gradients, pipeline_loss
 from jaxdist.parallel.pipeline.instructions import ARRIVALS, Loop
 from jaxdist.parallel.pipeline.lowering import forwards, lower, senders_of
 from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule
+from jaxdist.parallel.pipeline.simple import pipeline
 from jaxdist.parallel.pipeline.simulate import in_flight
 from jaxdist.parallel.pipeline.split_backward import split_layer
 from jaxdist.parallel.pipeline.text import parse

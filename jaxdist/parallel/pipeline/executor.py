@@ -411,29 +411,6 @@ def pipeline_loss(
     return run.scan(lowered, run.run_forward_action, run.initial(lowered, None)).loss
 
 
-def pipeline(stage_fn: Callable, loss_fn: Callable, schedule: Schedule, axis: str = "pp") -> Callable:
-    """The simplest pipeline: any `stage_fn(params, x) -> x`, for the body of a `jax.shard_map`.
-
-    Returns gradients(params, inputs, targets) -> (loss, d_params), of the sum over micro-batches of
-    `loss_fn(y, target)`.
-
-    Layout: params[(C L)_axis, ...]: a row for each layer (or whole chunk, with L = 1) that this stage holds, to which
-    `stage_fn` is applied in turn; inputs[M, ...], targets[M, ...] equal on all stages -> loss, equal on all stages;
-    d_params[(C L)_axis, ...].
-    """
-    stages = Stages(
-        first=lambda _, micro: micro[0],
-        layer=lambda params, fixed, micro, x: stage_fn(params, x),
-        last=lambda _, y, micro: loss_fn(y, micro[1]),
-    )
-
-    def gradients(params, inputs, targets):
-        loss, _, d_params = pipeline_gradients(stages, schedule, (), params, (inputs, targets), axis=axis)
-        return comm.all_reduce(loss, axis), d_params
-
-    return gradients
-
-
 def layers_per_chunk(parts: Sequence[Sequence[int]], num_layers: Sequence[int], axis: str) -> jax.Array:
     """Layers in each chunk of this stage, int32[C]; parts: of the model, of each chunk of each stage."""
     table = [[num_layers[part] for part in chunks] for chunks in parts]
