@@ -3,7 +3,7 @@
 python -m tests.support.reading_paths
 
 Each row does something small and notes which functions of `jaxdist` ran. *Files* and *lines* are of the whole files
-they stand in, *executed* of these functions alone. Files of settings, errors and version differences are left out.
+they stand in, *executed* of these functions alone. Errors are left out.
 """
 
 import ast
@@ -33,7 +33,7 @@ from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import build_program
 
 PACKAGE = Path(inspect.getfile(jaxdist)).parent
-OUTSIDE = ("__init__", "commands", "compat", "config", "devices", "errors", "processes", "versions")
+OUTSIDE = ("__init__", "errors")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ PATHS: dict[str, Callable[[], None]] = {
     "a plan": plan,
     "a save and a resume": resume,
 }
-_ran: set = set()
+_ran: dict[tuple[str, int], None] = {}
 
 
 def recorded(work: Callable[[], object]) -> None:
@@ -88,7 +88,7 @@ def recorded(work: Callable[[], object]) -> None:
 
     def note(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
-            _ran.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+            _ran[frame.f_code.co_filename, frame.f_code.co_firstlineno] = None
 
     sys.setprofile(note)
     try:
@@ -98,12 +98,12 @@ def recorded(work: Callable[[], object]) -> None:
 
 
 def count(path: Callable[[], None]) -> dict[str, tuple[int, int]]:
-    """File -> (its lines, lines of its functions that ran)."""
+    """File -> (its lines, lines of its functions that ran), in the order in which files are first entered."""
     _ran.clear()
     jax.clear_caches()
     path()
     found = {}
-    for file in {file for file, _ in _ran}:
+    for file in dict.fromkeys(file for file, _ in _ran):
         if Path(file).stem in OUTSIDE:
             continue
         starts = {line for other, line in _ran if other == file}
@@ -129,7 +129,7 @@ def main(flags: ReadingFlags, console: Console) -> int:
         lines, executed = (sum(each[i] for each in found.values()) for i in (0, 1))
         table.add_row(name, str(len(found)), f"{lines:,}", f"{executed:,}")
         if flags.files:
-            console.print(f"{name}: " + ", ".join(f"{file} {n[1]}/{n[0]}" for file, n in sorted(found.items())))
+            console.print(f"{name}: " + ", ".join(f"{file} {n[1]}/{n[0]}" for file, n in found.items()))
     table.print(console)
     return 0
 
