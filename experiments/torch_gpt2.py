@@ -13,14 +13,14 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional as F
 
-from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS
-from jaxdist.models.layers import INIT_STD
+from jaxdist.models.flax import INIT_STD
+from jaxdist.models.gpt2 import LAYER_NORM_EPS, GPT2Config
 
 Wrap = Literal["none", "ddp", "fsdp"]
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPT2):
+    def __init__(self, config: GPT2Config):
         super().__init__()
         width, self.num_heads = config.width, config.num_heads
         self.ln_attention = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class TorchGPT2(nn.Module):
-    def __init__(self, config: GPT2):
+    def __init__(self, config: GPT2Config):
         super().__init__()
         self.tokens = nn.Embedding(config.padded_vocab_size, config.width)
         self.positions = nn.Embedding(config.seq_len, config.width)
@@ -64,7 +64,7 @@ class TorchGPT2(nn.Module):
 class HuggingFaceGPT2(nn.Module):
     """transformers' GPT2LMHeadModel of the same shape, without dropout, under the same signature."""
 
-    def __init__(self, config: GPT2):
+    def __init__(self, config: GPT2Config):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         super().__init__()
@@ -98,7 +98,7 @@ class Training:
 
     def __init__(
         self,
-        config: GPT2,
+        config: GPT2Config,
         batch: dict,
         device: str = "cuda",
         compiled: bool = True,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxdist.mesh import make_mesh, parse_mesh
     from jaxdist.models.base import Model, decay_mask
     from jaxdist.models.context import Context
-    from jaxdist.models.gpt2 import GPT2
+    from jaxdist.models.gpt2 import GPT2, GPT2Config
     from jaxdist.models.presets import PRESETS
     from jaxdist.params import Param
     from jaxdist.runtime.devices import acquire_devices
@@ -40,6 +40,7 @@ __all__ = [
     "Checkpoints",
     "ConfigError",
     "Context",
+    "GPT2Config",
     "Model",
     "OptimizerConfig",
     "ParallelConfig",
@@ -65,7 +66,7 @@ _HOMES = {
     "mesh": ("make_mesh", "parse_mesh"),
     "models.base": ("Model", "decay_mask"),
     "models.context": ("Context",),
-    "models.gpt2": ("GPT2",),
+    "models.gpt2": ("GPT2", "GPT2Config"),
     "models.presets": ("PRESETS",),
     "params": ("Param",),
     "runtime.devices": ("acquire_devices",),

@@ -11,7 +11,7 @@ from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.specs import local_bytes
@@ -87,7 +87,7 @@ def save_share(flags: BenchFlags, config: RunConfig, devices: Devices, console: 
     return Row.of(name, times[True], "s", against=plain, ratio=share + 1, simulated=devices.simulated)
 
 
-def save_once(flags: BenchFlags, name: str, model: GPT2) -> dict:
+def save_once(flags: BenchFlags, name: str, model: GPT2Config) -> dict:
     config = RunConfig(model, ParallelConfig(), batch_size=1)
     program = build_program(config, make_mesh(config.parallel.mesh, acquire_devices(1, flags.device).devices))
     state = program.init(0)

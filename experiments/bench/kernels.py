@@ -22,7 +22,7 @@ from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.attention import attention_core
 from jaxdist.models.context import Batch, Context
-from jaxdist.models.gpt2 import GPT2, LayerNorm, gelu_tanh
+from jaxdist.models.gpt2 import GPT2Config, LayerNorm, gelu_tanh
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.gradients.base import all_finite
 from jaxdist.train.optimizer import gradient_norms, update
@@ -40,7 +40,7 @@ UPDATE = "optimizer update"
 BOTH = " and backward"
 
 
-def array_shapes(config: GPT2, batch_size: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+def array_shapes(config: GPT2Config, batch_size: int) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Operation -> shapes of the arrays that it is differentiated by."""
     length, width, ffn, vocab = config.seq_len, config.width, config.ffn_width, config.padded_vocab_size
     rows, heads = batch_size * length, config.num_heads
@@ -80,7 +80,9 @@ def operations(config: RunConfig, attention: str) -> dict[str, Callable]:
         "LayerNorm": lambda _, x, scale, bias: nnx.merge(norm, {"scale": scale, "bias": bias})(x),
         "GELU": lambda _, x: gelu_tanh(x),
         "embedding": lambda tokens_BT, tokens, positions: shape.embed(
-            ctx, {"tokens": tokens, "positions": positions}, Batch(tokens_BT, tokens_BT, None)
+            ctx,
+            {"tokens": tokens, "positions": positions, "ln_final": {"scale": None, "bias": None}},
+            Batch(tokens_BT, tokens_BT, None),
         ),
         "norm, head, cross-entropy": head,
     }

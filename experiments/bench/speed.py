@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxdist.config import RunConfig
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.plan.formulas import ModelShape, model_flops_per_token
 from jaxdist.plan.hardware import Accelerator, find_hardware
 from jaxdist.runtime.devices import Devices
@@ -31,7 +31,7 @@ def card_of(device_kind: str) -> Accelerator | None:
     return next((find_hardware(name) for part, name in CARDS if part in device_kind), None)
 
 
-def flops_per_token(model: GPT2, attention: str) -> float:
+def flops_per_token(model: GPT2Config, attention: str) -> float:
     """Needed to train on one token, with "full" or "causal" attention; the padded vocabulary is no useful work."""
     shape = dataclasses.replace(ModelShape.of(model), vocab_size=model.vocab_size)
     return model_flops_per_token(shape, attention).value

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS
+from jaxdist.models.gpt2 import LAYER_NORM_EPS, GPT2Config
 
 from ..torch_gpt2 import TorchGPT2
 from .kernels import BOTH, UPDATE, array_shapes
 
 
-def operations(config: GPT2) -> dict[str, Callable]:
+def operations(config: GPT2Config) -> dict[str, Callable]:
     """Operation -> function(tokens_BT, *arrays), as `experiments.torch_gpt2` writes it; a weight is w[in, out]."""
 
     def norm(x, scale, bias):
@@ -43,7 +43,7 @@ def operations(config: GPT2) -> dict[str, Callable]:
     }
 
 
-def make_inputs(name: str, config: GPT2, batch_size: int, dtype, device: str):
+def make_inputs(name: str, config: GPT2Config, batch_size: int, dtype, device: str):
     """Tokens and arrays; a weight lies in memory as `nn.Linear` has it, out x in."""
     tokens_BT = torch.randint(config.vocab_size, (batch_size, config.seq_len), device=device)
     arrays = [torch.randn(shape, dtype=dtype, device=device) for shape in array_shapes(config, batch_size)[name]]
@@ -52,7 +52,7 @@ def make_inputs(name: str, config: GPT2, batch_size: int, dtype, device: str):
     return tokens_BT, [array.requires_grad_() for array in arrays]
 
 
-def make_call(name: str, config: GPT2, batch_size: int, dtype, device: str) -> Callable:
+def make_call(name: str, config: GPT2Config, batch_size: int, dtype, device: str) -> Callable:
     if name == UPDATE:
         return make_update(config, device)
     kernel, _, what = name.partition(": ")
@@ -70,7 +70,7 @@ def make_call(name: str, config: GPT2, batch_size: int, dtype, device: str) -> C
     return both
 
 
-def make_update(config: GPT2, device: str) -> Callable:
+def make_update(config: GPT2Config, device: str) -> Callable:
     """Clipping and fused AdamW of fp32 parameters and gradients."""
     with torch.device(device):
         parameters = list(TorchGPT2(config).parameters())
@@ -87,7 +87,7 @@ def make_update(config: GPT2, device: str) -> Callable:
 
 def main(asked: dict) -> None:
     torch.set_float32_matmul_precision("high")
-    config, device = GPT2(**asked["model"]), asked["device"]
+    config, device = GPT2Config(**asked["model"]), asked["device"]
     sizes = (config, asked["batch_size"], getattr(torch, asked["dtype"]), device)
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     torch.zeros(1, device=device)  # refuses here where there is no such device

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 
 from .. import torch_gpt2
 
@@ -24,7 +24,7 @@ def main(asked: dict, batch: dict) -> None:
         torch_gpt2.join(rank, processes, asked["port"])
     rows = len(batch["inputs"]) // processes
     training = torch_gpt2.Training(
-        GPT2(**asked["model"]),
+        GPT2Config(**asked["model"]),
         {name: values[rank * rows : (rank + 1) * rows] for name, values in batch.items()},
         asked["device"],
         asked["compiled"],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.models.decoder import Decoder
+from jaxdist.models.decoder import DecoderConfig
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.time_model import Layout, Repeated, efficiency_of, step_time
@@ -20,7 +20,7 @@ from .sources import MEGATRON_CORE, LeftOut, table
 CARD = "h100"
 
 
-def runs() -> list[tuple[str, Decoder, dict]]:
+def runs() -> list[tuple[str, DecoderConfig, dict]]:
     """(group, model, what is printed) of every run of mixtures.toml."""
     table, found = tomllib.loads(Path(__file__).with_name("mixtures.toml").read_text(encoding="utf-8")), []
     shapes = table.pop("shapes")
@@ -29,11 +29,11 @@ def runs() -> list[tuple[str, Decoder, dict]]:
             facts = group["defaults"] | dict(zip(group["columns"], run, strict=True))
             sizes = shapes[group["shape"]]
             sizes |= {key: facts[key] for key in ("num_layers", "seq_len") if key in facts}
-            found.append((name, Decoder(**sizes), facts))
+            found.append((name, DecoderConfig(**sizes), facts))
     return found
 
 
-def layout_of(model: Decoder, facts: dict) -> Layout:
+def layout_of(model: DecoderConfig, facts: dict) -> Layout:
     """Megatron Core's: every rank of tp sends its own part of a sequence to its experts, each position `top_k` times,
     and back; where tp has parts of an expert it gathers and scatters what came, beside no product."""
     tp, top_k = facts["tp"], model.top_k
@@ -58,7 +58,7 @@ def layout_of(model: Decoder, facts: dict) -> Layout:
     )
 
 
-def _casts(model: Decoder, tp: int, etp: int) -> float:
+def _casts(model: DecoderConfig, tp: int, etp: int) -> float:
     """As `sources._casts`; every chosen expert reads a position, and writes one."""
     h, f, chosen = model.width, model.width_of_expert, model.top_k / (1 if etp == tp else tp)
     heads = model.num_heads * model.head_dim / tp

@@ -20,7 +20,7 @@ from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.divergence import Run, compare_steps, first_divergence
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.parallel import rank, tensor
 from jaxdist.parity import one_device
 from jaxdist.runtime.devices import acquire_devices
@@ -34,7 +34,7 @@ from .lab import Lab, Result, at_most, equal, holds, table
 from .tools import new_folder, replaced, small_run
 
 STEPS, SAVED = 12, 6
-MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=64, dropout=0.1)
+MODEL = GPT2Config(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=64, dropout=0.1)
 DATA = {"source": "a chain", "fingerprint": "0"}
 MESHES = ("dp=2", "dp=2,tp=2", "one device")
 # What is killed: the command, in a process of its own.

@@ -10,7 +10,7 @@ from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import scores_of, weighted_values
 from jaxdist.models.base import declare, num_parameters
 from jaxdist.models.cache import KeyValues, NextTokens, Prompts
-from jaxdist.models.decoder import Decoder
+from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.presets import PRESETS
 from jaxdist.params import is_param
 from jaxdist.parity import forward_logits
@@ -23,7 +23,7 @@ from . import drawing
 from .lab import Check, Lab, Result, at_least, at_most, equal, holds, table
 from .tools import replaced
 
-MODEL = Decoder(
+MODEL = DecoderConfig(
     2, 64, 8, num_kv_heads=2, head_dim=8, ffn_width=48, seq_len=40, vocab_size=250
 )  # 2 layers of width 64, 8 heads of queries on 2 of keys
 LENGTHS, NEW = (5, 12, 9), 8  # of the prompts, and how many tokens follow

@@ -13,7 +13,7 @@ from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, make_mesh, parse_mesh
 from jaxdist.models.base import num_parameters
-from jaxdist.models.decoder import Decoder
+from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.presets import PRESETS
 from jaxdist.parity import compare, observe, one_device
 from jaxdist.plan.hardware import Cluster, find_hardware
@@ -144,7 +144,7 @@ def rank_table() -> Table:
 # --------------------------------------------------------------------------------------------- three published models
 
 H100 = find_hardware("h100")
-LLAMA_405B = Decoder(
+LLAMA_405B = DecoderConfig(
     126,
     16_384,
     128,

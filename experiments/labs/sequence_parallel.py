@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import parse_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_reduce, enter, leave, rank, varying
 from jaxdist.parallel.dropout import dropout
@@ -145,7 +145,7 @@ PAPER = {  # name: (arguments, published GiB)
     "tp=8, sp, selective": ((8, True, False), 0.10),
 }
 
-SMALL_GPT = GPT2(num_layers=2, width=1024, num_heads=16, ffn_width=4096, seq_len=512, vocab_size=1000)
+SMALL_GPT = GPT2Config(num_layers=2, width=1024, num_heads=16, ffn_width=4096, seq_len=512, vocab_size=1000)
 
 
 @cache

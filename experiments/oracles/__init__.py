@@ -13,8 +13,8 @@ from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.models.base import declare
-from jaxdist.models.decoder import Decoder
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.decoder import DecoderConfig
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.params import named_params
 from jaxdist.parity import Observed, by_layer, random_parameters
 from jaxdist.placement import make_layout
@@ -50,7 +50,7 @@ def ask(oracle: OracleName, config: RunConfig, batches: list[dict], start: dict[
     sizes["balance_rate"] = getattr(config.model, "balance_rate", 0.0)
     recipe = plain.Recipe(**rule, **sizes, optimizer=settings.name, seed=config.seed, total_steps=config.steps)
     if oracle == "plain":
-        losses = partial(decoder.losses, decoder_settings(config)) if isinstance(config.model, Decoder) else None
+        losses = partial(decoder.losses, decoder_settings(config)) if isinstance(config.model, DecoderConfig) else None
         with jax.enable_x64(True):
             found = dataclasses.asdict(plain.train(recipe, start, batches, losses))
     else:
@@ -85,7 +85,7 @@ def decoder_settings(config: RunConfig) -> decoder.Settings:
 
 def require_known(oracle: OracleName, config: RunConfig) -> None:
     """Raises: ConfigError for a run that the oracle cannot compute."""
-    known = (GPT2, Decoder) if oracle == "plain" else (GPT2,)
+    known = (GPT2Config, DecoderConfig) if oracle == "plain" else (GPT2Config,)
     if type(config.model) not in known:
         raise ConfigError(
             f"--oracle {oracle} with {config.model.describe()}",

@@ -20,7 +20,7 @@ from jaxdist.checkpoint.safetensors import Folder, Stored
 from jaxdist.errors import ConfigError, reason_of
 from jaxdist.files import flush_folder, read_text_file, remove, write_whole
 from jaxdist.models.base import Model
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.huggingface import (
     BUFFERS,
     CONFIG,
@@ -175,7 +175,7 @@ def _fits(tensor: Tensor, stored: Stored) -> bool:
 
 
 def _is_tied(model: Model) -> bool:
-    return isinstance(model, GPT2) or model.tied
+    return isinstance(model, GPT2Config) or model.tied
 
 
 def _require_same(path: Path, head: Stored, table: Stored) -> None:
@@ -415,7 +415,7 @@ def config_text(model: Model, source: Source | None, dtype: str | None = None, k
     config = safetensors.parse(source.config)
     there = model_from_config(config)
     changed = {}
-    if isinstance(model, GPT2) and there.seq_len != model.seq_len:
+    if isinstance(model, GPT2Config) and there.seq_len != model.seq_len:
         changed = {name: model.seq_len for name in ("n_positions", "n_ctx") if name == "n_positions" or name in config}
     if dtype is not None:
         known = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]

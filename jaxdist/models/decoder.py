@@ -11,17 +11,17 @@ from flax import nnx
 
 from jaxdist.errors import ConfigError, divisors, require_positive
 from jaxdist.models.base import BOUNDS
-from jaxdist.models.context import Batch, Context
+from jaxdist.models.context import Context
 from jaxdist.models.experts import Mixture, MixtureOfExperts
-from jaxdist.models.flax import parameter
-from jaxdist.models.layers import INIT_STD, GatedMLP, GroupedAttention, RMSNorm, Rotary, Transformer, normal
-from jaxdist.params import Tree, mask_rows
+from jaxdist.models.flax import INIT_STD, LanguageModel, ShardedParam, normal, stack_layers
+from jaxdist.models.layers import GatedMLP, GroupedAttention, RMSNorm, Rotary, Transformer
+from jaxdist.params import mask_rows
 
 FULL, SLIDING, DENSE = "full", "sliding", "dense"  # kinds of layers: what a query sees of the positions before it
 
 
 @dataclass(frozen=True)
-class Decoder(Transformer, Mixture):
+class DecoderConfig(Transformer, Mixture):
     """Sizes in elements. Source: Llama 3 (arXiv 2407.21783), Mistral 7B (2310.06825), Qwen3 (2505.09388).
 
     num_kv_heads: heads of keys and values; it divides `num_heads`. rope_scaling: as `Rotary.scaling`. qk_norm: whether
@@ -89,61 +89,53 @@ class Decoder(Transformer, Mixture):
         experts = f", {self.num_experts} experts, {self.top_k} a token" if self.num_experts else ""
         return super().describe() + experts
 
-    # ---- parameters ----
-
-    def outer_module(self, rngs: nnx.Rngs) -> nnx.Module:
-        return Outer(self, rngs)
-
-    def layer_module(self, rngs: nnx.Rngs, kind: str) -> nnx.Module:
-        return Layer(self, kind, rngs)
-
-    # ---- the forward, on local shards ----
-
-    def embed(self, ctx: Context, outer: Tree, batch: Batch) -> jax.Array:
-        return ctx.embedding(batch.inputs, outer["tokens"])
-
-    def layer(self, ctx: Context, kind: str, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
-        return self.merge(self.layer_module, params, kind)(x_BTD, ctx)
-
-    def head(self, ctx: Context, outer: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        norm = self.merge(self.outer_module, outer).norm
-        return ctx.final_norm(norm)(x_BTD), outer["tokens" if self.tied else "head"]
-
-
-class Outer(nnx.Module):
-    """The token table, the last norm, and the head where it is not the table."""
-
-    def __init__(self, model: Decoder, rngs: nnx.Rngs):
-        for name in ("tokens",) if model.tied else ("tokens", "head"):
-            table_VD = mask_rows(normal(rngs, (model.padded_vocab_size, model.width)), model.vocab_size)
-            setattr(self, name, parameter(table_VD, ("vocab", "embed"), real=model.vocab_size))
-        self.norm = RMSNorm(model.width, model.norm_eps)
+    def module(self, rngs: nnx.Rngs) -> "Decoder":
+        return Decoder(self, rngs)
 
 
 class Layer(nnx.Module):
-    def __init__(self, model: Decoder, kind: str, rngs: nnx.Rngs):
-        out_std = INIT_STD / math.sqrt(2 * model.num_layers)
-        self.attention_norm = RMSNorm(model.width, model.norm_eps)
+    def __init__(self, config: DecoderConfig, kind: str, rngs: nnx.Rngs):
+        out_std = INIT_STD / math.sqrt(2 * config.num_layers)
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.attention = GroupedAttention(
             rngs,
-            width=model.width,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            rotary=Rotary(model.head_dim, model.rope_theta, model.rope_scaling),
+            width=config.width,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            rotary=Rotary(config.head_dim, config.rope_theta, config.rope_scaling),
             out_std=out_std,
-            bias=model.attention_bias,
-            out_bias=model.out_bias,
-            qk_norm=model.norm_eps if model.qk_norm else None,
-            window=model.window if kind == SLIDING else None,
+            bias=config.attention_bias,
+            out_bias=config.out_bias,
+            qk_norm=config.norm_eps if config.qk_norm else None,
+            window=config.window if kind == SLIDING else None,
         )
-        self.mlp_norm = RMSNorm(model.width, model.norm_eps)
-        if model.num_experts and kind != DENSE:
-            self.mlp = MixtureOfExperts(rngs, model.width, model, out_std)
+        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
+        if config.num_experts and kind != DENSE:
+            self.mlp = MixtureOfExperts(rngs, config.width, config, out_std)
         else:
             self.mlp = GatedMLP(
-                rngs, width=model.width, ffn_width=model.ffn_width, out_std=out_std, bias=model.mlp_bias
+                rngs, width=config.width, ffn_width=config.ffn_width, out_std=out_std, bias=config.mlp_bias
             )
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), ctx)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD), ctx)
+
+
+class Decoder(LanguageModel):
+    """The whole model: the token table, the layers, the last norm, and the head where it is not the table."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.config = config
+        for name in ("tokens",) if config.tied else ("tokens", "head"):
+            table_VD = mask_rows(normal(rngs, (config.padded_vocab_size, config.width)), config.vocab_size)
+            setattr(self, name, ShardedParam(table_VD, ("vocab", "embed"), real=config.vocab_size))
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.blocks = stack_layers(config, lambda rngs, kind: Layer(config, kind, rngs), rngs)
+
+    def embed(self, tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+        return ctx.embedding(tokens_BT, self.tokens[...])
+
+    def unembed(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        table = self.tokens if self.config.tied else self.head
+        return ctx.final_norm(self.norm)(x_BTD), table[...]

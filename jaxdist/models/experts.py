@@ -13,8 +13,8 @@ from flax import nnx
 
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.models.context import Context
-from jaxdist.models.flax import parameter
-from jaxdist.models.layers import INIT_STD, GatedMLP, normal
+from jaxdist.models.flax import INIT_STD, ShardedParam, normal
+from jaxdist.models.layers import GatedMLP
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.parallel.remat import mark_saveable
@@ -115,13 +115,13 @@ class Router(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, width: int, mixture: Mixture):
         self.mixture = mixture
-        self.w = parameter(normal(rngs, (width, mixture.num_experts)), ("embed", "choices"))
+        self.w = ShardedParam(normal(rngs, (width, mixture.num_experts)), ("embed", "choices"))
         nothing_E = jnp.zeros(mixture.num_experts)
-        self.load = parameter(nothing_E, update="count")
+        self.load = ShardedParam(nothing_E, update="count")
         if mixture.capacity is not None:
-            self.dropped = parameter(nothing_E, update="count")
+            self.dropped = ShardedParam(nothing_E, update="count")
         if mixture.balance_rate:
-            self.bias = parameter(nothing_E, update="balance", rate=mixture.balance_rate)
+            self.bias = ShardedParam(nothing_E, update="balance", rate=mixture.balance_rate)
 
     def __call__(self, x_BTD: jax.Array, ctx: Context, capacity: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x -> (x with the auxiliary losses and counts, expert[B, T, K], NOWHERE where dropped, weight[B, T, K])."""
@@ -173,9 +173,9 @@ class MixtureOfExperts(nnx.Module):
         self.router = Router(rngs, width, mixture)
         for name in ("gate", "up"):
             w_EDF = normal(rngs, (num, width, inner), INIT_STD)
-            setattr(self, f"w_{name}", parameter(w_EDF, ("experts", "embed", "ffn")))
-        self.w_down = parameter(normal(rngs, (num, inner, width), out_std), ("experts", "ffn", "embed"))
-        self.faults = parameter(jnp.zeros(num), ("experts",), partial=("ffn",), update="count")
+            setattr(self, f"w_{name}", ShardedParam(w_EDF, ("experts", "embed", "ffn")))
+        self.w_down = ShardedParam(normal(rngs, (num, inner, width), out_std), ("experts", "ffn", "embed"))
+        self.faults = ShardedParam(jnp.zeros(num), ("experts",), partial=("ffn",), update="count")
         if mixture.shared_width:
             self.shared = GatedMLP(rngs, width=width, ffn_width=mixture.shared_width, out_std=out_std)
 

@@ -1,103 +1,143 @@
-"""A model whose parameters are declared by Flax NNX modules, at global shape, and that runs them on local shards."""
+"""Models in Flax NNX: one module is the whole model; it declares parameters at global shape and runs on any shards."""
 
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax import random
+from jax import lax, random
 
 from jaxdist.errors import ConfigError
-from jaxdist.models.base import Model, merge_kinds
-from jaxdist.params import STACKED, Param, Tree
+from jaxdist.models.base import Model, merge_kinds, split_kinds
+from jaxdist.models.context import Batch, Context
+from jaxdist.parallel import collectives as comm
+from jaxdist.params import Param, Tree
+
+INIT_STD = 0.02
 
 
-def parameter(
-    value: jax.Array,
-    dims: tuple[str | None, ...] = (),
-    *,
-    decay: bool | None = None,
-    mean: float = 0.0,
-    real: int | None = None,
-    partial: tuple[str, ...] = (),
-    frozen: bool = False,
-    update: str = "gradient",
-    rate: float = 0.0,
-) -> nnx.Param:
-    """Declare a parameter by its initial value (fp32, global shape); the rest as in `Param`."""
-    rest = {"partial": partial, "frozen": frozen, "update": update, "rate": rate}
-    return nnx.Param(value, dims=dims, decay=decay, mean=mean, real=real, **rest)
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float = INIT_STD) -> jax.Array:
+    return std * random.normal(rngs.params(), shape, jnp.float32)
+
+
+class ShardedParam(nnx.Param):
+    """A parameter by its initial value (fp32, global shape) and its `declaration`, given by the fields of `Param`."""
+
+    declaration: Param
+
+    def __init__(self, value: jax.Array, dims: tuple[str | None, ...] = (), **fields):
+        super().__init__(value, declaration=Param(value.shape, dims, **fields))
+
+
+class LanguageModel(nnx.Module):
+    """A whole model as Flax has it. A subclass sets `config` and makes `blocks`, its layers, with `stack_layers`.
+
+    A layer is called with (x_BTD, ctx). ctx: the run; by default one device, without dropout. Masks are drawn with
+    `Context(key=..., rows_B=...)`, the key of a step and the rows' numbers. Inside `jax.shard_map` the same methods run
+    on shards.
+    """
+
+    config: "FlaxModel"
+    blocks: nnx.Module
+
+    def embed(self, tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+        """As `Model.embed`."""
+        raise NotImplementedError
+
+    def unembed(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """As `Model.head`."""
+        raise NotImplementedError
+
+    def __call__(self, tokens_BT: jax.Array, ctx: Context | None = None) -> jax.Array:
+        """Logits of the next tokens in at least fp32: [B, T, vocab_size], without rows that pad the vocabulary."""
+        ctx = ctx or Context()
+        x_BTD, table_VD = self.unembed(self.hidden(tokens_BT, ctx), ctx.at(2))
+        logits_BTV = ctx.column_parallel(x_BTD, table_VD.T).astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+        return comm.all_gather(logits_BTV, "tp", 2)[..., : self.config.vocab_size]
+
+    def loss(self, tokens_BT: jax.Array, targets_BT: jax.Array, ctx: Context | None = None) -> jax.Array:
+        """The mean cross-entropy of this rank's targets that are not negative, in nats."""
+        ctx = ctx or Context()
+        x_BTD, table_VD = self.unembed(self.hidden(tokens_BT, ctx), ctx.at(2))
+        return ctx.loss(x_BTD, table_VD, targets_BT, self.config.vocab_size) / jnp.maximum((targets_BT >= 0).sum(), 1)
+
+    def hidden(self, tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+        """What the last layer gives: x[B, T, D]."""
+        graph, stacked = nnx.split(self.blocks)
+
+        def block(x_BTD, numbered):
+            index, params = numbered
+            for i, layer in enumerate(split_kinds(self.config, nnx.merge(graph, params))):
+                x_BTD = layer(x_BTD, ctx.at(1).at(index * len(self.config.kinds) + i))
+            return x_BTD, None
+
+        numbered = jnp.arange(self.config.num_blocks), nnx.to_pure_dict(stacked)
+        return lax.scan(block, self.embed(tokens_BT, ctx.at(0)), numbered)[0]
+
+
+def stack_layers(config: "FlaxModel", make: Callable[[nnx.Rngs, str], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
+    """The layers that make(rngs, kind) gives, each parameter stacked over the blocks; those of several kinds as
+    `merge_kinds` names them."""
+
+    def stacked(kind: str) -> nnx.Module:
+        each = nnx.vmap(lambda rngs: make(rngs, kind), in_axes=(0,), out_axes=0)
+        return nnx.split_rngs(splits=config.num_blocks)(each)(rngs)
+
+    blocks = merge_kinds(config, [stacked(kind) for kind in config.kinds])
+    return nnx.Dict(blocks) if isinstance(blocks, dict) else blocks
 
 
 class FlaxModel(Model):
-    """Implement `outer_module` and `layer_module`; `merge` makes them again in `embed`, `layer` and `head`."""
+    """The sizes of a model that a `LanguageModel` computes: each function binds the weights that it is given to it."""
 
     @abstractmethod
-    def outer_module(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The module of the parameters outside the layers."""
-
-    @abstractmethod
-    def layer_module(self, rngs: nnx.Rngs, kind: str) -> nnx.Module:
-        """One layer of this kind."""
+    def module(self, rngs: nnx.Rngs) -> LanguageModel:
+        """The whole model."""
 
     def outer(self) -> Tree:
-        return _declared(self.outer_module)
+        return _parts(self)[None][1]
 
     def block(self, kind: str) -> Tree:
-        return _declared(self.layer_module, kind)
+        return _parts(self)[kind][1]
 
     def initial_values(self, seed) -> dict:
-        rngs = nnx.Rngs(random.key(seed))
-        outer = self.outer_module(rngs)
+        return nnx.to_pure_dict(nnx.state(self.module(nnx.Rngs(random.key(seed))), nnx.Param))
 
-        def stacked(kind: str) -> dict:
-            make = nnx.vmap(lambda rngs: self.layer_module(rngs, kind), in_axes=(0,), out_axes=0)
-            return _values(nnx.split_rngs(splits=self.num_blocks)(make)(rngs))
+    def bind(self, params: Tree, kind: str | None = None):
+        """A layer of this kind with these local weights; with None the whole model without its layers."""
+        return nnx.merge(_parts(self)[kind][0], params)
 
-        return {**_values(outer), STACKED: merge_kinds(self, [stacked(kind) for kind in self.kinds])}
+    def embed(self, ctx: Context, outer: Tree, batch: Batch) -> jax.Array:
+        return self.bind(outer).embed(batch.inputs, ctx)
 
-    def merge(self, make: Callable[..., nnx.Module], params: Tree, *args) -> nnx.Module:
-        """The module that `make` (`self.outer_module`, say, after rngs called with `args`) declares, with these local
-        parameters."""
-        return nnx.merge(_graph(make, *args), params)
+    def layer(self, ctx: Context, kind: str, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
+        return self.bind(params, kind)(x_BTD, ctx)
+
+    def head(self, ctx: Context, outer: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.bind(outer).unembed(x_BTD, ctx)
 
 
 @cache
-def _graph(make: Callable, *args) -> nnx.GraphDef:
-    return nnx.split(_abstract(make, *args))[0]
-
-
-def _abstract(make: Callable, *args) -> nnx.Module:
-    return nnx.eval_shape(lambda: make(nnx.Rngs(0), *args))
-
-
-def _declared(make: Callable, *args) -> dict:
-    tree, module = {}, _abstract(make, *args)
+def _parts(model: FlaxModel) -> dict[str | None, tuple[nnx.GraphDef, dict]]:
+    """(graph, declared parameters) of a layer of each kind and, under None, of the model without its layers."""
+    module = nnx.eval_shape(lambda: model.module(nnx.Rngs(0)))
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param))):
         raise ConfigError(
             f"{type(variable).__name__} {'.'.join(map(str, path))} of {type(module).__name__}",
             "a module must hold parameters alone: what else it keeps would not be carried from step to step",
             "Leave it out; Context.dropout draws masks, and Param(update='count') counts",
         )
-    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        node = tree
-        for name in path[:-1]:
-            node = node.setdefault(str(name), {})
-        meta = variable.get_metadata()
-        node[str(path[-1])] = Param(
-            variable.shape,
-            meta.get("dims", ()),
-            meta.get("mean", 0.0),
-            decay=meta.get("decay"),
-            real=meta.get("real"),
-            partial=meta.get("partial", ()),
-            frozen=meta.get("frozen", False),
-            update=meta.get("update", "gradient"),
-            rate=meta.get("rate", 0.0),
-        )
-    return tree
+    layers = split_kinds(model, module.blocks)
+    del module.blocks
 
+    def divided(module: nnx.Module, num_stacked: int) -> tuple[nnx.GraphDef, dict]:
+        def declared(variable: nnx.Param) -> Param:
+            return getattr(variable, "declaration", None) or Param(variable.shape[num_stacked:])
 
-def _values(module: nnx.Module) -> dict:
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        graph, params = nnx.split(module)
+        return graph, nnx.to_pure_dict(params, declared)
+
+    by_kind = dict(zip(model.kinds, layers, strict=True))
+    return {None: divided(module, 0), **{kind: divided(layer, 1) for kind, layer in by_kind.items()}}

@@ -17,18 +17,18 @@ from jax import lax
 from jaxdist.errors import ConfigError, divisors, require_positive
 from jaxdist.models.attention import attend
 from jaxdist.models.base import BOUNDS
-from jaxdist.models.context import Batch, Context
-from jaxdist.models.flax import parameter
-from jaxdist.models.layers import INIT_STD, Transformer, add_bias, normal
+from jaxdist.models.context import Context
+from jaxdist.models.flax import INIT_STD, LanguageModel, ShardedParam, normal, stack_layers
+from jaxdist.models.layers import Transformer, add_bias
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.remat import HEADS, mark_saveable
-from jaxdist.params import Tree, mask_rows
+from jaxdist.params import mask_rows
 
 LAYER_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class GPT2(Transformer):
+class GPT2Config(Transformer):
     """The shape of a GPT-2 (Radford et al. 2019): sizes in elements, dropout as a probability."""
 
     num_layers: int
@@ -55,27 +55,8 @@ class GPT2(Transformer):
     def head_dim(self) -> int:
         return self.width // self.num_heads
 
-    # ---- parameters ----
-
-    def outer_module(self, rngs: nnx.Rngs) -> nnx.Module:
-        return Outer(self, rngs)
-
-    def layer_module(self, rngs: nnx.Rngs, kind: str) -> nnx.Module:
-        return Block(self, rngs)
-
-    # ---- the forward, on local shards ----
-
-    def embed(self, ctx: Context, outer: Tree, batch: Batch) -> jax.Array:
-        x_BTD = ctx.embedding(batch.inputs, outer["tokens"])
-        length = x_BTD.shape[1]
-        return ctx.dropout(add_bias(x_BTD, ctx.position_rows(outer["positions"], length)), self.dropout)
-
-    def layer(self, ctx: Context, kind: str, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
-        return self.merge(self.layer_module, params, kind)(x_BTD, ctx)
-
-    def head(self, ctx: Context, outer: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        norm = partial(self.merge(self.outer_module, outer).ln_final, one_pass=ctx.on_gpu)
-        return ctx.final_norm(norm)(x_BTD), outer["tokens"]
+    def module(self, rngs: nnx.Rngs) -> "GPT2":
+        return GPT2(self, rngs)
 
 
 GELU_SCALE, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -146,20 +127,10 @@ def _layer_norm_backward(one_pass: bool, kept: tuple, d: jax.Array) -> tuple[jax
 layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
-class Outer(nnx.Module):
-    """The tied token table, the learned positions and the last norm."""
-
-    def __init__(self, model: GPT2, rngs: nnx.Rngs):
-        table_VD = normal(rngs, (model.padded_vocab_size, model.width))
-        self.tokens = parameter(mask_rows(table_VD, model.vocab_size), ("vocab", "embed"), real=model.vocab_size)
-        self.positions = parameter(normal(rngs, (model.seq_len, model.width)), (None, "embed"))
-        self.ln_final = LayerNorm(model.width)
-
-
 class LayerNorm(nnx.Module):
     def __init__(self, width: int):
-        self.scale = parameter(jnp.ones(width), ("embed",), mean=1.0)
-        self.bias = parameter(jnp.zeros(width), ("embed",))
+        self.scale = ShardedParam(jnp.ones(width), ("embed",), mean=1.0)
+        self.bias = ShardedParam(jnp.zeros(width), ("embed",))
 
     def __call__(self, x_BTD: jax.Array, one_pass: bool = False) -> jax.Array:
         scale_D, bias_D = (comm.varying_like(each[...], x_BTD) for each in (self.scale, self.bias))
@@ -172,14 +143,14 @@ class Attention(nnx.Module):
     Layout: x[B, T, D] -> enter -> qkv[B, T, 3, N_tp, H] -> o[B, T, N_tp, H] -> {U_tp} -> leave -> y[B, T, D].
     """
 
-    def __init__(self, model: GPT2, rngs: nnx.Rngs):
-        width, heads, head_dim = model.width, model.num_heads, model.head_dim
-        residual_std = INIT_STD / math.sqrt(2 * model.num_layers)
-        self.dropout = model.dropout
-        self.w_qkv = parameter(normal(rngs, (width, 3, heads, head_dim)), ("embed", None, "heads", None))
-        self.b_qkv = parameter(jnp.zeros((3, heads, head_dim)), (None, "heads", None), decay=False)
-        self.w_out = parameter(normal(rngs, (heads, head_dim, width), residual_std), ("heads", None, "embed"))
-        self.b_out = parameter(jnp.zeros(width), ("embed",))
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
+        width, heads, head_dim = config.width, config.num_heads, config.head_dim
+        residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
+        self.dropout = config.dropout
+        self.w_qkv = ShardedParam(normal(rngs, (width, 3, heads, head_dim)), ("embed", None, "heads", None))
+        self.b_qkv = ShardedParam(jnp.zeros((3, heads, head_dim)), (None, "heads", None), decay=False)
+        self.w_out = ShardedParam(normal(rngs, (heads, head_dim, width), residual_std), ("heads", None, "embed"))
+        self.b_out = ShardedParam(jnp.zeros(width), ("embed",))
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         qkv = add_bias(ctx.column_parallel(x_BTD, self.w_qkv[...]), self.b_qkv[...])
@@ -197,13 +168,13 @@ class MLP(nnx.Module):
     Layout: x[B, T, D] -> enter -> h[B, T, F_tp] -> {U_tp} -> leave -> y[B, T, D].
     """
 
-    def __init__(self, model: GPT2, rngs: nnx.Rngs):
-        width, ffn_width = model.width, model.ffn_width
-        residual_std = INIT_STD / math.sqrt(2 * model.num_layers)
-        self.w_up = parameter(normal(rngs, (width, ffn_width)), ("embed", "ffn"))
-        self.b_up = parameter(jnp.zeros(ffn_width), ("ffn",))
-        self.w_down = parameter(normal(rngs, (ffn_width, width), residual_std), ("ffn", "embed"))
-        self.b_down = parameter(jnp.zeros(width), ("embed",))
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
+        width, ffn_width = config.width, config.ffn_width
+        residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
+        self.w_up = ShardedParam(normal(rngs, (width, ffn_width)), ("embed", "ffn"))
+        self.b_up = ShardedParam(jnp.zeros(ffn_width), ("ffn",))
+        self.w_down = ShardedParam(normal(rngs, (ffn_width, width), residual_std), ("ffn", "embed"))
+        self.b_down = ShardedParam(jnp.zeros(width), ("embed",))
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         up_BTF = add_bias(ctx.column_parallel(x_BTD, self.w_up[...]), self.b_up[...])
@@ -212,14 +183,35 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, model: GPT2, rngs: nnx.Rngs):
-        self.dropout = model.dropout
-        self.ln_attention = LayerNorm(model.width)
-        self.attention = Attention(model, rngs)
-        self.ln_mlp = LayerNorm(model.width)
-        self.mlp = MLP(model, rngs)
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
+        self.dropout = config.dropout
+        self.ln_attention = LayerNorm(config.width)
+        self.attention = Attention(config, rngs)
+        self.ln_mlp = LayerNorm(config.width)
+        self.mlp = MLP(config, rngs)
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         attended_BTD = self.attention(self.ln_attention(x_BTD, ctx.on_gpu), ctx.at(0))
         x_BTD = x_BTD + ctx.at(1).dropout(attended_BTD, self.dropout)
         return x_BTD + ctx.at(2).dropout(self.mlp(self.ln_mlp(x_BTD, ctx.on_gpu), ctx), self.dropout)
+
+
+class GPT2(LanguageModel):
+    """The whole model: the tied token table, the learned positions, the layers and the last norm."""
+
+    def __init__(self, config: GPT2Config, rngs: nnx.Rngs):
+        self.config = config
+        table_VD = mask_rows(normal(rngs, (config.padded_vocab_size, config.width)), config.vocab_size)
+        self.tokens = ShardedParam(table_VD, ("vocab", "embed"), real=config.vocab_size)
+        self.positions = ShardedParam(normal(rngs, (config.seq_len, config.width)), (None, "embed"))
+        self.ln_final = LayerNorm(config.width)
+        self.blocks = stack_layers(config, lambda rngs, kind: Block(config, rngs), rngs)
+
+    def embed(self, tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+        x_BTD = ctx.embedding(tokens_BT, self.tokens[...])
+        positions_TD = ctx.position_rows(self.positions[...], x_BTD.shape[1])
+        return ctx.dropout(add_bias(x_BTD, positions_TD), self.config.dropout)
+
+    def unembed(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        norm = partial(self.ln_final, one_pass=ctx.on_gpu)
+        return ctx.final_norm(norm)(x_BTD), self.tokens[...]

@@ -16,8 +16,8 @@ from typing import Any
 from jaxdist.errors import MOST, ConfigError, reason_of, require_positive
 from jaxdist.files import read_text_file
 from jaxdist.models.base import BOUNDS, Model, declare
-from jaxdist.models.decoder import DENSE, FULL, SLIDING, Decoder
-from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS
+from jaxdist.models.decoder import DENSE, FULL, SLIDING, DecoderConfig
+from jaxdist.models.gpt2 import LAYER_NORM_EPS, GPT2Config
 from jaxdist.params import STACKED, named_params
 
 CONFIG = "config.json"
@@ -116,7 +116,7 @@ class _Fields:
         return self.one_of(name, (False, True), default)
 
 
-def _gpt2(fields: _Fields) -> GPT2:
+def _gpt2(fields: _Fields) -> GPT2Config:
     fields.one_of("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
     fields.one_of("layer_norm_epsilon", (LAYER_NORM_EPS,), LAYER_NORM_EPS)
     for name, value in GPT2_FLAGS.items():
@@ -125,7 +125,7 @@ def _gpt2(fields: _Fields) -> GPT2:
     if any(type(rate) not in (int, float) or rate != rates[0] for rate in rates):
         raise fields.refuse(GPT2_DROPOUT[0], f"{', '.join(GPT2_DROPOUT)} must be one rate here", "Make them equal")
     width = fields.size("n_embd")
-    return GPT2(
+    return GPT2Config(
         num_layers=fields.size("n_layer"),
         width=width,
         num_heads=fields.size("n_head"),
@@ -146,7 +146,7 @@ GPT2_FLAGS = {
 }
 
 
-def _decoder(fields: _Fields, model_type: str) -> Decoder:
+def _decoder(fields: _Fields, model_type: str) -> DecoderConfig:
     fields.one_of("hidden_act", ("silu",), "silu")
     if fields.config.get("attention_dropout", 0) != 0:
         raise fields.refuse("attention_dropout", "must be 0: these layers have no dropout", "Use 0")
@@ -162,7 +162,7 @@ def _decoder(fields: _Fields, model_type: str) -> Decoder:
     kv_heads = {"llama": heads, "mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen3_moe": 4}[model_type]
     if "num_key_value_heads" in fields.config:  # where null has another meaning than absence
         kv_heads = heads
-    return Decoder(
+    return DecoderConfig(
         num_layers=num_layers,
         width=width,
         num_heads=heads,
@@ -267,7 +267,7 @@ def _kinds(fields: _Fields, model_type: str, num_layers: int) -> tuple[str, ...]
 
 def config_of(model: Model) -> dict:
     """The config.json of a model, with which `model_from_config` gives it back. Raises: ConfigError where none does."""
-    if isinstance(model, GPT2):
+    if isinstance(model, GPT2Config):
         found = {
             "n_layer": model.num_layers,
             "n_embd": model.width,
@@ -281,8 +281,8 @@ def config_of(model: Model) -> dict:
             **GPT2_FLAGS,
         }
         return _named("gpt2", found)
-    if not isinstance(model, Decoder):
-        raise ConfigError(f"model {type(model).__name__}", "must be known to transformers", "Export a Decoder or GPT2")
+    if not isinstance(model, DecoderConfig):
+        raise ConfigError(f"model {type(model).__name__}", "must be known to transformers", "Export a decoder or GPT-2")
     kind, *scaling = model.rope_scaling or ("default",)
     found = {
         "num_hidden_layers": model.num_layers,
@@ -324,7 +324,7 @@ def config_of(model: Model) -> dict:
     )
 
 
-def _mixture_candidates(model: Decoder) -> dict[str, dict]:
+def _mixture_candidates(model: DecoderConfig) -> dict[str, dict]:
     """The fields of a mixture of experts in each family that has one."""
     chosen = {"num_experts_per_tok": model.top_k, "output_router_logits": False}
     dense = [i for i, kind in enumerate(model.kinds * model.num_blocks) if kind == DENSE]
@@ -349,7 +349,7 @@ def _mixture_candidates(model: Decoder) -> dict[str, dict]:
     }
 
 
-def _as_published(model: Decoder) -> Decoder:
+def _as_published(model: DecoderConfig) -> DecoderConfig:
     """Without what is a run's choice, and in no file: what is dropped, and auxiliary losses."""
     width = model.width_of_expert
     widths = {"expert_width": width} if model.qk_norm else {"ffn_width": width, "expert_width": None}
@@ -489,10 +489,10 @@ def tensors_of(model: Model) -> tuple[Tensor, ...]:
 
 def _names_of(model: Model) -> tuple[dict, str, dict]:
     """(names outside the layers, the prefix of a layer, names in it)."""
-    if isinstance(model, GPT2):
+    if isinstance(model, GPT2Config):
         return GPT2_OUTER, GPT2_LAYERS, GPT2_LAYER
-    if not isinstance(model, Decoder):
-        raise ConfigError(f"model {type(model).__name__}", "must be known to transformers", "Use a Decoder or GPT2")
+    if not isinstance(model, DecoderConfig):
+        raise ConfigError(f"model {type(model).__name__}", "must be known to transformers", "Use a decoder or GPT-2")
     if not model.num_experts:
         return DECODER, DECODER_LAYERS, DECODER_LAYER
     if model.shared_width or model.router_score != "softmax" or model.balance_rate or model.routed_scale != 1:
@@ -517,5 +517,5 @@ def _tensor(name: str, path: str, index: tuple[int, ...], shape: tuple[int, ...]
 
 def in_full(name: str, model: Model) -> str:
     """A tensor's name with the prefix that files of GPT-2's bare body leave out."""
-    bare = isinstance(model, GPT2) and not name.startswith(("transformer.", HEAD))
+    bare = isinstance(model, GPT2Config) and not name.startswith(("transformer.", HEAD))
     return f"transformer.{name}" if bare else name

@@ -11,22 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax, random
+from jax import lax
 
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.models.attention import attend, attention_on_device
 from jaxdist.models.base import check_experts
 from jaxdist.models.context import Context
-from jaxdist.models.flax import FlaxModel, parameter
+from jaxdist.models.flax import FlaxModel, ShardedParam, normal
 from jaxdist.parallel.kv_heads import heads_of_queries
 from jaxdist.parallel.remat import HEADS, mark_saveable
 from jaxdist.strategy import ParallelConfig
-
-INIT_STD = 0.02
-
-
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float = INIT_STD) -> jax.Array:
-    return std * random.normal(rngs.params(), shape, jnp.float32)
 
 
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
@@ -106,7 +100,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, width: int, eps: float, dim: str | None = "embed", partial: tuple[str, ...] = ()):
         self.eps = eps
-        self.scale = parameter(jnp.ones(width), (dim,), mean=1.0, partial=partial)
+        self.scale = ShardedParam(jnp.ones(width), (dim,), mean=1.0, partial=partial)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -178,11 +172,11 @@ class GroupedAttention(nnx.Module):
         head_dim = rotary.head_dim
         sizes = {"q": ("heads", num_heads), "k": ("kv_heads", num_kv_heads), "v": ("kv_heads", num_kv_heads)}
         for name, (dim, heads) in sizes.items():
-            setattr(self, f"w_{name}", parameter(normal(rngs, (width, heads, head_dim)), ("embed", dim, None)))
+            setattr(self, f"w_{name}", ShardedParam(normal(rngs, (width, heads, head_dim)), ("embed", dim, None)))
             if bias:
-                setattr(self, f"b_{name}", parameter(jnp.zeros((heads, head_dim)), (dim, None), decay=False))
-        self.w_out = parameter(normal(rngs, (num_heads, head_dim, width), out_std), ("heads", None, "embed"))
-        self.b_out = parameter(jnp.zeros(width), ("embed",)) if out_bias else None
+                setattr(self, f"b_{name}", ShardedParam(jnp.zeros((heads, head_dim)), (dim, None), decay=False))
+        self.w_out = ShardedParam(normal(rngs, (num_heads, head_dim, width), out_std), ("heads", None, "embed"))
+        self.b_out = ShardedParam(jnp.zeros(width), ("embed",)) if out_bias else None
         self.qk_norm = qk_norm is not None
         if qk_norm is not None:
             self.q_norm, self.k_norm = (RMSNorm(head_dim, qk_norm, None, partial=("heads",)) for _ in "qk")
@@ -213,11 +207,11 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, *, width: int, ffn_width: int, out_std: float, bias: bool = False):
         for name in ("gate", "up"):
-            setattr(self, f"w_{name}", parameter(normal(rngs, (width, ffn_width)), ("embed", "ffn")))
+            setattr(self, f"w_{name}", ShardedParam(normal(rngs, (width, ffn_width)), ("embed", "ffn")))
             if bias:
-                setattr(self, f"b_{name}", parameter(jnp.zeros(ffn_width), ("ffn",)))
-        self.w_down = parameter(normal(rngs, (ffn_width, width), out_std), ("ffn", "embed"))
-        self.b_down = parameter(jnp.zeros(width), ("embed",)) if bias else None
+                setattr(self, f"b_{name}", ShardedParam(jnp.zeros(ffn_width), ("ffn",)))
+        self.w_down = ShardedParam(normal(rngs, (ffn_width, width), out_std), ("ffn", "embed"))
+        self.b_down = ShardedParam(jnp.zeros(width), ("embed",)) if bias else None
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         gate_BTF, up_BTF = ctx.column_parallel(x_BTD, self.w_gate[...], self.w_up[...])

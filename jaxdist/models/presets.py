@@ -1,21 +1,21 @@
 """Models by name, with the sizes of their published configurations."""
 
 from jaxdist.models.base import Model
-from jaxdist.models.decoder import SLIDING, Decoder
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.decoder import SLIDING, DecoderConfig
+from jaxdist.models.gpt2 import GPT2Config
 
 
-def _gpt2(num_layers, width, num_heads, seq_len=1024, vocab_size=50257) -> GPT2:
-    return GPT2(num_layers, width, num_heads, 4 * width, seq_len, vocab_size)
+def _gpt2(num_layers, width, num_heads, seq_len=1024, vocab_size=50257) -> GPT2Config:
+    return GPT2Config(num_layers, width, num_heads, 4 * width, seq_len, vocab_size)
 
 
-def _llama3(num_layers, width, num_heads, ffn_width, seq_len=8192, **more) -> Decoder:
+def _llama3(num_layers, width, num_heads, ffn_width, seq_len=8192, **more) -> DecoderConfig:
     sizes = {"num_kv_heads": 8, "head_dim": 128, "vocab_size": 128_256, "rope_theta": 500_000.0} | more
-    return Decoder(num_layers, width, num_heads, ffn_width=ffn_width, seq_len=seq_len, **sizes)
+    return DecoderConfig(num_layers, width, num_heads, ffn_width=ffn_width, seq_len=seq_len, **sizes)
 
 
-def _qwen3(num_layers, width, num_heads, ffn_width, num_kv_heads=8, **more) -> Decoder:
-    return Decoder(
+def _qwen3(num_layers, width, num_heads, ffn_width, num_kv_heads=8, **more) -> DecoderConfig:
+    return DecoderConfig(
         num_layers,
         width,
         num_heads,
@@ -31,14 +31,14 @@ def _qwen3(num_layers, width, num_heads, ffn_width, num_kv_heads=8, **more) -> D
     )
 
 
-def _mistral_7b(**more) -> Decoder:
-    return Decoder(32, 4096, 32, num_kv_heads=8, head_dim=128, ffn_width=14_336, seq_len=32_768, **more)
+def _mistral_7b(**more) -> DecoderConfig:
+    return DecoderConfig(32, 4096, 32, num_kv_heads=8, head_dim=128, ffn_width=14_336, seq_len=32_768, **more)
 
 
-def _moe(num_layers, width, num_heads, ffn_width, seq_len, vocab_size) -> Decoder:
+def _moe(num_layers, width, num_heads, ffn_width, seq_len, vocab_size) -> DecoderConfig:
     sizes = {"num_kv_heads": 2, "head_dim": width // num_heads, "ffn_width": ffn_width}
     experts = {"num_experts": 8, "top_k": 2, "balance_loss": 0.01, "z_loss": 0.001}
-    return Decoder(num_layers, width, num_heads, seq_len=seq_len, vocab_size=vocab_size, **sizes, **experts)
+    return DecoderConfig(num_layers, width, num_heads, seq_len=seq_len, vocab_size=vocab_size, **sizes, **experts)
 
 
 # Source: config.json of meta-llama/Meta-Llama-3-8B, -70B, Llama-3.1-405B and Llama-3.2-1B, Qwen/Qwen3-0.6B, -8B, -32B,
@@ -57,8 +57,8 @@ PRESETS: dict[str, Model] = {
     "7b": _gpt2(32, 4096, 32, seq_len=2048),
     "70b": _gpt2(88, 8192, 64, seq_len=2048),
     "175b": _gpt2(96, 12288, 96, seq_len=2048),
-    "llama-proof": Decoder(4, 64, 8, num_kv_heads=2, head_dim=8, ffn_width=192, seq_len=32, vocab_size=250),
-    "llama-10m": Decoder(6, 384, 6, num_kv_heads=2, head_dim=64, ffn_width=1024, seq_len=256, vocab_size=256),
+    "llama-proof": DecoderConfig(4, 64, 8, num_kv_heads=2, head_dim=8, ffn_width=192, seq_len=32, vocab_size=250),
+    "llama-10m": DecoderConfig(6, 384, 6, num_kv_heads=2, head_dim=64, ffn_width=1024, seq_len=256, vocab_size=256),
     "llama3-8b": _llama3(32, 4096, 32, 14_336),
     "llama3-70b": _llama3(80, 8192, 64, 28_672),
     "llama3-405b": _llama3(126, 16_384, 128, 53_248),
@@ -73,7 +73,7 @@ PRESETS: dict[str, Model] = {
     "moe-proof": _moe(4, 64, 8, 64, seq_len=32, vocab_size=250),
     "moe-10m": _moe(4, 256, 4, 256, seq_len=256, vocab_size=256),
     "mixtral-8x7b": _mistral_7b(vocab_size=32_000, rope_theta=1_000_000.0, num_experts=8, top_k=2),
-    "mixtral-8x22b": Decoder(
+    "mixtral-8x22b": DecoderConfig(
         56,
         6144,
         48,

@@ -18,12 +18,15 @@ from typing import ClassVar
 
 from jaxdist.errors import ConfigError, reason_of, require_positive, require_within
 from jaxdist.models.base import BOUNDS, Model
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.decoder import DecoderConfig
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.huggingface import CONFIG, read_model
 from jaxdist.models.lora import ALPHA_PER_RANK, LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.values import fields_of
 
+# What files and flags call our classes of sizes.
+CALLED = {"jaxdist.models.gpt2:GPT2": GPT2Config, "jaxdist.models.decoder:Decoder": DecoderConfig}
 PLAIN = (int, float, str, bool, type(None), tuple)  # what a model's fields may hold, so that JSON can
 
 
@@ -92,7 +95,7 @@ class ModelFlags:
                     f"must be a field of the model {self.model}, which has {', '.join(_fields(model)) or 'none'}",
                     "Leave it out",
                 )
-        if isinstance(model, GPT2) and "width" in sizes:
+        if isinstance(model, GPT2Config) and "width" in sizes:
             sizes.setdefault("ffn_width", 4 * sizes["width"])
         if not sizes:
             return model
@@ -163,7 +166,7 @@ def _made_of(found: dict) -> Model:
         raise ConfigError(f"model={found!r:.60}", "must be a dict of model fields", "Use the code that wrote it")
     asked = f"model={str(found.get('class', 'GPT2'))!r}"
     fields = {name: value for name, value in found.items() if name not in ("class", "source")}
-    cls = _import_named(str(found["class"])) if "class" in found else GPT2
+    cls = _import_named(str(found["class"])) if "class" in found else GPT2Config
     if not (inspect.isclass(cls) and issubclass(cls, Model)):
         raise ConfigError(asked, "must be a jaxdist.models.base.Model", "Use the code that wrote it")
     nested = tuple(name for name, value in fields.items() if isinstance(value, dict))
@@ -208,6 +211,8 @@ def _with_tuples(value):
 
 def _import_named(name: str):
     """What "my_module:MyModel" names."""
+    if name in CALLED:
+        return CALLED[name]
     module_name, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(
@@ -312,7 +317,10 @@ def _fields(model: Model) -> dict[str, object]:
 
 def class_name(model: Model) -> str | None:
     """The class of a user's own model, as in my_module:MyModel; None for GPT-2, the class of the presets."""
-    return None if type(model) is GPT2 else f"{type(model).__module__}:{type(model).__qualname__}"
+    if type(model) is GPT2Config:
+        return None
+    ours = {cls: name for name, cls in CALLED.items()}
+    return ours.get(type(model), f"{type(model).__module__}:{type(model).__qualname__}")
 
 
 def name_of(model: Model) -> tuple[str, dict]:
@@ -335,7 +343,7 @@ def name_of(model: Model) -> tuple[str, dict]:
             f"model {model.describe()}", "flags must describe it", "Keep it in its module, as in SMALL = MyModel(...)"
         )
     name, sizes = nearest
-    if isinstance(model, GPT2) and "width" in sizes:
+    if isinstance(model, GPT2Config) and "width" in sizes:
         sizes.setdefault("ffn_width", model.ffn_width)
     return name, sizes
 
@@ -344,7 +352,7 @@ def _named_models(model: Model) -> Iterator[tuple[str, Model]]:
     """The models of the same class that have a name."""
     cls = type(model)
     yield from ((name, found) for name, found in (PRESETS | _read).items() if type(found) is cls)
-    if cls is GPT2:
+    if cls is GPT2Config:
         return
     for name, found in _models_in(sys.modules[cls.__module__]).items():
         if found is cls:

@@ -1,14 +1,15 @@
 """Collectives over named mesh axes, for the body of a `jax.shard_map` with `check_vma=True`.
 
 Every function takes local arrays (or, where it says so, pytrees of them) and drops mesh axes of size 1, so a
-parallelism that is not used leaves nothing in the compiled program. Specs passed to `shard_map` must leave size-1 axes
-out too (`jaxdist.specs.drop_unit_axes`), or the types would still call a value varying over them.
+parallelism that is not used leaves nothing in the compiled program; outside of `shard_map` every axis has one rank.
+Specs passed to `shard_map` must leave size-1 axes out too (`jaxdist.specs.drop_unit_axes`), or the types would still
+call a value varying over them.
 
 With n the product of the axis sizes and S the bytes of the *full* buffer, "Sends" counts the bytes one device puts on
 the wire in a ring, the convention of arXiv 1909.09756 and of NCCL's bus bandwidth.
 """
 
-import functools
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -29,14 +30,24 @@ def varying_axes(x) -> frozenset[str]:
     return frozenset(type_of(x).manual_axis_type.varying)
 
 
+def _ranks(axis: str) -> int:
+    """The number of ranks along one axis; 1 where no mesh is bound, which is how a model runs outside `shard_map`."""
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise
+        return 1
+
+
 def live(axes: Axes) -> tuple[str, ...]:
     """The axes among `axes` that have more than one rank."""
-    return tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes) if lax.axis_size(axis) > 1)
+    return tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes) if _ranks(axis) > 1)
 
 
 def size(axes: Axes) -> int:
     """The number of ranks along `axes`, a Python int."""
-    return functools.reduce(lambda total, axis: total * lax.axis_size(axis), live(axes), 1)
+    return math.prod(map(_ranks, live(axes)))
 
 
 def rank(axes: Axes) -> jax.Array | int:

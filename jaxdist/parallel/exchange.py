@@ -60,8 +60,8 @@ def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     Sends: 2 (n-1)/n * S (it is an all-reduce; the mask keeps a NaN of another rank out).
     Raises: ValueError where `root` is not a rank of the axis.
     """
-    if not 0 <= root < lax.axis_size(axis):
-        raise ValueError(f"broadcast from rank {root}: {axis} has ranks 0 to {lax.axis_size(axis) - 1}.")
+    if not 0 <= root < size(axis):
+        raise ValueError(f"broadcast from rank {root}: {axis} has ranks 0 to {size(axis) - 1}.")
     if not live(axis):
         return x
     masked = jnp.where(rank(axis) == root, x, jnp.zeros_like(x))

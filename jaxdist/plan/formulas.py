@@ -84,7 +84,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config) -> "ModelShape":
-        """The shape of a `jaxdist.models.gpt2.GPT2`, its vocabulary padded as the model pads it."""
+        """The shape of a `jaxdist.models.gpt2.GPT2Config`, its vocabulary padded as the model pads it."""
         return cls(
             config.num_layers,
             config.width,

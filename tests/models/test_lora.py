@@ -17,8 +17,8 @@ from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import Model
-from jaxdist.models.decoder import Decoder
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.decoder import DecoderConfig
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import ModelFlags
@@ -35,7 +35,7 @@ from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 
-DECODER = Decoder(
+DECODER = DecoderConfig(
     num_layers=4,
     width=16,
     num_heads=8,
@@ -47,7 +47,7 @@ DECODER = Decoder(
     qk_norm=True,
     attention_bias=True,
 )
-GPT = GPT2(num_layers=4, width=16, num_heads=4, ffn_width=32, seq_len=8, vocab_size=61)
+GPT = GPT2Config(num_layers=4, width=16, num_heads=4, ffn_width=32, seq_len=8, vocab_size=61)
 RANK, ALPHA = 2, 6.0
 F64 = PrecisionConfig("float64")
 
@@ -166,7 +166,7 @@ def test_a_frozen_parameter_that_changes_is_a_difference(x64):
 
 
 @dataclasses.dataclass(frozen=True)
-class FrozenTable(GPT2):
+class FrozenTable(GPT2Config):
     """A model of the user's own that trains all but its tokens and its first norms."""
 
     def outer(self):

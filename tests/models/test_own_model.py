@@ -21,7 +21,7 @@ from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.base import parts_using
-from jaxdist.models.flax import FlaxModel
+from jaxdist.models.flax import FlaxModel, LanguageModel, stack_layers
 from jaxdist.models.presets import PRESETS
 from jaxdist.params import Param
 from jaxdist.parity import compare, in_float64, observe, random_parameters
@@ -47,7 +47,7 @@ def page(*numbers: int) -> dict:
 
 
 def test_the_optimizer_of_the_page_updates_shards():
-    program = page(2, 3)["program_with_lion"]()
+    program = page(3, 4)["program_with_lion"]()
     state, metrics = program.step(program.init(0), program.put(random_batches(program.config, 1)[0]))
     assert int(state.step) == 1 and np.isfinite(metrics["loss"])
 
@@ -58,7 +58,7 @@ def test_the_model_of_the_page_equals_one_device_on_its_layouts(capsys):
 
 
 def test_the_step_of_the_page_equals_its_reference(capsys):
-    page(2)["test_my_step"]()
+    page(3)["test_my_step"]()
     out = capsys.readouterr().out
     # Sums over "model" of 6 x 4 products, forward; over "data" of two gradients of 8 x 8 and 8 x 4: 2 (n-1)/n = 1.
     assert "all 2 values are equal" in out and f"{6 * 4 * 4 + (8 * 8 + 8 * 4) * 4:,} bytes sent" in out
@@ -74,9 +74,9 @@ def test_the_step_of_the_page_equals_its_reference(capsys):
     ],
 )  # fmt: skip
 def test_a_wrong_step_is_found(old, new, match):
-    assert BLOCKS[2].count(old) == 1
+    assert BLOCKS[3].count(old) == 1
     names: dict = {}
-    exec(BLOCKS[2].replace(old, new), names)
+    exec(BLOCKS[3].replace(old, new), names)
     with pytest.raises((AssertionError, ValueError), match=match):
         names["test_my_step"]()
 
@@ -354,21 +354,32 @@ def test_what_moves_nothing_tests_nothing():
         assert report.tested == tested and ("nothing was tested" in str(report)) != tested
 
 
+@dataclass(frozen=True)
 class Remembers(FlaxModel):
-    num_layers, seq_len, vocab_size = 1, 8, 16
-    embed = layer = loss = None
+    num_layers: int = 2
+    seq_len: int = 8
+    vocab_size: int = 16
+    in_layers: bool = False
 
-    def outer_module(self, rngs):
-        return nnx.BatchNorm(4, rngs=rngs)
+    def module(self, rngs):
+        return Remembering(self, rngs)
 
-    def layer_module(self, rngs, kind):
-        return nnx.Dropout(0.1, rngs=rngs)
+
+class Remembering(LanguageModel):
+    def __init__(self, config, rngs):
+        self.config = config
+        self.scale = nnx.Param(jnp.ones(4))
+        self.norm = nnx.LayerNorm(4, rngs=rngs) if config.in_layers else nnx.BatchNorm(4, rngs=rngs)
+        layer = nnx.Dropout if config.in_layers else nnx.Linear
+        sizes = (0.1,) if config.in_layers else (4, 6)
+        self.blocks = stack_layers(config, lambda rngs, kind: layer(*sizes, rngs=rngs), rngs)
 
 
 def test_a_module_that_keeps_more_than_parameters_is_refused_by_name():
-    for declared, said in ((Remembers().outer, "BatchStat mean"), (lambda: Remembers().block("layer"), "rngs")):
-        with pytest.raises(ConfigError, match=said):
-            declared()
+    for in_layers, said in ((False, "BatchStat norm.mean"), (True, "blocks.rngs")):
+        for declared in (Remembers.outer, lambda model: model.block("layer")):
+            with pytest.raises(ConfigError, match=said):
+                declared(Remembers(in_layers=in_layers))
 
 
 def test_results_of_other_structures_are_refused():

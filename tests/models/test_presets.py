@@ -5,12 +5,11 @@ import json
 import math
 
 import pytest
-from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
-from jaxdist.models.base import num_parameters
+from jaxdist.models.base import num_parameters, split_kinds
 from jaxdist.models.huggingface import config_of, model_from_config, tensors_of
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import find_model, model_of, name_of
@@ -54,8 +53,7 @@ def test_a_preset_there_and_back(name):
 def test_a_decoder_s_initial_values_have_the_spread_of_gpt_2_s():
     """0.02; 0.02 / sqrt(2 layers) of what is added to the residual, twice a layer (GPT-2, section 2.3); norms are 1."""
     model = dataclasses.replace(PRESETS["moe-proof"], num_layers=8, kinds=("dense", "full"), shared_width=32)
-    for kind in model.kinds:
-        drawn = nnx.to_pure_dict(nnx.state(model.layer_module(nnx.Rngs(0), kind), nnx.Param))
+    for drawn in split_kinds(model, model.initial_values(0)["blocks"]):
         for name, x in flatten_dict(drawn, sep=".").items():
             last = name.split(".")[-1]
             std = {"w_out": 0.02 / 4, "w_down": 0.02 / 4, "scale": 0.0, "load": 0.0, "faults": 0.0}.get(last, 0.02)

@@ -178,22 +178,36 @@ def test_varying_casts_once_and_types_are_what_they_say():
     on_mesh(body, PER_RANK)(X)
 
 
-def test_size_one_axes_leave_nothing_in_the_program():
-    def body(x):
-        assert comm.rank("tp") == 0 and comm.size(ALL) == 1
-        for name in ALL:
-            x = comm.all_reduce(comm.varying(x, name), name)
-            x = comm.all_gather(comm.reduce_scatter(x, name, 0), name, 0)
-            x = comm.permute(exchange.all_to_all(x, name, 0, 1), name)
-            x = exchange.broadcast(comm.all_reduce_max(x, name), name)
-            x = spread.scatter_from(spread.gather_to(x, name, 0, (0,)), name, 0, (0,))
-        return x + 1
+def on_one_rank(x):
+    assert comm.rank("tp") == 0 and comm.size(ALL) == 1
+    for name in ALL:
+        x = comm.all_reduce(comm.varying(x, name), name)
+        x = comm.all_gather(comm.reduce_scatter(x, name, 0), name, 0)
+        x = comm.permute(exchange.all_to_all(x, name, 0, 1), name)
+        x = exchange.broadcast(comm.all_reduce_max(x, name), name)
+        x = spread.scatter_from(spread.gather_to(x, name, 0, (0,)), name, 0, (0,))
+    return x + 1
 
-    traced = jax.jit(jax.shard_map(body, mesh=ONE, in_specs=P(), out_specs=P(), check_vma=True)).trace(X)
+
+def test_size_one_axes_leave_nothing_in_the_program():
+    traced = jax.jit(jax.shard_map(on_one_rank, mesh=ONE, in_specs=P(), out_specs=P(), check_vma=True)).trace(X)
     assert collectives_of(traced.jaxpr, MeshShape()) == []
     text = traced.lower().compile().as_text()
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", " copy("):
         assert kind not in text
+
+
+def test_without_a_mesh_there_is_one_rank():
+    for call in (on_one_rank, jax.jit(on_one_rank), jax.checkpoint(on_one_rank)):
+        np.testing.assert_array_equal(call(X), X + 1)
+    slope = jax.jit(jax.grad(lambda x: comm.all_reduce(comm.varying(x, "tp"), "tp").sum()))
+    np.testing.assert_array_equal(slope(X), np.ones_like(X))
+
+
+@pytest.mark.parametrize("call", [comm.live, comm.size, comm.rank])
+def test_an_axis_that_the_mesh_lacks_is_an_error(call):
+    with pytest.raises(NameError, match="no_axis"):
+        on_mesh(lambda x: x + len([call("no_axis")]), PER_RANK)(X)
 
 
 def test_sizes_that_do_not_divide_say_what_would():

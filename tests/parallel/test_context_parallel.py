@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
-from jaxdist.models.decoder import Decoder
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.decoder import DecoderConfig
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.parallel import blocked_attention as blocked
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import context_parallel, exchange
@@ -272,7 +272,7 @@ def test_steps_equal_one_device(kind, mask, cp, beside):
     """Losses, gradients, parameters and moments of two steps of a decoder, in float64 to 1e-10."""
     sizes = {"num_kv_heads": 8} | STEP_MASKS[mask]
     num_layers = 4 if beside == "pp" else 2  # a stage holds whole blocks, and a block with windows has two layers
-    model = Decoder(num_layers, 32, 8, head_dim=4, ffn_width=48, seq_len=64, vocab_size=120, **sizes)
+    model = DecoderConfig(num_layers, 32, 8, head_dim=4, ffn_width=48, seq_len=64, vocab_size=120, **sizes)
     mesh, settings = BESIDE[beside]
     how = {"batch_size": 4, "dtype": "float64", "mask_documents": mask == "packed", "cp_kind": kind}
     report = verify_model(model, f"{mesh}cp={cp}", **how, **settings).require()
@@ -335,4 +335,4 @@ def test_the_report_to_jax_prints_what_it_says(capsys):
 def test_what_cannot_be_split_is_refused_with_what_can(mesh, settings, model, said):
     sizes = {"num_layers": 4, "width": 64, "num_heads": 8, "ffn_width": 128, "seq_len": 32, "vocab_size": 64} | model
     with pytest.raises(ConfigError, match=said):
-        RunConfig(GPT2(**sizes), ParallelConfig(parse_mesh(mesh), **settings), batch_size=16)
+        RunConfig(GPT2Config(**sizes), ParallelConfig(parse_mesh(mesh), **settings), batch_size=16)

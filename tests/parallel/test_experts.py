@@ -24,7 +24,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare
 from jaxdist.models.context import Context
-from jaxdist.models.decoder import Decoder
+from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.experts import Mixture, Router
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import grouped_kernels as kernels
@@ -113,7 +113,7 @@ TOLERANCE = 1e-12
 
 
 def config_of(mixture: Mixture, mesh: str = "", **parallel) -> RunConfig:
-    model = Decoder(
+    model = DecoderConfig(
         4,
         16,
         4,

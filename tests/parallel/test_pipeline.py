@@ -16,7 +16,7 @@ from experiments.strategies import BY_NAME
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline.buffers import Buffer
 from jaxdist.parallel.pipeline.builders import NAMES, make_schedule
@@ -340,7 +340,7 @@ def test_b_and_w_of_a_layer_with_constants_in_its_pullback():
 
 
 def pipeline_config(schedule: str, microbatches: int, stages: int = 4, layers: int = 16, **parallel) -> RunConfig:
-    model = GPT2(layers, 64, 4, 256, 64, 256)
+    model = GPT2Config(layers, 64, 4, 256, 64, 256)
     shape = parse_mesh(f"pp={stages}")
     return RunConfig(
         model,

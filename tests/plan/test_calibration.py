@@ -11,7 +11,7 @@ from experiments.calibration import mixtures, peaks, runs, sources
 from experiments.calibration.memory import NANOTRON, TORCHTITAN, device_bytes
 from experiments.calibration.runs import mean_and_max
 from experiments.calibration.work import PaperWork
-from jaxdist.models.decoder import Decoder
+from jaxdist.models.decoder import DecoderConfig
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.pipeline.simulate import simulate
 from jaxdist.plan import formulas
@@ -76,7 +76,7 @@ def test_a_bar_is_wider_by_the_part_of_the_step_that_shows_of_communication():
 def work():
     """Products of a model with windows and experts, as its layers are traced."""
     sizes = {"num_kv_heads": 4, "head_dim": 32, "ffn_width": 512, "seq_len": 1024, "vocab_size": 512, "num_experts": 8}
-    return work_of(Decoder(4, 256, 8, **sizes, kinds=("sliding", "full"), window=128))
+    return work_of(DecoderConfig(4, 256, 8, **sizes, kinds=("sliding", "full"), window=128))
 
 
 def test_an_expert_s_state_is_sharded_over_the_ranks_that_hold_the_same(work):

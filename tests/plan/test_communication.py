@@ -11,7 +11,7 @@ from experiments.strategies import PIPELINES, STRATEGIES
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, parse_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.plan.proof.trace import total_sent
@@ -33,7 +33,7 @@ def random_config(seed: int) -> RunConfig:
     pick = random.Random(seed)
     while True:
         heads = pick.choice((1, 2, 3, 4, 6, 8))
-        shape = GPT2(
+        shape = GPT2Config(
             num_layers=pick.randint(1, 9),
             width=heads * pick.choice((1, 3, 5, 8)),
             num_heads=heads,
@@ -91,7 +91,7 @@ def test_random_runs_send_what_is_predicted(seed):
 @pytest.mark.parametrize(("tokens", "sp", "remat"), [(1, False, "block"), (4, False, "none"), (2, True, "every-2")])
 def test_of_few_tokens_w_gathers_the_block_itself(tokens, sp, remat):
     """B hands the norms' scale and bias over where they are no larger than the activation."""
-    model = GPT2(num_layers=4, width=6, num_heads=2, ffn_width=8, seq_len=tokens, vocab_size=179)
+    model = GPT2Config(num_layers=4, width=6, num_heads=2, ffn_width=8, seq_len=tokens, vocab_size=179)
     mesh = parse_mesh("pp=2,dp=2,tp=2" if sp else "pp=2,dp=2")
     parallel = ParallelConfig(mesh, 3, sp=sp, grad_sync="flat", remat=remat, schedule="zb-h1", microbatches=2)
     assert_equals_trace(RunConfig(model, parallel, batch_size=4))

@@ -15,7 +15,7 @@ from experiments.bench.levels import with_layout
 from experiments.strategies import BY_NAME
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.proof.compile import emitted_collectives
@@ -258,7 +258,7 @@ def test_the_compiler_emits_what_was_traced_or_less(name):
 @pytest.mark.exhaustive
 def test_predicted_peak_is_near_the_compilers():
     # The whole table is `python -m experiments.bench levels`; its errors are in docs/plan.md.
-    model = GPT2(num_layers=4, width=128, num_heads=4, ffn_width=512, seq_len=128, vocab_size=2048)
+    model = GPT2Config(num_layers=4, width=128, num_heads=4, ffn_width=512, seq_len=128, vocab_size=2048)
     for mesh, more in [("tp=2", {"sp": True, "remat": "selective"}), ("pp=2", {})]:
         base = RunConfig(model=model, batch_size=8)
         assert abs(levels(with_layout(base, mesh, more, "cpu"), "cpu").peak_error) < 0.10, mesh
@@ -329,7 +329,7 @@ def test_loops_of_data_dependent_length_are_counted_by_the_names_of_their_functi
 
 def test_arguments_of_a_step_are_its_state_and_its_batch():
     config = RunConfig(
-        model=GPT2(4, 64, 4, 256, 32, 256),
+        model=GPT2Config(4, 64, 4, 256, 32, 256),
         parallel=ParallelConfig(mesh=parse_mesh("dp=4,tp=2"), zero=2),
         precision=PrecisionConfig(dtype="bfloat16"),
         batch_size=8,
@@ -343,7 +343,7 @@ def test_arguments_of_a_step_are_its_state_and_its_batch():
 def test_more_is_kept_with_less_recomputation_and_more_rows():
     def peak(remat, batch):
         parallel = ParallelConfig(mesh=parse_mesh("dp=2"), remat=remat)
-        config = RunConfig(model=GPT2(4, 64, 4, 256, 64, 256), parallel=parallel, batch_size=batch)
+        config = RunConfig(model=GPT2Config(4, 64, 4, 256, 64, 256), parallel=parallel, batch_size=batch)
         return levels(config).predicted.temporaries
 
     assert peak("none", 8) > peak("selective", 8) > peak("block", 8)

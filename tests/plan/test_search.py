@@ -16,8 +16,8 @@ from jaxdist.compat import scan_counts
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import FACTORS, MeshShape, make_abstract_mesh
-from jaxdist.models.decoder import Decoder
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.decoder import DecoderConfig
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, make_schedule
 from jaxdist.parallel.pipeline.lowering import lower, senders_of
@@ -59,7 +59,7 @@ from jaxdist.specs import local_bytes
 from jaxdist.strategy import CP_KINDS, ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 
-SMALL = GPT2(num_layers=4, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=250)
+SMALL = GPT2Config(num_layers=4, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=250)
 H100 = Cluster(find_hardware("h100"))
 
 
@@ -692,7 +692,7 @@ def test_what_a_search_leaves_out_is_not_the_best(preset, devices, batch, card, 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_no_division_over_stages_is_faster_than_those_searched(pp):
     """All divisions of 16 layers, beside a head of about two layers."""
-    model = GPT2(num_layers=16, width=2048, num_heads=16, ffn_width=8192, seq_len=512, vocab_size=50176)
+    model = GPT2Config(num_layers=16, width=2048, num_heads=16, ffn_width=8192, seq_len=512, vocab_size=50176)
     assert 1.5 < model.head_in_layers < 2.5
 
     def run(stages):
@@ -724,7 +724,7 @@ def test_blocks_of_any_size_give_the_same_search():
         assert (found.num_layouts, found.num_fitting) == (whole.num_layouts, whole.num_fitting)
 
 
-TINY = Decoder(6, 64, 4, num_kv_heads=2, head_dim=16, ffn_width=96, seq_len=64, vocab_size=256)
+TINY = DecoderConfig(6, 64, 4, num_kv_heads=2, head_dim=16, ffn_width=96, seq_len=64, vocab_size=256)
 LONG = {
     "windows": dataclasses.replace(TINY, window=16, kinds=(*5 * ("sliding",), "full")),
     "experts": dataclasses.replace(PRESETS["moe-proof"], num_layers=6, kinds=("dense", *5 * ("full",))),
@@ -794,7 +794,7 @@ def test_rows_are_traced_with_a_number_that_divides_no_dim():
 
 def test_a_plan_says_what_it_cannot_tell_apart():
     """How far behind the next mesh is, and how many are within 5 % of the best."""
-    model = GPT2(num_layers=2, width=256, num_heads=4, ffn_width=1024, seq_len=256, vocab_size=256)
+    model = GPT2Config(num_layers=2, width=256, num_heads=4, ffn_width=1024, seq_len=256, vocab_size=256)
     asked = RunConfig(model, precision=PrecisionConfig("bfloat16"), batch_size=8)
     found = search(asked, Cluster(find_hardware("h100"), 1, 4))
     meshes = best_of_each_mesh(found, rank(found))
@@ -817,7 +817,7 @@ def test_a_plan_says_what_it_cannot_tell_apart():
 
 def test_what_cp_sends_takes_time_by_its_kind():
     """A gather and an exchange show in full; a ring less than it sends, behind an attention that is long."""
-    model = GPT2(num_layers=2, width=1024, num_heads=8, ffn_width=4096, seq_len=131072, vocab_size=256)
+    model = GPT2Config(num_layers=2, width=1024, num_heads=8, ffn_width=4096, seq_len=131072, vocab_size=256)
     cluster, found = Cluster(find_hardware("h100"), 1, 8), {}
     for kind in searching.CP_KINDS:
         parallel = ParallelConfig(MeshShape(cp=8), cp_kind=kind)

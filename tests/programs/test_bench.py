@@ -24,7 +24,7 @@ from experiments.cli import run_program
 from experiments.strategies import STRATEGIES
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_abstract_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
 from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import find_hardware
@@ -284,7 +284,7 @@ def test_collectives_are_counted_by_opcode():
 
 # ---- operations ----
 
-SIZES = GPT2(num_layers=1, width=32, num_heads=4, ffn_width=128, seq_len=16, vocab_size=128)  # nothing padded
+SIZES = GPT2Config(num_layers=1, width=32, num_heads=4, ffn_width=128, seq_len=16, vocab_size=128)  # nothing padded
 
 
 def test_products_do_the_flops_they_are_given():

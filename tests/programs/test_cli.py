@@ -27,7 +27,7 @@ from jaxdist import files, parity
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
 from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import Program, build_program
@@ -411,11 +411,11 @@ def test_bad_data_files(monkeypatch, capsys, tmp_path):
 
 def test_unwise_combinations_are_said():
     def notes(**parallel):
-        return RunConfig(GPT2(2, 32, 4, 128, 32, 256), ParallelConfig(**parallel)).warnings()
+        return RunConfig(GPT2Config(2, 32, 4, 128, 32, 256), ParallelConfig(**parallel)).warnings()
 
     assert "dp and cp, and both are 1" in notes(zero=2)[0]
     assert "tp=1" in notes(sp=True)[0]
-    slow = RunConfig(GPT2(2, 32, 4, 128, 32, 256), optimizer=OptimizerConfig(warmup_steps=9), steps=8)
+    slow = RunConfig(GPT2Config(2, 32, 4, 128, 32, 256), optimizer=OptimizerConfig(warmup_steps=9), steps=8)
     assert "the rate rises over the whole run" in slow.warnings()[0]
     assert not dataclasses.replace(slow, optimizer=OptimizerConfig(), steps=8).warnings()
     for ignored in (

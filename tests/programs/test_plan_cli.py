@@ -16,7 +16,7 @@ from experiments.cli import flags_of, run_program
 from experiments.train import TrainFlags
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.mesh import MeshShape
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every, learning_rate, warmup_steps
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
@@ -69,9 +69,9 @@ def test_a_mesh_fills_a_part_of_a_node_unless_nodes_are_named(nodes, per_node):
 
 
 CONFIGS = [
-    RunConfig(GPT2(4, 128, 4, 512, 128, 256)),
+    RunConfig(GPT2Config(4, 128, 4, 512, 128, 256)),
     RunConfig(
-        GPT2(6, 96, 6, 100, 64, 300, dropout=0.1),
+        GPT2Config(6, 96, 6, 100, 64, 300, dropout=0.1),
         ParallelConfig(
             mesh=MeshShape(pp=2, dp=2, tp=2),
             zero=3,

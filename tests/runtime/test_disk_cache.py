@@ -9,7 +9,7 @@ import pytest
 import jaxdist.plan.disk_cache as disk_cache
 import jaxdist.plan.program_memory as program_memory
 import jaxdist.plan.schedule_facts as schedule_facts
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.disk_cache import cached_arrays
@@ -36,7 +36,7 @@ class Made:
         return Arrays(np.arange(3.0), np.array([[1.5, self.number]]))
 
 
-class Mine(GPT2):
+class Mine(GPT2Config):
     """A model whose code is not the package's."""
 
 

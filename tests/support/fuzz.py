@@ -165,7 +165,7 @@ def make_words(target: Target, chance: random.Random, folder: Path) -> list[str]
 
 
 # Values of text that lead further into a program than odd ones do.
-KNOWN = {"model": (*PRESETS, "json:JSONDecoder", "no_such_module:X", "..:X", "jaxdist.models.gpt2:GPT2")}
+KNOWN = {"model": (*PRESETS, "json:JSONDecoder", "no_such_module:X", "..:X", "jaxdist.models.gpt2:GPT2Config")}
 
 # Work that is asked for by name and takes minutes.
 SLOW = {"compile", "prove", "trace", "all", "pipelines", "distributed", "coordinator", "num_processes", "process_id"}

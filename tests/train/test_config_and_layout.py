@@ -19,7 +19,7 @@ from jaxdist.checkpoint.logical import from_logical, to_logical
 from jaxdist.config import OptimizerConfig, RunConfig, from_dict, to_dict
 from jaxdist.layout import Leaf, group
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
@@ -30,7 +30,7 @@ from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.optimizer import initial_loss_scale, learning_rate
 from jaxdist.train.program import build_program
 
-MODEL = GPT2(num_layers=3, width=48, num_heads=6, ffn_width=96, seq_len=16, vocab_size=100)
+MODEL = GPT2Config(num_layers=3, width=48, num_heads=6, ffn_width=96, seq_len=16, vocab_size=100)
 
 
 def layout_of(zero=0, sp=False, config=MODEL, **axes):
@@ -65,7 +65,7 @@ def test_every_parameter_is_declared_once_with_its_gpt2_shape():
 
 
 def test_initial_values_have_the_gpt2_statistics():
-    wide = GPT2(num_layers=8, width=128, num_heads=4, ffn_width=512, seq_len=64, vocab_size=250)
+    wide = GPT2Config(num_layers=8, width=128, num_heads=4, ffn_width=512, seq_len=64, vocab_size=250)
     params = jax.jit(lambda: wide.initial_values(0))()
     blocks = params["blocks"]
     for w in (params["tokens"][:250], params["positions"], blocks["attention"]["w_qkv"], blocks["mlp"]["w_up"]):
@@ -80,7 +80,7 @@ def test_initial_values_have_the_gpt2_statistics():
 
 @pytest.mark.parametrize("heads", [1, 4, 5, 6, 12, 20, 25])
 def test_any_tp_that_divides_the_heads_divides_the_vocabulary(heads):
-    config = GPT2(1, 8 * heads, heads, 8 * heads, 8, 50257)
+    config = GPT2Config(1, 8 * heads, heads, 8 * heads, 8, 50257)
     padded = config.padded_vocab_size
     assert padded >= 50257 and padded % 128 == 0
     assert all(padded % tp == 0 for tp in range(1, heads + 1) if heads % tp == 0)

@@ -22,8 +22,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh, parse_mesh
 from jaxdist.models import gpt2
 from jaxdist.models.context import Context
-from jaxdist.models.decoder import Decoder
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.decoder import DecoderConfig
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.layers import Transformer
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import context_parallel, tensor, vocabulary, zero
@@ -36,8 +36,8 @@ from jaxdist.train.gradients import base
 from jaxdist.train.program import build_program
 
 SIZES = {"num_layers": 2, "width": 16, "num_heads": 4, "ffn_width": 32, "vocab_size": 50}
-MODEL = GPT2(**SIZES, seq_len=8)
-WINDOWS = Decoder(**SIZES, seq_len=16, num_kv_heads=2, head_dim=4, window=3, kinds=("sliding",))
+MODEL = GPT2Config(**SIZES, seq_len=8)
+WINDOWS = DecoderConfig(**SIZES, seq_len=16, num_kv_heads=2, head_dim=4, window=3, kinds=("sliding",))
 
 
 def config_of(mesh: str, dtype: str = "float32", model: Transformer = MODEL, **parallel) -> RunConfig:

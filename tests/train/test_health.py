@@ -14,7 +14,7 @@ from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.runtime import processes, stragglers, watchdog
 from jaxdist.runtime.fault_injection import parse_fault
 from jaxdist.runtime.health import SpikeWatch, checksum, gather_ranks, make_replica_check, name_culprits
@@ -23,7 +23,7 @@ from jaxdist.runtime.watchdog import EXIT_STUCK, Agreement
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 
-MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
+MODEL = GPT2Config(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
 
 
 def make_program(mesh, drill=None, precision="float32", **parallel):

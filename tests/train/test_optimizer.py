@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
-from jaxdist.models.decoder import Decoder
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.decoder import DecoderConfig
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.placement import make_layout
 from jaxdist.strategy import ParallelConfig
 from jaxdist.train.optimizer import gradient_norms, make_optimizer, update
 
-MODEL = GPT2(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
+MODEL = GPT2Config(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
 LAYOUT = make_layout(MODEL, ParallelConfig())
 
 
@@ -99,7 +99,7 @@ def test_a_finite_gradient_is_used_as_optax_would(name):
 
 def test_a_balancing_bias_moves_by_whole_tokens_above_the_mean_and_in_no_skipped_step():
     """Counts of 24 tokens: less rounding they are whole, and what is left of them at the mean is no sign."""
-    model = Decoder(
+    model = DecoderConfig(
         1, 8, 2, num_kv_heads=1, head_dim=4, ffn_width=8, seq_len=4, vocab_size=8, num_experts=4, balance_rate=0.25
     )
     layout = make_layout(model, ParallelConfig())

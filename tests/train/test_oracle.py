@@ -20,9 +20,9 @@ from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
-from jaxdist.models.decoder import Decoder
+from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.experts import Mixture
-from jaxdist.models.gpt2 import GPT2, LAYER_NORM_EPS, gelu_tanh, layer_norm
+from jaxdist.models.gpt2 import LAYER_NORM_EPS, GPT2Config, gelu_tanh, layer_norm
 from jaxdist.models.layers import Rotary
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.vocabulary import vocab_parallel_cross_entropy
@@ -31,9 +31,9 @@ from jaxdist.runtime.devices import Devices
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train import program
 
-ODD = GPT2(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)
-WIDE = GPT2(num_layers=1, width=128, num_heads=2, ffn_width=256, seq_len=8, vocab_size=131)
-LONG = GPT2(num_layers=2, width=8, num_heads=2, ffn_width=16, seq_len=128, vocab_size=31)
+ODD = GPT2Config(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)
+WIDE = GPT2Config(num_layers=1, width=128, num_heads=2, ffn_width=256, seq_len=8, vocab_size=131)
+LONG = GPT2Config(num_layers=2, width=8, num_heads=2, ffn_width=16, seq_len=128, vocab_size=31)
 
 
 def config_of(
@@ -53,7 +53,7 @@ def config_of(
     )
 
 
-LLAMA = Decoder(2, 24, 6, num_kv_heads=2, head_dim=4, ffn_width=30, seq_len=16, vocab_size=61)
+LLAMA = DecoderConfig(2, 24, 6, num_kv_heads=2, head_dim=4, ffn_width=30, seq_len=16, vocab_size=61)
 # Biases, windows, a tied table and positions that are stretched, of documents; then all that routers do.
 QWEN = dataclasses.replace(
     LLAMA, kinds=("sliding", "full"), window=5, tied=True, rope_scaling=("linear", 2.5), attention_bias=True
@@ -292,7 +292,7 @@ def doubled(x):
 doubled.defvjp(lambda x: (x * jnp.array([2.0]), None), lambda _, dx: (dx * jnp.array([2.0]),))
 
 
-class WithConstants(GPT2):
+class WithConstants(GPT2Config):
     def layer(self, ctx, kind, params, x_BTD, index):
         return super().layer(ctx, kind, params, doubled(x_BTD), index)
 

@@ -16,7 +16,7 @@ from jaxdist.checkpoint.logical import fetch, to_logical
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parity import observe, one_device
 from jaxdist.runtime.devices import Devices
@@ -101,7 +101,7 @@ def test_other_seeds(name, seed):
     assert_equal(VERIFIER(name, BY_NAME[name].run_config(seed=seed)))
 
 
-ODD = GPT2(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)
+ODD = GPT2Config(num_layers=3, width=36, num_heads=6, ffn_width=90, seq_len=18, vocab_size=131)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
-from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.parallel.pipeline.split_backward import inner_programs
 from jaxdist.parity import one_device
 from jaxdist.plan import formulas
@@ -180,7 +180,7 @@ def test_trace_counts_what_the_lowered_program_holds(strategy):
 @pytest.mark.parametrize("remat", ["none", "selective", "block"])
 def test_tensor_parallel_volume_is_that_of_the_papers(sp, remat):
     """8bsh(t-1)/t elements a layer, two all-reduces more for embedding and head; recompute repeats what it needs."""
-    model, mesh, rows = GPT2(4, 64, 8, 256, 32, 256), MeshShape(tp=4), 16
+    model, mesh, rows = GPT2Config(4, 64, 8, 256, 32, 256), MeshShape(tp=4), 16
     run = RunConfig(model, ParallelConfig(mesh=mesh, sp=sp, remat=remat), batch_size=rows)
     program = build_program(run, make_abstract_mesh(mesh))
     trace = program.step.trace(program.abstract_state(), program.abstract_batch())
@@ -221,7 +221,7 @@ def test_zero2_never_holds_a_whole_stacked_gradient():
 # Bytes
 # ---------------------------------------------------------------------------------------------------------------------
 
-DIVISIBLE = GPT2(num_layers=2, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=256)
+DIVISIBLE = GPT2Config(num_layers=2, width=64, num_heads=8, ffn_width=256, seq_len=32, vocab_size=256)
 
 
 def zero_formula(psi: float, n: int, zero: int, params: int, grads: int, optimizer: int) -> float:
@@ -313,14 +313,14 @@ def test_a_state_that_the_compiler_would_hold_twice_is_refused():
 
 def test_what_attention_cannot_do_is_refused_before_the_step_is_traced():
     wanted = ParallelConfig(MeshShape(dp=2), attention="cudnn")
-    model = GPT2(num_layers=2, width=64, num_heads=2, ffn_width=128, seq_len=16, vocab_size=64, dropout=0.1)
+    model = GPT2Config(num_layers=2, width=64, num_heads=2, ffn_width=128, seq_len=16, vocab_size=64, dropout=0.1)
     config = RunConfig(model, wanted, precision=PrecisionConfig("bfloat16"), batch_size=4)
     with pytest.raises(ConfigError, match="attention=cudnn"):
         build_program(config, make_abstract_mesh(MeshShape(dp=2)))
 
 
 def test_a_step_runs_the_attention_that_was_chosen():
-    model = GPT2(num_layers=2, width=64, num_heads=2, ffn_width=128, seq_len=16, vocab_size=64)
+    model = GPT2Config(num_layers=2, width=64, num_heads=2, ffn_width=128, seq_len=16, vocab_size=64)
     for platform, chosen in (("gpu", "cudnn"), ("cpu", "xla")):
         for training in (True, False):
             assert model.attention_for("auto", platform, "bfloat16", training=training) == chosen
@@ -329,7 +329,7 @@ def test_a_step_runs_the_attention_that_was_chosen():
 @pytest.mark.exhaustive
 def test_compiled_memory_of_zero3_and_remat():
     """What the compiler allocates: keeping gathered weights costs more, recomputing blocks costs less."""
-    wide = GPT2(num_layers=8, width=128, num_heads=8, ffn_width=512, seq_len=64, vocab_size=256)
+    wide = GPT2Config(num_layers=8, width=128, num_heads=8, ffn_width=512, seq_len=64, vocab_size=256)
 
     def temp(**parallel):
         shape = MeshShape(dp=4)
@@ -396,7 +396,7 @@ def test_the_loss_scatters_no_logits_and_in_chunks_never_has_all(chunks):
     [("pp=2", True, "gpu"), ("pp=2", True, "cpu"), ("pp=2", False, "gpu"), ("dp=2", True, "gpu")],
 )
 def test_two_messages_may_travel_at_once_where_a_pipeline_overlaps_them(mesh, overlap, platform):
-    config = RunConfig(GPT2(4, 64, 8, 256, 32, 256), ParallelConfig(mesh=parse_mesh(mesh), overlap=overlap))
+    config = RunConfig(GPT2Config(4, 64, 8, 256, 32, 256), ParallelConfig(mesh=parse_mesh(mesh), overlap=overlap))
     option = {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
     assert step_options(config, platform) == (option if (mesh, overlap, platform) == ("pp=2", True, "gpu") else {})
 
@@ -405,7 +405,7 @@ def test_two_messages_may_travel_at_once_where_a_pipeline_overlaps_them(mesh, ov
 def test_volume_per_step_is_that_of_the_papers(mesh):
     """DP and ZeRO-1/2 send 2 psi (n-1)/n elements, ZeRO-3 3 psi, keeping weights 2 psi; scalars left out."""
     n = parse_mesh(mesh).dp
-    model = GPT2(4, 64, 8, 256, 32, 256)
+    model = GPT2Config(4, 64, 8, 256, 32, 256)
 
     def sent(**parallel):
         shape = parse_mesh(mesh)

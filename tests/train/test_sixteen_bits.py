@@ -21,8 +21,8 @@ from jaxdist.config import RunConfig
 from jaxdist.mesh import DATA_AXES, make_abstract_mesh, parse_mesh
 from jaxdist.models.attention import attention_core
 from jaxdist.models.context import Context
-from jaxdist.models.decoder import Decoder
-from jaxdist.models.gpt2 import GPT2, layer_norm
+from jaxdist.models.decoder import DecoderConfig
+from jaxdist.models.gpt2 import GPT2Config, layer_norm
 from jaxdist.models.layers import RMSNorm, Rotary
 from jaxdist.parallel.context_parallel import context_attention
 from jaxdist.parallel.expert_parallel import apply_experts, apply_experts_with_capacity
@@ -36,14 +36,14 @@ from jaxdist.train.program import build_program
 
 ROWS = 7  # of a micro-batch on one rank: a dim of activations and of no parameter
 SIZES = {"num_layers": 4, "width": 32, "num_heads": 4, "ffn_width": 64, "seq_len": 8, "vocab_size": 250}
-MODEL = GPT2(**SIZES)
+MODEL = GPT2Config(**SIZES)
 # All that today's decoders have: norms of queries and keys, biases, windows.
-DECODER = Decoder(
+DECODER = DecoderConfig(
     **SIZES | {"num_kv_heads": 2, "head_dim": 10, "window": 4, "kinds": ("sliding", "full"), "qk_norm": True},
     **dict.fromkeys(("attention_bias", "out_bias", "mlp_bias"), True),
 )
 EXPERTS = 6  # a dim of no other array
-MIXTURE = Decoder(
+MIXTURE = DecoderConfig(
     **SIZES | {"num_kv_heads": 2, "head_dim": 10, "num_experts": EXPERTS, "top_k": 2, "expert_width": 16},
     **{"balance_loss": 0.1, "z_loss": 0.01, "balance_rate": 0.01, "shared_width": 16},
 )
