@@ -43,6 +43,7 @@ TARGETS = (
         "jaxdist/models",
         "jaxdist/train/optimizer.py",
         "jaxdist/layout.py",
+        "jaxdist/specs.py",
         "jaxdist/checkpoint/logical.py",
     ),
     "jaxdist/parity.py",

@@ -20,6 +20,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import context_parallel as library
 from jaxdist.parallel import rank, varying
 from jaxdist.parallel.blocked_attention import Places, blocked_attention
+from jaxdist.parallel.sequence import Split
 from jaxdist.plan.parts import OneRank, layer_memory, rows_to_trace
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.strategy import PrecisionConfig
@@ -346,7 +347,7 @@ def halves_errors() -> dict[str, float]:
 
 def by_library(ring: Ring, q, k, v):
     q_BTNH = q.reshape(*q.shape[:2], -1, q.shape[-1])
-    split = library.Split(RANKS)
+    split = Split(RANKS)
     return library.context_attention(split, whole_heads, q_BTNH, k, v, window=ring.window).reshape(q.shape)
 
 
@@ -389,11 +390,11 @@ def balance() -> tuple[list[Check], Table]:
 
 LONG, LONG_HEAD = 8192, 128  # of the table of bytes: one sequence in bf16, N heads of queries and K of keys
 KINDS = {  # (a split of the library, heads of keys)
-    "ring": (library.Split(RANKS), K),
-    "ring, keys repeated": (library.Split(RANKS), N),
-    "all-gather": (library.Split(RANKS, gathers=True), K),
-    "ulysses": (library.Split(RANKS, exchanging=RANKS), K),
-    "usp-2": (library.Split(RANKS, exchanging=2), K),
+    "ring": (Split(RANKS), K),
+    "ring, keys repeated": (Split(RANKS), N),
+    "all-gather": (Split(RANKS, gathers=True), K),
+    "ulysses": (Split(RANKS, exchanging=RANKS), K),
+    "usp-2": (Split(RANKS, exchanging=2), K),
 }
 
 

@@ -196,7 +196,7 @@ def test_in_16_bits_a_frozen_parameter_is_kept_in_them_and_has_no_master():
     state = program.abstract_state()
     layout = make_layout(config.model, config.parallel)
     sizes = {
-        frozen: sum(np.prod(x.storage_local) for x in jax.tree.leaves(layout.leaves) if x.frozen == frozen)
+        frozen: sum(np.prod(x.storage_local) for x in jax.tree.leaves(layout.leaves) if x.param.frozen == frozen)
         for frozen in (False, True)
     }
     assert local_bytes(state.master) == 4 * sizes[False] and local_bytes(state.params) == 2 * (
