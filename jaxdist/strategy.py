@@ -366,9 +366,7 @@ def find_schedule(
         return _make_schedule(name, num_stages, num_microbatches, num_chunks, send_latency, recompute)
     if not Path(name).is_file():
         raise ConfigError(
-            f"schedule={name!r}",
-            "must be the name of a schedule or a file with a table",
-            f"Use {', '.join(NAMES)}",
+            f"schedule={name!r}", "must be the name of a schedule or a file with a table", f"Use {', '.join(NAMES)}"
         )
     schedule = load(name)
     found = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)

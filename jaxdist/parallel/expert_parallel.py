@@ -87,8 +87,7 @@ def _from_slots_backward(kept, d_RD):
 
 
 _from_slots.defvjp(
-    lambda y_SD, weight_RK, slots: (_from_slots(y_SD, weight_RK, slots), (y_SD, weight_RK, slots)),
-    _from_slots_backward,
+    lambda y_SD, weight_RK, slots: (_from_slots(y_SD, weight_RK, slots), (y_SD, weight_RK, slots)), _from_slots_backward
 )
 
 
@@ -145,12 +144,7 @@ def kept_places(expert_BTK: jax.Array, num_experts: int, capacity: int) -> jax.A
 
 
 def apply_experts(
-    experts: Experts,
-    x_RD: jax.Array,
-    expert_RK: jax.Array,
-    weight_RK: jax.Array,
-    num_experts: int,
-    axes: Axes,
+    experts: Experts, x_RD: jax.Array, expert_RK: jax.Array, weight_RK: jax.Array, num_experts: int, axes: Axes
 ) -> jax.Array:
     """The weighted sum of what the experts that each token chose make of it; an expert of NOWHERE is none.
 

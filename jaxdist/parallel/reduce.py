@@ -39,10 +39,7 @@ def reduce_gradients(grads: dict, layout: Layout, dtype: str) -> dict:
 
 
 def all_reduce_groups(
-    arrays: Sequence[jax.Array],
-    leaves: Sequence[Leaf],
-    axes_of: Callable[[Leaf], tuple[str, ...]],
-    bucket_bytes: float,
+    arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axes_of: Callable[[Leaf], tuple[str, ...]], bucket_bytes: float
 ) -> list[jax.Array]:
     """Sum each array over its axes, one all-reduce a group.
 

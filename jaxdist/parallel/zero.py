@@ -206,11 +206,7 @@ def reduce_scatter_groups(arrays: Sequence[jax.Array], leaves: Sequence[Leaf], b
 
 
 def all_gather_groups(
-    shards: Sequence[jax.Array],
-    leaves: Sequence[Leaf],
-    bucket_bytes: float,
-    *,
-    replicated: bool = False,
+    shards: Sequence[jax.Array], leaves: Sequence[Leaf], bucket_bytes: float, *, replicated: bool = False
 ) -> list[jax.Array]:
     """Shards in the storage layout -> whole compute-local arrays, one all-gather a group.
 

@@ -30,15 +30,7 @@ from jaxdist.parallel.collectives import type_of, varying_axes
 from jaxdist.parallel.pipeline import recompute
 from jaxdist.parallel.pipeline.buffers import Buffer, Pool, add, load, pick, put, store
 from jaxdist.parallel.pipeline.checks import check_arrays, output_type
-from jaxdist.parallel.pipeline.instructions import (
-    ARRIVALS,
-    FROM_SELF,
-    NOWHERE,
-    Instructions,
-    Loop,
-    Lowered,
-    sending,
-)
+from jaxdist.parallel.pipeline.instructions import ARRIVALS, FROM_SELF, NOWHERE, Instructions, Loop, Lowered, sending
 from jaxdist.parallel.pipeline.lowering import lower
 from jaxdist.parallel.pipeline.schedules import Phase, Schedule
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, pruned, split_layer

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule
 from jaxdist.parallel.pipeline.simulate import validate
 
 
-@cache
+@lru_cache(maxsize=64)
 def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
     """Give every activation, gradient and residual of a schedule a slot.
 

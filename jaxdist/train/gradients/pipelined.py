@@ -14,15 +14,7 @@ from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.pipeline.executor import Stages, pipeline_gradients, pipeline_loss
 from jaxdist.parallel.spread import gather_to_consumers
-from jaxdist.train.gradients.base import (
-    Gradients,
-    Poison,
-    ShardedModel,
-    cut,
-    join,
-    reduced,
-    sum_over_micro_batches,
-)
+from jaxdist.train.gradients.base import Gradients, Poison, ShardedModel, cut, join, reduced, sum_over_micro_batches
 
 
 def gradients(model: ShardedModel, params: dict, batch: Batch, key, weight, poison: Poison | None) -> Gradients:
