@@ -14,7 +14,8 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 from jaxdist.models.flax import INIT_STD
-from jaxdist.models.gpt2 import LAYER_NORM_EPS, GPT2Config
+from jaxdist.models.fused import LAYER_NORM_EPS
+from jaxdist.models.gpt2 import GPT2Config
 
 Wrap = Literal["none", "ddp", "fsdp"]
 

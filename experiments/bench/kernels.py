@@ -22,7 +22,8 @@ from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_mesh
 from jaxdist.models.attention import attention_core
 from jaxdist.models.context import Batch, Context
-from jaxdist.models.gpt2 import GPT2Config, LayerNorm, gelu_tanh
+from jaxdist.models.fused import gelu_tanh
+from jaxdist.models.gpt2 import GPT2Config, LayerNorm
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.gradients.base import all_finite
 from jaxdist.train.optimizer import gradient_norms, update

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from jaxdist.models.gpt2 import LAYER_NORM_EPS, GPT2Config
+from jaxdist.models.fused import LAYER_NORM_EPS
+from jaxdist.models.gpt2 import GPT2Config
 
 from ..torch_gpt2 import TorchGPT2
 from .kernels import BOTH, UPDATE, array_shapes

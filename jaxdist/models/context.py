@@ -11,14 +11,7 @@ from jax import lax, random
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import tensor, vocabulary
 from jaxdist.parallel.chunked_loss import cross_entropy_in_chunks
-from jaxdist.parallel.dropout import draw, dropout
-from jaxdist.parallel.expert_parallel import (
-    NOWHERE,
-    Experts,
-    apply_experts,
-    apply_experts_with_capacity,
-    kept_places,
-)
+from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.remat import SavePolicy, mark_saveable
 from jaxdist.parallel.rings import Ring
 from jaxdist.parallel.sequence import Split
@@ -49,7 +42,7 @@ class Context:
     number of tokens of the global batch (times fp16's loss scale); None outside of training. cache: of keys and values,
     where text is generated (`jaxdist.models.cache`). What is traced are these five. probe: where the model is, in a run
     that is watched (`jaxdist.probes.Probe`); None in every other.
-    draws_choices: whether experts are drawn, not chosen by their scores (`choose`): in proofs in 16 bits.
+    draws_choices: whether experts are drawn, not chosen by scores (`jaxdist.models.experts.choose`): in 16-bit proofs.
     """
 
     sp: bool = False
@@ -157,78 +150,12 @@ class Context:
         """tokens[B, T] -> rows of a table that is split over tp, in the layout between layers."""
         return self._observe("embedding.out", vocabulary.vocab_parallel_embedding(tokens_BT, table_VD, self.sp))
 
-    def mixture(
-        self,
-        experts: Experts,
-        x_BTD: jax.Array,
-        expert_BTK: jax.Array,
-        weight_BTK: jax.Array,
-        num_experts: int,
-        capacity: int | None = None,
-    ) -> jax.Array:
-        """The weighted sum of what the experts that a token chose make of it, in the layout between layers.
-
-        experts: as in `jaxdist.parallel.expert_parallel.apply_experts`, with their width split over tp unless
-        `expert_axes` has it: then each rank sends its own part of the sequence. capacity: the most tokens that an
-        expert gets of one whole sequence, which `within_capacity` has seen to.
-        """
-        over_tp = tensor.AXIS in self.expert_axes
-        if not over_tp:
-            x_BTD, weight_BTK = self.enter(x_BTD), tensor.enter(weight_BTK, self.sp)
-            expert_BTK = tensor.enter(expert_BTK, self.sp)
-        batch, length, width = x_BTD.shape
-        flat = x_BTD.reshape(-1, width), *(x.reshape(batch * length, -1) for x in (expert_BTK, weight_BTK))
-        if capacity is None:
-            y_RD = apply_experts(experts, *flat, num_experts, self.expert_axes)
-        else:
-            slots_each = batch * min(capacity, length)
-            y_RD = apply_experts_with_capacity(experts, *flat, num_experts, slots_each, self.expert_axes)
-        y_BTD = y_RD.reshape(x_BTD.shape)
-        return self._observe("mixture.out", y_BTD if over_tp else tensor.leave(y_BTD, self.sp))
-
-    def choose(self, scores_BTE: jax.Array, number: int) -> jax.Array:
-        """Each token's experts, those of the highest scores: expert[B, T, number]. Ties go to the first.
-
-        Layout: scores in the layout between layers. A score that rounding moves past another makes a token another
-        expert's, and no tolerance covers that. So two runs in 16 bits are compared with choices that are drawn for each
-        row and position, as dropout's masks are, and the same on every mesh.
-        """
-        if self.draws_choices:
-            rows_B, places_T = self.rows_B, self._places(scores_BTE.shape[1])
-            scores_BTE = comm.varying_like(draw(random.key(0), scores_BTE.shape[2:], rows_B, places_T), scores_BTE)
-        return lax.top_k(lax.stop_gradient(scores_BTE), number)[1]
-
-    def within_capacity(self, expert_BTK: jax.Array, num_experts: int, capacity: int) -> jax.Array:
-        """The choices, NOWHERE from where an expert has `capacity` tokens of a whole sequence
-        (`jaxdist.parallel.expert_parallel.kept_places`). Sends: choices, over cp and with sp over tp."""
-        whole_BSK = self.split.gather(tensor.enter(expert_BTK, self.sp) if self.sp else expert_BTK)
-        place_BTK = self.split.cut(kept_places(whole_BSK, num_experts, capacity))
-        if self.sp:
-            num_local = expert_BTK.shape[1]
-            first = comm.rank(tensor.AXIS) * num_local
-            place_BTK = lax.dynamic_slice_in_dim(place_BTK, first, num_local, axis=1)
-        return jnp.where(place_BTK >= 0, expert_BTK, NOWHERE)
-
-    @property
-    def sequence_axes(self) -> tuple[str, ...]:
-        """The axes that split a sequence between the tensor-parallel regions."""
-        return ("cp", *((tensor.AXIS,) if self.sp else ()))
-
-    @property
-    def sequence_ranks(self) -> int:
-        """How many ranks share a sequence there."""
-        return comm.size(self.sequence_axes)
-
-    def sum_over_sequence(self, x_BE: jax.Array) -> jax.Array:
-        """The sum of what the ranks that share a sequence have of it, between the tensor-parallel regions."""
-        return comm.all_reduce(x_BE, self.sequence_axes)
-
     def positions(self, num_local: int) -> jax.Array:
         """Positions of the local tokens, each in its document: i32[T], of this rank's part with sp; i32[B, T] where
         rows differ."""
         if self.cache is not None:
             return self.cache.positions(num_local)
-        return self._in_documents(self._places(num_local))
+        return self._in_documents(self.places(num_local))
 
     def whole_positions(self, length: int) -> jax.Array:
         """The same of all that this rank of cp has: after `enter` or `column_parallel`."""
@@ -236,7 +163,12 @@ class Context:
             return self.cache.positions(length)
         return self._in_documents(self.split.positions(jnp.arange(length), length))
 
-    def _places(self, num_local: int) -> jax.Array:
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """The axes that split a sequence between the tensor-parallel regions."""
+        return ("cp", *((tensor.AXIS,) if self.sp else ()))
+
+    def places(self, num_local: int) -> jax.Array:
         """Places in the whole sequence of the local tokens between the tensor-parallel regions: i32[T]."""
         length = num_local * (comm.size(tensor.AXIS) if self.sp else 1)
         return self.split.positions(tensor.positions(num_local, self.sp), length)
@@ -278,7 +210,7 @@ class Context:
         """Dropout on activations between the tensor-parallel regions."""
         if self.key is None or rate == 0:
             return x_BTD
-        return dropout(x_BTD, rate, self.key, self.rows_B, self._places(x_BTD.shape[1]))
+        return dropout(x_BTD, rate, self.key, self.rows_B, self.places(x_BTD.shape[1]))
 
     def dropout_heads(self, x_BN: jax.Array, rate: float) -> jax.Array:
         """Dropout on an array whose dims after the batch's begin with heads that are split over tp."""

@@ -10,12 +10,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax, random
 
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.models.context import Context
 from jaxdist.models.flax import INIT_STD, ShardedParam, normal
 from jaxdist.models.layers import GatedMLP
 from jaxdist.parallel import collectives as comm
+from jaxdist.parallel import tensor
+from jaxdist.parallel.dropout import draw
+from jaxdist.parallel.expert_parallel import NOWHERE, Experts, apply_experts, apply_experts_with_capacity, kept_places
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.parallel.remat import mark_saveable
 
@@ -100,6 +104,61 @@ class Mixture:
         return min(math.ceil(share), seq_len)
 
 
+def mixture_of(
+    ctx: Context,
+    experts: Experts,
+    x_BTD: jax.Array,
+    expert_BTK: jax.Array,
+    weight_BTK: jax.Array,
+    num_experts: int,
+    capacity: int | None = None,
+) -> jax.Array:
+    """The weighted sum of what the experts that a token chose make of it, in the layout between layers.
+
+    experts: as in `jaxdist.parallel.expert_parallel.apply_experts`, with their width split over tp unless
+    `ctx.expert_axes` has it: then each rank sends its own part of the sequence. capacity: the most tokens that an
+    expert gets of one whole sequence, which `within_capacity` has seen to.
+    """
+    over_tp = tensor.AXIS in ctx.expert_axes
+    if not over_tp:
+        x_BTD, weight_BTK = ctx.enter(x_BTD), tensor.enter(weight_BTK, ctx.sp)
+        expert_BTK = tensor.enter(expert_BTK, ctx.sp)
+    batch, length, width = x_BTD.shape
+    flat = x_BTD.reshape(-1, width), *(x.reshape(batch * length, -1) for x in (expert_BTK, weight_BTK))
+    if capacity is None:
+        y_RD = apply_experts(experts, *flat, num_experts, ctx.expert_axes)
+    else:
+        slots_each = batch * min(capacity, length)
+        y_RD = apply_experts_with_capacity(experts, *flat, num_experts, slots_each, ctx.expert_axes)
+    y_BTD = y_RD.reshape(x_BTD.shape)
+    return ctx.observe("mixture_of.out", y_BTD if over_tp else tensor.leave(y_BTD, ctx.sp))
+
+
+def choose(ctx: Context, scores_BTE: jax.Array, number: int) -> jax.Array:
+    """Each token's experts, those of the highest scores: expert[B, T, number]. Ties go to the first.
+
+    Layout: scores in the layout between layers. A score that rounding moves past another makes a token another
+    expert's, and no tolerance covers that. So two runs in 16 bits are compared with choices that are drawn for each row
+    and position, as dropout's masks are, and the same on every mesh.
+    """
+    if ctx.draws_choices:
+        rows_B, places_T = ctx.rows_B, ctx.places(scores_BTE.shape[1])
+        scores_BTE = comm.varying_like(draw(random.key(0), scores_BTE.shape[2:], rows_B, places_T), scores_BTE)
+    return lax.top_k(lax.stop_gradient(scores_BTE), number)[1]
+
+
+def within_capacity(ctx: Context, expert_BTK: jax.Array, num_experts: int, capacity: int) -> jax.Array:
+    """The choices, NOWHERE from where an expert has `capacity` tokens of a whole sequence
+    (`jaxdist.parallel.expert_parallel.kept_places`). Sends: choices, over cp and with sp over tp."""
+    whole_BSK = ctx.split.gather(tensor.enter(expert_BTK, ctx.sp) if ctx.sp else expert_BTK)
+    place_BTK = ctx.split.cut(kept_places(whole_BSK, num_experts, capacity))
+    if ctx.sp:
+        num_local = expert_BTK.shape[1]
+        first = comm.rank(tensor.AXIS) * num_local
+        place_BTK = lax.dynamic_slice_in_dim(place_BTK, first, num_local, axis=1)
+    return jnp.where(place_BTK >= 0, expert_BTK, NOWHERE)
+
+
 class Router(nnx.Module):
     """Scores of the experts for each token, in at least fp32, of which the highest count; ties go to the first expert.
 
@@ -130,7 +189,7 @@ class Router(nnx.Module):
         logits_BTE = ctx.observe("router", x_BTD.astype(wide) @ self.w[...].astype(wide))
         scores_BTE = jax.nn.softmax(logits_BTE) if mixture.router_score == "softmax" else jax.nn.sigmoid(logits_BTE)
         by_BTE = scores_BTE + self.bias[...].astype(wide) if mixture.balance_rate else scores_BTE
-        expert_BTK = ctx.choose(by_BTE, mixture.top_k)
+        expert_BTK = choose(ctx, by_BTE, mixture.top_k)
         weight_BTK = jnp.take_along_axis(scores_BTE, expert_BTK, axis=-1)
         if mixture.normalised:
             weight_BTK = weight_BTK / weight_BTK.sum(-1, keepdims=True)
@@ -144,7 +203,7 @@ class Router(nnx.Module):
         if mixture.balance_rate:
             x_BTD = ctx.count(x_BTD, self.bias[...], load_E - expert_BTK.size / mixture.num_experts)
         if capacity is not None:
-            expert_BTK = ctx.within_capacity(expert_BTK, mixture.num_experts, capacity)
+            expert_BTK = within_capacity(ctx, expert_BTK, mixture.num_experts, capacity)
             x_BTD = ctx.count(x_BTD, self.dropped[...], load_E - self.choices(expert_BTK, wide).sum(0))
         return x_BTD, expert_BTK, weight_BTK * mixture.routed_scale
 
@@ -157,8 +216,8 @@ class Router(nnx.Module):
         num_experts, top_k = self.mixture.num_experts, self.mixture.top_k
         share_BTE = scores_BTE / scores_BTE.sum(-1, keepdims=True)
         chosen_BE = self.choices(expert_BTK, scores_BTE.dtype)
-        chosen_BE, share_BE = ctx.sum_over_sequence(chosen_BE), ctx.sum_over_sequence(share_BTE.sum(1))
-        length = ctx.sequence_ranks * scores_BTE.shape[1]
+        chosen_BE, share_BE = (comm.all_reduce(x, ctx.sequence_axes) for x in (chosen_BE, share_BTE.sum(1)))
+        length = comm.size(ctx.sequence_axes) * scores_BTE.shape[1]
         return num_experts / top_k / length * jnp.sum(chosen_BE * share_BE)
 
 
@@ -181,10 +240,10 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         # Where text is generated a step has a token or two, and nothing is dropped.
-        slots = None if ctx.cache is not None else self.mixture.slots(ctx.sequence_ranks * x_BTD.shape[1])
+        slots = None if ctx.cache is not None else self.mixture.slots(comm.size(ctx.sequence_axes) * x_BTD.shape[1])
         x_BTD, expert_BTK, weight_BTK = self.router(x_BTD, ctx, slots)
         experts = partial(self.experts, ctx)
-        y_BTD = ctx.mixture(experts, x_BTD, expert_BTK, weight_BTK, self.mixture.num_experts, slots)
+        y_BTD = mixture_of(ctx, experts, x_BTD, expert_BTK, weight_BTK, self.mixture.num_experts, slots)
         return y_BTD + self.shared(x_BTD, ctx) if self.mixture.shared_width else y_BTD
 
     def experts(self, ctx: Context, rows_ND: jax.Array, counts_E: jax.Array | None) -> jax.Array:

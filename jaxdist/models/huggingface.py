@@ -17,7 +17,8 @@ from jaxdist.errors import MOST, ConfigError, reason_of, require_positive
 from jaxdist.files import read_text_file
 from jaxdist.models.base import BOUNDS, Model, declare
 from jaxdist.models.decoder import DENSE, FULL, SLIDING, DecoderConfig
-from jaxdist.models.gpt2 import LAYER_NORM_EPS, GPT2Config
+from jaxdist.models.fused import LAYER_NORM_EPS
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.params import STACKED, named_params
 
 CONFIG = "config.json"

@@ -14,19 +14,15 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.errors import ConfigError, divisors
-from jaxdist.models.attention import attend, attention_on_device
+from jaxdist.models.attention import attend
+from jaxdist.models.attention_choice import attention_on_device
 from jaxdist.models.base import check_experts
 from jaxdist.models.context import Context
 from jaxdist.models.flax import FlaxModel, ShardedParam, normal
+from jaxdist.models.fused import add_bias
 from jaxdist.parallel.kv_heads import heads_of_queries
 from jaxdist.parallel.remat import HEADS, mark_saveable
 from jaxdist.strategy import ParallelConfig
-
-
-def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """x + bias, over the leading dims of x. The bias's gradient is summed in at least fp32, and rounded once."""
-    wide = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
-    return x + jnp.broadcast_to(wide, x.shape).astype(bias.dtype)
 
 
 class Transformer(FlaxModel):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.mesh import MeshShape
-from jaxdist.models.attention import traced_attention
+from jaxdist.models.attention_choice import traced_attention
 from jaxdist.models.base import Model
 from jaxdist.parallel.named_arrays import REPEAT, name_array, read_arrays
 from jaxdist.parallel.pipeline.split_backward import (

@@ -23,7 +23,7 @@ from jaxdist.config import MOST_TOKENS, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import ShardedParams, drop_frozen, fill, keep_frozen, split_outer
 from jaxdist.mesh import MeshShape, data_ranks_of, make_abstract_mesh
-from jaxdist.models.attention import traced_attention
+from jaxdist.models.attention_choice import traced_attention
 from jaxdist.models.base import Model, declare
 from jaxdist.models.context import Batch
 from jaxdist.parallel import collectives as comm

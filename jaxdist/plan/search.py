@@ -19,7 +19,7 @@ import numpy as np
 from jaxdist.config import RunConfig, context_kinds
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AXES, FACTORS, MeshShape, data_ranks_of
-from jaxdist.models.attention import LONG
+from jaxdist.models.attention_choice import LONG
 from jaxdist.models.base import Model
 from jaxdist.parallel.blocked_attention import MOST_POSITIONS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 from experiments.strategies import Strategy
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh
-from jaxdist.models import attention
-from jaxdist.models.attention import LONG, attention_core, choose_attention
+from jaxdist.models import attention, attention_choice
+from jaxdist.models.attention import attention_core
+from jaxdist.models.attention_choice import LONG, choose_attention
 from jaxdist.models.context import Context
 from jaxdist.parallel import blocked_attention
 from jaxdist.parallel import collectives as comm
@@ -98,7 +99,7 @@ def test_auto_falls_back_where_cudnn_has_no_plan(monkeypatch, refused):
     """JAX skips its own cuDNN test on CUDA 13 for that reason."""
     monkeypatch.setattr(programs, "platform_of", lambda mesh: "gpu")
     if not refused:
-        monkeypatch.setattr(attention, "cudnn_refusal", lambda *_: None)
+        monkeypatch.setattr(attention_choice, "cudnn_refusal", lambda *_: None)
     config = Strategy("", "dp=2", {}, dropout=0.0, dtype="bfloat16").run_config()
     mesh = make_mesh(config.parallel.mesh, DEVICES)
     with warnings.catch_warnings(record=True) as said:

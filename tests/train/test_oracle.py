@@ -22,7 +22,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.experts import Mixture
-from jaxdist.models.gpt2 import LAYER_NORM_EPS, GPT2Config, gelu_tanh, layer_norm
+from jaxdist.models.fused import LAYER_NORM_EPS, gelu_tanh, layer_norm
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.layers import Rotary
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.vocabulary import vocab_parallel_cross_entropy

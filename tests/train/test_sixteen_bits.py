@@ -22,7 +22,8 @@ from jaxdist.mesh import DATA_AXES, make_abstract_mesh, parse_mesh
 from jaxdist.models.attention import attention_core
 from jaxdist.models.context import Context
 from jaxdist.models.decoder import DecoderConfig
-from jaxdist.models.gpt2 import GPT2Config, layer_norm
+from jaxdist.models.fused import layer_norm
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.layers import RMSNorm, Rotary
 from jaxdist.parallel.context_parallel import context_attention
 from jaxdist.parallel.expert_parallel import apply_experts, apply_experts_with_capacity
