@@ -13,6 +13,7 @@ from jaxdist.mesh import MeshShape
 from jaxdist.models.base import Model
 from jaxdist.models.registry import model_of
 from jaxdist.models.registry import to_dict as model_to_dict
+from jaxdist.models.traced import head_in_layers
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.parallel.pipeline.schedules import divide_layers, with_last
 from jaxdist.strategy import CP_KINDS, ParallelConfig, PrecisionConfig, fits_pipeline, require_choices
@@ -206,7 +207,7 @@ class RunConfig:
                 f"Use pp=1, or {more} where its kinds may repeat" if once else f"Use {more}, or fewer stages or chunks",
             )
         if stages in ("even", "balanced"):
-            head = model.head_in_layers if stages == "balanced" else 0.0
+            head = head_in_layers(model) if stages == "balanced" else 0.0
             return divide_layers(model.num_blocks, schedule.num_parts, last=head)
         if last := self.parallel.last_layers:
             others = schedule.num_parts - 1

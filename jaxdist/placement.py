@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf, axes_of, replace_entry
 from jaxdist.mesh import AXES, AXIS_OF_DIM, MAY_STAY_WHOLE, STATE_AXES, WORK_AXES
-from jaxdist.models.base import Model, declare, parts_using
+from jaxdist.models.base import Model, declare
+from jaxdist.models.traced import parts_using
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.params import STACKED, Param, is_param, named_params
 from jaxdist.specs import drop_unit_axes

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from jaxdist.config import RunConfig
 from jaxdist.mesh import AXIS_OF_DIM
-from jaxdist.models.base import declare, parts_using
+from jaxdist.models.base import declare
+from jaxdist.models.traced import parts_using
 from jaxdist.params import Param
 from jaxdist.plan.formulas import ModelShape, StateRecipe, cp_traffic, pp_traffic, state_bytes, tp_traffic
 from jaxdist.strategy import ParallelConfig

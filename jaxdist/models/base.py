@@ -10,18 +10,15 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 from jax import random
-from jax.sharding import PartitionSpec
 
 from jaxdist.errors import ConfigError, divisors
-from jaxdist.mesh import AXIS_OF_DIM, MAY_STAY_WHOLE, MeshShape, make_abstract_mesh
+from jaxdist.mesh import AXIS_OF_DIM, MAY_STAY_WHOLE
 from jaxdist.models.context import Batch, Context
-from jaxdist.parallel.pipeline.split_backward import needed_for, variables
-from jaxdist.parallel.products import flops_of
 from jaxdist.params import STACKED, Param, Tree, is_param, named_params
 from jaxdist.strategy import ParallelConfig
 
@@ -45,6 +42,7 @@ class Model(ABC):
     positions from the context, and nothing but `attend` mixes them.
     kinds: of the layers, in the order in which they repeat. One repeat is a block: the unit of pipelines' stages, of
     recomputation and of ZeRO-3's gathers.
+    head_in_layers: FLOPs of the loss in units of one block's; None: as `jaxdist.models.traced` finds.
     """
 
     num_layers: int
@@ -53,6 +51,7 @@ class Model(ABC):
     dropout = 0.0
     splits_sequence = False
     kinds: tuple[str, ...] = ("layer",)
+    head_in_layers = None
 
     @abstractmethod
     def outer(self) -> Tree:
@@ -133,11 +132,6 @@ class Model(ABC):
         if asked not in ("auto", "xla"):
             raise ConfigError(f"attention={asked}", f"must be auto or xla in {type(self).__name__}", "Leave it out")
         return "xla"
-
-    @property
-    def head_in_layers(self) -> float:
-        """FLOPs of the loss in units of one block's; by these `stages="balanced"` divides the layers."""
-        return head_in_layers(self)
 
     def describe(self) -> str:
         """One line for a person."""
@@ -224,59 +218,3 @@ def num_parameters(model: Model, padded: bool = False) -> int:
     """All of them, with `padded` the rows that pad a vocabulary too; counters excluded."""
     params = [param for _, param in named_params(declare(model)) if param.update != "count"]
     return sum(math.prod(param.shape) if padded else param.size for param in params)
-
-
-@cache
-def parts_using(model: Model) -> dict[str, frozenset[str]]:
-    """Which of "embed" and "loss" use each parameter outside the layers, by path; found by tracing both on one rank."""
-    one = _OneRank(model)
-    names = [name for name, _ in named_params({name: declare(model)[name] for name in one.outer})]
-    used = {
-        "embed": _used_inputs(one.embed, one.outer, one.batch)[: len(names)],
-        "loss": _used_inputs(one.loss, one.outer, one.x, one.batch)[: len(names)],
-    }
-    return {name: frozenset(part for part in used if used[part][i]) for i, name in enumerate(names)}
-
-
-@cache
-def head_in_layers(model: Model) -> float:
-    """As `Model.head_in_layers`, of products alone, by tracing the loss and a block on one rank."""
-    one = _OneRank(model)
-    loss = jax.make_jaxpr(one.loss)(one.outer, one.x, one.batch)
-    block = jax.make_jaxpr(one.block)(one.blocks, one.x, one.batch)
-    return flops_of(loss) / flops_of(block)
-
-
-class _OneRank:
-    """A model's functions on a mesh of one rank, and the shapes of what they take."""
-
-    def __init__(self, model: Model):
-        values = abstract_values(model, jnp.float32)
-        self.model, self.outer = model, {name: part for name, part in values.items() if name != STACKED}
-        self.blocks = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), values[STACKED])
-        tokens = jax.ShapeDtypeStruct((1, model.seq_len), jnp.int32)
-        self.batch = Batch(tokens, tokens, jax.ShapeDtypeStruct((1,), jnp.int32))
-        mesh = make_abstract_mesh(MeshShape())
-        mapped = partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-        self.embed = mapped(lambda outer, batch: model.embed(Context(rows_B=batch.rows), outer, batch))
-        self.loss = mapped(lambda outer, x, batch: model.loss(Context(rows_B=batch.rows), outer, x, batch))
-        self.block = mapped(self._block)
-        self.x = jax.eval_shape(self.embed, self.outer, self.batch)
-
-    def _block(self, blocks, x, batch):
-        ctx = Context(rows_B=batch.rows)
-        for index, (kind, params) in enumerate(zip(self.model.kinds, split_kinds(self.model, blocks), strict=True)):
-            x = self.model.layer(ctx, kind, params, x, jnp.int32(index))
-        return x
-
-
-def _used_inputs(function, *args) -> list[bool]:
-    """Which of a function's flat inputs its result depends on."""
-    closed = jax.make_jaxpr(function)(*args)
-    # Inside the one equation that is the mapped function.
-    [mapped] = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
-    inner = getattr(mapped.params["jaxpr"], "jaxpr", mapped.params["jaxpr"])
-    needed = needed_for(inner.outvars, inner.eqns)
-    read = {v for eqn in needed for v in variables(eqn.invars)} | set(variables(inner.outvars))
-    place = {outside: inside for outside, inside in zip(mapped.invars, inner.invars, strict=True)}
-    return [place.get(v) in read for v in closed.jaxpr.invars]

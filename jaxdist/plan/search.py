@@ -21,6 +21,7 @@ from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AXES, FACTORS, MeshShape, data_ranks_of
 from jaxdist.models.attention_choice import LONG
 from jaxdist.models.base import Model
+from jaxdist.models.traced import head_in_layers
 from jaxdist.parallel.blocked_attention import MOST_POSITIONS
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES
 from jaxdist.parallel.pipeline.schedules import divide_layers, with_last
@@ -353,7 +354,7 @@ def _depths(model: Model, num_parts: int) -> list[tuple[int, int]]:
     that are no larger, the fewest layers in the last are the fastest, until its F takes no longer than the others'.
     """
     even = divide_layers(model.num_blocks, num_parts)
-    head = HEAD_AT_MOST * model.head_in_layers
+    head = HEAD_AT_MOST * head_in_layers(model)
 
     def length(depth: int, last: int) -> float:
         return depth + max(0.0, head - (depth - last) / 3)

@@ -20,9 +20,9 @@ from jaxdist.config import RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, parse_mesh
-from jaxdist.models.base import parts_using
 from jaxdist.models.flax import FlaxModel, LanguageModel, stack_layers
 from jaxdist.models.presets import PRESETS
+from jaxdist.models.traced import head_in_layers, parts_using
 from jaxdist.params import Param
 from jaxdist.parity import compare, in_float64, observe, random_parameters
 from jaxdist.placement import make_layout
@@ -300,9 +300,9 @@ def test_the_work_of_a_llama():
     matrices = sum(p.flops for p in work.layer if not p.batched)
     assert matrices == 2 * (work.layer_parameters - 2 * model.width)
     assert sum(p.flops for p in work.layer if p.batched) == 2 * 2 * model.seq_len * model.num_heads * size
-    assert model.head_in_layers == work.loss[0].flops / sum(p.flops for p in work.layer)
+    assert head_in_layers(model) == work.loss[0].flops / sum(p.flops for p in work.layer)
     experts = work_of(PRESETS["moe-10m"])
-    assert PRESETS["moe-10m"].head_in_layers == experts.loss[0].flops / sum(p.flops for p in experts.layer)
+    assert head_in_layers(PRESETS["moe-10m"]) == experts.loss[0].flops / sum(p.flops for p in experts.layer)
     config = RunConfig(Llama(8), ParallelConfig(MeshShape(pp=2), stages="balanced"), batch_size=16)
     assert config.part_layers == (4, 4) and dataclasses.replace(
         config, model=Llama(8, vocab_size=1024)
