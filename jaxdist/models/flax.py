@@ -64,7 +64,10 @@ class LanguageModel(nnx.Module):
         return ctx.loss(x_BTD, table_VD, targets_BT, self.config.vocab_size) / jnp.maximum((targets_BT >= 0).sum(), 1)
 
     def hidden(self, tokens_BT: jax.Array, ctx: Context) -> jax.Array:
-        """What the last layer gives: x[B, T, D]."""
+        """What the last layer gives: x[B, T, D]. Raises: ConfigError for a key of dropout without the rows' numbers."""
+        if ctx.key is not None and ctx.rows_B is None:
+            remedy = "Give rows_B=jnp.arange(len(tokens))"
+            raise ConfigError("a Context with a key", "must number the rows whose masks are drawn", remedy)
         graph, stacked = nnx.split(self.blocks)
 
         def block(x_BTD, numbered):
@@ -134,6 +137,12 @@ def _parts(model: FlaxModel) -> dict[str | None, tuple[nnx.GraphDef, dict]]:
 
     def divided(module: nnx.Module, num_stacked: int) -> tuple[nnx.GraphDef, dict]:
         def declared(variable: nnx.Param) -> Param:
+            if variable.shape[:num_stacked] != (model.num_blocks,) * num_stacked:
+                raise ConfigError(
+                    f"a parameter of shape {variable.shape} in the blocks of {type(model).__name__}",
+                    f"must have a leading dim of {model.num_blocks} blocks",
+                    "Make them with stack_layers",
+                )
             return getattr(variable, "declaration", None) or Param(variable.shape[num_stacked:])
 
         graph, params = nnx.split(module)

@@ -16,6 +16,7 @@ from optax import softmax_cross_entropy_with_integer_labels as cross_entropy
 
 from jaxdist import GPT2
 from jaxdist.data.batches import random_batches
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
 from jaxdist.models.context import Context
 from jaxdist.models.decoder import Decoder
@@ -156,6 +157,22 @@ def test_dropout_needs_a_key_and_is_that_of_a_run():
     dropped = float(module.loss(inputs, targets, ctx))
     assert dropped == pytest.approx(seen.losses[0], rel=LOSS_TOLERANCE["float32"])
     assert abs(dropped - float(module.loss(inputs, targets))) > 1e-3
+
+
+def test_wrong_use_is_refused():
+    module, batch = GPT2(dataclasses.replace(GPT, dropout=0.3), rngs=nnx.Rngs(0)), batch_of(GPT)
+    with pytest.raises(ConfigError, match="number the rows"):
+        module(batch["inputs"], Context(key=jax.random.key(0)))
+
+    @dataclasses.dataclass(frozen=True)
+    class Unstacked(type(GPT)):
+        def module(self, rngs):
+            module = super().module(rngs)
+            module.blocks = nnx.Linear(4, 6, rngs=rngs)
+            return module
+
+    with pytest.raises(ConfigError, match=r"shape \(\d, 6\)|shape \(6,\)"):
+        Unstacked(**dataclasses.asdict(GPT)).outer()
 
 
 def test_a_parameter_without_a_declaration_is_replicated():
