@@ -15,7 +15,7 @@ import sys
 import tempfile
 import traceback
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -393,7 +393,7 @@ def _parse(flags_type: type[Flags], prog: str, words: list[str]) -> Flags:
     words = ["--help" if word == ALL else word for word in words]  # of few flags all are shown anyway
     flags = _parse_words(flags_type, prog, words)
     if not getattr(flags, "config", None):
-        return flags
+        return _with_given(flags, words)
     try:
         values = read_flags(flags_type, prog, flags.config)
     except ConfigError:
@@ -406,9 +406,17 @@ def _parse(flags_type: type[Flags], prog: str, words: list[str]) -> Flags:
             _join_to_end(flags_type)
             reason = "its model is a class, and whoever runs it must have named it"
             raise ConfigError(f"--config {flags.config!r}", reason, f"Add --model {shlex.quote(flags.model)}")
-        return flags
+        return _with_given(flags, words, values)
     values = {name: value for name, value in values.items() if name not in SIZES}  # they are of the file's model
-    return _parse_words(flags_type, prog, words, flags_type(**values))
+    return _with_given(_parse_words(flags_type, prog, words, flags_type(**values)), words, values)
+
+
+def _with_given(flags: Flags, words: list[str], values: Iterable[str] = ()) -> Flags:
+    """The flags, which know which of them were given on the command line or in a file, if they ask for that."""
+    if not hasattr(flags, "given"):
+        return flags
+    said = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    return dataclasses.replace(flags, given=frozenset({name.removeprefix("no_") for name in said} | said | {*values}))
 
 
 def parse_settings(flags: Flags, prog: str, text: str) -> Flags:

@@ -34,6 +34,7 @@ from .settings import SECTIONS, SETTINGS
 
 PROGRAMS = ("train", "verify", "plan", "where")
 NAME = "run.toml"  # of what a run leaves, beside config.json
+NO_KEYS = ("config", "given")  # fields of flags that no file sets
 HEADER = "# Every setting of the run. `train --config` with this file is the same run; flags override it.\n"
 # Section -> key -> flag.
 SHARED: dict[str, dict[str, str]] = {
@@ -90,7 +91,7 @@ def read_flags(flags_type: type[FileFlags], program: str, path: str) -> dict[str
 def _keys_of(section: str, flags_type: type, program: str) -> dict[str, str] | None:
     """Key -> flag; empty for the section of another program, None for one that is not known."""
     if section == program:
-        return {field.name: field.name for field in dataclasses.fields(flags_type) if field.name != "config"}
+        return {field.name: field.name for field in dataclasses.fields(flags_type) if field.name not in NO_KEYS}
     return {} if section in PROGRAMS else SHARED.get(section)
 
 

@@ -6,6 +6,7 @@ python -m experiments.plan --model 7b --hardware h200 --mesh dp=8,tp=8 --zero 1
 python -m experiments.plan --model 7b --hardware h200 --nodes 8 --compile h200 --prove 3
 """
 
+import itertools
 import json
 import math
 import time
@@ -15,17 +16,22 @@ import numpy as np
 from rich.console import Console
 
 from jaxdist.errors import ConfigError
+from jaxdist.mesh import MeshShape
+from jaxdist.models.attention_choice import LONG
 from jaxdist.plan import explain
 from jaxdist.plan.cost import CENTURY_HOURS, duration
 from jaxdist.plan.explain import billions, gib
 from jaxdist.plan.fit_remat import with_arrays
+from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.proof.compile import require_compiler, without_devices
 from jaxdist.plan.search import (
     INTEGERS,
     Candidates,
+    Fixed,
     Found,
     Scored,
     best_of_each_mesh,
+    has_layout,
     memory_time_front,
     pareto,
     rank,
@@ -34,6 +40,7 @@ from jaxdist.plan.search import (
     usable_bytes,
 )
 from jaxdist.runtime.budget import short_money
+from jaxdist.strategy import ParallelConfig
 
 from .cli import make_folder, require_writable, run_program, write_output
 from .plan_page import page
@@ -63,13 +70,13 @@ def main(flags: PlanFlags, console: Console) -> int:
     # ---- answer ----
     if batches:
         plan = of_batches(questions, flags.nodes or 1, flags.top)
-    elif flags.mesh:
+    elif flags.names_layout:
         plan = report_layout(flags, question)
     elif flags.looks_for_nodes:
         plan = smallest_cluster(question, flags.top)
     else:
         plan = plan_for(question, flags.nodes or 1, flags.top)
-    check_limits(plan, "--mesh and --nodes" if flags.mesh else "--nodes")
+    check_limits(plan, "--mesh and --nodes" if flags.names_layout else "--nodes")
 
     # ---- report ----
     record = to_json(plan)
@@ -90,11 +97,39 @@ def main(flags: PlanFlags, console: Console) -> int:
 
 
 def find(question: Question, num_nodes: int) -> Found:
-    cluster = question.cluster(num_nodes)
+    cluster, fixed = question.cluster(num_nodes), Fixed.join(question.fixed.values())
+    require_layouts(question, cluster)
     with Progress(f"searching layouts of {cluster.num_devices:,} devices, meshes") as progress:
-        found = search(question.base, cluster, question.attention, question.efficiency, progress=progress.update)
+        found = search(
+            question.base,
+            cluster,
+            question.attention,
+            question.efficiency,
+            progress=progress.update,
+            fixed=fixed,
+        )
+    if fixed.columns.keys() & {"every", "selective", "recompute"}:
+        return found
     with Progress("choosing what backward repeats"):
         return with_arrays(found, question.attention, question.efficiency)
+
+
+def require_layouts(question: Question, cluster: Cluster) -> None:
+    """Refuse settings that no layout has. Raises: ConfigError naming the fewest of them that contradict each other."""
+    fixed = question.fixed
+    if not fixed or has_layout(question.base, cluster, Fixed.join(fixed.values())):
+        return
+    subsets = (names for number in range(1, len(fixed) + 1) for names in itertools.combinations(fixed, number))
+    names = next(n for n in subsets if not has_layout(question.base, cluster, Fixed.join(fixed[name] for name in n)))
+    axes = Fixed.join(fixed[name] for name in names).axes
+    question.base.model.check(ParallelConfig(MeshShape(**axes)))  # which may say why
+    why = f"; cp is for sequences of {LONG:,} and more" if "cp" in " ".join(names) else ""
+    raise ConfigError(
+        f"{' with '.join(names)} on {cluster.num_devices} devices",
+        f"must leave a layout of {question.base.model.describe()} in batches of {question.base.batch_size:,}, and none "
+        f"has {'both' if len(names) > 1 else 'it'}{why}",
+        f"Leave {'one of them' if len(names) > 1 else 'it'} out, or use another batch or number of devices",
+    )
 
 
 def find_fitting(question: Question, num_nodes: int) -> Found | None:
@@ -119,8 +154,30 @@ def plan_for(question: Question, num_nodes: int, top: int) -> Plan:
     took = time.perf_counter() - start
     rows = folded(found, best_of_each_mesh(found, order[found.fits[order]]))[:top]
     sentences = explain.explain(found, order, question.attention, question.efficiency)
+    sentences += price_of_what_is_fixed(question, found, num_nodes)
     front = front_of(question, found)
     return Plan(question, found, found.num_layouts, found.num_fitting, rows, front, sentences, took)
+
+
+def price_of_what_is_fixed(question: Question, found: Found, num_nodes: int) -> list[str]:
+    """How much faster the best layout would be without."""
+    if not question.fixed or (free := find_fitting(replace(question, fixed={}), num_nodes)) is None:
+        return []
+
+    def cost(some: Scored) -> float:
+        return float(some.time.total[rank(some)[0]]) / float(free.time.total[best]) - 1
+
+    best, words = int(rank(free)[0]), ", ".join(question.fixed)
+    if cost(found) < 1e-6:
+        return [f"Fixed: {words}. The best of all layouts has that."]
+    alone = {}
+    for name, fixed in question.fixed.items() if len(question.fixed) > 1 else ():
+        one = find_fitting(replace(question, fixed={name: fixed}), num_nodes)
+        alone[name] = "does not fit" if one is None else f"{cost(one):.1%}"
+    each = f" ({', '.join(f'{name} alone: {price}' for name, price in alone.items())})" if alone else ""
+    return [
+        f"Fixed: {words}. That costs {cost(found):.1%}{each}; the best of all is {explain.layout_flags(free, best)}."
+    ]
 
 
 def of_batches(questions: list[Question], num_nodes: int, top: int) -> Plan:

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, get_args
 
 import tyro
@@ -12,6 +13,7 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import MOST, ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import num_parameters
+from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.plan.cost import Cost
 from jaxdist.plan.fit_remat import fit_remat
 from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, price
@@ -23,9 +25,9 @@ from jaxdist.plan.recipe import (
     learning_rate,
     warmup_steps,
 )
-from jaxdist.plan.search import Scored, usable_bytes
+from jaxdist.plan.search import Fixed, Scored, usable_bytes
 from jaxdist.plan.time_model import Efficiency, efficiency_of, read_efficiency
-from jaxdist.strategy import Dtype
+from jaxdist.strategy import CP_KINDS, TP_RINGS, Dtype
 
 from .cli import CommonFlags, ModelName, flag_word, refuse_ignored
 from .config_file import FileFlags
@@ -35,7 +37,10 @@ MOST_DEVICES = 2**20
 DEFAULT_BATCH_TOKENS = 2**20
 LAYOUT_FLAGS = {"zero", "sp", "cp_kind", "experts_over_tp", "tp_ring", "accumulate", "remat", "unroll_layers"}
 LAYOUT_FLAGS |= {"reshard_after_forward", "overlap", "schedule", "microbatches", "chunks", "stages"}
+PASSED_ON = {"unroll_layers"}  # of these: a search has it in all layouts, as it has --loss-chunks
 KEEPS = ("none", "selective")  # of --remat: backward does not run whole blocks again
+REMATS = (("none", (0, 0, 0)), ("selective", (0, 1, 0)), ("block", (1, 0, 0)), ("chunk", (0, 0, 1)))
+MORE_WORDS = {"remat": ["every-K"], "stages": ["last-N"]}
 BOUNDS = {"batch_size": 2**24, "accumulate": 2**24, "microbatches": 2**16, "chunks": 10**4, "loss_chunks": 10**8}
 BOUNDS |= {"nodes": MOST_DEVICES, "devices_per_node": MOST_DEVICES, "top": 10_000, "prove": 10_000, "steps": 10**15}
 BOUNDS |= {"tokens": 1e18, "budget": 1e12, "price_per_hour": 1e4}
@@ -43,7 +48,8 @@ BOUNDS |= {"tokens": 1e18, "budget": 1e12, "price_per_hour": 1e4}
 
 @dataclass(frozen=True)
 class PlanFlags(CommonFlags, FileFlags):
-    """Rank every layout of a cluster for a model; with --mesh, report that layout alone. Nothing is run."""
+    """Rank every layout of a cluster for a model. A --mesh of all its devices names the one layout to report; one of
+    fewer, and other settings of a layout, are fixed and the rest is searched. Nothing is run."""
 
     COMMON: ClassVar[tuple[str, ...]] = (
         *("model", "hardware", "nodes", "devices_per_node", "batch_size", "seq_len", "tokens", "deadline", "budget"),
@@ -101,6 +107,7 @@ class PlanFlags(CommonFlags, FileFlags):
     """How many rows of the table to trace or compile."""
     dump_hlo: str | None = None
     """Folder for the text of compiled programs."""
+    given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
 
     def with_remat(self, config: RunConfig, gib: float | None) -> RunConfig:
         """For --hardware, and its memory."""
@@ -108,6 +115,52 @@ class PlanFlags(CommonFlags, FileFlags):
         cluster = cluster_of_mesh(self, hardware, config.parallel.mesh.num_devices)
         limit = usable_bytes(cluster) if gib is None else gib * GIB
         return fit_remat(config, cluster, limit, attention_on(hardware, config), efficiency_for(self, hardware)).config
+
+    @property
+    def names_layout(self) -> bool:
+        """Whether --mesh is of all devices, and so names one layout; otherwise it fixes axes of a search."""
+        if not self.mesh:
+            return False
+        ranks = parse_mesh(self.mesh).num_devices
+        per_node = self.devices_per_node or find_hardware(self.hardware, self.hardware_file).devices_per_node
+        return not self.looks_for_nodes and (self.nodes is None or self.nodes * per_node == ranks)
+
+    def fixed(self) -> dict[str, Fixed]:
+        """What a search may not change, by its words. Raises: ConfigError for what no layout of a search has."""
+        mesh = parse_mesh(self.mesh)
+        found = {f"--mesh {axis}={size}": Fixed({axis: size})
+                 for axis in re.findall("[a-z]+", self.mesh) for size in [getattr(mesh, axis)]}  # fmt: skip
+        for name in sorted((LAYOUT_FLAGS - PASSED_ON) & self.given):
+            value = getattr(self, name)
+            words = flag_word(name, value) + f" {value}" * (not isinstance(value, bool))
+            found[words] = Fixed(columns=self._columns(name, words))
+        return found
+
+    def _columns(self, name: str, asked: str) -> dict[str, int]:
+        """A setting of a layout, as columns of `Candidates`."""
+        value, words = getattr(self, name), str(getattr(self, name)).partition("-")
+        known: dict[str, dict[object, dict[str, int]]] = {
+            "remat": {word: dict(zip(("every", "selective", "recompute"), each, strict=True)) for word, each in REMATS},
+            "schedule": {word: {"schedule": i} for i, word in enumerate(NAMES)},
+            "cp_kind": {word: {"kind": i} for i, word in enumerate(CP_KINDS)},
+            "tp_ring": {word: {"ring": i} for i, word in enumerate(TP_RINGS)},
+            "stages": {"even": {"last": 0}},
+            "reshard_after_forward": {True: {"keep": 0}, False: {"keep": 1}},
+        }
+        if name == "experts_over_tp":
+            raise ConfigError(asked, "must come with a whole --mesh: a search does not choose it", "Leave it out")
+        if name not in known:
+            return {name: int(value)}
+        if words[0] in ("every", "last") and words[2].isdigit():
+            number = int(words[2])
+            return {"last": number} if name == "stages" else {"every": number, "selective": 0, "recompute": 0}
+        if value not in known[name]:
+            raise ConfigError(
+                asked,
+                f"must be one of {', '.join([*map(str, known[name]), *MORE_WORDS.get(name, ())])} in a search",
+                "Name the whole layout with --mesh, or leave it out",
+            )
+        return known[name][value]
 
     @property
     def looks_for_nodes(self) -> bool:
@@ -131,6 +184,7 @@ class Question:
     recipe_notes: list[str]
     rate_known: bool
     efficiency: Efficiency
+    fixed: Mapping[str, Fixed] = field(default_factory=dict)  # by its words
 
     def cluster(self, num_nodes: int) -> Cluster:
         return Cluster(self.hardware, num_nodes, self.devices_per_node)
@@ -178,6 +232,10 @@ def ask(flags: PlanFlags) -> Question:
         flags, notes = replace(flags, batch_size=batch), [*notes, note]
     rate_known = flags.lr is not None or flags.optimizer == "adamw"
     flags, tokens, recipe_notes = with_recipe(flags, rate_known)
+    fixed = {} if flags.names_layout else flags.fixed()
+    if not flags.names_layout:
+        defaults = {name: getattr(CommonFlags, name) for name in (LAYOUT_FLAGS - PASSED_ON) | {"mesh"}}
+        flags = replace(flags, **defaults)
     config = flags.run_config()
     attention = attention_on(hardware, config)
     if attention == "xla":
@@ -185,7 +243,7 @@ def ask(flags: PlanFlags) -> Question:
     elif attention == "blocked":
         notes.append("Attention is in blocks of scores (flash attention cannot run here): slower, and none are kept.")
     means = flags.devices_per_node, attention, tokens, hours, flags.budget, dollars
-    return Question(config, hardware, *means, notes, recipe_notes, rate_known, efficiency_for(flags, hardware))
+    return Question(config, hardware, *means, notes, recipe_notes, rate_known, efficiency_for(flags, hardware), fixed)
 
 
 def cluster_of_mesh(flags: PlanFlags, hardware: Accelerator, devices: int) -> Cluster:
@@ -208,9 +266,6 @@ def refuse_unused(flags: PlanFlags) -> None:
     """Refuse numbers out of bounds, and flags that would change nothing and that no configuration refuses."""
     everything = {field.name for field in dataclasses.fields(flags)} - {"device"}
     refuse_ignored(flags, everything, "a plan runs on no device; its command names one for --hardware")
-    if not flags.mesh:
-        why = "a layout is searched for, and this names a part of one (--mesh names a whole one)"
-        refuse_ignored(flags, everything - LAYOUT_FLAGS | {"device"}, why)
     for name, most in BOUNDS.items():
         if (value := getattr(flags, name)) is not None and not 0 < value <= most:
             flag, required = flag_word(name, None), f"must be above 0 and at most {most:,.0f}"
@@ -219,6 +274,7 @@ def refuse_unused(flags: PlanFlags) -> None:
     if mesh.pp > layers:  # before a schedule is made for so many stages
         reason = f"each stage must hold one of the {layers} layers or more"
         raise ConfigError(f"--mesh {mesh}", reason, "Use a smaller pp")
+    whole = flags.names_layout
     timed, proving = flags.tokens is not None or flags.steps is not None, flags.trace or flags.compile is not None
     paid = "what a run costs needs its tokens"
     for flag, idle, why, instead in (
@@ -227,16 +283,31 @@ def refuse_unused(flags: PlanFlags) -> None:
         *((flag, not timed, paid, "Add --tokens 300e9") for flag in ("budget", "vendor", "price_per_hour")),
         ("vendor", flags.price_per_hour is not None, "--price-per-hour is a price already", "Give one of the two"),
         ("price_file", flags.vendor is None, "it lists the prices of vendors", "Add --vendor"),
-        ("top", bool(flags.mesh), "--mesh names the one layout that is shown", "Leave one of the two out"),
-        ("prove", bool(flags.mesh), "--mesh names the one layout that is shown", "Leave one of the two out"),
+        ("top", flags.names_layout, "--mesh names the one layout that is shown", "Leave one of the two out"),
+        ("prove", flags.names_layout, "--mesh names the one layout that is shown", "Leave one of the two out"),
         ("prove", not proving, "nothing is traced or compiled", "Add --trace or --compile h100"),
         ("prove", flags.prove > flags.top, f"the table has {flags.top} rows", f"Use --top {flags.prove}"),
         ("dump_hlo", flags.compile is None, "nothing is compiled", "Add --compile h100"),
-        ("zero", mesh.state_ranks == 1, "ZeRO shards over dp and cp, and both are 1", "Use a mesh with dp=2 or more"),
-        ("sp", mesh.tp == 1, "it splits the sequence over tp, and tp=1", "Use a mesh with tp=2 or more"),
-        ("experts_over_tp", mesh.tp == 1, "it splits experts over tp, and tp=1", "Use a mesh with tp=2 or more"),
-        ("reshard_after_forward", flags.remat not in KEEPS, "blocks gather their weights again", "Use --remat none"),
-        ("overlap", mesh.num_devices == mesh.tp, "no message could hide", "Use a mesh with dp=2 or more"),
+        (
+            "zero",
+            whole and mesh.state_ranks == 1,
+            "ZeRO shards over dp and cp, and both are 1",
+            "Use a mesh with dp=2 or more",
+        ),
+        ("sp", whole and mesh.tp == 1, "it splits the sequence over tp, and tp=1", "Use a mesh with tp=2 or more"),
+        (
+            "experts_over_tp",
+            whole and mesh.tp == 1,
+            "it splits experts over tp, and tp=1",
+            "Use a mesh with tp=2 or more",
+        ),
+        (
+            "reshard_after_forward",
+            whole and flags.remat not in KEEPS,
+            "blocks gather their weights again",
+            "Use --remat none",
+        ),
+        ("overlap", whole and mesh.num_devices == mesh.tp, "no message could hide", "Use a mesh with dp=2 or more"),
     ):
         if idle and getattr(flags, flag) != getattr(type(flags), flag):
             raise ConfigError(flag_word(flag, getattr(flags, flag)), f"{why}: it would change nothing", instead)
@@ -314,7 +385,7 @@ def default_batch(flags: PlanFlags, devices_per_node: int) -> tuple[int, str]:
     """About a million tokens, in a number of sequences that the data ranks, or all devices, divide; and a sentence."""
     length, per_node = flags.model_config().seq_len, flags.devices_per_node or devices_per_node
     target = 1 << round(math.log2(max(DEFAULT_BATCH_TOKENS / length, 1)))
-    if flags.mesh:
+    if flags.names_layout:
         mesh = parse_mesh(flags.mesh)
         micro = 1 if mesh.pp == 1 else flags.microbatches or 2 * mesh.pp
         unit, of = mesh.replica * mesh.dp * max(flags.accumulate, 1) * max(micro, 1), "micro-batches of this layout"
@@ -338,7 +409,7 @@ def parse_batches(flags: PlanFlags) -> list[int]:
         raise ConfigError(given, "must be whole numbers of sequences with commas between", "Use --batch-sizes 256,512")
     for idle, why, instead in (
         (flags.batch_size is not None, "--batch-size must not be given too", "Give one of the two"),
-        (bool(flags.mesh), "must be one, as --mesh is of one batch", "Use --batch-size, once for each"),
+        (flags.names_layout, "must be one, as --mesh is of one batch", "Use --batch-size, once for each"),
         (flags.steps is not None, "must all be of the same tokens, not steps", "Use --tokens 300e9"),
         (
             flags.looks_for_nodes,

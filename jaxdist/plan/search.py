@@ -10,8 +10,8 @@ the F of the last part includes the head.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 
 import numpy as np
@@ -181,6 +181,45 @@ class Candidates:
         return cls(*(np.array([int(row[name])]) for name in INTEGERS))
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """What a search may not change: sizes of mesh axes, and values of other columns of `Candidates`.
+
+    A setting that means something on some meshes alone (sp, a schedule, ZeRO) asks for one of these.
+    """
+
+    axes: Mapping[str, int] = field(default_factory=dict)
+    columns: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls, parts: Iterable["Fixed"]) -> "Fixed":
+        found = cls()
+        for part in parts:
+            found = cls({**found.axes, **part.axes}, {**found.columns, **part.columns})
+        return found
+
+    def allows(self, mesh: Mapping[str, int]) -> bool:
+        columns = self.columns
+        needs_pp = columns.keys() & {"schedule", "chunks", "last"} or columns.get("microbatches", 1) > 1
+        meaningful = mesh["pp"] > 1 or not (needs_pp or columns.get("recompute"))
+        meaningful &= mesh["tp"] > 1 or not (columns.get("sp") or columns.get("ring"))
+        meaningful &= mesh["cp"] > 1 or "kind" not in columns
+        meaningful &= not columns.get("zero") or MeshShape(**mesh).state_ranks > 1
+        return meaningful and all(mesh[axis] == size for axis, size in self.axes.items())
+
+    def rows(self, names: str, rows: list) -> list:
+        """Rows of some columns, named in order, that have what is fixed."""
+        wanted = [(i, self.columns[name]) for i, name in enumerate(names.split()) if name in self.columns]
+        return [row for row in rows if all(row[i] == value for i, value in wanted)]
+
+    def or_one(self, name: str, values: Iterable[int]) -> list[int]:
+        """The values of a column to try: what it is fixed to, though it be one that a search leaves out."""
+        return [self.columns[name]] if self.columns.get(name) else list(values)
+
+
+FREE = Fixed()
+
+
 def place_of(word: str) -> int:
     """In WORDS."""
     if word not in WORDS:
@@ -190,18 +229,18 @@ def place_of(word: str) -> int:
 
 def take_rows(columns, index):
     """The rows of an index, a mask or a slice, of a dataclass whose fields are columns."""
-    return type(columns)(**{field.name: getattr(columns, field.name)[index] for field in fields(columns)})
+    return type(columns)(**{each.name: getattr(columns, each.name)[index] for each in fields(columns)})
 
 
 def join_rows(blocks: Sequence):
     """Such dataclasses as one, one after the other."""
     kind = type(blocks[0])
-    return kind(**{field.name: np.concatenate([getattr(b, field.name) for b in blocks]) for field in fields(kind)})
+    return kind(**{each.name: np.concatenate([getattr(b, each.name) for b in blocks]) for each in fields(kind)})
 
 
 def put_rows(columns, index, rows):
     """With other rows in the places of an index."""
-    changed = {field.name: getattr(columns, field.name).copy() for field in fields(columns)}
+    changed = {each.name: getattr(columns, each.name).copy() for each in fields(columns)}
     for name, column in changed.items():
         column[index] = getattr(rows, name)
     return replace(columns, **changed)
@@ -263,6 +302,7 @@ def layouts_of_mesh(
     block: int = BLOCK,
     attention: str | None = None,
     loss_chunks: int = 1,
+    fixed: Fixed = FREE,
 ) -> Iterator[Candidates]:
     """Every distinct layout of one mesh that `RunConfig` accepts, at most `block` at a time; of stages those that are
     even, or have fewer layers in the last part.
@@ -284,21 +324,24 @@ def layouts_of_mesh(
     sps = [(0, 0)]
     if mesh["tp"] > 1 and model.seq_len // mesh["cp"] % mesh["tp"] == 0:
         rings = RINGS if pp == 1 and work_of(model).ring_sums else RINGS[:1]
-        sps += [(1, TP_RINGS.index(ring)) for ring in rings]
+        sps += [(1, ring) for ring in fixed.or_one("ring", map(TP_RINGS.index, rings))]
     splits = [(*sp, CP_KINDS.index(kind)) for sp in sps for kind in context_kinds(model, MeshShape(**mesh))]
     # (schedule, chunks, layers of the last part, every, selective, recompute)
     if pp == 1:
         # As many groups as a larger K has layers keep no more, and gather ZeRO-3's weights no more often.
         few = [size for size in divisors(model.num_blocks) if size**2 <= model.num_blocks]
+        few = [size for size in fixed.or_one("every", few) if model.num_blocks % size == 0]
         layers = [(NAMES.index("1f1b"), 1, 0, *again) for again in _remats(few)]
     else:
         layers = [
             (index, chunks, last, *again)
             for index, kind in enumerate(SCHEDULES.values())
-            for chunks in (_chunk_counts(model.num_blocks, pp) if kind.any_chunks else [kind.chunks])
+            for chunks in (
+                fixed.or_one("chunks", _chunk_counts(model.num_blocks, pp)) if kind.any_chunks else [kind.chunks]
+            )
             if pp * chunks <= model.num_blocks
-            for depth, last in _depths(model, pp * chunks)
-            for again in (*_remats(_group_sizes(depth)), (0, 0, 1))
+            for depth, last in _depths(model, pp * chunks, fixed.columns.get("last", 0))
+            for again in (*_remats(fixed.or_one("every", _group_sizes(depth))), (0, 0, 1))
         ]
     # (microbatches, accumulate, rows)
     cuts = [
@@ -306,6 +349,11 @@ def layouts_of_mesh(
         for micro in (divisors(per_rank) if pp > 1 else [1])
         for accumulate in divisors(per_rank // micro)
     ]
+    layers = fixed.rows("schedule chunks last every selective recompute", layers)
+    states, splits = fixed.rows("zero keep overlap", states), fixed.rows("sp ring kind", splits)
+    cuts = fixed.rows("microbatches accumulate", cuts)
+    if not (layers and states and splits and cuts):
+        return
     if attention is not None:
         layers, states, splits, cuts = _likely(attention, layers, states, splits, cuts, pp)
     shape = (len(layers), len(states), len(splits), len(cuts))
@@ -346,13 +394,20 @@ def layouts_of_mesh(
             yield found.take(legal)
 
 
-def _depths(model: Model, num_parts: int) -> list[tuple[int, int]]:
+def _depths(model: Model, num_parts: int, last: int = 0) -> list[tuple[int, int]]:
     """(layers of the largest part, of the last one, 0 where all are even): every division with which a micro-batch may
     be shorter in lock-step than with a smaller largest part.
 
     The head is in the F of the last part (a third of a layer's time is F), and the other parts wait for it: of parts
     that are no larger, the fewest layers in the last are the fastest, until its F takes no longer than the others'.
+    last: layers of the last part, where that is not to be chosen.
     """
+    if last:
+        return (
+            [(max(with_last(model.num_blocks, num_parts, last)), last)]
+            if last + num_parts - 1 <= model.num_blocks
+            else []
+        )
     even = divide_layers(model.num_blocks, num_parts)
     head = HEAD_AT_MOST * head_in_layers(model)
 
@@ -578,9 +633,7 @@ def _step_time(
         repeated=repeated or _repeated(base, layouts, attention),
     )
     time = step_time(work_of(model), layout, cluster, efficiency, precision.dtype)
-    return StepTime(
-        **{field.name: np.broadcast_to(getattr(time, field.name), len(layouts)) for field in fields(StepTime)}
-    )
+    return StepTime(**{each.name: np.broadcast_to(getattr(time, each.name), len(layouts)) for each in fields(StepTime)})
 
 
 def seconds_of_repeats(
@@ -713,27 +766,31 @@ def search(
     block: int = BLOCK,
     progress: Callable[[int, int], None] = lambda done, total: None,
     thorough: bool = False,
+    fixed: Fixed = FREE,
 ) -> Found:
     """The cluster's layouts scored as by `score`, at most `block` of them at a time; the best are kept.
 
+    fixed: what all of them must have.
     thorough: every layout that `layouts_of_mesh` has. Otherwise what has never been the best is left out (a test
     compares both searches), and tried only where nothing else fits, though not by far: tp over more than a node, fewer
     than LEAST_POSITIONS of a sequence on a rank, tp without sp, rings that are no faster, GPipe, state that is not
     sharded where it can be, fewer micro-batches than stages, attention recomputed that keeps no scores, and, where
     cuDNN's attention runs, keys that travel over cp though heads could be exchanged.
-    progress: told how many meshes of how many are done. Raises: ConfigError as `legal_meshes` and `score`.
+    progress: told how many meshes of how many are done. Raises: ConfigError as `legal_meshes` and `score`, and where
+    no layout has what is fixed.
     """
     efficiency = efficiency or efficiency_of(cluster.hardware.name)
-    found = _search(base, cluster, attention, efficiency, block, progress, thorough)
+    found = _search(base, cluster, attention, efficiency, block, progress, thorough, fixed)
     nearly = (1 - SMALLER) * found.memory.total.min() <= usable_bytes(cluster)
     if not thorough and not found.num_fitting and nearly:
-        found = _search(base, cluster, attention, efficiency, block, progress, thorough=True)
+        found = _search(base, cluster, attention, efficiency, block, progress, True, fixed)
     return found
 
 
-def _search(base, cluster, attention, efficiency, block, progress, thorough: bool) -> Found:
+def _search(base, cluster, attention, efficiency, block, progress, thorough: bool, fixed: Fixed) -> Found:
     model, optimizer, chunks = base.model, base.optimizer.name, base.parallel.loss_chunks
-    meshes = legal_meshes(model, cluster.num_devices, base.batch_size, optimizer)
+    legal = legal_meshes(model, cluster.num_devices, base.batch_size, optimizer)
+    meshes = [mesh for mesh in legal if fixed.allows(mesh)]
     if not thorough:
         meshes = _likely_meshes(model, meshes, cluster, attention)
 
@@ -743,7 +800,7 @@ def _search(base, cluster, attention, efficiency, block, progress, thorough: boo
         for done, mesh in enumerate(meshes):
             progress(done, len(meshes))
             likely = None if thorough else attention
-            for some in layouts_of_mesh(model, mesh, base.batch_size, optimizer, block, likely, chunks):
+            for some in layouts_of_mesh(model, mesh, base.batch_size, optimizer, block, likely, chunks, fixed):
                 waiting.append(some)
                 if sum(map(len, waiting)) >= block:
                     yield Candidates.join(waiting)
@@ -753,16 +810,30 @@ def _search(base, cluster, attention, efficiency, block, progress, thorough: boo
 
     kept, num_layouts, num_fitting = [], 0, 0
     for some in blocks():
-        if not thorough:
+        if not thorough and not fixed.columns.get("ring"):
             some = _rings_that_pay(base, some, cluster, attention, efficiency)
         scored = _score_what_fits(base, some, cluster, attention, efficiency)
         num_layouts += len(some)
         num_fitting += int(scored.fits.sum())
         kept.append(scored.take(_worth_keeping(scored)))
     keep_facts()
+    if not kept:
+        raise ConfigError(
+            f"{fixed} on {cluster.num_devices} devices", "some layout must have what is fixed", "Fix less of it"
+        )
     found = Scored.join(kept)
     found = found.take(_worth_keeping(found))
     return Found(base, cluster, found.layouts, found.time, found.memory, num_layouts, num_fitting)
+
+
+def has_layout(base: RunConfig, cluster: Cluster, fixed: Fixed) -> bool:
+    """Whether any layout, whatever its memory, has what is fixed."""
+    meshes = legal_meshes(base.model, cluster.num_devices, base.batch_size, base.optimizer.name)
+    return any(
+        next(layouts_of_mesh(base.model, mesh, base.batch_size, base.optimizer.name, fixed=fixed), None) is not None
+        for mesh in meshes
+        if fixed.allows(mesh)
+    )
 
 
 def _likely_meshes(
@@ -793,10 +864,10 @@ def _likely(
     if attention == "cudnn" and exchange in kinds:
         kinds = {exchange}
     most = max(micro for micro, _, _ in cuts)
-    layers = [row for row in layers if row[0] != NAMES.index("gpipe") and (attention == "xla" or not row[4])]
+    likely = [row for row in layers if row[0] != NAMES.index("gpipe") and (attention == "xla" or not row[4])]
     states = [state for state in states if state[0]] or states
     splits = [split for split in splits if split[0] == most_sp and split[2] in kinds]
-    return layers, states, splits, [cut for cut in cuts if cut[0] >= min(pp, most)]
+    return likely or layers, states, splits, [cut for cut in cuts if cut[0] >= min(pp, most)]
 
 
 def _rings_that_pay(base, layouts: Candidates, cluster, attention, efficiency) -> Candidates:

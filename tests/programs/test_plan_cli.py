@@ -276,9 +276,6 @@ SEARCH = ["--model", "proof", "--devices-per-node", "4", "--global-batch", "8", 
 NAMED = ["--model", "proof", "--global-batch", "16", "--mesh", "pp=2,dp=2,tp=2"]
 
 
-LAYOUT = "names a part of one"  # of a layout, in a search for a whole one
-
-
 ONE_LAYOUT = "--mesh names the one layout"
 
 
@@ -323,24 +320,24 @@ FLAGS = {
     "loss_scale": ("64", ["--dtype", "float16"], None, None),
     "loss_scale_window": ("64", ["--dtype", "float16"], None, None),
     "loss_scale_hysteresis": ("1", ["--dtype", "float16"], None, None),
-    "zero": ("1", [], LAYOUT, None),
-    "sp": (None, [], LAYOUT, None),
-    "cp_kind": ("all-gather", ["--mesh", "cp=2"], LAYOUT, None),
-    "experts_over_tp": (None, ["--sp", "--mesh", "tp=2"], LAYOUT, "experts"),
-    "tp_ring": ("one-way", ["--mesh", "tp=2", "--sp"], LAYOUT, None),
+    "zero": ("1", [], None, None),
+    "sp": (None, [], None, None),
+    "cp_kind": ("all-gather", ["--mesh", "cp=2"], "none has it", None),
+    "experts_over_tp": (None, ["--sp", "--mesh", "tp=2"], "a whole --mesh", "experts"),
+    "tp_ring": ("one-way", ["--mesh", "tp=2", "--sp"], None, None),
     "grad_sync": ("flat", [], None, None),
     "bucket_mb": ("3", [], None, None),
-    "accumulate": ("2", [], LAYOUT, None),
-    "remat": ("block", [], LAYOUT, None),
+    "accumulate": ("2", [], None, None),
+    "remat": ("block", [], None, None),
     "loss_chunks": ("2", [], None, None),
-    "unroll_layers": ("yes", ["--mesh", "dp=2"], LAYOUT, None),
-    "reshard_after_forward": (None, ["--mesh", "dp=2", "--zero", "3"], LAYOUT, None),
-    "overlap": (None, [], LAYOUT, None),
+    "unroll_layers": ("yes", ["--mesh", "dp=2"], None, None),
+    "reshard_after_forward": (None, ["--mesh", "dp=2", "--zero", "3"], None, None),
+    "overlap": (None, [], None, None),
     "attention": ("xla", [], None, None),
-    "schedule": ("zb-h1", [], LAYOUT, None),
-    "microbatches": ("2", [], LAYOUT, None),
-    "chunks": ("4", ["--mesh", "pp=2", "--schedule", "interleaved", "--num-layers", "8"], LAYOUT, None),
-    "stages": ("1,3", [], LAYOUT, None),
+    "schedule": ("zb-h1", [], None, None),
+    "microbatches": ("2", [], None, None),
+    "chunks": ("4", ["--mesh", "pp=2", "--schedule", "interleaved", "--num-layers", "8"], "none has it", None),
+    "stages": ("1,3", [], "even, last-N", None),
     "optimizer": ("lion", [], None, None),
     "lr": ("1e-5", [], None, None),
     "min_lr_ratio": ("0.3", [], None, None),
