@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from jaxdist.params import Param
     from jaxdist.runtime.devices import acquire_devices
     from jaxdist.strategy import ParallelConfig, PrecisionConfig
-    from jaxdist.train.optimizer import clip_by_global_norm
     from jaxdist.train.program import Program, build_program
+    from jaxdist.train.update import clip_by_global_norm
     from jaxdist.verification import verify
 
 __all__ = [
@@ -71,8 +71,8 @@ _HOMES = {
     "params": ("Param",),
     "runtime.devices": ("acquire_devices",),
     "strategy": ("ParallelConfig", "PrecisionConfig"),
-    "train.optimizer": ("clip_by_global_norm",),
     "train.program": ("Program", "build_program"),
+    "train.update": ("clip_by_global_norm",),
     "verification": ("verify",),
 }
 

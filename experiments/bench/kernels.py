@@ -26,8 +26,8 @@ from jaxdist.models.fused import gelu_tanh
 from jaxdist.models.gpt2 import GPT2Config, LayerNorm
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.gradients.base import all_finite
-from jaxdist.train.optimizer import gradient_norms, update
 from jaxdist.train.program import attention_on, build_program
+from jaxdist.train.update import gradient_norms, update
 
 from ..tables import Rows
 from .flags import BenchFlags

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.strategy import PrecisionConfig
-from jaxdist.train.optimizer import initial_loss_scale, next_loss_scale
+from jaxdist.train.loss_scale import initial_loss_scale, next_loss_scale
 
 from . import drawing, tiny
 from .lab import Lab, Result, at_most, equal, holds, table

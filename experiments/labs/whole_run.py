@@ -20,8 +20,8 @@ from jaxdist.plan.utilisation import flops_per_token
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.strategy import ParallelConfig
 from jaxdist.train import step as train_step
-from jaxdist.train.optimizer import gradient_norms
 from jaxdist.train.program import build_program
+from jaxdist.train.update import gradient_norms
 
 from . import drawing
 from .lab import Lab, Result, at_most, equal, table

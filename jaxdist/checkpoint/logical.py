@@ -19,7 +19,8 @@ from jaxdist.layout import Layout, Leaf, fill
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, is_logical, to_storage
 from jaxdist.specs import compute_spec, draw_spec, drop_unit_axes, kept_dtype, logical_spec, storage_spec, zero_padded
 from jaxdist.strategy import PrecisionConfig
-from jaxdist.train.optimizer import LossScale, by_owner, initial_loss_scale
+from jaxdist.train.loss_scale import LossScale, initial_loss_scale
+from jaxdist.train.optimizer import by_owner
 from jaxdist.train.program import Program
 from jaxdist.train.state import State, initial_state, stored_parameters
 

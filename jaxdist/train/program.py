@@ -35,7 +35,8 @@ from jaxdist.specs import (
 from jaxdist.train.gradients.base import ShardedModel
 from jaxdist.train.gradients.bind import bind_model
 from jaxdist.train.leaf_needs import require_held
-from jaxdist.train.optimizer import LossScale, learning_rate, make_optimizer, optimizer_specs
+from jaxdist.train.loss_scale import LossScale
+from jaxdist.train.optimizer import learning_rate, make_optimizer, optimizer_specs
 from jaxdist.train.state import State, initial_state, stored_parameters
 from jaxdist.train.step import evaluate, train_step
 

@@ -10,7 +10,7 @@ from jaxdist.config import RunConfig
 from jaxdist.layout import Layout, drop_frozen
 from jaxdist.parallel.relayout import to_compute, to_storage
 from jaxdist.specs import kept_dtype
-from jaxdist.train.optimizer import LossScale, initial_loss_scale
+from jaxdist.train.loss_scale import LossScale, initial_loss_scale
 
 
 class State(NamedTuple):

@@ -13,8 +13,9 @@ from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.zero import gather_parameters, owned_shards
 from jaxdist.train.gradients import engine_of
 from jaxdist.train.gradients.base import ShardedModel, all_finite, dropout_key
-from jaxdist.train.optimizer import gradient_norms, next_loss_scale, update
+from jaxdist.train.loss_scale import next_loss_scale
 from jaxdist.train.state import State
+from jaxdist.train.update import gradient_norms, update
 
 
 def train_step(

@@ -18,8 +18,8 @@ from jaxdist.models.base import decay_mask
 from jaxdist.placement import make_layout
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.leaf_needs import require_held
-from jaxdist.train.optimizer import clip_by_global_norm
 from jaxdist.train.program import build_program
+from jaxdist.train.update import clip_by_global_norm
 from tests.support.small_models import MODELS
 
 MODEL, STEPS, ROWS = MODELS["grouped"], 3, 8

@@ -27,7 +27,8 @@ from jaxdist.params import Param
 from jaxdist.placement import choose_zero_dim, make_layout, pipeline_rows
 from jaxdist.specs import compute_spec, draw_spec, logical_spec, storage_spec
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
-from jaxdist.train.optimizer import initial_loss_scale, learning_rate
+from jaxdist.train.loss_scale import initial_loss_scale
+from jaxdist.train.optimizer import learning_rate
 from jaxdist.train.program import build_program
 
 MODEL = GPT2Config(num_layers=3, width=48, num_heads=6, ffn_width=96, seq_len=16, vocab_size=100)

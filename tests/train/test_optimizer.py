@@ -16,7 +16,8 @@ from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.placement import make_layout
 from jaxdist.strategy import ParallelConfig
-from jaxdist.train.optimizer import gradient_norms, make_optimizer, update
+from jaxdist.train.optimizer import make_optimizer
+from jaxdist.train.update import gradient_norms, update
 
 MODEL = GPT2Config(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=100)
 LAYOUT = make_layout(MODEL, ParallelConfig())

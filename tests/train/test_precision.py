@@ -20,7 +20,7 @@ from jaxdist.parallel.dropout import dropout
 from jaxdist.parity import compare, observe, one_device
 from jaxdist.plan.proof.trace import equations
 from jaxdist.strategy import PrecisionConfig
-from jaxdist.train.optimizer import initial_loss_scale, next_loss_scale
+from jaxdist.train.loss_scale import initial_loss_scale, next_loss_scale
 from jaxdist.train.program import build_program
 
 HALF = Strategy("", "dp=2,tp=2", {"zero": 2}, dtype="float16", num_layers=1, batch_size=8)
