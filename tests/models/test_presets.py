@@ -50,6 +50,11 @@ def test_a_preset_there_and_back(name):
     assert name_of(model) == (name, {})
 
 
+def test_files_name_models_without_config():
+    found, plain = (to_dict(RunConfig(PRESETS[name]))["model"] for name in ("llama-proof", "tiny"))
+    assert found["class"] == "jaxdist.models.decoder:Decoder" and "class" not in plain
+
+
 def test_a_decoder_s_initial_values_have_the_spread_of_gpt_2_s():
     """0.02; 0.02 / sqrt(2 layers) of what is added to the residual, twice a layer (GPT-2, section 2.3); norms are 1."""
     model = dataclasses.replace(PRESETS["moe-proof"], num_layers=8, kinds=("dense", "full"), shared_width=32)
