@@ -12,7 +12,9 @@ import tyro
 from jaxdist.config import RunConfig
 from jaxdist.errors import MOST, ConfigError
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.attention_choice import LONG
 from jaxdist.models.base import num_parameters
+from jaxdist.models.registry import is_path
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.plan.cost import Cost
 from jaxdist.plan.fit_remat import fit_remat
@@ -38,6 +40,7 @@ DEFAULT_BATCH_TOKENS = 2**20
 LAYOUT_FLAGS = {"zero", "sp", "cp_kind", "experts_over_tp", "tp_ring", "accumulate", "remat", "unroll_layers"}
 LAYOUT_FLAGS |= {"reshard_after_forward", "overlap", "schedule", "microbatches", "chunks", "stages"}
 PASSED_ON = {"unroll_layers"}  # of these: a search has it in all layouts, as it has --loss-chunks
+LENGTH = 4096  # of a sequence, unless given, of a downloaded model that allows more than LONG
 KEEPS = ("none", "selective")  # of --remat: backward does not run whole blocks again
 REMATS = (("none", (0, 0, 0)), ("selective", (0, 1, 0)), ("block", (1, 0, 0)), ("chunk", (0, 0, 1)))
 MORE_WORDS = {"remat": ["every-K"], "stages": ["last-N"]}
@@ -223,10 +226,12 @@ def estimate(question: Question, found: Scored, index: int) -> Estimate:
 
 def ask(flags: PlanFlags) -> Question:
     """Every flag, checked: each is used below, or refused. Raises: ConfigError."""
+    flags, length_notes = with_length(flags)
     refuse_unused(flags)
     hardware = hardware_for(flags)
     hours = None if flags.deadline is None else parse_hours(flags.deadline)
     dollars, notes = hourly_price(flags, hardware)
+    notes = [*length_notes, *notes]
     if flags.batch_size is None:
         batch, note = default_batch(flags, hardware.devices_per_node)
         flags, notes = replace(flags, batch_size=batch), [*notes, note]
@@ -244,6 +249,14 @@ def ask(flags: PlanFlags) -> Question:
         notes.append("Attention is in blocks of scores (flash attention cannot run here): slower, and none are kept.")
     means = flags.devices_per_node, attention, tokens, hours, flags.budget, dollars
     return Question(config, hardware, *means, notes, recipe_notes, rate_known, efficiency_for(flags, hardware), fixed)
+
+
+def with_length(flags: PlanFlags) -> tuple[PlanFlags, list[str]]:
+    """The flags with a length of sequences where a downloaded model allows more than anybody trains all of."""
+    if flags.seq_len is not None or not is_path(flags.model) or (most := flags.model_config().seq_len) <= LONG:
+        return flags, []
+    note = f"--seq-len {LENGTH}: assumed; the model allows {most:,} tokens a sequence."
+    return replace(flags, seq_len=LENGTH), [note]
 
 
 def cluster_of_mesh(flags: PlanFlags, hardware: Accelerator, devices: int) -> Cluster:

@@ -129,3 +129,18 @@ def test_a_file_fixes_what_it_sets(capfd, tmp_path):
 def test_what_contradicts_is_named(words, culprits, capfd):
     code, _, err = run(main, PlanFlags, "plan", f"--model gpt2-124m --batch-size 64 {words}".split(), capfd)
     assert code == 2 and f"error: {culprits}:" in err
+
+
+def test_a_downloaded_model_is_not_planned_at_all_its_positions_unless_asked(capfd, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "max_position_embeddings": 131072, "vocab_size": 1000, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for words, length, said in (("", 4096, "allows 131,072"), ("--seq-len 16384", 16384, None)):
+        path, words = (
+            tmp_path / "plan.json",
+            f"--model {tmp_path} --nodes 1 --mesh dp=8 --batch-size 64 {words}".split(),
+        )
+        code, out, err = run(main, PlanFlags, "plan", [*words, "--json", path], capfd)
+        assert code == 0, err
+        assert json.loads(path.read_text())["model"]["seq_len"] == length
+        assert ("assumed" in out) == (said is not None) and (said or "") in out
