@@ -94,6 +94,7 @@ class Leaf:
     @property
     def zero_local(self) -> int:
         """Size of `zero_dim` on one rank, padded to a multiple of `num_shards`."""
+        assert self.zero_dim is not None
         return -(-self.compute_local[self.zero_dim] // self.num_shards) * self.num_shards
 
     @property

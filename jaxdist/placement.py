@@ -28,9 +28,9 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
     stacked = dict(named_params({STACKED: declared[STACKED]}))
     most_of_a_vector = 2 * math.sqrt(sum(math.prod(param.shape[1:]) for param in stacked.values()))
     rows, ends = None, ()
-    if mesh.pp > 1:
-        rows = pipeline_rows(parallel.pipeline, part_layers)
-        ends = tuple(sorted({parallel.pipeline.place(part)[0] for part in (0, len(part_layers) - 1)}))
+    if (schedule := parallel.pipeline) is not None:
+        rows = pipeline_rows(schedule, part_layers)
+        ends = tuple(sorted({schedule.place(part)[0] for part in (0, len(part_layers) - 1)}))
 
     def place(path, param) -> Leaf:
         name = ".".join(entry.key for entry in path)

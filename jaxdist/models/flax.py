@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,8 @@ class LanguageModel(nnx.Module):
 
         def block(x_BTD, numbered):
             index, params = numbered
-            for i, layer in enumerate(split_kinds(self.config, nnx.merge(graph, params))):
+            layers: Any = split_kinds(self.config, nnx.merge(graph, params))
+            for i, layer in enumerate(layers):
                 x_BTD = layer(x_BTD, ctx.at(1).at(index * len(self.config.kinds) + i))
             return x_BTD, None
 

@@ -108,7 +108,7 @@ class _Fields:
 
     def number(self, name: str, default: float | None = None, of: dict | None = None) -> float:
         """A number above 0, of the file or of a dict in it."""
-        value = (self.config if of is None else of).get(name, default)
+        value: Any = (self.config if of is None else of).get(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.refuse(name, "must be a number above 0", "Fix the file", value)
         return value
@@ -303,7 +303,7 @@ def config_of(model: Model) -> dict:
     }
     layers = [KINDS[kind] for kind in model.kinds * model.num_blocks]
     windows = {"use_sliding_window": model.window is not None, "sliding_window": model.window, "layer_types": layers}
-    candidates = {
+    candidates: dict[str, dict] = {
         "llama": {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias},
         "mistral": {"sliding_window": model.window},
         "qwen2": windows,

@@ -166,9 +166,9 @@ class _Query(NamedTuple):
     x: jax.Array
     positions: jax.Array
     starts: jax.Array | None
-    do: jax.Array | None = None
-    lse: jax.Array | None = None
-    sums: jax.Array | None = None
+    do: jax.Array = None
+    lse: jax.Array = None
+    sums: jax.Array = None
 
 
 class _Key(NamedTuple):

@@ -380,7 +380,7 @@ def neighbours(split: Split, odd: int) -> list[tuple[int, int]]:
     """Ranks of equal place in neighbouring groups: in groups 0 and 1, 2 and 3, ...; or (odd) 1 and 2, 3 and 4, ...
     and the last and first."""
     return [
-        tuple(group % split.groups * split.exchanging + member for group in (first, first + 1))
+        (first % split.groups * split.exchanging + member, (first + 1) % split.groups * split.exchanging + member)
         for first in range(odd, split.groups + odd, 2)
         for member in range(split.exchanging)
     ]

@@ -59,6 +59,7 @@ def from_compute(leaf: Leaf, x: jax.Array) -> jax.Array:
         return lax.slice_in_dim(whole, 0, leaf.shape[leaf.spread_dim], axis=leaf.spread_dim)
     if logical_spec(leaf)[0] is None:
         whole = comm.all_gather(x, "pp", 0, replicated=True)
+        assert leaf.rows is not None
         return whole[np.array([leaf.rows.index(layer) for layer in range(leaf.shape[0])])]
     return _reorder(x, np.reshape(leaf.rows, (leaf.mesh.pp, -1)), logical_rows(leaf))
 

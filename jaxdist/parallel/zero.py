@@ -83,7 +83,7 @@ class Sharded:
         flat, treedef = jax.tree.flatten(leaves)
         return treedef.unflatten(self.scatter_gradients(flat, treedef.flatten_up_to(grads)))
 
-    def make_unshard(self, leaves: Sequence[Leaf], whole_proxies: bool = False) -> Callable[[Sequence, Sequence], list]:
+    def make_unshard(self, leaves: Sequence[Leaf], whole_proxies: bool = False) -> Callable[[list, list], list]:
         """unshard(proxies, stored) -> weights, of one part of the model with these leaves (layer dim removed).
 
         `stored` are shards, which ZeRO-3 gathers, or the whole weights of ZeRO-2, which are used as they are. The
@@ -247,18 +247,24 @@ def pad(x: jax.Array, leaf: Leaf) -> jax.Array:
 
 def unpad(x: jax.Array, leaf: Leaf) -> jax.Array:
     """Undo `pad`."""
-    return lax.slice_in_dim(x, 0, leaf.compute_local[leaf.zero_dim], axis=leaf.zero_dim)
+    dim = _sharded_dim(leaf)
+    return lax.slice_in_dim(x, 0, leaf.compute_local[dim], axis=dim)
+
+
+def _sharded_dim(leaf: Leaf) -> int:
+    assert leaf.zero_dim is not None
+    return leaf.zero_dim
 
 
 def _rank_major(x: jax.Array, leaf: Leaf) -> jax.Array:
     """Padded array -> [shards, elements of one]."""
-    dim = leaf.zero_dim
+    dim = _sharded_dim(leaf)
     split = x.reshape(*x.shape[:dim], leaf.num_shards, -1, *x.shape[dim + 1 :])
     return jnp.moveaxis(split, dim, 0).reshape(leaf.num_shards, -1)
 
 
 def _from_rank_major(rows: jax.Array, leaf: Leaf) -> jax.Array:
     """Undo `_rank_major`."""
-    dim, local = leaf.zero_dim, leaf.storage_local
+    dim, local = _sharded_dim(leaf), leaf.storage_local
     split = jnp.moveaxis(rows.reshape(leaf.num_shards, *local), 0, dim)
     return split.reshape(*local[:dim], -1, *local[dim + 1 :])

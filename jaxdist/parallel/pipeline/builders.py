@@ -24,8 +24,8 @@ def from_orders(empty: Schedule, orders: Sequence[Sequence[Action]]) -> Schedule
     if len(orders) != num_stages:
         raise ConfigError(f"{empty} from {len(orders)} orders", "each stage must have one order", f"Give {num_stages}")
     for stage, order in enumerate(orders):
-        for position, action in enumerate(order):
-            check_action(empty, f"{empty}, stage {stage}, position {position} of its order", action)
+        for place, action in enumerate(order):
+            check_action(empty, f"{empty}, stage {stage}, position {place} of its order", action)
 
     table: list[tuple[Action | None, ...]] = []
     done: dict[tuple[int, Action], int] = {}

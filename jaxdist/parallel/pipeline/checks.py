@@ -62,7 +62,7 @@ def check_arrays(schedule: Schedule, shared, layers, fixed, micros, num_layers, 
 
 def _leading(tree, name: str) -> int:
     """The size of the leading dim that all leaves share."""
-    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(tree)}
+    sizes: set = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(tree)}
     if len(sizes) != 1 or None in sizes:
         found = ", ".join(sorted(map(str, sizes))) or "no arrays"
         raise ConfigError(

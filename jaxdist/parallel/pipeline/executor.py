@@ -74,7 +74,7 @@ class _Runner:
     layers: Any
     fixed: Any
     micros: Any
-    split: SplitLayer | None
+    split: SplitLayer  # None where a layer's F is its whole forward
     x: Any
     loss: Any
     depth: int

@@ -84,7 +84,8 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> Lowered:
 def forwards(schedule: Schedule) -> list[list[Action | None]]:
     """A table of only the forward actions: every stage in its order, each action as soon as it can run."""
     table: list[list[Action | None]] = []
-    free, done = [0] * schedule.num_stages, {}
+    free = [0] * schedule.num_stages
+    done: dict = {}
     for stage, action in (entry for row in schedule.table for entry in enumerate(row)):
         if action is not None and action.phase == Phase.F:
             part = schedule.part(stage, action.chunk)

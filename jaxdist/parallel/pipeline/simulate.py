@@ -266,7 +266,7 @@ def simulate(
 
 def _partners(schedule: Schedule) -> list[list[set[int]]]:
     """[tick][stage]: the stages that it sends to or receives from after the tick."""
-    found = [[set() for _ in range(schedule.num_stages)] for _ in schedule.table]
+    found: list[list[set[int]]] = [[set() for _ in range(schedule.num_stages)] for _ in schedule.table]
     for tick, row in enumerate(schedule.table):
         for stage, action in enumerate(row):
             if action is None or action.phase not in (Phase.F, Phase.B):

@@ -91,7 +91,7 @@ class Emitted(Transfer):
     by_stage: tuple[int, ...] | None = None
     matmuls: int = 0
 
-    def sent_bytes(self, mesh: MeshShape) -> int | None:
+    def sent_bytes(self, mesh: MeshShape) -> int | None:  # type: ignore[override]
         """Bytes one device sends in a step, on the stage that sends most."""
         return None if self.count is None else super().sent_bytes(mesh)
 

@@ -57,6 +57,9 @@ def through_stages(
     def first(trainable, micro):
         return model.embed(ShardedParams(trainable, outer.stored), micro, key)
 
+    schedule = model.schedule
+    assert schedule is not None  # under pp there is one
+
     def layer(trainable, fixed, micro, x, model=model):
         stored, index = fixed
         return model.block(ShardedParams(trainable, stored), x, index, micro, key)
@@ -66,10 +69,10 @@ def through_stages(
 
     return execute(
         Stages(first, layer, last, passing=partial(layer, model=model.weighted(None))),
-        model.schedule,
+        schedule,
         outer.trainable,
         layers.trainable,
-        cut(batch, model.schedule.num_microbatches),
+        cut(batch, schedule.num_microbatches),
         fixed=(layers.stored, layer_numbers(model)),
         num_layers=model.part_layers,
         **how,
