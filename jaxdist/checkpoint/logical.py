@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyEntry, KeyPath, SequenceKey
@@ -40,7 +41,8 @@ def to_logical(program: Program, state: State) -> dict[str, jax.Array]:
         computed = (state.master is None or leaf.param.frozen) and not layout.params_sharded
         moves[name] = leaf, from_compute if computed else from_storage
     scale = {} if state.scale is None else named(SCALE, state.scale._asdict())
-    return _moved(program, moves, {**named(PARAMS, whole), **named(MOMENTS, state.moments), **scale, STEP: state.step})
+    moments = jax.tree.map(_numbers, named(MOMENTS, state.moments))
+    return _moved(program, moves, {**named(PARAMS, whole), **moments, **scale, STEP: state.step})
 
 
 def logical_parameters(program: Program, stored: dict) -> dict:
@@ -59,6 +61,7 @@ def abstract_logical(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
 
     def shape(leaf: Leaf | bool, x) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, bool):
+            x = jax.eval_shape(_numbers, x)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
         return jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=_sharding(program, draw_spec(leaf)))
 
@@ -98,11 +101,12 @@ def from_logical(program: Program, arrays: dict[str, jax.Array | np.ndarray]) ->
         if STEP not in arrays:
             return fresh
 
-        def store(leaf: Leaf | bool, x):
+        def store(leaf: Leaf | bool, x, like):
+            x = jax.random.wrap_key_data(x) if _is_key(like) else x
             return to_storage(leaf, x) if isinstance(leaf, Leaf) else x
 
         moments = unnamed(MOMENTS, shapes.moments, arrays)
-        moments = jax.tree.map(store, _owners(program), moments)
+        moments = jax.tree.map(store, _owners(program), moments, shapes.moments)
         scale = initial_loss_scale(config.precision)
         if scale is not None and f"{SCALE}.scale" in arrays:
             scale = LossScale(*(arrays[f"{SCALE}.{field}"] for field in LossScale._fields))
@@ -141,6 +145,15 @@ def _placed(x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
     if isinstance(x, jax.Array):
         return jax.device_put(x, sharding)
     return jax.make_array_from_callback(np.shape(x), sharding, lambda at: np.asarray(x)[at])
+
+
+def _is_key(x) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(x: jax.Array) -> jax.Array:
+    """An array as a file holds it: of a random key its bits."""
+    return jax.random.key_data(x) if _is_key(x) else x
 
 
 def fetch(tree):

@@ -18,12 +18,14 @@ from jaxdist.parallel import collectives as comm
 def gradient_norms(grads: dict, layout: Layout) -> tuple[jax.Array, jax.Array]:
     """L2 norm of the whole gradient and of each of `layout.groups`, every replicated element counted once.
 
-    Layout: grads in the storage layout -> norm[], norms[groups], equal on every rank.
+    Layout: grads in the storage layout, all of them or some -> norm[], norms[groups], equal on every rank.
     Sends: one all-reduce for each set of axes that leaves are sharded on, a scalar for each of its groups.
     (`optax.clip_by_global_norm` on shards would use each rank's own norm.)
     """
     sums: dict[tuple[str, ...], dict[str, jax.Array]] = {}
-    for leaf, g in zip(jax.tree.leaves(layout.leaves), jax.tree.leaves(grads), strict=True):
+    leaves = dict(jax.tree.leaves_with_path(layout.leaves))
+    for path, g in jax.tree.leaves_with_path(grads):
+        leaf = leaves[path]
         if leaf.param.update != "gradient":
             continue
         part = sums.setdefault(leaf.storage_axes, {})
@@ -56,7 +58,8 @@ def update(
 
     def transform(grads: dict, moments, params: dict, step: jax.Array, norm: jax.Array):
         def global_norm(tree) -> jax.Array:
-            same = all(map(operator.is_, jax.tree.leaves(tree), jax.tree.leaves(grads)))
+            some, every = jax.tree.leaves(tree), jax.tree.leaves(grads)
+            same = len(some) == len(every) and all(map(operator.is_, some, every))
             return norm if same else gradient_norms(tree, layout)[0]
 
         whole = optax.with_extra_args_support(optimizer)

@@ -57,6 +57,10 @@ ELEMENTWISE = {
     "nadam": lambda: optax.chain(optax.clip(1e-3), optax.nadam(1e-3)),
     "partition": lambda: optax.partition({"tables": optax.adam(1e-3), "rest": optax.sgd(1e-2, 0.9)}, labels),
     "accumulating": lambda: optax.MultiSteps(optax.adamw(1e-3), 2).gradient_transformation(),
+    "masked": lambda: optax.chain(
+        optax.masked(clip_by_global_norm(1e-3), lambda tree: jax.tree.map(lambda x: x.ndim > 2, tree)),
+        optax.sgd(0.1, 0.9),
+    ),
     "injected": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=RATE),
     "own": by_the_norm,
 }
@@ -131,6 +135,17 @@ def test_one_device_is_updated_as_optax_alone_would():
     for path, expected in jax.tree.leaves_with_path(params):
         name = "params." + jax.tree_util.keystr(path, simple=True, separator=".")
         np.testing.assert_allclose(found[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_a_random_key_of_an_optimizer_is_saved():
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(3)), optax.sgd(1e-2))
+    program = program_of_fp32("dp=2", noisy)
+    state, _ = program.step(program.init(0), program.put(batch(0)))
+    held = fetch(to_logical(program, state))
+    again, _ = program.step(from_logical(program, held), program.put(batch(1)))
+    state, _ = program.step(state, program.put(batch(1)))
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(again.params), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 @pytest.mark.parametrize("name", WHOLE)
