@@ -48,7 +48,9 @@ def merged(one: Partial, other: Partial) -> Partial:
     return Partial(sum(part.o * _of_heads(jnp.exp(part.lse - lse)) for part in (one, other)), lse)
 
 
-def blocked_attention(q_BTNH, k_BSKH, v_BSKH, places: Places, window: int | None = None) -> jax.Array:
+def blocked_attention(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, places: Places, window: int | None = None
+) -> jax.Array:
     """Causal attention over keys that this rank holds, scaled by 1/sqrt(H): o[B, T, N, H] in q's dtype.
 
     K divides N: consecutive queries' heads share a key's. window: a query sees itself and the `window` - 1 positions
@@ -78,19 +80,30 @@ def _attend_backward(window, order, kept, do):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def row_sums(do_BTNH, o_BTNH, lse_BKGT) -> jax.Array:
+def row_sums(do_BTNH: jax.Array, o_BTNH: jax.Array, lse_BKGT: jax.Array) -> jax.Array:
     """sum(do * o) of each query, as backward of a softmax needs it: [B, K, G, T]."""
     products = (do_BTNH.astype(lse_BKGT.dtype) * o_BTNH.astype(lse_BKGT.dtype)).sum(-1)
     return jnp.moveaxis(products, 1, -1).reshape(lse_BKGT.shape)
 
 
-def attend_partly(q_BTNH, k_BSKH, v_BSKH, places: Places, window: int | None) -> Partial:
+def attend_partly(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, places: Places, window: int | None
+) -> Partial:
     """Attention over these keys alone. Not differentiable: see `gradients_partly`."""
     how = _How(places.order, window, MOST_POSITIONS)
     return _attend_partly(how, q_BTNH, k_BSKH, v_BSKH, places._replace(order=None))
 
 
-def gradients_partly(q_BTNH, k_BSKH, v_BSKH, places: Places, window, do_BTNH, lse_BKGT, sums_BKGT) -> tuple:
+def gradients_partly(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    places: Places,
+    window: int | None,
+    do_BTNH: jax.Array,
+    lse_BKGT: jax.Array,
+    sums_BKGT: jax.Array,
+) -> tuple:
     """(dq, dk, dv) through these keys' scores alone, in at least fp32. lse, sums (`row_sums`): of all keys."""
     how = _How(places.order, window, MOST_POSITIONS)
     of_query = (do_BTNH, lse_BKGT, sums_BKGT)

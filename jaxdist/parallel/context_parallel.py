@@ -133,7 +133,15 @@ def repeat_heads(parts: int, *arrays: jax.Array) -> list[jax.Array]:
 # --------------------------------------------------------------------------------------- keys that are gathered or near
 
 
-def gather_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, starts_BS=None) -> jax.Array:
+def gather_attention(
+    split: Split,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    *,
+    window: int | None = None,
+    starts_BS: jax.Array | None = None,
+) -> jax.Array:
     """Every rank gathers all keys and values.
 
     Backward: the gathers' transposes, reduce-scatters of dk and dv.
@@ -147,7 +155,15 @@ def gather_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, start
     return _of_halves(split, q_BTNH, lambda half, first: (k_BSKH, v_BSKH, 0), window, starts_BS)
 
 
-def halo_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window: int, starts_BS=None) -> jax.Array:
+def halo_attention(
+    split: Split,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    *,
+    window: int,
+    starts_BS: jax.Array | None = None,
+) -> jax.Array:
     """Attention in a window: every chunk gets only the m chunks before it, from hand to hand along the zig-zag.
 
     Backward: the permutes' transposes.
@@ -206,7 +222,15 @@ def hops(window: int | None, chunk: int, groups: int) -> int | None:
 # ------------------------------------------------------------------------------------------------------------- the ring
 
 
-def ring_attention(split: Split, q_BTNH, k_BTKH, v_BTKH, *, window=None, starts_BS=None) -> jax.Array:
+def ring_attention(
+    split: Split,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    *,
+    window: int | None = None,
+    starts_BS: jax.Array | None = None,
+) -> jax.Array:
     """Keys and values go round in n-1 hops for n groups; each rank attends to those it holds while it sends them on.
 
     The softmax is over all keys: partial results are merged by their log-sum-exp, and backward uses that of all. The

@@ -21,7 +21,9 @@ def runs_on_kernels(*arrays: jax.Array) -> bool:
     return all(x.dtype in (jnp.bfloat16, jnp.float16) and not any(d % PART for d in x.shape[1:]) for x in arrays)
 
 
-def row_products(x_ND, w_EDF, counts_E, *, transposed: bool, interpret: bool = False) -> jax.Array:
+def row_products(
+    x_ND: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, *, transposed: bool, interpret: bool = False
+) -> jax.Array:
     """x[n] @ w[e] of each row n of group e, or x[n] @ w[e].T; 0 in the rows after the last group.
 
     Layout: x[N, D], w[E, D, F] (transposed: [E, F, D]), counts[E] -> [N, F], all local.
@@ -51,7 +53,7 @@ def row_products(x_ND, w_EDF, counts_E, *, transposed: bool, interpret: bool = F
     return jnp.where((jnp.arange(rows) < jnp.sum(counts_E))[:, None], y_NF, 0)  # the kernel leaves those as they are
 
 
-def outer_products(x_ND, dy_NF, counts_E, *, interpret: bool = False) -> jax.Array:
+def outer_products(x_ND: jax.Array, dy_NF: jax.Array, counts_E: jax.Array, *, interpret: bool = False) -> jax.Array:
     """The sum over group e's rows n of x[n] and dy[n]'s outer product; 0 for an empty group.
 
     Layout: x[N, D], dy[N, F], counts[E] -> [E, D, F], all local.

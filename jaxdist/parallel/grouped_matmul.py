@@ -82,13 +82,13 @@ class _Blocks:
 
 
 @partial(jax.jit, static_argnames="transposed")
-def grouped_products(x_ND, w_EDF, counts_E, *, transposed: bool):
+def grouped_products(x_ND: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, *, transposed: bool) -> jax.Array:
     ways = (partial(way, transposed=transposed) for way in (_products_in_a_loop, kernels.row_products))
     return _by_platform(*ways, (x_ND, w_EDF), counts_E)
 
 
 @jax.jit
-def grouped_outer_products(x_ND, dy_NF, w_EDF, counts_E):
+def grouped_outer_products(x_ND: jax.Array, dy_NF: jax.Array, w_EDF: jax.Array, counts_E: jax.Array) -> jax.Array:
     def loop(x, dy, counts):
         return _outer_products_in_a_loop(x, dy, w_EDF, counts)
 

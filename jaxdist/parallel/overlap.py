@@ -174,7 +174,7 @@ class OverlappedBackward:
         return _Carry(dx, coming, d_weights, out, finite)
 
 
-def order_after(tree, event):
+def order_after(tree: Any, event: Any) -> Any:
     """`tree`, with which nothing is computed before `event` is there.
 
     A barrier makes its results vary alike, so a leaf waits for what varies over no more axes than it does itself.

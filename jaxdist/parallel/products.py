@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from jaxdist.parallel.grouped_matmul import GROUPED, GROUPED_OUTER, GROUPED_PRODUCTS
 from jaxdist.parallel.pipeline.split_backward import inner_programs, needed_for
 
 
-def products_of(jaxpr) -> Iterator:
+def products_of(jaxpr: Any) -> Iterator:
     """The equations that are products and that a (closed) program's results depend on; what is in a loop comes once."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     yield from products_among(needed_for(jaxpr.outvars, jaxpr.eqns))
@@ -23,11 +24,11 @@ def products_among(eqns: Iterable) -> Iterator:
                 yield from products_of(inner)
 
 
-def is_product(eqn) -> bool:
+def is_product(eqn: Any) -> bool:
     return eqn.primitive.name == "dot_general" or eqn.params.get("name") in GROUPED_PRODUCTS
 
 
-def product_dims(eqn) -> tuple[int, int, int, int]:
+def product_dims(eqn: Any) -> tuple[int, int, int, int]:
     """(batch, m, n, k) of a product; of groups of rows as if each had as many."""
     a, b = (v.aval.shape for v in eqn.invars[:2])
     name = eqn.params.get("name")
@@ -42,7 +43,7 @@ def product_dims(eqn) -> tuple[int, int, int, int]:
     return both, math.prod(a) // (k * both), math.prod(b) // (k * both), k
 
 
-def flops_of(jaxpr) -> int:
+def flops_of(jaxpr: Any) -> int:
     """FLOPs of `products_of`; groups that have fewer rows than there are groups count too."""
     total = 0
     for eqn in products_of(jaxpr):

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.errors import ConfigError
@@ -30,7 +32,7 @@ CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"  # JAX's name of cuDNN's att
 Made = tuple[str, tuple[tuple[int, ...], ...]]  # an operation, and the shapes it reads
 
 
-def mark_saveable(x, mark: str = KEPT):
+def mark_saveable(x: jax.Array, mark: str = KEPT) -> jax.Array:
     """Mark an array that backward must not compute again though operations that are repeated made it.
 
     mark: of `MARKS`; HEADS is of queries, keys and values, which `remat` can name apart from others of their shape.
@@ -99,7 +101,7 @@ def gathers_weights(name: str, params: dict) -> bool:
     return name in GATHERS and not set(STATE_AXES).isdisjoint(params["axis_name"])
 
 
-def called(name: str, params: dict):
+def called(name: str, params: dict) -> Any:
     """The program that an operation calls once, None where it calls none."""
     if name not in ("custom_vjp_call", "jit", "pjit"):
         return None

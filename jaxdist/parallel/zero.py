@@ -137,14 +137,14 @@ class Sharded:
         return [x.astype(self.sum_dtype) for x in reduce_scatter_groups(arrays, leaves, self.layout.bucket_bytes)]
 
 
-def shard_proxies(leaves, dtype: str):
+def shard_proxies(leaves: dict, dtype: str) -> dict:
     """Zeros in the storage layout, one for each leaf: the proxies whose gradient is scattered where it is made."""
     return jax.tree.map(
         lambda leaf: comm.varying(jnp.zeros(leaf.storage_local, dtype), (*leaf.storage_axes, *leaf.reduce_axes)), leaves
     )
 
 
-def whole_proxies(leaves, dtype: str):
+def whole_proxies(leaves: dict, dtype: str) -> dict:
     """Zeros in the compute layout: proxies of parameters that are unsharded in several places (a tied table), so that
     their gradients add up before they are sent. A whole gradient lives from the loss's backward to the embedding's."""
     return jax.tree.map(

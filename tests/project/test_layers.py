@@ -75,3 +75,15 @@ def test_an_import_from_above_is_found_wherever_it_stands(line):
     path = FILES["jaxdist.layout"]
     found = {*imported("jaxdist.layout", path, path.read_text(encoding="utf-8") + line)}
     assert upward(IMPORTS | {"jaxdist.layout": found}) == ["jaxdist.layout imports jaxdist.config"]
+
+
+def test_functions_that_others_call_in_parallel_say_what_they_take_and_give():
+    """Every public function of jaxdist.parallel, but those of `recompute`, which its executor alone calls."""
+    bare = []
+    for path in sorted((ROOT / "jaxdist/parallel").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and path.stem != "recompute":
+                args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if node.returns is None or any(arg.annotation is None for arg in args):
+                    bare.append(f"{path.name}: {node.name}")
+    assert not bare

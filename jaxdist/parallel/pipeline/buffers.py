@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,19 +38,19 @@ class Pool:
     shape: tuple[int, ...]
 
 
-def pick(tree, index):
+def pick(tree: Any, index: jax.Array | int) -> Any:
     """Entry `index` of the leading dim of every leaf."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def put(buffer: jax.Array, slot, x: jax.Array) -> jax.Array:
+def put(buffer: jax.Array, slot: jax.Array, x: jax.Array) -> jax.Array:
     """`x` into a slot of the buffer; nothing happens for slot -1."""
     at = jnp.maximum(slot, 0)
     kept = jnp.where(slot >= 0, x, lax.dynamic_index_in_dim(buffer, at, keepdims=False))
     return lax.dynamic_update_index_in_dim(buffer, kept, at, 0)
 
 
-def load(pools: list[Pool], slot, layer) -> list:
+def load(pools: list[Pool], slot: jax.Array, layer: jax.Array | int) -> list:
     """What each pool holds at one slot and layer."""
 
     def at(pool):
@@ -58,7 +59,7 @@ def load(pools: list[Pool], slot, layer) -> list:
     return [at(pool) for pool in pools]
 
 
-def store(pools: list[Pool], slot, layer, values: list) -> list[Pool]:
+def store(pools: list[Pool], slot: jax.Array, layer: jax.Array | int, values: list) -> list[Pool]:
     """The pools with `values` at one slot and layer."""
 
     def at(pool, x):
@@ -69,6 +70,6 @@ def store(pools: list[Pool], slot, layer, values: list) -> list[Pool]:
     return [at(pool, x) for pool, x in zip(pools, values, strict=True)]
 
 
-def add(sums, tree):
+def add(sums: Any, tree: Any) -> Any:
     """Running sums plus a tree of the same structure, in the dtype of the sums."""
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, tree)

@@ -1,6 +1,7 @@
 """What the executor requires of the arrays and functions of a pipeline, checked before anything is traced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.parallel.pipeline.split_backward import all_equations
 
 
-def check_arrays(schedule: Schedule, shared, layers, fixed, micros, num_layers, axis: str) -> int:
+def check_arrays(
+    schedule: Schedule, shared: Any, layers: Any, fixed: Any, micros: Any, num_layers: Sequence[int] | None, axis: str
+) -> int:
     """Layers a chunk has room for. Raises: ConfigError for arrays that do not fit the schedule or the executor."""
     stages, micro = lax.axis_size(axis), _leading(micros, "micros")
     for what, found, wanted in (
@@ -73,7 +76,7 @@ def _leading(tree, name: str) -> int:
     return sizes.pop()
 
 
-def output_type(name: str, function: Callable, *types):
+def output_type(name: str, function: Callable, *types) -> Any:
     """The type of what a stage function returns.
 
     Raises: ConfigError where that is not one array, or where the function permutes over an axis of several ranks:

@@ -354,15 +354,15 @@ class _Runner:
 def pipeline_gradients(
     stages: Stages,
     schedule: Schedule,
-    shared,
-    layers,
-    micros,
+    shared: Any,
+    layers: Any,
+    micros: Any,
     *,
-    fixed=None,
+    fixed: Any = None,
     num_layers: Sequence[int] | None = None,
     seed: jax.Array | float = 1.0,
     recompute_every: int = 0,
-    dtype=None,
+    dtype: Any = None,
     axis: str = "pp",
 ) -> tuple[jax.Array, Any, Any]:
     """Loss and gradients of a model whose layers are divided over `axis`, for all micro-batches of a step.
@@ -395,7 +395,15 @@ def pipeline_gradients(
 
 
 def pipeline_loss(
-    stages: Stages, schedule: Schedule, shared, layers, micros, *, fixed=None, num_layers=None, axis: str = "pp"
+    stages: Stages,
+    schedule: Schedule,
+    shared: Any,
+    layers: Any,
+    micros: Any,
+    *,
+    fixed: Any = None,
+    num_layers: Sequence[int] | None = None,
+    axis: str = "pp",
 ) -> jax.Array:
     """Only the summed loss, by the forward actions of `schedule`; arguments and layout of `pipeline_gradients`."""
     lowered = lower(schedule, forward_only=True)
@@ -409,7 +417,7 @@ def layers_per_chunk(parts: Sequence[Sequence[int]], num_layers: Sequence[int], 
     return comm.varying(jnp.asarray(table, jnp.int32), axis)[comm.rank(axis)]
 
 
-def named(name: str, function: Callable, *args):
+def named(name: str, function: Callable, *args) -> Any:
     """function(*args) as a jitted function of that name, for those who read the traced program."""
 
     def run():

@@ -100,7 +100,7 @@ class SplitLayer:
         return dx, from_b
 
 
-def split_layer(layer: Callable, weights, fixed, micro, x) -> SplitLayer:
+def split_layer(layer: Callable, weights: Any, fixed: Any, micro: Any, x: jax.Array) -> SplitLayer:
     """Trace `layer` at these arguments (arrays or their types; typed varying alike) and divide its backward.
 
     weights: a pytree of floating-point leaves, differentiated. fixed, micro: pytrees, not differentiated; `micro`
@@ -176,7 +176,7 @@ def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *args: write_out(closed, args))(*closed.in_avals)
 
 
-def pruned(function: Callable, *args):
+def pruned(function: Callable, *args) -> Any:
     """function(*args), running only what its outputs depend on: no forward collective whose result backward ignores."""
     closed, tree = jax.make_jaxpr(function, return_shape=True)(*args)
     closed, tree = flat(closed), jax.tree.structure(tree)
@@ -189,7 +189,7 @@ def run(closed: ClosedJaxpr, known: dict, outputs: Sequence) -> list:
     return evaluate(needed_for(outputs, closed.jaxpr.eqns, known), known | constants(closed), outputs)
 
 
-def inner_programs(eqn) -> Iterator[Jaxpr | ClosedJaxpr]:
+def inner_programs(eqn: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
     """The programs inside an equation: bodies of loops, branches, calls."""
     for value in eqn.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
@@ -197,7 +197,7 @@ def inner_programs(eqn) -> Iterator[Jaxpr | ClosedJaxpr]:
                 yield inner
 
 
-def all_equations(jaxpr) -> Iterator:
+def all_equations(jaxpr: Any) -> Iterator:
     """Every equation of a program and of those inside it."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
@@ -275,12 +275,12 @@ def gathered_for(outputs: Sequence, eqns: Sequence, saved: Collection) -> list:
     return [v for eqn in gathers for v in eqn.outvars if v in read]
 
 
-def holds_gather(eqn) -> bool:
+def holds_gather(eqn: Any) -> bool:
     """Whether a gather is in a program inside the equation, as where ZeRO-3 unshards a layer."""
     return any(inner.primitive.name in GATHERS for program in inner_programs(eqn) for inner in all_equations(program))
 
 
-def rest_for(outputs: Sequence, eqns: Sequence, made_by_b: set, dy) -> tuple[list, list]:
+def rest_for(outputs: Sequence, eqns: Sequence, made_by_b: set, dy: jax.Array) -> tuple[list, list]:
     """The equations of W, which computes `outputs` after B has made its variables, and the variables it reads from B.
 
     Where B only moved a variable (a reshape, a cast to wider bits), W moves it again from the smaller source.
@@ -302,14 +302,14 @@ def rest_for(outputs: Sequence, eqns: Sequence, made_by_b: set, dy) -> tuple[lis
     return [eqn for eqn in eqns if id(eqn) in chosen], from_b
 
 
-def only_moved(eqn) -> bool:
+def only_moved(eqn: Any) -> bool:
     """Whether an equation moves one array without making it smaller."""
     if eqn.primitive.name not in MOVES or len(eqn.invars) != 1 or isinstance(eqn.invars[0], Literal):
         return False
     return num_bytes(eqn.invars[0].aval) <= num_bytes(eqn.outvars[0].aval)
 
 
-def num_bytes(aval) -> int:
+def num_bytes(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
