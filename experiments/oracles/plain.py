@@ -58,7 +58,8 @@ def train(recipe: Recipe, parameters: dict, batches: list[dict], losses: Callabl
     """One update for each batch, then the loss of the last batch without dropout. Needs JAX's 64 bits.
 
     losses: (parameters, batch) -> (what is minimised, (the loss, counts by name)); GPT-2's unless given. A count is no
-    gradient: it is not clipped, and has no part in the norm. It replaces the last one; a bias moves against its sign.
+    gradient: it has no part in the norm, and the optimizer sees 0. It replaces the last one; a bias moves against its
+    sign.
     """
     if losses is None:
 
@@ -73,7 +74,8 @@ def train(recipe: Recipe, parameters: dict, batches: list[dict], losses: Callabl
     def updated(params, grads, counts, moments, rate, t):
         norm = jnp.sqrt(sum(jnp.sum(g**2) for name, g in grads.items() if name not in counts))
         shrink = jnp.minimum(1, recipe.clip_norm / norm)
-        directions, moments = direction(recipe, t, {name: shrink * g for name, g in grads.items()} | counts, moments)
+        learned = {name: shrink * g for name, g in grads.items()} | {name: 0 * count for name, count in counts.items()}
+        directions, moments = direction(recipe, t, learned, moments)
         after = {}
         for name, p in params.items():
             decay = recipe.weight_decay if is_decayed(name) else 0.0

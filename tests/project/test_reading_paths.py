@@ -32,7 +32,7 @@ def test_a_step_is_read_in_a_few_files(plain):
 
 
 @pytest.mark.parametrize(
-    "name, more_files, more_lines", [("a step, dp=2, ZeRO-3", 1, 270), ("a pipeline step, pp=2", 6, 1120)]
+    "name, more_files, more_lines", [("a step, dp=2, ZeRO-3", 1, 270), ("a pipeline step, pp=2", 6, 1130)]
 )
 def test_zero_and_a_pipeline_add_their_own_files_alone(plain, name, more_files, more_lines):
     files = count(PATHS[name])
