@@ -15,12 +15,12 @@ import sys
 import tempfile
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import jax
 import tyro
@@ -411,12 +411,14 @@ def _parse(flags_type: type[Flags], prog: str, words: list[str]) -> Flags:
     return _with_given(_parse_words(flags_type, prog, words, flags_type(**values)), words, values)
 
 
-def _with_given(flags: Flags, words: list[str], values: Iterable[str] = ()) -> Flags:
-    """The flags, which know which of them were given on the command line or in a file, if they ask for that."""
+def _with_given(flags: Flags, words: list[str], values: Mapping[str, Any] | None = None) -> Flags:
+    """The flags, which know which of them were given, if they ask for that: on the command line, or in a file and other
+    than the default, since a run's file has all settings."""
     if not hasattr(flags, "given"):
         return flags
     said = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
-    return dataclasses.replace(flags, given=frozenset({name.removeprefix("no_") for name in said} | said | {*values}))
+    other = {name for name, value in (values or {}).items() if value != getattr(type(flags), name)}
+    return dataclasses.replace(flags, given=frozenset({name.removeprefix("no_") for name in said} | said | other))
 
 
 def parse_settings(flags: Flags, prog: str, text: str) -> Flags:

@@ -126,7 +126,7 @@ class PlanFlags(CommonFlags, FileFlags):
             return False
         ranks = parse_mesh(self.mesh).num_devices
         per_node = self.devices_per_node or find_hardware(self.hardware, self.hardware_file).devices_per_node
-        return not self.looks_for_nodes and (self.nodes is None or self.nodes * per_node == ranks)
+        return self.nodes is None or self.nodes * per_node == ranks
 
     def fixed(self) -> dict[str, Fixed]:
         """What a search may not change, by its words. Raises: ConfigError for what no layout of a search has."""

@@ -108,10 +108,15 @@ def test_a_size_of_one_fixes_that_there_is_none(capfd, tmp_path):
     assert {row["remat"] for row in plan["rows"]} == {"block"}
 
 
-def test_a_file_fixes_what_it_sets(capfd, tmp_path):
-    (tmp_path / "some.toml").write_text("[parallel]\nzero = 0\n")
+def test_a_file_fixes_what_it_sets_to_other_than_the_default(capfd, tmp_path):
+    (tmp_path / "some.toml").write_text("[parallel]\nzero = 2\nschedule = '1f1b'\ncp_kind = 'ring'\n")
     plan = planned(capfd, tmp_path, f"--nodes 1 --config {tmp_path}/some.toml")
-    assert {row["zero"] for row in plan["rows"]} == {0}
+    assert {row["zero"] for row in plan["rows"]} == {2} and plan["rows"][0]["mesh"] == "dp=8"
+
+
+def test_a_mesh_with_a_deadline_names_its_layout(capfd, tmp_path):
+    plan = planned(capfd, tmp_path, "--mesh dp=4,tp=2 --tokens 1e9 --deadline 30d")
+    assert plan["num_layouts"] == 1 and plan["rows"][0]["mesh"] == "dp=4,tp=2"
 
 
 @pytest.mark.parametrize(
