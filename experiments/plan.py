@@ -127,7 +127,7 @@ def require_layouts(question: Question, cluster: Cluster) -> None:
     raise ConfigError(
         f"{' with '.join(names)} on {cluster.num_devices} devices",
         f"must leave a layout of {question.base.model.describe()} in batches of {question.base.batch_size:,}, and none "
-        f"has {'both' if len(names) > 1 else 'it'}{why}",
+        f"has {['it', 'both', 'all'][min(len(names), 3) - 1]}{why}",
         f"Leave {'one of them' if len(names) > 1 else 'it'} out, or use another batch or number of devices",
     )
 

@@ -45,11 +45,14 @@ class LanguageModel(nnx.Module):
 
     def embed(self, tokens_BT: jax.Array, ctx: Context) -> jax.Array:
         """As `Model.embed`."""
-        raise NotImplementedError
+        raise self._without("embed")
 
     def unembed(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """As `Model.head`."""
-        raise NotImplementedError
+        raise self._without("unembed")
+
+    def _without(self, name: str) -> ConfigError:
+        return ConfigError(f"the module {type(self).__name__}", f"it must have {name}", f"Define `{name}` in it")
 
     def __call__(self, tokens_BT: jax.Array, ctx: Context | None = None) -> jax.Array:
         """Logits of the next tokens in at least fp32: [B, T, vocab_size], without rows that pad the vocabulary."""

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.config import RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout
@@ -183,6 +183,12 @@ def build_program(
     evaluates = bind_model(
         config, layout, attention_on(mesh, config, training=False), platform, draws_choices=draws_choices
     )
+    if optimizer is not None and config.optimizer != OptimizerConfig():
+        raise ConfigError(
+            f"config.optimizer={config.optimizer} with optimizer=...",
+            "must be left at its default, since the optimizer that is given takes its place",
+            "Give one of the two",
+        )
     rate = learning_rate(config) if optimizer is None else None
     optimizer = make_optimizer(config, layout.trained) if optimizer is None else optimizer
     require_held(optimizer, layout.trained, config.precision.master_dtype)

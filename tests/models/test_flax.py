@@ -20,7 +20,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
 from jaxdist.models.context import Context
 from jaxdist.models.decoder import Decoder
-from jaxdist.models.flax import ShardedParam
+from jaxdist.models.flax import LanguageModel, ShardedParam
 from jaxdist.models.presets import PRESETS
 from jaxdist.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, by_layer, observe
 from jaxdist.placement import make_layout
@@ -187,3 +187,9 @@ def test_a_parameter_without_a_declaration_is_replicated():
     config = Scaled(**dataclasses.asdict(GPT))
     assert config.outer()["gain"].dims == (None,) and config.outer()["gain"].shape == (3,)
     assert config.block("layer")["gain"].dims == (None,) and config.block("layer")["gain"].shape == (5,)
+
+
+def test_a_module_without_its_parts_says_which():
+    with pytest.raises(ConfigError) as refused:
+        LanguageModel().embed(None, Context())
+    assert "LanguageModel" in refused.value.asked and "embed" in refused.value.required

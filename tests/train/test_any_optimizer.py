@@ -11,7 +11,7 @@ import pytest
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import fetch, from_logical, to_logical
 from jaxdist.checkpoint.resume import Progress, restore, save
-from jaxdist.config import RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import decay_mask
@@ -184,6 +184,13 @@ def program_of_fp32(mesh: str, optimizer, **parallel):
     shape = parse_mesh(mesh)
     config = RunConfig(MODEL, ParallelConfig(shape, **parallel), batch_size=ROWS)
     return build_program(config, make_mesh(shape, jax.devices()[: shape.num_devices]), optimizer=optimizer)
+
+
+def test_an_optimizer_that_is_given_twice_is_refused():
+    config = RunConfig(MODEL, optimizer=OptimizerConfig(clip_norm=0.5), batch_size=ROWS)
+    with pytest.raises(ConfigError) as refused:
+        build_program(config, make_mesh(config.parallel.mesh, jax.devices()[:1]), optimizer=optax.sgd(1e-2))
+    assert "clip_norm=0.5" in refused.value.asked
 
 
 def test_a_mixture_counts_without_the_optimizer_seeing_its_counts():
