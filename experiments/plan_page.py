@@ -21,7 +21,7 @@ def page(record: dict) -> str:
     )
     counted = "One layout."
     if record["num_layouts"] > 1:
-        counted = f"{record['num_layouts']:,} layouts, {record['num_fitting']:,} fit; the best of each mesh is shown."
+        counted = f"{record['num_layouts']:,} layouts, {record['num_fitting']:,} fit."
     step, error = best["step_seconds"], best["error"]
     links = [f"Link {name} a node: {quoted}." for name, quoted in record["links"].items()]
     parts = [
@@ -31,14 +31,14 @@ def page(record: dict) -> str:
         ),
         f"<p><b>{escape(best['mesh'])}, ZeRO {best['zero']}</b>: {step:.3g} s (± {error:.0%}: {step * (1 - error):.3g} "
         f"to {step * (1 + error):.3g} s) a step, {best['mfu']:.0%} MFU, {gib(best['memory_bytes'])} a device. "
-        f"{escape(' '.join(record['run']))}</p>",
+        f"{escape(' '.join([*record['fastest'], *record['run']]))}</p>",
     ]
     if record["command"] is not None:
         notes = listed(map(escape, record["command_notes"]), "faint")
         parts.append(f"<pre>{escape(record['command'])}</pre>{notes}")
     parts += ["<h2>Why</h2>", listed(map(escape, record["sentences"])), "<h2>Layouts</h2>", layouts(record, rows)]
-    if record["batches"]:
-        parts += ["<h2>Batches</h2>", layouts(record, record["batches"], batches=True)]
+    for title, other in record["tables"].items():
+        parts += [f"<h2>{escape(title)}</h2>", layouts(record, other)]
     parts += ["<h2>Memory of a device</h2>", memory_bars(record), "<h2>Time of a step</h2>", time_bars(rows)]
     if len(record["front"]) > 1:
         parts += ["<h2>Memory against time</h2>", front(record)]
@@ -46,8 +46,8 @@ def page(record: dict) -> str:
     return whole(escape(title), [*parts, "<h2>What this rests on</h2>", rests])
 
 
-def layouts(record: dict, rows: list[dict], batches: bool = False) -> str:
-    columns = columns_of(rows, record["usable_bytes"], batches)
+def layouts(record: dict, rows: list[dict]) -> str:
+    columns = columns_of(rows, record["usable_bytes"])
     said = {title: cells for title, cells in columns.items() if any(cells)}
     said |= {title: [(escape(cell), "short") for cell in said[title]] for title in LEFT if title in said}
     return table(list(said), zip(*said.values(), strict=True), LEFT)
@@ -86,18 +86,13 @@ def stacked(
 
 
 def front(record: dict) -> str:
-    """Memory against time; a point a layout that no other beats, its colour the nodes it needs."""
-    nodes = sorted({row["nodes"] for row in record["front"]})
+    """Memory against time; a point a layout that no other beats."""
 
     def point(row: dict) -> Point:
-        words = f"{row['nodes']} nodes: {layout_words(row)}, {row['step_seconds']:.3g} s, {gib(row['memory_bytes'])}"
-        series = nodes.index(row["nodes"]) if row["nodes"] in nodes else 0
-        return Point(row["memory_bytes"] / GIB, row["step_seconds"], series, words)
+        words = f"{layout_words(row)}, {row['step_seconds']:.3g} s, {gib(row['memory_bytes'])}"
+        return Point(row["memory_bytes"] / GIB, row["step_seconds"], 0, words)
 
     points, most = list(map(point, record["front"])), record["usable_bytes"] / GIB
     picture = charts.scatter(points, point(record["rows"][0]), most, "s a step", "GiB a device", "Memory against time")
-    caption = (
-        "Layouts that no other beats in memory, time and device-hours at once, on this cluster and on halves of it; "
-        "ringed: the best. Point at one to read it."
-    )
-    return figure(picture, caption, [f"{count} node{'s' * (count > 1)}" for count in nodes])
+    caption = "Layouts that no other beats in memory and time; ringed: the planned one. Point at one to read it."
+    return figure(picture, caption)

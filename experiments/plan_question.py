@@ -18,7 +18,7 @@ from jaxdist.models.registry import is_path
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.plan.cost import Cost
 from jaxdist.plan.fit_remat import fit_remat
-from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, price
+from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, load_hardware, load_prices, price
 from jaxdist.plan.recipe import (
     ADAPTER_STEPS,
     TOKENS_PER_PARAMETER,
@@ -27,7 +27,7 @@ from jaxdist.plan.recipe import (
     learning_rate,
     warmup_steps,
 )
-from jaxdist.plan.search import Fixed, Scored, usable_bytes
+from jaxdist.plan.search import MOST_WITHIN, WITHIN, Fixed, Scored, usable_bytes
 from jaxdist.plan.time_model import Efficiency, efficiency_of, read_efficiency
 from jaxdist.strategy import CP_KINDS, TP_RINGS, Dtype
 
@@ -61,9 +61,9 @@ class PlanFlags(CommonFlags, FileFlags):
 
     model: ModelName = "7b"
     hardware: str = "h100"
-    """Accelerator of the hardware table: h100, h200, a100-80, v5p, ..."""
+    """Accelerator of the hardware table: h100, h200, a100-80, v5p, ...; several, or any, to find the cheapest."""
     nodes: int | None = None
-    """Default: 1; with --deadline or --budget, the smallest number that meets them."""
+    """Default: 1; with --deadline or --budget, the cheapest number that meets them."""
     devices_per_node: int | None = None
     """Default: that of the accelerator."""
     batch_size: Annotated[int | None, tyro.conf.arg(aliases=["--global-batch"])] = None
@@ -93,10 +93,16 @@ class PlanFlags(CommonFlags, FileFlags):
     """TOML merged over the hardware table."""
     price_file: str | None = None
     """TOML merged over the price table."""
+    max_gib: float | None = None
+    """Most GiB of a device that a layout may take. Default: nine tenths of its memory."""
+    what_if: bool = False
+    """Also plan twice the batch, twice the sequence, a node fewer and the next faster card."""
     efficiencies: str | None = None
     """TOML of the time model's constants, of your own card. Default: fitted to what was published of this one."""
+    simplest_within: float = WITHIN
+    """How much slower than the fastest the planned layout may be, if it is simpler; 0: the fastest is planned."""
     top: int = 10
-    """Rows of the table: the best layouts of so many meshes, meshes that differ in replica × dp alone in one row."""
+    """Rows of the table at most, meshes that differ in replica × dp alone in one row."""
     json: str | None = None
     """Also write the plan to this file."""
     html: str | None = None
@@ -125,7 +131,8 @@ class PlanFlags(CommonFlags, FileFlags):
         if not self.mesh:
             return False
         ranks = parse_mesh(self.mesh).num_devices
-        per_node = self.devices_per_node or find_hardware(self.hardware, self.hardware_file).devices_per_node
+        card, *_ = cards_of(self)
+        per_node = self.devices_per_node or find_hardware(card, self.hardware_file).devices_per_node
         return self.nodes is None or self.nodes * per_node == ranks
 
     def fixed(self) -> dict[str, Fixed]:
@@ -167,7 +174,7 @@ class PlanFlags(CommonFlags, FileFlags):
 
     @property
     def looks_for_nodes(self) -> bool:
-        """Whether the smallest cluster is asked for that meets a deadline or a budget."""
+        """Whether the cheapest cluster is asked for that meets a deadline or a budget."""
         return self.nodes is None and (self.deadline is not None or self.budget is not None)
 
 
@@ -188,6 +195,7 @@ class Question:
     rate_known: bool
     efficiency: Efficiency
     fixed: Mapping[str, Fixed] = field(default_factory=dict)  # by its words
+    within: float = WITHIN  # of the fastest layout's time: what a simpler one may take more
 
     def cluster(self, num_nodes: int) -> Cluster:
         return Cluster(self.hardware, num_nodes, self.devices_per_node)
@@ -248,7 +256,17 @@ def ask(flags: PlanFlags) -> Question:
     elif attention == "blocked":
         notes.append("Attention is in blocks of scores (flash attention cannot run here): slower, and none are kept.")
     means = flags.devices_per_node, attention, tokens, hours, flags.budget, dollars
-    return Question(config, hardware, *means, notes, recipe_notes, rate_known, efficiency_for(flags, hardware), fixed)
+    return Question(
+        config,
+        hardware,
+        *means,
+        notes,
+        recipe_notes,
+        rate_known,
+        efficiency_for(flags, hardware),
+        fixed,
+        flags.simplest_within,
+    )
 
 
 def with_length(flags: PlanFlags) -> tuple[PlanFlags, list[str]]:
@@ -283,6 +301,10 @@ def refuse_unused(flags: PlanFlags) -> None:
         if (value := getattr(flags, name)) is not None and not 0 < value <= most:
             flag, required = flag_word(name, None), f"must be above 0 and at most {most:,.0f}"
             raise ConfigError(f"{flag} {value:g}", required, f"Use {flag} 1 or more")
+    if not 0 <= flags.simplest_within <= MOST_WITHIN:
+        raise ConfigError(
+            f"--simplest-within {flags.simplest_within:g}", f"must be from 0 to {MOST_WITHIN:g}", f"Use {WITHIN:g}"
+        )
     mesh, layers = parse_mesh(flags.mesh), flags.model_config().num_layers
     if mesh.pp > layers:  # before a schedule is made for so many stages
         reason = f"each stage must hold one of the {layers} layers or more"
@@ -297,6 +319,13 @@ def refuse_unused(flags: PlanFlags) -> None:
         ("vendor", flags.price_per_hour is not None, "--price-per-hour is a price already", "Give one of the two"),
         ("price_file", flags.vendor is None, "it lists the prices of vendors", "Add --vendor"),
         ("top", flags.names_layout, "--mesh names the one layout that is shown", "Leave one of the two out"),
+        ("what_if", flags.names_layout, "a layout that is named is not searched", "Leave one of the two out"),
+        (
+            "simplest_within",
+            flags.names_layout,
+            "--mesh names the one layout that is shown",
+            "Leave one of the two out",
+        ),
         ("prove", flags.names_layout, "--mesh names the one layout that is shown", "Leave one of the two out"),
         ("prove", not proving, "nothing is traced or compiled", "Add --trace or --compile h100"),
         ("prove", flags.prove > flags.top, f"the table has {flags.top} rows", f"Use --top {flags.prove}"),
@@ -329,6 +358,14 @@ def refuse_unused(flags: PlanFlags) -> None:
 def hardware_for(flags: PlanFlags) -> Accelerator:
     """The accelerator. Raises: ConfigError where it has no peak for --dtype, or there are too many of it."""
     hardware = find_hardware(flags.hardware, flags.hardware_file)
+    if flags.max_gib is not None:
+        most = usable_bytes(Cluster(hardware)) / GIB
+        if not 0 < flags.max_gib <= most:
+            asked, required = f"--max-gib {flags.max_gib:g}", f"must be above 0 and at most {most:.4g}"
+            raise ConfigError(
+                asked, f"{required}, what a plan may fill of {hardware.name}", f"Use --max-gib {most:.4g}"
+            )
+        hardware = replace(hardware, memory_bytes=hardware.memory_bytes * flags.max_gib / most)
     if flags.dtype not in hardware.peak_flops:
         raise ConfigError(
             f"--dtype {flags.dtype} on {hardware.name}",
@@ -402,15 +439,41 @@ def default_batch(flags: PlanFlags, devices_per_node: int) -> tuple[int, str]:
         mesh = parse_mesh(flags.mesh)
         micro = 1 if mesh.pp == 1 else flags.microbatches or 2 * mesh.pp
         unit, of = mesh.replica * mesh.dp * max(flags.accumulate, 1) * max(micro, 1), "micro-batches of this layout"
-    elif flags.looks_for_nodes:
-        unit = per_node << max(round(math.log2(target / per_node)), 0)  # so that doubled nodes divide it too
-        of = f"nodes of {per_node}, doubled"
     else:
         unit = (flags.nodes or 1) * per_node
         of = f"{unit:,} devices"
     batch = unit * max(1, round(target / unit))
     tokens = f"{batch * length / 1e6:.2f} million tokens"
     return batch, f"--batch-size not given: {batch:,} sequences ({tokens}), which divide over the {of}."
+
+
+def batch_for(batch: int, num_devices: int, num_nodes: int) -> int:
+    """The nearest batch that divides over all devices; one of fewer sequences than devices over the nodes."""
+    unit = num_devices if batch >= num_devices else num_nodes
+    return max(round(batch / unit), 1) * unit if batch >= unit else batch
+
+
+def cards_of(flags: PlanFlags) -> list[str]:
+    """The accelerators of --hardware. Raises: ConfigError where several are named and only one may be."""
+    names, asked = list(dict.fromkeys(flags.hardware.split(","))), f"--hardware {flags.hardware}"
+    if flags.hardware == "any":
+        prices = load_prices(flags.price_file)[flags.vendor] if flags.vendor is not None else None
+        table = load_hardware(flags.hardware_file)
+        names = [name for name in table if flags.dtype in table[name].peak_flops and (prices is None or name in prices)]
+    if len(names) > 1:
+        for idle, required, instead in (
+            (bool(flags.mesh), "--mesh must come with one card", "Name one card, or leave --mesh out"),
+            (flags.batch_sizes is not None, "--batch-sizes must come with one card", "Use --batch-size"),
+            (flags.price_per_hour is not None, "the price must be known of each card", "Use --vendor"),
+            (
+                flags.budget is not None and flags.vendor is None,
+                "the price must be known of each card",
+                "Add --vendor",
+            ),
+        ):
+            if idle:
+                raise ConfigError(asked, required, instead)
+    return names
 
 
 def parse_batches(flags: PlanFlags) -> list[int]:

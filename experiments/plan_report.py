@@ -1,8 +1,8 @@
 """What a plan says: its rows as plain data, and the same in a terminal."""
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxdist.plan.cost import duration
 from jaxdist.plan.explain import NAMES_OF_TERMS, billions, gib, seconds
 from jaxdist.plan.hardware import GIB
 from jaxdist.plan.parts import work_of
-from jaxdist.plan.search import Scored, usable_bytes
+from jaxdist.plan.search import FULL, Scored, rank, usable_bytes
 from jaxdist.plan.time_model import bar_of
 from jaxdist.runtime.budget import short_money
 from jaxdist.strategy import TP_RINGS
@@ -28,7 +28,7 @@ from .tables import print_bullet, print_columns
 BATCH_MARGIN = 0.02  # of the time a token: what a smaller batch may take more
 TIMES = {"compute": "matmuls", "memory": "memory traffic", "tp": "tp", "cp": "cp", "ep": "exchange of tokens"}
 TIMES |= {"dp": "dp", "pp": "pp messages", "bubble": "bubble", "overhead": "host", "input": "input"}
-LEFT = ("mesh", "cp kind", "remat", "pipeline", "or replica×dp")  # columns of words
+LEFT = ("what if", "card", "limits", "mesh", "cp kind", "remat", "pipeline", "or replica×dp")  # columns of words
 SETTINGS = ("ZeRO", "sp", "cp kind", "overlap", "remat", "pipeline", "micro-batch", "loss chunks", "time")
 
 
@@ -36,8 +36,7 @@ SETTINGS = ("ZeRO", "sp", "cp kind", "overlap", "remat", "pipeline", "micro-batc
 class Plan:
     """The answer: layouts with their scores, what of them is shown, best first, and what is said about it.
 
-    groups: indices of layouts that differ in replica × dp alone. batches: the best layout of every batch that was asked
-    for, the planned one included.
+    groups: indices of layouts that differ in replica × dp alone. tables: rows of other questions, by what they show.
     """
 
     question: Question
@@ -48,7 +47,7 @@ class Plan:
     front: list[dict]
     sentences: list[str]
     search_seconds: float
-    batches: tuple[dict, ...] = ()
+    tables: Mapping[str, list[dict]] = field(default_factory=dict)
 
     @property
     def best(self) -> int:
@@ -96,6 +95,7 @@ def row_of(question: Question, found: Scored, group: Sequence[int]) -> dict:
         return {"step_seconds": float(time.total[index]), "memory_bytes": float(memory.total[index])}
 
     return {
+        "card": found.cluster.hardware.name,
         "nodes": found.cluster.num_nodes,
         "devices": found.cluster.num_devices,
         "batch_size": question.base.batch_size,
@@ -104,7 +104,6 @@ def row_of(question: Question, found: Scored, group: Sequence[int]) -> dict:
         **figures(index),
         "error": run.error,
         "mfu": float(time.mfu[index]),
-        "device_seconds": run.step_seconds * found.cluster.num_devices,
         "memory": {name: float(getattr(memory, name)[index]) for name in NAMES_OF_TERMS},
         "time": {name: float(getattr(time, name)[index]) for name in TIMES},
         "hours": run.hours,
@@ -134,14 +133,32 @@ def to_json(plan: Plan) -> dict:
         "tokens": question.tokens,
         "rows": [row_of(question, plan.found, group) for group in plan.groups],
         "front": plan.front,
-        "batches": list(plan.batches),
+        "tables": dict(plan.tables),
         "sentences": plan.sentences,
+        "fastest": fastest_words(plan),
         "run": run_words(question, estimate(question, plan.found, plan.best)),
         "command": str(plan.command) if plan.fits else None,
         "command_notes": list(plan.command.notes) if plan.fits else [],
         "notes": list(question.notes),
         "assumptions": assumptions(question),
     }
+
+
+def fastest_words(plan: Plan) -> list[str]:
+    """The layout that is faster than the planned one, where there is one."""
+    seconds, first = plan.found.time.total, int(rank(plan.found)[0])
+    if not plan.fits or seconds[first] >= seconds[plan.best]:
+        return []
+    words, gain = layout_words(row_layout(plan.found, first)), 1 - float(seconds[first] / seconds[plan.best])
+    return [f"The fastest is less simple and {gain:.1%} faster: {words}."]
+
+
+def shown_words(plan: Plan) -> str:
+    """Which of the layouts are in the table."""
+    if not plan.question.within:
+        return "Of each mesh its fastest is shown."
+    within = f"{100 * plan.question.within:.3g} %"
+    return f"Of each mesh the simplest within {within} of its fastest is shown, if none is simpler, smaller and faster."
 
 
 def run_words(question: Question, run: Estimate) -> list[str]:
@@ -164,9 +181,9 @@ def assumptions(question: Question) -> list[str]:
         "Pipelines run in lock-step as our executor does: a tick is one F, B or W of one chunk; with recomputed blocks "
         "B takes two ticks' time. The F of the last part includes the head.",
         "Memory: closed form of this program, the same on every device; docs/plan.md has its errors. A tenth of a "
-        "device is left for the driver, communication buffers and fragmentation; full is of the rest. k: ZeRO-3 keeps "
-        "its weights after forward; rings: sp with --tp-ring. Micro-batch: sequences × number in an update on one data "
-        "rank.",
+        "device is left for the driver, communication buffers and fragmentation; full is of the rest, ! above 95 %. k: "
+        "ZeRO-3 keeps its weights after forward; rings: sp with --tp-ring. Micro-batch: sequences × number in an "
+        "update on one data rank.",
     ]
 
 
@@ -182,7 +199,7 @@ def print_plan(console: Console, plan: Plan, record: dict) -> None:
         f"[bold]{escape(layout_words(row))}[/]: {seconds(row['step_seconds'])} ± {row['error']:.0%} a step, "
         f"{row['mfu']:.0%} MFU, {gib(row['memory_bytes'])} a device"
     )
-    for words in record["run"]:
+    for words in (*record["fastest"], *record["run"]):
         console.print(escape(words))
     if plan.fits:
         console.print("\n[bold]Run it[/]")
@@ -195,20 +212,15 @@ def print_plan(console: Console, plan: Plan, record: dict) -> None:
     usable = record["usable_bytes"]
     if searched:
         console.print(
-            f"\n[bold]Best of each mesh[/], of {plan.num_layouts:,} layouts, {plan.num_fitting:,} of which fit; "
-            f"predicted in {plan.search_seconds:.1f} s"
+            f"\n[bold]Layouts[/] of {plan.num_layouts:,}, {plan.num_fitting:,} of which fit; predicted in "
+            f"{plan.search_seconds:.1f} s. {shown_words(plan)}"
         )
         print_rows(console, record["rows"], usable)
-    if plan.batches:
-        console.print(
-            "\n[bold]Best of each batch[/]; planned is the smallest that takes at most "
-            f"{BATCH_MARGIN:.0%} more time a token than the fastest. How many tokens a larger batch needs for the same "
-            "loss, a plan does not know (arXiv 1812.06162)."
-        )
-        print_rows(console, record["batches"], usable, batches=True)
+    for title, rows in plan.tables.items():
+        console.print(f"\n[bold]{title}[/]")
+        print_rows(console, rows, usable)
     if (num := len(plan.front)) > 1:
-        more = f", time and device-hours, on {cluster.num_nodes} nodes and fewer"
-        console.print(f"\n[bold]Pareto front[/] of memory{more if cluster.num_nodes > 1 else ' and time'}")
+        console.print("\n[bold]Pareto front[/] of memory and time")
         spread = np.linspace(0, num - 1, min(num, 8))  # evenly, with both ends
         print_rows(console, [plan.front[round(index)] for index in spread], usable)
     console.print("\n[bold]Why[/]" if searched else "\n[bold]What it takes[/]")
@@ -219,18 +231,24 @@ def print_plan(console: Console, plan: Plan, record: dict) -> None:
     console.print("\n" + " ".join(record["assumptions"]), style="dim")
 
 
-def print_rows(console: Console, rows: list[dict], usable: float, batches: bool = False) -> None:
-    columns = columns_of(rows, usable, batches)
+def print_rows(console: Console, rows: list[dict], usable: float) -> None:
+    columns = columns_of(rows, usable)
     print_columns(console, columns, left=LEFT, drop=("full", "±", "or replica×dp"), under=SETTINGS)
 
 
-def columns_of(rows: list[dict], usable: float, batches: bool = False) -> dict[str, list[str]]:
-    """The cells of a table of layouts, by title. batches: they are of different ones."""
-    columns = {
-        "sequences": [f"{row['batch_size']:,}" * batches for row in rows],
-        "tokens/s": [f"{row['tokens_per_second']:,.0f}" * batches for row in rows],
-        "mesh": [row["mesh"] for row in rows],
+def columns_of(rows: list[dict], usable: float) -> dict[str, list[str]]:
+    """The cells of a table of layouts, by title; those of the question where rows differ in it."""
+    asked = {
+        "what if": [row.get("what if", "") for row in rows],
+        "card": [row["card"] for row in rows],
         "nodes": [str(row["nodes"]) for row in rows],
+        "sequences": [f"{row['batch_size']:,}" for row in rows],
+        "tokens/s": [f"{row['tokens_per_second']:,.0f}" for row in rows],
+        "limits": [row.get("limits", "") for row in rows],
+    }
+    alike = len({(row["card"], row["nodes"], row["batch_size"]) for row in rows}) == 1
+    columns = {title: cells for title, cells in asked.items() if not alike and len(set(cells)) > 1} | {
+        "mesh": [row["mesh"] for row in rows],
         "ZeRO": [f"{row['zero']}{'k' * row['keep']}" for row in rows],
         "sp": ["" if not row["sp"] else "yes" if row["tp_ring"] == "none" else "rings" for row in rows],
         "cp kind": [row["cp_kind"] or "" for row in rows],
@@ -243,13 +261,11 @@ def columns_of(rows: list[dict], usable: float, batches: bool = False) -> dict[s
         "±": [f"{row['error']:.0%}" for row in rows],
         "MFU": [f"{row['mfu']:.0%}" for row in rows],
         "GiB": [f"{row['memory_bytes'] / GIB:.1f}" for row in rows],
-        "full": [f"{row['memory_bytes'] / usable:.0%}" for row in rows],
+        "full": [f"{row['memory_bytes'] / usable:.0%}" + "!" * (row["memory_bytes"] > FULL * usable) for row in rows],
         "time": ["" if row["hours"] is None else duration(row["hours"]).split(" (")[-1].rstrip(")") for row in rows],
         "cost": ["" if row["dollars"] is None else short_money(row["dollars"]) for row in rows],
         "or replica×dp": [also_words(row) for row in rows],
     }
-    if len(set(columns["nodes"])) == 1:
-        del columns["nodes"]
     return columns
 
 

@@ -16,9 +16,9 @@ from jaxdist.plan.search import (
     Scored,
     best_of_each_mesh,
     layouts_of_mesh,
+    legal_meshes,
     rank,
     score,
-    search,
     usable_bytes,
 )
 from jaxdist.plan.time_model import Efficiency
@@ -72,7 +72,7 @@ def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Effici
         *pipeline(found, best),
         f"Memory is fullest in {PHASES[found.memory.phase[best]]}: {memory_terms(found, best)}.",
         found.time.relief(best),
-        close_by(found, order),
+        close_by(found),
         error_bar(found, best),
     ]
     links = {axis: link for axis, link in found.cluster.links_of(**_sizes(layouts, best)).items() if link != "none"}
@@ -306,24 +306,17 @@ CLOSE, CLOSE_IN_ORDER = 0.05, 0.85
 FAR, FAR_IN_ORDER = 0.20, 0.975
 
 
-def close_by(found: Scored, order: np.ndarray) -> str:
-    """How far ahead the best is of the next mesh, and how many meshes a prediction cannot tell from it."""
-    order = best_of_each_mesh(found, order[found.fits[order]])
-    if len(order) < 2:
-        return ""
-    behind = found.time.total[order[1:]] / found.time.total[order[0]] - 1
-    close = int((behind < CLOSE).sum())
-    ahead = f"The next mesh, {found.layouts.mesh(int(order[1]))}, is predicted {behind[0]:.1%} slower"
-    known = (
-        f"of two published runs on H100 the one predicted faster was so in {CLOSE_IN_ORDER:.0%} of the cases less than "
-        f"{CLOSE:.0%} apart, and in {FAR_IN_ORDER:.0%} of those {FAR:.0%} apart and more"
-    )
+def close_by(found: Scored) -> str:
+    """How many other meshes a prediction cannot tell from the fastest."""
+    meshes = best_of_each_mesh(found, rank(found)[: int(found.fits.sum())])
+    close = int((found.time.total[meshes[1:]] < (1 + CLOSE) * found.time.total[meshes[:1]]).sum())
     if not close:
-        return f"{ahead}; {known}."
-    which = "That one is" if close == 1 else f"{close} other meshes are"
+        return ""
+    which = "Another mesh is" if close == 1 else f"{close} other meshes are"
     return (
-        f"{ahead}. {which} within {CLOSE:.0%} of the best and cannot be told from it: {known}. Take the simplest of "
-        "them, or time them."
+        f"{which} predicted less than {CLOSE:.0%} slower than the fastest and cannot be told from it: of two published "
+        f"runs on H100 the one predicted faster was so in {CLOSE_IN_ORDER:.0%} of the cases less than {CLOSE:.0%} "
+        f"apart, and in {FAR_IN_ORDER:.0%} of those {FAR:.0%} apart and more."
     )
 
 
@@ -342,16 +335,62 @@ def nothing_fits(found: Scored, nearest: Callable[[], str]) -> tuple[str, str, s
     )
 
 
+# Settings of a layout that one flag, or a few that go together, change, by the columns they are.
+SETTINGS = {
+    "ZeRO": ("zero", "keep"),
+    "recomputation": ("every", "selective", "recompute", "repeats"),
+    "the cut of the batch": ("microbatches", "accumulate", "rows"),
+    "the schedule": ("schedule", "chunks", "last"),
+    "sp": ("sp", "ring"),
+    "the kind of cp": ("kind",),
+    "overlap": ("overlap",),
+}
+
+
 def what_would_fit(found: Scored, attention: str, efficiency: Efficiency) -> str:
-    """The nearest layout of the same devices and batch that fits, for one that does not."""
-    others = search(found.base, found.cluster, attention, efficiency)
-    fits = others.fits
-    same = fits & np.logical_and.reduce([getattr(others.layouts, a) == getattr(found.layouts, a)[0] for a in AXES])
-    choice = np.flatnonzero(same if same.any() else fits)
-    if not len(choice):
-        return "No layout of these devices does: use more of them."
-    best = int(choice[others.time.total[choice].argmin()])
-    return f"{layout_flags(others, best)} would, with {gib(others.memory.total[best])}."
+    """The two nearest layouts that fit in place of one that does not, on its mesh, or on one in which an axis, or a
+    factor of it, goes to another: those with fewest settings changed, the fastest of these."""
+    mesh = _sizes(found.layouts, 0)
+    near, changed = _near(found, mesh, attention, efficiency)
+    if not len(near):
+        pairs = [(a, b, p) for a in AXES for b in AXES for p in sorted({2, 3, mesh[b]} - {1}) if a != b]
+        moved = [dict(mesh, **{a: mesh[a] * p, b: mesh[b] // p}) for a, b, p in pairs]
+        legal = legal_meshes(found.base.model, found.cluster.num_devices, found.base.batch_size)
+        tried = [_near(found, each, attention, efficiency) for each in moved if each in legal]
+        near = Scored.join([near, *(some for some, _ in tried)])
+        changed = np.concatenate([changed, *(settings for _, settings in tried)])
+    if not len(near):
+        return "No layout of that mesh or one beside it does: leave --mesh out to search all."
+    first, *others = map(int, np.lexsort((near.time.total, changed.sum(1))))
+    mesh, layouts = near.layouts.mesh(first), near.layouts
+    second = [i for i in others if (changed[i] & ~changed[first]).any() or layouts.mesh(i) != mesh][:1]
+    return " ".join(
+        f"{layout_flags(near, i)} would, with {gib(near.memory.total[i])} and {seconds(near.time.total[i])} a step."
+        for i in (first, *second)
+    )
+
+
+def _near(found: Scored, mesh: dict[str, int], attention: str, efficiency: Efficiency) -> tuple[Scored, np.ndarray]:
+    """Layouts of a mesh that fit and change as few settings as any that fit, or one more; which ones those are."""
+    base, here, chunks = found.base, found.layouts, found.base.parallel.loss_chunks
+    blocks = layouts_of_mesh(
+        base.model, mesh, base.batch_size, base.optimizer.name, attention=attention, loss_chunks=chunks
+    )
+    layouts = Candidates.join([here.take(slice(0)), *blocks])
+    columns = [
+        np.logical_or.reduce([getattr(layouts, name) != getattr(here, name)[0] for name in names])
+        for names in SETTINGS.values()
+    ]
+    changed = np.stack(columns, axis=1)
+    fit, which = found.take(slice(0)), changed[:0]
+    for number in range(len(SETTINGS) + 1):
+        if not len(index := np.flatnonzero(changed.sum(1) == number)):
+            continue
+        enough, scored = len(fit) > 0, score(base, layouts.take(index), found.cluster, attention, efficiency)
+        fit, which = Scored.join([fit, scored.take(scored.fits)]), np.concatenate([which, changed[index][scored.fits]])
+        if enough:
+            break
+    return fit, which
 
 
 def layout_flags(found: Scored, index: int) -> str:

@@ -720,8 +720,62 @@ def rank(scored: Scored) -> np.ndarray:
 
 def best_of_each_mesh(scored: Scored, order: np.ndarray) -> np.ndarray:
     """The first of every mesh among ranked indices."""
-    _, mesh = distinct(*(getattr(scored.layouts, axis) for axis in AXES))
+    mesh = _meshes(scored)
     return order[np.sort(np.unique(mesh[order], return_index=True)[1])]
+
+
+def _meshes(scored: Scored) -> np.ndarray:
+    """The number of each layout's mesh."""
+    return distinct(*(getattr(scored.layouts, axis) for axis in AXES))[1]
+
+
+FULL = 0.95  # of what may be filled; more is marked, and counts as less simple
+WITHIN, MOST_WITHIN = 0.02, 0.1  # of the fastest layout's time: what a simpler one may take more; by default, at most
+KNOWN = {"1f1b": 0, "gpipe": 1, "interleaved": 1}  # schedules by how well they are known; the others are 2
+
+
+def complexity(scored: Scored) -> np.ndarray:
+    """How much there is to understand in each layout: less is simpler. By the first of these in which two differ:
+    mesh axes larger than 1, a pipeline, memory nearly full, arrays that backward repeats by name, how little known the
+    schedule is, its chunks, special settings (rings, weights kept after forward, loss chunks, fewer layers in the last
+    part), and recomputation. What follows from the mesh (ZeRO's stage, sp, overlap, the cut of the batch) does not
+    count."""
+    c, pipelined = scored.layouts, scored.layouts.pp > 1
+    known = np.array([*(KNOWN.get(name, 2) for name in NAMES), 2])
+    found = np.zeros(len(scored), np.int64)
+    for digit in (
+        sum((getattr(c, axis) > 1).astype(int) for axis in AXES),
+        pipelined,
+        scored.memory.total > FULL * usable_bytes(scored.cluster),
+        c.repeats > 0,
+        known[c.schedule] * pipelined,
+        np.minimum(c.chunks, 99) * pipelined,
+        (c.ring > 0) + 1 * (c.keep > 0) + 1 * (c.loss_chunks > 1) + 1 * (c.last > 0),
+        (c.every > 0) | (c.selective > 0) | (c.recompute > 0),
+    ):
+        found = 100 * found + digit
+    return found
+
+
+def simplest(scored: Scored, within: float = WITHIN, allowed: np.ndarray | None = None) -> int:
+    """The simplest layout that fits and takes at most `within` more time than the fastest, of equally simple ones the
+    fastest. allowed: a mask of those to choose from, where any of them qualifies."""
+    seconds, fits = scored.time.total, scored.fits
+    near = fits & (seconds <= (1 + within) * seconds[fits].min(initial=np.inf))
+    if allowed is not None and (near & allowed).any():
+        near &= allowed
+    index = np.flatnonzero(near)
+    return int(index[np.lexsort((seconds[index], complexity(scored)[index] if within else seconds[index]))[0]])
+
+
+def simplest_of_each_mesh(scored: Scored, within: float = WITHIN) -> np.ndarray:
+    """`simplest` of every mesh that fits, by time."""
+    mesh = _meshes(scored)
+    found = [
+        members[simplest(scored.take(members), within)]
+        for members in (np.flatnonzero((mesh == number) & scored.fits) for number in np.unique(mesh[scored.fits]))
+    ]
+    return np.array(sorted(found, key=lambda index: scored.time.total[index]), int)
 
 
 def pareto(*columns: np.ndarray) -> np.ndarray:
@@ -750,8 +804,8 @@ def memory_time_front(scored: Scored) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Found(Scored):
-    """The results of a search, in the order of enumeration: the best layout of every mesh, and those that
-    no other beats in memory and time. The numbers are of all that were scored.
+    """The results of a search, in the order of enumeration: the best layouts of every mesh, each faster than all that
+    are simpler, and those that no other beats in memory and time. The numbers are of all that were scored.
     """
 
     num_layouts: int
@@ -885,4 +939,17 @@ def _rings_that_pay(base, layouts: Candidates, cluster, attention, efficiency) -
 
 
 def _worth_keeping(scored: Scored) -> np.ndarray:
-    return np.union1d(best_of_each_mesh(scored, rank(scored)), memory_time_front(scored))
+    fastest = best_of_each_mesh(scored, rank(scored))
+    return np.unique(np.concatenate([fastest, memory_time_front(scored), _simpler(scored)]))
+
+
+def _simpler(scored: Scored) -> np.ndarray:
+    """Of every mesh, the layouts that fit, are not much slower than its fastest and are faster than simpler ones."""
+    mesh, seconds, level = _meshes(scored), scored.time.total, complexity(scored)
+    fastest = np.full(mesh.max(initial=-1) + 1, np.inf)
+    np.minimum.at(fastest, mesh[scored.fits], seconds[scored.fits])
+    index = np.flatnonzero(scored.fits & (seconds <= (1 + MOST_WITHIN) * fastest[mesh]))
+    index = index[np.lexsort((seconds[index], level[index], mesh[index]))]
+    groups = np.split(index, np.flatnonzero(np.diff(mesh[index])) + 1)
+    firsts = [group[seconds[group] < np.minimum.accumulate(np.append(np.inf, seconds[group])[:-1])] for group in groups]
+    return np.concatenate(firsts)
