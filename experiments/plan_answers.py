@@ -161,11 +161,12 @@ def of_batches(questions: list[Question], num_nodes: int, top: int) -> Plan:
     most = min((time for time, _, _ in rows), default=0.0) * (1 + BATCH_MARGIN)
     plan = plan_for(next((question for time, question, _ in rows if time <= most), questions[0]), num_nodes, top)
     said = [f"No layout fits that divides a batch of {' or '.join(without)} sequences."] if without else []
-    title = (
-        f"Best of each batch; planned is the smallest that takes at most {BATCH_MARGIN:.0%} more time a token than the "
-        "fastest. How many tokens a larger batch needs for the same loss, a plan does not know (arXiv 1812.06162)"
-    )
-    return replace(plan, tables={title: [row for _, _, row in rows]}, sentences=[*said, *plan.sentences])
+    said += [
+        f"Planned is the smallest batch that takes at most {BATCH_MARGIN:.0%} more time a token than the fastest. How "
+        "many tokens a larger batch needs for the same loss, a plan does not know (arXiv 1812.06162)."
+    ]
+    tables = {"Best of each batch": [row for _, _, row in rows]}
+    return replace(plan, tables=tables, sentences=[*said, *plan.sentences])
 
 
 def folded(found: Scored, indices: Iterable[int]) -> list[list[int]]:
@@ -217,7 +218,7 @@ def of_clusters(flags: PlanFlags, questions: Sequence[Question]) -> Plan:
     Raises: ConfigError where none does, saying what would be needed.
     """
     start, options, notes = time.perf_counter(), [], []
-    for question in questions:
+    for question in sorted(questions, key=lambda question: ideal_dollars(question) or 0):
         least = ideal_dollars(question)
         cheapest = min((each.run.cost.most for each in options if not each.misses and each.run.cost), default=math.inf)
         if least is not None and least > cheapest:
@@ -234,8 +235,7 @@ def of_clusters(flags: PlanFlags, questions: Sequence[Question]) -> Plan:
     took = time.perf_counter() - start
     limited = flags.deadline is not None or flags.budget is not None
     rows = [option.row | {"limits": verdict(option) * limited} for option in sorted(options, key=lambda o: o.price)]
-    by = "price" if best.run.cost else "devices"
-    title = f"Clusters by {by}{', against the upper end of the bar' * limited}"
+    title = f"Clusters by {'price' if best.run.cost else 'devices'}"
     return replace(plan, tables={title: rows}, sentences=[*plan.sentences, *notes], search_seconds=took)
 
 
@@ -265,6 +265,7 @@ def tried(flags: PlanFlags, question: Question) -> list[Option]:
     counts = [nodes for nodes in allowed if nodes >= fewest_nodes(question)] or allowed[-1:]
     first = next((nodes for nodes in itertools.takewhile(lambda _: not hopeless(), counts) if meets(nodes)), None)
     if first is None:
+        next((nodes for nodes in reversed(allowed) if meets(nodes) or options()), None)  # one that fits, to be told
         return options()
     below = max((nodes for nodes in found if nodes < first), default=0)
     while first - below > 1:  # fewer miss, so the smallest is found by halving
@@ -277,7 +278,7 @@ def tried(flags: PlanFlags, question: Question) -> list[Option]:
 
 
 def ideal_hours(question: Question) -> float:
-    """Of the run on one node, were all of it its products at the efficiency of large ones."""
+    """Hours of the run on one node, were all of it its products at the efficiency of large ones."""
     hardware, base = question.hardware, question.base
     flops = question.tokens * work_of(base.model).flops_per_token
     rate = hardware.peak(base.precision.dtype) * question.efficiency.matmul * question.cluster(1).num_devices
@@ -285,14 +286,14 @@ def ideal_hours(question: Question) -> float:
 
 
 def ideal_dollars(question: Question) -> float | None:
-    """On any number of nodes; None without a price or tokens."""
+    """The same in dollars, on any number of nodes; None without a price or tokens."""
     if question.dollars_per_hour is None or question.tokens is None:
         return None
     return ideal_hours(question) * question.cluster(1).num_devices * question.dollars_per_hour
 
 
 def fewest_nodes(question: Question) -> int:
-    """That could meet the deadline."""
+    """The least number of nodes that could meet the deadline."""
     return max(1, math.ceil(ideal_hours(question) / min(question.hours or CENTURY_HOURS, CENTURY_HOURS)))
 
 
@@ -301,7 +302,7 @@ def with_nodes(flags: PlanFlags, question: Question, nodes: int, **changes) -> O
     cluster = question.cluster(nodes)
     size = changes.pop("batch_size", None if flags.batch_size is None else question.base.batch_size)
     batch = size and batch_for(size, cluster.num_devices, nodes)
-    same = {"tokens": question.tokens, "steps": None} if flags.tokens or flags.steps else {}
+    same = {"tokens": question.tokens, "steps": None} if flags.steps is not None else {}
     flags = replace(flags, hardware=question.hardware.name, nodes=nodes, batch_size=batch, **(same | changes))
     asked = ask(flags)
     if batch != size:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
 from jaxdist.models.base import declare
-from jaxdist.models.lora import LoRA
 from jaxdist.params import named_params
 from jaxdist.plan.explain import billions
 from jaxdist.plan.hardware import Cluster
@@ -40,7 +39,13 @@ class Command:
 
 
 def make_command(
-    config: RunConfig, cluster: Cluster, step_seconds: float, recipe_notes: list[str], rate_known: bool = True
+    config: RunConfig,
+    cluster: Cluster,
+    step_seconds: float,
+    recipe_notes: list[str],
+    rate_known: bool = True,
+    data: str = PLACEHOLDERS["data"],
+    weights: str | None = None,
 ) -> Command:
     """For one layout of a plan. recipe_notes: where the values of flags in `config` are from."""
     nodes, per_node = cluster.num_nodes, cluster.devices_per_node
@@ -58,17 +63,17 @@ def make_command(
         notes += ["Start it on every host of the slice (docs/cluster.md)."]
     parts += [command_text("train")]
     parts += ["--distributed"] * several + ["--device gpu"] * on_gpus
-    parts += [f"--data {PLACEHOLDERS['data']}", f"--out {PLACEHOLDERS['out']}", f"--checkpoint-every {every}"]
+    parts += [f"--data {data}", f"--out {PLACEHOLDERS['out']}", f"--checkpoint-every {every}"]
     parts += f" {' '.join(flags_of(config))}".replace(" --", "\n--").split("\n")[1:]
-    adapts = isinstance(config.model, LoRA)
-    parts += [f"--weights {PLACEHOLDERS['weights']}"] if adapts else []
+    parts += [f"--weights {weights}"] if weights is not None else []
     parts += [] if rate_known else ["--lr LR"]
     prepare = command_text("prepare").removeprefix("python -m ")
     notes += [
-        f"{PLACEHOLDERS['data']}: your tokens ({prepare} makes them). {PLACEHOLDERS['out']}: a folder for "
-        f"checkpoints{', on storage that all hosts share' * several}. train refuses such words until they are "
-        "filled in.",
-        *[f"{PLACEHOLDERS['weights']}: the folder or the checkpoint with the weights that are adapted."] * adapts,
+        *[f"{data}: your tokens ({prepare} makes them)."] * (data == PLACEHOLDERS["data"]),
+        f"{PLACEHOLDERS['out']}: a folder for checkpoints{', on storage that all hosts share' * several}. train "
+        "refuses such words until they are filled in.",
+        *[f"{weights}: the folder or the checkpoint with the weights to begin with."]
+        * (weights == PLACEHOLDERS["weights"]),
         *recipe_notes,
         f"--checkpoint-every {every}: {why}.",
     ]

@@ -36,9 +36,9 @@ def page(record: dict) -> str:
     if record["command"] is not None:
         notes = listed(map(escape, record["command_notes"]), "faint")
         parts.append(f"<pre>{escape(record['command'])}</pre>{notes}")
-    parts += ["<h2>Why</h2>", listed(map(escape, record["sentences"])), "<h2>Layouts</h2>", layouts(record, rows)]
+    parts += ["<h2>Why</h2>", listed(map(escape, record["sentences"])), "<h2>Layouts</h2>", layouts(rows)]
     for title, other in record["tables"].items():
-        parts += [f"<h2>{escape(title)}</h2>", layouts(record, other)]
+        parts += [f"<h2>{escape(title)}</h2>", layouts(other)]
     parts += ["<h2>Memory of a device</h2>", memory_bars(record), "<h2>Time of a step</h2>", time_bars(rows)]
     if len(record["front"]) > 1:
         parts += ["<h2>Memory against time</h2>", front(record)]
@@ -46,8 +46,8 @@ def page(record: dict) -> str:
     return whole(escape(title), [*parts, "<h2>What this rests on</h2>", rests])
 
 
-def layouts(record: dict, rows: list[dict]) -> str:
-    columns = columns_of(rows, record["usable_bytes"])
+def layouts(rows: list[dict]) -> str:
+    columns = columns_of(rows)
     said = {title: cells for title, cells in columns.items() if any(cells)}
     said |= {title: [(escape(cell), "short") for cell in said[title]] for title in LEFT if title in said}
     return table(list(said), zip(*said.values(), strict=True), LEFT)

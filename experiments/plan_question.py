@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, get_args
 import tyro
 
 from jaxdist.config import RunConfig
+from jaxdist.data.batches import load_corpus
 from jaxdist.errors import MOST, ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.attention_choice import LONG
@@ -17,10 +18,12 @@ from jaxdist.models.base import num_parameters
 from jaxdist.models.registry import is_path
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.plan.cost import Cost
+from jaxdist.plan.explain import billions
 from jaxdist.plan.fit_remat import fit_remat
 from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, load_hardware, load_prices, price
 from jaxdist.plan.recipe import (
-    ADAPTER_STEPS,
+    FINE_TUNING_RATE,
+    FINE_TUNING_STEPS,
     TOKENS_PER_PARAMETER,
     adapter_learning_rate,
     chinchilla_steps,
@@ -31,7 +34,7 @@ from jaxdist.plan.search import MOST_WITHIN, WITHIN, Fixed, Scored, usable_bytes
 from jaxdist.plan.time_model import Efficiency, efficiency_of, read_efficiency
 from jaxdist.strategy import CP_KINDS, TP_RINGS, Dtype
 
-from .cli import CommonFlags, ModelName, flag_word, refuse_ignored
+from .cli import PLACEHOLDERS, CommonFlags, ModelName, flag_word, refuse_ignored
 from .config_file import FileFlags
 from .plan_command import UNKNOWN_RATE, rate_note
 
@@ -46,7 +49,7 @@ REMATS = (("none", (0, 0, 0)), ("selective", (0, 1, 0)), ("block", (1, 0, 0)), (
 MORE_WORDS = {"remat": ["every-K"], "stages": ["last-N"]}
 BOUNDS = {"batch_size": 2**24, "accumulate": 2**24, "microbatches": 2**16, "chunks": 10**4, "loss_chunks": 10**8}
 BOUNDS |= {"nodes": MOST_DEVICES, "devices_per_node": MOST_DEVICES, "top": 10_000, "prove": 10_000, "steps": 10**15}
-BOUNDS |= {"tokens": 1e18, "budget": 1e12, "price_per_hour": 1e4}
+BOUNDS |= {"tokens": 1e18, "epochs": 1e6, "budget": 1e12, "price_per_hour": 1e4}
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,12 @@ class PlanFlags(CommonFlags, FileFlags):
     """Dtype of parameters and activations; masters and moments stay in at least float32."""
     tokens: float | None = None
     """To train on, as in 300e9: gives hours and dollars."""
+    data: str | None = None
+    """Tokens to train on, of which --epochs are counted, instead of --tokens."""
+    epochs: float | None = None
+    """Times that --data is read. Default: 1."""
+    finetune: bool = False
+    """Train a model that is trained already: a lower learning rate, and no more than its data. --lora implies it."""
     deadline: str | None = None
     """As in 72h or 30d; needs --tokens or --steps. The upper end of the error bar must meet it."""
     budget: float | None = None
@@ -195,6 +204,7 @@ class Question:
     rate_known: bool
     efficiency: Efficiency
     fixed: Mapping[str, Fixed] = field(default_factory=dict)  # by its words
+    files: tuple[str, str | None] = (PLACEHOLDERS["data"], None)  # of the command: its data and its first weights
     within: float = WITHIN  # of the fastest layout's time: what a simpler one may take more
 
     def cluster(self, num_nodes: int) -> Cluster:
@@ -256,6 +266,10 @@ def ask(flags: PlanFlags) -> Question:
     elif attention == "blocked":
         notes.append("Attention is in blocks of scores (flash attention cannot run here): slower, and none are kept.")
     means = flags.devices_per_node, attention, tokens, hours, flags.budget, dollars
+    weights = (
+        (flags.model if is_path(flags.model) else PLACEHOLDERS["weights"]) if flags.lora or flags.finetune else None
+    )
+    files = flags.data or PLACEHOLDERS["data"], weights
     return Question(
         config,
         hardware,
@@ -265,6 +279,7 @@ def ask(flags: PlanFlags) -> Question:
         rate_known,
         efficiency_for(flags, hardware),
         fixed,
+        files,
         flags.simplest_within,
     )
 
@@ -310,10 +325,21 @@ def refuse_unused(flags: PlanFlags) -> None:
         reason = f"each stage must hold one of the {layers} layers or more"
         raise ConfigError(f"--mesh {mesh}", reason, "Use a smaller pp")
     whole = flags.names_layout
-    timed, proving = flags.tokens is not None or flags.steps is not None, flags.trace or flags.compile is not None
+    timed, proving = (
+        any(each is not None for each in (flags.tokens, flags.steps, flags.data)),
+        flags.trace or flags.compile is not None,
+    )
     paid = "what a run costs needs its tokens"
     for flag, idle, why, instead in (
         ("tokens", flags.steps is not None, "--steps says how long the run is", "Give one of the two"),
+        (
+            "data",
+            flags.tokens is not None or flags.steps is not None,
+            "how long the run is, is said",
+            "Give one of them",
+        ),
+        ("epochs", flags.data is None, "there is no data to read so often", "Add --data"),
+        ("finetune", bool(flags.lora), "adapters are fine-tuning already", "Leave one of the two out"),
         ("deadline", not timed, "how long a run lasts needs its tokens", "Add --tokens 300e9"),
         *((flag, not timed, paid, "Add --tokens 300e9") for flag in ("budget", "vendor", "price_per_hour")),
         ("vendor", flags.price_per_hour is not None, "--price-per-hour is a price already", "Give one of the two"),
@@ -361,11 +387,9 @@ def hardware_for(flags: PlanFlags) -> Accelerator:
     if flags.max_gib is not None:
         most = usable_bytes(Cluster(hardware)) / GIB
         if not 0 < flags.max_gib <= most:
-            asked, required = f"--max-gib {flags.max_gib:g}", f"must be above 0 and at most {most:.4g}"
-            raise ConfigError(
-                asked, f"{required}, what a plan may fill of {hardware.name}", f"Use --max-gib {most:.4g}"
-            )
-        hardware = replace(hardware, memory_bytes=hardware.memory_bytes * flags.max_gib / most)
+            required = f"must be above 0 and at most {most:.4g}, what a plan may fill of {hardware.name}"
+            raise ConfigError(f"--max-gib {flags.max_gib:g}", required, f"Use --max-gib {most:.4g}")
+        hardware = replace(hardware, memory_gb=hardware.memory_gb * flags.max_gib / most)
     if flags.dtype not in hardware.peak_flops:
         raise ConfigError(
             f"--dtype {flags.dtype} on {hardware.name}",
@@ -396,6 +420,11 @@ def with_recipe(flags: PlanFlags, rate_known: bool) -> tuple[PlanFlags, float | 
     model, notes = flags.model_config(), []
     batch_tokens, parameters = flags.batch_size * model.seq_len, num_parameters(model)
     tokens, steps, rate, warmup = flags.tokens, flags.steps, flags.lr, flags.warmup_steps
+    if flags.data is not None:
+        corpus, epochs = load_corpus(flags.data, model.vocab_size), flags.epochs or 1.0
+        tokens = corpus.num_train * epochs
+        count = billions(corpus.num_train)
+        notes.append(f"--data: {corpus.about}; {count} tokens to train on, read {epochs:g} times.")
     if tokens is not None:
         steps = math.ceil(tokens / batch_tokens)
         if steps > MOST:
@@ -406,8 +435,8 @@ def with_recipe(flags: PlanFlags, rate_known: bool) -> tuple[PlanFlags, float | 
             )
     elif steps is not None:
         tokens = steps * batch_tokens
-    elif flags.lora:
-        steps = ADAPTER_STEPS
+    elif flags.lora or flags.finetune:
+        steps = FINE_TUNING_STEPS
         notes.append(
             f"--steps {steps}: assumed, for neither --tokens nor --steps says how much there is to learn from."
         )
@@ -420,6 +449,11 @@ def with_recipe(flags: PlanFlags, rate_known: bool) -> tuple[PlanFlags, float | 
     if rate is None and flags.lora and rate_known:
         rate = adapter_learning_rate(parameters)
         notes.append(f"--lr {rate:g}: that of adapters of a model of this size in arXiv 2305.14314, appendix B; AdamW.")
+    elif rate is None and flags.finetune and rate_known:
+        rate = FINE_TUNING_RATE
+        notes.append(
+            f"--lr {rate:g}: that of supervised fine-tuning of Llama 2 (arXiv 2307.09288, section 3.1); AdamW."
+        )
     elif rate is None:
         rate = learning_rate(parameters) if rate_known else CommonFlags.lr
         notes.append(rate_note(rate, parameters) if rate_known else UNKNOWN_RATE)

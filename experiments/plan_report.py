@@ -28,6 +28,15 @@ from .tables import print_bullet, print_columns
 BATCH_MARGIN = 0.02  # of the time a token: what a smaller batch may take more
 TIMES = {"compute": "matmuls", "memory": "memory traffic", "tp": "tp", "cp": "cp", "ep": "exchange of tokens"}
 TIMES |= {"dp": "dp", "pp": "pp messages", "bubble": "bubble", "overhead": "host", "input": "input"}
+UNTOLD = (
+    "tokens/s",
+    "sp",
+    "cp kind",
+    "overlap",
+    "pipeline",
+    "micro-batch",
+    "loss chunks",
+)  # where clusters are compared
 LEFT = ("what if", "card", "limits", "mesh", "cp kind", "remat", "pipeline", "or replica×dp")  # columns of words
 SETTINGS = ("ZeRO", "sp", "cp kind", "overlap", "remat", "pipeline", "micro-batch", "loss chunks", "time")
 
@@ -61,7 +70,9 @@ class Plan:
     def command(self) -> Command:
         config, question = self.found.config(self.best), self.question
         step = float(self.found.time.total[self.best])
-        return make_command(config, self.found.cluster, step, question.recipe_notes, question.rate_known)
+        return make_command(
+            config, self.found.cluster, step, question.recipe_notes, question.rate_known, *question.files
+        )
 
 
 def row_layout(found: Scored, index: int) -> dict:
@@ -104,6 +115,7 @@ def row_of(question: Question, found: Scored, group: Sequence[int]) -> dict:
         **figures(index),
         "error": run.error,
         "mfu": float(time.mfu[index]),
+        "usable_bytes": usable_bytes(found.cluster),
         "memory": {name: float(getattr(memory, name)[index]) for name in NAMES_OF_TERMS},
         "time": {name: float(getattr(time, name)[index]) for name in TIMES},
         "hours": run.hours,
@@ -187,8 +199,11 @@ def assumptions(question: Question) -> list[str]:
     ]
 
 
+WHY = 6  # sentences before the tables; the others come after them
+
+
 def print_plan(console: Console, plan: Plan, record: dict) -> None:
-    """The command first, then the layouts it was chosen from, then why."""
+    """The command first, then why, then the layouts it was chosen from, then what else there is to know."""
     base, cluster, row = plan.question.base, plan.found.cluster, record["rows"][0]
     searched = plan.num_layouts > 1
     console.print(
@@ -205,38 +220,39 @@ def print_plan(console: Console, plan: Plan, record: dict) -> None:
         console.print("\n[bold]Run it[/]")
         for line in plan.command.lines(console.width):
             console.print(line, soft_wrap=True, markup=False)
-        for note in plan.command.notes:
-            print_bullet(console, note)
     else:
         console.print(f"\n[bold red]{escape(plan.sentences[0])}[/]", soft_wrap=not console.is_terminal)
-    usable = record["usable_bytes"]
+    sentences = plan.sentences[0 if plan.fits else 1 :]
+    console.print("\n[bold]Why[/]" if searched else "\n[bold]What it takes[/]")
+    for sentence in sentences[: WHY if searched else None]:
+        print_bullet(console, sentence)
     if searched:
         console.print(
             f"\n[bold]Layouts[/] of {plan.num_layouts:,}, {plan.num_fitting:,} of which fit; predicted in "
             f"{plan.search_seconds:.1f} s. {shown_words(plan)}"
         )
-        print_rows(console, record["rows"], usable)
+        print_rows(console, record["rows"])
     for title, rows in plan.tables.items():
         console.print(f"\n[bold]{title}[/]")
-        print_rows(console, rows, usable)
+        print_rows(console, rows)
     if (num := len(plan.front)) > 1:
         console.print("\n[bold]Pareto front[/] of memory and time")
         spread = np.linspace(0, num - 1, min(num, 8))  # evenly, with both ends
-        print_rows(console, [plan.front[round(index)] for index in spread], usable)
-    console.print("\n[bold]Why[/]" if searched else "\n[bold]What it takes[/]")
-    for sentence in plan.sentences[0 if plan.fits else 1 :]:
+        print_rows(console, [plan.front[round(index)] for index in spread])
+    console.print("\n[bold]Notes[/]")
+    for sentence in (*(sentences[WHY:] if searched else ()), *(plan.command.notes if plan.fits else ())):
         print_bullet(console, sentence)
     for warning in (*plan.found.config(plan.best).warnings(), *plan.question.notes):
         print_bullet(console, in_flags(warning, PlanFlags), "yellow")
     console.print("\n" + " ".join(record["assumptions"]), style="dim")
 
 
-def print_rows(console: Console, rows: list[dict], usable: float) -> None:
-    columns = columns_of(rows, usable)
+def print_rows(console: Console, rows: list[dict]) -> None:
+    columns = columns_of(rows)
     print_columns(console, columns, left=LEFT, drop=("full", "±", "or replica×dp"), under=SETTINGS)
 
 
-def columns_of(rows: list[dict], usable: float) -> dict[str, list[str]]:
+def columns_of(rows: list[dict]) -> dict[str, list[str]]:
     """The cells of a table of layouts, by title; those of the question where rows differ in it."""
     asked = {
         "what if": [row.get("what if", "") for row in rows],
@@ -261,11 +277,15 @@ def columns_of(rows: list[dict], usable: float) -> dict[str, list[str]]:
         "±": [f"{row['error']:.0%}" for row in rows],
         "MFU": [f"{row['mfu']:.0%}" for row in rows],
         "GiB": [f"{row['memory_bytes'] / GIB:.1f}" for row in rows],
-        "full": [f"{row['memory_bytes'] / usable:.0%}" + "!" * (row["memory_bytes"] > FULL * usable) for row in rows],
+        "full": [
+            f"{full:.0%}" + "!" * (full > FULL) for full in (row["memory_bytes"] / row["usable_bytes"] for row in rows)
+        ],
         "time": ["" if row["hours"] is None else duration(row["hours"]).split(" (")[-1].rstrip(")") for row in rows],
         "cost": ["" if row["dollars"] is None else short_money(row["dollars"]) for row in rows],
         "or replica×dp": [also_words(row) for row in rows],
     }
+    if any(asked["limits"]):
+        columns = {title: cells for title, cells in columns.items() if title not in UNTOLD}
     return columns
 
 

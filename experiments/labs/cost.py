@@ -13,7 +13,7 @@ from jaxdist.plan.parts import work_of
 from jaxdist.plan.search import rank
 from jaxdist.runtime.budget import SpendLog, begin_job
 
-from .. import plan
+from .. import plan_answers as plan
 from . import drawing
 from .lab import Check, Lab, Result, Table, at_most, equal, holds, table
 from .tools import new_folder

@@ -12,7 +12,7 @@ from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import TERMS
 from jaxdist.plan.search import Scored, layouts_of_mesh, rank, score, search, usable_bytes
 
-from .. import plan
+from .. import plan_answers as plan
 from . import drawing
 from .lab import Lab, Result, at_most, equal, table
 

@@ -1,5 +1,6 @@
 """Sentences about a searched plan, every number in them computed: what fits, what does not and why, what would help."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -33,7 +34,7 @@ NAMES_OF_TERMS = {
     "logits": "logits",
     "working": "working buffers",
 }
-LINKS = {"inside": "inside the node", "between": "between nodes", "both": "inside and between nodes", "none": "nowhere"}
+LINKS = {"inside": "stays inside a node", "between": "runs between nodes", "both": "crosses nodes"}
 
 
 def gib(value: float) -> str:
@@ -67,18 +68,18 @@ def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Effici
         plain_data_parallel(found, best, attention, efficiency),
         *zero_and_recompute(found, best, attention, efficiency),
         *tensor_parallel(found, best, order, attention, efficiency),
+        *pipeline(found, best),
+        found.time.relief(best),
+        f"Memory is fullest in {PHASES[found.memory.phase[best]]}: {memory_terms(found, best)}.",
         *context_parallel(found, best, order),
         *experts(found, best, order, attention, efficiency),
-        *pipeline(found, best),
-        f"Memory is fullest in {PHASES[found.memory.phase[best]]}: {memory_terms(found, best)}.",
-        found.time.relief(best),
         close_by(found),
         error_bar(found, best),
     ]
     links = {axis: link for axis, link in found.cluster.links_of(**_sizes(layouts, best)).items() if link != "none"}
     if links:
         where = "; ".join(f"{axis}={mesh.size(axis)} {LINKS[link]}" for axis, link in links.items())
-        sentences.insert(1, f"Communication runs: {where}.")
+        sentences.append(f"Communication: {where}.")
     return [sentence for sentence in sentences if sentence]
 
 
@@ -284,11 +285,11 @@ def pipeline(found: Scored, best: int) -> list[str]:
     c = found.layouts
     if c.pp[best] == 1:
         return []
-    shown, schedule = seconds(found.time.pp[best]), c.schedule_name(best, found.base.parallel)
-    sends = f"hides its messages but for {shown} a step" if c.overlap[best] else f"sends {shown} of messages a step"
+    exposed, schedule = float(found.time.pp[best]), c.schedule_name(best, found.base.parallel)
+    sends = f"{seconds(exposed)} of messages a step" if exposed >= 5e-4 else "its messages are hidden"
     return [
-        f"pp={c.pp[best]} ({schedule}, {c.microbatches[best]} micro-batches a pass) {sends} and "
-        f"idles {seconds(found.time.bubble[best])}, {found.time.bubble[best] / found.time.total[best]:.0%}."
+        f"pp={c.pp[best]} ({schedule}, {c.microbatches[best]} micro-batches a pass): {sends}, "
+        f"{seconds(found.time.bubble[best])} idle ({found.time.bubble[best] / found.time.total[best]:.0%})."
     ]
 
 
@@ -347,18 +348,22 @@ SETTINGS = {
 }
 
 
+MOVED_TO = ("dp", "tp", "pp", "cp")  # axes that are made larger, in the order in which they are tried
+
+
 def what_would_fit(found: Scored, attention: str, efficiency: Efficiency) -> str:
     """The two nearest layouts that fit in place of one that does not, on its mesh, or on one in which an axis, or a
     factor of it, goes to another: those with fewest settings changed, the fastest of these."""
     mesh = _sizes(found.layouts, 0)
     near, changed = _near(found, mesh, attention, efficiency)
     if not len(near):
-        pairs = [(a, b, p) for a in AXES for b in AXES for p in sorted({2, 3, mesh[b]} - {1}) if a != b]
-        moved = [dict(mesh, **{a: mesh[a] * p, b: mesh[b] // p}) for a, b, p in pairs]
+        pairs = [(a, b, p) for a in MOVED_TO for b in AXES for p in sorted({2, 3, mesh[b]} - {1}) if a != b]
+        moved = (dict(mesh, **{a: mesh[a] * p, b: mesh[b] // p}) for a, b, p in pairs)
         legal = legal_meshes(found.base.model, found.cluster.num_devices, found.base.batch_size)
-        tried = [_near(found, each, attention, efficiency) for each in moved if each in legal]
-        near = Scored.join([near, *(some for some, _ in tried)])
-        changed = np.concatenate([changed, *(settings for _, settings in tried)])
+        tried = (_near(found, each, attention, efficiency) for each in moved if each in legal)
+        fitting = list(itertools.islice((each for each in tried if len(each[0])), 2))
+        near = Scored.join([near, *(some for some, _ in fitting)])
+        changed = np.concatenate([changed, *(settings for _, settings in fitting)])
     if not len(near):
         return "No layout of that mesh or one beside it does: leave --mesh out to search all."
     first, *others = map(int, np.lexsort((near.time.total, changed.sum(1))))

@@ -22,7 +22,9 @@ WARMUP_TOKENS = 375e6
 LONGEST_WARMUP = 0.1  # of a short run; ours, GPT-3 had no run that short
 # QLoRA, arXiv 2305.14314, appendix B: adapters on all matrices, AdamW, models of up to 13 billion parameters and above.
 ADAPTER_RATES, SMALL = (2e-4, 1e-4), 13.5e9
-ADAPTER_STEPS = 1000  # assumed
+FINE_TUNING_STEPS = 1000  # assumed, of adapters too
+# Llama 2, arXiv 2307.09288, section 3.1: supervised fine-tuning of all sizes, cosine, weight decay 0.1.
+FINE_TUNING_RATE = 2e-5
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv 2203.15556
 # Llama 3, arXiv 2407.21783, section 3.3.4: 419 unexpected interruptions in 54 days of 16,384 GPUs.
 FAILURE_DEVICE_HOURS = 16_384 * 54 * 24 / 419

@@ -944,7 +944,7 @@ def _worth_keeping(scored: Scored) -> np.ndarray:
 
 
 def _simpler(scored: Scored) -> np.ndarray:
-    """Of every mesh, the layouts that fit, are not much slower than its fastest and are faster than simpler ones."""
+    """The layouts of every mesh that fit, are not much slower than its fastest and are faster than simpler ones."""
     mesh, seconds, level = _meshes(scored), scored.time.total, complexity(scored)
     fastest = np.full(mesh.max(initial=-1) + 1, np.inf)
     np.minimum.at(fastest, mesh[scored.fits], seconds[scored.fits])

@@ -43,6 +43,7 @@ from jaxdist.plan.search import (
     INTEGERS,
     Candidates,
     best_of_each_mesh,
+    complexity,
     hidden_part,
     layouts_of_mesh,
     legal_meshes,
@@ -52,6 +53,7 @@ from jaxdist.plan.search import (
     rank,
     score,
     search,
+    simplest,
     usable_bytes,
     weight_gathers,
 )
@@ -806,14 +808,34 @@ def test_a_plan_says_what_it_cannot_tell_apart():
         seconds = np.full(len(found), 1 + behind[-1])
         seconds[meshes[: len(behind) + 1]] = 1 + np.array([0, *behind])
         slowed = dataclasses.replace(found, time=dataclasses.replace(found.time, total=seconds))
-        return close_by(slowed, rank(slowed))
+        return close_by(slowed)
 
-    second = found.layouts.mesh(int(meshes[1]))
-    assert said(0.013, 0.04, 0.3).startswith(f"The next mesh, {second}, is predicted 1.3% slower. 2 other meshes are ")
-    assert "That one is within 5% of the best and cannot be told from it" in said(0.02, 0.06)
-    assert "cannot be told" not in said(0.06) and "predicted 6.0% slower; " in said(0.06)
-    alone = found.take(meshes[:1])
-    assert close_by(alone, rank(alone)) == ""
+    assert said(0.013, 0.04, 0.3).startswith("2 other meshes are predicted less than 5% slower than the fastest")
+    assert said(0.02, 0.06).startswith("Another mesh is ") and said(0.06) == ""
+    assert close_by(found.take(meshes[:1])) == ""
+
+
+def test_the_simplest_is_as_fast_as_asked_and_no_simpler_one_is():
+    """Against every layout of the cluster, one by one."""
+    model = GPT2Config(num_layers=4, width=1024, num_heads=16, ffn_width=4096, seq_len=1024, vocab_size=50257)
+    asked, cluster = (
+        RunConfig(model, precision=PrecisionConfig("bfloat16"), batch_size=16),
+        Cluster(find_hardware("h100"), 2, 4),
+    )
+    found = search(asked, cluster, "cudnn")
+    blocks = [each for mesh in legal_meshes(model, 8, 16) for each in layouts_of_mesh(model, mesh, 16)]
+    every = score(asked, Candidates.join(blocks), cluster, "cudnn")
+    for within in (0.0, 0.02, 0.1):
+        best, expected = simplest(found, within), simplest(every, within)
+        assert found.time.total[best] <= (1 + within) * found.time.total[found.fits].min() and found.fits[best]
+        simpler = complexity(every) < complexity(found)[best]
+        assert not within or every.time.total[simpler & every.fits].min(initial=np.inf) > found.time.total[best]
+        same = found.time.total[best], complexity(found)[best] * (within > 0)
+        assert same == pytest.approx((every.time.total[expected], complexity(every)[expected] * (within > 0)), rel=1e-9)
+    levels = complexity(found)[[simplest(found, within) for within in (0.0, 0.02, 0.1)]]
+    assert levels[0] >= levels[1] >= levels[2]
+    allowed = np.arange(len(found)) == rank(found)[0]
+    assert simplest(found, 0.02, allowed) == rank(found)[0]
 
 
 def test_what_cp_sends_takes_time_by_its_kind():

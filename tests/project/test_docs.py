@@ -48,7 +48,7 @@ def test_links_between_pages_lead_somewhere():
 def test_the_plan_in_prose_is_what_is_planned():
     config = RunConfig(
         PRESETS["7b"],
-        ParallelConfig(parse_mesh("pp=2,dp=16"), 1, overlap=True, schedule="interleaved", microbatches=8, chunks=16),
+        ParallelConfig(parse_mesh("dp=32"), 3, overlap=True, accumulate=4),
         precision=PrecisionConfig("bfloat16"),
         batch_size=512,
     )
