@@ -15,7 +15,7 @@ from jaxdist.plan.parts import work_of
 from jaxdist.plan.time_model import Layout, Repeated, efficiency_of, step_time
 
 from .runs import mean_and_max
-from .sources import MEGATRON_CORE, LeftOut, table
+from .sources import MEGATRON_CORE, LeftOut, bar, table
 
 CARD = "h100"
 
@@ -104,7 +104,7 @@ def summary(rows: list[LeftOut]) -> str:
 
 def main() -> None:
     rows = predicted()
-    print(summary(rows), table(rows), sep="\n\n")
+    print(summary(rows), f"Nine tenths, every model with the same weight: ±{bar(rows):.0%}", table(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

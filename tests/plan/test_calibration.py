@@ -20,9 +20,9 @@ from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.time_model import (
+    BARS,
     EFFICIENCIES,
     FUSED_BACKWARD,
-    MIXTURE_ERROR,
     OPTIMIZER_TRAFFIC,
     PARTS,
     RING_COPIES,
@@ -412,19 +412,22 @@ def test_errors_of_sources_left_out():
     tables = sources.summary("h100", h100), sources.summary("a100", a100), order, sources.predictors_table(a100)
     for line in itertools.chain(*(table.splitlines() for table in tables)):
         assert line in page, line
-    for accelerator, rows in (("H100", h100), ("A100", a100)):
-        assert f"±{sources.bar(rows):.0%} for {accelerator}".replace("%", " %") in page
+    for accelerator in sources.ACCELERATORS:
+        bars = BARS | {"dense": EFFICIENCIES[f"{accelerator}-published"].relative_error}
+        rows = sources.leave_one_source_out(accelerator, unfitted=True)
+        for line in sources.kinds_table(accelerator, rows, bars).splitlines():
+            assert line in page, line
     assert f"Of {len(sources.pairs(h100))} pairs" in page and f"tau is {sources.kendall_tau(h100):.2f}" in page
 
 
 def test_mixtures_by_constants_that_are_fitted_to_none():
     """Their bar is wider."""
     page = (Path(__file__).parents[2] / "docs/plan-evidence.md").read_text(encoding="utf-8")
-    assert f"±{MIXTURE_ERROR:.0%} for a mixture".replace("%", " %") in page
+    assert f"±{BARS['experts']:.0%} for a mixture".replace("%", " %") in page
     assert len(mixtures.runs()) == 46
     _, model, facts = mixtures.runs()[0]
     constants = EFFICIENCIES["h100-published"]
-    assert bar_of(work_of(model), constants) == MIXTURE_ERROR > bar_of(PaperWork(SHAPE), constants)
+    assert bar_of(work_of(model), constants) == BARS["experts"] > bar_of(PaperWork(SHAPE), constants)
     # By hand: 8 GPUs of tp=4 have dp=2, which ep takes whole; every position goes out and back twice, a quarter a rank.
     layout = mixtures.layout_of(model, facts)
     assert (layout.dp, layout.ep, layout.exchanged, layout.microbatches) == (2, 2, 2 * 2 * 6144 / 4, 512)
