@@ -207,7 +207,7 @@ def test_a_budget_is_not_beaten_by_rounding(monkeypatch, capsys):
 
 def test_the_upper_end_of_the_bar_is_what_a_limit_is_held_against(monkeypatch, capsys, tmp_path):
     path = tmp_path / "plan.json"
-    args = [*TINY_RUN, *PRICE, "--nodes", "1"]
+    args = [*TINY_RUN, *PRICE, "--nodes", "1", "--simplest-within", "0"]
     _, out, _ = plan(monkeypatch, capsys, *args, "--json", path)
     row = json.loads(path.read_text())["rows"][0]
     most = 1 + row["error"]
