@@ -37,8 +37,8 @@ def page(record: dict) -> str:
         notes = listed(map(escape, record["command_notes"]), "faint")
         parts.append(f"<pre>{escape(record['command'])}</pre>{notes}")
     parts += ["<h2>Why</h2>", listed(map(escape, record["sentences"])), "<h2>Layouts</h2>", layouts(rows)]
-    for title, other in record["tables"].items():
-        parts += [f"<h2>{escape(title)}</h2>", layouts(other)]
+    for about, other in record["tables"].items():
+        parts += [f"<h2>{escape(about)}</h2>", layouts(other)]
     parts += ["<h2>Memory of a device</h2>", memory_bars(record), "<h2>Time of a step</h2>", time_bars(rows)]
     if len(record["front"]) > 1:
         parts += ["<h2>Memory against time</h2>", front(record)]
@@ -50,7 +50,7 @@ def layouts(rows: list[dict]) -> str:
     columns = columns_of(rows)
     said = {title: cells for title, cells in columns.items() if any(cells)}
     said |= {title: [(escape(cell), "short") for cell in said[title]] for title in LEFT if title in said}
-    return table(list(said), zip(*said.values(), strict=True), LEFT)
+    return table(list(said), zip(*said.values(), strict=True), LEFT, told=True)
 
 
 def memory_bars(record: dict) -> str:

@@ -263,7 +263,9 @@ def columns_of(rows: list[dict]) -> dict[str, list[str]]:
         "limits": [row.get("limits", "") for row in rows],
     }
     alike = len({(row["card"], row["nodes"], row["batch_size"]) for row in rows}) == 1
-    columns = {title: cells for title, cells in asked.items() if not alike and len(set(cells)) > 1} | {
+    columns = {
+        title: cells for title, cells in asked.items() if title == "limits" or (not alike and len(set(cells)) > 1)
+    } | {
         "mesh": [row["mesh"] for row in rows],
         "ZeRO": [f"{row['zero']}{'k' * row['keep']}" for row in rows],
         "sp": ["" if not row["sp"] else "yes" if row["tp_ring"] == "none" else "rings" for row in rows],

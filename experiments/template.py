@@ -43,7 +43,10 @@ svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } svg text.faint 
 .mesh > b { font-weight: 600; color: var(--faint); flex-basis: 100%; } .rank { background: var(--card);
   border: 1px solid var(--line); border-radius: 4px; padding: 0.15em 0.5em; font-variant-numeric: tabular-nums; }
 summary { cursor: pointer; color: var(--faint); margin: 0.6em 0; }
-@media (max-width: 480px) { body { padding: 0 0.8em; margin: 1em auto; } h1 { font-size: 1.25em; } }
+@media (max-width: 480px) { body { padding: 0 0.8em; margin: 1em auto; } h1 { font-size: 1.25em; }
+  .told thead { display: none; } .told tr { display: flex; flex-wrap: wrap; gap: 0 1em; padding: 0.5em 0;
+  border-bottom: 1px solid var(--line); } .told td { border: 0; padding: 0; } .told td:empty { display: none; }
+  .told td::before { content: attr(data-head) " "; color: var(--faint); } }
 """
 
 Cell = str | tuple[str, str]  # text, or (HTML that is safe, its class)
@@ -65,21 +68,24 @@ def text(value) -> str:
     return escape(shown[:MOST_TEXT] + "…" if len(shown) > MOST_TEXT else shown)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], left: Iterable[str] = ()) -> str:
-    """A table that scrolls within itself. left: the columns of words. Cells of text are escaped."""
+def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], left: Iterable[str] = (), told: bool = False) -> str:
+    """A table that scrolls within itself, or with `told` is a list of named cells on a phone. left: the columns of
+    words. Cells of text are escaped."""
     sides = ["l" if head in left else "" for head in heads]
 
-    def cell(tag: str, value: Cell, side: str) -> str:
+    def cell(tag: str, value: Cell, side: str, head: str) -> str:
         shown, kind = (text(value), "") if isinstance(value, str) else value
         kind = " ".join(filter(None, (side, kind)))
-        return f'<{tag} class="{kind}">{shown}</{tag}>' if kind else f"<{tag}>{shown}</{tag}>"
+        attributes = f' class="{kind}"' * bool(kind) + f' data-head="{text(head)}"' * (told and tag == "td")
+        return f"<{tag}{attributes}>{shown}</{tag}>"
 
     top, *body = (
-        "".join(cell(tag, value, side) for value, side in zip(row, sides, strict=True))
+        "".join(cell(tag, *each) for each in zip(row, sides, heads, strict=True))
         for tag, row in [("th", heads), *(("td", row) for row in rows)]
     )
     lines = "".join(f"<tr>{line}</tr>" for line in body)
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+    opened = f'<div class="{"told" if told else "wide"}">'
+    return f"{opened}<table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>"
 
 
 def listed(items: Iterable[str], kind: str = "") -> str:

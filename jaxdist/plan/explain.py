@@ -105,8 +105,6 @@ def plain_data_parallel(found: Scored, best: int, attention: str, efficiency: Ef
         how = f"Plain data parallel fits ({gib(total[quickest])} of {gib(limit)} usable)"
         if there <= here * 1.005:
             return f"{how} and this is not faster: the model is not too big and need not be split."
-        if there <= here * 1.05:
-            return f"{how} and takes {there / here - 1:.0%} more, far inside the error bar: prefer it, it is simpler."
         return (
             f"{how} and takes {seconds(there)} a step, {there / here - 1:.0%} more: the model is not too big for a "
             "device, plain replicas are slower."
