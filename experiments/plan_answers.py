@@ -229,7 +229,8 @@ def of_clusters(flags: PlanFlags, questions: Sequence[Question]) -> Plan:
         options += tried(flags, question)
     met = [option for option in options if not option.misses]
     if not met:
-        raise ConfigError(*impossible(questions[0], [option.run for option in options]))
+        cards = " or ".join(question.hardware.name for question in questions)
+        raise ConfigError(*impossible(questions[0], [option.run for option in options], cards))
     best = min(met, key=lambda option: option.price)
     plan = plan_for(best.question, best.run.cluster.num_nodes, flags.top, best.found)
     took = time.perf_counter() - start
@@ -369,18 +370,19 @@ def misses(question: Question, run: Estimate) -> bool:
     return late or dear
 
 
-def impossible(question: Question, tried: list[Estimate]) -> tuple[str, str, str]:
-    """(asked, required and why, what would work), every limit rounded up."""
+def impossible(question: Question, tried: list[Estimate], cards: str = "") -> tuple[str, str, str]:
+    """(asked, required and why, what would work), every limit rounded up. cards: that were tried."""
+    cards = cards or question.hardware.name
     asked = [f"a deadline of {question.hours:g} h"] if question.hours is not None else []
     asked += [f"a budget of {short_money(question.budget)}"] if question.budget is not None else []
     if not tried:
         return (
-            f"{' and '.join(asked)} on {question.hardware.name}",
+            f"{' and '.join(asked)} on {cards}",
             "a layout must fit at some size of cluster, and none does for this model and batch",
             "Use a smaller model, a larger --global-batch (which allows more devices), or more memory a device",
         )
     within = f" with {' and '.join(asked)}" if asked else ""
-    asked = f"{billions(question.tokens)} tokens{within} on {question.hardware.name}"
+    asked = f"{billions(question.tokens)} tokens{within} on {cards}"
     quickest = min(tried, key=lambda run: run.most_hours)
     cheapest = quickest if quickest.cost is None else min(tried, key=lambda run: run.cost.most)
     if quickest.most_hours > CENTURY_HOURS:

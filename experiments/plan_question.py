@@ -20,7 +20,7 @@ from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.plan.cost import Cost
 from jaxdist.plan.explain import billions
 from jaxdist.plan.fit_remat import fit_remat
-from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, load_hardware, load_prices, price
+from jaxdist.plan.hardware import GIB, Accelerator, Cluster, find_hardware, load_hardware, load_prices, nearest, price
 from jaxdist.plan.recipe import (
     FINE_TUNING_RATE,
     FINE_TUNING_STEPS,
@@ -491,9 +491,12 @@ def cards_of(flags: PlanFlags) -> list[str]:
     """The accelerators of --hardware. Raises: ConfigError where several are named and only one may be."""
     names, asked = list(dict.fromkeys(flags.hardware.split(","))), f"--hardware {flags.hardware}"
     if flags.hardware == "any":
-        prices = load_prices(flags.price_file)[flags.vendor] if flags.vendor is not None else None
+        listed, remedy = load_prices(flags.price_file), "Add it in your own price file"
+        prices = None if flags.vendor is None else nearest(flags.vendor, listed, "vendor", remedy)
         table = load_hardware(flags.hardware_file)
         names = [name for name in table if flags.dtype in table[name].peak_flops and (prices is None or name in prices)]
+        if not names:
+            raise ConfigError(asked, f"a card must have a price and a peak for {flags.dtype}", "Name one card")
     if len(names) > 1:
         for idle, required, instead in (
             (bool(flags.mesh), "--mesh must come with one card", "Name one card, or leave --mesh out"),

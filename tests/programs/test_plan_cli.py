@@ -234,6 +234,11 @@ REFUSED = [
     (["--model", "tiny", "--mesh", "pp=1000"], ["--mesh pp=1000", "smaller pp"]),
     ([*SMALL, "--dtype", "float64"], ["--dtype float64", "Use float32 or bfloat16 or float16", "`train` takes"]),
     ([*RUN, "--vendor", "acme"], ["vendor 'acme'", "among aws"]),
+    ([*RUN, "--vendor", "acme", "--hardware", "any"], ["vendor 'acme'", "among aws"]),
+    ([*RUN, "--hardware", "h100,h200", "--price-per-hour", "2"], ["--hardware h100,h200", "--vendor"]),
+    ([*RUN, "--hardware", "h100,h200", "--mesh", "dp=8"], ["--hardware h100,h200", "--mesh"]),
+    ([*SMALL, "--max-gib", "500"], ["--max-gib 500", "at most 72"]),
+    ([*SMALL, "--simplest-within", "0.5"], ["--simplest-within 0.5", "0.1"]),
     ([*RUN, "--tokens", "nan"], ["--tokens nan"]),
     ([*SMALL, "--hardware-file", "/dev/zero"], ["'/dev/zero'", "it is not a regular file"]),
 ]
