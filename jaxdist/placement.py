@@ -107,15 +107,16 @@ def choose_spread_dim(shape: tuple[int, ...], spec: tuple[str | None, ...], pp: 
 
 
 def choose_zero_dim(leaf: Leaf, first: int) -> int | None:
-    """The dim that ZeRO shards: least padding, then a dim tp leaves whole, then the largest; None of a single number,
-    which every rank holds.
+    """The dim that ZeRO shards: least padding, then the first, then a dim tp leaves whole, then the largest; None of a
+    single number, which every rank holds.
 
-    The layer dim (before `first`) is never chosen: a block must be gathered on its own.
+    A GPU gathers along the first dim in place; for another one XLA transposes shards first, and keeps the transposes of
+    all layers through the step. The layer dim (before `first`) is never chosen: a block must be gathered on its own.
     """
 
     def cost(dim):
         local = leaf.compute_local[dim]
         padded = -(-local // leaf.num_shards) * leaf.num_shards
-        return padded / local, leaf.spec[dim] is not None, -local
+        return padded / local, dim != first, leaf.spec[dim] is not None, -local
 
     return min(range(first, len(leaf.shape)), key=cost, default=None)
