@@ -293,9 +293,10 @@ def pipeline(found: Scored, best: int) -> list[str]:
 
 def error_bar(found: Scored, index: int) -> str:
     total, error = float(found.time.total[index]), float(found.time.error[index])
+    guessed = "" if found.cluster.hardware.calibrated else ", and none of any program: its efficiencies are guesses"
     return (
         f"Predicted, not measured: {seconds(total)} ± {error:.0%}, so {seconds(total * (1 - error))} to "
-        f"{seconds(total * (1 + error))} a step; no run of this program on this hardware has been calibrated."
+        f"{seconds(total * (1 + error))} a step; no run of this program on this hardware has been calibrated{guessed}."
     )
 
 

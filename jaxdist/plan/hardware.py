@@ -8,7 +8,7 @@ import datetime
 import difflib
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device: dense `peak_flops` in FLOP/s by dtype, memory in vendors' GB (2**30 bytes) and bytes/s, its links."""
+    """One device: dense `peak_flops` in FLOP/s by dtype, memory in vendors' GB (2**30 bytes) and bytes/s, its links.
+
+    calibrated: constants of `jaxdist.plan.time_model.EFFICIENCIES`; "" where no runs on it were fitted.
+    """
 
     name: str
     title: str
@@ -54,6 +57,7 @@ class Accelerator:
     devices_per_node: int
     source: str
     date: datetime.date
+    calibrated: str = ""
 
     @property
     def memory_bytes(self) -> float:
@@ -167,10 +171,10 @@ def _make(kind, source: str, where: str, entry: dict):
     names = [field.name for field in fields(kind)]
     for wrong in entry.keys() - set(names):
         raise ConfigError(f"[{where}] {wrong} in {source}", "there is no such key", f"Use {', '.join(names[1:])}")
-    for missing in [name for name in names if name not in entry]:
+    for missing in [field.name for field in fields(kind) if field.default is MISSING and field.name not in entry]:
         raise ConfigError(f"[{where}] in {source}", f"{missing} must be given", f"Give {', '.join(names[1:])}")
     for field in fields(kind):
-        value = entry[field.name]
+        value = entry.get(field.name, field.default)
         wanted = {float: (int, float), int: int, dict[str, float]: dict}.get(field.type, field.type)
         if not isinstance(value, wanted) or isinstance(value, (bool, datetime.datetime)):
             raise ConfigError(

@@ -17,7 +17,7 @@ measured on the machine you plan for, unless you calibrate an `Efficiency` for i
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxdist.errors import ConfigError
 from jaxdist.plan.formulas import bubble_over_ideal, remat_columns
-from jaxdist.plan.hardware import Cluster, read_toml, strides
+from jaxdist.plan.hardware import Cluster, load_hardware, read_toml, strides
 
 Number = Any  # a Python number, or a numpy array of them
 
@@ -94,11 +94,11 @@ class Efficiency:
 UNCALIBRATED = Efficiency()
 
 
+@cache
 def efficiency_of(accelerator: str) -> Efficiency:
     """What published programs reach on an accelerator of that name; the guesses where none was measured."""
-    families = {"h100": "h100-published", "h200": "h100-published", "a100-40": "a100-published"}
-    name = (families | {"a100-80": "a100-published"}).get(accelerator)
-    return UNCALIBRATED if name is None else EFFICIENCIES[name]
+    known = load_hardware().get(accelerator)
+    return EFFICIENCIES[known.calibrated] if known and known.calibrated else UNCALIBRATED
 
 
 def read_efficiency(path: str | Path) -> Efficiency:

@@ -9,6 +9,7 @@ from jaxdist.mesh import AXES
 from jaxdist.plan import hardware as h
 from jaxdist.plan.collective_cost import collective_cost
 from jaxdist.plan.hardware import Cluster, find_hardware, load_hardware, load_prices, price, strides
+from jaxdist.plan.time_model import efficiency_of
 
 
 def test_memory_is_in_units_of_1024():
@@ -105,6 +106,10 @@ ACCELERATORS = {  # name: bf16 TFLOP/s, memory GB, HBM TB/s, NVLink GB/s in all 
     "a100-80": (312, 80, 2.0, 600, 25),
     "h100": (989, 80, 3.35, 900, 50),
     "h200": (989, 141, 4.8, 900, 50),
+    "b200": (2250, 180, 8.0, 1800, 50),
+    "b300": (2250, 270, 8.0, 1800, 100),
+    "gb200": (2500, 186, 8.0, 1800, 50),
+    "gb300": (2500, 279, 8.0, 1800, 100),
 }
 
 
@@ -116,13 +121,20 @@ def test_links_and_peaks(name):
     assert device.memory_gb == gigabytes
     assert device.memory_bytes_per_s == terabytes_per_s * 1e12
     assert device.inside.quoted_bytes_per_s == total * 1e9 == 2 * device.inside.bytes_per_s, "one direction is half"
-    assert "total" in device.inside.quoted and f"{total} GB/s" in device.inside.quoted
+    assert "total" in device.inside.quoted
+    assert (f"{total} GB/s" if total < 1000 else f"{total / 1000} TB/s") in device.inside.quoted
     assert device.between.bytes_per_s == between * 1e9
 
 
 def test_every_entry_has_its_source_and_date():
     table = load_hardware()
-    assert {"a100-40", "a100-80", "h100", "h200", "b200", "v5e", "v5p", "v6e"} <= table.keys()
+    assert {*ACCELERATORS, "mi300x", "v5e", "v5p", "v6e"} == table.keys()
+    assert {name for name, device in table.items() if device.calibrated} == {"a100-40", "a100-80", "h100", "h200"}
+    assert {name: efficiency_of(name).stack for name in ("h200", "b300", "mine")} == {
+        "h200": "h100-published",
+        "b300": "uncalibrated",
+        "mine": "uncalibrated",
+    }
     for device in table.values():
         assert device.source and isinstance(device.date, datetime.date), device.name
         assert device.peak("bfloat16") > 1e14
@@ -150,8 +162,8 @@ def test_a_users_file_is_merged_over_the_shipped_one(own):
         peak_flops.bfloat16 = 835e12
         [links.nvlink4]
         latency_s = 0
-        [accelerators.b300]
-        title = "B300"
+        [accelerators.b400]
+        title = "B400"
         peak_flops = { bfloat16 = 2500e12 }
         memory_gb = 288
         memory_bytes_per_s = 8e12
@@ -165,7 +177,7 @@ def test_a_users_file_is_merged_over_the_shipped_one(own):
     device = find_hardware("h100", path)
     assert (device.memory_gb, device.peak("bfloat16"), device.inside.latency_s) == (94, 835e12, 0)
     assert device.peak("float8") == 1979e12 and device.memory_bytes_per_s == 3.35e12, "the rest is as shipped"
-    assert find_hardware("b300", path).inside.name == "nvlink5"
+    assert find_hardware("b400", path).inside.name == "nvlink5"
     assert find_hardware("h100").memory_gb == 80
 
 
