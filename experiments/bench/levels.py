@@ -3,26 +3,30 @@
 python -m experiments.bench levels           # 55 layouts, predicted and compiled for simulated CPUs
 python -m experiments.bench levels --run     # and run, every collective's executions counted
 python -m experiments.bench levels --compile h200 --dtype bfloat16
+python -m experiments.bench levels --compile h200 --large    # adapters, experts and long sequences at their full size
 """
 
 import dataclasses
 import json
 import statistics
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 from rich.console import Console
 
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
+from jaxdist.models.lora import ALPHA_PER_RANK, LoRA
+from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import SIZES
 from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.proof.compile import CUDA_CARDS, without_devices
 from jaxdist.plan.proof.executed import Miscounted, executed_step, miscounted
 from jaxdist.plan.proof.levels import Levels, levels
 from jaxdist.plan.search import Candidates, pipelines
-from jaxdist.strategy import ParallelConfig
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 from ..cli import CommonFlags, chosen, refuse_ignored, require_writable, set_precision, write_output
 from ..progress import Progress
@@ -73,11 +77,76 @@ LAYOUTS: list[tuple[str, dict]] = [
 ]
 
 
+class Large(NamedTuple):
+    """A layout of a published model, in bfloat16. lora: rank of its adapters; 0 for none. compiled: GiB for an H200, by
+    jax 0.10.2."""
+
+    model: str
+    seq_len: int
+    batch_size: int
+    mesh: str
+    more: dict
+    compiled: float
+    lora: int = 0
+    capacity: float | None = None
+
+    def config(self) -> RunConfig:
+        changes = {"seq_len": self.seq_len} | ({"capacity": self.capacity} if self.capacity else {})
+        model = dataclasses.replace(PRESETS[self.model], **changes)
+        if self.lora:
+            model = LoRA(model, self.lora, ALPHA_PER_RANK * self.lora)
+        precision = PrecisionConfig("bfloat16")
+        return with_layout(
+            RunConfig(model, precision=precision, batch_size=self.batch_size), self.mesh, self.more, "h200"
+        )
+
+
+BLOCK = {"remat": "block"}
+LARGE = {
+    "LoRA of 70B": Large("llama3-70b", 4096, 16, "dp=4,tp=2", {"zero": 3, "sp": True} | BLOCK, 32.51, lora=16),
+    "LoRA of 32B": Large("qwen3-32b", 4096, 16, "dp=8", {"zero": 3} | BLOCK, 16.82, lora=16),
+    "LoRA of 8B": Large("llama3-8b", 4096, 32, "dp=8", {"zero": 3, "accumulate": 4} | BLOCK, 4.98, lora=16),
+    "LoRA of 8B, nothing repeated": Large("llama3-8b", 4096, 8, "dp=8", {"zero": 3}, 15.51, lora=16),
+    "LoRA of 8B, ZeRO-1": Large(
+        "llama3-8b", 4096, 32, "dp=4,tp=2", {"zero": 1, "accumulate": 4} | BLOCK, 10.88, lora=16
+    ),
+    "8x7B": Large("mixtral-8x7b", 4096, 128, "dp=64,ep=8", {"zero": 3} | BLOCK, 24.91),
+    "8x7B, capacity": Large("mixtral-8x7b", 4096, 128, "dp=64,ep=8", {"zero": 3} | BLOCK, 19.40, capacity=1.25),
+    "8x7B, no ep": Large("mixtral-8x7b", 4096, 128, "dp=64", {"zero": 3} | BLOCK, 27.07),
+    "8x7B, pipeline": Large(
+        "mixtral-8x7b", 4096, 128, "pp=4,dp=16,ep=8", {"zero": 1, "microbatches": 8} | BLOCK, 60.80
+    ),
+    "8x7B, experts over tp": Large(
+        "mixtral-8x7b",
+        4096,
+        128,
+        "dp=32,ep=4,tp=2",
+        {"zero": 3, "sp": True, "experts_over_tp": True} | BLOCK,
+        21.85,
+        capacity=1.25,
+    ),
+    "8x7B, tp=8": Large(
+        "mixtral-8x7b", 4096, 64, "dp=8,ep=8,tp=8", {"zero": 1, "sp": True, "accumulate": 4} | BLOCK, 19.52
+    ),
+    "30B-A3B, ZeRO-1": Large(
+        "qwen3-30b-a3b", 4096, 32, "dp=8,ep=8,tp=2", {"zero": 1, "sp": True, "accumulate": 4} | BLOCK, 49.71
+    ),
+    "30B-A3B": Large("qwen3-30b-a3b", 4096, 32, "dp=32,ep=8", {"zero": 3} | BLOCK, 27.33),
+    "1B, ring": Large("llama3.2-1b", 8192, 8, "dp=2,cp=4", {"zero": 3} | BLOCK, 6.23),
+    "0.6B, ulysses": Large("qwen3-0.6b", 8192, 8, "dp=2,cp=4", {"zero": 3, "cp_kind": "ulysses"} | BLOCK, 4.71),
+    "8B, ulysses": Large(
+        "llama3-8b", 8192, 16, "dp=2,cp=4", {"zero": 3, "cp_kind": "ulysses", "accumulate": 4} | BLOCK, 24.37
+    ),
+    "8B": Large("llama3-8b", 4096, 8, "dp=8", {"zero": 3} | BLOCK, 20.57),
+    "70B": Large("llama3-70b", 4096, 64, "dp=8,tp=8", {"zero": 3, "sp": True, "accumulate": 4} | BLOCK, 25.64),
+}
+
+
 @dataclass(frozen=True)
 class LevelsFlags(CommonFlags):
     """Compare what the trace predicts with what a compiler plans. Strategy flags are set by the table itself."""
 
-    COMMON: ClassVar[tuple[str, ...]] = ("model", "batch_size", "dtype", "compile", "only", "run", "json")
+    COMMON: ClassVar[tuple[str, ...]] = ("model", "batch_size", "dtype", "compile", "only", "run", "large", "json")
 
     compile: str = "cpu"
     """cpu, an NVIDIA card (a100-40, a100-80, h100, h200, b200) or a TPU (v5e, v5p, v6e); it need not be there."""
@@ -91,6 +160,8 @@ class LevelsFlags(CommonFlags):
     run: bool = False
     """Run one step of each layout under XLA's profiler, and count there how often every device runs each collective
     (--compile cpu)."""
+    large: bool = False
+    """The rows of published models with adapters, experts or long sequences, in bfloat16, for an NVIDIA card."""
     json: str | None = None
     """File for every row."""
 
@@ -99,20 +170,26 @@ USED = {*SIZES, "batch_size", "dtype", "reduce_dtype"} - {"dropout"}
 
 
 def main(flags: LevelsFlags, console: Console) -> int:
-    refuse_ignored(flags, USED | {"compile", "only", "run", "json"}, "the table has rows for it")
+    used = {"large", "compile", "only", "json"} | (set() if flags.large else USED | {"run"})
+    refuse_ignored(flags, used, "the table has rows for it")
     require_writable("--json", flags.json)
     if flags.run and flags.compile != "cpu":
         raise ConfigError("--run", "--compile must be cpu, which can run here", "Use --run with --compile cpu")
     base = flags.run_config()
     set_precision(base)
-    without_devices(max(parse_mesh(mesh).num_devices for mesh, _ in LAYOUTS))
-    named = dict(zip(map(name_of, LAYOUTS), LAYOUTS, strict=True))
+    if flags.large and flags.compile not in CUDA_CARDS:
+        raise ConfigError("--large", "--compile must be an NVIDIA card", f"Use --compile with {', '.join(CUDA_CARDS)}")
+    named = {name_of(layout): partial(with_layout, base, *layout, flags.compile) for layout in LAYOUTS}
+    if flags.large:
+        named = {f"{name}: {row.mesh}": row.config for name, row in LARGE.items()}
+    without_devices(max(make().parallel.mesh.num_devices for make in named.values()))
     rows, wrong, names = [], {}, chosen(flags.only, list(named))
     with Progress("compiling layouts") as progress:
         for name in names:
             progress.update(len(rows), len(names))
-            config = with_layout(base, *named[name], flags.compile)
-            found = levels(config, flags.compile)
+            config = named[name]()
+            nodes = -(-config.parallel.mesh.num_devices // 8) if flags.large else 1
+            found = levels(config, flags.compile, num_nodes=nodes)
             rows.append((name, found, formula_bytes(config)))
             if flags.run:
                 wrong[name] = miscounted(found.compiled, executed_step(config, found.compiled), config.parallel.mesh)
@@ -121,7 +198,7 @@ def main(flags: LevelsFlags, console: Console) -> int:
     if errors:
         worst = max(rows, key=lambda row: abs(row[1].peak_error))
         console.print(
-            f"{len(rows)} layouts, {flags.compile}, {base.precision.dtype}: peak predicted with an error of "
+            f"{len(rows)} layouts, {flags.compile}, {config.precision.dtype}: peak predicted with an error of "
             f"{statistics.mean(errors):.1%} in the mean and {max(errors):.1%} at most ({worst[0]})"
         )
         apart = [abs(formula / found.predicted.peak - 1) for _, found, formula in rows]
@@ -150,9 +227,11 @@ def formula_bytes(config: RunConfig) -> float:
 
 
 def with_layout(base: RunConfig, mesh: str, more: dict, target: str) -> RunConfig:
-    """cuDNN's attention where the target has it, the written-out one elsewhere."""
+    """cuDNN's attention where the target has it, the written-out one elsewhere; in a ring of cp by blocks."""
     cudnn = target in CUDA_CARDS and base.precision.dtype in ("bfloat16", "float16")
-    parallel = ParallelConfig(mesh=parse_mesh(mesh), attention="cudnn" if cudnn else "xla", **more)
+    parallel = ParallelConfig(mesh=parse_mesh(mesh), **more)
+    if parallel.mesh.cp == parallel.cp_split[0]:
+        parallel = dataclasses.replace(parallel, attention="cudnn" if cudnn else "xla")
     return dataclasses.replace(base, parallel=parallel)
 
 

@@ -22,6 +22,8 @@ from jaxdist.mesh import MAY_STAY_WHOLE, MeshShape
 from jaxdist.models.base import Model, declare
 from jaxdist.parallel.blocked_attention import MOST_POSITIONS
 from jaxdist.parallel.spread import used_local
+from jaxdist.parallel.zero import sharded as sharded_leaves
+from jaxdist.parallel.zero import zero_groups
 from jaxdist.params import STACKED, named_params
 from jaxdist.placement import make_layout
 from jaxdist.plan.disk_cache import cached_arrays
@@ -48,7 +50,7 @@ class ProgramBytes:
     parameters, optimizer (masters and moments): exact. gradients: what is summed, and what the reduction copies.
     activations: kept for backward, with the pipeline's buffers. logits: the head's. working: one layer's, and what a
     phase needs that no other term is about. The last three and the gradients are those of the fullest phase: `phase`
-    says which, 0 backward, 1 head, 2 update.
+    says which of `PHASES`.
     """
 
     parameters: np.ndarray
@@ -62,13 +64,14 @@ class ProgramBytes:
 
 
 TERMS = ("parameters", "optimizer", "gradients", "activations", "logits", "working")
-PHASES = ("backward", "the head", "the update")
+PHASES = ("backward", "the head", "the update", "the embedding's backward")
 
 
 class Elements(NamedTuple):
     """Elements of one device: of a layer and of the rest, in the compute and the storage layout; of the rest where it
     is computed with, and of what the embedding, the loss and both of them use; of a layer's largest leaf, in both
-    layouts; of a layer's vectors.
+    layouts; of a layer's vectors. Of a layer's leaves that share no message with others: all, as computed with; and the
+    shards of those that are gathered along another dim than their first.
     """
 
     layer: int
@@ -82,6 +85,8 @@ class Elements(NamedTuple):
     largest: int
     stored_largest: int
     vectors: int
+    alone: int
+    across: int
 
 
 @cache
@@ -93,10 +98,11 @@ def device_elements(
     ep: int = 1,
     cp: int = 1,
     experts_over_tp: bool = False,
+    itemsize: int = 4,
     trained: bool = False,
 ) -> Elements:
     """Counted from the model's own declaration, the padding of ZeRO over so many `shards` included; with `trained` of
-    what has a gradient. shards: the ranks of dp and cp together."""
+    what has a gradient. shards: the ranks of dp and cp together. itemsize: of what messages hold."""
     mesh = MeshShape(pp=pp, dp=shards // cp, ep=ep, cp=cp, tp=tp)
     kind = {"cp_kind": "all-gather"} if cp > 1 else {}
     parallel = ParallelConfig(mesh, zero=1, sp=tp > 1, experts_over_tp=bool(experts_over_tp), **kind)
@@ -105,6 +111,8 @@ def device_elements(
     outer = _flat({name: part for name, part in leaves.items() if name != STACKED})
     layer = [leaf.layer() for leaf in _flat(leaves[STACKED])]
     size = lambda shapes: sum(map(_product, shapes))  # noqa: E731
+    whole_bytes = [itemsize * _product(layer[i].storage_local) * layer[i].num_shards for i in sharded_leaves(layer)]
+    alone = [layer[group[0]] for group in zero_groups(layer, whole_bytes, layout.bucket_bytes) if len(group) == 1]
     return Elements(
         layer=size(leaf.compute_local for leaf in layer),
         outer=size(leaf.compute_local for leaf in outer),
@@ -117,6 +125,8 @@ def device_elements(
         largest=max((_product(leaf.compute_local) for leaf in layer), default=0),
         stored_largest=max((_product(leaf.storage_local) for leaf in layer), default=0),
         vectors=size(leaf.compute_local for leaf in layer if leaf.small),
+        alone=size(leaf.compute_local for leaf in alone),
+        across=size(leaf.storage_local for leaf in alone if leaf.zero_dim),
     )
 
 
@@ -272,13 +282,13 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     layouts: `search.Candidates`. table: `search.Pipelines`.
     """
     model, precision = config.model, config.precision
-    itemsize, wide = ITEMSIZE[precision.dtype], ITEMSIZE[precision.master_dtype]
+    itemsize, wide, summed = (ITEMSIZE[x] for x in (precision.dtype, precision.master_dtype, precision.reduction_dtype))
     c = layouts
     over_tp = c.experts_over_tp(config.parallel)
     meshes, index = distinct(c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1), over_tp)
     e, t = (
-        Elements(*np.array([device_elements(model, *mesh, trained) for mesh in meshes], float)[index].T)
-        for trained in (False, True)
+        Elements(*np.array([device_elements(model, *mesh, size, trained) for mesh in meshes], float)[index].T)
+        for size, trained in ((itemsize, False), (summed, True))
     )
     pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp * c.cp > 1)
     num_rows = np.where(pipelined, c.chunks * table.depth, model.num_blocks)  # of a stacked leaf, on one device
@@ -316,7 +326,9 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     scanned = scanned * np.where(overlapped & (c.accumulate > 1), 2, 1)
     # A message that leaves while the stage computes, and what comes meanwhile from both sides.
     travelling = 3 * (c.overlap == 1)
-    activations = np.where(pipelined, buffers + (table.num_messages + travelling) * x, scanned)
+    # Before a GPU gathers along another dim than the first, it transposes the shards of all layers.
+    across = np.where(scattered & (c.zero == 3), itemsize * model.num_blocks * e.across, 0)
+    activations = np.where(pipelined, buffers + (table.num_messages + travelling) * x, scanned + across)
 
     # ---- gradients: summed over micro-batches so far, and this micro-batch's (or this pass's) own. A pipeline holds
     # what is outside the layers whole, and its gradients too: ZeRO-3's, or the table that its stages share.
@@ -325,17 +337,29 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     gathered_outer = pipelined * itemsize * np.where(scattered & (c.zero == 3), e.used_outer, e.used_both)
     sums = np.where(c.accumulate > 1, grads, 0)
     own = np.where(pipelined | scattered, grads, itemsize * whole_trained)
+    # ZeRO-2 and 3 scatter those of what is outside the layers at the end: the loss's waits in the model's dtype.
+    at_end = scattered & ~pipelined & ~overlapped
+    late = np.where(at_end, itemsize * t.used_loss, 0)
     # With overlap each layer's is reduced into its place while the next is made.
     own = np.where(overlapped, wide * stored_trained + itemsize * t.layer, own)
 
     # ---- the loss: its logits and the gradients it makes; the weights it uses, where they were gathered
+    # Of a loop that scatters XLA runs the first turn ahead: the last layer runs again beside the loss's backward.
+    ahead = at_end & (t.alone > 0)
     logits = loss + np.where(scattered & ~pipelined, itemsize * e.used_loss, 0)
+    # Elsewhere the zeros to which the embedding's gradient is added come before the head's own gradient.
+    before = np.where(
+        ahead, np.where(c.every > 0, run_again, 0), np.maximum(wide * t.used_embed - itemsize * t.used_loss, 0)
+    )
+    logits = logits + np.where(at_end, before, 0)
 
     # ---- one layer's backward: what is between its matmuls, and slices of what is stacked
     layer = np.where(c.every > 0, run_again, backward)
     again = np.where((c.every > 1) & ~pipelined, c.every * one, 0)
     scratch = np.where(pipelined & (c.every > 0), c.every * (b_residuals + w_residuals), 0)
-    layer = layer + np.where(scattered, itemsize * e.layer + wide * t.largest, 0)
+    # A loop sends gradients in its next turn; they are whole until then.
+    turn = np.where(at_end, summed * t.layer, np.where(pipelined, itemsize * e.layer, 0) + wide * t.largest)
+    layer = layer + np.where(scattered, turn, 0)
     layer = layer + np.where(
         overlapped, np.where(c.zero == 3, itemsize * e.layer, 0) + np.where(c.every == 0, b_to_w, 0), 0
     )
@@ -343,7 +367,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
 
     zeros = np.zeros(len(c.pp))
     phases = [
-        (sums + own, activations, zeros, gathered_outer + np.maximum(layer + again + scratch, embedding)),
+        (sums + own + late, activations, zeros, gathered_outer + np.maximum(layer + again + scratch, embedding)),
         (sums + own * pipelined, activations, logits, gathered_outer),
         (
             grads,
@@ -351,6 +375,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
             zeros,
             np.where(scattered, 0, wide * num_rows * np.where(sharded, t.stored_largest, t.largest)),
         ),
+        (sums + own + wide * np.where(at_end, t.used_outer, 0), zeros, zeros, zeros),
     ]
     table_of = np.array([[column + zeros for column in phase] for phase in phases])
     fullest = table_of.sum(axis=1).argmax(axis=0)

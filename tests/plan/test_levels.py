@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from experiments.bench.levels import with_layout
+from experiments.bench.levels import LARGE, formula_bytes, with_layout
 from experiments.strategies import BY_NAME
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
-from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.proof.compile import emitted_collectives
+from jaxdist.plan.hardware import GIB, Cluster, find_hardware
+from jaxdist.plan.proof.compile import emitted_collectives, has_cuda_compiler
 from jaxdist.plan.proof.executed import executed_step, miscounted
 from jaxdist.plan.proof.levels import Sent, levels
 from jaxdist.plan.proof.trace_memory import Buffer, alive_at_peak, pack, step_memory, temporary_bytes
@@ -137,6 +138,61 @@ def test_a_matmul_reads_a_transposed_matrix_as_it_is(compiler):
     # What is transposed lives as long as the matmul needs it; a transpose with another reader is made.
     assert temporaries(lambda x: x @ x @ (x @ x).T @ x, X, compiler=compiler) == 3 * KIB
     assert temporaries(lambda x: (x @ x.T, jnp.sort(x.T)), X, compiler=compiler) > 2 * KIB
+
+
+def test_one_platforms_branch_is_compiled():
+    def f(x):
+        return lax.platform_dependent(x, cuda=lambda x: x @ x, default=lambda x: (x @ x) @ (x @ x @ x)) @ x
+
+    assert temporaries(f, X) == temporaries(lambda x: x @ x @ x, X) < temporaries(f, X, compiler="cpu")
+
+
+def test_rows_are_not_gathered_in_place():
+    rows = jax.ShapeDtypeStruct((16,), jnp.int32)
+    column = jax.ShapeDtypeStruct((16, 1), jnp.float32)
+    assert temporaries(lambda x, y, rows: (x @ x + 1) @ y, X, column, rows) < 2 * KIB
+    assert temporaries(lambda x, y, rows: (x @ x)[rows] @ y, X, column, rows) == 2 * KIB
+
+
+def test_gathers_by_the_same_rows_are_one_kernel():
+    def f(x, rows, one_kernel):
+        other = rows if one_kernel else jnp.sort(rows)
+        return (x @ x)[rows] @ x, (x @ x @ x)[other] @ x
+
+    rows = jax.ShapeDtypeStruct((16,), jnp.int32)
+    together, apart = (temporaries(partial(f, one_kernel=one), X, rows) for one in (True, False))
+    assert together > apart and temporaries(partial(f, one_kernel=True), X, rows, compiler="cpu") > 0
+
+
+def in_two(f, *args, specs):
+    """Temporaries of a program of two ranks, of local shapes."""
+    mesh = jax.sharding.AbstractMesh((2,), ("dp",))
+    return temporaries(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False), *args)
+
+
+def test_what_a_loop_scatters_waits_for_its_next_turn():
+    """Whole gradients of one turn live through the next, which runs once before the loop."""
+
+    def f(x, stacked, sends):
+        def body(x, w):
+            x = jnp.sin(x @ w)
+            made = x @ x
+            return x, lax.psum_scatter(made, "dp", tiled=True) if sends else made[:8] * 2
+
+        return lax.scan(body, x, stacked)[1]
+
+    stacked = jax.ShapeDtypeStruct((10, 16, 16), jnp.float32)
+    late, at_once = (in_two(partial(f, sends=sends), X, stacked, specs=(P(), P())) for sends in (True, False))
+    assert late >= at_once + 1 * KIB
+
+
+def test_shards_of_another_dim_are_transposed_for_all_layers():
+    def f(x, stacked, dim):
+        return lax.scan(lambda x, w: (x @ lax.all_gather(w, "dp", axis=dim, tiled=True), None), x, stacked)[0]
+
+    shards = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((10, 8, 16), (10, 16, 8))]
+    first, second = (in_two(partial(f, dim=dim), X, shards[dim], specs=(P(), P())) for dim in (0, 1))
+    assert second == first + 10 * KIB // 2
 
 
 def test_sixteen_bits_take_thirty_two_on_a_cpu():
@@ -278,6 +334,16 @@ def test_the_searchs_closed_form_of_memory_agrees_with_the_trace(mesh, more):
     cluster = Cluster(find_hardware("h100"), devices_per_node=parallel.mesh.num_devices)
     formula = score(config, Candidates.of(config), cluster, "xla").memory.total[0]
     assert formula == pytest.approx(levels(config).predicted.peak, rel=0.10)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_memory_of_adapters_experts_and_long_sequences_is_the_compilers(name):
+    """`python -m experiments.bench levels --compile h200 --large` asks the compiler again."""
+    row = LARGE[name]
+    config, compiled = row.config(), row.compiled * GIB
+    assert formula_bytes(config) == pytest.approx(compiled, rel=0.05)
+    if has_cuda_compiler() or config.parallel.attention != "cudnn":
+        assert levels(config).predicted.peak == pytest.approx(compiled, rel=0.05)
 
 
 def test_a_dear_result_read_twice_is_kept_on_a_cpu_and_made_again_on_a_gpu():

@@ -9,10 +9,14 @@ The rules were found by reading compiled programs of XLA:CPU and XLA:GPU (jax 0.
 its promises. `jaxdist.plan.proof.compile` asks the compiler itself.
 """
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import accumulate, combinations
+from operator import or_
 
 import jax
 import numpy as np
@@ -48,7 +52,9 @@ class CompilerModel:
     computed again. zeros_first: what depends on no input (zeros to be filled) is made when the program starts.
     reuses_operand_buffer: an elementwise result may take the buffer of an operand of its size. reduces_buffers:
     reductions over whole arrays read a buffer rather than being fused. fuses_gathers: into what reads them. widens:
-    temporaries of 16 bits take 32, in which everything is computed.
+    temporaries of 16 bits take 32, in which everything is computed. platform: whose branch is compiled where a program
+    has one for each. scatters_later: what a loop reduce-scatters and stacks is sent in the next turn, so its whole
+    operands are carried there. joins_gathers: gathers by the same indices are one kernel.
     """
 
     keeps_expensive: bool
@@ -57,6 +63,9 @@ class CompilerModel:
     reduces_buffers: bool
     fuses_gathers: bool
     widens: bool
+    platform: str
+    scatters_later: bool
+    joins_gathers: bool
 
 
 COMPILERS = {
@@ -67,6 +76,9 @@ COMPILERS = {
         reduces_buffers=True,
         fuses_gathers=False,
         widens=True,
+        platform="cpu",
+        scatters_later=False,
+        joins_gathers=False,
     ),
     "gpu": CompilerModel(
         keeps_expensive=False,
@@ -75,6 +87,9 @@ COMPILERS = {
         reduces_buffers=False,
         fuses_gathers=True,
         widens=False,
+        platform="cuda",
+        scatters_later=True,
+        joins_gathers=True,
     ),
 }
 
@@ -201,13 +216,13 @@ class _Op:
 
 @dataclass
 class _Program:
-    widens: bool
+    rules: CompilerModel
     sizes: list[int] = field(default_factory=list)
     ops: list[_Op] = field(default_factory=list)
     in_place: dict[int, int] = field(default_factory=dict)  # value -> the one that is finished in its memory
 
     def new(self, aval) -> int:
-        self.sizes.append(_bytes(aval, self.widens))
+        self.sizes.append(_bytes(aval, self.rules.widens))
         return len(self.sizes) - 1
 
     def add(self, jaxpr, inputs: list) -> list:
@@ -220,7 +235,11 @@ class _Program:
 
         for eqn in jaxpr.eqns:
             name, ids = eqn.primitive.name, [read(v) for v in eqn.invars]
-            if name in CALLS:
+            platforms = eqn.params.get("branches_platforms") if name == "cond" else None
+            if platforms:
+                at = next(k for k, names in enumerate(platforms) if names is None or self.rules.platform in names)
+                results = self.add(eqn.params["branches"][at], ids[1:])
+            elif name in CALLS:
                 results = self.add(next(inner_programs(eqn)), ids)
             elif len(ids) == len(eqn.outvars) and (name in RENAMES or _is_no_cast(eqn)):
                 results = ids
@@ -279,21 +298,29 @@ class _Timeline:
 
     def __init__(self, rules: CompilerModel):
         self.rules, self.clock = rules, 0
+        self.scatters = False  # whether the loop that was walked last reduce-scatters what it stacks
         self.buffers: list = []
 
-    def run(self, jaxpr, carried: Mapping[int, int], sliced: Collection[int], kept: Collection[int]) -> None:
-        """One level of the program.
+    def run(
+        self, jaxpr, carried: Mapping[int, int], sliced: Collection[int], kept: Collection[int]
+    ) -> tuple[list[Buffer], list[tuple[int, int]]]:
+        """One level of the program. Returns: of a loop's body, the buffers that are scattered in the next turn, and
+        (input, bytes) of what is transposed before the loop to be gathered.
 
         carried: index of an output -> of the input whose memory it takes (a loop's carry, a donated argument). sliced:
         inputs that are one entry of an array of the caller's. kept: outputs that need memory of their own; the others
         that are not carried are written into arrays of the caller's.
         """
-        program = _Program(self.rules.widens)
+        program = _Program(self.rules)
         inputs = [program.new(v.aval) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
         outputs = program.add(jaxpr, inputs)
         program.prune(outputs)
         program.scatter_in_place(outputs)
-        level = _Level(program, self.rules, {inputs[i] for i in sliced}, {outputs[j] for j in kept} - {None})
+        slices, own = {inputs[i] for i in sliced}, {outputs[j] for j in kept} - {None}
+        level = _Level(program, self.rules, slices, own)
+        if self.rules.joins_gathers and (kernels := level.joined()):
+            program.ops = [op for kernel in kernels for op in kernel]
+            level = _Level(program, self.rules, slices, own, kernels)
         home = {outputs[j]: inputs[carried[j]] if j in carried else None for j in range(len(outputs)) if j not in kept}
 
         home |= {value: home[final] for value, final in program.in_place.items() if final in home}
@@ -301,8 +328,11 @@ class _Timeline:
         begin, ends = self.clock + 1, defaultdict(list)
         live: dict[int, Buffer] = {}
 
+        memory: dict[int, Buffer] = {}
+        transposed: dict[int, Buffer] = {}
+
         def hold(value: int, buffer: Buffer) -> None:
-            live[value] = buffer
+            live[value] = memory[value] = buffer
             ends[level.last_use[value]].append(value)
 
         def allocate(value: int, start: int, what: str) -> None:
@@ -312,7 +342,7 @@ class _Timeline:
         for i in carried.values():
             if inputs[i] not in live:
                 hold(inputs[i], Buffer(begin, 0, "the caller's"))
-        arrivals = defaultdict(list)
+        arrivals, last_loop, early_zeros = defaultdict(list), begin, None
         for value in level.slices:
             if level.buffered[value] and level.users[value]:
                 arrivals[min(level.users[value])].append(value)
@@ -322,7 +352,7 @@ class _Timeline:
             start = self.clock
             for value in arrivals[k]:
                 allocate(value, start, "one layer's part of a stacked array")
-            dying = [value for value in ends[k] if value in live]
+            dying = [value for value in ends[level.until[k]] if value in live]
             carry = _carry(op)
             for value in op.outputs:
                 if not level.buffered[value]:
@@ -334,34 +364,58 @@ class _Timeline:
                     place = None  # made in a buffer of its own, then written to the caller's
                 if place not in dying and level.is_fusible(op) and self.rules.reuses_operand_buffer:
                     size = program.sizes[value]
-                    place = next((v for v in dying if size and live[v].num_bytes == size), None)
+                    alike = level.read_alike(op)
+                    place = next((v for v in dying if size and live[v].num_bytes == size and v in alike), None)
                 if place in dying:
                     dying.remove(place)
                     hold(value, live.pop(place))
                     continue
                 early = self.rules.zeros_first and (value in level.first or (op.name == "scan" and value not in carry))
-                allocate(value, begin if early else start, _describe(op, value in carry))
+                filled = early_zeros is not None and op.name in IN_PLACE and level.is_generated(op.inputs[0])
+                allocate(value, begin if early else early_zeros if filled else start, _describe(op, value in carry))
             for body, body_carried, body_sliced, body_kept in _bodies(op):
-                self.run(body, body_carried, body_sliced, body_kept)
+                mark = len(self.buffers)
+                late, across = self.run(body, body_carried, body_sliced, body_kept)
+                for i, size in across:
+                    stack = Buffer(begin, size * op.eqn.params["length"], "transposed shards of all layers")
+                    transposed.setdefault(op.inputs[i], stack).end = self.clock
+                if late:
+                    ahead = sum(size for size, _ in alive_at_peak(self.buffers[mark:]))
+                    self.buffers.append(Buffer(last_loop, ahead, "a loop's first turn, ahead of it", end=start))
+                for buffer in late:
+                    buffer.start, buffer.end = start + 1, self.clock
+            if op.name in LOOPS:
+                early_zeros = last_loop if self.scatters and not late else None
+                last_loop = self.clock
             for value in ends[k]:
                 if value in live:
                     live.pop(value).end = self.clock
         for buffer in live.values():
             buffer.end = self.clock
+        self.buffers += transposed.values()
+        stacked = {outputs[j] for j in range(len(outputs)) if j not in kept and j not in carried} if sliced else set()
+        late = [memory[i] for i in level.scattered_into(stacked, ELEMENTWISE)] if self.rules.scatters_later else []
+        self.scatters = self.rules.scatters_later and bool(level.scattered_into(stacked, FUSIBLE))
+        places = {inputs[i]: i for i in sliced} if self.rules.scatters_later else {}
+        return late, [(places[i], program.sizes[i]) for i in level.gathered_across() if i in places]
 
 
 class _Level:
     """Which values of one program level get a buffer, and the last operation that reads each."""
 
-    def __init__(self, program: _Program, rules: CompilerModel, slices: set[int], kept: set[int]):
+    def __init__(
+        self, program: _Program, rules: CompilerModel, slices: set[int], kept: set[int], kernels: list[list[_Op]] = ()
+    ):
         self.program, self.rules, self.slices, self.kept = program, rules, slices, kept
+        ends = [end for kernel, end in zip(kernels, accumulate(map(len, kernels)), strict=True) for _ in kernel]
+        self.until = [end - 1 for end in ends] or range(len(program.ops))  # when the kernel of each operation is done
         self.users, self.maker = defaultdict(list), {}
         for k, op in enumerate(program.ops):
             for i in set(op.inputs) - {None}:
                 self.users[i].append(k)
             for o in op.outputs:
                 self.maker[o] = op
-        self.made_at = {o: k for k, op in enumerate(program.ops) for o in op.outputs}
+        self.place = {o: k for k, op in enumerate(program.ops) for o in op.outputs}
         self.buffered = [self.needs_buffer(v) for v in range(len(program.sizes))]
         self.last_use = self.last_uses()
         self.first = self.made_first() if rules.zeros_first else set()
@@ -372,9 +426,92 @@ class _Level:
         is_matrix = op.name == "transpose" and len(op.eqn.outvars[0].aval.shape) == 2
         return is_matrix and all(reader.name == "dot_general" for reader in readers)
 
+    def is_kernel(self, op: _Op) -> bool:
+        """Whether an operation, with what is fused into it, computes a buffer element by element."""
+        return op.name in ELEMENTWISE and self.buffered[op.outputs[0]]
+
     def is_fusible(self, op: _Op) -> bool:
         reduces = self.rules.reduces_buffers and op.name in ("reduce_sum", "reduce_max")
         return op.name in FUSIBLE and not reduces
+
+    def scattered_into(self, outputs: set[int], through: set[str]) -> list[int]:
+        """What is reduce-scattered into outputs, with nothing but operations of `through` after it."""
+        found, live = [], [*outputs]
+        while live:
+            maker = self.maker.get(live.pop())
+            if maker is not None and maker.name == "reduce_scatter":
+                found += _values(maker)
+            elif maker is not None and maker.name in through:
+                live += _values(maker)
+        return found
+
+    def gathered_across(self) -> list[int]:
+        """What is gathered along another dim than its first."""
+        gathers = (op for op in self.program.ops if op.name == "all_gather" and op.eqn.params["all_gather_dimension"])
+        return [value for op in gathers for value in _values(op)]
+
+    def joined(self) -> list[list[_Op]]:
+        """The operations by kernels, in the order in which pairs of gathers by the same indices are made together, each
+        with what it is fused into, and what an exchange waits for first; none where there is no such pair. There what
+        is computed from the same two buffers is one kernel, too."""
+        ops = self.program.ops
+        group: dict[int, int] = {}
+        pairs = defaultdict(list)
+        for k, op in enumerate(ops):
+            if op.name == "gather":
+                pairs[self._sources(op.inputs[1]), op.eqn.outvars[0].aval.shape].append(k)
+        for members in pairs.values():
+            if len(members) == 2:
+                group |= {k: members[0] for first in members for k in self._fused_after(first)}
+        if not group:
+            return []
+        needs = [{self.place[i] for i in op.inputs if i in self.place} for op in ops]
+        before: list[int] = []  # of each operation all that it needs, as bits
+        for k, direct in enumerate(needs):
+            before.append(reduce(or_, (before[i] for i in direct), 1 << k))
+        same = [(k, self.read_alike(op)) for k, op in enumerate(ops) if self.is_kernel(op) and k not in group]
+        for (k, read), (later, also) in combinations(same, 2):
+            shared = {v for v in read & also if self.program.sizes[v] == self.program.sizes[ops[k].outputs[0]]}
+            if len(shared) > 1 and not before[later] >> k & 1:
+                group |= {k: group.get(k, k), later: group.get(k, k)}
+        awaited: set[int] = set()
+        for k in reversed(range(len(ops))):
+            if ops[k].name == "all_to_all" or k in awaited:
+                awaited |= needs[k] | {k}
+        return [[ops[k] for k in kernel] for kernel in _grouped_order(needs, group, awaited)]
+
+    def _sources(self, value: int | None) -> frozenset[int]:
+        """What a value is computed from element by element."""
+        maker = self.maker.get(value)
+        if maker is None or maker.name not in ELEMENTWISE | GENERATES:
+            return frozenset({value} - {None})
+        return frozenset().union(*map(self._sources, maker.inputs))
+
+    def _fused_after(self, k: int) -> list[int]:
+        """An operation and those that it is fused into, as far as a buffer."""
+        found = [k]
+        while not any(self.buffered[o] for o in self.program.ops[found[-1]].outputs):
+            users = [user for o in self.program.ops[found[-1]].outputs for user in self.users[o]]
+            if len(users) != 1:
+                break
+            found += users
+        return found
+
+    def read_alike(self, op: _Op) -> set[int]:
+        """Buffers that an operation reads, itself or by what is fused into it, each element where it writes one: not
+        those whose rows it gathers."""
+        found: dict[bool, set[int]] = {False: set(), True: set()}
+        size = self.program.sizes[op.outputs[0]]
+
+        def walk(reader: _Op, moved: bool) -> None:
+            moved = moved or (reader.name == "gather" and self.program.sizes[reader.outputs[0]] >= size)
+            for value in {*_values(reader)} - found[moved]:
+                found[moved].add(value)
+                if not self.buffered[value] and value in self.maker:
+                    walk(self.maker[value], moved)
+
+        walk(op, False)
+        return found[False] - found[True]
 
     def needs_buffer(self, value: int) -> bool:
         users = [self.program.ops[k] for k in self.users[value]]
@@ -404,11 +541,11 @@ class _Level:
         Goes backwards, so that readers are known before what they read.
         """
         ops, end = self.program.ops, len(self.program.ops)
-        last = [end if v in self.kept else self.made_at.get(v, -1) for v in range(len(self.program.sizes))]
+        last = [end if v in self.kept else self.place.get(v, -1) for v in range(len(self.program.sizes))]
         fused = [-1] * len(last)  # the last operation into which a value is fused
         for k in reversed(range(end)):
             op = ops[k]
-            passes_on = [k]
+            passes_on = [self.until[k]]
             if self.is_fusible(op):
                 passes_on += [last[o] for o in op.outputs if not self.buffered[o]]
                 passes_on += [fused[o] for o in op.outputs if self.buffered[o] and self.is_cheap(o)]
@@ -420,6 +557,9 @@ class _Level:
                 last[i] = max(last[i], *passes_on)
         return last
 
+    def is_generated(self, value: int | None) -> bool:
+        return value in self.maker and self.maker[value].name in GENERATES
+
     def made_first(self) -> set[int]:
         """Values that depend on nothing, and what is scattered onto such."""
         found: set[int] = set()
@@ -427,6 +567,34 @@ class _Level:
             if op.name in GENERATES or (op.name in IN_PLACE and op.inputs[0] in found):
                 found.update(op.outputs)
         return found
+
+
+def _values(op: _Op) -> list[int]:
+    """What an operation reads, less constants of the text."""
+    return [value for value in op.inputs if value is not None]
+
+
+def _grouped_order(needs: list[set[int]], group: Mapping[int, int], first: set[int]) -> list[list[int]]:
+    """Groups of numbers in an order that has each after those it needs, otherwise as they are but for those that come
+    first; none where groups need each other."""
+    members: dict[int, list[int]] = defaultdict(list)
+    for k in range(len(needs)):
+        members[group.get(k, k)].append(k)
+    waits = {g: {group.get(i, i) for k in ks for i in needs[k]} - {g} for g, ks in members.items()}
+    users: dict[int, list[int]] = defaultdict(list)
+    for g, others in waits.items():
+        for other in others:
+            users[other].append(g)
+    ready, order = [(g not in first, g) for g, others in waits.items() if not others], []
+    heapq.heapify(ready)
+    while ready:
+        _, g = heapq.heappop(ready)
+        order.append(members[g])
+        for user in users[g]:
+            waits[user].discard(g)
+            if not waits[user]:
+                heapq.heappush(ready, (user not in first, user))
+    return order if len(order) == len(members) else []
 
 
 def _carry(op: _Op) -> dict[int, int | None]:
