@@ -435,7 +435,7 @@ class _Level:
         return op.name in FUSIBLE and not reduces
 
     def scattered_into(self, outputs: set[int], through: set[str]) -> list[int]:
-        """What is reduce-scattered into outputs, with nothing but operations of `through` after it."""
+        """Values reduce-scattered into outputs, with nothing but operations of `through` after it."""
         found, live = [], [*outputs]
         while live:
             maker = self.maker.get(live.pop())
@@ -446,7 +446,7 @@ class _Level:
         return found
 
     def gathered_across(self) -> list[int]:
-        """What is gathered along another dim than its first."""
+        """Values gathered along another dim than their first."""
         gathers = (op for op in self.program.ops if op.name == "all_gather" and op.eqn.params["all_gather_dimension"])
         return [value for op in gathers for value in _values(op)]
 
@@ -481,7 +481,7 @@ class _Level:
         return [[ops[k] for k in kernel] for kernel in _grouped_order(needs, group, awaited)]
 
     def _sources(self, value: int | None) -> frozenset[int]:
-        """What a value is computed from element by element."""
+        """Values from which one is computed element by element."""
         maker = self.maker.get(value)
         if maker is None or maker.name not in ELEMENTWISE | GENERATES:
             return frozenset({value} - {None})
@@ -570,7 +570,7 @@ class _Level:
 
 
 def _values(op: _Op) -> list[int]:
-    """What an operation reads, less constants of the text."""
+    """Values that an operation reads, less constants of the text."""
     return [value for value in op.inputs if value is not None]
 
 
