@@ -10,16 +10,17 @@ from typing import Literal
 
 from jaxdist.errors import MOST, ConfigError, divisors, require_positive, require_within
 from jaxdist.mesh import MeshShape
-from jaxdist.models.base import Model
+from jaxdist.models.base import Model, declare
 from jaxdist.models.registry import model_of
 from jaxdist.models.registry import to_dict as model_to_dict
 from jaxdist.models.traced import head_in_layers
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.parallel.pipeline.schedules import divide_layers, with_last
+from jaxdist.params import named_params
 from jaxdist.strategy import CP_KINDS, ParallelConfig, PrecisionConfig, fits_pipeline, require_choices
 from jaxdist.values import fields_of
 
-OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
+OptimizerName = Literal["adamw", "sgd", "lion", "adafactor", "muon"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 MOST_TOKENS = 2**30  # of one update: its targets are counted in 32 bits
 
@@ -70,6 +71,7 @@ def context_kinds(model: Model, mesh: MeshShape) -> tuple[str, ...]:
 
 
 UNUSED_BETAS = {"sgd": ("beta2",), "adafactor": ("beta1", "beta2")}
+OF_MUON = ("momentum", "nesterov", "muon_scale", "muon_coefficients")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class OptimizerConfig:
     """Update rule and its rates: linear warm-up to `lr`, then `lr_schedule` down to `lr * min_lr_ratio` at `steps`."""
 
     name: OptimizerName = "adamw"
-    """Update rule."""
+    """Update rule. Muon is of the layers' matrices, with AdamW for all other parameters."""
     lr: float = 3e-3
     """Learning rate at the end of the warm-up, the highest."""
     min_lr_ratio: float = 0.1
@@ -95,6 +97,15 @@ class OptimizerConfig:
     """Decay of the second moment."""
     eps: float = 1e-8
     """Added to the root of AdamW's second moment."""
+    momentum: float = 0.95
+    """Momentum of Muon."""
+    nesterov: bool = True
+    """Whether Muon's momentum is Nesterov's."""
+    muon_scale: Literal["rms", "shape"] = "rms"
+    """Scale of Muon's update: rms, that of AdamW's, so that one learning rate serves both; shape, sqrt(max(1, outputs /
+    inputs))."""
+    muon_coefficients: Literal["original", "dion"] = "original"
+    """Coefficients of Muon's Newton-Schulz iterations: the same in all five, or one set each."""
     clip_norm: float = 1.0
     """Largest norm of the whole gradient; a larger one is scaled down to it."""
 
@@ -107,6 +118,7 @@ class OptimizerConfig:
             ("clip_norm", 1e-30, 1e30),
             ("beta1", 0, 1 - 1e-7),
             ("beta2", 0, 1 - 1e-7),
+            ("momentum", 0, 1 - 1e-7),
             ("min_lr_ratio", 0, 1),
             ("weight_decay", 0, 1e6),
         ):
@@ -124,12 +136,38 @@ class OptimizerConfig:
                     f"{self.name} has no such moment: it would change nothing",
                     "Leave it out",
                 )
+        for name in OF_MUON if self.name != "muon" else ():
+            if getattr(self, name) != getattr(OptimizerConfig, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} with optimizer={self.name}",
+                    "must be given only with muon: it would change nothing",
+                    "Use optimizer=muon, or leave it out",
+                )
         if not 0 <= self.warmup_steps <= MOST:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps}",
                 f"must be a number of steps, 0 to {MOST:,}",
                 "Use 0 for no warm-up",
             )
+
+
+@cache
+def require_matrices(model: Model) -> None:
+    """Refuse a model for which Muon is not defined. Raises: ConfigError, with the name of the parameter."""
+    trained = [each for each in named_params(declare(model)) if not each[1].frozen and each[1].update == "gradient"]
+    for name, param in trained:
+        if param.matrix is None and "layers" in param.dims:
+            raise ConfigError(
+                f"optimizer=muon with parameter {name} of shape {param.shape[1:]}",
+                "must say which dims are its matrix, having more than two",
+                "Declare it as in matrix=('in', 'out', 'out'), None for a dim that numbers matrices, or matrix=()",
+            )
+    if not any(param.matrix for _, param in trained):
+        raise ConfigError(
+            f"optimizer=muon with {model.describe()}",
+            "must have matrices that are trained: all its trained parameters would be AdamW's",
+            "Use optimizer=adamw",
+        )
 
 
 @dataclass(frozen=True)
@@ -264,6 +302,8 @@ class RunConfig:
                 "every rank must hold whole parameters (factored moments, update clipping), and here they are split",
                 "Use a mesh of dp alone with zero=0, or optimizer=adamw, lion or sgd",
             )
+        if self.optimizer.name == "muon":
+            require_matrices(self.model)
 
     @property
     def rows(self) -> int:

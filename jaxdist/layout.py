@@ -143,7 +143,9 @@ class Leaf:
         """The same leaf of one layer: without the leading layer dim."""
         return dataclasses.replace(
             self,
-            param=dataclasses.replace(self.param, shape=self.shape[1:], dims=self.param.dims[1:]),
+            param=dataclasses.replace(
+                self.param, shape=self.shape[1:], dims=self.param.dims[1:], matrix=(self.param.matrix or ())[1:]
+            ),
             spec=self.spec[1:],
             zero_dim=None if self.zero_dim is None else self.zero_dim - 1,
             rows=None,

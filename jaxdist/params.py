@@ -25,6 +25,9 @@ class Param:
     decay: whether weight decay applies; None: to leaves of two or more dims. real: where fewer than all rows of dim 0
     are real (a padded vocabulary), how many; the others are 0, and nothing may depend on them.
     frozen: training leaves it as it is: it has no gradient, no master copy, no moments, and nothing of these is sent.
+    matrix: "in", "out" or None for each dim: whether it belongs to a matrix's input or output, or numbers matrices, as
+    experts do; for optimizers that update matrices. () for none. None: two dims of a layer are a matrix, and fewer, or
+    those outside the layers, are not.
     update: how a step changes it: "gradient", by the optimiser; "count", to what the model counted in the step with
     `Context.count`; "balance", by `rate` against the sign of what it counted. A count is a sum over all ranks, as a
     gradient is, but no part of the gradient's norm.
@@ -38,6 +41,7 @@ class Param:
     real: int | None = None
     partial: tuple[str, ...] = ()
     frozen: bool = False
+    matrix: tuple[str | None, ...] | None = None
     update: str = "gradient"
     rate: float = 0.0
 
@@ -51,6 +55,12 @@ class Param:
                 f"a parameter of shape {self.shape} with dims {self.dims}",
                 "must have a name or None for each dim, of at least one element",
                 "Write Param((256, 1024), ('embed', 'ffn'))",
+            )
+        if self.matrix and (len(self.matrix) != len(self.shape) or {*self.matrix} | {None} != {"in", "out", None}):
+            raise ConfigError(
+                f"a parameter of shape {self.shape} with matrix={self.matrix}",
+                "must have in, out or None for each dim, and both an in and an out",
+                "Write Param((256, 4, 64), matrix=('in', 'out', 'out')), or matrix=() for none",
             )
 
     @property

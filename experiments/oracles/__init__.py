@@ -30,8 +30,18 @@ MOMENT_NAMES = {
     "lion": {"m": "0.mu"},
     "sgd": {"m": "0.trace"},
     "adafactor": {"row": "0.0.v_row", "column": "0.0.v_col", "whole": "0.0.v"},
+    "muon": {
+        "b": "0.inner_states.matrices.inner_state.0.trace",
+        "m": "0.inner_states.others.inner_state.mu",
+        "v": "0.inner_states.others.inner_state.nu",
+    },
 }
-COUNTS = {"adamw": "0.count", "lion": "0.count", "adafactor": "0.0.count"}
+COUNTS = {
+    "adamw": "0.count",
+    "lion": "0.count",
+    "adafactor": "0.0.count",
+    "muon": "0.inner_states.others.inner_state.count",
+}
 
 
 def starting_parameters(oracle: OracleName, config: RunConfig) -> dict[str, np.ndarray]:
@@ -132,8 +142,9 @@ def _group_norms(gradients: dict, counted: set[str]) -> dict[str, float]:
 def _moments(optimizer: str, found: dict) -> dict[str, np.ndarray]:
     """By optax's names. It keeps one zero where Adafactor has no such moment of a parameter."""
     names = MOMENT_NAMES[optimizer]
+    none = dict.fromkeys(found["parameters"], np.zeros(1)) if optimizer == "adafactor" else {}
     return {
-        f"{there}.{name}": found["moments"][kind].get(name, np.zeros(1))
+        f"{there}.{name}": moment
         for kind, there in names.items()
-        for name in found["parameters"]
+        for name, moment in (none | found["moments"][kind]).items()
     }

@@ -3,13 +3,13 @@
 It imports nothing of the package: no mesh, no module, no update rule. Whole arrays, one layer after the other, one
 batch at a time. Parameters and gradients are flat dicts by name; those named `blocks.*` are stacked over layers.
 
-GPT-2: Radford et al. 2019. AdamW: arXiv 1711.05101. Lion: arXiv 2302.06675. Adafactor: arXiv 1804.04235. Momentum: with
-no damping, Sutskever et al. 2013. Clipping by the global norm: arXiv 1211.5063. Other models bring their losses
-(`decoder`).
+GPT-2: Radford et al. 2019. AdamW: arXiv 1711.05101. Lion: arXiv 2302.06675. Adafactor: arXiv 1804.04235. Muon: Jordan
+et al. 2024, with the scale of arXiv 2502.16982. Momentum: with no damping, Sutskever et al. 2013. Clipping by the global
+norm: arXiv 1211.5063. Other models bring their losses (`decoder`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,10 @@ class Recipe:
     clip_norm: float
     lr_schedule: str = "cosine"
     balance_rate: float = 0.0
+    momentum: float = 0.95
+    nesterov: bool = True
+    muon_scale: str = "rms"
+    muon_coefficients: str = "original"
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,9 @@ def is_decayed(name: str) -> bool:
 
 def initial_moments(optimizer: str, params: dict) -> dict[str, dict]:
     """Zeros, by the name that a paper gives each moment."""
+    if optimizer == "muon":
+        kinds = {"b": [*filter(has_matrices, params)]} | dict.fromkeys("mv", [n for n in params if not has_matrices(n)])
+        return {kind: {name: jnp.zeros(params[name].shape) for name in names} for kind, names in kinds.items()}
     if optimizer != "adafactor":
         kinds = {"adamw": "mv", "lion": "m", "sgd": "m"}[optimizer]
         return {kind: {name: jnp.zeros(p.shape) for name, p in params.items()} for kind in kinds}
@@ -261,6 +268,8 @@ def direction(recipe: Recipe, t: float, grads: dict, moments: dict) -> tuple[dic
         v = {name: b2 * moments["v"][name] + (1 - b2) * g**2 for name, g in grads.items()}
         found = {name: (m[name] / (1 - b1**t)) / (jnp.sqrt(v[name] / (1 - b2**t)) + recipe.eps) for name in grads}
         return found, {"m": m, "v": v}
+    if recipe.optimizer == "muon":
+        return muon(recipe, t, grads, moments)
     return adafactor(t, grads, moments)
 
 
@@ -287,3 +296,65 @@ def adafactor(t: float, grads: dict, moments: dict) -> tuple[dict, dict]:
         u = g / jnp.sqrt(v)
         found[name] = u / jnp.maximum(1, jnp.sqrt(jnp.mean(u**2)))
     return found, after
+
+
+def muon(recipe: Recipe, t: float, grads: dict, moments: dict) -> tuple[dict, dict]:
+    """The orthogonalized momentum of every matrix of the layers, one by one; AdamW for the rest."""
+    ours = {name: g for name, g in grads.items() if has_matrices(name)}
+    others = {name: g for name, g in grads.items() if not has_matrices(name)}
+    found, after = direction(replace(recipe, optimizer="adamw"), t, others, moments)
+    after["b"] = {}
+    for name, g in ours.items():
+        b = after["b"][name] = recipe.momentum * moments["b"][name] + g
+        stacked = as_matrices(name, g + recipe.momentum * b if recipe.nesterov else b)
+        *_, outputs, inputs = stacked.shape
+        flat = [orthogonal(recipe.muon_coefficients, each) for each in stacked.reshape(-1, outputs, inputs)]
+        scale = 0.2 * np.sqrt(max(outputs, inputs)) if recipe.muon_scale == "rms" else np.sqrt(max(1, outputs / inputs))
+        found[name] = scale * from_matrices(name, jnp.stack(flat).reshape(stacked.shape), g.shape)
+    return found, after
+
+
+def has_matrices(name: str) -> bool:
+    return name.startswith(BLOCKS) and is_decayed(name)
+
+
+def as_matrices(name: str, x):
+    """[..., outputs, inputs] of a stacked parameter [layers, ...], whose inputs come first; all heads are one matrix."""
+    kind = name.split(".")[-1]
+    if kind == "w_qkv":  # [layers, inputs, 3, heads, head]
+        return jnp.stack([as_matrices("w_q", x[:, :, part]) for part in range(3)], axis=1)
+    if kind == "w_out":  # [layers, heads, head, outputs]
+        x = x.reshape(len(x), -1, x.shape[-1])
+    elif kind in ("w_q", "w_k", "w_v"):  # [layers, inputs, heads, head]
+        x = x.reshape(*x.shape[:2], -1)
+    return jnp.swapaxes(x, -1, -2)
+
+
+def from_matrices(name: str, matrices, shape: tuple[int, ...]):
+    """Undo `as_matrices`."""
+    if name.endswith("w_qkv"):
+        parts = [from_matrices("w_q", matrices[:, part], (*shape[:2], *shape[3:])) for part in range(3)]
+        return jnp.stack(parts, axis=2)
+    return jnp.swapaxes(matrices, -1, -2).reshape(shape)
+
+
+NEWTON_SCHULZ = {
+    "original": [(3.4445, -4.7750, 2.0315)] * 5,
+    "dion": [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ],
+}
+
+
+def orthogonal(coefficients: str, g):
+    """Newton-Schulz of one matrix [outputs, inputs], as in the post."""
+    x = g.T if g.shape[0] > g.shape[1] else g
+    x = x / jnp.maximum(jnp.linalg.norm(x), 1e-7)
+    for a, b, c in NEWTON_SCHULZ[coefficients]:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if g.shape[0] > g.shape[1] else x

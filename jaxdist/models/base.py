@@ -178,11 +178,15 @@ def declare(model: Model) -> dict:
         )
 
     def stack(param: Param) -> Param:
+        matrix = param.matrix
+        if matrix is None and len(param.shape) <= 2:
+            matrix = ("in", "out") if len(param.shape) == 2 else ()
         return replace(
             param,
             shape=(model.num_blocks, *param.shape),
             dims=("layers", *param.dims),
             decay=param.decay,
+            matrix=(None, *matrix) if matrix else matrix,
             real=None,
         )
 

@@ -232,8 +232,10 @@ class MixtureOfExperts(nnx.Module):
         self.router = Router(rngs, width, mixture)
         for name in ("gate", "up"):
             w_EDF = normal(rngs, (num, width, inner), INIT_STD)
-            setattr(self, f"w_{name}", ShardedParam(w_EDF, ("experts", "embed", "ffn")))
-        self.w_down = ShardedParam(normal(rngs, (num, inner, width), out_std), ("experts", "ffn", "embed"))
+            setattr(self, f"w_{name}", ShardedParam(w_EDF, ("experts", "embed", "ffn"), matrix=(None, "in", "out")))
+        self.w_down = ShardedParam(
+            normal(rngs, (num, inner, width), out_std), ("experts", "ffn", "embed"), matrix=(None, "in", "out")
+        )
         self.faults = ShardedParam(jnp.zeros(num), ("experts",), partial=("ffn",), update="count")
         if mixture.shared_width:
             self.shared = GatedMLP(rngs, width=width, ffn_width=mixture.shared_width, out_std=out_std)

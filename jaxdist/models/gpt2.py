@@ -77,9 +77,13 @@ class Attention(nnx.Module):
         width, heads, head_dim = config.width, config.num_heads, config.head_dim
         residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
         self.dropout = config.dropout
-        self.w_qkv = ShardedParam(normal(rngs, (width, 3, heads, head_dim)), ("embed", None, "heads", None))
-        self.b_qkv = ShardedParam(jnp.zeros((3, heads, head_dim)), (None, "heads", None), decay=False)
-        self.w_out = ShardedParam(normal(rngs, (heads, head_dim, width), residual_std), ("heads", None, "embed"))
+        self.w_qkv = ShardedParam(
+            normal(rngs, (width, 3, heads, head_dim)), ("embed", None, "heads", None), matrix=("in", None, "out", "out")
+        )
+        self.b_qkv = ShardedParam(jnp.zeros((3, heads, head_dim)), (None, "heads", None), decay=False, matrix=())
+        self.w_out = ShardedParam(
+            normal(rngs, (heads, head_dim, width), residual_std), ("heads", None, "embed"), matrix=("in", "in", "out")
+        )
         self.b_out = ShardedParam(jnp.zeros(width), ("embed",))
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:

@@ -168,10 +168,14 @@ class GroupedAttention(nnx.Module):
         head_dim = rotary.head_dim
         sizes = {"q": ("heads", num_heads), "k": ("kv_heads", num_kv_heads), "v": ("kv_heads", num_kv_heads)}
         for name, (dim, heads) in sizes.items():
-            setattr(self, f"w_{name}", ShardedParam(normal(rngs, (width, heads, head_dim)), ("embed", dim, None)))
+            w_DNH = normal(rngs, (width, heads, head_dim))
+            setattr(self, f"w_{name}", ShardedParam(w_DNH, ("embed", dim, None), matrix=("in", "out", "out")))
             if bias:
-                setattr(self, f"b_{name}", ShardedParam(jnp.zeros((heads, head_dim)), (dim, None), decay=False))
-        self.w_out = ShardedParam(normal(rngs, (num_heads, head_dim, width), out_std), ("heads", None, "embed"))
+                b_NH = jnp.zeros((heads, head_dim))
+                setattr(self, f"b_{name}", ShardedParam(b_NH, (dim, None), decay=False, matrix=()))
+        self.w_out = ShardedParam(
+            normal(rngs, (num_heads, head_dim, width), out_std), ("heads", None, "embed"), matrix=("in", "in", "out")
+        )
         self.b_out = ShardedParam(jnp.zeros(width), ("embed",)) if out_bias else None
         self.qk_norm = qk_norm is not None
         if qk_norm is not None:

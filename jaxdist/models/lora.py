@@ -84,9 +84,15 @@ class LoRA(Model):
         size = math.prod(param.shape[:num_in])
         return {
             "a": Param(
-                (*param.shape[:num_in], self.rank), (*taken, None), std=(3 * size) ** -0.5, partial=_split(given)
+                (*param.shape[:num_in], self.rank),
+                (*taken, None),
+                std=(3 * size) ** -0.5,
+                partial=_split(given),
+                matrix=(),
             ),
-            "b": Param((self.rank, *param.shape[num_in:]), (None, *given), std=0.0, partial=_split(taken)),
+            "b": Param(
+                (self.rank, *param.shape[num_in:]), (None, *given), std=0.0, partial=_split(taken), matrix=()
+            ),
         }
 
     def initial_values(self, seed) -> dict:

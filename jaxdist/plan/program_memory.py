@@ -40,7 +40,7 @@ from jaxdist.plan.parts import (
 from jaxdist.strategy import TP_RINGS, ParallelConfig, PrecisionConfig
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}  # arrays of the masters' size; adafactor factors its own
+MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2}  # arrays of the masters' size; adafactor factors its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +100,11 @@ def device_elements(
     experts_over_tp: bool = False,
     itemsize: int = 4,
     trained: bool = False,
+    matrices: bool = False,
 ) -> Elements:
     """Counted from the model's own declaration, the padding of ZeRO over so many `shards` included; with `trained` of
-    what has a gradient. shards: the ranks of dp and cp together. itemsize: of what messages hold."""
+    what has a gradient, with `matrices` of those declared as such. shards: the ranks of dp and cp together. itemsize: of
+    what messages hold."""
     mesh = MeshShape(pp=pp, dp=shards // cp, ep=ep, cp=cp, tp=tp)
     kind = {"cp_kind": "all-gather"} if cp > 1 else {}
     parallel = ParallelConfig(mesh, zero=1, sp=tp > 1, experts_over_tp=bool(experts_over_tp), **kind)
@@ -110,6 +112,8 @@ def device_elements(
     leaves = layout.trained.leaves if trained else layout.leaves
     outer = _flat({name: part for name, part in leaves.items() if name != STACKED})
     layer = [leaf.layer() for leaf in _flat(leaves[STACKED])]
+    if matrices:
+        outer, layer = ([leaf for leaf in part if leaf.param.matrix] for part in (outer, layer))
     size = lambda shapes: sum(map(_product, shapes))  # noqa: E731
     whole_bytes = [itemsize * _product(layer[i].storage_local) * layer[i].num_shards for i in sharded_leaves(layer)]
     alone = [layer[group[0]] for group in zero_groups(layer, whole_bytes, layout.bucket_bytes) if len(group) == 1]
@@ -286,9 +290,9 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     c = layouts
     over_tp = c.experts_over_tp(config.parallel)
     meshes, index = distinct(c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1), over_tp)
-    e, t = (
-        Elements(*np.array([device_elements(model, *mesh, size, trained) for mesh in meshes], float)[index].T)
-        for size, trained in ((itemsize, False), (summed, True))
+    e, t, m = (
+        Elements(*np.array([device_elements(model, *mesh, *which) for mesh in meshes], float)[index].T)
+        for which in ((itemsize, False), (summed, True), (summed, True, True))
     )
     pipelined, sharded = c.pp > 1, (c.zero > 0) & (c.dp * c.cp > 1)
     num_rows = np.where(pipelined, c.chunks * table.depth, model.num_blocks)  # of a stacked leaf, on one device
@@ -296,12 +300,15 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     stored = np.where(sharded, num_rows * e.stored_layer + e.stored_outer, whole)
     whole_trained = num_rows * t.layer + t.outer
     stored_trained = np.where(sharded, num_rows * t.stored_layer + t.stored_outer, whole_trained)
+    matrices = np.where(sharded, num_rows * m.stored_layer + m.stored_outer, num_rows * m.layer + m.outer)
 
     # ---- state
     parameters = itemsize * np.where(sharded & (c.zero == 3), stored, whole)
     optimizer = wide * stored_trained * (itemsize < wide)
     if config.optimizer.name in MOMENTS:
         optimizer = optimizer + wide * stored_trained * MOMENTS[config.optimizer.name]
+        if config.optimizer.name == "muon":  # of matrices the momentum alone
+            optimizer = optimizer - wide * matrices
     else:
         optimizer = optimizer + factored_bytes(model, config.optimizer, precision.master_dtype)
 
@@ -394,7 +401,7 @@ def factored_bytes(model: Model, optimizer: OptimizerConfig, dtype: str) -> int:
 
     layout = make_layout(model, ParallelConfig()).trained
     masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layout.leaves)
-    moments = jax.tree.leaves(jax.eval_shape(RULES[optimizer.name](optimizer).init, masters))
+    moments = jax.tree.leaves(jax.eval_shape(RULES[optimizer.name](optimizer, layout).init, masters))
     return sum(_product(moment.shape) * moment.dtype.itemsize for moment in moments)
 
 

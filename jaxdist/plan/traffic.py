@@ -20,6 +20,7 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf, group
 from jaxdist.mesh import TOKEN_AXES, WORK_AXES, MeshShape
+from jaxdist.parallel import muon
 from jaxdist.parallel.pipeline.instructions import FROM_AFTER, FROM_BEFORE, Loop
 from jaxdist.parallel.pipeline.lowering import iterations
 from jaxdist.parallel.pipeline.schedules import Schedule
@@ -28,6 +29,7 @@ from jaxdist.params import STACKED
 from jaxdist.placement import make_layout
 from jaxdist.plan.parts import OneRank, traffic_of
 from jaxdist.plan.proof.trace import Count, Transfer, on_stages, total_sent
+from jaxdist.train.optimizer import matrix_of
 
 LeafFilter = Callable[[Leaf], bool]
 
@@ -81,7 +83,7 @@ def predicted(config: RunConfig, layout: Layout) -> list[Message]:
         )
     step = _Step(config, layout)
     messages = [*step.scalars(), *step.activations(), *step.stages(), *step.spread(), *step.weights()]
-    messages += step.reductions()
+    messages += [*step.reductions(), *step.update()]
     return [message for message in messages if message.count and message.axes]
 
 
@@ -290,6 +292,22 @@ class _Step:
         if layout.sharded and not layout.params_sharded:
             messages += self.gathers("parameters after the update", leaves, 1)
         return messages
+
+    def update(self) -> list[Message]:
+        """What the optimizer sends of its own: Muon, for whole matrices."""
+        if self.config.optimizer.name != "muon":
+            return []
+        found = []
+        for leaf in jax.tree.leaves(self.layout.trained.leaves):
+            if (matrix := matrix_of(leaf)) is None:
+                continue
+            axes = matrix.axes
+            ranks = [math.prod(map(self.mesh.size, each)) for each in axes]
+            found += [
+                Message.of("matrices for the update", each.kind, axes[each.dim], each.count, each.elements * self.master)
+                for each in muon.messages(matrix.sizes(leaf.storage_local), ranks)
+            ]
+        return found
 
     def gathers(
         self, purpose: str, leaves: Sequence[Leaf], times: int, only: LeafFilter | None = None

@@ -2,8 +2,8 @@
 
 An update that works element by element gives the same on shards of any layout. One that looks at a leaf as a whole (a
 factored second moment, a matrix's root, a trust ratio) needs a leaf that every rank holds whole; one that looks at all
-leaves at once (a global norm) needs all of them whole, or the step's `global_norm`. Nothing is declared: optax's own
-and anybody else's are traced, and what is not known to be elementwise counts as looking at all of its operands.
+leaves at once (a global norm) needs all of them whole, or the step's `global_norm`. Optax's own and anybody else's are traced, and what is not known to be
+elementwise counts as looking at all of its operands, unless it is declared `exact_on_shards`.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf
+from jaxdist.parallel.collectives import EXACT_ON_SHARDS
 from jaxdist.train.optimizer import by_owner
 
 # fmt: off
@@ -128,6 +129,8 @@ def _made(eqn, given: list[Use]) -> list[Use]:
     if eqn.primitive.name in CALLS:
         inside = _uses(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), given)
         return [use._replace(by=eqn) if use.by is not None and _made_in(use.by) is None else use for use in inside]
+    if eqn.primitive.name == "name" and eqn.params["name"] == EXACT_ON_SHARDS:
+        return [use._replace(how="elements") for use in given]
     equal, [out, *others] = all(use.how == "equal" for use in given), [v.aval.shape for v in eqn.outvars]
     like = all(use.how == "equal" or v.aval.shape == out for use, v in zip(given, eqn.invars, strict=True))
     if eqn.primitive.name in ELEMENTWISE and like:

@@ -9,19 +9,38 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.layout import Layout, Leaf
+from jaxdist.parallel.muon import Matrix, scale_by_muon
 from jaxdist.specs import storage_spec
 from jaxdist.train.update import clip_by_global_norm, scale_by_learning_rate
 
 # AdamW, Lion and SGD-momentum work element by element, so they run unchanged on shards of any layout. Adafactor looks
-# at whole (stacked) leaves; `RunConfig` refuses it where a rank holds less.
-RULES: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
-    "adamw": lambda config: optax.scale_by_adam(config.beta1, config.beta2, config.eps),
-    "lion": lambda config: optax.scale_by_lion(config.beta1, config.beta2),
-    "sgd": lambda config: optax.trace(config.beta1),
-    "adafactor": lambda config: optax.chain(
+# at whole (stacked) leaves; `RunConfig` refuses it where a rank holds less. Muon sends what its matrices need.
+RULES: dict[str, Callable[[OptimizerConfig, Layout], optax.GradientTransformation]] = {
+    "adamw": lambda config, _: optax.scale_by_adam(config.beta1, config.beta2, config.eps),
+    "lion": lambda config, _: optax.scale_by_lion(config.beta1, config.beta2),
+    "sgd": lambda config, _: optax.trace(config.beta1),
+    "adafactor": lambda *_: optax.chain(
         optax.scale_by_factored_rms(decay_rate_fn=adafactor_decay), optax.clip_by_block_rms(1.0)
     ),
+    "muon": lambda config, layout: optax.partition(
+        {
+            "matrices": scale_by_muon(
+                jax.tree.map(matrix_of, layout.leaves),
+                momentum=config.momentum,
+                nesterov=config.nesterov,
+                scale=config.muon_scale,
+                coefficients=config.muon_coefficients,
+            ),
+            "others": RULES["adamw"](config, layout),
+        },
+        jax.tree.map(lambda leaf: "matrices" if leaf.param.matrix else "others", layout.leaves),
+    ),
 }
+
+
+def matrix_of(leaf: Leaf) -> Matrix | None:
+    """What is declared of a leaf of matrices, as it is stored; None for another."""
+    return Matrix(leaf.shape, leaf.param.matrix, storage_spec(leaf)) if leaf.param.matrix else None
 
 
 def make_optimizer(config: RunConfig, layout: Layout) -> optax.GradientTransformationExtraArgs:
@@ -30,7 +49,7 @@ def make_optimizer(config: RunConfig, layout: Layout) -> optax.GradientTransform
     chosen = config.optimizer
     return optax.chain(
         clip_by_global_norm(chosen.clip_norm),
-        RULES[chosen.name](chosen),
+        RULES[chosen.name](chosen, layout),
         optax.add_decayed_weights(chosen.weight_decay, jax.tree.map(lambda leaf: leaf.param.decay, layout.leaves)),
         scale_by_learning_rate(learning_rate(config)),
     )

@@ -1,0 +1,195 @@
+"""Muon on shards: a momentum's matrices, orthogonalized exactly wherever their parts are.
+
+Newton-Schulz needs whole matrices, and a rank has parts of them. Each dim of a leaf belongs to the matrix's input or
+output, or numbers matrices (layers, experts):
+
+(a) where only dims that number matrices are split (stages, experts), a rank has whole ones, and nothing is sent;
+(b) of X[M, N_tp] the products X X^T are partial sums: an all-reduce of [M, M] an iteration, and the rest is local (of
+    X[M_tp, N] the same with X^T X);
+(c) an all-to-all gives each of the ranks that split a dim whole matrices of its own, and another takes them back.
+
+Of those a leaf takes what sends least. Nothing here depends on the order in which shards stand along a dim: if P and Q
+permute rows and columns, P X Q is orthogonalized to P Y Q.
+
+Dims: B matrices, M rows (input), N columns (output). Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon);
+for distributed runs arXiv 2502.16982, section 2.3, which gathers whole matrices.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxdist.parallel import collectives as comm
+from jaxdist.parallel.exchange import all_to_all
+
+EPS = 1e-7  # least norm that a matrix is divided by
+ROWS, COLUMNS = 1, 2
+COEFFICIENTS = {
+    "original": ((3.4445, -4.7750, 2.0315),) * 5,  # Jordan et al. 2024
+    "dion": (  # one set an iteration, nearer to orthogonal: github.com/microsoft/dion, and optax's "dion"
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A leaf of matrices. shape: global, without padding. sides: as `jaxdist.params.Param.matrix`. spec: the mesh axis,
+    or axes, of each dim, as in a PartitionSpec."""
+
+    shape: tuple[int, ...]
+    sides: tuple[str | None, ...]
+    spec: Sequence[str | tuple[str, ...] | None]
+
+    @property
+    def dims(self) -> list[list[int]]:
+        """The dims that number matrices, that are rows, and that are columns."""
+        return [[dim for dim, its in enumerate(self.sides) if its == side] for side in (None, "in", "out")]
+
+    @property
+    def axes(self) -> list[tuple[str, ...]]:
+        """The mesh axes that split each of these."""
+        entries = [[self.spec[dim] or () for dim in dims if dim < len(self.spec)] for dims in self.dims]
+        return [tuple(a for e in each for a in ((e,) if isinstance(e, str) else e)) for each in entries]
+
+    def sizes(self, shape: Sequence[int]) -> list[int]:
+        """[matrices, rows, columns] of a shape, global or local."""
+        return [math.prod(shape[dim] for dim in dims) for dims in self.dims]
+
+    def scale(self, kind: str) -> float:
+        """Factor of an orthogonal update. "shape": Jordan's, of a weight that is output x input; "rms": to the usual
+        RMS of AdamW's update, so that its learning rate serves (arXiv 2502.16982, section 2.2)."""
+        _, num_in, num_out = self.sizes(self.shape)
+        return 0.2 * max(num_in, num_out) ** 0.5 if kind == "rms" else max(1.0, num_out / num_in) ** 0.5
+
+
+class Way(NamedTuple):
+    """How whole matrices come about: by an all-to-all for each dim of `shared`, and by sums over the dim that stays
+    `split`."""
+
+    shared: tuple[int, ...]
+    split: int | None
+
+
+class Sent(NamedTuple):
+    """Messages of a kind over the axes of a dim, each with so many elements in the full buffer."""
+
+    kind: str
+    dim: int
+    count: int
+    elements: int
+
+
+def scale_by_muon(
+    matrices: Any,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    scale: str = "rms",
+    coefficients: str = "original",
+) -> optax.GradientTransformation:
+    """Muon's direction of gradients on local shards, as the matrices of whole arrays would have it; no learning rate.
+
+    matrices: a `Matrix` for each leaf of the gradients, in a tree that may have more. One moment: the momentum.
+    Sends: as `messages` says, of each leaf. Outside of `shard_map` every leaf is whole.
+    """
+    by_path = dict(jax.tree.leaves_with_path(matrices))
+
+    def direction(path, momentum: jax.Array) -> jax.Array:
+        matrix = by_path[path]
+        return matrix.scale(scale) * orthogonalize(momentum, matrix, coefficients)
+
+    def orthogonalized(updates, params=None):
+        return jax.tree.map_with_path(direction, updates)
+
+    return optax.chain(optax.trace(momentum, nesterov), optax.stateless(orthogonalized))
+
+
+@jax.named_scope("orthogonalize")
+def orthogonalize(x: jax.Array, matrix: Matrix, coefficients: str = "original") -> jax.Array:
+    """Five Newton-Schulz iterations of each matrix of a leaf, of which this is the local shard.
+
+    Layout: x in any layout, as `matrix.spec` says -> the same. Zeros that pad a dim stay zeros.
+    Sends: as `messages` says.
+    """
+    order = [dim for dims in matrix.dims for dim in dims]
+    moved = x.transpose(order)
+    x_BMN = moved.reshape(matrix.sizes(x.shape))
+    way = choose_way(x_BMN.shape, [comm.size(each) for each in matrix.axes])
+    y_BMN = _orthogonalized(x_BMN, matrix.axes, way, COEFFICIENTS[coefficients])
+    y = y_BMN.reshape(moved.shape).transpose([order.index(dim) for dim in range(x.ndim)])
+    return comm.exact_on_shards(y)
+
+
+def _orthogonalized(x_BMN: jax.Array, axes: Sequence[tuple[str, ...]], way: Way, coefficients) -> jax.Array:
+    if not way.shared:
+        return newton_schulz(x_BMN, coefficients, way.split, axes[way.split] if way.split else ())
+    dim, *later = way.shared
+    num, ranks = len(x_BMN), comm.size(axes[dim])
+    padded = jnp.pad(x_BMN, [(0, -num % ranks), (0, 0), (0, 0)])
+    mine = all_to_all(padded, axes[dim], 0, dim)
+    made = _orthogonalized(mine, axes, way._replace(shared=tuple(later)), coefficients)
+    return all_to_all(made, axes[dim], dim, 0)[:num]
+
+
+def newton_schulz(
+    x_BMN: jax.Array, coefficients: Sequence[tuple[float, float, float]], split: int | None = None, axes: comm.Axes = ()
+) -> jax.Array:
+    """X / |X|, then X <- a X + (b A + c A^2) X with A = X X^T for each (a, b, c); A is of the shorter side, or where a
+    dim is split of the other, which every rank has whole.
+
+    Layout: x[B, M, N], or with `split` one of M and N over `axes` -> the same.
+    Sends: with `split` 2 (n-1)/n of B numbers, and of B squares of the other side an iteration.
+    """
+    tall = split == ROWS or (split is None and x_BMN.shape[ROWS] > x_BMN.shape[COLUMNS])
+    x = x_BMN.mT if tall else x_BMN
+    squares = comm.all_reduce(jnp.sum(jnp.square(x), axis=(1, 2), keepdims=True), axes)
+    x = x / jnp.maximum(jnp.sqrt(squares), EPS)
+
+    def iterate(x: jax.Array, abc: jax.Array) -> tuple[jax.Array, None]:
+        a, b, c = abc
+        gram = comm.all_reduce(x @ x.mT, axes)
+        return a * x + (b * gram + c * (gram @ gram)) @ x, None
+
+    x, _ = lax.scan(iterate, x, jnp.asarray(coefficients, x.dtype))
+    return x.mT if tall else x
+
+
+def choose_way(local: Sequence[int], ranks: Sequence[int]) -> Way:
+    """The way that sends least. local: [B, M, N] on a rank. ranks: that split each of them."""
+    dims = tuple(dim for dim in (ROWS, COLUMNS) if ranks[dim] > 1)
+    ways = [Way(dims, None), *(Way(tuple({*dims} - {dim}), dim) for dim in dims)]
+
+    def sent(way: Way) -> float:
+        factor = {"all_reduce": 2, "all_to_all": 1}
+        return sum(
+            factor[each.kind] * each.count * each.elements * (1 - 1 / ranks[each.dim])
+            for each in messages(local, ranks, way)
+        )
+
+    return min(ways, key=sent)
+
+
+def messages(local: Sequence[int], ranks: Sequence[int], way: Way | None = None, iterations: int = 5) -> list[Sent]:
+    """What a leaf's orthogonalization sends, in the way it is done or in another. local, ranks: as in `choose_way`."""
+    way = way or choose_way(local, ranks)
+    (num, *_), sizes, found = local, list(local), []
+    for dim in way.shared:
+        num = -(-num // ranks[dim])
+        sizes[0] = num * ranks[dim]
+        found.append(Sent("all_to_all", dim, 2, math.prod(sizes)))
+        sizes[0], sizes[dim] = num, sizes[dim] * ranks[dim]
+    if way.split is not None:
+        side = sizes[ROWS + COLUMNS - way.split]
+        found += [Sent("all_reduce", way.split, 1, num), Sent("all_reduce", way.split, iterations, num * side**2)]
+    return found
