@@ -372,7 +372,7 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
     the next step's gradients by about lr, so proofs use a small one.)
 
     In 64 bits the noise is far below AdamW's eps, and no element is weighted; under Adafactor, which has no such eps,
-    only those are whose gradient is noise.
+    only those are whose gradient is noise. Nor is one of Muon's matrices in 32 bits: its update is of the whole matrix.
 
     Lion's update is a sign, and so is a balancing bias's. What is near 0 in any step may be of either sign, whatever it
     was in the first. So an element is weighted by the least that its sign was taken of in any of the steps, relative to
@@ -411,7 +411,7 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
             error = error * nearness([each[name] for each in signed], dtype)
         elif config.optimizer.name == "adafactor" and dtype == "float64":
             error = error * nearness(gradients, dtype)
-        elif dtype != "float64":
+        elif dtype != "float64" and not (dtype == "float32" and config.optimizer.name == "muon" and param.matrix):
             error = error * gradients[0] / peak
         return Difference("parameter", name, float(error.max()), LATER * tolerance, *norms)
 

@@ -1,0 +1,176 @@
+"""Muon: what the published algorithm makes of whole matrices, on every mesh, with the bytes that are predicted."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import DEVICES, in_sample
+from jax.sharding import PartitionSpec
+from support.messages import assert_equals_trace
+from support.small_models import MODELS
+from train.test_oracle import LLAMA, MIXTRAL, ODD, assert_equals, config_of
+
+from experiments.oracles.plain import orthogonal
+from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.base import declare
+from jaxdist.models.lora import LoRA
+from jaxdist.parallel import muon
+from jaxdist.params import Param
+from jaxdist.plan.proof.trace import collectives_of
+
+MESH = parse_mesh("dp=2,tp=2")
+IN_OUT, SUMS, EXCHANGE = (None, "in", "out"), {"all_reduce"}, {"all_to_all"}
+WAYS = {
+    # shape, sides, spec, messages
+    "whole matrices of some layers": ((4, 6, 10), IN_OUT, ("dp", None, None), set()),
+    "experts of some layers": ((2, 4, 5, 3), (None, *IN_OUT), (None, ("dp", "tp")), set()),
+    "columns, by sums": ((2, 4, 48), IN_OUT, (None, None, "tp"), SUMS),
+    "rows, by sums": ((2, 48, 4), IN_OUT, (None, "tp"), SUMS),
+    "columns over two axes, by sums": ((1, 3, 80), IN_OUT, (None, None, ("tp", "dp")), SUMS),
+    "columns, exchanged": ((4, 6, 10), IN_OUT, (None, None, "tp"), EXCHANGE),
+    "rows of three, exchanged": ((3, 10, 6), IN_OUT, (None, "dp"), EXCHANGE),
+    "rows and columns, exchanged": ((5, 6, 8), IN_OUT, (None, "dp", "tp"), EXCHANGE),
+    "rows exchanged, columns by sums": ((2, 4, 48), IN_OUT, (None, "dp", "tp"), SUMS | EXCHANGE),
+    "heads of q, k and v": ((2, 12, 3, 4, 2), (None, "in", None, "out", "out"), (None, "dp", None, "tp"), EXCHANGE),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_matrix_is_orthogonalized_as_a_whole(name):
+    shape, sides, spec, messages = WAYS[name]
+    matrix, spec = muon.Matrix(shape, sides, spec), PartitionSpec(*spec)
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).normal(size=shape)
+        ours = partial(muon.orthogonalize, matrix=matrix)
+        on_mesh = jax.jit(jax.shard_map(ours, mesh=make_mesh(MESH, DEVICES), in_specs=spec, out_specs=spec))
+        found, whole = on_mesh(x), ours(jnp.asarray(x))
+        order = [dim for dims in matrix.dims for dim in dims]
+        flat = x.transpose(order).reshape(matrix.sizes(shape))
+        expected = np.stack([orthogonal("original", each.T).T for each in flat])
+        expected = expected.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+        sent = collectives_of(jax.make_jaxpr(on_mesh)(x), MESH)
+    for y in (found, whole):
+        np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
+    assert {message.kind for message in sent} == messages
+
+
+@pytest.mark.parametrize("split", [muon.ROWS, muon.COLUMNS])
+@pytest.mark.parametrize("shape", [(1, 6, 8), (2, 8, 6)])
+def test_sums_are_exact_on_the_longer_side_too(shape, split):
+    spec = PartitionSpec(*["tp" if dim == split else None for dim in range(3)])
+    with jax.enable_x64(True):
+        x, sets = np.random.default_rng(1).normal(size=shape), muon.COEFFICIENTS["dion"]
+        ours = partial(muon.newton_schulz, coefficients=sets, split=split, axes=("tp",))
+        found = jax.shard_map(ours, mesh=make_mesh(MESH, DEVICES), in_specs=spec, out_specs=spec)(x)
+        expected = np.stack([orthogonal("dion", each) for each in x])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["shape", "rms"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_five_updates_are_those_of_torch(scale, nesterov, monkeypatch):
+    """Whose weights are [output, input], and whose iterations run in bfloat16 unless that is taken for float64."""
+    torch = pytest.importorskip("torch", reason="pip install -e '.[oracle]'")
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch.optim.Muon came with torch 2.9")
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
+    draw, lr, decay = np.random.default_rng(2).normal, 0.02, 0.1
+    start, grads = {"wide": draw(size=(4, 9)), "tall": draw(size=(12, 5))}, []
+    theirs = {name: torch.nn.Parameter(torch.tensor(x.T.copy())) for name, x in start.items()}
+    adjust = {"shape": "original", "rms": "match_rms_adamw"}[scale]
+    optimizer = torch.optim.Muon(
+        theirs.values(), lr, decay, momentum=0.9, nesterov=nesterov, adjust_lr_fn=adjust, eps=muon.EPS
+    )
+    for _ in range(5):
+        grads.append({name: draw(size=x.shape) for name, x in start.items()})
+        for name, p in theirs.items():
+            p.grad = torch.tensor(grads[-1][name].T.copy())
+        optimizer.step()
+    with jax.enable_x64(True):
+        matrices = {name: muon.Matrix(x.shape, ("in", "out"), ()) for name, x in start.items()}
+        ours = optax.chain(
+            muon.scale_by_muon(matrices, momentum=0.9, nesterov=nesterov, scale=scale),
+            optax.add_decayed_weights(decay),
+            optax.scale(-lr),
+        )
+        params = jax.tree.map(jnp.asarray, start)
+        state = ours.init(params)
+        for each in grads:
+            updates, state = ours.update(jax.tree.map(jnp.asarray, each), state, params)
+            params = optax.apply_updates(params, updates)
+    for name, p in theirs.items():
+        np.testing.assert_allclose(params[name], p.detach().numpy().T, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+def muon_run(model=ODD, mesh="", steps=5, rule=None, **more) -> RunConfig:
+    return config_of(model, mesh, optimizer={"name": "muon", **(rule or {})}, steps=steps, **more)
+
+
+EVEN = dataclasses.replace(LLAMA, num_heads=8, width=16, ffn_width=32)
+MESHES = {
+    "one": muon_run(),
+    "one-fp32": muon_run(dtype="float32"),
+    "one-shape-dion": muon_run(rule={"muon_scale": "shape", "muon_coefficients": "dion", "nesterov": False}),
+    "experts": muon_run(MIXTRAL),
+    **{f"dp4-zero{zero}": muon_run(mesh="dp=4", parallel={"zero": zero}) for zero in range(4)},
+    "tp2": muon_run(mesh="tp=2"),
+    "tp4-2-kv-heads": muon_run(EVEN, "tp=4"),
+    "tp2-sp": muon_run(mesh="tp=2", parallel={"sp": True}),
+    **{f"dp2-tp2-zero{zero}": muon_run(mesh="dp=2,tp=2", parallel={"zero": zero}) for zero in (1, 2, 3)},
+    "dp2-tp2-zero1-fp32": muon_run(mesh="dp=2,tp=2", parallel={"zero": 1}, dtype="float32"),
+    "pp2-zb-h1-uneven": muon_run(mesh="pp=2", parallel={"schedule": "zb-h1", "stages": "1,2"}),
+    "pp2-dp2-zero1": muon_run(mesh="pp=2,dp=2", parallel={"zero": 1, "stages": "2,1"}),
+    "replica2-dp2-zero2": muon_run(mesh="replica=2,dp=2", parallel={"zero": 2}),
+    "cp2-zero3": muon_run(LLAMA, "cp=2", parallel={"zero": 3}),
+    "ep2-zero1": muon_run(MIXTRAL, "dp=4,ep=2", parallel={"zero": 1}),
+    "accumulate": muon_run(mesh="dp=2", parallel={"accumulate": 2, "zero": 1}),
+    "overlap": muon_run(mesh="dp=2", parallel={"overlap": True, "zero": 3}),
+}
+
+
+@pytest.mark.parametrize("name", in_sample(MESHES, ["dp2-tp2-zero2"]))
+def test_a_run_equals_plain_jnp(name):
+    """Gradients, parameters and moments of every leaf after five updates."""
+    assert_equals("plain", name, MESHES[name])
+
+
+@pytest.mark.parametrize("name", in_sample(MESHES, ["dp2-tp2-zero3", "pp2-dp2-zero1", "ep2-zero1"]))
+def test_a_run_sends_what_is_predicted(name):
+    assert_equals_trace(MESHES[name])
+
+
+@dataclasses.dataclass(frozen=True)
+class Undeclared(type(MODELS["grouped"])):
+    def block(self, kind: str):
+        return {**super().block(kind), "w_more": Param((4, 2, 3))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Misdeclared(type(MODELS["grouped"])):
+    def block(self, kind: str):
+        return {**super().block(kind), "w_more": Param((4, 2, 3), matrix=("in", None, None))}
+
+
+def of(cls):
+    return cls(**vars(MODELS["grouped"]))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: RunConfig(of(Undeclared), optimizer=OptimizerConfig("muon")), r"blocks\.w_more of shape \(4, 2, 3\)"),
+        (lambda: declare(of(Misdeclared)), "both an in and an out"),
+        (lambda: RunConfig(LoRA(ODD, 2, 4.0), optimizer=OptimizerConfig("muon")), "must have matrices"),
+        (lambda: OptimizerConfig("adamw", nesterov=False), "only with muon"),
+        (lambda: OptimizerConfig("sgd", momentum=0.9), "only with muon"),
+    ],
+)
+def test_what_changes_nothing_or_is_not_declared_is_refused(make, says):
+    with pytest.raises(ConfigError, match=says):
+        make()
