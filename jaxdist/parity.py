@@ -387,6 +387,7 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
     eps = float(np.finfo(config.precision.master_dtype).eps)
     num_steps = len(reference.losses)
     params = dict(named_params(declare(config.model)))
+    orthogonal = config.optimizer.name == "muon"
     signed = lion_directions(config, reference) if config.optimizer.name == "lion" else []
 
     def judge(name: str, ours: np.ndarray, theirs: np.ndarray) -> Difference:
@@ -411,7 +412,7 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
             error = error * nearness([each[name] for each in signed], dtype)
         elif config.optimizer.name == "adafactor" and dtype == "float64":
             error = error * nearness(gradients, dtype)
-        elif dtype != "float64" and not (dtype == "float32" and config.optimizer.name == "muon" and param.matrix):
+        elif dtype != "float64" and not (dtype == "float32" and orthogonal and param is not None and param.matrix):
             error = error * gradients[0] / peak
         return Difference("parameter", name, float(error.max()), LATER * tolerance, *norms)
 

@@ -4,8 +4,8 @@ It imports nothing of the package: no mesh, no module, no update rule. Whole arr
 batch at a time. Parameters and gradients are flat dicts by name; those named `blocks.*` are stacked over layers.
 
 GPT-2: Radford et al. 2019. AdamW: arXiv 1711.05101. Lion: arXiv 2302.06675. Adafactor: arXiv 1804.04235. Muon: Jordan
-et al. 2024, with the scale of arXiv 2502.16982. Momentum: with no damping, Sutskever et al. 2013. Clipping by the global
-norm: arXiv 1211.5063. Other models bring their losses (`decoder`).
+et al. 2024, with the scale of arXiv 2502.16982. Momentum: with no damping, Sutskever et al. 2013. Clipping by the
+global norm: arXiv 1211.5063. Other models bring their losses (`decoder`).
 """
 
 from collections.abc import Callable
@@ -238,8 +238,8 @@ def is_decayed(name: str) -> bool:
 def initial_moments(optimizer: str, params: dict) -> dict[str, dict]:
     """Zeros, by the name that a paper gives each moment."""
     if optimizer == "muon":
-        kinds = {"b": [*filter(has_matrices, params)]} | dict.fromkeys("mv", [n for n in params if not has_matrices(n)])
-        return {kind: {name: jnp.zeros(params[name].shape) for name in names} for kind, names in kinds.items()}
+        zeros = {name: jnp.zeros(p.shape) for name, p in params.items()}
+        return {kind: {name: x for name, x in zeros.items() if has_matrices(name) == (kind == "b")} for kind in "bmv"}
     if optimizer != "adafactor":
         kinds = {"adamw": "mv", "lion": "m", "sgd": "m"}[optimizer]
         return {kind: {name: jnp.zeros(p.shape) for name, p in params.items()} for kind in kinds}
@@ -319,7 +319,7 @@ def has_matrices(name: str) -> bool:
 
 
 def as_matrices(name: str, x):
-    """[..., outputs, inputs] of a stacked parameter [layers, ...], whose inputs come first; all heads are one matrix."""
+    """[..., outputs, inputs] of a stacked parameter [layers, ...], inputs first; all heads are one matrix."""
     kind = name.split(".")[-1]
     if kind == "w_qkv":  # [layers, inputs, 3, heads, head]
         return jnp.stack([as_matrices("w_q", x[:, :, part]) for part in range(3)], axis=1)

@@ -90,9 +90,7 @@ class LoRA(Model):
                 partial=_split(given),
                 matrix=(),
             ),
-            "b": Param(
-                (self.rank, *param.shape[num_in:]), (None, *given), std=0.0, partial=_split(taken), matrix=()
-            ),
+            "b": Param((self.rank, *param.shape[num_in:]), (None, *given), std=0.0, partial=_split(taken), matrix=()),
         }
 
     def initial_values(self, seed) -> dict:

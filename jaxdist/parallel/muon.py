@@ -30,8 +30,9 @@ from jaxdist.parallel.exchange import all_to_all
 
 EPS = 1e-7  # least norm that a matrix is divided by
 ROWS, COLUMNS = 1, 2
+ITERATIONS = 5
 COEFFICIENTS = {
-    "original": ((3.4445, -4.7750, 2.0315),) * 5,  # Jordan et al. 2024
+    "original": ((3.4445, -4.7750, 2.0315),) * ITERATIONS,  # Jordan et al. 2024
     "dion": (  # one set an iteration, nearer to orthogonal: github.com/microsoft/dion, and optax's "dion"
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),
@@ -180,16 +181,24 @@ def choose_way(local: Sequence[int], ranks: Sequence[int]) -> Way:
     return min(ways, key=sent)
 
 
-def messages(local: Sequence[int], ranks: Sequence[int], way: Way | None = None, iterations: int = 5) -> list[Sent]:
+def messages(local: Sequence[int], ranks: Sequence[int], way: Way | None = None) -> list[Sent]:
     """What a leaf's orthogonalization sends, in the way it is done or in another. local, ranks: as in `choose_way`."""
-    way = way or choose_way(local, ranks)
-    (num, *_), sizes, found = local, list(local), []
+    way, sizes, found = way or choose_way(local, ranks), [*local], []
     for dim in way.shared:
-        num = -(-num // ranks[dim])
-        sizes[0] = num * ranks[dim]
+        sizes[0] += -sizes[0] % ranks[dim]
         found.append(Sent("all_to_all", dim, 2, math.prod(sizes)))
-        sizes[0], sizes[dim] = num, sizes[dim] * ranks[dim]
+        sizes[0], sizes[dim] = sizes[0] // ranks[dim], sizes[dim] * ranks[dim]
     if way.split is not None:
-        side = sizes[ROWS + COLUMNS - way.split]
-        found += [Sent("all_reduce", way.split, 1, num), Sent("all_reduce", way.split, iterations, num * side**2)]
+        num, side = sizes[0], sizes[ROWS + COLUMNS - way.split]
+        found += [Sent("all_reduce", way.split, 1, num), Sent("all_reduce", way.split, ITERATIONS, num * side**2)]
     return found
+
+
+def flops(local: Sequence[int], ranks: Sequence[int], way: Way | None = None) -> int:
+    """Of a rank's matmuls in a leaf's orthogonalization: A of 2 s^2 l for sides s and l, A^2, and what X is times."""
+    way, (num, *sides) = way or choose_way(local, ranks), local
+    for dim in way.shared:
+        num, sides[dim - 1] = -(-num // ranks[dim]), sides[dim - 1] * ranks[dim]
+    side = min(sides) if way.split is None else sides[COLUMNS - way.split]
+    other = math.prod(sides) // side
+    return ITERATIONS * num * (4 * side**2 * other + 2 * side**3)

@@ -304,7 +304,9 @@ class _Step:
             axes = matrix.axes
             ranks = [math.prod(map(self.mesh.size, each)) for each in axes]
             found += [
-                Message.of("matrices for the update", each.kind, axes[each.dim], each.count, each.elements * self.master)
+                Message.of(
+                    "matrices for the update", each.kind, axes[each.dim], each.count, each.elements * self.master
+                )
                 for each in muon.messages(matrix.sizes(leaf.storage_local), ranks)
             ]
         return found

@@ -2,8 +2,9 @@
 
 An update that works element by element gives the same on shards of any layout. One that looks at a leaf as a whole (a
 factored second moment, a matrix's root, a trust ratio) needs a leaf that every rank holds whole; one that looks at all
-leaves at once (a global norm) needs all of them whole, or the step's `global_norm`. Optax's own and anybody else's are traced, and what is not known to be
-elementwise counts as looking at all of its operands, unless it is declared `exact_on_shards`.
+leaves at once (a global norm) needs all of them whole, or the step's `global_norm`. Optax's own and anybody else's are
+traced, and what is not known to be elementwise counts as looking at all of its operands, unless it is declared
+`exact_on_shards`.
 """
 
 from collections.abc import Sequence

@@ -101,6 +101,7 @@ EXACT = {
     "pp3-uneven": dict(model=FOUR, mesh="pp=3", stages="1,2,1", batch_size=12),
     "dp2-lion": dict(mesh="dp=2", optimizer="lion", zero=1),
     "one-adafactor": dict(optimizer="adafactor"),
+    "dp2-tp2-muon-fp16": dict(mesh="dp=2,tp=2", optimizer="muon", zero=2, precision="float16"),
 }
 
 

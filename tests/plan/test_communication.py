@@ -68,7 +68,7 @@ def random_config(seed: int) -> RunConfig:
             return RunConfig(
                 shape,
                 parallel,
-                OptimizerConfig(name=pick.choice(("adamw", "sgd", "lion", "adafactor"))),
+                OptimizerConfig(name=pick.choice(("adamw", "sgd", "lion", "adafactor", "muon"))),
                 PrecisionConfig(
                     dtype=pick.choice(("float32", "bfloat16", "float16", "float64")),
                     reduce_dtype=pick.choice((None, None, "bfloat16", "float32")),

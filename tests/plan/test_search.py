@@ -403,6 +403,7 @@ STATES = [
     ("pp=3,dp=2", {"zero": 1}, "adamw", "bfloat16"),
     ("pp=3,dp=2", {"zero": 3, "schedule": "interleaved", "chunks": 2}, "adamw", "float16"),
     ("dp=2", {}, "adafactor", "float32"),
+    ("pp=3,dp=2,tp=2", {"zero": 2}, "muon", "bfloat16"),
 ]
 
 

@@ -413,6 +413,10 @@ FLAGS = {
     "beta1": ("0.8", [], None, None),
     "beta2": ("0.99", [], None, None),
     "eps": ("1e-6", [], None, None),
+    "momentum": ("0.9", ["--optimizer", "muon"], None, None),
+    "nesterov": (None, ["--optimizer", "muon"], None, None),
+    "muon_scale": ("shape", ["--optimizer", "muon"], None, None),
+    "muon_coefficients": ("dion", ["--optimizer", "muon"], None, None),
     "clip_norm": ("0.3", [], None, None),
     "hardware": ("h200", [], None, None),
     "nodes": ("4", ["--devices-per-node", "4"], None, None),
@@ -459,8 +463,8 @@ def test_no_flag_is_ignored(monkeypatch, capsys, tmp_path, name, mode):
         beside = []
     common = [*(SEARCH if mode == "search" else NAMED), *beside]
     flag, file = f"--{name.replace('_', '-')}", tmp_path / "file"
-    if name == "reshard_after_forward":
-        flag = "--no-reshard-after-forward"
+    if name in ("reshard_after_forward", "nesterov"):
+        flag = f"--no-{name.replace('_', '-')}"
     written = name in ("config", "efficiencies", "data") or name.endswith("_file")
     if written:
         file.write_text(value)

@@ -1,6 +1,7 @@
 """Muon: what the published algorithm makes of whole matrices, on every mesh, with the bytes that are predicted."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -9,20 +10,23 @@ import numpy as np
 import optax
 import pytest
 from conftest import DEVICES, in_sample
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from support.messages import assert_equals_trace
 from support.small_models import MODELS
 from train.test_oracle import LLAMA, MIXTRAL, ODD, assert_equals, config_of
 
 from experiments.oracles.plain import orthogonal
+from jaxdist.checkpoint.logical import fetch, from_logical, to_logical
 from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.base import declare
 from jaxdist.models.lora import LoRA
 from jaxdist.parallel import muon
 from jaxdist.params import Param
-from jaxdist.plan.proof.trace import collectives_of
+from jaxdist.plan.proof.trace import collectives_of, equations
+from jaxdist.train.program import build_program
 
 MESH = parse_mesh("dp=2,tp=2")
 IN_OUT, SUMS, EXCHANGE = (None, "in", "out"), {"all_reduce"}, {"all_to_all"}
@@ -54,10 +58,18 @@ def test_every_matrix_is_orthogonalized_as_a_whole(name):
         flat = x.transpose(order).reshape(matrix.sizes(shape))
         expected = np.stack([orthogonal("original", each.T).T for each in flat])
         expected = expected.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
-        sent = collectives_of(jax.make_jaxpr(on_mesh)(x), MESH)
+        program = jax.make_jaxpr(on_mesh)(x)
     for y in (found, whole):
         np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
-    assert {message.kind for message in sent} == messages
+    assert {message.kind for message in collectives_of(program, MESH)} == messages
+    ranks = [math.prod(map(MESH.size, axes)) for axes in matrix.axes]
+    local = matrix.sizes(NamedSharding(make_mesh(MESH, DEVICES), spec).shard_shape(shape))
+    assert matmul_flops(program) == muon.flops(local, ranks)
+
+
+def matmul_flops(program) -> int:
+    dots = [(eqn, count) for eqn, count, _ in equations(program) if eqn.primitive.name == "dot_general"]
+    return sum(2 * count * eqn.outvars[0].aval.size * eqn.invars[0].aval.shape[-1] for eqn, count in dots)
 
 
 @pytest.mark.parametrize("split", [muon.ROWS, muon.COLUMNS])
@@ -143,6 +155,25 @@ def test_a_run_equals_plain_jnp(name):
 @pytest.mark.parametrize("name", in_sample(MESHES, ["dp2-tp2-zero3", "pp2-dp2-zero1", "ep2-zero1"]))
 def test_a_run_sends_what_is_predicted(name):
     assert_equals_trace(MESHES[name])
+
+
+def test_a_run_goes_on_on_other_meshes():
+    """ZeRO-2 over dp -> uneven stages -> tp and ZeRO-1 -> ZeRO-3, with the parameters of a run that never moved."""
+    with jax.enable_x64(True):
+        batches = random_batches(MESHES["one"], 4)
+
+        def trained(name: str, batches: list, arrays: dict | None = None) -> dict:
+            program = build_program(MESHES[name], make_mesh(MESHES[name].parallel.mesh, DEVICES))
+            state = program.init(0) if arrays is None else from_logical(program, arrays)
+            for batch in batches:
+                state, _ = program.step(state, program.put(batch))
+            return fetch(to_logical(program, state))
+
+        whole, moved = trained("one", batches), None
+        for number, name in enumerate(("dp4-zero2", "pp2-zb-h1-uneven", "dp2-tp2-zero1", "dp4-zero3")):
+            moved = trained(name, batches[number:][:1], moved)
+    for name, expected in whole.items():
+        np.testing.assert_allclose(moved[name], expected, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ def twice(decay: float) -> optax.GradientTransformation:
 
 
 OPTIMIZERS = {
-    **{name: partial(make_optimizer, run_of(name), LAYOUT) for name in ("adamw", "lion", "sgd", "adafactor")},
+    **{name: partial(make_optimizer, run_of(name), LAYOUT) for name in ("adamw", "lion", "sgd", "adafactor", "muon")},
     "optax.adamw": lambda: optax.adamw(1e-2),
     "optax.MultiSteps": lambda: optax.MultiSteps(optax.sgd(1e-2, 0.9), 2).gradient_transformation(),
     "optax.adafactor": lambda: optax.adafactor(1e-2),
