@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.layout import Layout
 from jaxdist.mesh import MAY_STAY_WHOLE, MeshShape
 from jaxdist.models.base import Model, declare
 from jaxdist.parallel.blocked_attention import MOST_POSITIONS
@@ -105,10 +106,7 @@ def device_elements(
     """Counted from the model's own declaration, the padding of ZeRO over so many `shards` included; with `trained` of
     what has a gradient, with `matrices` of those declared as such. shards: the ranks of dp and cp together. itemsize: of
     what messages hold."""
-    mesh = MeshShape(pp=pp, dp=shards // cp, ep=ep, cp=cp, tp=tp)
-    kind = {"cp_kind": "all-gather"} if cp > 1 else {}
-    parallel = ParallelConfig(mesh, zero=1, sp=tp > 1, experts_over_tp=bool(experts_over_tp), **kind)
-    layout = make_layout(model, parallel, (1,) * pp)
+    layout = _sharded_layout(model, tp, shards, pp, ep, cp, experts_over_tp)
     leaves = layout.trained.leaves if trained else layout.leaves
     outer = _flat({name: part for name, part in leaves.items() if name != STACKED})
     layer = [leaf.layer() for leaf in _flat(leaves[STACKED])]
@@ -132,6 +130,59 @@ def device_elements(
         alone=size(leaf.compute_local for leaf in alone),
         across=size(leaf.storage_local for leaf in alone if leaf.zero_dim),
     )
+
+
+@cache
+def _sharded_layout(model: Model, tp: int, shards: int, pp: int, ep: int, cp: int, experts_over_tp: bool) -> Layout:
+    """With one layer in each stage."""
+    mesh = MeshShape(pp=pp, dp=shards // cp, ep=ep, cp=cp, tp=tp)
+    kind = {"cp_kind": "all-gather"} if cp > 1 else {}
+    parallel = ParallelConfig(mesh, zero=1, sp=tp > 1, experts_over_tp=bool(experts_over_tp), **kind)
+    return make_layout(model, parallel, (1,) * pp)
+
+
+class MatrixWork(NamedTuple):
+    """What a device does in an update for whole matrices: FLOPs, and bytes that it sends over dp and cp and over tp,
+    as if all-to-alls had moved them."""
+
+    flops: float
+    over_data: float
+    over_tp: float
+
+
+def matrix_work(config: RunConfig, layouts, num_rows) -> MatrixWork:
+    """Columns for every layout; 0 for an optimizer that looks at no matrices. num_rows: layers on a device."""
+    c = layouts
+    if config.optimizer.name != "muon":
+        return MatrixWork(0.0, 0.0, 0.0)
+    ways = c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1), c.experts_over_tp(config.parallel)
+    kinds, index = distinct(*ways, c.zero > 0, np.broadcast_to(num_rows, len(c.pp)).astype(int))
+    found = np.array([_matrix_work(config.model, *kind) for kind in kinds], float)[index].T
+    wide = ITEMSIZE[config.precision.master_dtype]
+    return MatrixWork(found[0], wide * found[1], wide * found[2])
+
+
+@cache
+def _matrix_work(
+    model: Model, tp: int, shards: int, pp: int, ep: int, cp: int, over_tp: int, sharded: int, num_rows: int
+) -> tuple[float, float, float]:
+    """FLOPs, and elements over the data axes and over tp."""
+    from jaxdist.parallel import muon
+    from jaxdist.train.optimizer import matrix_of
+
+    layout, total = _sharded_layout(model, tp, shards, pp, ep, cp, bool(over_tp)), [0.0, 0.0, 0.0]
+    for leaf in _flat(layout.trained.leaves):
+        leaf = leaf if sharded else replace(leaf, zero_dim=None)
+        if (matrix := matrix_of(leaf)) is None:
+            continue
+        num, *sides = matrix.sizes(leaf.storage_local)
+        local = [num * num_rows // leaf.storage_local[0] if "layers" in leaf.param.dims else num, *sides]
+        ranks = [math.prod(map(layout.mesh.size, axes)) for axes in matrix.axes]
+        total[0] += muon.flops(local, ranks)
+        for each in muon.messages(local, ranks):
+            times = 2 if each.kind == "all_reduce" else 1
+            total[2 if matrix.axes[each.dim] == ("tp",) else 1] += times * each.count * each.elements
+    return total[0], total[1], total[2]
 
 
 class LayerColumns(NamedTuple):

@@ -28,7 +28,7 @@ from jaxdist.parallel.pipeline.schedules import divide_layers, with_last
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.kept_arrays import choice_of
 from jaxdist.plan.parts import allows, exchanged, work_of
-from jaxdist.plan.program_memory import PHASES, ProgramBytes, distinct, program_bytes, ranks_of
+from jaxdist.plan.program_memory import PHASES, ProgramBytes, distinct, matrix_work, program_bytes, ranks_of
 from jaxdist.plan.schedule_facts import keep_facts, schedule_facts, table_facts
 from jaxdist.plan.time_model import NOTHING, Efficiency, Layout, Repeated, StepTime, efficiency_of, step_time
 from jaxdist.strategy import CP_KINDS, TP_RINGS, ParallelConfig, cp_split
@@ -598,6 +598,7 @@ def _step_time(
     deepest = layouts.chunks * table.depth
     exchanging, gathers_keys = context_columns(base, layouts)
     by_blocks = (layouts.cp > exchanging) | (attention == "blocked")  # a ring's, and of keys that are gathered
+    update = matrix_work(base, layouts, np.where(layouts.pp > 1, deepest, model.num_blocks))
     layout = Layout(
         **{axis: _number_if_constant(getattr(layouts, axis)) for axis in AXES},
         microbatches=layouts.accumulate * layouts.microbatches,
@@ -631,6 +632,9 @@ def _step_time(
         sends=table.sends,
         spread_table=layouts.pp > 1,
         repeated=repeated or _repeated(base, layouts, attention),
+        update_flops=update.flops,
+        update_over_data=update.over_data,
+        update_over_tp=update.over_tp,
     )
     time = step_time(work_of(model), layout, cluster, efficiency, precision.dtype)
     return StepTime(**{each.name: np.broadcast_to(getattr(time, each.name), len(layouts)) for each in fields(StepTime)})

@@ -209,6 +209,8 @@ class Layout:
         for one position of a device.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     repeated: beside what `remat` says.
+    update_flops: of the optimizer's matmuls on a device, in float32 as cards multiply it by default. update_over_data,
+        update_over_tp: bytes of the all-to-alls between them.
     """
 
     pp: Number = 1
@@ -258,6 +260,9 @@ class Layout:
     ring_copies: Number = RING_COPIES
     loss_chunks: Number = 1
     repeated: Repeated = NOTHING
+    update_flops: Number = 0.0
+    update_over_data: Number = 0.0
+    update_over_tp: Number = 0.0
 
     @property
     def num_devices(self) -> Number:
@@ -431,6 +436,8 @@ def step_time(
     )
     time["input"] = step.m * layout.rows * work.seq_len * 8 / e.input_bytes_per_s  # tokens and targets, 4 bytes each
     time["dp"], hidden = step.over_data_ranks(parameters, working=micro["compute"] + micro["memory"])
+    update = step.update_of_matrices()
+    time |= {name: time[name] + seconds for name, seconds in update.items()}
 
     nodes = np.maximum(layout.num_devices / cluster.devices_per_node, 1)
     time["overhead"] = time["overhead"] + e.straggle * np.log2(nodes) * sum(time.values())
@@ -668,6 +675,17 @@ class _Step:
     def optimiser_seconds(self, parameters: _Parameters) -> Number:
         here: Number = np.where(self.zero >= 1, self.own(parameters), parameters.updated)
         return here * OPTIMIZER_TRAFFIC / self.hbm
+
+    def update_of_matrices(self) -> dict[str, Number]:
+        """Seconds of what an optimizer does for whole matrices, none of which hides."""
+        layout, peaks = self.layout, self.cluster.hardware.peak_flops
+        peak = peaks.get("tfloat32", peaks.get("bfloat16", self.peak))
+        data, tp = np.asarray(layout.update_over_data), np.asarray(layout.update_over_tp)
+        return {
+            "compute": np.asarray(layout.update_flops) / (peak * self.e.matmul),
+            "dp": np.where(data, self.ring("all_to_all", "cp", self.dp * self.cp, data), 0),
+            "tp": np.where(tp, self.ring("all_to_all", "tp", self.tp, tp), 0),
+        }
 
     def over_data_ranks(self, parameters: _Parameters, working: Number) -> tuple[Number, Number]:
         """Seconds of gradients and of ZeRO's weights: (what shows, what hides). working: seconds of a micro-batch in
