@@ -58,6 +58,7 @@ BENCHES = {
     "compile": ("compiling", "bench_compile", ALL_ROWS),
     "pipeline": ("pipelines", "bench_pipeline", {"num_layers", "batch_size"}),
     "search": ("planning", "bench_search", SHAPE | ALL_ROWS | {"batch_size", "dtype", "device"}),
+    "matrices": ("matrices", "bench_matrices", SHAPE | PLAIN | ALL_ROWS | {"batch_size", "device", "repeats"}),
     "experts": ("experts", "bench_experts", PLAIN - {"dtype"} | {"num_layers", "vocab_size"}),
     "checkpoint": ("checkpoints", "bench_checkpoint", ALL_ROWS),
     "input": ("inputs", "bench_input", ALL_ROWS),

@@ -24,6 +24,7 @@ ABOUT = {
     "collectives": "each collective over sizes: algbw and busbw as NCCL tests define them",
     "flags": "compiler options: which this jaxlib accepts, what each gains or costs",
     "compile": "compile time against depth",
+    "matrices": "what Muon adds to an update of Llama-3 8B on 64 cards: bytes, FLOPs, predicted time",
     "search": "layouts a second that `plan` enumerates, scores and ranks",
     "pipeline": "every schedule: ticks, memory predicted and compiled, compile time",
     "checkpoint": "what saving adds to steps, how long a restore takes, host memory of a save",

@@ -4,7 +4,7 @@
 and halving-doubling written by hand from `ppermute`. `tensor`: the two places a block meets tensor parallelism.
 `vocabulary`, `chunked_loss`: embedding and loss. `rings`: matmuls overlapped with their gather or scatter over tp.
 `context_parallel`, `blocked_attention`: attention over a sequence that is split, or too long for its scores.
-`zero`, `reduce`: the gradient rule over a `jaxdist.layout.Layout`.
+`zero`, `reduce`: the gradient rule over a `jaxdist.layout.Layout`. `muon`: its update of shards.
 `pipeline`: schedules as tables (no JAX), and the executor that runs any of them.
 
 Names are imported when first used, so that `jaxdist.parallel.pipeline.schedules` needs no JAX.
@@ -26,6 +26,7 @@ EXPORTS = {
     "chunked_loss": ("cross_entropy_in_chunks",),
     "context_parallel": ("context_attention",),
     "exchange": ("all_to_all", "broadcast", "swap"),
+    "muon": ("orthogonalize", "scale_by_muon"),
     "pipeline.builders": ("make_schedule",),
     "pipeline.executor": ("Stages", "pipeline_gradients", "pipeline_loss"),
     "reduce": ("reduce_gradients",),
@@ -43,6 +44,7 @@ MODULES = (
     "context_parallel",
     "dropout",
     "exchange",
+    "muon",
     "overlap",
     "pipeline",
     "reduce",

@@ -12,6 +12,7 @@ import pytest
 from alternating import Alternating
 from conftest import DEVICES, in_sample
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
 from llama import Llama
 
 import jaxdist
@@ -50,6 +51,16 @@ def test_the_optimizer_of_the_page_updates_shards():
     program = page(3, 4)["program_with_lion"]()
     state, metrics = program.step(program.init(0), program.put(random_batches(program.config, 1)[0]))
     assert int(state.step) == 1 and np.isfinite(metrics["loss"])
+
+
+def test_muon_of_the_page_updates_shards_as_whole_arrays():
+    names = page(3, 5)
+    split = {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")}
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    grads, _ = names["example"]()
+    found = jax.shard_map(names["direction"], mesh=mesh, in_specs=(split,), out_specs=split)(grads)
+    for name, whole in names["direction"](grads).items():
+        np.testing.assert_allclose(found[name], whole, rtol=0, atol=1e-5)
 
 
 def test_the_model_of_the_page_equals_one_device_on_its_layouts(capsys):

@@ -1,0 +1,92 @@
+"""What Muon adds to an update of a large model, by closed forms: bytes of each way to whole matrices, FLOPs, time."""
+
+import math
+
+import jax
+from rich.console import Console
+
+from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.layout import Leaf
+from jaxdist.mesh import parse_mesh
+from jaxdist.models.presets import PRESETS
+from jaxdist.parallel import muon
+from jaxdist.placement import make_layout
+from jaxdist.plan.hardware import Cluster, find_hardware
+from jaxdist.plan.proof.trace import sent_among
+from jaxdist.plan.search import Candidates, score
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
+from jaxdist.train.optimizer import matrix_of
+
+from ..tables import Rows
+from .flags import BenchFlags
+from .rows import Measured, Row
+
+MODEL, NODES, ROWS = "llama3-8b", 8, 128  # a million tokens a batch on 64 H100s
+LAYOUTS = [
+    ("dp=64", {"zero": 1}),
+    ("dp=64", {"zero": 3}),
+    ("replica=8,dp=8", {"zero": 3}),
+    ("dp=8,tp=8", {"zero": 1, "sp": True}),
+    ("pp=8,dp=8", {"zero": 1, "microbatches": 16}),
+    ("pp=4,dp=4,tp=4", {"zero": 1, "sp": True, "microbatches": 16}),
+    ("dp=64", {"zero": 0}),
+]
+
+
+def bench_matrices(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
+    """Of one device in an update: MiB that AdamW's step would not send, in the way that is chosen, with every matrix
+    exchanged, with sums, and with all gathered; FLOPs; optimizer state and step time, AdamW's and Muon's."""
+    titles = ("MiB chosen", "exchanged", "by sums", "gathered", "TFLOP", "state GiB", "step s")
+    table, rows = Rows("layout", *titles), []
+    for mesh, strategy in LAYOUTS:
+        name = f"{mesh}, ZeRO-{strategy['zero']}"
+        adamw, ours = (score_of(mesh, strategy, optimizer) for optimizer in ("adamw", "muon"))
+        run = config_of(mesh, strategy, "muon")
+        leaves = jax.tree.leaves(make_layout(run.model, run.parallel, run.part_layers).trained.leaves)
+        found = [sent_and_done(leaf) for leaf in leaves if leaf.param.matrix]
+        *sent, flops = (sum(column) for column in zip(*found, strict=True))
+        states, seconds = ([each[part] for each in (adamw, ours)] for part in (0, 1))
+        rows += [Row(f"{name}: {title}", x, "bytes") for title, x in zip(titles[:4], sent, strict=True)]
+        rows += [
+            Row(f"{name}: matmuls", flops, "FLOPs"),
+            Row(f"{name}: share of the step", 1 - seconds[0] / seconds[1], ""),
+        ]
+        table.add_row(
+            name,
+            *(f"{x / 2**20:,.0f}" for x in sent),
+            f"{flops / 1e12:.1f}",
+            " → ".join(f"{x / 2**30:.2f}" for x in states),
+            " → ".join(f"{x:.2f}" for x in seconds) + f" ({100 * (seconds[1] / seconds[0] - 1):+.1f} %)",
+        )
+    table.print(console)
+    return rows, None, True
+
+
+def config_of(mesh: str, strategy: dict, optimizer: str) -> RunConfig:
+    parallel = ParallelConfig(parse_mesh(mesh), **strategy)
+    return RunConfig(PRESETS[MODEL], parallel, OptimizerConfig(optimizer), PrecisionConfig("bfloat16"), batch_size=ROWS)
+
+
+def score_of(mesh: str, strategy: dict, optimizer: str) -> tuple[float, float]:
+    """(bytes of the optimizer's state, seconds of a step)."""
+    config = config_of(mesh, strategy, optimizer)
+    found = score(config, Candidates.of(config), Cluster(find_hardware("h100"), NODES), "cudnn")
+    return float(found.memory.optimizer[0]), float(found.time.total[0])
+
+
+def sent_and_done(leaf: Leaf) -> tuple[int, int, int, int, int]:
+    """Bytes that a leaf's matrices send in each way, and FLOPs in the chosen one."""
+    matrix = matrix_of(leaf)
+    local, ranks = matrix.sizes(leaf.storage_local), [math.prod(map(leaf.mesh.size, axes)) for axes in matrix.axes]
+    split = [dim for dim in (muon.ROWS, muon.COLUMNS) if ranks[dim] > 1]
+
+    def sent(way: muon.Way) -> int:
+        return 4 * sum(
+            each.count * sent_among(ranks[each.dim], each.kind, each.elements)
+            for each in muon.messages(local, ranks, way)
+        )
+
+    by_sums = min((sent(muon.Way(tuple({*split} - {dim}), dim)) for dim in split), default=0)
+    gathered = 4 * math.prod(local) * (math.prod(ranks[1:]) - 1)
+    exchanged = sent(muon.Way(tuple(split), None))
+    return sent(muon.choose_way(local, ranks)), exchanged, by_sums, gathered, muon.flops(local, ranks)
