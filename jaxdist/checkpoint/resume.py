@@ -247,10 +247,10 @@ def begin(program: Program, weights: Weights | None = None) -> Start:
 
 def require_same_run(out: str, there: dict | None, config: RunConfig) -> None:
     """Raises: ConfigError naming every setting that differs. The mesh and all of the strategy may."""
-    if isinstance(there, dict):  # what runs of before did not say
+    if isinstance(there, dict):  # what runs of before did not say was as it is by default
         there = {"mask_documents": False, **there}
         if isinstance(optimizer := there.get("optimizer"), dict):
-            there["optimizer"] = {"lr_schedule": "cosine", **optimizer}
+            there["optimizer"] = {**vars(OptimizerConfig()), **optimizer}
     differing = differences(
         there,
         to_dict(config),

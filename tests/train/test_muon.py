@@ -131,6 +131,7 @@ MESHES = {
     "one-shape-dion": muon_run(rule={"muon_scale": "shape", "muon_coefficients": "dion", "nesterov": False}),
     "experts": muon_run(MIXTRAL),
     **{f"dp4-zero{zero}": muon_run(mesh="dp=4", parallel={"zero": zero}) for zero in range(4)},
+    "dp8-zero1-padded": muon_run(mesh="dp=8", parallel={"zero": 1}),
     "tp2": muon_run(mesh="tp=2"),
     "tp4-2-kv-heads": muon_run(EVEN, "tp=4"),
     "tp2-sp": muon_run(mesh="tp=2", parallel={"sp": True}),
