@@ -364,6 +364,9 @@ def test_a_run_goes_on_only_as_itself_in_every_setting():
         else:
             with pytest.raises(ConfigError, match=name if name != "model.class" else "its model is"):
                 resume.require_same_run("out", changed, config)
+    for name in ("mask_documents", "optimizer.lr_schedule", "optimizer.momentum"):  # which older runs do not say
+        before = {key: value for key, value in flatten_dict(there, sep=".").items() if key != name}
+        resume.require_same_run("out", unflatten_dict(before, sep="."), config)
 
 
 # ---- nothing is lost in silence ----
