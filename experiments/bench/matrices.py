@@ -34,8 +34,8 @@ LAYOUTS = [
 
 
 def bench_matrices(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
-    """Of one device in an update: MiB that AdamW's step would not send, in the way that is chosen, with every matrix
-    exchanged, with sums, and with all gathered; FLOPs; optimizer state and step time, AdamW's and Muon's."""
+    """MiB that a device sends for whole matrices in the way that is chosen, with all exchanged, with sums, and with all
+    gathered; FLOPs; optimizer state and step time, AdamW's and Muon's."""
     titles = ("MiB chosen", "exchanged", "by sums", "gathered", "TFLOP", "state GiB", "step s")
     table, rows = Rows("layout", *titles), []
     for mesh, strategy in LAYOUTS:

@@ -71,7 +71,7 @@ class Matrix:
         """Factor of an orthogonal update. "shape": Jordan's, of a weight that is output x input; "rms": to the usual
         RMS of AdamW's update, so that its learning rate serves (arXiv 2502.16982, section 2.2)."""
         _, num_in, num_out = self.sizes(self.shape)
-        return 0.2 * max(num_in, num_out) ** 0.5 if kind == "rms" else max(1.0, num_out / num_in) ** 0.5
+        return {"shape": max(1.0, num_out / num_in) ** 0.5, "rms": 0.2 * max(num_in, num_out) ** 0.5}[kind]
 
 
 class Way(NamedTuple):
@@ -106,9 +106,9 @@ def scale_by_muon(
     """
     by_path = dict(jax.tree.leaves_with_path(matrices))
 
-    def direction(path, momentum: jax.Array) -> jax.Array:
+    def direction(path, x: jax.Array) -> jax.Array:
         matrix = by_path[path]
-        return matrix.scale(scale) * orthogonalize(momentum, matrix, coefficients)
+        return matrix.scale(scale) * orthogonalize(x, matrix, coefficients)
 
     def orthogonalized(updates, params=None):
         return jax.tree.map_with_path(direction, updates)
@@ -195,7 +195,7 @@ def messages(local: Sequence[int], ranks: Sequence[int], way: Way | None = None)
 
 
 def flops(local: Sequence[int], ranks: Sequence[int], way: Way | None = None) -> int:
-    """Of a rank's matmuls in a leaf's orthogonalization: A of 2 s^2 l for sides s and l, A^2, and what X is times."""
+    """FLOPs of a rank's matmuls for a leaf: X X^T and what X is multiplied by, 2 s^2 l each, and A^2, 2 s^3."""
     way, (num, *sides) = way or choose_way(local, ranks), local
     for dim in way.shared:
         num, sides[dim - 1] = -(-num // ranks[dim]), sides[dim - 1] * ranks[dim]

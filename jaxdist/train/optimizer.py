@@ -39,7 +39,7 @@ RULES: dict[str, Callable[[OptimizerConfig, Layout], optax.GradientTransformatio
 
 
 def matrix_of(leaf: Leaf) -> Matrix | None:
-    """What is declared of a leaf of matrices, as it is stored; None for another."""
+    """A leaf's declaration of matrices, as it is stored; None where it has none."""
     return Matrix(leaf.shape, leaf.param.matrix, storage_spec(leaf)) if leaf.param.matrix else None
 
 
