@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
 from jaxdist.models.base import declare
-from jaxdist.params import named_params
+from jaxdist.params import Param, named_params
 from jaxdist.plan.explain import billions
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import ITEMSIZE, MOMENTS
@@ -98,6 +98,10 @@ def rate_note(rate: float, parameters: float) -> str:
 def checkpoint_bytes(config: RunConfig) -> float:
     """Masters and moments."""
     narrow, wide = ITEMSIZE[config.precision.dtype], ITEMSIZE[config.precision.master_dtype]
-    params = [param for _, param in named_params(declare(config.model))]
-    total, frozen = (sum(math.prod(p.shape) for p in found) for found in (params, [p for p in params if p.frozen]))
-    return frozen * narrow + (total - frozen) * wide * (1 + MOMENTS.get(config.optimizer.name, 0))
+
+    def bytes_each(param: Param) -> int:
+        """Bytes of an element. Of matrices Muon keeps the momentum alone."""
+        moments = 1 if config.optimizer.name == "muon" and param.matrix else MOMENTS.get(config.optimizer.name, 0)
+        return narrow if param.frozen else wide * (1 + moments)
+
+    return sum(math.prod(param.shape) * bytes_each(param) for _, param in named_params(declare(config.model)))
