@@ -72,6 +72,8 @@ OTHER = {
     "grad_sync": "flat",
     "attention": "xla",
     "lr_schedule": "linear",
+    "muon_scale": "shape",
+    "muon_coefficients": "dion",
     "token_dtype": "uint32",
 }
 
