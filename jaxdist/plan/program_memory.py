@@ -104,8 +104,8 @@ def device_elements(
     matrices: bool = False,
 ) -> Elements:
     """Counted from the model's own declaration, the padding of ZeRO over so many `shards` included; with `trained` of
-    what has a gradient, with `matrices` of those declared as such. shards: the ranks of dp and cp together. itemsize: of
-    what messages hold."""
+    what has a gradient, with `matrices` of those declared as such. shards: the ranks of dp and cp together. itemsize:
+    of what messages hold."""
     layout = _sharded_layout(model, tp, shards, pp, ep, cp, experts_over_tp)
     leaves = layout.trained.leaves if trained else layout.leaves
     outer = _flat({name: part for name, part in leaves.items() if name != STACKED})
