@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import tyro
 
@@ -82,6 +82,8 @@ class PlanFlags(CommonFlags, FileFlags):
     """Default: GPT-3's 375 million tokens, at most a tenth of the steps."""
     dtype: Dtype = "bfloat16"
     """Dtype of parameters and activations; masters and moments stay in at least float32."""
+    matmul_dtype: Literal["float8"] | None = None
+    """Predict products with weights in this dtype, for a program that has them; ours computes them in --dtype."""
     tokens: float | None = None
     """To train on, as in 300e9: gives hours and dollars."""
     data: str | None = None
@@ -261,6 +263,11 @@ def ask(flags: PlanFlags) -> Question:
         flags = replace(flags, **defaults)
     config = flags.run_config()
     attention = attention_on(hardware, config)
+    if flags.matmul_dtype is not None:
+        notes.append(
+            f"Products in {flags.matmul_dtype}, with a scale for each tensor: for a program that has them. Memory is as "
+            f"in {flags.dtype}, for operands are cast where they are used; the command computes in {flags.dtype}."
+        )
     if attention == "xla":
         notes.append("Attention writes its scores out (flash attention cannot run here): they count as memory.")
     elif attention == "blocked":
@@ -300,7 +307,8 @@ def cluster_of_mesh(flags: PlanFlags, hardware: Accelerator, devices: int) -> Cl
 
 
 def efficiency_for(flags: PlanFlags, hardware: Accelerator) -> Efficiency:
-    return read_efficiency(flags.efficiencies) if flags.efficiencies else efficiency_of(hardware.name)
+    found = read_efficiency(flags.efficiencies) if flags.efficiencies else efficiency_of(hardware.name)
+    return replace(found, matmul_dtype=flags.matmul_dtype or found.matmul_dtype)
 
 
 def attention_on(hardware: Accelerator, config: RunConfig) -> str:
@@ -390,6 +398,8 @@ def hardware_for(flags: PlanFlags) -> Accelerator:
             required = f"must be above 0 and at most {most:.4g}, what a plan may fill of {hardware.name}"
             raise ConfigError(f"--max-gib {flags.max_gib:g}", required, f"Use --max-gib {most:.4g}")
         hardware = replace(hardware, memory_gb=hardware.memory_gb * flags.max_gib / most)
+    if flags.matmul_dtype is not None:
+        hardware.peak(flags.matmul_dtype)
     if flags.dtype not in hardware.peak_flops:
         raise ConfigError(
             f"--dtype {flags.dtype} on {hardware.name}",

@@ -61,7 +61,8 @@ class Efficiency:
     parts of the bandwidths. latency: of the links' latencies. layer_seconds: launches of one layer's forward (twice
     that backward). step_seconds: of a Python program's host, once a step. straggle: by what part a step is longer for
     each time that the nodes double, since all wait for the slowest. hide: part of what may overlap that does.
-    relative_error: ± of the total, from the calibration; 0.3 where there was none.
+    relative_error: ± of the total, from the calibration; 0.3 where there was none. matmul_dtype: of products with
+    weights, where it is another than the run's.
     """
 
     matmul: float = 0.7
@@ -80,6 +81,7 @@ class Efficiency:
     input_bytes_per_s: float = 1e9
     relative_error: float = 0.3
     stack: str = "uncalibrated"
+    matmul_dtype: str = ""
 
     def __post_init__(self):
         for name in ("matmul", "attention", "flash2", "float8", "hbm", "inside", "between"):
@@ -111,9 +113,9 @@ def read_efficiency(path: str | Path) -> Efficiency:
         given = f"{name} = {value!r} in {str(path)!r}"
         if name not in known:
             raise ConfigError(given, "must be one of the time model's constants", f"Use {', '.join(known)}")
-        if name == "stack":
+        if isinstance(known[name].default, str):
             if not isinstance(value, str):
-                raise ConfigError(given, "must be text, the name of these constants", "Write stack = 'mine'")
+                raise ConfigError(given, "must be text", f"Write {name} = 'mine'")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(given, "must be a number, not below 0", f"Write {name} = {known[name].default}")
     return Efficiency(**{"stack": Path(path).stem} | found)
@@ -426,7 +428,7 @@ def step_time(
     `jaxdist.plan.formulas`. A ring of cp hides behind attention; what cp sends otherwise shows in full.
     Raises: ConfigError for a dtype the accelerator has no peak for, and an unknown remat.
     """
-    step = _Step(work, layout, cluster, efficiency, dtype)
+    step = _Step(work, layout, cluster, efficiency, efficiency.matmul_dtype or dtype)
     e, parameters = efficiency, _Parameters.of(work, layout)
     micro = step.micro_batch(parameters)
     time = step.passes(micro)
