@@ -265,8 +265,8 @@ def ask(flags: PlanFlags) -> Question:
     attention = attention_on(hardware, config)
     if flags.matmul_dtype is not None:
         notes.append(
-            f"Products in {flags.matmul_dtype}, with a scale for each tensor: for a program that has them. Memory is as "
-            f"in {flags.dtype}, for operands are cast where they are used; the command computes in {flags.dtype}."
+            f"Products in {flags.matmul_dtype}, a scale for each tensor: for a program that has them. Memory is as in "
+            f"{flags.dtype}, for operands are cast where they are used; the command computes in {flags.dtype}."
         )
     if attention == "xla":
         notes.append("Attention writes its scores out (flash attention cannot run here): they count as memory.")
