@@ -71,7 +71,7 @@ def context_kinds(model: Model, mesh: MeshShape) -> tuple[str, ...]:
 
 
 UNUSED_BETAS = {"sgd": ("beta2",), "adafactor": ("beta1", "beta2")}
-OF_MUON = ("momentum", "nesterov", "muon_scale", "muon_coefficients")
+OF_MUON = ("momentum", "nesterov", "muon_scale", "muon_coefficients", "muon_bf16")
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ class OptimizerConfig:
     inputs))."""
     muon_coefficients: Literal["original", "dion"] = "original"
     """Coefficients of Muon's Newton-Schulz iterations: the same in all five, or one set each."""
+    muon_bf16: bool = False
+    """Whether operands of these iterations' products are bfloat16; sums stay wide."""
     clip_norm: float = 1.0
     """Largest norm of the whole gradient; a larger one is scaled down to it."""
 

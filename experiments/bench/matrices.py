@@ -87,6 +87,6 @@ def sent_and_done(leaf: Leaf) -> tuple[int, int, int, int, int]:
         )
 
     by_sums = min((sent(muon.Way(tuple({*split} - {dim}), dim)) for dim in split), default=0)
-    gathered = 4 * math.prod(local) * (math.prod(ranks[1:]) - 1)
+    gathered = 4 * math.prod(local) * (ranks[muon.ROWS] * ranks[muon.COLUMNS] - 1)
     exchanged = sent(muon.Way(tuple(split), None))
     return sent(muon.choose_way(local, ranks)), exchanged, by_sums, gathered, muon.flops(local, ranks)

@@ -8,8 +8,9 @@ output, or numbers matrices (layers, experts):
     X[M_tp, N] the same with X^T X);
 (c) an all-to-all gives each of the ranks that split a dim whole matrices of its own, and another takes them back.
 
-Of those a leaf takes what sends least. Nothing here depends on the order in which shards stand along a dim: if P and Q
-permute rows and columns, P X Q is orthogonalized to P Y Q.
+Of those a leaf takes what sends least. Ranks that hold the same matrices orthogonalize a share each, and gather the
+others'. Nothing here depends on the order in which shards stand along a dim: if P and Q permute rows and columns,
+P X Q is orthogonalized to P Y Q.
 
 Dims: B matrices, M rows (input), N columns (output). Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon);
 for distributed runs arXiv 2502.16982, section 2.3, which gathers whole matrices.
@@ -29,7 +30,7 @@ from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.exchange import all_to_all
 
 EPS = 1e-7  # least norm that a matrix is divided by
-ROWS, COLUMNS = 1, 2
+ROWS, COLUMNS, COPIES = 1, 2, 3
 ITERATIONS = 5
 COEFFICIENTS = {
     "original": ((3.4445, -4.7750, 2.0315),) * ITERATIONS,  # Jordan et al. 2024
@@ -46,11 +47,12 @@ COEFFICIENTS = {
 @dataclass(frozen=True)
 class Matrix:
     """A leaf of matrices. shape: global, without padding. sides: as `jaxdist.params.Param.matrix`. spec: the mesh axis,
-    or axes, of each dim, as in a PartitionSpec."""
+    or axes, of each dim, as in a PartitionSpec. copies: axes whose ranks hold the same shard, and share the work."""
 
     shape: tuple[int, ...]
     sides: tuple[str | None, ...]
     spec: Sequence[str | tuple[str, ...] | None]
+    copies: tuple[str, ...] = ()
 
     @property
     def dims(self) -> list[list[int]]:
@@ -59,9 +61,9 @@ class Matrix:
 
     @property
     def axes(self) -> list[tuple[str, ...]]:
-        """The mesh axes that split each of these."""
+        """The mesh axes that split each of these, and those of copies."""
         entries = [[self.spec[dim] or () for dim in dims if dim < len(self.spec)] for dims in self.dims]
-        return [tuple(a for e in each for a in ((e,) if isinstance(e, str) else e)) for each in entries]
+        return [*(tuple(a for e in each for a in ((e,) if isinstance(e, str) else e)) for each in entries), self.copies]
 
     def sizes(self, shape: Sequence[int]) -> list[int]:
         """[matrices, rows, columns] of a shape, global or local."""
@@ -83,7 +85,7 @@ class Way(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Messages of a kind over the axes of a dim, each with so many elements in the full buffer."""
+    """Messages of a kind over the axes of a dim, or of copies, each with so many elements in the full buffer."""
 
     kind: str
     dim: int
@@ -98,17 +100,19 @@ def scale_by_muon(
     nesterov: bool = True,
     scale: str = "rms",
     coefficients: str = "original",
+    bf16: bool = False,
 ) -> optax.GradientTransformation:
     """Muon's direction of gradients on local shards, as the matrices of whole arrays would have it; no learning rate.
 
-    matrices: a `Matrix` for each leaf of the gradients, in a tree that may have more. One moment: the momentum.
+    matrices: a `Matrix` for each leaf of the gradients, in a tree that may have more. bf16: of operands of products,
+    whose sums stay wide. One moment: the momentum.
     Sends: as `messages` says, of each leaf. Outside of `shard_map` every leaf is whole.
     """
     by_path = dict(jax.tree.leaves_with_path(matrices))
 
     def direction(path, x: jax.Array) -> jax.Array:
         matrix = by_path[path]
-        return matrix.scale(scale) * orthogonalize(x, matrix, coefficients)
+        return matrix.scale(scale) * orthogonalize(x, matrix, coefficients, bf16)
 
     def orthogonalized(updates, params=None):
         return jax.tree.map_with_path(direction, updates)
@@ -117,7 +121,7 @@ def scale_by_muon(
 
 
 @jax.named_scope("orthogonalize")
-def orthogonalize(x: jax.Array, matrix: Matrix, coefficients: str = "original") -> jax.Array:
+def orthogonalize(x: jax.Array, matrix: Matrix, coefficients: str = "original", bf16: bool = False) -> jax.Array:
     """Five Newton-Schulz iterations of each matrix of a leaf, of which this is the local shard.
 
     Layout: x in any layout, as `matrix.spec` says -> the same. Zeros that pad a dim stay zeros.
@@ -127,27 +131,34 @@ def orthogonalize(x: jax.Array, matrix: Matrix, coefficients: str = "original") 
     moved = x.transpose(order)
     x_BMN = moved.reshape(matrix.sizes(x.shape))
     way = choose_way(x_BMN.shape, [comm.size(each) for each in matrix.axes])
-    y_BMN = _orthogonalized(x_BMN, matrix.axes, way, COEFFICIENTS[coefficients])
+    y_BMN = _orthogonalized(x_BMN, matrix.axes, way, COEFFICIENTS[coefficients], bf16)
     y = y_BMN.reshape(moved.shape).transpose([order.index(dim) for dim in range(x.ndim)])
     return comm.exact_on_shards(y)
 
 
-def _orthogonalized(x_BMN: jax.Array, axes: Sequence[tuple[str, ...]], way: Way, coefficients) -> jax.Array:
-    if not way.shared:
-        return newton_schulz(x_BMN, coefficients, way.split, axes[way.split] if way.split else ())
-    dim, *later = way.shared
+def _orthogonalized(x_BMN: jax.Array, axes: Sequence[tuple[str, ...]], way: Way, coefficients, bf16) -> jax.Array:
+    dim, *later = (*way.shared, COPIES)
     num, ranks = len(x_BMN), comm.size(axes[dim])
     padded = jnp.pad(x_BMN, [(0, -num % ranks), (0, 0), (0, 0)])
+    if dim == COPIES:
+        share = len(padded) // ranks
+        mine = lax.dynamic_slice_in_dim(padded, comm.rank(axes[dim]) * share, share) if ranks > 1 else padded
+        made = newton_schulz(mine, coefficients, way.split, axes[way.split] if way.split else (), bf16)
+        return comm.all_gather(made, axes[dim], 0, replicated=True)[:num]
     mine = all_to_all(padded, axes[dim], 0, dim)
-    made = _orthogonalized(mine, axes, way._replace(shared=tuple(later)), coefficients)
+    made = _orthogonalized(mine, axes, way._replace(shared=tuple(later[:-1])), coefficients, bf16)
     return all_to_all(made, axes[dim], dim, 0)[:num]
 
 
 def newton_schulz(
-    x_BMN: jax.Array, coefficients: Sequence[tuple[float, float, float]], split: int | None = None, axes: comm.Axes = ()
+    x_BMN: jax.Array,
+    coefficients: Sequence[tuple[float, float, float]],
+    split: int | None = None,
+    axes: comm.Axes = (),
+    bf16: bool = False,
 ) -> jax.Array:
     """X / |X|, then X <- a X + (b A + c A^2) X with A = X X^T for each (a, b, c); A is of the shorter side, or where a
-    dim is split of the other, which every rank has whole.
+    dim is split of the other, which every rank has whole. bf16: of operands of products, whose sums are wide.
 
     Layout: x[B, M, N], or with `split` one of M and N over `axes` -> the same.
     Sends: with `split` 2 (n-1)/n of B numbers, and of B squares of the other side an iteration.
@@ -157,10 +168,14 @@ def newton_schulz(
     squares = comm.all_reduce(jnp.sum(jnp.square(x), axis=(1, 2), keepdims=True), axes)
     x = x / jnp.maximum(jnp.sqrt(squares), EPS)
 
+    def product(*operands: jax.Array) -> jax.Array:
+        left, right = (each.astype(jnp.bfloat16) if bf16 else each for each in operands)
+        return jnp.matmul(left, right, preferred_element_type=x.dtype)
+
     def iterate(x: jax.Array, abc: jax.Array) -> tuple[jax.Array, None]:
         a, b, c = abc
-        gram = comm.all_reduce(x @ x.mT, axes)
-        return a * x + (b * gram + c * (gram @ gram)) @ x, None
+        gram = comm.all_reduce(product(x, x.mT), axes)
+        return a * x + product(b * gram + c * product(gram, gram), x), None
 
     x, _ = lax.scan(iterate, x, jnp.asarray(coefficients, x.dtype))
     return x.mT if tall else x
@@ -172,7 +187,7 @@ def choose_way(local: Sequence[int], ranks: Sequence[int]) -> Way:
     ways = [Way(dims, None), *(Way(tuple({*dims} - {dim}), dim) for dim in dims)]
 
     def sent(way: Way) -> float:
-        factor = {"all_reduce": 2, "all_to_all": 1}
+        factor = {"all_reduce": 2, "all_to_all": 1, "all_gather": 1}
         return sum(
             factor[each.kind] * each.count * each.elements * (1 - 1 / ranks[each.dim])
             for each in messages(local, ranks, way)
@@ -188,6 +203,9 @@ def messages(local: Sequence[int], ranks: Sequence[int], way: Way | None = None)
         sizes[0] += -sizes[0] % ranks[dim]
         found.append(Sent("all_to_all", dim, 2, math.prod(sizes)))
         sizes[0], sizes[dim] = sizes[0] // ranks[dim], sizes[dim] * ranks[dim]
+    if ranks[COPIES] > 1:
+        sizes[0] = -(-sizes[0] // ranks[COPIES])
+        found.append(Sent("all_gather", COPIES, 1, ranks[COPIES] * math.prod(sizes)))
     if way.split is not None:
         num, side = sizes[0], sizes[ROWS + COLUMNS - way.split]
         found += [Sent("all_reduce", way.split, 1, num), Sent("all_reduce", way.split, ITERATIONS, num * side**2)]
@@ -199,6 +217,7 @@ def flops(local: Sequence[int], ranks: Sequence[int], way: Way | None = None) ->
     way, (num, *sides) = way or choose_way(local, ranks), local
     for dim in way.shared:
         num, sides[dim - 1] = -(-num // ranks[dim]), sides[dim - 1] * ranks[dim]
+    num = -(-num // ranks[COPIES])
     side = min(sides) if way.split is None else sides[COLUMNS - way.split]
     other = math.prod(sides) // side
     return ITERATIONS * num * (4 * side**2 * other + 2 * side**3)

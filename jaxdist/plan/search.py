@@ -633,8 +633,10 @@ def _step_time(
         spread_table=layouts.pp > 1,
         repeated=repeated or _repeated(base, layouts, attention),
         update_flops=update.flops,
+        update_bf16=base.optimizer.muon_bf16,
         update_over_data=update.over_data,
         update_over_tp=update.over_tp,
+        update_over_copies=update.over_copies,
     )
     time = step_time(work_of(model), layout, cluster, efficiency, precision.dtype)
     return StepTime(**{each.name: np.broadcast_to(getattr(time, each.name), len(layouts)) for each in fields(StepTime)})

@@ -211,8 +211,9 @@ class Layout:
         for one position of a device.
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     repeated: beside what `remat` says.
-    update_flops: of the optimizer's matmuls on a device, in float32 as cards multiply it by default. update_over_data,
-        update_over_tp: bytes of the all-to-alls between them.
+    update_flops: of the optimizer's matmuls on a device, in float32 as cards multiply it by default, or with
+        update_bf16 in that. update_over_data, update_over_tp: bytes of the all-to-alls between them.
+        update_over_copies: of the gathers where ranks hold the same and do a share each.
     """
 
     pp: Number = 1
@@ -263,8 +264,10 @@ class Layout:
     loss_chunks: Number = 1
     repeated: Repeated = NOTHING
     update_flops: Number = 0.0
+    update_bf16: bool = False
     update_over_data: Number = 0.0
     update_over_tp: Number = 0.0
+    update_over_copies: Number = 0.0
 
     @property
     def num_devices(self) -> Number:
@@ -681,11 +684,19 @@ class _Step:
     def update_of_matrices(self) -> dict[str, Number]:
         """Seconds of what an optimizer does for whole matrices, none of which hides."""
         layout, peaks = self.layout, self.cluster.hardware.peak_flops
-        peak = peaks.get("tfloat32", peaks.get("bfloat16", self.peak))
+        wide = peaks.get("tfloat32", peaks.get("bfloat16", self.peak))
+        peak = peaks.get("bfloat16", wide) if layout.update_bf16 else wide
         data, tp = np.asarray(layout.update_over_data), np.asarray(layout.update_over_tp)
+        copies, ranks = np.asarray(layout.update_over_copies), self.replica * self.dp * self.cp
+        gather = np.where(
+            self.zero == 0,
+            self.ring("ring_all_gather", "cp", ranks, copies),
+            self.ring("ring_all_gather", "replica", self.replica, copies),
+        )
         return {
             "compute": np.asarray(layout.update_flops) / (peak * self.e.matmul),
-            "dp": np.where(data, self.ring("all_to_all", "cp", self.dp * self.cp, data), 0),
+            "dp": np.where(data, self.ring("all_to_all", "cp", self.dp * self.cp, data), 0)
+            + np.where(copies, gather, 0),
             "tp": np.where(tp, self.ring("all_to_all", "tp", self.tp, tp), 0),
         }
 

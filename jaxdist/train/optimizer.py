@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.layout import Layout, Leaf
+from jaxdist.mesh import TOKEN_AXES
 from jaxdist.parallel.muon import Matrix, scale_by_muon
 from jaxdist.specs import storage_spec
 from jaxdist.train.update import clip_by_global_norm, scale_by_learning_rate
@@ -30,6 +31,7 @@ RULES: dict[str, Callable[[OptimizerConfig, Layout], optax.GradientTransformatio
                 nesterov=config.nesterov,
                 scale=config.muon_scale,
                 coefficients=config.muon_coefficients,
+                bf16=config.muon_bf16,
             ),
             "others": RULES["adamw"](config, layout),
         },
@@ -40,7 +42,8 @@ RULES: dict[str, Callable[[OptimizerConfig, Layout], optax.GradientTransformatio
 
 def matrix_of(leaf: Leaf) -> Matrix | None:
     """A leaf's declaration of matrices, as it is stored; None where it has none."""
-    return Matrix(leaf.shape, leaf.param.matrix, storage_spec(leaf)) if leaf.param.matrix else None
+    copies = tuple(axis for axis in TOKEN_AXES if leaf.mesh.size(axis) > 1 and axis not in leaf.storage_axes)
+    return Matrix(leaf.shape, leaf.param.matrix, storage_spec(leaf), copies) if leaf.param.matrix else None
 
 
 def make_optimizer(config: RunConfig, layout: Layout) -> optax.GradientTransformationExtraArgs:

@@ -74,6 +74,7 @@ OTHER = {
     "lr_schedule": "linear",
     "muon_scale": "shape",
     "muon_coefficients": "dion",
+    "muon_bf16": True,
     "token_dtype": "uint32",
 }
 

@@ -418,6 +418,7 @@ FLAGS = {
     "nesterov": (None, ["--optimizer", "muon"], None, None),
     "muon_scale": ("shape", ["--optimizer", "muon"], None, None),
     "muon_coefficients": ("dion", ["--optimizer", "muon"], None, None),
+    "muon_bf16": (None, ["--optimizer", "muon"], None, None),
     "clip_norm": ("0.3", [], None, None),
     "hardware": ("h200", [], None, None),
     "nodes": ("4", ["--devices-per-node", "4"], None, None),

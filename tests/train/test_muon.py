@@ -29,7 +29,7 @@ from jaxdist.plan.proof.trace import collectives_of, equations
 from jaxdist.train.program import build_program
 
 MESH = parse_mesh("dp=2,tp=2")
-IN_OUT, SUMS, EXCHANGE = (None, "in", "out"), {"all_reduce"}, {"all_to_all"}
+IN_OUT, SUMS, EXCHANGE, SHARE = (None, "in", "out"), {"all_reduce"}, {"all_to_all"}, {"all_gather"}
 WAYS = {
     # shape, sides, spec, messages
     "whole matrices of some layers": ((4, 6, 10), IN_OUT, ("dp", None, None), set()),
@@ -41,6 +41,9 @@ WAYS = {
     "rows of three, exchanged": ((3, 10, 6), IN_OUT, (None, "dp"), EXCHANGE),
     "rows and columns, exchanged": ((5, 6, 8), IN_OUT, (None, "dp", "tp"), EXCHANGE),
     "rows exchanged, columns by sums": ((2, 4, 48), IN_OUT, (None, "dp", "tp"), SUMS | EXCHANGE),
+    "copies, shared": ((5, 6, 10), IN_OUT, (), SHARE),
+    "copies of exchanged rows, shared": ((6, 6, 10), IN_OUT, (None, "tp"), EXCHANGE | SHARE),
+    "copies of columns, shared by sums": ((3, 4, 48), IN_OUT, (None, None, "tp"), SUMS | SHARE),
     "heads of q, k and v": ((2, 12, 3, 4, 2), (None, "in", None, "out", "out"), (None, "dp", None, "tp"), EXCHANGE),
 }
 
@@ -48,7 +51,8 @@ WAYS = {
 @pytest.mark.parametrize("name", WAYS)
 def test_every_matrix_is_orthogonalized_as_a_whole(name):
     shape, sides, spec, messages = WAYS[name]
-    matrix, spec = muon.Matrix(shape, sides, spec), PartitionSpec(*spec)
+    copies = ("dp",) if messages >= SHARE else ()
+    matrix, spec = muon.Matrix(shape, sides, spec, copies), PartitionSpec(*spec)
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=shape)
         ours = partial(muon.orthogonalize, matrix=matrix)
@@ -65,6 +69,16 @@ def test_every_matrix_is_orthogonalized_as_a_whole(name):
     ranks = [math.prod(map(MESH.size, axes)) for axes in matrix.axes]
     local = matrix.sizes(NamedSharding(make_mesh(MESH, DEVICES), spec).shard_shape(shape))
     assert matmul_flops(program) == muon.flops(local, ranks)
+
+
+def test_products_of_bf16_operands_have_wide_sums():
+    matrix, x = muon.Matrix((2, 12, 16), IN_OUT, ()), np.random.default_rng(0).normal(size=(2, 12, 16))
+    wide, narrow = (partial(muon.orthogonalize, matrix=matrix, bf16=bf16) for bf16 in (False, True))
+    x = jnp.asarray(x, jnp.float32)
+    dots = [eqn for eqn, _, _ in equations(jax.make_jaxpr(narrow)(x)) if eqn.primitive.name == "dot_general"]
+    assert dots and {v.aval.dtype.name for eqn in dots for v in eqn.invars} == {"bfloat16"}
+    assert {eqn.outvars[0].aval.dtype.name for eqn in dots} == {"float32"}
+    assert 0 < np.abs(narrow(x) - wide(x)).max() < 0.05
 
 
 def matmul_flops(program) -> int:
