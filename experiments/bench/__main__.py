@@ -36,7 +36,7 @@ OWN = {
     "roofline": {"draw", "hardware"},
 }
 # Say no status themselves.
-SILENT = {"step", "peers", "profile", "collectives", "search", "parity", "executor", "standin", "roofline"}
+SILENT = {"matrices", "step", "peers", "profile", "collectives", "search", "parity", "executor", "standin", "roofline"}
 ALL_ROWS = {"only"}  # where no row can be left out
 PLAIN = {"dtype", "reduce_dtype", "dropout", "optimizer"}  # the plain step is AdamW in fp32 without dropout
 
