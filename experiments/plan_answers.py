@@ -305,7 +305,7 @@ def with_nodes(flags: PlanFlags, question: Question, nodes: int, **changes) -> O
     batch = size and batch_for(size, cluster.num_devices, nodes)
     same = {"tokens": question.tokens, "steps": None} if flags.steps is not None else {}
     flags = replace(flags, hardware=question.hardware.name, nodes=nodes, batch_size=batch, **(same | changes))
-    asked = ask(flags)
+    asked = replace(ask(flags), fixed=question.fixed)
     if batch != size:
         asked.notes.append(
             f"--batch-size {batch:,}: {size:,} sequences do not divide over {cluster.num_devices:,} devices."
@@ -327,7 +327,7 @@ def what_if(flags: PlanFlags, plan: Plan) -> Plan:
     """The plan with the best layouts of four questions beside the one that was asked."""
     question, cluster = plan.question, plan.found.cluster
     nodes, batch, length = cluster.num_nodes, question.base.batch_size, question.base.model.seq_len
-    flags = replace(flags, deadline=None, budget=None)
+    flags = replace(flags, deadline=None, budget=None, what_if=False)
     cases = {
         "twice the batch": partial(with_nodes, flags, question, nodes, batch_size=2 * batch),
         "twice the sequence": partial(
@@ -377,7 +377,7 @@ def impossible(question: Question, tried: list[Estimate], cards: str = "") -> tu
     asked += [f"a budget of {short_money(question.budget)}"] if question.budget is not None else []
     if not tried:
         return (
-            f"{' and '.join(asked)} on {cards}",
+            f"{' and '.join(asked) or question.base.model.describe()} on {cards}",
             "a layout must fit at some size of cluster, and none does for this model and batch",
             "Use a smaller model, a larger --global-batch (which allows more devices), or more memory a device",
         )
