@@ -91,7 +91,7 @@ class PlanFlags(CommonFlags, FileFlags):
     epochs: float | None = None
     """Times that --data is read. Default: 1."""
     finetune: bool = False
-    """Train a model that is trained already: a lower learning rate, and no more than its data. --lora implies it."""
+    """Train all of a trained model further: a lower learning rate, and 1,000 steps unless --data or a flag says."""
     deadline: str | None = None
     """As in 72h or 30d; needs --tokens or --steps. The upper end of the error bar must meet it."""
     budget: float | None = None

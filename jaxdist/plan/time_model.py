@@ -472,9 +472,9 @@ def kind_of(work: Work) -> str:
         return "experts"
     if work.width < TINY_WIDTH:
         return "tiny"
-    if work.trained_layer < 0.5:
-        return "adapters"
-    return "long sequences" if work.seq_len >= LONG_SEQUENCES else "dense"
+    if work.seq_len >= LONG_SEQUENCES:
+        return "long sequences"
+    return "adapters" if work.trained_layer < 0.5 else "dense"
 
 
 class _Parameters(NamedTuple):

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from jaxdist.plan.time_model import (
     Efficiency,
     Layout,
     bar_of,
+    kind_of,
     step_time,
 )
 
@@ -363,6 +365,23 @@ def test_constants_of_all_programs_together(accelerator, number):
     assert sum(row.error < 0 for row in guessed) == {"h100": 172, "a100": 7}[accelerator]
     covered = np.mean([row.needed <= efficiency.relative_error for row in found])
     assert covered >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("kind", "of"),
+    [
+        ("dense", {}),
+        ("adapters", {"trained_layer": 0.01}),
+        ("long sequences", {"seq_len": 32_768}),
+        ("long sequences", {"seq_len": 32_768, "trained_layer": 0.01}),
+        ("tiny", {"width": 512}),
+        ("experts", {"expert_parameters": 8, "seq_len": 32_768}),
+    ],
+)
+def test_a_bar_is_by_the_kind_of_run(kind, of):
+    work = SimpleNamespace(**{"expert_parameters": 0, "width": 4096, "trained_layer": 1.0, "seq_len": 4096} | of)
+    assert kind_of(work) == kind
+    assert bar_of(work, Efficiency(relative_error=0.1)) == BARS.get(kind, 0.1)
 
 
 def test_rows_count_once_and_turn_into_seconds():

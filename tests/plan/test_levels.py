@@ -164,10 +164,11 @@ def test_gathers_by_the_same_rows_are_one_kernel():
     assert together > apart and temporaries(partial(f, one_kernel=True), X, rows, compiler="cpu") > 0
 
 
-def in_two(f, *args, specs):
+def in_two(f, *args):
     """Temporaries of a program of two ranks, of local shapes."""
     mesh = jax.sharding.AbstractMesh((2,), ("dp",))
-    return temporaries(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False), *args)
+    both = [jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype) for x in args]
+    return temporaries(jax.shard_map(f, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")), *both)
 
 
 def test_what_a_loop_scatters_waits_for_its_next_turn():
@@ -182,7 +183,7 @@ def test_what_a_loop_scatters_waits_for_its_next_turn():
         return lax.scan(body, x, stacked)[1]
 
     stacked = jax.ShapeDtypeStruct((10, 16, 16), jnp.float32)
-    late, at_once = (in_two(partial(f, sends=sends), X, stacked, specs=(P(), P())) for sends in (True, False))
+    late, at_once = (in_two(partial(f, sends=sends), X, stacked) for sends in (True, False))
     assert late >= at_once + 1 * KIB
 
 
@@ -191,7 +192,7 @@ def test_shards_of_another_dim_are_transposed_for_all_layers():
         return lax.scan(lambda x, w: (x @ lax.all_gather(w, "dp", axis=dim, tiled=True), None), x, stacked)[0]
 
     shards = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((10, 8, 16), (10, 16, 8))]
-    first, second = (in_two(partial(f, dim=dim), X, shards[dim], specs=(P(), P())) for dim in (0, 1))
+    first, second = (in_two(partial(f, dim=dim), X, shards[dim]) for dim in (0, 1))
     assert second == first + 10 * KIB // 2
 
 
