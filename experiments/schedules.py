@@ -4,7 +4,7 @@ python -m experiments.plan schedules                                 every sched
 python -m experiments.plan schedules --schedule zb-v                 one, drawn as text, with the figures of each stage
 python -m experiments.plan schedules --overlap --link 0.1            where messages travel while stages compute
 python -m experiments.plan schedules --file table.txt                check and show a table of your own
-python -m experiments.plan schedules --draw docs/schedules           also write a timeline of each as SVG and PNG
+python -m experiments.plan schedules --draw docs/schedules           also write a timeline of each as SVG
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ from jaxdist.parallel.pipeline.schedules import Phase, Schedule
 from jaxdist.parallel.pipeline.simulate import Costs, in_flight, simulate
 from jaxdist.parallel.pipeline.text import draw, load
 
+from .charts import schedule_picture, standalone
+from .cli import make_folder, write_output
 from .tables import Rows
-from .timeline import picture_folder, timeline, write_both
 
 MOST_COMPARED = 2**13  # stages x micro-batches x chunks, of all schedules together
 
@@ -51,7 +52,7 @@ class SchedulesFlags:
     link: float = 0.0
     """Seconds that a message takes between two stages."""
     draw: str | None = None
-    """Folder for a timeline of each shown schedule, as SVG and PNG."""
+    """Folder for a timeline of each shown schedule, as SVG."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Figures:
 
 def main(flags: SchedulesFlags, console: Console) -> int:
     shown = shown_schedules(flags)
-    folder = picture_folder(flags.draw)
+    folder = make_folder("--draw", flags.draw)
     if len(shown) == 1:
         console.print(draw(shown[0]), soft_wrap=True, markup=False)
         print_stages(flags, shown[0], console)
@@ -190,10 +191,13 @@ def print_stages(flags: SchedulesFlags, schedule: Schedule, console: Console) ->
 def draw_all(flags: SchedulesFlags, shown: list[Schedule], baseline: Figures, folder: Path, console: Console) -> None:
     for schedule in shown:
         figures = measure(flags, schedule)
+        title = f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
+        title += ", messages travel during a tick" * (schedule.send_latency == 2)
         subtitle = (
-            f"{schedule.num_ticks} ticks; with even ticks a bubble of {100 * figures.idle_over_ideal:.1f} % of the work"
+            f"with even ticks a bubble of {100 * figures.idle_over_ideal:.1f} % of the work"
             f" ({ratio(figures.idle_over_ideal, baseline.idle_over_ideal)} x 1F1B's), at most {figures.peak:g}"
             f" activations in flight ({ratio(figures.peak, baseline.peak)} x 1F1B's)"
         )
-        picture = timeline(schedule, chunk_costs(flags, schedule), subtitle)
-        write_both(picture, folder / schedule.name, console)
+        picture = standalone(schedule_picture(schedule, title, subtitle, chunk_costs(flags, schedule)), title)
+        write_output("--draw", str(folder / f"{schedule.name}.svg"), picture)
+        console.print(f"wrote {folder / schedule.name}.svg", markup=False)

@@ -5,17 +5,15 @@ from html import escape
 
 from jaxdist.errors import printable
 
-from .charts import colour
+from .charts import COLOURS, colour
 
 MOST_TEXT = 300  # characters of anything that a file says
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --faint: #5f6670; --line: #d4d7dc; --paper: #ffffff;
-  --card: #f5f6f8; --c0: #3f6fb5; --c1: #7fa6d9; --c2: #b08a2e; --c3: #c9682b; --c4: #4f8f62; --c5: #8b7bb8;
-  --c6: #b3545e; --c7: #7a7f87; --c8: #a9adb3; --mark: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --faint: #9aa1ab; --line: #3a3f47; --paper: #16181c;
-  --card: #1f2227; --c0: #6b9ae0; --c1: #3f6799; --c2: #cfa84a; --c3: #e08a4f; --c4: #6fb385; --c5: #a999d6;
-  --c6: #d4747e; --c7: #8b919a; --c8: #646a73; --mark: #ff8a80; } }
+LIGHT, DARK = (" ".join(f"--{name}: {colours[theme]};" for name, colours in COLOURS.items()) for theme in (0, 1))
+STYLE = f"""
+:root {{ color-scheme: light dark; {LIGHT} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}"""
+STYLE += """
 body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 1000px;
   margin: 2em auto; padding: 0 1.2em; }
 h1 { font-size: 1.5em; margin-bottom: 0.2em; } h2 { font-size: 1.15em; margin-top: 2em; }

@@ -1,7 +1,7 @@
 """The course: a question about distributed training per lab, answered by a program (`python -m experiments.labs`).
 
-A lab is a module here with a `LAB`, and a page of the same name in `docs/labs/`. Its tables, pictures, answers and the
-table of what breaks come from running it; its prose does not.
+A lab is a module here whose `run` is a `Lab`, and a page of the same name in `docs/labs/`. Its tables, pictures,
+answers and the table of what breaks come from running it; its prose does not.
 """
 
 import importlib
@@ -37,4 +37,5 @@ COURSE = (
 
 def find_lab(name: str) -> Lab:
     """The lab of a name in `COURSE`."""
-    return importlib.import_module(f".{name.replace('-', '_')}", __package__).LAB
+    module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
+    return getattr(module, "LAB", module.run)

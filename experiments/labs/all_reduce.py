@@ -15,7 +15,7 @@ from jaxdist.plan.hardware import find_hardware
 
 from . import drawing
 from .exchanges import between_processes, on_ranks, relative_error, sent_by, spread
-from .lab import Check, Lab, Result, at_least, at_most, equal, holds, table
+from .lab import Check, Findings, Guesses, Picture, at_least, at_most, equal, holds, lab, table
 
 N = 8
 ELEMENTS = 1680  # of a message; divides by 2 to 8
@@ -61,11 +61,19 @@ LIBRARY = {
     "tree": "tree_all_reduce",
     "central server": "central_all_reduce",
 }
-DIFFERS, COUNTED, SENT = "error against psum in float64", "steps in the program", "bytes a device sends"
-APART, SUM = "largest difference between ranks", "error against one device"
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="All-reduce by hand",
+    question="Why does an all-reduce send 2(n-1)/n of the message per device, whatever n is?",
+    devices=N,
+    breaks={
+        "last-step": {"ring: *", "training with the ring: largest difference*", "training with the ring: error*"},
+        "own-chunk": {"ring: error*", "training with the ring: error*"},
+        "same-pair": {"doubling: error*", "training with the doubling: e*", "training with the doubling: largest*"},
+    },
+)
+def run(broken: str | None) -> Findings:
     steps = 2 * (N - 1) - 1 if broken == "last-step" else None
     by_hand = {
         "ring": partial(ring, num_steps=steps, adds_own_again=broken == "own-chunk"),
@@ -74,7 +82,7 @@ def run(broken: str | None) -> Result:
         "tree": algorithms.tree_all_reduce,
         "central server": algorithms.central_all_reduce,
     }
-    checks, counted = [], {}
+    counted = {}
     with jax.enable_x64(True):
         x = np.random.default_rng(0).uniform(-1, 1, (N, ELEMENTS))
         native = on_ranks(lambda x: lax.pcast(lax.psum(x, "dp"), "dp", to="varying"), N)(x)
@@ -82,22 +90,20 @@ def run(broken: str | None) -> Result:
             program = on_ranks(partial(algorithm, axis="dp"), N)
             counted[name] = sent_by(program, N, x)
             steps, num_bytes = FORMS[name](N, x[0].nbytes)
-            checks += [
-                at_most(f"{name}: {DIFFERS}", relative_error(program(x), native), 1e-14),
-                equal(f"{name}: {COUNTED}", counted[name].steps, steps),
-                equal(f"{name}: {SENT}", counted[name].bytes_sent, num_bytes),
-            ]
+            yield at_most(f"{name}: error against psum in float64", relative_error(program(x), native), 1e-14)
+            yield equal(f"{name}: steps in the program", counted[name].steps, steps)
+            yield equal(f"{name}: bytes a device sends", counted[name].bytes_sent, num_bytes)
         for name in ("ring", "doubling"):
-            checks += training_checks(name, by_hand[name])
+            yield from training_checks(name, by_hand[name])
     if broken:
-        return Result(checks)
+        return
 
     real = between_processes(GLOO_SIZES)
-    right = holds("two processes over TCP: every sum is right", real.right)
-    checks += [cost_check(counted, x[0].nbytes), right]
+    yield cost_check(counted, x[0].nbytes)
+    yield holds("two processes over TCP: every sum is right", real.right)
     for name, known in LIBRARY.items():
         ours = CollectiveCost(*FORMS[name](64, 1e9))
-        checks.append(holds(f"{name}: the library's closed form is this one", collective_cost(known, 64, 1e9) == ours))
+        yield holds(f"{name}: the library's closed form is this one", collective_cost(known, 64, 1e9) == ours)
     alpha, beta = least_squares(real.times)
     measured = [[kib(size), t * 1e6, (alpha + beta * size) * 1e6] for size, t in real.times]
     measured += [["fitted α", alpha * 1e6, ""], ["fitted bandwidth, GB/s", f"{1e-9 / beta:,.2f}", ""]]
@@ -105,28 +111,23 @@ def run(broken: str | None) -> Result:
         [name, c.steps, c.bytes_sent / x[0].nbytes, w] for (name, c), w in zip(counted.items(), WORDS, strict=True)
     ]
     ranks = " | ".join(f"rank {rank}" for rank in range(4))
-    return Result(
-        checks,
-        [
-            table("contributions", f"after step | {ranks}", contributions(4)),
-            table("counted", "algorithm | steps | bytes sent / S {:.2f} | formula", counts),
-            table("processes", "message | median, µs {:,.0f} | fitted, µs {:,.0f}", measured, clocked=True),
-        ],
-        {"time": draw_time},
-        {
-            "eight": 1.75,
-            "thousand": FORMS["ring"](1024, 1)[1],
-            "seconds": collective_cost("ring_all_reduce", 8, 28e9).seconds(0.0, 25e9),
-            "crossover": crossover(N) / 1e6,
-            "many": crossover(64) / 1e6,
-        },
+    yield table("contributions", f"after step | {ranks}", contributions(4))
+    yield table("counted", "algorithm | steps | bytes sent / S {:.2f} | formula", counts)
+    yield table("processes", "message | median, µs {:,.0f} | fitted, µs {:,.0f}", measured, clocked=True)
+    yield Picture("time", draw_time)
+    yield Guesses(
+        eight=1.75,
+        thousand=FORMS["ring"](1024, 1)[1],
+        seconds=collective_cost("ring_all_reduce", 8, 28e9).seconds(0.0, 25e9),
+        crossover=crossover(N) / 1e6,
+        many=crossover(64) / 1e6,
     )
 
 
 # ---------------------------------------------------------------------------------------------------- does it train?
 
 
-def training_checks(name: str, all_reduce: Callable) -> list[Check]:
+def training_checks(name: str, all_reduce: Callable) -> Findings:
     """Linear regression on data of 8 ranks, gradients summed by hand: 200 steps, against one device with all data."""
     rng = np.random.default_rng(1)
     inputs = rng.standard_normal((N, 32, 16))
@@ -143,12 +144,10 @@ def training_checks(name: str, all_reduce: Callable) -> list[Check]:
     on_all = on_ranks(lambda x, y: descend(x, y, lambda g: all_reduce(g, axis="dp") / N), N)
     weights, losses = map(np.asarray, on_all(inputs, targets))
     alone, _ = jax.jit(lambda x, y: descend(x, y, lambda g: g))(inputs.reshape(-1, 16), targets.reshape(-1))
-    fallen = losses[0, 0] / losses[0, -1]
-    return [
-        at_least(f"training with the {name}: loss of the first step over the last, rank 0", fallen, 10),
-        at_most(f"training with the {name}: {APART}", spread(weights), 1e-12),
-        at_most(f"training with the {name}: {SUM}", relative_error(weights[0], alone), 1e-12),
-    ]
+    start = f"training with the {name}"
+    yield at_least(f"{start}: loss of the first step over the last, rank 0", losses[0, 0] / losses[0, -1], 10)
+    yield at_most(f"{start}: largest difference between ranks", spread(weights), 1e-12)
+    yield at_most(f"{start}: error against one device", relative_error(weights[0], alone), 1e-12)
 
 
 def contributions(n: int) -> list[list[str]]:
@@ -207,20 +206,3 @@ def draw_time():
     }
     title, cross = "All-reduce over 8 devices (predicted)", crossover(N) / 2**20
     return drawing.lines(title, "message, MiB", "ms", curves, log_x=True, log_y=True, marks=False, upright=cross)
-
-
-LAB = Lab(
-    name="all-reduce",
-    title="All-reduce by hand",
-    question="Why does an all-reduce send 2(n-1)/n of the message per device, whatever n is?",
-    run=run,
-    devices=N,
-    breaks={
-        "last-step": {
-            *[f"ring: {what}" for what in (DIFFERS, COUNTED, SENT)],
-            *[f"training with the ring: {what}" for what in (APART, SUM)],
-        },
-        "own-chunk": {f"ring: {DIFFERS}", f"training with the ring: {SUM}"},
-        "same-pair": {f"doubling: {DIFFERS}"} | {f"training with the doubling: {what}" for what in (APART, SUM)},
-    },
-)

@@ -20,9 +20,10 @@ from jaxdist.plan.collective_cost import collective_cost
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.verification import verify_model
 
+from ..charts import Span
 from . import drawing
 from .exchanges import accepted, on_mesh, on_ranks, relative_error, sent_by, spread, traced
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds, table
+from .lab import Findings, Guesses, Picture, at_least, at_most, equal, holds, lab, table
 from .tools import small_run
 
 # ---------------------------------------------------------------------------------------------- buckets, written out
@@ -73,19 +74,7 @@ def loss(params, x, y):
     return jnp.sum((x @ params[-2] + params[-1] - y) ** 2)
 
 
-MESSAGES, BYTES, TYPES, APART, ERROR = (
-    f"by hand: {what}"
-    for what in (
-        "messages, one a bucket",
-        "bytes a device sends, 2 (n-1)/n of all gradients",
-        "JAX takes every gradient for equal on all ranks",
-        "largest difference between ranks",
-        "error against one device, float64",
-    )
-)
-
-
-def by_hand(broken: str | None) -> tuple[list[Check], Table]:
+def by_hand(broken: str | None) -> Findings:
     rng = np.random.default_rng(0)
     shapes = [shape for a, b in pairwise(WIDTHS) for shape in ((a, b), (b,))]
     params = [0.3 * rng.standard_normal(shape) for shape in shapes]
@@ -111,19 +100,18 @@ def by_hand(broken: str | None) -> tuple[list[Check], Table]:
     losses = np.asarray(on_ranks(descend, N)(x, y, *copies))[0]
     sizes = [p.nbytes for p in params]
     buckets = buckets_of(sizes, LIMIT)
-    checks = [
-        equal(MESSAGES, cost.steps, len(buckets)),
-        equal(BYTES, cost.bytes_sent, 2 * (N - 1) / N * sum(sizes)),
-        holds(TYPES, accepted(equal_on_all, params, x, y)),
-        at_most(APART, spread(found), 1e-11),
-        at_most(ERROR, relative_error([g[0] for g in found], alone), 1e-12),
-        at_least("by hand: loss of the first step over that of step 100", losses[0] / losses[-1], 2),
-    ]
+    yield equal("by hand: messages, one a bucket", cost.steps, len(buckets))
+    volume = 2 * (N - 1) / N * sum(sizes)
+    yield equal("by hand: bytes a device sends, 2 (n-1)/n of all gradients", cost.bytes_sent, volume)
+    yield holds("by hand: JAX takes every gradient for equal on all ranks", accepted(equal_on_all, params, x, y))
+    yield at_most("by hand: largest difference between ranks", spread(found), 1e-11)
+    yield at_most("by hand: error against one device, float64", relative_error([g[0] for g in found], alone), 1e-12)
+    yield at_least("by hand: loss of the first step over that of step 100", losses[0] / losses[-1], 2)
     names = [f"layer {1 + place // 2} {'bias' if place % 2 else 'weight'}" for place in range(len(sizes))]
     rows = [
         [n, ", ".join(names[at] for at in each), sum(sizes[at] for at in each)] for n, each in enumerate(buckets, 1)
     ]
-    return checks, table("packed", "bucket | leaves | bytes {:,}", rows)
+    yield table("packed", "bucket | leaves | bytes {:,}", rows)
 
 
 # -------------------------------------------------------------------------------------------------- the library's step
@@ -156,22 +144,20 @@ def leaf_bytes() -> tuple[list[int], list[int], list[int]]:
     return whole, layer, [size for size, is_inside in zip(whole, inside, strict=True) if not is_inside]
 
 
-def in_the_library() -> tuple[list[Check], Table]:
+def in_the_library() -> Findings:
     """Messages of our own step against the packing above, with and without --overlap."""
     whole, layer, outer = leaf_bytes()
-    checks, rows = [], []
+    rows = []
     for name, settings, limit in SETTINGS:
         after, (late, early) = messages(**settings)[0], messages(overlap=True, **settings)
         packed = Counter(sum(whole[place] for place in bucket) for bucket in buckets_of(whole, limit))
         by_layer = MODEL.num_layers * len(buckets_of(layer, limit)) + len(buckets_of(outer, limit))
-        checks += [
-            holds(f"our step, {name}: its messages are those that this lab packs", Counter(after) == packed),
-            equal(f"our step, {name}: messages with --overlap, by layer", len(late) + len(early), by_layer),
-            equal(f"our step, {name}: bytes with --overlap", sum(late) + sum(early), sum(whole)),
-        ]
+        yield holds(f"our step, {name}: its messages are those that this lab packs", Counter(after) == packed)
+        yield equal(f"our step, {name}: messages with --overlap, by layer", len(late) + len(early), by_layer)
+        yield equal(f"our step, {name}: bytes with --overlap", sum(late) + sum(early), sum(whole))
         rows.append([name, len(after), max(after), len(late) + len(early), sum(after)])
     columns = "setting | messages | largest, bytes {:,} | messages with --overlap | bytes in all {:,}"
-    return checks, table("counted", columns, rows)
+    yield table("counted", columns, rows)
 
 
 # ------------------------------------------------------------------------------------------------- time, on paper
@@ -208,26 +194,24 @@ def best_count() -> float:
     return math.sqrt(BACKWARD / (2 * (RANKS - 1) * LINK.latency_s))
 
 
-def on_paper() -> tuple[list[Check], Table]:
+def on_paper() -> Findings:
     ends = {count: timeline(count)[-1][1] for count in range(1, 513)}
     wrong = max(abs(end - closed_form(count)) / end for count, end in ends.items())
     fastest = min(ends, key=ends.get)
-    checks = [
-        at_most("timeline: largest error of the closed form over 1 to 512 buckets", wrong, 1e-12),
-        equal("timeline: the best number of buckets, sqrt(T / latency)", fastest, round(best_count())),
-    ]
+    yield at_most("timeline: largest error of the closed form over 1 to 512 buckets", wrong, 1e-12)
+    yield equal("timeline: the best number of buckets, sqrt(T / latency)", fastest, round(best_count()))
     rows = []
     for count in sorted({1, 4, 16, 64, 256, 1024, fastest}):
         sent, shown = count * bucket_seconds(count), timeline(count)[-1][1] - BACKWARD
         rows.append([count, GRADIENTS / count / 2**20, 1e3 * sent, 1e3 * shown, f"{1 - shown / sent:.0%}"])
     columns = "buckets {:,} | MiB each {:,.1f} | network busy, ms {:,.0f} | waited for, ms {:,.0f} | hidden"
-    return checks, table("times", columns, rows)
+    yield table("times", columns, rows)
 
 
 def draw_timeline():
-    rows = [("backward", [(0, 1e3 * BACKWARD, "", 7)])]
+    rows = [("backward", [Span(0, 1e3 * BACKWARD, 7)])]
     for count in (1, 4, 16):
-        spans = [(1e3 * start, 1e3 * end, "", 0) for start, end in timeline(count)]
+        spans = [Span(1e3 * start, 1e3 * end, 0) for start, end in timeline(count)]
         rows.append((f"{count:,} bucket{'s' * (count > 1)}", spans))
     return drawing.timeline("What waits for what (predicted)", "ms", rows)
 
@@ -235,35 +219,31 @@ def draw_timeline():
 # ----------------------------------------------------------------------------------------------------------- the lab
 
 
-def run(broken: str | None) -> Result:
-    with jax.enable_x64(True):
-        checks, packed = by_hand(broken)
-    if broken:
-        return Result(checks)
-    (library_checks, counted), (paper_checks, times) = in_the_library(), on_paper()
-    model, settings = dataclasses.replace(MODEL, num_layers=2), {"dtype": "float64", "bucket_mb": 0.1}
-    report = verify_model(model, "dp=4", overlap=True, batch_size=8, device="cpu", **settings)
-    whole = holds("our step with --overlap: every gradient is that of one device", report.ok)
-    leaves, latency = 12 * PRESETS["gpt2-1.5b"].num_layers + 4, 2 * (RANKS - 1) * LINK.latency_s
-    guesses = {
-        "leaves": leaves,
-        "bytes": 1,
-        "latency": 1e3 * leaves * latency,
-        "best": best_count(),
-        "hidden": 100 * BACKWARD / (RANKS * bucket_seconds(RANKS) - RANKS * latency),
-    }
-    tables = [packed, counted, times]
-    return Result([*checks, *library_checks, whole, *paper_checks], tables, {"timeline": draw_timeline}, guesses)
-
-
-LAB = Lab(
-    name="buckets",
+@lab(
     title="Buckets and overlap",
     question="How many gradients should share one all-reduce, and how much of it does backward hide?",
-    run=run,
     devices=N,
     breaks={
-        "last-bucket": {MESSAGES, BYTES, TYPES, APART, ERROR},
-        "every-microbatch": {MESSAGES, BYTES, ERROR},
+        "last-bucket": {"by hand: [!l]*", "by hand: largest*"},  # all but the loss
+        "every-microbatch": {"by hand: messages*", "by hand: bytes*", "by hand: error*"},
     },
 )
+def run(broken: str | None) -> Findings:
+    with jax.enable_x64(True):
+        yield from by_hand(broken)
+    if broken:
+        return
+    yield from in_the_library()
+    model, settings = dataclasses.replace(MODEL, num_layers=2), {"dtype": "float64", "bucket_mb": 0.1}
+    report = verify_model(model, "dp=4", overlap=True, batch_size=8, device="cpu", **settings)
+    yield holds("our step with --overlap: every gradient is that of one device", report.ok)
+    yield from on_paper()
+    yield Picture("timeline", draw_timeline)
+    leaves, latency = 12 * PRESETS["gpt2-1.5b"].num_layers + 4, 2 * (RANKS - 1) * LINK.latency_s
+    yield Guesses(
+        leaves=leaves,
+        bytes=1,
+        latency=1e3 * leaves * latency,
+        best=best_count(),
+        hidden=100 * BACKWARD / (RANKS * bucket_seconds(RANKS) - RANKS * latency),
+    )

@@ -25,9 +25,10 @@ from jaxdist.plan.parts import OneRank, layer_memory, rows_to_trace
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.strategy import PrecisionConfig
 
+from ..charts import Cell
 from . import drawing
 from .exchanges import on_mesh, relative_error, sent_over
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal, table
+from .lab import Findings, Guesses, Picture, Table, at_least, at_most, equal, lab, table
 
 AXIS, RANKS = "cp", 4
 B, S, K, G, H = 2, 32, 2, 4, 4
@@ -301,18 +302,16 @@ def errors_of(function, ring: Ring) -> dict[str, float]:
 ROUNDING = 1e-6  # of JAX's own attention, which computes in fp32 whatever it is given
 
 
-def attention_checks(broken: str | None) -> list[Check]:
+def attention_checks(broken: str | None) -> Findings:
     broken = broken if broken in OF_ATTENTION else None
     causal, windowed = (errors_of(attention, Ring(window=window, broken=broken)) for window in (None, WINDOW))
     gradients = max(windowed[name] for name in PARTS[1:])
-    return [
-        *[at_most(f"ring: error of {name}", causal[name], ROUNDING) for name in PARTS],
-        at_most(f"ring, window of {WINDOW}: error of o", windowed["o"], ROUNDING),
-        at_most(f"ring, window of {WINDOW}: largest error of a gradient", gradients, ROUNDING),
-    ]
+    yield from (at_most(f"ring: error of {name}", causal[name], ROUNDING) for name in PARTS)
+    yield at_most(f"ring, window of {WINDOW}: error of o", windowed["o"], ROUNDING)
+    yield at_most(f"ring, window of {WINDOW}: largest error of a gradient", gradients, ROUNDING)
 
 
-def model_checks(broken: str | None) -> list[Check]:
+def model_checks(broken: str | None) -> Findings:
     _, batch, other = example()
     weights, ring = batch[0], Ring(broken=broken if broken in OF_ATTENTION else None)
     of_loss = broken if broken in OF_LOSS else None
@@ -323,13 +322,11 @@ def model_checks(broken: str | None) -> list[Check]:
     evaluate = ring_gradients(counted, of_loss)
     losses, worst = descend(run, *batch), relative_error(grads, wanted_grads)
     found, *_ = evaluate(weights, *other)
-    return [
-        equal("model: tokens whose target is the next token", int(right), B * S),
-        equal("model: loss of step 1 against one device", float(loss), float(wanted), within=ROUNDING),
-        at_most("model: gradients of step 1, error of the worst leaf", worst, ROUNDING),
-        at_least(f"model: loss of step 1 over that of step {STEPS}", losses[0] / losses[-1], 1.3),
-        equal("model: loss of another text against one device", float(found), float(alone), within=ROUNDING),
-    ]
+    yield equal("model: tokens whose target is the next token", int(right), B * S)
+    yield equal("model: loss of step 1 against one device", float(loss), float(wanted), within=ROUNDING)
+    yield at_most("model: gradients of step 1, error of the worst leaf", worst, ROUNDING)
+    yield at_least(f"model: loss of step 1 over that of step {STEPS}", losses[0] / losses[-1], 1.3)
+    yield equal("model: loss of another text against one device", float(found), float(alone), within=ROUNDING)
 
 
 # ------------------------------------------------------------------------------------------- what the page shows
@@ -356,11 +353,10 @@ def whole_heads(q_BSNH, k_BSKH, v_BSKH):
     return blocked_attention(q_BSNH, k_BSKH, v_BSKH, Places(0, 0))
 
 
-def library_checks() -> list[Check]:
-    largest = {window: max(errors_of(by_library, Ring(window=window)).values()) for window in (None, WINDOW)}
-    return [
-        at_most(f"the library, window {w}: largest error of o, dq, dk, dv", e, ROUNDING) for w, e in largest.items()
-    ]
+def library_checks() -> Findings:
+    for window in (None, WINDOW):
+        largest = max(errors_of(by_library, Ring(window=window)).values())
+        yield at_most(f"the library, window {window}: largest error of o, dq, dk, dv", largest, ROUNDING)
 
 
 def pairs_of(ring: Ring) -> np.ndarray:
@@ -377,15 +373,15 @@ def pairs_of(ring: Ring) -> np.ndarray:
 ORDERS = {"plain": Ring(zigzag=False), "zig-zag": Ring(zigzag=True)}
 
 
-def balance() -> tuple[list[Check], Table]:
-    rows, checks = [], []
+def balance() -> Findings:
+    rows = []
     for name, longest in (("plain", 4 * RANKS - 1), ("zig-zag", 2 * RANKS + 1)):
         pairs = pairs_of(ORDERS[name])
         waited = int(pairs.max(0).sum())
         rows.append([name, *pairs.sum(1), waited])
-        checks.append(equal(f"{name}: pairs of chunks of the busiest rank of each hop, added", waited, longest))
+        yield equal(f"{name}: pairs of chunks of the busiest rank of each hop, added", waited, longest)
     ranks = " | ".join(f"rank {r}" for r in range(RANKS))
-    return checks, table("balance", f"order | {ranks} | busiest rank of each hop, added", rows)
+    yield table("balance", f"order | {ranks} | busiest rank of each hop, added", rows)
 
 
 LONG, LONG_HEAD = 8192, 128  # of the table of bytes: one sequence in bf16, N heads of queries and K of keys
@@ -426,7 +422,7 @@ def sent_by_trace(attention, key_heads: int, *query_heads: int) -> tuple[int, in
     return (once := sent(attention, *arguments)), both - once
 
 
-def traffic() -> tuple[list[Check], Table]:
+def traffic() -> Findings:
     cases = {
         kind: (sent_by_formula(kind), sent_by_trace(partial(library.context_attention, split, whole_heads), heads, N))
         for kind, (split, heads) in KINDS.items()
@@ -434,10 +430,10 @@ def traffic() -> tuple[list[Check], Table]:
     keys = 2 * 2 * LONG // RANKS * LONG_HEAD * K
     by_hand = sent_by_trace(partial(ring_attention, Ring()), K, K, G)
     cases["ring by hand"] = ((RANKS - 1) * keys, RANKS * 2 * keys), by_hand
-    checks = [equal(f"{kind}: bytes sent, traced", sum(found), sum(form)) for kind, (form, found) in cases.items()]
+    yield from (equal(f"{kind}: bytes sent, traced", sum(found), sum(form)) for kind, (form, found) in cases.items())
     rows = [[kind, *[number / 2**20 for number in (*form, *found)]] for kind, (form, found) in cases.items()]
     columns = "formula, forward {:.2f} | formula, backward {:.2f} | traced, forward {:.2f} | traced, backward {:.2f}"
-    return checks, table("bytes", f"MiB a layer | {columns}", rows)
+    yield table("bytes", f"MiB a layer | {columns}", rows)
 
 
 LLAMA = replace(PRESETS["llama3-8b"], seq_len=131_072, num_layers=1)
@@ -467,7 +463,7 @@ def draw_pairs():
         owner = {int(p) // CHUNK: r for r in range(RANKS) for p in ring.positions(r, 2 * CHUNK)}
         names[name] = [f"rank {owner[chunk]}" for chunk in range(2 * RANKS)]
         parts[name] = [
-            (query, key, str((owner[query] - owner[key]) % RANKS), (0, 1, 2, 5)[owner[query]])
+            Cell(query, key, str((owner[query] - owner[key]) % RANKS), owner[query])
             for query in range(2 * RANKS)
             for key in range(query + 1)
         ]
@@ -477,61 +473,43 @@ def draw_pairs():
 # ------------------------------------------------------------------------------------------- the lab
 
 
-def run(broken: str | None) -> Result:
-    with jax.enable_x64(True):
-        checks = [*attention_checks(broken), *model_checks(broken)]
-        if broken:
-            return Result(checks)
-        rings, (balanced, balance_rows) = library_checks(), balance()
-    halves, (sent, byte_rows) = halves_errors(), traffic()
-    checks += [
-        at_most("JAX's log-sum-exp: error of o", halves["o"], ROUNDING),
-        *[at_least(f"JAX's log-sum-exp: error of {name}", halves[name], 0.1) for name in ("dq", "dk")],
-        *[*rings, *balanced, *sent],
-    ]
-    lse = table("lse", "merged in two halves | relative error {:.1e}", halves.items())
-    return Result(checks, [lse, balance_rows, byte_rows, scaling()], {"blocks": draw_pairs}, guesses())
+def slower(n: int) -> float:
+    """The plain order's time over the zig-zag's."""
+    return (4 * n - 1) / (2 * n + 1)
 
 
-def guesses() -> dict[str, float]:
-    def slower(n: int) -> float:
-        return (4 * n - 1) / (2 * n + 1)
-
-    grouped = LLAMA.num_kv_heads / LLAMA.num_heads
-    return {
-        "wait": slower(RANKS),
-        "heads": N / K,
-        "backward": 3,
-        "sent": keys_sent(8) / 1e9,
-        "hidden": 2 * grouped * 400e12 / 50e9,
-        "more": slower(8),
-    }
-
-
-RING = {part: f"ring: error of {part}" for part in PARTS}
-WINDOW_O, WINDOW_GRADIENTS = (
-    f"ring, window of {WINDOW}: error of o",
-    f"ring, window of {WINDOW}: largest error of a gradient",
-)
-TARGETS, LOSS, LEAVES, OTHER = (
-    "model: tokens whose target is the next token",
-    "model: loss of step 1 against one device",
-    "model: gradients of step 1, error of the worst leaf",
-    "model: loss of another text against one device",
-)
-LAB = Lab(
-    name="context-parallel",
+@lab(
     title="Context parallelism and long sequences",
     question="How do several devices attend to one long sequence, what do they send for that, which faults are silent?",
-    run=run,
     devices=RANKS,
     breaks={
-        "lse": {RING["dq"], RING["dk"], WINDOW_GRADIENTS, LEAVES},
-        "late": {*RING.values(), WINDOW_O, WINDOW_GRADIENTS, LOSS, LEAVES, OTHER},
-        "seam": {WINDOW_O, WINDOW_GRADIENTS},
-        "keys": {RING["dq"], RING["dk"], RING["dv"], WINDOW_GRADIENTS, LEAVES},
-        "targets": {TARGETS, LOSS, LEAVES, OTHER},
-        "order": {OTHER},
-        "count": {LOSS, LEAVES},
+        "lse": {"ring: error of d[qk]", "ring, window*gradient", "model: gradients*"},
+        "late": {"ring: *", "ring, window*", "model: loss*device", "model: gradients*"},
+        "seam": {"ring, window*"},
+        "keys": {"ring: error of d?", "ring, window*gradient", "model: gradients*"},
+        "targets": {"model: tokens*", "model: loss*device", "model: gradients*"},
+        "order": {"model: loss of another*"},
+        "count": {"model: loss of step 1 against*", "model: gradients*"},
     },
 )
+def run(broken: str | None) -> Findings:
+    with jax.enable_x64(True):
+        yield from attention_checks(broken)
+        yield from model_checks(broken)
+        if broken:
+            return
+        rings, balanced = [*library_checks()], [*balance()]
+    halves = halves_errors()
+    yield at_most("JAX's log-sum-exp: error of o", halves["o"], ROUNDING)
+    yield from (at_least(f"JAX's log-sum-exp: error of {name}", halves[name], 0.1) for name in ("dq", "dk"))
+    yield table("lse", "merged in two halves | relative error {:.1e}", halves.items())
+    yield from (*rings, *balanced, *traffic(), scaling())
+    yield Picture("blocks", draw_pairs)
+    yield Guesses(
+        wait=slower(RANKS),
+        heads=N / K,
+        backward=3,
+        sent=keys_sent(8) / 1e9,
+        hidden=2 * LLAMA.num_kv_heads / LLAMA.num_heads * 400e12 / 50e9,
+        more=slower(8),
+    )

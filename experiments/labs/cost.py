@@ -15,7 +15,7 @@ from jaxdist.runtime.budget import SpendLog, begin_job
 
 from .. import plan_answers as plan
 from . import drawing
-from .lab import Check, Lab, Result, Table, at_most, equal, holds, table
+from .lab import Findings, Guesses, Picture, at_most, equal, holds, lab, table
 from .tools import new_folder
 
 # Published runs: (name, layers, width, heads, batch, GPUs, seconds a step, MFU %). A100s at 312 TFLOP/s, 2,048 tokens,
@@ -112,8 +112,8 @@ def guarded(settled: bool) -> tuple[Decimal, Decimal, str]:
 # --------------------------------------------------------------------------------------------------------------- run
 
 
-def published_runs(recomputed: bool) -> tuple[list[Check], Table]:
-    checks, rows = [], []
+def published_runs(recomputed: bool) -> Findings:
+    rows = []
     for published in PUBLISHED:
         name, layers, width, heads, batch, gpus, seconds, known = published
         shape = ModelShape.gpt(layers, width, heads, LENGTH, VOCABULARY)
@@ -121,46 +121,47 @@ def published_runs(recomputed: bool) -> tuple[list[Check], Table]:
         ours = utilisation(published, seconds, selective(published) * recomputed)
         slower = utilisation(published, slow, full(published) * recomputed)
         library = 100 * mfu(shape, rate, A100, gpus).value
-        checks += [
-            equal(f"{name}: {PUBLISHED_MFU}", ours, known, within=0.01, unit="%"),
-            equal(f"{name}: MFU, by the library", library, known, within=0.01, unit="%"),
-            holds(f"{name}: {FASTER}", ours > slower, f"{ours:.1f} %, {slower:.1f} %"),
-        ]
+        yield equal(f"{name}: MFU, as published", ours, known, within=0.01, unit="%")
+        yield equal(f"{name}: MFU, by the library", library, known, within=0.01, unit="%")
+        faster = f"{ours:.1f} %, {slower:.1f} %"
+        yield holds(f"{name}: the faster run has the higher utilisation", ours > slower, faster)
         hardware = 100 * hfu(shape, rate, A100, gpus, remat="selective").value
         again = utilisation(published, slow, full(published))
         rows.append([name, seconds, ours, hardware, slow, utilisation(published, slow), again])
     columns = "MFU {:.1f} | HFU {:.1f} | full, s {:g} | MFU, full {:.1f} | HFU, full {:.1f}"
-    return checks, table("mfu", f"model | selective, s {{:g}} | {columns}", rows)
+    yield table("mfu", f"model | selective, s {{:g}} | {columns}", rows)
 
 
-PUBLISHED_MFU, FASTER = "MFU, as published", "the faster run has the higher utilisation"
-BY_HAND = "cost by hand: devices × price × hours"
-AFTER, NEXT = "spent after a crash at half an hour, of $2.10 reserved", "the next job may run"
-
-
-def run(broken: str | None) -> Result:
-    checks, mfu_table = published_runs(broken == "recomputed")
+@lab(
+    title="What a run costs",
+    question="What will a run cost before it starts, how well are the devices used, and who stops it at the budget?",
+    breaks={
+        "recomputed": {"*: MFU, as published", "530B: the faster*"},
+        "node": {"cost by hand*"},
+        "unsettled": {"spent after a crash*", "the next job may run"},
+    },
+)
+def run(broken: str | None) -> Findings:
+    yield from published_runs(broken == "recomputed")
     nodes = smallest(DEADLINE)
     chosen, half = estimates()[nodes], estimates()[nodes // 2]
     per_node = find_hardware("h100").devices_per_node
     dollars = nodes * (1 if broken == "node" else per_node) * PRICE * chosen.hours
     after, end, said = guarded(settled=broken != "unsettled")
-    checks += [
-        at_most(f"{nodes} nodes meet the deadline, with the bar", chosen.most_hours, DEADLINE, "h"),
-        holds(f"half as many nodes, {nodes // 2}, would not", half.most_hours > DEADLINE, f"{half.most_hours:.0f} h"),
-        equal(BY_HAND, dollars, chosen.cost.dollars, within=1e-9, unit="$"),
-        holds("the bar's upper end is within the budget", dollars * (1 + chosen.error) <= BUDGET),
-        equal(AFTER, float(after), 0.35, unit="$"),
-        holds(NEXT, said == "it runs", said[:60]),
-        at_most("spent or reserved at the end, under a ceiling of $3.00", float(end), 3.0, "$"),
-    ]
+    yield at_most(f"{nodes} nodes meet the deadline, with the bar", chosen.most_hours, DEADLINE, "h")
+    yield holds(f"half as many nodes, {nodes // 2}, would not", half.most_hours > DEADLINE, f"{half.most_hours:.0f} h")
+    yield equal("cost by hand: devices × price × hours", dollars, chosen.cost.dollars, within=1e-9, unit="$")
+    yield holds("the bar's upper end is within the budget", dollars * (1 + chosen.error) <= BUDGET)
+    yield equal("spent after a crash at half an hour, of $2.10 reserved", float(after), 0.35, unit="$")
+    yield holds("the next job may run", said == "it runs", said[:60])
+    yield at_most("spent or reserved at the end, under a ceiling of $3.00", float(end), 3.0, "$")
     if broken:
-        return Result(checks)
+        return
 
     by_hand = "hours by hand: 6N × tokens over the MFU that the plan predicts"
-    checks.append(equal(by_hand, hours_by_hand(nodes), chosen.hours, 0.15))
+    yield equal(by_hand, hours_by_hand(nodes), chosen.hours, 0.15)
     for name, sizes, days in (("175B", (175e9, 300e9, 1024, 140e12), 33.9), ("1T", (1e12, 450e9, 3072, 163e12), 83.2)):
-        checks.append(equal(f"{name}: days, as published", training_days(*sizes).value, days, 0.02))
+        yield equal(f"{name}: days, as published", training_days(*sizes).value, days, 0.02)
     flops = []
     for name in ("gpt2-124m", "gpt2-1.5b", "llama3-8b", "llama3-70b"):
         parameters, traced = num_parameters(PRESETS[name]), work_of(PRESETS[name]).flops_per_token
@@ -169,27 +170,18 @@ def run(broken: str | None) -> Result:
         [n, n * per_node, e.step_seconds, e.hours, e.most_hours, e.cost.dollars, e.cost.most]
         for n, e in estimates().items()
     ]
+    columns = "parameters, 1e9 {:.3g} | 6N, GFLOP {:.3g} | traced, GFLOP {:.3g} | ratio {:.2f}"
     units = "step, s {:.2f} | hours {:.1f} | with the bar {:.1f} | $ {:,.0f} | $, with the bar {:,.0f}"
     listed = [price("h100", vendor, datetime.date(2025, 7, 1)).dollars_per_hour for vendor in ("aws", "gcp")]
-    return Result(
-        checks,
-        [
-            table(
-                "flops",
-                "model | parameters, 1e9 {:.3g} | 6N, GFLOP {:.3g} | traced, GFLOP {:.3g} | ratio {:.2f}",
-                flops,
-            ),
-            mfu_table,
-            table("clusters", f"nodes | GPUs | {units}", clusters),
-        ],
-        {"clusters": draw_clusters},
-        {
-            "hours": 6 * 8e9 * 30e9 / (16 * 989e12 * 0.4) / 3600,
-            "dollars": 6 * 8e9 * 30e9 / (989e12 * 0.4) / 3600 * 3,
-            "hfu": utilisation(PUBLISHED[0], 1.42, full(PUBLISHED[0])),
-            "buffer": 3 - 2 * 0.35 * 3,
-            "vendors": listed[1] / listed[0],
-        },
+    yield table("flops", f"model | {columns}", flops)
+    yield table("clusters", f"nodes | GPUs | {units}", clusters)
+    yield Picture("clusters", draw_clusters)
+    yield Guesses(
+        hours=6 * 8e9 * 30e9 / (16 * 989e12 * 0.4) / 3600,
+        dollars=6 * 8e9 * 30e9 / (989e12 * 0.4) / 3600 * 3,
+        hfu=utilisation(PUBLISHED[0], 1.42, full(PUBLISHED[0])),
+        buffer=3 - 2 * 0.35 * 3,
+        vendors=listed[1] / listed[0],
     )
 
 
@@ -211,16 +203,3 @@ def draw_clusters():
     }
     title, y = "30B tokens through an 8B model (predicted, H100)", "hours, or dollars / 100"
     return drawing.lines(title, "nodes of 8 GPUs", y, curves, log_x=True)
-
-
-LAB = Lab(
-    name="cost",
-    title="What a run costs",
-    question="What will a run cost before it starts, how well are the devices used, and who stops it at the budget?",
-    run=run,
-    breaks={
-        "recomputed": {*[f"{run[0]}: {PUBLISHED_MFU}" for run in PUBLISHED], f"530B: {FASTER}"},
-        "node": {BY_HAND},
-        "unsettled": {AFTER, NEXT},
-    },
-)

@@ -13,7 +13,7 @@ from jaxdist.plan.proof.trace import total_sent
 
 from . import drawing, tiny
 from .exchanges import accepted, on_mesh, relative_error, sent_over, spread
-from .lab import Lab, Result, at_least, at_most, equal, holds, table
+from .lab import Findings, Guesses, Picture, at_least, at_most, equal, holds, lab, table
 
 RANKS, ROWS, STEPS, LR = 4, 16, 40, 3e-3
 # Ranks, and micro-batches that each adds up before the one sum: all of them the same batch of 16 sequences.
@@ -135,44 +135,41 @@ def batch_sweep() -> dict[str, list[float]]:
     return found
 
 
-GRADIENT, LOSS, APART, TYPES = (
-    "largest relative difference of a gradient from one device",
-    "loss of one batch after 40 steps, against one device",
-    "largest difference between the ranks' copies of a parameter",
-    "JAX's types accept that gradients are equal on all ranks",
+@lab(
+    title="Data parallelism equals one device",
+    question="When do many devices with a part of the batch each compute exactly what one device computes?",
+    devices=8,
+    breaks={
+        "mean-of-means": {"largest relative*"},
+        "no-sum": {"largest*", "loss of one batch*", "JAX's types*"},
+        "wrong-count": {"largest relative*"},
+    },
 )
-
-
-def run(broken: str | None) -> Result:
+def run(broken: str | None) -> Findings:
     with jax.enable_x64(True):
         splits = [split for split in SPLITS if broken is None or split == (RANKS, 1)]
         errors = {split: gradient_error(*split, broken) for split in splits}
         (losses, final, drift), (_, alone, _) = train(RANKS, broken), train(1)
-    checks = [
-        at_most(GRADIENT, max(errors.values()), 1e-12),
-        at_most("the loss falls: last over first", losses[-1] / losses[0], 0.8),
-        equal(LOSS, final, alone, within=0.03, unit="nats"),
-        at_most(APART, drift, 0.0),
-        holds(TYPES, accepted(on_ranks(RANKS, broken), tiny.initial(), *batch(0))),
-    ]
+    typed = accepted(on_ranks(RANKS, broken), tiny.initial(), *batch(0))
+    yield at_most("largest relative difference of a gradient from one device", max(errors.values()), 1e-12)
+    yield at_most("the loss falls: last over first", losses[-1] / losses[0], 0.8)
+    yield equal("loss of one batch after 40 steps, against one device", final, alone, within=0.03, unit="nats")
+    yield at_most("largest difference between the ranks' copies of a parameter", drift, 0.0)
+    yield holds("JAX's types accept that gradients are equal on all ranks", typed)
     if broken:
-        return Result(checks)
+        return
 
     num_parameters = sum(int(np.prod(shape)) for shape, _ in tiny.SHAPES.values())
     sent = {n: sent_bytes(n) for n in (2, 4, 8)}
     # The gradient, the loss (4 bytes) and the number of targets (4 bytes), each summed once.
     expected = {n: 2 * (n - 1) / n * (4 * num_parameters + 8) for n in sent}
-    checks += [equal(f"bytes sent by each of {n} ranks", sent[n][0], expected[n], 1e-4, "bytes") for n in sent]
+    yield from (equal(f"bytes sent by each of {n} ranks", sent[n][0], expected[n], 1e-4, "bytes") for n in sent)
     sweep = batch_sweep()
     constant, root = sweep["constant"], sweep["square root"]
-    worse, name = (
-        constant[-1] - min(constant),
-        "batches of 128: loss with the square root rate over that with the constant one",
-    )
-    checks += [
-        at_least("constant rate: loss of the largest batch minus that of the best", worse, 0.1, "nats"),
-        at_most(name, root[4] / constant[4], 0.98),
-    ]
+    worse = constant[-1] - min(constant)
+    yield at_least("constant rate: loss of the largest batch minus that of the best", worse, 0.1, "nats")
+    better = root[4] / constant[4]
+    yield at_most("batches of 128: loss with the square root rate over that with the constant one", better, 0.98)
     split_rows = [[f"{n} × {k} × {ROWS // n // k}", ROWS, errors[n, k]] for n, k in SPLITS]
     sent_rows = [[n, ROWS // n, sent[n][0], 2 * (n - 1) / n * 4 * num_parameters] for n in sent]
     batches = [[rows, BUDGET // rows, *[sweep[rule][i] for rule in RULES]] for i, rows in enumerate(BATCHES)]
@@ -180,29 +177,10 @@ def run(broken: str | None) -> Result:
     formula = "bytes sent by each {:,} | 2 (n−1)/n × 4 bytes × parameters {:,.0f}"
     curves = {f"{rule} learning rate": (BATCHES, losses) for rule, losses in sweep.items()}
     title, x = f"Held-out loss after {BUDGET:,} sequences", "sequences in a batch"
-    return Result(
-        checks,
-        [
-            table("splits", f"{CUT} | batch | relative difference of the gradient {{:.0e}}", split_rows),
-            table("sent", f"ranks | sequences a rank | {formula}", sent_rows),
-            table("batch", f"sequences in a batch | updates | {rates}", batches),
-        ],
-        {"batch": lambda: drawing.lines(title, x, "loss, nats a token", curves, log_x=True)},
-        {
-            "sent": 2 * 3 / 4 * 4 * num_parameters,
-            "global": 64 * 4 * 8,
-            "means": 3.5,
-            "large": 2 * 255 / 256 * 14,
-        },
-    )
-
-
-CUT = "ranks × micro-batches × sequences"
-LAB = Lab(
-    name="data-parallel",
-    title="Data parallelism equals one device",
-    question="When do many devices with a part of the batch each compute exactly what one device computes?",
-    run=run,
-    devices=8,
-    breaks={"mean-of-means": {GRADIENT}, "no-sum": {GRADIENT, LOSS, APART, TYPES}, "wrong-count": {GRADIENT}},
-)
+    cut = "ranks × micro-batches × sequences"
+    yield table("splits", f"{cut} | batch | relative difference of the gradient {{:.0e}}", split_rows)
+    yield table("sent", f"ranks | sequences a rank | {formula}", sent_rows)
+    yield table("batch", f"sequences in a batch | updates | {rates}", batches)
+    yield Picture("batch", lambda: drawing.lines(title, x, "loss, nats a token", curves, log_x=True))
+    guesses = {"sent": 2 * 3 / 4 * 4 * num_parameters, "global": 64 * 4 * 8}
+    yield Guesses(guesses, means=3.5, large=2 * 255 / 256 * 14)

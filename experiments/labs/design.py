@@ -14,7 +14,7 @@ from jaxdist.plan.search import Scored, layouts_of_mesh, rank, score, search, us
 
 from .. import plan_answers as plan
 from . import drawing
-from .lab import Lab, Result, at_most, equal, table
+from .lab import Findings, Guesses, Picture, at_most, equal, lab, table
 
 MODEL, BATCH, TOKENS, NODES = "llama3-8b", 128, 100e9, 4
 PRICE, DEADLINE, BUDGET = 3.0, 168.0, 16_000.0  # dollars for a GPU and hour, hours, dollars
@@ -112,7 +112,16 @@ def why_it_loses(scored: Scored, index: int) -> str:
 # --------------------------------------------------------------------------------------------------------------- run
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="A design on one page",
+    question="Llama 3 8B, 100 billion tokens, four nodes of H100s with a slow link, a week and $16,000: which layout, "
+    "and why no other?",
+    breaks={
+        "activations": {"memory of a device"},
+        "link": {"step: no layout*", "*, upper end of the bar"},
+    },
+)
+def run(broken: str | None) -> Findings:
     best = chosen(broken)
     estimate, layout = plan.estimate(question(), best, 0), best.layouts
     all_found = searched(None)
@@ -121,25 +130,23 @@ def run(broken: str | None) -> Result:
     state = 12 * num_parameters(question().base.model) / (NODES * 8 / int(layout.replica[0]))
     devices = int(np.prod([int(getattr(layout, axis)[0]) for axis in AXES]))
     terms = {term: gib(getattr(best.memory, term)[0]) for term in TERMS}
-    checks = [
-        equal("devices: the product of the axes", devices, NODES * 8),
-        equal("micro-batches × rows × data ranks: the batch", batch_of(best), BATCH),
-        equal(
-            "masters and moments: 12 bytes over the devices that shard them", terms["optimizer"], gib(state), 0.2, "GiB"
-        ),
-        equal("memory: the sum of its terms", sum(terms.values()), gib(best.memory.total[0]), 1e-6, "GiB"),
-        equal("step: the sum of its parts", sum(parts_of(best, 0).values()), estimate.step_seconds, 1e-6, "s"),
-        equal("hours: updates × step", steps * estimate.step_seconds / 3600, estimate.hours, 1e-9, "h"),
-        equal("dollars: devices × price × hours", NODES * 8 * PRICE * estimate.hours, estimate.cost.dollars, 1e-9, "$"),
-        at_most("memory of a device", gib(best.memory.total[0]), gib(usable_bytes(cluster())), "GiB"),
-        at_most("step: no layout that fits is faster", estimate.step_seconds, fastest * (1 + 1e-9), "s"),
-        at_most("hours, upper end of the bar", estimate.most_hours, DEADLINE, "h"),
-        at_most("dollars, upper end of the bar", estimate.cost.most, BUDGET, "$"),
-    ]
-    if broken:
-        return Result(checks)
-
     usable, total, most = gib(usable_bytes(cluster())), gib(best.memory.total[0]), estimate.cost.most
+    sharded = "masters and moments: 12 bytes over the devices that shard them"
+    dollars = NODES * 8 * PRICE * estimate.hours
+    yield equal("devices: the product of the axes", devices, NODES * 8)
+    yield equal("micro-batches × rows × data ranks: the batch", batch_of(best), BATCH)
+    yield equal(sharded, terms["optimizer"], gib(state), 0.2, "GiB")
+    yield equal("memory: the sum of its terms", sum(terms.values()), total, 1e-6, "GiB")
+    yield equal("step: the sum of its parts", sum(parts_of(best, 0).values()), estimate.step_seconds, 1e-6, "s")
+    yield equal("hours: updates × step", steps * estimate.step_seconds / 3600, estimate.hours, 1e-9, "h")
+    yield equal("dollars: devices × price × hours", dollars, estimate.cost.dollars, 1e-9, "$")
+    yield at_most("memory of a device", total, usable, "GiB")
+    yield at_most("step: no layout that fits is faster", estimate.step_seconds, fastest * (1 + 1e-9), "s")
+    yield at_most("hours, upper end of the bar", estimate.most_hours, DEADLINE, "h")
+    yield at_most("dollars, upper end of the bar", most, BUDGET, "$")
+    if broken:
+        return
+
     parts = {part: seconds for part, seconds in parts_of(best, 0).items() if seconds > 0.005}
     memory, step = (
         ", ".join(f"{name} {x:{form}}" for name, x in of.items()) for of, form in ((terms, ".1f"), (parts, ".2f"))
@@ -170,26 +177,18 @@ def run(broken: str | None) -> Result:
         part: [parts_of(scored, index)[part] for scored, index in runs.values()]
         for part in ("compute", "memory", "tp", "dp", "pp", "bubble")
     }
-    title, link, psi = (
-        "A step of each design that fits (predicted)",
-        searched("link"),
-        num_parameters(question().base.model),
-    )
-    return Result(
-        checks,
-        [
-            table("page", "the design | ", page),
-            table("others", columns, others),
-            table("risks", "risk | number | what it means", risks),
-        ],
-        {"steps": lambda: drawing.stacks(title, "seconds", list(runs), stacked)},
-        {
-            "least": gib(16 * psi / 32),
-            "floor": 6 * psi * TOKENS / (32 * 989e12) / 3600,
-            "allreduce": 2 * psi / SLOW,
-            "link": float(chosen("link").time.total[0]) / float(link.time.total[int(rank(link)[0])]),
-            "mfu": 100 * float(best.time.mfu[0]),
-        },
+    title, link = "A step of each design that fits (predicted)", searched("link")
+    psi = num_parameters(question().base.model)
+    yield table("page", "the design | ", page)
+    yield table("others", columns, others)
+    yield table("risks", "risk | number | what it means", risks)
+    yield Picture("steps", lambda: drawing.stacks(title, "seconds", list(runs), stacked))
+    yield Guesses(
+        least=gib(16 * psi / 32),
+        floor=6 * psi * TOKENS / (32 * 989e12) / 3600,
+        allreduce=2 * psi / SLOW,
+        link=float(chosen("link").time.total[0]) / float(link.time.total[int(rank(link)[0])]),
+        mfu=100 * float(best.time.mfu[0]),
     )
 
 
@@ -198,16 +197,3 @@ def batch_of(scored: Scored) -> int:
     layout = scored.layouts
     names = ("microbatches", "accumulate", "rows", "dp", "replica")
     return int(np.prod([int(getattr(layout, name)[0]) for name in names]))
-
-
-LAB = Lab(
-    name="design",
-    title="A design on one page",
-    question="Llama 3 8B, 100 billion tokens, four nodes of H100s with a slow link, a week and $16,000: which layout, "
-    "and why no other?",
-    run=run,
-    breaks={
-        "activations": {"memory of a device"},
-        "link": {"step: no layout that fits is faster", "hours, upper end of the bar", "dollars, upper end of the bar"},
-    },
-)

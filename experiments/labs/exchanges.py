@@ -13,6 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.commands import import_root
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
+from jaxdist.parallel import rank, varying
 from jaxdist.plan.collective_cost import CollectiveCost
 from jaxdist.plan.proof.trace import Collective, collectives_of, step_collectives
 from jaxdist.runtime import processes
@@ -80,6 +82,17 @@ def on_ranks(body: Callable, n: int, replicas: int = 1) -> Callable:
 
     spec = P(("replica", "dp"))
     return on_mesh(f"replica={replicas},dp={n}", local, spec, spec)
+
+
+@jax.custom_vjp
+def enter_without_sum(x):
+    """`enter` of tensor parallelism, but backward goes on with only rank 0's part of dx."""
+    return varying(x, "tp")
+
+
+enter_without_sum.defvjp(
+    lambda x: (varying(x, "tp"), None), lambda _, dx: (lax.psum(jnp.where(rank("tp") == 0, dx, 0), "tp"),)
+)
 
 
 def sent_by(run: Callable, n: int, *args, replicas: int = 1) -> CollectiveCost:

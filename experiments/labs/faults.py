@@ -30,7 +30,7 @@ from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import Program, build_program
 
 from . import drawing
-from .lab import Lab, Result, at_most, equal, holds, table
+from .lab import Findings, Guesses, Picture, at_most, equal, holds, lab, table
 from .tools import new_folder, replaced, small_run
 
 STEPS, SAVED = 12, 6
@@ -201,49 +201,56 @@ def best_interval(save: float, between: float) -> float:
 # --------------------------------------------------------------------------------------------------------------- run
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="Faults",
+    question="A run is killed, moved to other devices, or one device goes wrong: how is it known that training goes on "
+    "as if nothing had happened, and who was it?",
+    breaks={
+        "position": {"resumed on the same*", "resumed on *: error*"},
+        "moments": {"resumed on the same*", "resumed on *: error*"},
+        "drift": {"copies on dp=2: ranks*"},
+    },
+    devices=4,
+)
+def run(broken: str | None) -> Findings:
     _, never_stopped, last = interrupted()
-    rest, found, checks = never_stopped[SAVED:], {}, []
+    rest, found = never_stopped[SAVED:], {}
     for mesh in MESHES:
         found[mesh], params = resumed(mesh, broken != "position", broken != "moments")
         worst = max(abs(a - b) / b for a, b in zip(found[mesh], rest, strict=True))
         if mesh == MESHES[0]:
-            checks.append(holds(RESUMED, same_bits(params, last)))
-        checks.append(at_most(f"resumed on {mesh}: error of the losses", worst, 1e-5))
-        checks.append(
-            at_most(f"resumed on {mesh}: last loss over that of step 1", found[mesh][-1] / never_stopped[0], 0.9)
-        )
+            yield holds("resumed on the same mesh: losses and parameters to the bit", same_bits(params, last))
+        yield at_most(f"resumed on {mesh}: error of the losses", worst, 1e-5)
+        fallen = found[mesh][-1] / never_stopped[0]
+        yield at_most(f"resumed on {mesh}: last loss over that of step 1", fallen, 0.9)
     losses, named = drifting(broken == "drift")
-    checks += [
-        at_most("copies on dp=2: last loss over that of step 1", losses[-1] / losses[0], 0.9),
-        equal(NAMED, len(named), 0),
-    ]
+    yield at_most("copies on dp=2: last loss over that of step 1", losses[-1] / losses[0], 0.9)
+    yield equal("copies on dp=2: ranks that the replica check names", len(named), 0)
     if broken:
-        return Result(checks)
+        return
 
     culprits, unchanged, finite, goes_on = with_a_nan()
     code, committed, before, after = killed()
     where, ranks, collective = wrong_device()
-    checks += [
-        holds("a NaN: rank and leaf that are named", culprits == [CULPRIT], "; ".join(culprits), CULPRIT),
-        holds("a NaN: that step changes no bit of parameters and moments", unchanged),
-        holds("a NaN: the loss of that step is finite", finite),
-        holds("a NaN: the next step changes parameters", goes_on),
-        equal("killed: exit code, minus the number of SIGKILL", code, -signal.SIGKILL),
-        equal("killed: step of the newest checkpoint", committed[-1], 4),
-        equal("killed and continued: steps in the log", len(after), 8),
-        holds("killed and continued: steps 5 to 7, taken twice, have the same losses to the bit", before == after[:7]),
-        holds("a wrong device: first tensor that differs", where == WRONG, where, WRONG),
-        equal("a wrong device: rank on which it differs", ranks[0] if len(ranks) == 1 else math.nan, 1),
-        holds("a wrong device: last collective before that tensor", collective.startswith("all_reduce over tp")),
-    ]
+    yield holds("a NaN: rank and leaf that are named", culprits == [CULPRIT], "; ".join(culprits), CULPRIT)
+    yield holds("a NaN: that step changes no bit of parameters and moments", unchanged)
+    yield holds("a NaN: the loss of that step is finite", finite)
+    yield holds("a NaN: the next step changes parameters", goes_on)
+    yield equal("killed: exit code, minus the number of SIGKILL", code, -signal.SIGKILL)
+    yield equal("killed: step of the newest checkpoint", committed[-1], 4)
+    yield equal("killed and continued: steps in the log", len(after), 8)
+    again = "killed and continued: steps 5 to 7, taken twice, have the same losses to the bit"
+    yield holds(again, before == after[:7])
+    yield holds("a wrong device: first tensor that differs", where == WRONG, where, WRONG)
+    yield equal("a wrong device: rank on which it differs", ranks[0] if len(ranks) == 1 else math.nan, 1)
+    yield holds("a wrong device: last collective before that tensor", collective.startswith("all_reduce over tp"))
     intervals = []
     for gpus in (8, 1024, 16_384):
         between = HOURS_OF_A_GPU / gpus * 3600
         best = best_interval(SAVE_SECONDS, between)
         searched = min((best * 1.01**e for e in range(-200, 201)), key=lambda t: lost_share(t, SAVE_SECONDS, between))
         name = f"{gpus:,} GPUs: minutes between saves, by formula and by search"
-        checks.append(equal(name, best / 60, searched / 60, within=0.01))
+        yield equal(name, best / 60, searched / 60, within=0.01)
         intervals.append([gpus, between / 3600, best / 60, 100 * lost_share(best, SAVE_SECONDS, between)])
 
     curves = {
@@ -263,36 +270,13 @@ def run(broken: str | None) -> Result:
     columns = " | ".join(f"resumed on {mesh} {{:.6f}}" for mesh in MESHES)
     units = "hours between faults {:,.1f} | best minutes between saves {:,.0f} | time lost {:.2f} %"
     big = HOURS_OF_A_GPU / 16_384 * 3600
-    return Result(
-        checks,
-        [
-            table("losses", f"step | never stopped {{:.6f}} | {columns}", steps),
-            table("found", "fault | found by | named", named),
-            table("intervals", f"GPUs {{:,}} | {units}", intervals),
-        ],
-        {"curves": lambda: drawing.lines(title, "step", "loss, nats a token", series)},
-        {
-            "lost": 50,
-            "interval": best_interval(SAVE_SECONDS, big) / 60,
-            "bytes": 7 * 12,
-            "slower": 100 * lost_share(best_interval(10 * SAVE_SECONDS, big), 10 * SAVE_SECONDS, big),
-        },
+    yield table("losses", f"step | never stopped {{:.6f}} | {columns}", steps)
+    yield table("found", "fault | found by | named", named)
+    yield table("intervals", f"GPUs {{:,}} | {units}", intervals)
+    yield Picture("curves", lambda: drawing.lines(title, "step", "loss, nats a token", series))
+    yield Guesses(
+        lost=50,
+        interval=best_interval(SAVE_SECONDS, big) / 60,
+        bytes=7 * 12,
+        slower=100 * lost_share(best_interval(10 * SAVE_SECONDS, big), 10 * SAVE_SECONDS, big),
     )
-
-
-RESUMED = "resumed on the same mesh: losses and parameters to the bit"
-NAMED = "copies on dp=2: ranks that the replica check names"
-PARTED = {f"resumed on {mesh}: error of the losses" for mesh in MESHES}
-LAB = Lab(
-    name="faults",
-    title="Faults",
-    question="A run is killed, moved to other devices, or one device goes wrong: how is it known that training goes on "
-    "as if nothing had happened, and who was it?",
-    run=run,
-    breaks={
-        "position": {RESUMED} | PARTED,
-        "moments": {RESUMED} | PARTED,
-        "drift": {NAMED},
-    },
-    devices=4,
-)

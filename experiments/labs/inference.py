@@ -20,7 +20,7 @@ from jaxdist.plan.proof.trace import collectives_of, total_sent
 from jaxdist.runtime.devices import acquire_devices
 
 from . import drawing
-from .lab import Check, Lab, Result, at_least, at_most, equal, holds, table
+from .lab import Findings, Guesses, Picture, at_least, at_most, equal, holds, lab, table
 from .tools import replaced
 
 MODEL = DecoderConfig(
@@ -131,13 +131,7 @@ def traced_decode(made) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------------------------------- run
 
 
-FIRST, LATER = (
-    f"{which}: error of {of} logits, against training"
-    for which, of in (("first token", "its"), ("later tokens", "their"))
-)
-
-
-def generation_checks(broken: str | None) -> list[Check]:
+def generation_checks(broken: str | None) -> Findings:
     faults = {"place": (NextTokens, "_extended", one_place_off), "mask": (Prompts, "attend", without_mask)}
     with jax.enable_x64(True):
         with replaced(*faults[broken]) if broken in faults else contextlib.nullcontext():
@@ -146,40 +140,45 @@ def generation_checks(broken: str | None) -> list[Check]:
         true = trained_logits(tokens)
         num_sums, sent = traced_decode(made)
     scale = np.abs(true).max()
-    checks = [
-        at_most(FIRST, float(np.abs(logits[:, 0] - true[:, 0]).max() / scale), 1e-12),
-        at_most(LATER, float(np.abs(logits[:, 1:] - true[:, 1:]).max() / scale), 1e-12),
-        at_most(
-            "tp=2: error of the logits, against one device", float(np.abs(tp_logits - logits).max() / scale), 1e-12
-        ),
-        holds("tp=2: every token is that of one device", np.array_equal(tokens, tp_tokens)),
-    ]
+    first, later, sharded = (
+        float(np.abs(a - b).max() / scale)
+        for a, b in ((logits[:, 0], true[:, 0]), (logits[:, 1:], true[:, 1:]), (tp_logits, logits))
+    )
+    yield at_most("first token: error of its logits, against training", first, 1e-12)
+    yield at_most("later tokens: error of their logits, against training", later, 1e-12)
+    yield at_most("tp=2: error of the logits, against one device", sharded, 1e-12)
+    yield holds("tp=2: every token is that of one device", np.array_equal(tokens, tp_tokens))
     if broken:
-        return checks
+        return
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(caches))
     places = len(LENGTHS) * (max(LENGTHS) + NEW)
     formula = bytes_per_token(MODEL, made.shape, "float64", len(LENGTHS))
-    return [
-        *checks,
-        equal("cache of a device on tp=2", held, closed_kv_bytes(MODEL, places, 8) / 2, unit="bytes"),
-        equal("sums over tp in decode: two a layer and the embedding's", num_sums, 2 * MODEL.num_layers + 1),
-        equal("bytes sent for a token of each text", sent, formula),
-    ]
+    yield equal("cache of a device on tp=2", held, closed_kv_bytes(MODEL, places, 8) / 2, unit="bytes")
+    yield equal("sums over tp in decode: two a layer and the embedding's", num_sums, 2 * MODEL.num_layers + 1)
+    yield equal("bytes sent for a token of each text", sent, formula)
 
 
-def run(broken: str | None) -> Result:
-    checks = generation_checks(broken)
+@lab(
+    title="Inference",
+    question="When do several devices make the next token sooner, when later, and what must the cache hold?",
+    breaks={
+        "place": {"later tokens*"},
+        "positions": {"later tokens*"},
+        "mask": {"first token*", "later tokens*"},
+    },
+    devices=2,
+)
+def run(broken: str | None) -> Findings:
+    yield from generation_checks(broken)
     if broken:
-        return Result(checks)
+        return
     for name, known in zip(SIZES, (124.4e6, 8.03e9, 70.55e9), strict=True):
-        checks.append(equal(f"{name}: parameters", num_parameters(PRESETS[name]), known, within=0.005))
+        yield equal(f"{name}: parameters", num_parameters(PRESETS[name]), known, within=0.005)
     times = {name: {tp: sum(decode_seconds(name, tp)) for tp in DEGREES} for name in SIZES}
     small, large = times[SIZES[0]], times[SIZES[2]]
     slower = small[1] < small[2] < small[8]
-    checks += [
-        holds("a small model is slower on two devices, and slower still on eight", slower),
-        at_least("a large one is faster on eight than on two", large[2] / large[8], 2, "times"),
-    ]
+    yield holds("a small model is slower on two devices, and slower still on eight", slower)
+    yield at_least("a large one is faster on eight than on two", large[2] / large[8], 2, "times")
     rows = [
         [name, tp, *[1e3 * t for t in (*decode_seconds(name, tp), each[tp])], each[1] / each[tp]]
         for name, each in times.items()
@@ -196,32 +195,13 @@ def run(broken: str | None) -> Result:
     cache, weights = closed_kv_bytes(llama, 1), 2 * num_parameters(llama)
     units = "reading, ms {:.3f} | messages, ms {:.3f} | a token, ms {:.3f} | speed-up {:.2f}"
     moved = "cache, GB {:.2f} | prefill, ms {:,.0f} | moved by 8 links, ms {:,.1f} | by one, ms {:,.0f}"
-    return Result(
-        checks,
-        [
-            table("decode", f"model | tp | {units}", rows),
-            table("moves", f"model, tp=8 | tokens {{:,}} | {moved}", moves),
-        ],
-        {"speedup": lambda: drawing.lines(title, "tp", "times one device", curves, log_x=True)},
-        {
-            "kv": cache / 1024,
-            "token": 1e3 * weights / H100.memory_bytes_per_s,
-            "balance": H100.peak("bfloat16") / H100.memory_bytes_per_s,
-            "share": 100 * decode_seconds("llama3-8b", 8)[1] / sum(decode_seconds("llama3-8b", 8)),
-            "context": weights / cache,
-        },
+    yield table("decode", f"model | tp | {units}", rows)
+    yield table("moves", f"model, tp=8 | tokens {{:,}} | {moved}", moves)
+    yield Picture("speedup", lambda: drawing.lines(title, "tp", "times one device", curves, log_x=True))
+    yield Guesses(
+        kv=cache / 1024,
+        token=1e3 * weights / H100.memory_bytes_per_s,
+        balance=H100.peak("bfloat16") / H100.memory_bytes_per_s,
+        share=100 * decode_seconds("llama3-8b", 8)[1] / sum(decode_seconds("llama3-8b", 8)),
+        context=weights / cache,
     )
-
-
-LAB = Lab(
-    name="inference",
-    title="Inference",
-    question="When do several devices make the next token sooner, when later, and what must the cache hold?",
-    run=run,
-    breaks={
-        "place": {LATER},
-        "positions": {LATER},
-        "mask": {FIRST, LATER},
-    },
-    devices=2,
-)

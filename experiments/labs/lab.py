@@ -1,13 +1,11 @@
 """What a lab is, and what one run of it found. The prose (questions, answers in words, breaks) is on its page."""
 
+import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from typing import NamedTuple
 
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?\s?[%×]?|2\^\d+|")
 COLUMN = re.compile(r"(?P<title>.*?)(?: (?P<form>\S*\{:[^{}]*\}.*))?")
@@ -92,17 +90,27 @@ def table(name: str, columns: str, rows: Iterable[Sequence[object]], clocked: bo
     return Table(name, [each["title"] for each in split], cells, clocked)
 
 
+class Picture(NamedTuple):
+    """make: an SVG file; one called NAME-wide is shown at full width."""
+
+    name: str
+    make: Callable[[], str]
+
+
+class Guesses(dict[str, float]):
+    """By key, the answers to the questions that the page asks."""
+
+
+Findings = Iterator[Check | Table | Picture | Guesses]
+
+
 @dataclass(frozen=True)
 class Result:
-    """What one run found. A broken run needs only the checks.
-
-    pictures: by name, makes a figure (matplotlib, the extra `draw`); NAME-wide is shown at full width.
-    guesses: by key, the answers to the questions that the page asks.
-    """
+    """What one run found. A broken run needs only the checks."""
 
     checks: Sequence[Check]
     tables: Sequence[Table] = ()
-    pictures: Mapping[str, Callable[[], "Figure"]] = field(default_factory=dict)
+    pictures: Mapping[str, Callable[[], str]] = field(default_factory=dict)
     guesses: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -114,7 +122,7 @@ class Result:
 @dataclass(frozen=True)
 class Lab:
     """run: the whole lab, or with the name of a break the lab without the one thing that the break removes.
-    breaks: by name, exactly the checks that must fail; all others still pass.
+    breaks: by name, patterns (`fnmatch`) of exactly the checks that must fail; all others still pass.
     devices: how many it needs, simulated where there are too few."""
 
     name: str
@@ -123,3 +131,24 @@ class Lab:
     run: Callable[[str | None], Result]
     breaks: Mapping[str, Set[str]]
     devices: int = 1
+
+    def to_fail(self, name: str, result: Result) -> set[str]:
+        """The checks of a run with this break that must be red. A pattern that none matches is itself in the set."""
+        names = [check.name for check in result.checks]
+        return {check for pattern in self.breaks[name] for check in fnmatch.filter(names, pattern) or [pattern]}
+
+
+def lab(title: str, question: str, breaks: Mapping[str, Set[str]], devices: int = 1) -> Callable[..., Lab]:
+    """Makes a lab, named as its module, of a `run` that yields what it finds."""
+
+    def made(run: Callable[[str | None], Findings]) -> Lab:
+        def whole(broken: str | None) -> Result:
+            found = list(run(broken))
+            checks, tables = ([each for each in found if isinstance(each, kind)] for kind in (Check, Table))
+            pictures = {each.name: each.make for each in found if isinstance(each, Picture)}
+            guesses = {key: number for each in found if isinstance(each, Guesses) for key, number in each.items()}
+            return Result(checks, tables, pictures, guesses)
+
+        return Lab(run.__module__.rpartition(".")[2].replace("_", "-"), title, question, whole, breaks, devices)
+
+    return made

@@ -23,9 +23,10 @@ from jaxdist.runtime.devices import acquire_devices
 from jaxdist.specs import compute_spec
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
+from ..charts import Cell
 from . import drawing
 from .exchanges import traced
-from .lab import Check, Lab, Result, Table, at_most, equal, holds, refused, table
+from .lab import Findings, Guesses, Picture, Table, at_most, equal, holds, lab, refused, table
 from .tools import small_run
 
 # --------------------------------------------------------------------------------------------- eight devices, by hand
@@ -109,7 +110,7 @@ def cut(batch: int, dp: int, microbatches: int, refuses: bool = True) -> list[ra
     return [range(part * rows, (part + 1) * rows) for part in range(parts)]
 
 
-def by_hand(broken: str | None) -> list[Check]:
+def by_hand(broken: str | None) -> Findings:
     devices = devices_in_order(tp_inside=broken != "order")
     leaving, over_pp = bytes_leaving(devices)
     config, batches, expected = reference()
@@ -121,15 +122,13 @@ def by_hand(broken: str | None) -> list[Check]:
         except ConfigError as raised:
             error = raised
     same = all(leaf.ok for leaf in compare(config, found, expected))
-    return [
-        holds("every device has the layers and heads that its number says", placed_right(devices)),
-        holds("groups of tp stay in a node", not leaves_node(devices, ("tp",))),
-        equal("bytes that a device sends to another node: only those over pp", leaving, over_pp),
-        holds("our step on this mesh: every leaf is that of one device", same),
-        holds("our step on this mesh: the loss falls", found.losses[1] < found.losses[0]),
-        refused("a batch of 12 for dp=2 and 4 micro-batches is refused", error, "must divide"),
-        equal("rows of the batches of 16 and 12 that are neither trained on nor refused", lost, 0),
-    ]
+    yield holds("every device has the layers and heads that its number says", placed_right(devices))
+    yield holds("groups of tp stay in a node", not leaves_node(devices, ("tp",)))
+    yield equal("bytes that a device sends to another node: only those over pp", leaving, over_pp)
+    yield holds("our step on this mesh: every leaf is that of one device", same)
+    yield holds("our step on this mesh: the loss falls", found.losses[1] < found.losses[0])
+    yield refused("a batch of 12 for dp=2 and 4 micro-batches is refused", error, "must divide")
+    yield equal("rows of the batches of 16 and 12 that are neither trained on nor refused", lost, 0)
 
 
 def rank_table() -> Table:
@@ -185,23 +184,23 @@ def searched(name: str) -> tuple[Found, dict[str, int]]:
     return found, best
 
 
-def planned() -> tuple[list[Check], Table]:
-    checks, rows = [], []
+def planned() -> Findings:
+    rows = []
     for name, (_, _, batch) in CASES.items():
         found, best = searched(name)
         for kind, at in best.items():
             layouts, time = found.layouts, found.time
             cuts = [int(getattr(layouts, part)[at]) for part in ("replica", "dp", "microbatches", "accumulate", "rows")]
-            checks.append(equal(f"{name}, {kind}: dp x micro-batches x rows are the batch", math.prod(cuts), batch))
+            yield equal(f"{name}, {kind}: dp x micro-batches x rows are the batch", math.prod(cuts), batch)
             settings = f"ZeRO-{layouts.zero[at]}{', sp' * int(layouts.sp[at])}"
             schedule = layouts.schedule_name(at, ParallelConfig()) if layouts.pp[at] > 1 else ""
             layout = ", ".join(filter(None, [str(layouts.mesh(at)), settings, schedule]))
             cells = f"{cuts[4]} x {cuts[2] * cuts[3]}", found.memory.total[at] / 2**30, time.total[at], time.mfu[at]
             rows.append([f"{name} on {found.cluster.num_devices}, {kind}", layout, layouts.remat(at), *cells])
         fits = found.memory.total[best["fastest"]] / 2**30
-        checks.append(at_most(f"{name}, fastest: fits 80 GiB less a tenth", fits, 72, unit="GiB"))
+        yield at_most(f"{name}, fastest: fits 80 GiB less a tenth", fits, 72, unit="GiB")
     columns = "model on H100s | layout | recompute | micro-batches | GiB a device {:.0f} | s a step {:.1f} | MFU {:.0%}"
-    return checks, table("planned", columns, rows)
+    yield table("planned", columns, rows)
 
 
 PARTS = ("compute", "memory", "tp", "dp", "pp", "bubble")
@@ -210,13 +209,30 @@ PARTS = ("compute", "memory", "tp", "dp", "pp", "bubble")
 # --------------------------------------------------------------------------------------------- the lab
 
 
-def run(broken: str | None) -> Result:
-    checks = by_hand(broken)
+@lab(
+    title="3D layouts",
+    question="Where do tp, pp and dp go on a cluster, and what would 8B, 70B and 405B look like?",
+    devices=8,
+    breaks={
+        "order": {"every device has*", "groups of tp*", "bytes that a device sends*"},
+        "remainder": {"a batch of 12*", "rows of the batches*"},
+    },
+)
+def run(broken: str | None) -> Findings:
+    yield from by_hand(broken)
     if broken:
-        return Result(checks)
-    plan_checks, plan_rows = planned()
-    pictures = {"ranks": draw_ranks, "time": draw_time}
-    return Result([*checks, *plan_checks], [rank_table(), plan_rows], pictures, guesses())
+        return
+    yield rank_table()
+    yield from planned()
+    yield Picture("ranks", draw_ranks)
+    yield Picture("time", draw_time)
+    yield Guesses(
+        rank=5,
+        rows=2,
+        state=16 * num_parameters(LLAMA_405B) / 1e12,
+        weights=2 * num_parameters(LLAMA_405B) / 128 / 1e9,
+        batch=512,
+    )
 
 
 def draw_ranks():
@@ -224,8 +240,8 @@ def draw_ranks():
     for number in range(8):
         at, spans = coordinates(number), [f"{name} {a}–{b - 1}" for name, (a, b) in held(number).items()]
         text = "\n".join([f"rank {number}", f"dp {at['dp']}, tp {at['tp']}", *spans])
-        cells.append((number // NODE, number % NODE, text, at["pp"]))
-    names = ("node 0\npp 0", "node 1\npp 1")
+        cells.append(Cell(number // NODE, number % NODE, text, at["pp"]))
+    names = ("node 0, pp 0", "node 1, pp 1")
     return drawing.grids("pp=2, dp=2, tp=2 on two nodes of four", {"": cells}, {"": names}, "device of the node")
 
 
@@ -236,33 +252,3 @@ def draw_time():
         for part in PARTS
     }
     return drawing.stacks("What a step is made of (predicted)", "% of the step", list(CASES), shares)
-
-
-def guesses() -> dict[str, float]:
-    return {
-        "rank": 5,
-        "rows": 2,
-        "state": 16 * num_parameters(LLAMA_405B) / 1e12,
-        "weights": 2 * num_parameters(LLAMA_405B) / 128 / 1e9,
-        "batch": 512,
-    }
-
-
-LAB = Lab(
-    name="layouts",
-    title="3D layouts",
-    question="Where do tp, pp and dp go on a cluster, and what would 8B, 70B and 405B look like?",
-    run=run,
-    devices=8,
-    breaks={
-        "order": {
-            "every device has the layers and heads that its number says",
-            "groups of tp stay in a node",
-            "bytes that a device sends to another node: only those over pp",
-        },
-        "remainder": {
-            "a batch of 12 for dp=2 and 4 micro-batches is refused",
-            "rows of the batches of 16 and 12 that are neither trained on nor refused",
-        },
-    },
-)

@@ -8,7 +8,7 @@ from jaxdist.plan.formulas import RECIPES
 from jaxdist.plan.program_memory import TERMS
 
 from . import drawing
-from .lab import Lab, Result, equal, table
+from .lab import Findings, Guesses, Picture, equal, lab, table
 from .tools import compiled_levels, planned_bytes, small_run
 
 BILLION = 7e9
@@ -43,23 +43,29 @@ REAL = (
 )
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="Where the bytes are",
+    question="Why do 7 billion parameters take 112 GB to train, and which term is the peak after that?",
+    breaks={
+        "masters": {"7B in mixed precision, GB", "bytes a parameter kept*"},
+        "logits": {"planned peak, batch 8, 16,000 tokens*"},
+    },
+)
+def run(broken: str | None) -> Findings:
     kept = {name: size for name, size in STEPS if not (broken == "masters" and "master" in name)}
     stored = compiled_levels(small_run(model=SMALL, dtype="bfloat16")).state / num_parameters(SMALL)  # no gradients
     between = sum(size for name, size in kept.items() if "gradient" not in name)
-    checks = [
-        equal("7B in mixed precision, GB", sum(kept.values()) * BILLION / 1e9, 112, unit="GB"),
-        equal("bytes a parameter kept between steps, counted and in the program", between, stored, within=0.01),
-    ]
+    yield equal("7B in mixed precision, GB", sum(kept.values()) * BILLION / 1e9, 112, unit="GB")
+    yield equal("bytes a parameter kept between steps, counted and in the program", between, stored, within=0.01)
     peaks = []
     for name, model, settings in CASES:
         config = small_run(model=model, **settings)
         terms = planned_bytes(config) | ({"logits": 0.0} if broken == "logits" else {})
         cells = [each / 2**20 for each in (*terms.values(), sum(terms.values()), compiled_levels(config).compiled.peak)]
-        checks.append(equal(f"planned peak, {name}", cells[-2], cells[-1], within=0.1, unit="MiB"))
+        yield equal(f"planned peak, {name}", cells[-2], cells[-1], within=0.1, unit="MiB")
         peaks.append([name, *cells])
     if broken:
-        return Result(checks)
+        return
 
     real = {
         name: planned_bytes(small_run(model=PRESETS[preset], dtype="bfloat16", **settings))
@@ -79,32 +85,11 @@ def run(broken: str | None) -> Result:
     )
     kinds = "parameters {:g} | gradients {:g} | optimiser {:g} | bytes a parameter {:g} | GB for 7B {:,.1f}"
     stacked = {term: [t[term] / 1e9 for t in real.values()] for term in TERMS}
-    return Result(
-        checks,
-        [
-            table("steps", "array | bytes a parameter | GB for 7B {:,.1f} | so far {:,.1f}", arrays),
-            table("recipes", f"recipe | {kinds}", recipes),
-            table("peaks", f"run | {mib}", peaks),
-            table("real", f"run, bf16, GB a device | {gb} | largest", gigabytes),
-        ],
-        {"terms": lambda: drawing.stacks("Memory of a device by term (planned)", "GB", list(real), stacked)},
-        {
-            "seven": 112,
-            "share": 75,
-            "lion": RECIPES["mixed-lion"].total,
-            "logits": 8 * 2048 * 128_256 * 4 / 1e9,
-            "fits": 5,
-        },
-    )
-
-
-LAB = Lab(
-    name="memory",
-    title="Where the bytes are",
-    question="Why do 7 billion parameters take 112 GB to train, and which term is the peak after that?",
-    run=run,
-    breaks={
-        "masters": {"7B in mixed precision, GB", "bytes a parameter kept between steps, counted and in the program"},
-        "logits": {"planned peak, batch 8, 16,000 tokens in the vocabulary"},
-    },
-)
+    yield table("steps", "array | bytes a parameter | GB for 7B {:,.1f} | so far {:,.1f}", arrays)
+    yield table("recipes", f"recipe | {kinds}", recipes)
+    yield table("peaks", f"run | {mib}", peaks)
+    yield table("real", f"run, bf16, GB a device | {gb} | largest", gigabytes)
+    title = "Memory of a device by term (planned)"
+    yield Picture("terms", lambda: drawing.stacks(title, "GB", list(real), stacked))
+    logits = 8 * 2048 * 128_256 * 4 / 1e9
+    yield Guesses(seven=112, share=75, lion=RECIPES["mixed-lion"].total, logits=logits, fits=5)

@@ -11,7 +11,7 @@ from jaxdist.plan.formulas import state_bytes, training_flops
 from jaxdist.plan.hardware import find_hardware
 
 from . import drawing, tiny
-from .lab import Lab, Result, at_least, at_most, equal, holds, table
+from .lab import Findings, Guesses, Picture, at_least, at_most, equal, holds, lab, table
 
 STEPS, ROWS, LR = 300, 64, 3e-3
 MFU = 0.4  # of the peak, as published runs reach
@@ -78,7 +78,15 @@ def days_on_one(parameters: float) -> float:
     return flops / (MFU * find_hardware("h100").peak_flops["bfloat16"]) / DAY
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="Why one device stops",
+    question="What does training on one device take for granted, and which of it fails first?",
+    breaks={
+        "mask": {"no model predicts better*", "largest difference*", "no position sees a later one"},
+        "bias-correction": {"largest difference*"},
+    },
+)
+def run(broken: str | None) -> Findings:
     causal, correct = broken != "mask", broken != "bias-correction"
     entropy = tiny.source()[1]
     _, losses = train(STEPS, causal=causal, correct=correct)
@@ -86,14 +94,12 @@ def run(broken: str | None) -> Result:
     theirs = train_with_optax(5)
     apart = max(float(jnp.abs(few[name] - theirs[name]).max()) for name in few)
     last = float(np.mean(losses[-20:]))
-    checks = [
-        at_most("the loss falls: last over first", last / losses[0], 0.7),
-        at_least("no model predicts better than the source's entropy", last, entropy - 0.03, "nats"),
-        at_most("largest difference from optax's Adam after 5 steps", apart, 2e-5),
-        holds("no position sees a later one", not sees_the_future(causal)),
-    ]
+    yield at_most("the loss falls: last over first", last / losses[0], 0.7)
+    yield at_least("no model predicts better than the source's entropy", last, entropy - 0.03, "nats")
+    yield at_most("largest difference from optax's Adam after 5 steps", apart, 2e-5)
+    yield holds("no position sees a later one", not sees_the_future(causal))
     if broken:
-        return Result(checks)
+        return
 
     batches = [64, 128, 256, 512]
     temporaries = [temporary_bytes(rows) for rows in batches]
@@ -103,11 +109,9 @@ def run(broken: str | None) -> Result:
         for rows, found in zip(batches, temporaries, strict=True)
     )
     seven, library = days_on_one(7e9), float(training_flops(7e9, 140e9))
-    checks += [
-        at_most("activations grow in a straight line with the batch: largest deviation", straight, 0.05),
-        equal("GB of state of 7B, by the library", state_bytes(7e9).total / 1e9, 16 * 7, unit="GB"),
-        equal("days of 7B by the library's FLOPs", library / (MFU * 989e12) / DAY, seven, within=0.001, unit="days"),
-    ]
+    yield at_most("activations grow in a straight line with the batch: largest deviation", straight, 0.05)
+    yield equal("GB of state of 7B, by the library", state_bytes(7e9).total / 1e9, 16 * 7, unit="GB")
+    yield equal("days of 7B by the library's FLOPs", library / (MFU * 989e12) / DAY, seven, within=0.001, unit="days")
     batch_rows = [[rows, found / 1024, found / 1024 / rows] for rows, found in zip(batches, temporaries, strict=True)]
     sizes = []
     for name, n in SIZES.items():
@@ -118,29 +122,8 @@ def run(broken: str | None) -> Result:
     curves = {"training": (range(1, STEPS + 1), losses), "entropy of the source": ([1, STEPS], [entropy, entropy])}
     title, y = "One device: loss, and the least there is", "loss, nats a token"
     columns = "GB of state {:,.1f} | in one 80 GB device | tokens, billion {:,.2f} | days on one H100"
-    return Result(
-        checks,
-        [
-            table("loss", "step | loss, nats {:.3f} | above the source's entropy {:.3f}", loss_rows),
-            table("batch", "sequences in a batch | temporary KiB {:,.0f} | KiB a sequence {:.1f}", batch_rows),
-            table("sizes", f"parameters | {columns}", sizes),
-        ],
-        {"loss": lambda: drawing.lines(title, "step", y, curves, marks=False)},
-        {"start": float(np.log(tiny.V)), "days": seven, "memory": 1000 * per_row / 2**20, "twice": 4},
-    )
-
-
-LAB = Lab(
-    name="one-device",
-    title="Why one device stops",
-    question="What does training on one device take for granted, and which of it fails first?",
-    run=run,
-    breaks={
-        "mask": {
-            "no model predicts better than the source's entropy",
-            "largest difference from optax's Adam after 5 steps",
-            "no position sees a later one",
-        },
-        "bias-correction": {"largest difference from optax's Adam after 5 steps"},
-    },
-)
+    yield table("loss", "step | loss, nats {:.3f} | above the source's entropy {:.3f}", loss_rows)
+    yield table("batch", "sequences in a batch | temporary KiB {:,.0f} | KiB a sequence {:.1f}", batch_rows)
+    yield table("sizes", f"parameters | {columns}", sizes)
+    yield Picture("loss", lambda: drawing.lines(title, "step", y, curves, marks=False))
+    yield Guesses(start=float(np.log(tiny.V)), days=seven, memory=1000 * per_row / 2**20, twice=4)

@@ -13,7 +13,6 @@ In `<details class="guess">`, a question whose answer is folded away, only the n
 to guess in.
 """
 
-import io
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from pathlib import Path
 from jaxdist.commands import import_root
 from jaxdist.files import write_whole
 
-from .drawing import STYLE
 from .lab import Lab, Result, Table, shown
 
 BLOCK = re.compile(r"(<!-- lab: ([a-z]+)(?: ([\w-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -146,14 +144,8 @@ def file_name(lab: Lab, picture: str) -> str:
 
 def draw(lab: Lab, result: Result, folder: Path) -> list[Path]:
     """Write the pictures; the same bytes every time. Raises: OSError."""
-    from matplotlib import rc_context
-
     paths = []
     for name, make in result.pictures.items():
-        path = folder / file_name(lab, name)
-        with rc_context({**STYLE, "svg.hashsalt": path.name}):
-            drawn = io.BytesIO()
-            make().savefig(drawn, format=path.suffix.removeprefix("."), metadata={"Date": None})
-        write_whole(path, drawn.getvalue())
-        paths.append(path)
+        paths.append(folder / file_name(lab, name))
+        write_whole(paths[-1], make().encode())
     return paths

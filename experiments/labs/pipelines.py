@@ -21,10 +21,10 @@ from jaxdist.parallel.pipeline.text import parse
 from jaxdist.plan.proof.trace import collectives_of
 from jaxdist.verification import verify_step
 
-from ..timeline import timeline
+from ..charts import schedule_picture, standalone
 from . import drawing
 from .exchanges import on_mesh, relative_error
-from .lab import Check, Lab, Result, Table, at_most, equal, holds, refused, table
+from .lab import Findings, Guesses, Picture, at_most, equal, holds, lab, refused, table
 
 STAGES, MICROBATCHES, ROWS, WIDTH = 4, 8, 2, 16
 # Closed forms. Idle time over work, and the activations (of a whole stage, for one micro-batch) on the fullest stage.
@@ -196,9 +196,9 @@ def with_a_slow_stage(p: int, m: int, slowest: float) -> float:
 # --------------------------------------------------------------------------------------------------------------- run
 
 
-def schedule_checks() -> tuple[list[Check], Table]:
+def schedule_checks() -> Findings:
     """Bubbles and activations held of every schedule, counted in its tables, against the closed forms."""
-    checks, rows = [], []
+    rows = []
     for name, v in CHUNKS.items():
         tables = {(p, m): make_schedule(name, p, m) for p, m in SIZES}
         forms = {size: (BUBBLE[name](*size, v), HELD[name](*size, v)) for size in SIZES}
@@ -206,20 +206,17 @@ def schedule_checks() -> tuple[list[Check], Table]:
         wrong_held = sum(
             counted(t)[1] != forms[size][1] or max(in_flight(t)) != v * forms[size][1] for size, t in tables.items()
         )
-        checks += [
-            equal(f"{name}: of {len(SIZES)} tables, bubbles that are not the formula's", wrong_bubble, 0),
-            equal(f"{name}: of {len(SIZES)} tables, activations held that are not the formula's", wrong_held, 0),
-        ]
+        yield equal(f"{name}: of {len(SIZES)} tables, bubbles that are not the formula's", wrong_bubble, 0)
+        yield equal(f"{name}: of {len(SIZES)} tables, activations held that are not the formula's", wrong_held, 0)
         for p, m in ((4, 8), (4, 32), (8, 32)):
             idle, held = counted(tables[p, m])
             rows.append([name, p, m, v, tables[p, m].num_ticks, 100 * idle, 100 * idle / (1 + idle), held])
     columns = "schedule | p | m | v | ticks | idle / work {:.1f} % | share of time {:.1f} % | activations held {:g}"
-    return checks, table("schedules", columns, rows)
+    yield table("schedules", columns, rows)
 
 
-def gradient_checks(broken: str | None) -> list[Check]:
+def gradient_checks(broken: str | None) -> Findings:
     """Tables run tick by tick, against one device."""
-    checks = []
     for name in ("gpipe", "1f1b", "zb-h1"):
         schedule = make_schedule(name, STAGES, MICROBATCHES)
         if broken == "early" and name == "zb-h1":
@@ -229,89 +226,77 @@ def gradient_checks(broken: str | None) -> list[Check]:
         w, inputs, targets = arrays(schedule)
         (loss, dw), (expected, expected_dw) = step(w, inputs, targets), one_device(w, inputs, targets)
         fallen = float(step(w - 1e-3 * dw, inputs, targets)[0]) / float(loss)
-        checks += [
-            holds(f"{name}: the checker accepts the table", error_of(schedule) is None),
-            equal(f"{name}: loss, against one device", float(loss), float(expected), within=1e-12),
-            at_most(f"{name}: error of the gradient, against one device", relative_error(dw, expected_dw), 1e-12),
-            at_most(f"{name}: loss after a step over the one before", fallen, 0.99),
-        ]
-    return checks
+        yield holds(f"{name}: the checker accepts the table", error_of(schedule) is None)
+        yield equal(f"{name}: loss, against one device", float(loss), float(expected), within=1e-12)
+        yield at_most(f"{name}: error of the gradient, against one device", relative_error(dw, expected_dw), 1e-12)
+        yield at_most(f"{name}: loss after a step over the one before", fallen, 0.99)
 
 
-def slow_stage() -> tuple[list[Check], Table]:
-    checks, rows = [], []
+def slow_stage() -> Findings:
+    rows = []
     for slowest in (1.0, 1.25, 2.0):
         costs = [Costs()] * (STAGES - 1) + [Costs(slowest, slowest, slowest)]
         taken = simulate(make_schedule("1f1b", STAGES, 32), costs, waiting="dependencies")
         expected = with_a_slow_stage(STAGES, 32, slowest)
         name = f"1f1b, one stage takes {slowest:g} times as long: ticks"
-        checks.append(equal(name, taken.makespan, expected, within=1e-9))
+        yield equal(name, taken.makespan, expected, within=1e-9)
         rows.append([slowest, taken.makespan, expected, 100 * taken.idle_share])
     columns = "k of the slowest stage {:g} | ticks, simulated {:g} | 3(mk + p - 1) {:g} | idle share {:.1f} %"
-    return checks, table("slow", columns, rows)
+    yield table("slow", columns, rows)
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="Pipelines",
+    question="How long do the stages of a pipeline wait for each other, what does waiting less cost in memory, and how "
+    "is it known that a schedule computes the right gradient?",
+    breaks={
+        "dropped": {"1f1b: error of the gradient*"},
+        "early": {"zb-h1: the checker accepts*", "zb-h1: error of the gradient*"},
+    },
+    devices=STAGES,
+)
+def run(broken: str | None) -> Findings:
     mine = parse(MINE)
     with jax.enable_x64(True):
-        checks = gradient_checks(broken)
+        yield from gradient_checks(broken)
         if broken:
-            return Result(checks)
+            return
         (_, dw), (_, expected_dw) = run_table(mine, None, *arrays(mine)), one_device(*arrays(mine))
     early = earlier(make_schedule("zb-h1", STAGES, MICROBATCHES), 1, Action(Phase.B, 0, 0))
     balanced = divide_layers(14, STAGES, last=2)
     pace = max(*balanced[:-1], balanced[-1] + 2)
-    checks += [
-        refused("the checker refuses a B one tick early", error_of(early), "it needs B of micro-batch 0"),
-        at_most(
-            "a table of our own: error of the gradient, against one device", relative_error(dw, expected_dw), 1e-12
-        ),
-        equal("14 layers and a head that costs 2, balanced: work of the slowest stage", pace, (14 + 2) / STAGES),
-    ]
+    yield refused("the checker refuses a B one tick early", error_of(early), "it needs B of micro-batch 0")
+    error = relative_error(dw, expected_dw)
+    yield at_most("a table of our own: error of the gradient, against one device", error, 1e-12)
+    yield equal("14 layers and a head that costs 2, balanced: work of the slowest stage", pace, (14 + 2) / STAGES)
     volume = MICROBATCHES * ROWS * WIDTH * 8  # a micro-batch is B x D numbers of 8 bytes
     for name, crossings in (("1f1b", 2), ("interleaved", 4), ("zb-v", 4)):
         same, sent = by_the_library(name)
-        checks.append(holds(f"{name}: the library's executor equals one device", same))
+        yield holds(f"{name}: the library's executor equals one device", same)
         # A stage in the middle sends each micro-batch on once a chunk, and its gradient back once a chunk.
-        checks.append(equal(f"{name}: bytes that stage 1 sends", sent[1], crossings * volume, unit="bytes"))
+        yield equal(f"{name}: bytes that stage 1 sends", sent[1], crossings * volume, unit="bytes")
 
-    (counts, count_rows), (slow, slow_rows) = schedule_checks(), slow_stage()
+    yield from schedule_checks()
+    yield from slow_stage()
     cells = [[s, *[f"{a.phase.name}{a.microbatch}" if (a := row[s]) else "·" for row in mine.table]] for s in range(2)]
     ticks = " | ".join(str(tick) for tick in range(mine.num_ticks))
-    ms, wide = (4, 8, 16, 32, 64), ("gpipe", "1f1b", "zb-h1")
+    yield table("mine", f"stage | {ticks}", cells)
+    ms = (4, 8, 16, 32, 64)
     shares = {name: (ms, [100 * idle_share(name, STAGES, m) for m in ms]) for name in CHUNKS if name != "gpipe"}
-    title, label = "Idle share of 4 stages (from the tables)", "simulated, equal costs"
-    return Result(
-        [*checks, *counts, *slow],
-        [count_rows, slow_rows, table("mine", f"stage | {ticks}", cells)],
-        {
-            "bubble": partial(drawing.lines, title, "micro-batches", "% of the step", shares, log_x=True),
-            **{f"{n}-wide": partial(timeline, make_schedule(n, STAGES, MICROBATCHES), Costs(), label) for n in wide},
-        },
-        {
-            "share": 100 * idle_share("1f1b", 4, 8),
-            "held": counted(make_schedule("1f1b", 4, 8))[1],
-            "needed": next(m for m in range(1, 1000) if BUBBLE["1f1b"](8, m, 1) <= 0.05),
-            "saved": 100 * (1 - make_schedule("zb-h1", 8, 32).num_ticks / make_schedule("1f1b", 8, 32).num_ticks),
-            "slow": 100 * (with_a_slow_stage(4, 32, 1.25) / with_a_slow_stage(4, 32, 1.0) - 1),
-            "gib": 4 * 6 * 4096 * 1 * 34 * 4096 / 2**30,  # six layers of 34 s b h bytes (selective recomputation)
-        },
+    title = "Idle share of 4 stages (from the tables)"
+    yield Picture("bubble", partial(drawing.lines, title, "micro-batches", "% of the step", shares, log_x=True))
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        drawn = schedule_picture(make_schedule(name, STAGES, MICROBATCHES), name)
+        yield Picture(f"{name}-wide", partial(standalone, drawn, f"{name}: 4 stages, 8 micro-batches"))
+    yield Guesses(
+        share=100 * idle_share("1f1b", 4, 8),
+        held=counted(make_schedule("1f1b", 4, 8))[1],
+        needed=next(m for m in range(1, 1000) if BUBBLE["1f1b"](8, m, 1) <= 0.05),
+        saved=100 * (1 - make_schedule("zb-h1", 8, 32).num_ticks / make_schedule("1f1b", 8, 32).num_ticks),
+        slow=100 * (with_a_slow_stage(4, 32, 1.25) / with_a_slow_stage(4, 32, 1.0) - 1),
+        gib=4 * 6 * 4096 * 1 * 34 * 4096 / 2**30,  # six layers of 34 s b h bytes (selective recomputation)
     )
 
 
 def idle_share(name: str, p: int, m: int) -> float:
     return simulate(make_schedule(name, p, m)).idle_share
-
-
-LAB = Lab(
-    name="pipelines",
-    title="Pipelines",
-    question="How long do the stages of a pipeline wait for each other, what does waiting less cost in memory, and how "
-    "is it known that a schedule computes the right gradient?",
-    run=run,
-    breaks={
-        "dropped": {"1f1b: error of the gradient, against one device"},
-        "early": {"zb-h1: the checker accepts the table", "zb-h1: error of the gradient, against one device"},
-    },
-    devices=STAGES,
-)

@@ -8,7 +8,7 @@ from jaxdist.strategy import PrecisionConfig
 from jaxdist.train.loss_scale import initial_loss_scale, next_loss_scale
 
 from . import drawing, tiny
-from .lab import Lab, Result, at_most, equal, holds, table
+from .lab import Findings, Guesses, Picture, at_most, equal, holds, lab, table
 
 FORMATS = ("float32", "bfloat16", "float16")
 ROWS, LR = 64, 3e-3
@@ -67,44 +67,49 @@ def scale_history(found_finite: list[bool]) -> list[float]:
     return history
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="Precision",
+    question="Why does bf16 train without loss scaling where fp16 does not, and what must stay in fp32 in both?",
+    breaks={
+        "loss-scale": {"share of fp16 gradients that became 0"},
+        "reduce-dtype": {"the sum of 4,096 ones"},
+        "masters": {"a weight of 1 after 500 updates of -0.001"},
+    },
+)
+def run(broken: str | None) -> Findings:
     values = gradients()
     scale = 1.0 if broken == "loss-scale" else 2.0**16
     lost, infinite = kept_share(values, "float16", scale)
     reduce_dtype = "bfloat16" if broken == "reduce-dtype" else "float32"
     ones = np.ones(SUMMED, np.float32)
-    total = running_sum(ones, reduce_dtype)
     weight = updated(500, "bfloat16" if broken == "masters" else "float32")
-    checks = [
-        holds("every gradient is finite in fp16", infinite == 0),
-        at_most("share of fp16 gradients that became 0", lost, 0.01),
-        equal("the sum of 4,096 ones", total, SUMMED),
-        equal("the sum of 200 ones", running_sum(ones[:200], reduce_dtype), 200),
-        equal("a weight of 1 after 500 updates of -0.001", weight, 0.5, within=0.001),
-    ]
+    yield holds("every gradient is finite in fp16", infinite == 0)
+    yield at_most("share of fp16 gradients that became 0", lost, 0.01)
+    yield equal("the sum of 4,096 ones", running_sum(ones, reduce_dtype), SUMMED)
+    yield equal("the sum of 200 ones", running_sum(ones[:200], reduce_dtype), 200)
+    yield equal("a weight of 1 after 500 updates of -0.001", weight, 0.5, within=0.001)
     if broken:
-        return Result(checks)
+        return
 
     info = {name: jnp.finfo(name) for name in FORMATS}
     first_lost = {name: 2 * float(1 / info[name].eps) for name in FORMATS}
     for name, first in first_lost.items():
         whole, below = jnp.asarray(first, name), jnp.asarray(first / 2, name)
-        checks.append(holds(f"{name}: {first:,.0f} + 1 is itself", bool(whole + 1 == whole)))
-        checks.append(holds(f"{name}: {first / 2:,.0f} + 1 is more", bool(below + 1 != below)))
+        yield holds(f"{name}: {first:,.0f} + 1 is itself", bool(whole + 1 == whole))
+        yield holds(f"{name}: {first / 2:,.0f} + 1 is more", bool(below + 1 != below))
     direction, small = "Adam's direction for a gradient of 1e-5", 1e-5
     begun = float(initial_loss_scale(PrecisionConfig("float16")).scale)
     halved = f"the library's loss scale, at first {begun:,.0f}, after three overflows of which one is forgiven"
     sweep = {name: [kept_share(values, name, scale) for scale in SCALES] for name in FORMATS}
     fewest = min(lost + over for lost, over in sweep["float16"])
-    checks += [
-        equal(f"{direction}, fp32", adam_direction(small, "float32"), 1.0, within=0.01),
-        holds(f"{direction}, fp16: infinite, for its square and eps are 0", np.isinf(adam_direction(small, "float16"))),
-        equal(f"{direction}, bf16", adam_direction(small, "bfloat16"), 1.0, within=0.01),
-        equal(halved, scale_history([True, False, False, False, True])[-1], begun / 4),
-        at_most("share of bf16 gradients that became 0, with no loss scale", sweep["bfloat16"][0][0], 0.0),
-        at_most("share of fp16 gradients that are 0 or infinite, with the best loss scale", fewest, 0.01),
-        holds("with a loss scale of 2^40 some fp16 gradients are infinite", sweep["float16"][-1][1] > 0),
-    ]
+    yield equal(f"{direction}, fp32", adam_direction(small, "float32"), 1.0, within=0.01)
+    infinite = np.isinf(adam_direction(small, "float16"))
+    yield holds(f"{direction}, fp16: infinite, for its square and eps are 0", infinite)
+    yield equal(f"{direction}, bf16", adam_direction(small, "bfloat16"), 1.0, within=0.01)
+    yield equal(halved, scale_history([True, False, False, False, True])[-1], begun / 4)
+    yield at_most("share of bf16 gradients that became 0, with no loss scale", sweep["bfloat16"][0][0], 0.0)
+    yield at_most("share of fp16 gradients that are 0 or infinite, with the best loss scale", fewest, 0.01)
+    yield holds("with a loss scale of 2^40 some fp16 gradients are infinite", sweep["float16"][-1][1] > 0)
     bits = [
         [name, f"{i.nexp}, {i.nmant}", *[float(x) for x in (i.max, i.tiny, i.smallest_subnormal, i.eps)]]
         for name, i in info.items()
@@ -116,22 +121,14 @@ def run(broken: str | None) -> Result:
     updates = [[n, *[updated(n, name) for name in FORMATS]] for n in (1, 10, 100, 500)]
     adam = [[g, *[adam_direction(g, name) for name in FORMATS]] for g in SMALL]
     columns = "largest {:.1e} | smallest normal {:.1e} | smallest {:.1e} | next after 1 1+{:.1e}"
-    return Result(
-        checks,
-        [
-            table("formats", f"format | bits: exponent, fraction | {columns}", bits),
-            table(
-                "scales",
-                "loss scale | fp16: share at 0 {:.1%} | fp16: share infinite {:.1%} | bf16: share at 0 {:.1%}",
-                scales,
-            ),
-            table("sums", "ones added up one by one {:,} | " + formats("{:,.0f}"), sums),
-            table("updates", "updates of -0.001 to a weight of 1 | " + formats("{:.4f}"), updates),
-            table("adam", "gradient {:.0e} | " + formats("{:.3g}", ": g / (√g² + 1e-8)"), adam),
-        ],
-        {"range": lambda: range_picture(values)},
-        {"stuck": first_lost["bfloat16"], "window": 65504 / 2**16, "halved": 2.0**14, "lost": 1000 * 2.0**-9},
-    )
+    shares = "fp16: share at 0 {:.1%} | fp16: share infinite {:.1%} | bf16: share at 0 {:.1%}"
+    yield table("formats", f"format | bits: exponent, fraction | {columns}", bits)
+    yield table("scales", f"loss scale | {shares}", scales)
+    yield table("sums", "ones added up one by one {:,} | " + formats("{:,.0f}"), sums)
+    yield table("updates", "updates of -0.001 to a weight of 1 | " + formats("{:.4f}"), updates)
+    yield table("adam", "gradient {:.0e} | " + formats("{:.3g}", ": g / (√g² + 1e-8)"), adam)
+    yield Picture("range", lambda: range_picture(values))
+    yield Guesses(stuck=first_lost["bfloat16"], window=65504 / 2**16, halved=2.0**14, lost=1000 * 2.0**-9)
 
 
 def formats(form: str, more: str = "") -> str:
@@ -140,28 +137,10 @@ def formats(form: str, more: str = "") -> str:
 
 
 def range_picture(values: np.ndarray):
-    """Histogram of log2 |g|, under it what each 16-bit format can hold."""
-    figure, axes = drawing.blank("Gradients (shrunk), and what 16 bits hold", "log2 of the magnitude", "gradients")
-    magnitudes = np.log2(np.abs(values[values != 0]))
-    counts, _, _ = axes.hist(magnitudes, bins=40, color=drawing.COLOURS[7])
-    top = counts.max()
-    for row, (label, low, high) in enumerate([("fp16", -24, 16), ("fp16, loss × 65,536", -40, 0), ("bf16", -60, 20)]):
-        height = top * (1.12 + 0.14 * row)
-        axes.plot([low, high], [height, height], color=drawing.COLOURS[row], linewidth=5, solid_capstyle="butt")
-        axes.text(max(low, -45) + 0.5, height + 0.03 * top, label, size=9, va="bottom")
-    axes.set_xlim(-45, 18)
-    axes.set_ylim(0, 1.65 * top)
-    return figure
-
-
-LAB = Lab(
-    name="precision",
-    title="Precision",
-    question="Why does bf16 train without loss scaling where fp16 does not, and what must stay in fp32 in both?",
-    run=run,
-    breaks={
-        "loss-scale": {"share of fp16 gradients that became 0"},
-        "reduce-dtype": {"the sum of 4,096 ones"},
-        "masters": {"a weight of 1 after 500 updates of -0.001"},
-    },
-)
+    """Histogram of log2 |g|, over it what each 16-bit format can hold."""
+    counts, edges = np.histogram(np.log2(np.abs(values[values != 0])), bins=40)
+    curves = {"gradients": (np.repeat(edges, 2)[1:-1], np.repeat(counts, 2))}
+    for row, (name, low, high) in enumerate([("fp16", -24, 16), ("fp16, loss × 65,536", -40, 0), ("bf16", -60, 20)]):
+        curves[name] = ([max(low, -45), min(high, 18)], [counts.max() * (1.1 + 0.1 * row)] * 2)
+    title = "Gradients (shrunk), and what 16 bits hold"
+    return drawing.lines(title, "log2 of the magnitude", "gradients", curves, marks=False)

@@ -10,44 +10,33 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import MeshShape, make_abstract_mesh
-from jaxdist.parallel import all_gather, all_reduce, enter, leave, varying
+from jaxdist.parallel import all_gather, enter, leave, varying
 from jaxdist.plan.proof.trace import collectives_of
 
+from ..charts import Span
 from . import drawing
-from .exchanges import on_mesh, relative_error, traced
-from .lab import Lab, Result, at_most, equal, holds, table
+from .exchanges import enter_without_sum, on_mesh, relative_error, traced
+from .lab import Findings, Guesses, Picture, at_most, equal, holds, lab, table
 from .tools import small_run
 
 RANKS, B, T, D, F, LAYERS = 4, 2, 8, 16, 32, 4
 TP = MeshShape(tp=RANKS)
 SEQUENCE = P(None, "tp")  # [B, T_tp, ...]
-# Megatron-LM's name -> (its forward, its backward, ours, our specs in and out).
-OPERATORS = {
-    "copy_to_tensor_model_parallel_region": ("nothing", "all-reduce", lambda x: enter(x, False), P(), P("tp")),
-    "reduce_from_tensor_model_parallel_region": ("all-reduce", "nothing", lambda x: leave(x, False), P("tp"), P()),
-    "gather_from_sequence_parallel_region": (
-        "all-gather",
-        "reduce-scatter",
-        lambda x: enter(x, True),
-        SEQUENCE,
-        P("tp"),
-    ),
-    "reduce_scatter_to_sequence_parallel_region": (
-        "reduce-scatter",
-        "all-gather",
-        lambda x: leave(x, True),
-        P("tp"),
-        SEQUENCE,
-    ),
-    "gather_from_tensor_model_parallel_region": (
-        "all-gather",
-        "nothing",
-        lambda x: all_gather(x, "tp", 2, replicated=True),
-        P(None, None, "tp"),
-        P(),
-    ),
-}
-OURS = ("enter(x, sp=False)", "leave(y, sp=False)", "enter(x, sp=True)", "leave(y, sp=True)", "all_gather(x, ...)")
+# Megatron-LM's name, its forward, its backward, ours.
+OPERATORS = (
+    ("copy_to_tensor_model_parallel_region", "nothing", "all-reduce", "enter(x, sp=False)"),
+    ("reduce_from_tensor_model_parallel_region", "all-reduce", "nothing", "leave(y, sp=False)"),
+    ("gather_from_sequence_parallel_region", "all-gather", "reduce-scatter", "enter(x, sp=True)"),
+    ("reduce_scatter_to_sequence_parallel_region", "reduce-scatter", "all-gather", "leave(y, sp=True)"),
+    ("gather_from_tensor_model_parallel_region", "all-gather", "nothing", "all_gather(x, ...)"),
+)
+OURS = (  # the same as functions, with their specs in and out
+    (partial(enter, sp=False), P(), P("tp")),
+    (partial(leave, sp=False), P("tp"), P()),
+    (partial(enter, sp=True), SEQUENCE, P("tp")),
+    (partial(leave, sp=True), P("tp"), SEQUENCE),
+    (partial(all_gather, axis="tp", dim=2, replicated=True), P(None, None, "tp"), P()),
+)
 
 
 def collectives_each_way(function, in_spec: P, out_spec: P) -> tuple[str, str]:
@@ -64,17 +53,6 @@ def collectives_each_way(function, in_spec: P, out_spec: P) -> tuple[str, str]:
 
 def words(kinds: Counter) -> str:
     return ", ".join(kind.replace("_", "-") for kind in kinds.elements()) or "nothing"
-
-
-@jax.custom_vjp
-def enter_without_sum(x):
-    """`enter` whose backward forgets the other ranks: the first one's part of dx is taken for the whole."""
-    return varying(x, "tp")
-
-
-enter_without_sum.defvjp(
-    lambda x: (varying(x, "tp"), None), lambda _, dx: (all_reduce(jnp.where(lax.axis_index("tp") == 0, dx, 0), "tp"),)
-)
 
 
 def mlp_errors(broken: str | None) -> tuple[float, float]:
@@ -169,24 +147,31 @@ def gathers_of_layers(**settings) -> tuple[int, int]:
     )
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="Reading notes on Megatron-LM and FSDP",
+    question="Where is what this course is about in Megatron-LM and PyTorch FSDP, and what is different here?",
+    devices=RANKS,
+    breaks={
+        "input-gradient": {"column then row: error of the input's gradient"},
+        "prefetch": {"no iteration's matmul*"},
+    },
+)
+def run(broken: str | None) -> Findings:
     with jax.enable_x64(True):
         output_error, gradient_error = mlp_errors(broken)
         ahead = broken != "prefetch"
         loop_error = prefetch_error(ahead)
-    checks = [
-        at_most("column then row: error of the output", output_error, 1e-12),
-        at_most("column then row: error of the input's gradient", gradient_error, 1e-12),
-        at_most("gathered layers: error of the output", loop_error, 1e-12),
-        holds("no iteration's matmul waits for the gather of the same iteration", not waits_for_its_gather(ahead)),
-    ]
+    yield at_most("column then row: error of the output", output_error, 1e-12)
+    yield at_most("column then row: error of the input's gradient", gradient_error, 1e-12)
+    yield at_most("gathered layers: error of the output", loop_error, 1e-12)
+    yield holds("no iteration's matmul waits for the gather of the same iteration", not waits_for_its_gather(ahead))
     if broken:
-        return Result(checks)
+        return
 
     rows = []
-    for (name, (forward, backward, function, *specs)), ours in zip(OPERATORS.items(), OURS, strict=True):
-        found = collectives_each_way(function, *specs)
-        checks.append(holds(f"{name} sends as ours does", found == (forward, backward), " / ".join(found)))
+    for (name, forward, backward, ours), function in zip(OPERATORS, OURS, strict=True):
+        found = collectives_each_way(*function)
+        yield holds(f"{name} sends as ours does", found == (forward, backward), " / ".join(found))
         rows.append([name, ours, forward, backward])
     variants = {
         "reshard_after_forward=True (FULL_SHARD)": ({}, 2 * LAYERS),
@@ -195,20 +180,14 @@ def run(broken: str | None) -> Result:
     }
     counted = {name: gathers_of_layers(**settings) for name, (settings, _) in variants.items()}
     for name, (_, expected) in variants.items():
-        checks.append(equal(f"gathers of {LAYERS} layers, {name}", counted[name][0], expected))
-        checks.append(equal(f"scatters of {LAYERS} layers, {name}", counted[name][1], LAYERS))
+        yield equal(f"gathers of {LAYERS} layers, {name}", counted[name][0], expected)
+        yield equal(f"scatters of {LAYERS} layers, {name}", counted[name][1], LAYERS)
+    yield table("operators", "Megatron-LM | ours | forward sends | backward sends", rows)
+    columns = "all-gathers of weights | reduce-scatters of gradients"
     gathers = [[name, *each] for name, each in counted.items()]
-    return Result(
-        checks,
-        [
-            table("operators", "Megatron-LM | ours | forward sends | backward sends", rows),
-            table(
-                "gathers", "FSDP, and ours with ZeRO-3 | all-gathers of weights | reduce-scatters of gradients", gathers
-            ),
-        ],
-        {"prefetch": prefetch_picture},
-        {"layer": 4, "gathers": 160, "accumulated": 8 * 160, "resident": 2},
-    )
+    yield table("gathers", f"FSDP, and ours with ZeRO-3 | {columns}", gathers)
+    yield Picture("prefetch", prefetch_picture)
+    yield Guesses(layer=4, gathers=160, accumulated=8 * 160, resident=2)
 
 
 def prefetch_picture():
@@ -216,22 +195,9 @@ def prefetch_picture():
     gather, layers = 0.6, range(LAYERS)
     late, early = [n * (1 + gather) for n in layers], [max(0.0, gather + n - 1) if n else 0.0 for n in layers]
     rows = [
-        ("gather", [(late[n], late[n] + gather, str(n), 1) for n in layers]),
-        ("compute", [(late[n] + gather, late[n] + gather + 1, str(n), 0) for n in layers]),
-        ("prefetch", [(early[n], early[n] + gather, str(n), 1) for n in layers]),
-        ("compute", [(gather + n, gather + n + 1, str(n), 0) for n in layers]),
+        ("gather", [Span(late[n], late[n] + gather, 1, str(n)) for n in layers]),
+        ("compute", [Span(late[n] + gather, late[n] + gather + 1, 0, str(n)) for n in layers]),
+        ("prefetch", [Span(early[n], early[n] + gather, 1, str(n)) for n in layers]),
+        ("compute", [Span(gather + n, gather + n + 1, 0, str(n)) for n in layers]),
     ]
     return drawing.timeline("Modelled: a gather takes 0.6 of a layer", "time, in layers of compute", rows)
-
-
-LAB = Lab(
-    name="reading",
-    title="Reading notes on Megatron-LM and FSDP",
-    question="Where is what this course is about in Megatron-LM and PyTorch FSDP, and what is different here?",
-    run=run,
-    devices=RANKS,
-    breaks={
-        "input-gradient": {"column then row: error of the input's gradient"},
-        "prefetch": {"no iteration's matmul waits for the gather of the same iteration"},
-    },
-)

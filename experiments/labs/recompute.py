@@ -17,7 +17,7 @@ from jaxdist.train.program import build_program
 
 from . import drawing
 from .exchanges import relative_error
-from .lab import Check, Lab, Result, Table, at_most, equal, holds, table
+from .lab import Findings, Guesses, Picture, at_most, equal, holds, lab, table
 from .tools import compiled_levels, planned_bytes, small_run
 
 LAYERS, ROWS, WIDTH, HIDDEN = 64, 2048, 32, 128
@@ -159,74 +159,71 @@ def cheapest_that_fits(bytes_of: dict[str, float], budget: float) -> str:
 # --------------------------------------------------------------------------------------------------------------- run
 
 
-ERROR = "error of the gradient, against none"
-
-
-def stack_checks(saved: bool) -> tuple[list[Check], Table]:
-    checks, rows = [], []
+def stack_checks(saved: bool) -> Findings:
+    rows = []
     _, none_bytes, none_grads = stack_program(0)
     for every in (0, *GROUPS):
         flops, temporaries, grads = stack_program(every, saved and every > 0)
         name, formula = f"groups of {every}" if every else "none", predicted_temporaries(every)
-        checks.append(equal(f"stack, {name}: FLOPs over those of a forward", flops, 4 if every else 3))
-        checks.append(equal(f"stack, {name}: temporaries", temporaries / 2**20, formula / 2**20, 0.15, "MiB"))
-        checks.append(at_most(f"stack, {name}: {ERROR}", relative_error(grads, none_grads), 1e-5))
+        yield equal(f"stack, {name}: FLOPs over those of a forward", flops, 4 if every else 3)
+        yield equal(f"stack, {name}: temporaries", temporaries / 2**20, formula / 2**20, 0.15, "MiB")
+        yield at_most(f"stack, {name}: error of the gradient, against none", relative_error(grads, none_grads), 1e-5)
         rows.append([name, flops, formula / 2**20, temporaries / 2**20, none_bytes / temporaries])
     columns = "FLOPs, in forwards {:g} | formula, MiB {:,.1f} | compiled, MiB {:,.1f} | times less than none {:.1f}"
-    return checks, table("stack", f"recomputed | {columns}", rows)
+    yield table("stack", f"recomputed | {columns}", rows)
 
 
-def step_checks() -> tuple[list[Check], list[Table]]:
-    checks, rows, peaks, plans = [], [], {}, {}
+def step_checks() -> Findings:
+    rows, peaks, plans = [], {}, {}
     for remat in REMATS:
         config = small_run(model=SMALL, remat=remat)
         flops, terms = step_flops(config), planned_bytes(config)
         plans[remat], peaks[remat] = sum(terms.values()) / 2**20, compiled_levels(config).compiled.peak / 2**20
-        checks += [
-            equal(f"our step, --remat {remat}: FLOPs of a token", flops, expected_flops(remat)),
-            equal(f"our step, --remat {remat}: planned peak", plans[remat], peaks[remat], 0.1, "MiB"),
-        ]
+        yield equal(f"our step, --remat {remat}: FLOPs of a token", flops, expected_flops(remat))
+        yield equal(f"our step, --remat {remat}: planned peak", plans[remat], peaks[remat], 0.1, "MiB")
         rows.append([remat, terms["activations"] / 2**20, plans[remat], peaks[remat], flops / expected_flops("none")])
     chosen = [(b, cheapest_that_fits(plans, b), cheapest_that_fits(peaks, b)) for b in BUDGETS]
-    checks.append(holds("planned and compiled peaks choose the same", all(a == b for _, a, b in chosen)))
+    yield holds("planned and compiled peaks choose the same", all(a == b for _, a, b in chosen))
     columns = "activations, MiB {:,.1f} | planned peak, MiB {:,.1f} | compiled peak, MiB {:,.1f}"
-    return checks, [
-        table("step", f"--remat | {columns} | FLOPs over those of none {{:.3f}}", rows),
-        table("budgets", "budget, MiB | chosen by planned peaks | chosen by compiled peaks", chosen),
-    ]
+    yield table("step", f"--remat | {columns} | FLOPs over those of none {{:.3f}}", rows)
+    yield table("budgets", "budget, MiB | chosen by planned peaks | chosen by compiled peaks", chosen)
 
 
-def run(broken: str | None) -> Result:
-    checks, stack_table = stack_checks(broken == "saved")
+@lab(
+    title="Recomputation",
+    question="How much memory does running forward again in backward save, for how many FLOPs, and what must stay?",
+    breaks={
+        "redrawn": {"stack with dropout: error*"},
+        "saved": {"stack, groups of *: FLOPs*", "stack, groups of [!6]*: temporaries"},  # all layers keep all anyway
+    },
+)
+def run(broken: str | None) -> Findings:
+    yield from stack_checks(broken == "saved")
     (loss, grads), (kept_loss, kept_grads) = by_hand(1000 * (broken == "redrawn")), by_hand(None)
-    checks += [
-        equal("stack with dropout: loss with recomputation, against none", loss[0], kept_loss[0], within=1e-6),
-        at_most("stack with dropout: loss after four steps over the first", loss[-1] / loss[0], 0.95),
-        at_most(f"stack with dropout: {ERROR}", relative_error(grads, kept_grads), 1e-5),
-    ]
+    yield equal("stack with dropout: loss with recomputation, against none", loss[0], kept_loss[0], within=1e-6)
+    yield at_most("stack with dropout: loss after four steps over the first", loss[-1] / loss[0], 0.95)
+    error = relative_error(grads, kept_grads)
+    yield at_most("stack with dropout: error of the gradient, against none", error, 1e-5)
     if broken:
-        return Result(checks)
+        return
     model = dataclasses.replace(PRESETS["proof"], num_layers=2, dropout=0.1)
     report = jaxdist.verify(model, remat="block", batch_size=4, steps=1, device="cpu")
     name = "our step with dropout, --remat block: every leaf is that of one device that keeps everything"
-    of_step, step_tables = step_checks()
+    yield holds(name, report.ok)
+    yield from step_checks()
     real = [
         [f"{name}, {mesh}, batch {rows}", *[planned_gb(PRESETS[name], mesh, rows, remat) for remat in REMATS[:3]]]
         for name, mesh, rows in REAL
     ]
     columns = " | ".join(f"{remat} {{:,.1f}}" for remat in REMATS[:3])
-    guesses = {
-        "flops": 100 / 3,
-        "best": min((2**e for e in range(7)), key=predicted_temporaries),
-        "sqrt": min(100 / k + k for k in range(1, 101)),
-        "block": 24 * 4096 * 4096 * 2 / 2**30,
-        "last": 100 * (expected_flops("block") / expected_flops("none") - 1),
-    }
-    return Result(
-        [*checks, holds(name, report.ok), *of_step],
-        [stack_table, *step_tables, table("real", f"planned peak, GB a device | {columns}", real)],
-        {"groups": draw_groups},
-        guesses,
+    yield table("real", f"planned peak, GB a device | {columns}", real)
+    yield Picture("groups", draw_groups)
+    yield Guesses(
+        flops=100 / 3,
+        best=min((2**e for e in range(7)), key=predicted_temporaries),
+        sqrt=min(100 / k + k for k in range(1, 101)),
+        block=24 * 4096 * 4096 * 2 / 2**30,
+        last=100 * (expected_flops("block") / expected_flops("none") - 1),
     )
 
 
@@ -262,16 +259,3 @@ def draw_groups():
     }
     title, x = "64 layers: temporaries of the gradient", "layers recomputed together"
     return drawing.lines(title, x, "MiB", curves, log_x=True)
-
-
-LAB = Lab(
-    name="recompute",
-    title="Recomputation",
-    question="How much memory does running forward again in backward save, for how many FLOPs, and what must stay?",
-    run=run,
-    breaks={
-        "redrawn": {f"stack with dropout: {ERROR}"},
-        "saved": {f"stack, groups of {k}: FLOPs over those of a forward" for k in GROUPS}
-        | {f"stack, groups of {k}: temporaries" for k in GROUPS if k != LAYERS},
-    },
-)

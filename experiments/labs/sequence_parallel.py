@@ -21,7 +21,7 @@ from jaxdist.strategy import PrecisionConfig
 
 from . import drawing
 from .exchanges import accepted, on_mesh, relative_error, sent_over, spread, traced
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds, table
+from .lab import Findings, Guesses, Picture, at_least, at_most, equal, holds, lab, table
 from .tools import small_run
 
 # ------------------------------------------------------------------------------------------- two layers, by hand
@@ -62,18 +62,7 @@ def gradients(layers, x, y, sums: bool = True, same_masks: bool = False):
     return all_reduce(value, "tp"), grads
 
 
-ONE, BETWEEN, TYPES = (
-    f"by hand: scales and biases: {what}"
-    for what in (
-        "error of gradients, rank 0",
-        "largest difference of gradients between ranks",
-        "JAX takes gradients for equal on all ranks",
-    )
-)
-VALUE, OF_MATRICES = "by hand: the loss with sp against plain tp", "by hand: error of the matrices' gradients"
-
-
-def by_hand(broken: str | None) -> list[Check]:
+def by_hand(broken: str | None) -> Findings:
     rng = np.random.default_rng(0)
     shapes = {"up": (D, F), "down": (F, D), "scale": (D,), "bias": (D,)}
     layers = [
@@ -106,15 +95,15 @@ def by_hand(broken: str | None) -> list[Check]:
     losses = np.asarray(on_mesh(MESH, train, specs, P())(*args))
     split = on_mesh(MESH, lambda *args: all_reduce(loss(*args, sp=True), "tp"), specs, P())
     ratio = forward_bytes(split, *args) / forward_bytes(on_mesh(MESH, plain, plain_specs, P()), *args)
-    return [
-        equal(VALUE, float(value), float(expected), within=1e-12),
-        at_most(OF_MATRICES, relative_error(matrices, of_matrices), 1e-11),
-        at_most(ONE, relative_error(jax.tree.map(lambda g: g[0], small), of_small), 1e-11),
-        at_most(BETWEEN, spread(small), 1e-12),
-        holds(TYPES, accepted(on_mesh(MESH, made, specs, (P(), whole)), *args)),
-        equal("by hand: bytes sent forward, sp over plain tp", ratio, 1),
-        at_least("by hand: loss of the first step over that of step 30", float(losses[0] / losses[-1]), 1.3),
-    ]
+    first, typed = jax.tree.map(lambda g: g[0], small), accepted(on_mesh(MESH, made, specs, (P(), whole)), *args)
+    alike = "by hand: scales and biases"
+    yield equal("by hand: the loss with sp against plain tp", float(value), float(expected), within=1e-12)
+    yield at_most("by hand: error of the matrices' gradients", relative_error(matrices, of_matrices), 1e-11)
+    yield at_most(f"{alike}: error of gradients, rank 0", relative_error(first, of_small), 1e-11)
+    yield at_most(f"{alike}: largest difference of gradients between ranks", spread(small), 1e-12)
+    yield holds(f"{alike}: JAX takes gradients for equal on all ranks", typed)
+    yield equal("by hand: bytes sent forward, sp over plain tp", ratio, 1)
+    yield at_least("by hand: loss of the first step over that of step 30", float(losses[0] / losses[-1]), 1.3)
 
 
 def forward_bytes(run, *args) -> int:
@@ -164,33 +153,31 @@ def our_form(t: int, sp: bool) -> float:
     return (4 * d + 16) / (t if sp else 1) + gathered + (16 * d + 8 * a) / t
 
 
-def paper_table() -> tuple[list[Check], Table]:
-    checks, rows = [], []
+def paper_table() -> Findings:
+    rows = []
     for name, ((t, sp, scores), published) in PAPER.items():
         parts = paper(t, sp, scores)
         total, remat = sum(parts.values()), "none" if scores else "selective"
         library = layer_activation_bytes(GPT3, 1, tp=t, sp=sp, remat=remat)
-        checks += [
-            equal(f"GPT-3, {name}: the library's form, bytes", float(library), total, within=1e-12),
-            equal(f"GPT-3, {name}: as published", round(total / GIB, 2), published, unit="GiB"),
-        ]
+        yield equal(f"GPT-3, {name}: the library's form, bytes", float(library), total, within=1e-12)
+        yield equal(f"GPT-3, {name}: as published", round(total / GIB, 2), published, unit="GiB")
         rows.append([name, *[part / GIB for part in parts.values()], total / GIB])
     columns = "GiB a layer | " + " | ".join(f"{part} {{:.3f}}" for part in paper(1, False, True)) + " | total {:.2f}"
-    return checks, table("gpt3", columns, rows)
+    yield table("gpt3", columns, rows)
 
 
-def our_table() -> tuple[list[Check], Table]:
-    checks, rows = [], []
+def our_table() -> Findings:
+    rows = []
     for t in (1, 2, 4, 8):
         cells = []
         for sp in (False, True):
-            checks.append(equal(f"our layer, tp={t}{', sp' * sp}: bytes a token kept", ours(t, sp), our_form(t, sp)))
+            yield equal(f"our layer, tp={t}{', sp' * sp}: bytes a token kept", ours(t, sp), our_form(t, sp))
             theirs = (8 / (t if sp else 1) + 24 / t) * SMALL_GPT.width  # without its two masks
             cells += [theirs, ours(t, sp), ours(t, sp, whole_layer=True)]
-        checks.append(equal(f"our layer recomputed, tp={t}: kept without sp over with it", cells[2] / cells[5], t))
+        yield equal(f"our layer recomputed, tp={t}: kept without sp over with it", cells[2] / cells[5], t)
         rows.append([t, *cells])
     columns = " | ".join(f"{name}{sp} {{:,.0f}}" for sp in ("", ", sp") for name in ("paper", "ours", "recomputed"))
-    return checks, table("ours", f"tp | {columns}", rows)
+    yield table("ours", f"tp | {columns}", rows)
 
 
 # ------------------------------------------------------------------------------------------- our step
@@ -198,7 +185,7 @@ def our_table() -> tuple[list[Check], Table]:
 MODEL = dataclasses.replace(PRESETS["proof"], width=256, ffn_width=1024)
 
 
-def our_step() -> tuple[list[Check], Table]:
+def our_step() -> Findings:
     """Messages over tp of a step with and without sp: eight sequences, fp32."""
     message = 8 * MODEL.seq_len * MODEL.width * 4
     rows = []
@@ -213,52 +200,44 @@ def our_step() -> tuple[list[Check], Table]:
         rows.append([name, *kinds, sum(c.sent_bytes(config.parallel.mesh) for c in large), gradients])
     d, layers = MODEL.width, MODEL.num_layers
     owed = 4 * (layers * 6 * d + 2 * d + MODEL.seq_len * d)  # norms and biases of layers, the last norm, positions
-    checks = [
-        equal("our step: bytes of activations over tp, sp over plain", rows[1][-2] / rows[0][-2], 1),
-        equal("our step with sp: bytes of gradients to be summed over tp", rows[1][-1], owed),
-        equal("our step without sp: bytes of gradients to be summed over tp", rows[0][-1], 0),
-    ]
+    yield equal("our step: bytes of activations over tp, sp over plain", rows[1][-2] / rows[0][-2], 1)
+    yield equal("our step with sp: bytes of gradients to be summed over tp", rows[1][-1], owed)
+    yield equal("our step without sp: bytes of gradients to be summed over tp", rows[0][-1], 0)
     columns = "run | all-reduces | all-gathers | reduce-scatters | bytes sent {:,} | gradients to sum, bytes {:,}"
-    return checks, table("step", columns, rows)
+    yield table("step", columns, rows)
 
 
 # ------------------------------------------------------------------------------------------- the lab
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="Sequence parallelism",
+    question="What does tensor parallelism leave whole on every rank, and what does it cost to split that too?",
+    devices=8,
+    breaks={
+        "norms": {"by hand: scales and biases*"},
+        "masks": {"by hand: the loss with sp*", "by hand: error of the matrices*", "*: error of gradients, rank 0"},
+    },
+)
+def run(broken: str | None) -> Findings:
     with jax.enable_x64(True):
-        checks = by_hand(broken)
-        if broken:
-            return Result(checks)
-    (published, gpt3), (kept, ours), (sent, step) = paper_table(), our_table(), our_step()
-    return Result([*checks, *published, *kept, *sent], [gpt3, step, ours], {"gpt3": draw_gpt3}, guesses())
+        yield from by_hand(broken)
+    if broken:
+        return
+    for part in (paper_table, our_table, our_step):
+        yield from part()
+    yield Picture("gpt3", draw_gpt3)
+    whole = paper(8, False, True)
+    yield Guesses(
+        share=100 * whole["whole on every rank"] / sum(whole.values()),
+        bytes=1,
+        long=34 * 8192 * 8192 / 8 * 80 / 1e9,
+        without=(10 + 24 / 8) * 8192 * 8192 * 80 / 1e9,
+        limit=4 * 1024 + 16,
+    )
 
 
 def draw_gpt3():
     cases = {name: paper(*arguments) for name, (arguments, _) in PAPER.items() if name != "one device"}
     parts = {part: [case[part] / GIB for case in cases.values()] for part in paper(1, False, True)}
     return drawing.stacks("Kept by one GPT-3 layer, 8 ranks (formula)", "GiB", list(cases), parts)
-
-
-def guesses() -> dict[str, float]:
-    whole = paper(8, False, True)
-    return {
-        "share": 100 * whole["whole on every rank"] / sum(whole.values()),
-        "bytes": 1,
-        "long": 34 * 8192 * 8192 / 8 * 80 / 1e9,
-        "without": (10 + 24 / 8) * 8192 * 8192 * 80 / 1e9,
-        "limit": 4 * 1024 + 16,
-    }
-
-
-LAB = Lab(
-    name="sequence-parallel",
-    title="Sequence parallelism",
-    question="What does tensor parallelism leave whole on every rank, and what does it cost to split that too?",
-    run=run,
-    devices=8,
-    breaks={
-        "norms": {ONE, BETWEEN, TYPES},
-        "masks": {VALUE, OF_MATRICES, ONE},
-    },
-)

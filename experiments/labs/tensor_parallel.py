@@ -17,9 +17,10 @@ from jaxdist.parallel import all_gather, all_reduce, enter, leave, rank, varying
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.proof.trace import total_sent
 
+from ..charts import Cell
 from . import drawing
-from .exchanges import on_mesh, relative_error, sent_over, traced
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds, table
+from .exchanges import enter_without_sum, on_mesh, relative_error, sent_over, traced
+from .lab import Findings, Guesses, Picture, at_least, at_most, equal, holds, lab, table
 from .tools import small_run
 
 TP = 4
@@ -63,31 +64,13 @@ def loss(params, x, y, enter=lambda x: x, leave=lambda x: x, bias_first=False):
     return jnp.mean((h - y) ** 2)
 
 
-@jax.custom_vjp
-def enter_without_sum(x):
-    """`enter`, but backward goes on with only rank 0's part of dx."""
-    return varying(x, "tp")
-
-
-enter_without_sum.defvjp(
-    lambda x: (varying(x, "tp"), None), lambda _, dx: (lax.psum(jnp.where(rank("tp") == 0, dx, 0), "tp"),)
-)
-
-
-ALL = "by hand: error of all gradients"
-LAST = "by hand: error of the last MLP's gradients"
-LOSS = "by hand: the loss against one device"
-COUNT = "by hand: all-reduces with backward, 2 + 2 a layer"
-BYTES = "by hand: bytes with backward, 8 (t-1)/t of B·T·D elements a layer"
-
-
 def split_through_heads(qkv):
     """The columns of [D, 3 N H] dealt out in order, q first: what a rank takes for q, k and v of its heads is not."""
     flat = qkv.reshape(D, TP, 3, HEADS // TP, H)
     return jnp.moveaxis(flat, 1, 2).reshape(D, 3, HEADS, H)
 
 
-def by_hand(broken: str | None) -> list[Check]:
+def by_hand(broken: str | None) -> Findings:
     rng = np.random.default_rng(0)
     shapes = {"qkv": (D, 3, HEADS, H), "out": (HEADS, H, D), "bias": (D,), "up": (D, F), "down": (F, D)}
 
@@ -120,15 +103,15 @@ def by_hand(broken: str | None) -> list[Check]:
     losses = np.asarray(on_mesh(MESH, train, (specs, P(), P()), P())(*args))
     last = [[tree["layers"][-1][name] for name in ("up", "down")] for tree in (grads, wanted)]
     form = 8 * (TP - 1) / TP * B * T * D * 8 * LAYERS
-    return [
-        equal(LOSS, float(value), float(expected), within=1e-12),
-        at_most(LAST, relative_error(*last), 1e-11),
-        at_most(ALL, relative_error(grads, wanted), 1e-11),
-        equal("by hand: all-reduces forward, 2 a layer", len(sent_over(forward, MESH, *args)), 2 * LAYERS),
-        equal(COUNT, len(sent_over(both, MESH, *args)), 4 * LAYERS),
-        equal(BYTES, bytes_sent(both, *args), form),
-        at_least("by hand: loss of the first step over that of step 30", float(losses[0] / losses[-1]), 1.3),
-    ]
+    count, of_both = (len(sent_over(each, MESH, *args)) for each in (forward, both))
+    volume = "by hand: bytes with backward, 8 (t-1)/t of B·T·D elements a layer"
+    yield equal("by hand: the loss against one device", float(value), float(expected), within=1e-12)
+    yield at_most("by hand: error of the last MLP's gradients", relative_error(*last), 1e-11)
+    yield at_most("by hand: error of all gradients", relative_error(grads, wanted), 1e-11)
+    yield equal("by hand: all-reduces forward, 2 a layer", count, 2 * LAYERS)
+    yield equal("by hand: all-reduces with backward, 2 + 2 a layer", of_both, 4 * LAYERS)
+    yield equal(volume, bytes_sent(both, *args), form)
+    yield at_least("by hand: loss of the first step over that of step 30", float(losses[0] / losses[-1]), 1.3)
 
 
 def heads_apart() -> np.ndarray:
@@ -168,20 +151,18 @@ ORDERS = {
 }
 
 
-def orders() -> tuple[list[Check], Table]:
+def orders() -> Findings:
     rng = np.random.default_rng(2)
     args = rng.standard_normal((B, T, D)), rng.standard_normal((D, F)), rng.standard_normal((F, D))
-    expected, checks, rows = jax.nn.gelu(args[0] @ args[1]) @ args[2], [], []
+    expected, rows = jax.nn.gelu(args[0] @ args[1]) @ args[2], []
     for name, (function, of_up, of_down, width) in ORDERS.items():
         run = on_mesh(MESH, function, (P(), of_up, of_down), P())
         sent = bytes_sent(run, *args)
-        checks += [
-            at_most(f"{name}: error against one device", relative_error(run(*args), expected), 1e-12),
-            equal(f"{name}: bytes a device sends forward", sent, (TP - 1) / TP * B * T * width * 8),
-        ]
+        yield at_most(f"{name}: error against one device", relative_error(run(*args), expected), 1e-12)
+        yield equal(f"{name}: bytes a device sends forward", sent, (TP - 1) / TP * B * T * width * 8)
         kinds = " + ".join(each.kind.replace("_", "-") for each in sent_over(run, MESH, *args))
         rows.append([name, kinds, sent])
-    return checks, table("orders", "matrices | sent forward | bytes {:,}", rows)
+    yield table("orders", "matrices | sent forward | bytes {:,}", rows)
 
 
 # ------------------------------------------------------------------------------------------- the loss
@@ -193,23 +174,20 @@ def gathered_loss(x, table, targets):
     return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
 
 
-def losses() -> tuple[list[Check], Table]:
+def losses() -> Findings:
     rng, vocab = np.random.default_rng(3), 512
     args = rng.standard_normal((B, T, D)), rng.standard_normal((vocab, D)), rng.integers(0, vocab, (B, T))
     specs = (P(), P("tp"), P())
     split = on_mesh(MESH, partial(vocab_parallel_cross_entropy, vocab_size=vocab, sp=False), specs, P())
     gathers = on_mesh(MESH, gathered_loss, specs, P())
     tokens = (TP - 1) / TP * B * T * 8
-    checks = [
-        at_most(
-            "the loss, vocabulary-parallel and gathered: error", relative_error(split(*args), gathers(*args)), 1e-12
-        ),
-        equal("the loss, vocabulary-parallel: bytes, 3 numbers a token", bytes_sent(split, *args), 6 * tokens),
-        equal("the loss, gathered: bytes, V numbers a token", bytes_sent(gathers, *args), vocab * tokens),
-    ]
+    error = relative_error(split(*args), gathers(*args))
+    yield at_most("the loss, vocabulary-parallel and gathered: error", error, 1e-12)
+    yield equal("the loss, vocabulary-parallel: bytes, 3 numbers a token", bytes_sent(split, *args), 6 * tokens)
+    yield equal("the loss, gathered: bytes, V numbers a token", bytes_sent(gathers, *args), vocab * tokens)
     rows = [[f"{size:,}", size * 4 * 7 / 8, 6 * 4 * 7 / 8, size / 6] for size in (512, 50_257, 128_256)]
     columns = "vocabulary | gathered, bytes a token {:,.0f} | split, bytes a token {:,.0f} | times less {:,.0f}"
-    return checks, table("losses", columns, rows)
+    yield table("losses", columns, rows)
 
 
 # ------------------------------------------------------------------------------------------- our step; dp or tp
@@ -239,18 +217,16 @@ def crossover() -> float:
     return dp_form() / tp_form(1)
 
 
-def data_or_tensor() -> tuple[list[Check], Table]:
-    checks, rows = [], []
+def data_or_tensor() -> Findings:
+    rows = []
     for count in ROWS:
         tokens = count * MODEL.seq_len
         dp, tp = elements("dp=8", count), elements("tp=8", count)
-        checks += [
-            equal(f"our step, {tokens:,} tokens: elements sent over dp=8", dp, dp_form()),
-            equal(f"our step, {tokens:,} tokens: elements sent over tp=8", tp, tp_form(tokens)),
-        ]
+        yield equal(f"our step, {tokens:,} tokens: elements sent over dp=8", dp, dp_form())
+        yield equal(f"our step, {tokens:,} tokens: elements sent over tp=8", tp, tp_form(tokens))
         rows.append([tokens, dp, tp, "tensor" if tp < dp else "data"])
     columns = "tokens in the batch {:,} | dp=8 sends {:,} | tp=8 sends {:,} | which sends less"
-    return checks, table("dp", columns, rows)
+    yield table("dp", columns, rows)
 
 
 # ------------------------------------------------------------------------------------------- is it large enough
@@ -270,71 +246,55 @@ def smallest_width(tp: int, link) -> float:
     return 16 * (tp - 1) / 72 * H100.peak() / link.bytes_per_s
 
 
-def large_enough() -> tuple[list[Check], Table]:
+def large_enough() -> Findings:
     links, columns = {"NVLink": H100.inside, "InfiniBand": H100.between}, "width {:,}"
-    ratio, cases = {}, [(name, tokens) for tokens in (512, 8192) for name in links]
+    rows, cases = [], [(name, tokens) for tokens in (512, 8192) for name in links]
     for name, link in links.items():
         products, sums = busy(smallest_width(8, link), 8192, 8, dataclasses.replace(link, latency_s=0.0))
-        ratio[name] = sums / products
-    checks = [
-        equal(f"{name}: at the smallest width, seconds of all-reduces over products", each, 1, within=1e-9)
-        for name, each in ratio.items()
-    ]
-    rows = []
+        what = f"{name}: at the smallest width, seconds of all-reduces over products"
+        yield equal(what, sums / products, 1, within=1e-9)
     for width in (768, 2048, 4096, 8192, 16_384):
         times = [busy(width, tokens, 8, links[name]) for name, tokens in cases]
         rows.append([width, *[sums / products for products, sums in times]])
     columns += "".join(f" | {name}, {tokens:,} tokens {{:.2f}}" for name, tokens in cases)
-    return checks, table("sizes", columns, rows)
+    yield table("sizes", columns, rows)
 
 
 # ------------------------------------------------------------------------------------------- the lab
 
 
-def run(broken: str | None) -> Result:
-    with jax.enable_x64(True):
-        checks = by_hand(broken)
-        if broken:
-            return Result(checks)
-        (order_checks, order_rows), (loss_checks, loss_rows), apart = orders(), losses(), heads_apart()
-    (data_checks, data_rows), (size_checks, size_rows) = data_or_tensor(), large_enough()
-    off = apart[~np.eye(HEADS, dtype=bool)].max()
-    heads = [
-        equal("heads: largest derivative of one head's output by another's columns", float(off), 0),
-        holds("heads: every head's output depends on its own columns", bool((np.diag(apart) > 0).all())),
-    ]
-    cells = [(int(row), int(column), "yes", 0) for row, column in np.argwhere(apart > 0)]
-    picture = partial(
-        drawing.grids,
-        "Does head i use head j's columns? (computed)",
-        {"output of head": cells},
-        {"output of head": range(HEADS)},
-        "columns of head",
-    )
-    return Result(
-        [*checks, *heads, *order_checks, *loss_checks, *data_checks, *size_checks],
-        [order_rows, loss_rows, data_rows, size_rows],
-        {"heads": picture},
-        guesses(),
-    )
-
-
-def guesses() -> dict[str, float]:
-    return {
-        "layer": 4,
-        "width": smallest_width(8, H100.inside),
-        "cross": crossover(),
-        "large": 3,
-        "slow": smallest_width(8, H100.between),
-        "loss": 128_256 / 6,
-    }
-
-
-LAB = Lab(
-    name="tensor-parallel",
+@lab(
     title="Tensor parallelism",
     question="Why do QKV and the MLP split without communication inside, and when is a layer too small for it?",
-    run=run,
     devices=8,
-    breaks={"qkv": {LOSS, LAST, ALL}, "bias": {LOSS, LAST, ALL, COUNT, BYTES}, "input-sum": {ALL}},
+    breaks={
+        "qkv": {"by hand: the loss*", "by hand: error*"},
+        "bias": {"by hand: the loss*", "by hand: error*", "by hand: * with backward*"},
+        "input-sum": {"by hand: error of all gradients"},
+    },
 )
+def run(broken: str | None) -> Findings:
+    with jax.enable_x64(True):
+        yield from by_hand(broken)
+        if broken:
+            return
+        apart = heads_apart()
+        off = float(apart[~np.eye(HEADS, dtype=bool)].max())
+        yield equal("heads: largest derivative of one head's output by another's columns", off, 0)
+        yield holds("heads: every head's output depends on its own columns", bool((np.diag(apart) > 0).all()))
+        yield from orders()
+        yield from losses()
+    yield from data_or_tensor()
+    yield from large_enough()
+    cells = [Cell(int(row), int(column), "yes", 0) for row, column in np.argwhere(apart > 0)]
+    heads, title = [str(head) for head in range(HEADS)], "Does head i use head j's columns? (computed)"
+    rows = "output of head"
+    yield Picture("heads", partial(drawing.grids, title, {rows: cells}, {rows: heads}, "columns of head"))
+    yield Guesses(
+        layer=4,
+        width=smallest_width(8, H100.inside),
+        cross=crossover(),
+        large=3,
+        slow=smallest_width(8, H100.between),
+        loss=128_256 / 6,
+    )

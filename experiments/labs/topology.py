@@ -24,7 +24,7 @@ from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 from . import drawing
 from .exchanges import on_ranks
-from .lab import Check, Lab, Result, Table, at_most, equal, holds, table
+from .lab import Findings, Guesses, Picture, Table, at_most, equal, holds, lab, table
 
 MESSAGE = 128 * 2**20
 H100 = find_hardware("h100")
@@ -75,14 +75,13 @@ def from_bus_bandwidth(kind: str, n: int, size: float, factor: bool = True) -> f
     return (bus_bandwidth_factor(kind, n) if factor else 1.0) * size / REPORTED
 
 
-def benchmark(broken: bool) -> list[Check]:
+def benchmark(broken: bool) -> Findings:
     """The same link speed must come back from every collective and number of ranks, without latency."""
-    link, checks = dataclasses.replace(H100.inside, latency_s=0.0, bytes_per_s=REPORTED), []
+    link = dataclasses.replace(H100.inside, latency_s=0.0, bytes_per_s=REPORTED)
     for kind, n in (("permute", 2), ("all_reduce", 2), ("all_reduce", 8), ("all_reduce", 64), ("all_gather", 8)):
         found, wanted = from_bus_bandwidth(kind, n, MESSAGE, factor=not broken), seconds(kind, n, MESSAGE, link)
         name = f"{kind} over {n} from 360 GB/s of bus bandwidth, ms"
-        checks.append(equal(name, 1e3 * found, 1e3 * wanted, within=1e-12))
-    return checks
+        yield equal(name, 1e3 * found, 1e3 * wanted, within=1e-12)
 
 
 # --------------------------------------------------------------------------------------------- two levels
@@ -96,7 +95,7 @@ def in_two_levels(x: jax.Array) -> jax.Array:
     return all_gather(varying(all_reduce(part, "replica"), "replica"), "dp", 0)
 
 
-def hierarchical() -> list[Check]:
+def hierarchical() -> Findings:
     x = np.random.default_rng(0).uniform(-1, 1, (INSIDE * ACROSS, 960))
     run = on_ranks(in_two_levels, INSIDE, ACROSS)
     native = on_ranks(lambda x: lax.psum(x, ("replica", "dp")), INSIDE, ACROSS)
@@ -106,12 +105,11 @@ def hierarchical() -> list[Check]:
     within, beyond = two_level("ring_all_reduce", INSIDE, ACROSS, size)
     inside, across = (total_sent([c for c in found if c.axes == (axis,)], mesh) for axis in ("dp", "replica"))
     to_others = 2 * (ACROSS - 1) / ACROSS * size / INSIDE
-    return [
-        at_most("two levels: error against one psum, float64", error, 1e-14),
-        equal("two levels: bytes a device sends in its node, 2 (k-1)/k S", inside, 2 * (INSIDE - 1) / INSIDE * size),
-        equal("two levels: bytes it sends to other nodes, 2 (m-1)/m S/k", across, to_others),
-        holds("two levels: the library counts the same", (within.bytes_sent, beyond.bytes_sent) == (inside, across)),
-    ]
+    in_node = 2 * (INSIDE - 1) / INSIDE * size
+    yield at_most("two levels: error against one psum, float64", error, 1e-14)
+    yield equal("two levels: bytes a device sends in its node, 2 (k-1)/k S", inside, in_node)
+    yield equal("two levels: bytes it sends to other nodes, 2 (m-1)/m S/k", across, to_others)
+    yield holds("two levels: the library counts the same", (within.bytes_sent, beyond.bytes_sent) == (inside, across))
 
 
 def across_seconds(size: float, inside: int, across: int, port: float, ports: int) -> float:
@@ -120,17 +118,16 @@ def across_seconds(size: float, inside: int, across: int, port: float, ports: in
     return each * inside / (port * ports)
 
 
-def ports(broken: bool) -> list[Check]:
+def ports(broken: bool) -> Findings:
     """Eight nodes of eight. The hardware table is of one device: of 100 Gb/s Ethernet, a port for eight of them."""
     ethernet, infiniband = links()["ethernet100"], H100.between
     _, beyond = two_level("ring_all_reduce", 8, 8, MESSAGE)
     count = 8 if broken else 1  # as if every device had the port to itself
     shared = across_seconds(MESSAGE, 8, 8, ethernet.quoted_bytes_per_s, count)
     own = across_seconds(MESSAGE, 8, 8, infiniband.bytes_per_s, 8)
-    return [
-        equal("eight ports of 50 GB/s a node: s across nodes", own, beyond.seconds(0.0, infiniband.bytes_per_s), 1e-12),
-        equal("one port of 12.5 GB/s a node: s across nodes", shared, beyond.seconds(0.0, ethernet.bytes_per_s), 1e-12),
-    ]
+    eight, one = (beyond.seconds(0.0, link.bytes_per_s) for link in (infiniband, ethernet))
+    yield equal("eight ports of 50 GB/s a node: s across nodes", own, eight, 1e-12)
+    yield equal("one port of 12.5 GB/s a node: s across nodes", shared, one, 1e-12)
 
 
 def ways(size: float) -> dict[str, float]:
@@ -159,7 +156,7 @@ def axis_bytes() -> dict[str, tuple[int, int]]:
     return {axis: (sum(m.count for m in sent), total_sent(sent, mesh)) for axis, sent in by_axis.items()}
 
 
-def placement() -> tuple[list[Check], Table]:
+def placement() -> Findings:
     model, sent = PRESETS["llama3-70b"], axis_bytes()
     activation = model.seq_len * model.width * 2
     tables = 2 * model.padded_vocab_size * model.width  # outside the layers: every stage holds, and sums, them
@@ -169,13 +166,13 @@ def placement() -> tuple[list[Check], Table]:
         "pp": 64 * 2 * activation + 2 * 3 / 4 * 4 * tables / 8 / 2,  # forward and backward; gradients of the tables
         "dp": 1 / 2 * (4 + 2) * held,  # fp32 gradients scattered, bf16 weights gathered
     }
-    checks, rows = [], []
+    rows = []
     for axis, (count, size) in sent.items():
         name = f"70B over {axis}: GB in a step, by a closed form"
-        checks.append(equal(name, size / 1e9, form[axis] / 1e9, within=1e-3, unit="GB"))
+        yield equal(name, size / 1e9, form[axis] / 1e9, within=1e-3, unit="GB")
         rows.append([axis, count, size / 1e9, *[size / link.bytes_per_s for link in (H100.inside, H100.between)]])
     columns = "axis | messages {:,} | GB sent {:,.1f} | s on NVLink {:,.2f} | s on InfiniBand {:,.2f}"
-    return checks, table("axes", columns, rows)
+    yield table("axes", columns, rows)
 
 
 # --------------------------------------------------------------------------------------------- a faster link
@@ -202,7 +199,7 @@ def sent_seconds(bytes_per_s: float) -> float:
     return time
 
 
-def sweep() -> tuple[list[Check], Table]:
+def sweep() -> Findings:
     rows, totals, errors = [], [], []
     for speed in SPEEDS:
         time = at_speed(speed).time
@@ -210,33 +207,46 @@ def sweep() -> tuple[list[Check], Table]:
         totals.append(total)
         errors.append(abs(shown + hidden - sent_seconds(speed)) / sent_seconds(speed))
         rows.append([speed / 1e9, total - shown, shown + hidden, shown, total, str(time.binds[0])])
-    checks = [
-        at_most("link sweep: largest relative error of the closed form for what is sent", max(errors), 0.1),
-        holds("link sweep: a faster link is never slower", totals == sorted(totals, reverse=True)),
-        equal("link sweep: the step at 400 GB/s over that at 100", totals[-1] / totals[5], 1, within=0.03),
-    ]
+    yield at_most("link sweep: largest relative error of the closed form for what is sent", max(errors), 0.1)
+    yield holds("link sweep: a faster link is never slower", totals == sorted(totals, reverse=True))
+    yield equal("link sweep: the step at 400 GB/s over that at 100", totals[-1] / totals[5], 1, within=0.03)
     columns = "work, s {:.2f} | sent, s {:.2f} | waited for, s {:.2f} | step, s {:.2f} | binds"
-    return checks, table("sweep", f"GB/s between nodes {{:g}} | {columns}", rows)
+    yield table("sweep", f"GB/s between nodes {{:g}} | {columns}", rows)
 
 
 # --------------------------------------------------------------------------------------------- the lab
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="Links and topology",
+    question="Which axis belongs on which wire, and when does a faster link stop helping?",
+    devices=8,
+    breaks={
+        "shared-port": {"one port of 12.5 GB/s*"},
+        "bus-bandwidth": {"all_reduce over [!2]* from 360 GB/s*", "all_gather over 8 from 360 GB/s*"},
+    },
+)
+def run(broken: str | None) -> Findings:
     with jax.enable_x64(True):
-        checks = hierarchical()
-    checks += [*ports(broken == "shared-port"), *benchmark(broken == "bus-bandwidth")]
+        yield from hierarchical()
+    yield from ports(broken == "shared-port")
+    yield from benchmark(broken == "bus-bandwidth")
     if broken:
-        return Result(checks)
-    (place_checks, place_rows), (sweep_checks, sweep_rows) = placement(), sweep()
+        return
+    yield link_table()
+    yield from placement()
     sizes = [2.0**20, 2.0**27, 2.0**33]
-    level_rows = [[way, *[1e3 * ways(size)[way] for size in sizes]] for way in ways(1.0)]
-    levels = table("levels", "ms | " + " | ".join(f"{size / 2**20:,.0f} MiB {{:,.2f}}" for size in sizes), level_rows)
-    return Result(
-        [*checks, *place_checks, *sweep_checks],
-        [link_table(), place_rows, levels, sweep_rows],
-        {"sweep": draw_sweep},
-        guesses(),
+    rows = [[way, *[1e3 * ways(size)[way] for size in sizes]] for way in ways(1.0)]
+    yield table("levels", "ms | " + " | ".join(f"{size / 2**20:,.0f} MiB {{:,.2f}}" for size in sizes), rows)
+    yield from sweep()
+    yield Picture("sweep", draw_sweep)
+    nvlink, infiniband = (dataclasses.replace(link, latency_s=0.0) for link in (H100.inside, H100.between))
+    yield Guesses(
+        nvlink=1e3 * seconds("all_reduce", 8, MESSAGE, nvlink),
+        infiniband=1e3 * seconds("all_reduce", 8, MESSAGE, infiniband),
+        report=1e3 * from_bus_bandwidth("all_reduce", 8, 1e9),
+        port=25 / 8,
+        levels=(2 * 63 / 64) / (2 * 7 / 8 / 8),
     )
 
 
@@ -249,31 +259,3 @@ def draw_sweep():
         "work": (speeds, [float(t.total[0] - t.dp[0]) for t in times]),
     }
     return drawing.lines("8B, ZeRO-3 on 64 H100s (predicted)", "GB/s between nodes", "seconds", curves, log_x=True)
-
-
-def guesses() -> dict[str, float]:
-    nvlink, infiniband = (dataclasses.replace(link, latency_s=0.0) for link in (H100.inside, H100.between))
-    return {
-        "nvlink": 1e3 * seconds("all_reduce", 8, MESSAGE, nvlink),
-        "infiniband": 1e3 * seconds("all_reduce", 8, MESSAGE, infiniband),
-        "report": 1e3 * from_bus_bandwidth("all_reduce", 8, 1e9),
-        "port": 25 / 8,
-        "levels": (2 * 63 / 64) / (2 * 7 / 8 / 8),
-    }
-
-
-LAB = Lab(
-    name="topology",
-    title="Links and topology",
-    question="Which axis belongs on which wire, and when does a faster link stop helping?",
-    run=run,
-    devices=8,
-    breaks={
-        "shared-port": {"one port of 12.5 GB/s a node: s across nodes"},
-        "bus-bandwidth": {
-            "all_reduce over 8 from 360 GB/s of bus bandwidth, ms",
-            "all_reduce over 64 from 360 GB/s of bus bandwidth, ms",
-            "all_gather over 8 from 360 GB/s of bus bandwidth, ms",
-        },
-    },
-)

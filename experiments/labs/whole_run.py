@@ -24,7 +24,7 @@ from jaxdist.train.program import build_program
 from jaxdist.train.update import gradient_norms
 
 from . import drawing
-from .lab import Lab, Result, at_most, equal, table
+from .lab import Findings, Guesses, Picture, at_most, equal, lab, table
 from .tools import replaced
 
 PUBLISHED = PRESETS["12m"]  # 12.5M without its positions
@@ -90,18 +90,22 @@ def apart(runs: dict[str, Trained], what: str) -> float:
     return max(float(np.max(np.abs(getattr(run, what) / reference - 1))) for run in runs.values())
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="A whole run",
+    question="Do six layouts train the same model on real text, how is its size counted, and what does a token cost?",
+    devices=8,
+    breaks={"local-norm": {"gradient norms*", "losses of the layouts*"}},
+)
+def run(broken: str | None) -> Findings:
     names = ["one device", *SHARDED] if broken else list(LAYOUTS)
     with replaced(train_step, "gradient_norms", local_norms if broken else gradient_norms):
         runs = {name: train(name) for name in names}
     losses = runs["one device"].losses
-    checks = [
-        at_most(f"the loss falls: after {STEPS} steps, of what it was", losses[-1] / losses[0], 0.85),
-        at_most("losses of the layouts: largest relative difference from one device", apart(runs, "losses"), 1e-3),
-        at_most("gradient norms: largest relative difference from one device", apart(runs, "norms"), 1e-3),
-    ]
+    yield at_most(f"the loss falls: after {STEPS} steps, of what it was", losses[-1] / losses[0], 0.85)
+    yield at_most("losses of the layouts: largest relative difference from one device", apart(runs, "losses"), 1e-3)
+    yield at_most("gradient norms: largest relative difference from one device", apart(runs, "norms"), 1e-3)
     if broken:
-        return Result(checks)
+        return
 
     h, layers, total = PUBLISHED.width, PUBLISHED.num_layers, num_parameters(PUBLISHED)
     vocabulary, positions = PUBLISHED.vocab_size * h, PUBLISHED.seq_len * h
@@ -110,10 +114,8 @@ def run(broken: str | None) -> Result:
     flops, _ = flops_per_token(config_of("one device"))
     model_parameters = num_parameters(MODEL, padded=True)
     form = blocks + 2 * h + vocabulary + positions + padding
-    checks += [
-        equal("parameters, by the closed form and in the model", form, total),
-        equal("FLOPs a token, read from the program, and 6 × parameters", flops, 6 * model_parameters, within=0.1),
-    ]
+    yield equal("parameters, by the closed form and in the model", form, total)
+    yield equal("FLOPs a token, read from the program, and 6 × parameters", flops, 6 * model_parameters, within=0.1)
     counts = {
         "layers, 6 × (12h² + 13h)": blocks,
         "and the last norm": blocks + 2 * h,
@@ -138,47 +140,17 @@ def run(broken: str | None) -> Result:
     ]
     columns = " | ".join(f"step {n} {{:.5f}}" for n in shown)
     here = [["one device", (STEPS - 1) * ROWS * MODEL.seq_len / one.seconds]]
-    return Result(
-        checks,
-        [
-            table(
-                "count",
-                "what is counted | parameters {:,} | millions {:.2f}",
-                [[n, c, c / 1e6] for n, c in counts.items()],
-            ),
-            table("losses", f"layout | {columns} | largest difference {{:.0e}}", steps),
-            table("speed", "layout | tokens a second here {:,.0f}", here, clocked=True),
-            table("cost", "on one H100, at 40% of its peak | value", cost),
-        ],
-        {"losses": lambda: losses_picture(runs)},
-        {
-            "layers": blocks / 1e6,
-            "embedding": vocabulary / 1e6,
-            "mfu": 100 * 3e6 * flops / peak,
-            "hours": 6 * 7e9 * 140e9 / (MFU * 989e12) / 3600 * DOLLARS_PER_HOUR / 1000,
-        },
+    counted = [[name, count, count / 1e6] for name, count in counts.items()]
+    yield table("count", "what is counted | parameters {:,} | millions {:.2f}", counted)
+    yield table("losses", f"layout | {columns} | largest difference {{:.0e}}", steps)
+    yield table("speed", "layout | tokens a second here {:,.0f}", here, clocked=True)
+    yield table("cost", "on one H100, at 40% of its peak | value", cost)
+    curves = {name: (range(1, STEPS + 1), found.losses) for name, found in runs.items()}
+    title = "Six layouts, one run (simulated devices, fp32)"
+    yield Picture("losses", lambda: drawing.lines(title, "step", "loss, nats a byte", curves, marks=False))
+    yield Guesses(
+        layers=blocks / 1e6,
+        embedding=vocabulary / 1e6,
+        mfu=100 * 3e6 * flops / peak,
+        hours=6 * 7e9 * 140e9 / (MFU * 989e12) / 3600 * DOLLARS_PER_HOUR / 1000,
     )
-
-
-def losses_picture(runs: dict[str, Trained]):
-    """All curves, each drawn thinner than the one under it, so that all are seen."""
-    figure, axes = drawing.blank("Six layouts, one run (simulated devices, fp32)", "step", "loss, nats a byte")
-    for number, (name, found) in enumerate(runs.items()):
-        axes.plot(range(1, STEPS + 1), found.losses, linewidth=9 - 1.5 * number, label=name)
-    axes.legend()
-    return figure
-
-
-LAB = Lab(
-    name="whole-run",
-    title="A whole run",
-    question="Do six layouts train the same model on real text, how is its size counted, and what does a token cost?",
-    run=run,
-    devices=8,
-    breaks={
-        "local-norm": {
-            "gradient norms: largest relative difference from one device",
-            "losses of the layouts: largest relative difference from one device",
-        }
-    },
-)

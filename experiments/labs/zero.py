@@ -24,7 +24,7 @@ from jaxdist.verification import verify_model
 
 from . import drawing
 from .exchanges import accepted, on_mesh, on_ranks, relative_error, sent_by, spread, traced
-from .lab import Check, Lab, Result, Table, at_least, at_most, equal, holds, table
+from .lab import Findings, Guesses, Picture, at_least, at_most, equal, holds, lab, table
 from .tools import compiled_levels, mib, small_run
 
 # ------------------------------------------------------------------------------------------------------------- by hand
@@ -100,7 +100,7 @@ def trained(step: Callable, state, x, y):
     return lax.scan(lambda state, _: step(state, x, y), state, length=STEPS)
 
 
-def by_hand(broken: str | None) -> list[Check]:
+def by_hand(broken: str | None) -> Findings:
     rng = np.random.default_rng(0)
     weights = rng.standard_normal(SIZE) / math.sqrt(WIDTH)
     x, y = rng.standard_normal((2, N, ROWS, WIDTH))
@@ -111,7 +111,6 @@ def by_hand(broken: str | None) -> list[Check]:
         "ZeRO-3": (partial(zero3, stale=broken == "stale"), 1, 3 * (N - 1) / N),
         "HSDP of 2 x 4": (partial(zero3, replicas="replica", sums=broken != "replicas"), 2, 3 * 3 / 4 + 2 * 1 / 2 / 4),
     }
-    checks = []
     for name, (step, replicas, volume) in cases.items():
         n = N // replicas
         shards = np.tile(weights.reshape(LAYERS, n, -1).swapaxes(0, 1), (replicas, 1, 1))
@@ -125,19 +124,15 @@ def by_hand(broken: str | None) -> list[Check]:
         found, losses = map(np.asarray, on_ranks(finish, n, replicas)(x, y, *state))
         once = on_ranks(lambda x, y, *state, step=step: step(state, x, y), n, replicas)
         sent = sent_by(once, n, x, y, *state, replicas=replicas)
-        checks += [
-            equal(f"{name}: {VOLUME}", sent.bytes_sent / 8 / SIZE, volume),
-            at_most(f"{name}: {ERROR}", relative_error(found[0], alone[0]), 1e-12),
-            at_most(f"{name}: {APART}", spread(found), 1e-12),
-            at_least(f"{name}: loss of the first step over the last, rank 0", losses[0, 0] / losses[0, -1], 1.3),
-        ]
-    step = cases["HSDP of 2 x 4"][0]
-    return [*checks, holds(TYPES, typed_equal(step))]
-
-
-VOLUME = "bytes a device sends in a step, over those of the weights"
-ERROR, APART = f"error of the weights after {STEPS} steps against one device", "largest difference between ranks"
-TYPES = "HSDP of 2 x 4: JAX takes shards for equal on both replicas"
+        error = relative_error(found[0], alone[0])
+        yield equal(
+            f"{name}: bytes a device sends in a step, over those of the weights", sent.bytes_sent / 8 / SIZE, volume
+        )
+        yield at_most(f"{name}: error of the weights after {STEPS} steps against one device", error, 1e-12)
+        yield at_most(f"{name}: largest difference between ranks", spread(found), 1e-12)
+        yield at_least(f"{name}: loss of the first step over the last, rank 0", losses[0, 0] / losses[0, -1], 1.3)
+    typed = typed_equal(cases["HSDP of 2 x 4"][0])
+    yield holds("HSDP of 2 x 4: JAX takes shards for equal on both replicas", typed)
 
 
 def typed_equal(step: Callable) -> bool:
@@ -187,8 +182,8 @@ def volume(name: str, psi: float) -> tuple[float, float]:
     return (n - 1) / n * elements, psi / n if "HSDP" in name else 0
 
 
-def in_the_library() -> tuple[list[Check], Table]:
-    psi, checks, rows = num_parameters(MODEL, padded=True), [], []
+def in_the_library() -> Findings:
+    psi, rows = num_parameters(MODEL, padded=True), []
     for name, (mesh, settings) in CASES.items():
         config = small_run(mesh, MODEL, **settings)
         shape, found = config.parallel.mesh, [c for c in traced(config)[1] if c.full_bytes > 256]
@@ -197,22 +192,20 @@ def in_the_library() -> tuple[list[Check], Table]:
         half, _ = traced(small_run(mesh, MODEL, dtype="bfloat16", **settings))
         kept = local_bytes(half.abstract_state()) / psi
         weights, _, optimizer = held(1, shape.dp, settings.get("zero", 0))
-        checks += [
-            equal(f"{name}: bytes a parameter kept between steps, bf16", kept, weights + optimizer, within=1e-3),
-            equal(f"{name}: elements sent over dp", sent["dp"], over_dp),
-            equal(f"{name}: elements sent over replicas", sent["replica"], over_replicas),
-        ]
+        yield equal(f"{name}: bytes a parameter kept between steps, bf16", kept, weights + optimizer, within=1e-3)
+        yield equal(f"{name}: elements sent over dp", sent["dp"], over_dp)
+        yield equal(f"{name}: elements sent over replicas", sent["replica"], over_replicas)
         rows.append([name, kept, sent["dp"] / psi, sent["replica"] / psi])
     columns = "run | bytes a parameter {:.2f} | sent over dp / Ψ {:.2f} | over replicas / Ψ {:.2f}"
-    return checks, table("ours", columns, rows)
+    yield table("ours", columns, rows)
 
 
-def compiled_peaks() -> tuple[Check, Table]:
+def compiled_peaks() -> Findings:
     """What a compiler says of a wider model on eight devices."""
     peaks = [compiled_levels(small_run("dp=8", WIDER, zero=stage)).compiled.peak for stage in range(4)]
     falls = all(more > less for more, less in pairwise(peaks))
-    check = holds("compiled peak falls with every stage", falls, " > ".join(map(mib, peaks)))
-    return check, table("peaks", "run | compiled peak, MiB", zip(NAMES, map(mib, peaks), strict=True))
+    yield holds("compiled peak falls with every stage", falls, " > ".join(map(mib, peaks)))
+    yield table("peaks", "run | compiled peak, MiB", zip(NAMES, map(mib, peaks), strict=True))
 
 
 # --------------------------------------------------------------------------------------------- gathered at once
@@ -220,7 +213,7 @@ def compiled_peaks() -> tuple[Check, Table]:
 WRAPPED = {"8B": PRESETS["llama3-8b"], "70B": PRESETS["llama3-70b"]}
 
 
-def wrapping() -> tuple[Check, Table]:
+def wrapping() -> Findings:
     """bf16 weights on one of 64 devices: its shard, and those gathered at the same time."""
     rows = []
     for name, model in WRAPPED.items():
@@ -237,8 +230,8 @@ def wrapping() -> tuple[Check, Table]:
     _, found = traced(small_run("dp=8", MODEL, zero=3))
     in_loops = max(c.full_bytes for c in found if c.depth and c.kind == "all_gather") / 4
     columns = "model | gathered together | shard, GB {:,.1f} | gathered, GB {:,.1f} | both, GB {:,.1f}"
-    check = equal("our step gathers one layer at a time: elements", in_loops, block_size(MODEL))
-    return check, table("wrapping", columns, rows)
+    yield equal("our step gathers one layer at a time: elements", in_loops, block_size(MODEL))
+    yield table("wrapping", columns, rows)
 
 
 def block_size(model: Model) -> float:
@@ -248,55 +241,45 @@ def block_size(model: Model) -> float:
 # ----------------------------------------------------------------------------------------------------------- the lab
 
 
-def run(broken: str | None) -> Result:
+@lab(
+    title="ZeRO and FSDP",
+    question="What does each ZeRO stage shard, what does it save, and what does it send for that?",
+    devices=N,
+    breaks={
+        "no-sum": {"ZeRO-1: bytes a device sends*", "ZeRO-1: error*"},
+        "stale": {"ZeRO-3: error*"},
+        "replicas": {"HSDP of 2 x 4: [!l]*", "HSDP of 2 x 4: largest*"},  # all but its loss
+    },
+)
+def run(broken: str | None) -> Findings:
     with jax.enable_x64(True):
-        checks = by_hand(broken)
+        yield from by_hand(broken)
     if broken:
-        return Result(checks)
-    (library_checks, ours), (wrapped, wrap_rows), (falls, peaks) = in_the_library(), wrapping(), compiled_peaks()
+        return
+    for part in (in_the_library, wrapping, compiled_peaks):
+        yield from part()
     model = dataclasses.replace(MODEL, num_layers=2)
     report = verify_model(model, "replica=2,dp=2", zero=2, batch_size=8, dtype="float64", device="cpu")
-    same = holds("our step, ZeRO-2, replica=2, dp=2: every leaf is that of one device", report.ok)
-    checks += [*library_checks, wrapped, falls, same]
+    yield holds("our step, ZeRO-2, replica=2, dp=2: every leaf is that of one device", report.ok)
     for stage, published in ((1, 31.4), (2, 16.6), (3, 1.88)):
         total, name = sum(held(7.5e9, 64, stage)) / 1e9, f"7.5B on 64 devices, stage {stage}"
         library = state_bytes(7.5e9, zero=stage, dp=64).total / 1e9
-        checks += [
-            equal(f"{name}, against ZeRO's figure 1", total, published, within=0.005, unit="GB"),
-            equal(f"{name}: the library's count", library, total, unit="GB", within=1e-12),
-        ]
+        yield equal(f"{name}, against ZeRO's figure 1", total, published, within=0.005, unit="GB")
+        yield equal(f"{name}: the library's count", library, total, unit="GB", within=1e-12)
     sizes = [[n, *[sum(held(7.5e9, n, stage)) / 1e9 for stage in range(4)]] for n in (1, 4, 16, 64, 256, 1024)]
-    papers = table("papers", "devices | " + " | ".join(f"{name} {{:,.1f}}" for name in NAMES), sizes)
-    return Result(checks, [papers, ours, peaks, wrap_rows], {"held": draw_held}, guesses())
+    yield table("papers", "devices | " + " | ".join(f"{name} {{:,.1f}}" for name in NAMES), sizes)
+    yield Picture("held", draw_held)
+    yield Guesses(
+        one=sum(held(7.5e9, 64, 1)) / 1e9,
+        three=sum(held(7.5e9, 64, 3)) / 1e9,
+        volume=1.5,
+        fewest=math.ceil(70 * 16 / 80),
+        hybrid=2 * 7 / 8 * 70e9 / 8 * 4 / 1e9,
+        plain=63 / 64 * 70e9 * (4 + 2 + 2) / 1e9,
+    )
 
 
 def draw_held():
     parts = ("weights", "gradients", "optimiser")
     bytes_of = {part: [held(1, 8, stage)[at] for stage in range(4)] for at, part in enumerate(parts)}
     return drawing.stacks("Bytes a parameter on 8 devices (formula)", "bytes", NAMES, bytes_of)
-
-
-def guesses() -> dict[str, float]:
-    across = 2 * 7 / 8 * 70e9 / 8 * 4 / 1e9
-    return {
-        "one": sum(held(7.5e9, 64, 1)) / 1e9,
-        "three": sum(held(7.5e9, 64, 3)) / 1e9,
-        "volume": 1.5,
-        "fewest": math.ceil(70 * 16 / 80),
-        "hybrid": across,
-        "plain": 63 / 64 * 70e9 * (4 + 2 + 2) / 1e9,
-    }
-
-
-LAB = Lab(
-    name="zero",
-    title="ZeRO and FSDP",
-    question="What does each ZeRO stage shard, what does it save, and what does it send for that?",
-    run=run,
-    devices=N,
-    breaks={
-        "no-sum": {f"ZeRO-1: {VOLUME}", f"ZeRO-1: {ERROR}"},
-        "stale": {f"ZeRO-3: {ERROR}"},
-        "replicas": {f"HSDP of 2 x 4: {what}" for what in (VOLUME, ERROR, APART)} | {TYPES},
-    },
-)

@@ -39,7 +39,7 @@ def test_a_lab_passes_its_checks_is_caught_when_broken_and_is_what_its_page_says
     broken = {each: lab.run(each) for each in lab.breaks}
     names = {check.name for check in whole.checks}
     for each, result in broken.items():
-        assert result.red == lab.breaks[each] != set(), each
+        assert result.red == lab.to_fail(each, result) != set(), each
         assert {check.name for check in result.checks} <= names, each
     page, blocks = page_of(lab), pages.blocks_of(lab, whole, broken)
     clocked = {("table", table.name) for table in whole.tables if table.clocked}
@@ -152,7 +152,8 @@ def test_answers_are_judged(capsys):
         (["precision", "--answer", "nothing=1"], "stuck"),
         (["precision", "--answer", "stuck=nan"], "KEY=NUMBER"),
         (["precision", "--answer", "stuck=1", "--out", "x"], "Leave out --out"),
-        (["memory", "--all"], "--break"),
+        (["memory", "--all"], "Leave out the name"),
+        (["--all", "--break", "masters"], "--break with --all"),
         (["memory", "--notebooks", "x"], "every page"),
         (["precision", "--out", "/dev/null/x"], "Not a directory"),
     ],
