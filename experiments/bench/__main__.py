@@ -19,9 +19,8 @@ from jaxdist.models.registry import SIZES
 from jaxdist.strategy import ParallelConfig
 
 from ..cli import refuse_ignored, require_formulas, require_writable, run_program, set_precision
-from ..timeline import picture_folder
 from .flags import BenchFlags
-from .rows import describe_machine, write_rows
+from .rows import describe_machine, print_rows, write_rows
 
 STRATEGY = {field.name for field in dataclasses.fields(ParallelConfig)} - {"attention"}
 SHAPE = {"model", *SIZES} - {"ffn_width", "dropout"}
@@ -33,10 +32,11 @@ OWN = {
     "compile": {"depths"},
     "input": {"gigabytes"},
     "checkpoint": {"save_every"},
-    "roofline": {"draw", "hardware"},
+    "roofline": {"hardware"},
 }
 # Say no status themselves.
 SILENT = {"matrices", "step", "peers", "profile", "collectives", "search", "parity", "executor", "standin", "roofline"}
+OWN_TABLES = {"peers", "kernels", "profile", "roofline"}
 ALL_ROWS = {"only"}  # where no row can be left out
 PLAIN = {"dtype", "reduce_dtype", "dropout", "optimizer"}  # the plain step is AdamW in fp32 without dropout
 
@@ -82,7 +82,6 @@ def main(flags: BenchFlags, console: Console) -> int:
     refuse_ignored(flags, used, f"the table of `{flags.which}` has rows of its own and would not use it")
     require_writable("--json", flags.json)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a peer's process needs memory of the card as well
-    picture_folder(flags.draw)
     if not flags.depths:
         raise ConfigError("--depths", "there must be at least one number of layers", "Use --depths 12 48")
     for gigabytes in flags.gigabytes:
@@ -95,12 +94,16 @@ def main(flags: BenchFlags, console: Console) -> int:
     set_precision(config)
     bench = getattr(importlib.import_module(f".{module}", __package__), function)
     with console.status(f"measuring: {flags.which}") if flags.which in SILENT else nullcontext():
-        rows, devices, ok = bench(flags, config, console)
+        rows, devices = bench(flags, config, console)
     if flags.only and not rows and flags.start_within == math.inf:  # a time limit may leave rows out as well
         raise ConfigError(f"--only {flags.only}", "must be part of a row's name", f"Run {flags.which} without it")
+    if devices is not None:
+        console.print(f"devices: {devices.description}", markup=False)
+    if flags.which not in OWN_TABLES and rows:
+        print_rows(rows, console)
     if flags.json:
         write_rows(flags.json, describe_machine(devices) | {"model": dataclasses.asdict(config.model)}, rows)
-    return 0 if ok else 1
+    return 0 if all(row.met for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import build_program
 
-from ..tables import Rows
 from .flags import BenchFlags
 from .rows import Measured, Row, ratios, rows_of
 from .timing import Growth, full_batch, with_parallel
@@ -28,28 +27,13 @@ def bench_checkpoint(flags: BenchFlags, config: RunConfig, console: Console) -> 
     """What saving adds to the steps of a run, and what a save and a restore of GPT-2 124M take."""
     devices = acquire_devices(2, flags.device)
     share = save_share(flags, config, devices, console)
-    sizes, times = ("state MiB", "on disk MiB"), ("blocks s", "committed s", "checked s", "restored s")
-    table = Rows("model", *sizes, *times, "host MiB, save")
-    rows = [
-        save_once(flags, name, each)
-        for name, each in (
-            (f"{config.model.num_layers} x {config.model.width}", config.model),
-            ("gpt2-124m", PRESETS["gpt2-124m"]),
-        )
-    ]
-    for row in rows:
-        mib = [f"{row[key] / 2**20:,.0f}" for key in ("state_bytes", "disk_bytes")]
-        seconds = [
-            f"{row[key]:.2f}" for key in ("blocks_seconds", "commit_seconds", "check_seconds", "restore_seconds")
-        ]
-        grown = "unknown" if row["grown_bytes"] is None else f"{row['grown_bytes'] / 2**20:,.0f}"
-        table.add_row(row["model"], *mib, *seconds, grown)
-    table.print(console, under=(*sizes, "host MiB, save"))
+    models = {f"{config.model.num_layers} x {config.model.width}": config.model, "gpt2-124m": PRESETS["gpt2-124m"]}
+    rows = [row for name, model in models.items() for row in rows_of(name, save_once(flags, model))]
     console.print(
-        "One device, fp32, AdamW. Blocks: until training goes on. Committed: hashed, flushed, renamed. Checked: every "
-        "file hashed. Restored: read and put into the layout, with compiling. Host: the most that the process grew by."
+        "One device, fp32, AdamW. Blocks: until training goes on. Commit: hashed, flushed, renamed. Check: every file "
+        "hashed. Restore: read and put into the layout, with compiling. Grown: the most that the process grew by."
     )
-    return [share, *(figure for row in rows for figure in rows_of(row.pop("model"), row))], devices, share.ratio < 1.05
+    return [share, *rows], devices
 
 
 def save_share(flags: BenchFlags, config: RunConfig, devices: Devices, console: Console) -> Row:
@@ -84,10 +68,11 @@ def save_share(flags: BenchFlags, config: RunConfig, devices: Devices, console: 
         f"{waits[0]:.2f} s, the last for {waits[-1]:.2f} s"
     )
     name, plain = (f"{flags.save_every} steps{more}" for more in (", one save", ""))
-    return Row.of(name, times[True], "s", against=plain, ratio=share + 1, simulated=devices.simulated)
+    more = {"simulated": devices.simulated, "target": 1.05}
+    return Row.of(name, times[True], "s", against=plain, ratio=share + 1, **more)
 
 
-def save_once(flags: BenchFlags, name: str, model: GPT2Config) -> dict:
+def save_once(flags: BenchFlags, model: GPT2Config) -> dict[str, float | None]:
     config = RunConfig(model, ParallelConfig(), batch_size=1)
     program = build_program(config, make_mesh(config.parallel.mesh, acquire_devices(1, flags.device).devices))
     state = program.init(0)
@@ -106,7 +91,6 @@ def save_once(flags: BenchFlags, name: str, model: GPT2Config) -> dict:
         jax.block_until_ready(again)
         restored = time.perf_counter()
     return {
-        "model": name,
         "state_bytes": local_bytes(state),
         "disk_bytes": sum(size for size, _ in manifest.files.values()),
         "blocks_seconds": blocked - start,

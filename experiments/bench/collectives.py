@@ -16,7 +16,6 @@ from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import exchange
 from jaxdist.runtime.devices import acquire_devices
 
-from ..tables import Rows
 from .flags import BenchFlags
 from .rows import Measured, Row
 
@@ -46,10 +45,7 @@ def bench_collectives(flags: BenchFlags, config: RunConfig, console: Console) ->
         raise ConfigError(f"--mesh {flags.mesh}", "exactly one axis must be above 1", "Use --mesh dp=4")
     (axis,), num_ranks = axes, shape.num_devices
     devices = acquire_devices(num_ranks, flags.device)
-    console.print(f"devices: {devices.description}")
     mesh = make_mesh(shape, devices.devices)
-    ours = ("algbw GB/s", "busbw GB/s") if not devices.simulated else ("/ copy (simulated)",)
-    table = Rows("collective", "bytes", "us", *ours, "spread us")
     rows = []
     for name, (function, input_bytes, bus) in COLLECTIVES.items():
         if flags.only not in name:
@@ -57,19 +53,16 @@ def bench_collectives(flags: BenchFlags, config: RunConfig, console: Console) ->
         for size in flags.message_bytes:
             local = input_bytes(size, num_ranks) // ITEMSIZE // num_ranks * num_ranks
             seconds = time_rounds(function, mesh, axis, local, flags.repeats)
-            median, label = statistics.median(seconds), f"{name} {size:,} bytes on {num_ranks}"
-            spread = f"{min(seconds) * 1e6:.0f}-{max(seconds) * 1e6:.0f}"
+            label = f"{name} {size:,} bytes on {num_ranks}"
             if devices.simulated:
                 copies = time_rounds(lambda x, _: -x, mesh, axis, local, flags.repeats)
-                ratio = median / statistics.median(copies)
+                ratio = statistics.median(seconds) / statistics.median(copies)
                 rows.append(Row.of(label, seconds, "s", against="a copy", ratio=ratio, simulated=True))
-                shown = [f"{ratio:.2f}"]
-            else:
-                rows.append(Row.of(f"{label}: busbw", [bus(num_ranks) * size / s for s in seconds], "bytes/s"))
-                shown = [f"{factor * size / median / 1e9:.1f}" for factor in (1.0, bus(num_ranks))]
-            table.add_row(name, f"{size:,}", f"{median * 1e6:.0f}", *shown, spread)
-    table.print(console)
-    return rows, devices, True
+                continue
+            rows.append(Row.of(f"{label}: time", seconds, "s"))
+            for bandwidth, factor in (("algbw", 1.0), ("busbw", bus(num_ranks))):
+                rows.append(Row.of(f"{label}: {bandwidth}", [factor * size / s for s in seconds], "bytes/s"))
+    return rows, devices
 
 
 def time_rounds(function, mesh, axis: str, num_elements: int, repeats: int) -> list[float]:

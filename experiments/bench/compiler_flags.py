@@ -1,6 +1,5 @@
 """Compiler options: which this jaxlib accepts, and what each gains or costs on this machine."""
 
-import statistics
 import time
 
 from rich.console import Console
@@ -8,7 +7,6 @@ from rich.console import Console
 from jaxdist.config import RunConfig
 from jaxdist.runtime.devices import acquire_devices, refused_option
 
-from ..tables import Rows
 from .flags import BenchFlags
 from .rows import Measured, Row, ratios
 from .timing import timed_step, with_parallel
@@ -50,10 +48,8 @@ def bench_flags(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
     option does to collectives is not seen here."""
     start = time.monotonic()
     devices = acquire_devices(1, flags.device)
-    console.print(f"devices: {devices.description}")
     config = with_parallel(config, "", {})
     plain = timed_step(config, devices)
-    table = Rows("option", "verdict", "time / none", "spread", "peak / none")
     rows = []
     options = GPU_OPTIONS if devices.platform == "gpu" else CPU_OPTIONS
     for option, values in options.items():
@@ -62,20 +58,20 @@ def bench_flags(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
             if flags.only not in name:
                 continue
             if time.monotonic() - start > flags.start_within:
-                table.add_row(name, "not tried: out of time")
+                console.print(f"{name}: not tried: out of time", markup=False)
                 continue
             with console.status(name):
                 if refusal := refused_option(option, value):
-                    table.add_row(name, f"refused: {refusal[:60]}")
+                    console.print(f"{name}: refused: {refusal[:60]}", markup=False)
                     continue
                 step = timed_step(config, devices, compiler_options={option: value})
                 times = [(step.run(), plain.run()) for _ in range(flags.repeats)]
             ours, theirs = zip(*times, strict=True)
             pairs = ratios(ours, theirs)
-            ratio = statistics.median(pairs)
-            peak = "" if None in (step.peak_bytes, plain.peak_bytes) else f"{step.peak_bytes / plain.peak_bytes:.3f}"
-            verdict = "within the spread" if pairs[0] <= 1 <= pairs[-1] else "faster" if ratio < 1 else "slower"
-            table.add_row(name, verdict, f"{ratio:.3f}", f"{pairs[0]:.3f}-{pairs[-1]:.3f}", peak)
-            rows.append(Row.of(name, ours, "s", against="no option", ratio=ratio))
-    table.print(console, left=("verdict",), under=("verdict", "spread", "peak / none"), styles={"faster": "green"})
-    return rows, devices, True
+            verdict = "within the spread" if pairs[0] <= 1 <= pairs[-1] else "faster" if pairs[0] < 1 else "slower"
+            console.print(f"{name}: {verdict}, {pairs[0]:.3f} to {pairs[-1]:.3f} times", markup=False)
+            rows.append(Row.beside(f"{name}: step", ours, theirs, "no option"))
+            if step.peak_bytes is not None and plain.peak_bytes is not None:
+                peak = step.peak_bytes / plain.peak_bytes
+                rows.append(Row(f"{name}: peak", step.peak_bytes, "bytes", against="no option", ratio=peak))
+    return rows, devices

@@ -15,7 +15,6 @@ from jaxdist.errors import ConfigError
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.runtime.devices import acquire_devices
 
-from ..tables import Rows
 from .flags import BenchFlags
 from .rows import Measured, Row
 from .timing import repeated
@@ -32,7 +31,6 @@ def bench_experts(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     if not getattr(model, "num_experts", 0):
         raise ConfigError(f"bench experts with {model.describe()}", "must have experts", "Use --model moe-10m")
     devices = acquire_devices(1, flags.device)
-    console.print(f"devices: {devices.description}")
     rows = config.batch_size * model.seq_len * model.top_k
     sizes = (rows, model.num_experts, model.width, model.width_of_expert)
     even = np.full(model.num_experts, rows // model.num_experts)
@@ -41,26 +39,20 @@ def bench_experts(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     dtype = jnp.dtype(config.precision.dtype)
     console.print(f"{rows} rows, {model.num_experts} experts of {model.width} x {model.width_of_expert}, {dtype.name}")
     base = timed(lambda x, w, counts: x @ w[0], sizes, even, dtype, flags.repeats)
-    table = Rows("product", "even load", f"{SKEW:.0%} to one")
     found = [Row.of("one product", base, "s")]
-    table.add_row("one product of as many FLOPs", "1.00", "1.00")
     for name, product in products(sizes).items():
         if flags.only not in name:
             continue
-        cells = []
         for counts in (even, skewed):
             if name == "batched einsum" and counts is skewed:
-                cells.append("drops")
+                console.print(f"{name}: drops rows of a skewed load")
                 continue
             with console.status(name):
                 times = timed(product, sizes, counts, dtype, flags.repeats)
             ratio = statistics.median(times) / statistics.median(base)
             label = f"{name}, {'even' if counts is even else 'skewed'}"
             found.append(Row.of(label, times, "s", against="one product", ratio=ratio))
-            cells.append(f"{ratio:.2f}")
-        table.add_row(name, *cells)
-    table.print(console)
-    return found, devices, True
+    return found, devices
 
 
 def products(sizes: tuple[int, int, int, int]) -> dict[str, Callable]:

@@ -81,8 +81,6 @@ class BenchFlags(CommonFlags):
     """For `checkpoint`: steps between two saves."""
     hardware: str = "h100"
     """For `roofline`: the card that the step is compiled for."""
-    draw: str | None = None
-    """For `roofline`: also draw the picture in this folder, as SVG and PNG."""
     json: str | None = None
     """Also write the figures to this file."""
 

@@ -16,9 +16,8 @@ from jaxdist.mesh import make_mesh
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.program import build_program
 
-from ..tables import Rows
 from .flags import BenchFlags
-from .rows import Measured, Row, rows_of
+from .rows import Measured, Row
 from .timing import resident_bytes, with_parallel
 
 OPEN_SECONDS = 1.0
@@ -28,26 +27,13 @@ READ_BATCHES = 200
 
 def bench_input(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """What it costs to open token files and to read batches from them, and the part of a step that waits for input."""
-    table = Rows("GB", "tokens", "open s", "first batch ms", "tokens/s read", "memory grew MiB")
-    devices, rows, met = acquire_devices(2, flags.device), [], True
+    devices, rows = acquire_devices(2, flags.device), []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokens.bin")
         for gigabytes in sorted(flags.gigabytes):
             with console.status(f"{gigabytes:g} GB"):
                 write_tokens(path, int(gigabytes * 1e9), config.model.vocab_size)
-                tokens, speed, row = measure_input(path, config)
-            name = f"{gigabytes:g} GB of tokens"
-            rows += [*rows_of(name, row), Row(f"{name}: read", speed, "tokens/s")]
-            met &= row["open_seconds"] < OPEN_SECONDS and (row["grown_bytes"] or 0) < OPEN_BYTES
-            table.add_row(
-                f"{gigabytes:g}",
-                f"{tokens:,}",
-                f"{row['open_seconds']:.3f}",
-                f"{row['first_batch_seconds'] * 1e3:.1f}",
-                f"{speed:,.0f}",
-                "unknown" if row["grown_bytes"] is None else f"{row['grown_bytes'] / 2**20:.1f}",
-            )
-        table.print(console)
+                rows += measure_input(f"{gigabytes:g} GB of tokens", path, config)
         console.print(
             f"Opening checks an even sample of at most {CHUNK * SAMPLED_CHUNKS:,} tokens. Read: {READ_BATCHES} batches "
             f"of {config.batch_size} x {config.model.seq_len} tokens from all over the file, by one thread. Memory: "
@@ -55,7 +41,7 @@ def bench_input(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
             "the system still held in memory came from there."
         )
         shares = input_shares(load_corpus(str(path), config.model.vocab_size), flags, config, devices, console)
-    return [*rows, *shares], devices, met
+    return [*rows, *shares], devices
 
 
 def write_tokens(path: Path, num_bytes: int, vocab_size: int) -> None:
@@ -66,8 +52,7 @@ def write_tokens(path: Path, num_bytes: int, vocab_size: int) -> None:
             num_bytes -= block.nbytes
 
 
-def measure_input(path: Path, config: RunConfig) -> tuple[int, float, dict]:
-    """(tokens in the file, tokens read a second, the other figures)."""
+def measure_input(name: str, path: Path, config: RunConfig) -> list[Row]:
     before, start = resident_bytes(), time.perf_counter()
     corpus = load_corpus(str(path), config.model.vocab_size)
     batches = Batches(corpus, config.batch_size, config.model.seq_len, config.seed)
@@ -78,15 +63,15 @@ def measure_input(path: Path, config: RunConfig) -> tuple[int, float, dict]:
         batches[step].read()
     seconds = time.perf_counter() - first
     speed = READ_BATCHES * config.batch_size * config.model.seq_len / seconds
-    return (
-        corpus.num_train + corpus.num_held_out,
-        speed,
-        {
-            "open_seconds": opened - start,
-            "first_batch_seconds": first - opened,
-            "grown_bytes": None if before is None else resident_bytes() - before,
-        },
-    )
+    rows = [
+        Row(f"{name}: tokens", corpus.num_train + corpus.num_held_out, ""),
+        Row(f"{name}: open", opened - start, "s", target=OPEN_SECONDS),
+        Row(f"{name}: first batch", first - opened, "s"),
+        Row(f"{name}: read", speed, "tokens/s"),
+    ]
+    if before is not None:
+        rows.append(Row(f"{name}: grown", resident_bytes() - before, "bytes", target=OPEN_BYTES))
+    return rows
 
 
 def input_shares(corpus: Corpus, flags: BenchFlags, config: RunConfig, devices: Devices, console: Console) -> list[Row]:
@@ -112,11 +97,6 @@ def input_shares(corpus: Corpus, flags: BenchFlags, config: RunConfig, devices: 
                 jax.block_until_ready(metrics)
                 seconds.append(time.perf_counter() - start)
         shares[name] = sum(waits[1:]) / sum(seconds[1:])
-    marked = " (simulated)" if devices.simulated else ""
-    console.print(
-        f"Input's share of {flags.repeats} steps of this model on dp=2{marked}: {shares['prefetched']:.2%} prefetched, "
-        f"{shares['not_prefetched']:.2%} read in the loop."
-    )
     return [
         Row(f"input's share of a step, {name.replace('_', ' ')}", share, "share", simulated=devices.simulated)
         for name, share in shares.items()

@@ -122,7 +122,7 @@ def bench_kernels(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     table.print(console, under=("spread", *headings[-2:]))
     if devices.platform == "gpu":
         console.print("What takes less than some 20 us may be the time of dispatching it, on either side.")
-    return rows, devices, True
+    return rows, devices
 
 
 def measure(run, name: str, peer: Worker | None, repeats: int) -> list[tuple[float, ...]] | str:

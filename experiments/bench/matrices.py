@@ -17,7 +17,6 @@ from jaxdist.plan.search import Candidates, score
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.optimizer import matrix_of
 
-from ..tables import Rows
 from .flags import BenchFlags
 from .rows import Measured, Row
 
@@ -36,8 +35,7 @@ LAYOUTS = [
 def bench_matrices(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """MiB that a device sends for whole matrices in the way that is chosen, with all exchanged, with sums, and with all
     gathered; FLOPs; optimizer state and step time, AdamW's and Muon's."""
-    titles = ("MiB chosen", "exchanged", "by sums", "gathered", "TFLOP", "state GiB", "step s")
-    table, rows = Rows("layout", *titles), []
+    rows = []
     for mesh, strategy in LAYOUTS:
         name = f"{mesh}, ZeRO-{strategy['zero']}"
         adamw, ours = (score_of(mesh, strategy, optimizer) for optimizer in ("adamw", "muon"))
@@ -45,21 +43,14 @@ def bench_matrices(flags: BenchFlags, config: RunConfig, console: Console) -> Me
         leaves = jax.tree.leaves(make_layout(run.model, run.parallel, run.part_layers).trained.leaves)
         found = [sent_and_done(leaf) for leaf in leaves if leaf.param.matrix]
         *sent, flops = (sum(column) for column in zip(*found, strict=True))
-        states, seconds = ([each[part] for each in (adamw, ours)] for part in (0, 1))
-        rows += [Row(f"{name}: {title}", x, "bytes") for title, x in zip(titles[:4], sent, strict=True)]
+        ways = ("chosen", "exchanged", "by sums", "gathered")
+        rows += [Row(f"{name}: {way}", x, "bytes") for way, x in zip(ways, sent, strict=True)]
         rows += [
             Row(f"{name}: matmuls", flops, "FLOPs"),
-            Row(f"{name}: share of the step", 1 - seconds[0] / seconds[1], ""),
+            Row(f"{name}: state", ours[0], "bytes", against="AdamW's", ratio=ours[0] / adamw[0]),
+            Row(f"{name}: step", ours[1], "s", against="AdamW's", ratio=ours[1] / adamw[1]),
         ]
-        table.add_row(
-            name,
-            *(f"{x / 2**20:,.0f}" for x in sent),
-            f"{flops / 1e12:.1f}",
-            " → ".join(f"{x / 2**30:.2f}" for x in states),
-            " → ".join(f"{x:.2f}" for x in seconds) + f" ({100 * (seconds[1] / seconds[0] - 1):+.1f} %)",
-        )
-    table.print(console)
-    return rows, None, True
+    return rows, None
 
 
 def config_of(mesh: str, strategy: dict, optimizer: str) -> RunConfig:

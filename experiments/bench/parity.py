@@ -1,7 +1,6 @@
 """The training step in 16 bits against fp32: loss and every gradient leaf, with each attention that the device has."""
 
 import dataclasses
-import math
 import re
 
 import jax
@@ -14,7 +13,6 @@ from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import Program, build_program
 
-from ..tables import MARKS, Rows
 from .flags import BenchFlags
 from .rows import Measured, Row
 from .timing import full_batch
@@ -37,7 +35,6 @@ def bench_parity(flags: BenchFlags, config: RunConfig, console: Console) -> Meas
     The compiled step of one device must also hold no collective at all.
     """
     devices = acquire_devices(1, flags.device)
-    console.print(f"devices: {devices.description}")
     # "highest": an NVIDIA card would otherwise multiply fp32 matrices in TF32, with 10 bits.
     runs = {"fp32 xla": observe(config, devices, "float32", "xla", "highest")}
     runs["bf16 xla"] = observe(config, devices, "bfloat16", "xla")
@@ -46,23 +43,17 @@ def bench_parity(flags: BenchFlags, config: RunConfig, console: Console) -> Meas
     if auto.model.ctx.attention == "cudnn":
         runs["bf16 cudnn"] = observe(config, devices, "bfloat16", "cudnn")
         pairs += [("bf16 cudnn", "fp32 xla"), ("bf16 cudnn", "bf16 xla")]
-    table = Rows("run", "against", "loss", "worst gradient", "leaf", "verdict")
-    rows, met = [], []
+    rows = []
     for run, against in pairs:
         loss_error, errors = compare(runs[run], runs[against])
-        worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-        met.append(loss_error <= LOSS_TOLERANCE and errors[worst] <= GRADIENT_TOLERANCE)  # a NaN never passes
-        mark = "met" if met[-1] else "missed"
-        table.add_row(run, against, f"{loss_error:.1e}", f"{errors[worst]:.1e}", worst, mark)
-        found = {"loss": loss_error, **errors}
-        rows += [Row(f"{run}: error of {what}", error, "relative", against=against) for what, error in found.items()]
-    table.print(console, left=("against", "leaf", "verdict"), under=("leaf",), styles=MARKS)
+        for what, error in {"loss": loss_error, **errors}.items():
+            target = LOSS_TOLERANCE if what == "loss" else GRADIENT_TOLERANCE
+            rows.append(Row(f"{what}: {run} against {against}", error, "relative", against=against, target=target))
     console.print(f"tolerances: loss {LOSS_TOLERANCE:g}, gradients {GRADIENT_TOLERANCE:g} (relative, L2 norm)")
     collectives = count_collectives(compiled_text(auto))
     listed = ", ".join(f"{count} {name}" for name, count in collectives.items()) or "no collective"
     console.print(f"{listed} in the compiled step of one device")
-    rows.append(Row("collectives in the compiled step", sum(collectives.values()), "instructions"))
-    return rows, devices, all(met) and not collectives
+    return [*rows, Row("collectives in the compiled step", sum(collectives.values()), "", target=0)], devices
 
 
 def one_device(config: RunConfig, devices: Devices, dtype: str, attention: str, with_gradients=False) -> Program:

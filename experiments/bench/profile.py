@@ -30,7 +30,6 @@ SHOWN = 20
 def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """The step of --mesh under JAX's profiler. Operations of all devices are added up."""
     devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
-    console.print(f"devices: {devices.description}")
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
     compiled = program.compile_step()
     batch = program.put(full_batch(config))
@@ -68,7 +67,7 @@ def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
         f" {user:.2f} s, and the system {system:.2f} s for it (memory touched for the first time, mostly). The"
         f" operations above are of {all_seconds:.2f} s; of a product on several cores, one of them is counted."
     )
-    return rows, devices, True
+    return rows, devices
 
 
 def own_seconds(profile) -> list[tuple[str, float, int]]:

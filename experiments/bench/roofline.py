@@ -1,8 +1,6 @@
 """The compiled step of a card that is not there, kernel by kernel, against the card's roofline."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -12,7 +10,7 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
 from jaxdist.plan.explain import gib
-from jaxdist.plan.hardware import Accelerator, find_hardware
+from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof.compile import CUDA_CARDS, compile_step, target_devices, without_devices
 from jaxdist.plan.proof.launches import launches_of
@@ -21,16 +19,11 @@ from jaxdist.train.program import build_program
 
 from ..plan_prove import with_attention
 from ..tables import Rows
-from ..timeline import write_both
 from .flags import BenchFlags
 from .rows import Measured, Row
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 SHOWN = 20
 MATMUL, HBM = 0.7, 0.85  # parts of the peak and of the bandwidth that a good kernel reaches
-COLOURS = {"forward": "#3470c4", "recomputed": "#8d6cc0", "backward": "#d66828", "update": "#3c9a5f"}
 
 
 def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
@@ -81,8 +74,6 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
             f"The host makes {launches.total:,} launches a step: {launches.graphs:,} of CUDA graphs, which hold "
             f"{launches.in_graphs:,} kernels and copies, and {launches.alone:,} of single ones."
         )
-    if flags.draw:
-        write_both(draw(kernels, roof, hardware), Path(flags.draw) / "roofline", console)
     rows = [
         Row("kernels a step", whole.kernels, "kernels"),
         Row("bytes moved", whole.moved, "bytes", against="least bytes", ratio=whole.moved / least),
@@ -97,7 +88,7 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
         total = Total.of(found, roof)
         rows.append(Row(f"{phase} {part}: bytes", total.moved, "bytes", against="bytes moved"))
         rows.append(Row(f"{phase} {part}: time by the roofline", total.seconds, "s"))
-    return rows, None, True
+    return rows, None
 
 
 def update_bytes(config: RunConfig, devices: Sequence) -> int:
@@ -156,41 +147,3 @@ def table_of_kernels(kernels: Sequence[Kernel], roof: Roof) -> Rows:
             f"{kernel.count * roof.seconds(kernel) * 1e3:.2f}",
         )
     return table
-
-
-def draw(kernels: Sequence[Kernel], roof: Roof, hardware: Accelerator) -> "Figure":
-    """Every kernel with products under the roof, the larger the longer it takes; and the time of each phase."""
-    from matplotlib.figure import Figure
-
-    figure = Figure((11, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    products = [kernel for kernel in kernels if kernel.flops]
-    ridge = roof.flops_per_s / roof.bytes_per_s
-    reach = [kernel.flops / kernel.moved for kernel in products] or [ridge]
-    ends = np.array([min(ridge / 8, min(reach) / 2), ridge, max(ridge * 8, max(reach) * 2)])
-    left.plot(ends, np.minimum(ends * roof.bytes_per_s, roof.flops_per_s) / 1e12, color="0.35")
-    for phase in PHASES:
-        some = [kernel for kernel in products if kernel.phase == phase]
-        sizes = [20 + 400 * kernel.count * roof.seconds(kernel) / 5e-3 for kernel in some]
-        reached = [kernel.flops / roof.seconds(kernel) / 1e12 for kernel in some]
-        if some:
-            x = [kernel.flops / kernel.moved for kernel in some]
-            left.scatter(x, reached, sizes, color=COLOURS[phase], alpha=0.55, label=phase)
-    left.set(xscale="log", yscale="log", xlabel="FLOP a byte moved", ylabel="TFLOP/s at most")
-    left.set_title(f"kernels with products, {hardware.name}", fontsize=11)
-    low, high = left.get_ylim()
-    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if low <= tick <= high]
-    left.set_yticks(ticks, [str(tick) for tick in ticks])
-    left.minorticks_off()
-    left.grid(alpha=0.3)
-    left.legend(loc="lower right", frameon=False)
-    groups = [(f"{phase}, {part}", phase, Total.of(found, roof)) for (phase, part), found in grouped(kernels).items()]
-    whole = sum(total.seconds for _, _, total in groups)
-    groups = [group for group in groups if group[2].seconds > 0.002 * whole]
-    for place, (name, phase, total) in enumerate(reversed(groups)):
-        right.barh(name, total.seconds * 1e3, color=COLOURS[phase])
-        right.text(total.seconds * 1e3, place, f" {total.seconds * 1e3:.1f}", va="center", fontsize=9)
-    right.set(xlabel="ms by the roofline")
-    right.margins(x=0.15)
-    right.spines[["top", "right"]].set_visible(False)
-    return figure

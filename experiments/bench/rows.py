@@ -1,4 +1,4 @@
-"""What every bench returns: rows of one form under one header, and how they are written."""
+"""What every bench returns: rows of one form under one header, and how they are printed and written."""
 
 import importlib.metadata
 import json
@@ -14,9 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
+from rich.console import Console
+
 from jaxdist.commands import command_text
 from jaxdist.files import write_whole
 from jaxdist.runtime.devices import Devices
+
+from ..tables import MARKS, Rows
 
 PACKAGES = (
     "jax",
@@ -35,9 +39,10 @@ PACKAGES = (
 class Row:
     """One figure.
 
-    name: what was measured, the same from run to run. value: the median of `runs` measurements, in `unit`, and
-    `spread` their least and largest. against: the name of what `ratio` is the value's multiple of, measured in the
-    same run. simulated: measured on devices that share one CPU.
+    name: what was measured, the same from run to run; "SUBJECT: FIGURE" where there are several of one subject. value:
+    the median of `runs` measurements, in `unit`, and `spread` their least and largest. against: the name of what
+    `ratio` is the value's multiple of, measured in the same run. simulated: measured on devices that share one CPU.
+    target: the most that the ratio may be, or the value where there is no ratio.
 
     Raises: ValueError for a speed of simulated devices, which would be none.
     """
@@ -50,6 +55,7 @@ class Row:
     against: str | None = None
     ratio: float | None = None
     simulated: bool = False
+    target: float | None = None
 
     def __post_init__(self):
         if self.simulated and self.unit.endswith("/s"):
@@ -60,8 +66,62 @@ class Row:
         """The median of several measurements."""
         return cls(name, statistics.median(measured), unit, (min(measured), max(measured)), len(measured), **more)
 
+    @classmethod
+    def beside(cls, name: str, ours: Sequence[float], theirs: Sequence[float], against: str, **more) -> Self:
+        """Seconds, and the median of their ratios to seconds that were measured in turn with them."""
+        return cls.of(name, ours, "s", against=against, ratio=statistics.median(ratios(ours, theirs)), **more)
 
-Measured = tuple[list[Row], Devices | None, bool]  # what a bench returns: figures, where, whether all targets are met
+    @property
+    def met(self) -> bool:
+        """A value that is not a number meets no target."""
+        return self.target is None or (self.value if self.ratio is None else self.ratio) <= self.target
+
+    def cell(self) -> str:
+        """The value and its ratio, and whether a target is met."""
+        ratio = "" if self.ratio is None else f" ({self.ratio:.3f})"
+        mark = "" if self.target is None else " met" if self.met else f" missed {self.target:g}"
+        return shown(self.value, self.unit) + ratio + mark
+
+
+Measured = tuple[list[Row], Devices | None]  # what a bench returns: figures, and where they were measured
+
+
+def shown(value: float, unit: str) -> str:
+    """A value in the size of its unit that is read easily."""
+    if unit == "s":
+        size, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if value >= s), (1e-6, "µs"))
+        return f"{value / size:.{max(0, 2 - len(f'{value / size:.0f}'))}f} {unit}"
+    if unit in ("share", "of peak"):
+        return f"{value:.1%}"
+    size, form, unit = {
+        "bytes": (2**20, ",.1f", "MiB"),
+        "bytes/s": (1e9, ",.1f", "GB/s"),
+        "tokens/s": (1, ",.0f", unit),
+        "FLOPs": (1e12, ",.1f", "TFLOP"),
+        "relative": (1, ".1e", ""),
+    }.get(unit, (1, ",.0f" if value == round(value) else ",.4g", unit))
+    return f"{value / size:{form}} {unit}".rstrip()
+
+
+def print_rows(rows: Sequence[Row], console: Console) -> None:
+    """A line for each subject, with a column for each of its figures; one figure is shown with its spread."""
+    lines: dict[str, dict[str, str]] = {}
+    titles: dict[str, set[str | None]] = {}
+    for row in rows:
+        subject, colon, figure = row.name.rpartition(": ")
+        subject, figure = (subject, figure) if colon else (figure, "median")
+        lines.setdefault(subject, {})[figure] = row.cell()
+        titles.setdefault(figure, set()).add(row.against if row.ratio is not None else None)
+        if row.spread is not None and not colon:
+            lines[subject]["spread"] = " - ".join(shown(end, row.unit) for end in row.spread)
+    names = {
+        figure: figure + "".join(f" (/ {other})" for other in against if other) for figure, against in titles.items()
+    }
+    names |= {"spread": "spread"} if any("spread" in line for line in lines.values()) else {}
+    table = Rows("simulated" if any(row.simulated for row in rows) else "", *names.values())
+    for subject, line in lines.items():
+        table.add_row(subject, *(line.get(figure, "") for figure in names))
+    table.print(console, under=[*names.values()][1:], styles=MARKS)
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -20,7 +20,6 @@ from jaxdist.plan.time_model import StepTime
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.program import attention_on
 
-from ..tables import Rows
 from .flags import BenchFlags
 from .rows import Measured, Row
 from .speed import card_of
@@ -59,16 +58,12 @@ def bench_standin(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     rows = compare(seconds, planned)
     if step.peak_bytes is not None:
         rows.append(Row("peak of a rank: compiler's plan", step.peak_bytes, "bytes"))
-    table = Rows("", "ms", "/ the plan's")
-    for row in rows[:3]:
-        table.add_row(row.name, f"{row.value * 1e3:.1f}", "" if row.ratio is None else f"{row.ratio:.2f}")
-    table.print(console)
     console.print(
         f"The plan says {planned.total[0] * 1e3:.1f} ms ± {planned.error[0]:.0%}, of which "
         f"{planned.communication[0] * 1e3:.1f} communication. Collectives were mocked: their time is modelled, and "
         "what a real one takes from the card's bandwidth and multiprocessors is in neither figure."
     )
-    return rows, devices, True
+    return rows, devices
 
 
 def mock_gpus(count: int) -> Devices:

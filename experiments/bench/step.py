@@ -24,7 +24,6 @@ from jaxdist.train.gradients import pipelined, plain
 from jaxdist.train.gradients.base import dropout_key
 from jaxdist.train.program import Program, batch_specs, build_program, compiled_bytes
 
-from ..tables import Rows
 from .flags import BenchFlags
 from .rows import Measured, Row
 from .speed import CONVENTIONS, describe_speed, speed_rows
@@ -37,7 +36,6 @@ AT_ONCE = 3  # steps that an accelerator gets in a row
 def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """Programs that end after each phase, run in turn; a phase is what the next one takes longer."""
     devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
-    console.print(f"devices: {devices.description}")
 
     # ---- the whole step first: what memory it takes at most is not seen behind other programs
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
@@ -73,10 +71,13 @@ def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measur
             seconds[name].append(end - start if flags.phases else end)
     whole_seconds = [sum(parts) for parts in zip(*seconds.values(), strict=True)]
 
-    # ---- tables
+    # ---- rows
     phases = {**(seconds if flags.phases else {}), "step": whole_seconds}
-    table, rows = phase_table(phases, devices.simulated)
-    table.print(console)
+    total = statistics.median(whole_seconds)
+    rows = [
+        Row.of(name, s, "s", against="step", ratio=statistics.median(s) / total, simulated=devices.simulated)
+        for name, s in phases.items()
+    ]
     if flags.phases:
         console.print(
             "Each phase is a difference of two programs' times; the update holds clipping, ZeRO-1's and 2's gathers, "
@@ -88,23 +89,9 @@ def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measur
         console.print(describe_speed(speeds))
     if len(speeds) > 1:
         console.print(CONVENTIONS)
-    memory_table(memory).print(console)
     attention = program.model.ctx.attention
     console.print(f"compiled in {compile_seconds:.1f} s; attention {attention}; dtype {config.precision.dtype}")
-    return [*rows, *speeds, *memory, Row("compile", compile_seconds, "s")], devices, True
-
-
-def phase_table(phases: dict[str, list[float]], simulated: bool) -> tuple[Rows, list[Row]]:
-    total = statistics.median(phases["step"])
-    marked = "ms (simulated)" if simulated else "ms"
-    table = Rows("phase", marked, "share of the step", "spread")
-    rows = []
-    for name, values in phases.items():
-        share = statistics.median(values) / total
-        spread = f"{min(values) * 1e3:.1f}-{max(values) * 1e3:.1f}"
-        table.add_row(name, f"{statistics.median(values) * 1e3:.1f}", f"{share:.1%}", spread)
-        rows.append(Row.of(name, values, "s", against="step", ratio=share, simulated=simulated))
-    return table, rows
+    return [*rows, *speeds, *memory, Row("compile", compile_seconds, "s")], devices
 
 
 def memory_rows(program: Program, step, devices: Devices, before: int | None, after: int | None) -> list[Row]:
@@ -128,20 +115,12 @@ def memory_rows(program: Program, step, devices: Devices, before: int | None, af
     if after is not None:
         raised = "measured" if after > before else "measured, but not raised by the step"
         found |= {"measured before the step": before, raised: after}
-    against = f"peak: {next(iter(found))}"
+    against = next(iter(found))
     return [
-        Row(f"peak: {name}", value, "bytes", against=against, ratio=planned and value / planned.peak)
+        Row(f"{name}: peak of a device", value, "bytes", against=against, ratio=planned and value / planned.peak)
         for name, value in found.items()
         if value is not None
     ]
-
-
-def memory_table(rows: list[Row]) -> Rows:
-    table = Rows("peak of a device", "MiB", "/ plan")
-    for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        table.add_row(row.name.removeprefix("peak: "), f"{row.value / 2**20:,.1f}", ratio)
-    return table
 
 
 def peak_in_use(devices: Devices) -> int | None:

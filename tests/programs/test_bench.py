@@ -18,25 +18,17 @@ from experiments.bench.__main__ import BENCHES, main
 from experiments.bench.flags import BenchFlags
 from experiments.bench.profile import own_seconds, own_time
 from experiments.bench.rows import Row, ratios, rows_of
-from experiments.bench.theory import sent_in_theory, state_in_theory
 from experiments.bench.workers import Worker, WorkerEnded
 from experiments.cli import run_program
-from experiments.strategies import STRATEGIES
 from jaxdist.config import RunConfig
-from jaxdist.mesh import make_abstract_mesh
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
-from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import find_hardware
-from jaxdist.plan.proof.trace import total_sent
-from jaxdist.plan.traffic import predicted
 from jaxdist.runtime.devices import Devices, acquire_devices
-from jaxdist.specs import local_bytes
-from jaxdist.train.program import build_program
 
 TINY = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "32", "--vocab-size", "100"]
 TINY += ["--repeats", "2"]
-KEYS = {"name", "value", "unit", "spread", "runs", "against", "ratio", "simulated"}
+KEYS = {field.name for field in dataclasses.fields(Row)}
 
 
 def run(capsys, *args) -> tuple[int, str]:
@@ -49,7 +41,6 @@ def run(capsys, *args) -> tuple[int, str]:
 def test_a_row_is_a_median_with_its_spread():
     row = Row.of("step", [3.0, 1.0, 2.0], "s", against="theirs", ratio=0.5)
     assert (row.value, row.spread, row.runs) == (2.0, (1.0, 3.0), 3)
-    assert {field.name for field in dataclasses.fields(Row)} == KEYS
     assert ratios([1.0, 4.0], [2.0, 2.0]) == [0.5, 2.0]
 
 
@@ -78,79 +69,6 @@ def test_simulated_devices_have_no_speed(unit):
 def test_figures_become_rows_by_the_last_word_of_their_name():
     rows = rows_of("10 GB", {"open_seconds": 0.5, "grown_bytes": 3, "first_batch_seconds": None})
     assert [(row.name, row.unit) for row in rows] == [("10 GB: open", "s"), ("10 GB: grown", "bytes")]
-
-
-def as_in_the_papers(strategy) -> bool:
-    """Strategies that send what the papers' formulas say. The others: stages of a pipeline share the table and all sum
-    the positions, recomputing several blocks gathers and sums once more, and sizes that dp does not divide are padded.
-    """
-    parallel = strategy.run_config().parallel
-    return (
-        parallel.mesh.num_devices > 1
-        and parallel.mesh.pp == 1
-        and not ((parallel.mesh.tp > 1 or parallel.zero == 3) and parallel.remat_every > 1)
-        and "padded" not in strategy.name
-        and strategy.dtype != "float64"
-    )
-
-
-PLAIN = [*filter(as_in_the_papers, STRATEGIES)]
-
-
-@pytest.mark.parametrize("strategy", in_sample(PLAIN, PLAIN[::9]), ids=lambda each: each.name)
-def test_a_strategy_holds_and_sends_what_the_papers_say(strategy):
-    config = strategy.run_config()
-    mesh = config.parallel.mesh
-    layout = make_layout(config.model, config.parallel, config.part_layers)
-    sent = sum(message.sent_bytes(mesh) for message in predicted(config, layout))
-    theory = sent_in_theory(config)
-    if config.parallel.zero == 3 and config.parallel.reshard_after_forward:
-        # Less: backward gathers no vectors, nor, with overlap, the last block again; of two layers that is much.
-        assert (0.85 if config.parallel.overlap else 0.99) * theory < sent < theory * (1 + 2e-4)
-    else:
-        assert sent == pytest.approx(theory, rel=2e-4)  # single numbers are not in theory
-    state = local_bytes(build_program(config, make_abstract_mesh(mesh)).abstract_state())
-    theory = state_in_theory(config)
-    assert theory is None if config.optimizer.name == "adafactor" else state == pytest.approx(theory, rel=2e-4)
-
-
-def is_plain_pipeline(strategy) -> bool:
-    """Parts of equal length, and neither overlap, which sends at every tick, nor recomputing several blocks, nor
-    keeping ZeRO-3's weights, which backward gathers again all the same.
-    """
-    config = strategy.run_config()
-    parallel = config.parallel
-    return (
-        parallel.mesh.pp > 1
-        and len(set(config.part_layers)) == 1
-        and not parallel.overlap
-        and parallel.remat_every <= 1
-        and parallel.reshard_after_forward
-    )
-
-
-PIPES = [*filter(is_plain_pipeline, STRATEGIES)]
-
-
-@pytest.mark.parametrize("strategy", in_sample(PIPES, PIPES[::5]), ids=lambda each: each.name)
-def test_a_pipeline_holds_less_than_the_papers_say_and_sends_what_that_takes(strategy):
-    config = strategy.run_config()
-    mesh, shape, precision = config.parallel.mesh, config.model, config.precision
-    layout = make_layout(shape, config.parallel, config.part_layers)
-    table, reduced = layout.leaves["tokens"], np.dtype(precision.reduction_dtype).itemsize
-    # Every stage sums positions and last norm, and sends its part of the table to the ends. An end sends what it would
-    # to another end; where there is no other, its gradient's parts.
-    part = math.prod(table.compute_local)
-    extra = 2 * (shape.seq_len + 2) * shape.width * reduced
-    extra += len(table.consumer_stages) * part * np.dtype(precision.dtype).itemsize
-    extra += (mesh.pp - 1) * part * reduced if len(table.consumer_stages) == 1 else 0
-    sent, theory = total_sent(predicted(config, layout), mesh), sent_in_theory(config)
-    assert sent <= theory * (1 + 2e-4) + extra
-    if mesh.num_devices == mesh.pp:
-        assert sent >= theory
-    with jax.enable_x64(precision.dtype == "float64"):
-        state = local_bytes(build_program(config, make_abstract_mesh(mesh)).abstract_state())
-    assert state < state_in_theory(config)
 
 
 SMALL = [
@@ -236,11 +154,12 @@ def test_bf16_is_close_to_fp32(capsys, tmp_path, compile_fast):
     code, printed = run(capsys, "parity", "--batch-size", "2", *TINY, "--json", path)
     assert code == 0 and "no collective in the compiled step" in printed, printed
     errors = {row["name"]: row["value"] for row in json.loads(path.read_text())["rows"]}
-    assert errors.pop("collectives in the compiled step") == 0 and errors.pop("bf16 xla: error of loss") < 1e-3
+    pair = "bf16 xla against fp32 xla"
+    assert errors.pop("collectives in the compiled step") == 0 and errors.pop(f"loss: {pair}") < 1e-3
     # bf16 was really used: nothing in fp32 errs by more than 1e-5.
     assert min(errors.values()) > 1e-3
     names = ("tokens", "positions", "blocks.attention.w_qkv")
-    assert {f"bf16 xla: error of {name}" for name in names} <= set(errors)
+    assert {f"{name}: {pair}" for name in names} <= set(errors)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +181,7 @@ def test_parity_can_fail(capsys, monkeypatch, spoil):
     monkeypatch.setattr(parity, "observe", observe)
     monkeypatch.setattr(parity, "compiled_text", lambda program: "")
     code, printed = run(capsys, "parity", *TINY)
-    assert code == 1 and "missed" in printed and " w " in printed
+    assert code == 1 and "missed" in printed and "\nw " in printed
 
 
 def test_a_collective_on_one_device_is_a_failure(capsys, monkeypatch):

@@ -90,7 +90,7 @@ def test_every_section_is_a_command_that_its_bench_takes(section, monkeypatch):
 
     def bench(flags, config, console):
         seen.append((flags, config))
-        return [Row("a figure", 1.0, "s")], None, True
+        return [Row("a figure", 1.0, "s")], None
 
     module = type("module", (), {BENCHES[command[3]][1]: bench})
     monkeypatch.setattr(program.importlib, "import_module", lambda name, package: module)

@@ -129,7 +129,7 @@ def test_the_other_benches_read_only():
 @pytest.mark.parametrize("bench, names", OWN.items(), ids=OWN)
 def test_a_flag_of_one_bench_is_refused_by_the_others(capsys, bench, names):
     other = "compile" if bench != "compile" else "step"
-    values = {"phases": ["--no-phases"], "draw": ["--draw", "x"], "start_within": ["--start-within", "9"]}
+    values = {"phases": ["--no-phases"], "start_within": ["--start-within", "9"]}
     for name in names:
         flag = f"--{name.replace('_', '-')}"
         args = values.get(name, [flag, "7"])
