@@ -17,15 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES
+from support import programs
 
 import experiments.convert
 import experiments.evaluate
 import experiments.generate
 import experiments.prepare
 import experiments.train
-from experiments.cli import run_program
-from experiments.convert import Hf, Ours, prove
-from experiments.train import TrainFlags
+from experiments.convert import Hf, prove
 from jaxdist.checkpoint import safetensors, weights
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import abstract_parameters, fetch
@@ -47,21 +46,20 @@ MODEL = dataclasses.replace(PRESETS["llama-proof"], seq_len=16)
 TOKENIZER = b'{"any": "file"}'
 
 
-def run(program, flags, capsys, *words) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as stop:
-        run_program(flags, program.main, program.__name__.rpartition(".")[2], list(map(str, words)))
-    return stop.value.code or 0, "".join(capsys.readouterr())
+def run(capsys, name: str, *words) -> tuple[int, str]:
+    code, *said = programs.run(capsys, name, *words)
+    return code, "".join(said)
 
 
 def convert(capsys, *words) -> str:
-    code, said = run(experiments.convert, Hf | Ours, capsys, *words)
+    code, said = run(capsys, "convert", *words)
     assert code == 0, said
     return said
 
 
 def train(capsys, *words) -> tuple[int, str]:
     words += () if "--lr" in words else ("--lr", 3e-3)
-    return run(experiments.train, TrainFlags, capsys, *words, "--batch-size", 8, "--warmup-steps", 1, "--device", "cpu")
+    return run(capsys, "train", *words, "--batch-size", 8, "--warmup-steps", 1, "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +105,7 @@ def test_an_import_proves_itself(theirs, tmp_path, capsys, monkeypatch):
         return {name: x if "w_k" not in name else x[:, :, ::-1] for name, x in wrong(*args).items()}
 
     monkeypatch.setattr(experiments.convert, "read_weights", flipped)
-    code, said = run(experiments.convert, Hf | Ours, capsys, "hf", theirs, "--out", tmp_path / "c", "--prove")
+    code, said = run(capsys, "convert", "hf", theirs, "--out", tmp_path / "c", "--prove")
     assert code == 1 and "not converted" in said and not Checkpoints(tmp_path / "c").steps()
 
 
@@ -134,7 +132,7 @@ def test_what_is_there_is_not_overwritten(theirs, tmp_path, capsys):
         (("ours", tmp_path / "none", "--out", tmp_path / "x"), "there is no such checkpoint"),
         (("hf", tmp_path / "none", "--out", tmp_path / "x"), "no file or folder of that name"),
     ):
-        code, text = run(experiments.convert, Hf | Ours, capsys, *words)
+        code, text = run(capsys, "convert", *words)
         assert code == 2 and said in " ".join(text.split())
 
 
@@ -158,7 +156,7 @@ def test_a_folder_has_all_that_goes_with_it_before_it_has_its_name(theirs, tmp_p
     ):
         with monkeypatch.context() as patched, pytest.raises(Killed):
             patched.setattr(where, name, killed)
-            run(experiments.convert, Hf | Ours, capsys, *words)
+            run(capsys, "convert", *words)
         assert not Checkpoints(tmp_path / "ours").steps() if words == ours else not [*tmp_path.glob("back*")]
         if where is not weights:
             convert(capsys, *words)
@@ -243,9 +241,7 @@ def test_an_export_stops_and_begins_as_its_run_does(theirs, tmp_path, capsys):
     begins = with_template(inner.to_str().encode(), ("<s>",))
     (tmp_path / "begins.json").write_bytes(begins)
     words = ["--data", tmp_path / "text.txt", "--out", tmp_path / "data", "--end-of-document", "</s>"]
-    code, said = run(
-        experiments.prepare, experiments.prepare.PrepareFlags, capsys, *words, "--tokenizer", tmp_path / "begins.json"
-    )
+    code, said = run(capsys, "prepare", *words, "--tokenizer", tmp_path / "begins.json")
     assert code == 0 and "<s> before it and </s> after it" in said, said
     words = ("--model", folder, "--weights", folder, "--data", tmp_path / "data", "--out", tmp_path / "run")
     code, said = train(capsys, *words, "--steps", 1)
@@ -269,12 +265,12 @@ def test_weights_that_are_not_finite_are_said_and_go_no_further(theirs, data, tm
     arrays = random_parameters(RunConfig(MODEL), make_layout(MODEL, ParallelConfig()))
     arrays["norm.scale"][0] = np.nan
     write_weights(tmp_path / "bad", MODEL, {f"params.{name}": x for name, x in arrays.items()})
-    code, said = run(experiments.convert, Hf | Ours, capsys, "hf", tmp_path / "bad", "--out", tmp_path / "ours")
+    code, said = run(capsys, "convert", "hf", tmp_path / "bad", "--out", tmp_path / "ours")
     assert "not finite" in said or code == 1  # the proof, where transformers is installed, comes before
     words = [tmp_path / "bad", "--data", data, "--windows", 8]
-    assert run(experiments.evaluate, experiments.evaluate.EvaluateFlags, capsys, *words)[0] == 1
+    assert run(capsys, "evaluate", *words)[0] == 1
     words = [tmp_path / "bad", "--prompt", "a", "--tokenizer", "bytes"]
-    code, said = run(experiments.generate, experiments.generate.GenerateFlags, capsys, *words)
+    code, said = run(capsys, "generate", *words)
     assert code == 1 and "not finite" in said
 
 
@@ -373,7 +369,7 @@ def test_an_export_reserves_its_room_first(theirs, tmp_path, capsys, monkeypatch
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     words = ("ours", tmp_path / "ours", "--out", tmp_path / "back")
-    code, said = run(experiments.convert, Hf | Ours, capsys, *words)
+    code, said = run(capsys, "convert", *words)
     assert code == 2 and "No space left" in said and said.count("\n") == 1 and not [*tmp_path.glob("back*")]
 
 
@@ -385,9 +381,9 @@ def test_a_fine_tune_needs_a_rate_and_its_own_tokenizer_and_says_its_precision(t
     (tmp_path / "theirs" / "tokenizer.json").write_bytes(BPETokenizer.train(iter(["some words"]), 257).to_bytes())
     common = ("--model", tmp_path / "theirs", "--steps", 1)
     words = (*common, "--weights", tmp_path / "theirs")
-    code, said = run(experiments.train, TrainFlags, capsys, *words, "--data", data)
+    code, said = run(capsys, "train", *words, "--data", data)
     assert code == 2 and "--lr 2e-05" in said
-    code, said = run(experiments.train, TrainFlags, capsys, *words, "--data", data, "--lora", 2)
+    code, said = run(capsys, "train", *words, "--data", data, "--lora", 2)
     assert code == 2 and "--lr 0.0002" in said
     code, said = train(capsys, *words, "--data", tmp_path / "text.txt")
     assert code == 2 and "--tokenizer" in said and "prepare" in said
@@ -396,14 +392,14 @@ def test_a_fine_tune_needs_a_rate_and_its_own_tokenizer_and_says_its_precision(t
     code, said = train(capsys, *common, "--data", tmp_path / "text.txt", "--num-layers", 1)
     assert code == 0 and "note: the model's tokens are of" in said  # a new model of theirs shape may read bytes
     words = [tmp_path / "theirs", "--data", tmp_path / "text.txt"]
-    code, said = run(experiments.evaluate, experiments.evaluate.EvaluateFlags, capsys, *words)
+    code, said = run(capsys, "evaluate", *words)
     assert code == 2 and "--tokenizer" in said
 
 
 def test_an_export_of_a_run_of_ours_says_its_dtype_and_its_tokens(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("some words to learn from. " * 300)
     words = ["--data", tmp_path / "text.txt", "--out", tmp_path / "data", "--vocab-size", 257]
-    assert run(experiments.prepare, experiments.prepare.PrepareFlags, capsys, *words)[0] == 0
+    assert run(capsys, "prepare", *words)[0] == 0
     words = ("--model", "llama-proof", "--vocab-size", 257, "--data", tmp_path / "data", "--out", tmp_path / "run")
     code, said = train(capsys, *words, "--steps", 1, "--dtype", "bfloat16", "--seq-len", 8)  # with fp32 masters
     assert code == 0, said

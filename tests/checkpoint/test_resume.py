@@ -12,9 +12,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from support.programs import run
 
 import experiments.train
-from experiments.cli import run_program
 from experiments.train import MAX_SKIPS_IN_A_ROW, Loop, Stopped, is_fault
 from jaxdist.checkpoint.resume import Progress, Start
 from jaxdist.errors import ConfigError
@@ -31,24 +31,15 @@ SMALL = (
 
 
 @pytest.fixture
-def train(monkeypatch, capfd, tmp_path):
+def train(capfd, tmp_path):
     """(exit code, stdout, stderr) of `python -m experiments.train` in this process; the text to train on is made."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
 
-    def run(flags: str, small: str = SMALL) -> tuple[int, str, str]:
-        words = [
-            "train",
-            "--data",
-            str(tmp_path / "text.txt"),
-            *small.split(),
-            *flags.replace("OUT", str(tmp_path)).split(),
-        ]
-        monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as stop:
-            run_program(experiments.train.TrainFlags, experiments.train.main, "train")
-        return stop.value.code or 0, *capfd.readouterr()
+    def train(flags: str, small: str = SMALL) -> tuple[int, str, str]:
+        words = ["--data", tmp_path / "text.txt", *small.split(), *flags.replace("OUT", str(tmp_path)).split()]
+        return run(capfd, "train", *words)
 
-    return run
+    return train
 
 
 def metrics(folder) -> list[dict]:

@@ -137,7 +137,7 @@ def test_a_document_is_cut_only_where_no_token_changes(kind, tmp_path, monkeypat
 
 def prepared(folder: Path, capfd, *words) -> Path:
     words = [*words, "--tokenizer", folder, "--out", folder / "out"]
-    code, out, err = run(prepare.main, prepare.PrepareFlags, "prepare", words, capfd)
+    code, out, err = run(capfd, "prepare", *words)
     assert code == 0, out + err
     return folder / "out"
 

@@ -9,7 +9,6 @@ import pytest
 from support.families import FAMILIES
 from support.programs import run
 
-from experiments import convert, evaluate, generate, plan, prepare, train, verify
 from jaxdist.checkpoint.weights import write_weights
 from jaxdist.config import RunConfig
 from jaxdist.models.huggingface import CONFIG, model_from_config
@@ -51,14 +50,12 @@ def tokens(folder_of) -> Path:
     folder = folder_of("llama")
     out = folder.parent / "tokens"
     words = ["--data", folder.parent / "text.txt", "--out", out, "--tokenizer", folder, "--end-of-document", "</s>"]
-    with pytest.raises(SystemExit) as ended:
-        prepare.run_program(prepare.PrepareFlags, prepare.main, "prepare", [str(word) for word in words])
-    assert not ended.value.code
+    assert run(None, "prepare", *words)[0] == 0
     return out
 
 
-def succeed(program, flags, prog, words, capfd) -> str:
-    code, out, err = run(program, flags, prog, words, capfd)
+def succeed(capfd, name: str, *words) -> str:
+    code, out, err = run(capfd, name, *words)
     assert code == 0, out + err
     return out + err
 
@@ -68,15 +65,9 @@ def mesh_of(folder: Path) -> tuple[str, str]:
 
 
 def convert_both_ways(folder, tokens, out, capfd):
-    succeed(
-        convert.main,
-        convert.Hf | convert.Ours,
-        "convert",
-        ["hf", folder, "--out", out / "ours", *mesh_of(folder)],
-        capfd,
-    )
+    succeed(capfd, "convert", "hf", folder, "--out", out / "ours", *mesh_of(folder))
     words = ["ours", out / "ours", "--out", out / "back", "--mesh", "dp=2"]
-    succeed(convert.main, convert.Hf | convert.Ours, "convert", words, capfd)
+    succeed(capfd, "convert", *words)
     for path in (out / "back").iterdir():
         assert path.read_bytes() == (folder / path.name).read_bytes(), path.name
     trained(out / "ours", tokens, out, capfd, *mesh_of(folder))
@@ -86,18 +77,13 @@ def trained(folder, tokens, out, capfd, *more):
     """A run from the weights, exported and imported again. more: flags of the run."""
     mesh = () if "--mesh" in more else mesh_of(folder)
     words = ["--model", folder, "--weights", folder, "--data", tokens, "--out", out / "run", *STEPS, *mesh, *more]
-    succeed(train.main, train.TrainFlags, "train", words, capfd)
+    succeed(capfd, "train", *words)
     words = ["ours", out / "run", "--out", out / "export"]
-    succeed(convert.main, convert.Hf | convert.Ours, "convert", words, capfd)
+    succeed(capfd, "convert", *words)
     kept = json.loads((out / "run" / "summary.json").read_text())["held_out_loss"]
     for path in (out / "run", out / "export"):
-        said = succeed(
-            evaluate.main,
-            evaluate.EvaluateFlags,
-            "evaluate",
-            [path, "--data", tokens, "--windows", "8", "--batch-size", "4", "--dtype", "float32"],
-            capfd,
-        )
+        how = ["--data", tokens, "--windows", "8", "--batch-size", "4", "--dtype", "float32"]
+        said = succeed(capfd, "evaluate", path, *how)
         found = float(said.split(" nats")[0].split()[-1])
         # An export has the 16 bits of the files that the weights came from.
         assert found == pytest.approx(kept, rel=1e-5 if path.name == "run" else 1e-2)
@@ -108,27 +94,19 @@ def adapted(folder, tokens, out, capfd):
 
 
 def generated(folder, tokens, out, capfd):
-    texts = [
-        succeed(
-            generate.main,
-            generate.GenerateFlags,
-            "generate",
-            [folder, "--prompt", "w3 w4", "--temperature", "0", "--max-new-tokens", "3", "--dtype", "float32", *mesh],
-            capfd,
-        ).splitlines()[0]
-        for mesh in ([], mesh_of(folder))
-    ]
+    how = ["--prompt", "w3 w4", "--temperature", "0", "--max-new-tokens", "3", "--dtype", "float32"]
+    texts = [succeed(capfd, "generate", folder, *how, *mesh).splitlines()[0] for mesh in ([], mesh_of(folder))]
     assert texts[0] == texts[1] and texts[0].startswith("w3 w4")
 
 
 def planned(folder, tokens, out, capfd):
     words = ["--model", folder, "--hardware", "h100", "--devices-per-node", "4", "--batch-size", "8"]
-    assert "MFU" in succeed(plan.main, plan.PlanFlags, "plan", words, capfd)
+    assert "MFU" in succeed(capfd, "plan", *words)
 
 
 def verified(folder, tokens, out, capfd):
     words = ["--model", folder, *mesh_of(folder), "--zero", "2", "--sp", "--batch-size", "4", "--device", "cpu"]
-    succeed(verify.main, verify.VerifyFlags, "verify", words, capfd)
+    succeed(capfd, "verify", *words)
 
 
 PROGRAMS = {

@@ -10,8 +10,6 @@ import pytest
 from conftest import DEVICES, in_sample
 from support.programs import run
 
-from experiments import convert, evaluate, train
-from experiments.cli import run_program
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
@@ -331,9 +329,7 @@ def folder(tmp_path_factory):
     ):
         if "--stop-after" in words:
             words = [*words[:-2], "--drill", "term:step=2"]
-        with pytest.raises(SystemExit) as ended:
-            run_program(train.TrainFlags, train.main, "train", [str(word) for word in (*common, *words)])
-        assert ended.value.code in (0, None) or "--drill" in words
+        assert run(None, "train", *common, *words)[0] == 0 or "--drill" in words
     return folder
 
 
@@ -344,13 +340,7 @@ def summary_of(path) -> dict:
 def test_adapters_resume_on_another_mesh_and_merge_into_the_weights_that_are_exported(folder, capfd):
     common = ["--data", folder / "text.txt", "--batch-size", "4", "--eval-windows", "8", "--model", "llama-proof"]
     words = ["--weights", folder / "base", "--lora", "4", "--lr", "0.01", "--steps", "4", "--mesh", "tp=4", "--sp"]
-    code, out, err = run(
-        train.main,
-        train.TrainFlags,
-        "train",
-        [*common, *words, "--out", folder / "resumed", "--checkpoint-every", "2"],
-        capfd,
-    )
+    code, out, err = run(capfd, "train", *common, *words, "--out", folder / "resumed", "--checkpoint-every", "2")
     assert code == 0 and "resumed after" in out and "of them trained" in out, err
     whole, resumed = (summary_of(folder / name) for name in ("whole", "resumed"))
     assert resumed["held_out_loss"] == pytest.approx(whole["held_out_loss"], rel=1e-5)
@@ -370,18 +360,16 @@ def test_adapters_resume_on_another_mesh_and_merge_into_the_weights_that_are_exp
             "--split",
             "held-out",
         ]
-        code, out, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
+        code, out, err = run(capfd, "evaluate", *words)
         assert code == 0 and "adapters merged" in out, err
         evaluated.append(float(out.partition("perplexity ")[2].partition(":")[0]))
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
     assert np.log(evaluated[0]) == pytest.approx(whole["held_out_loss"], rel=1e-4)
 
-    code, out, err = run(
-        convert.main, convert.Ours, "convert", [folder / "whole", "--out", folder / "hf", "--mesh", "tp=2"], capfd
-    )
+    code, out, err = run(capfd, "convert", folder / "whole", "--out", folder / "hf", "--mesh", "tp=2")
     assert code == 0 and "adapters merged" in out, err
     words = [folder / "hf", "--data", folder / "text.txt", "--batch-size", "4", "--windows", "8", "--split", "held-out"]
-    code, out, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
+    code, out, err = run(capfd, "evaluate", *words)
     assert float(out.partition("perplexity ")[2].partition(":")[0]) == pytest.approx(evaluated[0], rel=1e-6)
 
 
@@ -413,7 +401,7 @@ def test_adapters_that_cannot_be_are_refused(flags, match):
 def test_weights_that_adapters_do_not_fit_are_refused(folder, capfd, monkeypatch, words, match):
     monkeypatch.chdir(folder)
     common = ["--data", "text.txt", "--batch-size", "4", "--steps", "2", "--model", "llama-proof"]
-    code, _, err = run(train.main, train.TrainFlags, "train", [*common, *words], capfd)
+    code, _, err = run(capfd, "train", *common, *words)
     assert code == 2 and match in err, err
 
 
@@ -430,12 +418,6 @@ def test_a_model_without_adapters_takes_them_merged(folder, capfd):
         "--model",
         "llama-proof",
     ]
-    code, out, err = run(
-        train.main,
-        train.TrainFlags,
-        "train",
-        [*common, "--weights", folder / "whole", "--mesh", "dp=2", "--lr", "0.01"],
-        capfd,
-    )
+    code, out, err = run(capfd, "train", *common, "--weights", folder / "whole", "--mesh", "dp=2", "--lr", "0.01")
     whole = summary_of(folder / "whole")["held_out_loss"]
     assert code == 0 and f"held-out loss {whole:.3f}"[:-1] in out, (out, err)

@@ -12,6 +12,7 @@ import jax
 import pytest
 import tyro
 from llama import Llama
+from support.programs import run
 
 import experiments.bench.__main__
 import experiments.convert
@@ -21,7 +22,7 @@ import experiments.plan
 import experiments.report
 import experiments.train
 import experiments.verify
-from experiments.cli import flags_of, run_program
+from experiments.cli import flags_of
 from experiments.train import TrainFlags
 from jaxdist import console
 from jaxdist.checkpoint.checkpoints import Checkpoints
@@ -101,14 +102,6 @@ def module(tmp_path, monkeypatch):
         return name
 
     return make
-
-
-def run(capfd, program: str, *args) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr)."""
-    flags_type, main = PROGRAMS[program]
-    with pytest.raises(SystemExit) as stop:
-        run_program(flags_type, main, program, [*map(str, args)])
-    return stop.value.code or 0, *capfd.readouterr()
 
 
 # ---- it works ----

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from support.programs import run
 
-from experiments.plan import main
-from experiments.plan_question import PlanFlags
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES as MESH_AXES
@@ -85,9 +83,7 @@ def test_the_best_is_that_of_all_layouts_with_what_is_fixed(seed, cluster):
 
 def planned(capfd, tmp_path, words: str) -> dict:
     path = tmp_path / "plan.json"
-    code, out, err = run(
-        main, PlanFlags, "plan", f"--model gpt2-124m --batch-size 64 {words} --json {path}".split(), capfd
-    )
+    code, out, err = run(capfd, "plan", *f"--model gpt2-124m --batch-size 64 {words} --json {path}".split())
     assert code == 0, err
     return json.loads(path.read_text()) | {"said": out}
 
@@ -132,7 +128,7 @@ def test_a_mesh_with_a_deadline_names_its_layout(capfd, tmp_path):
     ],
 )
 def test_what_contradicts_is_named(words, culprits, capfd):
-    code, _, err = run(main, PlanFlags, "plan", f"--model gpt2-124m --batch-size 64 {words}".split(), capfd)
+    code, _, err = run(capfd, "plan", *f"--model gpt2-124m --batch-size 64 {words}".split())
     assert code == 2 and f"error: {culprits}:" in err
 
 
@@ -143,7 +139,7 @@ def test_a_downloaded_model_is_not_planned_at_all_its_positions_unless_asked(cap
     for more, length in (([], 4096), (["--seq-len", "16384"], 16384)):
         path = tmp_path / "plan.json"
         asked = f"--model {tmp_path} --nodes 1 --mesh dp=8 --batch-size 64 --json {path}".split()
-        code, out, err = run(main, PlanFlags, "plan", [*asked, *more], capfd)
+        code, out, err = run(capfd, "plan", *asked, *more)
         assert code == 0, err
         assert json.loads(path.read_text())["model"]["seq_len"] == length
         assert ("the model allows 131,072 tokens" in out) == (not more)

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 import pytest
 from conftest import in_sample
+from support import programs
 
 from experiments.bench import kernels, parity, peers, speed, standin
-from experiments.bench.__main__ import BENCHES, main
+from experiments.bench.__main__ import BENCHES
 from experiments.bench.flags import BenchFlags
 from experiments.bench.profile import own_seconds, own_time
 from experiments.bench.rows import Row, ratios, rows_of
 from experiments.bench.workers import Worker, WorkerEnded
-from experiments.cli import run_program
 from jaxdist.config import RunConfig
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
@@ -32,10 +32,8 @@ KEYS = {field.name for field in dataclasses.fields(Row)}
 
 
 def run(capsys, *args) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as ended:
-        run_program(BenchFlags, main, "bench", [str(arg) for arg in args])
-    captured = capsys.readouterr()
-    return ended.value.code, captured.out + captured.err
+    code, *said = programs.run(capsys, "bench", *args)
+    return code, "".join(said)
 
 
 def test_a_row_is_a_median_with_its_spread():

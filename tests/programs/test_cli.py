@@ -1,6 +1,7 @@
 """The programs as a user meets them: what they print and write, and how each wrong input ends."""
 
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -16,10 +17,9 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from support.programs import run
 
-import experiments.bench.__main__
 import experiments.train
-import experiments.verify
 from experiments import cli
 from experiments.cli import CommonFlags, run_program
 from experiments.train import TrainFlags
@@ -38,17 +38,6 @@ TEXT = "the quick brown fox jumps over the lazy dog; " * 400
 SMALL = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "32", "--batch-size", "8"]
 
 
-def run(monkeypatch, capsys, module, *args) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a program, in this process."""
-    program = {"train": experiments.train, "verify": experiments.verify, "bench": experiments.bench.__main__}[module]
-    flags = {"train": "TrainFlags", "verify": "VerifyFlags", "bench": "BenchFlags"}[module]
-    monkeypatch.setattr(sys, "argv", [module, *map(str, args)])
-    with pytest.raises(SystemExit) as stop:
-        run_program(getattr(program, flags), program.main, module)
-    out, err = capsys.readouterr()
-    return stop.value.code or 0, out, err
-
-
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text.txt"
@@ -56,11 +45,11 @@ def text(tmp_path):
     return path
 
 
-def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path, text):
+def test_train_learns_writes_and_says_what_it_runs(capsys, tmp_path, text):
     out = tmp_path / "run"
     words = f"--mesh dp=2,tp=2 --data {text} --out {out} --steps 60 --lr 0.01 --compiler-options".split()
     options = ["xla_cpu_enable_fast_min_max=true", "xla_cpu_prefer_vector_width=256"]
-    code, stdout, _ = run(monkeypatch, capsys, "train", *words, *options, *SMALL)
+    code, stdout, _ = run(capsys, "train", *words, *options, *SMALL)
     assert code == 0
     for said in ("dp=2,tp=2", "SIMULATED", "MiB a device", "unigram entropy", "blocks.attention.w_qkv", "done"):
         assert said in stdout
@@ -82,14 +71,14 @@ def test_train_learns_writes_and_says_what_it_runs(monkeypatch, capsys, tmp_path
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("more", ["--mesh dp=2,tp=2 --zero 3 --sp", "--mesh dp=3 --batch-size 9"])
-def test_train_gives_the_losses_of_one_device(monkeypatch, capsys, tmp_path, text, more):
+def test_train_gives_the_losses_of_one_device(capsys, tmp_path, text, more):
     batch, data = [], text
     if "9" in more:
         batch, data = ["--batch-size", "9"], f"{text}=0.6,{tmp_path}/more.npy=0.4"
         np.save(tmp_path / "more.npy", np.arange(5000) % 100)
     common = ["--data", data, "--steps", "3", "--dropout", "0.1", *SMALL]
-    run(monkeypatch, capsys, "train", *common, "--out", tmp_path / "mesh", *more.split())
-    run(monkeypatch, capsys, "train", *common, "--out", tmp_path / "one", *batch)
+    run(capsys, "train", *common, "--out", tmp_path / "mesh", *more.split())
+    run(capsys, "train", *common, "--out", tmp_path / "one", *batch)
     losses = [
         [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("mesh", "one")
@@ -97,9 +86,9 @@ def test_train_gives_the_losses_of_one_device(monkeypatch, capsys, tmp_path, tex
     np.testing.assert_allclose(*losses, rtol=2e-5)
 
 
-def test_train_that_diverges_says_so_and_leaves_no_summary(monkeypatch, capsys, tmp_path, text):
+def test_train_that_diverges_says_so_and_leaves_no_summary(capsys, tmp_path, text):
     args = ["--data", text, "--steps", "30", "--lr", "1e30", "--warmup-steps", "0", "--clip-norm", "1e30", *SMALL]
-    code, stdout, stderr = run(monkeypatch, capsys, "train", *args, "--out", tmp_path / "run")
+    code, stdout, stderr = run(capsys, "train", *args, "--out", tmp_path / "run")
     assert (
         code == 1
         and "is not finite" in stdout
@@ -113,19 +102,19 @@ def test_train_that_diverges_says_so_and_leaves_no_summary(monkeypatch, capsys, 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_train_in_every_dtype(monkeypatch, capsys, tmp_path, text, dtype):
+def test_train_in_every_dtype(capsys, tmp_path, text, dtype):
     args = ["--mesh", "dp=2", "--zero", "2", "--data", text, "--steps", "8", "--dtype", dtype, *SMALL]
-    code, _, _ = run(monkeypatch, capsys, "train", *args, "--out", tmp_path / "run")
+    code, _, _ = run(capsys, "train", *args, "--out", tmp_path / "run")
     jax.config.update("jax_enable_x64", False)  # the program switched it on for float64
     assert code == 0
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_verify_prints_every_leaf_and_writes_json(monkeypatch, capsys, tmp_path):
+def test_verify_prints_every_leaf_and_writes_json(capsys, tmp_path):
     path = tmp_path / "found.json"
     args = ("--mesh", "dp=2,tp=2", "--zero", "2", "--sp", "--num-layers", "2", "--steps", "1", "--json", path)
-    code, stdout, _ = run(monkeypatch, capsys, "verify", *args)
+    code, stdout, _ = run(capsys, "verify", *args)
     assert code == 0
     assert "1 of 1 strategies compute what one device computes" in stdout
     (found,) = json.loads(path.read_text())
@@ -142,17 +131,17 @@ def test_verify_exits_1_on_a_difference(monkeypatch, capsys):
     monkeypatch.setitem(parity.GRADIENT_TOLERANCE, "float32", 1e-12)
     monkeypatch.setattr(parity, "NEAR", 0)
     args = ("--mesh", "dp=2", "--num-layers", "2", "--width", "16", "--num-heads", "2", "--steps", "1")
-    code, stdout, _ = run(monkeypatch, capsys, "verify", *args)
+    code, stdout, _ = run(capsys, "verify", *args)
     assert code == 1
     assert "DIFFERS" in stdout and "0 of 1" in stdout and "of the reference" in stdout
 
 
 @pytest.mark.exhaustive
-def test_verify_with_an_oracle(monkeypatch, capsys):
+def test_verify_with_an_oracle(capsys):
     small = ("--num-layers", "1", "--width", "16", "--num-heads", "2", "--steps", "1", "--dropout", "0.1")
-    code, stdout, _ = run(monkeypatch, capsys, "verify", "--oracle", "plain", "--mesh", "dp=2", *small)
+    code, stdout, _ = run(capsys, "verify", "--oracle", "plain", "--mesh", "dp=2", *small)
     assert code == 0 and "1 of 1 strategies compute what the oracle (plain) computes" in stdout
-    code, _, stderr = run(monkeypatch, capsys, "verify", "--oracle", "plain", "--dtype", "bfloat16", *small)
+    code, _, stderr = run(capsys, "verify", "--oracle", "plain", "--dtype", "bfloat16", *small)
     assert code == 2 and "too coarse" in stderr
 
 
@@ -208,25 +197,25 @@ WRONG_FLAGS = [
 def test_wrong_input_ends_before_tracing(monkeypatch, capsys, tmp_path, text, args, said, remedy):
     monkeypatch.setattr(experiments.train, "print_resolved", lambda *_: pytest.fail("got as far as running"))
     data = [] if "--data" in args else ["--data", text]
-    code, stdout, stderr = run(monkeypatch, capsys, "train", *data, *args, "--out", tmp_path / "run")
+    code, stdout, stderr = run(capsys, "train", *data, *args, "--out", tmp_path / "run")
     assert code == 2
     assert said in stderr and remedy in stderr, stderr
     assert "Traceback" not in stderr and not stdout
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_verify_runs_a_schedule_from_a_file(monkeypatch, capsys, tmp_path):
+def test_verify_runs_a_schedule_from_a_file(capsys, tmp_path):
     (tmp_path / "table.txt").write_text("0: F0 F1 .  B0 W0 B1 W1\n1: .  F0 B0 F1 B1 W0 W1")
     flags = ["--mesh", "pp=2", "--schedule", tmp_path / "table.txt", "--microbatches", 2, "--batch-size", 4]
-    code, stdout, _ = run(monkeypatch, capsys, "verify", *flags, "--steps", 1)
+    code, stdout, _ = run(capsys, "verify", *flags, "--steps", 1)
     assert code == 0 and "1 of 1 strategies" in stdout
 
 
 @pytest.mark.parametrize(
     "args", [["--no-such-flag"], ["--dtype", "int8"], ["--steps", "many"], ["--grad-sync", "ring"]]
 )
-def test_what_the_parser_refuses(monkeypatch, capsys, args):
-    code, _, stderr = run(monkeypatch, capsys, "train", *args)
+def test_what_the_parser_refuses(capsys, args):
+    code, _, stderr = run(capsys, "train", *args)
     assert code == 2
     assert args[0] in stderr
 
@@ -260,10 +249,15 @@ def test_who_has_read_enough_ends_a_program_or_asks_it_to_stop():
 def test_train_looks_at_every_flag(monkeypatch, capsys, tmp_path, text):
     """A flag that nothing reads would be ignored."""
     read, begin = set(), experiments.train.main
-    monkeypatch.setattr(experiments.train, "main", lambda flags, console: begin(fuzz.watched(flags, read), console))
+
+    @functools.wraps(begin)
+    def watching(flags, console):
+        return begin(fuzz.watched(flags, read), console)
+
+    monkeypatch.setattr(experiments.train, "main", watching)
     monkeypatch.setattr(TrainFlags, "_must_be_equal", lambda self: {})
     args = ["--data", text, "--steps", "2", "--out", tmp_path / "run", "--checkpoint-every", "1", *SMALL]
-    assert run(monkeypatch, capsys, "train", *args)[0] == 0
+    assert run(capsys, "train", *args)[0] == 0
     assert {field.name for field in dataclasses.fields(TrainFlags)} - {"config"} <= read
 
 
@@ -306,11 +300,11 @@ def test_what_escapes_a_program_is_one_line(monkeypatch, capsys, tmp_path, error
         assert str(report) in err and "Traceback (most recent call last)" in report.read_text()
 
 
-def test_text_from_elsewhere_cannot_command_a_terminal(monkeypatch, capsys):
+def test_text_from_elsewhere_cannot_command_a_terminal(capsys):
     hostile = "\x1b]0;title\x07 \x1b[31mred \udcff \u202e"
-    code, _, err = run(monkeypatch, capsys, "train", "--data", hostile)
+    code, _, err = run(capsys, "train", "--data", hostile)
     assert code == 2 and r"\x1b]0;title\x07" in err and r"\udcff" in err and not {"\x1b", "\x07", "\u202e"} & set(err)
-    code, _, err = run(monkeypatch, capsys, "train", "--attention", "\x1b[31m")
+    code, _, err = run(capsys, "train", "--attention", "\x1b[31m")
     assert code == 2 and r"\x1b[31m" in err and "\x1b[31m'" not in err
 
 
@@ -339,10 +333,10 @@ def test_every_output_is_written_aside():
     assert {name: count for name, count in found.items() if count} == allowed
 
 
-def test_a_pipe_is_not_waited_for(monkeypatch, capsys, tmp_path):
+def test_a_pipe_is_not_waited_for(capsys, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path, said in ((tmp_path / "pipe", "cannot be written"), ("/dev/full", "No space left")):
-        code, _, err = run(monkeypatch, capsys, "verify", "--json", path)
+        code, _, err = run(capsys, "verify", "--json", path)
         assert code == 2 and said in err
 
 
@@ -355,7 +349,7 @@ def test_compiler_options_reach_the_step(monkeypatch, capsys, text):
 
     monkeypatch.setattr(Program, "compile_step", compile_step)
     option = "xla_cpu_enable_fast_min_max=true"
-    assert run(monkeypatch, capsys, "train", "--data", text, *SMALL, "--compiler-options", option)[0] == 2
+    assert run(capsys, "train", "--data", text, *SMALL, "--compiler-options", option)[0] == 2
     assert given == [{"xla_cpu_enable_fast_min_max": True}]
 
 
@@ -378,35 +372,18 @@ def test_the_step_is_compiled_with_its_options():
         ("0: F0 .  .  B0 W0\n1: .  F0 B0 W0", "is for 2 stages, 1 micro-batches and 1 chunks"),
     ],
 )
-def test_a_schedule_from_a_file_is_checked(monkeypatch, capsys, tmp_path, text, table, said):
+def test_a_schedule_from_a_file_is_checked(capsys, tmp_path, text, table, said):
     (tmp_path / "table.txt").write_text(table)
     flags = ["--mesh", "pp=2", "--schedule", tmp_path / "table.txt", "--microbatches", 2]
-    code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, *flags, "--out", tmp_path / "run")
+    code, _, stderr = run(capsys, "train", "--data", text, *flags, "--out", tmp_path / "run")
     assert code == 2 and said in stderr and "Traceback" not in stderr
 
 
-def test_unwritable_out(monkeypatch, capsys, tmp_path, text):
+def test_unwritable_out(capsys, tmp_path, text):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        code, _, stderr = run(monkeypatch, capsys, "train", "--data", text, "--out", out, *SMALL)
+        code, _, stderr = run(capsys, "train", "--data", text, "--out", out, *SMALL)
         assert code == 2 and "cannot be written" in stderr
-
-
-def test_bad_data_files(monkeypatch, capsys, tmp_path):
-    (tmp_path / "empty.txt").write_bytes(b"")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
-    np.save(tmp_path / "floats.npy", np.zeros(10000))
-    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
-    np.save(tmp_path / "large.npy", np.full(100000, 999, np.uint16))
-    for name, said in (
-        ("empty.txt", "empty"),
-        ("latin.txt", "UTF-8"),
-        ("floats.npy", "1-D integer array"),
-        ("objects.npy", ".npy array of numbers"),
-        ("large.npy", "token 999"),
-    ):
-        code, _, stderr = run(monkeypatch, capsys, "train", "--data", tmp_path / name)
-        assert code == 2 and said in stderr, stderr
 
 
 def test_unwise_combinations_are_said():

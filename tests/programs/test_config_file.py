@@ -7,10 +7,8 @@ import tomllib
 
 import pytest
 import tyro
+from support.programs import run
 
-import experiments.plan
-import experiments.train
-import experiments.verify
 from experiments import config_file, settings
 from experiments.cli import CommonFlags, run_program
 from experiments.config_file import PROGRAMS, SHARED, read_flags, settings_text
@@ -20,11 +18,7 @@ from experiments.train import TrainFlags
 from experiments.verify import VerifyFlags
 from jaxdist.models.registry import ADAPTER_FLAGS, SIZES
 
-MAIN = {
-    "train": (TrainFlags, experiments.train.main),
-    "verify": (VerifyFlags, experiments.verify.main),
-    "plan": (PlanFlags, experiments.plan.main),
-}
+FLAGS = {"train": TrainFlags, "verify": VerifyFlags, "plan": PlanFlags}
 SMALL = """
 [model]
 name = "proof"
@@ -79,20 +73,18 @@ OTHER = {
 }
 
 
-def parsed(monkeypatch, program: str, *args):
+def parsed(program: str, *args):
     """The flags as `main` gets them."""
     found = []
     with pytest.raises(SystemExit):
-        run_program(MAIN[program][0], lambda flags, console: found.append(flags), program, [*map(str, args)])
+        run_program(FLAGS[program], lambda flags, console: found.append(flags), program, [*map(str, args)])
     return found[0]
 
 
 def refused(capsys, program: str, *args) -> str:
     """The one line that a program ends with."""
-    with pytest.raises(SystemExit) as stop:
-        run_program(*MAIN[program], program, [*map(str, args)])
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and not out and err.count("\n") == 1, (out, err)
+    code, out, err = run(capsys, program, *args)
+    assert code == 2 and not out and err.count("\n") == 1, (out, err)
     return err
 
 
@@ -121,49 +113,49 @@ def other_value(field: dataclasses.Field):
 # ---- reading ----
 
 
-def test_a_file_sets_flags_and_flags_override_it(monkeypatch, write):
+def test_a_file_sets_flags_and_flags_override_it(write):
     path = write(SMALL)
-    flags = parsed(monkeypatch, "train", "--config", path)
+    flags = parsed("train", "--config", path)
     assert (flags.model, flags.num_layers, flags.mesh, flags.zero, flags.steps) == ("proof", 2, "dp=2", 1, 2)
     assert (flags.optimizer, flags.lr, flags.eval_windows) == ("lion", 1.0, 1) and type(flags.lr) is float
-    flags = parsed(monkeypatch, "train", "--zero", 0, f"--config={path}", "--eval-windows", 3)
+    flags = parsed("train", "--zero", 0, f"--config={path}", "--eval-windows", 3)
     assert (flags.model, flags.num_layers, flags.zero, flags.eval_windows) == ("proof", 2, 0, 3)
 
 
-def test_each_program_reads_its_own_section(monkeypatch, write):
+def test_each_program_reads_its_own_section(write):
     path = write(SMALL)
-    assert parsed(monkeypatch, "plan", "--config", path).nodes == 2
-    flags = parsed(monkeypatch, "verify", "--config", path)
+    assert parsed("plan", "--config", path).nodes == 2
+    flags = parsed("verify", "--config", path)
     assert flags.mesh == "dp=2" and flags.batch_size == 8
     assert (flags.steps, flags.lr) == (1, VerifyFlags.lr)  # a proof's own, but for the section [verify]
 
 
-def test_another_model_has_its_own_sizes(monkeypatch, write):
+def test_another_model_has_its_own_sizes(write):
     path = write(SMALL)
-    flags = parsed(monkeypatch, "train", "--config", path, "--model", "tiny", "--width", 64)
+    flags = parsed("train", "--config", path, "--model", "tiny", "--width", 64)
     assert (flags.model, flags.num_layers, flags.width, flags.zero) == ("tiny", None, 64, 1)
-    assert parsed(monkeypatch, "train", "--config", path, "--preset", "proof").num_layers == 2
-    assert parsed(monkeypatch, "train", "--config", write("[model]\nwidth = 64"), "--model", "7b").width == 64
+    assert parsed("train", "--config", path, "--preset", "proof").num_layers == 2
+    assert parsed("train", "--config", write("[model]\nwidth = 64"), "--model", "7b").width == 64
 
 
-def test_json_is_read_as_well(monkeypatch, write):
+def test_json_is_read_as_well(write):
     path = write(json.dumps(tomllib.loads(SMALL)), "run.json")
-    assert parsed(monkeypatch, "train", "--config", path) == dataclasses.replace(
-        parsed(monkeypatch, "train", "--config", write(SMALL)), config=str(path)
+    assert parsed("train", "--config", path) == dataclasses.replace(
+        parsed("train", "--config", write(SMALL)), config=str(path)
     )
 
 
-def test_a_setting_of_an_earlier_version_is_read(monkeypatch, write):
+def test_a_setting_of_an_earlier_version_is_read(write):
     for old, new in (("true", "yes"), ("false", "auto"), ('"no"', "no")):
         path = write(f"[parallel]\nunroll_layers = {old}")
-        assert parsed(monkeypatch, "train", "--config", path).unroll_layers == new
+        assert parsed("train", "--config", path).unroll_layers == new
     path = write("[run]\nbatch_size = 8\n[train]\neval_batches = 4")
-    assert parsed(monkeypatch, "train", "--config", path).eval_windows == 32
+    assert parsed("train", "--config", path).eval_windows == 32
 
 
-def test_an_empty_file_changes_nothing(monkeypatch, write):
+def test_an_empty_file_changes_nothing(write):
     path = write("")
-    assert parsed(monkeypatch, "train", "--config", path) == TrainFlags(config=str(path))
+    assert parsed("train", "--config", path) == TrainFlags(config=str(path))
 
 
 @pytest.mark.parametrize(
@@ -215,9 +207,8 @@ def test_what_is_no_file_of_settings(capsys, tmp_path, write):
 
 
 def test_a_wrong_flag_beside_a_file_is_refused_as_ever(capsys, write):
-    with pytest.raises(SystemExit) as stop:
-        run_program(*MAIN["train"], "train", ["--config", str(write(SMALL)), "--zero", "many"])
-    assert stop.value.code == 2 and "--zero" in capsys.readouterr().err
+    code, _, err = run(capsys, "train", "--config", write(SMALL), "--zero", "many")
+    assert code == 2 and "--zero" in err
 
 
 # ---- writing ----
@@ -259,25 +250,23 @@ def test_a_name_that_is_not_utf8_is_left_out(tmp_path):
     assert read_flags(TrainFlags, "train", str(tmp_path / "a.toml")).get("data") is None
 
 
-def test_a_run_leaves_the_file_that_is_the_same_run(monkeypatch, capsys, tmp_path):
+def test_a_run_leaves_the_file_that_is_the_same_run(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
     args = ["--model", "proof", "--num-layers", "1", "--width", "16", "--num-heads", "2", "--vocab-size", "256"]
     args += ["--data", str(tmp_path / "text.txt"), "--steps", "2", "--batch-size", "8", "--mesh", "dp=2", "--zero", "3"]
     args += ["--dropout", "0.1", "--eval-windows", "8", "--beta2", "0.9", "--out", str(tmp_path / "run")]
-    with pytest.raises(SystemExit) as stop:
-        run_program(*MAIN["train"], "train", args)
-    assert not stop.value.code
+    assert run(capsys, "train", *args)[0] == 0
     path = tmp_path / "run" / config_file.NAME
-    again = parsed(monkeypatch, "train", "--config", path)
+    again = parsed("train", "--config", path)
     given = tyro.cli(TrainFlags, args=args)
     assert again.run_config() == given.run_config() and again.data == given.data and again.eval_windows == 8
     assert again.out is None
-    with pytest.raises(SystemExit) as stop:
-        run_program(*MAIN["train"], "train", ["--config", str(path), "--out", str(tmp_path / "run")])
-    assert not stop.value.code and "is complete: nothing is left to do" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        run_program(*MAIN["verify"], "verify", ["--config", str(path), "--batch-size", "2", "--mesh", "dp=2"])
-    assert not stop.value.code and "1 of 1 strategies compute" in capsys.readouterr().out
+    for said, words in (
+        ("is complete: nothing is left to do", ["train", "--config", path, "--out", tmp_path / "run"]),
+        ("1 of 1 strategies compute", ["verify", "--config", path, "--batch-size", "2", "--mesh", "dp=2"]),
+    ):
+        code, out, _ = run(capsys, *words)
+        assert code == 0 and said in out
 
 
 def test_sections_and_programs_do_not_share_a_name():

@@ -11,8 +11,7 @@ import pytest
 from conftest import DEVICES, in_sample
 from support.programs import run
 
-from experiments import evaluate, generate, prepare, train
-from experiments.cli import run_program
+from experiments import evaluate, generate
 from experiments.oracles import plain
 from jaxdist.checkpoint.logical import PARAMS, named
 from jaxdist.checkpoint.trained import find_weights
@@ -32,14 +31,12 @@ def trained(tmp_path_factory):
     np.save(folder / "bare.npy", np.random.default_rng(0).integers(0, 256, 3000).astype(np.uint16))
     for out, data in (("bytes", "text.txt"), ("bare", "bare.npy")):
         words = [*MODEL, *STEPS, "--data", folder / data, "--out", folder / out, "--mesh", "dp=2"]
-        with pytest.raises(SystemExit) as ended:
-            run_program(train.TrainFlags, train.main, "train", [str(word) for word in words])
-        assert not ended.value.code
+        assert run(None, "train", *words)[0] == 0
     return folder
 
 
 def generated(words, capfd):
-    return run(generate.main, generate.GenerateFlags, "generate", words, capfd)
+    return run(capfd, "generate", *words)
 
 
 def test_one_prompt_is_streamed_and_nothing_else_is_printed(trained, capfd):
@@ -72,7 +69,7 @@ def test_perplexity_is_the_same_on_every_mesh(trained, capfd):
     found = []
     for words in (["1"], ["dp=2,tp=2"], ["pp=2"], ["dp=2", "--zero", "3"]):
         how = ["--data", trained / "text.txt", "--batch-size", "4", "--windows", "16", "--mesh", *words]
-        code, out, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", [trained / "bytes", *how], capfd)
+        code, out, err = run(capfd, "evaluate", trained / "bytes", *how)
         assert code == 0, err
         found.append(float(out.split("perplexity ")[1].split(":")[0].replace(",", "")))
     assert len(DEVICES) >= 4 and np.ptp(found) < 1e-3 * found[0]
@@ -102,9 +99,9 @@ def test_a_held_out_loss_is_the_oracle_s_however_it_is_batched(tmp_path, capfd, 
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     data, out, how = tmp_path / "data", tmp_path / "run", ["--mask-documents"] * packed
     words = ["--data", tmp_path / "chats.jsonl", "--out", data, "--tokenizer", "bytes", "--supervised"]
-    assert run(prepare.main, prepare.PrepareFlags, "prepare", words, capfd)[0] == 0
+    assert run(capfd, "prepare", *words)[0] == 0
     words = [*MODEL[:6], "--seq-len", "8", "--vocab-size", "256", "--data", data, "--out", out, *how]
-    assert run(train.main, train.TrainFlags, "train", [*words, "--steps", "1", "--eval-windows", "900"], capfd)[0] == 0
+    assert run(capfd, "train", *words, "--steps", "1", "--eval-windows", "900")[0] == 0
     shard, weights = np.load(data / "held_out-00000.npy"), find_weights(str(out), "checkpoint")
     wanted = abstract_values(weights.model, "float32")
     one = jax.sharding.SingleDeviceSharding(DEVICES[0])
@@ -117,7 +114,7 @@ def test_a_held_out_loss_is_the_oracle_s_however_it_is_batched(tmp_path, capfd, 
     assert json.loads((out / "summary.json").read_text())["held_out_loss"] == pytest.approx(nats / targets, rel=1e-6)
     for batch_size in (1, 7, 64):
         words = [out, "--data", data, "--batch-size", batch_size, "--windows", "900"]
-        code, said, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
+        code, said, err = run(capfd, "evaluate", *words)
         assert code == 0 and f"over {targets} tokens" in said, (said, err)
         assert float(said.split(" nats")[0].split()[-1]) == pytest.approx(nats / targets, rel=1e-6)
 
@@ -140,7 +137,7 @@ def evaluated(monkeypatch, tmp_path, capfd):
         program = types.SimpleNamespace(layout=None, mesh=None, put=batches.append, evaluate=lambda *_: next(answers))
         monkeypatch.setattr(evaluate, "build_program", lambda *_: program)
         how = ["--data", tmp_path / "text.txt", "--batch-size", "4", *words]
-        code, out, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", ["", *how], capfd)
+        code, out, err = run(capfd, "evaluate", "", *how)
         assert code == 0, err
         return batches, out
 
@@ -213,7 +210,7 @@ def test_documents_in_float64_are_evaluated_and_continued_as_they_were_trained(t
     data, out, dtypes = tmp_path / "data", tmp_path / "run", set()
     (tmp_path / "docs.jsonl").write_text("\n".join(json.dumps({"text": f"{number:07}"}) for number in range(400)))
     words = ["--data", tmp_path / "docs.jsonl", "--out", data, "--tokenizer", "bytes"]
-    assert run(prepare.main, prepare.PrepareFlags, "prepare", words, capfd)[0] == 0
+    assert run(capfd, "prepare", *words)[0] == 0
     words = [*MODEL[:-1], "257", "--data", data, "--out", out, "--mask-documents", "--dtype", "float64"]
     words += ["--batch-size", "4", "--steps", "20", "--eval-windows", "8"]
     monkeypatch.setattr(
@@ -221,16 +218,16 @@ def test_documents_in_float64_are_evaluated_and_continued_as_they_were_trained(t
     )
     monkeypatch.setattr(generate, "report", lambda *_: None)
     try:
-        assert run(train.main, train.TrainFlags, "train", words, capfd)[0] == 0
+        assert run(capfd, "train", *words)[0] == 0
         how, found = [out, "--data", data, "--batch-size", "4", "--windows", "8"], []
         for masks in ("auto", "no"):
             words = [*how, "--mask-documents", masks]
-            code, said, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
+            code, said, err = run(capfd, "evaluate", *words)
             assert code == 0 and ("each document by itself" in said) == (masks == "auto"), err
             found.append(float(said.split(" nats")[0].split()[-1]))
         np.save(tmp_path / "bare.npy", np.zeros(3000, np.uint16))
         words = [out, "--data", tmp_path / "bare.npy"]
-        code, _, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", words, capfd)
+        code, _, err = run(capfd, "evaluate", *words)
         assert code == 2 and "or --mask-documents no" in err
         assert generated([out, "--prompt", "00"], capfd)[0] == 0
     finally:
@@ -246,5 +243,5 @@ def test_documents_in_float64_are_evaluated_and_continued_as_they_were_trained(t
 )
 def test_what_cannot_be_evaluated_is_refused(trained, capfd, words, match):
     how = [trained / "bytes", "--data", trained / "text.txt", "--batch-size", "4", *words]
-    code, _, err = run(evaluate.main, evaluate.EvaluateFlags, "evaluate", how, capfd)
+    code, _, err = run(capfd, "evaluate", *how)
     assert code == 2 and match in err

@@ -13,7 +13,6 @@ import pytest
 from support.launched import LAUNCHER_VARIABLES, ROOT, as_processes
 from support.programs import run
 
-from experiments import train
 from experiments.launch import free_port
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import exporters, gpus
@@ -98,7 +97,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_made(endpoint, tmp_p
         exporters.Prometheus(port, exporters.LOOPBACK, {}, None)
     (tmp_path / "text.txt").write_text("some words to learn from. " * 200)
     words = ["--metrics-port", port, "--steps", "1", "--data", tmp_path / "text.txt", "--out", tmp_path / "run"]
-    code, out, err = run(train.main, train.TrainFlags, "train", words, capfd)
+    code, out, err = run(capfd, "train", *words)
     assert code == 2 and "cannot listen" in err and "compil" not in out + err and not (tmp_path / "run").exists()
 
 

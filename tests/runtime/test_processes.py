@@ -13,11 +13,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from support import programs
 from support.launched import LAUNCHER_VARIABLES, ROOT, as_processes
 
-import experiments.train
 from experiments import launch
-from experiments.cli import run_program
 from experiments.warden import Guarded
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import devices as runtime
@@ -77,14 +76,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def train_here(monkeypatch, capfd, folder):
+def train_here(capfd, folder):
     """(exit code, stdout, stderr) of `python -m experiments.train` in this process."""
 
     def train(flags: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["train", *f"{SMALL} {flags}".replace("OUT", str(folder)).split()])
-        with pytest.raises(SystemExit) as stop:
-            run_program(experiments.train.TrainFlags, experiments.train.main, "train")
-        return stop.value.code or 0, *capfd.readouterr()
+        return programs.run(capfd, "train", *f"{SMALL} {flags}".replace("OUT", str(folder)).split())
 
     return train
 

@@ -7,7 +7,6 @@ import jax
 import pytest
 from support.programs import run
 
-from experiments import train
 from jaxdist.config import RunConfig
 from jaxdist.mesh import make_abstract_mesh, parse_mesh
 from jaxdist.models.presets import PRESETS
@@ -86,7 +85,7 @@ def test_a_run_is_profiled_and_says_what_was_exposed(tmp_path, capfd):
     words = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "24", "--batch-size", "4"]
     words += ["--data", tmp_path / "text.txt", "--eval-windows", "8", "--mesh", "dp=2,tp=2"]
     run_words = [*words, "--steps", "4", "--out", tmp_path / "run", "--profile", "2:3"]
-    code, out, err = run(train.main, train.TrainFlags, "train", run_words, capfd)
+    code, out, err = run(capfd, "train", *run_words)
     assert code == 0 and "of steps 2 to 3" in out and "communication over" in out and "no speed" in out, err
     folder = tmp_path / "run/profile/0000"
     found = json.loads((folder / SUMMARY).read_text())
@@ -99,7 +98,7 @@ def test_a_run_is_profiled_and_says_what_was_exposed(tmp_path, capfd):
         full = mock.Mock(side_effect=jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: a.pb; No space left on device"))
         with mock.patch.object(jax.profiler, name, full):
             run_words[-3] = tmp_path / name
-            code, out, err = run(train.main, train.TrainFlags, "train", run_words, capfd)
+            code, out, err = run(capfd, "train", *run_words)
         assert code == 0 and "the profile cannot be" in out and "No space left" in out, err
         if name == "stop_trace":
             jax.profiler.stop_trace()
@@ -107,5 +106,5 @@ def test_a_run_is_profiled_and_says_what_was_exposed(tmp_path, capfd):
         (["--profile", "2:3"], "without --out"),
         (["--out", tmp_path / "a", "--profile", "7:8"], "--profile 7:8"),
     ):
-        code, _, err = run(train.main, train.TrainFlags, "train", [*words, "--steps", "4", *more], capfd)
+        code, _, err = run(capfd, "train", *words, "--steps", "4", *more)
         assert code == 2 and match in err

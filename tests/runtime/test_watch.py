@@ -102,7 +102,7 @@ def folder(tmp_path):
 
 
 def watched(words, capfd):
-    return run(watch.main, watch.LiveFlags, "watch", words, capfd)
+    return run(capfd, "report live", *words)
 
 
 def test_a_run_that_goes_on_elsewhere_is_shown_and_drawn(folder, capfd):
