@@ -5,15 +5,14 @@ python -m experiments.budget run --price-per-hour 0.35 --devices 2 --hours 3 -- 
 """
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 from rich.console import Console
 from rich.markup import escape
 
@@ -21,6 +20,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.runtime.budget import (
     BUDGET_VARIABLE,
     LOG_VARIABLE,
+    Account,
     JobBudget,
     begin_job,
     exact,
@@ -79,6 +79,8 @@ class Settle(LogFlags):
 class Run(LogFlags):
     """Run the command after `--` under a budget, and stop it when time or money is used up."""
 
+    command: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """What follows --, as in `-- sleep 60`."""
     price_per_hour: str
     """Dollars for one device, an hour."""
     devices: int = 1
@@ -90,11 +92,9 @@ class Run(LogFlags):
     """Seconds from asking the command to stop (SIGTERM) to ending it (SIGKILL); they are part of the hours."""
 
 
-def main(flags: Init | Ceiling | Show | Settle | Run, console: Console, command: list[str]) -> int:
+def main(flags: Init | Ceiling | Show | Settle | Run, console: Console) -> int:
     if isinstance(flags, Run):
-        return run(flags, command, console)
-    if command:
-        raise ConfigError(f"the command {command[0]!r} after --", "must be given to `run` only", "Leave it out")
+        return run(flags, console)
     log = find_log(flags.spend_log)
     if isinstance(flags, Settle):
         log.settle(flags.job, exact("actual", flags.actual), note="by hand")
@@ -107,101 +107,75 @@ def main(flags: Init | Ceiling | Show | Settle | Run, console: Console, command:
     return 0
 
 
-def show(account, path: Path, console: Console) -> None:
-    if account.jobs:
-        table = Rows("job", "started (UTC)", "host", "pid", "what", "reserved", "actual", "counted")
-        for job in account.jobs.values():
-            actual = "not settled" if job.actual is None else money(job.actual)
-            cells = (job.id, f"{job.time:%Y-%m-%d %H:%M:%S}", job.host, str(job.pid), job.note)
-            table.add_row(*cells, money(job.reserved), actual, money(job.counted))
-        words = ("started (UTC)", "host", "pid", "what")
-        table.print(console, left=words, under=words)
-    console.print(
-        f"{escape(str(path))}: budget {money(account.ceiling)}, spent or reserved {money(account.spent)}, "
-        f"left {money(account.left)}",
-        soft_wrap=True,
-    )
+def show(account: Account, path: Path, console: Console) -> None:
+    table = Rows("job", "started (UTC)", "host", "pid", "what", "reserved", "actual", "counted")
+    for job in account.jobs.values():
+        actual = "not settled" if job.actual is None else money(job.actual)
+        started = job.time[:19].replace("T", " ")
+        table.add_row(job.id, started, job.host, job.pid, job.note, money(job.reserved), actual, money(job.counted))
+    words = ("started (UTC)", "host", "pid", "what")
+    table.print(console, left=words, under=words)
+    spent, left = money(account.spent), money(account.left)
+    text = f"{escape(str(path))}: budget {money(account.ceiling)}, spent or reserved {spent}, left {left}"
+    console.print(text, soft_wrap=True)
 
 
 # ---- run ----
 
 
-def run(flags: Run, command: list[str], console: Console, now: Callable[[], float] = time.monotonic) -> int:
+def run(flags: Run, console: Console) -> int:
     """Reserve, run, stop when it is time, settle. Returns the command's own exit code, or why it was stopped.
 
     The command gets a process group of its own, and what is left of the group when the command ends is killed. The
     budget's variables are taken from its environment: what it runs is counted here.
     """
+    command = list(flags.command)
     if not command:
         raise ConfigError("run without a command", "it must have one after `--`", "Add one, as in `-- sleep 60`")
-    program = shutil.which(command[0])
-    if program is None:
-        raise ConfigError(f"the command {command[0]!r}", "there is no such program", "Name one that can be executed")
     grace = float(exact("grace", flags.grace))
     environment = {k: v for k, v in os.environ.items() if k not in (BUDGET_VARIABLE, LOG_VARIABLE)}
     log, ceiling, name = find_log(flags.spend_log), find_ceiling(flags.budget), Path(command[0]).name
-    job = begin_job(log, flags.devices, flags.price_per_hour, flags.hours, ceiling, name, STOP_SIGNALS, now)
+    job = begin_job(log, flags.devices, flags.price_per_hour, flags.hours, ceiling, name, STOP_SIGNALS)
     for line in job.announcement:
         console.print(line, soft_wrap=True)
     with job:
-        if job.clock.exceeded(ahead_seconds=grace):
-            raise ConfigError(
-                f"grace={flags.grace}",
-                f"must be less than the time that {money(job.job.reserved)} pays for, whose end these seconds are",
-                "Use more hours or less grace",
-            )
-        before = job.clock.seconds()
+        if job.seconds_left() <= grace:
+            required = f"must be less than the time that {money(job.job.reserved)} pays for"
+            raise ConfigError(f"grace={flags.grace}", required, "Use more hours or less grace")
+        before = job.seconds()
         try:
-            process = Guarded(command, job.clock.seconds_left() - LAST_MOMENT / 2, env=environment)
+            process = Guarded(command, job.seconds_left() - LAST_MOMENT / 2, env=environment)
         except OSError as error:
-            raise ConfigError(
-                f"the command {command[0]!r}", f"it cannot be run ({error.strerror})", "Name one that can be executed"
-            ) from error
+            required = f"it cannot be run ({error.strerror})"
+            raise ConfigError(f"the command {command[0]!r}", required, "Name one that can be executed") from error
         try:
             code = watch(process, job, grace, console)
         finally:
             process.close()
-            ran = process.seconds()
-            if ran is not None and now is time.monotonic:  # this process may have been stopped when its command ended
-                job.clock.end(before + ran)
+            if (ran := process.seconds()) is not None:  # this process may have been stopped when its command ended
+                job.ended_after = before + ran
         console.print(f"cost {job.report()}", soft_wrap=True)
     return code
 
 
 def watch(process: Guarded, job: JobBudget, grace: float, console: Console) -> int:
     """Wait for the command or for the moment to stop it; returns the exit code for either."""
-    ahead = max(grace, LAST_MOMENT)
-    wait(process, lambda: job.signal is not None or job.clock.exceeded(ahead_seconds=ahead))
-    by_warden = process.returncode == -signal.SIGKILL and job.clock.exceeded(ahead_seconds=LAST_MOMENT)
+    while process.poll() is None and job.signal is None and job.seconds_left() > max(grace, LAST_MOMENT):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_SECONDS)
+    by_warden = process.returncode == -signal.SIGKILL and job.seconds_left() <= LAST_MOMENT
     if process.returncode is not None and not by_warden:
         return EXIT_SIGNAL - process.returncode if process.returncode < 0 else process.returncode
     why = "the budget is used up" if job.signal is None else signal.Signals(job.signal).name
     console.print(f"[bold red]stopping[/] the command: {why}", soft_wrap=True)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)  # one that was stopped by hand can end now
-    deadline = job.clock.seconds() + min(grace, job.clock.seconds_left() - LAST_MOMENT)
-    wait(process, lambda: job.clock.seconds() >= deadline)
-    if process.returncode is None:
+    try:
+        process.wait(max(0.0, min(grace, job.seconds_left() - LAST_MOMENT)))
+    except subprocess.TimeoutExpired:
         console.print(f"[bold red]killing[/] the command: it did not stop in {grace:g} s")
     return EXIT_BUDGET if job.signal is None else EXIT_SIGNAL + job.signal
 
 
-def wait(process: Guarded, until: Callable[[], bool]) -> None:
-    """Return when the process has ended or `until` holds."""
-    while process.poll() is None and not until():
-        try:
-            process.wait(POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            continue
-
-
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    split = words.index("--") if "--" in words else len(words)
-    after = words[split + 1 :]
-    run_program(
-        Init | Ceiling | Show | Settle | Run,
-        lambda flags, console: main(flags, console, after),
-        "budget",
-        args=words[:split],
-    )
+    run_program(Init | Ceiling | Show | Settle | Run, main, "budget")

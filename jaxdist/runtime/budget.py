@@ -5,32 +5,27 @@ one. What counts as spent is the actual cost of every job that was settled and t
 was not: a job that died keeps its estimate until somebody settles it by hand. A reservation is refused when it and what
 is spent come to more than the ceiling; exactly the ceiling is allowed.
 
-The spend log is a file of JSON lines that only grows. A log that cannot be read to its end, line by line, is refused:
-nothing is reserved on it. That guards against accidents; whoever can write the file can also forge it.
-
-Two jobs at once are kept apart by `flock` on the log. On local disks that holds; on NFS it depends on the server and
-its mount options, and it is not checked there.
+The spend log is a file of JSON lines that only grows, under `flock`. One that cannot be read to its end is refused.
 """
 
+import errno
 import json
-import math
 import os
 import re
 import secrets
 import signal
 import socket
-import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal, localcontext
 from pathlib import Path
 from typing import Self
 
 from jaxdist.commands import command_text
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, require_positive
 from jaxdist.runtime.signals import Signals
 
 try:
@@ -44,21 +39,7 @@ DEFAULT_LOG = "spend.jsonl"
 
 UNIT = Decimal("0.000001")
 LIMIT = Decimal(10**12)
-SKEW_SECONDS = 60.0  # how far the clocks of two machines that share a log may differ
-
 _UP = Context(prec=60, rounding=ROUND_CEILING)  # sums and products of amounts below LIMIT are exact in it
-_NOTHING = Decimal(0)
-
-
-def _lost() -> str:
-    return (
-        "Put it back from a backup, or start another log, its ceiling no more than what is left: "
-        f"`{command_text('budget')} init --budget AMOUNT --spend-log OTHER`"
-    )
-
-
-def _commands() -> str:
-    return f"(`{command_text('budget')} show`, `settle`, `ceiling`)"
 
 
 # ---- amounts ----
@@ -75,37 +56,21 @@ def exact(name: str, value: str | int | Decimal) -> Decimal:
     elif isinstance(value, int) or (isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?", value, re.ASCII)):
         number = Decimal(value)
     if number is None or not 0 <= number <= LIMIT or int(number.normalize(_UP).as_tuple().exponent) < -6:
-        raise ConfigError(
-            f"{name}={value}",
-            f"must be an exact number from 0 to {LIMIT:,}, with at most 6 digits after the point"
-            + (" (a float is not exact)" if isinstance(value, float) else ""),
-            f"Write it out, as in {name}=0.35",
-        )
+        required = f"must be an exact number from 0 to {LIMIT:,}, with at most 6 digits after the point"
+        raise ConfigError(f"{name}={value}", required, f"Write it out, as in {name}=0.35")
     return number.normalize(_UP).copy_abs()  # -0 is 0
 
 
-def cost(price_per_hour: Decimal, num_devices: int, hours: Decimal) -> Decimal:
-    """price x devices x hours, rounded up to a `UNIT`."""
-    return _UP.multiply(_UP.multiply(price_per_hour, Decimal(num_devices)), hours).quantize(UNIT, context=_UP)
-
-
-def cost_of_seconds(price_per_hour: Decimal, num_devices: int, seconds: float) -> Decimal:
-    """The same for a measured time; divided last, so that a whole result stays whole."""
-    times_3600 = _UP.multiply(_UP.multiply(price_per_hour, Decimal(num_devices)), Decimal(seconds))
-    return _UP.divide(times_3600, Decimal(3600)).quantize(UNIT, context=_UP)
+def cost(price_per_hour: Decimal, num_devices: int, seconds: Decimal | float) -> Decimal:
+    """price x devices x time, rounded up to a `UNIT`; divided last, so that a whole result stays whole."""
+    with localcontext(_UP):
+        return (price_per_hour * num_devices * Decimal(seconds) / 3600).quantize(UNIT)
 
 
 def affordable_hours(price_per_hour: Decimal, num_devices: int, amount: Decimal) -> Decimal:
     """The hours that `amount` pays for, rounded down to a millionth; 0 where nothing is left. The price is above 0."""
-    per_hour = _UP.multiply(price_per_hour, Decimal(num_devices))
-    return _UP.multiply(_UP.divide_int(_UP.multiply(max(amount, _NOTHING), Decimal(10**6)), per_hour), UNIT)
-
-
-def total(amounts) -> Decimal:
-    result = _NOTHING
-    for amount in amounts:
-        result = _UP.add(result, amount)
-    return result
+    with localcontext(_UP, rounding=ROUND_FLOOR):
+        return (max(amount, Decimal(0)) / (price_per_hour * num_devices)).quantize(UNIT)
 
 
 def money(amount: Decimal) -> str:
@@ -114,28 +79,24 @@ def money(amount: Decimal) -> str:
     return f"{'-' * (amount < 0)}${whole}.{digits[:2]}{digits[2:].rstrip('0')}"
 
 
-def round_up(number: float) -> Decimal:
+def round_up(number: float, rounding: str = ROUND_CEILING) -> Decimal:
     """A computed number of hours or dollars for display, never below it: two digits after the point, more where three
     would not be left of it, and at most six."""
-    return _rounded(number, ROUND_CEILING)
+    exact_enough = Decimal(f"{number:.12g}")  # a float's own error is no reason for another digit
+    exponent = min(-2, max(exact_enough.adjusted() - 2, -6))
+    return exact_enough.quantize(Decimal(1).scaleb(exponent), context=Context(prec=60, rounding=rounding))
 
 
 def short_money(dollars: float, rounding: str = ROUND_CEILING) -> str:
     """A computed amount for a table: rounded up, to whole dollars from a thousand on."""
     if dollars >= 1000:
         return f"${Decimal(f'{dollars:.12g}').quantize(Decimal(1), context=Context(prec=60, rounding=rounding)):,}"
-    return money(_rounded(dollars, rounding))
+    return money(round_up(dollars, rounding))
 
 
 def money_range(low: float, high: float) -> str:
     """ "$11,242 to $21,451": the first rounded down, the second up."""
     return f"{short_money(low, ROUND_FLOOR)} to {short_money(high)}"
-
-
-def _rounded(number: float, rounding: str) -> Decimal:
-    exact_enough = Decimal(f"{number:.12g}")  # a float's own error is no reason for another digit
-    exponent = min(-2, max(exact_enough.adjusted() - 2, -6))
-    return exact_enough.quantize(Decimal(1).scaleb(exponent), context=Context(prec=60, rounding=rounding))
 
 
 def plain(number: Decimal) -> str:
@@ -149,7 +110,7 @@ def sentence(
     num_devices: int,
     hours: Decimal,
     ceiling: Decimal | None = None,
-    spent: Decimal = _NOTHING,
+    spent: Decimal = Decimal(0),
     device: str = "",
 ) -> str:
     """The sentence before launch: `2 × $0.35/h × 3 h = $2.10. Budget $3.00, buffer $0.90.`
@@ -158,13 +119,13 @@ def sentence(
     running ones have reserved) is named where there is any. `device`: as in `2 GPUs × ...`.
     """
     devices = f"{num_devices:,}" + (device and f" {device}{'s' * (num_devices != 1)}")
-    estimate = cost(price_per_hour, num_devices, hours)
+    estimate = cost(price_per_hour, num_devices, hours * 3600)
     text = f"{devices} × {money(price_per_hour)}/h × {plain(hours)} h = {money(estimate)}."
     if ceiling is None:
         return text
     before = f"spent or reserved before {money(spent)}, " if spent else ""
-    buffer = _UP.subtract(_UP.subtract(ceiling, spent), estimate)
-    ending = f"{money(buffer.copy_abs())} over" if buffer < 0 else f"buffer {money(buffer)}"
+    buffer = ceiling - spent - estimate
+    ending = f"{money(-buffer)} over" if buffer < 0 else f"buffer {money(buffer)}"
     return f"{text} Budget {money(ceiling)}, {before}{ending}."
 
 
@@ -173,14 +134,14 @@ def sentence(
 
 @dataclass(frozen=True)
 class Job:
-    """One reservation. `actual` is None until it is settled; `time` is UTC."""
+    """One reservation. `actual` is None until it is settled; `time` is UTC, in ISO 8601."""
 
     id: str
     reserved: Decimal
     actual: Decimal | None
-    time: datetime
+    time: str
     host: str
-    pid: int
+    pid: str
     note: str
 
     @property
@@ -194,23 +155,21 @@ class Account:
 
     ceiling: Decimal
     jobs: dict[str, Job]
-    last_time: datetime
 
     @property
     def spent(self) -> Decimal:
         """Actual costs of settled jobs and reservations of all others."""
-        return total(job.counted for job in self.jobs.values())
+        return sum((job.counted for job in self.jobs.values()), Decimal(0))
 
     @property
     def left(self) -> Decimal:
         """Below 0 where jobs cost more than they had reserved, or the ceiling was lowered."""
-        return _UP.subtract(self.ceiling, self.spent)
+        return self.ceiling - self.spent
 
     def under(self, ceiling: Decimal | None) -> "Account":
         """The account as a job sees it that was given a ceiling of its own. Raises: ConfigError above the log's."""
         if ceiling is None:
             return self
-        ceiling = exact("budget", ceiling)
         if ceiling > self.ceiling:
             raise ConfigError(
                 f"a budget of {money(ceiling)}",
@@ -221,38 +180,33 @@ class Account:
 
 
 class SpendLog:
-    """The log at `path`. `now` is the wall clock, in seconds since 1970.
+    """The log at `path`.
 
     Raises, from every method: ConfigError where the log is missing, cannot be read, locked or written, or is damaged.
     """
 
-    def __init__(self, path: str | Path, now: Callable[[], float] = time.time):
-        self.path, self.now = Path(path), now
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
 
     def create(self, ceiling: Decimal) -> None:
         """A new log with its ceiling. Raises: ConfigError where there is one."""
         ceiling = exact("budget", ceiling)
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+            self.path.touch(exist_ok=False)
         except FileExistsError as error:
-            raise ConfigError(
-                f"a new spend log {self.path}",
-                "must not exist yet, and it does: what it says still counts",
-                f"Use it as it is, change its ceiling with `{command_text('budget')} ceiling`, or name another file",
-            ) from error
+            change = f"Use it, change its ceiling with `{command_text('budget')} ceiling`, or name another file"
+            raise self._error("must not exist yet, and it does: what it says still counts", change) from error
         except OSError as error:
             raise self._unusable(error) from error
         try:
-            self._lock(fd, exclusive=True)
-            self._append(fd, "ceiling", "", ceiling, "", self._wall())
+            with self._locked(write=True, new=True) as (fd, _):
+                _append(fd, "ceiling", "", ceiling, "")
         except ConfigError:
-            os.unlink(self.path)  # made a moment ago, by nobody else
+            self.path.unlink()  # made a moment ago, by nobody else
             raise
-        finally:
-            os.close(fd)
 
     def read(self) -> Account:
-        with self._open(write=False) as (_, account):
+        with self._locked() as (_, account):
             return account
 
     def spent(self) -> Decimal:
@@ -261,232 +215,114 @@ class SpendLog:
 
     def set_ceiling(self, ceiling: Decimal) -> None:
         """Raise or lower the ceiling, from now on."""
-        ceiling = exact("budget", ceiling)
-        with self._open(write=True) as (fd, account):
-            self._append(fd, "ceiling", "", ceiling, "", max(self._wall(), account.last_time))
+        with self._locked(write=True) as (fd, _):
+            _append(fd, "ceiling", "", exact("budget", ceiling), "")
 
     def reserve(
-        self,
-        estimate: Decimal,
-        ceiling: Decimal | None = None,
-        note: str = "",
-        asked: str | None = None,
-        advise: Callable[[Decimal], str] = lambda left: f"Reserve at most {money(left)}",
+        self, estimate: Decimal, ceiling: Decimal | None = None, note: str = "", asked: str | None = None
     ) -> tuple[Job, Account]:
         """Write a job's estimate before it starts; returns the job, and the account as it was before.
 
-        Args: a `ceiling` below the log's own holds for this job alone; `asked` and `advise(left)` word a refusal.
-        Raises: ConfigError where the estimate and what is spent exceed the ceiling, or the clock is behind the log.
+        Args: a `ceiling` below the log's own holds for this job alone; `asked` words a refusal.
+        Raises: ConfigError where the estimate and what is spent exceed the ceiling.
         """
         estimate = exact("estimate", estimate)
-        with self._open(write=True) as (fd, account):
+        with self._locked(write=True) as (fd, account):
             account = account.under(ceiling)
             if estimate > account.left:
                 raise ConfigError(
                     asked or f"a reservation of {money(estimate)}",
                     f"must fit the budget of {money(account.ceiling)}, of which {money(account.spent)} is spent or "
-                    f"reserved: {money(_UP.subtract(estimate, account.left))} too much",
-                    f"{advise(account.left)}; settle jobs that died; or raise the ceiling {_commands()}",
+                    f"reserved: {money(estimate - account.left)} too much",
+                    f"Reserve at most {money(max(account.left, Decimal(0)))}, settle jobs that died, or raise the "
+                    f"ceiling (`{command_text('budget')} show`, `settle`, `ceiling`)",
                 )
-            wall = self._wall()
-            if (account.last_time - wall).total_seconds() > SKEW_SECONDS:
-                raise ConfigError(
-                    f"a reservation at {wall:%Y-%m-%d %H:%M:%S} UTC",
-                    f"must not be before {account.last_time:%Y-%m-%d %H:%M:%S} UTC, when {self.path} was last written",
-                    "Set this machine's clock; if the log's last line is wrong, start another log for what is left",
-                )
-            job_id = secrets.token_hex(4)
-            while job_id in account.jobs:
-                job_id = secrets.token_hex(4)
-            job = self._append(fd, "reserve", job_id, estimate, note, max(wall, account.last_time))
-        return job, account
+            return _append(fd, "reserve", secrets.token_hex(4), estimate, note), account
 
     def settle(self, job_id: str, actual: Decimal, note: str = "") -> None:
         """Write what a job cost, in place of its reservation. More than was reserved is written too: it was spent.
 
-        Never refused for the clock: a line that would be older than the last gets the last one's time.
         Raises: ConfigError for a job that was never reserved or is settled already.
         """
         actual = exact("actual", actual)
-        with self._open(write=True) as (fd, account):
-            job = account.jobs.get(job_id)
-            if job is None or job.actual is not None:
-                unsettled = [job.id for job in account.jobs.values() if job.actual is None]
+        with self._locked(write=True) as (fd, account):
+            unsettled = [job.id for job in account.jobs.values() if job.actual is None]
+            if job_id not in unsettled:
                 raise ConfigError(
                     f"settling job {job_id!r} in {self.path}",
-                    "the log has no such job" if job is None else f"it was settled before, at {money(job.actual)}",
-                    f"Name one of the jobs not settled: {', '.join(unsettled) or 'there are none'}",
+                    "must be of a job that was reserved and is not settled yet",
+                    f"Name one of those: {', '.join(unsettled) or 'there are none'}",
                 )
-            self._append(fd, "settle", job_id, actual, note, max(self._wall(), account.last_time))
-
-    def _wall(self) -> datetime:
-        return datetime.fromtimestamp(self.now(), UTC)
+            _append(fd, "settle", job_id, actual, note)
 
     @contextmanager
-    def _open(self, write: bool) -> Iterator[tuple[int, Account]]:
-        """The locked file and what it says."""
-        try:
-            fd = os.open(self.path, (os.O_RDWR | os.O_APPEND if write else os.O_RDONLY) | os.O_NONBLOCK)
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"spend log {self.path}",
-                "must exist, and there is none: without one nobody knows what was spent",
+    def _locked(self, write: bool = False, new: bool = False) -> Iterator[tuple[int, Account]]:
+        """The locked file's descriptor and what it says."""
+        if not self.path.is_file():
+            raise self._error(
+                "must be a file that `init` made: without one nobody knows what was spent",
                 f"Make one with its ceiling: `{command_text('budget')} init --budget 3.00 "
                 f"--spend-log {self.path}`, or name another with spend_log=PATH or {LOG_VARIABLE}",
-            ) from error
-        except OSError as error:
-            raise self._unusable(error) from error
-        try:
-            self._lock(fd, exclusive=write)
-            yield fd, self._verify(fd)
-        finally:
-            os.close(fd)  # and with it the lock
-
-    def _lock(self, fd: int, exclusive: bool) -> None:
+            )
         if fcntl is None:
             raise self._error("this system has no file locks (fcntl)", "Use Linux or macOS")
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+            with open(self.path, "r+b" if write else "rb", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
+                yield file.fileno(), Account(Decimal(0), {}) if new else self._account(file.read())
         except OSError as error:
             raise self._unusable(error) from error
 
-    def _verify(self, fd: int) -> Account:
+    def _account(self, content: bytes) -> Account:
         """What the lines add up to, each of which must follow from those before it."""
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise self._error("must be a file", "Name a file")
-        try:
-            content = b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
-        except OSError as error:
-            raise self._unusable(error) from error
-        *lines, tail = content.split(b"\n")
-        if tail:
-            raise self._error(
-                f"its last line is cut off; the {len(lines)} whole lines before it are all there",
-                f"Cut the file after its first {len(content) - len(tail)} bytes; the rest was never a whole line",
-            )
-        ceiling, last = None, datetime.fromtimestamp(0, UTC)
-        jobs: dict = {}
-        for number, line in enumerate(lines, 1):
+        ceiling, jobs = None, dict[str, Job]()
+        for number, line in enumerate(content.splitlines(keepends=True), 1):
             try:
-                record = json.loads(line)
-                kind, amount, when = record["kind"], exact("amount", record["amount"]), _time(record["time"])
-                job = Job(record["job"], amount, None, when, *(record[name] for name in ("host", "pid", "note")))
-                if [*map(type, (job.id, job.host, job.pid, job.note))] != [str, str, int, str]:
-                    raise TypeError(line)
+                record = json.loads(line) if line.endswith(b"\n") else {}  # which lacks all of it: it is cut off
+                amount, job_id = exact("amount", record["amount"]), str(record["job"])
+                known = jobs.get(job_id)
+                if record["kind"] == "ceiling":
+                    ceiling = amount
+                elif record["kind"] == "reserve" and ceiling is not None and known is None:
+                    about = (record[name] for name in ("time", "host", "pid", "note"))
+                    jobs[job_id] = Job(job_id, amount, None, *map(str, about))
+                elif record["kind"] == "settle" and known is not None and known.actual is None:
+                    jobs[job_id] = replace(known, actual=amount)
+                else:
+                    raise ValueError(record)
             except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise self._error(f"line {number} is damaged") from error
-            known = jobs.get(job.id)
-            if when < last:
-                raise self._error(f"line {number} is older than the line before it")
-            if kind == "ceiling":
-                ceiling = amount
-            elif kind == "reserve" and ceiling is not None and known is None:
-                jobs[job.id] = job
-            elif kind == "settle" and known is not None and known.actual is None:
-                jobs[job.id] = replace(known, actual=amount)
-            else:
-                raise self._error(f"line {number} does not follow from those before it")
-            last = when
+                raise self._error(
+                    f"line {number} is damaged, cut off, or does not follow from those before it",
+                    "Remove it if it is the last and was never whole; else put the log back from a backup, or start "
+                    f"another with what is left: `{command_text('budget')} init`",
+                ) from error
         if ceiling is None:
-            raise self._error("it is empty")
-        return Account(ceiling, jobs, last)
+            raise self._error("must have a ceiling, and it is empty", f"Remove it, `{command_text('budget')} init`")
+        return Account(ceiling, jobs)
 
-    def _append(self, fd: int, kind: str, job: str, amount: Decimal, note: str, when: datetime) -> Job:
-        """One line, on disk before this returns."""
-        record = {
-            "kind": kind,
-            "job": job,
-            "amount": plain(amount),
-            "time": when.isoformat(timespec="microseconds"),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "note": note,
-        }
-        line = json.dumps(record).encode("ascii") + b"\n"
-        try:
-            size = os.fstat(fd).st_size
-            try:
-                written = os.write(fd, line)
-            except OSError:
-                written = 0
-            if written < len(line):
-                os.ftruncate(fd, size)
-                raise self._error("the disk did not take another line", "Make room on it")
-            os.fsync(fd)
-        except OSError as error:
-            raise self._unusable(error) from error
-        return Job(job, amount, None, when, record["host"], record["pid"], note)
-
-    def _error(self, required: str, remedy: str | None = None) -> ConfigError:
-        return ConfigError(f"spend log {self.path}", required, remedy or _lost())
+    def _error(self, required: str, remedy: str) -> ConfigError:
+        return ConfigError(f"spend log {self.path}", required, remedy)
 
     def _unusable(self, error: OSError) -> ConfigError:
         return self._error(f"it cannot be used ({error.strerror})", "Name a file that you may read and write")
 
 
-def _time(text: str) -> datetime:
-    """Raises: ValueError for a time without its zone, which could not be compared."""
-    found = datetime.fromisoformat(text)
-    if found.tzinfo is None:
-        raise ValueError(text)
-    return found
+def _append(fd: int, kind: str, job: str, amount: Decimal, note: str) -> Job:
+    """One line, on disk before this returns. Raises: OSError, with the file as it was."""
+    about = {"time": datetime.now(UTC).isoformat(), "host": socket.gethostname(), "pid": os.getpid(), "note": note}
+    line = json.dumps({"kind": kind, "job": job, "amount": plain(amount), **about}).encode() + b"\n"
+    size = os.lseek(fd, 0, os.SEEK_END)
+    try:
+        if os.write(fd, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(fd)
+    except OSError:
+        os.ftruncate(fd, size)
+        raise
+    return Job(job, amount, None, *map(str, about.values()))
 
 
 # ---- a running job ----
-
-
-class BudgetClock:
-    """What a running job has cost so far, and whether it must stop.
-
-    The price is that of one device, an hour. Time is that of `now`, which must not jump (monotonic, in seconds), from
-    when this object is made: what a machine costs before and after is not seen. Where the clock does go back, what
-    was measured stays. Monotonic clocks may stand still while a machine sleeps.
-    """
-
-    def __init__(
-        self,
-        price_per_hour: Decimal,
-        num_devices: int,
-        reserved: Decimal,
-        max_seconds: float | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ):
-        self.price_per_hour = exact("price_per_hour", price_per_hour)
-        self.num_devices, self.reserved = _whole("num_devices", num_devices), exact("reserved", reserved)
-        if max_seconds is not None and not 0 < max_seconds < math.inf:
-            raise ConfigError(f"max_seconds={max_seconds}", "must be a time above 0", "Use max_seconds=3600.0")
-        self.max_seconds, self._now = max_seconds, now
-        self._start, self._elapsed, self._ended = now(), 0.0, False
-
-    def seconds(self) -> float:
-        if not self._ended:
-            self._elapsed = max(self._elapsed, self._now() - self._start)
-        return self._elapsed
-
-    def end(self, seconds: float) -> None:
-        """The job ended so many seconds after its start, if not now; from here on the clock stands still."""
-        self._elapsed, self._ended = min(seconds, self.seconds()), True
-
-    def seconds_left(self) -> float:
-        """Until time or money is used up; negative afterwards, infinite where nothing bounds the job."""
-        bounds = [] if self.max_seconds is None else [self.max_seconds]
-        if self.price_per_hour > 0:
-            bounds.append(float(self.reserved / self.price_per_hour / self.num_devices * 3600))
-        return min(bounds, default=math.inf) - self.seconds()
-
-    def spent(self, ahead_seconds: float = 0.0) -> Decimal:
-        """Cost so far, or `ahead_seconds` from now, rounded up to a `UNIT`."""
-        return cost_of_seconds(self.price_per_hour, self.num_devices, self.seconds() + ahead_seconds)
-
-    def exceeded(self, ahead_seconds: float = 0.0) -> bool:
-        """Whether time or money is used up, or would be passed `ahead_seconds` from now. Free devices cost no money."""
-        late = self.max_seconds is not None and (
-            self.seconds() >= self.max_seconds or self.seconds() + ahead_seconds > self.max_seconds
-        )
-        costly = self.price_per_hour > 0 and (
-            self.spent() >= self.reserved or self.spent(ahead_seconds) > self.reserved
-        )
-        return late or costly
 
 
 class JobBudget:
@@ -494,34 +330,56 @@ class JobBudget:
 
     Inside, the first of `signals` to come is kept in `self.signal` for the job to stop by itself; the next one ends it
     at once, by SystemExit. A job killed otherwise is not settled, and its whole reservation stays counted.
-    `announcement`: what it may cost, a sentence a line, to be said before it starts.
+
+    announcement: what it may cost, a sentence a line, to be said before it starts. ended_after: seconds that the job
+    took, where somebody else measured them.
     """
 
     def __init__(
-        self, log: SpendLog, job: Job, clock: BudgetClock, signals: tuple[int, ...], announcement: Sequence[str] = ()
+        self,
+        log: SpendLog,
+        job: Job,
+        rate: tuple[Decimal, int],
+        max_seconds: float,
+        signals: tuple[int, ...],
+        now: Callable[[], float],
+        announcement: Sequence[str],
     ):
-        self.log, self.job, self.clock, self.announcement = log, job, clock, announcement
-        self._signals = Signals(signals)
+        self.log, self.job, self.max_seconds, self.announcement = log, job, max_seconds, announcement
+        self.ended_after: float | None = None
+        self._rate, self._signals, self._now, self._start = rate, Signals(signals), now, now()
         self._last_look: float | None = None
         self._longest = 0.0
+
+    def seconds(self) -> float:
+        """Since the reservation."""
+        return self._now() - self._start if self.ended_after is None else self.ended_after
+
+    def seconds_left(self) -> float:
+        """Until what is reserved is used up; negative afterwards."""
+        return self.max_seconds - self.seconds()
+
+    def cost(self) -> Decimal:
+        """So far."""
+        return cost(*self._rate, self.seconds())
 
     def stop_reason(self) -> str | None:
         """Asked before each step: why it must not start, or None.
 
         A step that would take as long as the longest so far (asking to asking) must still fit.
         """
-        now = self.clock.seconds()
+        now = self.seconds()
         if self._last_look is not None:
             self._longest = max(self._longest, now - self._last_look)
         self._last_look = now
         if self._signals.reason is not None:
             return self._signals.reason
-        if self.clock.exceeded(ahead_seconds=self._longest):
+        if self.seconds_left() <= 0 or self.seconds_left() < self._longest:
             return f"the budget is used up: {self.report()}"
         return None
 
     def report(self) -> str:
-        return f"{money(self.clock.spent())} of {money(self.job.reserved)} reserved, in {self.clock.seconds():.1f} s"
+        return f"{money(self.cost())} of {money(self.job.reserved)} reserved, in {self.seconds():.1f} s"
 
     @property
     def signal(self) -> int | None:
@@ -534,27 +392,24 @@ class JobBudget:
     def __exit__(self, *_) -> None:
         self._signals.ignored = True
         try:
-            self.log.settle(self.job.id, self.clock.spent())
+            self.log.settle(self.job.id, self.cost())
         finally:
             self._signals.__exit__()
 
 
-def is_asked_for(*flags: str | None, environ: Mapping[str, str] = os.environ) -> bool:
+def is_asked_for(*flags: str | None) -> bool:
     """Whether a budget's flag or variable is set at all. One is enough: half a budget is refused, not ignored."""
-    return any(flag is not None for flag in (*flags, environ.get(BUDGET_VARIABLE), environ.get(LOG_VARIABLE)))
+    return any(each is not None for each in (*flags, os.environ.get(BUDGET_VARIABLE), os.environ.get(LOG_VARIABLE)))
 
 
-def find_log(spend_log: str | None, environ: Mapping[str, str] = os.environ) -> SpendLog:
+def find_log(spend_log: str | None) -> SpendLog:
     """The log that the flag names, else the variable, else `spend.jsonl` in the working folder."""
-    named = environ.get(LOG_VARIABLE, DEFAULT_LOG) if spend_log is None else spend_log
-    if not named:
-        raise ConfigError("a spend log without a name", "must be named", f"Name one, as in {DEFAULT_LOG}")
-    return SpendLog(named)
+    return SpendLog(os.environ.get(LOG_VARIABLE, DEFAULT_LOG) if spend_log is None else spend_log)
 
 
-def find_ceiling(budget: str | None, environ: Mapping[str, str] = os.environ) -> Decimal | None:
+def find_ceiling(budget: str | None) -> Decimal | None:
     """The amount that the flag names, else the variable; None for the log's own ceiling."""
-    named = environ.get(BUDGET_VARIABLE) if budget is None else budget
+    named = os.environ.get(BUDGET_VARIABLE) if budget is None else budget
     return None if named is None else exact("budget", named)
 
 
@@ -570,45 +425,25 @@ def begin_job(
 ) -> JobBudget:
     """Reserve what a job may cost. Without `hours` the whole rest of the budget is reserved.
 
-    Args: `price_per_hour` of one device; a `ceiling` below the log's own holds for this job alone; `now` measures it.
+    Args: `price_per_hour` of one device; a `ceiling` below the log's own holds for this job alone; `now` measures it,
+        in seconds, and must not jump.
     Raises: ConfigError where anything is missing or wrong, the log cannot be trusted, or the budget is too small.
     """
-    num_devices = _whole("num_devices", num_devices)
+    require_positive("num_devices", num_devices, 10**6)
     if price_per_hour is None:
-        raise ConfigError(
-            "a budget without a price", "the estimate must have one", "Give price_per_hour=0.35, of one device"
-        )
+        raise ConfigError("a budget without a price", "must have one", "Give price_per_hour=0.35, of one device")
     price = exact("price_per_hour", price_per_hour)
     if hours is not None:
         limit = exact("hours", hours)
-        if not limit:
-            raise ConfigError("hours=0", "a job takes time, so it must be above 0", "Use hours=0.1 or more")
+    elif price:
+        limit = affordable_hours(price, num_devices, log.read().under(ceiling).left)
     else:
-        if not price:
-            raise ConfigError("a price of 0 and no hours", "something must stop the job", "Give a number of hours")
-        account = log.read().under(ceiling)
-        limit = affordable_hours(price, num_devices, account.left)
-        if not limit:
-            raise ConfigError(
-                "a job for the whole rest of the budget",
-                f"some of the {money(account.ceiling)} must be left, and {money(account.spent)} is spent or reserved",
-                f"Settle jobs that died, or raise the ceiling {_commands()}",
-            )
-    estimate = cost(price, num_devices, limit)
-
-    def advise(left: Decimal) -> str:
-        hours = affordable_hours(price, num_devices, left) if price else _NOTHING
-        return f"Use at most {plain(hours)} h or fewer devices" if hours else "Wait for running jobs to end"
-
+        raise ConfigError("a price of 0 and no hours", "something must stop the job", "Give a number of hours")
+    if not limit:
+        asked = "a job for the whole rest of the budget" if hours is None else f"hours={hours}"
+        raise ConfigError(asked, "must have time, and there is none", "Use more hours, or raise the ceiling")
     asked = sentence(price, num_devices, limit).removesuffix(".")
-    job, before = log.reserve(estimate, ceiling, note, asked=asked, advise=advise)
-    clock = BudgetClock(price, num_devices, estimate, float(limit) * 3600, now)
+    job, before = log.reserve(cost(price, num_devices, limit * 3600), ceiling, note, asked)
     said = ["No hours were given: the whole rest of the budget is reserved."] if hours is None else []
     said.append(sentence(price, num_devices, limit, before.ceiling, before.spent))
-    return JobBudget(log, job, clock, signals, said)
-
-
-def _whole(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**6:
-        raise ConfigError(f"{name}={value!r}", "must be a whole number from 1 to 1,000,000", f"Use {name}=1")
-    return value
+    return JobBudget(log, job, (price, num_devices), float(limit) * 3600, signals, now, said)

@@ -81,7 +81,7 @@ TARGETS = (
     Target("launch", "LaunchFlags", ("--processes", "1"), (".launch:start",)),
     Target("bench.__main__", "BenchFlags", ("compile", *TINY), ("importlib:import_module",)),
     Target("bench.levels", "LevelsFlags", (), (".bench.levels:levels",)),
-    Target("budget", "Run", ("--price-per-hour", "1", "--hours", "1"), (".budget:Guarded",)),
+    Target("budget", "Run", ("true", "--price-per-hour", "1", "--hours", "1"), (".budget:Guarded",)),
     Target("budget", "Settle", ("--job", "b", "--actual", "1")),
     Target("budget", "Init", ("--budget", "3")),
 )
@@ -216,12 +216,7 @@ def run_target(target: Target, words: list[str]) -> None:
             holder = getattr(holder, part)
         setattr(holder, last, _reach)
     sys.argv = [target.module, *words]
-    begin = (
-        (lambda flags, console: module.main(flags, console, ["true"] if target.flags == "Run" else []))
-        if (target.module == "budget")
-        else module.main
-    )
-    run_program(kind, _until_reached(begin, words), target.module, args=words)
+    run_program(kind, _until_reached(module.main, words), target.module, args=words)
 
 
 def _reach(*_, **__):
