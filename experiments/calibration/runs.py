@@ -177,7 +177,7 @@ def torchtitan_remat(shape: ModelShape, word: str, dtype: str, tp: int = 1) -> d
     whole, halves, _ = elementwise_bytes(shape, False, True)
     gathered = 2 * (h * 2) / 2 if tp > 1 else 0.0  # before attention and before the MLP, each half of an all-reduce
     again = Repeated(2 * products / tp, 0.0, float(whole + halves) / tp, summed=gathered, launches=1)
-    return {"remat": word, "repeated": again}  # the word is for memory: of fused attention it repeats nothing
+    return {"remat": word, "repeated": again}  # of fused attention the word alone repeats nothing
 
 
 def _fsdp_time(group: str, run: dict) -> TimeCase:

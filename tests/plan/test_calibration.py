@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.calibration import mixtures, peaks, runs, sources
-from experiments.calibration.memory import NANOTRON, TORCHTITAN, device_bytes
+from experiments.calibration import mixtures, runs, sources
 from experiments.calibration.runs import mean_and_max
 from experiments.calibration.work import PaperWork
 from jaxdist.models.decoder import DecoderConfig
@@ -251,32 +250,6 @@ def test_constants_and_bar_are_what_the_fit_gives(accelerator):
     fitted, shipped = sources.calibrated(accelerator), EFFICIENCIES[f"{accelerator}-published"]
     for name in (*sources.GUESSES, "relative_error"):
         assert getattr(shipped, name) == pytest.approx(getattr(fitted, name), rel=0.02), name
-
-
-def test_conventions_of_memory_hold_for_the_published_peaks():
-    """8 % in the mean of what was left out: met. Other choices fit torchtitan's few peaks as well as the stated one."""
-    for program, convention in peaks.CONVENTIONS.items():
-        errors = [abs(peak.error(convention)) for peak in peaks.of_program(program)]
-        best = [abs(peak.error(peaks.best_convention(program))) for peak in peaks.of_program(program)]
-        assert np.mean(errors) <= np.mean(best) + 0.015, program
-    assert peaks.best_convention("nanotron") == NANOTRON
-    left_out = np.abs(np.concatenate([peaks.left_out(program) for program in peaks.CONVENTIONS]))
-    assert len(left_out) == 38 and left_out.mean() < 0.065 and np.quantile(left_out, 0.9) < 0.14
-    assert np.mean(np.abs(peaks.left_out("nanotron"))) < 0.08
-
-
-def test_what_fsdp_holds_by_hand():
-    """torchtitan's 8B on 8 GPUs: 4+4+8 bytes a parameter over 8, two layers and the tables gathered, every other
-    product, four arrays of logits."""
-    (case,) = {each.case for each in peaks.of_program("torchtitan") if each.gib == 77.0}
-    h, kv, f, vocab, positions = 4096, 1024, 14336, 128256, 2 * 8192
-    layer = 2 * h * h + 2 * h * kv + 3 * h * f + 2 * h
-    state = 16 / 8 * (32 * layer + 2 * vocab * h)
-    gathered = 2 * (2 * layer + 2 * vocab * h)
-    kept = 32 * 2 * positions * (4 * h + kv + f)
-    head = positions * (4 * h + 14 * vocab)
-    found = device_bytes(case.shape, case.layout, convention=TORCHTITAN)
-    assert found.total[0] == pytest.approx(state + gathered + kept + head, rel=1e-3)
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 7, 16, 20])
