@@ -2,12 +2,10 @@
 
 python -m experiments.report runs/a --out report.html
 python -m experiments.report runs/a runs/b runs/c       curves of several runs in the same charts
-python -m experiments.report runs/a --verify            and prove that its layout computes what one device computes
 """
 
 import json
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -18,10 +16,7 @@ from jaxdist.commands import command_text
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError, printable, reason_of
 from jaxdist.files import read_regular
-from jaxdist.models.base import num_parameters
-from jaxdist.parity import PROOF_EPS, PROOF_LR
 from jaxdist.plan.proof.compile import without_devices
-from jaxdist.runtime.devices import MAX_SIMULATED, acquire_devices
 from jaxdist.runtime.run_record import Run, labels, read_run
 
 from . import config_file
@@ -29,11 +24,8 @@ from .cli import require_writable, run_program, write_output
 from .progress import Progress
 from .report_page import Entry, Verdict, page
 from .report_predictions import config_of, predictions
-from .verify import Verifier
 
 VERIFY = "verify.json"  # in a run's folder: what `verify --json` writes
-MOST_PARAMETERS = 20_000_000  # of a run that is verified here
-STEPS = 3  # compared with one device
 MOST_BYTES = 2**28
 
 
@@ -45,8 +37,6 @@ class ReportFlags:
     """Folders that `train --out` made, finished or not."""
     out: str = "report.html"
     """The page."""
-    verify: bool = False
-    """Run each layout beside one device for a few steps, on simulated devices, and put the verdict on the page."""
     trust: bool = False
     """Import a model's module, and read a schedule's file, where a run's config.json names one."""
 
@@ -54,10 +44,10 @@ class ReportFlags:
 def main(flags: ReportFlags, console: Console) -> int:
     if not flags.runs:
         raise ConfigError("no run", "there must be a folder that `train --out` made", "Name one, as in runs/a")
-    folders = [Path(name) for name in flags.runs]
+    folders = [Path(name) for name in dict.fromkeys(flags.runs)]
     runs = [read_run(folder) for folder in folders]
     require_writable("--out", flags.out)
-    without_devices(max(map(devices_of, runs)) if flags.verify else 1)
+    without_devices(1)
     entries = []
     with Progress("reading runs", quiet=console.quiet) as progress:
         for number, (label, run) in enumerate(zip(labels(folders), runs, strict=True)):
@@ -82,16 +72,7 @@ def make_entry(label: str, run: Run, flags: ReportFlags) -> Entry:
         found = predictions(config, run.config.get("attention") or "xla")  # written out, as on CPUs
     except (ValueError, TypeError, NotImplementedError) as error:  # settings of another version, or too large
         reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {reason_of(error)}"
-    return Entry(label, run, found, reason, verdict_of(run, config, flags.verify))
-
-
-def devices_of(run: Run) -> int:
-    """Ranks of the mesh that config.json holds; 1 where it is none that can be simulated."""
-    parallel = run.config.get("parallel")
-    mesh = parallel.get("mesh") if isinstance(parallel, dict) else None
-    sizes = list(mesh.values()) if isinstance(mesh, dict) else []
-    count = math.prod(sizes) if all(type(size) is int and 0 < size <= MAX_SIMULATED for size in sizes) else 1
-    return count if count <= MAX_SIMULATED else 1
+    return Entry(label, run, found, reason, verdict_of(run, config))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,39 +80,18 @@ def devices_of(run: Run) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def verdict_of(run: Run, config: RunConfig | None, verify: bool) -> Verdict:
-    """What verify.json says of this configuration, or what comparing it here says."""
-    command = f"{command_text('verify')} --config {run.folder / config_file.NAME} --json {run.folder / VERIFY}"
-    not_verified = Verdict(None, "nobody has compared this layout with one device. To do so:", command)
+def verdict_of(run: Run, config: RunConfig | None) -> Verdict:
+    """What verify.json says of this configuration."""
     if config is None:
         return Verdict(None, "its configuration cannot be used here.")
-    if verify:
-        if (num := num_parameters(config.model)) > MOST_PARAMETERS:
-            text = f"{num:,} parameters are too many to be compared here, at most {MOST_PARAMETERS:,} are"
-            return Verdict(None, f"{text}. With a smaller model:", command)
-        return verified_here(config)
+    command = f"{command_text('verify')} --config {run.folder / config_file.NAME} --json {run.folder / VERIFY}"
     found = _verify_json(run)
     if found is None:
-        return not_verified
+        return Verdict(None, "nobody has compared this layout with one device. To do so:", command)
     alike = [entry for entry in found if _is_of(entry.get("config"), config)]
     if not alike or type(alike[-1].get("ok")) is not bool:
         return Verdict(None, f"{VERIFY} is not of this configuration. To compare it:", command)
     return Verdict(alike[-1]["ok"], f"as {VERIFY} says.")
-
-
-def verified_here(config: RunConfig) -> Verdict:
-    """Run `STEPS` steps on simulated devices and on one."""
-    optimizer = replace(config.optimizer, lr=PROOF_LR, eps=PROOF_EPS, warmup_steps=0)
-    proof = replace(config, steps=STEPS, optimizer=optimizer)
-    try:
-        devices = acquire_devices(config.parallel.mesh.num_devices, "cpu")
-    except ConfigError as error:
-        return Verdict(None, str(error))
-    verdict = Verifier(devices, STEPS)(str(config.parallel.mesh), proof)
-    bad = [f"{each.kind} {each.name}" for each in verdict.differences if not each.ok]
-    counted = f"{len(verdict.differences)} values (losses, gradients, parameters, moments) of {STEPS} steps"
-    what = f"differ in {', '.join(bad[:5])}" if bad else "are within the tolerance of their dtype"
-    return Verdict(verdict.ok, f"{counted} on simulated devices {what}.")
 
 
 def _verify_json(run: Run) -> list[dict] | None:

@@ -8,22 +8,19 @@ from itertools import islice
 
 import numpy as np
 
-from jaxdist.mesh import AXES, MeshShape
 from jaxdist.plan.explain import NAMES_OF_TERMS
-from jaxdist.plan.traffic import Row
 from jaxdist.plan.verdict import judge, measured_parts
 from jaxdist.runtime.run_record import Run
 from jaxdist.runtime.telemetry import PARTS
 
 from . import charts
 from .charts import Bar, Line
-from .report_predictions import Predictions, Stages
+from .report_predictions import Predictions
 from .template import Cell, details, faint, figure, note, table, text
 from .template import page as whole
 
 MOST_POINTS = 3000  # of the curves of one chart together
 MOST_ROWS = 400  # of a table of settings
-MOST_RANKS = 4  # drawn of each axis
 MOST_DRAWN = 1500  # ticks x stages of a schedule that is drawn
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
@@ -189,7 +186,6 @@ def run_part(entry: Entry) -> list[str]:
         parts.append(note([f"Nothing is predicted for this run. {text(entry.why_not)}"]))
     else:
         parts += ["<h3>What a step sends</h3>", *sent_part(entry.predictions)]
-        parts += ["<h3>The mesh</h3>", *mesh_part(entry.predictions)]
         parts += pipeline_part(entry)
     shown, kind = entry.verdict.cell
     command = f"<pre>{text(entry.verdict.command)}</pre>" if entry.verdict.command else ""
@@ -327,91 +323,19 @@ def memory_part(entry: Entry) -> str:
 
 
 def sent_part(found: Predictions) -> list[str]:
-    """Predicted beside counted."""
+    """The messages of a step, by purpose."""
     if not found.sent:
         return ["<p>Nothing: there is one device.</p>"]
-    rows = []
-    for each in found.sent:
-        verdict = ("equal", "good") if each.equal else (difference(each.predicted, each.counted), "bad-text")
-        both = each.predicted, each.counted
-        messages = [f"{max(stages.counts, default=0):,}" for stages in both]
-        sent = [in_bytes(max(stages.num_bytes, default=0)) for stages in both]
-        rows.append([", ".join(each.axes), each.kind.replace("_", "-"), *messages, *sent, verdict])
-    heads = ["axes", "collective", "predicted", "counted", "bytes predicted", "bytes counted", "on every stage"]
-    equal = all(each.equal for each in found.sent)
-    about = (
-        "Of one device, in one step; where stages differ, of the stage that sends most. Predicted: in closed form, by"
-        " the plan. Counted: in a trace of this configuration's step on an abstract mesh, with this page's versions. "
-    )
-    about += "All are equal, in number and to the byte." if equal else "<b>Not all are equal.</b>"
-    purposes = [
-        [row.purpose, row.kind.replace("_", "-"), row.axes, f"{row.count:,}", in_bytes(row.sent_bytes)]
-        for row in found.purposes
-    ]
     left = ("purpose", "collective", "axes")
-    by_purpose = table([*left, "messages", "bytes"], purposes, left)
-    return [table(heads, rows, left), faint(about), details("By purpose (predicted)", by_purpose)]
-
-
-def difference(predicted: Stages, counted: Stages) -> str:
-    """How the trace differs from the prediction, on the stage where it differs most."""
-    more_bytes, more = (
-        max((b - a for a, b in zip(*pair, strict=True)), key=abs)
-        for pair in ((predicted.num_bytes, counted.num_bytes), (predicted.counts, counted.counts))
-    )
-    return f"counted: {more:+,} messages, {more_bytes:+,} B"
-
-
-def mesh_part(found: Predictions) -> list[str]:
-    mesh = found.config.parallel.mesh
-    live = [axis for axis in AXES if mesh.size(axis) > 1]
-    if not live:
-        return ["<p>One device.</p>"]
-    rows = []
-    for axis, (num_bytes, purposes) in found.axes.items():
-        place = {live[0]: "outermost", live[-1]: "innermost"}.get(axis, "between") if len(live) > 1 else "the only one"
-        name, carries = (f"<b>{axis}</b>", "short"), (text(carried(purposes)), "long")
-        rows.append([name, str(mesh.size(axis)), (place, "short"), in_bytes(num_bytes), carries])
-    several = [f"{in_bytes(row.sent_bytes)} over {row.axes} ({row.purpose})" for row in found.over_several]
-    also = f" Over several axes at once: {text('; '.join(several))}." if several else ""
-    return [
-        drawn_mesh(mesh, live),
-        table(["axis", "ranks", "place", "bytes a step", "carries"], rows, left=("axis", "place", "carries")),
-        faint(
-            "Numbers in the boxes are ranks; ranks of the innermost axis are neighbours and need the fastest links. "
-            f"Bytes that one device sends over the axis alone, in a step.{also}"
-        ),
+    rows = [
+        [row.purpose, row.kind.replace("_", "-"), row.axes, f"{row.count:,}", in_bytes(row.sent_bytes)]
+        for row in found.sent
     ]
-
-
-def carried(rows: Sequence[Row]) -> str:
-    """Purposes of the bytes sent over an axis, the largest first."""
-    sizes: dict[str, int] = {}
-    for row in rows:
-        sizes[row.purpose] = sizes.get(row.purpose, 0) + row.sent_bytes
-    ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    shown = "; ".join(f"{purpose} ({in_bytes(size)})" for purpose, size in ordered[:4])
-    return shown + f" and {len(ordered) - 4} more" * (len(ordered) > 4)
-
-
-def drawn_mesh(mesh: MeshShape, live: Sequence[str]) -> str:
-    """Boxes in boxes, the outermost axis outside; only the first ranks of a long axis."""
-
-    def boxes(axes: Sequence[str], first: int) -> str:
-        if not axes:
-            return f'<span class="rank">{first}</span>'
-        axis, inner = axes[0], list(axes[1:])
-        size, stride = mesh.size(axis), 1
-        for name in inner:
-            stride *= mesh.size(name)
-        shown = [boxes(inner, first + at * stride) for at in range(min(size, MOST_RANKS))]
-        if inner:
-            shown = [f'<span class="mesh"><b>{axis} {at}</b>{box}</span>' for at, box in enumerate(shown)]
-        else:
-            shown = [f"<span>{axis}</span>", *shown]
-        return "".join(shown) + (f"<span>… {size} in all</span>" if size > MOST_RANKS else "")
-
-    return f'<div class="mesh" role="img" aria-label="The mesh {escape(str(mesh))}">{boxes(list(live), 0)}</div>'
+    about = (
+        "Of one device, in one step, by the plan's closed form; where stages differ, of the stage that sends most. "
+        "<code>plan --trace</code> counts the same in the program."
+    )
+    return [table([*left, "messages", "bytes"], rows, left), faint(about)]
 
 
 def pipeline_part(entry: Entry) -> list[str]:

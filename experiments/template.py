@@ -35,11 +35,6 @@ svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } svg text.faint 
   border-radius: 4px; overflow-wrap: anywhere; } .note.bad { border-color: var(--mark); }
 .note ul { margin: 0.3em 0; padding-left: 1.2em; }
 .good { color: var(--c4); font-weight: 600; } .bad-text { color: var(--mark); font-weight: 600; }
-.mesh { display: inline-flex; flex-wrap: wrap; gap: 0.4em; border: 1px solid var(--line); border-radius: 6px;
-  padding: 0.35em; margin: 0.15em; font-size: 0.8em; align-items: center; max-width: 100%; box-sizing: border-box; }
-.mesh .mesh { font-size: 1em; }
-.mesh > b { font-weight: 600; color: var(--faint); flex-basis: 100%; } .rank { background: var(--card);
-  border: 1px solid var(--line); border-radius: 4px; padding: 0.15em 0.5em; font-variant-numeric: tabular-nums; }
 summary { cursor: pointer; color: var(--faint); margin: 0.6em 0; }
 @media (max-width: 480px) { body { padding: 0 0.8em; margin: 1em auto; } h1 { font-size: 1.25em; }
   .told thead { display: none; } .told tr { display: flex; flex-wrap: wrap; gap: 0 1em; padding: 0.5em 0;

@@ -5,38 +5,33 @@ Nothing in the folder is trusted: what cannot be read is left out, and `Run.note
 
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from jaxdist.errors import ConfigError, is_utf8, printable, reason_of
-from jaxdist.files import read_regular
+from jaxdist.errors import ConfigError, is_utf8, printable
+from jaxdist.files import read_object
 from jaxdist.runtime.metrics import CONFIG, METRICS, MOST_BYTES, PROCESSES, STOPPED, SUMMARY, read_metrics
 from jaxdist.runtime.telemetry import PARTS, DeviceMemory, Spread, spreads
 
 State = Literal["complete", "stopped", "not finished"]
 Column = np.ndarray  # float64, one number a step; NaN where the file has none
 
-NUMBERS = ("loss", "grad_norm", "lr", "tokens", "step_seconds", "input_seconds", "tokens_per_second")
-# Where it was evaluated; of float16; where a peak is known; of a model with experts.
-OPTIONAL = ("held_out_loss", "loss_scale", "mfu", "hfu", "expert_load_max", "expert_load_min", "expert_dropped")
-OTHERS = {"step", "batch", "digest", "grad_norms", "seconds", "processes", "experts"}
-SETTINGS = ("model", "parallel", "optimizer", "precision", "batch_size", "steps", "seed")
+NUMBERS = ("loss", "held_out_loss", "grad_norm", "lr", "tokens", "tokens_per_second", "loss_scale")
 MOST_NAMES = 1000  # of columns, so that a damaged file cannot make more
 
 
 @dataclass(frozen=True, eq=False)
 class ProcessLines:
-    """What one process measured. time: unix seconds. memory: of its devices that have an allocator, after its last
-    step, with the most of every step as the peak."""
+    """What one process measured. memory: of its devices that have an allocator, after its last step, with the most of
+    every step as the peak."""
 
     index: int
-    steps: np.ndarray
-    time: Column
     seconds: dict[str, Column]
     memory: list[DeviceMemory]
 
@@ -100,7 +95,7 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """The run in a folder. Raises: ConfigError where the folder is none, or holds neither config.json nor metrics."""
-    if not _is_run(folder):
+    if not any(os.path.isfile(folder / name) for name in (CONFIG, METRICS)):
         raise ConfigError(
             f"the run {str(folder)!r}",
             f"must be a folder with {CONFIG} or {METRICS} in it",
@@ -109,40 +104,18 @@ def read_run(folder: Path) -> Run:
     notes: list[str] = []
     config = _read_object(folder / CONFIG, notes)
     lines = _Lines(folder / METRICS, METRICS, notes)
-    if config and (missing := [name for name in SETTINGS if name not in config]):
-        notes.append(f"{CONFIG} does not say {', '.join(missing)}: another version may have written it")
-    known = {*NUMBERS, *OPTIONAL, *OTHERS}
-    if unknown := sorted({name for record in lines.records for name in record if name not in known})[:MOST_NAMES]:
-        notes.append(f"{METRICS} has keys that this version does not know: {', '.join(unknown)}")
-    numbers = {name: values for name in (*NUMBERS, *OPTIONAL) if (values := lines.column(name)) is not None}
-    if lines.records and (missing := [name for name in NUMBERS if name not in numbers]):
-        notes.append(f"no line of {METRICS} has {', '.join(missing)}")
-    grad_norms, seconds = lines.nested("grad_norms"), lines.nested("seconds")
-    for name, found in (("grad_norms", grad_norms), ("seconds", seconds)):
-        if lines.records and not found:
-            notes.append(f"no line of {METRICS} has {name}")
+    numbers = {name: values for name in NUMBERS if (values := lines.column(name)) is not None}
     state, end = _end_of(folder, notes)
-    seconds, processes = _known_parts(seconds, METRICS, notes), _read_processes(folder / PROCESSES, notes)
-    columns = lines.steps, numbers, grad_norms, seconds, _exchanged(lines)
-    return Run(folder, config, state, *columns, processes, end, notes)
+    columns = lines.steps, numbers, lines.nested("grad_norms"), lines.parts(), _exchanged(lines)
+    return Run(folder, config, state, *columns, _read_processes(folder / PROCESSES, notes), end, notes)
 
 
-def labels(folders: Iterable[Path]) -> list[str]:
-    """A name for each of several folders, no two alike: its last part, with those before it where that is not enough,
-    and a number where the paths are equal."""
-    paths = [folder.absolute() for folder in folders]
-    names = []
-    for path in paths:
-        others = [each for each in paths if each != path]
-        depth = 1
-        while depth < len(path.parts) and any(each.parts[-depth:] == path.parts[-depth:] for each in others):
-            depth += 1
-        names.append("/".join(path.parts[-depth:]))
-    seen: dict[str, int] = {}
-    for number, name in enumerate(names):
-        seen[name] = seen.get(name, 0) + 1
-        names[number] = name if seen[name] == 1 else f"{name} ({seen[name]})"
-    return [printable(name) for name in names]
+def labels(folders: Sequence[Path]) -> list[str]:
+    """A name for each of several folders: its last part, or the whole path where two end alike."""
+    names = [folder.absolute().name for folder in folders]
+    return [
+        printable(name if names.count(name) == 1 else str(folder)) for name, folder in zip(names, folders, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,24 +123,12 @@ def labels(folders: Iterable[Path]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _is_run(folder: Path) -> bool:
-    try:
-        return any((folder / name).is_file() for name in (CONFIG, METRICS))
-    except (OSError, ValueError):  # ValueError: a name with a zero in it
-        return False
-
-
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """A JSON object; empty, with a note, where there is none."""
     try:
-        found = json.loads(read_regular(path, MOST_BYTES))
-        if isinstance(found, dict):
-            return found
-        notes.append(f"{path.name} holds no settings")
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read ({reason_of(error)})")
-    except (ValueError, RecursionError):
-        notes.append(f"{path.name} is not JSON")
+        return read_object(path, MOST_BYTES, ValueError)
+    except ValueError as error:
+        notes.append(f"{path.name}: {error}")
     return {}
 
 
@@ -190,8 +151,6 @@ class _Lines:
             notes.append(f"{name} is damaged: {damage}; its other {len(found)} lines are shown")
         elif not found:
             notes.append(f"{name} has no whole line" if path.exists() else f"there is no {name}")
-        if _ends_within_a_line(path):
-            notes.append(f"the last line of {name} is not whole, and is left out: the run writes it, or was killed")
         in_range = [(step, line) for step, line in found if 0 <= step < 2**53]
         self.steps = np.array([step for step, _ in in_range], np.int64)
         self.records: list[dict] = [json.loads(line) for _, line in in_range]
@@ -208,6 +167,11 @@ class _Lines:
         found = {key: self._column(f"{name}.{key}", [table.get(key) for table in tables]) for key in inner}
         return {key: values for key, values in found.items() if values is not None and is_utf8(key)}
 
+    def parts(self) -> dict[str, Column]:
+        """Seconds of the parts of a step that this version knows."""
+        found = self.nested("seconds")
+        return {part: found[part] for part in (*PARTS, "total") if part in found}
+
     def _column(self, name: str, values: list) -> Column | None:
         there = [value for value in values if value is not None]
         numbers = np.array([_number(value) for value in values])
@@ -217,17 +181,6 @@ class _Lines:
         if name in ("loss", "grad_norm") and (gone := len(values) - len(there)) and there:
             self._notes.append(f"{self._name}: {name} was not finite, or is not said, in {gone} of {len(values)} steps")
         return numbers if len(there) > bad else None
-
-
-def _ends_within_a_line(path: Path) -> bool:
-    if not path.is_file() or not path.stat().st_size:
-        return False
-    try:
-        with path.open("rb") as file:
-            file.seek(-1, 2)
-            return file.read() != b"\n"
-    except OSError:  # removed meanwhile, or not ours to read: which `read_metrics` has said
-        return False
 
 
 def _is_number(value) -> bool:
@@ -241,12 +194,6 @@ def _number(value) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # Parts of a step, and processes
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _known_parts(seconds: dict[str, Column], name: str, notes: list[str]) -> dict[str, Column]:
-    if unknown := [part for part in seconds if part not in (*PARTS, "total")]:
-        notes.append(f"{name} has parts of a step that this version does not know: {', '.join(unknown)}")
-    return {part: seconds[part] for part in (*PARTS, "total") if part in seconds}
 
 
 def _means(columns: Mapping[str, Column]) -> dict[str, float]:
@@ -270,24 +217,13 @@ def _spread(value) -> Spread | None:
 
 
 def _read_processes(folder: Path, notes: list[str]) -> list[ProcessLines]:
-    try:
-        paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    except OSError as error:
-        notes.append(f"{PROCESSES}/ cannot be read ({reason_of(error)})")
-        paths = []
-    files = {int(path.stem): path for path in paths if re.fullmatch(r"\d{4,9}\.jsonl", path.name, re.ASCII)}
+    files = {int(path.stem): path for path in folder.glob("*.jsonl") if re.fullmatch(r"\d{4,9}", path.stem, re.ASCII)}
     if not files:
         notes.append(f"there is no file of a process in {PROCESSES}/: no times of each process, no memory of devices")
     found = []
     for index, path in sorted(files.items()):
-        name = f"{PROCESSES}/{path.name}"
-        lines = _Lines(path, name, notes)
-        time = lines.column("time")
-        time = np.full(len(lines.steps), math.nan) if time is None else time
-        seconds = _known_parts(lines.nested("seconds"), name, notes)
-        found.append(ProcessLines(index, lines.steps, time, seconds, _memory(lines.records)))
-    if gone := sorted(set(range(max(files, default=-1) + 1)) - set(files)):
-        notes.append(f"no file of process {', '.join(map(str, gone[:20]))}{' and others' * (len(gone) > 20)}")
+        lines = _Lines(path, f"{PROCESSES}/{path.name}", notes)
+        found.append(ProcessLines(index, lines.parts(), _memory(lines.records)))
     return found
 
 
