@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -11,13 +11,23 @@ import numpy as np
 import pytest
 from conftest import DEVICES
 from jax import lax
+from support import programs
 
 from experiments import where
-from experiments.cli import run_program
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.digests import digested, read_record, record_text, require_same_training, shared_settings
-from jaxdist.divergence import PHASES, Run, Step, compare_steps, first_divergence, split_dims
+from jaxdist.divergence import (
+    GRADIENT,
+    PARAMETER,
+    PHASES,
+    TARGETS,
+    Run,
+    Step,
+    compare_steps,
+    first_divergence,
+    split_dims,
+)
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, MeshShape, make_mesh, parse_mesh
 from jaxdist.models import gpt2
@@ -339,207 +349,59 @@ def unsummed(after, before):
     return after + pretend(before.astype(after.dtype) - after, after)
 
 
-QKV, OUT, PRODUCTS = "Attention.column_parallel.in", "Attention.row_parallel.out", "Attention.column_parallel.out"
-ATTENDED = "Attention.row_parallel.in"
-MLP_OUT, TP_SUM, GATHER = "MLP.row_parallel.out", "all_reduce over tp", "all_gather over dp"
+ALL = ROWS = (0, 1, 2, 3)
+BIAS, W_UP, W_DOWN = "blocks.ln_mlp.bias", "blocks.mlp.w_up", "blocks.mlp.w_down"
+B_OUT, W_OUT = "blocks.attention.b_out", "blocks.attention.w_out"
+OUT, QKV, PRODUCTS = "Attention.row_parallel.out", "Attention.column_parallel.in", "Attention.column_parallel.out"
+ATTENDED, GROUPED = "Attention.row_parallel.in", "GroupedAttention.row_parallel.in"
+MLP_OUT, MLP_IN, HIDDEN = "MLP.row_parallel.out", "MLP.column_parallel.in", "MLP.row_parallel.in"
+EMBEDDED, LOSSES = "GPT2.embed.embedding.out", "Model.loss.cross_entropy.out"
+TP_SUM, TP_SCATTER, GATHER = "all_reduce over tp", "reduce_scatter over tp", "all_gather over dp"
+SENT, RING = "permute over pp", "permute over cp"
+row, column = partial(scaled, tensor, "row_parallel"), partial(scaled, tensor, "column_parallel")
+embedded = partial(scaled, vocabulary, "vocab_parallel_embedding")
+losses = partial(scaled, vocabulary, "vocab_parallel_cross_entropy")
+bent = partial(bent_backward, tensor, "row_parallel")
+reduced = partial(one_leaf, base, "reduce_gradients")
+scattered = partial(scaled, zero, "reduce_scatter_groups", from_layers)
 BUGS = [
     # dp=2, tp=2: one layer on one rank, then collectives that are missing or wrong.
-    Bug("a-sum", "dp2-tp2", scaled(tensor, "row_parallel", layer=1, rank=3), FORWARD, OUT, 1, (3,), TP_SUM),
-    Bug(
-        "a-sum-of-the-mlp",
-        "dp2-tp2",
-        scaled(tensor, "row_parallel", in_mlp, layer=0, rank=1),
-        FORWARD,
-        MLP_OUT,
-        0,
-        (1,),
-    ),
-    Bug("a-weight", "dp2-tp2", scaled(tensor, "column_parallel", layer=1, rank=2), FORWARD, PRODUCTS, 1, (2,), TP_SUM),
-    Bug("the-mask", "dp2-tp2", sees_the_future, FORWARD, "Attention.row_parallel.in", 1, (0,), TP_SUM),
-    Bug(
-        "a-scatter",
-        "dp2-tp2-sp",
-        scaled(tensor, "row_parallel", layer=0, rank=2),
-        FORWARD,
-        OUT,
-        0,
-        (2,),
-        "reduce_scatter over tp",
-    ),
-    Bug(
-        "an-embedding",
-        "dp2-tp2",
-        scaled(vocabulary, "vocab_parallel_embedding", rank=2),
-        FORWARD,
-        "GPT2.embed.embedding.out",
-        0,
-        (2,),
-        "all_reduce over tp",
-        (4, 5, 6, 7),
-    ),
-    Bug("no-sum", "dp2-tp2", no_sum("row_parallel", partial_product, 1), FORWARD, OUT, 1, (0, 1, 2, 3)),
-    Bug(
-        "no-sum-of-the-embedding",
-        "dp2-tp2",
-        no_sum("vocab_parallel_embedding", own_rows),
-        FORWARD,
-        "GPT2.embed.embedding.out",
-        0,
-        (1, 3),
-    ),
-    Bug(
-        "a-loss",
-        "dp2-tp2",
-        scaled(vocabulary, "vocab_parallel_cross_entropy", rank=1),
-        FORWARD,
-        "Model.loss.cross_entropy.out",
-        0,
-        (1,),
-        "all_reduce over tp",
-        (0, 1, 2, 3),
-    ),
-    Bug(
-        "no-sum-in-backward",
-        "dp2-tp2",
-        no_sum_in_backward,
-        BACKWARD,
-        "MLP.column_parallel.in",
-        1,
-        (0, 1, 2, 3),
-        "all_reduce over tp",
-    ),
-    Bug(
-        "a-gradient-in-backward",
-        "dp2-tp2",
-        bent_backward(tensor, "row_parallel", at(0, 2), in_mlp),
-        BACKWARD,
-        "MLP.row_parallel.in",
-        0,
-        (2,),
-        "all_reduce over tp in column_parallel",
-    ),
-    Bug(
-        "a-gradient-of-one-leaf",
-        "dp2-tp2",
-        one_leaf(base, "reduce_gradients", "blocks.ln_mlp.bias", half_on(2)),
-        "gradient",
-        "blocks.ln_mlp.bias[1]",
-        1,
-        (2,),
-        "all_reduce over dp",
-    ),
-    Bug(
-        "no-sum-of-one-leaf",
-        "dp2-tp2",
-        one_leaf(base, "reduce_gradients", "blocks.mlp.w_up", unsummed),
-        "gradient",
-        "blocks.mlp.w_up[1]",
-        1,
-        (0, 1, 2, 3),
-    ),
-    Bug("targets-not-counted", "dp2-tp2", own_targets_alone, "targets", "tokens"),
-    Bug(
-        "a-stale-weight",
-        "dp2-tp2",
-        stale_leaf("blocks.mlp.w_down"),
-        "parameter",
-        "blocks.mlp.w_down[1]",
-        1,
-        (0, 1, 2, 3),
-    ),
+    Bug("a-sum", "dp2-tp2", row(layer=1, rank=3), FORWARD, OUT, 1, (3,), TP_SUM),
+    Bug("a-sum-of-the-mlp", "dp2-tp2", row(in_mlp, layer=0, rank=1), FORWARD, MLP_OUT, 0, (1,)),
+    Bug("a-weight", "dp2-tp2", column(layer=1, rank=2), FORWARD, PRODUCTS, 1, (2,), TP_SUM),
+    Bug("the-mask", "dp2-tp2", sees_the_future, FORWARD, ATTENDED, 1, (0,), TP_SUM),
+    Bug("a-scatter", "dp2-tp2-sp", row(layer=0, rank=2), FORWARD, OUT, 0, (2,), TP_SCATTER),
+    Bug("an-embedding", "dp2-tp2", embedded(rank=2), FORWARD, EMBEDDED, 0, (2,), TP_SUM, (4, 5, 6, 7)),
+    Bug("no-sum", "dp2-tp2", no_sum("row_parallel", partial_product, 1), FORWARD, OUT, 1, ALL),
+    Bug("no-table-sum", "dp2-tp2", no_sum("vocab_parallel_embedding", own_rows), FORWARD, EMBEDDED, 0, (1, 3)),
+    Bug("a-loss", "dp2-tp2", losses(rank=1), FORWARD, LOSSES, 0, (1,), TP_SUM, ROWS),
+    Bug("no-sum-in-backward", "dp2-tp2", no_sum_in_backward, BACKWARD, MLP_IN, 1, ALL, TP_SUM),
+    Bug("a-gradient", "dp2-tp2", bent(at(0, 2), in_mlp), BACKWARD, HIDDEN, 0, (2,), f"{TP_SUM} in column_parallel"),
+    Bug("half-a-leaf", "dp2-tp2", reduced(BIAS, half_on(2)), GRADIENT, f"{BIAS}[1]", 1, (2,), "all_reduce over dp"),
+    Bug("no-sum-of-one-leaf", "dp2-tp2", reduced(W_UP, unsummed), GRADIENT, f"{W_UP}[1]", 1, ALL),
+    Bug("targets-not-counted", "dp2-tp2", own_targets_alone, TARGETS, "tokens"),
+    Bug("a-stale-weight", "dp2-tp2", stale_leaf(W_DOWN), PARAMETER, f"{W_DOWN}[1]", 1, ALL),
     # ZeRO-3.
-    Bug(
-        "a-gathered-weight",
-        "zero3",
-        scaled(tensor, "column_parallel", layer=1, rank=1),
-        FORWARD,
-        PRODUCTS,
-        1,
-        (1,),
-        GATHER,
-        (4, 5, 6, 7),
-    ),
+    Bug("a-gathered-weight", "zero3", column(layer=1, rank=1), FORWARD, PRODUCTS, 1, (1,), GATHER, (4, 5, 6, 7)),
     Bug("shards-swapped", "zero3", shards_swapped, FORWARD, QKV, 0, (0, 1), GATHER),
-    Bug(
-        "a-scattered-gradient",
-        "zero3",
-        scaled(zero, "reduce_scatter_groups", from_layers, rank=1),
-        "gradient",
-        "blocks.attention.b_out[1]",
-        1,
-        (1,),
-        "reduce_scatter over dp",
-    ),
-    Bug(
-        "a-shard-not-updated",
-        "zero3",
-        stale_leaf("blocks.attention.w_out", 1),
-        "parameter",
-        "blocks.attention.w_out[1]",
-        1,
-        (1,),
-    ),
-    Bug(
-        "a-layer-overlapped",
-        "zero3-overlap",
-        scaled(tensor, "row_parallel", layer=1, rank=0),
-        FORWARD,
-        OUT,
-        1,
-        (0,),
-        GATHER,
-        (0, 1, 2, 3),
-    ),
+    Bug("a-scattered-gradient", "zero3", scattered(rank=1), GRADIENT, f"{B_OUT}[1]", 1, (1,), "reduce_scatter over dp"),
+    Bug("a-shard-not-updated", "zero3", stale_leaf(W_OUT, 1), PARAMETER, f"{W_OUT}[1]", 1, (1,)),
+    Bug("a-layer-overlapped", "zero3-overlap", row(layer=1, rank=0), FORWARD, OUT, 1, (0,), GATHER, ROWS),
     # Pipelines.
-    Bug("a-message", "pp2", message_scaled(0), FORWARD, "in", 1, (1,), "permute over pp"),
-    Bug("a-message-of-a-gradient", "pp2", message_scaled(1), BACKWARD, "out", 0, (0,), "permute over pp"),
-    Bug(
-        "a-layer-of-a-stage",
-        "pp2-zb-h1",
-        scaled(tensor, "row_parallel", layer=1, rank=1),
-        FORWARD,
-        OUT,
-        1,
-        (1,),
-        "permute over pp",
-    ),
-    Bug(
-        "a-gradient-of-a-stage",
-        "pp2-zb-h1",
-        bent_backward(tensor, "row_parallel", at(0)),
-        BACKWARD,
-        "MLP.row_parallel.in",
-        0,
-        (0,),
-        "permute over pp",
-    ),
-    Bug("other-tokens", "pp2", other_tokens, FORWARD, "GPT2.embed.embedding.out", 0, (0,), None, (2, 3)),
-    Bug(
-        "a-tied-gradient",
-        "pp2",
-        one_leaf(base, "reduce_gradients", "tokens", half_on(0)),
-        "gradient",
-        "tokens",
-        0,
-        (0,),
-        "permute over pp",
-    ),
+    Bug("a-message", "pp2", message_scaled(0), FORWARD, "in", 1, (1,), SENT),
+    Bug("a-message-of-a-gradient", "pp2", message_scaled(1), BACKWARD, "out", 0, (0,), SENT),
+    Bug("a-layer-of-a-stage", "pp2-zb-h1", row(layer=1, rank=1), FORWARD, OUT, 1, (1,), SENT),
+    Bug("a-gradient-of-a-stage", "pp2-zb-h1", bent(at(0)), BACKWARD, HIDDEN, 0, (0,), SENT),
+    Bug("other-tokens", "pp2", other_tokens, FORWARD, EMBEDDED, 0, (0,), None, (2, 3)),
+    Bug("a-tied-gradient", "pp2", reduced("tokens", half_on(0)), GRADIENT, "tokens", 0, (0,), SENT),
     # Split sequences.
-    Bug("keys", "cp4", keys_of_another_rank, FORWARD, ATTENDED, 0, None, "permute over cp"),
-    Bug("the-halo", "cp4-window", halo_one_off, FORWARD, f"Grouped{ATTENDED}", 0, None, "permute over cp"),
-    Bug("positions", "cp4-window", positions_of_another_rank, FORWARD, f"Grouped{ATTENDED}", 0, (0, 1, 2)),
-    Bug("a-split-sum", "cp2-tp2-sp", scaled(tensor, "row_parallel", layer=1, rank=3), FORWARD, OUT, 1, (3,)),
+    Bug("keys", "cp4", keys_of_another_rank, FORWARD, ATTENDED, 0, None, RING),
+    Bug("the-halo", "cp4-window", halo_one_off, FORWARD, GROUPED, 0, None, RING),
+    Bug("positions", "cp4-window", positions_of_another_rank, FORWARD, GROUPED, 0, (0, 1, 2)),
+    Bug("a-split-sum", "cp2-tp2-sp", row(layer=1, rank=3), FORWARD, OUT, 1, (3,)),
 ]
-SAMPLE = {"a-sum", "no-sum", "no-sum-in-backward", "a-gradient-of-one-leaf", "a-stale-weight", "shards-swapped"} | {
-    *(
-        "a-scattered-gradient",
-        "a-message-of-a-gradient",
-        "other-tokens",
-        "targets-not-counted",
-        "the-halo",
-        "a-split-sum",
-    )
-}
+SAMPLE = {"a-sum", "no-sum", "no-sum-in-backward", "half-a-leaf", "a-stale-weight", "shards-swapped", "a-split-sum"}
+SAMPLE |= {"a-scattered-gradient", "a-message-of-a-gradient", "other-tokens", "targets-not-counted", "the-halo"}
 
 
 @pytest.mark.parametrize(
@@ -666,12 +528,8 @@ def test_a_callback_s_operands_may_be_larger_than_what_is_copied_at_once():
 SMALL = "--num-layers 2 --width 16 --num-heads 4 --ffn-width 32 --seq-len 8 --vocab-size 50 --batch-size 8 --steps 1"
 
 
-def run(capsys, *args: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr), words put on one line."""
-    with pytest.raises(SystemExit) as stop:
-        run_program(where.WhereFlags, where.main, "verify where", [*SMALL.split(), *map(str, args)])
-    captured = capsys.readouterr()
-    return stop.value.code or 0, captured.out, captured.err
+def run(capsys, *args) -> tuple[int, str, str]:
+    return programs.run(capsys, "verify where", *SMALL.split(), *args)
 
 
 def test_the_program_names_what_differs(capsys, monkeypatch):
@@ -713,14 +571,10 @@ def recorded(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda text: text[: len(text) // 2], "JSON"),
-        (
-            lambda text: text.replace('"loss", "", 0, "loss", 0, {"-1": [', '"loss", "", 0, "loss", 0, {"-1": [1'),
-            "hash",
-        ),
-        (lambda text: text.replace("jaxdist digests 1", "jaxdist digests 7"), "format"),
-        (lambda text: '{"format": "jaxdist digests 1", "hash": "0"}', "hash"),
-        (lambda text: text.replace('"batch_size": 8', '"batch_size": 9'), "hash"),
+        (lambda text: text[: len(text) // 2], "must be whole"),
+        (lambda text: text.replace("jaxdist digests 1", "jaxdist digests 7"), "of the format"),
+        (lambda text: '{"format": "jaxdist digests 1"}', "must be whole"),
+        (lambda text: text.replace('"batch_size": 8', '"batch_size": 9'), "batch_size is 9"),
     ],
 )
 def test_a_file_that_is_damaged_or_of_another_version_is_refused(tmp_path, recorded, change, said):
