@@ -273,22 +273,10 @@ def ask(flags: PlanFlags) -> Question:
     elif attention == "blocked":
         notes.append("Attention is in blocks of scores (flash attention cannot run here): slower, and none are kept.")
     means = flags.devices_per_node, attention, tokens, hours, flags.budget, dollars
-    weights = (
-        (flags.model if is_path(flags.model) else PLACEHOLDERS["weights"]) if flags.lora or flags.finetune else None
-    )
-    files = flags.data or PLACEHOLDERS["data"], weights
-    return Question(
-        config,
-        hardware,
-        *means,
-        notes,
-        recipe_notes,
-        rate_known,
-        efficiency_for(flags, hardware),
-        fixed,
-        files,
-        flags.simplest_within,
-    )
+    weights = flags.model if is_path(flags.model) else PLACEHOLDERS["weights"]
+    files = flags.data or PLACEHOLDERS["data"], weights if flags.lora or flags.finetune else None
+    known = notes, recipe_notes, rate_known, efficiency_for(flags, hardware)
+    return Question(config, hardware, *means, *known, fixed, files, flags.simplest_within)
 
 
 def with_length(flags: PlanFlags) -> tuple[PlanFlags, list[str]]:
@@ -332,58 +320,36 @@ def refuse_unused(flags: PlanFlags) -> None:
     if mesh.pp > layers:  # before a schedule is made for so many stages
         reason = f"each stage must hold one of the {layers} layers or more"
         raise ConfigError(f"--mesh {mesh}", reason, "Use a smaller pp")
-    whole = flags.names_layout
-    timed, proving = (
-        any(each is not None for each in (flags.tokens, flags.steps, flags.data)),
-        flags.trace or flags.compile is not None,
-    )
-    paid = "what a run costs needs its tokens"
+    whole, proving = flags.names_layout, flags.trace or flags.compile is not None
+    said = flags.tokens is not None or flags.steps is not None  # how long the run is
+    untimed = not (said or flags.data is not None)
+    one, alone = "Give one of the two", "Leave one of the two out"
+    shown = whole, "--mesh names the one layout that is shown", alone
+    paid, wider = "what a run costs needs its tokens", "Use a mesh with {}=2 or more"
     for flag, idle, why, instead in (
-        ("tokens", flags.steps is not None, "--steps says how long the run is", "Give one of the two"),
-        (
-            "data",
-            flags.tokens is not None or flags.steps is not None,
-            "how long the run is, is said",
-            "Give one of them",
-        ),
+        ("tokens", flags.steps is not None, "--steps says how long the run is", one),
+        ("data", said, "how long the run is, is said", "Give one of them"),
         ("epochs", flags.data is None, "there is no data to read so often", "Add --data"),
-        ("finetune", bool(flags.lora), "adapters are fine-tuning already", "Leave one of the two out"),
-        ("deadline", not timed, "how long a run lasts needs its tokens", "Add --tokens 300e9"),
-        *((flag, not timed, paid, "Add --tokens 300e9") for flag in ("budget", "vendor", "price_per_hour")),
-        ("vendor", flags.price_per_hour is not None, "--price-per-hour is a price already", "Give one of the two"),
+        ("finetune", bool(flags.lora), "adapters are fine-tuning already", alone),
+        ("deadline", untimed, "how long a run lasts needs its tokens", "Add --tokens 300e9"),
+        *((flag, untimed, paid, "Add --tokens 300e9") for flag in ("budget", "vendor", "price_per_hour")),
+        ("vendor", flags.price_per_hour is not None, "--price-per-hour is a price already", one),
         ("price_file", flags.vendor is None, "it lists the prices of vendors", "Add --vendor"),
-        ("top", flags.names_layout, "--mesh names the one layout that is shown", "Leave one of the two out"),
-        ("what_if", flags.names_layout, "a layout that is named is not searched", "Leave one of the two out"),
-        (
-            "simplest_within",
-            flags.names_layout,
-            "--mesh names the one layout that is shown",
-            "Leave one of the two out",
-        ),
-        ("prove", flags.names_layout, "--mesh names the one layout that is shown", "Leave one of the two out"),
+        *((flag, *shown) for flag in ("top", "simplest_within", "prove")),
+        ("what_if", whole, "a layout that is named is not searched", alone),
         ("prove", not proving, "nothing is traced or compiled", "Add --trace or --compile h100"),
         ("prove", flags.prove > flags.top, f"the table has {flags.top} rows", f"Use --top {flags.prove}"),
         ("dump_hlo", flags.compile is None, "nothing is compiled", "Add --compile h100"),
-        (
-            "zero",
-            whole and mesh.state_ranks == 1,
-            "ZeRO shards over dp and cp, and both are 1",
-            "Use a mesh with dp=2 or more",
-        ),
-        ("sp", whole and mesh.tp == 1, "it splits the sequence over tp, and tp=1", "Use a mesh with tp=2 or more"),
-        (
-            "experts_over_tp",
-            whole and mesh.tp == 1,
-            "it splits experts over tp, and tp=1",
-            "Use a mesh with tp=2 or more",
-        ),
+        ("zero", whole and mesh.state_ranks == 1, "ZeRO shards over dp and cp, and both are 1", wider.format("dp")),
+        ("sp", whole and mesh.tp == 1, "it splits the sequence over tp, and tp=1", wider.format("tp")),
+        ("experts_over_tp", whole and mesh.tp == 1, "it splits experts over tp, and tp=1", wider.format("tp")),
         (
             "reshard_after_forward",
             whole and flags.remat not in KEEPS,
             "blocks gather their weights again",
             "Use --remat none",
         ),
-        ("overlap", whole and mesh.num_devices == mesh.tp, "no message could hide", "Use a mesh with dp=2 or more"),
+        ("overlap", whole and mesh.num_devices == mesh.tp, "no message could hide", wider.format("dp")),
     ):
         if idle and getattr(flags, flag) != getattr(type(flags), flag):
             raise ConfigError(flag_word(flag, getattr(flags, flag)), f"{why}: it would change nothing", instead)
@@ -508,15 +474,12 @@ def cards_of(flags: PlanFlags) -> list[str]:
         if not names:
             raise ConfigError(asked, f"a card must have a price and a peak for {flags.dtype}", "Name one card")
     if len(names) > 1:
+        unpriced = flags.budget is not None and flags.vendor is None
         for idle, required, instead in (
             (bool(flags.mesh), "--mesh must come with one card", "Name one card, or leave --mesh out"),
             (flags.batch_sizes is not None, "--batch-sizes must come with one card", "Use --batch-size"),
             (flags.price_per_hour is not None, "the price must be known of each card", "Use --vendor"),
-            (
-                flags.budget is not None and flags.vendor is None,
-                "the price must be known of each card",
-                "Add --vendor",
-            ),
+            (unpriced, "the price must be known of each card", "Add --vendor"),
         ):
             if idle:
                 raise ConfigError(asked, required, instead)
@@ -534,11 +497,7 @@ def parse_batches(flags: PlanFlags) -> list[int]:
         (flags.batch_size is not None, "--batch-size must not be given too", "Give one of the two"),
         (flags.names_layout, "must be one, as --mesh is of one batch", "Use --batch-size, once for each"),
         (flags.steps is not None, "must all be of the same tokens, not steps", "Use --tokens 300e9"),
-        (
-            flags.looks_for_nodes,
-            "must be one: the smallest cluster is looked for",
-            "Add --nodes 8, or use --batch-size",
-        ),
+        (flags.looks_for_nodes, "must be one: the smallest cluster is looked for", "Add --nodes 8"),
     ):
         if idle:
             raise ConfigError(given, why, instead)
