@@ -44,7 +44,7 @@ from jaxdist.data.prepared import (
 from jaxdist.data.tokenizer import END_OF_DOCUMENT, BPETokenizer, ByteTokenizer, Tokenizer, join_indifferently
 from jaxdist.data.tokens import TokenDtype, asked, decode_text, find_files, masked
 from jaxdist.errors import ConfigError, is_utf8, require_positive
-from jaxdist.files import BYTE_ORDER_MARK, read_regular, write_whole
+from jaxdist.files import BYTE_ORDER_MARK, read_object, write_whole
 from jaxdist.runtime.run_folder import LOCK, held
 
 from .cli import flag_word, run_program
@@ -423,11 +423,10 @@ def open_journal(out: Path, plan: dict) -> dict:
     asked_out = f"--out {os.fspath(out)!r}"
     path = out / JOURNAL
     if path.exists():
-        try:
-            journal = json.loads(read_regular(path, 2**30))
-            _ = journal["plan"].items(), journal["shards"].items()
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
-            raise ConfigError(asked_out, f"its {JOURNAL} must be whole", "Remove the folder and begin again") from error
+        bad = ConfigError(asked_out, f"its {JOURNAL} must be whole", "Remove the folder and begin again")
+        journal = read_object(path, 2**30, lambda _: bad)
+        if not (isinstance(journal.get("plan"), dict) and isinstance(journal.get("shards"), dict)):
+            raise bad
         if journal["plan"] != plan:
             different = ", ".join(name for name in plan if journal["plan"].get(name) != plan[name])
             raise ConfigError(

@@ -383,12 +383,10 @@ def from_dict(found: dict, trust: bool = False) -> RunConfig:
         if name in values:
             if isinstance(values[name], dict):
                 values[name] = {key: renewed(key, value) for key, value in values[name].items()}
-            nested = fields_of(cls, values[name], name, ("mesh",) if cls is ParallelConfig else ())
+            nested = fields_of(cls, values[name], name)
             if not trust and nested.get("schedule", NAMES[0]) not in NAMES:
                 reason = "a file names it, and must not have another file opened unless it is trusted"
                 raise ConfigError(f"the schedule {nested['schedule']!r}", reason, "Add --trust")
-            if "mesh" in nested:
-                nested["mesh"] = MeshShape(**fields_of(MeshShape, nested["mesh"], "mesh"))
             values[name] = cls(**nested)
     return RunConfig(**values | {"model": model_of(values["model"], trust=trust)})
 

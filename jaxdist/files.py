@@ -1,13 +1,16 @@
 """Files that are written whole or not at all, and read only if they are regular and of a bounded size. No JAX here."""
 
 import errno
+import json
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, reason_of
 
 BYTE_ORDER_MARK = "\ufeff"  # that some editors put before a text
 
@@ -65,6 +68,19 @@ def read_text_file(what: str, path: str | Path, most: int = 2**24) -> str:
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name with a zero in it
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{what} {str(path)!r}", f"it cannot be read ({reason})", "Name a text file") from error
+
+
+def read_object(path: Path, most: int, refuse: Callable[[str], Exception]) -> dict[str, Any]:
+    """The object in a JSON file. Raises: what `refuse` makes of the reason, where there is none that can be read."""
+    try:
+        found = json.loads(read_regular(path, most))
+    except OSError as error:
+        raise refuse(f"it cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"it is not a whole JSON file ({reason_of(error)})") from error
+    if not isinstance(found, dict):
+        raise refuse("it holds no JSON object")
+    return found
 
 
 def remove(path: Path) -> None:

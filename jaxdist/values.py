@@ -3,6 +3,7 @@
 import dataclasses
 import types
 import typing
+from contextlib import suppress
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxdist.errors import ConfigError
@@ -31,6 +32,10 @@ def _as_kind(value: Any, kind: Any) -> Any:
             {name: as_type(part, get_args(kind)[1]) for name, part in value.items()} if isinstance(value, dict) else {}
         )
         return value if isinstance(value, dict) and WRONG not in found.values() else WRONG
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        with suppress(ConfigError):
+            return kind(**fields_of(kind, value, kind.__name__))
+        return WRONG
     if kind is tuple:
         return tuple(value) if isinstance(value, list) else WRONG
     if kind is type(None):

@@ -19,10 +19,11 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -31,8 +32,9 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from jaxdist.errors import ConfigError, reason_of
-from jaxdist.files import flush_folder, read_regular, remove, set_aside, write_whole
+from jaxdist.files import flush_folder, read_object, remove, set_aside, write_whole
 from jaxdist.runtime import processes
+from jaxdist.values import fields_of
 from jaxdist.versions import versions
 
 FORMAT = 1
@@ -79,13 +81,13 @@ class Manifest:
     """What a checkpoint is, read and checked without touching an array.
 
     about: what the run says of itself (configuration, data, counters); JSON values.
-    arrays: name -> [dtype, shape]. files: path -> [bytes, SHA-256]. versions: of Python and the packages that wrote it.
+    arrays: name -> (dtype, shape). files: path -> (bytes, SHA-256). versions: of Python and the packages that wrote it.
     """
 
     step: int
     about: dict
-    arrays: dict[str, list]
-    files: dict[str, list]
+    arrays: dict[str, tuple[str, list[int]]]
+    files: dict[str, tuple[int, str]]
     versions: dict[str, str] = field(default_factory=versions)
     format: int = FORMAT
 
@@ -151,7 +153,7 @@ class Checkpoints:
             self._orbax.save(partial / ARRAYS, args=ocp.args.PyTreeSave(arrays))
         except (OSError, ValueError) as error:
             raise self._failed(step, error) from error
-        shapes = {name: [str(x.dtype), list(x.shape)] for name, x in arrays.items()}
+        shapes = {name: (str(x.dtype), list(x.shape)) for name, x in arrays.items()}
         self._finishing = step, self._pool.submit(self._finish, step, about, shapes)
 
     def wait(self) -> None:
@@ -368,10 +370,10 @@ def _same_here(checkpoints: Checkpoints, step: str, digest: str) -> Manifest:
     return manifest
 
 
-def require_whole_arrays(folder: Path, arrays: dict[str, list]) -> None:
+def require_whole_arrays(folder: Path, arrays: Mapping[str, tuple[str, list[int]]]) -> None:
     """That the files in `folder` hold every element of every array, once: each chunk of its grid, and no other.
 
-    Args: arrays: name -> [dtype, shape], all that was to be written.
+    Args: arrays: name -> (dtype, shape), all that was to be written.
     Raises: BadCheckpoint naming the first array that is not whole, and a part that is missing.
     """
     try:
@@ -402,35 +404,21 @@ def require_whole_arrays(folder: Path, arrays: dict[str, list]) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """What a checkpoint says of itself. Raises: BadCheckpoint where it is no manifest of ours or was changed."""
     path = folder / MANIFEST
-    try:
-        text = read_regular(path, MAX_MANIFEST_BYTES)
-    except OSError as error:
-        raise _bad(path, f"it cannot be read ({error.strerror})") from error
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _bad(path, "it is not a whole JSON file") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    content = read_object(path, MAX_MANIFEST_BYTES, partial(_bad, path))
+    if content.get("format") != FORMAT:
         raise _bad(path, f"it is not a manifest of format {FORMAT}")
     if content != _sealed(content):
         raise _bad(path, "its own hash does not fit: it was changed after it was written")
     content.pop("hash")
     try:
-        manifest = Manifest(**content)
-        names = [PurePosixPath(name) for name in manifest.files]
-        sizes_fit = all(isinstance(size, int) and isinstance(digest, str) for size, digest in manifest.files.values())
-        shapes_fit = all(
-            str(jax.numpy.dtype(dtype)) == dtype and isinstance(shape, list) and all(type(n) is int for n in shape)
-            for dtype, shape in manifest.arrays.values()
-        )
-    except (TypeError, ValueError, AttributeError) as error:
+        manifest = Manifest(**fields_of(Manifest, content, "it"))
+        if odd := [dtype for dtype, _ in manifest.arrays.values() if str(jax.numpy.dtype(dtype)) != dtype]:
+            raise ValueError(odd[0])
+    except (TypeError, ValueError) as error:
         raise _bad(path, f"it is not a manifest of format {FORMAT} ({error})") from error
-    for name in names:
+    for name in map(PurePosixPath, manifest.files):
         if name.is_absolute() or ".." in name.parts:
             raise _bad(path, f"it lists {str(name)!r}, which lies outside of the checkpoint")
-    tables = isinstance(manifest.about, dict) and isinstance(manifest.versions, dict)
-    if not (type(manifest.step) is int and tables and sizes_fit and shapes_fit):
-        raise _bad(path, f"it is not a manifest of format {FORMAT}")
     return manifest
 
 
@@ -486,8 +474,8 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
 
 
-def _hash_files(folder: Path, flush: bool = False) -> dict[str, list]:
-    """path -> [bytes, SHA-256] of everything in a checkpoint but its manifest; with `flush`, forced to the disk."""
+def _hash_files(folder: Path, flush: bool = False) -> dict[str, tuple[int, str]]:
+    """path -> (bytes, SHA-256) of everything in a checkpoint but its manifest; with `flush`, forced to the disk."""
     paths = []
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
@@ -495,11 +483,11 @@ def _hash_files(folder: Path, flush: bool = False) -> dict[str, list]:
         if path.is_file() and path != folder / MANIFEST:
             paths.append(path)
 
-    def digest(path: Path) -> list:
+    def digest(path: Path) -> tuple[int, str]:
         with path.open("rb") as file:
             if flush:
                 os.fsync(file.fileno())
-            return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+            return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
     with ThreadPoolExecutor(max_workers=4) as pool:
         return {

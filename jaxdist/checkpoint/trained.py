@@ -1,7 +1,7 @@
 """Trained parameters in a folder, whoever wrote it: their model, their tokenizer, and the arrays on any mesh."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -313,7 +313,7 @@ def _merge_into(arrays: list[jax.Array], scale: float) -> jax.Array:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _differences(there: Model, model: Model, kept: dict[str, list]) -> list[tuple[str, str, str]]:
+def _differences(there: Model, model: Model, kept: Mapping[str, tuple[str, list[int]]]) -> list[tuple[str, str, str]]:
     rows = model_differences(there, model)
     shapes = {f"{PARAMS}.{name}": list(param.shape) for name, param in named_params(declare(model))}
     counters = counters_of(model) | counters_of(there)

@@ -11,17 +11,18 @@ Opening compares sizes and headers, which takes no longer for a larger corpus; `
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist.commands import command_text
 from jaxdist.data.tokens import Part, Tokens, asked, open_npy
 from jaxdist.errors import ConfigError
+from jaxdist.files import read_object
+from jaxdist.values import fields_of
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -80,72 +81,30 @@ def is_prepared(folder: Path) -> bool:
 def read_manifest(folder: Path) -> Manifest:
     """The checked manifest of a folder. Raises: ConfigError naming what is wrong in it; no other file is looked at."""
     path = folder / MANIFEST
-
-    def refuse(what: str):
-        raise ConfigError(asked(path), what, _remedy())
-
+    what = asked(path)
     if not path.exists():
         raise ConfigError(
             asked(folder),
             f"must hold {MANIFEST}, which is written last, and holds token shards only: it is not whole",
             f"Run the same `{command_text('prepare')}` command again: it continues where it was",
         )
-    with open(path, "rb") as file:
-        text = file.read(_MAX_MANIFEST_BYTES + 1)
-    if len(text) > _MAX_MANIFEST_BYTES:
-        refuse(f"must have at most {_MAX_MANIFEST_BYTES:,} bytes")
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        refuse(f"must be JSON ({error})")
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        refuse(f"must be the manifest of a prepared corpus, whose format is {FORMAT!r}")
-
-    def take(holder: object, name: str, kind: type, least: int = 0):
-        value: Any = holder.get(name) if isinstance(holder, dict) else None
-        if type(value) is not kind or (isinstance(value, int) and value < least):
-            refuse(f"{name} must be {'a whole number' if kind is int else kind.__name__}, and it is {value!r:.80}")
-        return value
-
-    def take_file(holder: dict) -> dict:
-        found = {name: take(holder, name, kind) for name, kind in (("name", str), ("num_bytes", int), ("sha256", str))}
-        if not re.fullmatch("[0-9a-f]{64}", found["sha256"]):
-            refuse(f"sha256 of {found['name']!r:.80} must be a SHA-256 in hexadecimal")
-        return found
-
-    def take_shards(split: str) -> tuple[Shard, ...]:
-        shards = tuple(
-            Shard(**take_file(shard), num_tokens=take(shard, "num_tokens", int, 1))
-            for shard in take(content, split, list)
-        )
-        for number, shard in enumerate(shards):
-            # A name that is no plain file name of this folder could reach any file of the machine.
-            if shard.name != shard_name(split, number):
-                refuse(f"{split} shard {number} must be {shard_name(split, number)}, and it is {shard.name!r:.80}")
-        return shards
-
-    tokenizer = content.get("tokenizer")
-    if tokenizer is not None:
-        tokenizer = File(**take_file(tokenizer))
-        if tokenizer.name != TOKENIZER:
-            refuse(f"the tokenizer must be {TOKENIZER}, and it is {tokenizer.name!r:.80}")
-    manifest = Manifest(
-        vocab_size=take(content, "vocab_size", int, 1),
-        end_of_document=take(content, "end_of_document", int),
-        dtype=take(content, "dtype", str),
-        num_documents=take(content, "num_documents", int),
-        tokenizer=tokenizer,
-        train=take_shards("train"),
-        held_out=take_shards("held_out"),
-        begin_of_text=tuple(take(content, "begin_of_text", list) if "begin_of_text" in content else ()),
-    )
-    for token in manifest.begin_of_text:
-        if type(token) is not int or not 0 <= token < manifest.vocab_size:
-            refuse(f"begin_of_text must be tokens of the vocabulary of {manifest.vocab_size}, and has {token!r:.80}")
+    content = read_object(path, _MAX_MANIFEST_BYTES, lambda reason: ConfigError(what, reason, _remedy()))
+    if content.pop("format", None) != FORMAT:
+        raise ConfigError(what, f"must be the manifest of a prepared corpus, whose format is {FORMAT!r}", _remedy())
+    manifest = Manifest(**fields_of(Manifest, content, what))
+    # A name that is no plain file name of this folder could reach any file of the machine.
+    names = {TOKENIZER: manifest.tokenizer.name} if manifest.tokenizer else {}
+    for split, shards in (("train", manifest.train), ("held_out", manifest.held_out)):
+        names |= {shard_name(split, number): shard.name for number, shard in enumerate(shards)}
+    for name, found in names.items():
+        if name != found:
+            raise ConfigError(what, f"must name {name} there, and has {found!r:.80}", _remedy())
     if manifest.dtype not in DTYPES:
-        refuse(f"dtype must be one of {', '.join(DTYPES)}, and it is {manifest.dtype!r:.80}")
-    if manifest.end_of_document >= manifest.vocab_size:
-        refuse(f"end_of_document {manifest.end_of_document} must be in the vocabulary of {manifest.vocab_size}")
+        raise ConfigError(what, f"dtype must be one of {', '.join(DTYPES)}, not {manifest.dtype!r:.80}", _remedy())
+    for name, tokens in (("end_of_document", (manifest.end_of_document,)), ("begin_of_text", manifest.begin_of_text)):
+        if not all(0 <= token < manifest.vocab_size for token in tokens):
+            required = f"{name} {tokens} must be of the vocabulary of {manifest.vocab_size}"
+            raise ConfigError(what, required, _remedy())
     return manifest
 
 

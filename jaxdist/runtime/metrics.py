@@ -10,7 +10,7 @@ from typing import Self
 
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError, reason_of
-from jaxdist.files import read_regular, set_aside, write_whole
+from jaxdist.files import read_object, read_regular, set_aside, write_whole
 from jaxdist.runtime import processes
 
 MOST_BYTES = 2**32  # of a file of a run that is read again
@@ -170,18 +170,11 @@ def is_complete(out: Path) -> bool:
 
 def read_config(out: Path) -> dict:
     """The configuration of the run in a folder. Raises: ConfigError where there is none that can be read."""
-    path = out / CONFIG
-    try:
-        content = json.loads(read_regular(path, MOST_BYTES))
-    except OSError as error:
-        raise ConfigError(
-            f"out={str(out)!r}", f"{path} cannot be read ({error.strerror})", "Choose another folder"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"out={str(out)!r}", f"{path} must be JSON", "Choose another folder") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"out={str(out)!r}", f"{path} must be a configuration", "Choose another folder")
-    return content
+    return read_object(
+        out / CONFIG,
+        MOST_BYTES,
+        lambda why: ConfigError(f"out={str(out)!r}", f"{CONFIG}: {why}", "Choose another folder"),
+    )
 
 
 def require_writable_folder(out: Path) -> None:
