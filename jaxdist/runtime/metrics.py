@@ -173,7 +173,7 @@ def read_config(out: Path) -> dict:
     return read_object(
         out / CONFIG,
         MOST_BYTES,
-        lambda why: ConfigError(f"out={str(out)!r}", f"{CONFIG}: {why}", "Choose another folder"),
+        lambda why: ConfigError(f"out={str(out)!r}", f"{CONFIG} must be whole: {why}", "Choose another folder"),
     )
 
 
