@@ -8,7 +8,6 @@ published time is that of the program that ran: its kernels and its overlap are 
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -25,7 +24,7 @@ from jaxdist.plan.search import Candidates, Scored, rank, score, search, usable_
 from jaxdist.plan.time_model import PARTS, efficiency_of
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
-from ..cli import require_writable, run_program, write_output
+from ..cli import run_program
 from ..plan_report import layout_words, row_layout
 from ..progress import Progress
 
@@ -147,8 +146,6 @@ class PublishedFlags:
 
     only: str = ""
     """Rows whose name contains this alone."""
-    json: str | None = None
-    """Write the rows here as JSON."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +195,6 @@ def compare(row: Published) -> Compared:
 
 
 def main(flags: PublishedFlags, console: Console) -> int:
-    require_writable("--json", flags.json)
     rows = [row for row in ROWS if flags.only.lower() in row.name.lower()]
     if not rows:
         names = ", ".join(dict.fromkeys(row.name for row in ROWS))
@@ -218,24 +214,7 @@ def main(flags: PublishedFlags, console: Console) -> int:
             figures = f"{seconds:6.2f} s  {mfu:3.0%} MFU  {memory:5.1f} GiB"
             console.print(f"{name:<12} {figures}  {layout_words(row_layout(one, 0))}", highlight=False)
         console.print(each.sentence(), highlight=False)
-    if flags.json:
-        write_output("--json", flags.json, json.dumps([to_json(each) for each in found], indent=1) + "\n")
     return 0
-
-
-def to_json(each: Compared) -> dict:
-    row = each.row
-    layouts = {
-        name: {
-            "layout": layout_words(row_layout(one, 0)),
-            "seconds": float(one.time.total[0]),
-            "gib": float(one.memory.total[0]) / 2**30,
-            "parts": {part: float(getattr(one.time, part)[0]) for part in PARTS},
-        }
-        for name, one in (("published", each.theirs), ("recommended", each.ours))
-    }
-    facts = {"model": row.name, "devices": row.num_devices, "sequences": row.sequences, "seq_len": row.seq_len}
-    return facts | {"source": row.source, "published_seconds": row.seconds, **layouts}
 
 
 if __name__ == "__main__":
