@@ -191,23 +191,13 @@ def require_writable(flag: str, path: str | None) -> None:
     if path is None:
         return
     try:
-        there = Path(path).resolve()
-        if _is_replaced(path):
-            if there.exists() and not os.access(there, os.W_OK):
-                raise PermissionError(errno.EACCES, "permission denied")
-            probe = there.with_name(f"{there.name}.part")
-            probe.touch()
-            probe.unlink()
-            return
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            kind = os.fstat(descriptor).st_mode
-            if stat.S_ISCHR(kind):
-                os.write(descriptor, b"\n")  # /dev/full opens, and takes nothing
-            elif not stat.S_ISREG(kind):
-                raise OSError(errno.EINVAL, "it is neither a file nor a device")
-        finally:
-            os.close(descriptor)
+        existed = os.path.lexists(path)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        with open(descriptor, "wb", buffering=0) as file:
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                file.write(b"\n")  # /dev/full opens, and takes nothing
+        if not existed:
+            os.unlink(path)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero in it
         raise _unwritable(flag, path, error, "Name a file in an existing folder") from error
 
@@ -217,23 +207,18 @@ def write_output(flag: str, path: str, text: str) -> None:
 
     Raises: ConfigError where the disk does not take it.
     """
+    there = Path(path)
     try:
-        if _is_replaced(path):
-            write_whole(Path(path).resolve(), text.encode())
+        if there.is_relative_to("/dev") or (there.exists() and not there.is_file()):  # /dev/stdout leads to a file
+            there.write_text(text, encoding="utf-8")
         else:
-            Path(path).write_text(text, encoding="utf-8")
+            write_whole(there.resolve(), text.encode())
     except OSError as error:
         raise _unwritable(flag, path, error, "Name a file with room for it") from error
 
 
 def _unwritable(flag: str, path: str, error: Exception, remedy: str) -> ConfigError:
     return ConfigError(f"{flag} {path!r}", f"it cannot be written ({reason_of(error)})", remedy)
-
-
-def _is_replaced(path: str) -> bool:
-    """Whether an output is a file of its own; not a device, nor what /dev/stdout leads to."""
-    there = Path(path)
-    return not there.is_relative_to("/dev") and (there.is_file() or not there.exists())
 
 
 def make_folder(flag: str, path: str | None) -> Path | None:

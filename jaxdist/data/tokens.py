@@ -7,13 +7,12 @@ few thousand windows out of 10 GB make it 8 GB large, where it stays at 50 MB th
 file that is cut while the run goes on kills the process (SIGBUS) where this is an error with the file's name.
 """
 
-import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -24,7 +23,6 @@ SAMPLED_CHUNKS = 64  # of a sequence too long to be looked at whole when it is o
 TokenDtype = Literal["uint16", "uint32", "int32"]  # of a .bin
 LLM_C = {20240520: "<u2", 20240801: "<u4"}  # the first number of its files of tokens -> what follows the header
 _LOOKED_AT = 1 << 16  # bytes
-_MAX_NPY_HEADER = 10_000  # bytes; numpy's own limit, which it checks once it has read them
 
 
 class TokenFile:
@@ -212,12 +210,7 @@ def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def open_npy(path: Path) -> TokenFile:
     """The 1-D integer array of a .npy. Raises: ConfigError for anything else, and for a damaged one."""
     try:
-        with path.open("rb") as file:
-            # Not np.load, which goes by the first bytes: this reads nothing but a header, and never unpickles.
-            shape, dtype = _read_header(file)
-            offset, size = file.tell(), os.fstat(file.fileno()).st_size
-        if math.prod(shape) * dtype.itemsize > size - offset:
-            raise ValueError(f"{dtype}{list(shape)} is more than its {size} bytes")
+        found = np.lib.format.open_memmap(path, mode="r")  # np.load goes by the first bytes, and may unpickle
     except OSError:
         raise
     except Exception as error:  # a damaged header ends in ValueError, tokenize.TokenError and others
@@ -226,30 +219,13 @@ def open_npy(path: Path) -> TokenFile:
             f"must be a whole .npy array of numbers ({error})",
             "Save it again with np.save(path, tokens), tokens being a 1-D integer array.",
         ) from error
-    if len(shape) != 1 or dtype.kind not in "iu":
+    if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ConfigError(
             asked(path),
-            f"tokens must be a 1-D integer array, and this one is {dtype}{list(shape)}",
+            f"tokens must be a 1-D integer array, and this one is {found.dtype}{list(found.shape)}",
             "Save it again with np.save(path, tokens.reshape(-1).astype(np.uint16)), or a wider integer dtype.",
         )
-    return TokenFile(path, dtype, offset, shape[0])
-
-
-def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
-    """(shape, dtype). Refuses a header that says it is long before numpy allocates what it says."""
-    version = np.lib.format.read_magic(file)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in readers:
-        raise ValueError(f"version {version} is not that of an array of numbers")
-    start = file.tell()
-    size = int.from_bytes(file.read(2 if version == (1, 0) else 4), "little")
-    if size > _MAX_NPY_HEADER:
-        raise ValueError(f"its header says it has {size:,} bytes, and one of an array of numbers has about 100")
-    file.seek(start)
-    shape, _, dtype = readers[version](file)
-    if min(shape, default=0) < 0 or dtype.hasobject:
-        raise ValueError(f"{dtype}{list(shape)}")
-    return shape, dtype
+    return TokenFile(path, found.dtype, found.offset, len(found))
 
 
 def open_bin(path: Path, vocab_size: int, dtype: TokenDtype | None = None) -> TokenFile:
