@@ -34,6 +34,7 @@ COLOURS = {
 }
 SERIES = [f"var(--c{number})" for number in (0, 3, 4, 5, 2, 6, 1, 7, 8)]
 PHASES = {Phase.F: "F forward", Phase.B: "B input gradient", Phase.W: "W weight gradient", Phase.R: "R forward again"}
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DASHES = ("", "7 4", "3 3", "9 3 3 3")
 WIDTH, HEIGHT = 460, 270  # of a chart that stands beside another, and alone on a phone
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 26, 36
@@ -91,14 +92,14 @@ def scale_of(values: Sequence[float], start: float, stop: float, log: int = 0) -
 
 
 class Line(NamedTuple):
-    """One curve. series: which colour. points: draw a mark at each; faint: draw it thinner; dashes: of which kind, so
-    that one which lies under another is seen."""
+    """One curve. series: which colour. points: draw a mark at each; width: in pixels, below 1 it is faint, too; dashes:
+    of which kind, so that one which lies under another is seen."""
 
     x: np.ndarray
     y: np.ndarray
     series: int
     points: bool = False
-    faint: bool = False
+    width: float = 1.6
     dashes: int = 0
 
 
@@ -128,9 +129,9 @@ def curves(
     for line in lines:
         y = line.y if up_to is None else np.where(line.y <= up_to, line.y, np.nan)
         stroke, places = colour(line.series), list(zip(across(line.x), up(y), strict=True))
-        width, opacity = ("0.8", ' opacity="0.6"') if line.faint else ("1.6", "")
+        opacity = ' opacity="0.6"' if line.width < 1 else ""
         dashes = f' stroke-dasharray="{DASHES[line.dashes % len(DASHES)]}"' if line.dashes % len(DASHES) else ""
-        style = f'fill="none" stroke="{stroke}" stroke-width="{width}"{dashes}{opacity}'
+        style = f'fill="none" stroke="{stroke}" stroke-width="{line.width}"{dashes}{opacity}'
         parts.append(f'<path d="{path(places)}" {style}/>')
         if line.points or len(places) == 1:
             parts += [circle(x, y, 2.6, stroke) for x, y in places if math.isfinite(y)]
@@ -371,7 +372,9 @@ def _tip(words: str) -> str:
 
 
 def number(value: float) -> str:
-    """A tick's label."""
+    """A tick's label; powers of two that are long to write are written as such."""
+    if value > 0 and math.log2(value).is_integer() and not 0.01 < value < 1e4:
+        return "2" + f"{math.log2(value):.0f}".translate(SUPERSCRIPTS)
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.4g}"
     if 1e4 <= abs(value) < 1e6:

@@ -152,7 +152,8 @@ def curves_part(entries: Sequence[Entry]) -> str:
             for column in (name, "held_out_loss") if name == "loss" else (name,):
                 held_out, found = column == "held_out_loss", entry.run.column(column)
                 if found[1].size:
-                    lines.append(Line(*thin(*found, most), at, held_out, name == "loss" and not held_out, at))
+                    width = 0.8 if name == "loss" and not held_out else 1.6
+                    lines.append(Line(*thin(*found, most), at, held_out, width, at))
         if lines:
             picture = charts.curves(lines, title, f"{title} of {', '.join(names)}"[:200], log)
             shown.append(figure(picture, caption, names if len(entries) > 1 else ()))

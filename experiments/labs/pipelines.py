@@ -265,7 +265,7 @@ def run(broken: str | None) -> Findings:
     early = earlier(make_schedule("zb-h1", STAGES, MICROBATCHES), 1, Action(Phase.B, 0, 0))
     balanced = divide_layers(14, STAGES, last=2)
     pace = max(*balanced[:-1], balanced[-1] + 2)
-    yield refused("the checker refuses a B one tick early", error_of(early), "it needs B of micro-batch 0")
+    yield refused("the checker refuses a B one tick early", error_of(early), "must come after B of micro-batch 0")
     error = relative_error(dw, expected_dw)
     yield at_most("a table of our own: error of the gradient, against one device", error, 1e-12)
     yield equal("14 layers and a head that costs 2, balanced: work of the slowest stage", pace, (14 + 2) / STAGES)

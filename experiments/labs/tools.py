@@ -54,7 +54,3 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f}"
-
-
-def gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.1f}"

@@ -147,7 +147,7 @@ def run(broken: str | None) -> Findings:
     yield table("cost", "on one H100, at 40% of its peak | value", cost)
     curves = {name: (range(1, STEPS + 1), found.losses) for name, found in runs.items()}
     title = "Six layouts, one run (simulated devices, fp32)"
-    yield Picture("losses", lambda: drawing.lines(title, "step", "loss, nats a byte", curves, marks=False))
+    yield Picture("losses", lambda: drawing.lines(title, "step", "loss, nats a byte", curves, marks=False, equal=True))
     yield Guesses(
         layers=blocks / 1e6,
         embedding=vocabulary / 1e6,
