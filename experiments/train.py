@@ -149,7 +149,7 @@ class Loop:
         self.memory: list[DeviceMemory] = []
         self._agreement, self._check_replicas = Agreement(), make_replica_check(run.program)
         self._spikes = SpikeWatch(recent=start.progress.recent)
-        self._skips_in_a_row, self._digests = 0, {}
+        self._skips_in_a_row = 0
         self._utilisation = utilisation_of(run.config, run.devices)
         self.listeners = listeners_of(run)
         last_batch = start.progress.batch + run.config.steps - start.step
@@ -157,8 +157,6 @@ class Loop:
 
     def _make_batch(self, index: int):
         run, batch = self.run, self.run.batches[index]
-        if run.flags.record_digests:
-            self._digests[index] = batch.digest()
         return run.program.put(batch if run.fault is None else run.fault.spoil_batch(index, batch))
 
     def stop_if_asked(self, step: int) -> None:
@@ -186,8 +184,6 @@ class Loop:
         record["batch"] = self.progress.batch
         if self._utilisation is not None:
             record |= self._utilisation.of(record["step_seconds"])
-        if run.flags.record_digests:
-            record["digest"] = self._digests.pop(self.progress.batch)
         for listener in self.listeners:
             listener.on_computed(self, step, record)
         if self.evaluates(step) and (run.flags.on_nonfinite == "skip" or not is_fault(record)):  # else the run ends

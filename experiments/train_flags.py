@@ -17,7 +17,7 @@ from .cli import PLACEHOLDERS, CommonFlags, ProcessFlags, flag_word
 from .config_file import FileFlags
 
 # Flags about the folder of a run.
-OF_FOLDER = ("keep_last", "keep_every", "fresh", "fall_back", "record_digests", "profile", "tensorboard", "wandb")
+OF_FOLDER = ("keep_last", "keep_every", "fresh", "fall_back", "profile", "tensorboard", "wandb")
 COUNTS = dict.fromkeys(("eval_every", "checkpoint_every", "keep_last", "keep_every", "check_replicas_every"), MOST)
 COUNTS |= {"eval_windows": 10**8, "metrics_port": 65_535, "prefetch": 10**4}
 
@@ -80,8 +80,6 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     """Steps between comparisons of everything that several ranks hold. Default: before each checkpoint."""
     stuck_after: float = 1800.0
     """Seconds without a finished step after which every process writes its stacks down and ends."""
-    record_digests: bool = False
-    """Put the SHA-256 of every global batch into metrics.jsonl, to prove that two runs saw the same."""
     drill: str | None = None
     """Rehearse a fault, as in nan:step=5,rank=1,leaf=tokens (inf, flip, batch, stuck, slow, die, term, late, full)."""
     profile: str | None = None

@@ -2,8 +2,6 @@
 
 python -m experiments.verify where --mesh dp=2,tp=2 --zero 3             # against the same on one device
 python -m experiments.verify where "mesh=dp=2,tp=2 zero=3" "mesh=pp=2"   # A against B
-python -m experiments.verify where --mesh tp=2 --record digests.json     # A's digests, for another machine
-python -m experiments.verify where "mesh=dp=4" digests.json              # A against what was recorded
 """
 
 import dataclasses
@@ -11,19 +9,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import tyro
+from flax.traverse_util import flatten_dict
 from rich.console import Console
 from rich.text import Text
 
-from jaxdist.config import RunConfig
+from jaxdist.config import RunConfig, to_dict
 from jaxdist.data.batches import random_batches
-from jaxdist.digests import digested, is_record, read_record, record_text, require_same_training, shared_settings
 from jaxdist.divergence import FORWARD, Checked, Run, compare_steps, first_divergence
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.parity import PROOF_EPS, PROOF_LR, one_device
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import acquire_devices
 
-from .cli import CommonFlags, ModelName, parse_settings, require_writable, write_output
+from .cli import CommonFlags, ModelName, parse_settings
 from .config_file import FileFlags, read_flags
 from .settings import SETTINGS
 from .tables import Rows
@@ -35,29 +33,18 @@ SHOWN_BEFORE, SHOWN_AFTER = 4, 2  # tensors around the first that differs
 class WhereFlags(CommonFlags, FileFlags):
     """Run A and B in step from the same parameters on the same batches, and name the first tensor that differs."""
 
-    COMMON: ClassVar[tuple[str, ...]] = (
-        *CommonFlags.LAYOUT,
-        "sides",
-        "model",
-        "batch_size",
-        "steps",
-        "dtype",
-        "record",
-    )
+    COMMON: ClassVar[tuple[str, ...]] = (*CommonFlags.LAYOUT, "sides", "model", "batch_size", "steps", "dtype")
     NOT_SHARED: ClassVar[frozenset[str]] = frozenset({"steps", "warmup_steps", "lr", "eps"})
-    GROUPS: ClassVar[dict[str, str]] = {"record": "comparison"}
 
     sides: tyro.conf.Positional[tuple[str, ...]] = ()
-    """A and B: settings beside the flags, as in "mesh=dp=2,tp=2 zero=3", or a file of settings; B may be a file of
-    digests. A alone is compared with itself on one device; without A, the flags say what it is."""
+    """A and B: settings beside the flags, as in "mesh=dp=2,tp=2 zero=3", or a file of settings. A alone is compared
+    with itself on one device; without A, the flags say what it is."""
     model: ModelName = "proof"
     batch_size: int = 16
     steps: int = 2
     warmup_steps: int = 0
     lr: float = PROOF_LR
     eps: float = PROOF_EPS
-    record: str | None = None
-    """Write digests of what A computes to this file. Without B nothing is compared then."""
 
 
 def main(flags: WhereFlags, console: Console) -> int:
@@ -68,49 +55,45 @@ def main(flags: WhereFlags, console: Console) -> int:
         raise ConfigError(f"{len(flags.sides)} sides to compare", "must be two", "Give A and B alone, each quoted")
     first, second = (*flags.sides, None, None)[:2]
     config = configuration(flags, first)
-    recorded = second is not None and second.endswith(".json") and is_record(second)
-    theirs = read_record(second, config) if recorded else None
-    other = one_device(config) if second is None else config if recorded else configuration(flags, second)
-    require_same_training("B", config, shared_settings(other))
-    compares = second is not None or flags.record is None
-    require_writable("--record", flags.record)
-    meshes = [config.parallel.mesh] + ([other.parallel.mesh] if compares and not recorded else [])
-    devices = acquire_devices(max(mesh.num_devices for mesh in meshes), flags.device)
+    other = one_device(config) if second is None else configuration(flags, second)
+    require_same_training(config, other)
+    meshes = [each.parallel.mesh.num_devices for each in (config, other)]
+    devices = acquire_devices(max(meshes), flags.device)
     console.print(f"devices: {devices.description}")
-    if second is None and compares and config == other:
+    if second is None and config == other:
         console.print("[yellow]note:[/] both sides are one device: name a --mesh, or two sides")
-    console.print(f"A: {layout_text(config)}", markup=False)
-    if compares:
-        console.print(f"B: {second if recorded else layout_text(other)}", markup=False)
+    console.print(f"A: {layout_text(config)}\nB: {layout_text(other)}", markup=False)
 
     # ---- run in step ----
     with console.status("compiling with probes"):
-        run = Run(config, devices.take(config.parallel.mesh.num_devices))
-        if compares and not recorded:
-            reference = Run(other, devices.take(other.parallel.mesh.num_devices))
-    kept, found, checked = [], None, []
+        run, reference = (Run(each, devices.take(num)) for each, num in zip((config, other), meshes, strict=True))
+    found, checked = None, []
     for number, batch in enumerate(random_batches(config, flags.steps, config.seed + 1)):
         with console.status(f"step {number + 1} of {flags.steps}"):
-            ours = run.advance(batch)
-            kept += [digested(ours)] if flags.record else []
-            if compares and found is None:
-                step = theirs[number] if recorded else reference.advance(batch)
-                checked = compare_steps(digested(ours) if recorded else ours, step)
-                found = first_divergence(checked)
-        if found is not None and not flags.record:
+            checked = compare_steps(run.advance(batch), reference.advance(batch))
+            found = first_divergence(checked)
+        if found is not None:
             break
 
     # ---- report ----
-    if flags.record:
-        write_output("--record", flags.record, record_text(config, kept))
-        console.print(f"digests of {len(kept)} steps: {flags.record}", markup=False)
-    if compares:
-        print_tensors(console, checked, found)
-        console.print(Text(describe(found, run) if found else equal_text(checked, flags.steps)), soft_wrap=True)
-        if run.skipped:
-            names = ", ".join(sorted(run.skipped))
-            console.print(f"not compared, since it cannot be told how ranks share them: {names}", markup=False)
+    print_tensors(console, checked, found)
+    console.print(Text(describe(found, run) if found else equal_text(checked, flags.steps)), soft_wrap=True)
+    if run.skipped:
+        names = ", ".join(sorted(run.skipped))
+        console.print(f"not compared, since it cannot be told how ranks share them: {names}", markup=False)
     return 1 if found is not None else 0
+
+
+def require_same_training(ours: RunConfig, theirs: RunConfig) -> None:
+    """Refuse two runs whose settings lead to other numbers. Raises: ConfigError naming the first."""
+    here, there = (flatten_dict(to_dict(each), sep=".") for each in (ours, theirs))
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name) and not name.startswith(("parallel.", "precision.")):
+            raise ConfigError(
+                f"B: {name} is {there.get(name)}",
+                f"must be {here.get(name)}, as in the other run: the two may differ only in layout and precision",
+                f"Give both the same {name}",
+            )
 
 
 def configuration(flags: WhereFlags, side: str | None) -> RunConfig:

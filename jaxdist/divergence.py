@@ -74,7 +74,6 @@ class Tensor:
     copies: list[Copy]
     order: int = 0
     unequal: tuple[int, ...] = ()
-    is_split: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,13 +98,12 @@ class Checked:
 @dataclass(frozen=True)
 class Step:
     """What one run computed in one step. dtype: the coarsest that it computed in. tensors: in the order in which it
-    computed them. is_digest: whether they are digests (`jaxdist.digests`). run: that made it, now after this step."""
+    computed them. run: that made it, now after this step."""
 
     number: int
     dtype: str
     tensors: dict[Key, Tensor]
-    is_digest: bool = False
-    run: "Run | None" = None
+    run: "Run"
 
 
 class Run:
@@ -189,7 +187,7 @@ class Run:
                 held = self._parts(name, self._placed[phase]) if name.partition("[")[0] in unequal[phase] else ()
                 tensors[key] = _single(x, unequal_ranks(held))
         in_order = dict(sorted(tensors.items(), key=lambda item: position(*item)))
-        return Step(self.number, coarsest_dtype(self.config), in_order, run=self)
+        return Step(self.number, coarsest_dtype(self.config), in_order, self)
 
     def collective_before(self, key: Key) -> str:
         """The last collective that the tensor was computed from, "" for none."""
@@ -225,7 +223,7 @@ class Run:
             for who, (ranks, value) in parts.items():
                 at = places[who]
                 copies.append(Copy(row, tuple(ranks), rows[row][at] if partial else value, at))
-        return Tensor(rows, copies, order, unequal, bool(split))
+        return Tensor(rows, copies, order, unequal)
 
     def _place_of(self, split: dict[str, int], local: tuple[int, ...], cp: int, tp: int) -> tuple:
         """Where a row's part of ranks with these coordinates is in the whole row."""
@@ -464,21 +462,17 @@ def compare_tensor(ours: Tensor, theirs: Tensor, elementwise: bool) -> tuple[flo
 
 
 def compare_steps(ours: Step, theirs: Step) -> list[Checked]:
-    """Every tensor of one step, in the order in which it is computed, of a run and of another, or of digests of both.
+    """Every tensor of one step of two runs, in the order in which it is computed.
 
-    What a part of the model has in one run alone (a loss in chunks) is left out. Recorded parameters are compared where
-    the update is no larger for a gradient that is rounding noise.
+    What a part of the model has in one run alone (a loss in chunks) is left out.
     """
-    assert ours.run is not None  # digests are what a run is compared with
     run, dtype = ours.run, max(ours.dtype, theirs.dtype, key=GRADIENT_TOLERANCE.__getitem__)
     known = [{(k.direction, k.part, k.name) for k in step.tensors} for step in (ours, theirs)]
     common = known[0] & known[1]
-    parameters = {} if theirs.is_digest else parameter_errors(ours, theirs)
+    parameters = parameter_errors(ours, theirs)
     checked = []
     for key in sorted_keys(ours, theirs):
         if key.direction in (FORWARD, BACKWARD) and (key.direction, key.part, key.name) not in common:
-            continue
-        if theirs.is_digest and key.direction == PARAMETER and run.config.optimizer.name not in ("adamw", "sgd"):
             continue
         allowed = tolerance(key, ours.number, dtype, run.config.model.num_layers)
         found = Checked(ours.number, key, math.inf, allowed, collective=run.collective_before(key))
@@ -498,7 +492,7 @@ def _check(found: Checked, ours: Step, theirs: Step, parameter: float | None, el
     else:
         error, rows, ranks = parameter, (), ()
     found = replace(found, error=error, rows=rows, ranks=ranks, unequal=mine.unequal)
-    if not found.ok and key.direction in (GRADIENT, PARAMETER) and theirs.run and ours.run:
+    if not found.ok and key.direction in (GRADIENT, PARAMETER):
         wanted = theirs.run.gradients[-1] if key.direction == GRADIENT else theirs.run.parameters
         found = replace(found, ranks=ours.run.ranks_that_differ(key, wanted, found.allowed))
     return found
@@ -511,7 +505,7 @@ def sorted_keys(ours: Step, theirs: Step) -> list[Key]:
 
 def parameter_errors(ours: Step, theirs: Step) -> dict[str, float]:
     """By `jaxdist.parity.compare_parameters`, which traces a difference back to the gradient that it needs."""
-    runs = [run for run in (ours.run, theirs.run) if run is not None]
+    runs = ours.run, theirs.run
     observed = [
         Observed(
             losses=[0.0] * ours.number,

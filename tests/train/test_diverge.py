@@ -16,7 +16,6 @@ from support import programs
 from experiments import where
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import random_batches
-from jaxdist.digests import digested, read_record, record_text, require_same_training, shared_settings
 from jaxdist.divergence import (
     GRADIENT,
     PARAMETER,
@@ -544,62 +543,6 @@ def test_the_program_names_what_differs(capsys, monkeypatch):
     ) in out
 
 
-def test_recorded_digests_are_compared(capsys, tmp_path):
-    path = tmp_path / "digests.json"
-    code, out, _ = run(capsys, "--mesh", "tp=2", "--record", path)
-    assert code == 0 and "digests of 1 steps" in out
-    code, out, _ = run(capsys, "mesh=dp=2 zero=3", path)
-    assert code == 0 and "equal:" in out
-
-
-def test_a_recorded_bug_is_found_in_another_layout(capsys, tmp_path, monkeypatch):
-    path = tmp_path / "digests.json"
-    with monkeypatch.context() as patch:
-        note_layers(patch)
-        scaled(tensor, "row_parallel", layer=1)(patch)
-        run(capsys, "--mesh", "tp=2", "--record", path)
-    code, out, _ = run(capsys, "mesh=dp=2", path)
-    assert code == 1 and "rows 0-7, layer 1: Attention.row_parallel.out differs on every rank" in out
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> str:
-    config = config_of("")
-    return record_text(config, [digested(reference(config))])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda text: text[: len(text) // 2], "must be whole"),
-        (lambda text: text.replace("jaxdist digests 1", "jaxdist digests 7"), "of the format"),
-        (lambda text: '{"format": "jaxdist digests 1"}', "must be whole"),
-        (lambda text: text.replace('"batch_size": 8', '"batch_size": 9'), "batch_size is 9"),
-    ],
-)
-def test_a_file_that_is_damaged_or_of_another_version_is_refused(tmp_path, recorded, change, said):
-    path = tmp_path / "digests.json"
-    path.write_text(change(recorded))
-    with pytest.raises(ConfigError, match=said):
-        read_record(str(path), config_of(""))
-
-
-def test_digests_of_another_training_are_refused(tmp_path, recorded):
-    path = tmp_path / "digests.json"
-    path.write_text(recorded)
-    assert read_record(str(path), config_of("dp=2", zero=1))[0].is_digest
-    with pytest.raises(ConfigError, match="seed is 0"):
-        read_record(str(path), dataclasses.replace(config_of(""), seed=3))
-
-
-def test_a_setting_that_one_of_two_trainings_does_not_say_is_refused():
-    config = config_of("")
-    theirs = shared_settings(config)
-    del theirs["seed"]
-    with pytest.raises(ConfigError, match="seed is None"):
-        require_same_training("B", config, theirs)
-
-
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -611,7 +554,6 @@ def test_a_setting_that_one_of_two_trainings_does_not_say_is_refused():
         (["nowhere.toml"], "cannot be read"),
         (["--mesh", "dp=3"], "dp=3"),
         (["--steps", "0"], "steps"),
-        (["--record", "no/such/folder/file.json"], "cannot be written"),
     ],
 )
 def test_bad_input_is_refused(capsys, args, said):
