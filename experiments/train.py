@@ -369,9 +369,6 @@ def report_done(run: Run, progress: resume.Progress, last: float) -> int:
     complete = run.files.write_summary({**summary, "unigram_entropy": run.entropy, "epochs": epochs})
     if run.budget:
         console.print(f"cost {run.budget.report()}")
-    if run.is_lost:
-        run.say("[bold red]lost:[/]", f"{run.out} was removed while the run used it")
-        return EXIT_SAVE
     if not complete:
         console.print(f"[bold red]not written:[/] summary.json ({escape(str(run.files.failure))})")
     return 0 if complete else EXIT_SAVE

@@ -40,7 +40,7 @@ from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log,
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
 from jaxdist.runtime.fault_injection import Fault, parse_fault
 from jaxdist.runtime.metrics import RunFiles, StepLines, holds_run, is_complete, process_lines, require_writable_folder
-from jaxdist.runtime.run_folder import Hold, held, require_shared
+from jaxdist.runtime.run_folder import held, require_shared
 from jaxdist.runtime.signals import Signals
 from jaxdist.runtime.watchdog import Watchdog
 from jaxdist.specs import compute_spec, local_bytes, storage_spec
@@ -71,9 +71,9 @@ class Stopped(Exception):
 class Run:
     """A run: what is checked before anything is traced, and what `open_run` and `compile_and_start` add.
 
-    hold: of the folder, by the first process. other, weights: the checkpoint of another run, or the parameters alone,
-    that it begins from. source: the files that its parameters came from, as checkpoints remember them. lines: of this
-    process, where the run has a folder. planned: bytes of a device at the peak, where the compiler says.
+    other, weights: the checkpoint of another run, or the parameters alone, that it begins from. source: the files that
+    its parameters came from, as checkpoints remember them. lines: of this process, where the run has a folder. planned:
+    bytes of a device at the peak, where the compiler says.
     """
 
     flags: TrainFlags
@@ -88,7 +88,6 @@ class Run:
     fault: Fault | None
     program: Program
     data: dict
-    hold: Hold | None = None
     checkpoints: Checkpoints | None = None
     other: tuple[Checkpoints, Manifest] | None = None
     weights: Weights | None = None
@@ -157,14 +156,6 @@ class Run:
         if self.checkpoints is None:
             return code, "no checkpoint was made: there is no --out"
         self.watchdog.alive("writing the last checkpoint")
-        taken = ""
-        if self.is_lost:
-            try:
-                self.hold.take_again()
-            except ConfigError as error:
-                taken = str(error)
-        if taken := processes.from_first("folder", taken):
-            return EXIT_SAVE, taken
         try:
             self.save(state, progress)
             self.checkpoints.finish()
@@ -186,18 +177,11 @@ class Run:
         steps = self.checkpoints.steps() if self.checkpoints else []
         return f"the newest checkpoint is of step {steps[-1]}" if steps else "no checkpoint was made"
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the run's folder is no longer the one that it began in."""
-        return self.hold is not None and self.hold.is_lost()
-
     def stop_reason(self) -> tuple[str, int] | None:
         """Why this process wants to stop before the next step, and the exit code for it."""
         used_up = self.budget.stop_reason() if self.budget else None
         if self.signals.number is not None:
             return self.signals.reason, EXIT_SIGNAL + self.signals.number
-        if self.is_lost:
-            return f"{self.out} was removed while the run used it", EXIT_SAVE
         return (used_up, EXIT_BUDGET) if used_up else None
 
 
@@ -272,7 +256,7 @@ def take_folder(run: Run, stack: ExitStack) -> bool:
         return False
     done = False
     if processes.is_first():
-        run.hold = stack.enter_context(held(run.out, "out", run.warn))
+        stack.enter_context(held(run.out, "out", run.warn))
     require_shared(run.out, "out")
     if processes.is_first():
         if run.flags.fresh:

@@ -506,21 +506,8 @@ def sorted_keys(ours: Step, theirs: Step) -> list[Key]:
 def parameter_errors(ours: Step, theirs: Step) -> dict[str, float]:
     """By `jaxdist.parity.compare_parameters`, which traces a difference back to the gradient that it needs."""
     runs = ours.run, theirs.run
-    observed = [
-        Observed(
-            losses=[0.0] * ours.number,
-            norms=[],
-            group_norms=[],
-            rates=[],
-            gradients=run.gradients,
-            parameters=run.parameters,
-            moments={},
-            counters={},
-            evaluation=0.0,
-        )
-        for run in runs
-    ]
     coarser = max(runs, key=lambda run: GRADIENT_TOLERANCE[coarsest_dtype(run.config)])
+    observed = (Observed(run.gradients, run.parameters) for run in runs)
     return {d.name: d.error for d in compare_parameters(coarser.config, *observed)}
 
 

@@ -89,15 +89,15 @@ class Observed:
     unequal: arrays of the state of which two devices hold different copies.
     """
 
-    losses: list[float]
-    norms: list[float]
-    group_norms: list[dict[str, float]]
-    rates: list[float]
     gradients: list[dict[str, np.ndarray]]
     parameters: dict[str, np.ndarray]
-    moments: dict[str, np.ndarray]
-    counters: dict[str, float]
-    evaluation: float
+    losses: list[float] = dataclasses.field(default_factory=list)
+    norms: list[float] = dataclasses.field(default_factory=list)
+    group_norms: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    rates: list[float] = dataclasses.field(default_factory=list)
+    moments: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    counters: dict[str, float] = dataclasses.field(default_factory=dict)
+    evaluation: float = 0.0
     rounded: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     unequal: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
@@ -385,7 +385,7 @@ def compare_parameters(config: RunConfig, run: Observed, reference: Observed) ->
     tolerance = GRADIENT_TOLERANCE[dtype]
     closely = tolerance if is_elementwise(config) else tolerance / 10
     eps = float(np.finfo(config.precision.master_dtype).eps)
-    num_steps = len(reference.losses)
+    num_steps = len(reference.gradients)
     params = dict(named_params(declare(config.model)))
     orthogonal = config.optimizer.name == "muon"
     signed = lion_directions(config, reference) if config.optimizer.name == "lion" else []

@@ -18,29 +18,8 @@ SEEN_SECONDS = 3.0  # in which a network file system shows a new file to every p
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
-class Hold:
-    """The lock on a folder, for as long as nobody removes the folder."""
-
-    def __init__(self, folder: Path, name: str, warn: Callable[[str], None]):
-        self._folder, self._name, self._warn = folder, name, warn
-        self.descriptor = _lock(folder, name, warn)
-
-    def is_lost(self) -> bool:
-        """Whether the folder, or its lock, was removed: what was written there is gone, and others may take it."""
-        try:
-            return os.stat(self._folder / LOCK).st_ino != os.fstat(self.descriptor).st_ino
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-
-    def take_again(self) -> None:
-        """Make and lock the folder anew. Raises: ConfigError where another process has done so."""
-        descriptor = _lock(self._folder, self._name, self._warn)
-        os.close(self.descriptor)
-        self.descriptor = descriptor
-
-
 @contextmanager
-def held(folder: Path, name: str, warn: Callable[[str], None]) -> Iterator[Hold]:
+def held(folder: Path, name: str, warn: Callable[[str], None]) -> Iterator[None]:
     """While no other run may use the folder, which is made where there is none.
 
     The lock (`flock` on a file in it) is the system's and ends with the process, however that ends. It holds between
@@ -53,18 +32,18 @@ def held(folder: Path, name: str, warn: Callable[[str], None]) -> Iterator[Hold]
     Raises: ConfigError where another process holds it, naming that one, or where the folder cannot be written.
     """
     made = not folder.exists()
-    hold = Hold(folder, name, warn)
+    descriptor = _lock(folder, name, warn)
     try:
         with suppress(OSError):  # a full disk: the lock holds without a name
-            os.ftruncate(hold.descriptor, 0)
-            os.write(hold.descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield hold
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
     finally:
         with suppress(OSError):  # somebody removed it meanwhile
             if made and os.listdir(folder) == [LOCK]:
                 (folder / LOCK).unlink()
                 folder.rmdir()
-        os.close(hold.descriptor)
+        os.close(descriptor)
 
 
 def _lock(folder: Path, name: str, warn: Callable[[str], None]) -> int:

@@ -2,10 +2,8 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -237,30 +235,6 @@ def test_a_folder_is_of_one_run_at_a_time(train, tmp_path):
     assert train("--steps 1 --out OUT/run")[0] == 0
     with held(folder, "out", pytest.fail):  # the lock ended with its run, the file stayed
         assert (folder / "summary.json").exists()
-
-
-@pytest.mark.parametrize(("at", "taken"), [(2, False), (2, True), (4, False)])
-def test_a_run_whose_folder_is_removed_is_not_done(train, tmp_path, monkeypatch, at, taken):
-    """It saves where it can, and never into a folder that another run has made meanwhile."""
-    folder, say, others = tmp_path / "run", Loop.say, ExitStack()
-
-    def remove(loop, record):
-        say(loop, record)
-        if record["step"] == at:
-            shutil.rmtree(folder)
-            if taken:
-                others.enter_context(held(folder, "out", pytest.fail))
-
-    flags = "--steps 4 --warmup-steps 0 --out OUT/run"
-    with others, monkeypatch.context() as patched:
-        patched.setattr(Loop, "say", remove)
-        code, out, _ = train(flags)
-        assert code == 74 and "was removed" in out
-        if at == 2:
-            assert (folder / "checkpoints").exists() != taken
-    if at == 2 and not taken:
-        code, out, _ = train(flags)
-        assert code == 0 and "resumed after step 2" in out
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path):
