@@ -310,18 +310,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     (folder / "text.txt").write_text("some words to learn from. " * 200)
     common = ["--data", folder / "text.txt", "--batch-size", "4", "--eval-windows", "8", "--model", "llama-proof"]
-    adapters = [
-        "--weights",
-        folder / "base",
-        "--lora",
-        "4",
-        "--mesh",
-        "dp=2,tp=2",
-        "--zero",
-        "3",
-        "--checkpoint-every",
-        "2",
-    ]
+    layout = "--lora 4 --mesh dp=2,tp=2 --zero 3 --checkpoint-every 2"
+    adapters = ["--weights", folder / "base", *layout.split()]
     for words in (
         ["--out", folder / "base", "--steps", "2", "--mesh", "dp=2"],
         ["--out", folder / "whole", "--steps", "4", *adapters, "--lr", "0.01"],
@@ -347,19 +337,7 @@ def test_adapters_resume_on_another_mesh_and_merge_into_the_weights_that_are_exp
 
     evaluated = []
     for path, mesh in ((folder / "whole", "tp=2"), (folder / "whole", "dp=2")):
-        words = [
-            path,
-            "--mesh",
-            mesh,
-            "--data",
-            folder / "text.txt",
-            "--batch-size",
-            "4",
-            "--windows",
-            "8",
-            "--split",
-            "held-out",
-        ]
+        words = [path, "--mesh", mesh, "--data", folder / "text.txt", "--batch-size", 4, "--windows", 8]
         code, out, err = run(capfd, "evaluate", *words)
         assert code == 0 and "adapters merged" in out, err
         evaluated.append(float(out.partition("perplexity ")[2].partition(":")[0]))
@@ -406,18 +384,8 @@ def test_weights_that_adapters_do_not_fit_are_refused(folder, capfd, monkeypatch
 
 
 def test_a_model_without_adapters_takes_them_merged(folder, capfd):
-    common = [
-        "--data",
-        folder / "text.txt",
-        "--batch-size",
-        "4",
-        "--eval-windows",
-        "8",
-        "--steps",
-        "1",
-        "--model",
-        "llama-proof",
-    ]
+    sizes = "--batch-size 4 --eval-windows 8 --steps 1 --model llama-proof"
+    common = ["--data", folder / "text.txt", *sizes.split()]
     code, out, err = run(capfd, "train", *common, "--weights", folder / "whole", "--mesh", "dp=2", "--lr", "0.01")
     whole = summary_of(folder / "whole")["held_out_loss"]
     assert code == 0 and f"held-out loss {whole:.3f}"[:-1] in out, (out, err)

@@ -109,22 +109,9 @@ def module(tmp_path, monkeypatch):
 
 def test_verify_proves_a_model_in_the_current_folder():
     """With -P the current folder is not on the path, as it is not for an installed `jaxdist`."""
-    words = [
-        "-P",
-        "-m",
-        "jaxdist",
-        "verify",
-        "--model",
-        "llama:Llama",
-        "--mesh",
-        "dp=2,tp=2",
-        "--zero",
-        "3",
-        "--steps",
-        "1",
-    ]
+    words = "-P -m jaxdist verify --model llama:Llama --mesh dp=2,tp=2 --zero 3 --steps 1"
     environment = {**os.environ, "PYTHONPATH": str(MODELS.parents[2])}
-    done = subprocess.run([sys.executable, *words], cwd=MODELS, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *words.split()], cwd=MODELS, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "1 of 1 strategies compute what one device computes" in done.stdout, done.stderr
     assert "blocks.w_gate[3]" in done.stdout
 

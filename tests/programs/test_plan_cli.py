@@ -565,20 +565,8 @@ def test_the_page_is_whole_and_loads_nothing(capsys, tmp_path):
 
 
 def test_one_layout_that_is_traced_shows_every_message_and_one_device_sends_none(capsys):
-    tiny = [
-        "--model",
-        "proof",
-        "--hardware",
-        "h100",
-        "--nodes",
-        "1",
-        "--batch-size",
-        "8",
-        "--dtype",
-        "float32",
-        "--trace",
-    ]
-    _, out, _ = plan(capsys, *tiny, "--devices-per-node", "2", "--mesh", "dp=2", "--zero", "1")
+    tiny = "--model proof --hardware h100 --nodes 1 --batch-size 8 --dtype float32 --trace --devices-per-node"
+    _, out, _ = plan(capsys, *tiny.split(), "2", "--mesh", "dp=2", "--zero", "1")
     assert re.search(r"parameters after the update +all_gather +dp", out)
-    code, out, err = plan(capsys, *tiny, "--devices-per-node", "1")
+    code, out, err = plan(capsys, *tiny.split(), "1")
     assert code == 0 and "What a step sends: nothing" in out, err
