@@ -28,15 +28,8 @@ from .tables import print_bullet, print_columns
 BATCH_MARGIN = 0.02  # of the time a token: what a smaller batch may take more
 TIMES = {"compute": "matmuls", "memory": "memory traffic", "tp": "tp", "cp": "cp", "ep": "exchange of tokens"}
 TIMES |= {"dp": "dp", "pp": "pp messages", "bubble": "bubble", "overhead": "host", "input": "input"}
-UNTOLD = (
-    "tokens/s",
-    "sp",
-    "cp kind",
-    "overlap",
-    "pipeline",
-    "micro-batch",
-    "loss chunks",
-)  # where clusters are compared
+# Where clusters are compared, these columns are left out.
+UNTOLD = ("tokens/s", "sp", "cp kind", "overlap", "pipeline", "micro-batch", "loss chunks")
 LEFT = ("what if", "card", "limits", "mesh", "cp kind", "remat", "pipeline", "or replica×dp")  # columns of words
 SETTINGS = ("ZeRO", "sp", "cp kind", "overlap", "remat", "pipeline", "micro-batch", "loss chunks", "time")
 

@@ -12,25 +12,15 @@ import urllib.request
 import pytest
 from support.launched import LAUNCHER_VARIABLES, ROOT, as_processes
 from support.programs import run
+from support.records import record
 
 from experiments.launch import free_port
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import exporters, gpus
-from jaxdist.runtime.telemetry import PARTS, DeviceMemory
+from jaxdist.runtime.telemetry import DeviceMemory
 
 CARD = gpus.GPU(rank=1, busy=0.5, memory_used=2**30, power=300.0, temperature=60.0, ecc_errors=None)
 MEMORY = [DeviceMemory(0, 1, 2, 3), DeviceMemory(1, 4, 5, 6)]
-
-
-def record(step: int, **more) -> dict:
-    seconds = dict.fromkeys(PARTS, 0.0) | {"step": 0.8, "host": 0.2}
-    known = {"step": step, "loss": 5.0 - step, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64, "tokens_per_second": 640.0}
-    return {
-        **known,
-        "grad_norms": {"blocks.attention": 0.5, "tokens": 0.8},
-        "seconds": {**seconds, "total": 1.0},
-        **more,
-    }
 
 
 def page(address: str) -> str:
