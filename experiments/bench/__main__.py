@@ -36,7 +36,6 @@ OWN = {
 }
 # Say no status themselves.
 SILENT = {"matrices", "step", "peers", "profile", "collectives", "search", "parity", "executor", "standin", "roofline"}
-OWN_TABLES = {"peers", "kernels", "profile", "roofline"}
 ALL_ROWS = {"only"}  # where no row can be left out
 PLAIN = {"dtype", "reduce_dtype", "dropout", "optimizer"}  # the plain step is AdamW in fp32 without dropout
 
@@ -99,7 +98,7 @@ def main(flags: BenchFlags, console: Console) -> int:
         raise ConfigError(f"--only {flags.only}", "must be part of a row's name", f"Run {flags.which} without it")
     if devices is not None:
         console.print(f"devices: {devices.description}", markup=False)
-    if flags.which not in OWN_TABLES and rows:
+    if rows:
         print_rows(rows, console)
     if flags.json:
         write_rows(flags.json, describe_machine(devices) | {"model": dataclasses.asdict(config.model)}, rows)

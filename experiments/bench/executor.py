@@ -27,7 +27,7 @@ def bench_executor(flags: BenchFlags, config: RunConfig, console: Console) -> Me
     """
     devices = acquire_devices(1, flags.device)
     width, num_layers = config.model.width, config.model.num_layers
-    console.print(f"devices: {devices.description}; {num_layers} layers of {width} x {width}")
+    console.print(f"{num_layers} layers of {width} x {width}")
     schedule = make_schedule("zb-v", 1, 8)
     mesh = Mesh(np.asarray(devices.devices[:1]), ("pp",), axis_types=(AxisType.Auto,))
     keys = jax.random.split(jax.random.key(0), 3)

@@ -6,7 +6,6 @@ Dims: B batch, T sequence, R = B T, D model, N heads, H head dim, F feed-forward
 import dataclasses
 import importlib.util
 import math
-import statistics
 from collections.abc import Callable, Iterator
 
 import jax
@@ -29,9 +28,8 @@ from jaxdist.train.gradients.base import all_finite
 from jaxdist.train.program import attention_on, build_program
 from jaxdist.train.update import gradient_norms, update
 
-from ..tables import Rows
 from .flags import BenchFlags
-from .rows import Measured, Row, ratios
+from .rows import Measured, Row
 from .timing import repeated
 from .workers import Worker, WorkerEnded
 
@@ -103,10 +101,8 @@ def bench_kernels(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     """Ours and PyTorch's in turn, pair by pair; both get as many calls in a row as ours need for a twentieth of a
     second."""
     devices = acquire_devices(1, flags.device)
-    console.print(f"devices: {devices.description}; {config.precision.dtype}, {config.batch_size} sequences")
+    console.print(f"{config.precision.dtype}, {config.batch_size} sequences")
     peer = start_torch(config, devices, console)
-    headings = ("ms", "PyTorch ms", "ours / theirs", "spread", "TFLOP/s", "PyTorch TFLOP/s")
-    table = Rows("operation", *headings)
     rows = []
     try:
         for name, theirs, flops, run in programs(config, devices, flags.only):
@@ -115,11 +111,10 @@ def bench_kernels(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
             if isinstance(times, str):
                 console.print(f"PyTorch: {theirs}: not measured ({escape(times)})")
                 times = measure(run, theirs, None, flags.repeats)
-            rows += rows_of_pair(name, times, flops, table)
+            rows += rows_of_pair(name, times, flops)
     finally:
         if peer is not None:
             peer.close()
-    table.print(console, under=("spread", *headings[-2:]))
     if devices.platform == "gpu":
         console.print("What takes less than some 20 us may be the time of dispatching it, on either side.")
     return rows, devices
@@ -142,17 +137,13 @@ def measure(run, name: str, peer: Worker | None, repeats: int) -> list[tuple[flo
     return times
 
 
-def rows_of_pair(name: str, times: list[tuple[float, ...]], flops: int | None, table: Rows) -> list[Row]:
+def rows_of_pair(name: str, times: list[tuple[float, ...]], flops: int | None) -> list[Row]:
     ours, *theirs = zip(*times, strict=True)
-    found = {name: ours} | ({f"{name}: PyTorch": theirs[0]} if theirs else {})
-    pairs = ratios(ours, theirs[0]) if theirs else []
-    ratio = {"against": f"{name}: PyTorch", "ratio": statistics.median(pairs)} if pairs else {}
-    rows = [Row.of(key, seconds, "s", **(ratio if key == name else {})) for key, seconds in found.items()]
-    rates = [Row.of(f"{key}: rate", [flops / s for s in seconds], "FLOP/s") for key, seconds in found.items() if flops]
-    cells = [f"{row.value * 1e3:.3f}" for row in rows] + [""] * (2 - len(rows))
-    cells += [f"{ratio['ratio']:.2f}", f"{pairs[0]:.2f}-{pairs[-1]:.2f}"] if pairs else ["", ""]
-    table.add_row(name, *cells, *(f"{row.value / 1e12:.3f}" for row in rates))
-    return rows + rates
+    rows, rates = [Row.of(name, ours, "s")], {f"{name}: rate": ours}
+    if theirs:
+        rows = [Row.beside(name, ours, theirs[0], f"{name}: PyTorch"), Row.of(f"{name}: PyTorch", theirs[0], "s")]
+        rates[f"{name}: PyTorch's rate"] = theirs[0]
+    return rows + [Row.of(key, [flops / s for s in seconds], "FLOP/s") for key, seconds in rates.items() if flops]
 
 
 def programs(config: RunConfig, devices: Devices, only: str) -> Iterator[tuple[str, str, int | None, Callable]]:

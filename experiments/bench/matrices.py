@@ -46,7 +46,7 @@ def bench_matrices(flags: BenchFlags, config: RunConfig, console: Console) -> Me
         ways = ("chosen", "exchanged", "by sums", "gathered")
         rows += [Row(f"{name}: {way}", x, "bytes") for way, x in zip(ways, sent, strict=True)]
         rows += [
-            Row(f"{name}: matmuls", flops, "FLOPs"),
+            Row(f"{name}: matmuls", flops, "FLOP"),
             Row(f"{name}: state", ours[0], "bytes", against="AdamW's", ratio=ours[0] / adamw[0]),
             Row(f"{name}: step", ours[1], "s", against="AdamW's", ratio=ours[1] / adamw[1]),
         ]

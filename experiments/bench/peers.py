@@ -24,11 +24,10 @@ from jaxdist.specs import rows_spec, shardings, storage_specs
 from jaxdist.train.program import build_program
 
 from .. import plain
-from ..tables import MARKS, Rows
 from .flags import BenchFlags
 from .overhead import timed_plain
 from .rows import Measured, Row, ratios
-from .speed import CONVENTIONS, describe_speed, speed_rows
+from .speed import CONVENTIONS, speed_rows
 from .timing import Timed, full_batch, timed, timed_step, with_parallel
 from .workers import Worker, WorkerEnded
 
@@ -100,48 +99,38 @@ def bench_peers(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
             continue
         peers = make()
         try:
-            table, found = race(title, peers, flags.repeats, targets, config, devices)
+            rows += race(title, peers, flags.repeats, targets, config, devices)
         finally:
             for peer in peers:
                 peer.close()
-        words = ("target", "precision", "speed")
-        table.print(console, left=words, under=("spread", *words), styles=MARKS)
-        rows += found
     if any("MFU" in row.name for row in rows):
         console.print(CONVENTIONS)
     return rows, devices
 
 
-def race(title: str, peers: Sequence[Peer], repeats: int, targets: dict[str, float], config, devices):
-    """Rounds in which each peer makes `STEPS` steps: (table, rows). The first peer is ours."""
+def race(
+    title: str, peers: Sequence[Peer], repeats: int, targets: dict[str, float], config: RunConfig, devices: Devices
+) -> list[Row]:
+    """Rounds in which each peer makes `STEPS` steps. The first peer is ours."""
     alone = title == ONLY
     seconds: list[list[float]] = [[] for _ in peers]
     for _ in range(repeats):
         for peer, found in zip(peers, seconds, strict=True):
             found.append(peer.run(STEPS))
-    headings = (title, "s/step", "ours / theirs", "spread", "peak MiB", "sent MiB", "target")
-    table = Rows(*headings, *(("precision", "speed") if alone else ()))
     rows = []
     for peer, theirs in zip(peers, seconds, strict=True):
-        pairs = ratios(seconds[0], theirs)
-        ratio, target = statistics.median(pairs), next((t for n, t in targets.items() if peer.name == n), None)
-        sizes = ["" if not size else f"{size / 2**20:.1f}" for size in (peer.peak_bytes, peer.sent_bytes)]
-        mark = "" if target is None else f"{target:.2f} " + ("met" if ratio <= target else "missed")
-        spread = f"{pairs[0]:.2f}-{pairs[-1]:.2f}"
+        ratio = statistics.median(ratios(seconds[0], theirs))
         name = f"{title}: {peer.name}"
         more = {} if peer is peers[0] else {"against": f"{title}: {peers[0].name}", "ratio": 1 / ratio}
         rows.append(Row.of(name, theirs, "s", simulated=not alone, **more))
-        words = []
-        if alone:
-            speeds = speed_rows(name, theirs, config, devices, 1)
-            words = [peer.precision, describe_speed(speeds)]
-            rows += speeds
-            if peer.peak_bytes:
-                rows.append(Row(f"{name}: peak, {peer.precision}", peer.peak_bytes, "bytes"))
-        table.add_row(peer.name, f"{statistics.median(theirs):.3f}", f"{ratio:.2f}", spread, *sizes, mark, *words)
-        if target is not None:
-            rows.append(Row(f"{title}: {peers[0].name} over {peer.name}", ratio, "", target=target))
-    return table, rows
+        rows += speed_rows(name, theirs, config, devices, 1) if alone else []
+        peak = f"peak, {peer.precision}" if peer.precision else "peak"
+        rows += [Row(f"{name}: {peak}", peer.peak_bytes, "bytes")] if peer.peak_bytes else []
+        rows += [Row(f"{name}: sent", peer.sent_bytes, "bytes")] if peer.sent_bytes else []
+        if peer.name in targets:
+            more = {"target": targets[peer.name]}
+            rows.append(Row(f"{title}, {peers[0].name} over {peer.name}", ratio, "", **more))
+    return rows
 
 
 def one_device(config: RunConfig, devices: Devices, console: Console) -> list[Peer]:

@@ -19,7 +19,6 @@ from jaxdist.plan.proof.roofline import phase_of
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
-from ..tables import Rows
 from .flags import BenchFlags
 from .rows import Measured, Row
 from .timing import full_batch, timed
@@ -50,14 +49,12 @@ def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     for name, own, count in found:
         totals[origins.get(name, ("", "others"))] += own / flags.repeats
         counts[origins.get(name, ("", "others"))] += count / flags.repeats
-    table = Rows("phase", "operation", "times a step", "ms a step", "share")
     rows, all_seconds = [], totals.total()
     for (phase, operation), own in totals.most_common(SHOWN):
         share = own / all_seconds
-        table.add_row(phase, operation, f"{counts[phase, operation]:.0f}", f"{own * 1e3:.1f}", f"{share:.1%}")
         name = f"{phase} {operation}".strip()
         rows.append(Row(name, own, "s", against="all operations", ratio=share, simulated=devices.simulated))
-    table.print(console, left=("operation",))
+        rows.append(Row(f"{name}: times a step", counts[phase, operation], ""))
     user = (after.ru_utime - before.ru_utime) / flags.repeats
     system = (after.ru_stime - before.ru_stime) / flags.repeats
     rows.append(Row.of("step", seconds, "s", simulated=devices.simulated))

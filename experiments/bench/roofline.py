@@ -54,7 +54,6 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
     least = whole.least_bytes + update_bytes(config, devices)
     launches = launches_of(step.thunks, trips_of(step.text)) if step.thunks else None
 
-    table_of_phases(kernels, roof).print(console, left=("part",))
     table_of_kernels(kernels, roof).print(console, left=("part", "operation"))
     tokens = config.batch_size * config.model.seq_len / mesh.num_devices
     flops = tokens * work_of(config.model).flops_per_token
@@ -85,9 +84,14 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
         Row("compile time", step.seconds, "s"),
     ]
     for (phase, part), found in grouped(kernels).items():
-        total = Total.of(found, roof)
-        rows.append(Row(f"{phase} {part}: bytes", total.moved, "bytes", against="bytes moved"))
-        rows.append(Row(f"{phase} {part}: time by the roofline", total.seconds, "s"))
+        total, name = Total.of(found, roof), f"{phase} {part}"
+        rows += [
+            Row(f"{name}: kernels", total.kernels, ""),
+            Row(f"{name}: bytes", total.moved, "bytes", against="bytes moved"),
+            Row(f"{name}: bytes of products", total.least_bytes, "bytes"),
+            Row(f"{name}: FLOPs", total.flops, "FLOP"),
+            Row(f"{name}: time by the roofline", total.seconds, "s"),
+        ]
     return rows, None
 
 
@@ -112,24 +116,6 @@ def grouped(kernels: Sequence[Kernel]) -> dict[tuple[str, str], list[Kernel]]:
     for kernel in sorted(kernels, key=lambda kernel: PHASES.index(kernel.phase)):
         found.setdefault((kernel.phase, kernel.part), []).append(kernel)
     return found
-
-
-def table_of_phases(kernels: Sequence[Kernel], roof: Roof) -> Rows:
-    table = Rows("phase", "part", "kernels", "GB", "of products", "TFLOP", "FLOP/byte", "ms")
-    groups = {**grouped(kernels), ("step", ""): list(kernels)}
-    for (phase, part), found in groups.items():
-        total = Total.of(found, roof)
-        table.add_row(
-            phase,
-            part,
-            f"{total.kernels:,}",
-            f"{total.moved / 1e9:.2f}",
-            f"{total.least_bytes / 1e9:.2f}",
-            f"{total.flops / 1e12:.2f}",
-            f"{total.flops / max(total.moved, 1):.0f}",
-            f"{total.seconds * 1e3:.2f}",
-        )
-    return table
 
 
 def table_of_kernels(kernels: Sequence[Kernel], roof: Roof) -> Rows:

@@ -97,25 +97,29 @@ def shown(value: float, unit: str) -> str:
         "bytes": (2**20, ",.1f", "MiB"),
         "bytes/s": (1e9, ",.1f", "GB/s"),
         "tokens/s": (1, ",.0f", unit),
-        "FLOPs": (1e12, ",.1f", "TFLOP"),
+        "FLOP": (1e12, ",.2f", "TFLOP"),
+        "FLOP/s": (1e12, ",.3f", "TFLOP/s"),
         "relative": (1, ".1e", ""),
-    }.get(unit, (1, ",.0f" if value == round(value) else ",.4g", unit))
+    }.get(unit, (1, ",.0f" if value % 1 == 0 else ",.4g", unit))
     return f"{value / size:{form}} {unit}".rstrip()
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """A line for each subject, with a column for each of its figures; one figure is shown with its spread."""
+    """A line for each subject, with a column for each of its figures; a median has its spread, too."""
     lines: dict[str, dict[str, str]] = {}
-    titles: dict[str, set[str | None]] = {}
+    titles: dict[str, set[str]] = {}
+    subjects = {row.name.rpartition(": ")[0] for row in rows}
     for row in rows:
         subject, colon, figure = row.name.rpartition(": ")
-        subject, figure = (subject, figure) if colon else (figure, "median")
+        if row.name in subjects or not colon:
+            subject, figure = row.name, "median"
         lines.setdefault(subject, {})[figure] = row.cell()
-        titles.setdefault(figure, set()).add(row.against if row.ratio is not None else None)
-        if row.spread is not None and not colon:
+        titles.setdefault(figure, set()).update([row.against] if row.ratio is not None else [])
+        if row.spread is not None and figure == "median":
             lines[subject]["spread"] = " - ".join(shown(end, row.unit) for end in row.spread)
     names = {
-        figure: figure + "".join(f" (/ {other})" for other in against if other) for figure, against in titles.items()
+        figure: figure + (f" (/ {next(iter(against))})" if len(against) == 1 else " (ratio)" if against else "")
+        for figure, against in titles.items()
     }
     names |= {"spread": "spread"} if any("spread" in line for line in lines.values()) else {}
     table = Rows("simulated" if any(row.simulated for row in rows) else "", *names.values())

@@ -50,9 +50,3 @@ def speed_rows(name: str, seconds: Sequence[float], config: RunConfig, devices: 
             needed = flops_per_token(model, attention) / card.peak(config.precision.dtype) / num_devices
             rows.append(Row.of(f"{name}: MFU, {attention} attention", [s * needed for s in speeds], "of peak"))
     return rows
-
-
-def describe_speed(rows: Sequence[Row]) -> str:
-    """One line for a person."""
-    words = [f"{row.value:,.0f} tokens/s" if row.unit == "tokens/s" else f"{row.value:.1%} MFU" for row in rows]
-    return " / ".join(words[:2]) + (f" ({words[2]}, causal)" if len(words) > 2 else "")

@@ -26,7 +26,7 @@ from jaxdist.train.program import Program, batch_specs, build_program, compiled_
 
 from .flags import BenchFlags
 from .rows import Measured, Row
-from .speed import CONVENTIONS, describe_speed, speed_rows
+from .speed import CONVENTIONS, speed_rows
 from .timing import full_batch, repeated
 
 PHASES = ("forward", "backward", "reduction", "update")
@@ -85,8 +85,6 @@ def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measur
             "backward."
         )
     speeds = speed_rows("step", whole_seconds, config, devices, len(devices.devices))
-    if speeds:
-        console.print(describe_speed(speeds))
     if len(speeds) > 1:
         console.print(CONVENTIONS)
     attention = program.model.ctx.attention

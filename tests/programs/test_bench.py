@@ -310,7 +310,6 @@ def test_speed_of_a_card_and_of_none():
     # 16 x 1024 tokens in 32.768 ms are 500,000 tokens/s.
     assert rows[0].value == pytest.approx(500_000)
     assert rows[1].value == pytest.approx(500_000 * speed.flops_per_token(config.model, "full") / 989e12)
-    assert "500,000 tokens/s / 43" in speed.describe_speed(rows) and "causal)" in speed.describe_speed(rows)
     assert speed.speed_rows("step", [1.0], config, Devices([card], True, ""), 8) == []
 
 
